@@ -16,6 +16,7 @@ from attnlib.device import DeviceInfo, resolve_device
 from attnlib.key_selection import KeySelection
 from attnlib.ops.triton.hopper.support import hopper_decode_keys
 from attnlib.score_functions.builtin import documents
+from attnlib.spec import MaskKind
 
 DECODE = (
     "decode:  Hopper kernel from sequence length 256 (128 from 17 to 132 requests, 2048 above) and "
@@ -167,11 +168,31 @@ def test_explain_prints_them_for_the_chosen_backend() -> None:
     assert re.search(r"^ +decode:  Hopper kernel from sequence length 256", text, re.M)
 
 
+COPIES = "; from 4096 query tokens on: Hopper kernel over bfloat16 copies"
+
+
+@pytest.mark.parametrize(
+    ("changes", "copies"),
+    [
+        ({"kv_cache_dtype": "int4_per_group"}, True),
+        ({"kv_cache_dtype": "nvfp4"}, False),
+        ({"kv_cache_dtype": "int4_per_group", "num_kv_heads": 32}, False),
+        ({"kv_cache_dtype": "int4_per_group", "dtype": torch.float32}, False),
+        ({"kv_cache_dtype": "fp8_e4m3", "mask_kind": MaskKind.QUERY_BIAS}, False),
+        ({"block_size": 1}, True),
+        ({}, False),
+    ],
+)
+def test_prefills_of_long_prompts_over_copies(changes: dict[str, Any], copies: bool) -> None:
+    prefill = _lines(**changes)[0]
+    assert prefill.endswith(COPIES) == copies, prefill
+
+
 def test_float8_caches_and_the_hopper_kernels() -> None:
     for name, dtype in (("fp8_e4m3", "float8_e4m3fn"), ("fp8_e5m2", "float8_e5m2")):
         prefill, decode = _lines(kv_cache_dtype=name)
         converts = f"Hopper kernel (products in float16, to which {dtype} is converted)"
-        assert prefill == f"prefill: {converts}"
+        assert prefill == f"prefill: {converts}{COPIES}"
         bounds = "(128 from 17 to 132 requests, 2048 above)", "(1024 above 132 requests)"
         assert decode == DECODE.replace("Hopper kernel", converts).replace(*bounds)
 

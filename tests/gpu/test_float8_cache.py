@@ -92,6 +92,7 @@ def _run(
     query = torch.randn(int(starts[-1]), HEADS * group, head_size) * magnitude
     query = query.to(DEVICE, dtype)
     given: dict[str, Any] = {
+        "one": (1.0, 1.0),
         "float": (0.7, 1.9),
         "tensor": (torch.tensor(0.7, device=DEVICE), torch.tensor(1.9, device=DEVICE)),
         "heads": (torch.rand(HEADS, device=DEVICE) + 0.2, torch.rand(HEADS, device=DEVICE) + 0.2),
@@ -180,6 +181,83 @@ def test_prefill_equals_float32(name: str) -> None:
     _assert_close(got, options.get("dtype", torch.bfloat16))
 
 
+SMALL_BLOCKS: dict[str, Any] = {"cache": torch.bfloat16, "block_size": 2, "scales": "one"}
+
+
+@pytest.mark.parametrize("name", [*PREFILLS, "small-blocks"])
+def test_converted_prefill_equals_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values are copied before the prefill, launched by Triton, then directly."""
+    from attnlib.ops.triton.hopper import converted_prefill
+    from attnlib.ops.triton.launch.cache import LAUNCHES
+
+    options = dict(PREFILLS.get(name, SMALL_BLOCKS))
+    monkeypatch.setattr(converted_prefill, "COPIED_TOKENS", 1)
+    LAUNCHES.clear()
+    for _ in range(2):
+        got = _run("prefill", CHUNKS, CONTEXTS, **options)
+        assert _uses("ConvertedPrefill")
+        _assert_close(got, options.get("dtype", torch.bfloat16))
+    LAUNCHES.clear()
+
+
+@pytest.mark.parametrize("fault", ["k_scale", "value"])
+def test_faults_of_converted_keys_are_not_hidden(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attnlib.ops.triton.hopper import converted_prefill
+    from attnlib.ops.triton.launch.cache import LAUNCHES
+
+    monkeypatch.setattr(converted_prefill, "COPIED_TOKENS", 1)
+    LAUNCHES.clear()
+    test_faults_are_not_hidden("prefill", fault)
+    assert _uses("ConvertedPrefill")
+    LAUNCHES.clear()
+
+
+@pytest.mark.parametrize("num_decodes", [0, 3])
+def test_layers_with_converted_keys(num_decodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of a step use the same scratch memory, one after the other; their first call is
+    launched by Triton, later ones directly."""
+    import attnlib
+    from attnlib.ops.triton.hopper import converted_prefill
+    from attnlib.ops.triton.launch.cache import LAUNCHES
+
+    monkeypatch.setattr(converted_prefill, "COPIED_TOKENS", 1)
+    LAUNCHES.clear()
+    torch.manual_seed(0)
+    spec = attnlib.AttentionSpec(
+        num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16,
+        kv_cache_dtype="fp8_e4m3", block_size=16,
+    )  # fmt: skip
+    query_lens, seq_lens = [1] * num_decodes + [500, 70], [900] * num_decodes + [1300, 70]
+    num_blocks = 90 * len(seq_lens)
+    table = torch.randperm(num_blocks).int().view(len(seq_lens), -1)
+    tokens = sum(query_lens)
+    shapes = [(tokens, 32, 128), (tokens, 8, 128), (tokens, 8, 128)]
+    for _ in range(3):  # steps
+        common = attnlib.CommonAttentionMetadata.from_lengths(
+            query_lens, seq_lens, table, 16, DEVICE
+        )
+        metadata, expected = {}, {}
+        for backend in ("triton", "torch"):
+            layer = attnlib.Attention(spec, backend=backend, device=DEVICE)
+            metadata[backend] = layer.backend.make_builder(spec, DEVICE).build(0, common)
+        for number in range(3):  # layers
+            cache = attnlib.PagedKVCache.allocate(spec, num_blocks, DEVICE)
+            for view in (cache.key_cache, cache.value_cache):
+                view.copy_(torch.randn(view.shape, device=DEVICE).to(view.dtype))
+            q, k, v = (torch.randn(s, device=DEVICE, dtype=torch.bfloat16) for s in shapes)
+            for backend, built in metadata.items():
+                layer = attnlib.Attention(spec, backend=backend, device=DEVICE)
+                expected[backend] = layer(q, k, v, cache, built).float()
+            error = (expected["triton"] - expected["torch"]).norm() / expected["torch"].norm()
+            assert error < 6e-3, (number, error)
+    assert _uses("StepLaunches")
+    kinds = {type(x.prefill).__name__ for x in LAUNCHES.values() if hasattr(x, "of_layer")}
+    assert "ConvertedPrefill" in kinds
+    LAUNCHES.clear()
+
+
 @pytest.mark.parametrize("in_registers", [False, True])
 @pytest.mark.parametrize("name", ["e4m3", "page128", "fp16-group5", "head64-sinks", "window"])
 def test_prefill_with_queries_anywhere(
@@ -215,12 +293,20 @@ def test_faults_are_not_hidden(operation: str, fault: str) -> None:
 
 
 @pytest.mark.parametrize("cache", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("operation", ["decode", "prefill"])
-def test_retrieval_from_128k_keys(operation: str, cache: torch.dtype) -> None:
+@pytest.mark.parametrize("operation", ["decode", "prefill", "copied"])
+def test_retrieval_from_128k_keys(
+    operation: str, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each query and head finds its own key among 128k others and returns its value."""
+    from attnlib.ops.triton.hopper import converted_prefill
+    from attnlib.ops.triton.launch.cache import LAUNCHES
     from attnlib.ops.triton.paged_decode import paged_decode
     from attnlib.ops.triton.paged_prefill import paged_prefill
 
+    if operation == "copied":
+        for name, limit in (("TOKENS", 1), ("GROUP", 1), ("BYTES", 1 << 30)):
+            monkeypatch.setattr(converted_prefill, f"COPIED_{name}", limit)
+    LAUNCHES.clear()
     torch.manual_seed(0)
     length, count, size = 128 * 1024, 8 if operation == "decode" else 300, 128
     query = torch.randn(count, HEADS, size, device=DEVICE, dtype=torch.bfloat16)
@@ -241,7 +327,8 @@ def test_retrieval_from_128k_keys(operation: str, cache: torch.dtype) -> None:
         query, *stored, table, starts, lens, params, max_query_len=max(query_lens),
         max_seq_len=length, out=out,
     )  # fmt: skip
-    assert _uses("HopperDecode" if operation == "decode" else "HopperPrefill")
+    kinds = {"decode": "HopperDecode", "prefill": "HopperPrefill", "copied": "ConvertedPrefill"}
+    assert _uses(kinds[operation])
     wanted = stored[1].view(length, HEADS, size)[needles].float()
     products = torch.einsum("ihd,jhd->hij", out.float(), wanted)
     found = products.argmax(2) == torch.arange(count, device=DEVICE)

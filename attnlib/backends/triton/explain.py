@@ -13,6 +13,8 @@ from attnlib.ops.triton.heuristics.hopper_tiles import key_parts
 from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.hopper.support import (
     BLOCK_SIZES,
+    COPIED_GROUP,
+    COPIED_TOKENS,
     HOPPER_DECODE_KEYS,
     LATENT_KEYS_PER_SM,
     LATENT_ROWS,
@@ -134,11 +136,32 @@ def _page_lines(spec: AttentionSpec, capability: tuple[int, int] | None, kernels
     """The lines of layers whose pages hold their scales (M16); `capability` of Hopper GPUs only."""
     stored = spec.kv_format
     how = f"elements and scales of {stored.name} are decoded in registers"
-    if capability is None or kernels == "portable" or not hopper_reads(stored):
+    if capability is None or kernels == "portable":
         configured = "; configured: kernels=portable" if kernels == "portable" else ""
         return [f"prefill, decode: portable Triton kernels ({how}{configured})"]
-    decode = _hopper_lines(spec, capability)[1]
-    return [f"prefill: portable Triton kernel ({how})", decode]
+    prefill = f"prefill: portable Triton kernel ({how}){_copies(spec, capability)}"
+    if not hopper_reads(stored):
+        return [prefill, "decode:  portable Triton kernel"]
+    return [prefill, _hopper_lines(spec, capability)[1]]
+
+
+def _copies(spec: AttentionSpec, capability: tuple[int, int]) -> str:
+    """How the prefill reads long prompts, if it copies their keys first; else nothing."""
+    small = gathers(spec.block_size)
+    if spec.group_size < COPIED_GROUP or not (spec.is_kv_quantized or small):
+        return ""
+    if spec.score_function is not None or spec.use_mla or spec.dtype.itemsize != 2:
+        return ""
+    if spec.kv_format.elements_per_group:  # portable kernels only
+        return ""
+    if prefill_unsupported_reasons(
+        capability, spec.dtype, spec.dtype, (spec.head_size, spec.head_size_v), BLOCK_SIZES[-1],
+        spec.group_size, causal_per_request=spec.mask_kind is MaskKind.PER_REQUEST,
+        alibi=spec.has_alibi, bias=spec.mask_kind is MaskKind.QUERY_BIAS,
+    ):  # fmt: skip
+        return ""
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return f"; from {COPIED_TOKENS} query tokens on: Hopper kernel over {dtype} copies"
 
 
 def _selected_lines(spec: AttentionSpec, device: DeviceInfo, portable_only: bool) -> list[str]:
@@ -229,7 +252,9 @@ def _hopper_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]
         cache = spec.kv_format.name if paged else str(spec.kv_dtype).removeprefix("torch.")
         gluon += f" (products in float16, to which {cache} is converted)"
     return [
-        f"prefill: {portable} ({'; '.join(prefill)})" if prefill else f"prefill: {gluon}",
+        f"prefill: {portable} ({'; '.join(prefill)})"
+        if prefill
+        else f"prefill: {gluon}{_copies(spec, capability)}",
         f"decode:  {portable} ({'; '.join(decode)})"
         if decode
         else f"decode:  {gluon} {_decode_conditions(spec)}; else {portable}",

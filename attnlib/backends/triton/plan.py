@@ -37,7 +37,7 @@ from attnlib.ops.triton.launch.sequence import (
     VALUE,
     VALUE_CACHE,
 )
-from attnlib.ops.triton.launch.signature import batch_signature
+from attnlib.ops.triton.launch.signature import batch_signature, length_class
 from attnlib.spec import AttentionSpec
 
 __all__ = ["TritonPlan"]
@@ -335,7 +335,10 @@ def _find_launches(
     key = (
         "step", own, metadata.num_decodes, metadata.num_decode_tokens, schedule, concurrent,
         None if decodes is None else batch_signature(decodes),
-        None if prefills is None else (batch_signature(prefills), metadata.max_query_len),
+        None if prefills is None else (
+            batch_signature(prefills), metadata.max_query_len,
+            length_class(prefills, call.key_cache),
+        ),
         None if slots is None else (slots.dtype, slots.shape, slots.stride()),
     )  # fmt: skip
     found: StepLaunches | None = LAUNCHES.get(key)

@@ -47,7 +47,7 @@ from attnlib.ops.triton.launch.attention import (
 )
 from attnlib.ops.triton.launch.bound import BoundLaunch
 
-__all__ = ["page_decode", "page_kind", "page_prefill", "page_write"]
+__all__ = ["page_decode", "page_kind", "page_prefill", "page_words", "page_write"]
 
 _KINDS = {
     "int8_per_token_head": int(PAGE_INT8.value),
@@ -81,7 +81,9 @@ def page_write(
     """
     stored = _format(key_cache, k_scale)
     sides = ((key_cache, k_scale), (value_cache, v_scale))
-    (words, padded), (words_v, padded_v) = (_words(view, scale, stored) for view, scale in sides)
+    (words, padded), (words_v, padded_v) = (
+        page_words(view, scale, stored) for view, scale in sides
+    )
     num_heads = key_cache.shape[2]
     block_h = min(next_power_of_2(num_heads), max(1, 1024 // max(padded, padded_v)))
     assert stored.scale_dtype is not None  # a format with scales in the page
@@ -220,8 +222,8 @@ def _constants(
     stored = _format(key, params.k_scale)
     without_scales = replace(params, k_scale=1.0, v_scale=1.0)
     shared = attention_constants(query, key, value, out, has_lse, without_scales, limits)
-    words, padded = _words(key, params.k_scale, stored)
-    words_v, padded_v = _words(value, params.v_scale, stored)
+    words, padded = page_words(key, params.k_scale, stored)
+    words_v, padded_v = page_words(value, params.v_scale, stored)
     ptx = 0
     if limits.capability >= (8, 0) and query.dtype.itemsize == 2 and not stored.elements_per_group:
         ptx = 89 if limits.has_fp8 else 80
@@ -247,7 +249,7 @@ def _format(key: Tensor, k_scale: float | Tensor) -> KVFormat:
     return found
 
 
-def _words(view: Tensor, scales: Tensor, stored: KVFormat) -> tuple[int, int]:
+def page_words(view: Tensor, scales: Tensor, stored: KVFormat) -> tuple[int, int]:
     """16-bit words of a head, and of a row of a tile.
 
     Raises:

@@ -75,5 +75,7 @@ def concurrent_ctas(
 def can_run_concurrently(
     prefill: PreparedAttention, decode: PreparedAttention
 ) -> TypeGuard[PreparedConcurrentPrefill]:
-    """Whether prepared launches of both parts are Hopper kernels, which can overlap."""
-    return decode.needs_alignment and prefill.needs_alignment
+    """Whether prepared launches of both parts are Hopper kernels, which can overlap. A prefill of
+    several kernels starts after the decode."""
+    hopper = decode.needs_alignment and prefill.needs_alignment
+    return hopper and len(prefill.kernels) == 1

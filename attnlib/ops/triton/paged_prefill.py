@@ -40,7 +40,7 @@ from attnlib.ops.triton.launch.score import (
     has_head_bounds,
     range_constants,
 )
-from attnlib.ops.triton.launch.signature import batch_signature, call_signature
+from attnlib.ops.triton.launch.signature import batch_signature, call_signature, length_class
 
 __all__ = ["paged_prefill", "prepare_plain_prefill", "prepare_prefill"]
 
@@ -140,17 +140,18 @@ def prepare_prefill(
     Raises:
         ContractError: tensors that the kernel cannot address.
     """
-    key_ = ("prefill", signature, batch_signature(batch), max_query_len, kernels)
+    lengths = max_query_len, length_class(batch, key)
+    key_ = ("prefill", signature, batch_signature(batch), lengths, kernels)
     found: PreparedAttention | None = LAUNCHES.get(key_)
     if found is not None and found.limits is limits:
         return found
     check_batch(batch, max_query_len)
     prepared: PreparedAttention | None = None
-    wanted = limits.capability[0] == 9 and kernels != "portable" and not holds_scales(params)
+    wanted = limits.capability[0] == 9 and kernels != "portable"
     if wanted and (dispatch := hopper.load()) is not None:
-        prepared = dispatch.select_prefill(
-            query, key, value, out, lse, batch, params, limits, max_query_len
-        )
+        in_pages = holds_scales(params)
+        select = dispatch.select_page_prefill if in_pages else dispatch.select_prefill
+        prepared = select(query, key, value, out, lse, batch, params, limits, max_query_len)
     if prepared is None:
         prepared = prepare_plain_prefill(
             signature, query, key, value, out, lse, batch, params, limits, max_query_len

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import struct
+import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from attnlib.ops.triton.launch.sequence import (
     Part,
     Source,
     Step,
+    batch_sources,
     prepare_sequence,
     score_sources,
 )
@@ -183,6 +185,30 @@ def test_descriptors_are_looked_up(machine: Machine, monkeypatch: pytest.MonkeyP
     table[key, value] = table[key, value][:1]
     with pytest.raises(TypeError, match="expected a tuple of 2 descriptors"):
         run(*given)
+
+
+def test_descriptors_of_a_batch(machine: Machine) -> None:
+    """A batch may give descriptors; its launches keep them alive."""
+
+    class Encoded:
+        __slots__ = tuple(f"word_{n}" for n in range(16))
+
+    driver.compile_native().use_tensor_map_type(Encoded)
+    step = launch(b"tp", batch_sources(2))
+    template = prepare_sequence([Part(Launches((step,)))], 0, NUM_VALUES, FIXED, 2)
+    given, address = Encoded(), 64
+    given.word_15 = address
+    references = sys.getrefcount(given)
+    run = template.bind((given, address))
+    assert sys.getrefcount(given) == references + 1
+    machine.driver.sizes = [128, 8]
+    assert run(*tensors())
+    content = ctypes.string_at(id(given) + Encoded.__basicsize__ - 128, 128)
+    assert machine.driver.launches[0][4] == (content, struct.pack("<Q", address))
+    del run
+    assert sys.getrefcount(given) == references
+    with pytest.raises(TypeError, match="must be an encoded"):
+        template.bind((3, address))
 
 
 def test_errors(machine: Machine) -> None:

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from attnlib.kv_dtype import page_format
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.scales import MIN_LATE_SCALE
@@ -18,6 +19,12 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
     choose_hopper_tile,
     with_query_registers,
     with_short_ranges,
+)
+from attnlib.ops.triton.hopper.converted_prefill import (
+    ConvertedPrefill,
+    copied_rows,
+    copied_sizes,
+    prepare_converted_prefill,
 )
 from attnlib.ops.triton.hopper.decode_plan import (
     HopperDecode,
@@ -40,6 +47,7 @@ from attnlib.ops.triton.hopper.support import (
     SMALL_SIZES,
     decode_rows,
     decode_unsupported_reasons,
+    gathers,
     invariant_unsupported_reasons,
     latent_unsupported_reasons,
     prefill_unsupported_reasons,
@@ -54,6 +62,7 @@ __all__ = [
     "select_decode",
     "select_invariant",
     "select_packed_decode",
+    "select_page_prefill",
     "select_prefill",
     "select_unpaged",
     "unsupported_strides",
@@ -139,19 +148,28 @@ def select_prefill(
     params: AttentionParams,
     limits: DeviceLimits,
     max_query_len: int,
-) -> HopperPrefill | None:
+) -> HopperPrefill | ConvertedPrefill | None:
     """The Hopper prefill for calls of this signature; None where the plain kernel serves them."""
     layer, score = _layer(query, key, value, limits), params.score_function is not None
     if prefill_unsupported_reasons(*layer, **_features(params), score=score):
         return None
     if _is_unsupported(query, key, value, out, params):
         return None
-    rows = query.shape[1] // key.shape[2] * max_query_len
+    group, copied = query.shape[1] // key.shape[2], 0
+    rows = group * max_query_len
+    if key.element_size() == 1 or gathers(key.shape[1]):
+        sizes = key.shape[3], value.shape[3]
+        copied = copied_rows(key, sizes, batch, params, max_query_len, group)
     tile = choose_hopper_tile(
-        key.shape[3], value.shape[3], cache_bytes=key.element_size(), rows=min(1 << 20, 1 << max(0,
-        rows - 1).bit_length()), block_size=key.shape[1], visible=_visible(params),
+        key.shape[3], value.shape[3], cache_bytes=2 if copied else key.element_size(),
+        rows=min(1 << 20, 1 << max(0, rows - 1).bit_length()),
+        block_size=None if copied else key.shape[1], visible=_visible(params),
         has_score=params.score_function is not None, tuned=limits.tuned,
     )  # fmt: skip
+    if copied:
+        return prepare_converted_prefill(
+            query, key, value, out, lse, batch, params, tile, limits, copied
+        )
     if _QUERIES_IN_REGISTERS and limits.tuned is None and params.score_function is None:
         tile = with_query_registers(tile)
     # Tiles of one head waste rows where queries are short.
@@ -160,6 +178,42 @@ def select_prefill(
         tile = with_short_ranges(tile)
     return prepare_hopper_prefill(
         query, key, value, out, lse, batch, params, tile, limits, one_head
+    )
+
+
+def select_page_prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    batch: BatchTensors,
+    params: AttentionParams,
+    limits: DeviceLimits,
+    max_query_len: int,
+) -> ConvertedPrefill | None:
+    """`select_prefill` for pages that hold their scales (M16): long prompts."""
+    stored = page_format(key, params.k_scale)
+    if stored is None or stored.elements_per_group:
+        return None  # layers over 4-bit floats use portable kernels only
+    sizes, group = copied_sizes(key, value, params), query.shape[1] // max(1, key.shape[2])
+    layer = (limits.capability, query.dtype, query.dtype, sizes, BLOCK_SIZES[-1], group)
+    features = {**_features(params), "scales": False}
+    if query.dtype.itemsize != 2 or prefill_unsupported_reasons(*layer, **features):
+        return None
+    if unsupported_strides(query=query, out=out) or key.shape[0] == 0 or out.dtype != query.dtype:
+        return None
+    if params.scale < MIN_LATE_SCALE:
+        return None
+    copied = copied_rows(key, sizes, batch, params, max_query_len, group)
+    if not copied:
+        return None
+    tile = choose_hopper_tile(
+        *sizes, rows=min(1 << 20, 1 << max(0, group * max_query_len - 1).bit_length()),
+        visible=_visible(params), tuned=limits.tuned,
+    )  # fmt: skip
+    return prepare_converted_prefill(
+        query, key, value, out, lse, batch, params, tile, limits, copied
     )
 
 

@@ -64,6 +64,7 @@ from attnlib.ops.triton.launch.sequence import (
     VALUE_MAP,
     Launches,
     Lookup,
+    Source,
     batch_sources,
     bind_step,
     score_sources,
@@ -97,7 +98,7 @@ class HopperPrefill:
         views: the key and value cache as TMA reads them.
         query_view: the queries as TMA reads them; None where the kernel loads queries itself.
         scale: softmax scale; times `k_scale` where the cache is not quantized.
-        is_quantized: whether the cache is float8.
+        scales: which scales of the cache each call gives: those that are not part of `scale`.
         score_sizes: sizes of the layer tensors of the score function.
         numbers: the runtime numbers between the scale and `concurrent`.
         last: the runtime numbers after the section.
@@ -118,7 +119,7 @@ class HopperPrefill:
     views: tuple[CacheView, CacheView]
     query_view: QueryView | None
     scale: float
-    is_quantized: bool
+    scales: tuple[Source | None, Source | None]
     score_sizes: tuple[int, ...]
     numbers: tuple[float | int, ...]
     last: tuple[int, ...]
@@ -144,7 +145,13 @@ class HopperPrefill:
         """The number of values of a batch."""
         return _NUM_BATCH_VALUES + bool(self.totals_bytes) + 3 * self.num_batch_tensors
 
-    def launches(self, direct: bool, aligned: bool = True, concurrent: bool = False) -> Launches:
+    def launches(
+        self,
+        direct: bool,
+        aligned: bool = True,
+        concurrent: bool = False,
+        maps: tuple[Source, Source] | None = None,
+    ) -> Launches:
         """The launch. The order of the kernel's arguments is written here.
 
         Args:
@@ -152,6 +159,8 @@ class HopperPrefill:
             aligned: for launches by Triton, whether all tensors are aligned.
             concurrent: start while the kernel launched before still runs. That kernel must release
                 its successor early and must have waited for everything before itself.
+            maps: values of a batch that are the descriptors of keys and values; None for those of
+                the caches of a call.
         """
         starts, lens, table, counters, section = batch_sources(_NUM_BATCH_VALUES)
         totals: tuple[Any, ...] = () if self.totals_bytes is None else (None,)
@@ -161,20 +170,19 @@ class HopperPrefill:
             self.score_sizes, self.num_batch_tensors, _NUM_BATCH_VALUES
         )
         layer_tensors = score_sources(len(self.score_sizes) // 2)
-        maps: tuple[Any, ...] = (KEY_CACHE, VALUE_CACHE)
+        caches: tuple[Any, ...] = (KEY_CACHE, VALUE_CACHE)
         if not self.gathers:
-            maps = descriptor_arguments(self.views, (KEY_MAP, VALUE_MAP), direct)
+            caches = descriptor_arguments(self.views, maps or (KEY_MAP, VALUE_MAP), direct)
         query_map: tuple[Any, ...] = (None,)
         if self.query_view is not None:
             query_map = descriptor_arguments((self.query_view,), (QUERY_MAP,), direct)
-        scales = (K_SCALE, V_SCALE) if self.is_quantized else (None, None)
         arguments = (
-            *maps, *query_map, QUERY, OUT, LSE, SINKS, *scales, *layer_tensors, *pointers, starts,
-            lens, table, counters, *totals, self.scale, *self.numbers, int(concurrent), section,
-            *self.last, *sizes,
+            *caches, *query_map, QUERY, OUT, LSE, SINKS, *self.scales, *layer_tensors, *pointers,
+            starts, lens, table, counters, *totals, self.scale, *self.numbers, int(concurrent),
+            section, *self.last, *sizes,
         )  # fmt: skip
         step = bind_step(self.attend, direct, aligned, arguments)
-        return Launches((step,), self._lookups(direct))
+        return Launches((step,), self._lookups(direct, maps is None))
 
     @cached_property
     def direct(self) -> Launches:
@@ -233,11 +241,11 @@ class HopperPrefill:
             heads = choose_section(heads, max_seq_len, width + value_view.width)
         return heads * self.shared
 
-    def _lookups(self, direct: bool) -> tuple[Lookup, ...]:
-        """The descriptors of a call."""
+    def _lookups(self, direct: bool, of_caches: bool) -> tuple[Lookup, ...]:
+        """The descriptors of a call, with or without those of its caches."""
         caches, maps, view = (KEY_CACHE, VALUE_CACHE), (KEY_MAP, VALUE_MAP), self.query_view
         found: list[Lookup] = []
-        if not self.gathers:
+        if of_caches and not self.gathers:
             found.append(
                 Lookup(caches, self._descriptors, self._encode, maps)
                 if direct
@@ -359,10 +367,7 @@ def prepare_hopper_prefill(
     if load_query:
         shape, strides = tuple(query.shape), tuple(query.stride())
         query_view = QueryView(query.dtype, shape, strides, box_tokens, box_heads, width)
-    is_quantized, scale = key.dtype.itemsize == 1, params.scale
-    if not is_quantized:
-        assert not isinstance(params.k_scale, Tensor)  # dispatch leaves tensors to the plain kernel
-        scale *= float(params.k_scale)
+    scale, scales = _scales(key.dtype.itemsize == 1, params)
     grid = (min(items, limits.num_sms) if tile.persistent else items, 1, 1)
     return HopperPrefill(
         limits=limits,
@@ -373,7 +378,7 @@ def prepare_hopper_prefill(
         views=(CacheView.of(key, box, width), CacheView.of(value, box, width_v)),
         query_view=query_view,
         scale=scale,
-        is_quantized=is_quantized,
+        scales=scales,
         score_sizes=tensor_sizes(params.layer_score_tensors()),
         num_batch_tensors=len(batch.score_tensors),
         totals_bytes=totals_bytes,
@@ -403,6 +408,23 @@ def _can_skip(params: AttentionParams, key: Tensor, parts: int, split: bool) -> 
         and parts == 1
         and not split
     )
+
+
+def _scales(
+    is_quantized: bool, params: AttentionParams
+) -> tuple[float, tuple[Source | None, Source | None]]:
+    """The softmax scale with what it includes of `k_scale`, and the scales that calls give."""
+    if is_quantized:
+        return params.scale, (K_SCALE, V_SCALE)
+    # Only copies of a float8 cache have other scales than 1 for the values, or tensors.
+    v_scale = None if _is_one(params.v_scale) else V_SCALE
+    if isinstance(params.k_scale, Tensor):
+        return params.scale, (K_SCALE, v_scale)
+    return params.scale * float(params.k_scale), (None, v_scale)
+
+
+def _is_one(scale: float | Tensor) -> bool:
+    return not isinstance(scale, Tensor) and scale == 1.0
 
 
 def _invariant(constants: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

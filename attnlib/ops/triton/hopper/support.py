@@ -10,15 +10,14 @@ import torch
 from attnlib.kv_dtype import KVFormat
 
 __all__ = [
-    "BLOCK_SIZES", "DECODE_ROWS", "GATHERED_SIZES", "HOPPER_DECODE_KEYS", "INVARIANT_KERNELS",
-    "LATENT_KEYS_PER_SM", "LATENT_ROWS", "LATENT_SIZES", "PACKED_DECODE_ROWS", "PAIRS_PER_SM",
-    "ROWS",
-    "SHORT_DECODE_KEYS", "SMALL_SIZES", "WIDEST",
-    "decode_unsupported_reasons", "decode_keys", "decode_rows", "gathers", "hopper_decode_keys",
+    "BLOCK_SIZES", "COPIED_BYTES", "COPIED_GROUP", "COPIED_TOKENS", "DECODE_ROWS", "GATHERED_SIZES",
+    "HOPPER_DECODE_KEYS", "INVARIANT_KERNELS", "LATENT_KEYS_PER_SM", "LATENT_ROWS", "LATENT_SIZES",
+    "PACKED_DECODE_ROWS", "PAIRS_PER_SM", "ROWS", "SHORT_DECODE_KEYS", "SMALL_SIZES", "WIDEST",
+    "decode_keys", "decode_rows", "decode_unsupported_reasons", "gathers", "hopper_decode_keys",
     "hopper_reads",
     "invariant_unsupported_reasons", "latent_decode_keys", "latent_head_blocks",
-    "latent_unsupported_reasons", "reads_short_decodes",
-    "prefill_unsupported_reasons", "selected_latents_unsupported_reasons",
+    "latent_unsupported_reasons", "prefill_unsupported_reasons", "reads_short_decodes",
+    "selected_latents_unsupported_reasons",
 ]  # fmt: skip
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -71,6 +70,17 @@ WIDEST = 512
 
 GATHERED_SIZES = (1, 2, 4)
 """Block sizes whose rows the prefill gathers one by one."""
+
+
+COPIED_TOKENS = 4096
+"""Query tokens of the longest request from which keys and values of quantized caches and of
+GATHERED_SIZES are copied to 16-bit rows before the prefill. Warm-ups run such a batch."""
+
+COPIED_GROUP = 2
+"""Query heads per KV head, likewise: one copy of a KV head serves all of them."""
+
+COPIED_BYTES = 256 * 1024 * 1024
+"""Scratch memory for these copies, at most."""
 
 
 def gathers(block_size: int) -> bool:

@@ -51,6 +51,7 @@ typedef struct {
   PyObject_HEAD;
   vectorcallfunc vectorcall;
   Template *template;
+  PyObject *values; /* keeps the descriptors behind `batch` alive */
   uint64_t batch[MAX_BATCH_VALUES];
 } Sequence;
 
@@ -186,6 +187,7 @@ static PyObject *call_sequence(PyObject *object, PyObject *const *given, size_t 
 
 static void delete_sequence(PyObject *object) {
   Py_XDECREF(((Sequence *)object)->template);
+  Py_XDECREF(((Sequence *)object)->values);
   Py_TYPE(object)->tp_free(object);
 }
 
@@ -267,13 +269,13 @@ static int add_step(Template *self, PyObject *given, Py_ssize_t num_maps) {
     int of_batch = use->index <= FIRST_BATCH_VALUE;
     if (use->index >= self->num_tensors + num_maps ||
         use->index <= FIRST_BATCH_VALUE - self->num_batch_values ||
-        (of_batch && (kind == TENSOR_MAP || kind == FLOAT32 || kind == FLOAT64)) ||
+        (of_batch && (kind == FLOAT32 || kind == FLOAT64)) ||
         (is_tensor && kind != POINTER && kind != CONSTANT)) { /* a tensor that is None is constant */
       PyErr_Format(PyExc_ValueError, "value %zd of %zd tensors and %zd descriptors cannot be an "
                    "argument of kind '%c'", use->index, self->num_tensors, num_maps, kind);
       return 0;
     }
-    if (use->index < 0 && kind == TENSOR_MAP) {
+    if (use->index == -1 && kind == TENSOR_MAP) {
       PyErr_SetString(PyExc_ValueError, "a descriptor that does not change belongs to the launch");
       return 0;
     }
@@ -350,7 +352,7 @@ static PyTypeObject sequence_type = {
     .tp_vectorcall_offset = offsetof(Sequence, vectorcall),
 };
 
-/* template.bind((address, number or None, ...)) */
+/* template.bind((address, number, encoded descriptor or None, ...)) */
 static PyObject *bind_template(PyObject *object, PyObject *values) {
   Template *self = (Template *)object;
   if (!PyTuple_Check(values) || PyTuple_GET_SIZE(values) != self->num_batch_values) {
@@ -362,6 +364,7 @@ static PyObject *bind_template(PyObject *object, PyObject *values) {
     return NULL;
   sequence->vectorcall = call_sequence;
   sequence->template = (Template *)Py_NewRef(object);
+  sequence->values = Py_NewRef(values);
   for (Py_ssize_t number = 0; number < self->num_steps; number++) {
     const Step *step = &self->steps[number];
     for (Py_ssize_t slot = 0; slot < step->launch->num_slots; slot++) {

@@ -13,7 +13,13 @@ from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.scales import scale_signature
 from attnlib.ops.triton.launch.score import score_signature
 
-__all__ = ["batch_signature", "call_signature"]
+LENGTH_STEP = 4096
+"""Step of the classes of sequence lengths."""
+
+_SMALL_BLOCKS = 8
+"""Tokens per block from which TMA reads them."""
+
+__all__ = ["LENGTH_STEP", "batch_signature", "call_signature", "length_class"]
 
 
 def call_signature(
@@ -45,3 +51,10 @@ def batch_signature(batch: BatchTensors) -> tuple[Any, ...]:
         None if bias is None else (bias.dtype, bias.shape[1], bias.stride()),
         None if counters is None else (counters.dtype, counters.numel()), len(score_tensors),
     )  # fmt: skip
+
+
+def length_class(batch: BatchTensors, cache: Tensor) -> int:
+    """What the launches of a prefill follow from in the bound of the sequence lengths: where a
+    cache has elements of 8 bits or small blocks, its keys may be copied into scratch memory."""
+    copied = cache.element_size() == 1 or cache.shape[1] < _SMALL_BLOCKS
+    return -(-batch.max_seq_len // LENGTH_STEP) if copied else 0

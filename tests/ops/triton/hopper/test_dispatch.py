@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import hopper
 from attnlib.ops.triton.heuristics.device import DeviceLimits
+from attnlib.ops.triton.hopper.converted_prefill import ConvertedPrefill
 from attnlib.ops.triton.hopper.decode_plan import HopperDecode
 from attnlib.ops.triton.hopper.dispatch import (
     decode_workspace_bytes,
@@ -21,9 +23,11 @@ from attnlib.ops.triton.hopper.dispatch import (
     unsupported_strides,
 )
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill
+from attnlib.ops.triton.kernels.quant import KV_PLAIN
 from attnlib.ops.triton.launch.attention import BatchTensors
+from attnlib.ops.triton.launch.sequence import K_SCALE, V_SCALE
 from attnlib.ops.triton.paged_decode import AttentionShape
-from attnlib.ops.triton.paged_mixed import concurrent_ctas
+from attnlib.ops.triton.paged_mixed import can_run_concurrently, concurrent_ctas
 from attnlib.score_functions import ScoreFunction, builtin
 
 BF16 = torch.bfloat16
@@ -66,6 +70,68 @@ def _prefill(
     )  # fmt: skip
     assert found is not None
     return found
+
+
+def _long_prefill(**changes: Any) -> Any:
+    """The launch of a prefill of two requests over a float8 cache, with 8 / 2 heads."""
+    options = {"tokens": 4096, "seq_len": 5000, "heads": 2, "cache": torch.float8_e4m3fn, "n": 16}
+    options.update((name, changes.pop(name)) for name in list(changes) if name in options)
+    tokens, seq_len, heads, cache, n = options.values()
+    query = torch.empty(64, 8, 128, dtype=BF16)
+    key = torch.empty(5, n, heads, 128, dtype=BF16).to(cache)
+    starts = torch.zeros(3, dtype=torch.int32)
+    table = torch.zeros(2, 4, dtype=torch.int32)
+    batch = BatchTensors(starts, starts[:2], table, max_seq_len=seq_len)
+    return select_prefill(
+        query, key, key.clone(), torch.empty_like(query), None, batch,
+        AttentionParams(scale=0.1, **changes), CHIP, tokens,
+    )  # fmt: skip
+
+
+def test_keys_of_long_prompts_are_copied_once() -> None:
+    """Into packed rows for the longest lengths of the class; the scales stay exact."""
+    scale = torch.ones(2)
+    found = _long_prefill(k_scale=2.0, v_scale=scale)
+    assert isinstance(found, ConvertedPrefill) and found.rows == 2 * 8192
+    inner = found.prefill
+    assert inner.attend._constants["KV_KIND"] == KV_PLAIN.value
+    assert inner.attend._constants["BLOCK_SIZE"] == 0
+    assert inner.views[0].shape == (1, 2 * 8192, 2, 128) and inner.views[0].dtype == BF16
+    assert (inner.scale, inner.scales) == (0.2, (None, V_SCALE))
+    assert _long_prefill(k_scale=scale).prefill.scales == (K_SCALE, None)
+    assert isinstance(_long_prefill(n=1, cache=BF16), ConvertedPrefill)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"tokens": 4095}, {"heads": 8}, {"seq_len": 1 << 20}, {"cache": BF16}],
+    ids=["short prompt", "one query head per KV head", "too much memory", "16-bit"],
+)
+def test_keys_that_are_not_copied(changes: dict[str, Any]) -> None:
+    assert isinstance(_long_prefill(**changes), HopperPrefill)
+
+
+def test_a_conversion_does_not_run_beside_a_decode() -> None:
+    decode = SimpleNamespace(needs_alignment=True)
+    assert can_run_concurrently(_long_prefill(tokens=64), decode)  # type: ignore[arg-type]  # enough of a launch
+    assert not can_run_concurrently(_long_prefill(), decode)  # type: ignore[arg-type]  # likewise
+
+
+def test_scratch_memory_of_copies() -> None:
+    """Copies, then the first rows of the requests; the prefill takes these as lengths and table."""
+    found = _long_prefill()
+    lens, table = torch.tensor([5000, 3], dtype=torch.int32), torch.zeros(2, 400).int()
+    given = BatchTensors(torch.tensor([0, 10, 11]).int(), lens, table, max_seq_len=5000)
+    batch = found.with_scratch(given)
+    values = found.tensors(batch)
+    assert len(values) == found.num_batch_values
+    assert values[0] is given.query_start_loc
+    keys, copies, starts = values[5:8]
+    assert keys.numel() == copies.numel() == 2 * 8192 * 2 * 128 and starts.numel() == 3
+    assert values[1].data_ptr() == values[2].data_ptr() == starts.data_ptr()
+    assert values[2].shape == (3, 1) and starts.dtype == torch.int32
+    assert values[8] is lens and values[9] is table
+    assert [x.base.data_ptr() for x in values[10:]] == [keys.data_ptr(), copies.data_ptr()]
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 8, 16])

@@ -531,6 +531,11 @@ def _consumer(
                 # Masked scores are -inf, and -inf * 0 would be NaN.
                 k_factor = gl.where(k_factor < 2.0**-105, 2.0**-105, k_factor)
                 v_factor = load_kv_scale(v_scale, kv_head // SHARED, V_SCALE_KIND) / WEIGHT_SCALE
+            elif k_scale is not None:
+                # Copies of a float8 cache, whose scale is not a number.
+                k_scaled = scale * load_kv_scale(k_scale, kv_head // SHARED, K_SCALE_KIND)
+                k_scaled = gl.where(k_scaled < 2.0**-105, 2.0**-105, k_scaled)
+                factor = score_factor(k_scaled, soft_cap, HAS_CAP)
 
             slopes = 0.0  # not used
             if KEY_SLOPE is not None:
@@ -708,6 +713,8 @@ def _consumer(
             normalizer = acc_scale / safe_sum
             if KV_KIND != KV_PLAIN:
                 normalizer = normalizer * v_factor
+            elif v_scale is not None:
+                normalizer *= load_kv_scale(v_scale, kv_head // SHARED, V_SCALE_KIND)
             normalizer = gl.convert_layout(normalizer, gl.SliceLayout(1, O_LAYOUT))
             rows = (acc * normalizer[:, None]).to(DTYPE)
             if STAGED_STORE:
@@ -758,7 +765,8 @@ def hopper_prefill_kernel(
 
     Args:
         key_desc, value_desc: TMA descriptors of the caches; of float8 ones as int16.
-        k_scale, v_scale: of a float8 cache, as `SCALE_KIND` of each says; else None.
+        k_scale, v_scale: of a float8 cache or its 16-bit copies, as `SCALE_KIND` of each says; else
+            None. A `k_scale` of copies is a tensor: numbers are part of `scale`.
         query_desc: TMA descriptor of the queries; only with LOAD_QUERY.
         seq_lens, block_table: with BLOCK_SIZE 0, which stands for keys without pages, the first row
             of each request's keys (the row after the last key at the end); the caches are
