@@ -126,6 +126,13 @@ KERNELS = {
 MAX_SPILLED = 300
 """Bytes of local memory per thread of a case. Kernels with all features come near it; others stay
 far below. Table entries have limits of their own."""
+LARGE_SPILLED = {
+    "prefill-all": 904,  # sm_120; 520 on sm_100 and 720 on sm_89
+    "invariant-prefill-all": 512,  # gfx942
+    "invariant-decode-all": 448,  # gfx942
+    "prefill-128-f32": 448,  # as the table entry for float32
+}
+"""The same of cases that need more on some targets: all features at once, and float32 queries."""
 
 ENTRIES = entry_cases()
 
@@ -254,7 +261,9 @@ def _arguments(parts: list[tuple[str, str]]) -> Iterator[str]:
 
 def max_spilled(case: str) -> int:
     """Return the limit of a kernel's bytes of local memory per thread."""
-    return ENTRIES[case.removesuffix(":fp8")].spills if case.startswith("entry:") else MAX_SPILLED
+    if case.startswith("entry:"):
+        return ENTRIES[case.removesuffix(":fp8")].spills
+    return LARGE_SPILLED.get(case, MAX_SPILLED)
 
 
 @pytest.mark.parametrize("target", LIMITS)

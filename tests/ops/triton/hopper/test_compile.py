@@ -41,8 +41,10 @@ CASES = [*SAMPLE, *(case for case in EVERY_CASE if case not in SAMPLE)]
 MAX_STACK = 304
 """Bytes of local memory per thread; nearly all of it is used between query tiles, not in the loops
 over keys. Table entries have limits of their own."""
-WIDE_STACK = {"decode-512": 880}
-"""The same of decodes with head size 512: 872 with Triton 3.6, 208 with 3.9, none in the loop."""
+LARGE_STACK = {"decode-512": 880, "128-e4m3-fp16": 416}
+"""The same of cases that need more, outside of the loops: head size 512 (872 with Triton 3.6, 208
+with 3.9), and float16 queries that no box loads over a float8 cache (96 and 408)."""
+
 
 ENTRIES = entry_cases()
 
@@ -117,8 +119,8 @@ def max_stack(case: str) -> int:
     """Return the limit of a kernel's bytes of local memory per thread."""
     if case in ENTRIES:
         return ENTRIES[case].spills
-    if case in WIDE_STACK:
-        return WIDE_STACK[case]
+    if case in LARGE_STACK:
+        return LARGE_STACK[case]
     if case in ALL_LATENT:
         return MAX_LATENT_STACK
     if case in SCORE_CASES:
@@ -167,14 +169,17 @@ def test_loops_over_keys_are_asynchronous_and_in_registers(case: str, compiled: 
     # All features at once, queries that no TMA box can load, and keys in three parts need registers
     # for more scalars.
     # Tiles that may be left out keep more scalars, too.
-    unmasked = {"128-all": 1, "128-group5": 3, "192-128": 1, "128-skip": 4, "128-skip-cap": 4}.get(
-        case, 0
-    )
+    unmasked = {
+        "128-all": 1, "128-group5": 3, "192-128": 1, "128-static": 1, "128-skip": 4,
+        "128-skip-cap": 4,
+    }.get(case, 0)  # fmt: skip
     if case in ENTRIES and ("head_size", 192, 192) in ENTRIES[case].ranges:
         unmasked = 1
     # Three consumers have 160 registers per thread. Triton 3.9 keeps a part of their masked loops,
     # which run once or twice per query tile, in local memory.
     most = 48 if len(result["loops"]) in (6, 9) and result["registers"] <= 128 else 8
+    if len(result["loops"]) == 4 and result["registers"] <= 128:
+        most = 16  # so it does beside the converter of a float8 cache
     assert max(sorted(result["loops"])[:2]) <= unmasked, result["loops"]
     if "skip" in case:
         most = 12
