@@ -234,6 +234,12 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         """
         return cls.reorder_batch_threshold or 1
 
+    @property
+    def shared_decode_shape(self) -> tuple[int, int] | None:
+        """(keys of a tile, ranges of tiles) for `ops.shared_decode.schedule_items`, with which a
+        cascade of this backend divides decodes; None without such a kernel."""
+        return None
+
     def with_host_lengths(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """The batch with `query_start_loc_cpu` and `seq_lens_cpu`. On a CPU the batch's own tensors
         serve if these are None.

@@ -13,6 +13,7 @@ import torch
 import attnlib
 from attnlib.backends.cascade.metadata import _to_device
 from attnlib.backends.cascade.schedule import PrefixRule, prefix_parts
+from attnlib.backends.torch.metadata import TorchMetadataBuilder
 from attnlib.errors import ContractError
 from attnlib.metadata.shared_prefix import SharedPrefix, find_shared_prefixes
 from attnlib.testing import run_conformance
@@ -107,6 +108,26 @@ def test_random_forests_equal_flat_attention(backend: str, decode: bool) -> None
         assert torch.equal(cache.key_cache, written.key_cache)
         assert torch.equal(cache.value_cache, written.value_cache)
     assert shared >= 2, "the forests share too little for this test"
+
+
+@pytest.mark.parametrize("seed", [0, 1, 7, 9, 10, 17, 29, 58])
+@pytest.mark.parametrize("heads", [4, 32], ids=["few-rows", "many-rows"])
+def test_decodes_of_random_forests_as_items(
+    seed: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M13: prefixes and suffixes as the work items of one kernel, in few and in many ranges."""
+    shape = ((8, 1), (4, 3), (4, 50))[seed % 3]
+    monkeypatch.setattr(TorchMetadataBuilder, "shared_decode_shape", property(lambda self: shape))
+    cap = 5.0 if seed % 2 else None
+    spec = _spec(num_heads=heads, has_sink=seed < 10, needs_lse=True, logits_soft_cap=cap)
+    forest = Forest(seed, spec, decode=True)
+    want, want_lse, cache, _ = forest.run("torch")
+    got, lse, written, metadata = forest.run(PAIRS[0])
+    assert metadata.items is not None and metadata.prefix is None
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-5)
+    assert torch.equal(cache.key_cache, written.key_cache)
+    assert torch.equal(cache.value_cache, written.value_cache)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ COUNTERPARTS = {
     "append_kv": "append_kv",
     "key_indexer": "select_keys",
     "selected_attention": "selected_attention",
+    "shared_decode": "shared_decode",
     "cache_write": "write_kv",
     "context_attention": "context_attention",
     "merge_states": "merge_states",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from attnlib.backends.cascade.metadata import CascadeMetadata, PrefixBatch, pref
 from attnlib.backends.cascade.schedule import not_shared_reason
 from attnlib.cache.storage import PagedKVCache
 from attnlib.ops.dispatch import operation
+from attnlib.ops.shared_decode import DecodeItems
 from attnlib.spec import AttentionSpec
 
 __all__ = ["CascadeImpl"]
@@ -86,6 +88,8 @@ class CascadeImpl(AttentionImpl):
     ) -> StepPlan | None:
         """The plans of both backends, and the memory of the partial states."""
         slots = None if key is None else metadata.slot_mapping
+        if metadata.items is not None:
+            return _ItemsPlan(self.spec, slots, metadata, metadata.items, query)
         partial = None if metadata.prefix is None else _Partial(metadata.prefix, query, output)
         own_lse = partial.lse_for(lse, query) if partial else lse
         suffix = None
@@ -109,6 +113,10 @@ class CascadeImpl(AttentionImpl):
         lse: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionImpl.forward`."""
+        if metadata.items is not None:
+            items_plan = _ItemsPlan(self.spec, None, metadata, metadata.items, query)
+            items_plan.run(self, query, None, None, cache, output, lse)
+            return
         partial = None if metadata.prefix is None else _Partial(metadata.prefix, query, output)
         plan = _CascadePlan(self.spec, None, metadata.suffix, None, partial)
         plan.run(self, query, None, None, cache, output, lse)
@@ -169,6 +177,52 @@ class _Partial:
         )  # fmt: skip
 
 
+class _ItemsPlan:
+    """The cache write, then prefixes and suffixes by one kernel."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        slot_mapping: torch.Tensor | None,
+        metadata: CascadeMetadata,
+        items: DecodeItems,
+        query: torch.Tensor,
+    ) -> None:
+        self._spec = spec
+        self._slot_mapping = slot_mapping
+        self._metadata = metadata.suffix
+        self._block_table = metadata.block_table
+        self._items = items
+        rows = items.num_partials * spec.num_heads
+        self._workspace = torch.empty(
+            rows * (spec.head_size_v + 1), dtype=torch.float32, device=query.device
+        )
+        self._decode = operation("shared_decode", "shared_decode", query)
+
+    def run(
+        self,
+        impl: CascadeImpl,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """See `StepPlan.run`."""
+        spec, suffix = self._spec, impl._suffix
+        query = query.view(-1, spec.num_heads, spec.head_size)
+        output = output.view(-1, spec.num_heads, spec.head_size_v)
+        _write(spec, suffix, self._slot_mapping, key, value, cache)
+        params = suffix.attention_params(self._metadata, cache)
+        _, sinks = suffix.per_head_tensors
+        if not self._decode(
+            query, cache.key_cache, cache.value_cache, self._block_table, self._items,
+            replace(params, sinks=sinks), out=output, lse=lse, workspace=self._workspace,
+        ):  # fmt: skip
+            _forward(suffix, query, cache, self._metadata, output, lse)
+
+
 class _CascadePlan:
     """The cache write and the suffixes, then the shared prefixes if there are any."""
 
@@ -207,13 +261,25 @@ class _CascadePlan:
         if self._suffix is not None:
             self._suffix.run(impl._suffix, query, key, value, cache, output, own_lse)
         else:
-            if key is not None and value is not None and self._slot_mapping is not None:
-                key = key.view(-1, spec.num_kv_heads, spec.head_size)
-                value = value.view(-1, spec.num_kv_heads, spec.head_size_v)
-                impl.write_kv(key, value, cache, self._slot_mapping)
+            _write(spec, impl, self._slot_mapping, key, value, cache)
             _forward(impl._suffix, query, cache, self._metadata, output, own_lse)
         if partial is not None and own_lse is not None:
             partial.merge_into(impl._prefix, query, cache, output, own_lse)
+
+
+def _write(
+    spec: AttentionSpec,
+    impl: AttentionImpl,
+    slot_mapping: torch.Tensor | None,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    cache: PagedKVCache,
+) -> None:
+    """Write new keys and values, flat or per head, if there are any."""
+    if key is not None and value is not None and slot_mapping is not None:
+        key = key.view(-1, spec.num_kv_heads, spec.head_size)
+        value = value.view(-1, spec.num_kv_heads, spec.head_size_v)
+        impl.write_kv(key, value, cache, slot_mapping)
 
 
 def _forward(

@@ -13,6 +13,7 @@ from attnlib.backends.cascade.captured import CapturedPrefixes, fitting_parts
 from attnlib.backends.cascade.schedule import (
     PrefixPart,
     PrefixRule,
+    decode_items,
     not_shared_reason,
     prefix_parts,
     worthwhile,
@@ -26,6 +27,7 @@ from attnlib.metadata.shared_prefix import (
     check_shared_prefixes,
     find_shared_prefixes,
 )
+from attnlib.ops.shared_decode import DecodeItems, schedule_items
 from attnlib.spec import AttentionSpec, CudaGraphSupport, MaskKind
 from attnlib.workspace import BatchLimits
 
@@ -64,8 +66,10 @@ class CascadeMetadata(AttentionMetadata):
         seq_lens: `[R]` int32 device, likewise.
         block_table: `[R, max_blocks]` int32 device, likewise, or None.
         shared_prefixes: the prefixes that are computed once; empty if there are none.
-        suffix: the suffix backend's metadata: of each request without its shared prefixes.
+        suffix: the suffix backend's metadata: of each request without its shared prefixes; with
+            `items` of whole requests, for tensors that the kernel of the items cannot read.
         prefix: the shared prefixes, or None if there are none.
+        items: prefixes and suffixes as items of one kernel, or None.
     """
 
     fixed_fields: ClassVar[frozenset[str]] = frozenset(
@@ -88,6 +92,7 @@ class CascadeMetadata(AttentionMetadata):
     shared_prefixes: tuple[SharedPrefix, ...]
     suffix: Any
     prefix: PrefixBatch | None
+    items: DecodeItems | None = None
 
 
 def prefix_spec(spec: AttentionSpec) -> AttentionSpec:
@@ -126,6 +131,9 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
             if self._longest_decode > (builder_cls.reorder_batch_threshold or 1):
                 config["decode_query_len"] = self._longest_decode
             self._prefix = builder_cls(prefix_spec(spec), device, config=config, **kwargs)
+        self._shared_decode: tuple[int, int] | None = None
+        if self._prefix is not None and self.prefix_backend is self.suffix_backend:
+            self._shared_decode = self._suffix.shared_decode_shape
         self._captured: CapturedPrefixes | None = None
         if self._prefix is not None and self.limits is not None and self.rule.captured_parts:
             builder_cls = self.prefix_backend.get_builder_cls()
@@ -184,7 +192,27 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
             return self._build_captured(chosen, common)
         if not chosen:
             return self._metadata(common, self._suffix.build(common_prefix_len, common, fast_build))
+        if self._shared_decode is not None and common.max_query_len <= 1:
+            return self._build_items(chosen, common, fast_build, self._shared_decode)
         return self._build_shared(chosen, common, fast_build)
+
+    def _build_items(
+        self,
+        chosen: Sequence[SharedPrefix],
+        common: CommonAttentionMetadata,
+        fast_build: bool,
+        shape: tuple[int, int],
+    ) -> CascadeMetadata:
+        """The metadata of a decode whose prefixes and suffixes one kernel computes."""
+        assert common.query_start_loc_cpu is not None and common.seq_lens_cpu is not None
+        starts = common.query_start_loc_cpu.tolist()
+        items = decode_items(chosen, starts, common.seq_lens_cpu.tolist(), self.spec)
+        scheduled = schedule_items(
+            items, starts[-1], self.spec.group_size, self.spec.block_size, *shape,
+            common.query_start_loc.device,
+        )  # fmt: skip
+        suffix = self._suffix.build(0, common.replace(shared_prefixes=None), fast_build)
+        return self._metadata(common, suffix, tuple(chosen), items=scheduled)
 
     def _build_shared(
         self, chosen: Sequence[SharedPrefix], common: CommonAttentionMetadata, fast_build: bool
@@ -276,10 +304,16 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
             longest = (limits.max_seq_len - query_len) // block * block
             bounds = self._prefix.seq_len_bounds(1, block, longest) if longest >= block else []
             for bound in {min(longest, -(-n // block) * block) for n in bounds}:
-                yield self._warmup_batch(count, query_len, bound), count * query_len
+                batch, everyone = self._warmup_batch(count, query_len, bound)
+                yield self._build_shared([everyone], batch, False), count * query_len
+            if self._shared_decode is not None and query_len == 1 and longest >= block:
+                batch, everyone = self._warmup_batch(count, 1, block)
+                yield self._build_items([everyone], batch, False, self._shared_decode), count
 
-    def _warmup_batch(self, num_reqs: int, query_len: int, prefix_len: int) -> CascadeMetadata:
-        """Requests with one prefix, whose tokens are all in block 0."""
+    def _warmup_batch(
+        self, num_reqs: int, query_len: int, prefix_len: int
+    ) -> tuple[CommonAttentionMetadata, SharedPrefix]:
+        """Requests with one prefix, whose tokens are all in block 0, and the prefix."""
         seq_len = prefix_len + query_len
         columns = -(-seq_len // self.spec.block_size)
         common = CommonAttentionMetadata.from_lengths(
@@ -288,8 +322,7 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         )  # fmt: skip
         assert common.slot_mapping is not None  # a block table was given
         common.slot_mapping.fill_(-1)
-        everyone = SharedPrefix(tuple(range(num_reqs)), 0, prefix_len)
-        return self._build_shared([everyone], common, False)
+        return common, SharedPrefix(tuple(range(num_reqs)), 0, prefix_len)
 
     def update_block_table(
         self, metadata: CascadeMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor
@@ -299,7 +332,7 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         Raises:
             ContractError: the batch has shared prefixes, which other blocks need not share.
         """
-        if metadata.prefix is not None:
+        if metadata.shared_prefixes:
             raise ContractError(
                 "update_block_table of a batch with shared prefixes: the other blocks may share "
                 "other prefixes; build the batch again"
@@ -393,6 +426,7 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         suffix: Any,
         chosen: tuple[SharedPrefix, ...] = (),
         prefix: PrefixBatch | None = None,
+        items: DecodeItems | None = None,
     ) -> CascadeMetadata:
         return CascadeMetadata(
             num_prefills=suffix.num_prefills,
@@ -406,6 +440,7 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
             shared_prefixes=chosen,
             suffix=suffix,
             prefix=prefix,
+            items=items,
         )
 
 

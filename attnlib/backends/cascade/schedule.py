@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from attnlib.metadata.shared_prefix import SharedPrefix
+from attnlib.ops.shared_decode import PRODUCT_ROWS, DecodeItem
 from attnlib.spec import AttentionSpec, AttentionType
 
 __all__ = [
     "DEFAULT_RULE",
     "PrefixPart",
     "PrefixRule",
+    "decode_items",
     "not_shared_reason",
     "prefix_parts",
     "worthwhile",
@@ -132,6 +135,38 @@ def prefix_parts(
             parts += by_requests
     parts += _split_tokens(long, query_lens, spec, num_sms, rule)
     return sorted(parts, key=lambda part: sum(query_lens[r] for r in part.requests))
+
+
+def decode_items(
+    prefixes: Sequence[SharedPrefix],
+    query_starts: Sequence[int],
+    seq_lens: Sequence[int],
+    spec: AttentionSpec,
+) -> list[DecodeItem]:
+    """The prefixes and the other keys of each request, for requests of at most one query token.
+
+    Args:
+        prefixes: of the batch, each after the one that it continues.
+        query_starts: [R + 1], the first query token of each request.
+        seq_lens: of each request.
+        spec: of the layers.
+    """
+    most = 2 * (PRODUCT_ROWS // spec.group_size)
+    covered = [0] * len(seq_lens)
+    items: list[DecodeItem] = []
+    for prefix in prefixes:
+        tokens = [query_starts[r] for r in prefix.requests if query_starts[r] < query_starts[r + 1]]
+        for request in prefix.requests:
+            covered[request] = prefix.end
+        for first in range(0, len(tokens), most):
+            members = tuple(tokens[first : first + most])
+            keys = prefix.end - prefix.start
+            items.append(DecodeItem(prefix.requests[0], prefix.start, keys, members))
+    for request, (start, end) in enumerate(pairwise(query_starts)):
+        if start < end:
+            skipped = covered[request]
+            items.append(DecodeItem(request, skipped, seq_lens[request] - skipped, (start,)))
+    return items
 
 
 def _split_requests(

@@ -234,6 +234,18 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         return max(DECODE_THRESHOLD, decode_rows(spec.head_size_v) // spec.group_size)
 
     @property
+    def shared_decode_shape(self) -> tuple[int, int] | None:
+        """See `AttentionMetadataBuilder.shared_decode_shape`; of the Hopper kernel."""
+        scheduler = self._scheduler
+        dispatch = scheduler.dispatch()
+        if dispatch is None:
+            return None
+        found: tuple[int, int] | None = dispatch.shared_decode_shape(
+            scheduler.shape, scheduler.limits, self.spec.block_size
+        )
+        return found
+
+    @property
     def workspace_bytes(self) -> int:
         """Bytes of scratch memory held now; with `limits`, all that will ever be held."""
         return self._workspace.num_bytes

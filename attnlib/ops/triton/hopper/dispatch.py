@@ -12,6 +12,7 @@ from attnlib.kv_dtype import page_format
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.scales import MIN_LATE_SCALE
+from attnlib.ops.shared_decode import DecodeItems
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     MAX_CONSUMERS,
@@ -41,6 +42,12 @@ from attnlib.ops.triton.hopper.latent_plan import (
     prepare_latent_decode,
 )
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper_prefill
+from attnlib.ops.triton.hopper.shared_decode_plan import (
+    HopperSharedDecode,
+    prepare_shared_decode,
+    shared_decode_ranges,
+    shared_decode_tile,
+)
 from attnlib.ops.triton.hopper.support import (
     BLOCK_SIZES,
     PACKED_DECODE_ROWS,
@@ -51,6 +58,7 @@ from attnlib.ops.triton.hopper.support import (
     invariant_unsupported_reasons,
     latent_unsupported_reasons,
     prefill_unsupported_reasons,
+    shared_decode_unsupported_reasons,
 )
 from attnlib.ops.triton.launch.attention import BatchTensors, holds_scales
 from attnlib.ops.triton.launch.score import has_head_bounds, has_short_ranges
@@ -64,6 +72,8 @@ __all__ = [
     "select_packed_decode",
     "select_page_prefill",
     "select_prefill",
+    "select_shared_decode",
+    "shared_decode_shape",
     "select_unpaged",
     "unsupported_strides",
 ]
@@ -374,6 +384,53 @@ def select_invariant(
     if num_segments is None or rows > decode_rows(value.shape[3]):
         return prepare_hopper_invariant_prefill(*tensors)
     return prepare_hopper_invariant_decode(*tensors, max_query_len, num_segments, max_ctas)
+
+
+def select_shared_decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor,
+    items: DecodeItems,
+    out: Tensor,
+    lse: Tensor | None,
+    params: AttentionParams,
+    limits: DeviceLimits,
+) -> HopperSharedDecode | None:
+    """The launches of decodes with shared prefixes; None where the kernel cannot read the tensors.
+    Arguments as in `ops.triton.shared_decode`."""
+    layer = (*_layer(query, key, value, limits), key.shape[2], limits.num_sms)
+    if shared_decode_unsupported_reasons(*layer) or _is_unsupported(query, key, value, out, params):
+        return None
+    if values_are_prefix(key, value) or isinstance(params.k_scale, Tensor):
+        return None
+    tile = shared_decode_tile(*layer[3])
+    if table.dtype != torch.int32 or table.stride(1) != 1 or items.tile_keys != tile.block_n:
+        return None
+    return prepare_shared_decode(
+        query, key, value, table, out, lse, params, limits, tile, items.num_ranges
+    )
+
+
+def shared_decode_shape(
+    shape: Any, limits: DeviceLimits, block_size: int
+) -> tuple[int, int] | None:
+    """(keys of a tile, ranges) of the decode of shared prefixes; None where it does not support
+    such layers.
+
+    Args:
+        shape: an `AttentionShape`.
+        block_size: N.
+    """
+    sizes, group = (shape.head_size, shape.head_size_v), shape.num_heads // shape.num_kv_heads
+    reasons = shared_decode_unsupported_reasons(
+        limits.capability, shape.query_dtype, shape.cache_dtype, sizes, block_size, group,
+        shape.num_kv_heads, limits.num_sms,
+    )  # fmt: skip
+    if reasons or shape.latent:
+        return None
+    ranges = shared_decode_ranges(shape.num_kv_heads, limits.num_sms)
+    return shared_decode_tile(*sizes).block_n, ranges
 
 
 def _select_latent_decode(

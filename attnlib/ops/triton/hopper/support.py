@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from attnlib.kv_dtype import KVFormat
+from attnlib.ops.shared_decode import PRODUCT_ROWS
 
 __all__ = [
     "BLOCK_SIZES", "COPIED_BYTES", "COPIED_GROUP", "COPIED_TOKENS", "DECODE_ROWS", "GATHERED_SIZES",
@@ -17,7 +18,7 @@ __all__ = [
     "hopper_reads",
     "invariant_unsupported_reasons", "latent_decode_keys", "latent_head_blocks",
     "latent_unsupported_reasons", "prefill_unsupported_reasons", "reads_short_decodes",
-    "selected_latents_unsupported_reasons",
+    "selected_latents_unsupported_reasons", "shared_decode_unsupported_reasons",
 ]  # fmt: skip
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -52,6 +53,9 @@ Fewer than 62 latents were not measured."""
 
 LATENT_SIZES = (576, 512)
 """(D, Dv) of the decode over latents."""
+
+SHARED_HEAD_SIZE = 128
+"""Largest head size of the decode of shared prefixes."""
 
 INVARIANT_KERNELS = ("auto", "hopper")
 """Values of `config["kernels"]` with which batch-invariant layers use the Hopper kernels."""
@@ -338,6 +342,33 @@ def invariant_unsupported_reasons(
     if latent:
         reasons.append(f"values that are a prefix of the keys: not supported by the {kernel}")
     return reasons + _feature_reasons(kernel, causal_per_request, alibi, bias, scales)
+
+
+def shared_decode_unsupported_reasons(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    head_sizes: tuple[int, int],
+    block_size: int,
+    group: int,
+    num_kv_heads: int,
+    num_sms: int,
+) -> list[str]:
+    """Return why the Hopper decode of shared prefixes does not support a layer; empty if it does.
+
+    Arguments as in `decode_unsupported_reasons`.
+    """
+    kernel = "Hopper decode of shared prefixes"
+    reasons = _layer_reasons(kernel, capability, dtype, cache_dtype, head_sizes, block_size)
+    if cache_dtype != dtype:
+        reasons.append(f"the cache has dtype {cache_dtype}; the {kernel} needs that of the query")
+    if max(head_sizes) > SHARED_HEAD_SIZE:
+        reasons.append(f"head sizes {head_sizes}; the {kernel} takes up to {SHARED_HEAD_SIZE}")
+    if group > PRODUCT_ROWS:
+        reasons.append(f"{group} query heads per KV head; the {kernel} takes {PRODUCT_ROWS}")
+    if num_kv_heads > num_sms:
+        reasons.append(f"{num_kv_heads} KV heads; the {kernel} takes at most {num_sms}")
+    return reasons
 
 
 def latent_head_blocks(num_heads: int) -> int:

@@ -22,6 +22,7 @@ from triton.runtime.cache import get_cache_manager
 
 from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.shared_decode import DecodeItem, schedule_items
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     choose_hopper_decode_tile,
     choose_hopper_tile,
@@ -37,6 +38,7 @@ from attnlib.ops.triton.hopper.invariant_plan import (
 )
 from attnlib.ops.triton.hopper.latent_plan import launch_latent_decode
 from attnlib.ops.triton.hopper.prefill_plan import launch_hopper_prefill
+from attnlib.ops.triton.hopper.shared_decode_plan import prepare_shared_decode, shared_decode_tile
 from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.run import run_attention
 from attnlib.ops.triton.launch.score import has_head_bounds, has_short_ranges
@@ -51,7 +53,8 @@ from tests.ops.triton.cross_compile import (
 from tests.ops.triton.sass import descriptor_sources, disassemble
 
 __all__ = [
-    "CASES", "INVARIANT_CASES", "LATENT_CASES", "SCORE_CASES", "SELECTED_CASES", "compile_case",
+    "CASES", "INVARIANT_CASES", "LATENT_CASES", "SCORE_CASES", "SELECTED_CASES",
+    "SHARED_CASES", "compile_case",
     "entry_cases", "problem_of",
 ]  # fmt: skip
 
@@ -334,6 +337,42 @@ def _compiled(run: Callable[[], None]) -> tuple[Launch, dict[str, Any]]:
     return launch, {**_facts(launch, text), "cached": False}
 
 
+SHARED_CASES: dict[str, dict[str, Any]] = {
+    "shared-decode-128": {},
+    "shared-decode-64-group8-sinks": {"d": 64, "group": 8, "sinks": True, "lse": True},
+    "shared-decode-112-group5-cap-page128": {"d": 112, "group": 5, "n": 128, "cap": 50.0},
+    "shared-decode-128-fp16-group1-page256": {"dtype": FP16, "group": 1, "n": 256},
+}
+"""Cases of the decode of shared prefixes."""
+
+
+def _compile_shared(options: dict[str, Any]) -> dict[str, Any]:
+    """Compile a case of `SHARED_CASES`; returns what `compile_case` does, without estimate."""
+    d, heads, dtype = options.get("d", 128), 8 * options.get("group", 4), options.get("dtype", BF16)
+    query = torch.empty(2, heads, d, dtype=dtype)
+    cache = torch.empty(2, options.get("n", 16), 8, d, dtype=dtype)
+    params = AttentionParams(
+        scale=0.1,
+        logits_soft_cap=options.get("cap", 0.0),
+        sinks=torch.empty(heads) if options.get("sinks") else None,
+    )
+    table = torch.zeros(2, 4, dtype=torch.int32)
+    limits, lse = TARGETS["sm_90"].limits, torch.empty(2, heads) if options.get("lse") else None
+    tile = shared_decode_tile(d, d)
+    found = [DecodeItem(request, 0, 8, (request,)) for request in range(2)]
+    items = schedule_items(found, 2, heads // 8, 16, tile.block_n, 16, torch.device("cpu"))
+
+    def run() -> None:
+        prepared = prepare_shared_decode(
+            query, cache, cache, table, query, lse, params, limits, tile, items.num_ranges
+        )
+        space = prepared.workspace(items, query.device)
+        assert prepared.run(query, cache, cache, table, items, params, query, lse, space)
+
+    launch, log = _compiled(run)
+    return {**_facts(launch, log), "loops": _key_loops(launch.kernel.asm["cubin"], (2,))}
+
+
 def entry_cases() -> dict[str, TileEntry]:
     """Return the entries of the shipped tables for these kernels by case name, `OP:INDEX`."""
     entries = [
@@ -509,6 +548,8 @@ def compile_case(name: str) -> dict[str, Any]:
         return _compile_latent((LATENT_CASES | SELECTED_CASES)[name])
     if name in INVARIANT_CASES:
         return _compile_invariant(INVARIANT_CASES[name])
+    if name in SHARED_CASES:
+        return _compile_shared(SHARED_CASES[name])
     options, tile = _options(name), tile_of(name)
     d, dtype, kv_heads = options.get("d", 128), options.get("dtype", BF16), 8
     cache = options.get("cache", dtype)

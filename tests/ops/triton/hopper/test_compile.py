@@ -25,6 +25,7 @@ from tests.ops.triton.hopper.cross_compile import (
     LATENT_CASES,
     SCORE_CASES,
     SELECTED_CASES,
+    SHARED_CASES,
     entry_cases,
     problem_of,
 )
@@ -61,6 +62,9 @@ COVERED = {entry: cases for entry in sorted(ENTRIES) if (cases := _covering(entr
 """Entry -> cases that are compiled in its place, with its limit of local memory."""
 ENTRY_SAMPLE = sorted(largest_tiles(ENTRIES) - set(COVERED))
 INVARIANT_SAMPLE = ["invariant-128", "invariant-decode-128"]
+SHARED_SAMPLE = ["shared-decode-112-group5-cap-page128"]
+MAX_SHARED_STACK = 384
+"""Bytes of local memory per thread of the decode of shared prefixes, between splits only."""
 ALL_LATENT = [*LATENT_CASES, *SELECTED_CASES]
 FEW_ROWS = [case for case in ALL_LATENT if case.split("-")[1] in ("5", "16") and "256" not in case]
 """Cases of the kernels for up to 16 query rows."""
@@ -96,9 +100,11 @@ Compiled = dict[str, dict[str, Any]]
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> Compiled:
     """Compile every case once, in concurrent processes."""
-    cases = [*SAMPLE, *LATENT_SAMPLE, *INVARIANT_SAMPLE, *ENTRY_SAMPLE, *SCORE]
+    cases = [*SAMPLE, *LATENT_SAMPLE, *INVARIANT_SAMPLE, *SHARED_SAMPLE, *ENTRY_SAMPLE, *SCORE]
     if request.config.getoption("--every-target"):
-        cases = [*CASES, *ALL_LATENT, *INVARIANT_CASES, *ENTRIES, *SCORE_CASES]
+        cases = [
+            *CASES, *ALL_LATENT, *INVARIANT_CASES, *SHARED_CASES, *ENTRIES, *SCORE_CASES
+        ]  # fmt: skip
     module = "tests.ops.triton.hopper.cross_compile"
     with ThreadPoolExecutor(PROCESSES) as pool:
         parts = [cases[part::PROCESSES] for part in range(min(PROCESSES, len(cases)))]
@@ -131,7 +137,8 @@ def max_stack(case: str) -> int:
 
 def _result(case: str, compiled: Compiled) -> dict[str, Any]:
     if case not in compiled:
-        assert case not in (*SAMPLE, *LATENT_SAMPLE, *INVARIANT_SAMPLE, *ENTRY_SAMPLE, *SCORE)
+        sample = (*SAMPLE, *LATENT_SAMPLE, *INVARIANT_SAMPLE, *SHARED_SAMPLE, *ENTRY_SAMPLE, *SCORE)
+        assert case not in sample
         pytest.skip("compiled with --every-target")
     return compiled[case]
 
@@ -219,6 +226,17 @@ def test_batch_invariant_kernels_compile_with_few_spills(case: str, compiled: Co
     assert result["stack"] <= MAX_STACK and len(result["loops"]) >= 4, result
     # The accumulator of 256 elements is half of the registers; with Triton 3.6 there is no access.
     assert max(sorted(result["loops"])[:2]) <= (16 if case == "invariant-256" else 8), result
+
+
+@pytest.mark.parametrize("case", SHARED_CASES)
+def test_the_decode_of_shared_prefixes_compiles(case: str, compiled: Compiled) -> None:
+    """M13: it fits the chip, serializes no WGMMA, and keeps the loop of each consumer in
+    registers."""
+    result = _result(case, compiled)
+    assert "error" not in result, result["error"]
+    assert result["shared"] <= 227 * 1024 and result["wgmma"] > 0, result
+    assert result["warnings"] == [] and result["loops"] == [0, 0], result
+    assert result["stack"] <= MAX_SHARED_STACK, result
 
 
 @pytest.mark.parametrize("case", SCORE_CASES)

@@ -1,0 +1,118 @@
+"""The Hopper decode of requests that share prefixes, against the torch backend."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.backends.cascade.schedule import PrefixRule
+from attnlib.metadata.shared_prefix import find_shared_prefixes
+from attnlib.spec import AttentionSpec
+from tests.gpu.devices import backend_or_skip, needs_gpu, spec_of
+
+pytestmark = [pytest.mark.gpu, needs_gpu]
+
+CASES: dict[str, dict[str, Any]] = {
+    "usual": {"num_heads": 32, "num_kv_heads": 8},
+    "sinks, cap": {"num_heads": 8, "num_kv_heads": 2, "has_sink": True, "logits_soft_cap": 20.0},
+    "head size 64": {"num_heads": 64, "num_kv_heads": 8, "head_size": 64},
+    "head size 112, group of 5": {"num_heads": 10, "num_kv_heads": 2, "head_size": 112},
+    "one KV head": {"num_heads": 32, "num_kv_heads": 1, "block_size": 64},
+    "group of 1, float16": {"num_heads": 16, "num_kv_heads": 16, "dtype": torch.float16},
+    "pages of 256": {"num_heads": 8, "num_kv_heads": 4, "block_size": 256},
+}
+
+
+class Tree:
+    """Decodes whose block tables are paths in a tree of two levels, with NaN in all other blocks
+    and past the end of each request."""
+
+    def __init__(self, spec: AttentionSpec, seed: int) -> None:
+        draw, block = random.Random(seed), spec.block_size
+        requests = draw.choice((2, 5, 17, 40, 70))
+        trunk = list(range(1, 1 + draw.randint(1, max(1, 2000 // block))))
+        branches: list[list[int]] = []
+        used = trunk[-1] + 1
+        for _ in range(3):
+            count = draw.randint(0, max(1, 300 // block))
+            branches.append(list(range(used, used + count)))
+            used += count
+        rows, lengths = [], []
+        for _ in range(requests):
+            shared = trunk + draw.choice(branches) if draw.random() < 0.9 else []
+            own = draw.randint(1, 400)
+            count = -(-own // block)
+            rows.append(shared + list(range(used, used + count)))
+            lengths.append(len(shared) * block + own)
+            used += count
+        order = torch.randperm(used, generator=torch.Generator().manual_seed(seed)).int()
+        width = max(map(len, rows))
+        table = torch.stack([order[torch.tensor(row + [0] * (width - len(row)))] for row in rows])
+        common = attnlib.CommonAttentionMetadata.from_lengths(
+            [1] * requests, lengths, table, block, "cuda"
+        )
+        context = torch.tensor(lengths) - 1
+        self.common = common.replace(shared_prefixes=find_shared_prefixes(table, context, block))
+        self.cache = attnlib.PagedKVCache.allocate(spec, used, "cuda")
+        for part in (self.cache.key_cache, self.cache.value_cache):
+            part.fill_(torch.nan)
+            for row, length in zip(rows, lengths, strict=True):
+                for column, number in enumerate(row):
+                    live = min(block, length - column * block)
+                    target = part[order[number], :live]
+                    target.copy_(torch.randn_like(target))
+        self.rows = [
+            torch.randn(requests, heads, spec.head_size, device="cuda", dtype=spec.dtype)
+            for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        ]
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_it_agrees_with_torch(name: str) -> None:
+    """M13, P5: forests of prefixes, few and many rows per prefix, and requests without one."""
+    spec = spec_of(needs_lse=True, **CASES[name])
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel needs compute capability 9.0")
+    found = backend_or_skip("triton", spec)
+    pair = attnlib.merge_attention(found, found, PrefixRule(min_saved_bytes=0))
+    sinks = torch.randn(spec.num_heads) if spec.has_sink else None
+    layers = [
+        attnlib.Attention(spec, backend=backend, device="cuda", sinks=sinks)
+        for backend in (pair, attnlib.get_attn_backend(spec, "torch", "cuda"))
+    ]
+    for seed in range(6):
+        torch.manual_seed(seed)
+        tree = Tree(spec, seed)
+        states = []
+        for layer in layers:
+            metadata: Any = layer.backend.make_builder(spec, "cuda").build(0, tree.common)
+            for _ in range(2):  # by Triton, then directly
+                states.append(layer(*tree.rows, tree.cache, metadata, return_lse=True))
+        assert tree.common.shared_prefixes
+        (got, lse), (again, lse_again), (want, want_lse), _ = states
+        torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=2e-3)
+        assert torch.equal(got, again) and torch.equal(lse, lse_again)
+
+
+@torch.inference_mode()
+def test_tensors_that_it_cannot_read() -> None:
+    """Queries off 16-byte boundaries: the backend computes the prefixes with each request."""
+    spec = spec_of(num_heads=8, num_kv_heads=2)
+    found = backend_or_skip("triton", spec)
+    pair = attnlib.merge_attention(found, found, PrefixRule(min_saved_bytes=0))
+    tree = Tree(spec, 3)
+    outputs = []
+    for backend in (pair, found):
+        layer = attnlib.Attention(spec, backend=backend, device="cuda")
+        metadata = backend.make_builder(spec, "cuda").build(0, tree.common)
+        query, *rest = tree.rows
+        moved = torch.empty(query.numel() + 1, dtype=query.dtype, device="cuda")[1:].view_as(query)
+        moved.copy_(query)
+        outputs.append(layer(moved, *rest, tree.cache, metadata))
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
