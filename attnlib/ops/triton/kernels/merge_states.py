@@ -140,9 +140,8 @@ def merge_split_rows_kernel(
     """
     token = tl.program_id(0)
     # Written before the kernel that this one may overlap with.
-    known = token < num_tokens
-    first = tl.load(starts + token, mask=known, other=0)
-    end = tl.load(starts + token + 1, mask=known, other=0)
+    first = tl.load(starts + tl.minimum(token, num_tokens))
+    end = tl.load(starts + tl.minimum(token + 1, num_tokens))
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     inside = head < NUM_HEADS
     lanes = tl.arange(0, DV_PAD)
@@ -177,8 +176,9 @@ def merge_split_rows_kernel(
         row_max = new_max
     sink = tl.zeros([HEADS], tl.float32)
     if HAS_SINK:
-        minus_inf = float("-inf")
-        sink += tl.load(sinks + head, mask=inside & known, other=minus_inf).to(tl.float32)
+        # Rows without a request have no sink.
+        known = tl.where(inside, token, num_tokens) < num_tokens
+        sink += tl.load(sinks + head, mask=known, other=float("-inf")).to(tl.float32)
     factor, base2_lse = finish_rows(row_max, row_sum, sink, HAS_SINK)
     offsets = (
         token.to(tl.int64) * stride_ot + head.to(tl.int64)[:, None] * stride_oh + lanes[None, :]
