@@ -14,7 +14,15 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["ITEM_FIELDS", "PRODUCT_ROWS", "DecodeItem", "DecodeItems", "schedule_items"]
+__all__ = [
+    "ITEM_FIELDS",
+    "PRODUCT_ROWS",
+    "DecodeItem",
+    "DecodeItems",
+    "ItemLists",
+    "padded_size",
+    "schedule_items",
+]
 
 ITEM_FIELDS = 8
 """Integers of an item on the device: tiles before it, its tiles, row and first column of the block
@@ -49,13 +57,13 @@ class DecodeItems:
     consumer computes all tiles for half of the tokens.
 
     Attributes:
-        num_tokens: query tokens with a request, the first rows of the queries.
-        num_partials: P, rows of partial results.
+        num_tokens: rows of the queries that may have a request.
+        num_partials: P, rows of partial results; an upper bound for items of a captured step.
         num_ranges: ranges of the tiles.
         tile_keys: keys of a tile.
         header: [2] tiles of all items, and of a range.
         range_items: [num_ranges] the item in which each range begins.
-        items: [items, ITEM_FIELDS].
+        items: [items * ITEM_FIELDS].
         tokens: query rows, those of each item together.
         partial_starts: [num_tokens + 1] entries of `partial_rows` of each token.
         partial_rows: partial results, grouped by token.
@@ -73,6 +81,45 @@ class DecodeItems:
     partial_rows: torch.Tensor
 
 
+class ItemLists(NamedTuple):
+    """The items of one batch on the host; `lists` has the tensors of `DecodeItems` in their order,
+    the other fields are those of `DecodeItems`."""
+
+    lists: tuple[list[int], ...]
+    num_tokens: int
+    num_partials: int
+    num_ranges: int
+    tile_keys: int
+
+    def to_device(self, device: torch.device) -> DecodeItems:
+        """The items on the device, by one copy."""
+        sizes = [len(numbers) for numbers in self.lists]
+        packed = torch.tensor(self.packed(sizes), dtype=torch.int32)
+        return self.of(packed.to(device, non_blocking=True), sizes)
+
+    def packed(self, sizes: Sequence[int]) -> list[int]:
+        """All lists behind each other, with zeros after each up to its size, and up to the next
+        multiple of 16 bytes."""
+        values: list[int] = []
+        for numbers, size in zip(self.lists, sizes, strict=True):
+            values += numbers
+            values += [0] * (padded_size(size) - len(numbers))
+        return values
+
+    def of(self, packed: torch.Tensor, sizes: Sequence[int]) -> DecodeItems:
+        """The items in a tensor of `packed` lists of these sizes."""
+        parts = torch.split(packed, [padded_size(size) for size in sizes])
+        tensors = [part[:size] for part, size in zip(parts, sizes, strict=True)]
+        return DecodeItems(
+            self.num_tokens, self.num_partials, self.num_ranges, self.tile_keys, *tensors
+        )
+
+
+def padded_size(size: int) -> int:
+    """The next multiple of 16 bytes, in int32 elements."""
+    return -(-size // 4) * 4
+
+
 def schedule_items(
     items: Sequence[DecodeItem],
     num_tokens: int,
@@ -80,9 +127,8 @@ def schedule_items(
     block_size: int,
     tile_keys: int,
     num_ranges: int,
-    device: torch.device,
-) -> DecodeItems:
-    """Divide items into equal ranges. One copy takes all integers to the device.
+) -> ItemLists:
+    """Divide items into equal ranges.
 
     Args:
         items: at most `2 * (PRODUCT_ROWS // group)` tokens each.
@@ -91,7 +137,6 @@ def schedule_items(
         block_size: N.
         tile_keys: keys of a tile.
         num_ranges: ranges, at least 1.
-        device: of the result.
     """
     tiles = [-(-item.keys // tile_keys) for item in items]
     total = sum(tiles)
@@ -122,33 +167,6 @@ def schedule_items(
     starts = [0]
     for rows in of_token:
         starts.append(starts[-1] + len(rows))
-    lists = (
-        [total, per_range], range_items, fields, tokens, starts,
-        [row for rows in of_token for row in rows],
-    )  # fmt: skip
-    header, first, packed, members_, starts_, rows_ = _to_device(lists, device)
-    return DecodeItems(
-        num_tokens=num_tokens,
-        num_partials=partials,
-        num_ranges=num_ranges,
-        tile_keys=tile_keys,
-        header=header,
-        range_items=first,
-        items=packed.view(-1, ITEM_FIELDS),
-        tokens=members_,
-        partial_starts=starts_,
-        partial_rows=rows_,
-    )
-
-
-def _to_device(lists: Sequence[list[int]], device: torch.device) -> list[torch.Tensor]:
-    """Lists of integers as int32 tensors on the device, by one copy. Each begins at a multiple of
-    16 bytes."""
-    values: list[int] = []
-    sizes: list[int] = []
-    for numbers in lists:
-        padding = -len(numbers) % 4
-        values += [*numbers, *[0] * padding]
-        sizes += [len(numbers), padding]
-    packed = torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
-    return list(torch.split(packed, sizes)[::2])
+    entries = [row for rows in of_token for row in rows]
+    lists = [total, per_range], range_items, fields, tokens, starts, entries
+    return ItemLists(lists, num_tokens, partials, num_ranges, tile_keys)

@@ -13,6 +13,7 @@ import torch
 import attnlib
 from attnlib.backends.cascade.captured import fitting_parts
 from attnlib.backends.cascade.schedule import PrefixRule
+from attnlib.backends.triton.metadata import TritonMetadataBuilder
 from attnlib.metadata.shared_prefix import SharedPrefix, find_shared_prefixes
 from attnlib.spec import CudaGraphSupport
 
@@ -39,13 +40,22 @@ def _batches() -> list[list[list[int]]]:
     ]
 
 
-def test_one_capture_serves_batches_with_and_without_prefixes() -> None:
+@pytest.mark.parametrize("shape", [None, (4, 3)], ids=["parts", "items"])
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_one_capture_serves_batches_with_and_without_prefixes(
+    shape: tuple[int, int] | None, has_sink: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if shape and device.type == "cuda":
+        pytest.skip("tests/gpu/test_shared_decode.py captures the kernel")
+    monkeypatch.setattr(TritonMetadataBuilder, "shared_decode_shape", property(lambda self: shape))
+    sinks = torch.linspace(-1, 1, 4) if has_sink else None
+    spec, flat_spec = (x.replace(has_sink=has_sink) for x in (SPEC, FLAT))
     backend: Any = attnlib.merge_attention("triton", "triton", RULE)
-    layer = attnlib.Attention(SPEC, backend=backend, device=device)
-    builder = backend.make_builder(SPEC, device, limits=LIMITS)
+    layer = attnlib.Attention(spec, backend=backend, device=device, sinks=sinks)
+    builder = backend.make_builder(spec, device, limits=LIMITS)
     state = backend.get_state_cls()(builder, LIMITS)
-    cache = attnlib.PagedKVCache.allocate(SPEC, 16, device)
+    cache = attnlib.PagedKVCache.allocate(spec, 16, device)
     cache.key_cache.normal_()
     cache.value_cache.normal_()
     rows = [torch.zeros(6, heads, 16, device=device) for heads in (4, 2, 2)]
@@ -65,7 +75,7 @@ def test_one_capture_serves_batches_with_and_without_prefixes() -> None:
             graph.replay()
             return result[0]
 
-    flat = attnlib.Attention(FLAT, backend="torch", device=device)
+    flat = attnlib.Attention(flat_spec, backend="torch", device=device, sinks=sinks)
     shared = []
     for number, table in enumerate(_batches()):
         lengths = [4 * len(blocks) - number % 3 for blocks in table]
@@ -85,13 +95,19 @@ def test_one_capture_serves_batches_with_and_without_prefixes() -> None:
         for mine, theirs in zip(_tensors(given), _tensors(captured), strict=True):
             assert mine.data_ptr() == theirs.data_ptr(), "a graph reads the old address (G3)"
         got = replay()[: len(table)]
-        metadata = flat.backend.make_builder(FLAT, device).build(0, common)
+        metadata = flat.backend.make_builder(flat_spec, device).build(0, common)
         want = flat(*(x[: len(table)] for x in rows), cache, metadata)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     assert shared[0] >= 2 and shared[1] == 0 and shared[2:] == [1, 1]
 
 
 def _tensors(metadata: Any) -> list[torch.Tensor]:
+    items = metadata.items
+    if items is not None:
+        return [
+            items.header, items.range_items, items.items, items.tokens, items.partial_starts,
+            items.partial_rows, metadata.suffix.seq_lens, metadata.block_table,
+        ]  # fmt: skip
     prefix = metadata.prefix
     return [
         prefix.query_rows, prefix.partial_starts, prefix.partial_rows, metadata.suffix.seq_lens,

@@ -11,7 +11,7 @@ import torch
 import attnlib
 from attnlib.backends.cascade.schedule import PrefixRule
 from attnlib.metadata.shared_prefix import find_shared_prefixes
-from attnlib.spec import AttentionSpec
+from attnlib.spec import AttentionSpec, CudaGraphSupport
 from tests.gpu.devices import backend_or_skip, needs_gpu, spec_of
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -116,3 +116,46 @@ def test_tensors_that_it_cannot_read() -> None:
         moved.copy_(query)
         outputs.append(layer(moved, *rest, tree.cache, metadata))
     torch.testing.assert_close(*outputs, rtol=0, atol=0)
+
+
+@torch.inference_mode()
+def test_one_graph_serves_batches_with_and_without_prefixes() -> None:
+    """G3: replays of one captured step, whose items every batch fills."""
+    spec = spec_of(num_heads=32, num_kv_heads=8, cudagraph=CudaGraphSupport.ALWAYS)
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel needs compute capability 9.0")
+    found = backend_or_skip("triton", spec)
+    pair: Any = attnlib.merge_attention(
+        found, found, PrefixRule(min_saved_bytes=0, captured_parts=8)
+    )
+    limits = attnlib.BatchLimits(max_num_reqs=40, max_num_tokens=40, max_seq_len=4096)
+    layer = attnlib.Attention(spec, backend=pair, device="cuda")
+    builder = pair.make_builder(spec, "cuda", limits=limits)
+    state = pair.get_state_cls()(builder, limits)
+    trees = [Tree(spec, seed) for seed in (1, 2, 4, 5, 6, 8)]
+    trees = [tree for tree in trees if tree.common.num_reqs <= 40]
+    blocks = max(tree.cache.key_cache.shape[0] for tree in trees)
+    cache = attnlib.PagedKVCache.allocate(spec, blocks, "cuda")
+    rows = [torch.zeros(40, heads, 128, device="cuda", dtype=spec.dtype) for heads in (32, 8, 8)]
+    captured: Any = state.graph_capture_get_metadata_for_batch(40)
+    assert captured.items is not None
+    for _ in range(2):
+        layer(*rows, cache, captured)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = layer(*rows, cache, captured)
+    plain = attnlib.Attention(spec, backend=found, device="cuda")
+    assert len(trees) >= 3
+    for tree in (*trees, trees[0]):
+        count, pool = tree.common.num_reqs, tree.cache
+        cache.key_cache[: pool.key_cache.shape[0]] = pool.key_cache
+        cache.value_cache[: pool.value_cache.shape[0]] = pool.value_cache
+        for static, given in zip(rows, tree.rows, strict=True):
+            static[:count] = given
+        metadata = builder.build(0, state.begin_forward(tree.common, 40))
+        assert metadata.shared_prefixes
+        graph.replay()
+        flat = found.make_builder(spec, "cuda").build(0, tree.common)
+        want = plain(*tree.rows, pool, flat)
+        torch.testing.assert_close(got[:count].float(), want.float(), rtol=2e-2, atol=1e-2)
+        assert not got[count:].any()

@@ -10,6 +10,7 @@ import torch
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.cascade.captured import CapturedPrefixes, fitting_parts
+from attnlib.backends.cascade.captured_items import CapturedItems
 from attnlib.backends.cascade.schedule import (
     PrefixPart,
     PrefixRule,
@@ -143,6 +144,11 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
                     prefix_spec(spec), device, config=self.prefix_backend.config,
                     limits=self._captured.limits, **kwargs,
                 )  # fmt: skip
+        self._captured_items: CapturedItems | None = None
+        if self._shared_decode is not None and self.limits and self.rule.captured_parts:
+            self._captured_items = CapturedItems(
+                spec, self.device, self.limits, self.rule, self._shared_decode
+            )
         self._num_sms = 0
         if self.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -188,8 +194,15 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         common = common_attn_metadata
         check_batch(common, self.spec, needs_host_lengths=self.needs_host_lengths)
         chosen = self._choose(common_prefix_len, common)
+        captured = None
         if self._captured is not None and self._captured.holds(common):
-            return self._build_captured(chosen, common)
+            captured = self._build_captured(chosen, common)
+        if self._captured_items is not None and self._captured_items.holds(common):
+            common = self.with_host_lengths(common)
+            if int(common.query_lens_cpu.max()) <= 1:
+                captured = self._build_captured_items(self._captured_items, chosen, common)
+        if captured is not None:
+            return captured
         if not chosen:
             return self._metadata(common, self._suffix.build(common_prefix_len, common, fast_build))
         if self._shared_decode is not None and common.max_query_len <= 1:
@@ -207,11 +220,11 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         assert common.query_start_loc_cpu is not None and common.seq_lens_cpu is not None
         starts = common.query_start_loc_cpu.tolist()
         items = decode_items(chosen, starts, common.seq_lens_cpu.tolist(), self.spec)
-        scheduled = schedule_items(
-            items, starts[-1], self.spec.group_size, self.spec.block_size, *shape,
-            common.query_start_loc.device,
-        )  # fmt: skip
+        lists = schedule_items(
+            items, starts[-1], self.spec.group_size, self.spec.block_size, *shape
+        )
         suffix = self._suffix.build(0, common.replace(shared_prefixes=None), fast_build)
+        scheduled = lists.to_device(common.query_start_loc.device)
         return self._metadata(common, suffix, tuple(chosen), items=scheduled)
 
     def _build_shared(
@@ -242,6 +255,11 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
             ContractError: the batch has strided metadata.
         """
         refuse_strided(common_attn_metadata)
+        common = common_attn_metadata
+        on_host = common.query_start_loc_cpu is not None and common.seq_lens_cpu is not None
+        if self._captured_items is not None and on_host and common.max_query_len <= 1:
+            self._captured_items.add_source(common)
+            return self._build_captured_items(self._captured_items, [], common)
         if self._captured is not None:
             self._captured.add_source(common_attn_metadata)
             return self._build_captured([], common_attn_metadata)
@@ -277,6 +295,17 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         )
         own = self._suffix.build_for_cudagraph_capture(suffix)
         return self._metadata(common, own, tuple(kept), found)
+
+    def _build_captured_items(
+        self,
+        captured: CapturedItems,
+        chosen: Sequence[SharedPrefix],
+        common: CommonAttentionMetadata,
+    ) -> CascadeMetadata:
+        """The metadata of a decode in the tensors of a graph, whose launches it has."""
+        kept, items = captured.fill(chosen, common)
+        suffix = self._suffix.build_for_cudagraph_capture(common.replace(shared_prefixes=None))
+        return self._metadata(common, suffix, tuple(kept), items=items)
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int

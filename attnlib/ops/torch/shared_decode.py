@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
-from attnlib.ops.shared_decode import PRODUCT_ROWS, DecodeItems
+from attnlib.ops.shared_decode import ITEM_FIELDS, PRODUCT_ROWS, DecodeItems
 
 __all__ = ["shared_decode"]
 
@@ -47,7 +47,7 @@ def shared_decode(
     partial_lse = torch.full((items.num_partials, heads), -torch.inf, device=query.device)
     tokens, tile_keys = items.tokens.long(), items.tile_keys
     total, per_range = items.header.tolist()
-    fields = items.items.tolist()
+    fields = items.items.view(-1, ITEM_FIELDS).tolist()
     for number, first in enumerate(items.range_items.tolist()):
         position, item = number * per_range, first
         end = min(position + per_range, total)

@@ -177,7 +177,7 @@ def merge_split_rows_kernel(
     sink = tl.zeros([HEADS], tl.float32)
     if HAS_SINK:
         # Rows without a request have no sink.
-        known = tl.where(inside, token, num_tokens) < num_tokens
+        known = tl.where(inside, end - first, 0) > 0
         sink += tl.load(sinks + head, mask=known, other=float("-inf")).to(tl.float32)
     factor, base2_lse = finish_rows(row_max, row_sum, sink, HAS_SINK)
     offsets = (

@@ -360,7 +360,8 @@ def _compile_shared(options: dict[str, Any]) -> dict[str, Any]:
     limits, lse = TARGETS["sm_90"].limits, torch.empty(2, heads) if options.get("lse") else None
     tile = shared_decode_tile(d, d)
     found = [DecodeItem(request, 0, 8, (request,)) for request in range(2)]
-    items = schedule_items(found, 2, heads // 8, 16, tile.block_n, 16, torch.device("cpu"))
+    lists = schedule_items(found, 2, heads // 8, 16, tile.block_n, 16)
+    items = lists.to_device(query.device)
 
     def run() -> None:
         prepared = prepare_shared_decode(
