@@ -17,7 +17,7 @@ from attnlib.backends.triton.metadata import TritonMetadataBuilder
 from attnlib.metadata.shared_prefix import SharedPrefix, find_shared_prefixes
 from attnlib.spec import CudaGraphSupport
 
-RULE = PrefixRule(min_saved_bytes=0, min_part_tokens=4, captured_parts=8)
+RULE = PrefixRule(min_saved_bytes=0, min_saved_bytes_decode=0, min_part_tokens=4, captured_parts=8)
 SPEC = attnlib.AttentionSpec(
     num_heads=4,
     num_kv_heads=2,

@@ -67,11 +67,12 @@ def _random_batch(spec, seed):
 
 @torch.inference_mode()
 def test_shared_prefixes_compile_nothing() -> None:
-    """Random batches of requests that share a prefix, as decodes and as prefills."""
+    """Random batches of requests that share a prefix: decodes, verification steps, prefills."""
     pytest.importorskip("triton")
     spec = spec_of()
     found = backend_or_skip("triton", spec)
-    pair = attnlib.merge_attention(found, found, PrefixRule(min_saved_bytes=0))
+    rule = PrefixRule(min_saved_bytes=0, min_saved_bytes_decode=0)
+    pair = attnlib.merge_attention(found, found, rule)
     cache = PagedKVCache.allocate(spec, 9000, "cuda")
     layer = Attention(spec, backend=pair, device="cuda")
     builder = pair.make_builder(spec, "cuda", limits=LIMITS)
@@ -80,7 +81,8 @@ def test_shared_prefixes_compile_nothing() -> None:
     with compiled_kernels() as compiled:
         for _ in range(60):
             requests = draw.randint(2, LIMITS.max_num_reqs)
-            query = draw.choice((1, 1, min(200, LIMITS.max_num_tokens // requests)))
+            most = min(200, LIMITS.max_num_tokens // requests)
+            query = draw.choice((1, 1, draw.randint(2, 8), most))
             prefix = draw.randint(1, 200) * block
             own = query + draw.randint(0, 500)
             columns = LIMITS.max_seq_len // block
@@ -91,7 +93,7 @@ def test_shared_prefixes_compile_nothing() -> None:
             )
             everyone = SharedPrefix(tuple(range(requests)), 0, prefix)
             metadata = builder.build(0, common.replace(shared_prefixes=(everyone,)))
-            assert metadata.prefix is not None
+            assert metadata.shared_prefixes
             size = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
             fused = torch.randn(requests * query, size, dtype=spec.dtype, device="cuda")
             split = [spec.num_heads * spec.head_size, *[spec.num_kv_heads * spec.head_size] * 2]

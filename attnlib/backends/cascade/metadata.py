@@ -172,7 +172,8 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         if self._prefix is None or len(query_lens) < 2 or end == 0:
             return False
         everyone = SharedPrefix(tuple(range(len(query_lens))), 0, end)
-        return bool(worthwhile([everyone], self.spec, self.rule))
+        least = self._min_saved_bytes(max(query_lens))
+        return bool(worthwhile([everyone], self.spec, least))
 
     def build(
         self,
@@ -319,35 +320,52 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         return self._suffix.seq_len_bounds(num_reqs, least, most)
 
     def warmup_metadata(self, limits: BatchLimits) -> Iterator[tuple[CascadeMetadata, int]]:
-        """Batches with one shared prefix, of every class of query rows and of prefix lengths, for
-        the kernels of the prefix and of the merge. `rule` does not count."""
+        """Batches with one shared prefix: every class of query rows, of prefix lengths, and of
+        suffix lengths, whose kernels return log-sum-exps only here. `rule` does not count."""
         if self._prefix is None:
             return
         block, most = self.spec.block_size, limits.max_num_tokens
         powers = [1 << n for n in range(1, limits.max_num_reqs.bit_length())]
-        counts = sorted({n for n in (*powers, limits.max_num_reqs) if 2 <= n <= most})
-        shapes = [(count, 1) for count in counts]
-        if counts and most > 2:
+        counts = sorted({*powers, limits.max_num_reqs} - {1})
+        longest_decode = min(self._suffix.reorder_batch_threshold or 1, most // 2)
+        shapes = [
+            (count, query_len)
+            for query_len in range(1, longest_decode + 1)
+            for count in counts
+            if count * query_len <= most
+        ]
+        if shapes and most // 2 > longest_decode:
             shapes.append((2, most // 2))
         for count, query_len in shapes:
             longest = (limits.max_seq_len - query_len) // block * block
-            bounds = self._prefix.seq_len_bounds(1, block, longest) if longest >= block else []
-            for bound in {min(longest, -(-n // block) * block) for n in bounds}:
-                batch, everyone = self._warmup_batch(count, query_len, bound)
-                yield self._build_shared([everyone], batch, False), count * query_len
-            if self._shared_decode is not None and query_len == 1 and longest >= block:
-                batch, everyone = self._warmup_batch(count, 1, block)
+            if longest < block:
+                continue
+            if self._shared_decode is not None and query_len == 1:
+                batch, everyone = self._warmup_batch(count, 1, block, 1)
                 yield self._build_items([everyone], batch, False, self._shared_decode), count
+                continue
+            bounds = self._prefix.seq_len_bounds(1, block, longest)
+            prefixes = {min(longest, -(-bound // block) * block) for bound in bounds}
+            sizes = [(prefix_len, query_len) for prefix_len in sorted(prefixes)]
+            most_own = limits.max_seq_len - block
+            sizes += [
+                (block, own) for own in self._suffix.seq_len_bounds(count, query_len, most_own)
+            ]
+            for prefix_len, own in dict.fromkeys(sizes):
+                batch, everyone = self._warmup_batch(count, query_len, prefix_len, own)
+                yield self._build_shared([everyone], batch, False), count * query_len
 
     def _warmup_batch(
-        self, num_reqs: int, query_len: int, prefix_len: int
+        self, num_reqs: int, query_len: int, prefix_len: int, own: int
     ) -> tuple[CommonAttentionMetadata, SharedPrefix]:
-        """Requests with one prefix, whose tokens are all in block 0, and the prefix."""
+        """Requests with one prefix, whose tokens are all in block 0, and the prefix. They declare
+        up to `own` other tokens."""
         seq_len = prefix_len + query_len
-        columns = -(-seq_len // self.spec.block_size)
+        columns = -(-(prefix_len + own) // self.spec.block_size)
         common = CommonAttentionMetadata.from_lengths(
             [query_len] * num_reqs, [seq_len] * num_reqs,
             torch.zeros(num_reqs, columns, dtype=torch.int32), self.spec.block_size, self.device,
+            max_seq_len=prefix_len + own,
         )  # fmt: skip
         assert common.slot_mapping is not None  # a block table was given
         common.slot_mapping.fill_(-1)
@@ -392,7 +410,13 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         elif common_prefix_len:
             end = min(common_prefix_len, int(context.min())) // block_size * block_size
             found = [SharedPrefix(tuple(range(common.num_reqs)), 0, end)] if end else []
-        return worthwhile(found or [], self.spec, self.rule)
+        return worthwhile(found or [], self.spec, self._min_saved_bytes(common.max_query_len))
+
+    def _min_saved_bytes(self, max_query_len: int) -> int:
+        """The limit of the rule for a batch."""
+        if self._shared_decode is not None and max_query_len <= 1:
+            return self.rule.min_saved_bytes_decode
+        return self.rule.min_saved_bytes
 
     def _prefix_batch(
         self, common: CommonAttentionMetadata, parts: Sequence[PrefixPart], query_lens: list[int]

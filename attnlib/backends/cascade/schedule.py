@@ -25,12 +25,16 @@ __all__ = [
 class PrefixRule:
     """When a prefix is computed once for all its requests, and by which kernels.
 
-    The defaults are from an H200 (`benchmarks/gpu/shared_prefix.py --rule`): batches that save
-    126 MiB are up to 1.4 times slower with a cascade, those that save 192 MiB or more are faster.
+    The defaults are from an H200 (`benchmarks/gpu/shared_prefix.py --rule`). With separate
+    launches, batches that save 126 MiB were up to 1.4 times slower than without a cascade, those
+    that save 192 MiB or more were faster.
 
     Attributes:
         min_saved_bytes: keys and values that all requests of a batch together need not read again.
             Below it, the launches that prefixes add cost more than the reads that they save.
+        min_saved_bytes_decode: the same for decodes of one query token per request, if one kernel
+            computes prefixes and suffixes (`AttentionMetadataBuilder.shared_decode_shape`). The
+            other limits do not apply to them.
         max_decode_parts: a prefix whose query rows fit this many decodes is computed by the decode
             kernels, which split its keys over the multiprocessors. Others go to the prefill
             kernels.
@@ -39,10 +43,13 @@ class PrefixRule:
         min_part_tokens: shortest part into which a prefix is split for the prefill kernels.
         parts_per_sm: parts of all prefixes, in units of thread blocks per multiprocessor.
         captured_parts: parts of prefixes in a captured step; 0 captures steps that do not share. A
-            graph launches as many for every batch, also for one without prefixes.
+            graph launches as many for every batch, also for one without prefixes. A captured
+            decode that one kernel computes has room for as many prefixes, each of up to 128 query
+            rows for each KV head.
     """
 
     min_saved_bytes: int = 192 << 20
+    min_saved_bytes_decode: int = 96 << 20
     max_decode_parts: int = 1
     max_decode_rows: int = 32
     min_part_tokens: int = 512
@@ -91,16 +98,16 @@ def not_shared_reason(spec: AttentionSpec) -> str | None:
 
 
 def worthwhile(
-    prefixes: Sequence[SharedPrefix], spec: AttentionSpec, rule: PrefixRule
+    prefixes: Sequence[SharedPrefix], spec: AttentionSpec, min_saved_bytes: int
 ) -> list[SharedPrefix]:
-    """The prefixes that are computed once; empty if they save less than `rule` asks.
+    """The prefixes that are computed once; empty if they save less than `min_saved_bytes`.
 
     A request that a prefix has in common with another prefix reads both parts, so all prefixes of
     a tree count together.
     """
     per_token = spec.num_kv_heads * (spec.head_size + spec.head_size_v) * spec.kv_dtype.itemsize
     saved = sum((len(p.requests) - 1) * (p.end - p.start) * per_token for p in prefixes)
-    return list(prefixes) if saved >= rule.min_saved_bytes else []
+    return list(prefixes) if saved >= min_saved_bytes else []
 
 
 def prefix_parts(

@@ -84,8 +84,7 @@ class HopperSharedDecode:
         views: the key and value cache as TMA reads them.
         scale: softmax scale times that of the keys.
         soft_cap: 0 is none.
-        strides: of query tokens and heads, and of rows of the block table.
-        num_blocks: B.
+        numbers: B, query tokens, strides of query tokens and heads and of rows of the block table.
         merge_strides: of output tokens and heads, and of the tokens of the LSE.
         num_heads, head_size_v: Hq and Dv.
         attend: the attention kernel.
@@ -97,8 +96,7 @@ class HopperSharedDecode:
     views: tuple[CacheView, CacheView]
     scale: float
     soft_cap: float
-    strides: tuple[int, int, int]
-    num_blocks: int
+    numbers: tuple[int, ...]
     merge_strides: tuple[int, int, int]
     num_heads: int
     head_size_v: int
@@ -120,7 +118,7 @@ class HopperSharedDecode:
         ) = batch_sources(10)  # fmt: skip
         attend = (
             *descriptor_arguments(self.views, maps, direct), QUERY, header, range_items, items,
-            tokens, table, outputs, lses, self.scale, self.soft_cap, self.num_blocks, *self.strides,
+            tokens, table, outputs, lses, self.scale, self.soft_cap, *self.numbers,
         )  # fmt: skip
         merge = outputs, lses, starts, rows, SINKS, OUT, LSE, num_tokens, *self.merge_strides
         return Launches(
@@ -235,8 +233,7 @@ def prepare_shared_decode(
         views=(CacheView.of(key, box, width), CacheView.of(value, box, width_v)),
         scale=params.scale * float(params.k_scale),
         soft_cap=float(cap),
-        strides=(query.stride(0), query.stride(1), table.stride(0)),
-        num_blocks=num_blocks,
+        numbers=(num_blocks, num_tokens, query.stride(0), query.stride(1), table.stride(0)),
         merge_strides=(out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)),
         num_heads=num_heads,
         head_size_v=head_size_v,

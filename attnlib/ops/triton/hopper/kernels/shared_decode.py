@@ -33,7 +33,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     partition_barrier,
     wait_on_dependent_grids,
 )
-from attnlib.ops.triton.hopper.kernels.decode import clear_tile
+from attnlib.ops.triton.hopper.kernels.decode import clear_tile, prefetch_queries
 from attnlib.ops.triton.hopper.kernels.mainloop import pack_weights, unpack_weights
 from attnlib.ops.triton.hopper.kernels.softmax import (
     mask_scores,
@@ -97,19 +97,24 @@ def _loader(
 
 
 @gluon.jit
-def _release(empty, stage, alone):
-    """Count this consumer out of a stage, and the other one if it does not read the stage."""
+def _skip(full, empty, step, STAGES: gl.constexpr):
+    """Release a stage that only the other consumer reads.
+
+    A consumer waits for every tile, because a barrier tells apart two phases only.
+    """
+    stage = step % STAGES
+    mbarrier.wait(full.index(stage), (step // STAGES) & 1)
     mbarrier.arrive(empty.index(stage), count=1)
-    mbarrier.arrive(empty.index(stage), count=1, pred=alone)
 
 
 @gluon.jit
 def _step(
     q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, row_max, row_sum, step,
-    previous, alone, last, valid, factor, soft_cap, STAGES: gl.constexpr, HAS_CAP: gl.constexpr,
+    previous, in_turn, last, valid, factor, soft_cap, STAGES: gl.constexpr, HAS_CAP: gl.constexpr,
     P_LAYOUT: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Multiply by the keys of ring step `step` and by the values of step `previous`.
+    """Multiply by the keys of ring step `step` and by the values of step `previous`; with
+    `in_turn`, the other consumer multiplies by the tile between them.
 
     Returns:
         (acc, packed weights, row_max, row_sum).
@@ -118,6 +123,8 @@ def _step(
     BLOCK_N: gl.constexpr = k_ring.shape[1]
     stage = step % STAGES
     v_stage = previous % STAGES
+    if in_turn:
+        _skip(k_full, k_empty, step - 1, STAGES)
     mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
     zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     scores = warpgroup_mma(
@@ -129,7 +136,7 @@ def _step(
     )
     # One group may stay in flight: Q @ K^T is complete, P @ V overlaps with the softmax.
     scores = warpgroup_mma_wait(1, deps=[scores])
-    _release(k_empty, stage, alone)
+    mbarrier.arrive(k_empty.index(stage), count=1)
     scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
     if last:
         row_last = gl.full([_ROWS], valid, gl.int32, gl.SliceLayout(1, S_LAYOUT))
@@ -139,15 +146,17 @@ def _step(
     )
     # P @ V is complete: its stage is free, and the accumulator may be rescaled.
     acc = warpgroup_mma_wait(0, deps=[acc])
-    _release(v_empty, v_stage, alone)
+    mbarrier.arrive(v_empty.index(v_stage), count=1)
+    if in_turn:
+        _skip(v_full, v_empty, step - 1, STAGES)
     acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, acc.type.layout))[:, None]
     return acc, pack_weights(probs, DTYPE), row_max, row_sum
 
 
 @gluon.jit
 def _consumer(
-    query, header, range_items, items, tokens, partial_out, partial_lse, scale, soft_cap, stride_qt,
-    stride_qh, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+    query, header, range_items, items, tokens, partial_out, partial_lse, scale, soft_cap, num_rows,
+    stride_qt, stride_qh, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_CAP: gl.constexpr,
     WARPGROUP: gl.constexpr,
@@ -185,12 +194,12 @@ def _consumer(
         count = gl.minimum(tiles - skipped, range_end - position)
         split = position // per_range - item_begin // per_range
         # Both consumers compute all tiles of a wide item, and take turns in other items.
-        alone = num_tokens <= TOKENS
-        offset = gl.where(alone, 0, WARPGROUP * TOKENS)
-        begin = gl.where(alone, WARPGROUP, 0)
-        pace = gl.where(alone, 2, 1)
-        own = gl.where(alone, (count + 1 - WARPGROUP) // 2, count)
-        partial = gl.where(alone, 2 * split + WARPGROUP, split) * num_tokens + partial_begin
+        in_turn = num_tokens <= TOKENS
+        offset = gl.where(in_turn, 0, WARPGROUP * TOKENS)
+        begin = gl.where(in_turn, WARPGROUP, 0)
+        pace = gl.where(in_turn, 2, 1)
+        own = gl.where(in_turn, (count + 1 - WARPGROUP) // 2, count)
+        partial = gl.where(in_turn, 2 * split + WARPGROUP, split) * num_tokens + partial_begin
 
         row = gl.arange(0, _ROWS, gl.SliceLayout(1, Q_LAYOUT))
         member = offset + row // GROUP
@@ -211,6 +220,11 @@ def _consumer(
         q_tile.store(q)
         fence_async_shared()
         partition_barrier()
+        if position + count < range_end:
+            # The tokens of the next item follow, usually those of the next requests.
+            prefetch_queries(
+                query, gl.load(tokens + first_token + num_tokens), kv_head, num_rows, stride_qt,
+                stride_qh, GROUP, D, _ROWS)  # fmt: skip
 
         row_max = gl.full([_ROWS], float("-inf"), gl.float32, ROW)
         row_sum = gl.full([_ROWS], 0.0, gl.float32, ROW)
@@ -219,13 +233,17 @@ def _consumer(
             # The first tile has no values of an earlier tile to multiply by.
             current = step + begin
             stage = current % STAGES
+            if begin > 0:
+                _skip(k_full, k_empty, step, STAGES)
             mbarrier.wait(k_full.index(stage), (current // STAGES) & 1)
             zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
             scores = warpgroup_mma(
                 q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
             )
             scores = warpgroup_mma_wait(0, deps=[scores])
-            _release(k_empty, stage, alone)
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            if begin > 0:
+                _skip(v_full, v_empty, step, STAGES)
             scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
             row_last = gl.full([_ROWS], num_keys, gl.int32, ROW)
             scores = mask_scores(scores, row_last, row_last, (skipped + begin) * BLOCK_N, False)
@@ -238,7 +256,7 @@ def _consumer(
                 tile = skipped + begin + i * pace
                 acc, weights, row_max, row_sum = _step(
                     q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, row_max,
-                    row_sum, following, current, alone, tile == tiles - 1,
+                    row_sum, following, current, in_turn, tile == tiles - 1,
                     num_keys - tile * BLOCK_N, factor, soft_cap, STAGES, HAS_CAP, P_LAYOUT,
                     S_LAYOUT)  # fmt: skip
                 current = following
@@ -253,7 +271,14 @@ def _consumer(
                 unpack_weights(weights, COMPUTE, P_LAYOUT), v_ring.index(stage), acc, is_async=True
             )
             acc = warpgroup_mma_wait(0, deps=[acc])
-            _release(v_empty, stage, alone)
+            mbarrier.arrive(v_empty.index(stage), count=1)
+            if in_turn & (current + 1 < step + count):
+                _skip(k_full, k_empty, current + 1, STAGES)
+                _skip(v_full, v_empty, current + 1, STAGES)
+        else:
+            # The only tile of the split.
+            _skip(k_full, k_empty, step, STAGES)
+            _skip(v_full, v_empty, step, STAGES)
 
         row = gl.arange(0, _ROWS, ROW)
         member = offset + row // GROUP
@@ -279,12 +304,12 @@ def _consumer(
 
 
 @gluon.jit(
-    do_not_specialize=["num_blocks", "stride_qt", "stride_qh", "stride_table"],
+    do_not_specialize=["num_blocks", "num_rows", "stride_qt", "stride_qh", "stride_table"],
     do_not_specialize_on_alignment=["header", "range_items", "items", "tokens", "block_table"],
 )  # fmt: skip
 def hopper_shared_decode_kernel(
     key_desc, value_desc, query, header, range_items, items, tokens, block_table, partial_out,
-    partial_lse, scale, soft_cap, num_blocks, stride_qt, stride_qh, stride_table,
+    partial_lse, scale, soft_cap, num_blocks, num_rows, stride_qt, stride_qh, stride_table,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr, HAS_CAP: gl.constexpr,
@@ -299,6 +324,7 @@ def hopper_shared_decode_kernel(
         tokens: int32, rows of `query`, those of each item together.
         partial_out: float32 [P, Hq, DV], written.
         partial_lse: float32 [P, Hq], base-2 log-sum-exps, written.
+        num_rows: tokens of `query`.
     """
     CACHE: gl.constexpr = key_desc.dtype
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, WIDTH], CACHE)
@@ -321,12 +347,12 @@ def hopper_shared_decode_kernel(
         [
             (_consumer, (
                 query, header, range_items, items, tokens, partial_out, partial_lse, scale,
-                soft_cap, stride_qt, stride_qh, q_tile0, k_ring, v_ring, k_full, k_empty, v_full,
-                v_empty, NUM_KV_HEADS, GROUP, D, DV, BLOCK_SIZE, STAGES, HAS_CAP, 0)),
+                soft_cap, num_rows, stride_qt, stride_qh, q_tile0, k_ring, v_ring, k_full, k_empty,
+                v_full, v_empty, NUM_KV_HEADS, GROUP, D, DV, BLOCK_SIZE, STAGES, HAS_CAP, 0)),
             (_consumer, (
                 query, header, range_items, items, tokens, partial_out, partial_lse, scale,
-                soft_cap, stride_qt, stride_qh, q_tile1, k_ring, v_ring, k_full, k_empty, v_full,
-                v_empty, NUM_KV_HEADS, GROUP, D, DV, BLOCK_SIZE, STAGES, HAS_CAP, 1)),
+                soft_cap, num_rows, stride_qt, stride_qh, q_tile1, k_ring, v_ring, k_full, k_empty,
+                v_full, v_empty, NUM_KV_HEADS, GROUP, D, DV, BLOCK_SIZE, STAGES, HAS_CAP, 1)),
             (_loader, (
                 key_desc, header, range_items, items, block_table, num_blocks, stride_table, k_ring,
                 k_full, k_empty, NUM_KV_HEADS, BLOCK_SIZE, STAGES)),
