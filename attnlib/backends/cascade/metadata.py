@@ -172,7 +172,9 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         if self._prefix is None or len(query_lens) < 2 or end == 0:
             return False
         everyone = SharedPrefix(tuple(range(len(query_lens))), 0, end)
-        least = self._min_saved_bytes(max(query_lens))
+        least = self.rule.min_saved_bytes
+        if self._shared_decode is not None and max(query_lens) <= 1:
+            least = self.rule.min_saved_bytes_decode
         return bool(worthwhile([everyone], self.spec, least))
 
     def build(
@@ -206,8 +208,9 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
             return captured
         if not chosen:
             return self._metadata(common, self._suffix.build(common_prefix_len, common, fast_build))
-        if self._shared_decode is not None and common.max_query_len <= 1:
-            return self._build_items(chosen, common, fast_build, self._shared_decode)
+        shape = self._decode_shape(common)
+        if shape is not None:
+            return self._build_items(chosen, common, fast_build, shape)
         return self._build_shared(chosen, common, fast_build)
 
     def _build_items(
@@ -258,7 +261,7 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         refuse_strided(common_attn_metadata)
         common = common_attn_metadata
         on_host = common.query_start_loc_cpu is not None and common.seq_lens_cpu is not None
-        if self._captured_items is not None and on_host and common.max_query_len <= 1:
+        if self._captured_items is not None and on_host and self._decode_shape(common):
             self._captured_items.add_source(common)
             return self._build_captured_items(self._captured_items, [], common)
         if self._captured is not None:
@@ -410,13 +413,16 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         elif common_prefix_len:
             end = min(common_prefix_len, int(context.min())) // block_size * block_size
             found = [SharedPrefix(tuple(range(common.num_reqs)), 0, end)] if end else []
-        return worthwhile(found or [], self.spec, self._min_saved_bytes(common.max_query_len))
+        rule = self.rule
+        one_kernel = self._decode_shape(common) is not None
+        least = rule.min_saved_bytes_decode if one_kernel else rule.min_saved_bytes
+        return worthwhile(found or [], self.spec, least)
 
-    def _min_saved_bytes(self, max_query_len: int) -> int:
-        """The limit of the rule for a batch."""
-        if self._shared_decode is not None and max_query_len <= 1:
-            return self.rule.min_saved_bytes_decode
-        return self.rule.min_saved_bytes
+    def _decode_shape(self, common: CommonAttentionMetadata) -> tuple[int, int] | None:
+        """How a decode is divided that one kernel computes; None for other batches."""
+        if common.max_query_len > 1 or common.query_bias is not None:
+            return None
+        return self._shared_decode
 
     def _prefix_batch(
         self, common: CommonAttentionMetadata, parts: Sequence[PrefixPart], query_lens: list[int]
