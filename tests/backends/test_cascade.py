@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import attnlib
-from attnlib.backends.cascade.metadata import _to_device
+from attnlib.backends.cascade.batches import _to_device
 from attnlib.backends.cascade.schedule import PrefixRule, prefix_parts
 from attnlib.backends.torch.metadata import TorchMetadataBuilder
 from attnlib.errors import ContractError

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from attnlib.backends.base import AttentionBackend, AttentionImpl, StepPlan, check_in_place
-from attnlib.backends.cascade.metadata import CascadeMetadata, PrefixBatch, prefix_spec
+from attnlib.backends.cascade.batches import PrefixBatch
+from attnlib.backends.cascade.metadata import CascadeMetadata, prefix_spec
 from attnlib.backends.cascade.schedule import not_shared_reason
 from attnlib.cache.storage import PagedKVCache
 from attnlib.ops.dispatch import operation

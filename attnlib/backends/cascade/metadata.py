@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 
 from attnlib.backends.base import AttentionBackend
+from attnlib.backends.cascade.batches import PrefixBatch, prefix_batch, suffix_batch
 from attnlib.backends.cascade.captured import CapturedPrefixes, fitting_parts
 from attnlib.backends.cascade.captured_items import CapturedItems
 from attnlib.backends.cascade.schedule import (
-    PrefixPart,
     PrefixRule,
     decode_items,
     not_shared_reason,
@@ -32,29 +32,7 @@ from attnlib.ops.shared_decode import DecodeItems, schedule_items
 from attnlib.spec import AttentionSpec, CudaGraphSupport, MaskKind
 from attnlib.workspace import BatchLimits
 
-__all__ = ["CascadeMetadata", "CascadeMetadataBuilder", "PrefixBatch", "prefix_spec"]
-
-
-@dataclass(frozen=True, eq=False)
-class PrefixBatch:
-    """The parts of all shared prefixes as one batch, which every row of a part sees completely.
-
-    P rows: each query row once for each part of its prefixes.
-
-    Attributes:
-        metadata: of the prefix backend, for a batch with one request for each part.
-        query_rows: [P] int64 device, the row of the batch's queries that each row repeats; None if
-            the rows are the first P rows of the batch.
-        num_rows: P.
-        partial_starts: [T + 1] int32 device; token t has entries `[starts[t], starts[t + 1])`.
-        partial_rows: [P] int32 device, rows of this batch, grouped by token.
-    """
-
-    metadata: Any
-    query_rows: torch.Tensor | None
-    num_rows: int
-    partial_starts: torch.Tensor
-    partial_rows: torch.Tensor
+__all__ = ["CascadeMetadata", "CascadeMetadataBuilder", "prefix_spec"]
 
 
 @dataclass(kw_only=True)
@@ -242,9 +220,10 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         parts = prefix_parts(
             chosen, query_lens, self.spec, self._num_sms, self.rule, self._longest_decode
         )
-        suffix = self._suffix.build(0, _suffix_batch(common, covered, self.spec), fast_build)
-        prefix_batch = self._prefix_batch(common, parts, query_lens)
-        return self._metadata(common, suffix, tuple(chosen), prefix_batch)
+        suffix = self._suffix.build(0, suffix_batch(common, covered, self.spec), fast_build)
+        assert self._prefix is not None  # prefixes were chosen
+        prefixes = prefix_batch(common, parts, query_lens, self._prefix)
+        return self._metadata(common, suffix, tuple(chosen), prefixes)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -424,61 +403,6 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
             return None
         return self._shared_decode
 
-    def _prefix_batch(
-        self, common: CommonAttentionMetadata, parts: Sequence[PrefixPart], query_lens: list[int]
-    ) -> PrefixBatch:
-        """The parts as a batch of the prefix backend. One copy takes all indices to the device."""
-        assert common.query_start_loc_cpu is not None and common.block_table_tensor is not None
-        assert self._prefix is not None
-        starts = common.query_start_loc_cpu.tolist()
-        rows: list[int] = []
-        part_starts = [0]
-        of_token: list[list[int]] = [[] for _ in range(starts[-1])]
-        for part in parts:
-            for request in part.requests:
-                for token in range(starts[request], starts[request] + query_lens[request]):
-                    of_token[token].append(len(rows))
-                    rows.append(token)
-            part_starts.append(len(rows))
-        partial_starts = [0]
-        for entries in of_token:
-            partial_starts.append(partial_starts[-1] + len(entries))
-        block = self.spec.block_size
-        host = {
-            "rows": rows,
-            "starts": part_starts,
-            "lengths": [part.end - part.start for part in parts],
-            "first": [part.requests[0] for part in parts],
-            "column": [part.start // block for part in parts],
-            "partial_starts": partial_starts,
-            "partial_rows": [row for entries in of_token for row in entries],
-        }
-        device = _to_device(host, common.query_start_loc.device)
-        longest = max(host["lengths"])
-        columns = torch.arange(longest // block, device=device["column"].device)
-        table = common.block_table_tensor
-        last = table.shape[1] - 1
-        columns = (device["column"].unsqueeze(1) + columns).clamp(max=last)
-        batch = CommonAttentionMetadata(
-            query_start_loc=device["starts"],
-            query_start_loc_cpu=torch.tensor(part_starts, dtype=torch.int32),
-            seq_lens=device["lengths"],
-            seq_lens_cpu=torch.tensor(host["lengths"], dtype=torch.int32),
-            num_reqs=len(parts),
-            num_actual_tokens=len(rows),
-            max_query_len=max(b - a for a, b in zip(part_starts, part_starts[1:], strict=False)),
-            max_seq_len=longest,
-            block_table_tensor=table[device["first"].long().unsqueeze(1), columns.long()],
-            causal=False,
-        )
-        return PrefixBatch(
-            metadata=self._prefix.build(0, batch),
-            query_rows=None if rows == list(range(len(rows))) else device["rows"].long(),
-            num_rows=len(rows),
-            partial_starts=device["partial_starts"],
-            partial_rows=device["partial_rows"],
-        )
-
     def _metadata(
         self,
         common: CommonAttentionMetadata,
@@ -501,49 +425,3 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
             prefix=prefix,
             items=items,
         )
-
-
-def _to_device(host: dict[str, list[int]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Lists of integers as int32 tensors on the device, by one copy.
-
-    Each begins at a multiple of 16 bytes: Triton compiles a kernel again for other addresses.
-    """
-    values: list[int] = []
-    sizes: list[int] = []
-    for numbers in host.values():
-        padding = -len(numbers) % 4
-        values += [*numbers, *[0] * padding]
-        sizes += [len(numbers), padding]
-    packed = torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
-    return dict(zip(host, torch.split(packed, sizes)[::2], strict=True))
-
-
-def _suffix_batch(
-    common: CommonAttentionMetadata, covered: list[int], spec: AttentionSpec
-) -> CommonAttentionMetadata:
-    """The batch without the first `covered` tokens of each request.
-
-    Its queries keep their distance to the keys, because M1 counts positions from the end.
-    """
-    assert common.block_table_tensor is not None and common.seq_lens_cpu is not None
-    table, block = common.block_table_tensor, spec.block_size
-    if min(covered) == max(covered):  # the shared blocks are the same columns: a view suffices
-        shifted: Any = covered[0]
-        table = table[:, shifted // block :]
-        lengths_cpu = common.seq_lens_cpu - shifted
-    else:
-        skipped = torch.tensor(covered, dtype=torch.int32)
-        lengths_cpu = common.seq_lens_cpu - skipped
-        shifted = skipped.to(table.device, non_blocking=True)
-        columns = torch.arange(table.shape[1] - min(covered) // block, device=table.device)
-        columns = (columns + (shifted // block).unsqueeze(1)).clamp(max=table.shape[1] - 1)
-        table = table.gather(1, columns.long())
-    computed = common.num_computed_tokens_cpu
-    return common.replace(
-        seq_lens=common.seq_lens - shifted,
-        seq_lens_cpu=lengths_cpu,
-        num_computed_tokens_cpu=None if computed is None else lengths_cpu - common.query_lens_cpu,
-        max_seq_len=max(0, common.max_seq_len - min(covered)),
-        block_table_tensor=table,
-        shared_prefixes=None,
-    )
