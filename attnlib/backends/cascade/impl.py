@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +13,7 @@ from attnlib.backends.cascade.metadata import CascadeMetadata, prefix_spec
 from attnlib.backends.cascade.schedule import not_shared_reason
 from attnlib.cache.storage import PagedKVCache
 from attnlib.ops.dispatch import operation
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.shared_decode import DecodeItems
 from attnlib.spec import AttentionSpec
 
@@ -215,11 +215,13 @@ class _ItemsPlan:
         query = query.view(-1, spec.num_heads, spec.head_size)
         output = output.view(-1, spec.num_heads, spec.head_size_v)
         _write(spec, suffix, self._slot_mapping, key, value, cache)
-        params = suffix.attention_params(self._metadata, cache)
-        _, sinks = suffix.per_head_tensors
+        params = AttentionParams(
+            scale=suffix.scale, logits_soft_cap=spec.logits_soft_cap or 0.0,
+            sinks=suffix.per_head_tensors[1], k_scale=cache.k_scale, v_scale=cache.v_scale,
+        )  # fmt: skip
         if not self._decode(
             query, cache.key_cache, cache.value_cache, self._block_table, self._items,
-            replace(params, sinks=sinks), out=output, lse=lse, workspace=self._workspace,
+            params, out=output, lse=lse, workspace=self._workspace,
         ):  # fmt: skip
             _forward(suffix, query, cache, self._metadata, output, lse)
 
