@@ -49,7 +49,7 @@ def test_one_capture_serves_batches_with_and_without_prefixes(
     if shape and device.type == "cuda":
         pytest.skip("tests/gpu/test_shared_decode.py captures the kernel")
     monkeypatch.setattr(TritonMetadataBuilder, "shared_decode_shape", property(lambda self: shape))
-    sinks = torch.linspace(-1, 1, 4) if has_sink else None
+    sinks = torch.linspace(-1, 1, 4, device=device) if has_sink else None
     spec, flat_spec = (x.replace(has_sink=has_sink) for x in (SPEC, FLAT))
     backend: Any = attnlib.merge_attention("triton", "triton", RULE)
     layer = attnlib.Attention(spec, backend=backend, device=device, sinks=sinks)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
-from attnlib.ops.shared_decode import ITEM_FIELDS, PRODUCT_ROWS, DecodeItems
+from attnlib.ops.shared_decode import ITEM_FIELDS, PRODUCT_ROWS, WHOLE_TILES, DecodeItems
 
 __all__ = ["shared_decode"]
 
@@ -54,13 +54,13 @@ def shared_decode(
         while position < end:
             before, tiles, row, column, num_keys, start, members, partial = fields[item]
             skipped, count = position - before, min(before + tiles, end) - position
-            found = tokens[start : start + members]
+            found = tokens[start : start + members] if members > 1 else torch.tensor([start])
             keys, values = (
                 _keys(cache, block_table[row, column:], num_keys).float()
                 for cache in (key_cache, value_cache)
             )
             split = position // per_range - before // per_range
-            in_turn = members <= PRODUCT_ROWS // group
+            in_turn = tiles > WHOLE_TILES and members <= PRODUCT_ROWS // group
             consumers = 2 if in_turn else 1
             visited = torch.arange(skipped * tile_keys, (skipped + count) * tile_keys)
             visited = visited[visited < num_keys]

@@ -8,8 +8,9 @@ result, and `merge_split_rows_kernel` merges those of each row.
 
 A CTA has two consumer warpgroups of 64 query rows, one warp that loads keys and one that loads
 values. Items of more than 64 rows are computed by both consumers, tile by tile, with different
-rows. Of other items each consumer computes every second tile, and writes a partial result of its
-own.
+rows. Of a long item of fewer rows each consumer computes every second tile, and writes a partial
+result of its own. Short items are computed by one consumer each, in turn: the beginning and the end
+of an item take longer than its tiles.
 
 Query rows are the rows of the products, because a prefix has many; the decode of single requests
 (`decode.py`) has them as columns. Sources: Hydragen (Juravsky et al., 2024), cascade inference
@@ -27,10 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnlib.ops.shared_decode import ITEM_FIELDS, PRODUCT_ROWS, WHOLE_TILES
 from attnlib.ops.triton.hopper.kernels.cache_tiles import allocate_rings
 from attnlib.ops.triton.hopper.kernels.compat import (
     launch_dependent_grids,
     partition_barrier,
+    prefetch_l1,
     wait_on_dependent_grids,
 )
 from attnlib.ops.triton.hopper.kernels.decode import clear_tile, prefetch_queries
@@ -43,14 +46,12 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
 )
 from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 
-__all__ = ["ITEM_FIELDS", "hopper_shared_decode_kernel"]
+__all__ = ["hopper_shared_decode_kernel"]
 
-ITEM_FIELDS = gl.constexpr(8)
-"""Fields of an item, int32: tiles before it, its tiles, row of the block table, first column of the
-block table, keys, first entry of `tokens`, number of tokens, first partial row."""
-
-_ROWS = gl.constexpr(64)
-"""Query rows of a consumer: the rows of a product."""
+_FIELDS = gl.constexpr(ITEM_FIELDS)
+_ROWS = gl.constexpr(PRODUCT_ROWS)
+"""Query rows of a consumer."""
+_WHOLE = gl.constexpr(WHOLE_TILES)
 
 
 @gluon.jit
@@ -76,14 +77,27 @@ def _loader(
     wait_on_dependent_grids()
     position, range_end, _, item, kv_head = _own_range(header, range_items, NUM_KV_HEADS)
     step = 0
+    fields = items + item * _FIELDS
+    begin = gl.load(fields)
+    tiles = gl.load(fields + 1)
+    row = gl.load(fields + 2)
+    column = gl.load(fields + 3)
+    keys = gl.load(fields + 4)
     while position < range_end:
-        fields = items + item * ITEM_FIELDS
-        skipped = position - gl.load(fields)
-        count = gl.minimum(gl.load(fields + 1) - skipped, range_end - position)
-        row = gl.load(fields + 2)
-        column = gl.load(fields + 3)
-        pages = (gl.load(fields + 4) + BLOCK_SIZE - 1) // BLOCK_SIZE
+        # Items are short: the fields of the next one are loaded, and its pages prefetched, before
+        # they are needed. Behind the last item the tensor has other integers.
+        fields += _FIELDS
+        next_begin = gl.load(fields)
+        next_tiles = gl.load(fields + 1)
+        next_row = gl.load(fields + 2)
+        next_column = gl.load(fields + 3)
+        next_keys = gl.load(fields + 4)
+        skipped = position - begin
+        count = gl.minimum(tiles - skipped, range_end - position)
+        pages = (keys + BLOCK_SIZE - 1) // BLOCK_SIZE
         table = block_table + row.to(gl.int64) * stride_table + column
+        if position + count < range_end:
+            prefetch_l1(block_table + next_row.to(gl.int64) * stride_table + next_column)
         for i in range(0, count):
             tile = skipped + i
             # 32 pages ahead: one 128-byte line of the block table.
@@ -93,7 +107,11 @@ def _loader(
                 "nhd")  # fmt: skip
             step += 1
         position += count
-        item += 1
+        begin = next_begin
+        tiles = next_tiles
+        row = next_row
+        column = next_column
+        keys = next_keys
 
 
 @gluon.jit
@@ -182,54 +200,62 @@ def _consumer(
     launch_dependent_grids()
     position, range_end, per_range, item, kv_head = _own_range(header, range_items, NUM_KV_HEADS)
     step = 0
+    fields = items + item * _FIELDS
+    item_begin = gl.load(fields)
+    tiles = gl.load(fields + 1)
+    num_keys = gl.load(fields + 4)
+    first_token = gl.load(fields + 5)
+    num_tokens = gl.load(fields + 6)
+    partial_begin = gl.load(fields + 7)
     while position < range_end:
-        fields = items + item * ITEM_FIELDS
-        item_begin = gl.load(fields)
-        tiles = gl.load(fields + 1)
-        num_keys = gl.load(fields + 4)
-        first_token = gl.load(fields + 5)
-        num_tokens = gl.load(fields + 6)
-        partial_begin = gl.load(fields + 7)
+        # As in `_loader`.
+        fields += _FIELDS
+        next_begin = gl.load(fields)
+        next_tiles = gl.load(fields + 1)
+        next_keys = gl.load(fields + 4)
+        next_token = gl.load(fields + 5)
+        next_count = gl.load(fields + 6)
+        next_partial = gl.load(fields + 7)
         skipped = position - item_begin
         count = gl.minimum(tiles - skipped, range_end - position)
         split = position // per_range - item_begin // per_range
-        # Both consumers compute all tiles of a wide item, and take turns in other items.
-        in_turn = num_tokens <= TOKENS
-        offset = gl.where(in_turn, 0, WARPGROUP * TOKENS)
+        # Both consumers compute all tiles of an item of many rows, for different rows. With fewer
+        # rows, each computes every second tile of a long item, and every second one of short items.
+        few_rows = num_tokens <= TOKENS
+        in_turn = few_rows & (tiles > _WHOLE)
+        whole = few_rows & (tiles <= _WHOLE)
+        offset = gl.where(few_rows, 0, WARPGROUP * TOKENS)
         begin = gl.where(in_turn, WARPGROUP, 0)
         pace = gl.where(in_turn, 2, 1)
         own = gl.where(in_turn, (count + 1 - WARPGROUP) // 2, count)
+        own = gl.where(whole & (item % 2 != WARPGROUP), 0, own)
         partial = gl.where(in_turn, 2 * split + WARPGROUP, split) * num_tokens + partial_begin
-
-        row = gl.arange(0, _ROWS, gl.SliceLayout(1, Q_LAYOUT))
-        member = offset + row // GROUP
-        valid = (row < TOKENS * GROUP) & (member < num_tokens)
-        token = gl.load(tokens + first_token + member, mask=valid, other=0)
-        offsets = token.to(gl.int64) * stride_qt
-        offsets += (kv_head * GROUP + row % GROUP).to(gl.int64) * stride_qh
-        # The launcher checks 16-byte alignment; the shifts tell the compiler.
-        offsets = (offsets >> 3) << 3
-        columns = gl.arange(0, WIDTH, gl.SliceLayout(0, Q_LAYOUT))
-        q = gl.load(
-            query + offsets[:, None] + columns[None, :],
-            mask=valid[:, None] & (columns < D)[None, :],
-            other=0.0,
-        )
-        # All warps are done with the previous split's queries before they are overwritten.
-        partition_barrier()
-        q_tile.store(q)
-        fence_async_shared()
-        partition_barrier()
-        if position + count < range_end:
-            # The tokens of the next item follow, usually those of the next requests.
-            prefetch_queries(
-                query, gl.load(tokens + first_token + num_tokens), kv_head, num_rows, stride_qt,
-                stride_qh, GROUP, D, _ROWS)  # fmt: skip
 
         row_max = gl.full([_ROWS], float("-inf"), gl.float32, ROW)
         row_sum = gl.full([_ROWS], 0.0, gl.float32, ROW)
         acc = gl.zeros([_ROWS, WIDTH_V], gl.float32, O_LAYOUT)
         if own > 0:
+            row = gl.arange(0, _ROWS, gl.SliceLayout(1, Q_LAYOUT))
+            member = offset + row // GROUP
+            valid = (row < TOKENS * GROUP) & (member < num_tokens)
+            token = gl.load(
+                tokens + first_token + member, mask=valid & (num_tokens > 1), other=first_token
+            )
+            offsets = token.to(gl.int64) * stride_qt
+            offsets += (kv_head * GROUP + row % GROUP).to(gl.int64) * stride_qh
+            # The launcher checks 16-byte alignment; the shifts tell the compiler.
+            offsets = (offsets >> 3) << 3
+            columns = gl.arange(0, WIDTH, gl.SliceLayout(0, Q_LAYOUT))
+            q = gl.load(
+                query + offsets[:, None] + columns[None, :],
+                mask=valid[:, None] & (columns < D)[None, :],
+                other=0.0,
+            )
+            # All warps are done with the previous split's queries before they are overwritten.
+            partition_barrier()
+            q_tile.store(q)
+            fence_async_shared()
+            partition_barrier()
             # The first tile has no values of an earlier tile to multiply by.
             current = step + begin
             stage = current % STAGES
@@ -240,6 +266,11 @@ def _consumer(
             scores = warpgroup_mma(
                 q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
             )
+            if (position + count < range_end) & (next_count == 1):
+                # The next requests have items behind each other.
+                prefetch_queries(
+                    query, next_token, kv_head, num_rows, stride_qt, stride_qh, GROUP, D,
+                    _ROWS)  # fmt: skip
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_empty.index(stage), count=1)
             if begin > 0:
@@ -276,13 +307,14 @@ def _consumer(
                 _skip(k_full, k_empty, current + 1, STAGES)
                 _skip(v_full, v_empty, current + 1, STAGES)
         else:
-            # The only tile of the split.
-            _skip(k_full, k_empty, step, STAGES)
-            _skip(v_full, v_empty, step, STAGES)
+            for i in range(0, count):
+                _skip(k_full, k_empty, step + i, STAGES)
+                _skip(v_full, v_empty, step + i, STAGES)
 
         row = gl.arange(0, _ROWS, ROW)
         member = offset + row // GROUP
-        valid = (row < TOKENS * GROUP) & (member < num_tokens)
+        # A consumer without a tile has a partial result if they take turns.
+        valid = (row < TOKENS * GROUP) & (member < num_tokens) & ((own > 0) | in_turn)
         empty = row_sum == 0.0
         safe_sum = gl.where(empty, 1.0, row_sum)
         base2 = gl.where(empty, float("-inf"), row_max + gl.log2(safe_sum))
@@ -301,6 +333,12 @@ def _consumer(
         position += count
         step += count
         item += 1
+        item_begin = next_begin
+        tiles = next_tiles
+        num_keys = next_keys
+        first_token = next_token
+        num_tokens = next_count
+        partial_begin = next_partial
 
 
 @gluon.jit(
@@ -320,7 +358,7 @@ def hopper_shared_decode_kernel(
         key_desc, value_desc: TMA descriptors of the caches.
         header: int32 [2], tiles of all items and tiles of a range.
         range_items: int32 [ranges], the item in which each range begins.
-        items: int32 [items, ITEM_FIELDS].
+        items: int32 [items, ITEM_FIELDS], as in `ops.shared_decode`.
         tokens: int32, rows of `query`, those of each item together.
         partial_out: float32 [P, Hq, DV], written.
         partial_lse: float32 [P, Hq], base-2 log-sum-exps, written.
