@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import attnlib
-from attnlib.backends.cascade.schedule import PrefixRule
+from attnlib.backends.cascade.schedule import EVERY_PREFIX, PrefixRule
 from attnlib.bench.provenance import provenance
 from attnlib.bench.timer import GraphTimer, measure_in_turn, warm_up
 from attnlib.metadata.shared_prefix import find_shared_prefixes
@@ -37,7 +37,6 @@ RULE_CASES: list[Case] = [
     (64, 512, 256), (64, 1024, 256), (64, 2048, 256), (256, 512, 256), (8, 1024, 4096),
     (64, 512, 2048), (16, 8192, 256, 4), (64, 2048, 256, 4),
 ]  # fmt: skip
-EVERY_PREFIX = PrefixRule(min_saved_bytes=0, min_saved_bytes_decode=0)
 HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 16
 _COLD_BYTES = 256 << 20
 
@@ -76,6 +75,14 @@ class Calls:
         ]
         self.spec, self.requests = spec, requests
 
+    @property
+    def shared_by_default(self) -> bool:
+        """Whether the default rule computes the prefix once."""
+        found = attnlib.get_attn_backend(self.spec, "triton", "cuda")
+        builder = attnlib.merge_attention(found, found).make_builder(self.spec, "cuda")
+        metadata: Any = builder.build(0, self.common)
+        return bool(metadata.shared_prefixes)
+
     def layer(self, rule: PrefixRule | None = None) -> Any:
         """A function that runs one layer over copy `number`."""
         found = attnlib.get_attn_backend(self.spec, "triton", "cuda")
@@ -105,7 +112,8 @@ def measure(case: Case) -> dict[str, Any]:
     per_token = KV_HEADS * SIZE * 4
     return {
         "requests": requests, "shared": shared, "own": own, "query": (*case, 1)[3],
-        "saved_mib": (requests - 1) * shared * per_token / 2**20, "us": us,
+        "saved_mib": (requests - 1) * shared * per_token / 2**20,
+        "shared_by_default": calls.shared_by_default, "us": us,
         "speedup": us["triton"] / us["shared"],
         # Each key and value once.
         "shared_tb_per_s": (shared + requests * own) * per_token / us["shared"] / 1e6,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +13,13 @@ import torch
 
 import attnlib
 from attnlib.backends.cascade.batches import _to_device
-from attnlib.backends.cascade.schedule import PrefixRule, prefix_parts
+from attnlib.backends.cascade.schedule import EVERY_PREFIX, PrefixRule, prefix_parts
 from attnlib.backends.torch.metadata import TorchMetadataBuilder
 from attnlib.errors import ContractError
 from attnlib.metadata.shared_prefix import SharedPrefix, find_shared_prefixes
 from attnlib.testing import run_conformance
 
-EVERY_PREFIX = PrefixRule(min_saved_bytes=0, min_saved_bytes_decode=0, max_decode_parts=2)
+SHARED = replace(EVERY_PREFIX, max_decode_parts=2)
 PAIRS = ("prefix:torch,suffix:torch", "prefix:triton,suffix:triton", "prefix:triton,suffix:torch")
 
 
@@ -77,7 +78,7 @@ class Forest:
         self.num_blocks += max(0, count)
         return list(range(first, self.num_blocks))
 
-    def run(self, backend: str, rule: PrefixRule = EVERY_PREFIX) -> tuple[Any, Any, Any, Any]:
+    def run(self, backend: str, rule: PrefixRule = SHARED) -> tuple[Any, Any, Any, Any]:
         """(output, LSE, cache after the call, metadata) of a backend."""
         cls: Any = attnlib.get_attn_backend(self.spec, backend, "cpu")
         if backend in PAIRS:
@@ -163,16 +164,33 @@ def test_layers_without_shared_prefixes(changes: dict[str, Any], reason: str) ->
 @pytest.mark.slow
 def test_the_conformance_suite_passes() -> None:
     """Every rule holds, with every prefix that batches of the suite share computed once."""
-    backend = attnlib.merge_attention("torch", "torch", EVERY_PREFIX)
+    backend = attnlib.merge_attention("torch", "torch", SHARED)
     report = run_conformance(backend, device="cpu", quick=True)
     assert report.passed, str(report)
 
 
-def test_a_prefix_that_saves_too_little_is_not_shared() -> None:
-    """The rule counts the bytes that are not read again."""
+@pytest.mark.parametrize("shape", [None, (4, 3)], ids=["two-launches", "one-kernel"])
+def test_a_prefix_that_saves_too_little_is_not_shared(
+    shape: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rule counts the bytes that are not read again, and the tokens whose results are merged.
+
+    The forest has 9 requests and saves 36 tokens of 256 bytes.
+    """
+    saved = 36 * 256
+    monkeypatch.setattr(TorchMetadataBuilder, "shared_decode_shape", property(lambda self: shape))
     forest = Forest(3, _spec(), decode=True)
-    *_, metadata = forest.run(PAIRS[0], PrefixRule(min_saved_bytes=1 << 30))
-    assert metadata.prefix is None and metadata.shared_prefixes == ()
+    rules = [
+        replace(EVERY_PREFIX, min_saved_bytes=saved + 1),
+        replace(EVERY_PREFIX, min_saved_bytes_per_token=saved // 8),
+        replace(EVERY_PREFIX, min_saved_bytes_per_decode=saved // 8),
+    ]
+    shared = []
+    for rule in (EVERY_PREFIX, *rules, PrefixRule()):
+        *_, metadata = forest.run(PAIRS[0], rule)
+        shared.append(bool(metadata.shared_prefixes))
+        assert metadata.shared_prefixes or (metadata.prefix is None and metadata.items is None)
+    assert shared == [True, *([True, True, False] if shape else [False, False, True]), False]
 
 
 def test_wrong_prefixes_are_refused_before_anything_is_written() -> None:
@@ -186,7 +204,7 @@ def test_wrong_prefixes_are_refused_before_anything_is_written() -> None:
 def test_a_common_prefix_length() -> None:
     """vLLM's argument of `build` states one prefix; it is cut to whole blocks of the context."""
     spec = _spec()
-    backend = attnlib.merge_attention("torch", "torch", EVERY_PREFIX)
+    backend = attnlib.merge_attention("torch", "torch", SHARED)
     builder: Any = backend.make_builder(spec, "cpu")
     common = attnlib.CommonAttentionMetadata.from_lengths(
         [1, 1], [12, 14], [[1, 2, 3], [1, 2, 4, 5]], 4, "cpu"

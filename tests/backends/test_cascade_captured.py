@@ -5,6 +5,7 @@ On a CPU, a replay is a call with the metadata of the capture, as in check G1.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,12 @@ import torch
 
 import attnlib
 from attnlib.backends.cascade.captured import fitting_parts
-from attnlib.backends.cascade.schedule import PrefixRule
+from attnlib.backends.cascade.schedule import EVERY_PREFIX
 from attnlib.backends.triton.metadata import TritonMetadataBuilder
 from attnlib.metadata.shared_prefix import SharedPrefix, find_shared_prefixes
 from attnlib.spec import CudaGraphSupport
 
-RULE = PrefixRule(min_saved_bytes=0, min_saved_bytes_decode=0, min_part_tokens=4, captured_parts=8)
+RULE = replace(EVERY_PREFIX, min_part_tokens=4, captured_parts=8)
 SPEC = attnlib.AttentionSpec(
     num_heads=4,
     num_kv_heads=2,
@@ -117,7 +118,7 @@ def _tensors(metadata: Any) -> list[torch.Tensor]:
 
 
 def test_graphs_do_not_share_by_default() -> None:
-    backend: Any = attnlib.merge_attention("torch", "torch", PrefixRule(min_saved_bytes=0))
+    backend: Any = attnlib.merge_attention("torch", "torch", EVERY_PREFIX)
     builder = backend.make_builder(
         SPEC.replace(cudagraph=CudaGraphSupport.NEVER), "cpu", limits=LIMITS
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attnlib
-from attnlib.backends.cascade.schedule import PrefixRule
+from attnlib.backends.cascade.schedule import EVERY_PREFIX
 from attnlib.cache.storage import PagedKVCache
 from attnlib.layer import Attention
 from attnlib.metadata.shared_prefix import SharedPrefix
@@ -71,8 +71,7 @@ def test_shared_prefixes_compile_nothing() -> None:
     pytest.importorskip("triton")
     spec = spec_of()
     found = backend_or_skip("triton", spec)
-    rule = PrefixRule(min_saved_bytes=0, min_saved_bytes_decode=0)
-    pair = attnlib.merge_attention(found, found, rule)
+    pair = attnlib.merge_attention(found, found, EVERY_PREFIX)
     cache = PagedKVCache.allocate(spec, 9000, "cuda")
     layer = Attention(spec, backend=pair, device="cuda")
     builder = pair.make_builder(spec, "cuda", limits=LIMITS)

@@ -150,9 +150,8 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         if self._prefix is None or len(query_lens) < 2 or end == 0:
             return False
         everyone = SharedPrefix(tuple(range(len(query_lens))), 0, end)
-        least = self.rule.min_saved_bytes
-        if self._shared_decode is not None and max(query_lens) <= 1:
-            least = self.rule.min_saved_bytes_decode
+        one_kernel = self._shared_decode is not None and max(query_lens) <= 1
+        least = self.rule.least(int(sum(query_lens)), one_kernel)
         return bool(worthwhile([everyone], self.spec, least))
 
     def build(
@@ -392,9 +391,8 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         elif common_prefix_len:
             end = min(common_prefix_len, int(context.min())) // block_size * block_size
             found = [SharedPrefix(tuple(range(common.num_reqs)), 0, end)] if end else []
-        rule = self.rule
         one_kernel = self._decode_shape(common) is not None
-        least = rule.min_saved_bytes_decode if one_kernel else rule.min_saved_bytes
+        least = self.rule.least(common.num_actual_tokens, one_kernel)
         return worthwhile(found or [], self.spec, least)
 
     def _decode_shape(self, common: CommonAttentionMetadata) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ from attnlib.spec import AttentionSpec, AttentionType
 
 __all__ = [
     "DEFAULT_RULE",
+    "EVERY_PREFIX",
     "PrefixPart",
     "PrefixRule",
     "decode_items",
@@ -25,16 +26,18 @@ __all__ = [
 class PrefixRule:
     """When a prefix is computed once for all its requests, and by which kernels.
 
-    The defaults are from an H200 (`benchmarks/gpu/shared_prefix.py --rule`). With separate
-    launches, batches that save 126 MiB were up to 1.4 times slower than without a cascade, those
-    that save 192 MiB or more were faster.
+    The defaults are from an H200 (`benchmarks/gpu/shared_prefix.py --rule`).
 
     Attributes:
-        min_saved_bytes: keys and values that all requests of a batch together need not read again.
-            Below it, the launches that prefixes add cost more than the reads that they save.
-        min_saved_bytes_decode: the same for decodes of one query token per request, if one kernel
-            computes prefixes and suffixes (`AttentionMetadataBuilder.shared_decode_shape`). The
-            other limits do not apply to them.
+        min_saved_bytes: keys and values that all requests of a batch together need not read again,
+            if prefixes and suffixes are separate launches. Below it, the launches that prefixes add
+            cost more than the reads that they save.
+        min_saved_bytes_per_token: the same for each query token, in addition: its results are
+            written and merged.
+        min_saved_bytes_per_decode: the same for each query token, without `min_saved_bytes`, of
+            decodes of one query token per request whose prefixes and suffixes one kernel computes
+            (`AttentionMetadataBuilder.shared_decode_shape`). The following limits do not apply to
+            them, except `captured_parts`.
         max_decode_parts: a prefix whose query rows fit this many decodes is computed by the decode
             kernels, which split its keys over the multiprocessors. Others go to the prefill
             kernels.
@@ -49,15 +52,31 @@ class PrefixRule:
     """
 
     min_saved_bytes: int = 192 << 20
-    min_saved_bytes_decode: int = 96 << 20
+    min_saved_bytes_per_token: int = 5 << 18
+    min_saved_bytes_per_decode: int = 2 << 20
     max_decode_parts: int = 1
     max_decode_rows: int = 32
     min_part_tokens: int = 512
     parts_per_sm: float = 1.0
     captured_parts: int = 0
 
+    def least(self, num_tokens: int, one_kernel: bool) -> int:
+        """Bytes that the prefixes of a batch must save.
+
+        Args:
+            num_tokens: query tokens of the batch.
+            one_kernel: whether one kernel computes its prefixes and suffixes.
+        """
+        if one_kernel:
+            return num_tokens * self.min_saved_bytes_per_decode
+        return self.min_saved_bytes + num_tokens * self.min_saved_bytes_per_token
+
 
 DEFAULT_RULE = PrefixRule()
+EVERY_PREFIX = PrefixRule(
+    min_saved_bytes=0, min_saved_bytes_per_token=0, min_saved_bytes_per_decode=0
+)
+"""All prefixes are computed once."""
 
 _TILE_ROWS = 128
 """Query rows in a tile of the prefill kernels."""
