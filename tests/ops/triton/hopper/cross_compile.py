@@ -370,8 +370,8 @@ def _compile_shared(options: dict[str, Any]) -> dict[str, Any]:
         space = prepared.workspace(items, query.device)
         assert prepared.run(query, cache, cache, table, items, params, query, lse, space)
 
-    launch, log = _compiled(run)
-    return {**_facts(launch, log), "loops": _key_loops(launch.kernel.asm["cubin"], (2,))}
+    launch, facts = _compiled(run)
+    return {**facts, "loops": _key_loops(launch.kernel.asm["cubin"], (2,))}
 
 
 def entry_cases() -> dict[str, TileEntry]:
