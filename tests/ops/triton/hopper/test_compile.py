@@ -63,8 +63,9 @@ COVERED = {entry: cases for entry in sorted(ENTRIES) if (cases := _covering(entr
 ENTRY_SAMPLE = sorted(largest_tiles(ENTRIES) - set(COVERED))
 INVARIANT_SAMPLE = ["invariant-128", "invariant-decode-128"]
 SHARED_SAMPLE = ["shared-decode-112-group5-cap-page128"]
-MAX_SHARED_STACK = 384
-"""Bytes of local memory per thread of the decode of shared prefixes, between splits only."""
+MAX_SHARED_STACK, MAX_SHARED_LOOP = 432, 16
+"""Bytes of local memory per thread of the decode of shared prefixes with Triton 3.9 (104 and 6 with
+3.6), and accesses to it in a loop over keys with a soft cap: fields of the next item."""
 ALL_LATENT = [*LATENT_CASES, *SELECTED_CASES]
 FEW_ROWS = [case for case in ALL_LATENT if case.split("-")[1] in ("5", "16") and "256" not in case]
 """Cases of the kernels for up to 16 query rows."""
@@ -235,7 +236,7 @@ def test_the_decode_of_shared_prefixes_compiles(case: str, compiled: Compiled) -
     result = _result(case, compiled)
     assert "error" not in result, result["error"]
     assert result["shared"] <= 227 * 1024 and result["wgmma"] > 0, result
-    assert result["warnings"] == [] and max(result["loops"]) <= 8, result
+    assert result["warnings"] == [] and max(result["loops"]) <= MAX_SHARED_LOOP, result
     assert result["stack"] <= MAX_SHARED_STACK, result
 
 
