@@ -22,7 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLES = ROOT / "attnlib" / "tuning" / "tables"
 RESULTS = ROOT / "benchmarks" / "results"
 
-SOURCES = {"nvidia-h200": ("h200/bench.json",)}
+SOURCES = {
+    "nvidia-h100-80gb-hbm3": ("h100/bench.json",),
+    "nvidia-h200": ("h200/bench.json",),
+}
 """Table -> results of its chip."""
 
 

@@ -80,7 +80,7 @@ def test_rankings_apply_to_every_degree_of_tensor_parallelism() -> None:
     ("spec", "device"),
     [
         (LLAMA.replace(head_size=96), H200),
-        (LLAMA.replace(kv_cache_dtype="fp8_e4m3"), H200),
+        (LLAMA.replace(kv_cache_dtype="fp8_e5m2"), H200),
         (LLAMA.replace(block_size=32), H200),
         (LLAMA, DeviceInfo(type="cuda", name="NVIDIA A100-SXM4-80GB", capability=(8, 0))),
         (LLAMA, dataclasses.replace(H200, is_hypothetical=True)),
