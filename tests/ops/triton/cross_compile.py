@@ -27,6 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from attnlib import AttentionSpec, PagedKVCache
 from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.ops.triton.heuristics import device
 from attnlib.ops.triton.heuristics.device import DeviceLimits
@@ -34,9 +35,10 @@ from attnlib.ops.triton.heuristics.packed_tiles import packed_shared_bytes
 from attnlib.ops.triton.heuristics.page_tiles import page_shared_bytes
 from attnlib.ops.triton.heuristics.tile_table import TileEntry, TileTable, shipped_tables
 from attnlib.ops.triton.heuristics.tiles import Tile, latents_in_place, shared_bytes
+from attnlib.ops.triton.kernels.convert_cache import NO_SCALES, convert_cache_kernel
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.score_compile import compile_score
-from attnlib.ops.triton.page_attention import page_kind
+from attnlib.ops.triton.page_attention import page_kind, page_words
 from attnlib.testing.score_functions import SUITE, load_score_function, make_score_tensors
 from tests.ops.calls import call_operation, split_options
 from tests.ops.triton.sass import descriptor_sources, disassemble
@@ -582,6 +584,32 @@ def _rotary_write(cache: torch.dtype, dtype: torch.dtype = torch.bfloat16, **opt
     )  # fmt: skip
 
 
+def _convert(format_name: str | None = None) -> None:
+    """A copy of a cache of 16-bit elements, or of pages with scales, for the Hopper prefill."""
+    heads, size, dtype = 8, 128, torch.bfloat16
+    spec = AttentionSpec(
+        num_heads=heads, num_kv_heads=heads, head_size=size, dtype=dtype, block_size=16,
+        **({} if format_name is None else {"kv_cache_dtype": format_name}),
+    )  # fmt: skip
+    cache = PagedKVCache.allocate(spec, 2)
+    views, scales = (cache.key_cache, cache.value_cache), (cache.k_scale, cache.v_scale)
+    kind, words, strides = int(NO_SCALES.value), (0, 0), [None] * 6
+    if format_name is not None:
+        stored = PAGE_FORMATS[format_name]
+        kind, words = page_kind(stored), page_words(views[0], scales[0], stored)
+        strides = [stride for scale in scales for stride in scale.stride()[:3]]
+        views = tuple(view.view(torch.uint8) for view in views)
+    outputs = [torch.empty(32, heads, size, dtype=dtype) for _ in views]
+    lengths, table = torch.zeros(3, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
+    convert_cache_kernel[(264,)](
+        *views, *(scales if format_name else (None, None)), *outputs, lengths, lengths[:2], table,
+        2, 32, 4, *views[0].stride()[:3], *views[1].stride()[:3], *strides, NUM_KV_HEADS=heads,
+        D=size, DV=size, D_PAD=size, DV_PAD=size, WORDS=words[0], WORDS_PAD=words[1],
+        DV_WORDS=words[0], DV_WORDS_PAD=words[1], BLOCK_SIZE=16, KIND=kind, PTX=0, TOKENS=16,
+        num_warps=4,
+    )  # fmt: skip
+
+
 def _append() -> None:
     from attnlib.ops.triton.append_kv import append_kv
 
@@ -653,6 +681,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "rotary-write",
         {"cache": E4M3, "interleaved": True, "half": 48, "offset": 1.0, "angles": torch.float32},
     ),
+    "convert": ("convert", {}),
+    "convert-int8": ("convert", {"format_name": "int8_per_token_head"}),
     "append": ("append", {}),
     "slots": ("slots", {}),
     "merge": ("merge", {}),
@@ -973,6 +1003,8 @@ def run_case(name: str) -> None:
         _cache_write(**options)
     elif operation == "rotary-write":
         _rotary_write(**options)
+    elif operation == "convert":
+        _convert(**options)
     else:
         {
             "append": _append, "slots": _slots, "merge": _merge, "merge-rows": _merge_rows,

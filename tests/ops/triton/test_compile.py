@@ -57,6 +57,8 @@ SMALL = [
     "pages-write-int4",
     "packed-latent-write",
     "packed-counters",
+    "convert",
+    "convert-int8",
 ]
 """Cases of kernels without matrix products."""
 MAIN = [
