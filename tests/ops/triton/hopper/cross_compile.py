@@ -23,6 +23,7 @@ from triton.runtime.cache import get_cache_manager
 from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.shared_decode import DecodeItem, schedule_items
+from attnlib.ops.triton.heuristics.device import limits_of
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     choose_hopper_decode_tile,
     choose_hopper_tile,
@@ -37,7 +38,7 @@ from attnlib.ops.triton.hopper.invariant_plan import (
     prepare_hopper_invariant_prefill,
 )
 from attnlib.ops.triton.hopper.latent_plan import launch_latent_decode
-from attnlib.ops.triton.hopper.prefill_plan import launch_hopper_prefill
+from attnlib.ops.triton.hopper.prefill_plan import launch_hopper_prefill, prepare_hopper_prefill
 from attnlib.ops.triton.hopper.shared_decode_plan import prepare_shared_decode, shared_decode_tile
 from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.run import run_attention
@@ -108,6 +109,7 @@ CASES: dict[str, dict[str, Any]] = {
         "window": (127, 31),
         "chunk": 8192,
     },
+    "128-unpaged-scales": {"unpaged": True, "scales": "heads"},
     "64-e4m3-sinks": {"cache": E4M3, "d": 64, "group": 8, "sinks": True},
     "256-e4m3": {"cache": E4M3, "d": 256, "group": 2},
     "decode-128": {"op": "hopper_decode"},
@@ -605,6 +607,16 @@ def compile_case(name: str) -> dict[str, Any]:
                 counters=counters,
                 **outputs,
             )
+        elif options.get("unpaged"):
+            # Copies of a quantized cache, whose scales are tensors.
+            query, keys, values, _, starts, _ = shapes
+            keys, values = keys.flatten(0, 1).unsqueeze(0), values.flatten(0, 1).unsqueeze(0)
+            batch = BatchTensors(starts, starts, starts.unsqueeze(1), max_seq_len=64)
+            out, lse = outputs.values()
+            prepared = prepare_hopper_prefill(
+                query, keys, values, out, lse, batch, params, tile, limits_of(query), unpaged=True
+            )
+            run_attention(prepared, batch, query, keys, values, out, lse, params)
         else:
             launch_hopper_prefill(*shapes, params, tile, max_seq_len=64, **outputs)
 
