@@ -114,8 +114,8 @@ def mask_columns(scores, row_first, row_last, tile_start, CHECK_FIRST: gl.conste
 
 @gluon.jit
 def softmax_columns(
-    scores, factor, row_max, v_scales, max_tile, SCORE: gl.constexpr, MASKED: gl.constexpr,
-    HAS_CAP: gl.constexpr,
+    scores, factor, row_max, v_scales, SCORE: gl.constexpr, MASKED: gl.constexpr,
+    HAS_CAP: gl.constexpr, max_tile=None,
 ):  # fmt: skip
     """Return (weights, factor of what was accumulated before, new row_max) of scores [keys, rows];
     `v_scales` is None where all values have the same scale."""

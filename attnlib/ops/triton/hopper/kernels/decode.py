@@ -483,7 +483,7 @@ def _step(
     if MASKED:
         scores = mask_columns(scores, row_first, row_last, tile * KEYS, CHECK_FIRST)
     weights, acc_scale, row_max = softmax_columns(
-        scores, factor, row_max, v_scales, scales[9], SCORE, MASKED, HAS_CAP
+        scores, factor, row_max, v_scales, SCORE, MASKED, HAS_CAP, scales[9]
     )
     row_sum = add_weights(row_sum, acc_scale, weights)
     # V^T @ P^T is complete: its stage and p_tile are free, and the accumulator may be rescaled.
@@ -656,7 +656,7 @@ def _consumer(
                 scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
             scores = mask_columns(scores, row_first, row_last, tile * BLOCK_N, CHECK_LEFT)
             weights, _, row_max = softmax_columns(
-                scores, factor, row_max, v_scales, scales[9], SCORE, True, HAS_CAP
+                scores, factor, row_max, v_scales, SCORE, True, HAS_CAP, scales[9]
             )
             row_sum = weights
             if ROWS > 16:
