@@ -207,7 +207,7 @@ def hopper_latent_few_heads_kernel(
                 if (tile >= right_begin) | (tile < left_end):
                     scores = mask_columns(scores, row_first, row_last, tile * LATENTS, CHECK_FIRST)
                 weights, acc_scale, row_max = softmax_columns(
-                    scores, factor, row_max, None, None, None, True, HAS_CAP
+                    scores, factor, row_max, None, None, True, HAS_CAP
                 )
                 sums = sums * acc_scale[None, :] + weights
                 acc_low = acc_low * acc_scale[None, :]

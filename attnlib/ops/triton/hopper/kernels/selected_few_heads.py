@@ -200,7 +200,7 @@ def hopper_selected_few_heads_kernel(
             if first_slot + LATENTS > end:
                 scores = gl.where((first_slot + slots < end)[:, None], scores, float("-inf"))
         weights, acc_scale, row_max = softmax_columns(
-            scores, factor, row_max, None, None, None, True, HAS_CAP
+            scores, factor, row_max, None, None, True, HAS_CAP
         )
         sums = sums * acc_scale[None, :] + weights
         acc0 = acc0 * acc_scale[None, :]
