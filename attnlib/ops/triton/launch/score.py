@@ -96,9 +96,9 @@ def has_head_bounds(params: AttentionParams) -> bool:
 
 _SHORT_RANGE, _SHORT_HEAD_RANGE = 1024, 2048
 """Keys of the longest range up to which ranges are short, for all heads and for bounds of one head.
-Times with 64 and 128 keys per step on an H200: documents of 512 tokens 112 and 143 us, 1024 167 and
-182, 2048 302 and 281, 8192 1101 and 936; windows of 128 to 2048 keys 215 and 288, of 8192 1081 and
-934."""
+Times with 64 and 128 keys per step on an H200: documents of 512 tokens 136 and 153 us, 1024 185 and
+191, 2048 301 and 286, 8192 1075 and 939; windows of 128 to 2048 keys 215 and 288, of 8192 1081 and
+934 (kernel notes)."""
 
 
 def has_short_ranges(params: AttentionParams, one_head: bool) -> bool:

@@ -128,6 +128,8 @@ def max_stack(case: str) -> int:
         return ENTRIES[case].spills
     if case in LARGE_STACK:
         return LARGE_STACK[case]
+    if case in SHARED_CASES:
+        return MAX_SHARED_STACK
     if case in ALL_LATENT:
         return MAX_LATENT_STACK
     if case in SCORE_CASES:
