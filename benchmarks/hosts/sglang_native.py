@@ -8,6 +8,7 @@ be compared with transformers one by one, and it compiles nothing when it starts
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def enable() -> None:
         "[sglang.srt.plugins]\nnative = sglang_native:register\n"
     )
     folders = [str(site), str(Path(__file__).parent)]
+    sys.path[:0] = folders  # processes that multiprocessing spawns get the path of this one
     known = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(folders + ([known] if known else []))
 
