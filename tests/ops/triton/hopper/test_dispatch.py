@@ -367,3 +367,9 @@ def test_latents_of_few_query_rows_have_two_ctas_on_each_multiprocessor(
     rows = heads * tokens
     assert found.workspace_bytes == 4 * (2 * ctas * rows * 513 + 6)
     assert found.workspace_bytes == decode_workspace_bytes(shape, chip, 6, tokens)
+    many = torch.zeros(18, dtype=torch.int32)
+    batch = BatchTensors(many, many[:17], torch.zeros(17, 2, dtype=torch.int32))
+    query, out = query[:1].expand(17, -1, -1), out[:1].expand(17, -1, -1)
+    tensors = query.contiguous(), key, key[..., :512], out.contiguous()
+    found = select_decode(*tensors, None, batch, params, chip, tokens, None, None, 0)
+    assert found is not None and found.workspace_bytes == 4 * (2 * 132 * rows * 513 + 17)

@@ -153,13 +153,9 @@ def hopper_latent_few_heads_kernel(
             inside = first_tile * LATENTS % BLOCK_SIZE
             # All warps are done with the tiles and queries of the split before.
             partition_barrier()
-            # Half of the CTAs, one on each multiprocessor, load their queries first. If all loaded
-            # latents at the same time, all would multiply at the same time, too.
-            late = 2 * gl.program_id(0) >= gl.num_programs(0)
-            if not late:
-                load_part(value_desc, blocks, inside, k_low.index(0), full.index(0), 0)
-                load_part(value_desc, blocks, inside, k_high.index(0), full.index(1), HALF)
-                load_part(key_desc, blocks, inside, k_rotary.index(0), full.index(2), DV)
+            load_part(value_desc, blocks, inside, k_low.index(0), full.index(0), 0)
+            load_part(value_desc, blocks, inside, k_high.index(0), full.index(1), HALF)
+            load_part(key_desc, blocks, inside, k_rotary.index(0), full.index(2), DV)
             q_offsets = (start + q_row // GROUP).to(gl.int64) * stride_qt
             q_offsets += (q_row % GROUP).to(gl.int64) * stride_qh
             # The launcher checks 16-byte alignment; the shifts tell the compiler.
@@ -168,10 +164,6 @@ def hopper_latent_few_heads_kernel(
             store_queries(q_low.index(0), query, q_offsets, q_valid, 0)
             store_queries(q_high.index(0), query, q_offsets, q_valid, HALF)
             store_queries(q_rotary.index(0), query, q_offsets, q_valid, DV)
-            if late:
-                load_part(value_desc, blocks, inside, k_low.index(0), full.index(0), 0)
-                load_part(value_desc, blocks, inside, k_high.index(0), full.index(1), HALF)
-                load_part(key_desc, blocks, inside, k_rotary.index(0), full.index(2), DV)
             # WGMMA reads shared memory through the async proxy: fence, then wait for all warps.
             fence_async_shared()
             partition_barrier()
