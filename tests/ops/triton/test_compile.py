@@ -50,6 +50,7 @@ SMALL = [
     "slots",
     "merge",
     "merge-rows",
+    "merge-split-rows",
     "packed-write",
     "packed-write-fp8",
     "pages-write-int8",
