@@ -216,7 +216,11 @@ def test_thresholds_of_weights() -> None:
     leaves_out = "threshold: prefills leave out key tiles with weights below 0.001; decodes compute"
     for device in ("sm_90", "sm_100"):
         assert _lines(device, skip_softmax_threshold=0.001)[-1].startswith(leaves_out)
-    for features in ({"kv_cache_dtype": "fp8"}, {"head_size": 512}, {"block_size": 1},
-                     {"sliding_window": 512}):  # fmt: skip
+    copies = "threshold: prefills over copies leave out key tiles with weights below 0.001; other"
+    for features in ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8_per_token_head"},
+                     {"block_size": 1}):  # fmt: skip
+        assert _lines(skip_softmax_threshold=0.001, **features)[-1].startswith(copies)
+    for features in ({"head_size": 512}, {"sliding_window": 512},
+                     {"sliding_window": 512, "kv_cache_dtype": "fp8"}):  # fmt: skip
         found = _lines(skip_softmax_threshold=0.001, **features)
         assert found[-1] == "threshold: not used, these kernels compute all keys"

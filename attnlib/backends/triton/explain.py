@@ -80,25 +80,30 @@ def _kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str) -> list
 
 
 def _threshold_line(spec: AttentionSpec, lines: list[str]) -> str:
-    """Whether the kernels of these lines leave keys out (M18)."""
+    """Which prefills of these lines leave keys out (M18)."""
+    small = f"leave out key tiles with weights below {spec.skip_softmax_threshold}"
+    is_hopper = any(line.startswith("prefill: Hopper kernel") for line in lines)
+    has_copies = any(" copies" in line for line in lines)
+    # What the Hopper kernel does not leave out, whether it reads the cache or copies of it.
+    hopper_exact = (
+        spec.score_function is not None
+        or spec.visible_window.left is not None
+        or spec.attention_chunk_size is not None
+        or max(spec.head_size, spec.head_size_v) > 256
+        or key_parts(spec.head_size) > 1
+    )
     exact = (
         spec.use_mla
         or spec.key_selection is not None
         or spec.compressed_entries is not None
         or spec.kv_format.scales_in_page
+        or (is_hopper and (hopper_exact or spec.is_kv_quantized or gathers(spec.block_size)))
     )
-    if any(line.startswith("prefill: Hopper kernel") for line in lines):
-        sizes = max(spec.head_size, spec.head_size_v)
-        exact = exact or spec.is_kv_quantized or spec.score_function is not None or sizes > 256
-        exact = exact or spec.visible_window.left is not None
-        exact = exact or spec.attention_chunk_size is not None
-        exact = exact or gathers(spec.block_size) or key_parts(spec.head_size) > 1
-    if exact:
-        return "threshold: not used, these kernels compute all keys"
-    return (
-        f"threshold: prefills leave out key tiles with weights below {spec.skip_softmax_threshold}"
-        "; decodes compute all keys"
-    )
+    if not exact:
+        return f"threshold: prefills {small}; decodes compute all keys"
+    if has_copies and not hopper_exact:
+        return f"threshold: prefills over copies {small}; other calls compute all keys"
+    return "threshold: not used, these kernels compute all keys"
 
 
 def _unpaged_kernel(spec: AttentionSpec, device: DeviceInfo, kernels: str) -> str:

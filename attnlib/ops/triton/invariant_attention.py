@@ -138,7 +138,7 @@ def prepare_invariant(
             decode is divided; None for a prefill, where one program adds all segments.
         kernels: one of `hopper.support.INVARIANT_KERNELS` uses the Gluon kernels where they
             support the layer.
-        max_ctas: CTAs of the Hopper decode, where a prefill runs beside it; None means all.
+        max_ctas: CTAs of the Hopper decode, where a prefill runs concurrently; None means all.
 
     Raises:
         ContractError: tensors that the kernel cannot address, or sequences with too many segments.

@@ -186,7 +186,7 @@ class DecodeSchedule(NamedTuple):
         keys_per_sm: class of work of the plain kernel's tile.
         uses_hopper: whether the Hopper decode is preferred where it supports the call.
         hopper_keys_per_sm: class of work of its tile.
-        max_ctas: CTAs of the Hopper decode, where a prefill runs beside it; None means all.
+        max_ctas: CTAs of the Hopper decode, where a prefill runs concurrently; None means all.
     """
 
     max_query_len: int

@@ -41,12 +41,12 @@ def concurrent_ctas(
     prefill_visible: int,
     bounds: tuple[int, int],
 ) -> int:
-    """CTAs of a decode that runs beside a prefill: as few as still read at nearly full speed, 2 of
-    3 SMs. Where the prefill takes longer by these bounds, 4 of 11, so that the prefill has more of
-    the chip from the beginning. Both shares were chosen on an H200, by timing
-    60 decodes of 4k keys beside prefills of 2k and 8k tokens with different numbers of CTAs.
+    """CTAs of a decode that runs concurrently with a prefill: as few as still read at nearly full
+    speed, 2 of 3 SMs. Where the prefill takes longer by these bounds, 4 of 11, so that the prefill
+    has more of the chip from the beginning. Both shares were chosen on an H200, by timing 60
+    decodes of 4k keys with prefills of 2k and 8k tokens and different numbers of CTAs.
 
-    The prefill also gets that many SMs beside a small decode if all of its query tiles fit on them,
+    The prefill also gets that many SMs with a small decode if all of its query tiles fit on them,
     but not on fewer. On an H200, 8 decodes of 1k keys and a prefill of 300 tokens took 22.1 us with
     48 CTAs of the decode, 24.7 with 56, 27.7 with 88 and 23.8 with 32.
 

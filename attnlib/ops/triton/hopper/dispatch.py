@@ -282,7 +282,7 @@ def select_decode(
     Args:
         max_query_len: upper bound of the query lengths, at least 1.
         keys_per_sm: class of work that the tile depends on; None where it does not.
-        max_ctas: CTAs that may run at a time, where a prefill runs beside them; None means all.
+        max_ctas: CTAs that may run at a time, where a prefill runs concurrently; None means all.
         num_counters: counters that calls pass.
     """
     if values_are_prefix(key, value):
