@@ -5,7 +5,8 @@
         --workloads one short serve --out results.jsonl
 
 Run it once per backend. Each workload appends one JSON object to --out. Decodes run in CUDA graphs
-unless --eager is given; prefills do not. The radix cache is on, and only `deep` uses it.
+unless --eager is given; prefills do not. The radix cache is on, and only `deep` uses it. With
+`--native` SGLang's own operations run as PyTorch code (`sglang_native.py`), for all backends alike.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sglang_native import enable
 from vllm_throughput import CAPTURED, MODEL, lengths, prompts
 
 WARM_UP = 4
@@ -88,12 +90,15 @@ def main() -> None:
     parser.add_argument("--backend", required=True, help="attnlib, triton, flashinfer, fa3")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--native", action="store_true", help="SGLang's operations in PyTorch")
     parser.add_argument("--workloads", nargs="+", default=["one", "short", "serve", "long", "deep"])
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--memory", type=float, default=0.8, help="share of the GPU's memory")
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    if arguments.native:
+        enable()
     import sglang
     import torch
 
@@ -101,6 +106,7 @@ def main() -> None:
     common = {
         "backend": arguments.backend, "page_size": arguments.page_size,
         "mode": "eager" if arguments.eager else "graphs", "kv": arguments.kv_cache_dtype,
+        "native": arguments.native,
         "sglang": sglang.__version__, "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(), "engine_start_s": round(engine.start_s, 1),
     }  # fmt: skip

@@ -13,7 +13,8 @@ token: the decode steps alone.
 
 `deep-uncached` has other prompts in every call, so that no prefix is cached. `decode_s` is the time
 of a call with all new tokens less the time of a call with one: the requests whose prompts are
-complete decode in the steps that prefill the others.
+complete decode in the steps that prefill the others. `calls` has the steps of each call: those with
+prefills (`mixed`; longer than LONG_STEP) and the others, which only decode.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,10 @@ MODEL = dict(
     rope_theta=500000.0, hidden_act="silu", torch_dtype="bfloat16", tie_word_embeddings=False,
     bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
+LONG_STEP = 0.06
+"""Seconds. A step that prefills 8192 tokens of this model takes longer on an H100 or H200, a decode
+of 32 requests of 16 000 tokens takes a third of it."""
+
 CAPTURED = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
 
 
@@ -97,7 +103,20 @@ class Engine:
             decode_context_parallel_size=arguments.context_parallel, **graphs,
         )  # fmt: skip
         self._sampling = SamplingParams
+        self._ends: list[float] = []
+        self._time_steps()
         self.start_s = time.perf_counter() - start
+
+    def _time_steps(self) -> None:
+        """Record when each step of the engine ends."""
+        engine, step = self._llm.llm_engine, self._llm.llm_engine.step
+
+        def timed() -> Any:
+            outputs = step()
+            self._ends.append(time.perf_counter())
+            return outputs
+
+        engine.step = timed
 
     def generate(self, given: list[Any], new_tokens: int, **more: Any) -> tuple[list[Any], float]:
         """Outputs and seconds."""
@@ -105,8 +124,20 @@ class Engine:
             temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, **more
         )
         start = time.perf_counter()
+        self._ends[:] = [start]
         outputs = self._llm.generate(given, sampling, use_tqdm=False)
         return outputs, time.perf_counter() - start
+
+    def steps(self) -> dict[str, Any]:
+        """Number and seconds of the steps of the last call, with prefills and without."""
+        times = [b - a for a, b in pairwise(self._ends)]
+        mixed = [seconds for seconds in times if seconds > LONG_STEP]
+        decodes = [seconds for seconds in times if seconds <= LONG_STEP]
+        return {
+            "mixed": len(mixed), "mixed_s": round(sum(mixed), 4), "decodes": len(decodes),
+            "decodes_s": round(sum(decodes), 4),
+            "median_decode_s": round(statistics.median(decodes), 6) if decodes else None,
+        }  # fmt: skip
 
 
 def measure(engine: Engine, name: str, repetitions: int) -> dict[str, Any]:
@@ -131,16 +162,18 @@ def measure(engine: Engine, name: str, repetitions: int) -> dict[str, Any]:
             "tokens": [list(o.outputs[0].token_ids)[:16] for o in outputs],
         }  # fmt: skip
     if name == "deep-uncached":
-        first_s, all_s = [], []
-        for repetition in range(max(1, repetitions // 2)):  # each takes 35 s
-            first_s.append(engine.generate(prompts(name, 2 * repetition), 1)[1])
-            all_s.append(engine.generate(prompts(name, 2 * repetition + 1), new)[1])
-            print(name, repetition, first_s, all_s, flush=True)
+        first_s, all_s, calls = [], [], []
+        for repetition in range(repetitions + 1):  # each takes 15 to 20 s
+            single = repetition % 3 == 0
+            seconds = engine.generate(prompts(name, repetition), 1 if single else new)[1]
+            (first_s if single else all_s).append(seconds)
+            calls.append({"new_tokens": 1 if single else new, "s": seconds, **engine.steps()})
+            print(name, repetition, calls[-1], flush=True)
         decode = statistics.median(all_s) - statistics.median(first_s)
         return {
             "prefill_s": min(first_s), "prefill_tokens_per_s": sum(sizes) / min(first_s),
             "decode_s": decode, "decode_tokens_per_s": len(sizes) * (new - 1) / decode,
-            "first_s": first_s, "all_s": all_s,
+            "first_s": first_s, "all_s": all_s, "calls": calls,
         }  # fmt: skip
     times = [engine.generate(prompts(name, r), new)[1] for r in range(repetitions)]
     return {"s": min(times), "new_tokens_per_s": decoded / min(times), "all_s": times}
