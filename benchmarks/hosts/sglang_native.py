@@ -7,29 +7,7 @@ be compared with transformers one by one, and it compiles nothing when it starts
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
-from pathlib import Path
-
-__all__ = ["enable", "register"]
-
-
-def enable() -> None:
-    """Let the processes that SGLang starts find the plug-in."""
-    site = Path(tempfile.mkdtemp())
-    distribution = site / "sglang_native-0.dist-info"
-    distribution.mkdir()
-    (distribution / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: sglang-native\nVersion: 0\n"
-    )
-    (distribution / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nnative = sglang_native:register\n"
-    )
-    folders = [str(site), str(Path(__file__).parent)]
-    sys.path[:0] = folders  # processes that multiprocessing spawns get the path of this one
-    known = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(folders + ([known] if known else []))
+__all__ = ["register"]
 
 
 def register() -> None:

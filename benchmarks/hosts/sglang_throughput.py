@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from sglang_native import enable
+from sglang_fa3 import LIBRARY
+from sglang_plugins import enable
 from vllm_throughput import CAPTURED, MODEL, lengths, prompts
 
 WARM_UP = 4
@@ -98,7 +100,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.native:
-        enable()
+        enable("sglang_native")
+    if os.environ.get(LIBRARY):
+        enable("sglang_fa3")
     import sglang
     import torch
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
-from sglang_native import enable
+from sglang_fa3 import LIBRARY
+from sglang_plugins import enable
 
 SPECULATION = {
     "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4,
@@ -41,7 +43,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.native:
-        enable()
+        enable("sglang_native")
+    if os.environ.get(LIBRARY):
+        enable("sglang_fa3")
     import sglang
 
     folder = arguments.models / arguments.model
