@@ -14,13 +14,14 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.device import resolve_device
@@ -41,6 +42,8 @@ Backend = type[AttentionBackend]
 _MAX_FAILURES = 5
 """Failures of a spec that are kept; more are counted."""
 _CAPTURED_REQUESTS = 7
+_OTHER_KERNELS = ("void at::", "at::", "Memcpy", "Memset")
+"""Beginnings of the names of torch's own kernels, of copies and of fills."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class CertifiedSpec:
     Attributes:
         name: of the kind of layer.
         case: sizes and features.
-        kernels: what the backend says about its kernels.
+        explanation: what the backend says about its kernels.
+        kernels: names of the GPU kernels that ran, in alphabetical order; empty on a CPU.
         batch: the requests, in the notation of `batch_spec`.
         unsupported: why the backend does not support the layer; empty if it does.
         compared: rows compared for each of `KINDS`.
@@ -61,8 +65,9 @@ class CertifiedSpec:
 
     name: str
     case: str
-    kernels: tuple[str, ...]
+    explanation: tuple[str, ...]
     batch: str
+    kernels: tuple[str, ...] = ()
     unsupported: tuple[str, ...] = ()
     compared: dict[str, int] | None = None
     sha256: str = ""
@@ -116,7 +121,7 @@ class Certificate:
 
     def to_json(self) -> str:
         """The certificate as JSON; `version` changes with the names and meanings of the keys."""
-        facts = {"certificate": "batch-invariance", "rule": "M15", "version": 1}
+        facts = {"certificate": "batch-invariance", "rule": "M15", "version": 2}
         data = {**facts, "passed": self.passed, "varied": list(KINDS), **asdict(self)}
         return json.dumps(data, indent=1)
 
@@ -257,9 +262,11 @@ def _certify(target: BackendUnderTest, name: str, case: Case) -> CertifiedSpec:
         failure = _compare(target, variant, alone, compared)
         failures += [failure] if failure else []
     failures += _graphs(target, case, step, alone, compared)
+    requests = [[request] for request in range(case.batch_spec.num_reqs)]
     return replace(
         entry,
-        kernels=tuple(target.backend.explain_lines(case.spec, info)),
+        explanation=tuple(target.backend.explain_lines(case.spec, info)),
+        kernels=_kernels(target, step, [*requests, [*range(len(requests))]]),
         compared={kind: compared[kind] for kind in KINDS if compared[kind]},
         sha256=_hash(alone),
         different=dict(Counter(failure.partition(":")[0] for failure in failures)),
@@ -272,6 +279,26 @@ def _run(target: BackendUnderTest, step: MaterializedCase) -> AttentionOutput:
     found = run_materialized_case(target.backend, step)
     lse = None if found.lse is None else found.lse.clone()
     return AttentionOutput(found.out.clone(), lse)
+
+
+def _kernels(
+    target: BackendUnderTest, step: MaterializedCase, batches: list[list[int]]
+) -> tuple[str, ...]:
+    """Names of the GPU kernels that batches of these requests run."""
+    if not target.on_gpu:
+        return ()
+    parts = [slice_batch(step, requests) for requests in batches]
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for part in parts:
+            _run(target, part)
+        torch.cuda.synchronize(target.device)
+    return _attention_kernels(profiler.events())
+
+
+def _attention_kernels(events: Iterable[Any]) -> tuple[str, ...]:
+    """Names of the kernels among the events of a profiler, without those of torch and copies."""
+    names = {event.name for event in events if event.device_type.name == "CUDA"}
+    return tuple(sorted(name for name in names if not name.startswith(_OTHER_KERNELS)))
 
 
 def _compare(

@@ -7,10 +7,14 @@ import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from attnlib.device import DeviceInfo
+from attnlib.spec import AttentionSpec
 from attnlib.testing import certificate
 from attnlib.testing.batch_variants import KINDS
 from attnlib.testing.case import Case
@@ -38,6 +42,50 @@ def test_torch_is_certified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     # torch captures no graphs; everything else is compared for every decoder.
     assert set(compared[0]["compared"]) == set(KINDS) - {"CUDA graphs"}
     assert len({spec["sha256"] for spec in compared}) == len(compared)
+
+
+def test_only_kernels_that_ran_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a backend says about its kernels is no evidence that they ran."""
+
+    class Explained(ToyBackend):
+        @classmethod
+        def explain_lines(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
+            return ["prefill: another kernel"]
+
+    found = certify_batch_invariance(Explained, device="cpu", quick=True)
+    assert {spec.explanation for spec in found.specs} == {("prefill: another kernel",)}
+    assert {spec.kernels for spec in found.specs} == {()}
+
+    listed = [
+        ("split_kernel", "CUDA"),
+        ("attend_kernel", "CUDA"),
+        ("attend_kernel", "CUDA"),
+        ("void at::native::fill_kernel", "CUDA"),
+        ("Memcpy DtoD (Device -> Device)", "CUDA"),
+        ("cuLaunchKernelEx", "CPU"),
+    ]
+    batches = []
+
+    class Profiler:
+        def __enter__(self) -> Profiler:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def events(self) -> list[SimpleNamespace]:
+            return [
+                SimpleNamespace(name=name, device_type=SimpleNamespace(name=kind))
+                for name, kind in listed
+            ]
+
+    monkeypatch.setattr(certificate, "profile", lambda activities: Profiler())
+    monkeypatch.setattr(certificate, "slice_batch", lambda step, requests: requests)
+    monkeypatch.setattr(certificate, "_run", lambda target, part: batches.append(part))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    target = SimpleNamespace(on_gpu=True, device=None)
+    names = certificate._kernels(target, None, [[0], [1], [0, 1]])  # type: ignore[arg-type]
+    assert names == ("attend_kernel", "split_kernel") and batches == [[0], [1], [0, 1]]
 
 
 def test_hashes_follow_from_the_seed() -> None:
