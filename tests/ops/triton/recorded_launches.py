@@ -42,7 +42,7 @@ from attnlib.ops.triton import (
 )
 from attnlib.ops.triton.heuristics import device
 from attnlib.ops.triton.heuristics.device import DeviceLimits
-from attnlib.ops.triton.hopper import decode_plan, dispatch, prefill_plan
+from attnlib.ops.triton.hopper import converted_prefill, decode_plan, dispatch, prefill_plan
 from attnlib.ops.triton.launch import bound as launch
 from attnlib.ops.triton.launch.cache import LAUNCHES, LaunchCache
 from attnlib.score_functions.builtin import alibi_sqrt
@@ -706,6 +706,22 @@ def check_plans() -> None:
     assert "combine_kernel" in kernels["split plain decode"]
 
 
+def check_copied_prefills() -> None:
+    """Prefills over copies of keys: the descriptors of a batch are those of its scratch memory."""
+    least = converted_prefill.COPIED_TOKENS
+    converted_prefill.COPIED_TOKENS = 1
+    try:
+        for lens, stored in (([64, 900], "fp8_e4m3"), ([9, 900, 900], "int8_per_token_head")):
+            step = Step([1 if x == 9 else 64 for x in lens], lens, stored=stored, size=128)
+            first, _ = step.record()
+            assert "convert_cache_kernel" in {record.kernel.split()[0] for record in first}
+            again, through_triton = step.record()
+            assert not through_triton and again == first, stored
+    finally:
+        converted_prefill.COPIED_TOKENS = least
+        LAUNCHES.clear()
+
+
 class _OneOutput:
     """torch, but outputs are one tensor, so that launches of several calls can be compared."""
 
@@ -956,6 +972,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     check_descriptors_are_encoded_once,
     check_every_call_is_checked,
     check_plans,
+    check_copied_prefills,
     check_flash_attn_with_kvcache,
     check_plans_step_aside,
     check_changes_between_calls,

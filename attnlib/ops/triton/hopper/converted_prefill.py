@@ -146,17 +146,19 @@ class ConvertedPrefill:
         return self.prefill.with_scratch(batch._replace(workspace=space))
 
     def addresses(self, batch: BatchTensors) -> tuple[Any, ...] | None:
-        """The values of a batch for direct launches; None if its counters are not aligned, or
-        before the first launch by Triton."""
+        """The values of a batch for direct launches; None if its counters are not aligned. Before
+        the first launch by Triton they lack the descriptors."""
         packed, (keys, values, starts) = self._packed(batch)
         found = self.prefill.addresses(packed)
-        if found is None or self.prefill.attend.encode is None:
+        if found is None:
             return None
         assert batch.block_table is not None
         attend, views = self.prefill.attend, self.prefill.views
         copies = keys.data_ptr(), values.data_ptr()
-        encoded = encoded_descriptors(views, attend)
-        maps = encoded.get(copies) or encode_views(encoded, attend, views, copies)
+        maps: tuple[Any, ...] = (None, None)
+        if attend.encode is not None:  # known once the kernel has been launched by Triton
+            encoded = encoded_descriptors(views, attend)
+            maps = encoded.get(copies) or encode_views(encoded, attend, views, copies)
         return (
             *found, *copies, starts.data_ptr(), batch.seq_lens.data_ptr(),
             batch.block_table.data_ptr(), *maps,
