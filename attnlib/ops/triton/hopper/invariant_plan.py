@@ -22,6 +22,7 @@ from attnlib.ops.triton.hopper.kernels.invariant_decode import (
     invariant_decode_kernel,
     invariant_split_kernel,
 )
+from attnlib.ops.triton.hopper.kernels.invariant_window import invariant_window_kernel
 from attnlib.ops.triton.hopper.kernels.segments import (
     FEW_POSITIONS,
     MOST_QUERY_ROWS,
@@ -170,13 +171,20 @@ def prepare_hopper_invariant_decode(
     # Queries that see few keys: dividing these and adding partial results would take longer.
     whole = block_n == 64 and widest <= 128
     attend = {
-        **shared, "WHOLE": whole, "D": head_size, "WIDTH": width, "WIDTH_V": width_v,
+        **shared, "D": head_size, "WIDTH": width, "WIDTH_V": width_v,
         "TILE_TOKENS": columns // group, "BLOCK_N": block_n, "BLOCK_SIZE": block_size,
-        "ROWS": columns, "STAGES": stages,
+        "ROWS": columns,
         "CAUSAL": bool(params.causal), "HAS_LEFT": left >= 0,
         "HAS_RIGHT": right >= 0, "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0, "num_warps": 4,
-        "maxnreg": 240,
     }  # fmt: skip
+    launch = BoundLaunch(
+        invariant_decode_kernel, (workers, 1, 1), {**attend, "STAGES": stages, "maxnreg": 240}
+    )
+    if whole:
+        # Requests are not divided, so that a CTA may have one; the grid must not be empty.
+        grid = max(1, num_reqs) * num_kv_heads
+        stages = 3 if widest <= 64 else 2
+        launch = BoundLaunch(invariant_window_kernel, (grid, 1, 1), {**attend, "STAGES": stages})
     split = {**shared, **_split_tile(num_tokens * num_heads, group, head_size_v, slots)}
     stride_lt = 0 if lse is None else lse.stride(0)
     return HopperDecode(
@@ -201,7 +209,7 @@ def prepare_hopper_invariant_decode(
         workspace_bytes=hopper_invariant_bytes(
             num_tokens, num_heads, num_kv_heads, head_size_v, max_query_len, num_segments, limits
         ),
-        attend=BoundLaunch(invariant_decode_kernel, (workers, 1, 1), attend),
+        attend=launch,
         combine=None if whole else BoundLaunch(
             invariant_split_kernel,
             (num_tokens, num_heads // split["HEADS"], -(-head_size_v // split["COLUMNS"])),

@@ -275,6 +275,9 @@ INVARIANT_CASES: dict[str, dict[str, Any]] = {
     "invariant-decode-64-window": {
         "op": "hopper_decode", "d": 64, "group": 8, "window": (127, 0), "sinks": True,
     },
+    "invariant-decode-128-window-verify": {
+        "op": "hopper_decode", "query": 8, "window": (255, 0), "cap": 50.0, "lse": True,
+    },
     "invariant-decode-128-cap-verify": {
         "op": "hopper_decode", "query": 8, "cap": 50.0, "lse": True,
     },

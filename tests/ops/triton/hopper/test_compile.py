@@ -224,7 +224,12 @@ def test_batch_invariant_kernels_compile_with_few_spills(case: str, compiled: Co
     assert result["warnings"] == [], result
     if "decode" in case:
         assert result["stack"] <= 128 and max(result["loops"]) == 0, result
-        assert result["registers"] * 256 > 65536 // 2, result
+        if "window" in case:
+            # Several CTAs run on a multiprocessor.
+            assert 2 * (result["shared"] + 1024) <= 228 * 1024, result
+            assert 2 * 128 * result["registers"] <= 65536, result
+        else:
+            assert result["registers"] * 256 > 65536 // 2, result
         return
     assert result["stack"] <= MAX_STACK and len(result["loops"]) >= 4, result
     # The accumulator of 256 elements is half of the registers; with Triton 3.6 there is no access.

@@ -10,7 +10,7 @@ earlier range are written one by one, each in the slot of its number. `invariant
 them in the order of the line. So the order of all additions is that of the line, wherever it is
 cut.
 
-Where queries see few keys (WHOLE), a request is not cut, and one kernel computes all.
+Where queries see few keys, `invariant_window.py` computes whole requests instead.
 
 Warps, rings and barriers are those of `hopper_decode_kernel`.
 """
@@ -19,16 +19,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from attnlib.ops.triton.hopper.kernels.cache_tiles import allocate_rings
-from attnlib.ops.triton.hopper.kernels.column_softmax import mask_columns
-from attnlib.ops.triton.hopper.kernels.combine import clear_rows
 from attnlib.ops.triton.hopper.kernels.compat import (
     exp2,
     launch_dependent_grids,
@@ -38,38 +31,33 @@ from attnlib.ops.triton.hopper.kernels.compat import (
 from attnlib.ops.triton.hopper.kernels.decode import (
     UNALIGNED,
     UNSPECIALIZED,
-    clear_tile,
     num_key_tiles,
     prefetch_queries,
     tile_range,
 )
 from attnlib.ops.triton.hopper.kernels.schedule import load_lengths, visible_span, visited_tiles
-from attnlib.ops.triton.hopper.kernels.segments import (
-    add_column_sums,
-    cap_scores,
-    column_sums,
-    fold_sums,
-    segment_tiles,
-    softmax_factor,
-    sum_columns,
+from attnlib.ops.triton.hopper.kernels.segment_columns import (
+    add_column_segment,
+    first_weights,
+    last_values,
+    load_query_rows,
+    load_sinks,
+    segment_step,
+    store_column_rows,
 )
+from attnlib.ops.triton.hopper.kernels.segments import segment_tiles
 from attnlib.ops.triton.hopper.kernels.softmax import LN2, LOG2E, score_factor
 from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 
 __all__ = ["invariant_decode_kernel", "invariant_split_kernel"]
 
-_ALL_TILES: gl.constexpr = gl.constexpr(1 << 24)
-"""More tiles than a request has."""
-
 
 @gluon.jit
 def _part(
-    position, stop, before, request_end, begin, end, seq_len, WHOLE: gl.constexpr,
-    WIDTH_V: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
+    position, stop, before, request_end, begin, end, seq_len, WIDTH_V: gl.constexpr,
+    BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Return (bottom, top) of the tiles of a request that lie between two positions of the line.
-
-    With WHOLE, all tiles of a request lie in the range where it begins.
 
     Args:
         position, stop: of the line, within the request.
@@ -79,8 +67,6 @@ def _part(
     # Later queries of a request have segments of as many tiles or more, so that their boundaries
     # are boundaries of all.
     tiles = segment_tiles(seq_len - 1, WIDTH_V, BLOCK_N, GROUP)
-    if WHOLE:
-        tiles = _ALL_TILES
     top = gl.maximum((end - (position - before)) // tiles * tiles, begin)
     bottom = gl.maximum((end - (stop - before)) // tiles * tiles, begin)
     return gl.where(stop == request_end, begin, bottom), gl.where(position == before, end, top)
@@ -89,8 +75,8 @@ def _part(
 @gluon.jit
 def _loader(
     cache, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs, num_blocks,
-    stride_table, ring, full, empty, WHOLE: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    stride_table, ring, full, empty, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_CHUNK: gl.constexpr,
 ):  # fmt: skip
@@ -119,7 +105,7 @@ def _loader(
             pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
             stop = gl.minimum(range_end, request_end)
             bottom, top = _part(
-                position, stop, before, request_end, begin, end, seq_len, WHOLE, WIDTH_V, BLOCK_N,
+                position, stop, before, request_end, begin, end, seq_len, WIDTH_V, BLOCK_N,
                 GROUP)  # fmt: skip
             for back in range(0, top - bottom):
                 tile = top - 1 - back
@@ -131,145 +117,6 @@ def _loader(
             position = stop
         before = request_end
         request += 1
-
-
-@gluon.jit
-def _weigh(
-    scores, tile, row_first, row_last, row_max, factor, soft_cap, MASKED: gl.constexpr,
-    CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
-):  # fmt: skip
-    """Return (weights [keys, rows], factor of what was added before, row_max) of raw products; as
-    in the prefill, along the other axis."""
-    BLOCK_N: gl.constexpr = scores.shape[0]
-    scores = cap_scores(scores, factor, soft_cap, HAS_CAP)
-    if MASKED:
-        scores = mask_columns(scores, row_first, row_last, tile * BLOCK_N, CHECK_FIRST)
-    weight_factor = softmax_factor(factor, HAS_CAP)
-    new_max = gl.maximum(row_max, gl.max(scores, 0) * weight_factor)
-    finite_max = new_max
-    if MASKED:
-        # -inf - -inf is NaN: rows without a visible key are measured from 0.
-        finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = exp2(scores * weight_factor - finite_max[None, :])
-    return weights, exp2(row_max - finite_max), new_max
-
-
-@gluon.jit
-def _store_weights(p_tile, weights):
-    """Store weights [keys, rows] in shared memory for the product with the values."""
-    p_tile.store(gl.permute(weights, (1, 0)).to(p_tile.dtype))
-    # WGMMA reads shared memory through the async proxy: fence, then wait for all four warps.
-    fence_async_shared()
-    partition_barrier()
-
-
-@gluon.jit
-def _multiply(
-    q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, acc, step, STAGES: gl.constexpr
-):  # fmt: skip
-    """Multiply by the keys of a tile, and begin to multiply by the values of the tile before it.
-
-    Returns:
-        (scores, acc), of which the second is still in flight.
-    """
-    stage = step % STAGES
-    v_stage = (step - 1) % STAGES
-    mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-    KEYS: gl.constexpr = p_tile.shape[1]
-    ROWS: gl.constexpr = q_tile.shape[0]
-    LAYOUT: gl.constexpr = acc.type.layout
-    zeros = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
-    scores = warpgroup_mma(
-        k_ring.index(stage), q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
-    mbarrier.wait(v_full.index(v_stage), ((step - 1) // STAGES) & 1)
-    values = v_ring.index(v_stage).permute((1, 0))
-    acc = warpgroup_mma(values, p_tile.permute((1, 0)), acc, is_async=True)
-    # One group may stay in flight: K @ Q^T is complete, V^T @ P^T overlaps with the softmax.
-    scores = warpgroup_mma_wait(1, deps=[scores])
-    mbarrier.arrive(k_empty.index(stage), count=1)
-    return scores, acc
-
-
-@gluon.jit
-def _add_segment(
-    total, total_max, total_sum, acc, row_max, sums, complete, slot, continued, first_partial,
-    rows, num_partials, partials, partial_maxima, row, lanes, DV: gl.constexpr,
-):  # fmt: skip
-    """Add a segment of some rows to those before it, or write it where the request is `continued`.
-
-    Args:
-        complete: [rows], whether the row's segment is complete.
-        slot: [rows], of the row's partial result.
-        first_partial: index of slot 0.
-
-    Returns:
-        (total, total_max, total_sum).
-    """
-    COLUMN: gl.constexpr = row_max.type.layout
-    part_sum = sum_columns(sums, COLUMN)
-    if continued:
-        index = (first_partial + slot) * rows + row
-        gl.store(
-            partials + (index * DV)[None, :] + lanes[:, None],
-            acc,
-            mask=complete[None, :] & (lanes < DV)[:, None],
-        )
-        gl.store(partial_maxima + index, row_max, mask=complete)
-        gl.store(partial_maxima + num_partials + index, part_sum, mask=complete)
-    else:
-        new_max, new_sum, old, new = fold_sums(total_max, total_sum, row_max, part_sum)
-        # A sum of -0.0 becomes 0.0, as in the prefill.
-        more = acc * new[None, :] + 0.0
-        added = gl.fma(total, gl.broadcast(old[None, :], total)[0], more)
-        total = gl.where(complete[None, :], added, total)
-        total_max = gl.where(complete, new_max, total_max)
-        total_sum = gl.where(complete, new_sum, total_sum)
-    return total, total_max, total_sum
-
-
-@gluon.jit
-def _step(
-    q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, row_max, sums, total,
-    total_max, total_sum, step, tile, begin, least_tiles, row_tiles, valid, continued,
-    first_partial, rows, num_partials, partials, partial_maxima, row, lanes, row_first, row_last,
-    factor, soft_cap, DV: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
-    CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
-):  # fmt: skip
-    """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
-    Where `tile` begins a segment, the complete one is added or written.
-
-    Args:
-        least_tiles: of the shortest segments of all rows.
-        row_tiles: [rows], of the segments of each row.
-
-    Returns:
-        (acc, row_max, sums, total, total_max, total_sum).
-    """
-    v_stage = (step - 1) % STAGES
-    scores, acc = _multiply(
-        q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, acc, step, STAGES
-    )
-    begins = ((tile + 1) & (row_tiles - 1)) == 0
-    weights, acc_scale, next_max = _weigh(
-        scores, tile, row_first, row_last, gl.where(begins, float("-inf"), row_max), factor,
-        soft_cap, MASKED, CHECK_FIRST, HAS_CAP)  # fmt: skip
-    # All arithmetic of the softmax comes before the branch, over which ptxas moves nothing.
-    more = column_sums(weights)
-    # V^T @ P^T is complete: its stage and p_tile are free, and the accumulator may be rescaled.
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(v_empty.index(v_stage), count=1)
-    _store_weights(p_tile, weights)
-    acc = acc * gl.where(begins, 1.0, acc_scale)[None, :]
-    if ((tile + 1) & (least_tiles - 1)) == 0:
-        slot = (tile + 1) // row_tiles - begin // row_tiles
-        total, total_max, total_sum = _add_segment(
-            total, total_max, total_sum, acc, row_max, sums, valid & begins, slot, continued,
-            first_partial, rows, num_partials, partials, partial_maxima, row, lanes,
-            DV)  # fmt: skip
-        acc = gl.where(begins[None, :], 0.0, acc)
-    sums = add_column_sums(sums, acc_scale, more)
-    return acc, next_max, sums, total, total_max, total_sum
 
 
 @gluon.jit
@@ -299,8 +146,7 @@ def _consumer(
     query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_maxima, split_headers,
     scale, soft_cap, left, right, chunk, num_reqs, num_tokens, rows, slots, stride_qt, stride_qh,
     stride_ot, stride_oh, stride_lt, q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full,
-    v_empty, WHOLE: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    v_empty, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
@@ -310,29 +156,21 @@ def _consumer(
     WIDTH: gl.constexpr = q_tile.shape[1]
     WIDTH_V: gl.constexpr = v_ring.shape[2]
     BLOCK_N: gl.constexpr = p_tile.shape[1]
-    DTYPE: gl.constexpr = out.dtype.element_ty
     # [keys or elements of a value, rows]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    Q_LANES: gl.constexpr = min(32, WIDTH // 8)
-    Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // Q_LANES, Q_LANES], [4, 1], [1, 0])
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
     factor = score_factor(scale, soft_cap, HAS_CAP)
     # PDL: the previous kernel may have written the queries, the cache or the lengths.
     wait_on_dependent_grids()
-    if not WHOLE:
-        # The kernel that adds partial results may start; it waits for this kernel by itself.
-        launch_dependent_grids()
+    # The kernel that adds partial results may start; it waits for this kernel by itself.
+    launch_dependent_grids()
     worker = gl.program_id(0)
     range_begin, range_end, per_range, request, before = tile_range(
         query_start_loc, seq_lens, left, right, chunk, num_reqs, worker // NUM_KV_HEADS,
         gl.num_programs(0) // NUM_KV_HEADS, None, None, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
         HAS_CHUNK)  # fmt: skip
     kv_head = worker % NUM_KV_HEADS
-    num_rows = num_tokens
-    if WHOLE:
-        # Loaded here, because the latency would be exposed at the end.
-        num_rows = gl.load(query_start_loc + num_reqs)
     num_partials = gl.num_programs(0) * (slots + 1) * rows
     first_partial = worker * (slots + 1)
     row = gl.arange(0, ROWS, COLUMN)
@@ -345,10 +183,6 @@ def _consumer(
         request_end = before + num_key_tiles(
             query_start_loc, seq_lens, request, True, left, right, chunk, None, None, BLOCK_N,
             CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-        if WHOLE:
-            # A request that begins in an earlier range is computed there.
-            skipped = gl.minimum(range_end, request_end)
-            position = gl.where(position > before, skipped, position)
         if position < request_end:
             stop = gl.minimum(range_end, request_end)
             continued = position > before
@@ -357,22 +191,12 @@ def _consumer(
                 0, query_len, seq_len, left, right, chunk, request, None, None, TILE_TOKENS,
                 BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             bottom, top = _part(
-                position, stop, before, request_end, begin, end, seq_len, WHOLE, WIDTH_V, BLOCK_N,
+                position, stop, before, request_end, begin, end, seq_len, WIDTH_V, BLOCK_N,
                 GROUP)  # fmt: skip
 
-            q_rows = gl.arange(0, ROWS, gl.SliceLayout(1, Q_LAYOUT))
-            q_valid = (q_rows < TILE_TOKENS * GROUP) & (q_rows // GROUP < query_len)
-            q_offsets = (start + q_rows // GROUP).to(gl.int64) * stride_qt + (
-                kv_head * GROUP + q_rows % GROUP
-            ).to(gl.int64) * stride_qh
-            # The launcher checks 16-byte alignment; the shifts tell the compiler.
-            q_offsets = (q_offsets >> 3) << 3
-            columns = gl.arange(0, WIDTH, gl.SliceLayout(0, Q_LAYOUT))
-            q = gl.load(
-                query + q_offsets[:, None] + columns[None, :],
-                mask=q_valid[:, None] & (columns < D)[None, :],
-                other=0.0,
-            )
+            q = load_query_rows(
+                query, start, query_len, kv_head, stride_qt, stride_qh, GROUP, TILE_TOKENS, D,
+                ROWS, WIDTH)  # fmt: skip
             # All warps are done with the previous queries before they are overwritten.
             partition_barrier()
             q_tile.store(q)
@@ -395,34 +219,18 @@ def _consumer(
             row_tiles = segment_tiles(token + (seq_len - query_len), WIDTH_V, BLOCK_N, GROUP)
             if top > bottom:
                 # Prologue: the last tile has no values of an earlier tile to multiply by.
-                row_max = gl.full([ROWS], float("-inf"), gl.float32, COLUMN)
                 acc = gl.zeros([WIDTH_V, ROWS], gl.float32, LAYOUT)
-                stage = step % STAGES
-                parity = (step // STAGES) & 1
-                mbarrier.wait(k_full.index(stage), parity)
-                zeros = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
-                scores = warpgroup_mma(
-                    k_ring.index(stage), q_tile.permute((1, 0)), zeros, use_acc=False,
-                    is_async=True)  # fmt: skip
-                scores = warpgroup_mma_wait(0, deps=[scores])
-                mbarrier.arrive(k_empty.index(stage), count=1)
-                weights, _, row_max = _weigh(
-                    scores, top - 1, row_first, row_last, row_max, factor, soft_cap, True,
-                    CHECK_LEFT, HAS_CAP)  # fmt: skip
-                sums = column_sums(weights)
-                _store_weights(p_tile, weights)
-                # TMA fills whole pages past the end with zeros, but not the rest of the last page.
-                past_end = seq_len - (top - 1) * BLOCK_N
-                if (past_end < BLOCK_N) & (seq_len % BLOCK_SIZE != 0):
-                    mbarrier.wait(v_full.index(stage), parity)
-                    clear_tile(v_ring.index(stage), past_end, 0)
+                row_max, sums = first_weights(
+                    q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, step, top - 1,
+                    seq_len, row_first, row_last, factor, soft_cap, BLOCK_SIZE, STAGES, CHECK_LEFT,
+                    HAS_CAP, LAYOUT)  # fmt: skip
                 step += 1
 
                 # Main loop. Only tiles at the ends of the visible keys need a mask.
                 for back in range(0, top - 1 - bottom):
                     tile = top - 2 - back
                     if (tile >= right_begin) | (tile < left_end):
-                        acc, row_max, sums, total, total_max, total_sum = _step(
+                        acc, row_max, sums, total, total_max, total_sum = segment_step(
                             q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                             row_max, sums, total, total_max, total_sum, step, tile, begin,
                             least_tiles, row_tiles, valid, continued, first_partial, rows,
@@ -430,7 +238,7 @@ def _consumer(
                             row_last, factor, soft_cap, DV, STAGES, True, CHECK_LEFT,
                             HAS_CAP)  # fmt: skip
                     else:
-                        acc, row_max, sums, total, total_max, total_sum = _step(
+                        acc, row_max, sums, total, total_max, total_sum = segment_step(
                             q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                             row_max, sums, total, total_max, total_sum, step, tile, begin,
                             least_tiles, row_tiles, valid, continued, first_partial, rows,
@@ -440,14 +248,9 @@ def _consumer(
                     step += 1
 
                 # Epilogue: the product with the values of the last tile.
-                stage = (step - 1) % STAGES
-                mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
-                values = v_ring.index(stage).permute((1, 0))
-                acc = warpgroup_mma(values, p_tile.permute((1, 0)), acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=[acc])
-                mbarrier.arrive(v_empty.index(stage), count=1)
+                acc = last_values(p_tile, v_ring, v_full, v_empty, acc, step, STAGES)
                 slot = bottom // row_tiles - begin // row_tiles
-                total, total_max, total_sum = _add_segment(
+                total, total_max, total_sum = add_column_segment(
                     total, total_max, total_sum, acc, row_max, sums, valid, slot, continued,
                     first_partial, rows, num_partials, partials, partial_maxima, row, lanes,
                     DV)  # fmt: skip
@@ -467,45 +270,14 @@ def _consumer(
                     gl.store(partial_maxima + index, total_max, mask=valid)
                     gl.store(partial_maxima + num_partials + index, total_sum, mask=valid)
                 else:
-                    finite_max = gl.where(total_max == float("-inf"), 0.0, total_max)
-                    acc_scale = gl.full([ROWS], 1.0, gl.float32, COLUMN)
-                    if HAS_SINK:
-                        # The sink counts in the denominator, once (M4).
-                        sink = gl.load(sinks + head, mask=valid, other=0.0).to(gl.float32) * LOG2E
-                        new_max = gl.maximum(total_max, sink)
-                        finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
-                        acc_scale = exp2(total_max - finite_max)
-                        total_sum = gl.fma(total_sum, acc_scale, exp2(sink - finite_max))
-                    empty = total_sum == 0.0
-                    safe_sum = gl.where(empty, 1.0, total_sum)
-                    normalizer = acc_scale / safe_sum
-                    offsets = (start + token).to(gl.int64) * stride_ot + head.to(
-                        gl.int64
-                    ) * stride_oh
-                    gl.store(
-                        out + offsets[None, :] + lanes[:, None],
-                        (total * normalizer[None, :]).to(DTYPE),
-                        mask=valid[None, :] & (lanes < DV)[:, None],
-                    )
-                    if HAS_LSE:
-                        base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
-                        gl.store(
-                            lse + (start + token).to(gl.int64) * stride_lt + head,
-                            base2 * LN2,
-                            mask=valid,
-                        )
+                    sink = load_sinks(sinks, head, valid, HAS_SINK)
+                    store_column_rows(
+                        out, lse, total, total_max, total_sum, sink, start, token, head, valid,
+                        lanes, stride_ot, stride_oh, stride_lt, DV, HAS_SINK, HAS_LSE)  # fmt: skip
             position = stop
         if position >= request_end:
             before = request_end
             request += 1
-    if WHOLE:
-        if num_rows < num_tokens:
-            # No other kernel clears the rows after the last request.
-            clear_rows(
-                out, lse, query_start_loc, worker, gl.num_programs(0), num_reqs, num_tokens,
-                stride_ot, stride_oh, stride_lt, NUM_KV_HEADS, GROUP, DV, WIDTH_V, ROWS,
-                HAS_LSE)  # fmt: skip
-        launch_dependent_grids()
 
 
 @gluon.jit(
@@ -516,10 +288,9 @@ def invariant_decode_kernel(
     query_start_loc, seq_lens, block_table, partials, partial_lses, split_headers, counters, scale,
     soft_cap, left, right, chunk, num_reqs, num_tokens, num_blocks, rows, stride_qt, stride_qh,
     stride_ot, stride_oh, stride_lt, stride_table, slots, rows0, columns0, rows1, columns1, rows2,
-    columns2, rows3, columns3, WHOLE: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
-    WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    columns2, rows3, columns3, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
@@ -532,7 +303,6 @@ def invariant_decode_kernel(
         partial_lses: their row maxima and then their sums of weights, [grid, slots + 1, rows] each.
         split_headers: int32 [tokens, KV heads, 8] for `invariant_split_kernel`.
         slots: upper bound of the segments of a request.
-        WHOLE: requests are not divided, and no second kernel follows.
     """
     DTYPE: gl.constexpr = key_desc.dtype
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], DTYPE)
@@ -558,17 +328,17 @@ def invariant_decode_kernel(
                 query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_lses,
                 split_headers, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, rows,
                 slots, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, p_tile,
-                k_ring, v_ring, k_full, k_empty, v_full, v_empty, WHOLE, NUM_KV_HEADS, GROUP, D, DV,
+                k_ring, v_ring, k_full, k_empty, v_full, v_empty, NUM_KV_HEADS, GROUP, D, DV,
                 TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP,
                 HAS_SINK, HAS_LSE)),
             (_loader, (
                 key_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
-                num_blocks, stride_table, k_ring, k_full, k_empty, WHOLE, NUM_KV_HEADS, GROUP,
+                num_blocks, stride_table, k_ring, k_full, k_empty, NUM_KV_HEADS, GROUP,
                 WIDTH_V, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT,
                 HAS_CHUNK)),
             (_loader, (
                 value_desc, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
-                num_blocks, stride_table, v_ring, v_full, v_empty, WHOLE, NUM_KV_HEADS, GROUP,
+                num_blocks, stride_table, v_ring, v_full, v_empty, NUM_KV_HEADS, GROUP,
                 WIDTH_V, TILE_TOKENS, BLOCK_SIZE, STAGES, CAUSAL, HAS_LEFT, HAS_RIGHT,
                 HAS_CHUNK)),
         ],
