@@ -46,13 +46,15 @@ def _run(
 def _cache(spec: AttentionSpec, tables: torch.Tensor, lengths: list[int], num_blocks: int) -> Any:
     """A cache with NaN past the end of each request and in the blocks of none."""
     cache = attnlib.PagedKVCache.allocate(spec, num_blocks, DEVICE)
+    unused = torch.ones(num_blocks, dtype=torch.bool)
+    for table, length in zip(tables.tolist(), lengths, strict=True):
+        unused[table[: -(-length // spec.block_size)]] = False
     for part in (cache.key_cache, cache.value_cache):
-        filled = torch.full_like(part, torch.nan)
+        part.normal_()
+        part[unused.to(DEVICE)] = torch.nan
         for table, length in zip(tables.tolist(), lengths, strict=True):
-            for number, block in enumerate(table[: -(-length // spec.block_size)]):
-                own = min(spec.block_size, length - number * spec.block_size)
-                filled[block, :own] = torch.randn_like(filled[block, :own])
-        part.copy_(filled)
+            last = (length - 1) // spec.block_size
+            part[table[last], length - last * spec.block_size :] = torch.nan
     return cache
 
 

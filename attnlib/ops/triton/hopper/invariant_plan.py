@@ -162,7 +162,7 @@ def prepare_hopper_invariant_decode(
     chunk, cap = params.attention_chunk_size, params.logits_soft_cap
     block_n = _block_n((head_size, head_size_v), params)
     box, widest = min(block_size, block_n), max(width, width_v)
-    stages = 2 if widest > 128 else (3 if widest <= 64 else 2) * 128 // block_n
+    stages = 3 if widest <= 64 else 2
     shared: dict[str, Any] = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "DV": head_size_v,
         "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
@@ -181,10 +181,9 @@ def prepare_hopper_invariant_decode(
         invariant_decode_kernel, (workers, 1, 1), {**attend, "STAGES": stages, "maxnreg": 240}
     )
     if whole:
-        # Requests are not divided, so that a CTA may have one; the grid must not be empty.
-        grid = max(1, num_reqs) * num_kv_heads
-        stages = 3 if widest <= 64 else 2
-        launch = BoundLaunch(invariant_window_kernel, (grid, 1, 1), {**attend, "STAGES": stages})
+        # A window of 128 keys lies in up to three tiles. The grid must not be empty.
+        grid = (max(1, num_reqs) * num_kv_heads, 1, 1)
+        launch = BoundLaunch(invariant_window_kernel, grid, {**attend, "STAGES": 3})
     split = {**shared, **_split_tile(num_tokens * num_heads, group, head_size_v, slots)}
     stride_lt = 0 if lse is None else lse.stride(0)
     return HopperDecode(
