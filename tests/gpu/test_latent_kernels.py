@@ -90,6 +90,7 @@ SELECTED: dict[str, dict[str, Any]] = {
     "16 heads, float16, blocks of 16": {
         "batch": "q1s37_q7s20_q200s900", "heads": 16, "block_size": 16, "dtype": torch.float16,
     },
+    "16 heads, many tokens": {"batch": "q3s70_q600s700_q1s40", "heads": 16, "sinks": True},
     "5 heads, splits, sinks": {"batch": "q1s5000_q2s3000_q1s1", "heads": 5, "sinks": True},
     "64 heads, splits": {"batch": "q1s9000_q1s4097_q1s130", "heads": 64, "entries": 2048},
     "blocks of 64 tokens, window, cap": {

@@ -25,6 +25,9 @@ _TILE = 64
 _FEW_HEADS = 16
 """Query heads up to which latents are the rows of the products."""
 _CONSUMER_REGISTERS = 216
+_FEW_HEADS_REGISTERS = {"GATHERER_REGISTERS": 64, "maxnreg": 128}
+"""Two CTAs of 8 warps share the registers of a multiprocessor; the warps that multiply get what
+those that gather leave."""
 
 
 def selected_latents_reasons(
@@ -97,7 +100,9 @@ class HopperSelectedLatents:
             "num_warps": 4, "enable_fp_fusion": True,
         }  # fmt: skip
         kernel = hopper_selected_few_heads_kernel
-        if not few:
+        if few:
+            constants |= _FEW_HEADS_REGISTERS
+        else:
             kernel = hopper_selected_latents_kernel
             constants["CONSUMER_REGISTERS"] = _CONSUMER_REGISTERS
         self._launch = BoundLaunch(kernel, (num_tokens * blocks, self.num_splits, 1), constants)

@@ -1,23 +1,27 @@
 """The Hopper kernel over selected latents for up to 16 query heads (M11, M12).
 
-A CTA of four warps attends to the list of one query token, or to a split of it. It gathers tiles of
-latents by `cp.async`, in quarters, and multiplies them in place (`latent_columns`). As soon as the
-last product with a quarter is complete, another one takes its slot. Two CTAs of an SM overlap the
-gathers of one with the products of the other.
+A CTA attends to the list of one query token, or to a split of it. Four warps gather tiles of
+latents by `cp.async`, in quarters, and four warps multiply them in place (`latent_columns`). As
+soon as the last product with a quarter is complete, another one takes its slot. Two CTAs of an SM
+overlap the gathers of one with the products of the other.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     warpgroup_mma_wait,
 )
 
 from attnlib.ops.triton.hopper.kernels.column_softmax import softmax_columns, store_weights
-from attnlib.ops.triton.hopper.kernels.compat import opaque_zero, partition_barrier
+from attnlib.ops.triton.hopper.kernels.compat import (
+    arrive_after_copies,
+    opaque_zero,
+    partition_barrier,
+)
 from attnlib.ops.triton.hopper.kernels.latent_columns import (
     COLUMNS,
     LATENTS,
@@ -46,15 +50,6 @@ QUARTERS: gl.constexpr = gl.constexpr(4)
 SLOTS: gl.constexpr = gl.constexpr(5)
 """Quarters in shared memory: quarter q of tile t is in slot (4 * t + q) % 5, so that the first one
 of the next tile is there while a tile is used."""
-
-
-@gluon.jit
-def _wait_for_copies(LATER: gl.constexpr):
-    """Wait for the copies of all threads but the LATER last groups."""
-    async_copy.wait_group(LATER)
-    # WGMMA reads shared memory through the async proxy: fence, then wait for all warps.
-    fence_async_shared()
-    partition_barrier()
 
 
 @gluon.jit
@@ -97,68 +92,92 @@ def _store_quarter(out, partials, result, staging, out_offset, stride_oh, place,
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
-def hopper_selected_few_heads_kernel(
-    query, key, out, partials, query_start_loc, seq_lens, block_table, indices, sinks, lse, scale,
-    soft_cap, left, right, chunk, num_reqs, num_tokens, num_heads, num_entries, num_splits,
-    stride_lists, stride_table, stride_qt, stride_qh, stride_kb, stride_kn, stride_ot, stride_oh,
-    stride_lt, SELECT: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr,
-    HEAD_BLOCKS: gl.constexpr, DV: gl.constexpr, ROTARY: gl.constexpr, SPLIT: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
-    HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
-):  # fmt: skip
-    """One CTA of 4 warps. Grid: (tokens, splits). Arguments as in `hopper_selected_latents_kernel`.
+@gluon.jit
+def _gather_tile(key, offsets, found, ring, k_rotary, full, empty, tile, WIDTH: gl.constexpr):
+    """Copy one tile, each part as soon as its slot is free.
 
     Args:
-        HEADS: query heads, at most 16.
-        HEAD_BLOCKS: 1.
+        offsets, found: of the latents (`_place`).
+        full, empty: barriers of the slots; the last ones are those of the rotary part.
+        tile: number of the tile.
     """
-    WIDTH: gl.constexpr = DV // QUARTERS
-    DTYPE: gl.constexpr = query.dtype.element_ty
-    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LATENTS, WIDTH], DTYPE)
-    NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LATENTS, ROTARY], DTYPE)
-    Q_WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, WIDTH], DTYPE)
-    Q_NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, ROTARY], DTYPE)
-    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, LATENTS], DTYPE)
-    q_tile = gl.allocate_shared_memory(DTYPE, [QUARTERS, 16, WIDTH], Q_WIDE)
-    q_rotary = gl.allocate_shared_memory(DTYPE, [1, 16, ROTARY], Q_NARROW)
-    ring = gl.allocate_shared_memory(DTYPE, [SLOTS, LATENTS, WIDTH], WIDE)
-    k_rotary = gl.allocate_shared_memory(DTYPE, [1, LATENTS, ROTARY], NARROW)
-    p_tile = gl.allocate_shared_memory(DTYPE, [1, 16, LATENTS], WEIGHTS)
-
-    token = gl.program_id(0)
-    split = gl.program_id(1)
-    # Queries [16, elements] are copied like latents.
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    q_rows = gl.arange(0, 16, gl.SliceLayout(1, COPY))
-    q_offsets = token.to(gl.int64) * stride_qt + q_rows.to(gl.int64) * stride_qh
     for quarter in gl.static_range(QUARTERS):
-        gather_part(query, q_offsets, q_rows < HEADS, q_tile.index(quarter), quarter * WIDTH)
-    gather_part(query, q_offsets, q_rows < HEADS, q_rotary.index(0), DV)
-    entries, table, exists, first, last, begin, limit = token_list(
-        query_start_loc, seq_lens, block_table, indices, token, split, left, right, chunk, num_reqs,
-        num_entries, num_splits, stride_lists, stride_table, LATENTS, SELECT, SPLIT, CAUSAL,
-        HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-    # The first tiles are on their way before the list is examined.
+        use = tile * QUARTERS + quarter
+        slot = use % SLOTS
+        mbarrier.wait(empty.index(slot), ((use // SLOTS) & 1) ^ 1)
+        gather_part(key, offsets, found, ring.index(slot), quarter * WIDTH)
+        arrive_after_copies(full.index(slot), increment_count=False)
+        if quarter == 0:
+            mbarrier.wait(empty.index(SLOTS), (tile & 1) ^ 1)
+            gather_part(key, offsets, found, k_rotary.index(0), QUARTERS * WIDTH)
+            arrive_after_copies(full.index(SLOTS), increment_count=False)
+
+
+@gluon.jit
+def _gatherer(
+    query, key, entries, table, token, exists, begin, limit, first, last, num_entries, stride_qt,
+    stride_qh, stride_kb, stride_kn, q_tile, q_rotary, ring, k_rotary, q_full, full, empty,
+    SELECT: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """Copy the queries and all tiles into shared memory. Four warps."""
+    WIDTH: gl.constexpr = ring.shape[2]
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = begin + gl.arange(0, LATENTS, gl.SliceLayout(1, COPY))
     offsets, found = _place(
         entries, table, rows, limit, first, last, stride_kb, stride_kn, SELECT, BLOCK_SIZE
     )
+    # Queries [16, elements] are copied like latents.
+    q_rows = gl.arange(0, 16, gl.SliceLayout(1, COPY))
+    q_offsets = token.to(gl.int64) * stride_qt + q_rows.to(gl.int64) * stride_qh
     for quarter in gl.static_range(QUARTERS):
-        gather_part(key, offsets, found, ring.index(quarter), quarter * WIDTH)
-        if quarter == QUARTERS - 1:
-            gather_part(key, offsets, found, k_rotary.index(0), DV)
-        async_copy.commit_group()
+        gather_part(query, q_offsets, q_rows < HEADS, q_tile.index(quarter), quarter * WIDTH)
+    gather_part(query, q_offsets, q_rows < HEADS, q_rotary.index(0), QUARTERS * WIDTH)
+    arrive_after_copies(q_full.index(0), increment_count=False)
     rows += LATENTS
-    offsets, found = _place(
+    next_offsets, next_found = _place(
         entries, table, rows, limit, first, last, stride_kb, stride_kn, SELECT, BLOCK_SIZE
     )
-    gather_part(key, offsets, found, ring.index(QUARTERS), 0)
-    async_copy.commit_group()
-    used, has_holes = count_slots(entries, num_entries, exists, first, last, SELECT)
+    _gather_tile(key, offsets, found, ring, k_rotary, full, empty, 0, WIDTH)
+    # The first tile is on its way before the list is examined.
+    used, _ = count_slots(entries, num_entries, exists, first, last, SELECT)
     end = gl.minimum(limit, used)
     tiles = gl.maximum(end - begin + LATENTS - 1, 0) // LATENTS
+    for tile in range(1, tiles):
+        offsets = next_offsets
+        found = next_found
+        rows += LATENTS
+        next_offsets, next_found = _place(
+            entries, table, rows, limit, first, last, stride_kb, stride_kn, SELECT, BLOCK_SIZE
+        )
+        _gather_tile(key, offsets, found, ring, k_rotary, full, empty, tile, WIDTH)
 
+
+@gluon.jit
+def _multiply_quarter(scores, ring, q_tile, full, use, QUARTER: gl.constexpr):
+    """Issue the product of the queries with quarter number `use` of all once it is copied."""
+    slot = use % SLOTS
+    mbarrier.wait(full.index(slot), (use // SLOTS) & 1)
+    # Written by `cp.async`; WGMMA reads shared memory through the async proxy.
+    fence_async_shared()
+    return multiply_keys(scores, ring.index(slot), q_tile.index(QUARTER), QUARTER > 0)
+
+
+@gluon.jit
+def _consumer(
+    out, partials, lse, sinks, entries, token, exists, begin, limit, first, last, num_entries,
+    scale, soft_cap, num_tokens, num_heads, split, num_splits, stride_ot, stride_oh, stride_lt,
+    q_tile, q_rotary, ring, k_rotary, p_tile, max_tile, q_full, full, empty, SELECT: gl.constexpr,
+    HEADS: gl.constexpr, DV: gl.constexpr, SPLIT: gl.constexpr, HAS_CAP: gl.constexpr,
+    HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """Compute and write the results of the CTA. Four warps."""
+    WIDTH: gl.constexpr = DV // QUARTERS
+    used, has_holes = count_slots(entries, num_entries, exists, first, last, SELECT)
+    end = gl.minimum(limit, used)
+    # A CTA without keys masks one tile of zeros, which is copied in any case.
+    tiles = gl.maximum(gl.maximum(end - begin + LATENTS - 1, 0) // LATENTS, 1)
+    mbarrier.wait(q_full.index(0), 0)
+    fence_async_shared()
     ROW: gl.constexpr = gl.SliceLayout(0, COLUMNS)
     factor = score_factor(scale, soft_cap, HAS_CAP)
     row_max = gl.full([16], float("-inf"), gl.float32, ROW)
@@ -170,27 +189,22 @@ def hopper_selected_few_heads_kernel(
     acc3 = gl.zeros([WIDTH, 16], gl.float32, COLUMNS)
     slots = gl.arange(0, LATENTS, gl.SliceLayout(1, COLUMNS))
     for tile in range(tiles):
-        # Places of the tile after the next one, whose loads run beside the products.
-        rows += LATENTS
-        later_offsets, later_found = _place(
-            entries, table, rows, limit, first, last, stride_kb, stride_kn, SELECT, BLOCK_SIZE
-        )
-        slot0 = tile * QUARTERS % SLOTS
-        slot1 = (tile * QUARTERS + 1) % SLOTS
-        slot2 = (tile * QUARTERS + 2) % SLOTS
-        slot3 = (tile * QUARTERS + 3) % SLOTS
+        use = tile * QUARTERS
+        slot0 = use % SLOTS
+        slot1 = (use + 1) % SLOTS
+        slot2 = (use + 2) % SLOTS
+        slot3 = (use + 3) % SLOTS
         scores = gl.zeros([LATENTS, 16], gl.float32, COLUMNS)
-        _wait_for_copies(4)
-        scores = multiply_keys(scores, ring.index(slot0), q_tile.index(0), False)
-        _wait_for_copies(3)
-        scores = multiply_keys(scores, ring.index(slot1), q_tile.index(1), True)
-        _wait_for_copies(2)
-        scores = multiply_keys(scores, ring.index(slot2), q_tile.index(2), True)
-        _wait_for_copies(1)
-        scores = multiply_keys(scores, ring.index(slot3), q_tile.index(3), True)
+        scores = _multiply_quarter(scores, ring, q_tile, full, use, 0)
+        mbarrier.wait(full.index(SLOTS), tile & 1)
+        fence_async_shared()
         zero = opaque_zero()
         scores = multiply_keys(scores, k_rotary.index(zero), q_rotary.index(zero), True)
+        scores = _multiply_quarter(scores, ring, q_tile, full, use + 1, 1)
+        scores = _multiply_quarter(scores, ring, q_tile, full, use + 2, 2)
+        scores = _multiply_quarter(scores, ring, q_tile, full, use + 3, 3)
         scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(empty.index(SLOTS), count=1)
         scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
         first_slot = begin + tile * LATENTS
         if has_holes:
@@ -200,7 +214,7 @@ def hopper_selected_few_heads_kernel(
             if first_slot + LATENTS > end:
                 scores = gl.where((first_slot + slots < end)[:, None], scores, float("-inf"))
         weights, acc_scale, row_max = softmax_columns(
-            scores, factor, row_max, None, None, True, HAS_CAP
+            scores, factor, row_max, None, None, True, HAS_CAP, max_tile
         )
         sums = sums * acc_scale[None, :] + weights
         acc0 = acc0 * acc_scale[None, :]
@@ -213,33 +227,15 @@ def hopper_selected_few_heads_kernel(
         acc1 = multiply_values(acc1, ring.index(slot1), weights_tile)
         acc2 = multiply_values(acc2, ring.index(slot2), weights_tile)
         acc3 = multiply_values(acc3, ring.index(slot3), weights_tile)
-        # Each quarter makes room for the following one of the next tile, and the last one for the
-        # first one of the tile after it.
-        more = tile + 1 < tiles
         acc0 = warpgroup_mma_wait(3, deps=[acc0])
-        partition_barrier()
-        if more:
-            gather_part(key, offsets, found, ring.index(slot0), WIDTH)
-        async_copy.commit_group()
+        mbarrier.arrive(empty.index(slot0), count=1)
         acc1 = warpgroup_mma_wait(2, deps=[acc1])
-        partition_barrier()
-        if more:
-            gather_part(key, offsets, found, ring.index(slot1), 2 * WIDTH)
-        async_copy.commit_group()
+        mbarrier.arrive(empty.index(slot1), count=1)
         acc2 = warpgroup_mma_wait(1, deps=[acc2])
-        partition_barrier()
-        if more:
-            gather_part(key, offsets, found, ring.index(slot2), 3 * WIDTH)
-            gather_part(key, offsets, found, k_rotary.index(0), DV)
-        async_copy.commit_group()
+        mbarrier.arrive(empty.index(slot2), count=1)
         acc3 = warpgroup_mma_wait(0, deps=[acc3])
-        partition_barrier()
-        offsets = later_offsets
-        found = later_found
-        if tile + 2 < tiles:
-            gather_part(key, offsets, found, ring.index(slot3), 0)
-        async_copy.commit_group()
-    async_copy.wait_group(0)
+        mbarrier.arrive(empty.index(slot3), count=1)
+    # All warps are done with the slots, which hold the output from now on.
     partition_barrier()
 
     row_sum = gl.sum(sums, 0)
@@ -253,9 +249,9 @@ def hopper_selected_few_heads_kernel(
             # request see none.
             sink = gl.load(sinks + head, mask=valid & exists, other=float("-inf"))
             finite_max, out_scale, row_sum = add_sink(row_max, row_sum, sink)
-    empty = row_sum == 0.0
-    safe_sum = gl.where(empty, 1.0, row_sum)
-    base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
+    empty_rows = row_sum == 0.0
+    safe_sum = gl.where(empty_rows, 1.0, row_sum)
+    base2 = gl.where(empty_rows, float("-inf"), finite_max + gl.log2(safe_sum))
     normalizer = (out_scale / safe_sum)[None, :]
     token64 = token.to(gl.int64)
     place = token64 * num_heads * num_splits + split
@@ -278,3 +274,68 @@ def hopper_selected_few_heads_kernel(
                 True)  # fmt: skip
         if HAS_LSE:
             gl.store(lse + token64 * stride_lt + head, base2 * LN2, mask=valid)
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
+def hopper_selected_few_heads_kernel(
+    query, key, out, partials, query_start_loc, seq_lens, block_table, indices, sinks, lse, scale,
+    soft_cap, left, right, chunk, num_reqs, num_tokens, num_heads, num_entries, num_splits,
+    stride_lists, stride_table, stride_qt, stride_qh, stride_kb, stride_kn, stride_ot, stride_oh,
+    stride_lt, SELECT: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr,
+    HEAD_BLOCKS: gl.constexpr, DV: gl.constexpr, ROTARY: gl.constexpr, SPLIT: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
+    GATHERER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One CTA of 8 warps. Grid: (tokens, splits). Arguments as in `hopper_selected_latents_kernel`.
+
+    Args:
+        HEADS: query heads, at most 16.
+        HEAD_BLOCKS: 1.
+        GATHERER_REGISTERS: registers of a thread that gathers.
+    """
+    WIDTH: gl.constexpr = DV // QUARTERS
+    DTYPE: gl.constexpr = query.dtype.element_ty
+    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LATENTS, WIDTH], DTYPE)
+    NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LATENTS, ROTARY], DTYPE)
+    Q_WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, WIDTH], DTYPE)
+    Q_NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, ROTARY], DTYPE)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, LATENTS], DTYPE)
+    q_tile = gl.allocate_shared_memory(DTYPE, [QUARTERS, 16, WIDTH], Q_WIDE)
+    q_rotary = gl.allocate_shared_memory(DTYPE, [1, 16, ROTARY], Q_NARROW)
+    ring = gl.allocate_shared_memory(DTYPE, [SLOTS, LATENTS, WIDTH], WIDE)
+    k_rotary = gl.allocate_shared_memory(DTYPE, [1, LATENTS, ROTARY], NARROW)
+    p_tile = gl.allocate_shared_memory(DTYPE, [1, 16, LATENTS], WEIGHTS)
+    max_tile = gl.allocate_shared_memory(
+        gl.float32, [4, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full.index(0), count=128)
+    for slot in gl.static_range(SLOTS + 1):
+        mbarrier.init(full.index(slot), count=128)
+        mbarrier.init(empty.index(slot), count=1)
+    fence_async_shared()
+
+    token = gl.program_id(0)
+    split = gl.program_id(1)
+    entries, table, exists, first, last, begin, limit = token_list(
+        query_start_loc, seq_lens, block_table, indices, token, split, left, right, chunk, num_reqs,
+        num_entries, num_splits, stride_lists, stride_table, LATENTS, SELECT, SPLIT, CAUSAL,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                out, partials, lse, sinks, entries, token, exists, begin, limit, first, last,
+                num_entries, scale, soft_cap, num_tokens, num_heads, split, num_splits, stride_ot,
+                stride_oh, stride_lt, q_tile, q_rotary, ring, k_rotary, p_tile, max_tile, q_full,
+                full, empty, SELECT, HEADS, DV, SPLIT, HAS_CAP, HAS_SINK, HAS_LSE)),
+            (_gatherer, (
+                query, key, entries, table, token, exists, begin, limit, first, last, num_entries,
+                stride_qt, stride_qh, stride_kb, stride_kn, q_tile, q_rotary, ring, k_rotary,
+                q_full, full, empty, SELECT, BLOCK_SIZE, HEADS)),
+        ],
+        [4],
+        [GATHERER_REGISTERS],
+    )  # fmt: skip
