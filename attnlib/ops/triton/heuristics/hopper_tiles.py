@@ -49,7 +49,7 @@ class HopperTile:
         sections: order work items by sections of KV heads that fit in the L2 cache together
             (`choose_section`), instead of all heads adjacent.
         q_stages: query tiles in shared memory; 2 loads those of the next work item ahead.
-        consumers: consumer warpgroups of 64 rows each, 2 or 3.
+        consumers: consumer warpgroups of 64 rows each, 2 or 3; 1 in the batch-invariant kernel.
         consumer_registers: registers per thread of a consumer warpgroup.
         producer_registers: registers per thread of a loader warp.
         byte_stages: depth of the rings of a float8 cache, from which converter warps fill the rings
@@ -58,6 +58,7 @@ class HopperTile:
         converter_registers: registers per thread of a converter warp; those of a loader warp in a
             shared warpgroup.
         query_registers: keep the queries over a float8 cache in registers.
+        ctas_per_sm: persistent CTAs of a multiprocessor, which share its registers.
     """
 
     block_n: int
@@ -73,6 +74,7 @@ class HopperTile:
     converter_warps: int = 4
     converter_registers: int = 0
     query_registers: bool = False
+    ctas_per_sm: int = 1
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def with_short_ranges(tile: HopperTile) -> HopperTile:
     return replace(tile, block_n=64, stages=2 * tile.stages)
 
 
-def choose_section(num_kv_heads: int, max_seq_len: int, widths: int) -> int:
+def choose_section(num_kv_heads: int, max_seq_len: int, widths: int, other_bytes: int = 0) -> int:
     """Return the number of KV heads of a section.
 
     As many heads as have their keys and values of the longest request in L2 together.
@@ -159,9 +161,10 @@ def choose_section(num_kv_heads: int, max_seq_len: int, widths: int) -> int:
         num_kv_heads: Hkv.
         max_seq_len: upper bound of the sequence lengths.
         widths: sum of the padded head sizes of keys and values.
+        other_bytes: bytes in L2 that all sections use.
     """
     section = num_kv_heads
-    while section % 2 == 0 and section * max_seq_len * widths * 2 > L2_BYTES:
+    while section % 2 == 0 and section * max_seq_len * widths * 2 > L2_BYTES - other_bytes:
         section //= 2
     return section
 

@@ -119,7 +119,11 @@ def prepare_hopper_invariant_prefill(
     block_n, group = _block_n(head_sizes, params), query.shape[1] // key.shape[2]
     stages = 2 if max(head_sizes) > 128 else 256 // block_n
     tile = HopperTile(block_n, stages, staged_store=staged, persistent=True, q_stages=q_stages)
-    if _THREE_CONSUMERS and max(head_sizes) <= 64 and block_n == 128 and 64 % group == 0:
+    if block_n == 64 and max(head_sizes) <= 64 and 64 % group == 0:
+        # A work item has three steps, each of which waits for products, loads and barriers. Three
+        # CTAs per multiprocessor hide more of this than two consumers with one loader.
+        tile = replace(tile, consumers=1, producer_registers=24, stages=2, ctas_per_sm=3)
+    elif _THREE_CONSUMERS and max(head_sizes) <= 64 and block_n == 128 and 64 % group == 0:
         # Narrow heads leave registers for a third consumer. It changes no bits.
         tile = replace(tile, consumers=3, consumer_registers=160, producer_registers=24)
     return prepare_hopper_prefill(

@@ -73,6 +73,8 @@ from attnlib.ops.triton.launch.sequence import (
 __all__ = ["HopperPrefill", "launch_hopper_prefill", "prepare_hopper_prefill"]
 
 _UNBOUNDED = 1 << 30
+_REGISTERS = 64 * 1024
+"""Registers of a multiprocessor."""
 _FEW_ITEMS_PER_SM = 4
 """Work items per multiprocessor up to which they are not ordered by sections. Sections order the
 items of all requests several times, and the last of few items may be a long one."""
@@ -238,7 +240,9 @@ class HopperPrefill:
         heads, (key_view, value_view) = self.num_kv_heads, self.views
         if self.tile.sections and self.num_items >= _FEW_ITEMS_PER_SM * self.limits.num_sms:
             width = self.key_parts * key_view.width
-            heads = choose_section(heads, max_seq_len, width + value_view.width)
+            heads = choose_section(
+                heads, max_seq_len, width + value_view.width, self.totals_bytes or 0
+            )
         return heads * self.shared
 
     def _lookups(self, direct: bool, of_caches: bool) -> tuple[Lookup, ...]:
@@ -359,6 +363,9 @@ def prepare_hopper_prefill(
     kernel, totals_bytes = hopper_prefill_kernel, None
     if invariant:
         kernel, constants = _invariant(constants)
+        if tile.ctas_per_sm > 1:
+            threads = tile.ctas_per_sm * 128 * (tile.consumers + 1)
+            constants["maxnreg"] = _REGISTERS // threads // 8 * 8
         # For each CTA, which has one work item at a time.
         totals_bytes = 4 * rows * width_v * limits.num_sms if width_v > 128 else 0
     elif ranges["EXACT"] and _has_range_kernel(constants):
@@ -368,7 +375,8 @@ def prepare_hopper_prefill(
         shape, strides = tuple(query.shape), tuple(query.stride())
         query_view = QueryView(query.dtype, shape, strides, box_tokens, box_heads, width)
     scale, scales = _scales(key.dtype.itemsize == 1, params)
-    grid = (min(items, limits.num_sms) if tile.persistent else items, 1, 1)
+    ctas = tile.ctas_per_sm * limits.num_sms
+    grid = (min(items, ctas) if tile.persistent else items, 1, 1)
     return HopperPrefill(
         limits=limits,
         index=query.get_device(),
@@ -438,7 +446,10 @@ def _invariant(constants: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         "HAS_RIGHT", "HAS_CHUNK", "HAS_CAP", "HAS_SINK", "HAS_LSE", "num_warps",
         "enable_fp_fusion", "launch_pdl",
     )  # fmt: skip
-    return invariant_prefill_kernel, {name: constants[name] for name in names}
+    kept = {name: constants[name] for name in names}
+    return invariant_prefill_kernel, kept | {
+        name: value for name, value in constants.items() if name == "maxnreg"
+    }
 
 
 _RANGE_CONSTANTS = (

@@ -6,9 +6,11 @@ import pytest
 
 from attnlib.errors import UnsupportedConfigError
 from attnlib.ops.triton.heuristics.hopper_tiles import (
+    L2_BYTES,
     SHARED_MEMORY,
     choose_hopper_decode_tile,
     choose_hopper_tile,
+    choose_section,
     decode_shared_bytes,
     padded_width,
     shared_bytes,
@@ -100,3 +102,12 @@ def test_tiles_fit(d: int, dv: int) -> None:
 def test_unsupported_head_sizes_are_named() -> None:
     with pytest.raises(UnsupportedConfigError, match="head sizes 576"):
         choose_hopper_tile(576, 576)
+
+
+def test_sections_fit_in_the_cache_beside_other_memory() -> None:
+    """8 KV heads of 256 elements with 8k tokens: 8 MiB of keys and values per head."""
+    assert [choose_section(8, n << 10, 512) for n in (1, 4, 8, 32, 512)] == [8, 8, 4, 1, 1]
+    sums = 132 * 4 * 128 * 256
+    assert choose_section(8, 8 << 10, 512, sums) == 2
+    assert 2 * (8 << 20) + sums <= L2_BYTES < 4 * (8 << 20) + sums
+    assert choose_section(8, 1 << 10, 512, 2 * L2_BYTES) == 1

@@ -269,6 +269,7 @@ INVARIANT_CASES: dict[str, dict[str, Any]] = {
     "invariant-128": {},
     "invariant-64-sinks-cap": {"d": 64, "group": 8, "sinks": True, "cap": 50.0, "lse": True},
     "invariant-96-group5-window": {"d": 96, "group": 5, "window": (127, 0)},
+    "invariant-64-window": {"d": 64, "group": 8, "window": (127, 0), "sinks": True},
     "invariant-256": {"d": 256, "group": 2},
     "invariant-decode-128": {"op": "hopper_decode"},
     "invariant-decode-256-verify": {"op": "hopper_decode", "d": 256, "group": 2, "query": 4},

@@ -13,9 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
-    "TensorDescriptor", "arrive_after_copies", "consumers_sync", "copy_to_shared", "exp2",
-    "launch_dependent_grids", "load_box", "log2", "opaque_zero", "partition_barrier", "prefetch_l1",
-    "reinterpret", "wait_on_dependent_grids",
+    "TensorDescriptor", "arrive_after_copies", "complete", "consumers_sync", "copy_to_shared",
+    "exp2", "launch_dependent_grids", "load_box", "log2", "opaque_zero", "partition_barrier",
+    "prefetch_l1", "reinterpret", "wait_on_dependent_grids",
 ]  # fmt: skip
 
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -50,11 +50,28 @@ def reinterpret(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.const
 
 
 @gluon.jit
+def complete(values):
+    """Compute float32 values of less than 2 ** 127 before the instructions that follow.
+
+    ptxas moves arithmetic behind a wait for products, where nothing overlaps with it, but not over
+    a branch. The branch is never taken, which ptxas does not know.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p, q; setp.gt.f32 p, $1, 0f7F000000; "
+        "vote.sync.any.pred q, p, 0xffffffff; @!q bra.uni DONE; nanosleep.u32 0; "
+        "DONE: mov.b32 $0, $1; }",
+        "=f,f", [values], gl.float32, False, 1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def consumers_sync(CONSUMERS: gl.constexpr):
-    """Synchronize the 2 or 3 consumer warpgroups with each other, but not with the loader warps."""
+    """Synchronize the 1 to 3 consumer warpgroups with each other, not with the loader warps."""
     # Named barrier 11: Triton 3.6 to 3.9 do not use the numbers 9 to 14 themselves. The thread
     # count is part of the instruction, so each number of consumers has a literal of its own.
-    if CONSUMERS == 3:
+    if CONSUMERS == 1:
+        partition_barrier()
+    elif CONSUMERS == 3:
         gl.inline_asm_elementwise(
             "bar.sync 11, 384; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1
         )

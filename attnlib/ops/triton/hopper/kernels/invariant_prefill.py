@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnlib.ops.triton.hopper.kernels.compat import (
+    complete,
     exp2,
     launch_dependent_grids,
     partition_barrier,
@@ -179,6 +180,9 @@ def _step(
     )
     # All arithmetic of the softmax comes before the branch, over which ptxas moves nothing.
     more = row_sums(probs)
+    if BLOCK_N * v_ring.shape[2] >= 128 * 128:
+        # The exponentials run while P @ V does. Smaller products gain nothing.
+        complete(gl.sum(more, 1))
     # P @ V is complete: its stage is free, and the accumulator may be rescaled.
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(v_stage), count=1)
@@ -432,14 +436,14 @@ def invariant_prefill_kernel(
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
     HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    """One CTA of 4 warps for each of two or three consumers and 1 + 1 loader warps.
+    """One CTA of 4 warps for each of one to three consumers and 1 + 1 loader warps.
 
     Runtime arguments, grid and constants are those of `hopper_prefill_kernel`, which has more
-    constants, and
+    constants. One consumer has the registers that the loaders leave. Also,
 
     Args:
-        totals_memory: float32 [grid, 2, 64 * WIDTH_V], where shared memory is too small for sums of
-            values; else None.
+        totals_memory: float32 [grid, CONSUMERS, 64 * WIDTH_V], where shared memory is too small for
+            sums of values; else None.
     """
     FIELDS: gl.constexpr = 6
     DTYPE: gl.constexpr = key_desc.dtype
@@ -455,7 +459,9 @@ def invariant_prefill_kernel(
         totals1 = totals_memory
     else:
         totals0 = gl.allocate_shared_memory(gl.float32, [64, WIDTH_V], T_SHARED)
-        totals1 = gl.allocate_shared_memory(gl.float32, [64, WIDTH_V], T_SHARED)
+        totals1 = totals0
+        if CONSUMERS > 1:
+            totals1 = gl.allocate_shared_memory(gl.float32, [64, WIDTH_V], T_SHARED)
     # Two slots, so that the key loader can publish an item while the last one is being processed.
     mailbox = gl.allocate_shared_memory(
         gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -481,7 +487,33 @@ def invariant_prefill_kernel(
         mbarrier.init(v_empty.index(stage), count=CONSUMERS)
     # Makes the initialized barriers visible to TMA.
     fence_async_shared()
-    if CONSUMERS == 3:
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
+                    concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
+                    q_tiles, k_ring, v_ring, totals0, mail_full, mail_empty, q_full, q_empty,
+                    k_full, k_empty, v_full, v_empty, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE,
+                    STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, totals_memory is not None)),
+                (key_loader, (
+                    key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
+                    right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
+                    stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
+                    k_full, k_empty, None, None, None, None, None, None, 0, NUM_KV_HEADS, 1, GROUP,
+                    TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY,
+                    PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, D, DV, None, 1,
+                    True)),
+                (value_loader, (
+                    value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
+                    mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, 0, 1, TILE_TOKENS,
+                    BLOCK_N, BLOCK_SIZE, STAGES, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)),
+            ],
+            [1, 1],
+            [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    elif CONSUMERS == 3:
         totals2 = totals_memory
         if totals_memory is None:
             totals2 = gl.allocate_shared_memory(gl.float32, [64, WIDTH_V], T_SHARED)

@@ -363,11 +363,11 @@ def value_loader(
 
 @gluon.jit
 def clear_values(v_tile, valid, WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Set the rows of a value tile from `valid` on to 0; consumers 0 and 1 do one half each.
+    """Set the rows of a value tile from `valid` on to 0; of several consumers, two do a half each.
 
     A page may hold anything past the sequence's end, and 0 * NaN is NaN (P5).
     """
-    ROWS: gl.constexpr = v_tile.shape[0] // 2
+    ROWS: gl.constexpr = v_tile.shape[0] // min(CONSUMERS, 2)
     WIDTH: gl.constexpr = v_tile.shape[1]
     LANES: gl.constexpr = min(32, WIDTH // 8)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -378,7 +378,7 @@ def clear_values(v_tile, valid, WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr
         half.store(gl.where(rows[:, None] < valid, content, 0.0))
         # WGMMA reads shared memory through the async proxy.
         fence_async_shared()
-    # All consumers multiply by the whole tile, so all wait for both halves.
+    # All consumers multiply by the whole tile, so all wait for all rows.
     consumers_sync(CONSUMERS)
 
 
