@@ -170,6 +170,27 @@ def test_decode_with_any_number_of_consumers(
     LAUNCHES.clear()
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, options in DECODES.items()
+        if options.get("group", 4) * options.get("query_len", 1) <= 8
+        and options.get("head_size", 128) in (64, 128)
+    ],
+)
+def test_decode_by_ctas_of_one_warp(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile
+    from attnlib.ops.triton.hopper import dispatch
+    from attnlib.ops.triton.launch.cache import LAUNCHES
+
+    tile = DecodeTile(32, 4, warps=8)
+    monkeypatch.setattr(dispatch, "choose_hopper_decode_tile", lambda *_, **__: tile)
+    LAUNCHES.clear()
+    test_decode_equals_float32(name)
+    LAUNCHES.clear()
+
+
 @pytest.mark.parametrize("name", PREFILLS)
 def test_prefill_equals_float32(name: str) -> None:
     from attnlib.ops.triton.launch.cache import LAUNCHES

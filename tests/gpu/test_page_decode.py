@@ -134,6 +134,21 @@ def _uses(kind: str) -> bool:
     return any(type(value).__name__ == kind for value in LAUNCHES.values())
 
 
+def _choose_tile(monkeypatch: pytest.MonkeyPatch, warps: int) -> None:
+    """Select CTAs of one warp, so many on a multiprocessor, or (0) of warpgroups."""
+    from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile, choose_hopper_decode_tile
+    from attnlib.ops.triton.hopper import dispatch
+    from attnlib.ops.triton.launch.cache import LAUNCHES
+
+    def choose(*sizes: int, one_warp: bool = False, **work: Any) -> DecodeTile:
+        assert one_warp or not warps
+        chosen = choose_hopper_decode_tile(*sizes, **work)
+        return DecodeTile(32, 3, warps=warps) if warps else chosen
+
+    monkeypatch.setattr(dispatch, "choose_hopper_decode_tile", choose)
+    LAUNCHES.clear()
+
+
 _ALL = [
     (name, case)
     for name in (INT8, FP8, INT4)
@@ -142,12 +157,21 @@ _ALL = [
 ]
 
 
-@pytest.mark.parametrize(("name", "case"), _ALL)
-def test_decode_equals_float32(name: str, case: str) -> None:
-    from attnlib.ops.triton.launch.cache import LAUNCHES
+_ONE_WARP = [
+    (name, case, 8)
+    for name, case in _ALL
+    if case not in ("verify", "most-rows", "mqa", "head96", "head256-cap")
+]
 
+
+@pytest.mark.parametrize(
+    ("name", "case", "warps"), [*((name, case, 0) for name, case in _ALL), *_ONE_WARP]
+)
+def test_decode_equals_float32(
+    name: str, case: str, warps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {**CASES, **SIZES}[case]
-    LAUNCHES.clear()
+    _choose_tile(monkeypatch, warps)
     out, lse, expected, expected_lse = _run(name, **options)
     assert _uses("HopperDecode")
     error = (out - expected).norm() / expected.norm()
@@ -155,9 +179,13 @@ def test_decode_equals_float32(name: str, case: str) -> None:
     torch.testing.assert_close(lse, expected_lse, atol=2e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("warps", [0, 8])
 @pytest.mark.parametrize("which", ["key", "value"])
 @pytest.mark.parametrize("name", [INT8, FP8, INT4])
-def test_nan_reaches_the_rows_that_see_it(name: str, which: str) -> None:
+def test_nan_reaches_the_rows_that_see_it(
+    name: str, which: str, warps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _choose_tile(monkeypatch, warps)
     out, _, _, _ = _run(name, nan=which)
     rows = out[0].view(HEADS, -1)
     poisoned = rows[2].isnan()
@@ -166,13 +194,15 @@ def test_nan_reaches_the_rows_that_see_it(name: str, which: str) -> None:
     assert not out[1:].isnan().any()
 
 
+@pytest.mark.parametrize("warps", [0, 8])
 @pytest.mark.parametrize("name", [INT8, FP8, INT4])
-def test_layers_use_the_hopper_decode(name: str) -> None:
+def test_layers_use_the_hopper_decode(
+    name: str, warps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also when calls are repeated, which launch without Triton."""
     from attnlib import Attention, CommonAttentionMetadata
-    from attnlib.ops.triton.launch.cache import LAUNCHES
 
-    LAUNCHES.clear()
+    _choose_tile(monkeypatch, warps)
     torch.manual_seed(0)
     spec = AttentionSpec(
         num_heads=HEADS * 4, num_kv_heads=HEADS, head_size=128, dtype=torch.bfloat16,
@@ -200,10 +230,12 @@ def test_layers_use_the_hopper_decode(name: str) -> None:
         assert (result - results[0]).norm() / results[0].norm() < 3e-3
 
 
-def test_needle_at_128k_keys() -> None:
+@pytest.mark.parametrize("warps", [0, 8])
+def test_needle_at_128k_keys(warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The value of one key that stands out is found among 131072 keys, in each format."""
     from attnlib.ops.triton.paged_decode import paged_decode
 
+    _choose_tile(monkeypatch, warps)
     length, size = 131072, 128
     for name in (INT8, FP8, INT4):
         torch.manual_seed(1)

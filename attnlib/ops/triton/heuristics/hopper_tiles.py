@@ -15,10 +15,10 @@ from attnlib.ops.triton.heuristics.tile_table import TileProblem, TileTable, mat
 from attnlib.ops.triton.hopper.support import DECODE_ROWS, decode_rows, gathers
 
 __all__ = [
-    "MAX_CONSUMERS", "SHARED_MEMORY", "DecodeTile", "HopperTile", "choose_hopper_decode_tile",
-    "choose_hopper_tile", "choose_section", "decode_shared_bytes", "key_parts", "key_width",
-    "padded_width", "shared_bytes",
-    "with_query_registers", "with_short_ranges",
+    "MAX_CONSUMERS", "MAX_WARPS", "SHARED_MEMORY", "WARP_ROWS", "DecodeTile", "HopperTile",
+    "choose_hopper_decode_tile", "choose_hopper_tile", "choose_section", "decode_shared_bytes",
+    "key_parts", "key_width", "padded_width", "shared_bytes", "with_query_registers",
+    "with_short_ranges",
 ]  # fmt: skip
 
 SHARED_MEMORY = 227 * 1024
@@ -26,6 +26,12 @@ SHARED_MEMORY = 227 * 1024
 
 MAX_CONSUMERS = 2
 """Consumer warpgroups of a decode CTA, at most."""
+
+MAX_WARPS = 16
+"""CTAs of one warp on a multiprocessor, at most; a thread has 128 registers then."""
+
+WARP_ROWS = 8
+"""Query rows per KV head that a CTA of one warp computes, at most."""
 
 _GATHER_REGISTERS = (224, 64)
 """Registers per thread of a consumer and of the warpgroup that gathers the rows of small blocks."""
@@ -87,11 +93,14 @@ class DecodeTile:
             memory throughput.
         consumers: consumer warpgroups, 1 or 2, each with rings and splits of its own. Two hide the
             latency of converting float8 tiles.
+        warps: CTAs of one warp on each multiprocessor (`kernels/warp_decode.py`); 0 for CTAs with
+            consumer warpgroups.
     """
 
     block_n: int
     stages: int
     consumers: int = 1
+    warps: int = 0
 
 
 def padded_width(head_size: int) -> int:
@@ -227,7 +236,8 @@ def choose_hopper_tile(
 def decode_shared_bytes(
     tile: DecodeTile, head_size: int, head_size_v: int, cache_bits: int = 16
 ) -> int:
-    """Return the shared memory of a decode CTA in bytes, for 16-bit queries and the most rows.
+    """Return the shared memory of a decode CTA in bytes, for 16-bit queries and the most rows, or
+    of all CTAs of a multiprocessor where they have one warp.
 
     `cache_bits` is the size of an element of the cache: 4, 8 or 16. (The decode over 4-bit integers
     stores four times the weights of a quarter of the rows.) Pages of elements of less than 16 bits
@@ -238,6 +248,9 @@ def decode_shared_bytes(
     ring = cache_bits * tile.stages * tile.block_n * (width + width_v) // 8
     if cache_bits < 16:
         ring += 2 * 8 * tile.stages * tile.block_n
+    if tile.warps:
+        # Each CTA has barriers and 1 KB that the driver uses.
+        return tile.warps * (ring + 1152)
     return tile.consumers * (2 * rows * (width + tile.block_n) + ring) + 2048
 
 
@@ -251,6 +264,7 @@ def choose_hopper_decode_tile(
     rows: int = DECODE_ROWS,
     keys_per_sm: int | None = None,
     pairs_per_sm: int | None = None,
+    one_warp: bool = False,
     tuned: TileTable | None = None,
 ) -> DecodeTile:
     """Return the decode tile for a pair of head sizes.
@@ -263,6 +277,7 @@ def choose_hopper_decode_tile(
         rows: query heads of a group times query tokens, an upper bound.
         keys_per_sm: `tile_table.work_class`; None matches no entry with a condition on it.
         pairs_per_sm: (request, KV head) pairs per multiprocessor, rounded up; None likewise.
+        one_warp: whether CTAs of one warp support the calls.
         tuned: the user's table for the chip, which precedes the shipped ones.
 
     Raises:
@@ -277,6 +292,8 @@ def choose_hopper_decode_tile(
     )
     for entry in matching(problem, tuned):
         tile = DecodeTile(**dict(entry.tile))
+        if tile.warps and not one_warp:
+            continue
         need = decode_shared_bytes(tile, head_size, head_size_v, cache_bits)
         if need <= SHARED_MEMORY:
             return tile

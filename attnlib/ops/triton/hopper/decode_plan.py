@@ -30,6 +30,7 @@ from attnlib.ops.triton.hopper.descriptors import (
 from attnlib.ops.triton.hopper.kernels.cache_tiles import box_keys
 from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
+from attnlib.ops.triton.hopper.kernels.warp_decode import hopper_warp_decode_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
 from attnlib.ops.triton.launch.attention import BatchTensors, holds_scales
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
@@ -333,9 +334,10 @@ def prepare_hopper_decode(
     chunk, cap = params.attention_chunk_size, params.logits_soft_cap
     columns = _columns(rows)
     resident = max_ctas or limits.num_sms
+    resident *= max(1, tile.warps)
     per_head = workers_per_head(resident, num_kv_heads, tile.consumers)
     workers = per_head * num_kv_heads
-    in_kernel = _combines_in_kernel(
+    in_kernel = not tile.warps and _combines_in_kernel(
         num_reqs, num_kv_heads, rows, head_size_v, per_head, num_counters
     )
     num_partials, stride_lt = 2 * workers * rows, 0 if lse is None else lse.stride(0)
@@ -363,6 +365,19 @@ def prepare_hopper_decode(
         **score_constants(params, "gluon"),
         "maxnreg": _FEW_REGISTERS if few else _MANY_REGISTERS, "WORKERS": tile.consumers,
     }  # fmt: skip
+    kernel = hopper_decode_kernel
+    if tile.warps:
+        kernel = hopper_warp_decode_kernel
+        for name in (
+            "PACKED",
+            "COMBINE_IN_KERNEL",
+            "SPLITS_PER_LOAD",
+            "SCORE",
+            "BOUNDS",
+            "WORKERS",
+        ):
+            del attend[name]
+        attend.update(num_warps=1, maxnreg=min(255, 65536 // (32 * tile.warps) // 8 * 8))
     combine = {
         **shared, "DV_PAD": triton.next_power_of_2(head_size_v),
         **combine_tile(num_tokens * num_heads, group, head_size_v),
@@ -389,7 +404,7 @@ def prepare_hopper_decode(
         workspace_bytes=hopper_decode_workspace_bytes(
             num_tokens, num_kv_heads, group, max_query_len, head_size_v, resident, tile.consumers
         ),
-        attend=BoundLaunch(hopper_decode_kernel, (workers // tile.consumers, 1, 1), attend),
+        attend=BoundLaunch(kernel, (workers // max(1, tile.consumers), 1, 1), attend),
         combine=None if in_kernel else BoundLaunch(hopper_combine_kernel, combine_grid, combine),
     )  # fmt: skip
 

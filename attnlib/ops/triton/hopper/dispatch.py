@@ -16,6 +16,8 @@ from attnlib.ops.shared_decode import DecodeItems
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     MAX_CONSUMERS,
+    MAX_WARPS,
+    WARP_ROWS,
     choose_hopper_decode_tile,
     choose_hopper_tile,
     with_query_registers,
@@ -295,16 +297,26 @@ def select_decode(
     if _is_unsupported(query, key, value, out, params):
         return None
     pairs = batch.seq_lens.shape[0] * key.shape[2]
+    rows = query.shape[1] // key.shape[2] * max_query_len
+    # CTAs of one warp would run on all multiprocessors, also beside a prefill.
+    one_warp = key.element_size() == 1 and rows <= WARP_ROWS and max_ctas is None
+    one_warp = one_warp and params.score_function is None and _fills_words(layer[3])
     tile = choose_hopper_decode_tile(
         *layer[3], cache_bits=8 * key.shape[3] * key.element_size() // query.shape[2],
         scales_in_page=holds_scales(params),
-        rows=query.shape[1] // key.shape[2] * max_query_len, keys_per_sm=keys_per_sm,
-        pairs_per_sm=min(_MOST_PAIRS, -(-pairs // limits.num_sms)), tuned=limits.tuned,
+        rows=rows, keys_per_sm=keys_per_sm,
+        pairs_per_sm=min(_MOST_PAIRS, -(-pairs // limits.num_sms)), one_warp=one_warp,
+        tuned=limits.tuned,
     )  # fmt: skip
     return prepare_hopper_decode(
         query, key, value, out, lse, batch, params, tile, limits, max_query_len, max_ctas,
         num_counters,
     )  # fmt: skip
+
+
+def _fills_words(sizes: tuple[int, int]) -> bool:
+    """Whether heads fill the tiles of a decode by CTAs of one warp."""
+    return all(size in (64, 128) for size in sizes)
 
 
 def select_packed_decode(
@@ -498,5 +510,13 @@ def decode_workspace_bytes(
     return hopper_decode_workspace_bytes(
         num_tokens, shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, max_query_len,
         shape.head_size_v, limits.num_sms,
-        MAX_CONSUMERS if shape.cache_dtype.itemsize == 1 else 1,
+        _most_workers(shape, max_query_len),
     )  # fmt: skip
+
+
+def _most_workers(shape: Any, max_query_len: int) -> int:
+    """Consumers of the Hopper decode on a multiprocessor, at most."""
+    if shape.cache_dtype.itemsize != 1:
+        return 1
+    rows = shape.num_heads // shape.num_kv_heads * max_query_len
+    return MAX_WARPS if rows <= WARP_ROWS else MAX_CONSUMERS

@@ -95,8 +95,8 @@ def exp2(x):
 
 @gluon.jit
 def log2(x):
-    """Return the base-2 logarithm, with an absolute error of about 2^-22; x > 0."""
-    return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+    """Return the base-2 logarithm of a normal x > 0, with an absolute error of about 2^-22."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 
 @gluon.jit
