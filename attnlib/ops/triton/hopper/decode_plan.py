@@ -90,6 +90,11 @@ _FEW_ELEMENTS = 128 * 32
 """Elements of the output tile of a CTA up to which a thread has the smaller number of registers;
 half as many with converted float8 tiles in registers."""
 
+_NOT_OF_ONE_WARP = (
+    "PACKED", "COMBINE_IN_KERNEL", "SPLITS_PER_LOAD", "SCORE", "BOUNDS", "WORKERS",
+)  # fmt: skip
+"""Constants that the decode by CTAs of one warp does not have."""
+
 _MAX_LOAD_ROUNDS = 8
 """Rounds of loads, about one microsecond each, that combining one request's splits may take."""
 
@@ -368,14 +373,7 @@ def prepare_hopper_decode(
     kernel = hopper_decode_kernel
     if tile.warps:
         kernel = hopper_warp_decode_kernel
-        for name in (
-            "PACKED",
-            "COMBINE_IN_KERNEL",
-            "SPLITS_PER_LOAD",
-            "SCORE",
-            "BOUNDS",
-            "WORKERS",
-        ):
+        for name in _NOT_OF_ONE_WARP:
             del attend[name]
         attend.update(num_warps=1, maxnreg=min(255, 65536 // (32 * tile.warps) // 8 * 8))
     combine = {

@@ -15,8 +15,9 @@ becomes parts, whose number is that of its elements:
 - 4-bit integers have four, their groups, with scales of their own.
 
 Keys of 4-bit integers are not converted: their bits are the last ones of a float16, that is a
-subnormal number, 2^-24 or 2^-20 times an integer from 0 to 15. The queries hold the inverse, and the
-products start from -8 times the sum of the queries.
+subnormal number, 2^-24 or 2^-20 times an integer from 0 to 15. The queries of the latter are
+divided by 16, the scores are multiplied by 2^24, and the products start from -8 times the sum of
+the queries.
 
 Weights are the results of one product and the second operand of the other one, so 8 x 8 blocks of
 them are transposed (`movmatrix`).
@@ -382,7 +383,6 @@ def _step(
         (acc, row_max, row_sum).
     """
     KEYS: gl.constexpr = k_tile.shape[0]
-    ROWS: gl.constexpr = initial[0].shape[0]
     scores = _scores(k_tile, operands, initial, k_scales, KV_KIND)
     if HAS_CAP:
         scores = transform_scores(scores * k_factor[None, :], factor, soft_cap, True)
