@@ -185,12 +185,22 @@ _FORMATS = tuple(
         *(case for case in _DECODE if case.name in (
             "decode-8x8k", "decode-32x4k", "decode-64x8k", "decode-128x2k",
         )),
-        *_cases(("decode-32x4k-p64", "32q1s4k", {"block_size": 64}), ("prefill-1x8k", "q8k", {})),
+        *_cases(
+            ("decode-32x8k", "32q1s8k", {}), ("decode-32x4k-p64", "32q1s4k", {"block_size": 64}),
+            ("prefill-1x8k", "q8k", {}),
+        ),
     )
     for name, dtype in (
         ("bf16", "auto"), ("int8", "int8_per_token_head"), ("fp8", "fp8_per_token_head"),
         ("int4", "int4_per_group"),
     )
+) + tuple(
+    replace(case, name=f"{name}-{case.name}", kv_cache_dtype=dtype)
+    for case in _cases(
+        ("decode-32x8k-d64-sinks", "32q1s8k", _GPT_OSS),
+        *((f"prefill-1x{n}k-p128", f"q{n}k", {"block_size": 128}) for n in (8, 16, 32)),
+    )
+    for name, dtype in (("bf16", "auto"), ("e4m3", "fp8_e4m3"))
 )  # fmt: skip
 _WIDE: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 4, "head_size": 512}
 _COVERAGE = _cases(
@@ -257,10 +267,10 @@ SUITES: Mapping[str, tuple[BenchCase, ...]] = {
     "cpu": _CPU,
 }
 """Name -> cases. `anchors` are the rows of the published results; `float8` has decodes and prefills
-over a float8 cache; `formats` has caches with scales in the page, each beside bfloat16; `mla` has
-latent caches and the expanded prefill of the same model, `sparse` lists of selected blocks and
-tokens, `streams` own keys and compressed entries; `coverage` has other head sizes, page sizes and
-features, and small or uneven batches."""
+over a float8 cache; `formats` has caches with scales in the page, and float8 with heads of 64 and
+with blocks of 128, each beside bfloat16; `mla` has latent caches and the expanded prefill of the
+same model, `sparse` lists of selected blocks and tokens, `streams` own keys and compressed entries;
+`coverage` has other head sizes, page sizes and features, and small or uneven batches."""
 
 
 def known_cases() -> dict[str, BenchCase]:
