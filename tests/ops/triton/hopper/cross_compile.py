@@ -225,7 +225,7 @@ CASES: dict[str, dict[str, Any]] = {
         "op": "hopper_decode",
         "cache": torch.uint8,
         "scales": "groups",
-        "tile": {"block_n": 32, "stages": 3, "warps": 12},
+        "tile": {"block_n": 32, "stages": 4, "warps": 8},
         "group": 8,
         "sinks": True,
         "cap": 50.0,
