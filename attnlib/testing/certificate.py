@@ -216,6 +216,7 @@ def _cases(target: BackendUnderTest, declared: bool) -> Iterator[tuple[str, Case
         kinds += [
             ("one head per KV head", {"num_heads": 2, "num_kv_heads": 2}),
             ("one KV head", {"num_heads": 16, "num_kv_heads": 1}),
+            ("32 heads per KV head", {"num_heads": 32, "num_kv_heads": 1}),
             ("head size 128", {**heads, "head_size": 128, "block_size": 64}),
             ("short window", {**heads, "sliding_window": window // 3}),
             ("head size 256", {"num_heads": 4, "num_kv_heads": 2, "head_size": 256}),

@@ -76,6 +76,7 @@ def can_run_concurrently(
     prefill: PreparedAttention, decode: PreparedAttention
 ) -> TypeGuard[PreparedConcurrentPrefill]:
     """Whether prepared launches of both parts are Hopper kernels, which can overlap. A prefill of
-    several kernels starts after the decode."""
+    several kernels starts after the decode, and so does one whose counters of work items the
+    decode part uses, too: batch-invariant layers compute decodes of many rows with it."""
     hopper = decode.needs_alignment and prefill.needs_alignment
-    return hopper and len(prefill.kernels) == 1
+    return hopper and len(prefill.kernels) == 1 and not isinstance(decode, type(prefill))

@@ -161,7 +161,7 @@ def with_short_ranges(tile: HopperTile) -> HopperTile:
     return replace(tile, block_n=64, stages=2 * tile.stages)
 
 
-def choose_section(num_kv_heads: int, max_seq_len: int, widths: int, other_bytes: int = 0) -> int:
+def choose_section(num_kv_heads: int, max_seq_len: int, widths: int) -> int:
     """Return the number of KV heads of a section.
 
     As many heads as have their keys and values of the longest request in L2 together.
@@ -170,10 +170,9 @@ def choose_section(num_kv_heads: int, max_seq_len: int, widths: int, other_bytes
         num_kv_heads: Hkv.
         max_seq_len: upper bound of the sequence lengths.
         widths: sum of the padded head sizes of keys and values.
-        other_bytes: bytes in L2 that all sections use.
     """
     section = num_kv_heads
-    while section % 2 == 0 and section * max_seq_len * widths * 2 > L2_BYTES - other_bytes:
+    while section % 2 == 0 and section * max_seq_len * widths * 2 > L2_BYTES:
         section //= 2
     return section
 

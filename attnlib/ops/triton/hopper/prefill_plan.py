@@ -240,9 +240,7 @@ class HopperPrefill:
         heads, (key_view, value_view) = self.num_kv_heads, self.views
         if self.tile.sections and self.num_items >= _FEW_ITEMS_PER_SM * self.limits.num_sms:
             width = self.key_parts * key_view.width
-            heads = choose_section(
-                heads, max_seq_len, width + value_view.width, self.totals_bytes or 0
-            )
+            heads = choose_section(heads, max_seq_len, width + value_view.width)
         return heads * self.shared
 
     def _lookups(self, direct: bool, of_caches: bool) -> tuple[Lookup, ...]:

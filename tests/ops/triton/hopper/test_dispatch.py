@@ -117,6 +117,14 @@ def test_a_conversion_does_not_run_beside_a_decode() -> None:
     assert not can_run_concurrently(_long_prefill(), decode)  # type: ignore[arg-type]  # likewise
 
 
+def test_two_prefills_with_the_same_counters_do_not_overlap() -> None:
+    """Batch-invariant layers compute decodes of many rows by the prefill kernel. Both parts of a
+    batch then take work items from the same counters."""
+    decode, prefill = _long_prefill(tokens=8), _long_prefill(tokens=64)
+    assert isinstance(decode, HopperPrefill) and isinstance(prefill, HopperPrefill)
+    assert not can_run_concurrently(prefill, decode)
+
+
 def test_scratch_memory_of_copies() -> None:
     """Copies, then the first rows of the requests; the prefill takes these as lengths and table."""
     found = _long_prefill()

@@ -13,8 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
-    "TensorDescriptor", "arrive_after_copies", "complete", "consumers_sync", "copy_to_shared",
-    "exp2", "launch_dependent_grids", "load_box", "log2", "opaque_zero", "partition_barrier",
+    "TensorDescriptor", "arrive_after_copies", "consumers_sync", "copy_to_shared", "exp2",
+    "launch_dependent_grids", "load_box", "log2", "opaque_zero", "partition_barrier",
     "prefetch_l1", "reinterpret", "wait_on_dependent_grids",
 ]  # fmt: skip
 
@@ -47,21 +47,6 @@ def reinterpret(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.const
     else:
         view = tile._reinterpret(DTYPE, SHAPE, LAYOUT)
     return view
-
-
-@gluon.jit
-def complete(values):
-    """Compute float32 values of less than 2 ** 127 before the instructions that follow.
-
-    ptxas moves arithmetic behind a wait for products, where nothing overlaps with it, but not over
-    a branch. The branch is never taken, which ptxas does not know.
-    """
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p, q; setp.gt.f32 p, $1, 0f7F000000; "
-        "vote.sync.any.pred q, p, 0xffffffff; @!q bra.uni DONE; nanosleep.u32 0; "
-        "DONE: mov.b32 $0, $1; }",
-        "=f,f", [values], gl.float32, False, 1,
-    )  # fmt: skip
 
 
 @gluon.jit

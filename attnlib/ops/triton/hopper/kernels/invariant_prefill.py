@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnlib.ops.triton.hopper.kernels.compat import (
-    complete,
     exp2,
     launch_dependent_grids,
     partition_barrier,
@@ -180,9 +179,6 @@ def _step(
     )
     # All arithmetic of the softmax comes before the branch, over which ptxas moves nothing.
     more = row_sums(probs)
-    if BLOCK_N * v_ring.shape[2] >= 128 * 128:
-        # The exponentials run while P @ V does. Smaller products gain nothing.
-        complete(gl.sum(more, 1))
     # P @ V is complete: its stage is free, and the accumulator may be rescaled.
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(v_stage), count=1)
