@@ -91,8 +91,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "64-sinks-window": {"d": 64, "group": 8, "sinks": True, "window": (127, 0)},
     "64-sinks-bf16": {"d": 64, "group": 8, "sinks": True, "sinks_dtype": BF16},
+    "80": {"d": 80},
     "96": {"d": 96},
-    "112": {"d": 112},
+    "112-fp16-page128": {"d": 112, "dtype": FP16, "n": 128},
+    "96-static": {"d": 96, "tile": {"persistent": False, "q_stages": 1}},
     "192-128": {"d": 192, "dv": 128, "group": 1},
     "256": {"d": 256, "group": 2},
     "512": {"d": 512, "group": 8, "lse": True},
@@ -674,6 +676,7 @@ def _facts(launch: Launch, text: str) -> dict[str, Any]:
     assert spills is not None, text
     used = re.search(r"Used (\d+) registers", text)
     assert used is not None, text
+    ptx = launch.kernel.asm["ptx"]
     return {
         "shared": launch.kernel.metadata.shared,
         "registers": int(used[1]),
@@ -682,10 +685,21 @@ def _facts(launch: Launch, text: str) -> dict[str, Any]:
         "warnings": [
             line for line in text.splitlines() if re.search(r"C75\d\d|serializ|[Ww]arning", line)
         ],
-        "wgmma": launch.kernel.asm["ptx"].count("wgmma.mma_async"),
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "columns": sorted({int(n) for n in re.findall(r"wgmma\S*m64n(\d+)k16", ptx)}),
+        "marks": _marks(ptx),
         "descriptors": sorted(descriptor_sources(disassemble(launch.kernel.asm["cubin"]))),
         "seconds": round(launch.seconds, 1),
     }
+
+
+def _marks(ptx: str) -> list[int]:
+    """Return where `value_columns.check_offset` stores its marks through Gluon, and where it reads
+    them by address, as offsets in shared memory; empty in kernels without it."""
+    mark = 0x4B7D4B7D
+    stored = re.findall(rf"st\.shared\S*\s+\[%r\d+\+?(\d*)\], {{{mark}, ", ptx)
+    read = re.findall(r"ld\.shared\.b32 \S+, \[global_smem\+(\d+)\]; setp\.ne\.b32 other", ptx)
+    return [int(offset or 0) for offset in (*stored, *read)]
 
 
 def _key_loops(cubin: bytes, groups: tuple[int, ...], stores: bool = False) -> list[int]:

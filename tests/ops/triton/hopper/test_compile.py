@@ -37,7 +37,7 @@ SAMPLE = [
     "128-group5", "128-skip", "128-all", "192-128", "decode-128-all", "decode-64-sinks-bf16",
     "packed-decode-80-mqa", "128-e4m3-all",
     "decode-128-e4m3-all", "decode-256-e4m3-most-rows", "decode-64-int8-tokens-all",
-    "decode-128-int4", "decode-128-int4-warp-all", "128-page1", "512",
+    "decode-128-int4", "decode-128-int4-warp-all", "128-page1", "512", "80",
 ]  # fmt: skip
 CASES = [*SAMPLE, *(case for case in EVERY_CASE if case not in SAMPLE)]
 MAX_STACK = 304
@@ -210,6 +210,19 @@ def test_loops_over_keys_are_asynchronous_and_in_registers(case: str, compiled: 
     if "skip" in case:
         most = 12
     assert max(result["loops"]) <= most, result["loops"]
+
+
+@pytest.mark.parametrize(
+    ("case", "columns"), [("80", 80), ("96", 96), ("96-static", 96), ("112-fp16-page128", 112)]
+)
+def test_products_with_values_have_the_columns_of_the_head(
+    case: str, columns: int, compiled: Compiled
+) -> None:
+    """Not those of the tile, and their address is that of the ring of values."""
+    result = _result(case, compiled)
+    assert result["columns"] == [columns, 128], result
+    stored, read = result["marks"]
+    assert stored == read, result
 
 
 @pytest.mark.parametrize("case", ALL_LATENT)

@@ -82,6 +82,12 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
     slope_operand,
 )
 from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
+from attnlib.ops.triton.hopper.kernels.value_columns import (
+    check_offset,
+    multiply_value_columns,
+    shared_memory_offset,
+    value_columns,
+)
 from attnlib.ops.triton.hopper.kernels.work_counter import (
     atomic_increment,
     incremented,
@@ -450,6 +456,12 @@ def _consumer(
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK or EXACT
     RARELY: gl.constexpr = CONSUMERS == 3 and SKIP_BELOW is None
     THRESHOLD: gl.constexpr = _RESCALE_THRESHOLD if RARELY else 0
+    NARROW: gl.constexpr = value_columns(
+        DV, BLOCK_N, WIDTH_V, KV_KIND == KV_PLAIN and SKIP_BELOW is None
+    )
+    V_OFFSET: gl.constexpr = shared_memory_offset(
+        (2 * q_tiles.numel, 2 * k_ring.numel), 2 * v_ring.numel
+    )
     # With bounds, unmasked tiles have scores that the function does not change.
     FULL_SCORE: gl.constexpr = None if RANGES > 0 else SCORE
     FULL_SLOPE: gl.constexpr = None if RANGES > 0 else KEY_SLOPE
@@ -612,7 +624,7 @@ def _consumer(
                             factor, k_factor, soft_cap, scale, positions, head, request, aux,
                             slopes, column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True,
                             CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                            KEY_PARTS, THRESHOLD)  # fmt: skip
+                            KEY_PARTS, THRESHOLD, NARROW, V_OFFSET)  # fmt: skip
                         step += 1
                     acc, weights, row_max, row_sum, kept, step = attend_kept_tiles(
                         q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
@@ -636,7 +648,7 @@ def _consumer(
                                 k_factor, soft_cap, scale, positions, head, request, aux, slopes,
                                 column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT,
                                 HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                                KEY_PARTS, THRESHOLD)  # fmt: skip
+                                KEY_PARTS, THRESHOLD, NARROW, V_OFFSET)  # fmt: skip
                             step += 1
                         for back in range(0, full_end - full_begin):
                             tile = tile_at(full_end - 1 - back, after_gap, gap, RANGES)
@@ -646,7 +658,7 @@ def _consumer(
                                 k_factor, soft_cap, scale, positions, head, request, aux, slopes,
                                 column_tile, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES, False,
                                 CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                                KEY_PARTS, THRESHOLD)  # fmt: skip
+                                KEY_PARTS, THRESHOLD, NARROW, V_OFFSET)  # fmt: skip
                             step += 1
                         # The tiles that are left, as if the last one had been visited above.
                         end = full_begin + 1
@@ -660,7 +672,7 @@ def _consumer(
                             k_factor, soft_cap, scale, positions, head, request, aux, slopes,
                             column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT,
                             HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                            KEY_PARTS, THRESHOLD)  # fmt: skip
+                            KEY_PARTS, THRESHOLD, NARROW, V_OFFSET)  # fmt: skip
                         step += 1
                     for back in range(0, full_end - full_begin):
                         acc, weights, row_max, row_sum = overlapped_step(
@@ -669,7 +681,7 @@ def _consumer(
                             row_last, factor, k_factor, soft_cap, scale, positions, head, request,
                             aux, slopes, column_tile, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES,
                             False, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                            KEY_PARTS, THRESHOLD)  # fmt: skip
+                            KEY_PARTS, THRESHOLD, NARROW, V_OFFSET)  # fmt: skip
                         step += 1
                     if CHECK_LEFT or RANGES > 0:
                         for back in range(0, full_begin - begin):
@@ -679,18 +691,26 @@ def _consumer(
                                 row_last, factor, k_factor, soft_cap, scale, positions, head,
                                 request, aux, slopes, column_tile, SCORE, RAW_SCORE, KEY_SLOPE,
                                 STAGES, True, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS,
-                                COPIED, PART, KEY_PARTS, THRESHOLD)  # fmt: skip
+                                COPIED, PART, KEY_PARTS, THRESHOLD, NARROW, V_OFFSET)  # fmt: skip
                             step += 1
 
                     # Epilogue: the product with the values of the first tile, the last one visited.
                     stage = (step - 1) % STAGES
                     wait_for_tile(v_full, stage, ((step - 1) // STAGES) & 1, COPIED)
-                    acc = multiply_values(
-                        unpack_weights(weights, COMPUTE, P_LAYOUT), v_ring.index(stage), acc, PART
-                    )
+                    if NARROW > 0:
+                        acc = multiply_value_columns(weights, v_ring, stage, acc, NARROW, V_OFFSET)
+                    else:
+                        acc = multiply_values(
+                            unpack_weights(weights, COMPUTE, P_LAYOUT), v_ring.index(stage), acc,
+                            PART)  # fmt: skip
                     acc = warpgroup_mma_wait(0, deps=[acc])
                     mbarrier.arrive(v_empty.index(stage), count=1)
 
+            if NARROW > 0:
+                # The other columns are zero already. The compiler keeps no registers for them, and
+                # omits their rescaling, if it sees that.
+                columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, O_LAYOUT))
+                acc = gl.where((columns < NARROW)[None, :], acc, 0.0)
             if KV_KIND != KV_PLAIN:
                 row_sum = row_sum * (1.0 / WEIGHT_SCALE)
             if THRESHOLD > 0:
@@ -804,6 +824,11 @@ def hopper_prefill_kernel(
     )
     k_ring = gl.allocate_shared_memory(COMPUTE, [STAGES * KEY_PARTS, BLOCK_N, WIDTH], K_SHARED)
     v_ring = gl.allocate_shared_memory(COMPUTE, [STAGES, BLOCK_N, WIDTH_V], V_SHARED)
+    if value_columns(DV, BLOCK_N, WIDTH_V, KV_KIND == KV_PLAIN and SKIP_BELOW is None) > 0:
+        check_offset(
+            v_ring,
+            shared_memory_offset((2 * q_tiles.numel, 2 * k_ring.numel), 2 * v_ring.numel),
+        )
     READERS: gl.constexpr = CONSUMERS + 1 + int(KV_KIND != KV_PLAIN) - int(COPIED)
     mailbox, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = (
         allocate_barriers(FIELDS, STAGES, Q_STAGES, CONSUMERS, READERS, LOADERS)
