@@ -134,6 +134,9 @@ def shared_bytes(
     """
     width = key_width(head_size, 1 if tile.byte_stages else 2)
     width_v = padded_width(head_size_v)
+    if tile.block_n == 128 and not tile.byte_stages:
+        # Values in parts of 32 elements, and a part of ones (`kernels/value_columns.py`).
+        width_v = max(width_v, min(128, 32 * (-(-head_size_v // 32) + 1)))
     blocks = tile.consumers if max(width, width_v) <= 256 else 1
     queries = 2 * tile.q_stages * 64 * blocks * width
     ring = (2 * tile.stages + tile.byte_stages) * tile.block_n * (width + width_v)

@@ -30,6 +30,7 @@ from attnlib.ops.triton.hopper.descriptors import (
 )
 from attnlib.ops.triton.hopper.kernels.mainloop import BOUNDED
 from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
+from attnlib.ops.triton.hopper.kernels.value_columns import PART_ELEMENTS, PART_KEYS
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
 from attnlib.ops.triton.hopper.support import gathers
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
@@ -351,14 +352,14 @@ def prepare_hopper_prefill(
         "K_SCALE_KIND": scale_kind("k_scale", params.k_scale),
         "V_SCALE_KIND": scale_kind("v_scale", params.v_scale), "BYTE_STAGES": tile.byte_stages,
         "CONVERTER_WARPS": tile.converter_warps, "QUERY_REGISTERS": tile.query_registers,
-        "KEY_PARTS": parts, "CONVERTER_REGISTERS": tile.converter_registers, "num_warps": 4,
-        "enable_fp_fusion": True, "launch_pdl": True,
+        "KEY_PARTS": parts, "VALUE_PARTS": 0, "CONVERTER_REGISTERS": tile.converter_registers,
+        "num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True,
         **score_constants(params, "gluon", True, key.dtype.itemsize > 1),
         **(ranges := range_constants(params, "gluon", one_head)),
     }  # fmt: skip
     if ranges["EXACT"]:
         constants |= {"SCORE": None, "RAW_SCORE": False, "KEY_SLOPE": None}
-    kernel, totals_bytes = hopper_prefill_kernel, None
+    kernel, totals_bytes, value_parts = hopper_prefill_kernel, None, 0
     if invariant:
         kernel, constants = _invariant(constants)
         if tile.ctas_per_sm > 1:
@@ -368,6 +369,8 @@ def prepare_hopper_prefill(
         totals_bytes = 4 * rows * width_v * limits.num_sms if width_v > 128 else 0
     elif ranges["EXACT"] and _has_range_kernel(constants):
         kernel, constants = _range(constants)
+    else:
+        constants["VALUE_PARTS"] = value_parts = _value_parts(constants)
     query_view = None
     if load_query:
         shape, strides = tuple(query.shape), tuple(query.stride())
@@ -381,7 +384,10 @@ def prepare_hopper_prefill(
         tile=tile,
         num_kv_heads=num_kv_heads,
         shared=shared,
-        views=(CacheView.of(key, box, width), CacheView.of(value, box, width_v)),
+        views=(
+            CacheView.of(key, box, width),
+            CacheView.of(value, box, PART_ELEMENTS.value if value_parts else width_v),
+        ),
         query_view=query_view,
         scale=scale,
         scales=scales,
@@ -414,6 +420,20 @@ def _can_skip(params: AttentionParams, key: Tensor, parts: int, split: bool) -> 
         and parts == 1
         and not split
     )
+
+
+def _value_parts(constants: dict[str, Any]) -> int:
+    """The parts of 32 elements that the kernel keeps values in; 0 where it keeps them undivided."""
+    size = constants["DV"]
+    divided = (
+        size < PART_KEYS.value == constants["BLOCK_N"]
+        and constants["KV_KIND"] == KV_PLAIN
+        and constants["STRIDES"] is None
+        and constants["SKIP_BELOW"] is None
+        and constants["KEY_PARTS"] == 1
+        and not constants["SPLIT_V"]
+    )
+    return -(-size // PART_ELEMENTS.value) if divided else 0
 
 
 def _scales(

@@ -94,6 +94,7 @@ CASES: dict[str, dict[str, Any]] = {
     "80": {"d": 80},
     "96": {"d": 96},
     "112-fp16-page128": {"d": 112, "dtype": FP16, "n": 128},
+    "96-lse": {"d": 96, "lse": True},
     "96-static": {"d": 96, "tile": {"persistent": False, "q_stages": 1}},
     "192-128": {"d": 192, "dv": 128, "group": 1},
     "256": {"d": 256, "group": 2},
@@ -697,7 +698,8 @@ def _marks(ptx: str) -> list[int]:
     """Return where `value_columns.check_offset` stores its marks through Gluon, and where it reads
     them by address, as offsets in shared memory; empty in kernels without it."""
     mark = 0x4B7D4B7D
-    stored = re.findall(rf"st\.shared\S*\s+\[%r\d+\+?(\d*)\], {{{mark}, ", ptx)
+    values = "|".join([str(mark), *re.findall(rf"mov\.b32\s+(%r\d+), {mark};", ptx)])
+    stored = re.findall(rf"st(?:matrix|\.shared)\S*\s+\[%r\d+\+?(\d*)\], {{?(?:{values})\b", ptx)
     read = re.findall(r"ld\.shared\.b32 \S+, \[global_smem\+(\d+)\]; setp\.ne\.b32 other", ptx)
     return [int(offset or 0) for offset in (*stored, *read)]
 

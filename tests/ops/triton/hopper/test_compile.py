@@ -213,12 +213,15 @@ def test_loops_over_keys_are_asynchronous_and_in_registers(case: str, compiled: 
 
 
 @pytest.mark.parametrize(
-    ("case", "columns"), [("80", 80), ("96", 96), ("96-static", 96), ("112-fp16-page128", 112)]
-)
+    ("case", "columns"),
+    [("80", 104), ("96", 104), ("96-static", 104), ("96-lse", 96), ("112-fp16-page128", 112),
+     ("64-three-consumers", 72)],
+)  # fmt: skip
 def test_products_with_values_have_the_columns_of_the_head(
     case: str, columns: int, compiled: Compiled
 ) -> None:
-    """Not those of the tile, and their address is that of the ring of values."""
+    """Rounded up to 32, and 8 of ones; of the head where sums are not rounded, or no part is left.
+    Their address is that of the ring of values."""
     result = _result(case, compiled)
     assert result["columns"] == [columns, 128], result
     stored, read = result["marks"]

@@ -28,7 +28,7 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
     softmax_with_slope,
     transform_scores,
 )
-from attnlib.ops.triton.hopper.kernels.value_columns import multiply_value_columns
+from attnlib.ops.triton.hopper.kernels.value_columns import multiply_value_parts
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
 __all__ = [
@@ -222,15 +222,15 @@ def overlapped_step(
     STAGES: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
     P_LAYOUT: gl.constexpr, KV_KIND: gl.constexpr, ELEMENTS: gl.constexpr, COPIED: gl.constexpr,
     PART: gl.constexpr, KEY_PARTS: gl.constexpr, THRESHOLD: gl.constexpr,
-    COLUMNS: gl.constexpr = 0, V_OFFSET: gl.constexpr = 0,
+    V_COLUMNS: gl.constexpr = 0, V_OFFSET: gl.constexpr = 0, SUMS: gl.constexpr = False,
 ):  # fmt: skip
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
 
     With KEY_SLOPE, `slopes` is `slope_operand` and `column_tile` has `column_numbers`. Products
     with keys read ELEMENTS of a head. With a PART of at least 0 the consumers share the query rows,
     `q_operand` has a leading dimension of 1, and `acc` has this part of the value elements.
-    COPIED: `cp.async` fills the rings. COLUMNS: of the product with values, or 0 for all; V_OFFSET:
-    of the ring of values (`value_columns`).
+    COPIED: `cp.async` fills the rings. With V_COLUMNS, values are in parts (`value_columns`), and
+    with SUMS, sums of weights are columns of `acc`, and `row_sum` stays as it is.
 
     Returns:
         (acc, packed weights of `tile`, row_max, row_sum).
@@ -260,8 +260,8 @@ def overlapped_step(
         scores = warpgroup_mma(slopes, column_tile[0].permute((1, 0)), scores, is_async=True)
     # Wait for the TMA loads of the previous tile's values, then issue P @ V behind it.
     wait_for_tile(v_full, v_stage, v_parity, COPIED)
-    if COLUMNS > 0:
-        acc = multiply_value_columns(weights, v_ring, v_stage, acc, COLUMNS, V_OFFSET)
+    if V_COLUMNS > 0:
+        acc = multiply_value_parts(weights, v_ring, v_stage, acc, V_COLUMNS, STAGES, V_OFFSET)
     else:
         acc = multiply_values(
             unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(v_stage), acc, PART
@@ -269,10 +269,12 @@ def overlapped_step(
     # One group may stay in flight: Q @ K^T is complete, P @ V overlaps with the softmax.
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    probs, acc_scale, row_max, row_sum = weigh_tile(
+    probs, acc_scale, row_max, new_sum = weigh_tile(
         scores, tile, row_first, row_last, row_max, row_sum, factor, k_factor, soft_cap, scale,
         positions, heads, request, aux, SCORE, RAW_SCORE, KEY_SLOPE, MASKED, CHECK_FIRST, HAS_CAP,
         KV_KIND, False, THRESHOLD)  # fmt: skip
+    if not SUMS:
+        row_sum = new_sum
     # P @ V is complete: its stage is free, and the accumulator may be rescaled.
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(v_stage), count=1)

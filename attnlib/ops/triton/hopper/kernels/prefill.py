@@ -83,10 +83,15 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
 )
 from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 from attnlib.ops.triton.hopper.kernels.value_columns import (
+    PART_ELEMENTS,
+    PART_KEYS,
     check_offset,
-    multiply_value_columns,
+    clear_value_parts,
+    first_columns,
+    multiply_value_parts,
+    product_columns,
     shared_memory_offset,
-    value_columns,
+    store_ones,
 )
 from attnlib.ops.triton.hopper.kernels.work_counter import (
     atomic_increment,
@@ -338,9 +343,11 @@ def value_loader(
     v_ring, mail_full, mail_empty, v_full, v_empty, RANGES: gl.constexpr, SHARED: gl.constexpr,
     TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, PARTS: gl.constexpr = 0,
 ):  # fmt: skip
-    """Load the values of the published work items. One warp."""
+    """Load the values of the published work items. One warp. PARTS: of values; 0 is undivided."""
+    SPARE: gl.constexpr = v_ring.shape[0] // STAGES - PARTS if PARTS > 0 else 0
+    DIVIDED: gl.constexpr = max(PARTS, 1)
     PAGE: gl.constexpr = max(BLOCK_SIZE, 1)
     mail = 0
     step = 0
@@ -363,7 +370,7 @@ def value_loader(
                 load_tile(
                     value_desc, table, pages, num_blocks, kv_head // SHARED, tile,
                     tile * BLOCK_N // PAGE - 32, v_ring, v_full, v_empty, step, BLOCK_SIZE,
-                    STAGES, "nhd")  # fmt: skip
+                    STAGES, "nhd", DIVIDED, SPARE)  # fmt: skip
                 step += 1
 
 
@@ -433,8 +440,15 @@ def _consumer(
 ):  # fmt: skip
     """Compute the 64 rows of consumer warpgroup WARPGROUP of each published work item."""
     WIDTH: gl.constexpr = q_tiles.shape[2]
-    WIDTH_V: gl.constexpr = v_ring.shape[2]
     BLOCK_N: gl.constexpr = k_ring.shape[1]
+    # Values in parts of 32 elements (`value_columns`), or undivided.
+    VALUE_PARTS: gl.constexpr = (DV + 31) // 32 if v_ring.shape[2] == PART_ELEMENTS else 0
+    SUMS: gl.constexpr = VALUE_PARTS > 0 and v_ring.shape[0] > STAGES * VALUE_PARTS
+    V_COLUMNS: gl.constexpr = product_columns(DV, VALUE_PARTS, SUMS) if VALUE_PARTS > 0 else 0
+    V_OFFSET: gl.constexpr = shared_memory_offset(
+        (2 * q_tiles.numel, 2 * k_ring.numel), 2 * v_ring.numel
+    )
+    WIDTH_V: gl.constexpr = v_ring.shape[2] if VALUE_PARTS == 0 else 64 * ((DV + 63) // 64)
     DTYPE: gl.constexpr = q_tiles.dtype
     COMPUTE: gl.constexpr = k_ring.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -456,12 +470,6 @@ def _consumer(
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK or EXACT
     RARELY: gl.constexpr = CONSUMERS == 3 and SKIP_BELOW is None
     THRESHOLD: gl.constexpr = _RESCALE_THRESHOLD if RARELY else 0
-    NARROW: gl.constexpr = value_columns(
-        DV, BLOCK_N, WIDTH_V, KV_KIND == KV_PLAIN and SKIP_BELOW is None
-    )
-    V_OFFSET: gl.constexpr = shared_memory_offset(
-        (2 * q_tiles.numel, 2 * k_ring.numel), 2 * v_ring.numel
-    )
     # With bounds, unmasked tiles have scores that the function does not change.
     FULL_SCORE: gl.constexpr = None if RANGES > 0 else SCORE
     FULL_SLOPE: gl.constexpr = None if RANGES > 0 else KEY_SLOPE
@@ -577,6 +585,9 @@ def _consumer(
             if THRESHOLD > 0:
                 row_sum = lane_sums(gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT))
             acc = gl.zeros([64, COLUMNS], gl.float32, O_LAYOUT)
+            if V_COLUMNS > 0:
+                # As wide as the scores, whatever the head size.
+                acc = gl.zeros([64, PART_KEYS], gl.float32, S_LAYOUT)
             if end > begin:
                 # Prologue: the last tile has no values of an earlier tile to multiply by.
                 stage = step % STAGES
@@ -612,7 +623,12 @@ def _consumer(
                         partial = partial & (seq_len % BLOCK_SIZE != 0)
                     if partial:
                         mbarrier.wait(v_full.index(stage), parity)
-                        clear_values(v_ring.index(stage), past_end, WARPGROUP, CONSUMERS)
+                        if V_COLUMNS > 0:
+                            clear_value_parts(
+                                v_ring, stage, past_end, WARPGROUP, CONSUMERS, VALUE_PARTS, STAGES
+                            )
+                        else:
+                            clear_values(v_ring.index(stage), past_end, WARPGROUP, CONSUMERS)
                 step += 1
 
                 if SKIP_BELOW is not None:
@@ -624,7 +640,7 @@ def _consumer(
                             factor, k_factor, soft_cap, scale, positions, head, request, aux,
                             slopes, column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True,
                             CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                            KEY_PARTS, THRESHOLD, NARROW, V_OFFSET)  # fmt: skip
+                            KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET, SUMS)  # fmt: skip
                         step += 1
                     acc, weights, row_max, row_sum, kept, step = attend_kept_tiles(
                         q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
@@ -648,7 +664,7 @@ def _consumer(
                                 k_factor, soft_cap, scale, positions, head, request, aux, slopes,
                                 column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT,
                                 HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                                KEY_PARTS, THRESHOLD, NARROW, V_OFFSET)  # fmt: skip
+                                KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET, SUMS)  # fmt: skip
                             step += 1
                         for back in range(0, full_end - full_begin):
                             tile = tile_at(full_end - 1 - back, after_gap, gap, RANGES)
@@ -658,7 +674,7 @@ def _consumer(
                                 k_factor, soft_cap, scale, positions, head, request, aux, slopes,
                                 column_tile, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES, False,
                                 CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                                KEY_PARTS, THRESHOLD, NARROW, V_OFFSET)  # fmt: skip
+                                KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET, SUMS)  # fmt: skip
                             step += 1
                         # The tiles that are left, as if the last one had been visited above.
                         end = full_begin + 1
@@ -672,7 +688,7 @@ def _consumer(
                             k_factor, soft_cap, scale, positions, head, request, aux, slopes,
                             column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT,
                             HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                            KEY_PARTS, THRESHOLD, NARROW, V_OFFSET)  # fmt: skip
+                            KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET, SUMS)  # fmt: skip
                         step += 1
                     for back in range(0, full_end - full_begin):
                         acc, weights, row_max, row_sum = overlapped_step(
@@ -681,7 +697,7 @@ def _consumer(
                             row_last, factor, k_factor, soft_cap, scale, positions, head, request,
                             aux, slopes, column_tile, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES,
                             False, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                            KEY_PARTS, THRESHOLD, NARROW, V_OFFSET)  # fmt: skip
+                            KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET, SUMS)  # fmt: skip
                         step += 1
                     if CHECK_LEFT or RANGES > 0:
                         for back in range(0, full_begin - begin):
@@ -691,14 +707,17 @@ def _consumer(
                                 row_last, factor, k_factor, soft_cap, scale, positions, head,
                                 request, aux, slopes, column_tile, SCORE, RAW_SCORE, KEY_SLOPE,
                                 STAGES, True, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS,
-                                COPIED, PART, KEY_PARTS, THRESHOLD, NARROW, V_OFFSET)  # fmt: skip
+                                COPIED, PART, KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET,
+                                SUMS)  # fmt: skip
                             step += 1
 
                     # Epilogue: the product with the values of the first tile, the last one visited.
                     stage = (step - 1) % STAGES
                     wait_for_tile(v_full, stage, ((step - 1) // STAGES) & 1, COPIED)
-                    if NARROW > 0:
-                        acc = multiply_value_columns(weights, v_ring, stage, acc, NARROW, V_OFFSET)
+                    if V_COLUMNS > 0:
+                        acc = multiply_value_parts(
+                            weights, v_ring, stage, acc, V_COLUMNS, STAGES, V_OFFSET
+                        )
                     else:
                         acc = multiply_values(
                             unpack_weights(weights, COMPUTE, P_LAYOUT), v_ring.index(stage), acc,
@@ -706,15 +725,16 @@ def _consumer(
                     acc = warpgroup_mma_wait(0, deps=[acc])
                     mbarrier.arrive(v_empty.index(stage), count=1)
 
-            if NARROW > 0:
-                # The other columns are zero already. The compiler keeps no registers for them, and
-                # omits their rescaling, if it sees that.
-                columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, O_LAYOUT))
-                acc = gl.where((columns < NARROW)[None, :], acc, 0.0)
             if KV_KIND != KV_PLAIN:
                 row_sum = row_sum * (1.0 / WEIGHT_SCALE)
-            if THRESHOLD > 0:
+            if SUMS:
+                columns = gl.arange(0, PART_KEYS, gl.SliceLayout(0, S_LAYOUT))
+                is_sum = (columns == V_COLUMNS - 8)[None, :]
+                row_sum = gl.sum(gl.where(is_sum, acc, 0.0), 1)
+            elif THRESHOLD > 0:
                 row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW)
+            if V_COLUMNS > 0:
+                acc = first_columns(acc, DV, O_LAYOUT)
             finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
             acc_scale = gl.full([64], 1.0, gl.float32, ROW)
             if HAS_SINK:
@@ -778,6 +798,7 @@ def hopper_prefill_kernel(
     CONVERTER_WARPS: gl.constexpr, CONVERTER_REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
     STRIDES: gl.constexpr,
     SPLIT_V: gl.constexpr, KEY_PARTS: gl.constexpr, SKIP_BELOW: gl.constexpr,
+    VALUE_PARTS: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 warps per consumer and 1 + 1 loader warps.
 
@@ -805,6 +826,8 @@ def hopper_prefill_kernel(
         SKIP_BELOW: base-2 logarithm of the weight below which tiles are left out (`skipping`), or
             None; only without windows, chunks, score functions, float8 and gathered rows.
         SPLIT_V: the consumers share 64 query rows, and each has a part of the value elements.
+        VALUE_PARTS: parts of 32 elements of the values of up to 127 elements (`value_columns`), or
+            0; only with tiles of 128 keys, a 16-bit cache, and neither SKIP_BELOW nor STRIDES.
     """
     aux = (
         aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,
@@ -823,12 +846,21 @@ def hopper_prefill_kernel(
         QUERY, [Q_STAGES * QUERY_BLOCKS * KEY_PARTS, 64, WIDTH], Q_SHARED
     )
     k_ring = gl.allocate_shared_memory(COMPUTE, [STAGES * KEY_PARTS, BLOCK_N, WIDTH], K_SHARED)
-    v_ring = gl.allocate_shared_memory(COMPUTE, [STAGES, BLOCK_N, WIDTH_V], V_SHARED)
-    if value_columns(DV, BLOCK_N, WIDTH_V, KV_KIND == KV_PLAIN and SKIP_BELOW is None) > 0:
-        check_offset(
-            v_ring,
-            shared_memory_offset((2 * q_tiles.numel, 2 * k_ring.numel), 2 * v_ring.numel),
+    if VALUE_PARTS > 0:
+        SPARE: gl.constexpr = 1 if VALUE_PARTS < 4 and not HAS_LSE else 0
+        PART_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+            [PART_KEYS, PART_ELEMENTS], COMPUTE
         )
+        v_ring = gl.allocate_shared_memory(
+            COMPUTE, [STAGES * (VALUE_PARTS + SPARE), PART_KEYS, PART_ELEMENTS], PART_SHARED
+        )
+        check_offset(
+            v_ring, shared_memory_offset((2 * q_tiles.numel, 2 * k_ring.numel), 2 * v_ring.numel)
+        )
+        if SPARE > 0:
+            store_ones(v_ring, VALUE_PARTS, STAGES)
+    else:
+        v_ring = gl.allocate_shared_memory(COMPUTE, [STAGES, BLOCK_N, WIDTH_V], V_SHARED)
     READERS: gl.constexpr = CONSUMERS + 1 + int(KV_KIND != KV_PLAIN) - int(COPIED)
     mailbox, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = (
         allocate_barriers(FIELDS, STAGES, Q_STAGES, CONSUMERS, READERS, LOADERS)
@@ -947,7 +979,7 @@ def hopper_prefill_kernel(
                     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
                     mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, RANGES, SHARED,
                     TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK)),
+                    HAS_CHUNK, VALUE_PARTS)),
             ],
             [4, 4, 1, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -1022,7 +1054,7 @@ def hopper_prefill_kernel(
                     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
                     mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, RANGES, SHARED,
                     TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK)),
+                    HAS_CHUNK, VALUE_PARTS)),
             ],
             [4, 1, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

@@ -16,7 +16,7 @@ __all__ = ["load_tile"]
 def load_tile(
     cache, table, pages, num_blocks, kv_head, tile, later_page, ring, full, empty, step,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
-    PARTS: gl.constexpr = 1,
+    PARTS: gl.constexpr = 1, SPARE: gl.constexpr = 0,
 ):  # fmt: skip
     """Issue the TMA loads of key tile `tile` into stage `step % STAGES` of the ring.
 
@@ -34,19 +34,22 @@ def load_tile(
         empty: mbarriers that count the consumers that have released a stage.
         step: number of tiles that this loader has loaded.
         LAYOUT: of the cache, see `cache_tiles`.
-        PARTS: the ring is [STAGES * PARTS, BLOCK_N, width], and a row has PARTS * width elements.
+        PARTS: the ring is [STAGES * (PARTS + SPARE), BLOCK_N, width], and a row has PARTS * width
+            elements.
+        SPARE: tiles of a stage that are not loaded.
     """
     if BLOCK_SIZE == 0:
-        _load_rows(cache, table, kv_head, tile, ring, full, empty, step, STAGES, PARTS)
+        _load_rows(cache, table, kv_head, tile, ring, full, empty, step, STAGES, PARTS, SPARE)
     else:
         _load_pages(
             cache, table, pages, num_blocks, kv_head, tile, later_page, ring, full, empty, step,
-            BLOCK_SIZE, STAGES, LAYOUT, PARTS)  # fmt: skip
+            BLOCK_SIZE, STAGES, LAYOUT, PARTS, SPARE)  # fmt: skip
 
 
 @gluon.jit
 def _load_rows(
-    cache, table, kv_head, tile, ring, full, empty, step, STAGES: gl.constexpr, PARTS: gl.constexpr
+    cache, table, kv_head, tile, ring, full, empty, step, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, SPARE: gl.constexpr,
 ):  # fmt: skip
     """Issue the loads of a tile of keys without pages. Rows past the request's last one are those
     of the next request."""
@@ -62,7 +65,7 @@ def _load_rows(
             cache,
             [0, kv_head, row, part * ring.shape[2]],
             full.index(stage),
-            ring.index(stage * PARTS + part),
+            ring.index(stage * (PARTS + SPARE) + part),
         )
 
 
@@ -70,7 +73,7 @@ def _load_rows(
 def _load_pages(
     cache, table, pages, num_blocks, kv_head, tile, later_page, ring, full, empty, step,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
-    PARTS: gl.constexpr,
+    PARTS: gl.constexpr, SPARE: gl.constexpr,
 ):  # fmt: skip
     """Issue the loads of a tile, a box for each page or for the part of a page."""
     BLOCK_N: gl.constexpr = tile_keys(ring.shape, LAYOUT)
@@ -90,10 +93,10 @@ def _load_pages(
         page = gl.load(table + column, mask=column < pages, other=num_blocks)
         blocks = blocks + (page,)
     stage = step % STAGES
-    if PARTS == 1:
+    if PARTS + SPARE == 1:
         buffer = ring.index(stage)
     else:
-        buffer = ring.index(stage * PARTS)
+        buffer = ring.index(stage * (PARTS + SPARE))
     # Wait until all consumers have released the tile that the stage held STAGES steps ago. The
     # parity is inverted, so that the first pass over the ring does not wait.
     mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
@@ -126,5 +129,5 @@ def _load_pages(
                     cache,
                     [blocks[box], kv_head, first, part * ring.shape[2]],
                     full.index(stage),
-                    ring.index(stage * PARTS + part).slice(box * BOX, BOX, 0),
+                    ring.index(stage * (PARTS + SPARE) + part).slice(box * BOX, BOX, 0),
                 )
