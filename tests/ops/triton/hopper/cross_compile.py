@@ -89,6 +89,11 @@ CASES: dict[str, dict[str, Any]] = {
         "sinks": True,
         "tile": {"consumers": 3, "consumer_registers": 160, "producer_registers": 24},
     },
+    "64-three-consumers-cap": {
+        "d": 64,
+        "cap": 50.0,
+        "tile": {"consumers": 3, "consumer_registers": 160, "producer_registers": 24},
+    },
     "64-sinks-window": {"d": 64, "group": 8, "sinks": True, "window": (127, 0)},
     "64-sinks-bf16": {"d": 64, "group": 8, "sinks": True, "sinks_dtype": BF16},
     "80": {"d": 80},

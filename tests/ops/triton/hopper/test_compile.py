@@ -38,6 +38,7 @@ SAMPLE = [
     "packed-decode-80-mqa", "128-e4m3-all",
     "decode-128-e4m3-all", "decode-256-e4m3-most-rows", "decode-64-int8-tokens-all",
     "decode-128-int4", "decode-128-int4-warp-all", "128-page1", "512", "80",
+    "64-three-consumers-cap",
 ]  # fmt: skip
 CASES = [*SAMPLE, *(case for case in EVERY_CASE if case not in SAMPLE)]
 MAX_STACK = 304

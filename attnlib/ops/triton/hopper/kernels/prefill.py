@@ -51,6 +51,7 @@ from attnlib.ops.triton.hopper.kernels.converter import converter
 from attnlib.ops.triton.hopper.kernels.gather import GATHER_THREADS, gather_tile
 from attnlib.ops.triton.hopper.kernels.mailbox import publish, receive
 from attnlib.ops.triton.hopper.kernels.mainloop import (
+    BOUNDED,
     multiply_keys,
     multiply_parts,
     multiply_values,
@@ -468,7 +469,8 @@ def _consumer(
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK or EXACT
-    RARELY: gl.constexpr = CONSUMERS == 3 and SKIP_BELOW is None
+    # `bounded_softmax` has no running maximum, and its sums are those of rows.
+    RARELY: gl.constexpr = CONSUMERS == 3 and SKIP_BELOW is None and HAS_CAP != BOUNDED
     THRESHOLD: gl.constexpr = _RESCALE_THRESHOLD if RARELY else 0
     # With bounds, unmasked tiles have scores that the function does not change.
     FULL_SCORE: gl.constexpr = None if RANGES > 0 else SCORE
