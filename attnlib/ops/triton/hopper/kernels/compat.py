@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 __all__ = [
     "TensorDescriptor", "arrive_after_copies", "consumers_sync", "copy_to_shared", "exp2",
     "launch_dependent_grids", "load_box", "log2", "opaque_zero", "partition_barrier",
-    "prefetch_l1", "reinterpret", "wait_on_dependent_grids",
+    "prefetch_l1", "reinterpret", "store_in_l2", "wait_on_dependent_grids",
 ]  # fmt: skip
 
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -100,6 +100,29 @@ def launch_dependent_grids():
     """
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def store_in_l2(pointers, values, mask):
+    """Store float32 values that the L2 cache keeps while other data streams through it.
+
+    For values that a later kernel reads, among keys and values that are read once.
+    """
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred %p;
+        .reg .b64 %policy;
+        setp.ne.s32 %p, $3, 0;
+        createpolicy.fractional.L2::evict_last.b64 %policy, 1.0;
+        @%p st.global.L2::cache_hint.f32 [$1], $2, %policy;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,f,r",
+        [pointers.to(gl.int64, bitcast=True), values, mask.to(gl.int32)],
+        gl.int32,
+        False,
+        1,
     )
 
 

@@ -26,6 +26,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     exp2,
     launch_dependent_grids,
     partition_barrier,
+    store_in_l2,
     wait_on_dependent_grids,
 )
 from attnlib.ops.triton.hopper.kernels.decode import (
@@ -262,10 +263,10 @@ def _consumer(
                     WIDTH_V, BLOCK_N)  # fmt: skip
                 if bottom > begin:
                     index = (first_partial + slots) * rows + row
-                    gl.store(
+                    store_in_l2(
                         partials + (index * DV)[None, :] + lanes[:, None],
                         total,
-                        mask=valid[None, :] & (lanes < DV)[:, None],
+                        valid[None, :] & (lanes < DV)[:, None],
                     )
                     gl.store(partial_maxima + index, total_max, mask=valid)
                     gl.store(partial_maxima + num_partials + index, total_sum, mask=valid)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnlib.ops.triton.hopper.kernels.column_softmax import mask_columns
-from attnlib.ops.triton.hopper.kernels.compat import exp2, partition_barrier
+from attnlib.ops.triton.hopper.kernels.compat import exp2, partition_barrier, store_in_l2
 from attnlib.ops.triton.hopper.kernels.decode import clear_tile
 from attnlib.ops.triton.hopper.kernels.segments import (
     add_column_sums,
@@ -135,10 +135,10 @@ def add_column_segment(
     part_sum = sum_columns(sums, COLUMN)
     if continued:
         index = (first_partial + slot) * rows + row
-        gl.store(
+        store_in_l2(
             partials + (index * DV)[None, :] + lanes[:, None],
             acc,
-            mask=complete[None, :] & (lanes < DV)[:, None],
+            complete[None, :] & (lanes < DV)[:, None],
         )
         gl.store(partial_maxima + index, row_max, mask=complete)
         gl.store(partial_maxima + num_partials + index, part_sum, mask=complete)
