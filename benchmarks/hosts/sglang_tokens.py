@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs of decodes")
     parser.add_argument("--ngram", action="store_true")
     parser.add_argument("--native", action="store_true", help="SGLang's operations in PyTorch")
@@ -54,7 +55,8 @@ def main() -> None:
     more: dict[str, Any] = SPECULATION if arguments.ngram else {}
     engine = sglang.Engine(
         model_path=str(folder), skip_tokenizer_init=True, dtype=arguments.dtype,
-        attention_backend=arguments.backend, page_size=arguments.page_size,
+        kv_cache_dtype=arguments.kv_cache_dtype, attention_backend=arguments.backend,
+        page_size=arguments.page_size,
         disable_decode_cuda_graph=not arguments.graphs, disable_prefill_cuda_graph=True,
         mem_fraction_static=0.3, max_total_tokens=8192, max_running_requests=8,
         chunked_prefill_size=64, context_length=512, sampling_backend="pytorch",
@@ -69,8 +71,8 @@ def main() -> None:
     meta = [row["meta_info"] for row in outputs]
     row = {
         "backend": arguments.backend, "model": arguments.model, "dtype": arguments.dtype,
-        "page_size": arguments.page_size, "graphs": arguments.graphs,
-        "ngram": arguments.ngram, "native": arguments.native,
+        "kv": arguments.kv_cache_dtype, "page_size": arguments.page_size,
+        "graphs": arguments.graphs, "ngram": arguments.ngram, "native": arguments.native,
         "sglang": sglang.__version__, "engine_start_s": round(up, 1),
         "equal": sum(a == b for a, b in pairs), "of": len(pairs),
         "verify_steps": [entry.get("spec_verify_ct") for entry in meta] if more else None,
