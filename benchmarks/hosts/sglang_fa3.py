@@ -57,7 +57,13 @@ def _forward(*given: Any, **named: Any) -> Any:
 
 
 def _schedule(*given: Any, **named: Any) -> Any:
+    from sglang.srt.server_args import get_global_server_args
+
     values = _arguments(_SCHEDULE, given, named)
+    # SGLang captures with one key per request. In vLLM's build the form of a schedule depends on
+    # this bound, and must be that of `_forward`, which has the width of the page table.
+    longest = get_global_server_args().context_length or 0
+    values["max_seqlen_k"] = max(values["max_seqlen_k"], longest)
     return torch.ops._vllm_fa3_C.get_scheduler_metadata(*values.values())
 
 

@@ -9,7 +9,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import UnsupportedConfigError
-from attnlib.integrations.sglang.batch import common_metadata, rejections
+from attnlib.integrations.sglang.batch import common_metadata, rejections, sequence_lengths
 from attnlib.integrations.sglang.graph_buffers import GraphBuffers
 from attnlib.layer import Attention
 from attnlib.metadata.common import CommonAttentionMetadata
@@ -54,6 +54,7 @@ class AttnlibAttentionBackend(AttentionBackend):
         self._graph_limits: BatchLimits | None = None
         self._buffers: GraphBuffers | None = None
         self._common: CommonAttentionMetadata | None = None
+        self._host_lengths: torch.Tensor | None = None
         self._capturing = False
         self._batches: dict[AttentionSpec, Any] = {}
 
@@ -70,10 +71,11 @@ class AttnlibAttentionBackend(AttentionBackend):
         assert self._buffers is not None  # SGLang calls `init_cuda_graph_state` first
         common = self._buffers.fill(forward_batch, self._req_to_token)
         self._begin(common, capturing=in_capture)
+        self._host_lengths = sequence_lengths(forward_batch)
         if not in_capture:
             for (_, limits), builder in self._builders.items():
                 if limits is not None:
-                    builder.build(0, common)
+                    builder.build(0, self._common_of(builder))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what captured graphs read."""
@@ -159,8 +161,16 @@ class AttnlibAttentionBackend(AttentionBackend):
                     "request: pass --disable-decode-cuda-graph, or select another one with "
                     "ATTNLIB_BACKEND"
                 )
-            return builder.build_for_cudagraph_capture(self._common)
+            return builder.build_for_cudagraph_capture(self._common_of(builder))
         return builder.build(0, self._common)
+
+    def _common_of(self, builder: Any) -> CommonAttentionMetadata:
+        """The current batch of a graph, with host lengths only where the builder needs them: those
+        of a captured batch hold for no replay. On a CPU the batch's own tensor serves."""
+        assert self._common is not None
+        if not builder.needs_host_lengths or self._device.type == "cpu":
+            return self._common
+        return self._common.replace(seq_lens_cpu=self._host_lengths)
 
     def _layer(self, layer: Any, sinks: torch.Tensor | None) -> tuple[Attention, PagedKVCache]:
         found = self._layers.get(layer.layer_id)

@@ -8,7 +8,7 @@ import torch
 
 from attnlib.metadata.common import CommonAttentionMetadata
 
-__all__ = ["block_table", "common_metadata", "rejections", "step_lengths"]
+__all__ = ["block_table", "common_metadata", "rejections", "sequence_lengths", "step_lengths"]
 
 
 def rejections(runner: Any) -> list[str]:
@@ -63,6 +63,15 @@ def _bound(batch: Any, longest: int | None, more: int) -> int:
     return longest + more if longest is not None else int(batch.seq_lens.max()) + more
 
 
+def sequence_lengths(batch: Any) -> torch.Tensor | None:
+    """The sequence lengths with new tokens on the host, `[R]` int32; None if SGLang has none."""
+    if batch.seq_lens_cpu is None:
+        return None
+    drafted = batch.spec_info.draft_token_num if batch.forward_mode.is_target_verify() else 0
+    lengths: torch.Tensor = batch.seq_lens_cpu.to(torch.int32) + int(drafted)
+    return lengths
+
+
 def block_table(
     req_to_token: torch.Tensor, requests: torch.Tensor, max_seq_len: int, page_size: int
 ) -> torch.Tensor:
@@ -87,15 +96,11 @@ def common_metadata(
         host_lengths = torch.as_tensor(new.cpu() if known is None else known, dtype=torch.int32)
     starts = torch.zeros(requests + 1, dtype=torch.int32)
     torch.cumsum(host_lengths, 0, out=starts[1:])
-    host_seq_lens = None
-    if batch.seq_lens_cpu is not None:
-        added = new if batch.forward_mode.is_target_verify() else 0
-        host_seq_lens = batch.seq_lens_cpu.to(torch.int32) + added
     return CommonAttentionMetadata(
         query_start_loc=starts.to(device, non_blocking=True),
         query_start_loc_cpu=starts,
         seq_lens=seq_lens.to(torch.int32),
-        seq_lens_cpu=host_seq_lens,
+        seq_lens_cpu=sequence_lengths(batch),
         num_reqs=requests,
         num_actual_tokens=int(starts[-1]),
         max_query_len=int(host_lengths.max()) if requests else 0,

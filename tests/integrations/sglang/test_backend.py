@@ -163,13 +163,37 @@ def test_a_replay_builds_the_metadata_of_its_batch(
     backend.forward_decode(*tensors(2), layer, first)
     (builder,) = backend._builders.values()
     built = []
-    monkeypatch.setattr(
-        builder, "build", lambda prefix, common: built.append(common.seq_lens.tolist())
-    )
+
+    def build(prefix: int, common: Any) -> None:
+        built.append((common.seq_lens.tolist(), common.seq_lens_cpu))
+
+    monkeypatch.setattr(builder, "build", build)
     backend.init_forward_metadata_out_graph(engine.batch(Mode.DECODE, [1, 1], [90, 33]))
-    assert built == [[90, 33]]
+    assert built == [([90, 33], None)]
     eager = engine.batch(Mode.DECODE, [1, 1], [91, 34])
     backend.init_forward_metadata(eager)
+    assert len(built) == 1
+
+
+@pytest.mark.parametrize(("mode", "query_len"), [(Mode.DECODE, 1), (Mode.TARGET_VERIFY, 4)])
+def test_builders_of_graphs_get_host_lengths_if_they_need_them(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch, mode: Mode, query_len: int
+) -> None:
+    """FlashInfer's does. SGLang's lengths do not contain the drafted tokens."""
+    engine, layer = Engine(16), make_layer()
+    backend = engine.backend
+    backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * query_len)
+    first = engine.batch(mode, [query_len] * 2, [20, 40])
+    backend.init_forward_metadata_out_graph(first, in_capture=True)
+    backend.forward_extend(*tensors(2 * query_len), layer, first)
+    (builder,) = backend._builders.values()
+    built = []
+    assert builder.needs_host_lengths
+    monkeypatch.setattr(backend, "_device", torch.device("cuda"))
+    monkeypatch.setattr(
+        builder, "build", lambda prefix, common: built.append(common.seq_lens_cpu.tolist())
+    )
+    backend.init_forward_metadata_out_graph(engine.batch(mode, [query_len] * 2, [90, 33]))
     assert built == [[90, 33]]
 
 
