@@ -98,6 +98,7 @@ _EXPANDED: dict[str, Any] = {
     "num_kv_heads": 128,
     "head_size": 192,
     "head_size_v": 128,
+    "block_size": 128,  # of the keys that `LatentAttention` expands
 }
 _MLA = _cases(
     ("mla-decode-1x8k-16heads", "q1s8k", _latent(16)),

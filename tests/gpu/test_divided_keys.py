@@ -20,6 +20,10 @@ pytestmark = [pytest.mark.gpu, needs_gpu]
 CASES: dict[str, dict[str, Any]] = {
     "expanded latents": {"sizes": (192, 128), "heads": (4, 4)},
     "blocks of 128, bidirectional": {"sizes": (192, 128), "block_size": 128, "causal": False},
+    "blocks of 128": {"sizes": (192, 128), "block_size": 128},
+    "groups of 4, blocks of 64": {"sizes": (192, 128), "heads": (8, 2), "block_size": 64},
+    "a group of 64": {"sizes": (192, 128), "heads": (64, 1)},
+    "float16": {"sizes": (192, 128), "dtype": torch.float16, "block_size": 128},
     "equal sizes": {"sizes": (192, 192), "heads": (8, 2)},
     "smallest size, staged output": {"sizes": (136, 64), "heads": (8, 2), "dtype": torch.float16},
     "group of 3, without a box of queries": {"sizes": (160, 128), "heads": (6, 2)},
