@@ -286,6 +286,7 @@ CHECKS: Mapping[str, _Check] = {
         lambda s: s.skip_softmax_threshold,
         "skip_softmax_threshold={spec.skip_softmax_threshold}",
     ),
+    "allow_fp8_queries": lambda spec, caps: None,  # a permission, which no backend has to use
     "use_mla": _flag("mla", lambda s: s.use_mla, "multi-head latent attention"),
     "needs_lse": _flag("lse", lambda s: s.needs_lse, "returning the LSE"),
     "kv_sharing": _flag("kv_sharing", lambda s: s.kv_sharing, "sharing another layer's cache"),

@@ -113,6 +113,8 @@ class AttentionSpec:
             which is under one softmax with the layer's own keys (M17); None for none.
         skip_softmax_threshold: weight, relative to the largest weight of its row, below which a
             backend may leave out keys (M18); None leaves none out.
+        allow_fp8_queries: over an e4m3 cache, prefills may round queries and weights to e4m3
+            (M19).
         use_mla: multi-head latent attention: one latent KV head whose value is a prefix of its key
             (`value_cache` aliases `key_cache`, P10). Queries are absorbed (M12).
         needs_lse: the caller needs the log of the softmax denominator (M5).
@@ -146,6 +148,7 @@ class AttentionSpec:
     key_selection: KeySelection | None = None
     compressed_entries: CompressedEntries | None = None
     skip_softmax_threshold: float | None = None
+    allow_fp8_queries: bool = False
     use_mla: bool = False
     needs_lse: bool = False
     kv_sharing: bool = False
@@ -232,6 +235,24 @@ class AttentionSpec:
             )
 
         self._check_skip_softmax()
+        self._check_fp8_queries()
+
+    def _check_fp8_queries(self) -> None:
+        if not self.allow_fp8_queries:
+            return
+        if self.kv_dtype != torch.float8_e4m3fn or self.kv_format.scales_in_page:
+            raise ContractError(
+                f"allow_fp8_queries=True with kv_cache_dtype={self.kv_cache_dtype}: queries are "
+                "rounded to the elements of an e4m3 cache; use kv_cache_dtype='fp8_e4m3', or leave "
+                "it False",
+                rule="M19",
+            )
+        if self.batch_invariant:
+            raise ContractError(
+                "allow_fp8_queries=True with batch_invariant=True: decodes do not round queries, "
+                "so the bits of a row would depend on the batch; drop one of them",
+                rule="M19",
+            )
 
     def _check_skip_softmax(self) -> None:
         threshold = self.skip_softmax_threshold

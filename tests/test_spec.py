@@ -28,6 +28,14 @@ BASE = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloa
             {"skip_softmax_threshold": 0.1, "batch_invariant": True},
             "skip_softmax_threshold=0.1 with batch_invariant=True",
         ),
+        (
+            {"allow_fp8_queries": True, "kv_cache_dtype": "fp8_e5m2"},
+            "queries are rounded to the elements of an e4m3 cache",
+        ),
+        (
+            {"allow_fp8_queries": True, "kv_cache_dtype": "fp8_e4m3", "batch_invariant": True},
+            "allow_fp8_queries=True with batch_invariant=True",
+        ),
         ({"window": (-1, 0)}, "window left=-1 must not be negative"),
         ({"window": (None, -5)}, "window right=-5 must not be negative"),
         ({"window": (3, 0), "sliding_window": 4}, "are both given: give one of them"),

@@ -24,7 +24,10 @@ _NUMBERS = (
     "sliding_window",
     "attention_chunk_size",
 )
-_SWITCHES = ("has_alibi", "has_sink", "use_mla", "needs_lse", "kv_sharing", "batch_invariant")
+_SWITCHES = (
+    "has_alibi", "has_sink", "allow_fp8_queries", "use_mla", "needs_lse", "kv_sharing",
+    "batch_invariant",
+)  # fmt: skip
 _WORDS = (
     "kv_cache_dtype",
     "kv_scale_kind",

@@ -32,6 +32,7 @@ class AttentionParams:
             -inf hides a key.
         score_function: changes the scores before the mask is applied (M10).
         skip_softmax_threshold: weight below which a tile of keys may be left out (M18); 0 is none.
+        allow_fp8_queries: prefills over an e4m3 cache may round queries and weights to e4m3 (M19).
         score_tensors: its layer and batch tensors by name; batch tensors have a row per request.
         k_scale: real key = stored key * k_scale; a number, or a float32 tensor of 1 or `[Hkv]`
             elements, from 2^-100 to 2^100. An element of a tensor outside these limits counts as
@@ -53,6 +54,7 @@ class AttentionParams:
     score_function: ScoreFunction | None = None
     score_tensors: Mapping[str, Tensor] = field(default_factory=dict)
     skip_softmax_threshold: float = 0.0
+    allow_fp8_queries: bool = False
     k_scale: float | Tensor = 1.0
     v_scale: float | Tensor = 1.0
 

@@ -86,6 +86,7 @@ class Case:
     key_selection: tuple[str, int, int, int] | None = None
     compressed: tuple[int, int, int] | None = None
     skip_softmax_threshold: float | None = None
+    allow_fp8_queries: bool = False
     selects_everything: bool = False
     use_mla: bool = False
     needs_lse: bool = False
@@ -182,6 +183,7 @@ class Case:
             key_selection=selection_of(self.key_selection),
             compressed_entries=entries_of(self.compressed),
             skip_softmax_threshold=self.skip_softmax_threshold,
+            allow_fp8_queries=self.allow_fp8_queries,
             use_mla=self.use_mla,
             needs_lse=self.needs_lse,
             kv_sharing=self.kv_sharing,

@@ -165,8 +165,21 @@ def _copies(spec: AttentionSpec, capability: tuple[int, int]) -> str:
         alibi=spec.has_alibi, bias=spec.mask_kind is MaskKind.QUERY_BIAS,
     ):  # fmt: skip
         return ""
-    dtype = str(spec.dtype).removeprefix("torch.")
-    return f"; from {COPIED_TOKENS} query tokens on: Hopper kernel over {dtype} copies"
+    copies = f"{str(spec.dtype).removeprefix('torch.')} copies"
+    if spec.allow_fp8_queries and _multiplies_float8(spec):
+        copies = "e4m3 copies, with queries and weights rounded to e4m3"
+    return f"; from {COPIED_TOKENS} query tokens on: Hopper kernel over {copies}"
+
+
+def _multiplies_float8(spec: AttentionSpec) -> bool:
+    """Whether prefills over copies have float8 products (`converted_prefill.multiplies_float8`)."""
+    return (
+        spec.head_size == spec.head_size_v == 128
+        and 64 % spec.group_size == 0
+        and not spec.has_sink
+        and spec.logits_soft_cap is None
+        and spec.skip_softmax_threshold is None
+    )
 
 
 def _selected_lines(spec: AttentionSpec, device: DeviceInfo, portable_only: bool) -> list[str]:

@@ -21,10 +21,15 @@ from attnlib.kv_dtype import page_format
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile
-from attnlib.ops.triton.hopper.descriptors import encode_views, encoded_descriptors
+from attnlib.ops.triton.hopper.descriptors import (
+    TransposedView,
+    encode_views,
+    encoded_descriptors,
+)
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper_prefill
 from attnlib.ops.triton.hopper.support import COPIED_BYTES, COPIED_GROUP, COPIED_TOKENS
 from attnlib.ops.triton.kernels.convert_cache import NO_SCALES, convert_cache_kernel
+from attnlib.ops.triton.kernels.float8_copy import float8_copy_kernel
 from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.sequence import (
@@ -40,12 +45,17 @@ from attnlib.ops.triton.launch.sequence import (
 from attnlib.ops.triton.launch.signature import LENGTH_STEP, length_class
 from attnlib.ops.triton.page_attention import page_kind, page_words
 
-__all__ = ["ConvertedPrefill", "copied_rows", "copied_sizes", "prepare_converted_prefill"]
+__all__ = [
+    "FLOAT8_TILE", "ConvertedPrefill", "copied_rows", "copied_sizes", "multiplies_float8",
+    "prepare_converted_prefill", "prepare_float8_prefill",
+]  # fmt: skip
 
 _TOKENS = 16
 """Tokens of a tile of the conversion."""
 
 _PROGRAMS_PER_SM = 8
+
+FLOAT8_TILE = HopperTile(128, 4, persistent=True, q_stages=2)
 
 
 def copied_rows(
@@ -73,6 +83,21 @@ def copied_rows(
     return count if 2 * count * key.shape[2] * sum(sizes) <= COPIED_BYTES else 0
 
 
+def multiplies_float8(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> bool:
+    """Whether prefills over copies have float8 products (M19)."""
+    group = query.shape[1] // key.shape[2]
+    return (
+        params.allow_fp8_queries
+        and key.dtype == torch.float8_e4m3fn
+        and key.shape[3] == value.shape[3] == 128
+        and group <= 64
+        and 64 % group == 0
+        and params.sinks is None
+        and params.logits_soft_cap == 0
+        and params.skip_softmax_threshold == 0
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class ConvertedPrefill:
     """The launches of one call signature, without addresses.
@@ -84,7 +109,7 @@ class ConvertedPrefill:
         numbers: the runtime numbers of the conversion.
         rows: rows of the copies.
         dtype: of the copies.
-        row_elements: elements of a row of the keys and of the values.
+        sizes: elements of the copies of the keys and of the values.
     """
 
     prefill: HopperPrefill
@@ -93,7 +118,7 @@ class ConvertedPrefill:
     numbers: tuple[int | None, ...]
     rows: int
     dtype: torch.dtype
-    row_elements: tuple[int, int]
+    sizes: tuple[int, int]
 
     needs_alignment: ClassVar[bool] = True
     as_bytes: ClassVar[bool] = False
@@ -139,7 +164,7 @@ class ConvertedPrefill:
         """The batch with memory for the copies, and with counters if it has none."""
         starts = batch.query_start_loc.shape[0]
         space = torch.empty(
-            self.rows * sum(self.row_elements) + 2 * starts,
+            sum(self.sizes) + 4 // self.dtype.itemsize * starts,
             dtype=self.dtype,
             device=batch.query_start_loc.device,
         )
@@ -183,8 +208,7 @@ class ConvertedPrefill:
         """
         space = batch.workspace
         assert space is not None  # see `with_scratch`
-        num_keys, num_values = (self.rows * elements for elements in self.row_elements)
-        end = num_keys + num_values
+        num_keys, end = self.sizes[0], sum(self.sizes)
         keys, values, starts = space[:num_keys], space[num_keys:end], space[end:].view(torch.int32)
         packed = batch._replace(seq_lens=starts, block_table=starts.unsqueeze(1))
         return packed, (keys, values, starts)
@@ -252,7 +276,60 @@ def prepare_converted_prefill(
         (*numbers, *key.stride()[:3], *value.stride()[:3], *strides),
         rows,
         query.dtype,
-        (num_kv_heads * sizes[0], num_kv_heads * sizes[1]),
+        (rows * num_kv_heads * sizes[0], rows * num_kv_heads * sizes[1]),
+    )
+
+
+def prepare_float8_prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    batch: BatchTensors,
+    params: AttentionParams,
+    limits: DeviceLimits,
+    rows: int,
+) -> ConvertedPrefill:
+    """Prepare the launches of calls like this one with float8 queries and products
+    (`kernels/float8_prefill.py`), over a cache of e4m3 elements.
+
+    Args:
+        rows: as `copied_rows` returns.
+    """
+    block_size, num_kv_heads, head_size = key.shape[1:]
+    num_reqs, head_size_v, tile = batch.seq_lens.shape[0], value.shape[3], FLOAT8_TILE
+    keys, values = (
+        torch.empty(1, rows, num_kv_heads, size, dtype=key.dtype, device="meta")
+        for size in (head_size, head_size_v)
+    )
+    # As in `kernels/float8_copy.py`.
+    columns = (rows + 144 * num_reqs + 143) // 16 * 16
+    lines = num_kv_heads * head_size_v
+    table = torch.empty(num_reqs + 1, 1, dtype=torch.int32, device="meta")
+    prefill = prepare_hopper_prefill(
+        query, keys, values, out, lse, batch._replace(block_table=table), params, tile, limits,
+        unpaged=True,
+        transposed=TransposedView((lines, columns), (head_size_v, tile.block_n)),
+    )  # fmt: skip
+    assert batch.block_table is not None
+    copy = BoundLaunch(
+        float8_copy_kernel,
+        (2 * limits.num_sms, 1, 1),
+        {
+            "NUM_KV_HEADS": num_kv_heads, "D": head_size, "DV": head_size_v,
+            "BLOCK_SIZE": block_size, "TOKENS": tile.block_n, "num_warps": 8,
+        },
+    )  # fmt: skip
+    numbers = (num_reqs, rows, batch.block_table.stride(0))
+    return ConvertedPrefill(
+        prefill,
+        copy,
+        (None, None),
+        (*numbers, *key.stride()[:3], *value.stride()[:3], *((None,) * 6)),
+        rows,
+        key.dtype,
+        (rows * num_kv_heads * head_size, lines * columns),
     )
 
 

@@ -20,7 +20,7 @@ from attnlib.ops.triton.launch.cache import LAUNCHES, LaunchCache
 from attnlib.ops.triton.launch.sequence import Lookup, Source
 
 __all__ = [
-    "CacheView", "PackedKeyView", "PackedValueView", "QueryView", "described",
+    "CacheView", "PackedKeyView", "PackedValueView", "QueryView", "TransposedView", "described",
     "descriptor_arguments", "encode_views", "encoded_descriptors",
 ]  # fmt: skip
 
@@ -196,7 +196,32 @@ class QueryView(NamedTuple):
         )
 
 
-_View = CacheView | PackedKeyView | PackedValueView | QueryView
+class TransposedView(NamedTuple):
+    """The same of transposed float8 values `[rows, columns]`, described as 16-bit words of two
+    neighboring columns.
+
+    Attributes:
+        shape: rows and columns of the tensor, which is contiguous.
+        box: rows and columns of one TMA box.
+    """
+
+    shape: tuple[int, int]
+    box: tuple[int, int]
+
+    @property
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Shape and strides of the descriptor."""
+        rows, columns = self.shape
+        return [rows, columns // 2], [columns // 2, 1]
+
+    def describe(self, pointer: int) -> TensorDescriptor:
+        """The descriptor of values at this address."""
+        box = [self.box[0], self.box[1] // 2]
+        layout = gl.NVMMASharedLayout.get_default_for(box, tl.int16)
+        return TensorDescriptor(_Address(pointer, torch.int16), *self.sizes, box, layout)
+
+
+_View = CacheView | PackedKeyView | PackedValueView | QueryView | TransposedView
 
 
 def descriptor_arguments(

@@ -27,7 +27,9 @@ from attnlib.ops.triton.hopper.converted_prefill import (
     ConvertedPrefill,
     copied_rows,
     copied_sizes,
+    multiplies_float8,
     prepare_converted_prefill,
+    prepare_float8_prefill,
 )
 from attnlib.ops.triton.hopper.decode_plan import (
     HopperDecode,
@@ -172,6 +174,8 @@ def select_prefill(
     if key.element_size() == 1 or gathers(key.shape[1]):
         sizes = key.shape[3], value.shape[3]
         copied = copied_rows(key, sizes, batch, params, max_query_len, group)
+    if copied and multiplies_float8(query, key, value, params):
+        return prepare_float8_prefill(query, key, value, out, lse, batch, params, limits, copied)
     tile = choose_hopper_tile(
         key.shape[3], value.shape[3], cache_bytes=2 if copied else key.element_size(),
         rows=min(1 << 20, 1 << max(0, rows - 1).bit_length()),

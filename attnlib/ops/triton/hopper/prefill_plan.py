@@ -23,6 +23,7 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
 from attnlib.ops.triton.hopper.descriptors import (
     CacheView,
     QueryView,
+    TransposedView,
     described,
     descriptor_arguments,
     encode_views,
@@ -119,7 +120,7 @@ class HopperPrefill:
     tile: HopperTile
     num_kv_heads: int
     shared: int
-    views: tuple[CacheView, CacheView]
+    views: tuple[CacheView, CacheView | TransposedView]
     query_view: QueryView | None
     scale: float
     scales: tuple[Source | None, Source | None]
@@ -241,7 +242,8 @@ class HopperPrefill:
         heads, (key_view, value_view) = self.num_kv_heads, self.views
         if self.tile.sections and self.num_items >= _FEW_ITEMS_PER_SM * self.limits.num_sms:
             width = self.key_parts * key_view.width
-            heads = choose_section(heads, max_seq_len, width + value_view.width)
+            width_v = width if isinstance(value_view, TransposedView) else value_view.width
+            heads = choose_section(heads, max_seq_len, width + width_v)
         return heads * self.shared
 
     def _lookups(self, direct: bool, of_caches: bool) -> tuple[Lookup, ...]:
@@ -298,13 +300,14 @@ def prepare_hopper_prefill(
     one_head: bool = False,
     invariant: bool = False,
     unpaged: bool = False,
+    transposed: TransposedView | None = None,
 ) -> HopperPrefill:
     """Prepare the launch of calls like this one with a given tile; at least one query and block.
 
     With `one_head` a work item has one query head, and uses `ScoreFunction.head_bounds`. With
     `invariant`, the batch-invariant kernel. With `unpaged`, keys and values `[1, Tk, Hkv, D]` are
     packed, and the batch has the first row of each request's keys as `seq_lens` and as
-    `block_table`.
+    `block_table`. With `transposed` values, the kernel with float8 products over packed keys.
     """
     num_tokens, num_heads, head_size = query.shape
     num_blocks, block_size, num_kv_heads, _ = key.shape
@@ -367,6 +370,9 @@ def prepare_hopper_prefill(
             constants["maxnreg"] = _REGISTERS // threads // 8 * 8
         # For each CTA, which has one work item at a time.
         totals_bytes = 4 * rows * width_v * limits.num_sms if width_v > 128 else 0
+    elif transposed is not None:
+        assert load_query
+        kernel, constants = _float8(constants)
     elif ranges["EXACT"] and _has_range_kernel(constants):
         kernel, constants = _range(constants)
     else:
@@ -386,7 +392,8 @@ def prepare_hopper_prefill(
         shared=shared,
         views=(
             CacheView.of(key, box, width),
-            CacheView.of(value, box, PART_ELEMENTS.value if value_parts else width_v),
+            transposed
+            or CacheView.of(value, box, PART_ELEMENTS.value if value_parts else width_v),
         ),
         query_view=query_view,
         scale=scale,
@@ -488,6 +495,21 @@ def _has_range_kernel(constants: dict[str, Any]) -> bool:
         and constants["KEY_PARTS"] == 1
         and bool(constants["LOAD_QUERY"] and constants["STAGED_STORE"])
     )
+
+
+_FLOAT8_CONSTANTS = (
+    "NUM_KV_HEADS", "GROUP", "WIDTH", "WIDTH_V", "TILE_TOKENS", "BLOCK_N", "STAGES", "Q_STAGES",
+    "CONSUMERS", "PERSISTENT", "CONSUMER_REGISTERS", "PRODUCER_REGISTERS", "CAUSAL", "HAS_LEFT",
+    "HAS_RIGHT", "HAS_CHUNK", "HAS_LSE", "K_SCALE_KIND", "V_SCALE_KIND", "num_warps",
+    "enable_fp_fusion", "launch_pdl",
+)  # fmt: skip
+
+
+def _float8(constants: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The kernel with float8 products and its compile-time arguments."""
+    from attnlib.ops.triton.hopper.kernels.float8_prefill import float8_prefill_kernel
+
+    return float8_prefill_kernel, {name: constants[name] for name in _FLOAT8_CONSTANTS}
 
 
 def _range(constants: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

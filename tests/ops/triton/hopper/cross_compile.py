@@ -25,6 +25,7 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.shared_decode import DecodeItem, schedule_items
 from attnlib.ops.triton.heuristics.device import limits_of
 from attnlib.ops.triton.heuristics.hopper_tiles import (
+    SHARED_MEMORY,
     choose_hopper_decode_tile,
     choose_hopper_tile,
     decode_shared_bytes,
@@ -32,7 +33,9 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
     with_short_ranges,
 )
 from attnlib.ops.triton.heuristics.tile_table import TileEntry, shipped_tables
+from attnlib.ops.triton.hopper.converted_prefill import FLOAT8_TILE
 from attnlib.ops.triton.hopper.decode_plan import launch_hopper_decode
+from attnlib.ops.triton.hopper.descriptors import TransposedView
 from attnlib.ops.triton.hopper.invariant_plan import (
     prepare_hopper_invariant_decode,
     prepare_hopper_invariant_prefill,
@@ -261,6 +264,22 @@ CASES: dict[str, dict[str, Any]] = {
         "scales": "tokens",
         "query": 4,
         "reqs": 16,
+    },
+    "128-float8-products": {
+        "unpaged": True,
+        "float8": True,
+        "cache": E4M3,
+        "scales": "heads",
+        "lse": True,
+    },
+    "128-float8-products-window": {
+        "unpaged": True,
+        "float8": True,
+        "cache": E4M3,
+        "scales": "tensor",
+        "window": (4095, 0),
+        "dtype": FP16,
+        "n": 128,
     },
     "decode-256-e4m3-most-rows": {
         "op": "hopper_decode",
@@ -562,6 +581,8 @@ def tile_of(name: str) -> Any:
     if options.get("op") == "hopper_decode":
         rows = options.get("group", 4) * options.get("query", 1)
         chosen: Any = choose_hopper_decode_tile(*sizes, cache_bits=_bits(cache), rows=rows)
+    elif options.get("float8"):
+        return FLOAT8_TILE
     else:
         has_score = "score" in options
         chosen = choose_hopper_tile(
@@ -603,7 +624,7 @@ def compile_case(name: str) -> dict[str, Any]:
     bits = _bits(cache)
     dv, heads = options.get("dv", d), options.get("group", 4) * kv_heads
     decode = options.get("op") == "hopper_decode"
-    has_score = "score" in options
+    has_score, float8 = "score" in options, options.get("float8")
     lengths = torch.zeros(options.get("reqs", 2), dtype=torch.int32)
     block_size = options.get("n", 16)
     stored = 8 * cache.itemsize // bits
@@ -657,9 +678,11 @@ def compile_case(name: str) -> dict[str, Any]:
             keys, values = keys.flatten(0, 1).unsqueeze(0), values.flatten(0, 1).unsqueeze(0)
             batch = BatchTensors(starts, starts, starts.unsqueeze(1), max_seq_len=64)
             out, lse = outputs.values()
+            transposed = TransposedView((kv_heads * dv, 1024), (dv, 128)) if float8 else None
             prepared = prepare_hopper_prefill(
-                query, keys, values, out, lse, batch, params, tile, limits_of(query), unpaged=True
-            )
+                query, keys, values, out, lse, batch, params, tile, limits_of(query), unpaged=True,
+                transposed=transposed,
+            )  # fmt: skip
             run_attention(prepared, batch, query, keys, values, out, lse, params)
         else:
             launch_hopper_prefill(*shapes, params, tile, max_seq_len=64, **outputs)
@@ -669,6 +692,8 @@ def compile_case(name: str) -> dict[str, Any]:
         **facts,
         "estimate": decode_shared_bytes(tile, d, dv, bits)
         if decode
+        else SHARED_MEMORY
+        if float8
         else shared_bytes(tile, d, dv, has_score),
         "loops": _key_loops(launch.kernel.asm["cubin"], (4, 12) if decode else (2, 3, 4, 5)),
     }
@@ -737,7 +762,7 @@ def _key_loops(cubin: bytes, groups: tuple[int, ...], stores: bool = False) -> l
         if (
             not any("USETMAXREG" in instruction for instruction in body)
             and (stores or not any("STG" in instruction for instruction in body))
-            and sum("HGMMA" in instruction and "gsb0" in instruction for instruction in body)
+            and sum("GMMA" in instruction and "gsb0" in instruction for instruction in body)
             in groups
         ):
             accesses.append(

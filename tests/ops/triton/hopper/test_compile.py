@@ -38,7 +38,7 @@ SAMPLE = [
     "packed-decode-80-mqa", "128-e4m3-all",
     "decode-128-e4m3-all", "decode-256-e4m3-most-rows", "decode-64-int8-tokens-all",
     "decode-128-int4", "decode-128-int4-warp-all", "128-page1", "512", "80",
-    "64-three-consumers-cap",
+    "64-three-consumers-cap", "128-float8-products",
 ]  # fmt: skip
 CASES = [*SAMPLE, *(case for case in EVERY_CASE if case not in SAMPLE)]
 MAX_STACK = 304
@@ -198,7 +198,7 @@ def test_loops_over_keys_are_asynchronous_and_in_registers(case: str, compiled: 
     # Tiles that may be left out keep more scalars, too.
     unmasked = {
         "128-all": 1, "128-group5": 3, "192-128": 1, "128-static": 1, "128-skip": 4,
-        "128-skip-cap": 4,
+        "128-skip-cap": 4, "128-float8-products": 1, "128-float8-products-window": 1,
     }.get(case, 0)  # fmt: skip
     if case in ENTRIES and ("head_size", 192, 192) in ENTRIES[case].ranges:
         unmasked = 1
@@ -210,6 +210,8 @@ def test_loops_over_keys_are_asynchronous_and_in_registers(case: str, compiled: 
     assert max(sorted(result["loops"])[:2]) <= unmasked, result["loops"]
     if "skip" in case:
         most = 12
+    if "float8-products" in case:
+        most = 48  # with Triton 3.9, in masked loops, which run once or twice per query tile
     assert max(result["loops"]) <= most, result["loops"]
 
 
