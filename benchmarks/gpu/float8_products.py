@@ -1,0 +1,122 @@
+"""Prefill with float8 queries and products (M19), beside bfloat16 and bfloat16 queries over float8.
+
+    python benchmarks/gpu/float8_products.py --out results/float8_products.json
+
+Keys and values are random e4m3 numbers; the bfloat16 cache holds the same numbers. Times are
+medians of replays of a CUDA graph, in turn, and include the copies of the cache. The error is that
+of the output, relative to attention over the same cache with the bfloat16 queries, which the
+`float8 cache` row computes. Retrieval: queries that are twice a key among 131072 others; the share
+whose output points to the value of that key (cosine above 0.95).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnlib.bench.provenance import provenance
+from attnlib.bench.timer import GraphTimer, measure_in_turn, warm_up
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.heuristics.device import limits_of
+from attnlib.ops.triton.hopper.dispatch import num_counters
+from attnlib.ops.triton.paged_prefill import paged_prefill
+
+HEADS, KV_HEADS, SIZE = 32, 8, 128
+CASES = ((16384, 128), (8192, 128), (32768, 128), (16384, 16))
+"""(tokens, block size)"""
+KEYS, NEEDLES = 131072, 4096
+
+
+def make_call(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_size: int, allow: bool
+) -> Any:
+    """The prefill of one request over pages with these keys and values, `[tokens, heads, size]`."""
+    torch.manual_seed(1)
+    device, blocks, length = query.device, len(key) // block_size, len(query)
+    pages = torch.randperm(blocks, device=device)
+    caches = []
+    for rows in (key, value):
+        cache = torch.empty(blocks, block_size, *rows.shape[1:], dtype=rows.dtype, device=device)
+        words = torch.uint8 if rows.dtype.itemsize == 1 else rows.dtype
+        cache.view(words)[pages] = rows.view(words).view(cache.shape)
+        caches.append(cache)
+    table = pages.to(torch.int32).view(1, -1)
+    starts = torch.tensor([0, length], device=device, dtype=torch.int32)
+    lengths = torch.tensor([len(key)], device=device, dtype=torch.int32)
+    counters = torch.zeros(num_counters(limits_of(query)), device=device, dtype=torch.int32)
+    params = AttentionParams(scale=SIZE**-0.5, allow_fp8_queries=allow)
+    out = torch.empty_like(query)
+
+    def call(_: int = 0) -> torch.Tensor:
+        paged_prefill(
+            query, *caches, table, starts, lengths, params, max_query_len=length,
+            max_seq_len=len(key), out=out, counters=counters,
+        )  # fmt: skip
+        return out
+
+    return call
+
+
+def random_numbers(length: int, heads: int) -> torch.Tensor:
+    """Random e4m3 numbers [length, heads, size]."""
+    return torch.randn(length, heads, SIZE, device="cuda").to(torch.float8_e4m3fn)
+
+
+def time_case(length: int, block_size: int) -> dict[str, Any]:
+    """The times and the errors of one case."""
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    query = torch.randn(length, HEADS, SIZE, device=device).bfloat16()
+    key, value = (random_numbers(length, KV_HEADS) for _ in range(2))
+    calls = {
+        "bfloat16": make_call(query, key.bfloat16(), value.bfloat16(), block_size, False),
+        "float8 cache": make_call(query, key, value, block_size, False),
+        "float8 products": make_call(query, key, value, block_size, True),
+    }
+    outputs = {name: warm_up(call, device) for name, call in calls.items()}
+    exact, found = (outputs[name].float() for name in ("float8 cache", "float8 products"))
+    timers = {name: GraphTimer(calls[name], 1, device, outputs[name]) for name in calls}
+    us = {name: result.us for name, result in measure_in_turn(timers, outputs).items()}
+    return {
+        "tokens": length, "block_size": block_size, "us": us,
+        "rate": {name: us["bfloat16"] / time for name, time in us.items()},
+        "output_error": float((found - exact).norm() / exact.norm()),
+    }  # fmt: skip
+
+
+def retrieve() -> dict[str, Any]:
+    """The share of queries that find their key, for each form of the prefill."""
+    torch.manual_seed(0)
+    key, value = (random_numbers(KEYS, 2) for _ in range(2))
+    needles = torch.randint(0, KEYS - NEEDLES, (NEEDLES,), device="cuda")
+    query = (2.0 * key[needles].float()).repeat_interleave(2, 1).bfloat16()
+    expected = value[needles].float().repeat_interleave(2, 1)
+    found = {}
+    for name, allow in (("float8 cache", False), ("float8 products", True)):
+        out = make_call(query, key, value, 16, allow)().float()
+        similarity = torch.nn.functional.cosine_similarity(out, expected, dim=-1)
+        found[name] = float((similarity > 0.95).float().mean())
+    return {"keys": KEYS, "queries": NEEDLES, "found": found}
+
+
+def main() -> None:
+    """Time all cases."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="JSON file of the results")
+    parser.add_argument("--commit", help="commit of attnlib, for copies without history")
+    options = parser.parse_args()
+    document: dict[str, Any] = {"provenance": provenance(commit=options.commit), "rows": []}
+    for case in (*CASES, None):
+        row = retrieve() if case is None else time_case(*case)
+        document["rows"].append(row)
+        print(json.dumps(row), flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
