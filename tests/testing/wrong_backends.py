@@ -775,6 +775,23 @@ class LargestThreshold(TorchImpl):
         return replace(params, skip_softmax_threshold=0.99 if params.skip_softmax_threshold else 0)
 
 
+class CoarseQueries(TorchImpl):
+    """Rounds float8 queries down to powers of two."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        if self.spec.allow_fp8_queries:
+            magnitude = query.float().abs().clamp(min=2.0**-100).log2().floor().exp2()
+            query = (magnitude * query.sign()).to(query.dtype)
+        super().forward(query, cache, metadata, output, lse)
+
+
 def _torch_with(impl: type[TorchImpl]) -> type[AttentionBackend]:
     """The torch backend with another implementation; it supports all formats."""
     return type(impl.__name__, (TorchBackend,), {"get_impl_cls": staticmethod(lambda: impl)})
@@ -836,6 +853,7 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "sink counted twice": (toy_with(SinkCountedTwice), "S2"),
     "threshold of weights in base e instead of 2": (_torch_with(LargerThreshold), "S4"),
     "threshold of weights ignored": (_torch_with(LargestThreshold), "S4"),
+    "queries of one significant bit": (_torch_with(CoarseQueries), "S5"),
     "sink counted in both key streams": (toy_with(SinkOfBothStreams), "S3"),
     "entries visible before their tokens are complete": (toy_with(IncompleteEntries), "S3"),
     "ignored entries": (toy_with(IgnoredEntries), "S3"),

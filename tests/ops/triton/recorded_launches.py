@@ -711,10 +711,15 @@ def check_copied_prefills() -> None:
     least = converted_prefill.COPIED_TOKENS
     converted_prefill.COPIED_TOKENS = 1
     try:
-        for lens, stored in (([64, 900], "fp8_e4m3"), ([9, 900, 900], "int8_per_token_head")):
-            step = Step([1 if x == 9 else 64 for x in lens], lens, stored=stored, size=128)
+        for lens, stored, changes, kernel in (
+            ([64, 900], "fp8_e4m3", {}, "convert_cache_kernel"),
+            ([9, 900, 900], "int8_per_token_head", {}, "convert_cache_kernel"),
+            ([9, 64, 900], "fp8_e4m3", {"allow_fp8_queries": True}, "float8_copy_kernel"),
+        ):
+            query_lens = [1 if x == 9 else 64 for x in lens]
+            step = Step(query_lens, lens, stored=stored, size=128, **changes)
             first, _ = step.record()
-            assert "convert_cache_kernel" in {record.kernel.split()[0] for record in first}
+            assert kernel in {record.kernel.split()[0] for record in first}
             again, through_triton = step.record()
             assert not through_triton and again == first, stored
     finally:
