@@ -1,7 +1,7 @@
 """The Hopper prefill with float8 products, over copies of a float8 cache.
 
-Queries are rounded to e4m3 with a scale per row; keys and values are those of the cache. Both
-products run at twice the rate of 16-bit ones.
+Queries are rounded to e4m3 with a power of two per row as scale; keys and values are those of the
+cache. Both products run at twice the rate of 16-bit ones.
 
 - WGMMA reads 8-bit operands only where the contracted dimension is contiguous, so the copies of the
   values are transposed, `[KV heads * elements, keys]`. In each 16 keys of a copy, key
@@ -44,7 +44,7 @@ from attnlib.ops.triton.hopper.kernels.prefill import (
     stage_rows,
     store_rows,
 )
-from attnlib.ops.triton.hopper.kernels.quantized import load_kv_scale
+from attnlib.ops.triton.hopper.kernels.quantized import load_kv_scale, query_powers
 from attnlib.ops.triton.hopper.kernels.schedule import visible_span, visited_tiles
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LN2,
@@ -57,7 +57,6 @@ __all__ = ["float8_prefill_kernel"]
 
 _WEIGHT_EXPONENT = gl.constexpr(8.0)
 """Weights are at most 2^8; the largest e4m3 number is 448, and the least normal one 2^-6."""
-_LARGEST = gl.constexpr(448.0)
 
 
 @gluon.jit
@@ -106,17 +105,22 @@ def value_column(first_row, request):
 
 @gluon.jit
 def _quantize_queries(source, target):
-    """Round queries [64, W] to e4m3 in `target`. Returns the scales of the rows [64]."""
+    """Round queries [64, W] to e4m3 in `target`, each row times the power of two that brings its
+    largest magnitude to [2^7, 2^8).
+
+    Returns:
+        The inverse powers [64]; NaN for rows with infinities.
+    """
     WIDTH: gl.constexpr = source.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     rows = source.load(LAYOUT).to(gl.float32)
     largest = gl.max(gl.abs(rows), 1)
-    scale = gl.where(largest > 0.0, largest / _LARGEST, 1.0)
-    target.store((rows / scale[:, None]).to(gl.float8e4nv))
+    power, inverse = query_powers(largest)
+    target.store((rows * (power * 2.0**-7)[:, None]).to(gl.float8e4nv))
     # WGMMA reads shared memory through the async proxy: fence, then wait for all four warps.
     fence_async_shared()
     partition_barrier()
-    return scale
+    return gl.where(largest == float("inf"), float("nan"), inverse * 2.0**7)
 
 
 @gluon.jit
