@@ -32,15 +32,14 @@ _TILE = 64
 """Latents of a tile: two tiles and the queries fill the shared memory."""
 _FEW_ROWS = 16
 """Query rows up to which latents are the rows of the products."""
-_FEW_REQUESTS = 16
-"""Requests up to which the kernel for few rows is the faster one. On an H200, it and the one for 64
-rows took 33 and 33 us for 8 requests of 8k latents, 57 and 53 us for 32 of 4k, 28 and 23 us for 32
-of 1k; nothing was measured between 8 and 32."""
 _LEAST_TILES = 2
 """Units of work of a range, at least: with shorter ones, combining takes longer than it saves."""
 _FEW_RESULTS = 1024
 """Rows of the output up to which one is combined by several programs."""
 _REGISTERS = {"CONSUMER_REGISTERS": 224, "LOADER_REGISTERS": 40}
+_FEW_ROWS_REGISTERS = {"LOADER_REGISTERS": 40, "maxnreg": 128}
+"""Two CTAs of 8 allocated warps share the registers of a multiprocessor; the consumers get what the
+others leave."""
 
 
 def latent_decode_workspace_bytes(
@@ -48,7 +47,6 @@ def latent_decode_workspace_bytes(
 ) -> int:
     """Workspace in bytes, as `hopper_decode_workspace_bytes`."""
     blocks = latent_head_blocks(num_heads)
-    # As many as any number of requests needs.
     resident = num_sms * (2 if num_heads // blocks * max_query_len <= _FEW_ROWS else 1)
     return hopper_decode_workspace_bytes(
         num_tokens, blocks, num_heads // blocks, max_query_len, LATENT_SIZES[1], resident
@@ -60,9 +58,9 @@ def _combine_tile(
 ) -> dict[str, int]:
     """Return the tile of the combine kernel, as `decode_plan.combine_tile`.
 
-    With few rows, four programs share a row. Each loads the splits that requests of equal lengths
-    have together, in at most 64 registers of each thread. The number of requests counts as a power
-    of 2, so that a warm-up over powers of 2 compiles every variant.
+    With few rows, up to four programs share a row. Each loads the splits that requests of equal
+    lengths have together, in at most 64 registers of each thread. The number of requests counts as
+    a power of 2, so that a warm-up over powers of 2 compiles every variant.
     """
     if num_rows > _FEW_RESULTS:
         # Most programs of many requests only see that there is one split: fewer take less time.
@@ -71,15 +69,13 @@ def _combine_tile(
         return {"HEADS": heads, "PARTS": 1, "DV_PAD": head_size_v, "STEP": 4, "num_warps": warps}
     splits = num_ranges // triton.next_power_of_2(num_reqs) + 2
     step = min(64, max(16, triton.next_power_of_2(splits)))
+    # 32 requests of 16 heads take 50.3 us with one program for each row, and 51.0 with four; 16
+    # requests 33.3 and 32.5 us.
+    parts = 1 if group <= _FEW_ROWS and num_rows > _FEW_RESULTS // 4 and step == 16 else 4
     return {
-        "HEADS": 1, "PARTS": 4, "DV_PAD": head_size_v // 4, "STEP": step, "num_warps": step // 16,
+        "HEADS": 1, "PARTS": parts, "DV_PAD": head_size_v // parts, "STEP": step,
+        "num_warps": step // (4 * parts),
     }  # fmt: skip
-
-
-def _has_few_rows(rows: int, num_reqs: int) -> bool:
-    """Return whether the kernel for up to 16 query rows serves a batch, in two CTAs for each
-    multiprocessor. Its splits are shorter, so that many requests take longer to combine."""
-    return rows <= _FEW_ROWS and num_reqs <= _FEW_REQUESTS
 
 
 def prepare_latent_decode(
@@ -107,7 +103,7 @@ def prepare_latent_decode(
     rows, (left, right) = group * max_query_len, params.window
     num_reqs = batch.query_start_loc.shape[0] - 1
     chunk, cap = params.attention_chunk_size, params.logits_soft_cap
-    few = _has_few_rows(rows, num_reqs)
+    few = rows <= _FEW_ROWS  # two CTAs of an SM
     resident = (max_ctas or limits.num_sms) * (2 if few else 1)
     ctas = workers_per_head(resident, head_blocks, 1) * head_blocks
     num_partials, stride_lt = 2 * ctas * rows, 0 if lse is None else lse.stride(0)
@@ -123,7 +119,7 @@ def prepare_latent_decode(
         "BLOCK_SIZE": block_size, "ROWS": _FEW_ROWS if few else LATENT_ROWS,
         "CAUSAL": bool(params.causal), "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
         "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0, "num_warps": 4,
-        "LEAST": _LEAST_TILES, **({} if few else _REGISTERS),
+        "LEAST": _LEAST_TILES, **(_FEW_ROWS_REGISTERS if few else _REGISTERS),
     }  # fmt: skip
     kernel = hopper_latent_few_heads_kernel if few else hopper_latent_decode_kernel
     combine = {
@@ -139,7 +135,7 @@ def prepare_latent_decode(
         scale_strides=(),
         views=(
             CacheView.of(key, box, head_size - head_size_v),
-            CacheView.of(value, box, head_size_v // 2),
+            CacheView.of(value, box, head_size_v // 4),
         ),
         scale=params.scale * float(params.k_scale),
         score_sizes=(),

@@ -29,6 +29,7 @@ from attnlib.ops.triton.hopper.kernels.decode import (
 )
 from attnlib.ops.triton.hopper.kernels.latent_tiles import (
     HIGH,
+    LOADS,
     LOW,
     PARTS,
     ROTARY_PART,
@@ -36,6 +37,7 @@ from attnlib.ops.triton.hopper.kernels.latent_tiles import (
     attend_both,
     attend_other,
     attend_own,
+    half_load,
     total_sum,
 )
 from attnlib.ops.triton.hopper.kernels.schedule import visible_span, visited_tiles
@@ -80,6 +82,20 @@ def load_part(descriptor, blocks, inside, target, full, START: gl.constexpr):
 
 
 @gluon.jit
+def _load_half(
+    descriptor, blocks, inside, target, k_full, TILE_INDEX: gl.constexpr, PART: gl.constexpr
+):
+    """Issue the TMA loads of half PART of the value elements of a tile, in two loads."""
+    QUARTER: gl.constexpr = target.shape[1] // 2
+    for quarter in gl.static_range(2):
+        load_part(
+            descriptor, blocks, inside, target.slice(quarter * QUARTER, QUARTER, 1),
+            k_full.index(TILE_INDEX * LOADS + half_load(PART, quarter)),
+            half_load(PART, quarter) * QUARTER - QUARTER,
+        )  # fmt: skip
+
+
+@gluon.jit
 def _loader(
     value_desc, key_desc, query_start_loc, seq_lens, block_table, range_begin, range_end, request,
     before, left, right, chunk, num_blocks, stride_table, k_low, k_high, k_rotary, k_full, k_empty,
@@ -118,25 +134,21 @@ def _loader(
                 parity = (step & 1) ^ 1
                 mbarrier.wait(k_empty.index(ROTARY_PART), parity)
                 load_part(
-                    key_desc, blocks_a, inside_a, k_rotary.index(0), k_full.index(ROTARY_PART),
-                    2 * HALF)  # fmt: skip
+                    key_desc, blocks_a, inside_a, k_rotary.index(0), k_full.index(0), 2 * HALF
+                )
                 mbarrier.wait(k_empty.index(LOW), parity)
-                load_part(value_desc, blocks_a, inside_a, k_low.index(0), k_full.index(LOW), 0)
+                _load_half(value_desc, blocks_a, inside_a, k_low.index(0), k_full, 0, LOW)
                 mbarrier.wait(k_empty.index(HIGH), parity)
-                load_part(value_desc, blocks_a, inside_a, k_high.index(0), k_full.index(HIGH), HALF)
+                _load_half(value_desc, blocks_a, inside_a, k_high.index(0), k_full, 0, HIGH)
                 # The half that consumer 1 multiplies by its own weights first.
                 mbarrier.wait(k_empty.index(PARTS + ROTARY_PART), parity)
                 load_part(
-                    key_desc, blocks_b, inside_b, k_rotary.index(1),
-                    k_full.index(PARTS + ROTARY_PART), 2 * HALF)  # fmt: skip
-                mbarrier.wait(k_empty.index(PARTS + HIGH), parity)
-                load_part(
-                    value_desc, blocks_b, inside_b, k_high.index(1), k_full.index(PARTS + HIGH),
-                    HALF)  # fmt: skip
-                mbarrier.wait(k_empty.index(PARTS + LOW), parity)
-                load_part(
-                    value_desc, blocks_b, inside_b, k_low.index(1), k_full.index(PARTS + LOW), 0
+                    key_desc, blocks_b, inside_b, k_rotary.index(1), k_full.index(LOADS), 2 * HALF
                 )
+                mbarrier.wait(k_empty.index(PARTS + HIGH), parity)
+                _load_half(value_desc, blocks_b, inside_b, k_high.index(1), k_full, 1, HIGH)
+                mbarrier.wait(k_empty.index(PARTS + LOW), parity)
+                _load_half(value_desc, blocks_b, inside_b, k_low.index(1), k_full, 1, LOW)
                 step += 1
             position += count
         if position >= request_end:
@@ -177,8 +189,8 @@ def _clear_rows_from(tile, valid):
 @gluon.jit
 def _clear_tile(k_low, k_high, k_full, valid, parity, TILE_INDEX: gl.constexpr):
     """Clear the rows of a tile from `valid` on once it is loaded."""
-    mbarrier.wait(k_full.index(TILE_INDEX * PARTS + LOW), parity)
-    mbarrier.wait(k_full.index(TILE_INDEX * PARTS + HIGH), parity)
+    for load in gl.static_range(1, LOADS):
+        mbarrier.wait(k_full.index(TILE_INDEX * LOADS + load), parity)
     _clear_rows_from(k_low.index(TILE_INDEX), valid)
     _clear_rows_from(k_high.index(TILE_INDEX), valid)
     fence_async_shared()
@@ -361,7 +373,7 @@ def hopper_latent_decode_kernel(
 
     Args:
         key_desc: TMA descriptor of the keys, in boxes of ROTARY elements.
-        value_desc: TMA descriptor of the values, in boxes of DV / 2 elements.
+        value_desc: TMA descriptor of the values, in boxes of DV / 4 elements.
         partials: float32 partial outputs, [2 * grid, rows, DV].
         partial_lses: float32 base-2 LSEs of the partial outputs, [2 * grid, rows].
         split_headers: int32 [tokens, NUM_KV_HEADS] for `hopper_combine_kernel`.
@@ -387,13 +399,14 @@ def hopper_latent_decode_kernel(
     maxima = gl.allocate_shared_memory(gl.float32, [2, ROWS], VECTOR)
     scales = gl.allocate_shared_memory(gl.float32, [2, ROWS], VECTOR)
     sums = gl.allocate_shared_memory(gl.float32, [2, ROWS], VECTOR)
-    k_full = gl.allocate_shared_memory(gl.int64, [2 * PARTS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [2 * LOADS, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [2 * PARTS, 1], mbarrier.MBarrierLayout())
     p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     summed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for part in gl.static_range(2 * PARTS):
-        mbarrier.init(k_full.index(part), count=1)
         mbarrier.init(k_empty.index(part), count=1)
+    for load in gl.static_range(2 * LOADS):
+        mbarrier.init(k_full.index(load), count=1)
     for tile in gl.static_range(2):
         mbarrier.init(p_ready.index(tile), count=1)
         mbarrier.init(summed.index(tile), count=1)

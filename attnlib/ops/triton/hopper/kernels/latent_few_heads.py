@@ -1,9 +1,12 @@
 """The Hopper decode kernel over latents for up to 16 query rows (P10, M12).
 
-Work distribution, partial results and their combination are those of `decode`. A CTA of four warps
-loads a tile of latents by TMA, in three parts, and multiplies it in place (`latent_columns`); a
-part is loaded again as soon as its last product is complete. Two CTAs of an SM overlap the loads of
-one with the products of the other.
+Work distribution, partial results and their combination are those of `decode`. One warp loads tiles
+of latents by TMA, in quarters, and four warps multiply them in place (`latent_columns`). As soon as
+the last product with a quarter is complete, another one takes its slot. Two CTAs of an SM overlap
+the loads of one with the products of the other.
+
+Both CTAs change their register counts. A CTA of another decode is never launched beside them,
+because the combine kernel waits for the end of this kernel before it allows further launches.
 """
 
 from __future__ import annotations
@@ -56,12 +59,18 @@ from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
 __all__ = ["hopper_latent_few_heads_kernel"]
 
+QUARTERS: gl.constexpr = gl.constexpr(4)
+"""Parts of the value elements of a tile."""
+SLOTS: gl.constexpr = gl.constexpr(5)
+"""Quarters in shared memory: quarter q of tile t is in slot (4 * t + q) % 5, so that the first one
+of the next tile is there while a tile is used."""
+
 
 @gluon.jit
-def _store_half(
+def _store_quarter(
     out, partials, result, offsets, partial_offsets, valid, num_splits, START: gl.constexpr
 ):
-    """Write one half of the results [elements, rows]: the output of a single split, else a partial
+    """Write some of the results [elements, rows]: the output of a single split, else a partial
     result."""
     lanes = START + gl.arange(0, result.shape[0], gl.SliceLayout(1, COLUMNS))
     mask = valid[None, :] & (lanes >= 0)[:, None]
@@ -73,57 +82,83 @@ def _store_half(
         gl.store(partials + partial_offsets[None, :] + lanes[:, None], result, mask=mask)
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
-def hopper_latent_few_heads_kernel(
-    key_desc, value_desc, query, out, lse, sinks, k_scale, v_scale, aux0, aux1, aux2, aux3,
-    query_start_loc, seq_lens, block_table, partials, partial_lses, split_headers, counters, scale,
-    soft_cap, left, right, chunk, num_reqs, num_tokens, num_blocks, rows, stride_qt, stride_qh,
-    stride_ot, stride_oh, stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2,
-    columns2, rows3, columns3,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, ROTARY: gl.constexpr,
-    TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
-    LEAST: gl.constexpr,
+@gluon.jit
+def _loader(
+    value_desc, key_desc, query_start_loc, seq_lens, block_table, range_begin, range_end, request,
+    before, left, right, chunk, num_blocks, stride_table, ring, k_rotary, full, empty,
+    TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, CAUSAL: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """One CTA of 4 warps. Grid: tile ranges. Arguments as in `hopper_latent_decode_kernel`.
+    """Load all tiles of the CTA's range. One warp."""
+    WIDTH: gl.constexpr = ring.shape[2]
+    position = range_begin
+    step = 0
+    while position < range_end:
+        tiles = num_key_tiles(
+            query_start_loc, seq_lens, request, True, left, right, chunk, None, None, LATENTS,
+            CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+        request_end = before + tiles
+        if position < request_end:
+            skipped = position - before
+            count = gl.minimum(tiles - skipped, range_end - position)
+            start = gl.load(query_start_loc + request)
+            query_len = gl.load(query_start_loc + request + 1) - start
+            seq_len = gl.load(seq_lens + request)
+            first_tile, _, _, _ = visited_tiles(
+                0, query_len, seq_len, left, right, chunk, request, None, None, TILE_TOKENS,
+                LATENTS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            first_tile += skipped
+            table = block_table + request.to(gl.int64) * stride_table
+            pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+            next_blocks = tile_blocks(table, pages, num_blocks, first_tile, BLOCK_SIZE)
+            for i in range(0, count):
+                tile = first_tile + i
+                blocks = next_blocks
+                # The blocks of the next tile are loaded before the waits for free slots.
+                next_blocks = tile_blocks(table, pages, num_blocks, tile + 1, BLOCK_SIZE)
+                inside = tile * LATENTS % BLOCK_SIZE
+                for quarter in gl.static_range(QUARTERS):
+                    use = step * QUARTERS + quarter
+                    slot = use % SLOTS
+                    mbarrier.wait(empty.index(slot), ((use // SLOTS) & 1) ^ 1)
+                    load_part(
+                        value_desc, blocks, inside, ring.index(slot), full.index(slot),
+                        quarter * WIDTH)  # fmt: skip
+                    if quarter == 0:
+                        mbarrier.wait(empty.index(SLOTS), (step & 1) ^ 1)
+                        load_part(
+                            key_desc, blocks, inside, k_rotary.index(0), full.index(SLOTS),
+                            QUARTERS * WIDTH)  # fmt: skip
+                step += 1
+            position += count
+        if position >= request_end:
+            before = request_end
+            request += 1
 
-    Args:
-        ROWS: 16.
-        NUM_KV_HEADS: 1.
-        LEAST: tiles of a range, at least (`tile_range`).
-    """
-    HALF: gl.constexpr = DV // 2
-    DTYPE: gl.constexpr = key_desc.dtype
+
+@gluon.jit
+def _multiply_quarter(scores, ring, q_tile, full, use, QUARTER: gl.constexpr):
+    """Issue the product with a quarter of the elements once it is loaded."""
+    slot = use % SLOTS
+    mbarrier.wait(full.index(slot), (use // SLOTS) & 1)
+    return multiply_keys(scores, ring.index(slot), q_tile.index(QUARTER), QUARTER > 0)
+
+
+@gluon.jit
+def _consumer(
+    query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_lses, split_headers,
+    range_begin, range_end, per_range, request, before, scale, soft_cap, left, right, chunk, rows,
+    stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, q_tile, q_rotary, ring, k_rotary, p_tile,
+    full, empty, GROUP: gl.constexpr, DV: gl.constexpr, TILE_TOKENS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
+    HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """Compute the splits of the CTA's range. Four warps."""
+    WIDTH: gl.constexpr = DV // QUARTERS
     CHECK_FIRST: gl.constexpr = HAS_LEFT or HAS_CHUNK
-    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LATENTS, HALF], DTYPE)
-    NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LATENTS, ROTARY], DTYPE)
-    Q_WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], DTYPE)
-    Q_NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROTARY], DTYPE)
-    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, LATENTS], DTYPE)
     ROW: gl.constexpr = gl.SliceLayout(0, COLUMNS)
     Q_ROW: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
-    q_low = gl.allocate_shared_memory(DTYPE, [1, ROWS, HALF], Q_WIDE)
-    q_high = gl.allocate_shared_memory(DTYPE, [1, ROWS, HALF], Q_WIDE)
-    q_rotary = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROTARY], Q_NARROW)
-    k_low = gl.allocate_shared_memory(DTYPE, [1, LATENTS, HALF], WIDE)
-    k_high = gl.allocate_shared_memory(DTYPE, [1, LATENTS, HALF], WIDE)
-    k_rotary = gl.allocate_shared_memory(DTYPE, [1, LATENTS, ROTARY], NARROW)
-    p_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, LATENTS], WEIGHTS)
-    full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    for part in gl.static_range(3):
-        mbarrier.init(full.index(part), count=1)
-    # Makes the initialized barriers visible to TMA.
-    fence_async_shared()
-
-    # PDL: the previous kernel may have written the queries, the cache or the lengths. The combine
-    # kernel may start; it waits for this kernel's results by itself.
-    wait_on_dependent_grids()
-    launch_dependent_grids()
-    range_begin, range_end, per_range, request, before = tile_range(
-        query_start_loc, seq_lens, left, right, chunk, num_reqs, gl.program_id(0),
-        gl.num_programs(0), None, None, LATENTS, CAUSAL, HAS_LEFT, HAS_RIGHT,
-        HAS_CHUNK, 0, LEAST)  # fmt: skip
     factor = score_factor(scale, soft_cap, HAS_CAP)
     row = gl.arange(0, ROWS, ROW)
     token = row // GROUP
@@ -147,22 +182,15 @@ def hopper_latent_few_heads_kernel(
                 0, query_len, seq_len, left, right, chunk, request, None, None, TILE_TOKENS,
                 LATENTS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             first_tile += skipped
-            table = block_table + request.to(gl.int64) * stride_table
-            pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
-            blocks = tile_blocks(table, pages, num_blocks, first_tile, BLOCK_SIZE)
-            inside = first_tile * LATENTS % BLOCK_SIZE
             # All warps are done with the tiles and queries of the split before.
             partition_barrier()
-            load_part(value_desc, blocks, inside, k_low.index(0), full.index(0), 0)
-            load_part(value_desc, blocks, inside, k_high.index(0), full.index(1), HALF)
-            load_part(key_desc, blocks, inside, k_rotary.index(0), full.index(2), DV)
             q_offsets = (start + q_row // GROUP).to(gl.int64) * stride_qt
             q_offsets += (q_row % GROUP).to(gl.int64) * stride_qh
             # The launcher checks 16-byte alignment; the shifts tell the compiler.
             q_offsets = (q_offsets >> 3) << 3
             q_valid = (q_row < TILE_TOKENS * GROUP) & (q_row // GROUP < query_len)
-            store_queries(q_low.index(0), query, q_offsets, q_valid, 0)
-            store_queries(q_high.index(0), query, q_offsets, q_valid, HALF)
+            for quarter in gl.static_range(QUARTERS):
+                store_queries(q_tile.index(quarter), query, q_offsets, q_valid, quarter * WIDTH)
             store_queries(q_rotary.index(0), query, q_offsets, q_valid, DV)
             # WGMMA reads shared memory through the async proxy: fence, then wait for all warps.
             fence_async_shared()
@@ -174,27 +202,35 @@ def hopper_latent_few_heads_kernel(
             row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
             # Sums of the weights of each latent of a tile; added up at the end.
             sums = gl.zeros([LATENTS, ROWS], gl.float32, COLUMNS)
-            acc_low = gl.zeros([HALF, ROWS], gl.float32, COLUMNS)
-            acc_high = gl.zeros([HALF, ROWS], gl.float32, COLUMNS)
+            acc0 = gl.zeros([WIDTH, ROWS], gl.float32, COLUMNS)
+            acc1 = gl.zeros([WIDTH, ROWS], gl.float32, COLUMNS)
+            acc2 = gl.zeros([WIDTH, ROWS], gl.float32, COLUMNS)
+            acc3 = gl.zeros([WIDTH, ROWS], gl.float32, COLUMNS)
             for i in range(0, count):
                 tile = first_tile + i
-                blocks = tile_blocks(table, pages, num_blocks, tile + 1, BLOCK_SIZE)
-                inside = (tile + 1) * LATENTS % BLOCK_SIZE
-                zero = opaque_zero()
+                use = step * QUARTERS
+                slot0 = use % SLOTS
+                slot1 = (use + 1) % SLOTS
+                slot2 = (use + 2) % SLOTS
+                slot3 = (use + 3) % SLOTS
                 scores = gl.zeros([LATENTS, ROWS], gl.float32, COLUMNS)
-                mbarrier.wait(full.index(0), step & 1)
-                scores = multiply_keys(scores, k_low.index(zero), q_low.index(zero), False)
-                mbarrier.wait(full.index(1), step & 1)
-                scores = multiply_keys(scores, k_high.index(zero), q_high.index(zero), True)
-                mbarrier.wait(full.index(2), step & 1)
+                scores = _multiply_quarter(scores, ring, q_tile, full, use, 0)
+                mbarrier.wait(full.index(SLOTS), step & 1)
+                zero = opaque_zero()
                 scores = multiply_keys(scores, k_rotary.index(zero), q_rotary.index(zero), True)
+                scores = _multiply_quarter(scores, ring, q_tile, full, use + 1, 1)
+                scores = _multiply_quarter(scores, ring, q_tile, full, use + 2, 2)
+                scores = _multiply_quarter(scores, ring, q_tile, full, use + 3, 3)
                 scores = warpgroup_mma_wait(0, deps=[scores])
+                mbarrier.arrive(empty.index(SLOTS), count=1)
                 # TMA fills whole pages past the end with zeros, but not the rest of the last page,
                 # which may hold anything (P5).
                 past_end = seq_len - tile * LATENTS
                 if (past_end < LATENTS) & (seq_len % BLOCK_SIZE != 0):
-                    clear_tile(k_low.index(0), past_end, 0)
-                    clear_tile(k_high.index(0), past_end, 0)
+                    clear_tile(ring.index(slot0), past_end, 0)
+                    clear_tile(ring.index(slot1), past_end, 0)
+                    clear_tile(ring.index(slot2), past_end, 0)
+                    clear_tile(ring.index(slot3), past_end, 0)
                 scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
                 if (tile >= right_begin) | (tile < left_end):
                     scores = mask_columns(scores, row_first, row_last, tile * LATENTS, CHECK_FIRST)
@@ -202,23 +238,24 @@ def hopper_latent_few_heads_kernel(
                     scores, factor, row_max, None, None, True, HAS_CAP
                 )
                 sums = sums * acc_scale[None, :] + weights
-                acc_low = acc_low * acc_scale[None, :]
-                acc_high = acc_high * acc_scale[None, :]
+                acc0 = acc0 * acc_scale[None, :]
+                acc1 = acc1 * acc_scale[None, :]
+                acc2 = acc2 * acc_scale[None, :]
+                acc3 = acc3 * acc_scale[None, :]
                 store_weights(p_tile.index(0), weights, None, True, KV_PLAIN)
-                # All warps are done with the rotary part (`store_weights`).
-                if i + 1 < count:
-                    load_part(key_desc, blocks, inside, k_rotary.index(0), full.index(2), DV)
-                zero = opaque_zero()
-                acc_low = multiply_values(acc_low, k_low.index(zero), p_tile.index(zero))
-                acc_high = multiply_values(acc_high, k_high.index(zero), p_tile.index(zero))
-                acc_low = warpgroup_mma_wait(1, deps=[acc_low])
-                partition_barrier()
-                if i + 1 < count:
-                    load_part(value_desc, blocks, inside, k_low.index(0), full.index(0), 0)
-                acc_high = warpgroup_mma_wait(0, deps=[acc_high])
-                partition_barrier()
-                if i + 1 < count:
-                    load_part(value_desc, blocks, inside, k_high.index(0), full.index(1), HALF)
+                weights_tile = p_tile.index(opaque_zero())
+                acc0 = multiply_values(acc0, ring.index(slot0), weights_tile)
+                acc1 = multiply_values(acc1, ring.index(slot1), weights_tile)
+                acc2 = multiply_values(acc2, ring.index(slot2), weights_tile)
+                acc3 = multiply_values(acc3, ring.index(slot3), weights_tile)
+                acc0 = warpgroup_mma_wait(3, deps=[acc0])
+                mbarrier.arrive(empty.index(slot0), count=1)
+                acc1 = warpgroup_mma_wait(2, deps=[acc1])
+                mbarrier.arrive(empty.index(slot1), count=1)
+                acc2 = warpgroup_mma_wait(1, deps=[acc2])
+                mbarrier.arrive(empty.index(slot2), count=1)
+                acc3 = warpgroup_mma_wait(0, deps=[acc3])
+                mbarrier.arrive(empty.index(slot3), count=1)
                 step += 1
             row_sum = gl.sum(sums, 0)
 
@@ -238,9 +275,9 @@ def hopper_latent_few_heads_kernel(
                     finite_max, out_scale, row_sum = add_sink(
                         row_max, row_sum, gl.load(sinks + head, mask=valid, other=0.0)
                     )
-            empty = row_sum == 0.0
-            safe_sum = gl.where(empty, 1.0, row_sum)
-            base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
+            no_keys = row_sum == 0.0
+            safe_sum = gl.where(no_keys, 1.0, row_sum)
+            base2 = gl.where(no_keys, float("-inf"), finite_max + gl.log2(safe_sum))
             if num_splits == 1:
                 if HAS_LSE:
                     gl.store(
@@ -253,13 +290,80 @@ def hopper_latent_few_heads_kernel(
             normalizer = (out_scale / safe_sum)[None, :]
             offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
             partial_offsets = (partial_index * rows + row).to(gl.int64) * DV
-            _store_half(
-                out, partials, acc_low * normalizer, offsets, partial_offsets, valid, num_splits, 0
-            )
-            _store_half(
-                out, partials, acc_high * normalizer, offsets, partial_offsets, valid, num_splits,
-                HALF)  # fmt: skip
+            for quarter in gl.static_range(QUARTERS):
+                _store_quarter(
+                    out, partials, (acc0, acc1, acc2, acc3)[quarter] * normalizer, offsets,
+                    partial_offsets, valid, num_splits, quarter * WIDTH)  # fmt: skip
             position += count
         if position >= request_end:
             before = request_end
             request += 1
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
+def hopper_latent_few_heads_kernel(
+    key_desc, value_desc, query, out, lse, sinks, k_scale, v_scale, aux0, aux1, aux2, aux3,
+    query_start_loc, seq_lens, block_table, partials, partial_lses, split_headers, counters, scale,
+    soft_cap, left, right, chunk, num_reqs, num_tokens, num_blocks, rows, stride_qt, stride_qh,
+    stride_ot, stride_oh, stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2,
+    columns2, rows3, columns3,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, ROTARY: gl.constexpr,
+    TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, CAUSAL: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
+    LEAST: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One CTA of 5 warps. Grid: tile ranges. Arguments as in `hopper_latent_decode_kernel`.
+
+    Args:
+        value_desc: TMA descriptor of the values, in boxes of DV / 4 elements.
+        ROWS: 16.
+        NUM_KV_HEADS: 1.
+        LEAST: tiles of a range, at least (`tile_range`).
+    """
+    WIDTH: gl.constexpr = DV // QUARTERS
+    DTYPE: gl.constexpr = key_desc.dtype
+    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LATENTS, WIDTH], DTYPE)
+    NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LATENTS, ROTARY], DTYPE)
+    Q_WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], DTYPE)
+    Q_NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROTARY], DTYPE)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, LATENTS], DTYPE)
+    q_tile = gl.allocate_shared_memory(DTYPE, [QUARTERS, ROWS, WIDTH], Q_WIDE)
+    q_rotary = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROTARY], Q_NARROW)
+    ring = gl.allocate_shared_memory(DTYPE, [SLOTS, LATENTS, WIDTH], WIDE)
+    k_rotary = gl.allocate_shared_memory(DTYPE, [1, LATENTS, ROTARY], NARROW)
+    p_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, LATENTS], WEIGHTS)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS + 1):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+    # Makes the initialized barriers visible to TMA.
+    fence_async_shared()
+
+    # PDL: the previous kernel may have written the queries, the cache or the lengths. The combine
+    # kernel may start; it waits for this kernel's results by itself.
+    wait_on_dependent_grids()
+    launch_dependent_grids()
+    range_begin, range_end, per_range, request, before = tile_range(
+        query_start_loc, seq_lens, left, right, chunk, num_reqs, gl.program_id(0),
+        gl.num_programs(0), None, None, LATENTS, CAUSAL, HAS_LEFT, HAS_RIGHT,
+        HAS_CHUNK, 0, LEAST)  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                query, out, lse, sinks, query_start_loc, seq_lens, partials, partial_lses,
+                split_headers, range_begin, range_end, per_range, request, before, scale, soft_cap,
+                left, right, chunk, rows, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
+                q_tile, q_rotary, ring, k_rotary, p_tile, full, empty, GROUP, DV,
+                TILE_TOKENS, BLOCK_SIZE, ROWS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP,
+                HAS_SINK, HAS_LSE)),
+            (_loader, (
+                value_desc, key_desc, query_start_loc, seq_lens, block_table, range_begin,
+                range_end, request, before, left, right, chunk, num_blocks, stride_table, ring,
+                k_rotary, full, empty, TILE_TOKENS, BLOCK_SIZE, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                HAS_CHUNK)),
+        ],
+        [1],
+        [LOADER_REGISTERS],
+    )  # fmt: skip

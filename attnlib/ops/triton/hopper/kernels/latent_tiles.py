@@ -51,8 +51,9 @@ from attnlib.ops.triton.hopper.kernels.compat import (
 from attnlib.ops.triton.hopper.kernels.softmax import transform_scores
 
 __all__ = [
-    "HIGH", "LOW", "PARTS", "ROTARY_PART", "TILE", "attend_both", "attend_other", "attend_own",
-    "gather_part", "listed_positions", "store_partial", "store_rows", "total_sum",
+    "HIGH", "LOADS", "LOW", "PARTS", "ROTARY_PART", "TILE", "attend_both", "attend_other",
+    "attend_own", "gather_part", "half_load", "listed_positions", "store_partial", "store_rows",
+    "total_sum",
 ]  # fmt: skip
 
 TILE: gl.constexpr = gl.constexpr(64)
@@ -64,6 +65,9 @@ HIGH: gl.constexpr = gl.constexpr(2)
 """Parts of a tile. The barriers of tile t begin at PARTS * t. The rotary part is loaded first, then
 the half that the owner of the tile accumulates: it releases that one before the other consumer
 releases the other one."""
+LOADS: gl.constexpr = gl.constexpr(5)
+"""Loads of a tile by TMA: the rotary part, then the quarters of the value elements (`half_load`).
+The scores of a quarter are issued once it is loaded. The barriers of tile t begin at LOADS * t."""
 
 
 @gluon.jit
@@ -85,24 +89,40 @@ def gather_part(base, offsets, exists, target, START: gl.constexpr):
     )
 
 
+@gluon.constexpr_function
+def half_load(part, quarter):
+    """Return the number of the load of quarter 0 or 1 of half LOW or HIGH."""
+    return 2 * part - 1 + quarter
+
+
 @gluon.jit
 def _issue_part(
     scores, queries, latents, k_full, parity, PART: gl.constexpr, CONSUMER: gl.constexpr,
     SELECT: gl.constexpr,
 ):  # fmt: skip
     """Issue the product of the queries with part PART of the consumer's tile once it is loaded."""
-    mbarrier.wait(k_full.index(CONSUMER * PARTS + PART), parity)
-    if SELECT > 0:
-        # Written by `cp.async`; WGMMA reads shared memory through the async proxy.
-        fence_async_shared()
-    zero = opaque_zero()
-    return warpgroup_mma(
-        queries.index(zero),
-        latents.index(CONSUMER + zero).permute((1, 0)),
-        scores,
-        use_acc=PART != ROTARY_PART,
-        is_async=True,
-    )
+    if SELECT > 0 or PART == ROTARY_PART:
+        loads: gl.constexpr = PARTS if SELECT > 0 else LOADS
+        mbarrier.wait(k_full.index(CONSUMER * loads + PART), parity)
+        if SELECT > 0:
+            # Written by `cp.async`; WGMMA reads shared memory through the async proxy.
+            fence_async_shared()
+        zero = opaque_zero()
+        scores = warpgroup_mma(
+            queries.index(zero), latents.index(CONSUMER + zero).permute((1, 0)), scores,
+            use_acc=PART != ROTARY_PART, is_async=True,
+        )  # fmt: skip
+    else:
+        QUARTER: gl.constexpr = latents.shape[2] // 2
+        for quarter in gl.static_range(2):
+            mbarrier.wait(k_full.index(CONSUMER * LOADS + half_load(PART, quarter)), parity)
+            zero = opaque_zero()
+            scores = warpgroup_mma(
+                queries.index(zero).slice(quarter * QUARTER, QUARTER, 1),
+                latents.index(CONSUMER + zero).slice(quarter * QUARTER, QUARTER, 1).permute((1, 0)),
+                scores, is_async=True,
+            )  # fmt: skip
+    return scores
 
 
 @gluon.jit
@@ -311,8 +331,12 @@ def attend_both(
         fence_async_shared()
     scale = scales.index(OTHER).load(ROW)
     row_max = maxima.index(OTHER).load(ROW)
-    # Complete since the step before. ptxas 12.8 does not see that and would wait for the scores.
-    acc = warpgroup_mma_wait(3 if EARLY else 2, deps=[acc])
+    # Complete since the step before: only scores are pending. ptxas 12.8 does not see that and
+    # would wait for them.
+    if SELECT == 0:
+        acc = warpgroup_mma_wait(5 if EARLY else 3, deps=[acc])
+    else:
+        acc = warpgroup_mma_wait(3 if EARLY else 2, deps=[acc])
     acc = acc * gl.convert_layout(scale, gl.SliceLayout(1, acc.type.layout))[:, None]
     acc = warpgroup_mma(p_tile, half.index(OTHER), acc, is_async=True)
     # Groups complete in the order in which they were issued.
