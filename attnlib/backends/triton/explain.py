@@ -17,6 +17,7 @@ from attnlib.ops.triton.hopper.support import (
     COPIED_TOKENS,
     HOPPER_DECODE_KEYS,
     LATENT_KEYS_PER_SM,
+    LATENT_KEYS_PER_SM_ONE_REQUEST,
     LATENT_ROWS,
     PAIRS_PER_SM,
     SHORT_DECODE_KEYS,
@@ -235,12 +236,15 @@ def _latent_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]
     if reasons:
         return [prefill, f"decode:  {portable} over latents ({'; '.join(reasons)})"]
     blocks = latent_head_blocks(spec.num_heads)
-    heads, keys = spec.num_heads // blocks, -(-LATENT_KEYS_PER_SM * _NUM_SMS // blocks)
-    most = min(8, LATENT_ROWS // heads)
+    one, keys = (
+        -(-per_sm * _NUM_SMS // blocks)
+        for per_sm in (LATENT_KEYS_PER_SM_ONE_REQUEST, LATENT_KEYS_PER_SM)
+    )
+    most = min(8, LATENT_ROWS // (spec.num_heads // blocks))
     return [
         prefill,
         f"decode:  Hopper kernel over latents for up to {most} query tokens and batches of {keys} "
-        f"keys and more; else {portable}",
+        f"keys and more (one request: {one}); else {portable}",
     ]
 
 

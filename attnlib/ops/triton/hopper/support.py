@@ -12,10 +12,10 @@ from attnlib.ops.shared_decode import PRODUCT_ROWS
 
 __all__ = [
     "BLOCK_SIZES", "COPIED_BYTES", "COPIED_GROUP", "COPIED_TOKENS", "DECODE_ROWS", "GATHERED_SIZES",
-    "HOPPER_DECODE_KEYS", "INVARIANT_KERNELS", "LATENT_KEYS_PER_SM", "LATENT_ROWS", "LATENT_SIZES",
-    "PACKED_DECODE_ROWS", "PAIRS_PER_SM", "ROWS", "SHORT_DECODE_KEYS", "SMALL_SIZES", "WIDEST",
-    "decode_keys", "decode_rows", "decode_unsupported_reasons", "gathers", "hopper_decode_keys",
-    "hopper_reads",
+    "HOPPER_DECODE_KEYS", "INVARIANT_KERNELS", "LATENT_KEYS_PER_SM",
+    "LATENT_KEYS_PER_SM_ONE_REQUEST", "LATENT_ROWS", "LATENT_SIZES", "PACKED_DECODE_ROWS",
+    "PAIRS_PER_SM", "ROWS", "SHORT_DECODE_KEYS", "SMALL_SIZES", "WIDEST", "decode_keys",
+    "decode_rows", "decode_unsupported_reasons", "gathers", "hopper_decode_keys", "hopper_reads",
     "invariant_unsupported_reasons", "latent_decode_keys", "latent_head_blocks",
     "latent_unsupported_reasons", "prefill_unsupported_reasons", "reads_short_decodes",
     "selected_latents_unsupported_reasons", "shared_decode_unsupported_reasons",
@@ -41,15 +41,18 @@ PACKED_DECODE_ROWS = 32
 LATENT_ROWS = 64
 """Query rows of a decode over latents: the M of its WGMMAs."""
 
-LATENT_KEYS_PER_SM = 48
+LATENT_KEYS_PER_SM = 64
 """Latents that each multiprocessor reads, from which the Hopper decodes over latents are faster.
 Measured on an H200 (docs/kernel-notes.md), Hopper / portable in microseconds:
 
-    128 heads:  1 x 8k 22.1 / 31.8   1 x 32k 36.3 / 70.3   8 x 4k 46.1 / 67.5   32 x 4k 88 / 206
-    16 heads:   1 x 8k 13.5 / 18.6   4 x 4k 17.2 / 19.5    8 x 8k 33.4 / 40.7   32 x 4k 57.5 / 60.5
-                32 x 1k 27.9 / 24.9  128 x 2k 94.8 / 102.0 64 x 16k 308.8 / 319.8
+    128 heads:  1 x 8k 22.1 / 31.8    1 x 32k 36.3 / 70.3   8 x 4k 46.1 / 67.5   32 x 4k 84 / 206
+    16 heads:   4 x 512 10.8 / 9.5    32 x 256 14.0 / 13.3  4 x 4k 17.2 / 19.5   8 x 8k 34 / 41
+                32 x 1k 21.8 / 24.7   32 x 4k 51.0 / 60.5   128 x 2k 88 / 100    64 x 16k 299 / 320
+"""
 
-Fewer than 62 latents were not measured."""
+LATENT_KEYS_PER_SM_ONE_REQUEST = 8
+"""The same for a single request: 9.1 / 10.9 us for 1k latents and 16 heads, 11.7 / 13.9 for 4k,
+18.4 / 19.0 for 1k and 128 heads, 18.6 / 20.8 for 2k. Fewer were not measured."""
 
 LATENT_SIZES = (576, 512)
 """(D, Dv) of the decode over latents."""
@@ -389,7 +392,8 @@ def latent_decode_keys(
     rows = num_heads // blocks * max_query_len if blocks else 0
     if not 0 < rows <= LATENT_ROWS:
         return None
-    return -(-LATENT_KEYS_PER_SM * num_sms // max(1, num_reqs * blocks))
+    keys = LATENT_KEYS_PER_SM if num_reqs > 1 else LATENT_KEYS_PER_SM_ONE_REQUEST
+    return -(-keys * num_sms // max(1, num_reqs * blocks))
 
 
 def latent_unsupported_reasons(

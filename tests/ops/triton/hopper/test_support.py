@@ -164,13 +164,15 @@ def test_faster_decode_kernel_changes_at_the_measured_lengths() -> None:
 
 
 def test_latents_on_hopper_need_keys() -> None:
-    """As measured: enough latents for each multiprocessor."""
+    """As measured: enough latents for each multiprocessor; one request needs fewer."""
     for batch, keys in (
-        ((1, 128, 1), 48 * 132 // 2),
-        ((32, 128, 1), 48 * 132 // 64),
-        ((32, 16, 1), 48 * 132 // 32),
-        ((16, 16, 4), 48 * 132 // 16),
-        ((7, 128, 1), -(-48 * 132 // 14)),
+        ((1, 16, 1), 8 * 132),
+        ((1, 128, 1), 8 * 132 // 2),
+        ((2, 16, 1), 64 * 132 // 2),
+        ((32, 128, 1), 64 * 132 // 64),
+        ((32, 16, 1), 64 * 132 // 32),
+        ((16, 16, 4), 64 * 132 // 16),
+        ((7, 128, 1), -(-64 * 132 // 14)),
         ((32, 128, 2), None),
         ((32, 96, 1), None),
     ):
