@@ -350,7 +350,7 @@ def test_latents_have_a_decode_of_their_own() -> None:
 
     found = select(key[..., :512])
     assert found is not None and found.combine is not None
-    assert [view.width for view in found.views] == [64, 256], "the rotary part, half of a value"
+    assert [view.width for view in found.views] == [64, 128], "the rotary part, a quarter of a value"
     shape = AttentionShape(128, 1, 576, 512, BF16, BF16, latent=True)
     assert supports_decode(shape, chip, 1, 64) and not supports_decode(shape, chip, 2, 64)
     assert found.workspace_bytes == decode_workspace_bytes(shape, chip, 3, 1)
@@ -362,7 +362,7 @@ def test_latents_have_a_decode_of_their_own() -> None:
 def test_latents_of_few_query_rows_have_two_ctas_on_each_multiprocessor(
     heads: int, tokens: int, ctas: int
 ) -> None:
-    """Up to 16 rows; the workspace has two partial results for each CTA."""
+    """Up to 16 rows of any number of requests; two partial results for each CTA."""
     chip = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
     query, key = torch.empty(6, heads, 576, dtype=BF16), torch.empty(4, 64, 1, 576, dtype=BF16)
     out, lengths = torch.empty(6, heads, 512, dtype=BF16), torch.zeros(3, dtype=torch.int32)
@@ -381,4 +381,4 @@ def test_latents_of_few_query_rows_have_two_ctas_on_each_multiprocessor(
     query, out = query[:1].expand(17, -1, -1), out[:1].expand(17, -1, -1)
     tensors = query.contiguous(), key, key[..., :512], out.contiguous()
     found = select_decode(*tensors, None, batch, params, chip, tokens, None, None, 0)
-    assert found is not None and found.workspace_bytes == 4 * (2 * 132 * rows * 513 + 17)
+    assert found is not None and found.workspace_bytes == 4 * (2 * ctas * rows * 513 + 17)
