@@ -37,7 +37,7 @@ _LEAST_TILES = 2
 _FEW_RESULTS = 1024
 """Rows of the output up to which one is combined by several programs."""
 _REGISTERS = {"CONSUMER_REGISTERS": 224, "LOADER_REGISTERS": 40}
-_FEW_ROWS_REGISTERS = {"LOADER_REGISTERS": 40, "maxnreg": 128}
+_FEW_ROWS_REGISTERS = {"LOADER_REGISTERS": 32, "maxnreg": 128}
 """Two CTAs of 8 allocated warps share the registers of a multiprocessor; the consumers get what the
 others leave."""
 

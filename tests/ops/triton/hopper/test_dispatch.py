@@ -350,7 +350,7 @@ def test_latents_have_a_decode_of_their_own() -> None:
 
     found = select(key[..., :512])
     assert found is not None and found.combine is not None
-    assert [view.width for view in found.views] == [64, 128], "the rotary part, a quarter of a value"
+    assert [view.width for view in found.views] == [64, 128], "rotary part, quarter of a value"
     shape = AttentionShape(128, 1, 576, 512, BF16, BF16, latent=True)
     assert supports_decode(shape, chip, 1, 64) and not supports_decode(shape, chip, 2, 64)
     assert found.workspace_bytes == decode_workspace_bytes(shape, chip, 3, 1)
