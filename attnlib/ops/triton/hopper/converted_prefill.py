@@ -315,10 +315,10 @@ def prepare_float8_prefill(
     assert batch.block_table is not None
     copy = BoundLaunch(
         float8_copy_kernel,
-        (2 * limits.num_sms, 1, 1),
+        (4 * limits.num_sms, 1, 1),
         {
             "NUM_KV_HEADS": num_kv_heads, "D": head_size, "DV": head_size_v,
-            "BLOCK_SIZE": block_size, "TOKENS": tile.block_n, "num_warps": 8,
+            "BLOCK_SIZE": block_size, "TOKENS": tile.block_n, "num_warps": 4,
         },
     )  # fmt: skip
     numbers = (num_reqs, rows, batch.block_table.stride(0))

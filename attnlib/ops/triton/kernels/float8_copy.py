@@ -49,39 +49,36 @@ def float8_copy_kernel(
         seq_len = tl.load(seq_lens + request)
         if program == 0:
             tl.store(starts + request, first)
-        tiles = (seq_len + TOKENS - 1) // TOKENS
+        tiles = (seq_len + TOKENS - 1) // TOKENS * NUM_KV_HEADS
         table = block_table + request * stride_table.to(tl.int64)
         # `float8_prefill.value_column`
         column = first // 16 * 16 + request * 144
-        for tile in range((program + programs - skipped % programs) % programs, tiles, programs):
+        # The tiles of all requests and heads form one line, of which each program takes every n-th.
+        for item in range((program + programs - skipped % programs) % programs, tiles, programs):
+            head = item % NUM_KV_HEADS
+            tile = item // NUM_KV_HEADS
             position = tile * TOKENS + tokens
             valid = (position < seq_len) & (first + position < num_rows)
             block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
-            offset_k = block * stride_kb + position % BLOCK_SIZE * stride_kn
+            offset_k = block * stride_kb + position % BLOCK_SIZE * stride_kn + head * stride_kh
+            keys = tl.load(
+                cache_k + offset_k[:, None] + elements[None, :], mask=valid[:, None], other=0
+            )
             position_v = tile * TOKENS + ordered
             valid_v = (position_v < seq_len) & (first + position_v < num_rows)
             block_v = tl.load(table + position_v // BLOCK_SIZE, mask=valid_v, other=0).to(tl.int64)
-            offset_v = block_v * stride_vb + position_v % BLOCK_SIZE * stride_vn
-            row = (first + position).to(tl.int64) * NUM_KV_HEADS
+            offset_v = block_v * stride_vb + position_v % BLOCK_SIZE * stride_vn + head * stride_vh
+            values = tl.load(
+                cache_v + offset_v[:, None] + elements_v[None, :], mask=valid_v[:, None], other=0
+            )
+            row = (first + position).to(tl.int64) * NUM_KV_HEADS + head
+            tl.store(rows_out + (row * D)[:, None] + elements[None, :], keys, mask=valid[:, None])
+            line = (head * DV + elements_v).to(tl.int64) * columns
             target = column + tile * TOKENS + tokens
-            for head in range(NUM_KV_HEADS):
-                keys = tl.load(
-                    cache_k + head * stride_kh + offset_k[:, None] + elements[None, :],
-                    mask=valid[:, None], other=0,
-                )  # fmt: skip
-                tl.store(
-                    rows_out + ((row + head) * D)[:, None] + elements[None, :], keys,
-                    mask=valid[:, None],
-                )  # fmt: skip
-                values = tl.load(
-                    cache_v + head * stride_vh + offset_v[:, None] + elements_v[None, :],
-                    mask=valid_v[:, None], other=0,
-                )  # fmt: skip
-                lines = (head * DV + elements_v).to(tl.int64) * columns
-                tl.store(
-                    columns_out + lines[:, None] + target[None, :], tl.trans(values),
-                    mask=(target < columns)[None, :],
-                )  # fmt: skip
+            tl.store(
+                columns_out + line[:, None] + target[None, :], tl.trans(values),
+                mask=(target < columns)[None, :],
+            )  # fmt: skip
         skipped += tiles
         first += seq_len
     if program == 0:
