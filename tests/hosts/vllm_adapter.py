@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 
 from attnlib.errors import UnsupportedConfigError
@@ -30,6 +30,18 @@ def _config() -> Any:
         yield
 
 
+def vllm_batch(
+    starts: torch.Tensor, lengths: torch.Tensor, tokens: int, query_len: int, seq_len: int,
+    table: torch.Tensor, slots: torch.Tensor,
+) -> CommonAttentionMetadata:  # fmt: skip
+    """vLLM's batch; `query_len` and `seq_len` are bounds."""
+    return CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths,
+        num_reqs=len(lengths), num_actual_tokens=tokens, max_query_len=query_len,
+        max_seq_len=seq_len, block_table_tensor=table, slot_mapping=slots, causal=True,
+    )  # fmt: skip
+
+
 class Layer:
     """One layer with its cache and builder, over vLLM's packed memory in NHD order."""
 
@@ -45,7 +57,10 @@ class Layer:
             _k_scale=torch.tensor([0.5]), _v_scale=torch.tensor([0.25]),
         )  # fmt: skip
         config = SimpleNamespace(
-            compilation_config=SimpleNamespace(static_forward_context={"layer": self.layer}),
+            compilation_config=SimpleNamespace(
+                static_forward_context={"layer": self.layer},
+                cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY,
+            ),
             scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64),
             model_config=SimpleNamespace(max_model_len=512),
             parallel_config=SimpleNamespace(decode_context_parallel_size=1),
@@ -74,11 +89,7 @@ class Layer:
             slots[first : first + new] = (
                 table[request][position // BLOCK] * BLOCK + position % BLOCK
             )
-        batch = CommonAttentionMetadata(
-            query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=rows,
-            num_actual_tokens=columns, max_query_len=max(query_lens), max_seq_len=max(seq_lens),
-            block_table_tensor=table, slot_mapping=slots, causal=True,
-        )  # fmt: skip
+        batch = vllm_batch(starts, lengths, columns, max(query_lens), max(seq_lens), table, slots)
         untouched = slots.clone()
         q, k, v = (torch.randn(columns, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
         output = torch.full((columns, HEADS, SIZE), 7.0)
@@ -135,6 +146,21 @@ def test_padded_batch() -> None:
     assert not output[2:].any()
     changed = (layer.kv_cache != held).any(-1).any(1)
     assert changed.sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "longest"), [(CUDAGraphMode.FULL, 16), (CUDAGraphMode.FULL_DECODE_ONLY, 2)]
+)
+def test_bound_of_captured_queries(mode: Any, longest: int) -> None:
+    """The second model runner captures 16 tokens as 8 requests of 2. Where mixed batches replay the
+    graph, one request may have all tokens."""
+    layer = Layer()
+    layer.config.compilation_config.cudagraph_mode = mode
+    starts = torch.arange(0, 17, 2, dtype=torch.int32)
+    lengths, table = torch.full((8,), 2, dtype=torch.int32), torch.zeros(8, 10, dtype=torch.int32)
+    batch = vllm_batch(starts, lengths, 16, 2, 512, table, torch.full((16,), -1))
+    (captured,) = layer.builder.build_for_cudagraph_capture(batch).batches.values()
+    assert captured.max_query_len == longest
 
 
 def test_fp8_cache_with_scales_per_tensor() -> None:

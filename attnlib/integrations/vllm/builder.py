@@ -102,13 +102,18 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
 
     def build_for_cudagraph_capture(self, common_attn_metadata: VllmBatch) -> VllmMetadata:
         """The metadata to capture with. It holds for every batch of these sizes: vLLM replays the
-        graph of a mixed batch for all mixed batches with as many tokens."""
+        graph of a mixed batch for all mixed batches with as many tokens, and its second model
+        runner captures with tokens that are distributed evenly over the requests."""
         if self._distributed is not None:
             return self.build(0, common_attn_metadata)
-        return self._metadata(
-            common_attn_metadata,
-            lambda builder, common: builder.build_for_cudagraph_capture(common),
-        )
+        mode = self.vllm_config.compilation_config.cudagraph_mode
+
+        def capture(builder: Any, common: CommonAttentionMetadata) -> Any:
+            if not mode.separate_routine():  # no graphs of their own for decodes
+                common = common.replace(max_query_len=common.num_actual_tokens)
+            return builder.build_for_cudagraph_capture(common)
+
+        return self._metadata(common_attn_metadata, capture)
 
     def _metadata(self, batch: VllmBatch, build: Any) -> VllmMetadata:
         batches = {}
