@@ -1,0 +1,25 @@
+"""How the Hopper decode divides requests over the chip."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnlib.ops.triton.hopper.decode_plan import whole_requests
+
+
+@pytest.mark.parametrize(
+    ("per_head", "num_reqs", "expected"),
+    [
+        (33, 48, 24),  # two requests each, on 96 of 132 multiprocessors
+        (33, 66, 33),
+        (33, 49, 33),  # an odd number of requests
+        (33, 44, 33),  # 22 consumers would be less than 0.7 of the chip
+        (33, 33, 33),
+        (33, 1, 33),
+        (16, 24, 12),
+        (16, 48, 16),
+        (1, 5, 1),
+    ],
+)
+def test_whole_requests(per_head: int, num_reqs: int, expected: int) -> None:
+    assert whole_requests(per_head, num_reqs) == expected
