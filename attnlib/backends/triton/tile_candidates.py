@@ -21,6 +21,7 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
     decode_shared_bytes,
     key_width,
     padded_width,
+    supports_one_warp,
 )
 from attnlib.ops.triton.heuristics.hopper_tiles import shared_bytes as hopper_bytes
 from attnlib.ops.triton.heuristics.splits import visible_bound
@@ -254,16 +255,19 @@ def _hopper_decode(
 ) -> Iterator[dict[str, Any]]:
     cache_bits, rows = case.spec.kv_format.bits, case.batch.max_query_len * case.spec.group_size
     pairs = case.batch.num_reqs * case.spec.num_kv_heads
+    one_warp = cache_bits < 16 and supports_one_warp(sizes, rows)
     yield vars(
         choose_hopper_decode_tile(
             *sizes, cache_bits=cache_bits, rows=rows, keys_per_sm=_work(case, limits),
-            pairs_per_sm=-(-pairs // limits.num_sms), tuned=limits.tuned,
+            pairs_per_sm=-(-pairs // limits.num_sms), one_warp=one_warp, tuned=limits.tuned,
         )
     )  # fmt: skip
     widest = 128 if cache_bits == 16 or rows <= 32 else 64  # converted tiles are in registers, too
     tiles = [DecodeTile(block_n, stages) for block_n, stages in _HOPPER_DECODE]
     if cache_bits < 16 and rows <= 16:
         tiles += [DecodeTile(64, 2, 2), DecodeTile(64, 4, 2), DecodeTile(128, 2, 2)]
+    if one_warp:
+        tiles += [DecodeTile(64, 2, warps=8), DecodeTile(32, 3, warps=12)]
     for tile in tiles:
         if decode_shared_bytes(tile, *sizes, cache_bits) <= SHARED_MEMORY and (
             tile.block_n <= (widest if max(sizes) <= 128 else 64)

@@ -17,8 +17,8 @@ from attnlib.ops.triton.hopper.support import DECODE_ROWS, decode_rows, gathers
 __all__ = [
     "MAX_CONSUMERS", "MAX_WARPS", "SHARED_MEMORY", "WARP_ROWS", "DecodeTile", "HopperTile",
     "choose_hopper_decode_tile", "choose_hopper_tile", "choose_section", "decode_shared_bytes",
-    "key_parts", "key_width", "padded_width", "shared_bytes", "with_query_registers",
-    "with_short_ranges",
+    "key_parts", "key_width", "padded_width", "shared_bytes", "supports_one_warp",
+    "with_query_registers", "with_short_ranges",
 ]  # fmt: skip
 
 SHARED_MEMORY = 227 * 1024
@@ -256,6 +256,12 @@ def decode_shared_bytes(
     return tile.consumers * (2 * rows * (width + tile.block_n) + ring) + 2048
 
 
+def supports_one_warp(head_sizes: tuple[int, int], rows: int) -> bool:
+    """Return whether CTAs of one warp support a decode over a quantized cache with these head
+    sizes and query rows per KV head: heads that fill tiles, and few rows."""
+    return rows <= WARP_ROWS and all(size in (64, 128) for size in head_sizes)
+
+
 @functools.lru_cache(maxsize=64)
 def choose_hopper_decode_tile(
     head_size: int,
@@ -279,7 +285,7 @@ def choose_hopper_decode_tile(
         rows: query heads of a group times query tokens, an upper bound.
         keys_per_sm: `tile_table.work_class`; None matches no entry with a condition on it.
         pairs_per_sm: (request, KV head) pairs per multiprocessor, rounded up; None likewise.
-        one_warp: whether CTAs of one warp support the calls.
+        one_warp: whether CTAs of one warp may serve the calls (`supports_one_warp`).
         tuned: the user's table for the chip, which precedes the shipped ones.
 
     Raises:

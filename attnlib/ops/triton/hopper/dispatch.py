@@ -20,6 +20,7 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
     WARP_ROWS,
     choose_hopper_decode_tile,
     choose_hopper_tile,
+    supports_one_warp,
     with_query_registers,
     with_short_ranges,
 )
@@ -303,8 +304,8 @@ def select_decode(
     pairs = batch.seq_lens.shape[0] * key.shape[2]
     rows = query.shape[1] // key.shape[2] * max_query_len
     # CTAs of one warp would run on all multiprocessors, also beside a prefill.
-    one_warp = key.element_size() == 1 and rows <= WARP_ROWS and max_ctas is None
-    one_warp = one_warp and params.score_function is None and _fills_words(layer[3])
+    one_warp = key.element_size() == 1 and supports_one_warp(layer[3], rows)
+    one_warp = one_warp and params.score_function is None and max_ctas is None
     tile = choose_hopper_decode_tile(
         *layer[3], cache_bits=8 * key.shape[3] * key.element_size() // query.shape[2],
         scales_in_page=holds_scales(params),
@@ -316,11 +317,6 @@ def select_decode(
         query, key, value, out, lse, batch, params, tile, limits, max_query_len, max_ctas,
         num_counters,
     )  # fmt: skip
-
-
-def _fills_words(sizes: tuple[int, int]) -> bool:
-    """Whether heads fill the tiles of a decode by CTAs of one warp."""
-    return all(size in (64, 128) for size in sizes)
 
 
 def select_packed_decode(

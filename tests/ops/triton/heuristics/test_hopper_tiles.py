@@ -7,6 +7,7 @@ import pytest
 from attnlib.errors import UnsupportedConfigError
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     L2_BYTES,
+    MAX_WARPS,
     SHARED_MEMORY,
     choose_hopper_decode_tile,
     choose_hopper_tile,
@@ -14,6 +15,7 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
     decode_shared_bytes,
     padded_width,
     shared_bytes,
+    supports_one_warp,
     with_query_registers,
 )
 from attnlib.ops.triton.heuristics.tile_table import work_bounds, work_class
@@ -108,3 +110,13 @@ def test_sections_fit_in_the_cache() -> None:
     """8 KV heads of 256 elements: 1 MiB of keys and values per head and 1024 tokens."""
     assert [choose_section(8, n << 10, 512) for n in (1, 4, 8, 32, 512)] == [8, 8, 4, 1, 1]
     assert 4 * (8 << 20) <= L2_BYTES < 8 * (8 << 20)
+
+
+def test_int4_decodes_of_few_rows_have_ctas_of_one_warp() -> None:
+    assert supports_one_warp((128, 128), 8) and not supports_one_warp((128, 128), 9)
+    assert not supports_one_warp((96, 96), 4)
+    tile = choose_hopper_decode_tile(128, 128, cache_bits=4, rows=8, one_warp=True)
+    assert 0 < tile.warps <= MAX_WARPS
+    assert decode_shared_bytes(tile, 128, 128, cache_bits=4) <= SHARED_MEMORY
+    # Score functions, and prefills that run at the same time.
+    assert not choose_hopper_decode_tile(128, 128, cache_bits=4, rows=8).warps
