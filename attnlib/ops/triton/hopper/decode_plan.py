@@ -98,7 +98,8 @@ _NOT_OF_ONE_WARP = (
 
 _LEAST_BUSY = 0.7
 """Share of the multiprocessors that read fast enough for all of them. 48 requests of 5k keys with 4
-KV heads take 120.2 us on 96 of the 132 of an H200, without splits, and 121.9 on all."""
+KV heads take 120.2 us on 96 of the 132 of an H200, without splits, and 121.9 on all. Several query
+tokens need all: 24 requests of 8 over 2k keys take 68.1 us on 96 and 61.0 on 128."""
 
 _MAX_LOAD_ROUNDS = 8
 """Rounds of loads, about one microsecond each, that combining one request's splits may take."""
@@ -363,7 +364,7 @@ def prepare_hopper_decode(
     in_kernel = not tile.warps and _combines_in_kernel(
         num_reqs, num_kv_heads, rows, head_size_v, per_head, num_counters
     )
-    if max_ctas is None and key.element_size() == 2:
+    if max_ctas is None and max_query_len == 1 and key.element_size() == 2:
         workers = whole_requests(per_head, num_reqs) * num_kv_heads
     num_partials, stride_lt = 2 * workers * rows, 0 if lse is None else lse.stride(0)
     is_quantized, scale = key.dtype.itemsize == 1, params.scale
