@@ -1,45 +1,52 @@
 """Work items of a decode whose requests share prefixes, and their division over thread blocks.
 
-An item is a range of keys that some query tokens see completely: a shared prefix with tokens of its
-requests, or the keys that one request has for itself. The tiles of all items form one line, which
-is cut into equal ranges (stream-K, Osama et al. 2023), as many as a GPU holds at a time for each KV
-head. The tiles of one item in one range are a split, which has partial results of its own.
+A segment is a range of keys that some query tokens see completely: a shared prefix with tokens of
+its requests, or the keys that one request has for itself. A work item has the query rows of one or
+two matrix products, and segments of keys that parts of these rows see. The tiles of all items form
+one line, which is cut into ranges of equal cost (stream-K, Osama et al. 2023), as many as a GPU
+holds at a time for each KV head. The tiles of one item in one range are a split, which has partial
+results of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 __all__ = [
+    "FEW_ROWS_COST",
     "ITEM_FIELDS",
+    "MANY_ROWS_COST",
     "PRODUCT_ROWS",
-    "WHOLE_TILES",
-    "DecodeItem",
+    "SEGMENT_FIELDS",
     "DecodeItems",
     "ItemLists",
+    "Segment",
     "padded_size",
     "schedule_items",
 ]
 
 ITEM_FIELDS = 8
-"""Integers of an item on the device: tiles before it, its tiles, row and first column of the block
-table, keys, first entry of `tokens` (the token itself if there is one), number of tokens, first
-partial row."""
+"""Integers of an item on the device: tiles before it, its tiles, first entry of `tokens`, number of
+tokens, first partial row, the first token, whether the tokens are consecutive, its first range."""
+
+SEGMENT_FIELDS = 8
+"""Integers of a segment on the device: tiles before it, its tiles, row and first column of the
+block table, keys, first token that sees them within those of the item, number of these tokens,
+0."""
 
 PRODUCT_ROWS = 64
 """Query rows of one matrix product."""
 
-WHOLE_TILES = 8
-"""Tiles of an item up to which one of two consumers computes it, while the other one computes the
-next item. On an H200 the beginning and the end of an item take about 5 us, 128
-keys 2 us."""
+FEW_ROWS_COST, MANY_ROWS_COST = 2, 3
+"""Relative times of a tile of an item of up to `PRODUCT_ROWS` rows per KV head, which two consumers
+share, and of one of more rows, which both compute."""
 
 
-class DecodeItem(NamedTuple):
+class Segment(NamedTuple):
     """Keys that some query tokens see completely.
 
     Attributes:
@@ -59,18 +66,18 @@ class DecodeItem(NamedTuple):
 class DecodeItems:
     """The items of one batch on the device, all int32.
 
-    Of an item of more than `PRODUCT_ROWS` query rows per KV head each of two consumers computes all
-    tiles for half of the tokens. One of fewer rows and more than `WHOLE_TILES` tiles is computed by
-    both in turn, tile by tile; each split then has two partial results of every token. Other items
-    are computed by one consumer each.
+    An item of more than `PRODUCT_ROWS` query rows per KV head has one segment, and each of two
+    consumers computes all tiles for half of the tokens. An item of fewer rows is computed by both
+    in turn, tile by tile; each split then has two partial results of every token.
 
     Attributes:
         num_tokens: rows of the queries that may have a request.
         num_partials: P, rows of partial results; an upper bound for items of a captured step.
         num_ranges: ranges of the tiles.
         tile_keys: keys of a tile.
-        header: [2] tiles of all items, and of a range.
-        range_items: [num_ranges] the item in which each range begins.
+        ranges: [num_ranges * 4] the first tile of each range, its end, and the item and the segment
+            in which it begins.
+        segments: [segments * SEGMENT_FIELDS], those of each item together.
         items: [items * ITEM_FIELDS].
         tokens: query rows, those of each item together.
         partial_starts: [num_tokens + 1] entries of `partial_rows` of each token.
@@ -81,8 +88,8 @@ class DecodeItems:
     num_partials: int
     num_ranges: int
     tile_keys: int
-    header: torch.Tensor
-    range_items: torch.Tensor
+    ranges: torch.Tensor
+    segments: torch.Tensor
     items: torch.Tensor
     tokens: torch.Tensor
     partial_starts: torch.Tensor
@@ -128,55 +135,138 @@ def padded_size(size: int) -> int:
     return -(-size // 4) * 4
 
 
+@dataclass(eq=False)
+class _Item:
+    """Query tokens, and segments with the place of their first token among them."""
+
+    tokens: list[int] = field(default_factory=list)
+    segments: list[tuple[Segment, int]] = field(default_factory=list)
+
+
+def _group_segments(segments: Sequence[Segment], most: int) -> list[_Item]:
+    """Items of at most `most` tokens, and one for each segment of more.
+
+    A segment joins an item that has its tokens in its order, otherwise the last one if there is
+    room for its tokens.
+    """
+    items: list[_Item] = []
+    last = _Item()
+    item_of: dict[int, tuple[_Item, int]] = {}
+    for segment in segments:
+        count = len(segment.tokens)
+        if count > most:
+            items.append(_Item(list(segment.tokens), [(segment, 0)]))
+            continue
+        item, place = item_of.get(segment.tokens[0], (last, 0))
+        if tuple(item.tokens[place : place + count]) != segment.tokens:
+            fits = len(last.tokens) + count <= most
+            if not last.tokens or not fits or not set(last.tokens).isdisjoint(segment.tokens):
+                last = _Item()
+                items.append(last)
+            item, place = last, len(last.tokens)
+            for token in segment.tokens:
+                item_of[token] = item, len(item.tokens)
+                item.tokens.append(token)
+        item.segments.append((segment, place))
+    return items
+
+
 def schedule_items(
-    items: Sequence[DecodeItem],
+    segments: Sequence[Segment],
     num_tokens: int,
     group: int,
     block_size: int,
     tile_keys: int,
     num_ranges: int,
 ) -> ItemLists:
-    """Divide items into equal ranges.
+    """Group segments to items, and divide their tiles into ranges of equal cost.
 
     Args:
-        items: at most `2 * (PRODUCT_ROWS // group)` tokens each.
+        segments: at most `2 * (PRODUCT_ROWS // group)` tokens each.
         num_tokens: query tokens of the batch.
         group: query heads per KV head.
         block_size: N.
         tile_keys: keys of a tile.
         num_ranges: ranges, at least 1.
     """
-    tiles = [-(-item.keys // tile_keys) for item in items]
-    total = sum(tiles)
-    per_range = max(1, -(-total // num_ranges))
-    fields: list[int] = []
+    most = PRODUCT_ROWS // group
+    grouped = _group_segments(segments, most)
+    tiles = [sum(-(-s.keys // tile_keys) for s, _ in item.segments) for item in grouped]
+    costs = [FEW_ROWS_COST if len(item.tokens) <= most else MANY_ROWS_COST for item in grouped]
+    begins = _range_begins(tiles, costs, num_ranges)
+    segment_fields: list[int] = []
+    item_fields: list[int] = []
     tokens: list[int] = []
     of_token: list[list[int]] = [[] for _ in range(num_tokens)]
-    range_items: list[int] = []
-    before = partials = 0
-    for number, (item, count) in enumerate(zip(items, tiles, strict=True)):
-        members = len(item.tokens)
-        first = len(tokens) if members > 1 else item.tokens[0]
-        fields += (
-            before, count, item.request, item.start // block_size, item.keys, first, members,
-            partials,
+    ranges: list[int] = []
+    before = partials = num_segments = this = 0
+    for number, item in enumerate(grouped):
+        members, begin = len(item.tokens), before
+        consumers = 2 if members <= most else 1
+        while begins[this + 1] <= begin:
+            this += 1
+        first_range = this
+        for segment, place in item.segments:
+            count, seeing = -(-segment.keys // tile_keys), len(segment.tokens)
+            column = segment.start // block_size
+            segment_fields += (
+                before, count, segment.request, column, segment.keys, place, seeing, 0,
+            )  # fmt: skip
+            end = before + count
+            while len(ranges) < 4 * num_ranges and begins[len(ranges) // 4] < end:
+                index = len(ranges) // 4
+                ranges += (begins[index], begins[index + 1], number, num_segments)
+            while before < end:
+                while begins[this + 1] <= before:
+                    this += 1
+                split_begin, split_end = max(begin, begins[this]), min(end, begins[this + 1])
+                # The consumers that compute a tile of the segment in this split.
+                first = (before - split_begin) % consumers
+                for consumer in range(consumers) if split_end - before > 1 else (first,):
+                    split = consumers * (this - first_range) + consumer
+                    row = partials + split * members + place
+                    for token in segment.tokens:
+                        # Segments of a split add to the same partial results.
+                        found = of_token[token]
+                        if row not in found[-2:]:
+                            found.append(row)
+                        row += 1
+                before = split_end
+            num_segments += 1
+        first_token = item.tokens[0]
+        consecutive = item.tokens == list(range(first_token, first_token + members))
+        item_fields += (
+            begin, before - begin, len(tokens), members, partials, first_token, consecutive,
+            first_range,
         )  # fmt: skip
-        if members > 1:
-            tokens += item.tokens
-        splits = (before + count - 1) // per_range - before // per_range + 1
-        if count > WHOLE_TILES and members <= PRODUCT_ROWS // group:
-            splits *= 2
-        for _ in range(splits):
-            for token in item.tokens:
-                of_token[token].append(partials)
-                partials += 1
-        before += count
-        while len(range_items) * per_range < before and len(range_items) < num_ranges:
-            range_items.append(number)
-    range_items += [0] * (num_ranges - len(range_items))  # ranges without tiles
+        tokens += item.tokens
+        partials += (this - first_range + 1) * consumers * members
+    ranges += [0] * (4 * num_ranges - len(ranges))  # without tiles
     starts = [0]
     for rows in of_token:
         starts.append(starts[-1] + len(rows))
     entries = [row for rows in of_token for row in rows]
-    lists = [total, per_range], range_items, fields, tokens, starts, entries
+    lists = ranges, segment_fields, item_fields, tokens, starts, entries
     return ItemLists(lists, num_tokens, partials, num_ranges, tile_keys)
+
+
+def _range_begins(tiles: Sequence[int], costs: Sequence[int], num_ranges: int) -> list[int]:
+    """The first tile of each range, and the end of the last one.
+
+    Args:
+        tiles: of each item.
+        costs: of a tile of each item.
+        num_ranges: ranges of equal cost, up to a tile.
+    """
+    total = sum(count * cost for count, cost in zip(tiles, costs, strict=True))
+    begins: list[int] = []
+    first = before = 0
+    for count, cost in zip(tiles, costs, strict=True):
+        while len(begins) < num_ranges:
+            # In units of 1 / num_ranges.
+            missing = len(begins) * total - before * num_ranges
+            if missing >= count * cost * num_ranges:
+                break
+            begins.append(first + -(-missing // (cost * num_ranges)))
+        first, before = first + count, before + count * cost
+    return begins + [first] * (num_ranges + 1 - len(begins))

@@ -106,8 +106,9 @@ def _tensors(metadata: Any) -> list[torch.Tensor]:
     items = metadata.items
     if items is not None:
         return [
-            items.header, items.range_items, items.items, items.tokens, items.partial_starts,
-            items.partial_rows, metadata.suffix.seq_lens, metadata.block_table,
+            items.ranges, items.segments, items.items, items.tokens,
+            items.partial_starts, items.partial_rows, metadata.suffix.seq_lens,
+            metadata.block_table,
         ]  # fmt: skip
     prefix = metadata.prefix
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 import attnlib
 from attnlib.backends.cascade.schedule import EVERY_PREFIX
 from attnlib.metadata.shared_prefix import find_shared_prefixes
+from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile
+from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 from tests.gpu.devices import backend_or_skip, needs_gpu, spec_of
 
@@ -66,19 +69,30 @@ class Tree:
                 unused[order[torch.tensor(row)]] = False
                 part[order[row[-1]], length - (len(row) - 1) * block :] = torch.nan
             part[unused.to(part.device)] = torch.nan
+        self.last_blocks = [int(order[row[-1]]) for row in rows]
         self.rows = [
             torch.randn(requests, heads, spec.head_size, device="cuda", dtype=spec.dtype)
             for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         ]
 
 
+def _use_tile(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the backend use tiles of this many keys."""
+    dispatch = pytest.importorskip("attnlib.ops.triton.hopper.dispatch")
+    tile = DecodeTile(keys, 256 // keys, 2)
+    monkeypatch.setattr(dispatch, "shared_decode_tile", lambda *sizes: tile)
+    LAUNCHES.clear()
+
+
+@pytest.mark.parametrize("tile_keys", [64, 128])
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
-def test_it_agrees_with_torch(name: str) -> None:
+def test_it_agrees_with_torch(name: str, tile_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """M13, P5: forests of prefixes, few and many rows per prefix, and requests without one."""
     spec = spec_of(needs_lse=True, **CASES[name])
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the kernel needs compute capability 9.0")
+    _use_tile(tile_keys, monkeypatch)
     found = backend_or_skip("triton", spec)
     pair = attnlib.merge_attention(found, found, EVERY_PREFIX)
     sinks = torch.randn(spec.num_heads, device="cuda") if spec.has_sink else None
@@ -99,6 +113,64 @@ def test_it_agrees_with_torch(name: str) -> None:
         torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=1e-2)
         torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=2e-3)
         assert torch.equal(got, again) and torch.equal(lse, lse_again)
+
+
+@pytest.mark.parametrize(("size", "step"), [(24, 2), (128, 4)])
+def test_partial_results_are_merged(size: int, step: int) -> None:
+    """M4, M6: each token gets its splits and, once, the sink; rows without a request are 0."""
+    kernels = pytest.importorskip("attnlib.ops.triton.hopper.kernels.merge_rows")
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel needs compute capability 9.0")
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randn(7, 3, size, generator=generator)
+    lses = 3 * torch.randn(7, 3, generator=generator)
+    lses[2, 1], parts[2, 1] = -torch.inf, torch.nan  # a split without keys
+    rows = [[3], [6, 0, 2], [2, 1, 5, 4, 3], []]
+    starts = torch.tensor([0, 1, 4, 9, 9], dtype=torch.int32)
+    index = torch.tensor([row for group in rows for row in group], dtype=torch.int32)
+    sinks = torch.randn(3, generator=generator)
+    out = torch.full((5, 3, size), torch.nan, dtype=torch.bfloat16, device="cuda")
+    lse = torch.full((5, 3), torch.nan, device="cuda")
+    for sink in (None, sinks):
+        kernels.hopper_merge_rows_kernel[(5, 2)](
+            parts.cuda(), (lses / math.log(2)).cuda(), starts.cuda(), index.cuda(),
+            None if sink is None else sink.cuda(), out, lse, 3, out.stride(0), out.stride(1),
+            lse.stride(0), NUM_HEADS=3, HEADS=2, DV=size, DV_PAD=max(32, size), STEP=step,
+            HAS_SINK=sink is not None, HAS_LSE=True, num_warps=2,
+        )  # fmt: skip
+        for token, group in enumerate(rows[:3]):
+            values = torch.where(lses[group].isfinite()[..., None], parts[group], 0.0)
+            total = lses[group].logsumexp(0)
+            if sink is not None:
+                total = torch.logaddexp(total, sink)
+            want = (torch.exp(lses[group] - total)[..., None] * values).sum(0)
+            torch.testing.assert_close(out[token].float().cpu(), want, rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(lse[token].cpu(), total, rtol=1e-4, atol=1e-4)
+        assert not out[3:].any() and (lse[3:] == -torch.inf).all()
+
+
+@torch.inference_mode()
+def test_values_of_one_request_do_not_reach_others() -> None:
+    """Requests of one item: NaN and infinities of a request's own tokens stay in its rows."""
+    spec = spec_of(num_heads=32, num_kv_heads=8, needs_lse=True)
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel needs compute capability 9.0")
+    found = backend_or_skip("triton", spec)
+    pair = attnlib.merge_attention(found, found, EVERY_PREFIX)
+    layer = attnlib.Attention(spec, backend=pair, device="cuda")
+    for seed, value in ((0, torch.nan), (4, torch.inf), (5, torch.nan)):
+        torch.manual_seed(seed)
+        tree = Tree(spec, seed)
+        metadata: Any = pair.make_builder(spec, "cuda").build(0, tree.common)
+        want, want_lse = layer(*tree.rows, tree.cache, metadata, return_lse=True)
+        spoiled = list(range(0, tree.common.num_reqs, 3))
+        blocks = [tree.last_blocks[request] for request in spoiled]
+        tree.cache.key_cache[blocks] = value
+        tree.cache.value_cache[blocks] = value
+        got, lse = layer(*tree.rows, tree.cache, metadata, return_lse=True)
+        rest = torch.ones(tree.common.num_reqs, dtype=torch.bool)
+        rest[spoiled] = False
+        assert torch.equal(got[rest], want[rest]) and torch.equal(lse[rest], want_lse[rest])
 
 
 @torch.inference_mode()

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
-from attnlib.backends.cascade.schedule import PrefixRule, decode_items
+from attnlib.backends.cascade.schedule import PrefixRule, decode_segments
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.shared_prefix import SharedPrefix
 from attnlib.ops.shared_decode import (
     ITEM_FIELDS,
     PRODUCT_ROWS,
+    SEGMENT_FIELDS,
     DecodeItems,
     padded_size,
     schedule_items,
@@ -48,13 +49,14 @@ class CapturedItems:
         self._spec, self._shape = spec, shape
         reqs, tokens = limits.max_num_reqs, limits.max_num_tokens
         self._max_items = rule.captured_parts
-        most = 2 * (PRODUCT_ROWS // spec.group_size)
-        # A split more for each range at most, with up to `most` partial results; one of a request
-        # has two.
-        self._num_partials = most * (self._max_items + shape[1]) + 2 * reqs
+        rows = PRODUCT_ROWS // spec.group_size
+        # The other keys of requests are items of `rows` tokens, of which all but the last are full.
+        items = self._max_items + -(-reqs // rows)
+        # A split more for each range at most, with up to two products of partial results.
+        self._num_partials = 2 * rows * (items + shape[1])
         self._sizes = [
-            2, shape[1], ITEM_FIELDS * (reqs + self._max_items), reqs + most * self._max_items,
-            tokens + 1, self._num_partials,
+            4 * shape[1], SEGMENT_FIELDS * (reqs + self._max_items), ITEM_FIELDS * items,
+            reqs + 2 * rows * self._max_items, tokens + 1, self._num_partials,
         ]  # fmt: skip
         total = sum(map(padded_size, self._sizes))
         self._packed = torch.zeros(total, dtype=torch.int32, device=device)
@@ -80,12 +82,12 @@ class CapturedItems:
         assert common.query_start_loc_cpu is not None and common.seq_lens_cpu is not None
         starts, lens = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist()
         kept = list(prefixes)
-        items = decode_items(kept, starts, lens, self._spec)
-        while len(items) > self._max_items + starts[-1]:
+        segments = decode_segments(kept, starts, lens, self._spec)
+        while len(segments) > self._max_items + starts[-1]:
             kept.pop()
-            items = decode_items(kept, starts, lens, self._spec)
+            segments = decode_segments(kept, starts, lens, self._spec)
         spec, tokens = self._spec, common.num_actual_tokens
-        lists = schedule_items(items, tokens, spec.group_size, spec.block_size, *self._shape)
+        lists = schedule_items(segments, tokens, spec.group_size, spec.block_size, *self._shape)
         host = torch.tensor(lists.packed(self._sizes), dtype=torch.int32)
         self._packed.copy_(host, non_blocking=True)
         lists = lists._replace(num_partials=self._num_partials)

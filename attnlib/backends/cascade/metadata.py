@@ -14,7 +14,7 @@ from attnlib.backends.cascade.captured import CapturedPrefixes, fitting_parts
 from attnlib.backends.cascade.captured_items import CapturedItems
 from attnlib.backends.cascade.schedule import (
     PrefixRule,
-    decode_items,
+    decode_segments,
     not_shared_reason,
     prefix_parts,
     worthwhile,
@@ -200,9 +200,9 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         """The metadata of a decode whose prefixes and suffixes one kernel computes."""
         assert common.query_start_loc_cpu is not None and common.seq_lens_cpu is not None
         starts = common.query_start_loc_cpu.tolist()
-        items = decode_items(chosen, starts, common.seq_lens_cpu.tolist(), self.spec)
+        segments = decode_segments(chosen, starts, common.seq_lens_cpu.tolist(), self.spec)
         lists = schedule_items(
-            items, starts[-1], self.spec.group_size, self.spec.block_size, *shape
+            segments, starts[-1], self.spec.group_size, self.spec.block_size, *shape
         )
         suffix = self._suffix.build(0, common.replace(shared_prefixes=None), fast_build)
         scheduled = lists.to_device(common.query_start_loc.device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from attnlib.metadata.shared_prefix import SharedPrefix
-from attnlib.ops.shared_decode import PRODUCT_ROWS, DecodeItem
+from attnlib.ops.shared_decode import PRODUCT_ROWS, Segment
 from attnlib.spec import AttentionSpec, AttentionType
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     "EVERY_PREFIX",
     "PrefixPart",
     "PrefixRule",
-    "decode_items",
+    "decode_segments",
     "not_shared_reason",
     "prefix_parts",
     "worthwhile",
@@ -163,12 +163,12 @@ def prefix_parts(
     return sorted(parts, key=lambda part: sum(query_lens[r] for r in part.requests))
 
 
-def decode_items(
+def decode_segments(
     prefixes: Sequence[SharedPrefix],
     query_starts: Sequence[int],
     seq_lens: Sequence[int],
     spec: AttentionSpec,
-) -> list[DecodeItem]:
+) -> list[Segment]:
     """The prefixes and the other keys of each request, for requests of at most one query token.
 
     Args:
@@ -179,7 +179,7 @@ def decode_items(
     """
     most = 2 * (PRODUCT_ROWS // spec.group_size)
     covered = [0] * len(seq_lens)
-    items: list[DecodeItem] = []
+    segments: list[Segment] = []
     for prefix in prefixes:
         tokens = [query_starts[r] for r in prefix.requests if query_starts[r] < query_starts[r + 1]]
         for request in prefix.requests:
@@ -187,12 +187,12 @@ def decode_items(
         for first in range(0, len(tokens), most):
             members = tuple(tokens[first : first + most])
             keys = prefix.end - prefix.start
-            items.append(DecodeItem(prefix.requests[0], prefix.start, keys, members))
+            segments.append(Segment(prefix.requests[0], prefix.start, keys, members))
     for request, (start, end) in enumerate(pairwise(query_starts)):
         if start < end:
             skipped = covered[request]
-            items.append(DecodeItem(request, skipped, seq_lens[request] - skipped, (start,)))
-    return items
+            segments.append(Segment(request, skipped, seq_lens[request] - skipped, (start,)))
+    return segments
 
 
 def _split_requests(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
-from attnlib.ops.shared_decode import ITEM_FIELDS, PRODUCT_ROWS, WHOLE_TILES, DecodeItems
+from attnlib.ops.shared_decode import ITEM_FIELDS, PRODUCT_ROWS, SEGMENT_FIELDS, DecodeItems
 
 __all__ = ["shared_decode"]
 
@@ -46,32 +46,35 @@ def shared_decode(
     partial_out = query.new_zeros(items.num_partials, heads, head_size_v, dtype=torch.float32)
     partial_lse = torch.full((items.num_partials, heads), -torch.inf, device=query.device)
     tokens, tile_keys = items.tokens.long(), items.tile_keys
-    total, per_range = items.header.tolist()
     fields = items.items.view(-1, ITEM_FIELDS).tolist()
-    for number, first in enumerate(items.range_items.tolist()):
-        position, item = number * per_range, first
-        end = min(position + per_range, total)
+    segments = items.segments.view(-1, SEGMENT_FIELDS).tolist()
+    for number, (position, end, item, segment) in enumerate(items.ranges.view(-1, 4).tolist()):
         while position < end:
-            before, tiles, row, column, num_keys, start, members, partial = fields[item]
-            skipped, count = position - before, min(before + tiles, end) - position
-            found = tokens[start : start + members] if members > 1 else torch.tensor([start])
-            keys, values = (
-                _keys(cache, block_table[row, column:], num_keys).float()
-                for cache in (key_cache, value_cache)
-            )
-            split = position // per_range - before // per_range
-            in_turn = tiles > WHOLE_TILES and members <= PRODUCT_ROWS // group
+            begin, tiles, first, members, partial, _, _, first_range = fields[item]
+            start, stop = position, min(begin + tiles, end)
+            in_turn = members <= PRODUCT_ROWS // group
             consumers = 2 if in_turn else 1
-            visited = torch.arange(skipped * tile_keys, (skipped + count) * tile_keys)
-            visited = visited[visited < num_keys]
-            for consumer in range(consumers):
-                own = visited[(visited // tile_keys - skipped) % consumers == consumer]
-                if own.numel():
-                    rows = partial + (consumers * split + consumer) * members
-                    state = _attend(query[found], keys[own], values[own], params, group)
-                    partial_out[rows : rows + members] = state[0]
-                    partial_lse[rows : rows + members] = state[1]
-            position, item = position + count, item + 1
+            rows = partial + (number - first_range) * consumers * members
+            while position < stop:
+                before, count, row, column, num_keys, place, seeing, _ = segments[segment]
+                until = min(before + count, stop)
+                keys, values = (
+                    _keys(cache, block_table[row, column:], num_keys).float()
+                    for cache in (key_cache, value_cache)
+                )
+                tile = torch.arange(num_keys) // tile_keys + before
+                for consumer in range(consumers):
+                    own = (tile >= position) & (tile < until)
+                    own &= (tile - start) % consumers == consumer
+                    if own.any():
+                        found = tokens[first + place : first + place + seeing]
+                        state = _attend(query[found], keys[own], values[own], params, group)
+                        row_of_first = rows + consumer * members + place
+                        target = slice(row_of_first, row_of_first + seeing)
+                        _add(partial_out[target], partial_lse[target], *state)
+                position = until
+                segment += position == before + count
+            item += 1
     _merge(partial_out, partial_lse, items, params, out, lse)
     return True
 
@@ -92,6 +95,14 @@ def _attend(
     if cap > 0:
         scores = cap * torch.tanh(scores / cap)
     return torch.einsum("thk,khd->thd", scores.softmax(-1), values), scores.logsumexp(-1)
+
+
+def _add(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
+    """Add attention over other keys to partial results, in place."""
+    total = torch.logaddexp(lse, more_lse)
+    weights, more_weights = torch.exp(lse - total), torch.exp(more_lse - total)
+    out.copy_(weights.unsqueeze(-1) * out + more_weights.unsqueeze(-1) * more_out)
+    lse.copy_(total)
 
 
 def _merge(

@@ -641,18 +641,6 @@ def _merge_rows() -> None:
     merge_partial_rows(out, lse, out, lse, starts, starts)
 
 
-def _merge_split_rows() -> None:
-    """The kernel after the decode of shared prefixes, which runs on Hopper."""
-    from attnlib.ops.triton.kernels.merge_states import merge_split_rows_kernel
-
-    parts, lses = torch.empty(16, 8, 128), torch.empty(16, 8)
-    out, index = torch.empty(4, 8, 128, dtype=torch.bfloat16), torch.zeros(16, dtype=torch.int32)
-    merge_split_rows_kernel[(4, 8)](
-        parts, lses, index[:5], index, lses[0], out, lses, 4, 1024, 128, 8, NUM_HEADS=8, HEADS=1,
-        DV=128, DV_PAD=128, STEP=8, HAS_SINK=True, HAS_LSE=True, PDL=False, num_warps=1,
-    )  # fmt: skip
-
-
 def _varying() -> None:
     """Decodes and prefills of one layer with everything that varies from step to step."""
     from attnlib.ops.triton.paged_decode import paged_decode
@@ -699,7 +687,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "slots": ("slots", {}),
     "merge": ("merge", {}),
     "merge-rows": ("merge-rows", {}),
-    "merge-split-rows": ("merge-split-rows", {}),
     "varying": ("varying", {}),
     "decode-64": ("decode", {"d": 64, "group": 8, "features": "window sinks"}),
     "decode-128": ("decode", {}),
@@ -1021,7 +1008,6 @@ def run_case(name: str) -> None:
     else:
         {
             "append": _append, "slots": _slots, "merge": _merge, "merge-rows": _merge_rows,
-            "merge-split-rows": _merge_split_rows,
             "varying": _varying, "packed-latent-write": _packed_latent_write,
         }[operation]()  # fmt: skip
 

@@ -50,7 +50,6 @@ SMALL = [
     "slots",
     "merge",
     "merge-rows",
-    "merge-split-rows",
     "packed-write",
     "packed-write-fp8",
     "pages-write-int8",

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from attnlib.ops.torch.merge_states import merge_partial_rows as reference_merge_partial_rows
-from attnlib.ops.triton.kernels.merge_states import merge_split_rows_kernel
 from attnlib.ops.triton.merge_states import merge_partial_rows, merge_states
 from tests.ops.triton.paged_inputs import DTYPES, assert_close
 
@@ -124,35 +123,3 @@ def test_partial_rows(device: torch.device, dtype: torch.dtype, operation: Merge
             want, merged = _expected([o[None] for o, _ in live], [s[None] for _, s in live])
             assert_close(out[token, head], want[0], dtype)
             assert_close(lse[token, head], merged[0], torch.float32, "lse")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "step"), [(1, 4), (4, 2)])
-def test_split_rows(device: torch.device, dtype: torch.dtype, heads: int, step: int) -> None:
-    """M4, M6: each token gets its splits and, once, the sink; rows without a request are 0."""
-    generator = torch.Generator().manual_seed(0)
-    parts = torch.randn(7, 3, 24, generator=generator)
-    lses = 3 * torch.randn(7, 3, generator=generator)
-    lses[2, 1], parts[2, 1] = -math.inf, math.nan  # a split without keys, whose output is not read
-    rows = [[3], [6, 0, 2], [2, 1, 5, 4, 3], []]
-    starts = torch.tensor([0, 1, 4, 9, 9], dtype=torch.int32)
-    index = torch.tensor([row for group in rows for row in group], dtype=torch.int32)
-    sinks = torch.randn(3, generator=generator)
-    out = torch.full((5, 3, 24), math.nan, dtype=dtype, device=device)
-    lse = torch.full((5, 3), math.nan, device=device)
-    for sink in (None, sinks):
-        merge_split_rows_kernel[(5, -(-3 // heads))](
-            parts.to(device), (lses / math.log(2)).to(device), starts.to(device), index.to(device),
-            None if sink is None else sink.to(device), out, lse, 3, out.stride(0), out.stride(1),
-            lse.stride(0), NUM_HEADS=3, HEADS=heads, DV=24, DV_PAD=32, STEP=step,
-            HAS_SINK=sink is not None, HAS_LSE=True, PDL=False,
-        )  # fmt: skip
-        for token, group in enumerate(rows[:3]):
-            values = torch.where(lses[group].isfinite()[..., None], parts[group], 0.0)
-            total = lses[group].logsumexp(0)
-            if sink is not None:
-                total = torch.logaddexp(total, sink)
-            want = (torch.exp(lses[group] - total)[..., None] * values).sum(0)
-            assert_close(out[token].cpu(), want, dtype)
-            assert_close(lse[token].cpu(), total, torch.float32, "lse")
-        assert not out[3:].any() and (lse[3:] == -math.inf).all()

@@ -24,8 +24,8 @@ from attnlib.ops.triton.hopper.descriptors import (
     encoded_descriptors,
 )
 from attnlib.ops.triton.hopper.kernels.cache_tiles import box_keys
+from attnlib.ops.triton.hopper.kernels.merge_rows import hopper_merge_rows_kernel
 from attnlib.ops.triton.hopper.kernels.shared_decode import hopper_shared_decode_kernel
-from attnlib.ops.triton.kernels.merge_states import merge_split_rows_kernel
 from attnlib.ops.triton.launch.bound import (
     ALIGNMENT,
     BoundLaunch,
@@ -57,10 +57,15 @@ _REGISTERS = 168
 """Registers per thread of 384 threads; `setmaxnreg` gives the consumers more. An SM holds one CTA,
 which the schedule relies on."""
 
+_PREFETCH = 2
+"""Tiles that a CTA prefetches into L2 while the kernel before it still runs."""
+
+_MERGE_WARPS = 4
+"""Warps of a CTA that merges, one for each row."""
+
 _FEW_ROWS = 1024
 """Rows (tokens times query heads) up to which the merge reads 32 partial results at a time, and
-with more rows 8. A warp merges one row; with four warps for four heads, 512 rows took 26 us more on
-an H200."""
+with more rows 16."""
 
 
 def shared_decode_tile(head_size: int, head_size_v: int) -> DecodeTile:
@@ -72,6 +77,14 @@ def shared_decode_tile(head_size: int, head_size_v: int) -> DecodeTile:
     if max(padded_width(head_size), padded_width(head_size_v)) <= 64:
         return DecodeTile(128, 4, 2)
     return DecodeTile(64, 4, 2)
+
+
+def _prefetched_pages(key: Tensor, value: Tensor, tile_keys: int) -> int:
+    """Pages of keys and of values that the CTAs of a range prefetch; 0 where pages are not
+    contiguous or longer than a tile."""
+    block_size = key.shape[1]
+    contiguous = key[0].is_contiguous() and value[0].is_contiguous()
+    return _PREFETCH * tile_keys // block_size if contiguous and block_size <= tile_keys else 0
 
 
 def shared_decode_ranges(num_kv_heads: int, num_sms: int) -> int:
@@ -119,11 +132,12 @@ class HopperSharedDecode:
         if direct:
             lookup = Lookup(caches, self._descriptors, self._encode, maps)
         (
-            header, range_items, items, tokens, starts, rows, num_tokens, table, outputs, lses,
+            ranges, segments, items, tokens, starts, rows, num_tokens, table, outputs, lses,
         ) = batch_sources(10)  # fmt: skip
         attend = (
-            *descriptor_arguments(self.views, maps, direct), QUERY, header, range_items, items,
-            tokens, table, outputs, lses, self.scale, self.soft_cap, *self.numbers,
+            *descriptor_arguments(self.views, maps, direct), KEY_CACHE, VALUE_CACHE, QUERY,
+            ranges, segments, items, tokens, table, outputs, lses, self.scale,
+            self.soft_cap, *self.numbers,
         )  # fmt: skip
         merge = outputs, lses, starts, rows, SINKS, OUT, LSE, num_tokens, *self.merge_strides
         return Launches(
@@ -173,8 +187,8 @@ class HopperSharedDecode:
         if addresses & ALIGNMENT:
             return False
         integers = (
-            items.header, items.range_items, items.items, items.tokens, items.partial_starts,
-            items.partial_rows,
+            items.ranges, items.segments, items.items, items.tokens,
+            items.partial_starts, items.partial_rows,
         )  # fmt: skip
         with device_guard(query):
             if is_direct((self.attend, self.merge)) and not launches_observed():
@@ -220,27 +234,37 @@ def prepare_shared_decode(
     attend = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": num_heads // num_kv_heads, "D": head_size,
         "DV": head_size_v, "WIDTH": width, "WIDTH_V": width_v, "BLOCK_N": tile.block_n,
-        "BLOCK_SIZE": block_size, "STAGES": tile.stages, "HAS_CAP": cap > 0, "num_warps": 4,
+        "BLOCK_SIZE": block_size, "STAGES": tile.stages, "HAS_CAP": cap > 0,
+        "PREFETCH": _prefetched_pages(key, value, tile.block_n), "num_warps": 4,
         "maxnreg": _REGISTERS, "enable_fp_fusion": True, "launch_pdl": True,
     }  # fmt: skip
     few = num_tokens * num_heads <= _FEW_ROWS
+    width_merged = max(16, triton.next_power_of_2(head_size_v))
+    rows = _MERGE_WARPS * (32 // min(32, width_merged // 4))
     merge = {
-        "NUM_HEADS": num_heads, "HEADS": 1, "DV": head_size_v,
-        "DV_PAD": triton.next_power_of_2(head_size_v), "STEP": 32 if few else 8,
-        "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None, "PDL": True,
-        "num_warps": 1, "enable_fp_fusion": True, "launch_pdl": True,
+        "NUM_HEADS": num_heads, "HEADS": _MERGE_WARPS, "DV": head_size_v, "DV_PAD": width_merged,
+        "STEP": 32 if few else 16, "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
+        "num_warps": _MERGE_WARPS, "enable_fp_fusion": True, "launch_pdl": True,
     }  # fmt: skip
-    grid = (num_tokens, num_heads, 1)
+    grid = (num_tokens, -(-num_heads // rows), 1)
     return HopperSharedDecode(
         limits=limits,
         index=query.get_device(),
         views=(CacheView.of(key, box, width), CacheView.of(value, box, width_v)),
         scale=params.scale * float(params.k_scale),
         soft_cap=float(cap),
-        numbers=(num_blocks, num_tokens, query.stride(0), query.stride(1), table.stride(0)),
+        numbers=(
+            num_blocks,
+            num_tokens,
+            query.stride(0),
+            query.stride(1),
+            table.stride(0),
+            key.stride(0),
+            value.stride(0),
+        ),  # fmt: skip
         merge_strides=(out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)),
         num_heads=num_heads,
         head_size_v=head_size_v,
         attend=BoundLaunch(hopper_shared_decode_kernel, (num_ranges * num_kv_heads, 1, 1), attend),
-        merge=BoundLaunch(merge_split_rows_kernel, grid, merge),
+        merge=BoundLaunch(hopper_merge_rows_kernel, grid, merge),
     )

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnlib.ops.triton.kernels.softmax import LN2, LOG2E, finish_rows
+from attnlib.ops.triton.kernels.softmax import LN2, LOG2E
 
-__all__ = ["merge_partial_rows_kernel", "merge_split_rows_kernel", "merge_states_kernel"]
+__all__ = ["merge_partial_rows_kernel", "merge_states_kernel"]
 
 
 @triton.jit
@@ -117,76 +117,3 @@ def merge_partial_rows_kernel(
         tl.store(target, (acc / safe_total[:, None]).to(out.dtype.element_ty), mask=mask)
         merged = tl.where(total == 0.0, minus_inf, top + tl.log2(safe_total) * LN2)
         tl.store(lse + token * stride_lo + head, merged, mask=live)
-
-
-@triton.jit(
-    do_not_specialize=["num_tokens", "stride_ot", "stride_oh", "stride_lt"],
-    do_not_specialize_on_alignment=["sinks", "lse", "partial_lse", "starts", "entries"],
-)
-def merge_split_rows_kernel(
-    partial_out, partial_lse, starts, entries, sinks, out, lse, num_tokens, stride_ot, stride_oh,
-    stride_lt, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
-    STEP: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Merge the states of HEADS heads of one token. Grid: (rows of `out`, blocks of HEADS).
-
-    Rows from `num_tokens` on become 0, with an LSE of -inf (M6).
-
-    Args:
-        partial_out: float32 [P, NUM_HEADS, DV].
-        partial_lse: float32 [P, NUM_HEADS], base-2 log-sum-exps; -inf means no keys.
-        starts: int32 [num_tokens + 1]; token t has entries [starts[t], starts[t + 1]).
-        entries: int32, rows of the partial results, grouped by token.
-    """
-    token = tl.program_id(0)
-    # Written before the kernel that this one may overlap with.
-    first = tl.load(starts + tl.minimum(token, num_tokens))
-    end = tl.load(starts + tl.minimum(token + 1, num_tokens))
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    inside = head < NUM_HEADS
-    lanes = tl.arange(0, DV_PAD)
-    acc = tl.zeros([HEADS, DV_PAD], tl.float32)
-    row_max = tl.full([HEADS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([HEADS], tl.float32)
-    entry = first + tl.arange(0, STEP)
-    rows = tl.load(entries + entry, mask=entry < end, other=0).to(tl.int64)
-    if PDL:
-        # Started early; no partial result may be read before the attention kernel has ended.
-        gdc_wait()
-        gdc_launch_dependents()
-    for base in range(first, end, STEP):
-        live = (base + tl.arange(0, STEP) < end)[:, None] & inside[None, :]
-        index = rows[:, None] * NUM_HEADS + head[None, :]
-        part = tl.load(partial_lse + index, mask=live, other=float("-inf"))
-        x = tl.load(
-            partial_out + index[:, :, None] * DV + lanes[None, None, :],
-            mask=live[:, :, None] & (lanes < DV)[None, None, :],
-            other=0.0,
-        )
-        entry = base + STEP + tl.arange(0, STEP)
-        rows = tl.load(entries + entry, mask=entry < end, other=0).to(tl.int64)
-        new_max = tl.maximum(row_max, tl.max(part, 0))
-        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(part - finite_max[None, :])
-        keep = tl.exp2(row_max - finite_max)
-        # A state without keys may hold anything, and 0 * NaN is NaN.
-        x = tl.where(weights[:, :, None] == 0.0, 0.0, x * weights[:, :, None])
-        acc = acc * keep[:, None] + tl.sum(x, 0)
-        row_sum = row_sum * keep + tl.sum(weights, 0)
-        row_max = new_max
-    sink = tl.zeros([HEADS], tl.float32)
-    if HAS_SINK:
-        # Rows without a request have no sink.
-        known = tl.where(inside, end - first, 0) > 0
-        sink += tl.load(sinks + head, mask=known, other=float("-inf")).to(tl.float32)
-    factor, base2_lse = finish_rows(row_max, row_sum, sink, HAS_SINK)
-    offsets = (
-        token.to(tl.int64) * stride_ot + head.to(tl.int64)[:, None] * stride_oh + lanes[None, :]
-    )
-    tl.store(
-        out + offsets,
-        (acc * factor[:, None]).to(out.dtype.element_ty),
-        mask=inside[:, None] & (lanes < DV)[None, :],
-    )
-    if HAS_LSE:
-        tl.store(lse + token.to(tl.int64) * stride_lt + head, base2_lse * LN2, mask=inside)

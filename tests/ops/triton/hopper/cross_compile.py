@@ -22,7 +22,7 @@ from triton.runtime.cache import get_cache_manager
 
 from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.ops.params import AttentionParams
-from attnlib.ops.shared_decode import DecodeItem, schedule_items
+from attnlib.ops.shared_decode import Segment, schedule_items
 from attnlib.ops.triton.heuristics.device import limits_of
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     SHARED_MEMORY,
@@ -424,7 +424,7 @@ def _compile_shared(options: dict[str, Any]) -> dict[str, Any]:
     table = torch.zeros(2, 4, dtype=torch.int32)
     limits, lse = TARGETS["sm_90"].limits, torch.empty(2, heads) if options.get("lse") else None
     tile = shared_decode_tile(d, d)
-    found = [DecodeItem(request, 0, 8, (request,)) for request in range(2)]
+    found = [Segment(request, 0, 8, (request,)) for request in range(2)]
     lists = schedule_items(found, 2, heads // 8, 16, tile.block_n, 16)
     items = lists.to_device(query.device)
 

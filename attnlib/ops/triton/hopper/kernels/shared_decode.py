@@ -1,16 +1,18 @@
 """The Hopper decode of batches with shared prefixes: prefixes and suffixes in one launch.
 
-Work distribution (stream-K, Osama et al. 2023). A host schedule lists items: the keys of a shared
-prefix for up to 128 query rows per KV head, or the keys that one request has for itself. The tiles
-of all items form one line, which is cut into equal ranges. Each range has NUM_KV_HEADS consecutive
-CTAs, one per KV head. The tiles of one item in one range are a split; each split writes a partial
-result, and `merge_split_rows_kernel` merges those of each row.
+Work distribution (stream-K, Osama et al. 2023). A host schedule lists items: query rows of one or
+two products per KV head, and segments of keys that parts of these rows see, which are shared
+prefixes and the keys that one request has for itself. The tiles of all items form one line, which
+is cut into ranges of equal cost. Each range has NUM_KV_HEADS consecutive CTAs, one per KV head. The
+tiles of one item in one range are a split; each split writes a partial result, and
+`hopper_merge_rows_kernel` merges those of each row.
 
 A CTA has two consumer warpgroups of 64 query rows, one warp that loads keys and one that loads
 values. Items of more than 64 rows are computed by both consumers, tile by tile, with different
-rows. Of a long item of fewer rows each consumer computes every second tile, and writes a partial
-result of its own. Short items are computed by one consumer each, in turn: the beginning and the end
-of an item take longer than its tiles.
+rows. Of an item of fewer rows each consumer computes every second tile, and writes a partial result
+of its own. Rows that do not see a segment are masked: the beginning and the end of an item take
+longer than several tiles, so that an item for each request would take longer than products of
+which most rows are masked.
 
 Query rows are the rows of the products, because a prefix has many; the decode of single requests
 (`decode.py`) has them as columns. Sources: Hydragen (Juravsky et al., 2024), cascade inference
@@ -28,12 +30,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnlib.ops.shared_decode import ITEM_FIELDS, PRODUCT_ROWS, WHOLE_TILES
+from attnlib.ops.shared_decode import ITEM_FIELDS, PRODUCT_ROWS, SEGMENT_FIELDS
 from attnlib.ops.triton.hopper.kernels.cache_tiles import allocate_rings
 from attnlib.ops.triton.hopper.kernels.compat import (
     launch_dependent_grids,
     partition_barrier,
     prefetch_l1,
+    prefetch_l2,
     wait_on_dependent_grids,
 )
 from attnlib.ops.triton.hopper.kernels.decode import clear_tile, prefetch_queries
@@ -49,44 +52,71 @@ from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 __all__ = ["hopper_shared_decode_kernel"]
 
 _FIELDS = gl.constexpr(ITEM_FIELDS)
+_SEGMENT = gl.constexpr(SEGMENT_FIELDS)
 _ROWS = gl.constexpr(PRODUCT_ROWS)
 """Query rows of a consumer."""
-_WHOLE = gl.constexpr(WHOLE_TILES)
 
 
 @gluon.jit
-def _own_range(header, range_items, NUM_KV_HEADS: gl.constexpr):
-    """Return (begin, end, tiles per range, first item, KV head) of a CTA's range of tiles."""
+def _own_range(ranges, NUM_KV_HEADS: gl.constexpr):
+    """Return (number, begin, end, first item, first segment, KV head) of a CTA's range of tiles."""
     worker = gl.program_id(0)
     index = worker // NUM_KV_HEADS
-    total = gl.load(header)
-    per_range = gl.load(header + 1)
-    item = gl.load(range_items + index)
-    begin = index * per_range
-    return begin, gl.minimum(begin + per_range, total), per_range, item, worker % NUM_KV_HEADS
+    fields = ranges + 4 * index
+    begin = gl.load(fields)
+    end = gl.load(fields + 1)
+    item = gl.load(fields + 2)
+    segment = gl.load(fields + 3)
+    return index, begin, end, item, segment, worker % NUM_KV_HEADS
+
+
+@gluon.jit
+def _prefetch_pages(
+    source, stride_block, table, first_key, num_keys, num_blocks, kv_head,
+    NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGES: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Prefetch PAGES pages of keys or values into L2 while the previous kernel may still write them
+    and the block table. The CTAs of a range share the pages; numbers that are no blocks of the
+    cache are left out."""
+    lane = gl.arange(0, max(32, PAGES), gl.BlockedLayout([1], [32], [1], [0]))
+    page = first_key // BLOCK_SIZE + lane
+    own = (lane < PAGES) & (page * BLOCK_SIZE < num_keys) & (page % NUM_KV_HEADS == kv_head)
+    # Not through L1, which would keep numbers that the previous kernel overwrites.
+    block = gl.load(table + page, mask=own, other=-1, cache_modifier=".cg")
+    inside = (block >= 0) & (block < num_blocks)
+    BYTES: gl.constexpr = BLOCK_SIZE * NUM_KV_HEADS * D * 2
+    prefetch_l2(source + block.to(gl.int64) * stride_block, inside, BYTES)
 
 
 @gluon.jit
 def _loader(
-    cache, header, range_items, items, block_table, num_blocks, stride_table, ring, full, empty,
-    NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+    cache, source, stride_block, ranges, segments, block_table, num_blocks, stride_table,
+    ring, full, empty, NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+    PREFETCH: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Load the key or value tiles of the CTA's range into a ring, split after split. One warp."""
+    """Load the key or value tiles of the CTA's range into a ring, by one warp, segment after
+    segment."""
     BLOCK_N: gl.constexpr = ring.shape[1]
-    # PDL: the previous kernel may have written the cache.
-    wait_on_dependent_grids()
-    position, range_end, _, item, kv_head = _own_range(header, range_items, NUM_KV_HEADS)
+    # PDL: the schedule is copied from the host, and not written by the previous kernel.
+    _, position, range_end, _, segment, kv_head = _own_range(ranges, NUM_KV_HEADS)
     step = 0
-    fields = items + item * _FIELDS
+    fields = segments + segment * _SEGMENT
     begin = gl.load(fields)
     tiles = gl.load(fields + 1)
     row = gl.load(fields + 2)
     column = gl.load(fields + 3)
     keys = gl.load(fields + 4)
+    if PREFETCH > 0:
+        _prefetch_pages(
+            source, stride_block, block_table + row.to(gl.int64) * stride_table + column,
+            (position - begin) * BLOCK_N, keys, num_blocks, kv_head, NUM_KV_HEADS, BLOCK_SIZE,
+            PREFETCH, D)  # fmt: skip
+    # The previous kernel may have written the cache and the block table.
+    wait_on_dependent_grids()
     while position < range_end:
-        # Items are short: the fields of the next one are loaded, and its pages prefetched, before
-        # they are needed. Behind the last item the tensor has other integers.
-        fields += _FIELDS
+        # Segments may be short: the fields of the next one are loaded, and its pages prefetched,
+        # before they are needed. Behind the last segment the tensor has other integers.
+        fields += _SEGMENT
         next_begin = gl.load(fields)
         next_tiles = gl.load(fields + 1)
         next_row = gl.load(fields + 2)
@@ -126,55 +156,163 @@ def _skip(full, empty, step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _step(
-    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, row_max, row_sum, step,
-    previous, in_turn, last, valid, factor, soft_cap, STAGES: gl.constexpr, HAS_CAP: gl.constexpr,
-    P_LAYOUT: gl.constexpr, S_LAYOUT: gl.constexpr,
+def _next_segment(fields):
+    """Return (tiles, keys, first member, members) of the segment behind the one at `fields`."""
+    fields += _SEGMENT
+    return (
+        gl.load(fields + 1), gl.load(fields + 4), gl.load(fields + 5), gl.load(fields + 6),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _advance(
+    position, fields, begin, end, keys, low, seeing, next_tiles, next_keys, next_low, next_seeing
 ):  # fmt: skip
-    """Multiply by the keys of ring step `step` and by the values of step `previous`; with
-    `in_turn`, the other consumer multiplies by the tile between them.
+    """Move on to the segment with the tile at `position`; the fields of the next one are loaded
+    ahead, so that nothing waits for them."""
+    while position >= end:
+        fields += _SEGMENT
+        begin = end
+        end += next_tiles
+        keys = next_keys
+        low = next_low
+        seeing = next_seeing
+        next_tiles, next_keys, next_low, next_seeing = _next_segment(fields)
+    return (
+        fields, begin, end, keys, low, seeing, next_tiles, next_keys, next_low, next_seeing,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _sees(offset, low, seeing, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return which query rows are those of `seeing` members of an item from `low` on."""
+    member = offset + gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT)) // GROUP
+    return (member >= low) & (member < low + seeing)
+
+
+@gluon.jit
+def _step(
+    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, row_max, row_sum, step, masked,
+    offset, low, seeing, valid, clear, factor, soft_cap, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    HAS_CAP: gl.constexpr, P_LAYOUT: gl.constexpr, S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Multiply by the keys and values of ring step `step`.
+
+    The products of one consumer overlap with the softmax of the other one, so that nothing overlaps
+    within a consumer. All tiles have the same instructions: a kernel with more of them for first,
+    last and masked tiles took longer.
+
+    Args:
+        masked: some rows do not see the tile, or it has keys past the end of its segment.
+        valid: keys of the tile in its segment.
+        clear: the first value of the tile that may be NaN.
 
     Returns:
-        (acc, packed weights, row_max, row_sum).
+        (acc, row_max, row_sum).
     """
     DTYPE: gl.constexpr = k_ring.dtype
     BLOCK_N: gl.constexpr = k_ring.shape[1]
+    WIDTH_V: gl.constexpr = v_ring.shape[2]
     stage = step % STAGES
-    v_stage = previous % STAGES
-    if in_turn:
-        _skip(k_full, k_empty, step - 1, STAGES)
+    phase = (step // STAGES) & 1
+    mbarrier.wait(k_full.index(stage), phase)
+    scores = gl.zeros([_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    scores = warpgroup_mma(
+        q_tile, k_ring.index(stage).permute((1, 0)), scores, use_acc=False, is_async=True
+    )
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
+    if masked:
+        row_last = gl.where(_sees(offset, low, seeing, GROUP, S_LAYOUT), valid, 0)
+        scores = mask_scores(scores, row_last, row_last, 0, False)
+    probs, acc_scale, row_max, row_sum = online_softmax(
+        scores, factor, row_max, row_sum, True, HAS_CAP
+    )
+    weights = unpack_weights(pack_weights(probs, DTYPE), DTYPE, P_LAYOUT)
+    mbarrier.wait(v_full.index(stage), phase)
+    if clear < BLOCK_N:
+        clear_tile(v_ring.index(stage), clear, 0)
+    found = gl.zeros([_ROWS, WIDTH_V], gl.float32, O_LAYOUT)
+    found = warpgroup_mma(weights, v_ring.index(stage), found, use_acc=False, is_async=True)
+    found = warpgroup_mma_wait(0, deps=[found])
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    # The weights of rows that do not see the values are 0, but 0 * NaN is NaN.
+    found = gl.where(_sees(offset, low, seeing, GROUP, O_LAYOUT)[:, None], found, 0.0)
+    acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, O_LAYOUT))[:, None] + found
+    return acc, row_max, row_sum
+
+
+@gluon.jit
+def _many_rows(
+    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, row_max, row_sum, step, count,
+    valid, factor, soft_cap, STAGES: gl.constexpr, HAS_CAP: gl.constexpr, P_LAYOUT: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Multiply by `count` tiles from ring step `step` on, which all rows see; they have `valid`
+    keys. Products with values overlap with the softmax of the next tile.
+
+    Returns:
+        (acc, row_max, row_sum).
+    """
+    DTYPE: gl.constexpr = k_ring.dtype
+    BLOCK_N: gl.constexpr = k_ring.shape[1]
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    stage = step % STAGES
     mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
     zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     scores = warpgroup_mma(
         q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
-    mbarrier.wait(v_full.index(v_stage), (previous // STAGES) & 1)
-    acc = warpgroup_mma(
-        unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(v_stage), acc, is_async=True
-    )
-    # One group may stay in flight: Q @ K^T is complete, P @ V overlaps with the softmax.
-    scores = warpgroup_mma_wait(1, deps=[scores])
+    scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
     scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
-    if last:
-        row_last = gl.full([_ROWS], valid, gl.int32, gl.SliceLayout(1, S_LAYOUT))
-        scores = mask_scores(scores, row_last, row_last, 0, False)
-    probs, acc_scale, row_max, row_sum = online_softmax(
-        scores, factor, row_max, row_sum, False, HAS_CAP
+    row_last = gl.full([_ROWS], valid, gl.int32, ROW)
+    scores = mask_scores(scores, row_last, row_last, 0, False)
+    probs, _, row_max, row_sum = online_softmax(scores, factor, row_max, row_sum, False, HAS_CAP)
+    weights = pack_weights(probs, DTYPE)
+    for i in range(1, count):
+        v_stage = stage
+        v_phase = ((step + i - 1) // STAGES) & 1
+        stage = (step + i) % STAGES
+        mbarrier.wait(k_full.index(stage), ((step + i) // STAGES) & 1)
+        zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+        scores = warpgroup_mma(
+            q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        acc = warpgroup_mma(
+            unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(v_stage), acc, is_async=True
+        )
+        # One group may stay in flight: Q @ K^T is complete, P @ V overlaps with the softmax.
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
+        if valid < (i + 1) * BLOCK_N:
+            row_last = gl.full([_ROWS], valid - i * BLOCK_N, gl.int32, ROW)
+            scores = mask_scores(scores, row_last, row_last, 0, False)
+        probs, acc_scale, row_max, row_sum = online_softmax(
+            scores, factor, row_max, row_sum, False, HAS_CAP
+        )
+        # P @ V is complete: its stage is free, and the accumulator may be rescaled.
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(v_stage), count=1)
+        acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, acc.type.layout))[:, None]
+        weights = pack_weights(probs, DTYPE)
+    mbarrier.wait(v_full.index(stage), ((step + count - 1) // STAGES) & 1)
+    acc = warpgroup_mma(
+        unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(stage), acc, is_async=True
     )
-    # P @ V is complete: its stage is free, and the accumulator may be rescaled.
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(v_empty.index(v_stage), count=1)
-    if in_turn:
-        _skip(v_full, v_empty, step - 1, STAGES)
-    acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, pack_weights(probs, DTYPE), row_max, row_sum
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    return acc, row_max, row_sum
 
 
 @gluon.jit
 def _consumer(
-    query, header, range_items, items, tokens, partial_out, partial_lse, scale, soft_cap, num_rows,
-    stride_qt, stride_qh, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+    query, ranges, segments, items, tokens, partial_out, partial_lse, scale, soft_cap,
+    num_rows, stride_qt, stride_qh, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_CAP: gl.constexpr,
     WARPGROUP: gl.constexpr,
@@ -183,7 +321,6 @@ def _consumer(
     WIDTH: gl.constexpr = q_tile.shape[1]
     WIDTH_V: gl.constexpr = v_ring.shape[2]
     BLOCK_N: gl.constexpr = k_ring.shape[1]
-    COMPUTE: gl.constexpr = k_ring.dtype
     TOKENS: gl.constexpr = _ROWS // GROUP
     HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -194,41 +331,46 @@ def _consumer(
     Q_LANES: gl.constexpr = min(32, WIDTH // 8)
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // Q_LANES, Q_LANES], [4, 1], [1, 0])
     factor = score_factor(scale, soft_cap, HAS_CAP)
-    # PDL: the previous kernel may have written the queries and the cache.
-    wait_on_dependent_grids()
-    # The merge may start; it waits for this kernel's results by itself.
+    # PDL: the merge may start; it waits for this kernel's results by itself.
     launch_dependent_grids()
-    position, range_end, per_range, item, kv_head = _own_range(header, range_items, NUM_KV_HEADS)
+    index, position, range_end, item, segment, kv_head = _own_range(ranges, NUM_KV_HEADS)
     step = 0
     fields = items + item * _FIELDS
     item_begin = gl.load(fields)
     tiles = gl.load(fields + 1)
-    num_keys = gl.load(fields + 4)
+    first = gl.load(fields + 2)
+    num_tokens = gl.load(fields + 3)
+    partial_begin = gl.load(fields + 4)
     first_token = gl.load(fields + 5)
-    num_tokens = gl.load(fields + 6)
-    partial_begin = gl.load(fields + 7)
+    consecutive = gl.load(fields + 6)
+    first_range = gl.load(fields + 7)
+    segment_fields = segments + segment * _SEGMENT
+    begin = gl.load(segment_fields)
+    end = begin + gl.load(segment_fields + 1)
+    keys = gl.load(segment_fields + 4)
+    low = gl.load(segment_fields + 5)
+    seeing = gl.load(segment_fields + 6)
+    next_tiles, next_keys, next_low, next_seeing = _next_segment(segment_fields)
+    # The previous kernel may have written the queries.
+    wait_on_dependent_grids()
     while position < range_end:
         # As in `_loader`.
         fields += _FIELDS
-        next_begin = gl.load(fields)
-        next_tiles = gl.load(fields + 1)
-        next_keys = gl.load(fields + 4)
+        next_item_begin = gl.load(fields)
+        next_item_tiles = gl.load(fields + 1)
+        next_first = gl.load(fields + 2)
+        next_count = gl.load(fields + 3)
+        next_partial = gl.load(fields + 4)
         next_token = gl.load(fields + 5)
-        next_count = gl.load(fields + 6)
-        next_partial = gl.load(fields + 7)
-        skipped = position - item_begin
-        count = gl.minimum(tiles - skipped, range_end - position)
-        split = position // per_range - item_begin // per_range
+        next_consecutive = gl.load(fields + 6)
+        next_range = gl.load(fields + 7)
+        count = gl.minimum(item_begin + tiles, range_end) - position
+        split = index - first_range
         # Both consumers compute all tiles of an item of many rows, for different rows. With fewer
-        # rows, each computes every second tile of a long item, and every second one of short items.
-        few_rows = num_tokens <= TOKENS
-        in_turn = few_rows & (tiles > _WHOLE)
-        whole = few_rows & (tiles <= _WHOLE)
-        offset = gl.where(few_rows, 0, WARPGROUP * TOKENS)
-        begin = gl.where(in_turn, WARPGROUP, 0)
-        pace = gl.where(in_turn, 2, 1)
+        # rows, each computes every second tile.
+        in_turn = num_tokens <= TOKENS
+        offset = gl.where(in_turn, 0, WARPGROUP * TOKENS)
         own = gl.where(in_turn, (count + 1 - WARPGROUP) // 2, count)
-        own = gl.where(whole & (item % 2 != WARPGROUP), 0, own)
         partial = gl.where(in_turn, 2 * split + WARPGROUP, split) * num_tokens + partial_begin
 
         row_max = gl.full([_ROWS], float("-inf"), gl.float32, ROW)
@@ -239,8 +381,10 @@ def _consumer(
             member = offset + row // GROUP
             valid = (row < TOKENS * GROUP) & (member < num_tokens)
             token = gl.load(
-                tokens + first_token + member, mask=valid & (num_tokens > 1), other=first_token
-            )
+                tokens + first + member, mask=valid & (consecutive == 0),
+                other=0,
+            )  # fmt: skip
+            token = gl.where(consecutive != 0, first_token + member, token)
             offsets = token.to(gl.int64) * stride_qt
             offsets += (kv_head * GROUP + row % GROUP).to(gl.int64) * stride_qh
             # The launcher checks 16-byte alignment; the shifts tell the compiler.
@@ -256,113 +400,109 @@ def _consumer(
             q_tile.store(q)
             fence_async_shared()
             partition_barrier()
-            # The first tile has no values of an earlier tile to multiply by.
-            current = step + begin
-            stage = current % STAGES
-            if begin > 0:
-                _skip(k_full, k_empty, step, STAGES)
-            mbarrier.wait(k_full.index(stage), (current // STAGES) & 1)
-            zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-            scores = warpgroup_mma(
-                q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
-            if (position + count < range_end) & (next_count == 1):
-                # The next requests have items behind each other.
+            if (position + count < range_end) & (next_consecutive != 0):
                 prefetch_queries(
                     query, next_token, kv_head, num_rows, stride_qt, stride_qh, GROUP, D,
                     _ROWS)  # fmt: skip
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            if begin > 0:
-                _skip(v_full, v_empty, step, STAGES)
-            scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
-            row_last = gl.full([_ROWS], num_keys, gl.int32, ROW)
-            scores = mask_scores(scores, row_last, row_last, (skipped + begin) * BLOCK_N, False)
-            probs, _, row_max, row_sum = online_softmax(
-                scores, factor, row_max, row_sum, False, HAS_CAP
-            )
-            weights = pack_weights(probs, COMPUTE)
-            for i in range(1, own):
-                following = current + pace
-                tile = skipped + begin + i * pace
-                acc, weights, row_max, row_sum = _step(
-                    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights, row_max,
-                    row_sum, following, current, in_turn, tile == tiles - 1,
-                    num_keys - tile * BLOCK_N, factor, soft_cap, STAGES, HAS_CAP, P_LAYOUT,
-                    S_LAYOUT)  # fmt: skip
-                current = following
-            stage = current % STAGES
-            mbarrier.wait(v_full.index(stage), (current // STAGES) & 1)
-            # TMA fills whole pages past the end with zeros, but not the rest of the last page.
-            # Prefixes are whole pages, so only items of one consumer have such a page.
-            past_end = num_keys - (skipped + begin + (own - 1) * pace) * BLOCK_N
-            if (past_end < BLOCK_N) & (num_keys % BLOCK_SIZE != 0):
-                clear_tile(v_ring.index(stage), past_end, 0)
-            acc = warpgroup_mma(
-                unpack_weights(weights, COMPUTE, P_LAYOUT), v_ring.index(stage), acc, is_async=True
-            )
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(v_empty.index(stage), count=1)
-            if in_turn & (current + 1 < step + count):
-                _skip(k_full, k_empty, current + 1, STAGES)
-                _skip(v_full, v_empty, current + 1, STAGES)
-        else:
+        if in_turn:
             for i in range(0, count):
-                _skip(k_full, k_empty, step + i, STAGES)
-                _skip(v_full, v_empty, step + i, STAGES)
+                if i % 2 != WARPGROUP:
+                    _skip(k_full, k_empty, step + i, STAGES)
+                    _skip(v_full, v_empty, step + i, STAGES)
+                else:
+                    tile = position + i
+                    (
+                        segment_fields, begin, end, keys, low, seeing, next_tiles, next_keys,
+                        next_low, next_seeing,
+                    ) = _advance(
+                        tile, segment_fields, begin, end, keys, low, seeing, next_tiles, next_keys,
+                        next_low, next_seeing)  # fmt: skip
+                    past_end = keys - (tile - begin) * BLOCK_N
+                    # TMA fills whole pages past the end with zeros, but not the rest of the last
+                    # page. Prefixes, which more rows see, are whole pages.
+                    clear = gl.where(keys % BLOCK_SIZE != 0, past_end, BLOCK_N)
+                    masked = (past_end < BLOCK_N) | (seeing < num_tokens)
+                    acc, row_max, row_sum = _step(
+                        q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, row_max,
+                        row_sum, step + i, masked, offset, low, seeing, past_end, clear, factor,
+                        soft_cap, GROUP, STAGES, HAS_CAP, P_LAYOUT, S_LAYOUT,
+                        O_LAYOUT)  # fmt: skip
+        else:
+            (
+                segment_fields, begin, end, keys, low, seeing, next_tiles, next_keys, next_low,
+                next_seeing,
+            ) = _advance(
+                position, segment_fields, begin, end, keys, low, seeing, next_tiles, next_keys,
+                next_low, next_seeing)  # fmt: skip
+            acc, row_max, row_sum = _many_rows(
+                q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, row_max, row_sum,
+                step, count, keys - (position - begin) * BLOCK_N, factor, soft_cap, STAGES, HAS_CAP,
+                P_LAYOUT, S_LAYOUT)  # fmt: skip
 
         row = gl.arange(0, _ROWS, ROW)
         member = offset + row // GROUP
-        # A consumer without a tile has a partial result if they take turns.
-        valid = (row < TOKENS * GROUP) & (member < num_tokens) & ((own > 0) | in_turn)
+        valid = (row < TOKENS * GROUP) & (member < num_tokens)
         empty = row_sum == 0.0
         safe_sum = gl.where(empty, 1.0, row_sum)
         base2 = gl.where(empty, float("-inf"), row_max + gl.log2(safe_sum))
         head = kv_head * GROUP + row % GROUP
-        entry = (partial + member) * HEADS + head
-        gl.store(partial_lse + entry, base2, mask=valid)
+        entry = member * HEADS + head
+        first_entry = partial.to(gl.int64) * HEADS
+        gl.store(partial_lse + first_entry + entry, base2, mask=valid)
         normalizer = gl.convert_layout(1.0 / safe_sum, O_ROW)
-        entry = gl.convert_layout(entry, O_ROW).to(gl.int64)
-        valid = gl.convert_layout(valid, O_ROW)
+        entry = gl.convert_layout(entry, O_ROW)
+        # The merge does not use rows without a key.
+        valid = gl.convert_layout(valid & (row_sum != 0.0), O_ROW)
         lanes = gl.arange(0, WIDTH_V, gl.SliceLayout(0, O_LAYOUT))
         gl.store(
-            partial_out + (entry * DV)[:, None] + lanes[None, :],
+            partial_out + first_entry * DV + ((entry * DV)[:, None] + lanes[None, :]),
             acc * normalizer[:, None],
             mask=valid[:, None] & (lanes < DV)[None, :],
         )
         position += count
         step += count
-        item += 1
-        item_begin = next_begin
-        tiles = next_tiles
-        num_keys = next_keys
-        first_token = next_token
+        item_begin = next_item_begin
+        tiles = next_item_tiles
+        first = next_first
         num_tokens = next_count
         partial_begin = next_partial
+        first_token = next_token
+        consecutive = next_consecutive
+        first_range = next_range
 
 
 @gluon.jit(
-    do_not_specialize=["num_blocks", "num_rows", "stride_qt", "stride_qh", "stride_table"],
-    do_not_specialize_on_alignment=["header", "range_items", "items", "tokens", "block_table"],
+    do_not_specialize=[
+        "num_blocks", "num_rows", "stride_qt", "stride_qh", "stride_table", "stride_kb",
+        "stride_vb",
+    ],
+    do_not_specialize_on_alignment=[
+        "key_cache", "value_cache", "ranges", "segments", "items", "tokens",
+        "block_table",
+    ],
 )  # fmt: skip
 def hopper_shared_decode_kernel(
-    key_desc, value_desc, query, header, range_items, items, tokens, block_table, partial_out,
-    partial_lse, scale, soft_cap, num_blocks, num_rows, stride_qt, stride_qh, stride_table,
+    key_desc, value_desc, key_cache, value_cache, query, ranges, segments, items, tokens,
+    block_table, partial_out, partial_lse, scale, soft_cap, num_blocks, num_rows, stride_qt,
+    stride_qh, stride_table, stride_kb, stride_vb,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    STAGES: gl.constexpr, HAS_CAP: gl.constexpr,
+    STAGES: gl.constexpr, HAS_CAP: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 + 4 + 1 + 1 warps. Grid: ranges * NUM_KV_HEADS, all resident at the same time.
 
     Args:
         key_desc, value_desc: TMA descriptors of the caches.
-        header: int32 [2], tiles of all items and tiles of a range.
-        range_items: int32 [ranges], the item in which each range begins.
+        key_cache, value_cache: the caches.
+        ranges: int32 [ranges, 4], as in `ops.shared_decode`.
+        segments: int32 [segments, SEGMENT_FIELDS], as in `ops.shared_decode`.
         items: int32 [items, ITEM_FIELDS], as in `ops.shared_decode`.
         tokens: int32, rows of `query`, those of each item together.
         partial_out: float32 [P, Hq, DV], written.
         partial_lse: float32 [P, Hq], base-2 log-sum-exps, written.
         num_rows: tokens of `query`.
+        PREFETCH: pages at the beginning of a range that are prefetched into L2 while the previous
+            kernel runs; a power of two, with pages that are contiguous.
     """
     CACHE: gl.constexpr = key_desc.dtype
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, WIDTH], CACHE)
@@ -384,19 +524,21 @@ def hopper_shared_decode_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                query, header, range_items, items, tokens, partial_out, partial_lse, scale,
+                query, ranges, segments, items, tokens, partial_out, partial_lse, scale,
                 soft_cap, num_rows, stride_qt, stride_qh, q_tile0, k_ring, v_ring, k_full, k_empty,
                 v_full, v_empty, NUM_KV_HEADS, GROUP, D, DV, BLOCK_SIZE, STAGES, HAS_CAP, 0)),
             (_consumer, (
-                query, header, range_items, items, tokens, partial_out, partial_lse, scale,
+                query, ranges, segments, items, tokens, partial_out, partial_lse, scale,
                 soft_cap, num_rows, stride_qt, stride_qh, q_tile1, k_ring, v_ring, k_full, k_empty,
                 v_full, v_empty, NUM_KV_HEADS, GROUP, D, DV, BLOCK_SIZE, STAGES, HAS_CAP, 1)),
             (_loader, (
-                key_desc, header, range_items, items, block_table, num_blocks, stride_table, k_ring,
-                k_full, k_empty, NUM_KV_HEADS, BLOCK_SIZE, STAGES)),
+                key_desc, key_cache, stride_kb, ranges, segments,
+                block_table, num_blocks, stride_table, k_ring, k_full, k_empty, NUM_KV_HEADS,
+                BLOCK_SIZE, STAGES, PREFETCH, D)),
             (_loader, (
-                value_desc, header, range_items, items, block_table, num_blocks, stride_table,
-                v_ring, v_full, v_empty, NUM_KV_HEADS, BLOCK_SIZE, STAGES)),
+                value_desc, value_cache, stride_vb, ranges, segments,
+                block_table, num_blocks, stride_table, v_ring, v_full, v_empty, NUM_KV_HEADS,
+                BLOCK_SIZE, STAGES, PREFETCH, DV)),
         ],
         [4, 1, 1],
         # Registers per thread of the second consumer and of the loader warps.
