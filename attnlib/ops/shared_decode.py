@@ -3,7 +3,7 @@
 A segment is a range of keys that some query tokens see completely: a shared prefix with tokens of
 its requests, or the keys that one request has for itself. A work item has the query rows of one or
 two matrix products, and segments of keys that parts of these rows see. The tiles of all items form
-one line, which is cut into ranges of equal cost (stream-K, Osama et al. 2023), as many as a GPU
+one line, which is cut into equal ranges (stream-K, Osama et al. 2023), as many as a GPU
 holds at a time for each KV head. The tiles of one item in one range are a split, which has partial
 results of its own.
 """
@@ -17,9 +17,7 @@ from typing import NamedTuple
 import torch
 
 __all__ = [
-    "FEW_ROWS_COST",
     "ITEM_FIELDS",
-    "MANY_ROWS_COST",
     "PRODUCT_ROWS",
     "SEGMENT_FIELDS",
     "DecodeItems",
@@ -40,10 +38,6 @@ block table, keys, first token that sees them within those of the item, number o
 
 PRODUCT_ROWS = 64
 """Query rows of one matrix product."""
-
-FEW_ROWS_COST, MANY_ROWS_COST = 2, 3
-"""Relative times of a tile of an item of up to `PRODUCT_ROWS` rows per KV head, which two consumers
-share, and of one of more rows, which both compute."""
 
 
 class Segment(NamedTuple):
@@ -179,7 +173,7 @@ def schedule_items(
     tile_keys: int,
     num_ranges: int,
 ) -> ItemLists:
-    """Group segments to items, and divide their tiles into ranges of equal cost.
+    """Group segments to items, and divide their tiles into equal ranges.
 
     Args:
         segments: at most `2 * (PRODUCT_ROWS // group)` tokens each.
@@ -191,9 +185,8 @@ def schedule_items(
     """
     most = PRODUCT_ROWS // group
     grouped = _group_segments(segments, most)
-    tiles = [sum(-(-s.keys // tile_keys) for s, _ in item.segments) for item in grouped]
-    costs = [FEW_ROWS_COST if len(item.tokens) <= most else MANY_ROWS_COST for item in grouped]
-    begins = _range_begins(tiles, costs, num_ranges)
+    total = sum(-(-segment.keys // tile_keys) for segment in segments)
+    begins = [-(-number * total // num_ranges) for number in range(num_ranges + 1)]
     segment_fields: list[int] = []
     item_fields: list[int] = []
     tokens: list[int] = []
@@ -248,25 +241,3 @@ def schedule_items(
     entries = [row for rows in of_token for row in rows]
     lists = ranges, segment_fields, item_fields, tokens, starts, entries
     return ItemLists(lists, num_tokens, partials, num_ranges, tile_keys)
-
-
-def _range_begins(tiles: Sequence[int], costs: Sequence[int], num_ranges: int) -> list[int]:
-    """The first tile of each range, and the end of the last one.
-
-    Args:
-        tiles: of each item.
-        costs: of a tile of each item.
-        num_ranges: ranges of equal cost, up to a tile.
-    """
-    total = sum(count * cost for count, cost in zip(tiles, costs, strict=True))
-    begins: list[int] = []
-    first = before = 0
-    for count, cost in zip(tiles, costs, strict=True):
-        while len(begins) < num_ranges:
-            # In units of 1 / num_ranges.
-            missing = len(begins) * total - before * num_ranges
-            if missing >= count * cost * num_ranges:
-                break
-            begins.append(first + -(-missing // (cost * num_ranges)))
-        first, before = first + count, before + count * cost
-    return begins + [first] * (num_ranges + 1 - len(begins))

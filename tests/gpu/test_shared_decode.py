@@ -79,7 +79,7 @@ class Tree:
 def _use_tile(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the backend use tiles of this many keys."""
     dispatch = pytest.importorskip("attnlib.ops.triton.hopper.dispatch")
-    tile = DecodeTile(keys, 256 // keys, 2)
+    tile = DecodeTile(keys, 3 if keys == 64 else 2, 2)
     monkeypatch.setattr(dispatch, "shared_decode_tile", lambda *sizes: tile)
     LAUNCHES.clear()
 

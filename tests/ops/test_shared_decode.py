@@ -8,9 +8,7 @@ from collections import Counter
 import pytest
 
 from attnlib.ops.shared_decode import (
-    FEW_ROWS_COST,
     ITEM_FIELDS,
-    MANY_ROWS_COST,
     PRODUCT_ROWS,
     SEGMENT_FIELDS,
     ItemLists,
@@ -49,13 +47,13 @@ def _computed(found: ItemLists) -> tuple[list[Counter[tuple[int, int]]], Counter
     """Follow the kernel.
 
     Returns:
-        ((segment, tile) that each partial row has, cost of each range).
+        ((segment, tile) that each partial row has, tiles of each range).
     """
     ranges, _, _, tokens, _, _ = found.lists
     segments = _rows(found.lists[1], SEGMENT_FIELDS)
     items = _rows(found.lists[2], ITEM_FIELDS)
     parts: list[Counter[tuple[int, int]]] = [Counter() for _ in range(found.num_partials)]
-    costs: Counter[int] = Counter()
+    sizes: Counter[int] = Counter()
     for number, (position, end, item, segment) in enumerate(_rows(ranges, 4)):
         while position < end:
             begin, tiles, start, members, partial, first, consecutive, first_range = items[item]
@@ -71,21 +69,20 @@ def _computed(found: ItemLists) -> tuple[list[Counter[tuple[int, int]]], Counter
                 row = partial + members * (2 * split + step % 2 if members <= MOST else split)
                 for entry in range(row + place, row + place + seeing):
                     parts[entry][segment, tile - before] += 1
-                costs[number] += FEW_ROWS_COST if members <= MOST else MANY_ROWS_COST
+                sizes[number] += 1
             position, item = min(begin + tiles, end), item + 1
-    return parts, costs
+    return parts, sizes
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_each_token_has_each_of_its_keys_once(seed: int) -> None:
-    """Tiles of all segments of a token are in its partial results, in ranges of equal cost."""
+    """Tiles of all segments of a token are in its partial results, in ranges of equal size."""
     tile_keys, num_ranges = ((8, 1), (4, 3), (1, 7), (2, 60))[seed % 4]
     segments, num_tokens = _segments(seed)
     found = schedule_items(segments, num_tokens, GROUP, BLOCK, tile_keys, num_ranges)
-    parts, costs = _computed(found)
+    parts, sizes = _computed(found)
     _, _, items, _, starts, rows = found.lists
-    most = max(costs.values()) - max(FEW_ROWS_COST, MANY_ROWS_COST)
-    assert most < sum(costs.values()) / num_ranges
+    assert max(sizes.values()) == -(-sum(sizes.values()) // num_ranges)
     assert len(rows) == len(set(rows))
     for token in range(num_tokens):
         got: Counter[tuple[int, int]] = Counter()

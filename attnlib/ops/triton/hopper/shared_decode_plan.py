@@ -57,9 +57,6 @@ _REGISTERS = 168
 """Registers per thread of 384 threads; `setmaxnreg` gives the consumers more. An SM holds one CTA,
 which the schedule relies on."""
 
-_PREFETCH = 2
-"""Tiles that a CTA prefetches into L2 while the kernel before it still runs."""
-
 _MERGE_WARPS = 4
 """Warps of a CTA that merges, one for each row."""
 
@@ -71,20 +68,12 @@ with more rows 16."""
 def shared_decode_tile(head_size: int, head_size_v: int) -> DecodeTile:
     """Keys per step and depth of the rings, for head sizes of `support`.
 
-    With heads of 128, tiles of 64 keys were up to 12% faster than two stages of 128 keys on an H200
-    (docs/kernel-notes.md); smaller heads were not compared.
+    With heads of 128, three stages of 64 keys were faster than four on an H200, and those than two
+    of 128 keys (docs/kernel-notes.md); smaller heads were not compared.
     """
     if max(padded_width(head_size), padded_width(head_size_v)) <= 64:
         return DecodeTile(128, 4, 2)
-    return DecodeTile(64, 4, 2)
-
-
-def _prefetched_pages(key: Tensor, value: Tensor, tile_keys: int) -> int:
-    """Pages of keys and of values that the CTAs of a range prefetch; 0 where pages are not
-    contiguous or longer than a tile."""
-    block_size = key.shape[1]
-    contiguous = key[0].is_contiguous() and value[0].is_contiguous()
-    return _PREFETCH * tile_keys // block_size if contiguous and block_size <= tile_keys else 0
+    return DecodeTile(64, 3, 2)
 
 
 def shared_decode_ranges(num_kv_heads: int, num_sms: int) -> int:
@@ -135,9 +124,8 @@ class HopperSharedDecode:
             ranges, segments, items, tokens, starts, rows, num_tokens, table, outputs, lses,
         ) = batch_sources(10)  # fmt: skip
         attend = (
-            *descriptor_arguments(self.views, maps, direct), KEY_CACHE, VALUE_CACHE, QUERY,
-            ranges, segments, items, tokens, table, outputs, lses, self.scale,
-            self.soft_cap, *self.numbers,
+            *descriptor_arguments(self.views, maps, direct), QUERY, ranges, segments, items,
+            tokens, table, outputs, lses, self.scale, self.soft_cap, *self.numbers,
         )  # fmt: skip
         merge = outputs, lses, starts, rows, SINKS, OUT, LSE, num_tokens, *self.merge_strides
         return Launches(
@@ -187,8 +175,8 @@ class HopperSharedDecode:
         if addresses & ALIGNMENT:
             return False
         integers = (
-            items.ranges, items.segments, items.items, items.tokens,
-            items.partial_starts, items.partial_rows,
+            items.ranges, items.segments, items.items, items.tokens, items.partial_starts,
+            items.partial_rows,
         )  # fmt: skip
         with device_guard(query):
             if is_direct((self.attend, self.merge)) and not launches_observed():
@@ -234,8 +222,7 @@ def prepare_shared_decode(
     attend = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": num_heads // num_kv_heads, "D": head_size,
         "DV": head_size_v, "WIDTH": width, "WIDTH_V": width_v, "BLOCK_N": tile.block_n,
-        "BLOCK_SIZE": block_size, "STAGES": tile.stages, "HAS_CAP": cap > 0,
-        "PREFETCH": _prefetched_pages(key, value, tile.block_n), "num_warps": 4,
+        "BLOCK_SIZE": block_size, "STAGES": tile.stages, "HAS_CAP": cap > 0, "num_warps": 4,
         "maxnreg": _REGISTERS, "enable_fp_fusion": True, "launch_pdl": True,
     }  # fmt: skip
     few = num_tokens * num_heads <= _FEW_ROWS
@@ -253,15 +240,7 @@ def prepare_shared_decode(
         views=(CacheView.of(key, box, width), CacheView.of(value, box, width_v)),
         scale=params.scale * float(params.k_scale),
         soft_cap=float(cap),
-        numbers=(
-            num_blocks,
-            num_tokens,
-            query.stride(0),
-            query.stride(1),
-            table.stride(0),
-            key.stride(0),
-            value.stride(0),
-        ),  # fmt: skip
+        numbers=(num_blocks, num_tokens, query.stride(0), query.stride(1), table.stride(0)),
         merge_strides=(out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)),
         num_heads=num_heads,
         head_size_v=head_size_v,

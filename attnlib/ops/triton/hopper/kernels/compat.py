@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 __all__ = [
     "TensorDescriptor", "arrive_after_copies", "consumers_sync", "copy_to_shared", "exp2",
     "launch_dependent_grids", "load_box", "log2", "opaque_zero", "partition_barrier",
-    "prefetch_l1", "prefetch_l2", "reinterpret", "store_in_l2", "wait_on_dependent_grids",
+    "prefetch_l1", "reinterpret", "store_in_l2", "wait_on_dependent_grids",
 ]  # fmt: skip
 
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -100,26 +100,6 @@ def launch_dependent_grids():
     """
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1
-    )
-
-
-@gluon.constexpr_function
-def _prefetch_asm(size):
-    return (
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; "
-        f"@p cp.async.bulk.prefetch.L2.global [$1], {size}; mov.b32 $0, 0; }}"
-    )
-
-
-@gluon.jit
-def prefetch_l2(pointers, mask, BYTES: gl.constexpr):
-    """Prefetch BYTES, a multiple of 16, from each of `pointers` that `mask` selects into L2.
-
-    An instruction takes about 20 ns on an H200, whatever its size: few large ones are fast.
-    """
-    ASM: gl.constexpr = _prefetch_asm(BYTES)
-    gl.inline_asm_elementwise(
-        ASM, "=r,l,r", [pointers.to(gl.int64, bitcast=True), mask.to(gl.int32)], gl.int32, False, 1
     )
 
 

@@ -3,8 +3,8 @@
 Work distribution (stream-K, Osama et al. 2023). A host schedule lists items: query rows of one or
 two products per KV head, and segments of keys that parts of these rows see, which are shared
 prefixes and the keys that one request has for itself. The tiles of all items form one line, which
-is cut into ranges of equal cost. Each range has NUM_KV_HEADS consecutive CTAs, one per KV head. The
-tiles of one item in one range are a split; each split writes a partial result, and
+is cut into equal ranges. Each range has NUM_KV_HEADS consecutive CTAs, one per KV head. The tiles
+of one item in one range are a split; each split writes a partial result, and
 `hopper_merge_rows_kernel` merges those of each row.
 
 A CTA has two consumer warpgroups of 64 query rows, one warp that loads keys and one that loads
@@ -36,7 +36,6 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     launch_dependent_grids,
     partition_barrier,
     prefetch_l1,
-    prefetch_l2,
     wait_on_dependent_grids,
 )
 from attnlib.ops.triton.hopper.kernels.decode import clear_tile, prefetch_queries
@@ -71,28 +70,9 @@ def _own_range(ranges, NUM_KV_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch_pages(
-    source, stride_block, table, first_key, num_keys, num_blocks, kv_head,
-    NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGES: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
-    """Prefetch PAGES pages of keys or values into L2 while the previous kernel may still write them
-    and the block table. The CTAs of a range share the pages; numbers that are no blocks of the
-    cache are left out."""
-    lane = gl.arange(0, max(32, PAGES), gl.BlockedLayout([1], [32], [1], [0]))
-    page = first_key // BLOCK_SIZE + lane
-    own = (lane < PAGES) & (page * BLOCK_SIZE < num_keys) & (page % NUM_KV_HEADS == kv_head)
-    # Not through L1, which would keep numbers that the previous kernel overwrites.
-    block = gl.load(table + page, mask=own, other=-1, cache_modifier=".cg")
-    inside = (block >= 0) & (block < num_blocks)
-    BYTES: gl.constexpr = BLOCK_SIZE * NUM_KV_HEADS * D * 2
-    prefetch_l2(source + block.to(gl.int64) * stride_block, inside, BYTES)
-
-
-@gluon.jit
 def _loader(
-    cache, source, stride_block, ranges, segments, block_table, num_blocks, stride_table,
-    ring, full, empty, NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
-    PREFETCH: gl.constexpr, D: gl.constexpr,
+    cache, ranges, segments, block_table, num_blocks, stride_table, ring, full, empty,
+    NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Load the key or value tiles of the CTA's range into a ring, by one warp, segment after
     segment."""
@@ -106,11 +86,6 @@ def _loader(
     row = gl.load(fields + 2)
     column = gl.load(fields + 3)
     keys = gl.load(fields + 4)
-    if PREFETCH > 0:
-        _prefetch_pages(
-            source, stride_block, block_table + row.to(gl.int64) * stride_table + column,
-            (position - begin) * BLOCK_N, keys, num_blocks, kv_head, NUM_KV_HEADS, BLOCK_SIZE,
-            PREFETCH, D)  # fmt: skip
     # The previous kernel may have written the cache and the block table.
     wait_on_dependent_grids()
     while position < range_end:
@@ -473,27 +448,24 @@ def _consumer(
 
 @gluon.jit(
     do_not_specialize=[
-        "num_blocks", "num_rows", "stride_qt", "stride_qh", "stride_table", "stride_kb",
-        "stride_vb",
+        "num_blocks", "num_rows", "stride_qt", "stride_qh", "stride_table",
     ],
     do_not_specialize_on_alignment=[
-        "key_cache", "value_cache", "ranges", "segments", "items", "tokens",
+        "ranges", "segments", "items", "tokens",
         "block_table",
     ],
 )  # fmt: skip
 def hopper_shared_decode_kernel(
-    key_desc, value_desc, key_cache, value_cache, query, ranges, segments, items, tokens,
-    block_table, partial_out, partial_lse, scale, soft_cap, num_blocks, num_rows, stride_qt,
-    stride_qh, stride_table, stride_kb, stride_vb,
+    key_desc, value_desc, query, ranges, segments, items, tokens, block_table, partial_out,
+    partial_lse, scale, soft_cap, num_blocks, num_rows, stride_qt, stride_qh, stride_table,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    STAGES: gl.constexpr, HAS_CAP: gl.constexpr, PREFETCH: gl.constexpr,
+    STAGES: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 + 4 + 1 + 1 warps. Grid: ranges * NUM_KV_HEADS, all resident at the same time.
 
     Args:
         key_desc, value_desc: TMA descriptors of the caches.
-        key_cache, value_cache: the caches.
         ranges: int32 [ranges, 4], as in `ops.shared_decode`.
         segments: int32 [segments, SEGMENT_FIELDS], as in `ops.shared_decode`.
         items: int32 [items, ITEM_FIELDS], as in `ops.shared_decode`.
@@ -501,8 +473,6 @@ def hopper_shared_decode_kernel(
         partial_out: float32 [P, Hq, DV], written.
         partial_lse: float32 [P, Hq], base-2 log-sum-exps, written.
         num_rows: tokens of `query`.
-        PREFETCH: pages at the beginning of a range that are prefetched into L2 while the previous
-            kernel runs; a power of two, with pages that are contiguous.
     """
     CACHE: gl.constexpr = key_desc.dtype
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, WIDTH], CACHE)
@@ -532,13 +502,13 @@ def hopper_shared_decode_kernel(
                 soft_cap, num_rows, stride_qt, stride_qh, q_tile1, k_ring, v_ring, k_full, k_empty,
                 v_full, v_empty, NUM_KV_HEADS, GROUP, D, DV, BLOCK_SIZE, STAGES, HAS_CAP, 1)),
             (_loader, (
-                key_desc, key_cache, stride_kb, ranges, segments,
+                key_desc, ranges, segments,
                 block_table, num_blocks, stride_table, k_ring, k_full, k_empty, NUM_KV_HEADS,
-                BLOCK_SIZE, STAGES, PREFETCH, D)),
+                BLOCK_SIZE, STAGES)),
             (_loader, (
-                value_desc, value_cache, stride_vb, ranges, segments,
+                value_desc, ranges, segments,
                 block_table, num_blocks, stride_table, v_ring, v_full, v_empty, NUM_KV_HEADS,
-                BLOCK_SIZE, STAGES, PREFETCH, DV)),
+                BLOCK_SIZE, STAGES)),
         ],
         [4, 1, 1],
         # Registers per thread of the second consumer and of the loader warps.
