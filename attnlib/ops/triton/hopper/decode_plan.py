@@ -123,7 +123,7 @@ def workers_per_head(max_resident_ctas: int, num_kv_heads: int, consumers: int) 
     return workers - workers * num_kv_heads % consumers or consumers
 
 
-def whole_requests(per_head: int, num_reqs: int) -> int:
+def whole_requests(per_head: int, num_reqs: int, max_query_len: int) -> int:
     """Consumers for each KV head that get equal numbers of requests, where these are at least
     `_LEAST_BUSY` of `per_head`; else `per_head`.
 
@@ -131,7 +131,9 @@ def whole_requests(per_head: int, num_reqs: int) -> int:
     divided evenly, too, over fewer consumers.
     """
     each = -(-num_reqs // per_head)
-    if num_reqs <= per_head or num_reqs % each or num_reqs // each < _LEAST_BUSY * per_head:
+    if max_query_len > 1 or num_reqs <= per_head or num_reqs % each:
+        return per_head
+    if num_reqs // each < _LEAST_BUSY * per_head:
         return per_head
     return num_reqs // each
 
@@ -364,8 +366,8 @@ def prepare_hopper_decode(
     in_kernel = not tile.warps and _combines_in_kernel(
         num_reqs, num_kv_heads, rows, head_size_v, per_head, num_counters
     )
-    if max_ctas is None and max_query_len == 1 and key.element_size() == 2:
-        workers = whole_requests(per_head, num_reqs) * num_kv_heads
+    if max_ctas is None and key.element_size() == 2:
+        workers = whole_requests(per_head, num_reqs, max_query_len) * num_kv_heads
     num_partials, stride_lt = 2 * workers * rows, 0 if lse is None else lse.stride(0)
     is_quantized, scale = key.dtype.itemsize == 1, params.scale
     few = width_v * columns <= (_FEW_ELEMENTS // 2 if is_quantized else _FEW_ELEMENTS)

@@ -22,4 +22,9 @@ from attnlib.ops.triton.hopper.decode_plan import whole_requests
     ],
 )
 def test_whole_requests(per_head: int, num_reqs: int, expected: int) -> None:
-    assert whole_requests(per_head, num_reqs) == expected
+    assert whole_requests(per_head, num_reqs, 1) == expected
+
+
+def test_verification_uses_all_consumers() -> None:
+    """24 requests of 8 tokens took 12% longer on three quarters of the chip."""
+    assert whole_requests(16, 24, 8) == 16
