@@ -98,7 +98,9 @@ def _gather_tile(key, offsets, found, ring, k_rotary, full, empty, tile, WIDTH: 
 
     Args:
         offsets, found: of the latents (`_place`).
-        full, empty: barriers of the slots; the last ones are those of the rotary part.
+        full: barriers of the copies: of the first quarter and the rotary part, of the second and
+            third quarter, and of the last one.
+        empty: barriers of the slots; the last one is that of the rotary part.
         tile: number of the tile.
     """
     for quarter in gl.static_range(QUARTERS):
@@ -106,11 +108,14 @@ def _gather_tile(key, offsets, found, ring, k_rotary, full, empty, tile, WIDTH: 
         slot = use % SLOTS
         mbarrier.wait(empty.index(slot), ((use // SLOTS) & 1) ^ 1)
         gather_part(key, offsets, found, ring.index(slot), quarter * WIDTH)
-        arrive_after_copies(full.index(slot), increment_count=False)
         if quarter == 0:
             mbarrier.wait(empty.index(SLOTS), (tile & 1) ^ 1)
             gather_part(key, offsets, found, k_rotary.index(0), QUARTERS * WIDTH)
-            arrive_after_copies(full.index(SLOTS), increment_count=False)
+            arrive_after_copies(full.index(0), increment_count=False)
+        if quarter == 2:
+            arrive_after_copies(full.index(1), increment_count=False)
+        if quarter == 3:
+            arrive_after_copies(full.index(2), increment_count=False)
 
 
 @gluon.jit
@@ -153,16 +158,6 @@ def _gatherer(
 
 
 @gluon.jit
-def _multiply_quarter(scores, ring, q_tile, full, use, QUARTER: gl.constexpr):
-    """Issue the product of the queries with quarter number `use` of all once it is copied."""
-    slot = use % SLOTS
-    mbarrier.wait(full.index(slot), (use // SLOTS) & 1)
-    # Written by `cp.async`; WGMMA reads shared memory through the async proxy.
-    fence_async_shared()
-    return multiply_keys(scores, ring.index(slot), q_tile.index(QUARTER), QUARTER > 0)
-
-
-@gluon.jit
 def _consumer(
     out, partials, lse, sinks, entries, token, exists, begin, limit, first, last, num_entries,
     scale, soft_cap, num_tokens, num_heads, split, num_splits, stride_ot, stride_oh, stride_lt,
@@ -195,14 +190,19 @@ def _consumer(
         slot2 = (use + 2) % SLOTS
         slot3 = (use + 3) % SLOTS
         scores = gl.zeros([LATENTS, 16], gl.float32, COLUMNS)
-        scores = _multiply_quarter(scores, ring, q_tile, full, use, 0)
-        mbarrier.wait(full.index(SLOTS), tile & 1)
+        mbarrier.wait(full.index(0), tile & 1)
+        # Written by `cp.async`; WGMMA reads shared memory through the async proxy.
         fence_async_shared()
         zero = opaque_zero()
+        scores = multiply_keys(scores, ring.index(slot0), q_tile.index(0), False)
         scores = multiply_keys(scores, k_rotary.index(zero), q_rotary.index(zero), True)
-        scores = _multiply_quarter(scores, ring, q_tile, full, use + 1, 1)
-        scores = _multiply_quarter(scores, ring, q_tile, full, use + 2, 2)
-        scores = _multiply_quarter(scores, ring, q_tile, full, use + 3, 3)
+        mbarrier.wait(full.index(1), tile & 1)
+        fence_async_shared()
+        scores = multiply_keys(scores, ring.index(slot1), q_tile.index(1), True)
+        scores = multiply_keys(scores, ring.index(slot2), q_tile.index(2), True)
+        mbarrier.wait(full.index(2), tile & 1)
+        fence_async_shared()
+        scores = multiply_keys(scores, ring.index(slot3), q_tile.index(3), True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(empty.index(SLOTS), count=1)
         scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
@@ -310,12 +310,13 @@ def hopper_selected_few_heads_kernel(
         gl.float32, [4, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full.index(0), count=128)
     for slot in gl.static_range(SLOTS + 1):
-        mbarrier.init(full.index(slot), count=128)
         mbarrier.init(empty.index(slot), count=1)
+    for copy in gl.static_range(3):
+        mbarrier.init(full.index(copy), count=128)
     fence_async_shared()
 
     token = gl.program_id(0)
