@@ -2,7 +2,9 @@
 
 `tables/*.json` holds one table per chip in the format of `attnlib.tuning.table`. A ranking applies
 to the chip that it was measured on, and to chips of the same compute capability whose tables do not
-rank such layers: each takes it from the chip whose name resembles its own most.
+rank such layers: each takes it from the chip whose name resembles its own most. It also applies to
+layers that differ from it in the block size alone, if both block sizes are at least 16: such blocks
+are loaded by the same instructions.
 `benchmarks/ship_rankings.py` writes the tables from results of `attnlib bench`.
 """
 
@@ -10,9 +12,12 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from difflib import SequenceMatcher
 from pathlib import Path
+from typing import Any
 
 from attnlib import env
 from attnlib.device import DeviceInfo
@@ -24,6 +29,9 @@ from attnlib.tuning.table import Ranking, parse_ranking
 __all__ = ["shipped_ranking", "shipped_rankings"]
 
 _TABLES = Path(__file__).with_name("tables")
+_WHOLE_BLOCKS = 16
+"""Smaller blocks have kernels of their own, so that measurements of others say nothing about them.
+"""
 
 
 @functools.lru_cache(maxsize=1)
@@ -60,9 +68,29 @@ def _nearest_chips(chip: str, capability: tuple[int, int] | None) -> tuple[str, 
     return tuple(sorted(measured, key=lambda name: (name != chip, -resemblance(name))))
 
 
+def _of_nearest_blocks(chip: str, layer: Mapping[str, Any]) -> Ranking | None:
+    """The ranking of a chip for a class of layers, else for the same layers with the nearest block
+    size, and then with that size in `Ranking.block_size`.
+    """
+    size = layer["block_size"]
+    found = {
+        ranking.layer["block_size"]: ranking
+        for ranking in shipped_rankings(chip)
+        if {**ranking.layer, "block_size": size} == layer
+    }
+    if size in found:
+        return found[size]
+    measured = [other for other in found if min(size, other) >= _WHOLE_BLOCKS]
+    if not measured:
+        return None
+    nearest = min(measured, key=lambda other: (abs(math.log2(other / size)), other))
+    return replace(found[nearest], block_size=nearest)
+
+
 def shipped_ranking(spec: AttentionSpec, device: DeviceInfo) -> Ranking | None:
     """The shipped ranking for layers like `spec`: of this chip, else of the nearest measured chip
-    of the same compute capability, with the other chip's name in `Ranking.chip`.
+    of the same compute capability, with the other chip's name in `Ranking.chip`. On each chip the
+    exact block size precedes the nearest one, which is then named in `Ranking.block_size`.
 
     Returns None if there is none, or if ATTNLIB_TUNING=off.
     """
@@ -71,7 +99,7 @@ def shipped_ranking(spec: AttentionSpec, device: DeviceInfo) -> Ranking | None:
         return None
     layer = layer_class(spec)
     for name in _nearest_chips(chip, device.capability):
-        for ranking in shipped_rankings(name):
-            if ranking.layer == layer:
-                return ranking if name == chip else replace(ranking, chip=name)
+        ranking = _of_nearest_blocks(name, layer)
+        if ranking is not None:
+            return ranking if name == chip else replace(ranking, chip=name)
     return None

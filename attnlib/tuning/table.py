@@ -38,6 +38,8 @@ class Ranking:
         relative: name -> time divided by that of the fastest backend, at least 1.0.
         source: the table that holds it.
         chip: the chip that it was measured on, if that is another one; "" means this chip.
+        block_size: the tokens per block that it was measured with, if the layer has another block
+            size; 0 means the layer's own.
     """
 
     layer: Mapping[str, Any]
@@ -45,21 +47,23 @@ class Ranking:
     relative: Mapping[str, float]
     source: str
     chip: str = ""
+    block_size: int = 0
 
     def message(self, name: str) -> str | None:
         """One line about a backend for selection reports; None if the table does not rank it."""
         if name not in self.order:
             return None
+        blocks = f" with blocks of {self.block_size}" if self.block_size else ""
         if name == self.order[0]:
             where = "this chip"
             if self.chip:
                 where = f"the {self.chip}, the nearest chip with a measurement of them"
             return (
-                f"measured fastest of {', '.join(self.order)} for such layers on {where}: "
+                f"measured fastest of {', '.join(self.order)} for such layers{blocks} on {where}: "
                 f"{self.source}"
             )
         where = f" on the {self.chip}" if self.chip else ""
-        return f"measured at {self.relative[name]:.2f} x the time of {self.order[0]}{where}"
+        return f"measured at {self.relative[name]:.2f} x the time of {self.order[0]}{blocks}{where}"
 
 
 @dataclass(frozen=True, eq=False)

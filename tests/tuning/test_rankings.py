@@ -81,7 +81,7 @@ def test_rankings_apply_to_every_degree_of_tensor_parallelism() -> None:
     [
         (LLAMA.replace(head_size=96), H200),
         (LLAMA.replace(kv_cache_dtype="fp8_e5m2"), H200),
-        (LLAMA.replace(block_size=32), H200),
+        (LLAMA.replace(block_size=8), H200),
         (LLAMA, DeviceInfo(type="cuda", name="NVIDIA A100-SXM4-80GB", capability=(8, 0))),
         (LLAMA, dataclasses.replace(H200, is_hypothetical=True)),
         (LLAMA, DeviceInfo(type="cpu")),
@@ -105,6 +105,20 @@ def test_a_chip_without_measurements_uses_the_nearest_one_and_says_so() -> None:
         ranking.message("triton")
     )
     assert str(ranking.message("flash_attn")).endswith("the time of triton on the NVIDIA H200")
+
+
+@pytest.mark.parametrize(("size", "measured"), [(32, 16), (64, 128), (256, 128), (48, 128)])
+def test_block_sizes_without_measurements_use_the_nearest_one_and_say_so(
+    size: int, measured: int
+) -> None:
+    """Blocks of 64 are the pages of SGLang on Hopper; smaller blocks than 16 have other kernels."""
+    ranking = measured_ranking(LLAMA.replace(block_size=size), H200)
+    exact = measured_ranking(LLAMA.replace(block_size=measured), H200)
+    assert ranking is not None and exact is not None and ranking.order == exact.order
+    assert ranking.block_size == measured and exact.block_size == 0
+    assert f"such layers with blocks of {measured} on this chip" in str(ranking.message("triton"))
+    assert f"of triton with blocks of {measured}" in str(ranking.message("flash_attn"))
+    assert "blocks of" not in str(exact.message("triton"))
 
 
 def test_the_nearest_chip_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
