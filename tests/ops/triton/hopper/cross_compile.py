@@ -26,6 +26,7 @@ from attnlib.ops.shared_decode import Segment, schedule_items
 from attnlib.ops.triton.heuristics.device import limits_of
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     SHARED_MEMORY,
+    HopperTile,
     choose_hopper_decode_tile,
     choose_hopper_tile,
     decode_shared_bytes,
@@ -583,6 +584,9 @@ def tile_of(name: str) -> Any:
         chosen: Any = choose_hopper_decode_tile(*sizes, cache_bits=_bits(cache), rows=rows)
     elif options.get("float8"):
         return FLOAT8_TILE
+    elif name in entry_cases():
+        # Entries for more rows may precede this one, so it is not the tile of its own problem.
+        return HopperTile(**options["tile"])
     else:
         has_score = "score" in options
         chosen = choose_hopper_tile(
