@@ -36,6 +36,7 @@ from attnlib.ops.triton.heuristics.page_tiles import page_shared_bytes
 from attnlib.ops.triton.heuristics.tile_table import TileEntry, TileTable, shipped_tables
 from attnlib.ops.triton.heuristics.tiles import Tile, latents_in_place, shared_bytes
 from attnlib.ops.triton.kernels.convert_cache import NO_SCALES, convert_cache_kernel
+from attnlib.ops.triton.kernels.float8_copy import float8_copy_kernel
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.score_compile import compile_score
 from attnlib.ops.triton.page_attention import page_kind, page_words
@@ -610,6 +611,21 @@ def _convert(format_name: str | None = None) -> None:
     )  # fmt: skip
 
 
+def _float8_copy() -> None:
+    """A copy of an e4m3 cache, values transposed, for the Hopper prefill with float8 products."""
+    heads, size, tokens = 8, 128, 128
+    # The kernel reads and writes bytes, and Triton has no e4m3 type for sm_80.
+    cache = torch.empty(2, 16, heads, size, dtype=torch.uint8)
+    keys = torch.empty(32, heads, size, dtype=torch.uint8)
+    values = torch.empty(heads * size, 464, dtype=torch.uint8)
+    lengths, table = torch.zeros(3, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
+    float8_copy_kernel[(264,)](
+        cache, cache, None, None, keys, values, lengths, lengths[:2], table, 2, 32, 4,
+        *cache.stride()[:3], *cache.stride()[:3], *[None] * 6, NUM_KV_HEADS=heads, D=size, DV=size,
+        BLOCK_SIZE=16, TOKENS=tokens, num_warps=4,
+    )  # fmt: skip
+
+
 def _append() -> None:
     from attnlib.ops.triton.append_kv import append_kv
 
@@ -683,6 +699,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "convert": ("convert", {}),
     "convert-int8": ("convert", {"format_name": "int8_per_token_head"}),
+    "float8-copy": ("float8-copy", {}),
     "append": ("append", {}),
     "slots": ("slots", {}),
     "merge": ("merge", {}),
@@ -1007,8 +1024,9 @@ def run_case(name: str) -> None:
         _convert(**options)
     else:
         {
-            "append": _append, "slots": _slots, "merge": _merge, "merge-rows": _merge_rows,
-            "varying": _varying, "packed-latent-write": _packed_latent_write,
+            "append": _append, "float8-copy": _float8_copy, "slots": _slots, "merge": _merge,
+            "merge-rows": _merge_rows, "varying": _varying,
+            "packed-latent-write": _packed_latent_write,
         }[operation]()  # fmt: skip
 
 

@@ -59,6 +59,7 @@ SMALL = [
     "packed-counters",
     "convert",
     "convert-int8",
+    "float8-copy",
 ]
 """Cases of kernels without matrix products."""
 MAIN = [
