@@ -269,7 +269,7 @@ SUITES: Mapping[str, tuple[BenchCase, ...]] = {
 }
 """Name -> cases. `anchors` are the rows of the published results; `float8` has decodes and prefills
 over a float8 cache; `formats` has caches with scales in the page, and float8 with heads of 64 and
-with blocks of 128, each beside bfloat16; `mla` has latent caches and the expanded prefill of the
+with blocks of 128, each next to bfloat16; `mla` has latent caches and the expanded prefill of the
 same model, `sparse` lists of selected blocks and tokens, `streams` own keys and compressed entries;
 `coverage` has other head sizes, page sizes and features, and small or uneven batches."""
 

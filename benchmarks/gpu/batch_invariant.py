@@ -1,4 +1,4 @@
-"""Batch-invariant layers beside the same layers without: the rows of the anchors suite.
+"""Batch-invariant layers compared with the same layers without: rows of the anchors suite.
 
     python -m benchmarks.gpu.batch_invariant --out results/batch_invariant.json
 

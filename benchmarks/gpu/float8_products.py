@@ -1,4 +1,4 @@
-"""Prefill with float8 queries and products (M19), beside bfloat16 and bfloat16 queries over float8.
+"""Prefill with float8 queries and products (M19), and with bfloat16 ones over bfloat16 and float8.
 
     python benchmarks/gpu/float8_products.py --out results/float8_products.json
 

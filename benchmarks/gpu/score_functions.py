@@ -1,4 +1,4 @@
-"""Times of layers with a score function (M10), beside layers without and torch's flex_attention.
+"""Times of layers with a score function (M10) next to layers without, and torch's flex_attention.
 
     python benchmarks/gpu/score_functions.py --out score_functions.json
     python benchmarks/gpu/score_functions.py --rows plain        # also runs in trees without M10

@@ -177,7 +177,7 @@ class TritonMetadata(PagedMetadata):
 
     @cached_property
     def concurrent_schedule(self) -> DecodeSchedule | None:
-        """Splits of the decode part while the prefill part runs beside it; None where the parts
+        """Splits of the decode part while the prefill part runs concurrently; None where the parts
         run one after the other."""
         scheduler, decode = self.scheduler, self.decode_schedule
         uses_hopper = decode.uses_hopper or (

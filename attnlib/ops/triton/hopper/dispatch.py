@@ -303,7 +303,7 @@ def select_decode(
         return None
     pairs = batch.seq_lens.shape[0] * key.shape[2]
     rows = query.shape[1] // key.shape[2] * max_query_len
-    # CTAs of one warp would run on all multiprocessors, also beside a prefill.
+    # CTAs of one warp would run on all multiprocessors, also during a prefill.
     one_warp = key.element_size() == 1 and supports_one_warp(layer[3], rows)
     one_warp = one_warp and params.score_function is None and max_ctas is None
     tile = choose_hopper_decode_tile(
