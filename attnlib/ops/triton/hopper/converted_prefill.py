@@ -90,7 +90,6 @@ def multiplies_float8(query: Tensor, key: Tensor, value: Tensor, params: Attenti
         params.allow_fp8_queries
         and key.dtype == torch.float8_e4m3fn
         and key.shape[3] == value.shape[3] == 128
-        and group <= 64
         and 64 % group == 0
         and params.sinks is None
         and params.logits_soft_cap == 0
