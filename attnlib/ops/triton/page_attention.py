@@ -37,7 +37,7 @@ from attnlib.ops.triton.kernels.page_formats import (
     PAGE_NVFP4,
 )
 from attnlib.ops.triton.kernels.page_write import write_pages_kernel
-from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES
+from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES, KV_PLAIN
 from attnlib.ops.triton.launch.attention import (
     BatchTensors,
     PlainAttention,
@@ -234,8 +234,11 @@ def _constants(
         "DV_WORDS": words_v,
         "DV_PAD": padded_v,
         "KIND": page_kind(stored),
-        # float16 holds the elements of every format, and takes fewer conversions than bfloat16.
-        "COMPUTE": compute_dtype(query.dtype, KV_E4M3_BYTES.value),
+        # float16 holds the elements of a byte or less, and takes fewer conversions than bfloat16.
+        # Elements times their scales (4-bit floats) may exceed it, and are exact in bfloat16.
+        "COMPUTE": compute_dtype(
+            query.dtype, (KV_PLAIN if stored.elements_per_group else KV_E4M3_BYTES).value
+        ),
         "PTX": ptx,
         "VEC_K": max(1, shared["VEC_K"] // 2),
         "VEC_V": max(1, shared["VEC_V"] // 2),

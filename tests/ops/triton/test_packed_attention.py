@@ -76,7 +76,7 @@ class Case:
 
     def decode(self, pattern: BlockSparsePattern | None = None, **params: Any) -> None:
         """Run both operations and compare."""
-        given = AttentionParams(scale=0.2, **params)
+        given = AttentionParams(**{"scale": 0.2, **params})
         out, wanted = torch.full_like(self.query, math.nan), torch.empty_like(self.query)
         for operation_, result in ((kernels.packed_decode, out), (reference.packed_decode, wanted)):
             operation_(
@@ -168,7 +168,11 @@ def test_block_sparse_decode(step: int, local: int, stride: int, device: torch.d
 
 
 def prefill(
-    case: Case, query_lens: Sequence[int], params: AttentionParams, rows: int = 0
+    case: Case,
+    query_lens: Sequence[int],
+    params: AttentionParams,
+    rows: int = 0,
+    magnitude: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Results of both operations; `rows` rows follow the batch."""
     device = case.table.device
@@ -180,6 +184,7 @@ def prefill(
         torch.randn(total, count, size, generator=generator).to(device, case.query.dtype)
         for count in (heads, case.num_kv_heads, case.num_kv_heads)
     )
+    query *= magnitude
     results = []
     for operation_ in (kernels.packed_prefill, reference.packed_prefill):
         out = torch.full_like(query, math.nan)
@@ -217,6 +222,15 @@ def test_prefill_over_a_float8_context(device: torch.device) -> None:
     case = Case(device, kv_cache_dtype="fp8", scale=scale)
     params = AttentionParams(scale=0.2, k_scale=scale, v_scale=scale)
     _assert_close(*prefill(case, (3, 1, 25), params))
+
+
+def test_large_queries_over_a_float8_cache(device: torch.device) -> None:
+    """M9: bfloat16 queries beyond the range of float16, in which they are multiplied."""
+    case = Case(device, dtype=torch.bfloat16, kv_cache_dtype="fp8")
+    params = AttentionParams(scale=2e-7)
+    _assert_close(*prefill(case, (3, 1, 25), params, magnitude=1e6))
+    case.query *= 1e6
+    case.decode(scale=2e-7)
 
 
 def test_the_interface_serves_gpus_by_triton(

@@ -23,7 +23,7 @@ from attnlib.ops.triton.kernels.softmax import online_softmax, transform_scores
 
 __all__ = [
     "UNALIGNED", "UNSPECIALIZED", "aligned", "attend", "attend_tile", "load_blocks", "load_queries",
-    "pack_rows", "store_rows",
+    "pack_rows", "query_powers", "scale_rows", "store_rows",
 ]  # fmt: skip
 
 UNSPECIALIZED = [
@@ -70,26 +70,74 @@ def pack_rows(
 
 
 @triton.jit
-def load_queries(
+def _load_query_chunk(
     query, offsets, valid, SIZE: tl.constexpr, START: tl.constexpr, CHUNK: tl.constexpr,
-    COMPUTE: tl.constexpr, VEC: tl.constexpr,
+    VEC: tl.constexpr,
 ):  # fmt: skip
-    """Load rows of queries [BLOCK_M, CHUNK] from element START on, as COMPUTE.
-
-    Rows and elements that do not exist are 0.
-    """
+    """Load rows of queries [BLOCK_M, CHUNK] from element START on; 0 where there are none."""
     lanes = START + tl.arange(0, CHUNK)
     offsets = aligned(offsets, VEC)
-    q = tl.load(
+    return tl.load(
         query + offsets[:, None] + lanes[None, :],
         mask=valid[:, None] & (lanes < SIZE)[None, :],
         other=0.0,
     )
-    if (COMPUTE == tl.float16) and (q.dtype != tl.float16):
-        # A bfloat16 query with a float8 cache: saturate, because float16 has a smaller range.
-        q = q.to(tl.float32)
-        q = tl.where(q > 65504.0, 65504.0, tl.where(q < -65504.0, -65504.0, q))
-    return q.to(COMPUTE)
+
+
+@triton.jit
+def query_powers(largest):
+    """Return (power, 1 / power) that bring rows of these largest magnitudes into float16's range.
+
+    The power is 1 for rows with infinities or NaN.
+    """
+    exponent = largest.to(tl.int32, bitcast=True) >> 23
+    exponent = tl.where(exponent == 255, 141, tl.maximum(exponent, 15))
+    power = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    return power, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_rows(qk_scale, row_factors):
+    """Return the scale of the products: a number, or one of each row [BLOCK_M].
+
+    `row_factors` is a result of `load_queries`.
+    """
+    if len(row_factors.shape) == 1:
+        qk_scale = qk_scale * row_factors
+        # Above 0: the product of 0 and a hidden score, -inf, is NaN.
+        qk_scale = tl.where(qk_scale < 2.0**-105, 2.0**-105, qk_scale)
+    return qk_scale
+
+
+@triton.jit
+def load_queries(
+    query, offsets, valid, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    END0: tl.constexpr, START1: tl.constexpr, COMPUTE: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Load rows of queries as COMPUTE: elements [0, END0) and [START1, D).
+
+    float16 has a smaller range than bfloat16: where it replaces bfloat16 (over a float8 cache),
+    each row is multiplied by a power of two. Rows and elements that do not exist are 0.
+
+    Returns:
+        (chunk [BLOCK_M, D0], chunk [BLOCK_M, D1] if D1 is above 0, factors of the products for
+        `scale_rows`: those of the rows [BLOCK_M], or 1).
+    """
+    q0 = _load_query_chunk(query, offsets, valid, END0, 0, D0, VEC)
+    q1 = q0
+    if D1 > 0:
+        q1 = _load_query_chunk(query, offsets, valid, D, START1, D1, VEC)
+    row_factors = tl.full([], 1.0, tl.float32)
+    if (COMPUTE == tl.float16) and (q0.dtype != tl.float16):
+        q0 = q0.to(tl.float32)
+        q1 = q1.to(tl.float32)
+        largest = tl.max(tl.abs(q0), 1)
+        if D1 > 0:
+            largest = tl.maximum(largest, tl.max(tl.abs(q1), 1))
+        power, row_factors = query_powers(largest)
+        q0 *= power[:, None]
+        q1 *= power[:, None]
+    return q0.to(COMPUTE), q1.to(COMPUTE), row_factors
 
 
 @triton.jit
@@ -289,10 +337,10 @@ def attend(
     """
     END0: tl.constexpr = DV if LATENT else D
     START1: tl.constexpr = DV if LATENT else D0
-    q0 = load_queries(query, query_offsets, valid, END0, 0, D0, COMPUTE, VEC_Q)
-    q1 = q0
-    if D1 > 0:
-        q1 = load_queries(query, query_offsets, valid, D, START1, D1, COMPUTE, VEC_Q)
+    q0, q1, row_factors = load_queries(
+        query, query_offsets, valid, D, D0, D1, END0, START1, COMPUTE, VEC_Q
+    )
+    qk_scale = scale_rows(qk_scale, row_factors)
 
     origin = seq_len - query_len
     positions = origin + token

@@ -29,6 +29,7 @@ from attnlib.ops.triton.kernels.attend import (
     load_blocks,
     load_queries,
     pack_rows,
+    scale_rows,
     store_rows,
 )
 from attnlib.ops.triton.kernels.mask import visible_span
@@ -183,15 +184,14 @@ def invariant_kernel(
     query_offsets = token64 * stride_qt + head.to(tl.int64) * stride_qh
     END0: tl.constexpr = DV if LATENT else D
     START1: tl.constexpr = DV if LATENT else D0
-    q0 = load_queries(query, query_offsets, valid, END0, 0, D0, COMPUTE, VEC_Q)
-    q1 = q0
-    if D1 > 0:
-        q1 = load_queries(query, query_offsets, valid, D, START1, D1, COMPUTE, VEC_Q)
+    q0, q1, row_factors = load_queries(
+        query, query_offsets, valid, D, D0, D1, END0, START1, COMPUTE, VEC_Q
+    )
     positions = origin + token
     row_first, row_last = visible_span(
         positions, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
     )
-    qk_scale = scale * load_scale(k_scale, kv_head, K_SCALE_KIND)
+    qk_scale = scale_rows(scale * load_scale(k_scale, kv_head, K_SCALE_KIND), row_factors)
     factor = qk_scale * 1.4426950408889634
     # The scale of the values is applied to each segment, whoever adds the segments.
     v_factor = load_scale(v_scale, kv_head, V_SCALE_KIND)

@@ -16,9 +16,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnlib.ops.triton.kernels.attend import aligned, load_queries, pack_rows, store_rows
+from attnlib.ops.triton.kernels.attend import (
+    aligned,
+    load_queries,
+    pack_rows,
+    scale_rows,
+    store_rows,
+)
 from attnlib.ops.triton.kernels.quant import decode_kv, encode_fp8, load_scale
-from attnlib.ops.triton.kernels.softmax import LOG2E, finish_rows, online_softmax
+from attnlib.ops.triton.kernels.softmax import LOG2E, finish_rows, of_rows, online_softmax
 
 __all__ = [
     "clear_counters_kernel",
@@ -97,7 +103,7 @@ def _add_tile(
     qk = tl.dot(q0, tl.trans(k0), input_precision="ieee")
     if D1 > 0:
         qk = tl.dot(q1, tl.trans(k1), qk, input_precision="ieee")
-    scores = qk * qk_scale
+    scores = qk * of_rows(qk_scale)
     if HAS_ALIBI:
         distance = tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
         scores -= slopes[:, None] * distance
@@ -256,10 +262,9 @@ def packed_decode_kernel(
     head = kv_head * GROUP + head
     kv_head64 = kv_head.to(tl.int64)
     query_offsets = request.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
-    q0 = load_queries(query, query_offsets, valid, D, 0, D0, COMPUTE, VEC_Q)
-    q1 = q0
-    if D1 > 0:
-        q1 = load_queries(query, query_offsets, valid, D, D0, D1, COMPUTE, VEC_Q)
+    q0, q1, row_factors = load_queries(
+        query, query_offsets, valid, D, D0, D1, D, D0, COMPUTE, VEC_Q
+    )
     slopes = 0.0
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes + head, mask=valid, other=0.0).to(tl.float32)
@@ -273,7 +278,7 @@ def packed_decode_kernel(
     value_base = value + aligned(kv_head64 * stride_vh, VEC_V)
     table = block_table + request.to(tl.int64) * stride_table
     positions = tl.zeros([BLOCK_M], tl.int32) + (seq_len - 1)
-    qk_scale = scale * load_scale(k_scale, kv_head, K_SCALE_KIND)
+    qk_scale = scale_rows(scale * load_scale(k_scale, kv_head, K_SCALE_KIND), row_factors)
 
     acc0 = tl.zeros([BLOCK_M, D0], tl.float32)
     acc1 = tl.zeros([BLOCK_M, D1 if D1 > 0 else 1], tl.float32)
@@ -387,10 +392,9 @@ def packed_prefill_kernel(
     head = kv_head * GROUP + head
     token64 = (start_token + token).to(tl.int64)
     query_offsets = token64 * stride_qt + head.to(tl.int64) * stride_qh
-    q0 = load_queries(query, query_offsets, valid, D, 0, D0, COMPUTE, VEC_Q)
-    q1 = q0
-    if D1 > 0:
-        q1 = load_queries(query, query_offsets, valid, D, D0, D1, COMPUTE, VEC_Q)
+    q0, q1, row_factors = load_queries(
+        query, query_offsets, valid, D, D0, D1, D, D0, COMPUTE, VEC_Q
+    )
     slopes = 0.0
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes + head, mask=valid, other=0.0).to(tl.float32)
@@ -409,6 +413,8 @@ def packed_prefill_kernel(
     acc1 = tl.zeros([BLOCK_M, D1 if D1 > 0 else 1], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    qk_scale = scale_rows(scale, row_factors)
+    cached_scale = scale_rows(scale * load_scale(k_scale, kv_head, K_SCALE_KIND), row_factors)
     # Context: every row sees all of it, unless a window hides its beginning.
     begin = first // BLOCK_N * BLOCK_N
     pages, live = _load_pages(table, begin, first, context, BLOCK_SIZE, BLOCK_N)
@@ -420,9 +426,9 @@ def packed_prefill_kernel(
         visible = (keys[None, :] >= row_first[:, None]) & (keys < context)[None, :]
         acc0, acc1, row_max, row_sum = _cached_tile(
             acc0, acc1, row_max, row_sum, q0, q1, key_base, value_base, pages, live, start, first,
-            context, stride_kb, stride_vb, positions, visible,
-            scale * load_scale(k_scale, kv_head, K_SCALE_KIND), slopes, BLOCK_SIZE, BLOCK_N, D, D0,
-            D1, X, KV_KIND, COMPUTE, HAS_ALIBI, True, True, VEC_K, VEC_V)  # fmt: skip
+            context, stride_kb, stride_vb, positions, visible, cached_scale, slopes, BLOCK_SIZE,
+            BLOCK_N, D, D0, D1, X, KV_KIND, COMPUTE, HAS_ALIBI, True, True, VEC_K,
+            VEC_V)  # fmt: skip
         pages = next_pages
         live = next_live
     v_factor = load_scale(v_scale, kv_head, V_SCALE_KIND)
@@ -454,8 +460,8 @@ def packed_prefill_kernel(
         keys = context + index
         visible = (keys[None, :] >= row_first[:, None]) & (keys[None, :] <= positions[:, None])
         acc0, acc1, row_max, row_sum = _add_tile(
-            acc0, acc1, row_max, row_sum, q0, q1, k0, k1, v0, v1, keys, positions, visible, scale,
-            slopes, D1, COMPUTE, HAS_ALIBI, True)  # fmt: skip
+            acc0, acc1, row_max, row_sum, q0, q1, k0, k1, v0, v1, keys, positions, visible,
+            qk_scale, slopes, D1, COMPUTE, HAS_ALIBI, True)  # fmt: skip
 
     factor, _ = finish_rows(row_max, row_sum, 0.0, False)
     offsets = token64 * stride_ot + head.to(tl.int64) * stride_oh

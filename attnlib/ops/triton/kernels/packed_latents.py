@@ -141,8 +141,9 @@ def packed_latent_kernel(
         end = tl.minimum(end, begin + per_split * BLOCK_N)
 
     query_offsets = token64 * stride_qt + head.to(tl.int64) * stride_qh
-    q0 = load_queries(query, query_offsets, valid, _LATENT, 0, _LATENT, COMPUTE, 1)
-    q1 = load_queries(query, query_offsets, valid, _LATENT + _ROTARY, _LATENT, _ROTARY, COMPUTE, 1)
+    q0, q1, _ = load_queries(
+        query, query_offsets, valid, _LATENT + _ROTARY, _LATENT, _ROTARY, _LATENT, _LATENT, COMPUTE,
+        1)  # fmt: skip
     acc = tl.zeros([HEADS, _LATENT], tl.float32)
     row_max = tl.full([HEADS], float("-inf"), tl.float32)
     row_sum = tl.zeros([HEADS], tl.float32)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.attend import aligned, load_blocks
+from attnlib.ops.triton.kernels.attend import aligned, load_blocks, query_powers, scale_rows
 from attnlib.ops.triton.kernels.mask import visible_span
 from attnlib.ops.triton.kernels.page_formats import (
     PAGE_INT4,
@@ -32,19 +32,49 @@ __all__ = ["attend_pages", "clear_rows", "store_parts"]
 @triton.jit
 def _load_part(
     query, offsets, valid, PART: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr,
-    KIND: tl.constexpr, COMPUTE: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Load the elements of one part of queries, [BLOCK_M, WORDS_PAD]; 0 where there are none."""
     lanes = tl.arange(0, WORDS_PAD)
     FIRST: tl.constexpr = first_element(PART, WORDS, KIND)
     elements = FIRST + lanes * element_step(KIND)
     mask = valid[:, None] & (lanes < WORDS)[None, :]
-    q = tl.load(query + offsets[:, None] + elements[None, :], mask=mask, other=0.0)
-    if (COMPUTE == tl.float16) and (q.dtype != tl.float16):
-        # Saturate bfloat16, because float16 has a smaller range.
-        q = q.to(tl.float32)
-        q = tl.where(q > 65504.0, 65504.0, tl.where(q < -65504.0, -65504.0, q))
-    return q.to(COMPUTE)
+    return tl.load(query + offsets[:, None] + elements[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_parts(
+    query, offsets, valid, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, KIND: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Load the parts of queries as COMPUTE, with powers of two for float16 as in `load_queries`.
+
+    Returns:
+        (two parts, four of 4-bit formats; factors of the products for `scale_rows`).
+    """
+    q0 = _load_part(query, offsets, valid, 0, WORDS, WORDS_PAD, KIND)
+    q1 = _load_part(query, offsets, valid, 1, WORDS, WORDS_PAD, KIND)
+    q2 = q0
+    q3 = q1
+    if KIND >= PAGE_INT4:
+        q2 = _load_part(query, offsets, valid, 2, WORDS, WORDS_PAD, KIND)
+        q3 = _load_part(query, offsets, valid, 3, WORDS, WORDS_PAD, KIND)
+    row_factors = tl.full([], 1.0, tl.float32)
+    if (COMPUTE == tl.float16) and (q0.dtype != tl.float16):
+        q0 = q0.to(tl.float32)
+        q1 = q1.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1))
+        if KIND >= PAGE_INT4:
+            q2 = q2.to(tl.float32)
+            q3 = q3.to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.abs(q2), 1))
+            largest = tl.maximum(largest, tl.max(tl.abs(q3), 1))
+        power, row_factors = query_powers(largest)
+        q0 *= power[:, None]
+        q1 *= power[:, None]
+        q2 *= power[:, None]
+        q3 *= power[:, None]
+    return q0.to(COMPUTE), q1.to(COMPUTE), q2.to(COMPUTE), q3.to(COMPUTE), row_factors
 
 
 @triton.jit
@@ -238,13 +268,10 @@ def attend_pages(
         (acc0, acc1, acc2, acc3, row_max, row_sum, unit of the accumulators); acc2 and acc3 are used
         by 4-bit formats.
     """
-    q0 = _load_part(query, query_offsets, valid, 0, WORDS, WORDS_PAD, KIND, COMPUTE)
-    q1 = _load_part(query, query_offsets, valid, 1, WORDS, WORDS_PAD, KIND, COMPUTE)
-    q2 = q0
-    q3 = q0
-    if KIND >= PAGE_INT4:
-        q2 = _load_part(query, query_offsets, valid, 2, WORDS, WORDS_PAD, KIND, COMPUTE)
-        q3 = _load_part(query, query_offsets, valid, 3, WORDS, WORDS_PAD, KIND, COMPUTE)
+    q0, q1, q2, q3, row_factors = _load_parts(
+        query, query_offsets, valid, WORDS, WORDS_PAD, KIND, COMPUTE
+    )
+    qk_scale = scale_rows(qk_scale, row_factors)
     origin = seq_len - query_len
     positions = origin + token
     row_first, row_last = visible_span(

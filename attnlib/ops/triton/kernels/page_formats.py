@@ -99,16 +99,17 @@ def scale_of_part(scales, PART: tl.constexpr, KIND: tl.constexpr):
 def unpack(words, KIND: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr):
     """Convert 16-bit words to COMPUTE (float16 or float32); return four parts.
 
-    8-bit formats have two parts, which are returned twice. With PTX above 0, COMPUTE is float16,
-    and pairs of words are converted by PTX code for this compute capability.
+    8-bit formats have two parts, which are returned twice. 4-bit floats are returned as float16,
+    without their scales (`scaled`). With PTX above 0, COMPUTE is float16, and pairs of words are
+    converted by PTX code for this compute capability.
     """
     if PTX > 0:
         x0, x1, x2, x3 = _unpack_float16(words, KIND, PTX)
     elif KIND >= PAGE_NVFP4:
-        x0 = _e2m1(words).to(COMPUTE)
-        x1 = _e2m1(words >> 4).to(COMPUTE)
-        x2 = _e2m1(words >> 8).to(COMPUTE)
-        x3 = _e2m1(words >> 12).to(COMPUTE)
+        x0 = _e2m1(words)
+        x1 = _e2m1(words >> 4)
+        x2 = _e2m1(words >> 8)
+        x3 = _e2m1(words >> 12)
     elif KIND == PAGE_INT8:
         x0 = words.to(tl.uint8).to(tl.int8, bitcast=True).to(COMPUTE)
         x1 = (words >> 8).to(tl.uint8).to(tl.int8, bitcast=True).to(COMPUTE)
@@ -161,7 +162,7 @@ def decode_scale(bits, KIND: tl.constexpr):
 
 @triton.jit
 def scaled(x, scales, COMPUTE: tl.constexpr):
-    """Return elements times their scales in COMPUTE, saturated."""
+    """Return elements times their scales in COMPUTE; float16 saturates."""
     x = x.to(tl.float32) * scales
     if COMPUTE == tl.float16:
         x = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))

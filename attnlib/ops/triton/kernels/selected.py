@@ -15,7 +15,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.attend import aligned, load_queries, pack_rows, store_rows
+from attnlib.ops.triton.kernels.attend import (
+    aligned,
+    load_queries,
+    pack_rows,
+    scale_rows,
+    store_rows,
+)
 from attnlib.ops.triton.kernels.mask import visible_span
 from attnlib.ops.triton.kernels.quant import decode_kv, load_scale
 from attnlib.ops.triton.kernels.schedule import find_request
@@ -232,10 +238,9 @@ def selected_kernel(
     query_offsets = token64 * stride_qt + head.to(tl.int64) * stride_qh
     END0: tl.constexpr = DV if LATENT else D
     START1: tl.constexpr = DV if LATENT else D0
-    q0 = load_queries(query, query_offsets, valid, END0, 0, D0, COMPUTE, VEC_Q)
-    q1 = q0
-    if D1 > 0:
-        q1 = load_queries(query, query_offsets, valid, D, START1, D1, COMPUTE, VEC_Q)
+    q0, q1, row_factors = load_queries(
+        query, query_offsets, valid, D, D0, D1, END0, START1, COMPUTE, VEC_Q
+    )
     rows = origin + token
     row_first, row_last = visible_span(
         rows, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
@@ -243,7 +248,7 @@ def selected_kernel(
     kv_head64 = kv_head.to(tl.int64)
     key += aligned(kv_head64 * stride_kh, VEC_K)
     value += aligned(kv_head64 * stride_vh, VEC_V)
-    qk_scale = scale * load_scale(k_scale, kv_head, K_SCALE_KIND)
+    qk_scale = scale_rows(scale * load_scale(k_scale, kv_head, K_SCALE_KIND), row_factors)
     exponent_scale = qk_scale * 1.4426950408889634
 
     acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)

@@ -9,10 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["LN2", "LOG2E", "finish_rows", "online_softmax", "transform_scores"]
+__all__ = ["LN2", "LOG2E", "finish_rows", "of_rows", "online_softmax", "transform_scores"]
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def of_rows(x):
+    """Return a factor of each row, [M], as [M, 1]. A number stays as it is."""
+    if isinstance(x, tl.tensor):
+        if len(x.shape) == 1:
+            x = x[:, None]
+    return x
 
 
 @triton.jit
@@ -20,13 +29,16 @@ def transform_scores(
     qk, qk_scale, soft_cap, slopes, positions, keys, bias, heads, request, aux, SCORE: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Turn raw products [M, N] into base-2 logits: scale, soft cap, biases, score function (M3)."""
+    """Turn raw products [M, N] into base-2 logits: scale, soft cap, biases, score function (M3).
+
+    `qk_scale` is a number, or one for each row [M].
+    """
     if HAS_CAP:
         # tanh(x) = 1 - 2 / (exp(2x) + 1), which is exact at both infinities.
-        exp_2x = tl.exp2(qk * (2.0 * LOG2E * qk_scale / soft_cap))
+        exp_2x = tl.exp2(qk * of_rows(qk_scale * (2.0 * LOG2E) / soft_cap))
         scores = soft_cap - (2.0 * soft_cap) / (exp_2x + 1.0)
     else:
-        scores = qk * qk_scale
+        scores = qk * of_rows(qk_scale)
     if HAS_ALIBI:
         distance = tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
         scores -= slopes[:, None] * distance
@@ -52,6 +64,7 @@ def online_softmax(
         scores: base-2 logits, or raw products with SCALE_LATE.
         factor: with SCALE_LATE, the positive factor that turns raw products into base-2 logits. It
             is applied in the multiply-add of the exponent, which saves a multiplication per score.
+            A number, or one for each row [M].
         row_max: [M], largest logit so far; -inf before the first visible key.
         row_sum: [M], sum of weights relative to `row_max`.
         MASKED: rows may still have no visible key.
@@ -69,7 +82,7 @@ def online_softmax(
     else:
         finite_max = new_max
     if SCALE_LATE:
-        weights = tl.exp2(scores * factor - finite_max[:, None])
+        weights = tl.exp2(scores * of_rows(factor) - finite_max[:, None])
     else:
         weights = tl.exp2(scores - finite_max[:, None])
     acc_scale = tl.exp2(row_max - finite_max)
