@@ -35,6 +35,7 @@ def measure_case(
     *,
     graphs: bool = False,
     check: bool = True,
+    kernels_only: bool = False,
 ) -> list[Row]:
     """The rows of one case, one for each backend, in their order.
 
@@ -45,6 +46,7 @@ def measure_case(
         peaks: peak rates of this run.
         graphs: time replays of CUDA graphs instead of eager calls.
         check: check outputs before timing. Rows record whether they were checked.
+        kernels_only: leave out eager calls, cache writes and host times.
 
     Raises:
         DeviceLostError: a kernel broke the context of the device.
@@ -65,7 +67,7 @@ def measure_case(
                 runners.append(make_runner(case, one, inputs))
         checker = CorrectnessCheck(inputs) if check else None
         correct = _correct(runners, checker, rows, device) if checker else runners
-        time_runners(correct, checker, rows, device, graphs, peaks)
+        time_runners(correct, checker, rows, device, graphs, peaks, kernels_only=kernels_only)
     no_result = [unmeasured(case, one.label, "failed", "no result") for one in backends]
     result = [rows[one.label] or row for one, row in zip(backends, no_result, strict=True)]
     inputs, able = None, []

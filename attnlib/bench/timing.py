@@ -62,8 +62,11 @@ def time_runners(
     device: torch.device,
     graphs: bool,
     peaks: Peaks,
+    *,
+    kernels_only: bool = False,
 ) -> None:
-    """Prepare the timers of all runners, run them in turn, then measure host times."""
+    """Prepare the timers of all runners, run them in turn, then measure eager calls, cache writes
+    and host times unless `kernels_only`."""
     timers: dict[str, EagerTimer | GraphTimer] = {}
     for runner in runners:
         runner.output = None
@@ -92,7 +95,8 @@ def time_runners(
             rounds=found.rounds,
         )
         rows[runner.label] = _with_rates(runner.row, runner.inputs.case, peaks)
-        _add_secondary_times(runner, rows, graphs, device)
+        if not kernels_only:
+            _add_secondary_times(runner, rows, graphs, device)
 
 
 def _measure_all(

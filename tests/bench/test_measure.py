@@ -99,6 +99,12 @@ def test_rows_record_that_the_check_was_off() -> None:
     assert row.status == "ok" and not row.checked and row.us and row.error is None
 
 
+def test_kernels_only_leaves_out_the_other_times() -> None:
+    (row,) = rows_of("torch", kernels_only=True)
+    assert row.status == "ok" and row.checked and row.us and row.gbps
+    assert (row.eager_us, row.host_us, row.write_us, row.build_us, row.layer_us) == (None,) * 5
+
+
 def test_a_failure_is_one_line() -> None:
     broken, right = rows_of(f"{HERE}:Broken", "torch")
     assert (broken.status, broken.reason) == (
