@@ -1,17 +1,19 @@
-"""Write the rankings that ship with attnlib, from results of `attnlib bench`.
+"""Write the rankings and tiles that ship with attnlib, from results of `attnlib bench` and
+`attnlib tune`.
 
     python benchmarks/ship_rankings.py
 
 A backend is ranked if it was correct and timed on every case of a class of layers. Each result must
 have one run, because ratios are never taken between runs; a class is ranked by the first result of
-its chip that has it. Writes attnlib/tuning/tables/CHIP.json; a test fails if it does not match the
+its chip that has it. A tile is shipped for a chip if it was faster there than the tile of the
+common tables. Writes attnlib/tuning/tables/CHIP.json; a test fails if it does not match the
 committed results.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,16 @@ SOURCES = {
 }
 """Table -> results of its chip."""
 
+TILES: dict[str, str] = {}
+"""Table -> table of `attnlib tune --backends none --out FILE` on its chip."""
 
-def table_of(sources: Sequence[str]) -> dict[str, Any]:
+
+def table_of(sources: Sequence[str], tiles: str | None = None) -> dict[str, Any]:
     """The table as a JSON value.
 
     Args:
         sources: paths in RESULTS, of one chip.
+        tiles: path in RESULTS of measured tiles of the chip, if there are any.
 
     Raises:
         SystemExit: a result with several runs, without a GPU, or of another chip.
@@ -49,40 +55,63 @@ def table_of(sources: Sequence[str]) -> dict[str, Any]:
         if chip not in ("", facts["gpu"]):
             raise SystemExit(f"{source} was measured on {facts['gpu']}, not on {chip}")
         chip, capability = facts["gpu"], facts.get("capability", capability)
-        words = [
-            chip,
-            *(f"{fact} {facts[fact]}" for fact in ("driver", "torch", "triton", "commit")),
-            facts["date"],
-        ]
-        provenance[name] = f"{', '.join(words)}: {facts['command']}"
+        provenance[name] = _run_of(facts)
         for line in rank_rows(document.rows, name):
             ranked.setdefault(json.dumps(line["layer"]), line)
+    lines: list[dict[str, Any]] = []
+    if tiles is not None:
+        measured = json.loads((RESULTS / tiles).read_text(encoding="utf-8"))
+        if measured["chip"] != chip:
+            raise SystemExit(f"{tiles} was measured on {measured['chip']}, not on {chip}")
+        lines = [line for line in measured["parameters"]["triton"] if _is_faster(line)]
+        used = {line["provenance"] for line in lines}
+        provenance.update((name, _run_of(measured["provenance"][name])) for name in sorted(used))
     return {
-        "about": "Rankings of backends for each measured class of layers; automatic selection uses "
-        "them on this chip unless a table of attnlib tune has its own.",
+        "about": "Rankings of backends for each measured class of layers, and tiles that are "
+        "faster than those of the common tables; attnlib uses them on this chip unless a table of "
+        "attnlib tune has its own.",
         "schema": 1,
         "chip": chip,
         "capability": capability,
         "provenance": provenance,
+        "parameters": {"triton": lines},
         "backends": list(ranked.values()),
     }
 
 
-def text_of(table: dict[str, Any]) -> str:
-    """JSON with one line for each class of layers, for readable diffs."""
-    head = json.dumps({key: value for key, value in table.items() if key != "backends"}, indent=1)[
-        :-2
+def _run_of(facts: Mapping[str, Any]) -> str:
+    """Chip, versions, date and command of a run."""
+    words = [
+        facts["gpu"],
+        *(f"{fact} {facts[fact]}" for fact in ("driver", "torch", "triton", "commit")),
+        facts["date"],
     ]
-    lines = ",\n".join("  " + json.dumps(line) for line in table["backends"])
-    return f'{head},\n "backends": [\n{lines}\n ]\n}}\n'
+    return f"{', '.join(words)}: {facts['command']}"
+
+
+def _is_faster(line: Mapping[str, Any]) -> bool:
+    """Whether the tile of a line of `attnlib tune` differs from the one that was in use."""
+    return any(times["us"] != times["before_us"] for times in line["measured"].values())
+
+
+def text_of(table: dict[str, Any]) -> str:
+    """JSON with one line for each tile and each class of layers, for readable diffs."""
+    lists = {"parameters": table["parameters"]["triton"], "backends": table["backends"]}
+    head = json.dumps({key: table[key] for key in table if key not in lists}, indent=1)[:-2]
+    tiles, ranked = (
+        ",".join("\n  " + json.dumps(line) for line in lines) + "\n " * bool(lines)
+        for lines in lists.values()
+    )
+    return f'{head},\n "parameters": {{"triton": [{tiles}]}},\n "backends": [{ranked}]\n}}\n'
 
 
 def main() -> None:
     """Write every table."""
     for name, sources in SOURCES.items():
-        table = table_of(sources)
+        table = table_of(sources, TILES.get(name))
         (TABLES / f"{name}.json").write_text(text_of(table), encoding="utf-8")
-        print(f"{name}: {len(table['backends'])} rankings")
+        tiles = len(table["parameters"]["triton"])
+        print(f"{name}: {len(table['backends'])} rankings, {tiles} tiles")
 
 
 if __name__ == "__main__":

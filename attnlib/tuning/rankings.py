@@ -1,11 +1,13 @@
-"""Rankings of backends that ship with attnlib, for the chips on which its benchmark was run.
+"""Tables that ship with attnlib, for the chips on which it was measured.
 
-`tables/*.json` holds one table per chip in the format of `attnlib.tuning.table`. A ranking applies
+`tables/*.json` holds one table per chip in the format of `attnlib.tuning.table`. Parameters of
+backends apply to the chip that they were measured on, and to chips of the same compute capability
+without a table whose name resembles that chip's most. A ranking applies
 to the chip that it was measured on, and to chips of the same compute capability whose tables do not
 rank such layers: each takes it from the chip whose name resembles its own most. It also applies to
 layers that differ from it in the block size alone, if both block sizes are at least 16: such blocks
 are loaded by the same instructions.
-`benchmarks/ship_rankings.py` writes the tables from results of `attnlib bench`.
+`benchmarks/ship_rankings.py` writes the tables from results of `attnlib bench` and `attnlib tune`.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from attnlib.device import DeviceInfo
 from attnlib.spec import AttentionSpec
 from attnlib.tuning.layers import layer_class
 from attnlib.tuning.store import chip_name
-from attnlib.tuning.table import Ranking, parse_ranking
+from attnlib.tuning.table import Ranking, Tuning, parse_tuning
 
-__all__ = ["shipped_ranking", "shipped_rankings"]
+__all__ = ["shipped_ranking", "shipped_rankings", "shipped_tunings", "shipped_tuning"]
 
 _TABLES = Path(__file__).with_name("tables")
 _WHOLE_BLOCKS = 16
@@ -35,21 +37,36 @@ _WHOLE_BLOCKS = 16
 
 
 @functools.lru_cache(maxsize=1)
-def _tables() -> tuple[tuple[tuple[int, int], str, tuple[Ranking, ...]], ...]:
-    """(compute capability, chip, rankings) of each table, read once, on first use."""
+def shipped_tunings() -> tuple[tuple[tuple[int, int], Tuning], ...]:
+    """(compute capability, table) of each chip, read once, on first use."""
     found = []
     for path in sorted(_TABLES.glob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
         source = f"attnlib's own table of the {data['chip']}, tuning/tables/{path.name}"
-        rankings = tuple(parse_ranking(line, source) for line in data["backends"])
         major, minor = data["capability"]
-        found.append(((major, minor), data["chip"], rankings))
+        found.append(((major, minor), parse_tuning(data, source)))
     return tuple(found)
+
+
+def shipped_tuning(device: DeviceInfo) -> Tuning | None:
+    """The shipped table of a chip, else that of the nearest measured chip of the same compute
+    capability.
+
+    Returns None if there is none, or if ATTNLIB_TUNING=off.
+    """
+    chip = _chip_with_tables(device)
+    names = () if chip is None else _nearest_chips(chip, device.capability)
+    return next((table for _, table in shipped_tunings() if table.chip in names[:1]), None)
+
+
+def _chip_with_tables(device: DeviceInfo) -> str | None:
+    """The name of a chip; None without one, or if ATTNLIB_TUNING=off."""
+    return None if env.read("ATTNLIB_TUNING").lower() == "off" else chip_name(device)
 
 
 def shipped_rankings(chip: str) -> tuple[Ranking, ...]:
     """All shipped rankings for a chip, by the driver's name of it."""
-    return next((rankings for _, name, rankings in _tables() if name == chip), ())
+    return next((table.rankings for _, table in shipped_tunings() if table.chip == chip), ())
 
 
 @functools.lru_cache(maxsize=16)
@@ -59,7 +76,7 @@ def _nearest_chips(chip: str, capability: tuple[int, int] | None) -> tuple[str, 
     Names are compared up to the length of the shortest one, because they begin with the model and
     go on with memory sizes and packages ("80GB HBM3").
     """
-    measured = [name for found, name, _ in _tables() if found == capability]
+    measured = [table.chip for found, table in shipped_tunings() if found == capability]
     length = min(map(len, (chip, *measured)))
 
     def resemblance(other: str) -> float:
@@ -94,8 +111,8 @@ def shipped_ranking(spec: AttentionSpec, device: DeviceInfo) -> Ranking | None:
 
     Returns None if there is none, or if ATTNLIB_TUNING=off.
     """
-    chip = chip_name(device)
-    if chip is None or env.read("ATTNLIB_TUNING").lower() == "off":
+    chip = _chip_with_tables(device)
+    if chip is None:
         return None
     layer = layer_class(spec)
     for name in _nearest_chips(chip, device.capability):

@@ -157,6 +157,24 @@ def test_float8_candidates_of_the_hopper_kernels(text: str) -> None:
         assert line["rows"] == [16, max(16, 4 * case.batch.max_query_len)]
 
 
+@pytest.mark.parametrize(
+    ("cache", "elements"),
+    [("int8_per_token_head", "int8"), ("fp8_per_token_head", "int8"), ("int4_per_group", "int4")],
+)
+def test_lines_over_pages_with_scales_name_the_size_of_elements(cache: str, elements: str) -> None:
+    """As `choose_hopper_decode_tile` looks them up."""
+    case = parse_case(f"32q1s4k@kv={cache}")
+    tiles = tile_candidates(case, "hopper_decode", H200)
+    bits = 4 if elements == "int4" else 8
+    options: Any = {"cache_bits": bits, "scales_in_page": True, "rows": 4, "one_warp": True}
+    current = choose_hopper_decode_tile(128, 128, keys_per_sm=1 << 14, pairs_per_sm=2, **options)
+    assert tiles[0] == vars(current) and len(tiles) > 4
+    line = _group(f"32q1s4k@kv={cache}", "hopper_decode").conditions()
+    assert line["elements"] == [elements] and line["rows"] == [16, 16]
+    table = _table([{**line, "tile": {"block_n": 32, "stages": 5}, "provenance": "now"}])
+    assert choose_hopper_decode_tile(128, 128, tuned=table, **options) == DecodeTile(32, 5)
+
+
 def test_hopper_prefills_are_grouped_by_window_and_block_size() -> None:
     full, narrow = "q8k@d=64,heads=64/8", "q8k@d=64,heads=64/8,window=128,sinks"
     group = _group(full, "hopper_prefill")
@@ -260,6 +278,32 @@ def test_kernels_use_the_tiles_of_the_table(monkeypatch: pytest.MonkeyPatch) -> 
     chosen = choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async", tuned=table)
     assert chosen == Tile(16, 128, 4, 2)
     assert tune.use_tuned_tiles(torch.device("cpu")) is None
+
+
+def test_tiles_of_the_user_precede_those_of_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of `attnlib tune` may have no line for a problem that the shipped table has."""
+    shipped = Tuning(
+        "shipped.json",
+        "NVIDIA H200",
+        {"now": ""},
+        {
+            "triton": [
+                {**DECODE_LINE, "tile": DECODE_LINE["tile"] | {"num_stages": 3}},
+                {"op": "hopper_decode", "tile": {"block_n": 32, "stages": 7}, "provenance": "now"},
+            ]
+        },
+    )
+    monkeypatch.setattr(tune, "shipped_tuning", lambda info: shipped)
+    table = _write_and_use(monkeypatch, DECODE_LINE)
+    again = _write_and_use(monkeypatch, DECODE_LINE)
+    assert table is not None and again is not None and table.entries == again.entries
+    chosen = choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async", tuned=table)
+    assert chosen == Tile(16, 128, 4, 2)
+    assert choose_hopper_decode_tile(128, 128, tuned=table) == DecodeTile(32, 7)
+    alone = _write_and_use(monkeypatch)
+    assert alone is not None
+    chosen = choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async", tuned=alone)
+    assert chosen == Tile(16, 128, 4, 3)
 
 
 @pytest.mark.parametrize(

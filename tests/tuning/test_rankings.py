@@ -18,7 +18,8 @@ from attnlib.selection.registry import registrations
 from attnlib.selection.selector import measured_ranking
 from attnlib.tuning import rankings
 from attnlib.tuning.rankings import shipped_ranking, shipped_rankings
-from benchmarks.ship_rankings import RESULTS, SOURCES, TABLES, table_of, text_of
+from attnlib.tuning.table import Tuning
+from benchmarks.ship_rankings import RESULTS, SOURCES, TABLES, TILES, table_of, text_of
 
 RESULT = RESULTS / "h200" / "bench.json"
 H200 = DeviceInfo(type="cuda", name="NVIDIA H200", capability=(9, 0))
@@ -41,7 +42,7 @@ def _no_user_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_tables_equal_the_committed_results(name: str) -> None:
     """`python benchmarks/ship_rankings.py` writes them."""
     text = (TABLES / f"{name}.json").read_text(encoding="utf-8")
-    assert text == text_of(table_of(SOURCES[name]))
+    assert text == text_of(table_of(SOURCES[name], TILES.get(name)))
 
 
 def test_every_table_has_committed_results() -> None:
@@ -121,14 +122,28 @@ def test_block_sizes_without_measurements_use_the_nearest_one_and_say_so(
     assert "blocks of" not in str(exact.message("triton"))
 
 
+def test_tiles_are_those_of_the_nearest_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chip(name: str, capability: tuple[int, int] = (9, 0)) -> str | None:
+        info = DeviceInfo(type="cuda", name=name, capability=capability)
+        found = rankings.shipped_tuning(info)
+        return None if found is None else found.chip
+
+    assert chip("NVIDIA H200") == chip("NVIDIA GH200 480GB") == "NVIDIA H200"
+    assert chip("NVIDIA H100 80GB HBM3") == chip("NVIDIA H100 PCIe") == "NVIDIA H100 80GB HBM3"
+    assert chip("NVIDIA A100-SXM4-80GB", (8, 0)) is None
+    assert rankings.shipped_tuning(DeviceInfo(type="cpu")) is None
+    monkeypatch.setenv("ATTNLIB_TUNING", "off")
+    assert chip("NVIDIA H200") is None
+
+
 def test_the_nearest_chip_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model counts, not the memory after it; other compute capabilities never count."""
     tables = (
-        ((9, 0), "NVIDIA H100 80GB HBM3", ()),
-        ((9, 0), "NVIDIA H200", ()),
-        ((10, 0), "NVIDIA H100 PCIe", ()),
+        ((9, 0), Tuning("a", "NVIDIA H100 80GB HBM3")),
+        ((9, 0), Tuning("b", "NVIDIA H200")),
+        ((10, 0), Tuning("c", "NVIDIA H100 PCIe")),
     )
-    monkeypatch.setattr(rankings, "_tables", lambda: tables)
+    monkeypatch.setattr(rankings, "shipped_tunings", lambda: tables)
     rankings._nearest_chips.cache_clear()
     nearest = {
         name: rankings._nearest_chips(name, (9, 0))[0]

@@ -117,7 +117,7 @@ class TileGroup:
         elif self.op != "hopper_decode":
             most = 64 if self.op == "latent" else 128
             line["rows"] = [self.rows, None if self.rows >= most else self.rows]
-        elif self.elements == "fp8":
+        elif self.elements != "16-bit":
             line["rows"] = [16, self.rows]
         return line
 
@@ -150,7 +150,9 @@ def tile_group(case: BenchCase, op: str, limits: DeviceLimits) -> TileGroup | No
     elements = _elements(spec, limits)
     head_size = max(padded_width(size) for size in sizes)
     rows = DECODE_ROWS if op == "hopper_decode" else 128
-    if op == "hopper_decode" and elements == "fp8":
+    if op == "hopper_decode" and spec.kv_format.scales_in_page and elements != "int4":
+        elements = "int8"  # all pages of 8-bit elements with scales
+    if op == "hopper_decode" and elements != "16-bit":
         # Converted tiles are in registers, so the tile depends on the rows.
         rows = max(16, next_power_of_2(case.batch.max_query_len * spec.group_size))
     if op == case.kind:  # the portable kernels
@@ -258,8 +260,9 @@ def _hopper_decode(
     one_warp = cache_bits < 16 and supports_one_warp(sizes, rows)
     yield vars(
         choose_hopper_decode_tile(
-            *sizes, cache_bits=cache_bits, rows=rows, keys_per_sm=_work(case, limits),
-            pairs_per_sm=-(-pairs // limits.num_sms), one_warp=one_warp, tuned=limits.tuned,
+            *sizes, cache_bits=cache_bits, scales_in_page=case.spec.kv_format.scales_in_page,
+            rows=rows, keys_per_sm=_work(case, limits), pairs_per_sm=-(-pairs // limits.num_sms),
+            one_warp=one_warp, tuned=limits.tuned,
         )
     )  # fmt: skip
     widest = 128 if cache_bits == 16 or rows <= 32 else 64  # converted tiles are in registers, too

@@ -20,6 +20,7 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import device_index, limits_of, set_tuned_tiles
 from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile, HopperTile
 from attnlib.ops.triton.heuristics.tile_table import OPS, TileTable, parse_table
+from attnlib.tuning.rankings import shipped_tuning
 from attnlib.tuning.store import tuning_for, warn_ignored
 from attnlib.tuning.table import Tuning
 from attnlib.tuning.tuner import Best, Parameters, Tuner
@@ -34,25 +35,34 @@ _HOPPER = {"hopper_prefill": HopperTile, "hopper_decode": DecodeTile}
 
 
 def use_tuned_tiles(device: torch.device) -> None:
-    """Let kernels on `device` prefer the tiles of the chip's tuning table, if there is one."""
+    """Let kernels on `device` prefer the tiles of the user's tuning table, then those that ship for
+    the chip or the nearest one."""
     if device.type != "cuda":
         return
     index = torch.cuda.current_device() if device.index is None else device.index
-    tuning = tuning_for(device_info("cuda", index))
-    set_tuned_tiles(index, _tiles_of(tuning) if tuning else None)
+    info = device_info("cuda", index)
+    set_tuned_tiles(index, _tiles_of(tuning_for(info), shipped_tuning(info)))
 
 
 @functools.lru_cache(maxsize=8)
-def _tiles_of(tuning: Tuning) -> TileTable | None:
-    """The tiles of a table.
+def _tiles_of(*tunings: Tuning | None) -> TileTable | None:
+    """The tiles of tables in order of precedence, as one table.
 
-    Returns None, after one warning, if they cannot be used. Launch caches key on its identity.
+    Returns None if there are none. A table that cannot be used is ignored after one warning. Launch
+    caches key on the identity of the result.
     """
-    try:
-        return parse_tiles(tuning)
-    except ContractError as error:
-        warn_ignored(str(error))
-        return None
+    tables = []
+    for tuning in tunings:
+        if tuning is not None and tuning.parameters.get("triton"):
+            try:
+                tables.append(parse_tiles(tuning))
+            except ContractError as error:
+                warn_ignored(str(error))
+    if len(tables) < 2:
+        return tables[0] if tables else None
+    names = " and ".join(table.name for table in tables)
+    entries = tuple(entry for table in tables for entry in table.entries)
+    return TileTable(names, tables[0].chip, entries)
 
 
 def parse_tiles(tuning: Tuning) -> TileTable:
@@ -146,12 +156,17 @@ def _call(operation: str, inputs: CaseInputs) -> Callable[[int], object]:
         "max_query_len": common.max_query_len,
         "max_seq_len": common.max_seq_len,
     }
-    params = AttentionParams(
-        scale=oracle.scale,
-        window=oracle.window,
-        logits_soft_cap=oracle.logits_soft_cap,
-        sinks=oracle.sinks,
-    )
+    params = [
+        AttentionParams(
+            scale=oracle.scale,
+            window=oracle.window,
+            logits_soft_cap=oracle.logits_soft_cap,
+            sinks=oracle.sinks,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+        )
+        for cache in inputs.caches
+    ]
     if operation == "latent":
         operation = inputs.case.kind
     scratch = {"workspace": _workspace(inputs, bounds)} if operation == "decode" else {}
@@ -165,7 +180,7 @@ def _call(operation: str, inputs: CaseInputs) -> Callable[[int], object]:
             cache.key_cache,
             cache.value_cache,
             *lengths,
-            params,
+            params[copy],
             **bounds,
             **scratch,
             out=inputs.output,

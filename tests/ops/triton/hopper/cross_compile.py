@@ -20,6 +20,7 @@ import torch
 import triton
 from triton.runtime.cache import get_cache_manager
 
+from attnlib.backends.triton.tune import parse_tiles
 from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.shared_decode import Segment, schedule_items
@@ -48,6 +49,7 @@ from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.run import run_attention
 from attnlib.ops.triton.launch.score import has_head_bounds, has_short_ranges
 from attnlib.ops.triton.selected_attention import selected_attention
+from attnlib.tuning.rankings import shipped_tunings
 from tests.ops.triton.cross_compile import (
     TARGETS,
     Launch,
@@ -441,10 +443,14 @@ def _compile_shared(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def entry_cases() -> dict[str, TileEntry]:
-    """Return the entries of the shipped tables for these kernels by case name, `OP:INDEX`."""
+    """Return the entries of the shipped tables for these kernels by case name, `OP:INDEX`.
+
+    The tables that are common to all chips come first, then those of measured chips.
+    """
+    of_chips = [parse_tiles(tuning) for _, tuning in shipped_tunings()]
     entries = [
         entry
-        for table in shipped_tables()
+        for table in (*shipped_tables(), *of_chips)
         for entry in table.entries
         if entry.op in ("hopper_prefill", "hopper_decode")
     ]
