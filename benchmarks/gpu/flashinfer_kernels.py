@@ -90,7 +90,7 @@ _STUB_FA2 = """#include <flashinfer/attention/mask.cuh>
 #include "batch_prefill_config.inc"
 namespace flashinfer {
 """
-_BODY_FA2 = """template <uint32_t CTA_TILE_Q, uint32_t HEAD_DIM_QK, uint32_t HEAD_DIM_VO,
+_BODY_FA2 = """template <@FIRST@uint32_t CTA_TILE_Q, uint32_t HEAD_DIM_QK, uint32_t HEAD_DIM_VO,
           PosEncodingMode POS_ENCODING_MODE, bool USE_FP16_QK_REDUCTION, MaskMode MASK_MODE,
           typename AttentionVariant, typename Params>
 cudaError_t @NAME@(Params params, typename Params::DTypeO* tmp_v, float* tmp_s, bool enable_pdl,
@@ -129,19 +129,23 @@ def stub_of(sources: list[tuple[str, bool]]) -> str:
         ValueError: a source has no entry points.
     """
     hopper = any("sm90" in text for text, _ in sources)
-    names, entries = dict[str, None](), list[str]()
+    names, entries = dict[str, str](), list[str]()  # names with the first template parameter
     for text, custom in sources:
         found = list(_ENTRY.finditer(text))
         if not found:
             raise ValueError(
-                "a generated source has no entry points, so this is not FlashInfer 0.6.12: use "
-                "--full"
+                "a generated source has no entry points, so this is neither FlashInfer 0.6.12 nor "
+                "0.7.2: use --full"
             )
-        names.update({match.group(1): None for match in found})
+        for match in found:
+            # FlashInfer 0.7 added it for paged keys.
+            added = "SAME_KV_STRIDES" in match.group(0)
+            names[match.group(1)] = "bool SAME_KV_STRIDES, " if added else ""
         entries += [
             match.group(0).replace("use_custom_mask", str(custom).lower()) for match in found
         ]
-    bodies = [(_BODY_FA3 if hopper else _BODY_FA2).replace("@NAME@", name) for name in names]
+    body = _BODY_FA3 if hopper else _BODY_FA2
+    bodies = [body.replace("@NAME@", n).replace("@FIRST@", first) for n, first in names.items()]
     return "".join(
         [
             _STUB_FA3 if hopper else _STUB_FA2,

@@ -147,6 +147,18 @@ def test_kernels_that_attnlib_never_calls_are_left_out(tmp_path: Path) -> None:
     assert "use_custom_mask" not in stub
 
 
+def test_stubs_have_the_template_parameters_of_their_entry_points() -> None:
+    """FlashInfer 0.7 has one more for paged keys than 0.6, and none more for others."""
+    tile = "/*CTA_TILE_Q=*/"
+    paged = PAGED_FA2.replace(tile, f"/*SAME_KV_STRIDES=*/true, {tile}")
+    assert paged != PAGED_FA2
+    stub = script.stub_of([(paged, False), (PAGED_FA2.replace("Paged", "Ragged"), False)])
+    bodies = [part.split(">")[0] for part in stub.split("\ntemplate <")[1:]]
+    assert len(bodies) == 2 and all("uint32_t CTA_TILE_Q" in body for body in bodies)
+    assert [body.startswith("bool SAME_KV_STRIDES") for body in bodies] == [True, False]
+    assert "@" not in stub
+
+
 def test_an_unknown_source_is_an_error() -> None:
     with pytest.raises(ValueError, match="--full"):
         script.stub_of([("namespace flashinfer {}", False)])
