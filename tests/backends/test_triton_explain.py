@@ -12,11 +12,13 @@ from attnlib import AttentionSpec, explain
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.loading import configured
 from attnlib.backends.triton import TritonBackend
+from attnlib.backends.triton import explain as triton_explain
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.key_selection import KeySelection
 from attnlib.ops.triton.hopper.support import hopper_decode_keys
 from attnlib.score_functions.builtin import documents
 from attnlib.spec import MaskKind
+from attnlib.tuning.table import Tuning
 
 DECODE = (
     "decode:  Hopper kernel from sequence length 256 (128 from 17 to 132 requests, 2048 above) and "
@@ -224,3 +226,16 @@ def test_thresholds_of_weights() -> None:
                      {"sliding_window": 512, "kv_cache_dtype": "fp8"}):  # fmt: skip
         found = _lines(skip_softmax_threshold=0.001, **features)
         assert found[-1] == "threshold: not used, these kernels compute all keys"
+
+
+def test_the_chip_of_shipped_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables without tiles, which hold rankings only, have no line."""
+    gpu = DeviceInfo(type="cuda", name="NVIDIA H100 80GB HBM3", capability=(9, 0))
+    other = DeviceInfo(type="cuda", name="NVIDIA H100 PCIe", capability=(9, 0))
+    tables = [Tuning("a.json", gpu.name, {}, {"triton": [{}]}), Tuning("b.json", gpu.name)]
+    monkeypatch.setattr(triton_explain, "shipped_tuning", lambda device: tables[0])
+    (line,) = [line for line in _lines(gpu) if line.startswith("tiles: ")]
+    assert line == "tiles: those measured on the NVIDIA H100 80GB HBM3, else the common ones"
+    assert "NVIDIA H100 80GB HBM3, the nearest chip with a table, else" in _lines(other)[-1]
+    monkeypatch.setattr(triton_explain, "shipped_tuning", lambda device: tables[1])
+    assert not any(line.startswith("tiles: ") for line in _lines(gpu))

@@ -34,6 +34,7 @@ from attnlib.ops.triton.hopper.support import (
     selected_latents_unsupported_reasons,
 )
 from attnlib.spec import AttentionSpec, MaskKind
+from attnlib.tuning.rankings import shipped_tuning
 
 __all__ = ["kernel_lines"]
 
@@ -46,9 +47,21 @@ _UNBOUNDED = 1 << 30
 
 
 def kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str = "auto") -> list[str]:
-    """The kernels of a layer (`_kernel_lines`), and what they do with a threshold of weights."""
+    """The kernels of a layer (`_kernel_lines`), what they do with a threshold of weights, and where
+    tiles for the chip were measured."""
     lines = _kernel_lines(spec, device, kernels)
-    return lines if spec.skip_softmax_threshold is None else [*lines, _threshold_line(spec, lines)]
+    if spec.skip_softmax_threshold is not None:
+        lines = [*lines, _threshold_line(spec, lines)]
+    return lines + _tile_lines(device)
+
+
+def _tile_lines(device: DeviceInfo) -> list[str]:
+    """The chip whose shipped tiles precede the common ones; nothing if there is none."""
+    tuning = shipped_tuning(device)
+    if tuning is None or not tuning.parameters.get("triton"):
+        return []
+    nearest = "" if tuning.chip == device.name else ", the nearest chip with a table"
+    return [f"tiles: those measured on the {tuning.chip}{nearest}, else the common ones"]
 
 
 def _kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str) -> list[str]:
