@@ -196,10 +196,10 @@ def test_names_and_settings() -> None:
 class FakeCuda:
     """The CUDA streams, events and graphs that a timer uses.
 
-    A replay takes 10 us per captured call.
+    A replay takes `call_us` per captured call.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, call_us: float = 10.0) -> None:
         self.clock, self.captured, self.capturing, self.streams = 0.0, 0, False, []
         fake, cuda = self, torch.cuda
 
@@ -222,7 +222,7 @@ class FakeCuda:
 
         class CUDAGraph:
             def replay(self) -> None:
-                fake.clock += fake.captured * 10e-3
+                fake.clock += fake.captured * call_us * 1e-3
 
         @contextmanager
         def graph(captured: Any, capture_error_mode: str) -> Any:
@@ -279,6 +279,36 @@ def test_graphs_are_timed_per_call_and_use_every_copy_equally_often(
     assert not any(capturing for _, capturing in used), "adapters do not clear rows"
     fake.capturing = True
     assert is_capturing(OnGpu()), "but they do in other captures"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("call_us", "calls"), [(900.0, 9), (4000.0, 25), (150_000.0, 1)])
+def test_rounds_of_long_calls_outlast_changes_of_the_clock(
+    monkeypatch: pytest.MonkeyPatch, call_us: float, calls: int
+) -> None:
+    """Calls of a millisecond and more fill rounds of 100 ms, shorter ones of 10 ms."""
+    fake = FakeCuda(monkeypatch, call_us)
+
+    def call(copy: int) -> None:
+        fake.captured += 1
+
+    graph_timer = timer.GraphTimer(call, 1, torch.device("cuda"), call_us)
+    assert graph_timer.calls == pytest.approx(calls, abs=3)
+    assert graph_timer.round() == (pytest.approx(call_us), None)
+
+
+def test_every_other_round_reverses_the_order() -> None:
+    order: list[str] = []
+
+    class Timer(timer.EagerTimer):
+        def __init__(self, name: str) -> None:
+            self.name, self.calls = name, 1
+
+        def round(self) -> tuple[float, float | None]:
+            order.append(self.name)
+            return 1.0, None
+
+    timer.measure_in_turn({name: Timer(name) for name in "abc"}, dict.fromkeys("abc", 1.0))
+    assert "".join(order) == "abc" + "cbaabc" * 3
 
 
 def test_a_failed_capture_restores_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
