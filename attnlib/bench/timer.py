@@ -26,8 +26,8 @@ _ROUND_US = 3000.0
 _REPLAY_US = 10_000.0
 _STEADY_CALL_US = 1000.0
 _STEADY_REPLAY_US = 100_000.0
-"""Rounds of calls from `_STEADY_CALL_US` on. Such calls can reach the power limit of the chip, which
-then lowers its clock within tens of milliseconds: shorter rounds measure this transition."""
+"""Rounds of calls from `_STEADY_CALL_US` on. Such calls can reach the power limit of the chip, and
+its clock then falls within tens of milliseconds: shorter rounds measure this transition."""
 _MAX_CALLS = 480
 _LONG_US = 200_000.0
 
