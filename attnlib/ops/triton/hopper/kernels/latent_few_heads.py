@@ -28,6 +28,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     launch_dependent_grids,
     opaque_zero,
     partition_barrier,
+    store_in_l2,
     wait_on_dependent_grids,
 )
 from attnlib.ops.triton.hopper.kernels.decode import (
@@ -79,7 +80,8 @@ def _store_quarter(
             out + offsets[None, :] + lanes[:, None], result.to(out.dtype.element_ty), mask=mask
         )
     else:
-        gl.store(partials + partial_offsets[None, :] + lanes[:, None], result, mask=mask)
+        # The latents that stream through the L2 cache would evict them before they are combined.
+        store_in_l2(partials + partial_offsets[None, :] + lanes[:, None], result, mask)
 
 
 @gluon.jit
