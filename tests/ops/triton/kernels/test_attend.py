@@ -18,7 +18,7 @@ from attnlib.ops.triton.paged_prefill import paged_prefill
 from attnlib.ops.triton.selected_attention import selected_attention
 from tests.ops.triton.paged_inputs import assert_close, make_batch
 
-MAGNITUDES = [(1e5, 1.0), (1.0, 1e30), (1e-8, 1.0)]
+MAGNITUDES = [(1e5, 1.0), (1.0, 1e7), (1e-8, 1.0)]
 """Magnitudes of the first query head, whose scores are near 1, and of the others."""
 
 
