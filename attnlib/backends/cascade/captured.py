@@ -76,7 +76,7 @@ class CapturedPrefixes:
     def __init__(
         self, spec: AttentionSpec, device: torch.device, limits: BatchLimits, rule: PrefixRule
     ) -> None:
-        self._block_size, self._rule = spec.block_size, rule
+        self._block_size = spec.block_size
         reqs, tokens = limits.max_num_reqs, limits.max_num_tokens
         columns = -(-limits.max_seq_len // spec.block_size)
         self.max_parts = rule.captured_parts

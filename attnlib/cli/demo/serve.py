@@ -24,7 +24,6 @@ class ServingResult:
         logits: request index -> logits of each generated token, `[vocabulary]` float32 on the CPU.
         seconds: wall time of all steps.
         steps: number of steps.
-        computed_tokens: number of tokens that the model computed.
         peak_blocks: largest number of blocks in use.
         preemptions: number of preemptions.
     """
@@ -32,7 +31,6 @@ class ServingResult:
     logits: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     seconds: float = 0.0
     steps: int = 0
-    computed_tokens: int = 0
     peak_blocks: int = 0
     preemptions: int = 0
 
@@ -58,7 +56,6 @@ def serve(
             served.peak_blocks = max(served.peak_blocks, scheduler.allocator.num_used_blocks)
             _run(paged, scheduler, plan, served)
             served.steps += 1
-            served.computed_tokens += sum(chunk.count for chunk in plan)
             if on_step is not None:
                 on_step(served)
     served.seconds, served.preemptions = time.perf_counter() - began, scheduler.num_preemptions
