@@ -1,11 +1,12 @@
 """Names of Gluon that differ between releases of Triton, and PTX instructions that Gluon lacks.
 
 Names under `triton.experimental` move between minor releases. Kernels import them from here, so
-that only this module depends on the release. Verified with Triton 3.6.0 and 3.9.0.
+that only this module depends on the release. Compiled with Triton 3.6.0, 3.7.1, 3.8.0 and 3.9.0.
 """
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -37,13 +38,39 @@ arrive_after_copies = async_copy.mbarrier_arrive
 """Each thread arrives on an mbarrier when the copies that it has issued are complete."""
 
 _REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+_VIEWS_HAVE_EQUAL_SIZES = gl.constexpr(triton.__version__.startswith("3.8."))
+
+
+@gluon.constexpr_function
+def _filling_shape(shape, dtype, bits):
+    """Return `shape` with as many rows as make it `bits` in all."""
+    row = dtype.primitive_bitwidth
+    for size in shape[1:]:
+        row *= size
+    return [bits // row, *shape[1:]]
+
+
+@gluon.constexpr_function
+def _bits(shape, dtype):
+    bits = dtype.primitive_bitwidth
+    for size in shape:
+        bits *= size
+    return bits
 
 
 @gluon.jit
 def reinterpret(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """View shared memory in another dtype, shape and layout (`_reinterpret` up to Triton 3.6)."""
+    """View shared memory, or its beginning, in another dtype, shape and layout.
+
+    The method is `_reinterpret` up to Triton 3.8, and that of 3.8 does not view a part.
+    """
     if _REINTERPRET_IS_PUBLIC:
         view = tile.reinterpret(DTYPE, SHAPE, LAYOUT)
+    elif _VIEWS_HAVE_EQUAL_SIZES:
+        WHOLE: gl.constexpr = _filling_shape(SHAPE, DTYPE, _bits(tile.shape, tile.dtype))
+        view = tile._reinterpret(DTYPE, WHOLE, LAYOUT)
+        if WHOLE[0] != SHAPE[0]:
+            view = view.slice(0, SHAPE[0])
     else:
         view = tile._reinterpret(DTYPE, SHAPE, LAYOUT)
     return view
