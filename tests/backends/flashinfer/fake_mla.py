@@ -74,11 +74,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Calls:
                 assert all(stride % 8 == 0 for stride in tensor.stride()[:-1])
             assert out.shape == q_nope.shape and out.dtype == q_nope.dtype
             assert not return_lse or (lse.shape == out.shape[:2] and lse.is_contiguous())
-            cache = torch.cat((ckv_cache, kpe_cache), dim=-1)[:, :, None]
+            # Only blocks of the batch are copied: a pool may have more than 2^31 elements.
+            blocks, table = plan["table"].clamp(min=0).unique(return_inverse=True)
+            cache = torch.cat((ckv_cache[blocks], kpe_cache[blocks]), dim=-1)[:, :, None]
             natural = torch.empty(out.shape[:2])
             counts = plan["starts"][1:] - plan["starts"][:-1]
             paged_prefill(
-                torch.cat((q_nope, q_pe), dim=-1), cache, cache[..., :512], plan["table"],
+                torch.cat((q_nope, q_pe), dim=-1), cache, cache[..., :512], table.int(),
                 plan["starts"], plan["lengths"],
                 AttentionParams(scale=plan["scale"], causal=plan["causal"]),
                 max_query_len=int(counts.max()), max_seq_len=int(plan["lengths"].max()), out=out,
