@@ -224,6 +224,7 @@ def _constants(
     shared = attention_constants(query, key, value, out, has_lse, without_scales, limits)
     words, padded = page_words(key, params.k_scale, stored)
     words_v, padded_v = page_words(value, params.v_scale, stored)
+    is_mxfp4 = page_kind(stored) == PAGE_MXFP4.value
     ptx = 0
     if limits.capability >= (8, 0) and query.dtype.itemsize == 2 and not stored.elements_per_group:
         ptx = 89 if limits.has_fp8 else 80
@@ -234,11 +235,9 @@ def _constants(
         "DV_WORDS": words_v,
         "DV_PAD": padded_v,
         "KIND": page_kind(stored),
-        # float16 holds the elements of a byte or less, and takes fewer conversions than bfloat16.
-        # Elements times their scales (4-bit floats) may exceed it, and are exact in bfloat16.
-        "COMPUTE": compute_dtype(
-            query.dtype, (KV_PLAIN if stored.elements_per_group else KV_E4M3_BYTES).value
-        ),
+        # float16 holds the elements, and takes fewer conversions than bfloat16. Elements of mxfp4
+        # times their scales may exceed it, and are exact in bfloat16.
+        "COMPUTE": compute_dtype(query.dtype, (KV_PLAIN if is_mxfp4 else KV_E4M3_BYTES).value),
         "PTX": ptx,
         "VEC_K": max(1, shared["VEC_K"] // 2),
         "VEC_V": max(1, shared["VEC_V"] // 2),

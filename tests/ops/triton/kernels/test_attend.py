@@ -68,7 +68,7 @@ def test_float8_caches(
     ],
 )
 def test_pages(device: torch.device, name: str, magnitude: float) -> None:
-    """M16: large queries, and large keys and values (4-bit floats are multiplied in bfloat16)."""
+    """M16: large queries, and large keys and values (mxfp4 is multiplied in bfloat16)."""
     spec = attnlib.AttentionSpec(
         num_heads=4, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, kv_cache_dtype=name,
         block_size=16,
