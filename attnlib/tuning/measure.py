@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from attnlib.bench.case import BenchCase
 from attnlib.bench.correctness import CorrectnessCheck
 from attnlib.bench.inputs import CaseInputs, make_inputs
 from attnlib.bench.results import Row, case_of_row
-from attnlib.bench.timer import EagerTimer, GraphTimer, measure_in_turn, warm_up
+from attnlib.bench.timer import ROUNDS, EagerTimer, GraphTimer, measure_in_turn, warm_up
 from attnlib.tuning import layer_class
 from attnlib.tuning.tuner import Best, Parameters, Tuner
 
@@ -66,6 +67,10 @@ def measure_operation(
 ) -> list[Trial]:
     """Measure every candidate of an operation on one case, the current parameters first.
 
+    Clocks change between two candidates by more than `MARGIN`. Those that were faster by that much
+    are therefore measured again, in rounds that alternate with those of the current parameters.
+    Their trials have the times of these rounds.
+
     Args:
         tuner: the backend's tuner.
         case: a case that `operation` serves.
@@ -73,7 +78,7 @@ def measure_operation(
         device: where to measure.
         quick: measure five candidates only.
         expired: stop before the next candidate if this returns True.
-        on_trial: called after each candidate.
+        on_trial: called after each candidate, and again for those that are measured again.
     """
     inputs = make_inputs(case, device)
     check, group = CorrectnessCheck(inputs), tuner.group(case, operation)
@@ -85,7 +90,45 @@ def measure_operation(
         us, reason = _measure(tuner, operation, parameters, inputs, check)
         trials.append(Trial(group, case.name, parameters, us, number == 0, reason))
         on_trial(trials[-1])
+    measured_again: set[int] = set()
+    while faster := _faster(trials) - measured_again:
+        numbers = [0, *sorted(faster)]
+        chosen = [trials[number] for number in numbers]
+        times = _alternating(tuner, operation, chosen, inputs)
+        for number, us in zip(numbers, times, strict=True):
+            trials[number] = replace(trials[number], us=us)
+            on_trial(trials[number])
+        measured_again |= faster
     return trials
+
+
+def _faster(trials: Sequence[Trial]) -> set[int]:
+    """The trials that beat the current parameters, which are the first ones, by `MARGIN`."""
+    current = trials[0].us
+    if current is None:
+        return set()
+    return {
+        number
+        for number, trial in enumerate(trials)
+        if trial.us is not None and trial.us < MARGIN * current
+    }
+
+
+def _alternating(
+    tuner: Tuner, operation: str, trials: Sequence[Trial], inputs: CaseInputs
+) -> list[float]:
+    """Median microseconds of each trial; the rounds of all trials alternate."""
+    device = inputs.device
+    kind = GraphTimer if device.type == "cuda" else EagerTimer
+    timers, found = [], [list[float]() for _ in trials]
+    for trial in trials:
+        with tuner.bind(inputs, operation, trial.parameters) as call:
+            timers.append(kind(call, len(inputs.caches), device, warm_up(call, device)))
+    for _ in range(ROUNDS):
+        for trial, timer, times in zip(trials, timers, found, strict=True):
+            with tuner.bind(inputs, operation, trial.parameters):
+                times.append(timer.round()[0])
+    return [statistics.median(times) for times in found]
 
 
 def _measure(

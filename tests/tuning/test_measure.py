@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import pytest
+import torch
 
 from attnlib import tuning
 from attnlib.bench.case import BenchCase, parse_case
+from attnlib.bench.inputs import make_inputs
 from attnlib.bench.results import Row
+from attnlib.tuning import measure
 from attnlib.tuning.measure import Trial, best_parameters, rank_rows
+from attnlib.tuning.tuner import Parameters
+from tests.tuning.toy_backend import ToyTuner, current
 
 
 def _best(times: dict[str, list[float | None]]) -> str | None:
@@ -45,6 +53,60 @@ def test_groups_are_independent_and_hold_the_times_before_and_after() -> None:
     one, two = best_parameters(trials).values()
     assert one.parameters == {"name": "b"} and two.parameters == {"name": "a"}
     assert one.measured == {"x": {"us": 5.0, "before_us": 10.0}}
+
+
+class _DriftingTuner(ToyTuner):
+    """Three candidates by name."""
+
+    def candidates(self, case: BenchCase, operation: str) -> Sequence[Parameters]:
+        return [{"name": name} for name in "abc"]
+
+
+def test_faster_candidates_are_measured_again_beside_the_current_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slow first measurement of the current parameters does not replace them."""
+    first = {"a": 100.0, "b": 90.0, "c": 99.0}
+    rounds = {"a": 91.0, "b": 90.5, "c": 0.0}
+    asked: list[list[str]] = []
+
+    def alternating(tuner: Any, op: str, trials: Sequence[Trial], inputs: Any) -> list[float]:
+        asked.append([str(trial.parameters["name"]) for trial in trials])
+        return [rounds[name] for name in asked[-1]]
+
+    monkeypatch.setattr(
+        measure, "_measure", lambda tuner, op, named, *rest: (first[named["name"]], "")
+    )
+    monkeypatch.setattr(measure, "_alternating", alternating)
+    case, seen = parse_case("q1s40@heads=2/1,d=16,dtype=float32"), list[Trial]()
+    trials = measure.measure_operation(
+        _DriftingTuner(), case, "attend", torch.device("cpu"), on_trial=seen.append
+    )
+    assert asked == [["a", "b"]] and len(seen) == 5
+    assert [trial.us for trial in trials] == [91.0, 90.5, 99.0]
+    (best,) = best_parameters(trials).values()
+    assert best.parameters == {"name": "a"}
+
+
+def test_the_rounds_of_trials_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round runs with its own parameters, and the times are medians of seven rounds."""
+    order: list[int] = []
+
+    class Timer:
+        def __init__(self, call: Any, copies: int, device: Any, expected: float) -> None:
+            self.passes = int(current["passes"])
+
+        def round(self) -> tuple[float, None]:
+            assert current["passes"] == self.passes, "the parameters of the trial are bound"
+            order.append(self.passes)
+            return float(self.passes * 10 + len(order)), None
+
+    monkeypatch.setattr(measure, "EagerTimer", Timer)
+    case = parse_case("q1s40@heads=2/1,d=16,dtype=float32")
+    inputs = make_inputs(case, torch.device("cpu"))
+    trials = [Trial("g", case.name, {"passes": count}, 1.0, False) for count in (2, 1)]
+    times = measure._alternating(ToyTuner(), "attend", trials, inputs)
+    assert order == [2, 1] * 7 and times == [20.0 + 7, 10.0 + 8]
 
 
 def _row(case: BenchCase, backend: str, us: float | None, **changes: Any) -> Row:
