@@ -62,7 +62,7 @@ class DecodeItems:
 
     An item of more than `PRODUCT_ROWS` query rows per KV head has one segment, and each of two
     consumers computes all tiles for half of the tokens. An item of fewer rows is computed by both
-    in turn, tile by tile; each split then has two partial results of every token.
+    in turn, tile by tile. Each split has one partial result of every token.
 
     Attributes:
         num_tokens: rows of the queries that may have a request.
@@ -195,7 +195,6 @@ def schedule_items(
     before = partials = num_segments = this = 0
     for number, item in enumerate(grouped):
         members, begin = len(item.tokens), before
-        consumers = 2 if members <= most else 1
         while begins[this + 1] <= begin:
             this += 1
         first_range = this
@@ -212,19 +211,14 @@ def schedule_items(
             while before < end:
                 while begins[this + 1] <= before:
                     this += 1
-                split_begin, split_end = max(begin, begins[this]), min(end, begins[this + 1])
-                # The consumers that compute a tile of the segment in this split.
-                first = (before - split_begin) % consumers
-                for consumer in range(consumers) if split_end - before > 1 else (first,):
-                    split = consumers * (this - first_range) + consumer
-                    row = partials + split * members + place
-                    for token in segment.tokens:
-                        # Segments of a split add to the same partial results.
-                        found = of_token[token]
-                        if row not in found[-2:]:
-                            found.append(row)
-                        row += 1
-                before = split_end
+                row = partials + (this - first_range) * members + place
+                for token in segment.tokens:
+                    # Segments of a split add to the same partial results.
+                    found = of_token[token]
+                    if row not in found[-1:]:
+                        found.append(row)
+                    row += 1
+                before = min(end, begins[this + 1])
             num_segments += 1
         first_token = item.tokens[0]
         consecutive = item.tokens == list(range(first_token, first_token + members))
@@ -233,7 +227,7 @@ def schedule_items(
             first_range,
         )  # fmt: skip
         tokens += item.tokens
-        partials += (this - first_range + 1) * consumers * members
+        partials += (this - first_range + 1) * members
     ranges += [0] * (4 * num_ranges - len(ranges))  # without tiles
     starts = [0]
     for rows in of_token:

@@ -66,7 +66,7 @@ def _computed(found: ItemLists) -> tuple[list[Counter[tuple[int, int]]], Counter
                     segment += 1
                 before, _, _, _, _, place, seeing, _ = segments[segment]
                 assert tile >= before
-                row = partial + members * (2 * split + step % 2 if members <= MOST else split)
+                row = partial + members * split
                 for entry in range(row + place, row + place + seeing):
                     parts[entry][segment, tile - before] += 1
                 sizes[number] += 1
@@ -113,4 +113,4 @@ def test_many_tokens_of_a_prefix_are_an_item_alone() -> None:
         2 * MOST, GROUP, BLOCK, 4, 1,
     )  # fmt: skip
     assert [item[3] for item in _rows(found.lists[2], ITEM_FIELDS)] == [8, 4, 4]
-    assert found.num_partials == 8 + 2 * 4 + 2 * 4
+    assert found.num_partials == 8 + 4 + 4

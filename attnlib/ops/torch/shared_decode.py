@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
-from attnlib.ops.shared_decode import ITEM_FIELDS, PRODUCT_ROWS, SEGMENT_FIELDS, DecodeItems
+from attnlib.ops.shared_decode import ITEM_FIELDS, SEGMENT_FIELDS, DecodeItems
 
 __all__ = ["shared_decode"]
 
@@ -51,10 +51,8 @@ def shared_decode(
     for number, (position, end, item, segment) in enumerate(items.ranges.view(-1, 4).tolist()):
         while position < end:
             begin, tiles, first, members, partial, _, _, first_range = fields[item]
-            start, stop = position, min(begin + tiles, end)
-            in_turn = members <= PRODUCT_ROWS // group
-            consumers = 2 if in_turn else 1
-            rows = partial + (number - first_range) * consumers * members
+            stop = min(begin + tiles, end)
+            rows = partial + (number - first_range) * members
             while position < stop:
                 before, count, row, column, num_keys, place, seeing, _ = segments[segment]
                 until = min(before + count, stop)
@@ -63,15 +61,11 @@ def shared_decode(
                     for cache in (key_cache, value_cache)
                 )
                 tile = torch.arange(num_keys) // tile_keys + before
-                for consumer in range(consumers):
-                    own = (tile >= position) & (tile < until)
-                    own &= (tile - start) % consumers == consumer
-                    if own.any():
-                        found = tokens[first + place : first + place + seeing]
-                        state = _attend(query[found], keys[own], values[own], params, group)
-                        row_of_first = rows + consumer * members + place
-                        target = slice(row_of_first, row_of_first + seeing)
-                        _add(partial_out[target], partial_lse[target], *state)
+                own = (tile >= position) & (tile < until)
+                found = tokens[first + place : first + place + seeing]
+                state = _attend(query[found], keys[own], values[own], params, group)
+                target = slice(rows + place, rows + place + seeing)
+                _add(partial_out[target], partial_lse[target], *state)
                 position = until
                 segment += position == before + count
             item += 1

@@ -61,8 +61,8 @@ _MERGE_WARPS = 4
 """Warps of a CTA that merges, one for each row."""
 
 _FEW_ROWS = 1024
-"""Rows (tokens times query heads) up to which the merge reads 32 partial results at a time, and
-with more rows 16."""
+"""Rows (tokens times query heads) up to which the merge reads 16 partial results at a time, and
+with more rows 8."""
 
 
 def shared_decode_tile(head_size: int, head_size_v: int) -> DecodeTile:
@@ -230,7 +230,7 @@ def prepare_shared_decode(
     rows = _MERGE_WARPS * (32 // min(32, width_merged // 4))
     merge = {
         "NUM_HEADS": num_heads, "HEADS": _MERGE_WARPS, "DV": head_size_v, "DV_PAD": width_merged,
-        "STEP": 32 if few else 16, "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
+        "STEP": 16 if few else 8, "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
         "num_warps": _MERGE_WARPS, "enable_fp_fusion": True, "launch_pdl": True,
     }  # fmt: skip
     grid = (num_tokens, -(-num_heads // rows), 1)

@@ -9,10 +9,10 @@ of one item in one range are a split; each split writes a partial result, and
 
 A CTA has two consumer warpgroups of 64 query rows, one warp that loads keys and one that loads
 values. Items of more than 64 rows are computed by both consumers, tile by tile, with different
-rows. Of an item of fewer rows each consumer computes every second tile, and writes a partial result
-of its own. Rows that do not see a segment are masked: the beginning and the end of an item take
-longer than several tiles, so that an item for each request would take longer than products of
-which most rows are masked.
+rows. Of an item of fewer rows each consumer computes every second tile, and the first consumer adds
+the result of the second one to its own before it writes them. Rows that do not see a segment are
+masked: the beginning and the end of an item take longer than several tiles, so that an item for
+each request would take longer than products of which most rows are masked.
 
 Query rows are the rows of the products, because a prefix has many; the decode of single requests
 (`decode.py`) has them as columns. Sources: Hydragen (Juravsky et al., 2024), cascade inference
@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attnlib.ops.shared_decode import ITEM_FIELDS, PRODUCT_ROWS, SEGMENT_FIELDS
 from attnlib.ops.triton.hopper.kernels.cache_tiles import allocate_rings
 from attnlib.ops.triton.hopper.kernels.compat import (
+    exp2,
     launch_dependent_grids,
     partition_barrier,
     prefetch_l1,
@@ -285,9 +286,49 @@ def _many_rows(
 
 
 @gluon.jit
+def _hand_over(
+    acc, row_max, row_sum, state, state_max, state_sum, state_full, state_empty, handed
+):  # fmt: skip
+    """Give the state of the second consumer to the first one, the `handed`-th time."""
+    mbarrier.wait(state_empty, (handed & 1) ^ 1)
+    state.store(acc)
+    state_max.store(row_max)
+    state_sum.store(row_sum)
+    partition_barrier()
+    mbarrier.arrive(state_full, count=1)
+
+
+@gluon.jit
+def _add_other(
+    acc, row_max, row_sum, state, state_max, state_sum, state_full, state_empty, handed
+):  # fmt: skip
+    """Add the state that the second consumer has given to that of the first one.
+
+    Returns:
+        (acc, row_max, row_sum).
+    """
+    LAYOUT: gl.constexpr = acc.type.layout
+    mbarrier.wait(state_full, handed & 1)
+    other_max = state_max.load(row_max.type.layout)
+    other_sum = state_sum.load(row_max.type.layout)
+    new_max = gl.maximum(row_max, other_max)
+    finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+    keep = exp2(row_max - finite_max)
+    other_keep = exp2(other_max - finite_max)
+    acc = acc * gl.convert_layout(keep, gl.SliceLayout(1, LAYOUT))[:, None]
+    # Accumulators of rows without keys are 0.
+    acc += state.load(LAYOUT) * gl.convert_layout(other_keep, gl.SliceLayout(1, LAYOUT))[:, None]
+    row_sum = row_sum * keep + other_sum * other_keep
+    partition_barrier()
+    mbarrier.arrive(state_empty, count=1)
+    return acc, new_max, row_sum
+
+
+@gluon.jit
 def _consumer(
     query, ranges, segments, items, tokens, partial_out, partial_lse, scale, soft_cap,
     num_rows, stride_qt, stride_qh, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+    state, state_max, state_sum, state_full, state_empty,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_CAP: gl.constexpr,
     WARPGROUP: gl.constexpr,
@@ -310,6 +351,7 @@ def _consumer(
     launch_dependent_grids()
     index, position, range_end, item, segment, kv_head = _own_range(ranges, NUM_KV_HEADS)
     step = 0
+    handed = 0
     fields = items + item * _FIELDS
     item_begin = gl.load(fields)
     tiles = gl.load(fields + 1)
@@ -346,7 +388,7 @@ def _consumer(
         in_turn = num_tokens <= TOKENS
         offset = gl.where(in_turn, 0, WARPGROUP * TOKENS)
         own = gl.where(in_turn, (count + 1 - WARPGROUP) // 2, count)
-        partial = gl.where(in_turn, 2 * split + WARPGROUP, split) * num_tokens + partial_begin
+        partial = split * num_tokens + partial_begin
 
         row_max = gl.full([_ROWS], float("-inf"), gl.float32, ROW)
         row_sum = gl.full([_ROWS], 0.0, gl.float32, ROW)
@@ -417,6 +459,17 @@ def _consumer(
         row = gl.arange(0, _ROWS, ROW)
         member = offset + row // GROUP
         valid = (row < TOKENS * GROUP) & (member < num_tokens)
+        if in_turn:
+            if WARPGROUP == 1:
+                _hand_over(
+                    acc, row_max, row_sum, state, state_max, state_sum, state_full, state_empty,
+                    handed)  # fmt: skip
+                valid = row < 0
+            else:
+                acc, row_max, row_sum = _add_other(
+                    acc, row_max, row_sum, state, state_max, state_sum, state_full, state_empty,
+                    handed)  # fmt: skip
+            handed += 1
         empty = row_sum == 0.0
         safe_sum = gl.where(empty, 1.0, row_sum)
         base2 = gl.where(empty, float("-inf"), row_max + gl.log2(safe_sum))
@@ -489,6 +542,16 @@ def hopper_shared_decode_kernel(
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=2)
+    # The result of the second consumer, for items that both compute in turn.
+    STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, WIDTH_V], gl.float32)
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    state = gl.allocate_shared_memory(gl.float32, [_ROWS, WIDTH_V], STATE)
+    state_max = gl.allocate_shared_memory(gl.float32, [_ROWS], VECTOR)
+    state_sum = gl.allocate_shared_memory(gl.float32, [_ROWS], VECTOR)
+    state_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    state_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(state_full, count=1)
+    mbarrier.init(state_empty, count=1)
     # Makes the initialized barriers visible to TMA.
     fence_async_shared()
     gl.warp_specialize(
@@ -496,11 +559,13 @@ def hopper_shared_decode_kernel(
             (_consumer, (
                 query, ranges, segments, items, tokens, partial_out, partial_lse, scale,
                 soft_cap, num_rows, stride_qt, stride_qh, q_tile0, k_ring, v_ring, k_full, k_empty,
-                v_full, v_empty, NUM_KV_HEADS, GROUP, D, DV, BLOCK_SIZE, STAGES, HAS_CAP, 0)),
+                v_full, v_empty, state, state_max, state_sum, state_full, state_empty,
+                NUM_KV_HEADS, GROUP, D, DV, BLOCK_SIZE, STAGES, HAS_CAP, 0)),
             (_consumer, (
                 query, ranges, segments, items, tokens, partial_out, partial_lse, scale,
                 soft_cap, num_rows, stride_qt, stride_qh, q_tile1, k_ring, v_ring, k_full, k_empty,
-                v_full, v_empty, NUM_KV_HEADS, GROUP, D, DV, BLOCK_SIZE, STAGES, HAS_CAP, 1)),
+                v_full, v_empty, state, state_max, state_sum, state_full, state_empty,
+                NUM_KV_HEADS, GROUP, D, DV, BLOCK_SIZE, STAGES, HAS_CAP, 1)),
             (_loader, (
                 key_desc, ranges, segments,
                 block_table, num_blocks, stride_table, k_ring, k_full, k_empty, NUM_KV_HEADS,
