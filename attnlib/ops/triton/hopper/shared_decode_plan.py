@@ -57,12 +57,9 @@ _REGISTERS = 168
 """Registers per thread of 384 threads; `setmaxnreg` gives the consumers more. An SM holds one CTA,
 which the schedule relies on."""
 
-_MERGE_WARPS = 4
-"""Warps of a CTA that merges, one for each row."""
-
 _FEW_ROWS = 1024
-"""Rows (tokens times query heads) up to which the merge reads 16 partial results at a time, and
-with more rows 8."""
+"""Rows (tokens times query heads) up to which a CTA of the merge has 8 warps instead of 4, one for
+each row, and reads 16 partial results of a row at a time instead of 8."""
 
 
 def shared_decode_tile(head_size: int, head_size_v: int) -> DecodeTile:
@@ -226,12 +223,13 @@ def prepare_shared_decode(
         "maxnreg": _REGISTERS, "enable_fp_fusion": True, "launch_pdl": True,
     }  # fmt: skip
     few = num_tokens * num_heads <= _FEW_ROWS
+    warps, step = (8, 16) if few else (4, 8)
     width_merged = max(16, triton.next_power_of_2(head_size_v))
-    rows = _MERGE_WARPS * (32 // min(32, width_merged // 4))
+    rows = warps * (32 // min(32, width_merged // 4))
     merge = {
-        "NUM_HEADS": num_heads, "HEADS": _MERGE_WARPS, "DV": head_size_v, "DV_PAD": width_merged,
-        "STEP": 16 if few else 8, "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
-        "num_warps": _MERGE_WARPS, "enable_fp_fusion": True, "launch_pdl": True,
+        "NUM_HEADS": num_heads, "HEADS": warps, "DV": head_size_v, "DV_PAD": width_merged,
+        "STEP": step, "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
+        "num_warps": warps, "enable_fp_fusion": True, "launch_pdl": True,
     }  # fmt: skip
     grid = (num_tokens, -(-num_heads // rows), 1)
     return HopperSharedDecode(
