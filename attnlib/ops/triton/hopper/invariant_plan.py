@@ -114,11 +114,9 @@ def prepare_hopper_invariant_prefill(
     # Wide heads have one query tile: the sums over earlier segments take the place of the second.
     head_sizes = key.shape[3], value.shape[3]
     q_stages = 2 if max(head_sizes) <= 64 else 1
-    # Outputs are staged in the memory of these sums.
-    staged = padded_width(head_sizes[1]) <= 128
     block_n, group = _block_n(head_sizes, params), query.shape[1] // key.shape[2]
     stages = 2 if max(head_sizes) > 128 else 256 // block_n
-    tile = HopperTile(block_n, stages, staged_store=staged, persistent=True, q_stages=q_stages)
+    tile = HopperTile(block_n, stages, staged_store=True, persistent=True, q_stages=q_stages)
     if block_n == 64 and max(head_sizes) <= 64 and 64 % group == 0:
         # A work item has three steps, each of which waits for products, loads and barriers. Three
         # CTAs per multiprocessor hide more of this than two consumers with one loader.

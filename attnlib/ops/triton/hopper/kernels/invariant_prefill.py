@@ -2,7 +2,8 @@
 
 Loaders, work items and tiles are those of `hopper_prefill_kernel`. The consumers add up each
 segment of keys from zero. The segments of a work item are added in shared memory, because two
-accumulators and the scores of a tile do not fit in registers.
+accumulators and the scores of a tile do not fit in registers; those of more than 128 elements in
+global memory.
 """
 
 from __future__ import annotations
@@ -77,6 +78,42 @@ def _by_thread(width):
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     columns = [[0, 8 << bit] for bit in range((width // 8).bit_length() - 1)]
     return gl.SharedLinearLayout([[0, 1], [8, 0], *lanes, *columns, [16, 0], [32, 0]])
+
+
+@gluon.jit
+def _halves(tile):
+    """Return the first and the second half of the columns of a tile in registers."""
+    parts = gl.reshape(tile, [tile.shape[0], 2, tile.shape[1] // 2])
+    left, right = gl.split(gl.permute(parts, (0, 2, 1)))
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile.shape[1] // 2, 16])
+    return gl.convert_layout(left, LAYOUT), gl.convert_layout(right, LAYOUT)
+
+
+@gluon.jit
+def _store_staged(
+    out, staged, rows, start, first_token, query_len, kv_head, stride_ot, stride_oh, column,
+    WARPGROUP: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, TILE_TOKENS: gl.constexpr,
+):  # fmt: skip
+    """Store output rows through shared memory, so that stores are 16 bytes wide.
+
+    Args:
+        staged: shared memory of the warpgroup, [64, width].
+        rows: [64, width], the elements of the output from `column` on.
+    """
+    WIDTH: gl.constexpr = staged.shape[1]
+    LANES: gl.constexpr = min(32, WIDTH // 8)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    partition_barrier()
+    staged.store(rows)
+    partition_barrier()
+    token, head, valid = _item_rows(
+        first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS, gl.SliceLayout(1, LAYOUT)
+    )
+    offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
+    content = staged.load(LAYOUT)
+    # All warps have loaded before the memory is used again.
+    partition_barrier()
+    store_rows(out + column, offsets, content, valid, DV - column)
 
 
 @gluon.jit
@@ -198,7 +235,7 @@ def _step(
 def _consumer(
     query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs, concurrent, stride_qt,
     stride_qh,
-    stride_ot, stride_oh, stride_lt, mailbox, q_tiles, k_ring, v_ring, totals, mail_full,
+    stride_ot, stride_oh, stride_lt, mailbox, q_tiles, k_ring, v_ring, totals, staging, mail_full,
     mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUP: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, TILE_TOKENS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
@@ -394,20 +431,21 @@ def _consumer(
                 gl.store(lse + (start + token).to(gl.int64) * stride_lt + head, natural, mask=valid)
             normalizer = gl.convert_layout(acc_scale / safe_sum, O_ROW)
             rows = (acc * normalizer[:, None]).to(DTYPE)
-            if STAGED_STORE:
-                # Staged in the memory of the sums, so that stores are 16 bytes wide.
-                partition_barrier()
+            if STAGED_STORE and GLOBAL:
+                # Memory for all columns does not fit.
+                first_half, second_half = _halves(rows)
+                _store_staged(
+                    out, staging, first_half, start, first_token, query_len, kv_head, stride_ot,
+                    stride_oh, 0, WARPGROUP, GROUP, DV, TILE_TOKENS)  # fmt: skip
+                _store_staged(
+                    out, staging, second_half, start, first_token, query_len, kv_head, stride_ot,
+                    stride_oh, WIDTH_V // 2, WARPGROUP, GROUP, DV, TILE_TOKENS)  # fmt: skip
+            elif STAGED_STORE:
+                # In the memory of the sums.
                 staged = reinterpret(total_tile, DTYPE, [64, WIDTH_V], O_SHARED)
-                staged.store(rows)
-                partition_barrier()
-                token, head, valid = _item_rows(
-                    first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS,
-                    gl.SliceLayout(1, STORE_LAYOUT))  # fmt: skip
-                offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
-                content = staged.load(STORE_LAYOUT)
-                # All warps have loaded before sums are stored here again.
-                partition_barrier()
-                store_rows(out, offsets, content, valid, DV)
+                _store_staged(
+                    out, staged, rows, start, first_token, query_len, kv_head, stride_ot, stride_oh,
+                    0, WARPGROUP, GROUP, DV, TILE_TOKENS)  # fmt: skip
             else:
                 token, head, valid = _item_rows(
                     first_token, query_len, kv_head, WARPGROUP, GROUP, TILE_TOKENS, O_ROW
@@ -453,11 +491,19 @@ def invariant_prefill_kernel(
     if totals_memory is not None:
         totals0 = totals_memory
         totals1 = totals_memory
+        H_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH_V // 2], DTYPE)
+        staging_ring = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 64, WIDTH_V // 2], H_SHARED)
+        staging0 = staging_ring.index(0)
+        staging1 = staging0
+        if CONSUMERS > 1:
+            staging1 = staging_ring.index(1)
     else:
         totals0 = gl.allocate_shared_memory(gl.float32, [64, WIDTH_V], T_SHARED)
         totals1 = totals0
         if CONSUMERS > 1:
             totals1 = gl.allocate_shared_memory(gl.float32, [64, WIDTH_V], T_SHARED)
+        staging0 = totals0
+        staging1 = totals1
     # Two slots, so that the key loader can publish an item while the last one is being processed.
     mailbox = gl.allocate_shared_memory(
         gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -489,10 +535,11 @@ def invariant_prefill_kernel(
                 (_consumer, (
                     query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
                     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
-                    q_tiles, k_ring, v_ring, totals0, mail_full, mail_empty, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE,
-                    STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, totals_memory is not None)),
+                    q_tiles, k_ring, v_ring, totals0, staging0, mail_full, mail_empty, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, 0, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    totals_memory is not None)),
                 (key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
@@ -518,24 +565,27 @@ def invariant_prefill_kernel(
                 (_consumer, (
                     query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
                     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
-                    q_tiles, k_ring, v_ring, totals0, mail_full, mail_empty, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE,
-                    STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, totals_memory is not None)),
+                    q_tiles, k_ring, v_ring, totals0, staging0, mail_full, mail_empty, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, 0, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    totals_memory is not None)),
                 (_consumer, (
                     query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
                     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
-                    q_tiles, k_ring, v_ring, totals1, mail_full, mail_empty, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE,
-                    STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, totals_memory is not None)),
+                    q_tiles, k_ring, v_ring, totals1, staging1, mail_full, mail_empty, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, 1, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    totals_memory is not None)),
                 (_consumer, (
                     query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
                     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
-                    q_tiles, k_ring, v_ring, totals2, mail_full, mail_empty, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, 2, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE,
-                    STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, totals_memory is not None)),
+                    q_tiles, k_ring, v_ring, totals2, totals2, mail_full, mail_empty, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, 2, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    totals_memory is not None)),
                 (key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
@@ -558,17 +608,19 @@ def invariant_prefill_kernel(
                 (_consumer, (
                     query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
                     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
-                    q_tiles, k_ring, v_ring, totals0, mail_full, mail_empty, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, 0, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE,
-                    STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, totals_memory is not None)),
+                    q_tiles, k_ring, v_ring, totals0, staging0, mail_full, mail_empty, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, 0, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    totals_memory is not None)),
                 (_consumer, (
                     query, out, lse, sinks, scale, soft_cap, left, right, chunk, num_reqs,
                     concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, mailbox,
-                    q_tiles, k_ring, v_ring, totals1, mail_full, mail_empty, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, 1, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE,
-                    STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS, CAUSAL, HAS_LEFT,
-                    HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, totals_memory is not None)),
+                    q_tiles, k_ring, v_ring, totals1, staging1, mail_full, mail_empty, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, 1, GROUP, D, DV, TILE_TOKENS,
+                    BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                    totals_memory is not None)),
                 (key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,

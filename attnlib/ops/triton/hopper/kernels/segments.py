@@ -34,8 +34,10 @@ FEW_POSITIONS = 1024
 SEGMENTS = ((FEW_POSITIONS, 128), (8192, 512), (0, 1024))
 """(positions before which queries have these segments, their keys), for values of up to 128
 elements."""
-WIDE_SEGMENTS = ((FEW_POSITIONS, 256), (4096, 1024), (0, 2048))
-"""The same for wider values, whose sums do not fit in shared memory."""
+SLIM_SEGMENTS = ((FEW_POSITIONS, 128), (8192, 1024), (0, 2048))
+"""The same for values of up to 64 elements: as many bytes of keys and values."""
+WIDE_SEGMENTS = ((FEW_POSITIONS, 256), (4096, 2048), (0, 4096))
+"""The same for more than 128 elements, whose sums do not fit in shared memory."""
 NARROW_SEGMENTS = ((0, 4096), (0, 4096), (0, 4096))
 """The same for tiles of 64 keys and values of up to 128 elements: queries of such layers see few
 keys, which need not be divided."""
@@ -47,8 +49,12 @@ def _segment(number, width_v, group, block_n):
 
     Positions are rounded up to query tiles of the prefill.
     """
-    segments = SEGMENTS if block_n == 128 else NARROW_SEGMENTS
-    position, keys = (segments if width_v <= 128 else WIDE_SEGMENTS)[number]
+    segments = SLIM_SEGMENTS if width_v <= 64 else SEGMENTS
+    if width_v > 128:
+        segments = WIDE_SEGMENTS
+    elif block_n != 128:
+        segments = NARROW_SEGMENTS
+    position, keys = segments[number]
     rows = MOST_QUERY_ROWS if width_v <= 64 and 64 % group == 0 else QUERY_ROWS
     tokens = rows // group
     return -(-position // tokens) * tokens, keys // block_n
