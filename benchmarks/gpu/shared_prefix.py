@@ -4,8 +4,8 @@
 
 Times are device times of one layer call: replays of a CUDA graph of many calls over copies of the
 cache that do not fit the L2 cache. Outputs are compared first. `--rule` also times batches that
-share little, to place the limit of `PrefixRule.min_saved_bytes`, and batches of several query
-tokens per request, whose prefixes and suffixes are separate launches.
+share little, to place the limits of `PrefixRule`, and batches of several query tokens per request,
+whose prefixes and suffixes are separate launches.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ CASES: list[Case] = [
 ]  # fmt: skip
 """(requests, shared tokens, own tokens of each request, query tokens of each; 1 is left out)."""
 RULE_CASES: list[Case] = [
-    (64, 512, 256), (32, 512, 256), (16, 512, 256), (8, 1024, 256), (64, 1024, 256),
-    (32, 1024, 256), (16, 1024, 256), (256, 512, 256), (64, 512, 2048), (16, 8192, 256, 4),
-    (64, 2048, 256, 4), (2, 4096, 256), (4, 2048, 256), (2, 65536, 256), (16, 4096, 256),
-    (8, 4096, 256), (64, 256, 256), (64, 2048, 256),
+    (64, 512, 256), (32, 512, 256), (16, 512, 256), (8, 1024, 256), (256, 512, 256),
+    (64, 256, 256), (2, 4096, 256), (4, 2048, 256), (128, 512, 256), (64, 1024, 256),
+    (32, 1024, 256), (16, 1024, 256), (64, 512, 2048), (16, 8192, 256, 4), (2, 65536, 256),
+    (16, 4096, 256), (8, 4096, 256), (64, 2048, 256), (64, 2048, 256, 4),
 ]  # fmt: skip
 HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 16
 _COLD_BYTES = 256 << 20

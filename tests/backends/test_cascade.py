@@ -183,6 +183,7 @@ def test_a_prefix_that_saves_too_little_is_not_shared(
     rules = [
         replace(EVERY_PREFIX, min_saved_bytes=saved + 1),
         replace(EVERY_PREFIX, min_saved_bytes_per_token=saved // 8),
+        replace(EVERY_PREFIX, min_saved_bytes_of_decodes=saved + 1),
         replace(EVERY_PREFIX, min_saved_bytes_per_decode=saved // 8),
     ]
     shared = []
@@ -190,7 +191,11 @@ def test_a_prefix_that_saves_too_little_is_not_shared(
         *_, metadata = forest.run(PAIRS[0], rule)
         shared.append(bool(metadata.shared_prefixes))
         assert metadata.shared_prefixes or (metadata.prefix is None and metadata.items is None)
-    assert shared == [True, *([True, True, False] if shape else [False, False, True]), False]
+    assert shared == [
+        True,
+        *([True, True, False, False] if shape else [False, False, True, True]),
+        False,
+    ]
 
 
 def test_wrong_prefixes_are_refused_before_anything_is_written() -> None:

@@ -34,10 +34,11 @@ class PrefixRule:
             cost more than the reads that they save.
         min_saved_bytes_per_token: the same for each query token, in addition: its results are
             written and merged.
-        min_saved_bytes_per_decode: the same for each query token, without `min_saved_bytes`, of
-            decodes of one query token per request whose prefixes and suffixes one kernel computes
-            (`AttentionMetadataBuilder.shared_decode_shape`). The following limits do not apply to
-            them, except `captured_parts`.
+        min_saved_bytes_of_decodes: `min_saved_bytes` for decodes of one query token per request
+            whose prefixes and suffixes one kernel computes
+            (`AttentionMetadataBuilder.shared_decode_shape`).
+        min_saved_bytes_per_decode: the same for each query token of these decodes, in addition.
+            The following limits do not apply to them, except `captured_parts`.
         max_decode_parts: a prefix whose query rows fit this many decodes is computed by the decode
             kernels, which split its keys over the multiprocessors. Others go to the prefill
             kernels.
@@ -53,7 +54,8 @@ class PrefixRule:
 
     min_saved_bytes: int = 192 << 20
     min_saved_bytes_per_token: int = 5 << 18
-    min_saved_bytes_per_decode: int = 2 << 20
+    min_saved_bytes_of_decodes: int = 12 << 20
+    min_saved_bytes_per_decode: int = 13 << 17
     max_decode_parts: int = 1
     max_decode_rows: int = 32
     min_part_tokens: int = 512
@@ -68,13 +70,16 @@ class PrefixRule:
             one_kernel: whether one kernel computes its prefixes and suffixes.
         """
         if one_kernel:
-            return num_tokens * self.min_saved_bytes_per_decode
+            return self.min_saved_bytes_of_decodes + num_tokens * self.min_saved_bytes_per_decode
         return self.min_saved_bytes + num_tokens * self.min_saved_bytes_per_token
 
 
 DEFAULT_RULE = PrefixRule()
 EVERY_PREFIX = PrefixRule(
-    min_saved_bytes=0, min_saved_bytes_per_token=0, min_saved_bytes_per_decode=0
+    min_saved_bytes=0,
+    min_saved_bytes_per_token=0,
+    min_saved_bytes_of_decodes=0,
+    min_saved_bytes_per_decode=0,
 )
 """All prefixes are computed once."""
 
