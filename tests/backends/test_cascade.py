@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,6 +198,18 @@ def test_a_prefix_that_saves_too_little_is_not_shared(
         *([True, True, False, False] if shape else [False, False, True, True]),
         False,
     ]
+
+
+def test_the_default_rule_shares_decodes_that_were_measured_to_be_faster() -> None:
+    """Rows of `benchmarks/gpu/shared_prefix.py` that one kernel computes."""
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "shared_prefix.json"
+    rows = [row for row in json.loads(results.read_text())["rows"] if row["query"] == 1]
+    decisions = set()
+    for row in rows:
+        shared = row["saved_mib"] * 2**20 >= PrefixRule().least(row["requests"], one_kernel=True)
+        assert row["speedup"] >= 1 if shared else row["speedup"] < 1.02, row
+        decisions.add(shared)
+    assert decisions == {True, False}
 
 
 def test_wrong_prefixes_are_refused_before_anything_is_written() -> None:
