@@ -55,7 +55,9 @@ _TOKENS = 16
 
 _PROGRAMS_PER_SM = 8
 
-FLOAT8_TILE = HopperTile(128, 4, persistent=True, q_stages=2)
+FLOAT8_TILE = HopperTile(
+    128, 4, persistent=True, q_stages=2, consumers=3, consumer_registers=160, producer_registers=32
+)
 
 
 def copied_rows(

@@ -9,9 +9,9 @@ cache. Both products run at twice the rate of 16-bit ones.
   that it needs, without an exchange between threads.
 - Float8 products accumulate in fewer bits than float32. Each tile has a product with the values of
   its own, which is added to the accumulator in float32 (two-level accumulation).
-- The softmax of a tile follows its product with the queries at once, and the warpgroups overlap
-  each other. With the product of the next tile in flight during the softmax, as in `mainloop`, the
-  registers do not hold both products and the accumulator.
+- Three consumer warpgroups overlap each other: the softmax of one runs during the products of the
+  others. Within a warpgroup, one product follows the other, so that a thread holds the accumulator
+  and one product at a time, in 160 registers.
 
 The loader of keys and queries is that of `prefill`.
 """
@@ -104,9 +104,20 @@ def value_column(first_row, request):
 
 
 @gluon.jit
+def _float8_queries(tile):
+    """View the first half of a tile of 16-bit queries as float8 elements of the same shape."""
+    ROWS: gl.constexpr = tile.shape[0]
+    WIDTH: gl.constexpr = tile.shape[1]
+    halves = reinterpret(
+        tile, gl.float8e4nv, [2, ROWS, WIDTH], gl.NVMMASharedLayout(min(WIDTH, 128), 8, 2)
+    )
+    return halves.index(0)
+
+
+@gluon.jit
 def _quantize_queries(source, target):
-    """Round queries [64, W] to e4m3 in `target`, each row times the power of two that brings its
-    largest magnitude to [2^7, 2^8).
+    """Round queries [64, W] to e4m3, each row times the power of two that brings its largest
+    magnitude to [2^7, 2^8). `target` may be a part of `source`.
 
     Returns:
         The inverse powers [64]; NaN for rows with infinities.
@@ -116,6 +127,8 @@ def _quantize_queries(source, target):
     rows = source.load(LAYOUT).to(gl.float32)
     largest = gl.max(gl.abs(rows), 1)
     power, inverse = query_powers(largest)
+    # All four warps have loaded their rows.
+    partition_barrier()
     target.store((rows * (power * 2.0**-7)[:, None]).to(gl.float8e4nv))
     # WGMMA reads shared memory through the async proxy: fence, then wait for all four warps.
     fence_async_shared()
@@ -176,7 +189,7 @@ def _step(
     tile, row_first, row_last, row_factor, STAGES: gl.constexpr, MASKED: gl.constexpr,
     CHECK_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Weigh the values of `tile`, number `step`, and multiply by the keys of the next one.
+    """Weigh the values of `tile`, number `step`, then multiply by the keys of the next one.
 
     Returns:
         (scores of the next tile, acc, row_max, row_sum).
@@ -194,14 +207,14 @@ def _step(
     added = warpgroup_mma(
         weights, _float8(v_ring.index(stage)).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
+    added = warpgroup_mma_wait(0, deps=[added])
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, O_LAYOUT))[:, None] + added
     mbarrier.wait(k_full.index(k_stage), ((step + 1) // STAGES) & 1)
     no_scores = gl.zeros([scores.shape[0], scores.shape[1]], gl.float32, S_LAYOUT)
     scores = warpgroup_mma(
         q_tile, _float8(k_ring.index(k_stage)).permute((1, 0)), no_scores, use_acc=False,
         is_async=True)  # fmt: skip
-    added = warpgroup_mma_wait(1, deps=[added])
-    mbarrier.arrive(v_empty.index(stage), count=1)
-    acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, O_LAYOUT))[:, None] + added
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_empty.index(k_stage), count=1)
     return scores, acc, row_max, row_sum
@@ -210,14 +223,14 @@ def _step(
 @gluon.jit
 def _consumer(
     out, lse, k_scale, v_scale, scale, left, right, chunk, num_reqs, concurrent, stride_ot,
-    stride_oh, stride_lt, mailbox, q_tiles, q_float8, k_ring, v_ring, mail_full, mail_empty, q_full,
+    stride_oh, stride_lt, mailbox, q_tiles, k_ring, v_ring, mail_full, mail_empty, q_full,
     q_empty, k_full, k_empty, v_full, v_empty, WARPGROUP: gl.constexpr, GROUP: gl.constexpr,
     TILE_TOKENS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, FIELDS: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
     HAS_LSE: gl.constexpr, K_SCALE_KIND: gl.constexpr, V_SCALE_KIND: gl.constexpr,
 ):  # fmt: skip
     """Compute the 64 rows of consumer warpgroup WARPGROUP of each published work item."""
-    CONSUMERS: gl.constexpr = q_float8.shape[0]
+    CONSUMERS: gl.constexpr = q_tiles.shape[0] // Q_STAGES
     BLOCK_N: gl.constexpr = k_ring.shape[1]
     WIDTH_V: gl.constexpr = v_ring.shape[1]
     DTYPE: gl.constexpr = q_tiles.dtype
@@ -232,7 +245,6 @@ def _consumer(
         # PDL: the previous kernel may have written the queries or read the output.
         wait_on_dependent_grids()
         launch_dependent_grids()
-    q_own = q_float8.index(WARPGROUP)
     mail = 0
     loaded = 0
     step = 0
@@ -262,6 +274,7 @@ def _consumer(
             q_tile = q_tiles.index(q_stage * CONSUMERS + WARPGROUP)
             mbarrier.wait(q_full.index(q_stage), (loaded // Q_STAGES) & 1)
             loaded += 1
+            q_own = _float8_queries(q_tile)
             row_factor = gl.convert_layout(_quantize_queries(q_tile, q_own), ROW)
             row_factor *= scale * LOG2E * load_kv_scale(k_scale, kv_head, K_SCALE_KIND)
             # Masked scores are -inf, and -inf * 0 would be NaN.
@@ -351,7 +364,7 @@ def float8_prefill_kernel(
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
     HAS_LSE: gl.constexpr, K_SCALE_KIND: gl.constexpr, V_SCALE_KIND: gl.constexpr,
 ):  # fmt: skip
-    """One CTA of 4 warps for each of two consumers and 1 + 1 loader warps.
+    """One CTA of 4 warps for each of three consumers and 1 + 1 loader warps.
 
     Runtime arguments, grid and constants are those of `hopper_prefill_kernel` without pages, which
     has more constants. The copies of keys and values are described as 16-bit words.
@@ -362,9 +375,6 @@ def float8_prefill_kernel(
         QUERY, [Q_STAGES * CONSUMERS, 64, WIDTH],
         gl.NVMMASharedLayout.get_default_for([64, WIDTH], QUERY),
     )  # fmt: skip
-    q_float8 = gl.allocate_shared_memory(
-        gl.float8e4nv, [CONSUMERS, 64, WIDTH], gl.NVMMASharedLayout(min(WIDTH, 128), 8, 2)
-    )
     k_ring = gl.allocate_shared_memory(
         gl.int16, [STAGES, BLOCK_N, WIDTH // 2],
         gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH // 2], gl.int16),
@@ -380,14 +390,20 @@ def float8_prefill_kernel(
         [
             (_consumer, (
                 out, lse, k_scale, v_scale, scale, left, right, chunk, num_reqs, concurrent,
-                stride_ot, stride_oh, stride_lt, mailbox, q_tiles, q_float8, k_ring, v_ring,
+                stride_ot, stride_oh, stride_lt, mailbox, q_tiles, k_ring, v_ring,
                 mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, 0, GROUP,
                 TILE_TOKENS, STAGES, Q_STAGES, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
                 HAS_LSE, K_SCALE_KIND, V_SCALE_KIND)),
             (_consumer, (
                 out, lse, k_scale, v_scale, scale, left, right, chunk, num_reqs, concurrent,
-                stride_ot, stride_oh, stride_lt, mailbox, q_tiles, q_float8, k_ring, v_ring,
+                stride_ot, stride_oh, stride_lt, mailbox, q_tiles, k_ring, v_ring,
                 mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, 1, GROUP,
+                TILE_TOKENS, STAGES, Q_STAGES, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+                HAS_LSE, K_SCALE_KIND, V_SCALE_KIND)),
+            (_consumer, (
+                out, lse, k_scale, v_scale, scale, left, right, chunk, num_reqs, concurrent,
+                stride_ot, stride_oh, stride_lt, mailbox, q_tiles, k_ring, v_ring,
+                mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, 2, GROUP,
                 TILE_TOKENS, STAGES, Q_STAGES, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
                 HAS_LSE, K_SCALE_KIND, V_SCALE_KIND)),
             (key_loader, (
@@ -402,6 +418,6 @@ def float8_prefill_kernel(
                 mail_empty, v_full, v_empty, TILE_TOKENS, BLOCK_N, STAGES, FIELDS, CAUSAL, HAS_LEFT,
                 HAS_RIGHT, HAS_CHUNK)),
         ],
-        [4, 1, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        [4, 4, 1, 1],
+        [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
