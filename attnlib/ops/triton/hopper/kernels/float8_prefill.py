@@ -49,6 +49,7 @@ from attnlib.ops.triton.hopper.kernels.schedule import visible_span, visited_til
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LN2,
     LOG2E,
+    lane_sums,
     mask_scores,
     online_softmax_by_row,
 )
@@ -158,7 +159,9 @@ def _weigh(
     """Turn raw products with the keys of `tile` into weights; as `online_softmax_by_row`."""
     if MASKED:
         scores = mask_scores(scores, row_first, row_last, tile * scores.shape[1], CHECK_FIRST)
-    return online_softmax_by_row(scores, row_factor, row_max, row_sum, _WEIGHT_EXPONENT, MASKED)
+    return online_softmax_by_row(
+        scores, row_factor, row_max, row_sum, _WEIGHT_EXPONENT, MASKED, True
+    )
 
 
 @gluon.jit
@@ -286,7 +289,7 @@ def _consumer(
                 token + (seq_len - query_len), seq_len, left, right, chunk, CAUSAL, HAS_LEFT,
                 HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             row_max = gl.full([64], float("-inf"), gl.float32, ROW)
-            row_sum = gl.full([64], 0.0, gl.float32, ROW)
+            row_sum = lane_sums(gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT))
             acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
             if end > begin:
                 scores = _first_product(
@@ -331,6 +334,7 @@ def _consumer(
                 acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, O_LAYOUT))[:, None]
                 acc = acc + added
                 step += 1
+            row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW)
             empty = row_sum == 0.0
             safe_sum = gl.where(empty, 1.0, row_sum)
             if HAS_LSE:

@@ -205,13 +205,15 @@ def bounded_softmax(
 
 @gluon.jit
 def online_softmax_by_row(
-    scores, row_factor, row_max, row_sum, exponent, MASKED: gl.constexpr
+    scores, row_factor, row_max, row_sum, exponent, MASKED: gl.constexpr,
+    BY_LANE: gl.constexpr = False,
 ):  # fmt: skip
     """Add one tile of scores [M, N] to the running softmax, as `online_softmax`.
 
     Args:
         row_factor: [M], factor of the scores of each row to base-2 logits.
         exponent: weights and `row_sum` are relative to 2 ** (row_max - exponent).
+        BY_LANE: `row_sum` is that of `lane_sums`.
     """
     new_max = gl.maximum(row_max, gl.max(scores, 1) * row_factor)
     finite_max = new_max
@@ -219,7 +221,13 @@ def online_softmax_by_row(
         finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
     weights = exp2(scores * row_factor[:, None] - (finite_max - exponent)[:, None])
     acc_scale = exp2(row_max - finite_max)
-    return weights, acc_scale, new_max, row_sum * acc_scale + gl.sum(weights, 1)
+    if BY_LANE:
+        sums = lane_sums(weights)
+        factors = gl.convert_layout(acc_scale, gl.SliceLayout(1, sums.type.layout))[:, None]
+        row_sum = row_sum * factors + sums
+    else:
+        row_sum = row_sum * acc_scale + gl.sum(weights, 1)
+    return weights, acc_scale, new_max, row_sum
 
 
 @gluon.jit
