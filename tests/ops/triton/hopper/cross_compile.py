@@ -729,9 +729,19 @@ def _facts(launch: Launch, text: str) -> dict[str, Any]:
         "wgmma": ptx.count("wgmma.mma_async"),
         "columns": sorted({int(n) for n in re.findall(r"wgmma\S*m64n(\d+)k16", ptx)}),
         "marks": _marks(ptx),
+        "overlapped": _overlapped(launch.kernel.asm["cubin"]),
         "descriptors": sorted(descriptor_sources(disassemble(launch.kernel.asm["cubin"]))),
         "seconds": round(launch.seconds, 1),
     }
+
+
+def _overlapped(cubin: bytes) -> int:
+    """Return the exponentials between the wait for all products but one and that for the last one,
+    in the loop over keys that has the fewest; 0 without such a loop."""
+    counts = re.findall(
+        r"DEPBAR\.LE gsb0, 0x1 ;(.*?)DEPBAR\.LE gsb0, 0x0 ;", disassemble(cubin), re.DOTALL
+    )
+    return min((between.count("MUFU.EX2") for between in counts), default=0)
 
 
 def _marks(ptx: str) -> list[int]:

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnlib.ops.triton.hopper.kernels.instruction_order import before_wait
 from attnlib.ops.triton.hopper.kernels.quantized import WEIGHT_EXPONENT
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LOG2E,
@@ -239,6 +240,8 @@ def overlapped_step(
     DTYPE: gl.constexpr = k_ring.dtype
     BLOCK_N: gl.constexpr = k_ring.shape[1]
     S_LAYOUT: gl.constexpr = row_last.type.layout.parent
+    # Three consumers overlap with each other. With two, the softmax overlaps with P @ V.
+    ORDERED: gl.constexpr = V_COLUMNS > 0 and THRESHOLD == 0 and HAS_CAP != BOUNDED
     stage = step % STAGES
     parity = (step // STAGES) & 1
     v_stage = (step - 1) % STAGES
@@ -268,7 +271,8 @@ def overlapped_step(
         )
     # One group may stay in flight: Q @ K^T is complete, P @ V overlaps with the softmax.
     scores = warpgroup_mma_wait(1, deps=[scores])
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    if not ORDERED:
+        mbarrier.arrive(k_empty.index(stage), count=1)
     probs, acc_scale, row_max, new_sum = weigh_tile(
         scores, tile, row_first, row_last, row_max, row_sum, factor, k_factor, soft_cap, scale,
         positions, heads, request, aux, SCORE, RAW_SCORE, KEY_SLOPE, MASKED, CHECK_FIRST, HAS_CAP,
@@ -276,7 +280,12 @@ def overlapped_step(
     if not SUMS:
         row_sum = new_sum
     # P @ V is complete: its stage is free, and the accumulator may be rescaled.
+    if ORDERED:
+        probs = before_wait(probs)
     acc = warpgroup_mma_wait(0, deps=[acc])
+    if ORDERED:
+        # An arrival synchronizes the warps, which would delay the softmax.
+        mbarrier.arrive(k_empty.index(stage), count=1)
     mbarrier.arrive(v_empty.index(v_stage), count=1)
     if HAS_CAP != BOUNDED:
         if THRESHOLD > 0:

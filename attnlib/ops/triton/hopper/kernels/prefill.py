@@ -512,6 +512,9 @@ def _consumer(
     # `bounded_softmax` has no running maximum, and its sums are those of rows.
     RARELY: gl.constexpr = CONSUMERS == 3 and SKIP_BELOW is None and HAS_CAP != BOUNDED
     THRESHOLD: gl.constexpr = _RESCALE_THRESHOLD if RARELY else 0
+    # The sum of weights begins with that of the sink (M4). In the epilogue it takes registers that
+    # three consumers do not have, and ptxas schedules their main loop worse.
+    EARLY_SINK: gl.constexpr = HAS_SINK and SUMS and THRESHOLD > 0
     # With bounds, unmasked tiles have scores that the function does not change.
     FULL_SCORE: gl.constexpr = None if RANGES > 0 else SCORE
     FULL_SLOPE: gl.constexpr = None if RANGES > 0 else KEY_SLOPE
@@ -626,6 +629,8 @@ def _consumer(
             row_sum = gl.full([64], 0.0, gl.float32, ROW)
             if THRESHOLD > 0:
                 row_sum = lane_sums(gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT))
+            if EARLY_SINK:
+                sink = gl.load(sinks + head, mask=valid, other=0.0)
             acc = gl.zeros([64, COLUMNS], gl.float32, O_LAYOUT)
             if V_COLUMNS > 0:
                 # As wide as the scores, whatever the head size.
@@ -649,12 +654,18 @@ def _consumer(
                     )
                 scores = warpgroup_mma_wait(0, deps=[scores])
                 mbarrier.arrive(k_empty.index(stage), count=1)
+                if EARLY_SINK:
+                    row_max = sink.to(gl.float32) * LOG2E
                 last_tile = tile_at(end - 1, after_gap, gap, RANGES)
-                probs, _, row_max, row_sum = weigh_tile(
+                probs, sink_weight, row_max, row_sum = weigh_tile(
                     scores, last_tile, row_first, row_last, row_max, row_sum, factor, k_factor,
                     soft_cap, scale, positions, head, request, aux, SCORE, RAW_SCORE, KEY_SLOPE,
                     True, CHECK_LEFT, HAS_CAP, KV_KIND, True, THRESHOLD)  # fmt: skip
                 weights = pack_weights(probs, COMPUTE)
+                if EARLY_SINK:
+                    columns = gl.arange(0, PART_KEYS, gl.SliceLayout(0, S_LAYOUT))
+                    is_sum = (columns == V_COLUMNS - 8)[None, :]
+                    acc = gl.where(is_sum, sink_weight[:, None], acc)
                 past_end = seq_len - last_tile * BLOCK_N
                 if KV_KIND == KV_PLAIN and not COPIED:
                     # TMA fills whole pages past the end with zeros, but not the rest of the last
@@ -779,7 +790,7 @@ def _consumer(
                 acc = first_columns(acc, DV, O_LAYOUT)
             finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
             acc_scale = gl.full([64], 1.0, gl.float32, ROW)
-            if HAS_SINK:
+            if HAS_SINK and not EARLY_SINK:
                 # The sink counts in the denominator, once (M4). This is `add_sink`, written out
                 # because ptxas allocates registers differently for a call of it.
                 sink = gl.load(sinks + head, mask=valid, other=0.0).to(gl.float32) * LOG2E
