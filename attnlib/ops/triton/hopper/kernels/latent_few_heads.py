@@ -65,6 +65,9 @@ QUARTERS: gl.constexpr = gl.constexpr(4)
 SLOTS: gl.constexpr = gl.constexpr(5)
 """Quarters in shared memory: quarter q of tile t is in slot (4 * t + q) % 5, so that the first one
 of the next tile is there while a tile is used."""
+LONG_RANGE: gl.constexpr = gl.constexpr(32)
+"""Tiles of a range from which a CTA has at most one tile in flight: more bytes in flight slow the
+memory down, and only short ranges end before that costs more than waiting for the next tile."""
 
 
 @gluon.jit
@@ -123,6 +126,11 @@ def _loader(
                     use = step * QUARTERS + quarter
                     slot = use % SLOTS
                     mbarrier.wait(empty.index(slot), ((use // SLOTS) & 1) ^ 1)
+                    if quarter == 0:
+                        if (step > 0) & (range_end - range_begin >= LONG_RANGE):
+                            # The first quarter of the tile before is released.
+                            last = use - QUARTERS
+                            mbarrier.wait(empty.index(last % SLOTS), (last // SLOTS) & 1)
                     load_part(
                         value_desc, blocks, inside, ring.index(slot), full.index(slot),
                         quarter * WIDTH)  # fmt: skip
