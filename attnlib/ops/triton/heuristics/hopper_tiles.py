@@ -141,7 +141,9 @@ def shared_bytes(
     queries = 2 * tile.q_stages * 64 * blocks * width
     ring = (2 * tile.stages + tile.byte_stages) * tile.block_n * (width + width_v)
     numbers = 32 * tile.block_n if has_score and not tile.byte_stages else 0
-    return queries + ring + numbers + 1024
+    # Each of three consumers with divided queries exchanges outputs within its warps.
+    exchange = 2048 * 3 if tile.consumers == 3 and key_parts(head_size) > 1 else 0
+    return queries + ring + numbers + exchange + 1024
 
 
 def with_query_registers(tile: HopperTile) -> HopperTile:

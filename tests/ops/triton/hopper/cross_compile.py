@@ -705,7 +705,7 @@ def compile_case(name: str) -> dict[str, Any]:
         else SHARED_MEMORY
         if float8
         else shared_bytes(tile, d, dv, has_score),
-        "loops": _key_loops(launch.kernel.asm["cubin"], (4, 12) if decode else (2, 3, 4, 5)),
+        "loops": _key_loops(launch.kernel.asm["cubin"], (4, 12) if decode else (2, 3, 4, 5, 6)),
     }
 
 

@@ -35,6 +35,7 @@ from attnlib.ops.triton.kernels.quant import KV_PLAIN
 __all__ = [
     "BOUNDED",
     "hidden_zero",
+    "keep_queries",
     "multiply_parts",
     "overlapped_step",
     "pack_weights",
@@ -199,20 +200,53 @@ def multiply_parts(q_operand, k_ring, stage, zeros, KEY_PARTS: gl.constexpr):
     """Issue the product of queries with the keys of a stage, both divided into parts.
 
     Args:
-        q_operand: tuple of KEY_PARTS parts [M, width].
+        q_operand: tuple of KEY_PARTS parts [M, width], or that of `keep_queries`.
         k_ring: [STAGES * KEY_PARTS, N, width] in shared memory.
         zeros: [M, N] in the layout of the result.
     """
     scores = zeros
-    for part in gl.static_range(KEY_PARTS):
-        scores = warpgroup_mma(
-            q_operand[part],
-            k_ring.index(stage * KEY_PARTS + part).permute((1, 0)),
-            scores,
-            use_acc=part > 0,
-            is_async=True,
-        )
+    if len(q_operand) == KEY_PARTS:
+        for part in gl.static_range(KEY_PARTS):
+            scores = warpgroup_mma(
+                q_operand[part],
+                k_ring.index(stage * KEY_PARTS + part).permute((1, 0)),
+                scores,
+                use_acc=part > 0,
+                is_async=True,
+            )
+    else:
+        second = k_ring.index(stage * KEY_PARTS + 1)
+        keys = k_ring.index(stage * KEY_PARTS).permute((1, 0))
+        scores = warpgroup_mma(q_operand[0], keys, scores, use_acc=False, is_async=True)
+        keys = second.slice(0, 16, 1).permute((1, 0))
+        scores = warpgroup_mma(q_operand[1], keys, scores, is_async=True)
+        keys = second.slice(16, 16, 1).permute((1, 0))
+        scores = warpgroup_mma(q_operand[2], keys, scores, is_async=True)
+        keys = second.slice(32, 32, 1).permute((1, 0))
+        scores = warpgroup_mma(q_operand[3], keys, scores, is_async=True)
+        keys = k_ring.index(stage * KEY_PARTS + 2).permute((1, 0))
+        scores = warpgroup_mma(q_operand[4], keys, scores, is_async=True)
     return scores
+
+
+@gluon.jit
+def keep_queries(first, second, third, LAYOUT: gl.constexpr):
+    """Load 80 elements of queries in three parts of 64 to registers; return the operand.
+
+    Products of 64 keys read as many bytes of queries as of keys from shared memory, together as much
+    as it delivers. With 32 more elements the kernel for three consumers needs local memory.
+
+    Returns:
+        Elements [0, 64) and [64, 80) in registers, and [80, 96), [96, 128) and [128, 192) in shared
+        memory.
+    """
+    return (
+        first.load(LAYOUT),
+        second.slice(0, 16, 1).load(LAYOUT),
+        second.slice(16, 16, 1),
+        second.slice(32, 32, 1),
+        third,
+    )
 
 
 @gluon.jit

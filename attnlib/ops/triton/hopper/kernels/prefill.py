@@ -15,7 +15,8 @@ Work distribution:
 Barriers (one pair per stage or mailbox slot):
 
 - k_full, v_full, q_full: complete when the TMA loads have delivered their bytes.
-- k_empty, v_empty, q_empty: count CONSUMERS arrivals, one per consumer warpgroup.
+- k_empty, v_empty, q_empty: count CONSUMERS arrivals, one per consumer warpgroup. With OWN_QUERIES
+  each consumer has its own pair for its rows of a stage of queries.
 - mail_full: one arrival, of the key loader. mail_empty: CONSUMERS + 1 arrivals, of all readers.
 
 Within a warpgroup the product with the next tile's keys is issued before the product with the
@@ -52,6 +53,7 @@ from attnlib.ops.triton.hopper.kernels.gather import GATHER_THREADS, gather_tile
 from attnlib.ops.triton.hopper.kernels.mailbox import publish, receive
 from attnlib.ops.triton.hopper.kernels.mainloop import (
     BOUNDED,
+    keep_queries,
     multiply_keys,
     multiply_parts,
     multiply_values,
@@ -211,6 +213,7 @@ def key_loader(
     QUERY_BLOCKS: gl.constexpr = q_tiles.shape[0] // (Q_STAGES * KEY_PARTS)
     SHORT: gl.constexpr = RANGES > 0 or (ALIGNED and (HAS_LEFT or HAS_CHUNK))
     KEYS_FIRST: gl.constexpr = ALIGNED and Q_STAGES == 1
+    OWN_QUERIES: gl.constexpr = q_full.shape[0] > Q_STAGES
     PAGE: gl.constexpr = max(BLOCK_SIZE, 1)
     Q_BYTES: gl.constexpr = QUERY_BLOCKS * 64 * KEY_PARTS * q_tiles.shape[2] * 2
     if concurrent == 0:
@@ -269,21 +272,43 @@ def key_loader(
                 gap, RANGES, FIELDS)  # fmt: skip
             mail += 1
             if request < num_reqs:
+                if OWN_QUERIES:
+                    if RANGES == 0:
+                        begin, _, _, end = visited_tiles(
+                            first_token, query_len, seq_len, left, right, chunk, request, aux, None,
+                            TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+                    # The stages of the first keys are free before the queries are.
+                    pages = (seq_len + PAGE - 1) // PAGE
+                    table = block_table + request.to(gl.int64) * stride_table
+                    first_keys = gl.minimum(end - begin, STAGES - 1)
+                    for back in range(0, first_keys):
+                        tile = tile_at(end - 1 - back, after_gap, gap, RANGES)
+                        load_tile(
+                            key_desc, table, pages, num_blocks, kv_head // SHARED, tile,
+                            tile * BLOCK_N // PAGE - 32, k_ring, k_full, k_empty, step, BLOCK_SIZE,
+                            STAGES, "nhd", KEY_PARTS)  # fmt: skip
+                        step += 1
+                    end -= first_keys
                 if LOAD_QUERY and not KEYS_FIRST:
                     q_stage = loaded % Q_STAGES
-                    # Wait until all consumers have released the queries of Q_STAGES items ago.
-                    mbarrier.wait(q_empty.index(q_stage), ((loaded // Q_STAGES) & 1) ^ 1)
-                    mbarrier.expect(q_full.index(q_stage), Q_BYTES)
+                    if not OWN_QUERIES:
+                        # Wait until all consumers have released the queries of Q_STAGES items ago.
+                        mbarrier.wait(q_empty.index(q_stage), ((loaded // Q_STAGES) & 1) ^ 1)
+                        mbarrier.expect(q_full.index(q_stage), Q_BYTES)
                     first_row = start + first_token
                     # One box for each 64 rows: 64 // GROUP tokens, or 64 heads of one token.
                     for consumer in gl.static_range(QUERY_BLOCKS):
+                        q_barrier = q_stage * CONSUMERS + consumer if OWN_QUERIES else q_stage
+                        if OWN_QUERIES:
+                            mbarrier.wait(q_empty.index(q_barrier), ((loaded // Q_STAGES) & 1) ^ 1)
+                            mbarrier.expect(q_full.index(q_barrier), Q_BYTES // CONSUMERS)
                         for part in gl.static_range(KEY_PARTS):
                             column = part * q_tiles.shape[2]
                             if GROUP <= 64:
                                 load_box(
                                     query_desc,
                                     [first_row + consumer * (64 // GROUP), kv_head * GROUP, column],
-                                    q_full.index(q_stage),
+                                    q_full.index(q_barrier),
                                     query_part(q_tiles, q_stage * QUERY_BLOCKS + consumer, part,
                                                KEY_PARTS),
                                 )  # fmt: skip
@@ -291,12 +316,12 @@ def key_loader(
                                 load_box(
                                     query_desc,
                                     [first_row, kv_head * GROUP + consumer * 64, column],
-                                    q_full.index(q_stage),
+                                    q_full.index(q_barrier),
                                     query_part(q_tiles, q_stage * QUERY_BLOCKS + consumer, part,
                                                KEY_PARTS),
                                 )  # fmt: skip
                     loaded += 1
-                if RANGES == 0:
+                if RANGES == 0 and not OWN_QUERIES:
                     begin, _, _, end = visited_tiles(
                         first_token, query_len, seq_len, left, right, chunk, request, aux, None,
                         TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
@@ -436,6 +461,18 @@ def clear_values(v_tile, valid, WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr
     consumers_sync(CONSUMERS)
 
 
+@gluon.constexpr_function
+def wide_layout(columns):
+    """Return a layout of [64, columns] with 8 adjacent elements of a row in each thread.
+
+    Each warp has the rows that it has in an accumulator of WGMMA. At least 32 columns.
+    """
+    rest = [[0, 32 << bit] for bit in range((columns // 32).bit_length() - 1)]
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0], *rest]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, columns])
+
+
 @gluon.jit
 def store_rows(out, offsets, tile, valid, head_size):
     """Store rows [M, W] at element offsets [M], columns up to head_size."""
@@ -506,6 +543,7 @@ def _consumer(
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // Q_LANES, Q_LANES], [4, 1], [1, 0])
     V_LANES: gl.constexpr = min(32, WIDTH_V // 8)
     STORE_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // V_LANES, V_LANES], [4, 1], [1, 0])
+    WIDE_LAYOUT: gl.constexpr = wide_layout(COLUMNS)
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK or EXACT
@@ -515,6 +553,7 @@ def _consumer(
     # The sum of weights begins with that of the sink (M4). In the epilogue it takes registers that
     # three consumers do not have, and ptxas schedules their main loop worse.
     EARLY_SINK: gl.constexpr = HAS_SINK and SUMS and THRESHOLD > 0
+    OWN_QUERIES: gl.constexpr = q_full.shape[0] > Q_STAGES
     # With bounds, unmasked tiles have scores that the function does not change.
     FULL_SCORE: gl.constexpr = None if RANGES > 0 else SCORE
     FULL_SLOPE: gl.constexpr = None if RANGES > 0 else KEY_SLOPE
@@ -555,10 +594,11 @@ def _consumer(
                     TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
 
             q_stage = loaded % Q_STAGES
+            q_barrier = q_stage * CONSUMERS + WARPGROUP if OWN_QUERIES else q_stage
             q_tile = query_part(q_tiles, q_stage * QUERY_BLOCKS + ROW_BLOCK, 0, KEY_PARTS)
             if LOAD_QUERY:
                 # Wait for the TMA loads of this item's queries.
-                mbarrier.wait(q_full.index(q_stage), (loaded // Q_STAGES) & 1)
+                mbarrier.wait(q_full.index(q_barrier), (loaded // Q_STAGES) & 1)
             else:
                 # No box covers the rows (GROUP does not divide 64): the warpgroup loads its own.
                 token, head, valid = item_rows(
@@ -584,6 +624,8 @@ def _consumer(
                 q_operand = (
                     q_tile, query_part(q_tiles, tile, 1, 3), query_part(q_tiles, tile, 2, 3)
                 )  # fmt: skip
+                if OWN_QUERIES:
+                    q_operand = keep_queries(q_operand[0], q_operand[1], q_operand[2], A_LAYOUT)
             k_factor = factor  # not used
             if KV_KIND != KV_PLAIN:
                 # Products are computed in float16.
@@ -635,6 +677,9 @@ def _consumer(
             if V_COLUMNS > 0:
                 # As wide as the scores, whatever the head size.
                 acc = gl.zeros([64, PART_KEYS], gl.float32, S_LAYOUT)
+            if OWN_QUERIES:
+                if end <= begin:
+                    mbarrier.arrive(q_empty.index(q_barrier), count=1)
             if end > begin:
                 # Prologue: the last tile has no values of an earlier tile to multiply by.
                 stage = step % STAGES
@@ -764,6 +809,9 @@ def _consumer(
                                 SUMS)  # fmt: skip
                             step += 1
 
+                    if OWN_QUERIES:
+                        # The next queries arrive during the rest of this item.
+                        mbarrier.arrive(q_empty.index(q_barrier), count=1)
                     # Epilogue: the product with the values of the first tile, the last one visited.
                     stage = (step - 1) % STAGES
                     wait_for_tile(v_full, stage, ((step - 1) // STAGES) & 1, COPIED)
@@ -817,6 +865,14 @@ def _consumer(
                     gl.SliceLayout(1, STORE_LAYOUT))  # fmt: skip
                 offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
                 store_rows(out, offsets, q_tile.load(STORE_LAYOUT), valid, DV)
+            elif OWN_QUERIES and COLUMNS >= 32:
+                # Stores of 16 bytes, after an exchange within each warp. The queries' shared memory
+                # is not free.
+                token, head, valid = item_rows(
+                    first_token, query_len, kv_head, ROW_BLOCK, GROUP, TILE_TOKENS,
+                    gl.SliceLayout(1, WIDE_LAYOUT))  # fmt: skip
+                offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
+                store_rows(out, offsets, gl.convert_layout(rows, WIDE_LAYOUT), valid, DV)
             else:
                 token, head, valid = item_rows(
                     first_token, query_len, kv_head, ROW_BLOCK, GROUP, TILE_TOKENS,
@@ -826,7 +882,7 @@ def _consumer(
                     store_rows(out, offsets + PART * COLUMNS, rows, valid, DV - PART * COLUMNS)
                 else:
                     store_rows(out, offsets, rows, valid, DV)
-            if LOAD_QUERY:
+            if LOAD_QUERY and not OWN_QUERIES:
                 # The next queries arrive here by TMA, after the staged output has been read.
                 fence_async_shared()
                 mbarrier.arrive(q_empty.index(q_stage), count=1)
@@ -914,9 +970,16 @@ def hopper_prefill_kernel(
             store_ones(v_ring, VALUE_PARTS, STAGES)
     else:
         v_ring = gl.allocate_shared_memory(COMPUTE, [STAGES, BLOCK_N, WIDTH_V], V_SHARED)
+    # Divided queries take too much shared memory for two stages. A consumer that releases its rows
+    # alone, before its last product, waits less for the next ones.
+    OWN_QUERIES: gl.constexpr = (
+        KEY_PARTS == 3 and CONSUMERS == 3 and LOAD_QUERY and not STAGED_STORE
+    )
     READERS: gl.constexpr = CONSUMERS + 1 + int(KV_KIND != KV_PLAIN) - int(COPIED)
     mailbox, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = (
-        allocate_barriers(FIELDS, STAGES, Q_STAGES, CONSUMERS, READERS, LOADERS)
+        allocate_barriers(
+            FIELDS, STAGES, Q_STAGES, CONSUMERS, READERS, LOADERS, OWN_QUERIES
+        )  # fmt: skip
     )
     column_tile = (None,)
     if KEY_SLOPE is not None:
