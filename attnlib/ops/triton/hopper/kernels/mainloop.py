@@ -233,8 +233,8 @@ def multiply_parts(q_operand, k_ring, stage, zeros, KEY_PARTS: gl.constexpr):
 def keep_queries(first, second, third, LAYOUT: gl.constexpr):
     """Load 80 elements of queries in three parts of 64 to registers; return the operand.
 
-    Products of 64 keys read as many bytes of queries as of keys from shared memory, together as much
-    as it delivers. With 32 more elements the kernel for three consumers needs local memory.
+    Products of 64 keys read as many bytes of queries as of keys from shared memory, together as
+    much as it delivers. With 16 more elements, three consumers need local memory.
 
     Returns:
         Elements [0, 64) and [64, 80) in registers, and [80, 96), [96, 128) and [128, 192) in shared

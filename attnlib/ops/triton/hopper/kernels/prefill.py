@@ -275,8 +275,9 @@ def key_loader(
                 if OWN_QUERIES:
                     if RANGES == 0:
                         begin, _, _, end = visited_tiles(
-                            first_token, query_len, seq_len, left, right, chunk, request, aux, None,
-                            TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+                            first_token, query_len, seq_len, left, right, chunk, request, aux,
+                            None, TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                            HAS_CHUNK)  # fmt: skip
                     # The stages of the first keys are free before the queries are.
                     pages = (seq_len + PAGE - 1) // PAGE
                     table = block_table + request.to(gl.int64) * stride_table
