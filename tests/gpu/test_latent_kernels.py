@@ -150,6 +150,7 @@ DECODES: dict[str, dict[str, Any]] = {
         "sinks": True,
     },
     "16 heads, many requests, sinks": {"batch": "300q1s300_q1s2000", "heads": 16, "sinks": True},
+    "16 heads, long ranges, ragged": {"batch": "4q1s65000_q1s7_5q1s64999_q1s1", "heads": 16},
     "16 heads, blocks of 16, window, cap": {
         "batch": "7q1s3000_q1s5", "heads": 16, "block_size": 16, "window": (999, 0),
         "logits_soft_cap": 20.0,

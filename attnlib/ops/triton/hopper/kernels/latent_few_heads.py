@@ -66,8 +66,8 @@ SLOTS: gl.constexpr = gl.constexpr(5)
 """Quarters in shared memory: quarter q of tile t is in slot (4 * t + q) % 5, so that the first one
 of the next tile is there while a tile is used."""
 LONG_RANGE: gl.constexpr = gl.constexpr(32)
-"""Tiles of a range from which a CTA has at most one tile in flight: more bytes in flight slow the
-memory down, and only short ranges end before that costs more than waiting for the next tile."""
+"""Tiles from which a range has at most one tile in flight: more bytes in flight make the memory
+slower. Shorter ranges gain more from loading the first quarter of the next tile early."""
 
 
 @gluon.jit
