@@ -25,12 +25,12 @@ TABLES = ROOT / "attnlib" / "tuning" / "tables"
 RESULTS = ROOT / "benchmarks" / "results"
 
 SOURCES = {
-    "nvidia-h100-80gb-hbm3": ("h100/bench.json",),
+    "nvidia-h100-80gb-hbm3": ("h100/bench.json", "h100/coverage.json", "h100/slow_rows.json"),
     "nvidia-h200": ("h200/bench.json", "h200/slow_rows.json", "h200/coverage.json"),
 }
 """Table -> results of its chip."""
 
-TILES: dict[str, str] = {}
+TILES = {"nvidia-h100-80gb-hbm3": "h100/tiles.json"}
 """Table -> table of `attnlib tune --backends none --out FILE` on its chip."""
 
 
