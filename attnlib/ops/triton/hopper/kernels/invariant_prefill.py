@@ -24,6 +24,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     reinterpret,
     wait_on_dependent_grids,
 )
+from attnlib.ops.triton.hopper.kernels.instruction_order import before_wait
 from attnlib.ops.triton.hopper.kernels.mailbox import read_field
 from attnlib.ops.triton.hopper.kernels.mainloop import pack_weights, unpack_weights
 from attnlib.ops.triton.hopper.kernels.prefill import (
@@ -192,6 +193,7 @@ def _step(
     DTYPE: gl.constexpr = k_ring.dtype
     S_LAYOUT: gl.constexpr = row_last.type.layout.parent
     O_LAYOUT: gl.constexpr = acc.type.layout
+    ORDERED: gl.constexpr = acc.shape[1] == 128
     stage = step % STAGES
     v_stage = (step - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
@@ -208,16 +210,22 @@ def _step(
     )  # fmt: skip
     # One group may stay in flight: Q @ K^T is complete, P @ V overlaps with the softmax.
     scores = warpgroup_mma_wait(1, deps=[scores])
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    if not ORDERED:
+        mbarrier.arrive(k_empty.index(stage), count=1)
     begins = ((tile + 1) & (tiles - 1)) == 0
     before = gl.where(begins, float("-inf"), row_max)
     probs, acc_scale, next_max = _weigh(
         scores, tile, row_first, row_last, before, factor, soft_cap, MASKED, CHECK_FIRST, HAS_CAP
     )
     # All arithmetic of the softmax comes before the branch, over which ptxas moves nothing.
+    if ORDERED:
+        probs = before_wait(probs)
     more = row_sums(probs)
     # P @ V is complete: its stage is free, and the accumulator may be rescaled.
     acc = warpgroup_mma_wait(0, deps=[acc])
+    if ORDERED:
+        # An arrival synchronizes the warps, which would delay the softmax.
+        mbarrier.arrive(k_empty.index(stage), count=1)
     mbarrier.arrive(v_empty.index(v_stage), count=1)
     packed = pack_weights(probs, DTYPE)
     # A complete segment is left as it is, and the next product overwrites it.
