@@ -168,29 +168,6 @@ def _gather_step(
 
 
 @gluon.jit
-def _load_single_query_tile(
-    query_desc, q_tiles, q_full, q_empty, loaded, first_row, kv_head, GROUP: gl.constexpr
-):  # fmt: skip
-    """Load the queries of a work item, where there is one tile of undivided queries for each
-    consumer."""
-    CONSUMERS: gl.constexpr = q_tiles.shape[0]
-    BYTES: gl.constexpr = CONSUMERS * 64 * q_tiles.shape[2] * 2
-    # Wait until all consumers have released the queries of the item before.
-    mbarrier.wait(q_empty.index(0), (loaded & 1) ^ 1)
-    mbarrier.expect(q_full.index(0), BYTES)
-    # One box for each 64 rows: 64 // GROUP tokens, or 64 heads of one token.
-    for consumer in gl.static_range(CONSUMERS):
-        if GROUP <= 64:
-            load_box(
-                query_desc, [first_row + consumer * (64 // GROUP), kv_head * GROUP, 0],
-                q_full.index(0), q_tiles.index(consumer))  # fmt: skip
-        else:
-            load_box(
-                query_desc, [first_row, kv_head * GROUP + consumer * 64, 0], q_full.index(0),
-                q_tiles.index(consumer))  # fmt: skip
-
-
-@gluon.jit
 def key_loader(
     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left, right, chunk,
     num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks, stride_table, mailbox,
@@ -212,7 +189,6 @@ def key_loader(
     """
     QUERY_BLOCKS: gl.constexpr = q_tiles.shape[0] // (Q_STAGES * KEY_PARTS)
     SHORT: gl.constexpr = RANGES > 0 or (ALIGNED and (HAS_LEFT or HAS_CHUNK))
-    KEYS_FIRST: gl.constexpr = ALIGNED and Q_STAGES == 1
     OWN_QUERIES: gl.constexpr = q_full.shape[0] > Q_STAGES
     PAGE: gl.constexpr = max(BLOCK_SIZE, 1)
     Q_BYTES: gl.constexpr = QUERY_BLOCKS * 64 * KEY_PARTS * q_tiles.shape[2] * 2
@@ -290,7 +266,7 @@ def key_loader(
                             STAGES, "nhd", KEY_PARTS)  # fmt: skip
                         step += 1
                     end -= first_keys
-                if LOAD_QUERY and not KEYS_FIRST:
+                if LOAD_QUERY:
                     q_stage = loaded % Q_STAGES
                     if not OWN_QUERIES:
                         # Wait until all consumers have released the queries of Q_STAGES items ago.
@@ -328,22 +304,6 @@ def key_loader(
                         TILE_TOKENS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
         table = block_table + gl.minimum(request, num_reqs - 1).to(gl.int64) * stride_table
         pages = (seq_len + PAGE - 1) // PAGE
-        if KEYS_FIRST:
-            # A single query tile is free after the last product with it, a stage of the keys one
-            # step earlier. So the first keys are loaded before the queries.
-            if end > begin:
-                end -= 1
-                load_tile(
-                    key_desc, table, pages, num_blocks, kv_head // SHARED, end,
-                    end * BLOCK_N // PAGE - 32, k_ring, k_full, k_empty, step, BLOCK_SIZE, STAGES,
-                    "nhd", KEY_PARTS)  # fmt: skip
-                step += 1
-            if LOAD_QUERY:
-                if (first_token < query_len) & (request < num_reqs):
-                    _load_single_query_tile(
-                        query_desc, q_tiles, q_full, q_empty, loaded, start + first_token, kv_head,
-                        GROUP)  # fmt: skip
-                    loaded += 1
         # The next item is claimed 4 steps before the end of this one: early enough to hide the
         # atomic's latency, and no earlier, because idle CTAs cannot take a claimed item.
         item = items
