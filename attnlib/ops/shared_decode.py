@@ -165,6 +165,42 @@ def _group_segments(segments: Sequence[Segment], most: int) -> list[_Item]:
     return items
 
 
+def _equal_cuts(tiles: int, num_ranges: int, first: int = 0) -> list[int]:
+    """The first tile of each of `num_ranges` equal ranges of `tiles` tiles from `first` on."""
+    return [first + -(-number * tiles // num_ranges) for number in range(num_ranges)]
+
+
+def _cuts(items: Sequence[_Item], most: int, tile_keys: int, num_ranges: int) -> list[int]:
+    """The first tile of each range, and the number of all tiles.
+
+    Ranges are equal, except where items of more than `most` tokens begin the line and have the same
+    keys: if ranges become at most an eighth longer by it, these items are cut at the same tiles.
+    Thread blocks that read the same keys then read them at the same time.
+    """
+    sizes = [sum(-(-s.keys // tile_keys) for s, _ in item.segments) for item in items]
+    total = sum(sizes)
+    equal = [*_equal_cuts(total, num_ranges), total]
+    keys = [[segment[:3] for segment, _ in item.segments] for item in items]
+    alike = 0
+    while alike < len(items) and len(items[alike].tokens) > most and keys[alike] == keys[0]:
+        alike += 1
+    tiles = sizes[0] if items else 0
+    rest = total - alike * tiles
+    # (tiles of the longest range, ranges of each of these items); other items need a range, too.
+    divided = [
+        (max(-(-tiles // number), -(-rest // max(1, num_ranges - alike * number))), number)
+        for number in range(1, (num_ranges - (rest > 0)) // max(1, alike) + 1)
+    ]
+    if alike < 2 or not divided or 8 * min(divided)[0] > 9 * -(-total // num_ranges):
+        return equal
+    per_item = min(divided)[1]
+    cuts: list[int] = []
+    for number in range(alike):
+        cuts += _equal_cuts(tiles, per_item, number * tiles)
+    others = num_ranges - alike * per_item
+    return [*cuts, *_equal_cuts(rest, others, alike * tiles), total]
+
+
 def schedule_items(
     segments: Sequence[Segment],
     num_tokens: int,
@@ -185,8 +221,7 @@ def schedule_items(
     """
     most = PRODUCT_ROWS // group
     grouped = _group_segments(segments, most)
-    total = sum(-(-segment.keys // tile_keys) for segment in segments)
-    begins = [-(-number * total // num_ranges) for number in range(num_ranges + 1)]
+    begins = _cuts(grouped, most, tile_keys, num_ranges)
     segment_fields: list[int] = []
     item_fields: list[int] = []
     tokens: list[int] = []
