@@ -170,22 +170,48 @@ def _equal_cuts(tiles: int, num_ranges: int, first: int = 0) -> list[int]:
     return [first + -(-number * tiles // num_ranges) for number in range(num_ranges)]
 
 
+def _cost_cuts(sizes: Sequence[int], num_ranges: int) -> list[int]:
+    """The first tile of each range, and the number of all tiles; ranges have equal costs.
+
+    The cost of a segment is its tiles and half a tile, spread over its tiles: a short segment
+    takes longer than the tiles that it has.
+
+    Args:
+        sizes: tiles of each segment.
+        num_ranges: at least 1.
+    """
+    total = 2 * sum(sizes) + len(sizes)  # in half tiles
+    cuts: list[int] = []
+    tiles = cost = 0
+    for size in sizes:
+        own = 2 * size + 1
+        # Products of integers, so that quotients are exact.
+        while (past := len(cuts) * total - cost * num_ranges) < own * num_ranges:
+            cuts.append(tiles + -(-past * size // (own * num_ranges)))
+        tiles += size
+        cost += own
+    return cuts + [tiles] * (num_ranges + 1 - len(cuts))
+
+
 def _cuts(items: Sequence[_Item], most: int, tile_keys: int, num_ranges: int) -> list[int]:
     """The first tile of each range, and the number of all tiles.
 
-    Ranges are equal, except where items of more than `most` tokens begin the line and have the same
-    keys: if ranges become at most an eighth longer by it, these items are cut at the same tiles.
-    Thread blocks that read the same keys then read them at the same time.
+    Ranges have equal costs if no item has more than `most` tokens, and else equal numbers of tiles.
+    Where such items begin the line and have the same keys, they are cut at the same tiles, unless
+    ranges become more than an eighth longer by it. Thread blocks that read the same keys then read
+    them at the same time.
     """
-    sizes = [sum(-(-s.keys // tile_keys) for s, _ in item.segments) for item in items]
+    tiles_of = [[-(-s.keys // tile_keys) for s, _ in item.segments] for item in items]
+    if all(len(item.tokens) <= most for item in items):
+        return _cost_cuts([tiles for sizes in tiles_of for tiles in sizes], num_ranges)
+    sizes = [sum(tiles) for tiles in tiles_of]
     total = sum(sizes)
     equal = [*_equal_cuts(total, num_ranges), total]
     keys = [[segment[:3] for segment, _ in item.segments] for item in items]
     alike = 0
     while alike < len(items) and len(items[alike].tokens) > most and keys[alike] == keys[0]:
         alike += 1
-    tiles = sizes[0] if items else 0
-    rest = total - alike * tiles
+    tiles, rest = sizes[0], total - alike * sizes[0]
     # (tiles of the longest range, ranges of each of these items); other items need a range, too.
     divided = [
         (max(-(-tiles // number), -(-rest // max(1, num_ranges - alike * number))), number)
@@ -209,7 +235,7 @@ def schedule_items(
     tile_keys: int,
     num_ranges: int,
 ) -> ItemLists:
-    """Group segments to items, and divide their tiles into equal ranges.
+    """Group segments to items, and divide their tiles into ranges.
 
     Args:
         segments: at most `2 * (PRODUCT_ROWS // group)` tokens each.

@@ -82,7 +82,7 @@ def test_each_token_has_each_of_its_keys_once(seed: int) -> None:
     found = schedule_items(segments, num_tokens, GROUP, BLOCK, tile_keys, num_ranges)
     parts, sizes = _computed(found)
     _, _, items, _, starts, rows = found.lists
-    assert 8 * max(sizes.values()) <= 9 * -(-sum(sizes.values()) // num_ranges)
+    assert max(sizes.values()) <= 1.125 * sum(sizes.values()) / num_ranges + 2
     assert len(rows) == len(set(rows))
     for token in range(num_tokens):
         got: Counter[tuple[int, int]] = Counter()
@@ -102,7 +102,7 @@ def test_requests_of_one_prefix_are_one_item() -> None:
     found = schedule_items([prefix, *own], 6, GROUP, BLOCK, 8, 2)
     items = _rows(found.lists[2], ITEM_FIELDS)
     assert [item[:4] for item in items] == [[0, 12, 0, 4], [12, 2, 4, 2]]
-    assert found.lists[0] == [0, 7, 0, 0, 7, 14, 0, 0]
+    assert found.lists[0] == [0, 9, 0, 0, 9, 14, 0, 2]
 
 
 @pytest.mark.parametrize(
