@@ -3,7 +3,7 @@
 A segment is a range of keys that some query tokens see completely: a shared prefix with tokens of
 its requests, or the keys that one request has for itself. A work item has the query rows of one or
 two matrix products, and segments of keys that parts of these rows see. The tiles of all items form
-one line, which is cut into equal ranges (stream-K, Osama et al. 2023), as many as a GPU
+one line, which is cut into similar ranges (stream-K, Osama et al. 2023), as many as a GPU
 holds at a time for each KV head. The tiles of one item in one range are a split, which has partial
 results of its own.
 """

@@ -3,7 +3,7 @@
 Work distribution (stream-K, Osama et al. 2023). A host schedule lists items: query rows of one or
 two products per KV head, and segments of keys that parts of these rows see, which are shared
 prefixes and the keys that one request has for itself. The tiles of all items form one line, which
-is cut into equal ranges. Each range has NUM_KV_HEADS consecutive CTAs, one per KV head. The tiles
+is cut into similar ranges. Each range has NUM_KV_HEADS consecutive CTAs, one per KV head. The tiles
 of one item in one range are a split; each split writes a partial result, and
 `hopper_merge_rows_kernel` merges those of each row.
 
