@@ -88,7 +88,8 @@ def _load_query_chunk(
 def query_powers(largest):
     """Return (power, 1 / power) that bring rows of these largest magnitudes into float16's range.
 
-    The power is 1 for rows with infinities or NaN.
+    The power is 1 for rows with infinities or NaN. The Hopper kernels have the same function in
+    Gluon (`hopper/kernels/quantized.py`), which cannot call this one.
     """
     exponent = largest.to(tl.int32, bitcast=True) >> 23
     exponent = tl.where(exponent == 255, 141, tl.maximum(exponent, 15))
@@ -104,8 +105,8 @@ def scale_rows(qk_scale, row_factors):
     """
     if len(row_factors.shape) == 1:
         qk_scale = qk_scale * row_factors
-        # Above 0: the product of 0 and a hidden score, -inf, is NaN.
-        qk_scale = tl.where(qk_scale < 2.0**-105, 2.0**-105, qk_scale)
+        # Not 0: the product of 0 and a hidden score, -inf, is NaN. Negative scales keep their sign.
+        qk_scale = tl.where((qk_scale >= 0) & (qk_scale < 2.0**-105), 2.0**-105, qk_scale)
     return qk_scale
 
 

@@ -1,6 +1,6 @@
 """Attention over the packed cache of vLLM's PagedAttention, and its cache write.
 
-A block of one KV head is one contiguous piece of memory: keys `[D / X, N, X]`, where X elements are
+A block of one KV head is contiguous in memory: keys `[D / X, N, X]`, where X elements are
 16 bytes, and values `[D, N]`. A tile of keys is loaded as `[pages, D / X, N, X]` and a tile of
 values as `[pages, D, N]`, so that neighboring threads read neighboring addresses; both are then
 reordered to `[keys, D]` in registers.

@@ -58,6 +58,16 @@ def test_float8_caches(
         batch.check(OPERATIONS[operation], scale=scale, k_scale=0.5, v_scale=0.5, **options)
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_negative_scale_keeps_its_sign(device: torch.device, operation: str) -> None:
+    """M3: over a float8 cache, where the scale becomes one for each row."""
+    batch = make_batch(
+        device, [3, 1], [21, 9], d=24, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn
+    )
+    for options in ({}, {"logits_soft_cap": 2.0}):
+        batch.check(OPERATIONS[operation], scale=-0.4, k_scale=0.5, v_scale=0.5, **options)
+
+
 @pytest.mark.parametrize(
     ("name", "magnitude"),
     [

@@ -313,9 +313,9 @@ def overlapped_step(
         KV_KIND, False, THRESHOLD)  # fmt: skip
     if not SUMS:
         row_sum = new_sum
-    # P @ V is complete: its stage is free, and the accumulator may be rescaled.
     if ORDERED:
         probs = before_wait(probs)
+    # P @ V is complete: its stage is free, and the accumulator may be rescaled.
     acc = warpgroup_mma_wait(0, deps=[acc])
     if ORDERED:
         # An arrival synchronizes the warps, which would delay the softmax.

@@ -113,9 +113,7 @@ def online_softmax(
     weights = exp2(scores * weight_factor - finite_max[:, None])
     acc_scale = exp2(row_max - finite_max)
     if THRESHOLD > 0:
-        sums = lane_sums(weights)
-        factors = gl.convert_layout(acc_scale, gl.SliceLayout(1, sums.type.layout))[:, None]
-        row_sum = row_sum * factors + sums
+        row_sum = _add_lane_sums(row_sum, acc_scale, weights)
     else:
         row_sum = row_sum * acc_scale + gl.sum(weights, 1)
     return weights, acc_scale, new_max, row_sum
@@ -130,6 +128,14 @@ def lane_sums(weights):
     M: gl.constexpr = weights.shape[0]
     N: gl.constexpr = weights.shape[1]
     return gl.sum(gl.sum(gl.reshape(weights, [M, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _add_lane_sums(row_sum, acc_scale, weights):
+    """Return `row_sum` [M, 4] times `acc_scale` [M], plus the `lane_sums` of a tile of weights."""
+    sums = lane_sums(weights)
+    factors = gl.convert_layout(acc_scale, gl.SliceLayout(1, sums.type.layout))[:, None]
+    return row_sum * factors + sums
 
 
 @gluon.constexpr_function
@@ -222,9 +228,7 @@ def online_softmax_by_row(
     weights = exp2(scores * row_factor[:, None] - (finite_max - exponent)[:, None])
     acc_scale = exp2(row_max - finite_max)
     if BY_LANE:
-        sums = lane_sums(weights)
-        factors = gl.convert_layout(acc_scale, gl.SliceLayout(1, sums.type.layout))[:, None]
-        row_sum = row_sum * factors + sums
+        row_sum = _add_lane_sums(row_sum, acc_scale, weights)
     else:
         row_sum = row_sum * acc_scale + gl.sum(weights, 1)
     return weights, acc_scale, new_max, row_sum
