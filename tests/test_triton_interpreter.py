@@ -25,6 +25,7 @@ REPLACED = {
     interpreter.TritonSemantic: (
         "computation_type_impl", "broadcast_impl_value", "cast", "binary_op_type_checking_impl",
     ),
+    type(interpreter.interpreter_builder): ("create_dot",),
 }  # fmt: skip
 """All functions of Triton that the faster interpreter replaces."""
 
@@ -54,6 +55,14 @@ def _arithmetic_kernel(source, target):
     tl.store(target + tl.arange(0, 8), y.to(tl.float32))
 
 
+@triton.jit
+def _product_kernel(left, right, target, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    rows, lanes = tl.arange(0, ROWS), tl.arange(0, SIZE)
+    a = tl.load(left + rows[:, None] * SIZE + lanes[None, :])
+    b = tl.load(right + lanes[:, None] * SIZE + lanes[None, :])
+    tl.store(target + rows[:, None] * SIZE + lanes[None, :], tl.dot(a, b, a))
+
+
 def _run(source: torch.Tensor, fail: bool = False) -> torch.Tensor:
     target = torch.zeros_like(source)
     _kernel[(2,)](source, target, source.shape[0] // 2, fail)
@@ -78,6 +87,18 @@ def test_results_equal_those_of_triton(dtype: torch.dtype, monkeypatch: pytest.M
     torch.testing.assert_close(_run(source), ours, rtol=0, atol=0)
     _arithmetic_kernel[(1,)](source, sums[2])
     assert sums[2].any() and torch.equal(sums[0], sums[2]) and torch.equal(sums[1], sums[2])
+
+
+def test_the_bits_of_a_row_of_a_product_do_not_depend_on_its_place() -> None:
+    """M15, which the kernels of OpenBLAS for Haswell and Zen break."""
+    left, right = torch.randn(16, 64), torch.randn(64, 64)
+    products = []
+    for shift in range(16):
+        target = torch.empty_like(left)
+        _product_kernel[(1,)](left.roll(shift, 0), right, target, 16, 64)
+        products.append(target.roll(-shift, 0))
+    torch.testing.assert_close(products[0], left @ right + left)
+    assert all(torch.equal(products[0], product) for product in products)
 
 
 @pytest.mark.parametrize("fail", [False, True])

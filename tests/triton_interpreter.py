@@ -1,4 +1,9 @@
-"""Make Triton's interpreter faster without changing what it computes.
+"""Make Triton's interpreter faster, and its products independent of where a row stands.
+
+Some kernels of OpenBLAS (Haswell, Zen) compute the last rows of a matrix in another order than the
+others, so that the bits of a row depend on its place in the tile. A GPU computes all rows alike, and
+batch-invariant kernels rely on it (M15). Here each row is a product of its own. Everything else is
+computed as without this module.
 
 Triton (3.6 to 3.9) repeats work that does not depend on the call, which takes more than half of the
 time of an interpreted kernel:
@@ -41,9 +46,25 @@ def speed_up_interpreter(interpreter: Any) -> None:
     interpreter._patch_attr = _direct_attr(interpreter)
     _share_types(interpreter.tl.core)
     _shorten_operators(interpreter.tl.core, interpreter.TritonSemantic)
+    _multiply_by_rows(interpreter)
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _multiply_by_rows(interpreter: Any) -> None:
+    """Products of matrices as one product for each row."""
+    builder, handle = type(interpreter.interpreter_builder), interpreter.TensorHandle
+    own = builder.create_dot
+
+    @functools.wraps(own)
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        rows = handle(a.data[..., :, None, :], a.dtype)
+        columns = handle(b.data[..., None, :, :], b.dtype)
+        product = own(self, rows, columns, handle(d.data[..., :, None, :], d.dtype), *rest)
+        return handle(product.data[..., 0, :], product.dtype)
+
+    builder.create_dot = create_dot
 
 
 def _patch_once(interpreter: Any) -> Callable[[Any], Any]:

@@ -113,7 +113,9 @@ def _normalized(heads: Tensor, norm: HeadNorm) -> Tensor:
     squares = torch.nn.functional.pad(squares, (0, (1 << (size - 1).bit_length()) - size))
     while squares.shape[2] > 1:
         squares = squares[..., 0::2] + squares[..., 1::2]
-    values = values * torch.sqrt(squares * (1.0 / size) + norm.eps).reciprocal()
+    # The float32 root of MKL is not correctly rounded on AMD processors; this one is everywhere.
+    root = torch.sqrt((squares * (1.0 / size) + norm.eps).double()).to(values.dtype)
+    values = values * root.reciprocal()
     if not norm.multiply_in_float32:
         return values.to(heads.dtype) * norm.weight
     weight = norm.weight.to(values.dtype)

@@ -53,7 +53,9 @@ def _expected(
         while len(terms) > 1:
             terms += [torch.zeros_like(terms[0])] * (len(terms) % 2)
             terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
-        x = x * (1 / (terms[0] * (1.0 / size) + norm.eps).sqrt())[..., None]
+        # In float64, because float32 roots of MKL are not correctly rounded on AMD processors.
+        root = (terms[0] * (1.0 / size) + norm.eps).double().sqrt().float()
+        x = x * (1 / root)[..., None]
         if norm.multiply_in_float32:
             heads = (x * (norm.weight.float() + norm.weight_offset)).to(dtype)
         else:
