@@ -1037,8 +1037,9 @@ def compile_in_process(module: str, *arguments: str) -> list[dict[str, Any]]:
         The JSON objects that it prints, one for each case.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    # Line numbers have no effect on the machine code and take a tenth of the time.
-    environment["TRITON_DISABLE_LINE_INFO"] = "1"
+    # Line numbers have no effect on the machine code and take a tenth of the time. Threads of MLIR
+    # take more time than they save: a module is one function.
+    environment |= {"TRITON_DISABLE_LINE_INFO": "1", "MLIR_DISABLE_MULTITHREADING": "1"}
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", module, *arguments],
         capture_output=True,

@@ -110,6 +110,7 @@ CASES: dict[str, dict[str, Any]] = {
     "192-128": {"d": 192, "dv": 128, "group": 1},
     "256": {"d": 256, "group": 2},
     "512": {"d": 512, "group": 8, "lse": True},
+    "512-group5-page1": {"d": 512, "group": 5, "n": 1, "lse": True},
     "256-page128-cap": {"d": 256, "group": 2, "n": 128, "cap": 50.0},
     "128-e4m3": {"cache": E4M3},
     "128-e5m2-page128": {"cache": E5M2, "n": 128, "scales": "tensor"},
