@@ -17,6 +17,10 @@ time of an interpreted kernel:
   changes, and is called through three functions that add one argument. Here types are compared by
   identity first, common types, shapes and blocks of one number are cached, and one function
   remains.
+- Every result is checked for elements that are wider than its type, by several functions. Here the
+  width of a type is computed once.
+- A cast follows a chain of 15 conditions on both types. Here a cast between plain numbers calls
+  numpy.
 - Every sum, difference and product of integers is also computed in int64 for an overflow check, and
   the result is dropped, because the interpreter's options do not enable assertions
   (`options.debug`). Here the check is off unless assertions are on.
@@ -45,8 +49,10 @@ def speed_up_interpreter(interpreter: Any) -> None:
     interpreter._get_np_dtype = _cached_dtypes(interpreter)
     interpreter._patch_attr = _direct_attr(interpreter)
     _share_types(interpreter.tl.core)
+    _shorten_results(interpreter)
     _shorten_operators(interpreter.tl.core, interpreter.TritonSemantic)
     _multiply_by_rows(interpreter)
+    _shorten_casts(interpreter)
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
@@ -165,6 +171,69 @@ def _share_types(core: Any) -> None:
     core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
 
 
+def _shorten_results(interpreter: Any) -> None:
+    """The check of each result, and operators with two operands, with the width of types cached."""
+    handle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+    make_handle, operate, pointer = (
+        handle.__init__, builder.binary_op, interpreter.tl.pointer_type
+    )  # fmt: skip
+
+    def width(dtype: Any) -> int:
+        """Bytes of an element; pointers have any number."""
+        if (found := dtype.__dict__.get("_bytes")) is None:
+            known = not isinstance(dtype, pointer)
+            found = dtype._bytes = max(1, dtype.primitive_bitwidth // 8) if known else 16
+        return found  # type: ignore[no-any-return]
+
+    @functools.wraps(make_handle)
+    def init_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        if data.itemsize > width(dtype):
+            make_handle(self, data, dtype)  # raises the error
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    @functools.wraps(operate)
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        left, right = lhs.data, rhs.data
+        if left.dtype.kind == "b" and right.dtype.kind == "b":
+            return operate(self, lhs, rhs, op)
+        dtype, output = lhs.dtype.scalar, op(left, right)
+        if output.itemsize > width(dtype):
+            output = output.astype(interpreter._get_np_dtype(dtype))
+        return handle(output, dtype)
+
+    handle.__init__, builder.binary_op = init_handle, binary_op
+
+
+_INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+_PLAIN_CASTS = {
+    *((a, b) for a in (*_INTEGERS, "int1", "fp32", "fp64") for b in (*_INTEGERS, "fp32", "fp64")),
+    *((a, "fp16") for a in (*_INTEGERS, "int1", "fp32", "fp64")),
+    ("fp16", "fp32"),
+}
+"""Pairs of different types between which numpy's cast is that of the interpreter."""
+
+
+def _shorten_casts(interpreter: Any) -> None:
+    """Casts to the type of the operand, and between plain numbers."""
+    core, semantic = interpreter.tl.core, interpreter.TritonSemantic
+    cast = semantic.cast
+
+    @functools.wraps(cast)
+    def short_cast(self: Any, input: Any, dst_ty: Any, *rest: Any, **more: Any) -> Any:
+        source, target = input.dtype, dst_ty.scalar
+        if source is dst_ty:
+            return input
+        is_plain = source is not target and (source.name, target.name) in _PLAIN_CASTS
+        if more or not is_plain or rest not in ((), (None,)):
+            return cast(self, input, dst_ty, *rest, **more)
+        sizes = input.type.__dict__.get("_sizes")
+        block = target if sizes is None else core.block_type(target, list(sizes))
+        data = input.handle.data.astype(interpreter._get_np_dtype(target))
+        return core.tensor(interpreter.TensorHandle(data, target), block)
+
+    semantic.cast = short_cast
+
+
 _MOST_CONSTANTS = 512
 """Blocks of one number that are kept."""
 
@@ -219,40 +288,42 @@ def _shorten_operators(core: Any, semantic: Any) -> None:
     def unwrap_unless_plain(o: Any) -> Any:
         return o if type(o) in plain else unwrap(o)
 
-    cast, check = semantic.cast, semantic.binary_op_type_checking_impl
+    check = semantic.binary_op_type_checking_impl
     constants: dict[Any, Any] = {}
     results: dict[Any, Any] = {}
 
-    @functools.wraps(cast)
-    def cast_unless_same(self: Any, input: Any, dst_ty: Any, *rest: Any, **more: Any) -> Any:
-        return input if input.dtype is dst_ty else cast(self, input, dst_ty, *rest, **more)
-
     @functools.wraps(check)
     def operands(self: Any, lhs: Any, rhs: Any, *flags: Any, **more: Any) -> tuple[Any, Any]:
-        if type(lhs) is not core.tensor or lhs.dtype.is_ptr():
+        if type(lhs) is not core.tensor:
             return check(self, lhs, rhs, *flags, **more)
-        if type(rhs) is core.tensor and not rhs.dtype.is_ptr():
-            key: Any = lhs.dtype.name, rhs.dtype.name, flags, tuple(more.items())
+        if type(rhs) is core.tensor:
+            names = lhs.dtype.name, rhs.dtype.name
+            key: Any = *names, flags, tuple(more.items())
             if (found := results.get(key)) is None:
                 left, right = check(self, lhs, rhs, *flags, **more)
-                results[key] = left.dtype, right.dtype
+                results[key] = tuple(
+                    None if operand.dtype.name == name else operand.dtype
+                    for operand, name in zip((left, right), names, strict=True)
+                )
                 return left, right
-            return self.broadcast_impl_value(self.cast(lhs, found[0]), self.cast(rhs, found[1]))
+            lhs = lhs if found[0] is None else self.cast(lhs, found[0])
+            rhs = rhs if found[1] is None else self.cast(rhs, found[1])
+            return self.broadcast_impl_value(lhs, rhs)
         # A number is the second operand nearly always. -0.0 equals 0.0, but has other bits.
-        sizes = lhs.type.__dict__.get("_sizes")
-        if sizes is None or type(rhs) not in (int, float) or not rhs > 0:
+        if type(rhs) is not int and not (type(rhs) is float and rhs > 0):
             return check(self, lhs, rhs, *flags, **more)
+        sizes = lhs.type.__dict__.get("_sizes")
         key = sizes, lhs.dtype.name, type(rhs), rhs, flags, tuple(more.items())
         if (found := constants.get(key)) is None:
             left, right = check(self, lhs, rhs, *flags, **more)
             if len(constants) >= _MOST_CONSTANTS:
                 constants.clear()
-            constants[key] = left.dtype, right
+            constants[key] = None if left.dtype is lhs.dtype else left.dtype, right
             return left, right
-        return self.cast(lhs, found[0]), found[1]
+        return lhs if found[0] is None else self.cast(lhs, found[0]), found[1]
 
     core.dtype.__eq__, semantic.computation_type_impl = same, common_type
-    semantic.broadcast_impl_value, semantic.cast = broadcast_value, cast_unless_same
+    semantic.broadcast_impl_value = broadcast_value
     semantic.binary_op_type_checking_impl = operands
     core._unwrap_if_constexpr = unwrap_unless_plain
 

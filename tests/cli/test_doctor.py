@@ -22,7 +22,7 @@ def test_it_runs_a_batch_on_every_backend(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also on one that only this process has registered. Each other one takes a process."""
-    names = ["torch", "triton", "flashinfer", "mine"]
+    names = ["torch", "flashinfer", "mine"]
     monkeypatch.setattr("attnlib.selection.registry.list_backends", lambda: names)
     attnlib.register_backend("mine", TorchBackend)
     try:
