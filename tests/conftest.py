@@ -68,11 +68,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    # By default a collection follows 700 new objects, for a twentieth of the time of interpreted
+    # kernels.
+    gc.set_threshold(100_000)
     gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # nanobind reports objects that are left at exit
+def pytest_configure(config: pytest.Config) -> None:
+    # nanobind reports objects that are left at exit. After the collections of pytest at its end,
+    # whose own clean-up is registered later and runs earlier.
+    config.add_cleanup(gc.unfreeze)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,9 +1,9 @@
 """Make Triton's interpreter faster, and its products independent of where a row stands.
 
 Some kernels of OpenBLAS (Haswell, Zen) compute the last rows of a matrix in another order than the
-others, so that the bits of a row depend on its place in the tile. A GPU computes all rows alike, and
-batch-invariant kernels rely on it (M15). Here each row is a product of its own. Everything else is
-computed as without this module.
+others, so that the bits of a row depend on its place in the tile. A GPU computes all rows alike,
+and batch-invariant kernels rely on it (M15). Here each row is a product of its own. Everything else
+is computed as without this module.
 
 Triton (3.6 to 3.9) repeats work that does not depend on the call, which takes more than half of the
 time of an interpreted kernel:
@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import inspect
 import sys
 from collections.abc import Callable
@@ -335,6 +336,8 @@ def main(arguments: list[str]) -> int:
     from attnlib.cli import main as command
 
     speed_up_interpreter(interpreter)
+    gc.freeze()
+    gc.set_threshold(100_000)
     return command(arguments)
 
 

@@ -41,6 +41,7 @@ from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.score_compile import compile_score
 from attnlib.ops.triton.page_attention import page_kind, page_words
 from attnlib.testing.score_functions import SUITE, load_score_function, make_score_tensors
+from tests.fresh_process import run_module
 from tests.ops.calls import call_operation, split_options
 from tests.ops.triton.sass import descriptor_sources, disassemble
 
@@ -1040,14 +1041,17 @@ def compile_in_process(module: str, *arguments: str) -> list[dict[str, Any]]:
     # Line numbers have no effect on the machine code and take a tenth of the time. Threads of MLIR
     # take more time than they save: a module is one function.
     environment |= {"TRITON_DISABLE_LINE_INFO": "1", "MLIR_DISABLE_MULTITHREADING": "1"}
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", module, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[3],
-        env=environment,
-        check=False,
-    )
+    if PROCESSES == 1:
+        run = run_module(module, arguments, environment)
+    else:
+        run = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", module, *arguments],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parents[3],
+            env=environment,
+            check=False,
+        )
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 

@@ -18,6 +18,7 @@ import re
 import subprocess
 import tempfile
 from bisect import bisect_right
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import triton
@@ -81,7 +82,7 @@ def descriptor_sources(text: str) -> dict[str, set[str]]:
     entries: dict[int, _State] = {0: {}}
     blocks, found = [0], dict[str, set[str]]()
     while blocks:
-        at = blocks.pop()
+        at = heappop(blocks)  # most paths join behind the blocks that they come from
         state, end, following = dict(entries[at]), ends[bisect_right(ends, at)], list[int]()
         for here in code[at:end]:
             if here.name.startswith("HGMMA"):
@@ -101,7 +102,8 @@ def descriptor_sources(text: str) -> dict[str, set[str]]:
             joined = _join(entries[block], state) if block in entries else state
             if joined != entries.get(block):
                 entries[block] = dict(joined)
-                blocks.append(block)
+                if block not in blocks:
+                    heappush(blocks, block)
     return found
 
 
@@ -122,7 +124,7 @@ def _join(first: _State, second: _State) -> _State:
     joined = {}
     for register in first.keys() | second.keys():
         one, other = first.get(register, _UNDEFINED), second.get(register, _UNDEFINED)
-        if one is not other:
+        if one is not other and one != other:
             same = one.number if one.number == other.number else None
             one = _Value(same, one.sources | other.sources)
         joined[register] = one
