@@ -321,9 +321,15 @@ def overlapped_step(
         # An arrival synchronizes the warps, which would delay the softmax.
         mbarrier.arrive(k_empty.index(stage), count=1)
     mbarrier.arrive(v_empty.index(v_stage), count=1)
+    PACKED_EARLY: gl.constexpr = V_COLUMNS > 0 and THRESHOLD > 0
+    if PACKED_EARLY:
+        # Before the branch of `rescale`, ptxas packs weights between the exponentials.
+        packed = pack_weights(probs, DTYPE)
     if HAS_CAP != BOUNDED:
         if THRESHOLD > 0:
             acc = rescale(acc, acc_scale)
         else:
             acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, pack_weights(probs, DTYPE), row_max, row_sum
+    if not PACKED_EARLY:
+        packed = pack_weights(probs, DTYPE)
+    return acc, packed, row_max, row_sum

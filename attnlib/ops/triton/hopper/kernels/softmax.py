@@ -70,12 +70,26 @@ def apply_function(
 @gluon.jit
 def mask_scores(scores, row_first, row_last, tile_start, CHECK_FIRST: gl.constexpr):
     """Set the scores [M, N] of keys outside [row_first, row_last) to -inf."""
-    BLOCK_N: gl.constexpr = scores.shape[1]
-    keys = tile_start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores.type.layout))
-    visible = keys[None, :] < row_last[:, None]
+    # Column 8 i + 2 j + k of a result of WGMMA belongs to thread j of a row. Its limits minus 2 j
+    # are compared with 8 i + k, which are constants: one instruction per score instead of four.
+    M: gl.constexpr = scores.shape[0]
+    N: gl.constexpr = scores.shape[1]
+    LAYOUT: gl.constexpr = scores.type.layout
+    parts = gl.reshape(scores, [M, N // 8, 4, 2])
+    PARTS: gl.constexpr = parts.type.layout
+    ROWS_PARTS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, PARTS))
+    LANES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, PARTS)))
+    PAIRS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))
+    part = gl.arange(0, N // 8, gl.SliceLayout(0, ROWS_PARTS))
+    keys = 8 * part[None, :, None, None] + gl.arange(0, 2, PAIRS)[None, None, None, :]
+    start = tile_start + 2 * gl.arange(0, 4, LANES)[None, None, :, None]
+    last = gl.convert_layout(row_last, gl.SliceLayout(1, ROWS_PARTS))
+    visible = keys < last[:, None, None, None] - start
     if CHECK_FIRST:
-        visible = visible & (keys[None, :] >= row_first[:, None])
-    return gl.where(visible, scores, float("-inf"))
+        first = gl.convert_layout(row_first, gl.SliceLayout(1, ROWS_PARTS))
+        visible = visible & (keys >= first[:, None, None, None] - start)
+    parts = gl.where(visible, parts, float("-inf"))
+    return gl.convert_layout(gl.reshape(parts, [M, N]), LAYOUT)
 
 
 @gluon.jit
