@@ -64,10 +64,6 @@ class HopperTile:
         converter_registers: registers per thread of a converter warp; those of a loader warp in a
             shared warpgroup.
         query_registers: keep the queries over a float8 cache in registers.
-        leads: look for rising maxima by signs (`softmax_by_sign`) with bfloat16 and head sizes 128
-            and 256. Not in the shipped tables: it is 6% to 11% faster on random scores and 9%
-            slower on scores whose maxima rise from tile to tile, and the batch-invariant prefill,
-            which is compared with this one, has no such form.
         ctas_per_sm: persistent CTAs of a multiprocessor, which share its registers.
     """
 
@@ -84,7 +80,6 @@ class HopperTile:
     converter_warps: int = 4
     converter_registers: int = 0
     query_registers: bool = False
-    leads: bool = False
     ctas_per_sm: int = 1
 
 
@@ -299,6 +294,9 @@ def choose_hopper_decode_tile(
         UnsupportedConfigError: no tile fits in shared memory.
     """
     widest = max(padded_width(head_size), padded_width(head_size_v))
+    if cache_bits == 16:
+        # Tiles of 80, 96 and 112 elements differ from those of 128.
+        widest = max(64, head_size, head_size_v)
     need = 0
     many = max(16, 1 << (rows - 1).bit_length())
     elements = {16: "16-bit", 8: "int8" if scales_in_page else "fp8", 4: "int4"}[cache_bits]

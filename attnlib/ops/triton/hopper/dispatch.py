@@ -20,6 +20,7 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
     WARP_ROWS,
     choose_hopper_decode_tile,
     choose_hopper_tile,
+    padded_width,
     supports_one_warp,
     with_query_registers,
     with_short_ranges,
@@ -349,9 +350,8 @@ def select_packed_decode(
         return None
     if key.dtype != query.dtype:  # a float8 cache has 16 elements together instead of 8
         return None
-    tile = choose_hopper_decode_tile(
-        head_size, head_size, keys_per_sm=keys_per_sm, tuned=limits.tuned
-    )
+    width = padded_width(head_size)  # the rows of narrower heads are not apart in a packed cache
+    tile = choose_hopper_decode_tile(width, width, keys_per_sm=keys_per_sm, tuned=limits.tuned)
     return prepare_hopper_decode(
         query, key, value, out, None, batch, params, tile, limits, 1,
         num_counters=num_counters(limits),

@@ -30,6 +30,14 @@ def test_decode_tiles_fit(d: int, dv: int) -> None:
         assert decode_shared_bytes(tile, d, dv) <= SHARED_MEMORY and tile.stages >= 2
 
 
+def test_heads_that_are_no_whole_cache_lines_have_smaller_tiles() -> None:
+    def keys(size: int, **options: int) -> int:
+        return choose_hopper_decode_tile(size, size, keys_per_sm=1 << 16, **options).block_n
+
+    assert [keys(size) for size in (64, 80, 96, 112, 128)] == [128, 64, 64, 64, 128]
+    assert keys(96, cache_bits=8, rows=16) == keys(128, cache_bits=8, rows=16)
+
+
 @pytest.mark.parametrize(
     ("d", "dv"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
 )

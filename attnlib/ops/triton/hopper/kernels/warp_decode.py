@@ -41,18 +41,14 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     prefetch_l1,
     wait_on_dependent_grids,
 )
-from attnlib.ops.triton.hopper.kernels.decode import (
-    UNALIGNED,
-    UNSPECIALIZED,
-    num_key_tiles,
-    tile_range,
-)
+from attnlib.ops.triton.hopper.kernels.decode import UNALIGNED, UNSPECIALIZED
 from attnlib.ops.triton.hopper.kernels.int4 import float32_scale, largest_scale
 from attnlib.ops.triton.hopper.kernels.quantized import (
     WEIGHT_EXPONENT,
     load_kv_scale,
     query_powers,
 )
+from attnlib.ops.triton.hopper.kernels.ranges import num_key_tiles, tile_range
 from attnlib.ops.triton.hopper.kernels.schedule import load_lengths, visible_span, visited_tiles
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LN2,

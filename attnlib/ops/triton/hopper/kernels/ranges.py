@@ -1,0 +1,226 @@
+"""How decode kernels divide the key tiles of a batch into ranges.
+
+The key tiles of all requests form one line, request after request, which is cut into ranges of
+equal lengths. A range may contain the end of one request, several whole requests and the beginning
+of another.
+
+`tile_range` gives all ranges but the last one the same length. The lengths of `even_range` differ
+by at most one tile, so that the cuts of equal requests repeat: 24 requests of 17 tiles in 16 ranges
+are cut at 25, 51, 76 and 102 tiles, and every other cut is the end of a request.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnlib.ops.triton.hopper.kernels.schedule import load_lengths, visible_span
+
+__all__ = ["even_begin", "even_index", "even_range", "num_key_tiles", "tile_range"]
+
+
+@gluon.jit
+def num_key_tiles(
+    query_start_loc, seq_lens, request, mask, left, right, chunk, aux, BOUNDS: gl.constexpr,
+    BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Return how many key tiles a request visits, for one request or a vector of requests.
+
+    At least 1 if the request has queries, so that its output is written; 0 if it has none.
+    """
+    _, query_len, seq_len = load_lengths(query_start_loc, seq_lens, request, mask)
+    first, _ = visible_span(
+        seq_len - query_len, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
+    )
+    _, last = visible_span(
+        seq_len - 1, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
+    )
+    if BOUNDS is not None:
+        low, high, _, _ = BOUNDS(seq_len - query_len, seq_len - 1, seq_len, request, aux)
+        first = gl.maximum(first, low)
+        last = gl.minimum(last, high)
+    tiles = (gl.maximum(last, 0) + BLOCK_N - 1) // BLOCK_N - gl.maximum(first, 0) // BLOCK_N
+    return gl.where(query_len > 0, gl.maximum(tiles, 1), 0)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _range_length(total, longest, num_reqs, num_ranges, LEAST: gl.constexpr):
+    """Return the tiles of a range.
+
+    With LEAST, ranges have at least that many tiles, or up to twice as many if requests have more
+    than 128 splits otherwise. They hold whole requests where all requests have the same tiles
+    (`longest`) and ranges become at most 1/16 longer. For kernels whose partial results cost much.
+    """
+    length = (total + num_ranges - 1) // num_ranges
+    if LEAST > 0:
+        few_splits = gl.minimum((longest + 127) // 128, 2 * LEAST)
+        length = gl.maximum(length, gl.maximum(few_splits, LEAST))
+        whole = (length + longest - 1) // gl.maximum(longest, 1) * longest
+        is_better = (total == longest * num_reqs) & (16 * (whole - length) <= length)
+        length = gl.where(is_better & (whole > 0), whole, length)
+    return length
+
+
+@gluon.jit
+def tile_range(
+    query_start_loc, seq_lens, left, right, chunk, num_reqs, range_index, num_ranges, aux,
+    BOUNDS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, gap=0, LEAST: gl.constexpr = 0,
+):  # fmt: skip
+    """Return (begin, end, tiles per range, first request, tiles before that request) of a range.
+
+    `begin`, `end` and the tiles before a request are positions in the line of all key tiles, where
+    `gap` empty positions follow the tiles of a request.
+
+    Args:
+        LEAST: see `_range_length`.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    LANES: gl.constexpr = max(128, 32 * WARPS)
+    layout: gl.constexpr = gl.BlockedLayout([LANES // (32 * WARPS)], [32], [WARPS], [0])
+    total = 0
+    longest = 0
+    request = 0
+    before = 0
+    if num_reqs == 1:
+        # The range begins in the only request.
+        total = num_key_tiles(
+            query_start_loc, seq_lens, 0, True, left, right, chunk, aux, BOUNDS, BLOCK_N, CAUSAL,
+            HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+        if LEAST > 0:
+            longest = total
+    elif num_reqs <= LANES:
+        # Every request has a lane, so the lengths are loaded and summed in one pass. This latency
+        # is exposed: no key can be loaded before.
+        lanes = gl.arange(0, LANES, layout)
+        tiles = num_key_tiles(
+            query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux, BOUNDS,
+            BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+        tiles += gl.where(tiles > 0, gap, 0)
+        ends = gl.associative_scan(tiles, 0, _add)
+        total = gl.max(ends, 0)
+        if LEAST > 0:
+            longest = gl.max(tiles, 0)
+        per_range = _range_length(total, longest, num_reqs, num_ranges, LEAST)
+        past = (ends <= range_index * per_range) & (lanes < num_reqs)
+        request = gl.sum(past.to(gl.int32), 0)
+        before = gl.max(gl.where(past, ends, 0), 0)
+    else:
+        # Two passes: the total first, then the requests that end at or before the range begins.
+        for base in range(0, num_reqs, LANES):
+            lanes = base + gl.arange(0, LANES, layout)
+            tiles = num_key_tiles(
+                query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux,
+                BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            tiles += gl.where(tiles > 0, gap, 0)
+            total += gl.sum(tiles, 0)
+            if LEAST > 0:
+                longest = gl.maximum(longest, gl.max(tiles, 0))
+        begin = range_index * _range_length(total, longest, num_reqs, num_ranges, LEAST)
+        seen = 0
+        for base in range(0, num_reqs, LANES):
+            lanes = base + gl.arange(0, LANES, layout)
+            tiles = num_key_tiles(
+                query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux,
+                BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            tiles += gl.where(tiles > 0, gap, 0)
+            ends = seen + gl.associative_scan(tiles, 0, _add)
+            past = (ends <= begin) & (lanes < num_reqs)
+            request += gl.sum(past.to(gl.int32), 0)
+            before = gl.maximum(before, gl.max(gl.where(past, ends, 0), 0))
+            seen += gl.sum(tiles, 0)
+    per_range = _range_length(total, longest, num_reqs, num_ranges, LEAST)
+    begin = range_index * per_range
+    return begin, gl.minimum(begin + per_range, total), per_range, request, before
+
+
+@gluon.jit
+def even_begin(index, total, num_ranges, num_reqs):
+    """Return where a range of a line of `total` positions begins; `total` for `num_ranges`.
+
+    Ranges differ by at most one position, and with fewer positions than ranges the first ones have
+    one each. The positions of one request are divided as in `tile_range`, which takes less time:
+    no key is loaded before this number is known. Products fit in 32 bits up to 16 million
+    positions in 264 ranges.
+    """
+    if num_reqs == 1:
+        begin = index * ((total + num_ranges - 1) // num_ranges)
+    else:
+        product = index.to(gl.uint32) * total.to(gl.uint32)
+        begin = (product // num_ranges.to(gl.uint32)).to(gl.int32)
+        begin = gl.where(total < num_ranges, index, begin)
+    return gl.minimum(begin, total)
+
+
+@gluon.jit
+def even_index(position, total, num_ranges, num_reqs):
+    """Return the range that holds a position: the inverse of `even_begin`."""
+    if num_reqs == 1:
+        index = position // ((total + num_ranges - 1) // num_ranges)
+    else:
+        product = (position + 1).to(gl.uint32) * num_ranges.to(gl.uint32)
+        index = ((product - 1) // total.to(gl.uint32)).to(gl.int32)
+        index = gl.where(total < num_ranges, position, index)
+    return index
+
+
+@gluon.jit
+def even_range(
+    query_start_loc, seq_lens, left, right, chunk, num_reqs, range_index, num_ranges, aux, gap,
+    BOUNDS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Return (begin, end, positions of the line, first request, positions before that request) of
+    a range; `gap` as in `tile_range`."""
+    WARPS: gl.constexpr = gl.num_warps()
+    LANES: gl.constexpr = max(128, 32 * WARPS)
+    layout: gl.constexpr = gl.BlockedLayout([LANES // (32 * WARPS)], [32], [WARPS], [0])
+    total = 0
+    request = 0
+    before = 0
+    if num_reqs == 1:
+        total = num_key_tiles(
+            query_start_loc, seq_lens, 0, True, left, right, chunk, aux, BOUNDS, BLOCK_N, CAUSAL,
+            HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+    elif num_reqs <= LANES:
+        lanes = gl.arange(0, LANES, layout)
+        tiles = num_key_tiles(
+            query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux, BOUNDS,
+            BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+        tiles += gl.where(tiles > 0, gap, 0)
+        ends = gl.associative_scan(tiles, 0, _add)
+        total = gl.max(ends, 0)
+        begin = even_begin(range_index, total, num_ranges, num_reqs)
+        past = (ends <= begin) & (lanes < num_reqs)
+        request = gl.sum(past.to(gl.int32), 0)
+        before = gl.max(gl.where(past, ends, 0), 0)
+    else:
+        for base in range(0, num_reqs, LANES):
+            lanes = base + gl.arange(0, LANES, layout)
+            tiles = num_key_tiles(
+                query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux,
+                BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            tiles += gl.where(tiles > 0, gap, 0)
+            total += gl.sum(tiles, 0)
+        begin = even_begin(range_index, total, num_ranges, num_reqs)
+        seen = 0
+        for base in range(0, num_reqs, LANES):
+            lanes = base + gl.arange(0, LANES, layout)
+            tiles = num_key_tiles(
+                query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux,
+                BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            tiles += gl.where(tiles > 0, gap, 0)
+            ends = seen + gl.associative_scan(tiles, 0, _add)
+            past = (ends <= begin) & (lanes < num_reqs)
+            request += gl.sum(past.to(gl.int32), 0)
+            before = gl.maximum(before, gl.max(gl.where(past, ends, 0), 0))
+            seen += gl.sum(tiles, 0)
+    begin = even_begin(range_index, total, num_ranges, num_reqs)
+    end = even_begin(range_index + 1, total, num_ranges, num_reqs)
+    return begin, end, total, request, before
