@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import re
 import subprocess
@@ -61,7 +62,8 @@ def all_cases() -> dict[str, Callable[[], Any]]:
     from tests.ops.triton.hopper import cross_compile as hopper
 
     cases: dict[str, Callable[[], Any]] = {}
-    for name in [*hopper.CASES, *hopper.entry_cases()]:
+    tables = hopper.LATENT_CASES, hopper.SELECTED_CASES, hopper.INVARIANT_CASES, hopper.SHARED_CASES
+    for name in [*hopper.CASES, *itertools.chain(*tables), *hopper.entry_cases()]:
         cases[f"hopper/{name}"] = lambda name=name: hopper.compile_case(name)
     names = list(plain.CASES)
     for name, entry in plain.entry_cases().items():

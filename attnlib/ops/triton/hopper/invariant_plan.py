@@ -15,6 +15,7 @@ from torch import Tensor
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile, padded_width
+from attnlib.ops.triton.heuristics.invariant_tiles import segment_keys
 from attnlib.ops.triton.heuristics.tiles import next_power_of_2
 from attnlib.ops.triton.hopper.decode_plan import HopperDecode, unbounded, workers_per_head
 from attnlib.ops.triton.hopper.descriptors import CacheView
@@ -23,11 +24,7 @@ from attnlib.ops.triton.hopper.kernels.invariant_decode import (
     invariant_split_kernel,
 )
 from attnlib.ops.triton.hopper.kernels.invariant_window import invariant_window_kernel
-from attnlib.ops.triton.hopper.kernels.segments import (
-    FEW_POSITIONS,
-    MOST_QUERY_ROWS,
-    SEGMENTS,
-)
+from attnlib.ops.triton.hopper.kernels.segments import MOST_QUERY_ROWS, SEGMENTS
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper_prefill
 from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.bound import BoundLaunch
@@ -60,10 +57,15 @@ def _workers(num_kv_heads: int, max_ctas: int) -> int:
     return workers_per_head(max_ctas, num_kv_heads, 1) * num_kv_heads
 
 
-def _slots(num_segments: int) -> int:
+def _slots(num_segments: int, limits: DeviceLimits) -> int:
     """Upper bound of the segments of a row, given that of segments of `segment_keys`: the first
     queries of a request have shorter ones."""
-    return max(num_segments, (FEW_POSITIONS + MOST_QUERY_ROWS) // SEGMENTS[0][1] + 1)
+    shorter = [
+        (position + MOST_QUERY_ROWS) // keys + 1
+        for position, keys in SEGMENTS
+        if keys < segment_keys(limits)
+    ]
+    return max([num_segments, *shorter])
 
 
 def _split_tile(num_rows: int, group: int, head_size_v: int, slots: int) -> dict[str, int]:
@@ -96,7 +98,7 @@ def hopper_invariant_bytes(
         limits: the chip.
     """
     rows = num_heads // num_kv_heads * max_query_len
-    partials = _workers(num_kv_heads, limits.num_sms) * (_slots(num_segments) + 1) * rows
+    partials = _workers(num_kv_heads, limits.num_sms) * (_slots(num_segments, limits) + 1) * rows
     return 4 * (partials * (head_size_v + 2) + 8 * num_tokens * num_kv_heads)
 
 
@@ -159,7 +161,7 @@ def prepare_hopper_invariant_decode(
     columns = max(8, 1 << (rows - 1).bit_length())
     workers = _workers(num_kv_heads, max_ctas or limits.num_sms)
     num_reqs = batch.seq_lens.shape[0]
-    slots = _slots(num_segments)
+    slots = _slots(num_segments, limits)
     partials = workers * (slots + 1) * rows
     chunk, cap = params.attention_chunk_size, params.logits_soft_cap
     block_n = _block_n((head_size, head_size_v), params)

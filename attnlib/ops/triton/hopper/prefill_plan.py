@@ -377,6 +377,7 @@ def prepare_hopper_prefill(
         kernel, constants = _range(constants)
     else:
         constants["VALUE_PARTS"] = value_parts = _value_parts(constants)
+        constants["LEADS"] = tile.leads
     query_view = None
     if load_query:
         shape, strides = tuple(query.shape), tuple(query.stride())

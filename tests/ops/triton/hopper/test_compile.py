@@ -242,7 +242,7 @@ def test_products_with_values_have_the_columns_of_the_head(
     assert stored == read, result
 
 
-@pytest.mark.parametrize("case", ["80", "96-lse"])
+@pytest.mark.parametrize("case", ["80", "96-lse", "128-leads"])
 def test_the_softmax_overlaps_with_the_product_with_the_values(
     case: str, compiled: Compiled
 ) -> None:

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import pytest
 
-from attnlib.ops.triton.hopper.kernels.segments import MOST_QUERY_ROWS, QUERY_ROWS, _segment
+from attnlib.ops.triton.hopper.kernels.segments import MOST_QUERY_ROWS, QUERY_ROWS, _segments
+from attnlib.ops.triton.hopper.support import decode_rows
 
 
 @pytest.mark.parametrize("width_v", [64, 128, 256])
 @pytest.mark.parametrize("block_n", [64, 128])
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 8, 16, 64])
-def test_segments_of_later_queries_end_where_those_of_earlier_ones_do(
+def test_ends_of_the_longest_segments_of_a_decode_are_ends_of_all(
     width_v: int, block_n: int, group: int
 ) -> None:
-    """M15: a decode is cut at the ends of its last query's segments, which are ends of all."""
-    first, second, last = (_segment(number, width_v, group, block_n) for number in range(3))
-    tiles = [first[1], second[1], last[1]]
+    """M15: a decode, whose queries have segments of at most two lengths, is cut there."""
+    *entries, (_, last_tiles) = _segments(width_v, group, block_n)
+    tiles = [*(count for _, count in entries), last_tiles]
     assert all(count > 0 and count & (count - 1) == 0 for count in tiles), tiles
-    assert tiles == sorted(tiles), tiles
-    assert 0 <= first[0] <= second[0]
+    positions = [position for position, _ in entries]
+    for position, following in zip(positions, positions[1:], strict=False):
+        assert following - position >= decode_rows(width_v) // group
     # All queries of a query tile of the prefill have segments of one length.
     rows = MOST_QUERY_ROWS if width_v <= 64 and 64 % group == 0 else QUERY_ROWS
-    assert first[0] % (rows // group) == 0 and second[0] % (rows // group) == 0
+    assert all(position % (rows // group) == 0 for position in positions)
 
 
 def test_values_of_64_elements_have_segments_of_as_many_bytes() -> None:
     """Beyond the first queries, whose short segments divide decodes of few keys."""
-    for number in (1, 2):
-        position, tiles = _segment(number, 128, 4, 128)
-        slim_position, slim_tiles = _segment(number, 64, 4, 128)
+    for number in (-2, -1):
+        position, tiles = _segments(128, 4, 128)[number]
+        slim_position, slim_tiles = _segments(64, 4, 128)[number]
         assert slim_tiles == 2 * tiles
         assert abs(slim_position - position) < MOST_QUERY_ROWS

@@ -41,7 +41,7 @@ from attnlib.ops.triton.hopper.kernels.segment_columns import (
     segment_step,
     store_column_rows,
 )
-from attnlib.ops.triton.hopper.kernels.segments import segment_tiles
+from attnlib.ops.triton.hopper.kernels.segments import segment_range, segment_tiles
 from attnlib.ops.triton.hopper.kernels.softmax import LN2, LOG2E, score_factor
 from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 
@@ -49,20 +49,15 @@ __all__ = ["invariant_decode_kernel", "invariant_split_kernel"]
 
 
 @gluon.jit
-def _part(
-    position, stop, before, request_end, begin, end, seq_len, WIDTH_V: gl.constexpr,
-    BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
+def _part(position, stop, before, request_end, begin, end, tiles):
     """Return (bottom, top) of the tiles of a request that lie between two positions of the line.
 
     Args:
         position, stop: of the line, within the request.
         before, request_end: positions where the request begins and ends.
         begin, end: tiles that the request visits.
+        tiles: of the longest segments of its queries, whose ends are ends of all.
     """
-    # Later queries of a request have segments of as many tiles or more, so that their boundaries
-    # are boundaries of all.
-    tiles = segment_tiles(seq_len - 1, WIDTH_V, BLOCK_N, GROUP)
     top = gl.maximum((end - (position - before)) // tiles * tiles, begin)
     bottom = gl.maximum((end - (stop - before)) // tiles * tiles, begin)
     return gl.where(stop == request_end, begin, bottom), gl.where(position == before, end, top)
@@ -100,9 +95,8 @@ def _loader(
             table = block_table + request.to(gl.int64) * stride_table
             pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
             stop = gl.minimum(range_end, request_end)
-            bottom, top = _part(
-                position, stop, before, request_end, begin, end, seq_len, WIDTH_V, BLOCK_N,
-                GROUP)  # fmt: skip
+            _, most_tiles = segment_range(query_len, seq_len, WIDTH_V, BLOCK_N, GROUP)
+            bottom, top = _part(position, stop, before, request_end, begin, end, most_tiles)
             for back in range(0, top - bottom):
                 tile = top - 1 - back
                 load_tile(
@@ -118,8 +112,7 @@ def _loader(
 @gluon.jit
 def _write_header(
     split_headers, bottom, begin, end, before, start, token, kv_head, worker, per_range, row_tiles,
-    seq_len, first_head, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH_V: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    most_tiles, first_head, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Tell the kernel that adds partial results where they are; see there."""
     first_segment = begin // row_tiles
@@ -127,14 +120,13 @@ def _write_header(
     gl.store(header, bottom // row_tiles - first_segment, mask=first_head)
     if bottom > begin:
         line_end = before + end
-        last_tiles = segment_tiles(seq_len - 1, WIDTH_V, BLOCK_N, GROUP)
         gl.store(header + 1, first_segment, mask=first_head)
         gl.store(header + 2, token * GROUP, mask=first_head)
         gl.store(header + 3, worker + token * 0, mask=first_head)
         gl.store(header + 4, line_end + token * 0, mask=first_head)
         gl.store(header + 5, per_range + token * 0, mask=first_head)
         gl.store(header + 6, row_tiles, mask=first_head)
-        gl.store(header + 7, last_tiles + token * 0, mask=first_head)
+        gl.store(header + 7, most_tiles + token * 0, mask=first_head)
 
 
 @gluon.jit
@@ -186,9 +178,8 @@ def _consumer(
             begin, left_end, right_begin, end = visited_tiles(
                 0, query_len, seq_len, left, right, chunk, request, None, None, TILE_TOKENS,
                 BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-            bottom, top = _part(
-                position, stop, before, request_end, begin, end, seq_len, WIDTH_V, BLOCK_N,
-                GROUP)  # fmt: skip
+            least_tiles, most_tiles = segment_range(query_len, seq_len, WIDTH_V, BLOCK_N, GROUP)
+            bottom, top = _part(position, stop, before, request_end, begin, end, most_tiles)
 
             q = load_query_rows(
                 query, start, query_len, kv_head, stride_qt, stride_qh, GROUP, TILE_TOKENS, D,
@@ -211,7 +202,6 @@ def _consumer(
             total_max = gl.full([ROWS], float("-inf"), gl.float32, COLUMN)
             total_sum = gl.full([ROWS], 0.0, gl.float32, COLUMN)
             total = gl.zeros([WIDTH_V, ROWS], gl.float32, LAYOUT)
-            least_tiles = segment_tiles(seq_len - query_len, WIDTH_V, BLOCK_N, GROUP)
             row_tiles = segment_tiles(token + (seq_len - query_len), WIDTH_V, BLOCK_N, GROUP)
             if top > bottom:
                 # Prologue: the last tile has no values of an earlier tile to multiply by.
@@ -254,8 +244,8 @@ def _consumer(
             if not continued:
                 _write_header(
                     split_headers, bottom, begin, end, before, start, token, kv_head, worker,
-                    per_range, row_tiles, seq_len, valid & (row % GROUP == 0), NUM_KV_HEADS, GROUP,
-                    WIDTH_V, BLOCK_N)  # fmt: skip
+                    per_range, row_tiles, most_tiles, valid & (row % GROUP == 0), NUM_KV_HEADS,
+                    GROUP)  # fmt: skip
                 if bottom > begin:
                     index = (first_partial + slots) * rows + row
                     store_in_l2(
@@ -388,7 +378,7 @@ def invariant_split_kernel(
     `split_headers` has for each token and KV head: the segments to be added, 0 if the output is
     written; the number of the first visited segment; the token's first row; the CTA that began the
     request; the position of the line that tile 0 has; the positions of a range; the tiles of a
-    segment, and of one of the last query of the request.
+    segment, and of the longest ones of the request.
 
     Each of the first STEP lanes has one segment of a round and computes its address and factors,
     which depend on the maxima only. Then all lanes add the values of one segment after the other.
@@ -412,7 +402,7 @@ def invariant_split_kernel(
     line_end = gl.load(header + 4)
     per_range = gl.load(header + 5)
     tiles = gl.load(header + 6)
-    last_tiles = gl.load(header + 7)
+    most_tiles = gl.load(header + 7)
     if token >= num_rows:
         for head in range(first_head, first_head + HEADS):
             offset = token.to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
@@ -442,11 +432,11 @@ def invariant_split_kernel(
             # The segment of a lane and the one that is added before it.
             slot = rest - 1 - base - lane
             live = slot >= 0
-            # The range that has the segment's end, moved to the end of one of the last query.
-            end = ((first_segment + slot + 1) * tiles + last_tiles - 1) & -last_tiles
+            # The range that has the segment's end, moved to the end of a longest one.
+            end = ((first_segment + slot + 1) * tiles + most_tiles - 1) & -most_tiles
             section = _divide(line_end - end, per_range, reciprocal)
             index = ((section * NUM_KV_HEADS + kv_head) * (slots + 1) + slot) * rows + row
-            end = ((first_segment + slot + 2) * tiles + last_tiles - 1) & -last_tiles
+            end = ((first_segment + slot + 2) * tiles + most_tiles - 1) & -most_tiles
             section = _divide(line_end - end, per_range, reciprocal)
             before = ((section * NUM_KV_HEADS + kv_head) * (slots + 1) + slot + 1) * rows + row
             # Segments past the last one have no key and leave the sums unchanged.

@@ -40,11 +40,41 @@ from attnlib.ops.triton.hopper.kernels.schedule import visible_span, visited_til
 from attnlib.ops.triton.hopper.kernels.softmax import LN2, add_sink, score_factor
 
 __all__ = [
-    "PAIR", "hopper_latent_decode_kernel", "load_part", "store_queries", "tile_blocks",
+    "PAIR", "finish_rows", "hopper_latent_decode_kernel", "load_part", "store_queries",
+    "tile_blocks",
 ]  # fmt: skip
 
 PAIR: gl.constexpr = gl.constexpr(128)
 """Latents of a pair of tiles, the unit of the work distribution."""
+
+
+@gluon.jit
+def finish_rows(
+    row_max, row_sum, row, start, token, head, valid, num_splits, partial_index, rows, sinks, lse,
+    stride_lt, partial_lses, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, STORE: gl.constexpr,
+):  # fmt: skip
+    """Return the factors of a split's accumulators. STORE: write its LSEs, too, to `lse` if it is
+    the only split of its request, else base-2 LSEs to partial result `partial_index`."""
+    finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
+    factor = gl.full([row_max.shape[0]], 1.0, gl.float32, row_max.type.layout)
+    if HAS_SINK:
+        if num_splits == 1:
+            # Otherwise the sink counts when the splits are combined (M4).
+            finite_max, factor, row_sum = add_sink(
+                row_max, row_sum, gl.load(sinks + head, mask=valid, other=0.0)
+            )
+    empty = row_sum == 0.0
+    safe_sum = gl.where(empty, 1.0, row_sum)
+    if STORE:
+        base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
+        if num_splits == 1:
+            if HAS_LSE:
+                gl.store(
+                    lse + (start + token).to(gl.int64) * stride_lt + head, base2 * LN2, mask=valid
+                )
+        else:
+            gl.store(partial_lses + partial_index * rows + row, base2, mask=valid)
+    return factor / safe_sum
 
 
 @gluon.jit
@@ -313,28 +343,11 @@ def _consumer(
                         header,
                         mask=valid & (row % GROUP == 0),
                     )
-            finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
-            acc_scale = gl.full([ROWS], 1.0, gl.float32, ROW)
-            if HAS_SINK:
-                if num_splits == 1:
-                    # Otherwise the sink counts when the splits are combined (M4).
-                    finite_max, acc_scale, final_sum = add_sink(
-                        row_max, final_sum, gl.load(sinks + head, mask=valid, other=0.0)
-                    )
-            empty = final_sum == 0.0
-            safe_sum = gl.where(empty, 1.0, final_sum)
-            if CONSUMER == 0:
-                base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
-                if num_splits == 1:
-                    if HAS_LSE:
-                        gl.store(
-                            lse + (start + token).to(gl.int64) * stride_lt + head,
-                            base2 * LN2,
-                            mask=valid,
-                        )
-                else:
-                    gl.store(partial_lses + partial_index * rows + row, base2, mask=valid)
-            out_factor = gl.convert_layout(acc_scale / safe_sum, OUT_ROW)
+            out_factor = finish_rows(
+                row_max, final_sum, row, start, token, head, valid, num_splits, partial_index,
+                rows, sinks, lse, stride_lt, partial_lses, HAS_SINK, HAS_LSE,
+                CONSUMER == 0)  # fmt: skip
+            out_factor = gl.convert_layout(out_factor, OUT_ROW)
             out_row = gl.arange(0, ROWS, OUT_ROW)
             out_token = out_row // GROUP
             out_valid = (out_row < TILE_TOKENS * GROUP) & (out_token < query_len)

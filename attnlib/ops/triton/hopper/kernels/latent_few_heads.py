@@ -39,18 +39,14 @@ from attnlib.ops.triton.hopper.kernels.latent_columns import (
     multiply_values,
 )
 from attnlib.ops.triton.hopper.kernels.latent_decode import (
+    finish_rows,
     load_part,
     store_queries,
     tile_blocks,
 )
 from attnlib.ops.triton.hopper.kernels.ranges import num_key_tiles, tile_range
 from attnlib.ops.triton.hopper.kernels.schedule import visible_span, visited_tiles
-from attnlib.ops.triton.hopper.kernels.softmax import (
-    LN2,
-    add_sink,
-    score_factor,
-    transform_scores,
-)
+from attnlib.ops.triton.hopper.kernels.softmax import score_factor, transform_scores
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
 __all__ = ["hopper_latent_few_heads_kernel"]
@@ -272,27 +268,9 @@ def _consumer(
                 # there are and where the first partial result is.
                 header = (partial_index << 15) | (token * GROUP << 9) | num_splits
                 gl.store(split_headers + start + token, header, mask=valid & (head == 0))
-            finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
-            out_scale = gl.full([ROWS], 1.0, gl.float32, ROW)
-            if HAS_SINK:
-                if num_splits == 1:
-                    # Otherwise the sink counts when the splits are combined (M4).
-                    finite_max, out_scale, row_sum = add_sink(
-                        row_max, row_sum, gl.load(sinks + head, mask=valid, other=0.0)
-                    )
-            no_keys = row_sum == 0.0
-            safe_sum = gl.where(no_keys, 1.0, row_sum)
-            base2 = gl.where(no_keys, float("-inf"), finite_max + gl.log2(safe_sum))
-            if num_splits == 1:
-                if HAS_LSE:
-                    gl.store(
-                        lse + (start + token).to(gl.int64) * stride_lt + head,
-                        base2 * LN2,
-                        mask=valid,
-                    )
-            else:
-                gl.store(partial_lses + partial_index * rows + row, base2, mask=valid)
-            normalizer = (out_scale / safe_sum)[None, :]
+            normalizer = finish_rows(
+                row_max, row_sum, row, start, token, head, valid, num_splits, partial_index, rows,
+                sinks, lse, stride_lt, partial_lses, HAS_SINK, HAS_LSE, True)[None, :]  # fmt: skip
             offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
             partial_offsets = (partial_index * rows + row).to(gl.int64) * DV
             for quarter in gl.static_range(QUARTERS):

@@ -26,6 +26,7 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
     online_softmax,
     online_softmax_by_row,
     rescale,
+    softmax_by_sign,
     softmax_with_slope,
     transform_scores,
 )
@@ -143,13 +144,15 @@ def weigh_tile(
     positions, heads, request, aux, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr,
     KEY_SLOPE: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
     KV_KIND: gl.constexpr, FIRST: gl.constexpr, THRESHOLD: gl.constexpr,
+    LEADS: gl.constexpr = False,
 ):  # fmt: skip
     """Turn raw products with the keys of `tile` into weights.
 
     With KEY_SLOPE, products contain the slope of the score function times the column.
 
     Over a float8 cache, `k_factor` [M] scales the products of each row, and the weights and
-    `row_sum` are relative to 2 ** (row_max - WEIGHT_EXPONENT).
+    `row_sum` are relative to 2 ** (row_max - WEIGHT_EXPONENT). With LEADS, `row_max` and the
+    returned factor of a tile that is not MASKED are those of `softmax_by_sign`.
 
     Returns:
         (weights [M, N], factor [M] of what was accumulated before, row_max, row_sum).
@@ -191,8 +194,14 @@ def weigh_tile(
             )
         elif SCORE is not None and not RAW_SCORE:
             return online_softmax(scores, LOG2E, row_max, row_sum, CAN_HIDE, False)
+        elif LEADS and not CAN_HIDE:
+            return softmax_by_sign(
+                scores, 1.0 if HAS_CAP else factor, row_max, row_sum, THRESHOLD
+            )  # fmt: skip
         else:
-            return online_softmax(scores, factor, row_max, row_sum, CAN_HIDE, HAS_CAP, THRESHOLD)
+            return online_softmax(
+                scores, factor, row_max, row_sum, CAN_HIDE, HAS_CAP, THRESHOLD, LEADS
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -258,6 +267,7 @@ def overlapped_step(
     P_LAYOUT: gl.constexpr, KV_KIND: gl.constexpr, ELEMENTS: gl.constexpr, COPIED: gl.constexpr,
     PART: gl.constexpr, KEY_PARTS: gl.constexpr, THRESHOLD: gl.constexpr,
     V_COLUMNS: gl.constexpr = 0, V_OFFSET: gl.constexpr = 0, SUMS: gl.constexpr = False,
+    LEADS: gl.constexpr = False,
 ):  # fmt: skip
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
 
@@ -274,8 +284,9 @@ def overlapped_step(
     DTYPE: gl.constexpr = k_ring.dtype
     BLOCK_N: gl.constexpr = k_ring.shape[1]
     S_LAYOUT: gl.constexpr = row_last.type.layout.parent
-    # Three consumers overlap with each other. With two, the softmax overlaps with P @ V.
-    ORDERED: gl.constexpr = V_COLUMNS > 0 and THRESHOLD == 0 and HAS_CAP != BOUNDED
+    # Three consumers overlap with each other. With two, the softmax overlaps with P @ V, where it
+    # is short enough for that.
+    ORDERED: gl.constexpr = LEADS or (V_COLUMNS > 0 and THRESHOLD == 0 and HAS_CAP != BOUNDED)
     stage = step % STAGES
     parity = (step // STAGES) & 1
     v_stage = (step - 1) % STAGES
@@ -310,7 +321,7 @@ def overlapped_step(
     probs, acc_scale, row_max, new_sum = weigh_tile(
         scores, tile, row_first, row_last, row_max, row_sum, factor, k_factor, soft_cap, scale,
         positions, heads, request, aux, SCORE, RAW_SCORE, KEY_SLOPE, MASKED, CHECK_FIRST, HAS_CAP,
-        KV_KIND, False, THRESHOLD)  # fmt: skip
+        KV_KIND, False, THRESHOLD, LEADS)  # fmt: skip
     if not SUMS:
         row_sum = new_sum
     if ORDERED:
@@ -321,9 +332,15 @@ def overlapped_step(
         # An arrival synchronizes the warps, which would delay the softmax.
         mbarrier.arrive(k_empty.index(stage), count=1)
     mbarrier.arrive(v_empty.index(v_stage), count=1)
+    PACKED_EARLY: gl.constexpr = LEADS or (V_COLUMNS > 0 and THRESHOLD > 0)
+    if PACKED_EARLY:
+        # Before the branch of `rescale`, ptxas packs weights between the exponentials.
+        packed = pack_weights(probs, DTYPE)
     if HAS_CAP != BOUNDED:
         if THRESHOLD > 0:
             acc = rescale(acc, acc_scale)
         else:
             acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, pack_weights(probs, DTYPE), row_max, row_sum
+    if not PACKED_EARLY:
+        packed = pack_weights(probs, DTYPE)
+    return acc, packed, row_max, row_sum

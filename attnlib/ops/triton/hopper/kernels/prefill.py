@@ -80,7 +80,9 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
     LN2,
     LOG2E,
     column_numbers,
+    lane_references,
     lane_sums,
+    row_references,
     score_factor,
     slope_operand,
 )
@@ -127,9 +129,10 @@ _GATHER_THREADS = gl.constexpr(GATHER_THREADS)
 
 _RESCALE_THRESHOLD = gl.constexpr(8)
 """THRESHOLD of `softmax.online_softmax` with three consumers: 1128 instead of 1152 us on an H200
-(8k tokens, head size 64), and 1113 instead of 1125 with sums by thread. Two consumers follow the
-maximum of every tile: with the branch of `softmax.rescale`, head size 128 took 953 instead of 925
-us, and 96 took 864 instead of 837 us."""
+(8k tokens, head size 64), and 1113 instead of 1125 with sums by thread. Two consumers have it with
+`softmax_by_sign` (`HopperTile.leads`); otherwise they follow the maximum of every tile: with the
+branch of `softmax.rescale`, head size 128 took 953 instead of 925 us, and 96 took 864 instead of
+837 us."""
 
 
 @gluon.jit
@@ -476,6 +479,7 @@ def _consumer(
     HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr, K_SCALE_KIND: gl.constexpr,
     V_SCALE_KIND: gl.constexpr, QUERY_REGISTERS: gl.constexpr, COPIED: gl.constexpr,
     SPLIT_V: gl.constexpr, KEY_PARTS: gl.constexpr, SKIP_BELOW: gl.constexpr,
+    BY_SIGN: gl.constexpr,
 ):  # fmt: skip
     """Compute the 64 rows of consumer warpgroup WARPGROUP of each published work item."""
     WIDTH: gl.constexpr = q_tiles.shape[2]
@@ -510,7 +514,15 @@ def _consumer(
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK or EXACT
     # `bounded_softmax` has no running maximum, and its sums are those of rows.
     RARELY: gl.constexpr = CONSUMERS == 3 and SKIP_BELOW is None and HAS_CAP != BOUNDED
-    THRESHOLD: gl.constexpr = _RESCALE_THRESHOLD if RARELY else 0
+    # The loop over unmasked tiles of head sizes 128 and 256 looks at signs (`softmax_by_sign`).
+    # Weights of float16 would be subnormal.
+    WIDE: gl.constexpr = (WIDTH == 128 and BLOCK_N == 128) or WIDTH == 256
+    PLAIN: gl.constexpr = KV_KIND == KV_PLAIN and SCORE is None and RANGES == 0
+    LEADS: gl.constexpr = (
+        BY_SIGN and CONSUMERS == 2 and WIDE and WIDTH_V == WIDTH and VALUE_PARTS == 0 and PLAIN
+        and DTYPE == gl.bfloat16 and HAS_CAP != BOUNDED and SKIP_BELOW is None
+    )  # fmt: skip
+    THRESHOLD: gl.constexpr = _RESCALE_THRESHOLD if RARELY or LEADS else 0
     # The sum of weights begins with that of the sink (M4). In the epilogue it takes registers that
     # three consumers do not have, and ptxas schedules their main loop worse.
     EARLY_SINK: gl.constexpr = HAS_SINK and SUMS and THRESHOLD > 0
@@ -666,7 +678,7 @@ def _consumer(
                 probs, sink_weight, row_max, row_sum = weigh_tile(
                     scores, last_tile, row_first, row_last, row_max, row_sum, factor, k_factor,
                     soft_cap, scale, positions, head, request, aux, SCORE, RAW_SCORE, KEY_SLOPE,
-                    True, CHECK_LEFT, HAS_CAP, KV_KIND, True, THRESHOLD)  # fmt: skip
+                    True, CHECK_LEFT, HAS_CAP, KV_KIND, True, THRESHOLD, LEADS)  # fmt: skip
                 weights = pack_weights(probs, COMPUTE)
                 if EARLY_SINK:
                     columns = gl.arange(0, PART_KEYS, gl.SliceLayout(0, S_LAYOUT))
@@ -747,8 +759,11 @@ def _consumer(
                             k_factor, soft_cap, scale, positions, head, request, aux, slopes,
                             column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT,
                             HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                            KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET, SUMS)  # fmt: skip
+                            KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET, SUMS, LEADS)  # fmt: skip
                         step += 1
+                    if LEADS:
+                        LANES: gl.constexpr = row_sum.type.layout
+                        row_max = lane_references(row_max, LANES)
                     for back in range(0, full_end - full_begin):
                         acc, weights, row_max, row_sum = overlapped_step(
                             q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
@@ -756,8 +771,10 @@ def _consumer(
                             row_last, factor, k_factor, soft_cap, scale, positions, head, request,
                             aux, slopes, column_tile, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES,
                             False, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                            KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET, SUMS)  # fmt: skip
+                            KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET, SUMS, LEADS)  # fmt: skip
                         step += 1
+                    if LEADS:
+                        row_max = row_references(row_max, ROW)
                     if CHECK_LEFT or RANGES > 0:
                         for back in range(0, full_begin - begin):
                             acc, weights, row_max, row_sum = overlapped_step(
@@ -767,7 +784,7 @@ def _consumer(
                                 request, aux, slopes, column_tile, SCORE, RAW_SCORE, KEY_SLOPE,
                                 STAGES, True, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS,
                                 COPIED, PART, KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET,
-                                SUMS)  # fmt: skip
+                                SUMS, LEADS)  # fmt: skip
                             step += 1
 
                     if OWN_QUERIES:
@@ -868,7 +885,7 @@ def hopper_prefill_kernel(
     CONVERTER_WARPS: gl.constexpr, CONVERTER_REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
     STRIDES: gl.constexpr,
     SPLIT_V: gl.constexpr, KEY_PARTS: gl.constexpr, SKIP_BELOW: gl.constexpr,
-    VALUE_PARTS: gl.constexpr,
+    VALUE_PARTS: gl.constexpr, LEADS: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 warps per consumer and 1 + 1 loader warps.
 
@@ -898,6 +915,7 @@ def hopper_prefill_kernel(
         SPLIT_V: the consumers share 64 query rows, and each has a part of the value elements.
         VALUE_PARTS: parts of 32 elements of the values of up to 127 elements (`value_columns`), or
             0; only with tiles of 128 keys, a 16-bit cache, and neither SKIP_BELOW nor STRIDES.
+        LEADS: unmasked tiles use `softmax_by_sign` where it applies (`HopperTile.leads`).
     """
     aux = (
         aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,
@@ -978,7 +996,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS, SKIP_BELOW)),
+                    KEY_PARTS, SKIP_BELOW, LEADS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -988,7 +1006,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS, SKIP_BELOW)),
+                    KEY_PARTS, SKIP_BELOW, LEADS)),
                 (converter, (
                     left, right, chunk, num_reqs, mailbox, k_bytes, v_bytes, k_ring, v_ring,
                     mail_full, mail_empty, kb_full, kb_empty, vb_full, vb_empty, k_full, k_empty,
@@ -1023,7 +1041,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS, SKIP_BELOW)),
+                    KEY_PARTS, SKIP_BELOW, LEADS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -1033,7 +1051,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS, SKIP_BELOW)),
+                    KEY_PARTS, SKIP_BELOW, LEADS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -1043,7 +1061,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS, SKIP_BELOW)),
+                    KEY_PARTS, SKIP_BELOW, LEADS)),
                 (key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
@@ -1073,7 +1091,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS, SKIP_BELOW)),
+                    KEY_PARTS, SKIP_BELOW, LEADS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -1083,7 +1101,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS, SKIP_BELOW)),
+                    KEY_PARTS, SKIP_BELOW, LEADS)),
                 (key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
@@ -1108,7 +1126,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS, SKIP_BELOW)),
+                    KEY_PARTS, SKIP_BELOW, LEADS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -1118,7 +1136,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS, SKIP_BELOW)),
+                    KEY_PARTS, SKIP_BELOW, LEADS)),
                 (key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,

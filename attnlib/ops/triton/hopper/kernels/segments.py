@@ -20,8 +20,8 @@ from attnlib.ops.triton.hopper.kernels.compat import exp2
 from attnlib.ops.triton.hopper.kernels.softmax import LOG2E
 
 __all__ = [
-    "FEW_POSITIONS", "MOST_QUERY_ROWS", "SEGMENTS", "add_column_sums", "add_row_sums", "cap_scores",
-    "column_sums", "fold_sums", "row_sums", "segment_tiles", "softmax_factor", "sum_columns",
+    "MOST_QUERY_ROWS", "SEGMENTS", "add_column_sums", "add_row_sums", "cap_scores", "column_sums",
+    "fold_sums", "row_sums", "segment_range", "segment_tiles", "softmax_factor", "sum_columns",
     "sum_rows",
 ]  # fmt: skip
 
@@ -30,22 +30,22 @@ QUERY_ROWS = 128
 """Rows of a query tile of the prefill; 192 with narrow heads in groups that fill tiles."""
 MOST_QUERY_ROWS = 384
 """A multiple of both."""
-FEW_POSITIONS = 1024
-SEGMENTS = ((FEW_POSITIONS, 128), (8192, 512), (0, 1024))
+SEGMENTS = ((768, 256), (1024, 128), (8192, 512), (0, 1024))
 """(positions before which queries have these segments, their keys), for values of up to 128
-elements."""
-SLIM_SEGMENTS = ((FEW_POSITIONS, 128), (8192, 1024), (0, 2048))
+elements. The first entry saves additions of short prefills; the second gives decodes of 1024 keys
+eight CTAs per head."""
+SLIM_SEGMENTS = ((1024, 128), (8192, 1024), (0, 2048))
 """The same for values of up to 64 elements: as many bytes of keys and values."""
-WIDE_SEGMENTS = ((FEW_POSITIONS, 256), (4096, 2048), (0, 4096))
+WIDE_SEGMENTS = ((1024, 256), (4096, 2048), (0, 4096))
 """The same for more than 128 elements, whose sums do not fit in shared memory."""
-NARROW_SEGMENTS = ((0, 4096), (0, 4096), (0, 4096))
+NARROW_SEGMENTS = ((0, 4096),)
 """The same for tiles of 64 keys and values of up to 128 elements: queries of such layers see few
 keys, which need not be divided."""
 
 
 @gluon.constexpr_function
-def _segment(number, width_v, group, block_n):
-    """Return (the first position of the next entry, tiles of a segment) of an entry of SEGMENTS.
+def _segments(width_v, group, block_n):
+    """Return (the first position of the next entry, tiles of a segment) of each entry of the table.
 
     Positions are rounded up to query tiles of the prefill.
     """
@@ -54,10 +54,9 @@ def _segment(number, width_v, group, block_n):
         segments = WIDE_SEGMENTS
     elif block_n != 128:
         segments = NARROW_SEGMENTS
-    position, keys = segments[number]
     rows = MOST_QUERY_ROWS if width_v <= 64 and 64 % group == 0 else QUERY_ROWS
     tokens = rows // group
-    return -(-position // tokens) * tokens, keys // block_n
+    return tuple((-(-position // tokens) * tokens, keys // block_n) for position, keys in segments)
 
 
 @gluon.jit
@@ -69,11 +68,25 @@ def segment_tiles(
     All queries of a query tile of the prefill have the same number. Short segments let a decode of
     few keys use many multiprocessors; long ones cost prefills less.
     """
-    FEW: gl.constexpr = _segment(0, WIDTH_V, GROUP, BLOCK_N)
-    SOME: gl.constexpr = _segment(1, WIDTH_V, GROUP, BLOCK_N)
-    MANY: gl.constexpr = _segment(2, WIDTH_V, GROUP, BLOCK_N)
-    few = gl.where(position < FEW[0], FEW[1], SOME[1])
-    return gl.where(position < SOME[0], few, MANY[1])
+    ENTRIES: gl.constexpr = _segments(WIDTH_V, GROUP, BLOCK_N)
+    tiles = position * 0 + ENTRIES[0][1]
+    for number in gl.static_range(1, len(ENTRIES)):
+        tiles = gl.where(position < ENTRIES[number - 1][0], tiles, ENTRIES[number][1])
+    return tiles
+
+
+@gluon.jit
+def segment_range(
+    query_len, seq_len, WIDTH_V: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """Return the least and the most tiles of a segment of the queries of a decode.
+
+    Ends of the longest segments are ends of all, because lengths are powers of 2. A decode has too
+    few queries to have segments of three lengths.
+    """
+    first = segment_tiles(seq_len - query_len, WIDTH_V, BLOCK_N, GROUP)
+    last = segment_tiles(seq_len - 1, WIDTH_V, BLOCK_N, GROUP)
+    return gl.minimum(first, last), gl.maximum(first, last)
 
 
 @gluon.jit

@@ -14,9 +14,9 @@ from attnlib.ops.triton.hopper.kernels.compat import exp2
 
 __all__ = [
     "LN2", "LOG2E", "MOST_EXPONENT", "add_sink", "apply_function", "bounded_softmax",
-    "column_numbers", "lane_sums", "mask_scores", "online_softmax",
-    "online_softmax_by_row", "rescale", "score_factor", "slope_operand", "softmax_with_slope",
-    "transform_scores",
+    "column_numbers", "lane_references", "lane_sums", "mask_scores", "online_softmax",
+    "online_softmax_by_row", "rescale", "row_references", "score_factor", "slope_operand",
+    "softmax_by_sign", "softmax_with_slope", "transform_scores",
 ]  # fmt: skip
 
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
@@ -70,18 +70,32 @@ def apply_function(
 @gluon.jit
 def mask_scores(scores, row_first, row_last, tile_start, CHECK_FIRST: gl.constexpr):
     """Set the scores [M, N] of keys outside [row_first, row_last) to -inf."""
-    BLOCK_N: gl.constexpr = scores.shape[1]
-    keys = tile_start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores.type.layout))
-    visible = keys[None, :] < row_last[:, None]
+    # Column 8 i + 2 j + k of a result of WGMMA belongs to thread j of a row. Its limits minus 2 j
+    # are compared with 8 i + k, which are constants: one instruction per score instead of four.
+    M: gl.constexpr = scores.shape[0]
+    N: gl.constexpr = scores.shape[1]
+    LAYOUT: gl.constexpr = scores.type.layout
+    parts = gl.reshape(scores, [M, N // 8, 4, 2])
+    PARTS: gl.constexpr = parts.type.layout
+    ROWS_PARTS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, PARTS))
+    LANES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, PARTS)))
+    PAIRS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))
+    part = gl.arange(0, N // 8, gl.SliceLayout(0, ROWS_PARTS))
+    keys = 8 * part[None, :, None, None] + gl.arange(0, 2, PAIRS)[None, None, None, :]
+    start = tile_start + 2 * gl.arange(0, 4, LANES)[None, None, :, None]
+    last = gl.convert_layout(row_last, gl.SliceLayout(1, ROWS_PARTS))
+    visible = keys < last[:, None, None, None] - start
     if CHECK_FIRST:
-        visible = visible & (keys[None, :] >= row_first[:, None])
-    return gl.where(visible, scores, float("-inf"))
+        first = gl.convert_layout(row_first, gl.SliceLayout(1, ROWS_PARTS))
+        visible = visible & (keys >= first[:, None, None, None] - start)
+    parts = gl.where(visible, parts, float("-inf"))
+    return gl.convert_layout(gl.reshape(parts, [M, N]), LAYOUT)
 
 
 @gluon.jit
 def online_softmax(
     scores, factor, row_max, row_sum, MASKED: gl.constexpr, HAS_CAP: gl.constexpr,
-    THRESHOLD: gl.constexpr = 0,
+    THRESHOLD: gl.constexpr = 0, LEADS: gl.constexpr = False,
 ):  # fmt: skip
     """Add one tile of scores [M, N] to the running softmax.
 
@@ -93,6 +107,8 @@ def online_softmax(
         MASKED: rows may still have no visible key.
         THRESHOLD: `row_max` follows the largest logit once that exceeds it by more than this, so
             that sums are rarely rescaled (FlashAttention-4). Weights are at most 2 ** THRESHOLD.
+        LEADS: `row_max` is at least the largest logit, and where it changes, THRESHOLD more, as
+            `softmax_by_sign` needs it. Weights are at most 1.
 
     Returns:
         (weights [M, N], factor [M] of what was accumulated before, new row_max, new row_sum).
@@ -101,7 +117,10 @@ def online_softmax(
         weight_factor = 1.0
     else:
         weight_factor = factor
-    if THRESHOLD > 0:
+    if LEADS:
+        tile_max = gl.max(scores, 1) * weight_factor
+        new_max = gl.where(tile_max > row_max, tile_max + THRESHOLD, row_max)
+    elif THRESHOLD > 0:
         tile_max = gl.max(scores, 1) * weight_factor
         new_max = gl.where(tile_max > row_max + THRESHOLD, tile_max, row_max)
     else:
@@ -117,6 +136,146 @@ def online_softmax(
     else:
         row_sum = row_sum * acc_scale + gl.sum(weights, 1)
     return weights, acc_scale, new_max, row_sum
+
+
+@gluon.constexpr_function
+def _follow_asm(elements, lead):
+    """Return PTX that raises the references of the two rows of a thread where a logit is not
+    negative, and lowers the logits by as much.
+
+    Operands: logits, references, factors of what was accumulated; then the inputs of the first
+    two. Of references and factors, elements 0 and 2 are those of the two rows. A warp whose logits
+    are all negative executes none of it after the branch.
+    """
+    reference, factor = elements, 2 * elements
+    rows = [[i + j for i in range(0, elements, 4) for j in (first, first + 1)] for first in (0, 2)]
+    lines = [
+        ".reg .b32 signs, other_signs;",
+        ".reg .f32 most, other, change;",
+        ".reg .pred p, rises;",
+        # Two chains, so that each instruction need not wait for the one before it.
+        "and.b32 signs, $0, $1;",
+        "and.b32 other_signs, $2, $3;",
+    ]
+    for i in range(4, elements, 4):
+        lines.append(f"lop3.b32 signs, signs, ${i}, ${i + 1}, 0x80;")
+        lines.append(f"lop3.b32 other_signs, other_signs, ${i + 2}, ${i + 3}, 0x80;")
+    lines += [
+        "and.b32 signs, signs, other_signs;",
+        "setp.ge.s32 p, signs, 0;",
+        f"setp.eq.or.b32 p, ${reference}, 0x80000000, p;",
+        f"setp.eq.or.b32 p, ${reference + 2}, 0x80000000, p;",
+        "vote.sync.any.pred rises, p, 0xffffffff;",
+        f"mov.f32 ${factor}, 0f3F800000;",
+        f"mov.f32 ${factor + 2}, 0f3F800000;",
+        "@!rises bra.uni DONE;",
+    ]
+    for row, cells in zip((0, 2), rows, strict=True):
+        lines.append(f"max.f32 most, ${cells[0]}, ${cells[1]};")
+        lines += [f"max.f32 most, most, ${i};" for i in cells[2:]]
+        for lane in (1, 2):
+            lines.append(f"shfl.sync.bfly.b32 other, most, {lane}, 31, 0xffffffff;")
+            lines.append("max.f32 most, most, other;")
+        lines += [
+            "setp.ge.f32 p, most, 0f00000000;",
+            f"setp.eq.or.b32 p, ${reference + row}, 0x80000000, p;",
+            f"add.f32 change, most, {lead}.0;",
+            "selp.f32 change, change, 0f00000000, p;",
+            "neg.f32 other, change;",
+            f"ex2.approx.ftz.f32 ${factor + row}, other;",
+            f"setp.eq.b32 p, ${reference + row}, 0x80000000;",
+            f"selp.f32 ${factor + row}, 0f00000000, ${factor + row}, p;",
+            f"add.f32 ${reference + row}, ${reference + row}, change;",
+        ]
+        lines += [f"sub.f32 ${i}, ${i}, change;" for i in cells]
+    lines.append("DONE:")
+    return "{ " + " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def _follow_constraints(elements):
+    return ",".join(["=f"] * (3 * elements) + [str(i) for i in range(2 * elements)])
+
+
+@gluon.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
+
+
+@gluon.jit
+def _spread(values, N: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return values [M, 4] of the threads of each row for their elements [M, N] of a result."""
+    M: gl.constexpr = values.shape[0]
+    # -0.0 + x is x, also for -0.0.
+    parts = gl.reshape(gl.full([M, N], -0.0, gl.float32, LAYOUT), [M, N // 8, 4, 2])
+    LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout))
+    values = gl.convert_layout(values, LANES)
+    parts += gl.expand_dims(gl.expand_dims(values, 1), 3)
+    return gl.convert_layout(gl.reshape(parts, [M, N]), LAYOUT)
+
+
+@gluon.jit
+def _first_elements(values):
+    """Return the first element [M, 4] of each thread and row of values [M, N]."""
+    M: gl.constexpr = values.shape[0]
+    N: gl.constexpr = values.shape[1]
+    first, _ = gl.split(gl.reshape(values, [M, N // 8, 4, 2]))
+    for bit in gl.static_range(_log2(N // 8)):
+        halves = gl.reshape(first, [M, 2, N // 16 >> bit, 4])
+        first, _ = gl.split(gl.permute(halves, (0, 2, 3, 1)))
+    return gl.reshape(first, [M, 4])
+
+
+@gluon.jit
+def lane_references(row_max, LAYOUT: gl.constexpr):
+    """Return row_max [M] as references [M, 4] of `softmax_by_sign`, in the layout of `lane_sums`.
+
+    -0.0 stands for -inf: logits minus it are the logits.
+    """
+    M: gl.constexpr = row_max.shape[0]
+    row_max = gl.where(row_max == float("-inf"), -0.0, row_max + 0.0)
+    row_max = gl.convert_layout(row_max, gl.SliceLayout(1, LAYOUT))
+    return gl.full([M, 4], -0.0, gl.float32, LAYOUT) + row_max[:, None]
+
+
+@gluon.jit
+def row_references(references, LAYOUT: gl.constexpr):
+    """Return the row_max [M] of references [M, 4]."""
+    row_max = gl.convert_layout(gl.max(references, 1), LAYOUT)
+    return gl.where(row_max.to(gl.int32, bitcast=True) == -(2**31), float("-inf"), row_max)
+
+
+@gluon.jit
+def softmax_by_sign(scores, factor, references, row_sum, LEAD: gl.constexpr):
+    """Add one unmasked tile of scores [M, N] to the running softmax, without its row maxima.
+
+    A logit above its row's reference shows in the sign of their difference, which the exponential
+    needs anyway. The signs of a thread's logits are combined three at a time: 32 instructions and
+    no exchange between threads, where maxima take 64 and two exchanges. Only then are maxima
+    computed, and references rise to LEAD more than them. Weights are at most 1.
+
+    Args:
+        factor: of the scores to base-2 logits.
+        references: [M, 4], as returned by `lane_references`.
+        row_sum: [M, 4], as returned by `lane_sums`.
+
+    Returns:
+        (weights [M, N], factor [M, 4] of what was accumulated before, references, new row_sum).
+    """
+    N: gl.constexpr = scores.shape[1]
+    LANES: gl.constexpr = row_sum.type.layout
+    ELEMENTS: gl.constexpr = N // 2
+    ASM: gl.constexpr = _follow_asm(ELEMENTS, LEAD)
+    CONSTRAINTS: gl.constexpr = _follow_constraints(ELEMENTS)
+    LAYOUT: gl.constexpr = scores.type.layout
+    wide = _spread(references, N, LAYOUT)
+    logits, wide, factors = gl.inline_asm_elementwise(
+        ASM, CONSTRAINTS, [scores * factor - wide, wide], (gl.float32, gl.float32, gl.float32),
+        True, ELEMENTS)  # fmt: skip
+    weights = exp2(logits)
+    references = gl.convert_layout(_first_elements(wide), LANES)
+    factors = gl.convert_layout(_first_elements(factors), LANES)
+    return weights, factors, references, row_sum * factors + lane_sums(weights)
 
 
 @gluon.jit
@@ -162,14 +321,18 @@ def _rescale_constraints(elements):
 
 @gluon.jit
 def rescale(acc, acc_scale):
-    """Return acc [M, N], an accumulator of WGMMA, times acc_scale [M].
+    """Return acc [M, N], an accumulator of WGMMA, times acc_scale [M], or [M, 4] by thread.
 
     A warp whose factors are all 1 skips the products.
     """
     ELEMENTS: gl.constexpr = acc.shape[1] // 2
     ASM: gl.constexpr = _rescale_asm(ELEMENTS)
     CONSTRAINTS: gl.constexpr = _rescale_constraints(ELEMENTS)
-    factors = gl.convert_layout(acc_scale, gl.SliceLayout(1, acc.type.layout))[:, None]
+    LAYOUT: gl.constexpr = acc.type.layout
+    if len(acc_scale.shape) == 2:
+        factors = _spread(acc_scale, 2 * ELEMENTS, LAYOUT)
+    else:
+        factors = gl.convert_layout(acc_scale, gl.SliceLayout(1, LAYOUT))[:, None]
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [acc, factors], gl.float32, True, ELEMENTS)
 
 
