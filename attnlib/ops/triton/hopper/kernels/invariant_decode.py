@@ -41,7 +41,7 @@ from attnlib.ops.triton.hopper.kernels.segment_columns import (
     segment_step,
     store_column_rows,
 )
-from attnlib.ops.triton.hopper.kernels.segments import segment_range, segment_tiles
+from attnlib.ops.triton.hopper.kernels.segments import segment_bits, segment_range
 from attnlib.ops.triton.hopper.kernels.softmax import LN2, LOG2E, score_factor
 from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 
@@ -56,10 +56,10 @@ def _part(position, stop, before, request_end, begin, end, tiles):
         position, stop: of the line, within the request.
         before, request_end: positions where the request begins and ends.
         begin, end: tiles that the request visits.
-        tiles: of the longest segments of its queries, whose ends are ends of all.
+        tiles: of the longest segments of its queries, whose ends are ends of all; a power of 2.
     """
-    top = gl.maximum((end - (position - before)) // tiles * tiles, begin)
-    bottom = gl.maximum((end - (stop - before)) // tiles * tiles, begin)
+    top = gl.maximum((end - (position - before)) & -tiles, begin)
+    bottom = gl.maximum((end - (stop - before)) & -tiles, begin)
     return gl.where(stop == request_end, begin, bottom), gl.where(position == before, end, top)
 
 
@@ -111,13 +111,13 @@ def _loader(
 
 @gluon.jit
 def _write_header(
-    split_headers, bottom, begin, end, before, start, token, kv_head, worker, per_range, row_tiles,
+    split_headers, bottom, begin, end, before, start, token, kv_head, worker, per_range, row_bits,
     most_tiles, first_head, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Tell the kernel that adds partial results where they are; see there."""
-    first_segment = begin // row_tiles
+    first_segment = begin >> row_bits
     header = split_headers + ((start + token) * NUM_KV_HEADS + kv_head) * 8
-    gl.store(header, bottom // row_tiles - first_segment, mask=first_head)
+    gl.store(header, (bottom >> row_bits) - first_segment, mask=first_head)
     if bottom > begin:
         line_end = before + end
         gl.store(header + 1, first_segment, mask=first_head)
@@ -125,7 +125,7 @@ def _write_header(
         gl.store(header + 3, worker + token * 0, mask=first_head)
         gl.store(header + 4, line_end + token * 0, mask=first_head)
         gl.store(header + 5, per_range + token * 0, mask=first_head)
-        gl.store(header + 6, row_tiles, mask=first_head)
+        gl.store(header + 6, 1 << row_bits, mask=first_head)
         gl.store(header + 7, most_tiles + token * 0, mask=first_head)
 
 
@@ -202,7 +202,7 @@ def _consumer(
             total_max = gl.full([ROWS], float("-inf"), gl.float32, COLUMN)
             total_sum = gl.full([ROWS], 0.0, gl.float32, COLUMN)
             total = gl.zeros([WIDTH_V, ROWS], gl.float32, LAYOUT)
-            row_tiles = segment_tiles(token + (seq_len - query_len), WIDTH_V, BLOCK_N, GROUP)
+            row_bits = segment_bits(token + (seq_len - query_len), WIDTH_V, BLOCK_N, GROUP)
             if top > bottom:
                 # Prologue: the last tile has no values of an earlier tile to multiply by.
                 acc = gl.zeros([WIDTH_V, ROWS], gl.float32, LAYOUT)
@@ -219,7 +219,7 @@ def _consumer(
                         acc, row_max, sums, total, total_max, total_sum = segment_step(
                             q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                             row_max, sums, total, total_max, total_sum, step, tile, begin,
-                            least_tiles, row_tiles, valid, continued, first_partial, rows,
+                            least_tiles, row_bits, valid, continued, first_partial, rows,
                             num_partials, partials, partial_maxima, row, lanes, row_first,
                             row_last, factor, soft_cap, DV, STAGES, True, CHECK_LEFT,
                             HAS_CAP)  # fmt: skip
@@ -227,7 +227,7 @@ def _consumer(
                         acc, row_max, sums, total, total_max, total_sum = segment_step(
                             q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                             row_max, sums, total, total_max, total_sum, step, tile, begin,
-                            least_tiles, row_tiles, valid, continued, first_partial, rows,
+                            least_tiles, row_bits, valid, continued, first_partial, rows,
                             num_partials, partials, partial_maxima, row, lanes, row_first,
                             row_last, factor, soft_cap, DV, STAGES, False, CHECK_LEFT,
                             HAS_CAP)  # fmt: skip
@@ -235,7 +235,7 @@ def _consumer(
 
                 # Epilogue: the product with the values of the last tile.
                 acc = last_values(p_tile, v_ring, v_full, v_empty, acc, step, STAGES)
-                slot = bottom // row_tiles - begin // row_tiles
+                slot = (bottom >> row_bits) - (begin >> row_bits)
                 total, total_max, total_sum = add_column_segment(
                     total, total_max, total_sum, acc, row_max, sums, valid, slot, continued,
                     first_partial, rows, num_partials, partials, partial_maxima, row, lanes,
@@ -244,7 +244,7 @@ def _consumer(
             if not continued:
                 _write_header(
                     split_headers, bottom, begin, end, before, start, token, kv_head, worker,
-                    per_range, row_tiles, most_tiles, valid & (row % GROUP == 0), NUM_KV_HEADS,
+                    per_range, row_bits, most_tiles, valid & (row % GROUP == 0), NUM_KV_HEADS,
                     GROUP)  # fmt: skip
                 if bottom > begin:
                     index = (first_partial + slots) * rows + row

@@ -31,7 +31,7 @@ from attnlib.ops.triton.hopper.kernels.segment_columns import (
     segment_step,
     store_column_rows,
 )
-from attnlib.ops.triton.hopper.kernels.segments import segment_tiles
+from attnlib.ops.triton.hopper.kernels.segments import segment_bits, segment_tiles
 from attnlib.ops.triton.hopper.kernels.softmax import score_factor
 from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 
@@ -124,7 +124,7 @@ def invariant_window_kernel(
         total_sum = gl.full([ROWS], 0.0, gl.float32, COLUMN)
         total = gl.zeros([WIDTH_V, ROWS], gl.float32, LAYOUT)
         least_tiles = segment_tiles(seq_len - query_len, WIDTH_V, BLOCK_N, GROUP)
-        row_tiles = segment_tiles(token + (seq_len - query_len), WIDTH_V, BLOCK_N, GROUP)
+        row_bits = segment_bits(token + (seq_len - query_len), WIDTH_V, BLOCK_N, GROUP)
         if end > begin:
             acc = gl.zeros([WIDTH_V, ROWS], gl.float32, LAYOUT)
             row_max, sums = first_weights(
@@ -136,7 +136,7 @@ def invariant_window_kernel(
                 acc, row_max, sums, total, total_max, total_sum = segment_step(
                     q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                     row_max, sums, total, total_max, total_sum, step, end - 1 - step, begin,
-                    least_tiles, row_tiles, valid, False, 0, rows, 0, partials, partial_lses, row,
+                    least_tiles, row_bits, valid, False, 0, rows, 0, partials, partial_lses, row,
                     lanes, row_first, row_last, factor, soft_cap, DV, STAGES, True, CHECK_LEFT,
                     HAS_CAP)  # fmt: skip
                 # The stages of the tile before are free.
@@ -148,7 +148,7 @@ def invariant_window_kernel(
                         BLOCK_SIZE, STAGES)  # fmt: skip
             acc = last_values(p_tile, v_ring, v_full, v_empty, acc, end - begin, STAGES)
             total, total_max, total_sum = add_column_segment(
-                total, total_max, total_sum, acc, row_max, sums, valid, row_tiles, False, 0, rows,
+                total, total_max, total_sum, acc, row_max, sums, valid, row_bits, False, 0, rows,
                 0, partials, partial_lses, row, lanes, DV)  # fmt: skip
         store_column_rows(
             out, lse, total, total_max, total_sum, sink, start, token, head, valid, lanes,

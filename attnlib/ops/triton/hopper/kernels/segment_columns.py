@@ -156,7 +156,7 @@ def add_column_segment(
 @gluon.jit
 def segment_step(
     q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, row_max, sums, total,
-    total_max, total_sum, step, tile, begin, least_tiles, row_tiles, valid, continued,
+    total_max, total_sum, step, tile, begin, least_tiles, row_bits, valid, continued,
     first_partial, rows, num_partials, partials, partial_maxima, row, lanes, row_first, row_last,
     factor, soft_cap, DV: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
     CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr,
@@ -166,7 +166,7 @@ def segment_step(
 
     Args:
         least_tiles: of the shortest segments of all rows.
-        row_tiles: [rows], of the segments of each row.
+        row_bits: [rows], logarithms of the tiles of the segments of each row.
 
     Returns:
         (acc, row_max, sums, total, total_max, total_sum).
@@ -175,7 +175,7 @@ def segment_step(
     scores, acc = _multiply(
         q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, acc, step, STAGES
     )
-    begins = ((tile + 1) & (row_tiles - 1)) == 0
+    begins = ((tile + 1) & ((1 << row_bits) - 1)) == 0
     weights, acc_scale, next_max = _weigh(
         scores, tile, row_first, row_last, gl.where(begins, float("-inf"), row_max), factor,
         soft_cap, MASKED, CHECK_FIRST, HAS_CAP)  # fmt: skip
@@ -187,7 +187,7 @@ def segment_step(
     _store_weights(p_tile, weights)
     acc = acc * gl.where(begins, 1.0, acc_scale)[None, :]
     if ((tile + 1) & (least_tiles - 1)) == 0:
-        slot = (tile + 1) // row_tiles - begin // row_tiles
+        slot = ((tile + 1) >> row_bits) - (begin >> row_bits)
         total, total_max, total_sum = add_column_segment(
             total, total_max, total_sum, acc, row_max, sums, valid & begins, slot, continued,
             first_partial, rows, num_partials, partials, partial_maxima, row, lanes,

@@ -21,8 +21,8 @@ from attnlib.ops.triton.hopper.kernels.softmax import LOG2E
 
 __all__ = [
     "MOST_QUERY_ROWS", "SEGMENTS", "add_column_sums", "add_row_sums", "cap_scores", "column_sums",
-    "fold_sums", "row_sums", "segment_range", "segment_tiles", "softmax_factor", "sum_columns",
-    "sum_rows",
+    "fold_sums", "row_sums", "segment_bits", "segment_range", "segment_tiles", "softmax_factor",
+    "sum_columns", "sum_rows",
 ]  # fmt: skip
 
 
@@ -59,20 +59,35 @@ def _segments(width_v, group, block_n):
     return tuple((-(-position // tokens) * tokens, keys // block_n) for position, keys in segments)
 
 
+@gluon.constexpr_function
+def _logarithms(width_v, group, block_n):
+    """Return `_segments` with base-2 logarithms of the tiles."""
+    entries = _segments(width_v, group, block_n)
+    return tuple((position, tiles.bit_length() - 1) for position, tiles in entries)
+
+
 @gluon.jit
-def segment_tiles(
+def segment_bits(
     position, WIDTH_V: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Return the key tiles of a segment for queries at `position`, a power of 2.
+    """Return the base-2 logarithm of the key tiles of a segment for queries at `position`.
 
     All queries of a query tile of the prefill have the same number. Short segments let a decode of
     few keys use many multiprocessors; long ones cost prefills less.
     """
-    ENTRIES: gl.constexpr = _segments(WIDTH_V, GROUP, BLOCK_N)
-    tiles = position * 0 + ENTRIES[0][1]
+    ENTRIES: gl.constexpr = _logarithms(WIDTH_V, GROUP, BLOCK_N)
+    bits = position * 0 + ENTRIES[0][1]
     for number in gl.static_range(1, len(ENTRIES)):
-        tiles = gl.where(position < ENTRIES[number - 1][0], tiles, ENTRIES[number][1])
-    return tiles
+        bits = gl.where(position < ENTRIES[number - 1][0], bits, ENTRIES[number][1])
+    return bits
+
+
+@gluon.jit
+def segment_tiles(
+    position, WIDTH_V: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """Return the key tiles of a segment for queries at `position`, a power of 2."""
+    return 1 << segment_bits(position, WIDTH_V, BLOCK_N, GROUP)
 
 
 @gluon.jit
