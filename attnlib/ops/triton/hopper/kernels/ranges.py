@@ -68,79 +68,6 @@ def _range_length(total, longest, num_reqs, num_ranges, LEAST: gl.constexpr):
 
 
 @gluon.jit
-def tile_range(
-    query_start_loc, seq_lens, left, right, chunk, num_reqs, range_index, num_ranges, aux,
-    BOUNDS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, gap=0, LEAST: gl.constexpr = 0,
-):  # fmt: skip
-    """Return (begin, end, tiles per range, first request, tiles before that request) of a range.
-
-    `begin`, `end` and the tiles before a request are positions in the line of all key tiles, where
-    `gap` empty positions follow the tiles of a request.
-
-    Args:
-        LEAST: see `_range_length`.
-    """
-    WARPS: gl.constexpr = gl.num_warps()
-    LANES: gl.constexpr = max(128, 32 * WARPS)
-    layout: gl.constexpr = gl.BlockedLayout([LANES // (32 * WARPS)], [32], [WARPS], [0])
-    total = 0
-    longest = 0
-    request = 0
-    before = 0
-    if num_reqs == 1:
-        # The range begins in the only request.
-        total = num_key_tiles(
-            query_start_loc, seq_lens, 0, True, left, right, chunk, aux, BOUNDS, BLOCK_N, CAUSAL,
-            HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-        if LEAST > 0:
-            longest = total
-    elif num_reqs <= LANES:
-        # Every request has a lane, so the lengths are loaded and summed in one pass. This latency
-        # is exposed: no key can be loaded before.
-        lanes = gl.arange(0, LANES, layout)
-        tiles = num_key_tiles(
-            query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux, BOUNDS,
-            BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-        tiles += gl.where(tiles > 0, gap, 0)
-        ends = gl.associative_scan(tiles, 0, _add)
-        total = gl.max(ends, 0)
-        if LEAST > 0:
-            longest = gl.max(tiles, 0)
-        per_range = _range_length(total, longest, num_reqs, num_ranges, LEAST)
-        past = (ends <= range_index * per_range) & (lanes < num_reqs)
-        request = gl.sum(past.to(gl.int32), 0)
-        before = gl.max(gl.where(past, ends, 0), 0)
-    else:
-        # Two passes: the total first, then the requests that end at or before the range begins.
-        for base in range(0, num_reqs, LANES):
-            lanes = base + gl.arange(0, LANES, layout)
-            tiles = num_key_tiles(
-                query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux,
-                BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-            tiles += gl.where(tiles > 0, gap, 0)
-            total += gl.sum(tiles, 0)
-            if LEAST > 0:
-                longest = gl.maximum(longest, gl.max(tiles, 0))
-        begin = range_index * _range_length(total, longest, num_reqs, num_ranges, LEAST)
-        seen = 0
-        for base in range(0, num_reqs, LANES):
-            lanes = base + gl.arange(0, LANES, layout)
-            tiles = num_key_tiles(
-                query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux,
-                BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-            tiles += gl.where(tiles > 0, gap, 0)
-            ends = seen + gl.associative_scan(tiles, 0, _add)
-            past = (ends <= begin) & (lanes < num_reqs)
-            request += gl.sum(past.to(gl.int32), 0)
-            before = gl.maximum(before, gl.max(gl.where(past, ends, 0), 0))
-            seen += gl.sum(tiles, 0)
-    per_range = _range_length(total, longest, num_reqs, num_ranges, LEAST)
-    begin = range_index * per_range
-    return begin, gl.minimum(begin + per_range, total), per_range, request, before
-
-
-@gluon.jit
 def even_begin(index, total, num_ranges, num_reqs):
     """Return where a range of a line of `total` positions begins; `total` for `num_ranges`.
 
@@ -171,24 +98,45 @@ def even_index(position, total, num_ranges, num_reqs):
 
 
 @gluon.jit
-def even_range(
+def _range_begin(
+    index, total, longest, num_reqs, num_ranges, LEAST: gl.constexpr, EVEN: gl.constexpr
+):  # fmt: skip
+    """Return where a range begins; arguments as in `_first_request`."""
+    if EVEN:
+        return even_begin(index, total, num_ranges, num_reqs)
+    else:
+        return index * _range_length(total, longest, num_reqs, num_ranges, LEAST)
+
+
+@gluon.jit
+def _first_request(
     query_start_loc, seq_lens, left, right, chunk, num_reqs, range_index, num_ranges, aux, gap,
     BOUNDS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, LEAST: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
-    """Return (begin, end, positions of the line, first request, positions before that request) of
-    a range; `gap` as in `tile_range`."""
+    """Return (positions of the line, most tiles of a request, first request of a range, positions
+    before that request).
+
+    The second value is 0 without LEAST. EVEN: ranges are those of `even_range` instead of
+    `tile_range`.
+    """
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = max(128, 32 * WARPS)
     layout: gl.constexpr = gl.BlockedLayout([LANES // (32 * WARPS)], [32], [WARPS], [0])
     total = 0
+    longest = 0
     request = 0
     before = 0
     if num_reqs == 1:
+        # The range begins in the only request.
         total = num_key_tiles(
             query_start_loc, seq_lens, 0, True, left, right, chunk, aux, BOUNDS, BLOCK_N, CAUSAL,
             HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+        if LEAST > 0:
+            longest = total
     elif num_reqs <= LANES:
+        # Every request has a lane, so the lengths are loaded and summed in one pass. This latency
+        # is exposed: no key can be loaded before.
         lanes = gl.arange(0, LANES, layout)
         tiles = num_key_tiles(
             query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux, BOUNDS,
@@ -196,11 +144,14 @@ def even_range(
         tiles += gl.where(tiles > 0, gap, 0)
         ends = gl.associative_scan(tiles, 0, _add)
         total = gl.max(ends, 0)
-        begin = even_begin(range_index, total, num_ranges, num_reqs)
+        if LEAST > 0:
+            longest = gl.max(tiles, 0)
+        begin = _range_begin(range_index, total, longest, num_reqs, num_ranges, LEAST, EVEN)
         past = (ends <= begin) & (lanes < num_reqs)
         request = gl.sum(past.to(gl.int32), 0)
         before = gl.max(gl.where(past, ends, 0), 0)
     else:
+        # Two passes: the total first, then the requests that end at or before the range begins.
         for base in range(0, num_reqs, LANES):
             lanes = base + gl.arange(0, LANES, layout)
             tiles = num_key_tiles(
@@ -208,7 +159,9 @@ def even_range(
                 BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
             tiles += gl.where(tiles > 0, gap, 0)
             total += gl.sum(tiles, 0)
-        begin = even_begin(range_index, total, num_ranges, num_reqs)
+            if LEAST > 0:
+                longest = gl.maximum(longest, gl.max(tiles, 0))
+        begin = _range_begin(range_index, total, longest, num_reqs, num_ranges, LEAST, EVEN)
         seen = 0
         for base in range(0, num_reqs, LANES):
             lanes = base + gl.arange(0, LANES, layout)
@@ -221,6 +174,42 @@ def even_range(
             request += gl.sum(past.to(gl.int32), 0)
             before = gl.maximum(before, gl.max(gl.where(past, ends, 0), 0))
             seen += gl.sum(tiles, 0)
+    return total, longest, request, before
+
+
+@gluon.jit
+def tile_range(
+    query_start_loc, seq_lens, left, right, chunk, num_reqs, range_index, num_ranges, aux,
+    BOUNDS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, gap=0, LEAST: gl.constexpr = 0,
+):  # fmt: skip
+    """Return (begin, end, tiles per range, first request, tiles before that request) of a range.
+
+    `begin`, `end` and the tiles before a request are positions in the line of all key tiles, where
+    `gap` empty positions follow the tiles of a request.
+
+    Args:
+        LEAST: see `_range_length`.
+    """
+    total, longest, request, before = _first_request(
+        query_start_loc, seq_lens, left, right, chunk, num_reqs, range_index, num_ranges, aux, gap,
+        BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, LEAST, False)  # fmt: skip
+    per_range = _range_length(total, longest, num_reqs, num_ranges, LEAST)
+    begin = range_index * per_range
+    return begin, gl.minimum(begin + per_range, total), per_range, request, before
+
+
+@gluon.jit
+def even_range(
+    query_start_loc, seq_lens, left, right, chunk, num_reqs, range_index, num_ranges, aux, gap,
+    BOUNDS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Return (begin, end, positions of the line, first request, positions before that request) of
+    a range; `gap` as in `tile_range`."""
+    total, _, request, before = _first_request(
+        query_start_loc, seq_lens, left, right, chunk, num_reqs, range_index, num_ranges, aux, gap,
+        BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, 0, True)  # fmt: skip
     begin = even_begin(range_index, total, num_ranges, num_reqs)
     end = even_begin(range_index + 1, total, num_ranges, num_reqs)
     return begin, end, total, request, before
