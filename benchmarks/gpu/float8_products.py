@@ -1,34 +1,33 @@
 """Prefill with float8 queries and products (M19), and with bfloat16 ones over bfloat16 and float8.
 
-    python benchmarks/gpu/float8_products.py --out results/float8_products.json
+    python -m benchmarks.gpu.float8_products --out results/float8_products.json
 
 Keys and values are random e4m3 numbers; the bfloat16 cache holds the same numbers. Times are
 medians of replays of a CUDA graph, in turn, and include the copies of the cache. The error is that
-of the output, relative to attention over the same cache with the bfloat16 queries, which the
-`float8 cache` row computes. Retrieval: queries that are twice a key among 131072 others; the share
-whose output points to the value of that key (cosine above 0.95).
+of the output, relative to attention over the same cache with the bfloat16 queries, which
+`float8 cache` computes. `retrieval.py` searches values among 131072 keys with each of them.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
+import sys
 from typing import Any
 
 import torch
 
-from attnlib.bench.provenance import provenance
 from attnlib.bench.timer import GraphTimer, measure_in_turn, warm_up
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import limits_of
 from attnlib.ops.triton.hopper.dispatch import num_counters
 from attnlib.ops.triton.paged_prefill import paged_prefill
+from benchmarks.gpu import rows
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
-CASES = ((16384, 128), (8192, 128), (32768, 128), (16384, 16))
-"""(tokens, block size)"""
-KEYS, NEEDLES = 131072, 4096
+ROWS = {
+    f"prefill-1x{tokens >> 10}k-p{block_size}": (tokens, block_size)
+    for tokens, block_size in ((16384, 128), (8192, 128), (32768, 128), (16384, 16))
+}
+"""Name -> (tokens, block size)"""
 
 
 def make_call(
@@ -39,10 +38,12 @@ def make_call(
     device, blocks, length = query.device, len(key) // block_size, len(query)
     pages = torch.randperm(blocks, device=device)
     caches = []
-    for rows in (key, value):
-        cache = torch.empty(blocks, block_size, *rows.shape[1:], dtype=rows.dtype, device=device)
-        words = torch.uint8 if rows.dtype.itemsize == 1 else rows.dtype
-        cache.view(words)[pages] = rows.view(words).view(cache.shape)
+    for numbers in (key, value):
+        cache = torch.empty(
+            blocks, block_size, *numbers.shape[1:], dtype=numbers.dtype, device=device
+        )
+        words = torch.uint8 if numbers.dtype.itemsize == 1 else numbers.dtype
+        cache.view(words)[pages] = numbers.view(words).view(cache.shape)
         caches.append(cache)
     table = pages.to(torch.int32).view(1, -1)
     starts = torch.tensor([0, length], device=device, dtype=torch.int32)
@@ -66,8 +67,9 @@ def random_numbers(length: int, heads: int) -> torch.Tensor:
     return torch.randn(length, heads, SIZE, device="cuda").to(torch.float8_e4m3fn)
 
 
-def time_case(length: int, block_size: int) -> dict[str, Any]:
-    """The times and the errors of one case."""
+def measure(row: str) -> dict[str, Any]:
+    """The times and the errors of one row."""
+    length, block_size = ROWS[row]
     torch.manual_seed(0)
     device = torch.device("cuda")
     query = torch.randn(length, HEADS, SIZE, device=device).bfloat16()
@@ -88,35 +90,10 @@ def time_case(length: int, block_size: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def retrieve() -> dict[str, Any]:
-    """The share of queries that find their key, for each form of the prefill."""
-    torch.manual_seed(0)
-    key, value = (random_numbers(KEYS, 2) for _ in range(2))
-    needles = torch.randint(0, KEYS - NEEDLES, (NEEDLES,), device="cuda")
-    query = (2.0 * key[needles].float()).repeat_interleave(2, 1).bfloat16()
-    expected = value[needles].float().repeat_interleave(2, 1)
-    found = {}
-    for name, allow in (("float8 cache", False), ("float8 products", True)):
-        out = make_call(query, key, value, 16, allow)().float()
-        similarity = torch.nn.functional.cosine_similarity(out, expected, dim=-1)
-        found[name] = float((similarity > 0.95).float().mean())
-    return {"keys": KEYS, "queries": NEEDLES, "found": found}
-
-
-def main() -> None:
-    """Time all cases."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="JSON file of the results")
-    parser.add_argument("--commit", help="commit of attnlib, for copies without history")
-    options = parser.parse_args()
-    document: dict[str, Any] = {"provenance": provenance(commit=options.commit), "rows": []}
-    for case in (*CASES, None):
-        row = retrieve() if case is None else time_case(*case)
-        document["rows"].append(row)
-        print(json.dumps(row), flush=True)
-        if options.out:
-            options.out.write_text(json.dumps(document, indent=1) + "\n")
+def main() -> int:
+    """Time the chosen rows."""
+    return rows.run(rows.parser(__doc__).parse_args(), ROWS, measure)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """Retrieval of single values among 131072 keys, for each quantized format and kernel.
 
-    python benchmarks/gpu/retrieval.py --out results/retrieval.json
+    python -m benchmarks.gpu.retrieval --processes 8 --out results/retrieval.json
+    python -m benchmarks.gpu.retrieval 'fp8_e4m3 *' --list
 
 Each query is a multiple of one of the keys, so that its score with that key is 18 in natural units,
 beside a log-sum-exp of the other keys of about 13 (14 with head size 64). A value is found if the
@@ -10,14 +11,11 @@ the cache write rounds.
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
+import sys
 from typing import Any
 
 import torch
 
-from attnlib.bench.provenance import provenance
 from attnlib.cache.storage import PagedKVCache
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.cache_write import write_kv
@@ -25,18 +23,19 @@ from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.paged_decode import paged_decode
 from attnlib.ops.triton.paged_prefill import paged_prefill
 from attnlib.spec import AttentionSpec
+from benchmarks.gpu import rows
 
 KEYS, KV_HEADS, GROUP, SCORE = 131072, 2, 4, 18.0
 FORMATS = (
-    "auto", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "int4_per_group",
+    "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "int4_per_group", "auto",
 )  # fmt: skip
 OPERATIONS: dict[str, dict[str, Any]] = {
     "decode": {"tokens": 1},
-    "decode, portable kernel": {"tokens": 1, "kernels": "portable"},
-    "prefill of 300": {"tokens": 300},
-    "prefill of 300, portable kernel": {"tokens": 300, "kernels": "portable"},
     "prefill of 4096": {"tokens": 4096},
     "prefill of 4096, float8 products": {"tokens": 4096, "allow": True},
+    "prefill of 300": {"tokens": 300},
+    "decode, portable kernel": {"tokens": 1, "kernels": "portable"},
+    "prefill of 300, portable kernel": {"tokens": 300, "kernels": "portable"},
 }
 REQUESTS = 8
 """Decodes of a batch, which share their blocks."""
@@ -83,27 +82,32 @@ def retrieve(
     }  # fmt: skip
 
 
-def main() -> None:
-    """Run all formats and operations."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="JSON file of the results")
-    parser.add_argument("--commit", help="commit of attnlib, for copies without history")
+def all_rows() -> dict[str, tuple[str, int, str]]:
+    """Name -> (format, head size, operation)."""
+    found = [
+        (name, size, operation)
+        for name in FORMATS
+        for size in ((128, 64) if name == "fp8_e4m3" else (128,))
+        for operation, arguments in OPERATIONS.items()
+        if not arguments.get("allow") or (name, size) == ("fp8_e4m3", 128)
+    ]
+    return {f"{row[0]} {row[1]} {row[2]}": row for row in found}
+
+
+def measure(row: str) -> dict[str, Any]:
+    """The result of one row."""
+    name, size, operation = all_rows()[row]
+    facts = {"format": name, "head_size": size, "keys": KEYS, "operation": operation}
+    return {**facts, **retrieve(name, size, **OPERATIONS[operation])}
+
+
+def main() -> int:
+    """Run the chosen rows."""
+    parser = rows.parser(__doc__)
+    parser.add_argument("--processes", type=int, default=1, help="rows that run at the same time")
     options = parser.parse_args()
-    document: dict[str, Any] = {"provenance": provenance(commit=options.commit), "rows": []}
-    for size in (128, 64):
-        for name in FORMATS:
-            for operation, arguments in OPERATIONS.items():
-                if name != "fp8_e4m3" and (arguments.get("allow") or size == 64):
-                    continue
-                if size == 64 and arguments.get("allow"):
-                    continue  # head size 128 only
-                row = {"format": name, "head_size": size, "keys": KEYS, "operation": operation}
-                row |= retrieve(name, size, **arguments)
-                document["rows"].append(row)
-                print(json.dumps(row), flush=True)
-                if options.out:
-                    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return rows.run(options, all_rows(), measure, options.processes)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
