@@ -3,6 +3,11 @@
     python benchmarks/gpu/run_all.py --list                 # the steps and their commands
     python benchmarks/gpu/run_all.py --out results          # all steps
     python benchmarks/gpu/run_all.py --only bench figures parity --limit-seconds 560
+    python benchmarks/gpu/run_all.py --only kernels --devices 0 1 --limit-seconds 520
+
+The last command measures the device times of the Hopper kernels: slow rows, quantized caches, wide
+heads, small pages, and the anchors suite. With `--devices`, each GPU takes the next step when it is
+free, and runs one step at a time; host times need a run without it.
 
 Each step is one command with a time limit. Its output goes to `<step>.txt` in the output directory
 while it runs, so that a stopped run keeps what it printed. A step that fails or is stopped does not
@@ -18,11 +23,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,18 +49,86 @@ class Step:
 
     Attributes:
         name: name of the step and of its output file.
-        command: arguments of the Python interpreter; `{out}` is the output directory.
+        command: arguments of the Python interpreter; `{out}` is the output directory. The option
+            `--commit` of the run is added to commands of `attnlib bench` and `benchmarks.gpu`.
         description: what it measures or checks.
+        after: the step whose results it reads.
     """
 
     name: str
     command: str
     description: str
+    after: str = ""
 
-    def arguments(self, out: Path) -> list[str]:
-        """The arguments with the output directory filled in."""
-        return [part.replace("{out}", str(out)) for part in shlex.split(self.command)]
+    def arguments(self, out: Path, commit: str | None = None) -> list[str]:
+        """The arguments with the output directory and the commit filled in."""
+        found = [part.replace("{out}", str(out)) for part in shlex.split(self.command)]
+        named = self.command.startswith(("-m attnlib bench", "-m benchmarks.gpu"))
+        return [*found, "--commit", commit] if commit and named else found
 
+
+KERNELS = (
+    Step(
+        "slow_rows",
+        "-m attnlib bench cov-prefill-1x8k-cap30 cov-prefill-1x8k-d80 cov-prefill-1x8k-d96-mha "
+        "cov-prefill-1x8k-d112 cov-decode-32x4k-d96-mha decode-32x8k-d256-cap50 "
+        "e4m3-decode-32x8k-d256-cap50 --backends triton,flash_attn --kernels-only "
+        "--json {out}/slow_rows.json",
+        "rows that FlashInfer does not have, or compiles for a minute",
+    ),
+    Step(
+        "coverage",
+        "-m attnlib bench cov-decode-48x5k-28heads cov-decode-1x60k-and-31x500 "
+        "cov-mixed-8x1k-and-300 cov-prefill-512-over-20k-and-3k cov-verify-24x8-over-2k "
+        "cov-prefill-1x8k-d64 prefill-1x8k-d64-sinks decode-32x4k cov-decode-32x4k-p1 "
+        "cov-decode-32x4k-p8 cov-prefill-1x8k-p16 cov-prefill-1x8k-p1 cov-prefill-1x8k-p8 "
+        "--backends triton,flash_attn,flashinfer --kernels-only --json {out}/coverage.json",
+        "uneven and small batches, heads of 64, blocks of 1 and 8",
+    ),
+    Step(
+        "wide_heads",
+        "-m attnlib bench cov-decode-32x4k-d512 cov-prefill-1x4k-d512 "
+        "--backends triton,benchmarks/gpu/variants.py:Portable --kernels-only "
+        "--json {out}/wide_heads.json",
+        "heads of 512, beside the portable kernels and the read rate",
+    ),
+    Step(
+        "float8_products",
+        "-m benchmarks.gpu.float8_products --out {out}/float8_products.json",
+        "prefill over a float8 cache, with bfloat16 and with float8 products",
+    ),
+    Step(
+        "float8_decodes",
+        "-m attnlib bench "
+        + " ".join(
+            f"e4m3-decode-{name} decode-{name}"
+            for name in (
+                "1x1k", "1x8k", "8x8k", "32x4k", "256x1k", "64x8k", "128x2k", "16x4k", "4x32k",
+                "1x128k", "ragged48", "32x4k-mha",
+            )
+        )
+        + " --backends triton,flashinfer --kernels-only --json {out}/float8_decodes.json",
+        "decodes over a float8 cache, each beside bfloat16",
+    ),
+    Step(
+        "formats",
+        "-m attnlib bench --suite formats --backends triton --kernels-only "
+        "--json {out}/formats.json",
+        "caches with scales in the page",
+    ),
+    Step(
+        "anchors_kernels",
+        "-m attnlib bench --suite anchors --backends triton,flash_attn,flashinfer --kernels-only "
+        "--json {out}/anchors_kernels.json",
+        "the published rows, device times only",
+    ),
+    Step(
+        "retrieval",
+        "-m benchmarks.gpu.retrieval --processes 8 --out {out}/retrieval.json",
+        "single values found among 131072 keys, for each format and kernel",
+    ),
+)  # fmt: skip
+"""Device times and retrieval of the kernels, about nine minutes on one H200."""
 
 STEPS = (
     Step(
@@ -65,7 +141,9 @@ STEPS = (
         "figures",
         "-m attnlib bench --from-json {out}/bench.json --figures {out}/figures",
         "the figures of these rows",
+        after="bench",
     ),
+    *KERNELS,
     Step("host_costs", "benchmarks/host_costs.py", "host time of selection, build and layer calls"),
     Step(
         "call_trace",
@@ -112,17 +190,20 @@ def environment() -> dict[str, str]:
     return found
 
 
-def run_step(step: Step, out: Path, seconds: float) -> dict[str, Any]:
+def run_step(
+    step: Step, out: Path, seconds: float, commit: str | None = None, device: str | None = None
+) -> dict[str, Any]:
     """Run one step for at most `seconds`; returns its state and the end of its output."""
     began = time.monotonic()
-    text, arguments = out / f"{step.name}.txt", step.arguments(out)
+    text, arguments = out / f"{step.name}.txt", step.arguments(out, commit)
+    chosen = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
     with text.open("w") as sink:
         sink.write(f"# python {shlex.join(arguments)}\n")
         sink.flush()
         process = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=ROOT,
-            env={**environment(), "OUT": str(out)},
+            env={**environment(), "OUT": str(out), **chosen},
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -144,10 +225,10 @@ def run_step(step: Step, out: Path, seconds: float) -> dict[str, Any]:
     }
 
 
-def save(results: list[dict[str, Any]], out: Path) -> None:
+def save(results: list[dict[str, Any]], out: Path, commit: str | None) -> None:
     from attnlib.bench.provenance import provenance
 
-    document = {"provenance": provenance(), "steps": results}
+    document = {"provenance": provenance(commit=commit), "steps": results}
     (out / "run_all.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
@@ -157,7 +238,10 @@ def main() -> int:
     )
     names = [step.name for step in STEPS]
     parser.add_argument("--list", action="store_true", help="print the steps and exit")
-    parser.add_argument("--only", nargs="+", choices=names, metavar="STEP", default=names)
+    parser.add_argument(
+        "--only", nargs="+", choices=["kernels", *names], metavar="STEP", default=names,
+        help="steps to run; kernels: those with device times of the kernels",
+    )  # fmt: skip
     parser.add_argument(
         "--out",
         type=Path,
@@ -173,6 +257,11 @@ def main() -> int:
         default=float("inf"),
         help="time limit of the run; steps without time are not started",
     )
+    parser.add_argument(
+        "--devices", nargs="+", metavar="GPU", default=[None],
+        help="GPUs that each run one step at a time (default: all steps see all GPUs)",
+    )  # fmt: skip
+    parser.add_argument("--commit", help="commit of attnlib, for copies without history")
     options = parser.parse_args()
     if options.list:
         for step in STEPS:
@@ -181,20 +270,36 @@ def main() -> int:
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + options.limit_seconds
+    group = {step.name for step in KERNELS} if "kernels" in options.only else set()
+    steps = [step for step in STEPS if step.name in group or step.name in options.only]
+    free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    for device in options.devices:
+        free.put(device)
+
+    ended = {step.name: threading.Event() for step in steps}
+
+    def run(step: Step) -> dict[str, Any]:
+        if step.after in ended:
+            ended[step.after].wait()
+        device = free.get()
+        try:
+            left = end - time.monotonic()
+            if left < MIN_SECONDS:
+                return {"step": step.name, "state": "not run: no time", "seconds": 0.0}
+            seconds = min(left, options.step_seconds)
+            return run_step(step, out, seconds, options.commit, device)
+        finally:
+            free.put(device)
+            ended[step.name].set()
+
     results: list[dict[str, Any]] = []
-    for step in STEPS:
-        if step.name not in options.only:
-            continue
-        left = end - time.monotonic()
-        if left < MIN_SECONDS:
-            results.append({"step": step.name, "state": "not run: no time", "seconds": 0.0})
-        else:
-            print(f"{step.name} ...", flush=True)
-            results.append(run_step(step, out, min(left, options.step_seconds)))
-        last = results[-1]
-        lines = [f"{step.name}: {last['state']} ({last['seconds']:.0f} s)", *last.get("tail", [])]
-        print("\n    ".join(lines), flush=True)
-        save(results, out)
+    with ThreadPoolExecutor(len(options.devices)) as pool:
+        for done in as_completed([pool.submit(run, step) for step in steps]):
+            last = done.result()
+            results.append(last)
+            lines = [f"{last['step']}: {last['state']} ({last['seconds']:.0f} s)"]
+            print("\n    ".join([*lines, *last.get("tail", [])]), flush=True)
+            save(results, out, options.commit)
     return 0 if all(result["state"] == "passed" for result in results) else 1
 
 

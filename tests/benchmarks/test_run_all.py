@@ -58,10 +58,32 @@ def test_selected_steps_run_and_no_others(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert (code, states) == (0, {"two": "passed"})
 
 
+def test_each_device_runs_one_step_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two steps that wait for each other pass, because they run at once on two devices."""
+    meet = """
+import os, pathlib, sys, time
+here = pathlib.Path(os.environ["OUT"])
+(here / "{mine}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+end = time.time() + 20
+while not (here / "{other}").exists() and time.time() < end:
+    time.sleep(0.01)
+sys.exit(not (here / "{other}").exists())
+"""
+    programs = {"one": meet.format(mine="a", other="b"), "two": meet.format(mine="b", other="a")}
+    out = tmp_path / "out"
+    code, states = _run(monkeypatch, out, programs, "--devices", "0", "3", "--commit", "abc")
+    assert (code, states) == (0, {"one": "passed", "two": "passed"})
+    assert {(out / name).read_text() for name in "ab"} == {"0", "3"}
+    assert json.loads((out / "run_all.json").read_text())["provenance"]["commit"] == "abc"
+
+
 @pytest.mark.parametrize("step", script.STEPS, ids=lambda step: step.name)
 def test_commands_parse(step: script.Step, tmp_path: Path) -> None:
     """Each step runs a script of the tree, or a command of attnlib whole (not --quick)."""
     from attnlib.bench.command import parser as bench_parser
+    from attnlib.bench.suites import choose_cases
     from attnlib.testing.commands import parity_parser, verify_parser
 
     parsers = {"bench": bench_parser, "verify": verify_parser, "parity": parity_parser}
@@ -71,11 +93,16 @@ def test_commands_parse(step: script.Step, tmp_path: Path) -> None:
         if command in parsers:
             options = parsers[command]().parse_args(arguments[3:])
             assert not getattr(options, "quick", False)
+            if command == "bench":
+                assert choose_cases(options.cases, options.suite, "anchors")
         else:
             assert arguments[2:] == ["demo"]
     elif arguments[0] != "-m":
         assert (ROOT / arguments[0]).is_file()
-    named = [part.partition(":")[0] for part in arguments if ".py:" in part]
+    elif arguments[1] != "pytest":
+        assert (ROOT / (arguments[1].replace(".", "/") + ".py")).is_file()
+    parts = [part for argument in arguments for part in argument.split(",")]
+    named = [part.partition(":")[0] for part in parts if ".py:" in part]
     assert all((ROOT / file).is_file() for file in named)
 
 
