@@ -4,28 +4,23 @@
 
 Times are device times of one attention call of the `triton` backend, without the cache write:
 replays of a CUDA graph of many calls over copies of the cache that do not fit the L2 cache, both
-variants in turn. Outputs are compared first. `--compile-only` runs every call once, in several
-processes, so that a second run finds compiled kernels.
+variants in turn. Outputs are compared first. `--compile-only` compares the outputs and times
+nothing, in several processes, so that a second run finds compiled kernels.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import attnlib
-from attnlib.bench.case import BenchCase
 from attnlib.bench.inputs import CaseInputs, make_inputs
-from attnlib.bench.provenance import provenance
-from attnlib.bench.suites import choose_cases
+from attnlib.bench.suites import SUITES, known_cases
 from attnlib.bench.timer import GraphTimer, measure_in_turn, warm_up
+from benchmarks.gpu import rows
 
 DEVICE = torch.device("cuda")
 
@@ -46,14 +41,28 @@ def calls(inputs: CaseInputs) -> dict[str, Any]:
     return found
 
 
-def measure(case: BenchCase, compile_only: bool) -> dict[str, Any]:
-    """Microseconds of both variants of one row."""
-    inputs = make_inputs(case, DEVICE)
+def compare(inputs: CaseInputs) -> dict[str, Any]:
+    """The functions of `calls`, whose outputs agree."""
     functions = calls(inputs)
     outputs = {name: function(0) for name, function in functions.items()}
     torch.testing.assert_close(outputs["invariant"], outputs["fast"], rtol=3e-2, atol=3e-2)
-    if compile_only:
-        return {"case": case.name}
+    return functions
+
+
+@torch.no_grad()
+def compile_row(row: str) -> dict[str, Any]:
+    """Run both variants of one row once."""
+    compare(make_inputs(known_cases()[row], DEVICE))
+    return {}
+
+
+@torch.no_grad()
+def measure(row: str) -> dict[str, Any]:
+    """Microseconds of both variants of one row."""
+    gc.collect()  # the copies of the cache of the last row
+    torch.cuda.empty_cache()
+    inputs = make_inputs(known_cases()[row], DEVICE)
+    functions = compare(inputs)
     expected = {name: warm_up(call, DEVICE) for name, call in functions.items()}
     copies = len(inputs.caches)
     timers = {
@@ -61,44 +70,20 @@ def measure(case: BenchCase, compile_only: bool) -> dict[str, Any]:
     }
     found = measure_in_turn(timers, expected)
     us = {name: round(measured.us, 2) for name, measured in found.items()}
-    return {"case": case.name, "us": us, "ratio": round(us["invariant"] / us["fast"], 3)}
+    return {"us": us, "ratio": round(us["invariant"] / us["fast"], 3)}
 
 
-def main() -> None:
-    """Check and time all rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("rows", nargs="*", help="names or patterns (default: the anchors suite)")
-    parser.add_argument("--out", type=Path, help="JSON file of the results")
-    parser.add_argument("--compile-only", action="store_true", help="run every call once")
+def main() -> int:
+    """Check and time the chosen rows."""
+    parser = rows.parser(__doc__)
+    parser.add_argument("--compile-only", action="store_true", help="time nothing")
     parser.add_argument("--processes", type=int, default=8, help="of --compile-only")
-    parser.add_argument("--commit", help="commit of attnlib, for copies without history")
     options = parser.parse_args()
-    cases = choose_cases(options.rows, None if options.rows else "anchors", "anchors")
-    if options.compile_only and len(cases) > 1:
-        names = [case.name for case in cases]
-        shares = [names[n :: options.processes] for n in range(options.processes)]
-        command = [sys.executable, "-m", "benchmarks.gpu.batch_invariant", "--compile-only"]
-        started = [
-            subprocess.Popen([*command, "--processes", "0", *share]) for share in shares if share
-        ] if options.processes else []  # fmt: skip
-        for process in started:
-            process.wait()
-        if started:
-            return
-    torch.set_grad_enabled(False)
-    document: dict[str, Any] = {"provenance": provenance(commit=options.commit), "rows": []}
-    for case in cases:
-        try:
-            row = measure(case, options.compile_only)
-        except Exception as error:
-            row = {"case": case.name, "error": f"{type(error).__name__}: {error}"[:300]}
-        document["rows"].append(row)
-        print(json.dumps(row), flush=True)
-        if options.out:
-            options.out.write_text(json.dumps(document, indent=1) + "\n")
-        gc.collect()
-        torch.cuda.empty_cache()
+    options.rows = options.rows or [case.name for case in SUITES["anchors"]]
+    if options.compile_only:
+        return rows.run(options, known_cases(), compile_row, options.processes)
+    return rows.run(options, known_cases(), measure)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """Attention to selected keys against attention to all keys.
 
-    python benchmarks/gpu/selected_keys.py --out results/selected_keys.json
+    python -m benchmarks.gpu.selected_keys --out results/selected_keys.json
+    python -m benchmarks.gpu.selected_keys 'latent *'
 
 `decode` rows: 16 blocks of 128 tokens per KV head, 64 query and 4 KV heads, over contexts of
 different lengths. The time must not depend on the context. The calls use different lists in turn,
@@ -13,26 +14,22 @@ sparse kernel takes turns with ours in the `latent` rows; fewer than 64 heads ar
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
+import sys
+from functools import partial
 from typing import Any
 
 import torch
 
 from attnlib.bench.key_lists import spread_lists
-from attnlib.bench.provenance import provenance
 from attnlib.bench.timer import EagerTimer, GraphTimer, measure_in_turn, warm_up
 from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.key_indexer import select_keys as torch_select_keys
 from attnlib.ops.torch.selected_attention import selected_attention as torch_selected_attention
-from attnlib.ops.triton import selected_attention as triton_operation
-from attnlib.ops.triton.heuristics.tiles import Tile
 from attnlib.ops.triton.key_indexer import select_keys
-from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.paged_prefill import paged_prefill
 from attnlib.ops.triton.selected_attention import selected_attention
+from benchmarks.gpu import rows
 
 try:
     from vllm.third_party.flashmla.flash_mla_interface import flash_mla_sparse_fwd
@@ -181,71 +178,70 @@ def measure(calls: dict[str, Any], copies: int, graph: bool) -> dict[str, float]
     return {name: round(m.us, 2) for name, m in measure_in_turn(timers, expected).items()}
 
 
-def main() -> None:
-    """Check and time all rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="JSON file of the results")
-    parser.add_argument("--commit", help="commit of attnlib, for copies without history")
-    parser.add_argument("--rows", nargs="*", default=["decode", "prefill", "latent", "indexer"])
-    parser.add_argument("--tiles", nargs="*", default=[], help="M,N,warps,stages of latent rows")
-    options = parser.parse_args()
-    document: dict[str, Any] = {"provenance": provenance(commit=options.commit), "rows": []}
+def _decode(requests: int, seq_len: int) -> dict[str, Any]:
+    batch = Batch(requests, 1, seq_len, latent=False)
+    return _result(batch, {"selected": batch.selected}, graph=True)
 
-    def row(name: str, batch: Any, calls: dict[str, Any], graph: bool) -> None:
-        error = batch.check()
-        found = measure(calls, len(getattr(batch, "lists", [0])), graph)
-        document["rows"].append({"row": name, "us": found, "max_error": error})
-        print(name, found, f"error {error:.2g}", flush=True)
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(document, indent=1) + "\n")
 
-    if "decode" in options.rows:
-        for requests in (1, 8):
-            for seq_len in (32 << 10, 128 << 10, 1 << 20):
-                batch = Batch(requests, 1, seq_len, latent=False)
-                row(f"decode {requests} x {seq_len >> 10}k", batch, {"selected": batch.selected},
-                    graph=True)  # fmt: skip
-                del batch
-    if "prefill" in options.rows:
-        for seq_len in (32 << 10, 128 << 10):
-            batch = Batch(1, seq_len, seq_len, latent=False)
-            row(f"prefill {seq_len >> 10}k", batch,
-                {"selected": batch.selected, "dense": batch.dense}, graph=False)  # fmt: skip
-            del batch
-    if "latent" in options.rows:
+def _prefill(seq_len: int) -> dict[str, Any]:
+    batch = Batch(1, seq_len, seq_len, latent=False)
+    return _result(batch, {"selected": batch.selected, "dense": batch.dense}, graph=False)
+
+
+def _latent(requests: int, query_len: int, seq_len: int, heads: int) -> dict[str, Any]:
+    batch = Batch(requests, query_len, seq_len, latent=True, heads=heads)
+    calls = {"selected": batch.selected}
+    if flash_mla_sparse_fwd is not None:
+        calls["flash_mla"] = batch.flash_mla
+    return _result(batch, calls, graph=query_len == 1)
+
+
+def _indexer(requests: int, query_len: int) -> dict[str, Any]:
+    batch = IndexBatch(requests, query_len, 128 << 10)
+    calls = {"select": batch.select}
+    if query_len > 1:
+        calls["product of 128 queries"] = batch.product
+    return _result(batch, calls, graph=query_len == 1)
+
+
+def _result(batch: Any, calls: dict[str, Any], graph: bool) -> dict[str, Any]:
+    error = batch.check()
+    us = measure(calls, len(getattr(batch, "lists", [0])), graph)
+    return {"us": us, "max_error": error}
+
+
+ROWS = {
+    **{
+        f"latent {requests * query_len} queries, {heads} heads, 2048 of {seq_len >> 10}k": partial(
+            _latent, requests, query_len, seq_len, heads
+        )
         for requests, query_len, seq_len, heads in (
             (32, 1, 128 << 10, 64), (1, 4096, 32 << 10, 128), (1, 4096, 32 << 10, 64),
             (1, 4096, 32 << 10, 16),
-        ):  # fmt: skip
-            batch = Batch(requests, query_len, seq_len, latent=True, heads=heads)
-            name = f"latent {requests * query_len} queries, {heads} heads, 2048 of {seq_len >> 10}k"
-            calls = {"selected": batch.selected}
-            if flash_mla_sparse_fwd is not None:
-                calls["flash_mla"] = batch.flash_mla
-            row(name, batch, calls, graph=query_len == 1)
-            default = triton_operation._choose_tile
-            for text in options.tiles:
-                tile = Tile(*(int(number) for number in text.split(",")))
-                triton_operation._choose_tile = lambda *_, tile=tile: tile
-                LAUNCHES.clear()
-                try:
-                    row(f"{name}, {tile}", batch, {"selected": batch.selected}, query_len == 1)
-                except Exception as error:
-                    print(text, type(error).__name__, str(error)[:100], flush=True)
-                triton_operation._choose_tile = default
-                LAUNCHES.clear()
-            del batch
-    if "indexer" in options.rows:
-        for requests, query_len in ((1, 4096), (32, 1), (1, 1)):
-            index = IndexBatch(requests, query_len, 128 << 10)
-            name = f"indexer {requests * query_len} queries, 2048 of 128k"
-            calls = {"select": index.select}
-            if query_len > 1:
-                calls["product of 128 queries"] = index.product
-            row(name, index, calls, graph=query_len == 1)
-            del index
+        )
+    },
+    **{
+        f"decode {requests} x {seq_len >> 10}k": partial(_decode, requests, seq_len)
+        for requests in (1, 8)
+        for seq_len in (32 << 10, 128 << 10, 1 << 20)
+    },
+    **{
+        f"prefill {seq_len >> 10}k": partial(_prefill, seq_len)
+        for seq_len in (32 << 10, 128 << 10)
+    },
+    **{
+        f"indexer {requests * query_len} queries, 2048 of 128k": partial(
+            _indexer, requests, query_len
+        )
+        for requests, query_len in ((1, 4096), (32, 1), (1, 1))
+    },
+}  # fmt: skip
+
+
+def main() -> int:
+    """Check and time the chosen rows."""
+    return rows.run(rows.parser(__doc__).parse_args(), ROWS, lambda row: ROWS[row]())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
