@@ -73,8 +73,8 @@ KERNELS = (
         "-m attnlib bench cov-prefill-1x8k-cap30 cov-prefill-1x8k-d80 cov-prefill-1x8k-d96-mha "
         "cov-prefill-1x8k-d112 cov-decode-32x4k-d96-mha cov-decode-32x16k-w4096 "
         "cov-prefill-1x16k-w4096 cov-prefill-1x8k-bidirectional cov-prefill-1x8k-unpaged "
-        "cov-prefill-1x128k-p128 decode-32x8k-d256-cap50 e4m3-decode-32x8k-d256-cap50 --backends triton,flash_attn --kernels-only "
-        "--json {out}/slow_rows.json",
+        "cov-prefill-1x128k-p128 decode-32x8k-d256-cap50 e4m3-decode-32x8k-d256-cap50 "
+        "--backends triton,flash_attn --kernels-only --json {out}/slow_rows.json",
         "rows that FlashInfer does not have, or compiles for a minute",
     ),
     Step(
