@@ -169,9 +169,9 @@ STEPS = (
         Step(
             f"verify_triton_{name.lower()}",
             f"-m attnlib verify benchmarks/gpu/variants.py:{name}",
-            f"the conformance suite on triton with kernels={name.lower()}",
+            f"the conformance suite on {name} of benchmarks/gpu/variants.py",
         )
-        for name in ("Hopper", "Portable")
+        for name in ("Hopper", "LongContext", "Portable")
     ),
     Step(
         "parity",

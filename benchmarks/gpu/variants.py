@@ -1,6 +1,7 @@
 """The `triton` backend restricted to one family of kernels, to verify and measure each of them.
 
 python -m attnlib verify benchmarks/gpu/variants.py:Hopper      # Hopper kernels for all decodes
+python -m attnlib verify benchmarks/gpu/variants.py:LongContext # Hopper kernels of long contexts
 python -m attnlib verify benchmarks/gpu/variants.py:Portable    # portable kernels on every chip
 """
 
@@ -9,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from attnlib.backends.base import AttentionImpl
 from attnlib.backends.triton import TritonBackend
+from attnlib.ops.triton.heuristics import hopper_tiles
 
-__all__ = ["Hopper", "Portable"]
+__all__ = ["Hopper", "LongContext", "Portable"]
 
 
 class Hopper(TritonBackend):
@@ -22,6 +25,22 @@ class Hopper(TritonBackend):
     @staticmethod
     def get_name() -> str:
         return "triton-hopper"
+
+
+class LongContext(Hopper):
+    """The same, and prefills of all lengths with the kernel for long contexts.
+
+    The length is a constant of the module: layers of other backends in the process see it, too.
+    """
+
+    @staticmethod
+    def get_name() -> str:
+        return "triton-long-context"
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        hopper_tiles.SHORT_CONTEXT = 0
+        return TritonBackend.get_impl_cls()
 
 
 class Portable(TritonBackend):

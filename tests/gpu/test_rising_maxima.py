@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 
 from attnlib.ops.params import AttentionParams
-from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile, choose_hopper_tile
-from attnlib.ops.triton.hopper import dispatch
+from attnlib.ops.triton.heuristics import hopper_tiles
 from attnlib.ops.triton.paged_prefill import paged_prefill
 from tests.gpu.devices import needs_gpu
 
@@ -19,18 +15,20 @@ pytestmark = [pytest.mark.gpu, needs_gpu]
 HEADS, KV_HEADS, BLOCK_SIZE = 16, 4, 16
 
 
-def _leading_tile(*sizes: int, **options: Any) -> HopperTile:
-    return replace(choose_hopper_tile(*sizes, **options), leads=True)
-
-
 @pytest.mark.parametrize("growth", [0.0, 40.0, 3000.0])
 @pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("head_size", "short_context"), [(64, 16384), (128, 16384), (128, 0), (256, 16384)]
+)
 def test_rising_maxima(
-    head_size: int, has_sinks: bool, growth: float, monkeypatch: pytest.MonkeyPatch
+    head_size: int,
+    short_context: int,
+    has_sinks: bool,
+    growth: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """M4, M5: earlier keys, which are visited later, have larger scores by up to `growth` * 0.5."""
-    monkeypatch.setattr(dispatch, "choose_hopper_tile", _leading_tile)
+    monkeypatch.setattr(hopper_tiles, "SHORT_CONTEXT", short_context)
     torch.manual_seed(0)
     query_lens, seq_lens = [1100, 1030], [1100, 1500]
     scale = head_size**-0.5

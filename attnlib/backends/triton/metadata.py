@@ -334,7 +334,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
         Where tiles depend on work these are the edges between two tiles, and every power of 2,
         where keys may begin to be split. On Hopper, also the lengths from which its own decode is
-        faster or has another tile.
+        faster or has another tile. `least` and `most` are on the two sides of the one length from
+        which a prefill has another kernel (`hopper_tiles.SHORT_CONTEXT`).
         """
         turns: list[int] = []
         if self._scheduler.limits.capability[0] == 9:

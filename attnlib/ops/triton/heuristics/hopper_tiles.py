@@ -17,8 +17,8 @@ from attnlib.ops.triton.hopper.support import DECODE_ROWS, decode_rows, gathers
 __all__ = [
     "MAX_CONSUMERS", "MAX_WARPS", "SHARED_MEMORY", "WARP_ROWS", "DecodeTile", "HopperTile",
     "choose_hopper_decode_tile", "choose_hopper_tile", "choose_section", "decode_shared_bytes",
-    "key_parts", "key_width", "padded_width", "shared_bytes", "supports_one_warp",
-    "with_query_registers", "with_short_ranges",
+    "is_long", "key_parts", "key_width", "padded_width", "shared_bytes", "supports_one_warp",
+    "with_leads", "with_query_registers", "with_short_ranges",
 ]  # fmt: skip
 
 SHARED_MEMORY = 227 * 1024
@@ -40,6 +40,12 @@ L2_BYTES = 40 * 1024 * 1024
 """Bytes of the 50 MB L2 cache that hold keys and values; each half of the chip caches its own copy.
 Not tuned: on an H200, sections of 1, 2 and 4 KV heads had nearly equal times on a prefill of 32k
 tokens."""
+
+
+SHORT_CONTEXT = 16384
+"""Keys of the longest request up to which a prefill computes the maxima of every tile. Signs are
+faster at all lengths, but batch-invariant prefills compute maxima, and are to take at most 1.15 of
+the time: with signs 1.18 for 8k keys, 1.13 for 16k, and 1.11 for 32k (H200, blocks of 128)."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +70,7 @@ class HopperTile:
         converter_registers: registers per thread of a converter warp; those of a loader warp in a
             shared warpgroup.
         query_registers: keep the queries over a float8 cache in registers.
-        leads: look for rising maxima by signs (`softmax_by_sign`) with bfloat16 and head sizes 128
-            and 256. Not in the shipped tables: it is 6% to 11% faster on random scores and 9%
-            slower on scores whose maxima rise from tile to tile, and the batch-invariant prefill,
-            which is compared with this one, has no such form.
+        leads: look for rising maxima by signs (`with_leads`).
         ctas_per_sm: persistent CTAs of a multiprocessor, which share its registers.
     """
 
@@ -169,6 +172,17 @@ def with_short_ranges(tile: HopperTile) -> HopperTile:
     if tile.block_n != 128 or tile.byte_stages:
         return tile
     return replace(tile, block_n=64, stages=2 * tile.stages)
+
+
+def is_long(max_seq_len: int) -> bool:
+    """Return whether prefills of requests of up to `max_seq_len` keys look for rising maxima by
+    signs instead of computing maxima (`softmax_by_sign`)."""
+    return max_seq_len > SHORT_CONTEXT
+
+
+def with_leads(tile: HopperTile, max_seq_len: int) -> HopperTile:
+    """Return a prefill tile for requests of up to `max_seq_len` keys."""
+    return replace(tile, leads=True) if is_long(max_seq_len) else tile
 
 
 def choose_section(num_kv_heads: int, max_seq_len: int, widths: int) -> int:

@@ -22,6 +22,7 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
     choose_hopper_tile,
     padded_width,
     supports_one_warp,
+    with_leads,
     with_query_registers,
     with_short_ranges,
 )
@@ -194,6 +195,7 @@ def select_prefill(
     one_head = has_head_bounds(params) and max_query_len >= _LEAST_TOKENS_OF_ONE_HEAD
     if has_short_ranges(params, one_head):
         tile = with_short_ranges(tile)
+    tile = with_leads(tile, batch.max_seq_len)
     return prepare_hopper_prefill(
         query, key, value, out, lse, batch, params, tile, limits, one_head
     )

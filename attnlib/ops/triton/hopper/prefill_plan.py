@@ -377,7 +377,7 @@ def prepare_hopper_prefill(
         kernel, constants = _range(constants)
     else:
         constants["VALUE_PARTS"] = value_parts = _value_parts(constants)
-        constants["LEADS"] = tile.leads
+        constants["LEADS"] = tile.leads and _can_lead(constants, query.dtype)
     query_view = None
     if load_query:
         shape, strides = tuple(query.shape), tuple(query.stride())
@@ -442,6 +442,24 @@ def _value_parts(constants: dict[str, Any]) -> int:
         and not constants["SPLIT_V"]
     )
     return -(-size // PART_ELEMENTS.value) if divided else 0
+
+
+def _can_lead(constants: dict[str, Any], dtype: torch.dtype) -> bool:
+    """Whether the kernel can look for rising maxima by signs. Weights of float16 would be
+    subnormal."""
+    return (
+        dtype == torch.bfloat16
+        and constants["WIDTH"] == constants["WIDTH_V"] == constants["BLOCK_N"] == 128
+        and constants["CONSUMERS"] == 2
+        and constants["KEY_PARTS"] == 1
+        and constants["VALUE_PARTS"] == 0
+        and constants["KV_KIND"] == KV_PLAIN
+        and constants["STRIDES"] is None
+        and constants["SCORE"] is None
+        and constants["RANGES"] == 0
+        and constants["HAS_CAP"] != BOUNDED.value
+        and constants["SKIP_BELOW"] is None
+    )
 
 
 def _scales(

@@ -9,6 +9,7 @@ from torch import Tensor
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.signature import tensor_signature
+from attnlib.ops.triton.heuristics.hopper_tiles import is_long
 from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.scales import scale_signature
 from attnlib.ops.triton.launch.score import score_signature
@@ -54,7 +55,10 @@ def batch_signature(batch: BatchTensors) -> tuple[Any, ...]:
 
 
 def length_class(batch: BatchTensors, cache: Tensor) -> int:
-    """What the launches of a prefill follow from in the bound of the sequence lengths: where a
-    cache has elements of 8 bits or small blocks, its keys may be copied into scratch memory."""
+    """What the launches of a prefill follow from in the bound of the sequence lengths.
+
+    Where a cache has elements of 8 bits or small blocks, its keys may be copied into scratch
+    memory. Other prefills depend on whether requests are long.
+    """
     copied = cache.element_size() == 1 or cache.shape[1] < _SMALL_BLOCKS
-    return -(-batch.max_seq_len // LENGTH_STEP) if copied else 0
+    return -(-batch.max_seq_len // LENGTH_STEP) if copied else int(is_long(batch.max_seq_len))

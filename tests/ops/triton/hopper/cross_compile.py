@@ -89,7 +89,6 @@ CASES: dict[str, dict[str, Any]] = {
     "128-static": {"tile": {"persistent": False, "q_stages": 1}},
     "128-direct-store": {"tile": {"staged_store": False}},
     "128-leads": {"tile": {"leads": True}},
-    "256-leads": {"d": 256, "group": 2, "tile": {"leads": True}},
     "64": {"d": 64, "group": 8},
     "64-three-consumers": {
         "d": 64,

@@ -11,6 +11,7 @@ import torch
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import hopper
 from attnlib.ops.triton.heuristics.device import DeviceLimits
+from attnlib.ops.triton.heuristics.hopper_tiles import SHORT_CONTEXT
 from attnlib.ops.triton.hopper.converted_prefill import ConvertedPrefill
 from attnlib.ops.triton.hopper.decode_plan import HopperDecode
 from attnlib.ops.triton.hopper.dispatch import (
@@ -26,6 +27,7 @@ from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.sequence import K_SCALE, V_SCALE
+from attnlib.ops.triton.launch.signature import length_class
 from attnlib.ops.triton.paged_decode import AttentionShape
 from attnlib.ops.triton.paged_mixed import can_run_concurrently, concurrent_ctas
 from attnlib.score_functions import ScoreFunction, builtin
@@ -70,6 +72,41 @@ def _prefill(
     )  # fmt: skip
     assert found is not None
     return found
+
+
+@pytest.mark.parametrize("max_seq_len", [600, SHORT_CONTEXT, SHORT_CONTEXT + 1, 1 << 20])
+def test_prefills_of_long_requests_look_at_signs(max_seq_len: int) -> None:
+    """By the bound of the batch, which also tells the launches apart: a captured kernel stays."""
+    is_long = max_seq_len > SHORT_CONTEXT
+    assert [
+        _prefill(seq_len=max_seq_len, block_size=size).attend._constants["LEADS"]
+        for size in (16, 128)
+    ] == [is_long, is_long]
+    cache = torch.empty(5, 16, 2, 128, dtype=BF16)
+    starts = torch.zeros(3, dtype=torch.int32)
+    batch = BatchTensors(starts, starts[:2], None, max_seq_len=max_seq_len)
+    assert length_class(batch, cache) == int(is_long)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_size": 64},
+        {"head_size": 96},
+        {"head_size": 256},
+        {"block_size": 1},
+        {"dtype": torch.float16},
+        {"logits_soft_cap": 30.0},
+        {"skip_softmax_threshold": 0.001},
+        {"window": (127, 0)},
+        {"score_function": builtin.relative_bias()},
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_prefills_that_compute_maxima_at_every_length(changes: dict[str, Any]) -> None:
+    if function := changes.get("score_function"):
+        changes = {**changes, "score_tensors": function.examples(8, [600])}
+    assert not _prefill(seq_len=1 << 20, **changes).attend._constants["LEADS"]
 
 
 def _long_prefill(**changes: Any) -> Any:

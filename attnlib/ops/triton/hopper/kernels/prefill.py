@@ -129,10 +129,14 @@ _GATHER_THREADS = gl.constexpr(GATHER_THREADS)
 
 _RESCALE_THRESHOLD = gl.constexpr(8)
 """THRESHOLD of `softmax.online_softmax` with three consumers: 1128 instead of 1152 us on an H200
-(8k tokens, head size 64), and 1113 instead of 1125 with sums by thread. Two consumers have it with
-`softmax_by_sign` (`HopperTile.leads`); otherwise they follow the maximum of every tile: with the
-branch of `softmax.rescale`, head size 128 took 953 instead of 925 us, and 96 took 864 instead of
-837 us."""
+(8k tokens, head size 64), and 1113 instead of 1125 with sums by thread. Two consumers follow the
+maximum of every tile: with the branch of `softmax.rescale`, head size 128 took 953 instead of 925
+us, and 96 took 864 instead of 837 us."""
+
+_LEAD = gl.constexpr(16)
+"""THRESHOLD with LEADS. Where maxima rise by 2 per tile, 8k tokens took 911 us with 8, 885 with 16
+and 857 with 32 on an H200; by 2 ** 10 per tile 1021, 910 and 935. The kernel that computes maxima
+took 901 and 895."""
 
 
 @gluon.jit
@@ -479,7 +483,7 @@ def _consumer(
     HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr, K_SCALE_KIND: gl.constexpr,
     V_SCALE_KIND: gl.constexpr, QUERY_REGISTERS: gl.constexpr, COPIED: gl.constexpr,
     SPLIT_V: gl.constexpr, KEY_PARTS: gl.constexpr, SKIP_BELOW: gl.constexpr,
-    BY_SIGN: gl.constexpr,
+    LEADS: gl.constexpr,
 ):  # fmt: skip
     """Compute the 64 rows of consumer warpgroup WARPGROUP of each published work item."""
     WIDTH: gl.constexpr = q_tiles.shape[2]
@@ -514,15 +518,8 @@ def _consumer(
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK or EXACT
     # `bounded_softmax` has no running maximum, and its sums are those of rows.
     RARELY: gl.constexpr = CONSUMERS == 3 and SKIP_BELOW is None and HAS_CAP != BOUNDED
-    # The loop over unmasked tiles of head sizes 128 and 256 looks at signs (`softmax_by_sign`).
-    # Weights of float16 would be subnormal.
-    WIDE: gl.constexpr = (WIDTH == 128 and BLOCK_N == 128) or WIDTH == 256
-    PLAIN: gl.constexpr = KV_KIND == KV_PLAIN and SCORE is None and RANGES == 0
-    LEADS: gl.constexpr = (
-        BY_SIGN and CONSUMERS == 2 and WIDE and WIDTH_V == WIDTH and VALUE_PARTS == 0 and PLAIN
-        and DTYPE == gl.bfloat16 and HAS_CAP != BOUNDED and SKIP_BELOW is None
-    )  # fmt: skip
-    THRESHOLD: gl.constexpr = _RESCALE_THRESHOLD if RARELY or LEADS else 0
+    RISE: gl.constexpr = _LEAD if LEADS else 0
+    THRESHOLD: gl.constexpr = _RESCALE_THRESHOLD if RARELY else RISE
     # The sum of weights begins with that of the sink (M4). In the epilogue it takes registers that
     # three consumers do not have, and ptxas schedules their main loop worse.
     EARLY_SINK: gl.constexpr = HAS_SINK and SUMS and THRESHOLD > 0
@@ -915,7 +912,7 @@ def hopper_prefill_kernel(
         SPLIT_V: the consumers share 64 query rows, and each has a part of the value elements.
         VALUE_PARTS: parts of 32 elements of the values of up to 127 elements (`value_columns`), or
             0; only with tiles of 128 keys, a 16-bit cache, and neither SKIP_BELOW nor STRIDES.
-        LEADS: unmasked tiles use `softmax_by_sign` where it applies (`HopperTile.leads`).
+        LEADS: unmasked tiles use `softmax_by_sign` (`prefill_plan`).
     """
     aux = (
         aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,

@@ -140,8 +140,8 @@ def online_softmax(
 
 @gluon.constexpr_function
 def _follow_asm(elements, lead):
-    """Return PTX that raises the references of the two rows of a thread where a logit is not
-    negative, and lowers the logits by as much.
+    """Return PTX that raises the references of the rows of a warp where a logit of one of them is
+    not negative, and lowers the logits by as much.
 
     Operands: logits, references, factors of what was accumulated; then the inputs of the first
     two. Of references and factors, elements 0 and 2 are those of the two rows. A warp whose logits
@@ -177,13 +177,13 @@ def _follow_asm(elements, lead):
             lines.append(f"shfl.sync.bfly.b32 other, most, {lane}, 31, 0xffffffff;")
             lines.append("max.f32 most, most, other;")
         lines += [
-            "setp.ge.f32 p, most, 0f00000000;",
-            f"setp.eq.or.b32 p, ${reference + row}, 0x80000000, p;",
+            f"setp.eq.b32 p, ${reference + row}, 0x80000000;",
             f"add.f32 change, most, {lead}.0;",
-            "selp.f32 change, change, 0f00000000, p;",
+            # All rows of the warp rise with the first one, so that they do not branch in turn.
+            "max.f32 other, change, 0f00000000;",
+            "selp.f32 change, change, other, p;",
             "neg.f32 other, change;",
             f"ex2.approx.ftz.f32 ${factor + row}, other;",
-            f"setp.eq.b32 p, ${reference + row}, 0x80000000;",
             f"selp.f32 ${factor + row}, 0f00000000, ${factor + row}, p;",
             f"add.f32 ${reference + row}, ${reference + row}, change;",
         ]
@@ -252,7 +252,8 @@ def softmax_by_sign(scores, factor, references, row_sum, LEAD: gl.constexpr):
     A logit above its row's reference shows in the sign of their difference, which the exponential
     needs anyway. The signs of a thread's logits are combined three at a time: 32 instructions and
     no exchange between threads, where maxima take 64 and two exchanges. Only then are maxima
-    computed, and references rise to LEAD more than them. Weights are at most 1.
+    computed, and the references of all rows of the warp rise to LEAD more than them, unless they
+    are above that. Weights are at most 1.
 
     Args:
         factor: of the scores to base-2 logits.
