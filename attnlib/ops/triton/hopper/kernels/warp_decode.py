@@ -39,6 +39,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     log2,
     partition_barrier,
     prefetch_l1,
+    store_in_l2,
     wait_on_dependent_grids,
 )
 from attnlib.ops.triton.hopper.kernels.decode import UNALIGNED, UNSPECIALIZED
@@ -507,15 +508,16 @@ def hopper_warp_decode_kernel(
             pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
             # All lanes have read what the stages held.
             partition_barrier()
+            blocks = ()
             for ahead in gl.static_range(STAGES):
-                if ahead < count:
-                    blocks = _tile_pages(
-                        table, pages, num_blocks, first + ahead, True, BLOCK_N, BLOCK_SIZE
-                    )
-                    _issue_tile(
-                        key_desc, value_desc, blocks, num_blocks, kv_head, first + ahead, k_ring,
-                        v_ring, full, (step + ahead) % STAGES, scales, BLOCK_SIZE,
-                        KV_KIND)  # fmt: skip
+                blocks = blocks + (
+                    _tile_pages(
+                        table, pages, num_blocks, first + ahead, ahead < count, BLOCK_N, BLOCK_SIZE
+                    ),
+                )
+            _issue_tile(
+                key_desc, value_desc, blocks[0], num_blocks, kv_head, first, k_ring, v_ring, full,
+                step % STAGES, scales, BLOCK_SIZE, KV_KIND)  # fmt: skip
 
             q_rows = gl.arange(0, ROWS, Q_ROWS)
             q_valid = (q_rows < TILE_TOKENS * GROUP) & (q_rows // GROUP < query_len)
@@ -526,6 +528,16 @@ def hopper_warp_decode_kernel(
                 query, q_offsets, q_valid, WORDS, D, KV_KIND
             )
             k_factor = k_factor * key_scale
+
+            # The other stages are loaded once the first tile is here: otherwise it shares the
+            # bandwidth with them, and all warps begin later.
+            mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+            for ahead in gl.static_range(1, STAGES):
+                if ahead < count:
+                    _issue_tile(
+                        key_desc, value_desc, blocks[ahead], num_blocks, kv_head, first + ahead,
+                        k_ring, v_ring, full, (step + ahead) % STAGES, scales, BLOCK_SIZE,
+                        KV_KIND)  # fmt: skip
 
             row = gl.arange(0, ROWS, COLUMN)
             token = row // GROUP
@@ -617,10 +629,10 @@ def hopper_warp_decode_kernel(
             else:
                 for part in gl.static_range(PARTS):
                     lanes = _value_elements(index, part, WORDS_V, KV_KIND)
-                    gl.store(
+                    store_in_l2(
                         partials + ((partial_index * rows + row) * DV)[None, :] + lanes[:, None],
                         acc[part],
-                        mask=valid[None, :] & (lanes < DV)[:, None],
+                        valid[None, :] & (lanes < DV)[:, None],
                     )
                 gl.store(partial_lses + partial_index * rows + row, base2, mask=valid)
             position += count
