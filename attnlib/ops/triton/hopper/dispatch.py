@@ -185,6 +185,7 @@ def select_prefill(
         block_size=None if copied else key.shape[1], visible=_visible(params),
         has_score=params.score_function is not None, tuned=limits.tuned,
     )  # fmt: skip
+    tile = with_leads(tile, batch.max_seq_len)
     if copied:
         return prepare_converted_prefill(
             query, key, value, out, lse, batch, params, tile, limits, copied
@@ -195,7 +196,6 @@ def select_prefill(
     one_head = has_head_bounds(params) and max_query_len >= _LEAST_TOKENS_OF_ONE_HEAD
     if has_short_ranges(params, one_head):
         tile = with_short_ranges(tile)
-    tile = with_leads(tile, batch.max_seq_len)
     return prepare_hopper_prefill(
         query, key, value, out, lse, batch, params, tile, limits, one_head
     )
@@ -232,6 +232,7 @@ def select_page_prefill(
         *sizes, rows=min(1 << 20, 1 << max(0, group * max_query_len - 1).bit_length()),
         visible=_visible(params), tuned=limits.tuned,
     )  # fmt: skip
+    tile = with_leads(tile, batch.max_seq_len)
     return prepare_converted_prefill(
         query, key, value, out, lse, batch, params, tile, limits, copied
     )

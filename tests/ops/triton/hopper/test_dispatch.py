@@ -27,7 +27,7 @@ from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.sequence import K_SCALE, V_SCALE
-from attnlib.ops.triton.launch.signature import length_class
+from attnlib.ops.triton.launch.signature import LENGTH_STEP, length_class
 from attnlib.ops.triton.paged_decode import AttentionShape
 from attnlib.ops.triton.paged_mixed import can_run_concurrently, concurrent_ctas
 from attnlib.score_functions import ScoreFunction, builtin
@@ -86,6 +86,15 @@ def test_prefills_of_long_requests_look_at_signs(max_seq_len: int) -> None:
     starts = torch.zeros(3, dtype=torch.int32)
     batch = BatchTensors(starts, starts[:2], None, max_seq_len=max_seq_len)
     assert length_class(batch, cache) == int(is_long)
+
+
+@pytest.mark.parametrize("seq_len", [SHORT_CONTEXT, SHORT_CONTEXT + 1])
+def test_prefills_over_copies_of_long_requests_look_at_signs(seq_len: int) -> None:
+    """Classes of lengths, which share a launch, are on one side of the limit."""
+    found = _long_prefill(seq_len=seq_len)
+    assert isinstance(found, ConvertedPrefill)
+    assert found.prefill.attend._constants["LEADS"] == (seq_len > SHORT_CONTEXT)
+    assert SHORT_CONTEXT % LENGTH_STEP == 0
 
 
 @pytest.mark.parametrize(
