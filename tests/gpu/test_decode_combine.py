@@ -30,6 +30,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "sinks": {"num_heads": 64, "head_size": 64, "sinks": True},
     "verify": {"query_len": 4},
     "mha": {"num_heads": 8},
+    "blocks-of-1": {"block_size": 1},
+    "blocks-of-4-verify": {"block_size": 4, "query_len": 4},
     "wide": {"num_heads": 16, "head_size": 256, "logits_soft_cap": 30.0},
 }
 EMPTY = 3
@@ -46,6 +48,7 @@ class Step:
         head_size: int = 128,
         query_len: int = 1,
         sinks: bool = False,
+        block_size: int = 16,
         **params: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -63,7 +66,11 @@ class Step:
         for row, length in enumerate(lengths):
             pages = -(-length // 16)
             table[row, :pages], used = order[used : used + pages], used + pages
-        self.table = table.cuda()
+        # The rows of a block of 16 are those of consecutive smaller blocks.
+        parts = 16 // block_size
+        self.cache = [cache.view(-1, block_size, heads, head_size) for cache in self.cache]
+        table = table.repeat_interleave(parts, 1) * parts + torch.arange(parts).repeat(columns)
+        self.table = table.int().cuda()
         self.starts = torch.arange(reqs + 1, dtype=torch.int32, device="cuda") * query_len
         self.lens = torch.tensor(
             [max(length, query_len) for length in lengths], dtype=torch.int32, device="cuda"
@@ -144,6 +151,21 @@ def test_splits_are_combined_as_by_a_second_kernel(lengths: str, kind: str) -> N
     for ours, theirs in zip(replayed, step(None), strict=True):
         torch.testing.assert_close(ours.float(), theirs.float(), atol=1e-2, rtol=1e-2)
     assert not counters.any()
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+@pytest.mark.parametrize("query_len", [1, 8])
+def test_gathered_rows_equal_those_of_larger_blocks(
+    lengths: str, block_size: int, query_len: int
+) -> None:
+    """Blocks below 8 tokens are read by other loaders, and the products are the same."""
+    small = Step(LENGTHS[lengths], query_len=query_len, block_size=block_size)
+    large = Step(LENGTHS[lengths], query_len=query_len)
+    for counters in (_counters(), None):
+        assert all(
+            torch.equal(*pair) for pair in zip(small(counters), large(counters), strict=True)
+        )
 
 
 @pytest.mark.parametrize("kinds", [("usual", "sinks"), ("sinks", "sinks"), ("usual", "wide")])

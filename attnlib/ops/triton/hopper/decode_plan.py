@@ -32,6 +32,7 @@ from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
 from attnlib.ops.triton.hopper.kernels.warp_decode import hopper_warp_decode_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
+from attnlib.ops.triton.hopper.support import gathers
 from attnlib.ops.triton.launch.attention import BatchTensors, holds_scales
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LaunchCache
@@ -207,6 +208,7 @@ class HopperDecode:
         scale_strides: of blocks, positions and heads of the scales in the pages (M16), of the keys
             and of the values; None where the pages hold no scales, and empty for kernels without
             these arguments.
+        gathers: the kernel reads the caches by address instead of descriptors.
     """
 
     limits: DeviceLimits
@@ -225,6 +227,7 @@ class HopperDecode:
     combine: BoundLaunch | None
     num_batch_tensors: int = 0
     scale_strides: tuple[int | None, ...] = (None,) * 6
+    gathers: bool = False
 
     needs_alignment: ClassVar[bool] = True
     """TMA and 16-byte loads require aligned tensors, also for launches by Triton."""
@@ -248,9 +251,15 @@ class HopperDecode:
             aligned: for launches by Triton, whether all tensors are aligned.
         """
         caches, maps = (KEY_CACHE, VALUE_CACHE), (KEY_MAP, VALUE_MAP)
-        lookup = described(self.views, caches, maps)
-        if direct:
-            lookup = Lookup(caches, self._descriptors, self._encode, maps)
+        lookups: tuple[Lookup, ...] = ()
+        sources: tuple[Any, ...] = caches
+        if not self.gathers:
+            sources = descriptor_arguments(self.views, maps, direct)
+            lookups = (
+                Lookup(caches, self._descriptors, self._encode, maps)
+                if direct
+                else described(self.views, caches, maps),
+            )
         starts, lens, table, outputs, lses, headers, counters = batch_sources(_NUM_BATCH_VALUES)
         pointers, sizes = score_arguments(
             self.score_sizes, self.num_batch_tensors, _NUM_BATCH_VALUES
@@ -258,7 +267,7 @@ class HopperDecode:
         layer_tensors = score_sources(len(self.score_sizes) // 2)
         scales = (K_SCALE, V_SCALE) if self.is_quantized else (None, None)
         arguments = (
-            *descriptor_arguments(self.views, maps, direct), QUERY, OUT, LSE, SINKS, *scales,
+            *sources, QUERY, OUT, LSE, SINKS, *scales,
             *layer_tensors, *pointers, starts, lens, table, outputs, lses, headers, counters,
             self.scale, *self.numbers, *sizes, *self.scale_strides,
         )  # fmt: skip
@@ -266,7 +275,7 @@ class HopperDecode:
         if self.combine is not None:
             arguments = (outputs, lses, headers, starts, SINKS, OUT, LSE, *self.combine_tail)
             steps.append(bind_step(self.combine, direct, aligned, arguments))
-        return Launches(tuple(steps), (lookup,))
+        return Launches(tuple(steps), lookups)
 
     @cached_property
     def direct(self) -> Launches:
@@ -372,7 +381,9 @@ def prepare_hopper_decode(
     is_quantized, scale = key.dtype.itemsize == 1, params.scale
     few = width_v * columns <= (_FEW_ELEMENTS // 2 if is_quantized else _FEW_ELEMENTS)
     few = few and key.dtype != torch.uint8  # four products and two accumulators
-    few = few or tile.consumers == 2  # 384 threads; `setmaxnreg` gives the consumers more
+    gathered = gathers(block_size) and not packed
+    # With 384 threads, `setmaxnreg` gives the consumers more.
+    few = few or tile.consumers == 2 or gathered
     if not is_quantized:
         assert not isinstance(params.k_scale, Tensor)  # dispatch leaves tensors to the plain kernel
         scale *= float(params.k_scale)
@@ -393,6 +404,8 @@ def prepare_hopper_decode(
         **score_constants(params, "gluon"),
         "maxnreg": _FEW_REGISTERS if few else _MANY_REGISTERS, "WORKERS": tile.consumers,
     }  # fmt: skip
+    if gathered:
+        attend["STRIDES"] = (*key.stride()[:3], *value.stride()[:3])
     kernel = hopper_decode_kernel
     if tile.warps:
         kernel = hopper_warp_decode_kernel
@@ -414,6 +427,7 @@ def prepare_hopper_decode(
         score_sizes=tensor_sizes(params.layer_score_tensors()),
         num_batch_tensors=len(batch.score_tensors),
         scale_strides=_scale_strides(params),
+        gathers=gathered,
         numbers=(
             float(cap), unbounded(left), unbounded(right), unbounded(chunk),
             num_reqs, num_tokens, num_blocks, rows, query.stride(0), query.stride(1),

@@ -67,16 +67,13 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Block sizes of all kernels: they divide a key tile or are divided by it."""
 
 SMALL_SIZES = (1, 2, 4, 8)
-"""Block sizes that the prefill of 16-bit caches reads, too."""
-
-DECODE_SMALL_SIZES = (8,)
-"""The same for the decode, which reads all pages by TMA: a box has at least 8 rows."""
+"""Block sizes that the prefill and the decode of 16-bit caches read, too."""
 
 WIDEST = 512
 """Head size, at most. Above 256 the consumers of a prefill share rows and split the values."""
 
 GATHERED_SIZES = (1, 2, 4)
-"""Block sizes whose rows the prefill gathers one by one."""
+"""Block sizes whose rows are gathered one by one: a TMA box has at least 8 rows."""
 
 
 COPIED_TOKENS = 4096
@@ -291,7 +288,7 @@ def decode_unsupported_reasons(
     """
     kernel = _DECODE
     reasons = _layer_reasons(
-        kernel, capability, dtype, cache_dtype, head_sizes, block_size, DECODE_SMALL_SIZES
+        kernel, capability, dtype, cache_dtype, head_sizes, block_size, SMALL_SIZES
     )
     most = decode_rows(head_sizes[1], cache_dtype)
     if group * max_query_len > most:

@@ -130,6 +130,8 @@ CASES: dict[str, dict[str, Any]] = {
     "256-e4m3": {"cache": E4M3, "d": 256, "group": 2},
     "decode-128": {"op": "hopper_decode"},
     "decode-128-page128": {"op": "hopper_decode", "n": 128},
+    "decode-128-page1": {"op": "hopper_decode", "n": 1},
+    "decode-128-combine-page1": {"op": "hopper_decode", "reqs": 16, "n": 1},
     "decode-512": {"op": "hopper_decode", "d": 512, "group": 8},
     "decode-128-mqa": {"op": "hopper_decode", "group": 32},
     "decode-128-verify": {"op": "hopper_decode", "query": 4},

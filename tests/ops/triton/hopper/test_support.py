@@ -127,10 +127,10 @@ def test_integers_with_scales_in_the_page_are_read_by_the_decode() -> None:
     assert not hopper_reads(PAGE_FORMATS["nvfp4"])
 
 
-def test_blocks_of_few_tokens_are_prefilled_only() -> None:
-    for size in (1, 2, 4):
-        assert _prefill(n=size) == []
-        assert f"block_size {size}" in _decode(n=size)[0]
+def test_blocks_of_few_tokens_need_16_bit_caches() -> None:
+    for size in (1, 2, 4, 8):
+        assert _prefill(n=size) == [] and _decode(n=size) == []
+        assert f"block_size {size}" in _decode(n=size, cache=torch.float8_e4m3fn)[0]
 
 
 def test_decode_rows_are_limited() -> None:

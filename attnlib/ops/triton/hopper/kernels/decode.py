@@ -10,12 +10,13 @@ Work distribution (stream-K, Osama et al. 2023):
   The tiles of one request in one range are a split. A request with one split is written directly;
   other splits are written as float32 partial results and combined (`combine.py`).
 - A CTA has one consumer warpgroup (4 warps) that multiplies, one warp that loads keys and one warp
-  that loads values. The loaders run ahead over the borders of splits, so that memory stays busy
-  when a new request begins. Over quantized caches there may be two such workers, each with ranges
-  of its own.
+  that loads values, or four of each where they gather the rows of small blocks. The loaders run
+  ahead over the borders of splits, so that memory stays busy when a new request begins. Over
+  quantized caches there may be two such workers, each with ranges of its own.
 
 Barriers, one pair per ring stage and ring: `full` completes when the TMA loads of a stage have
-delivered their bytes; `empty` counts one arrival, of the consumer.
+delivered their bytes, or the copies of all gathering threads are complete; `empty` counts one
+arrival, of the consumer.
 
 The few rows of a request (query heads of a group times query tokens) are the N dimension of both
 products, K @ Q^T and V^T @ P^T, because WGMMA needs M = 64 but allows N = 8.
@@ -51,8 +52,10 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     launch_dependent_grids,
     partition_barrier,
     prefetch_l1,
+    store_in_l2,
     wait_on_dependent_grids,
 )
+from attnlib.ops.triton.hopper.kernels.gather import GATHER_THREADS, gather_tile
 from attnlib.ops.triton.hopper.kernels.int4 import (
     float32_scale,
     int4_key_products,
@@ -62,7 +65,7 @@ from attnlib.ops.triton.hopper.kernels.int4 import (
     int4_value_rows,
     repeat_columns,
 )
-from attnlib.ops.triton.hopper.kernels.mainloop import hidden_zero
+from attnlib.ops.triton.hopper.kernels.mainloop import hidden_zero, wait_for_tile
 from attnlib.ops.triton.hopper.kernels.quantized import (
     WEIGHT_SCALE,
     copy_token_scales,
@@ -114,6 +117,11 @@ with arbitrary offsets."""
 _FIRST_COUNTER = gl.constexpr(PREFILL_COUNTERS)
 """Index of the decode's first counter."""
 
+_GATHER_THREADS = gl.constexpr(GATHER_THREADS)
+
+_GATHER_AHEAD = gl.constexpr(3)
+"""Tiles between the one whose rows are gathered and the one whose block numbers are prefetched."""
+
 
 @gluon.jit
 def _workers(WORKER: gl.constexpr, WORKERS: gl.constexpr):
@@ -143,10 +151,13 @@ def _loader(
     TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, KV_KIND: gl.constexpr, KEYS: gl.constexpr,
-    WORKER: gl.constexpr, WORKERS: gl.constexpr, EVEN: gl.constexpr,
+    WORKER: gl.constexpr, WORKERS: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr = 0,
+    DV: gl.constexpr = 0, STRIDES: gl.constexpr = None,
 ):  # fmt: skip
     """Load the keys of a worker's range, with the scales of pages that hold them, or its values,
     split after split. One warp.
+
+    With STRIDES, as in `hopper_decode_kernel`, 4 warps gather rows from the cache by address.
 
     Args:
         memory: of the worker, see `_allocate_worker`.
@@ -187,7 +198,17 @@ def _loader(
                 tile = first_tile + (position + i - before)
                 # 32 pages ahead: one 128-byte line of the block table.
                 later = tile * BLOCK_N // BLOCK_SIZE + 32
-                if KEYS:
+                if STRIDES is not None and KEYS:
+                    gather_tile(
+                        key_cache, table, seq_len, kv_head, tile, tile + _GATHER_AHEAD, memory[2],
+                        memory[4], memory[5], step, D, BLOCK_SIZE, STAGES, STRIDES[0], STRIDES[1],
+                        STRIDES[2])  # fmt: skip
+                elif STRIDES is not None:
+                    gather_tile(
+                        value_cache, table, seq_len, kv_head, tile, tile + _GATHER_AHEAD, memory[3],
+                        memory[6], memory[7], step, DV, BLOCK_SIZE, STAGES, STRIDES[3], STRIDES[4],
+                        STRIDES[5])  # fmt: skip
+                elif KEYS:
                     load_tile(
                         key_cache, table, pages, num_blocks, kv_head, tile, later, memory[2],
                         memory[4], memory[5], step, BLOCK_SIZE, STAGES,
@@ -330,6 +351,7 @@ def _step(
     tile, row_first, row_last, factor, k_factor, soft_cap, scale, positions, heads, request, aux,
     scales, SCORE: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
     MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr, KV_KIND: gl.constexpr,
+    COPIED: gl.constexpr,
 ):  # fmt: skip
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
 
@@ -346,7 +368,7 @@ def _step(
         v_stage = stage
     zeros = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
     # Wait for the TMA loads of this tile's keys, then issue K @ Q^T.
-    mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
+    wait_for_tile(k_full, stage, (step // STAGES) & 1, COPIED)
     k_scales = None
     v_scales = None
     if scales[8] is not None:
@@ -354,7 +376,7 @@ def _step(
         v_scales = scales[8].index(2 * stage + 1).load(gl.SliceLayout(1, LAYOUT))
     scores = _multiply_keys(k_ring, k_empty, stage, q_tile, zeros, PACKED, KV_KIND)
     # Wait for the TMA loads of the previous tile's values, then issue V^T @ P^T behind it.
-    mbarrier.wait(v_full.index(v_stage), ((step - 1) // STAGES) & 1)
+    wait_for_tile(v_full, v_stage, ((step - 1) // STAGES) & 1, COPIED)
     acc = _multiply_values(v_ring, v_stage, p_tile, acc, 0, PACKED, False, KV_KIND)
     if KV_KIND != KV_PLAIN:
         # All warps have both tiles in registers.
@@ -404,7 +426,7 @@ def _consumer(
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
     HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr,
     K_SCALE_KIND: gl.constexpr, V_SCALE_KIND: gl.constexpr, WORKER: gl.constexpr,
-    WORKERS: gl.constexpr, EVEN: gl.constexpr,
+    WORKERS: gl.constexpr, EVEN: gl.constexpr, COPIED: gl.constexpr = False,
 ):  # fmt: skip
     """Multiply, and write or combine the results of a worker's splits. One warpgroup.
 
@@ -412,6 +434,7 @@ def _consumer(
         memory: of the worker, see `_allocate_worker`.
         scales: [8] is the ring of the scales of pages or None, [9] as `column_softmax` takes it.
         EVEN: as in `_loader`.
+        COPIED: the tiles are loaded by `cp.async`.
     """
     q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty = memory
     ROWS: gl.constexpr = q_tile.shape[-2]
@@ -533,7 +556,7 @@ def _consumer(
             # Prologue: the first tile has no values of an earlier tile to multiply by.
             tile = first_tile + skipped
             stage = step % STAGES
-            mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
+            wait_for_tile(k_full, stage, (step // STAGES) & 1, COPIED)
             zeros = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
             k_scales = None
             v_scales = None
@@ -571,19 +594,19 @@ def _consumer(
                         q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                         row_max, row_sum, step + i, tile, row_first, row_last, factor, k_factor,
                         soft_cap, scale, positions, query_head, request, aux, scales, SCORE,
-                        STAGES, PACKED, True, CHECK_LEFT, HAS_CAP, KV_KIND)  # fmt: skip
+                        STAGES, PACKED, True, CHECK_LEFT, HAS_CAP, KV_KIND, COPIED)  # fmt: skip
                 else:
                     acc, row_max, row_sum = _step(
                         q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                         row_max, row_sum, step + i, tile, row_first, row_last, factor, k_factor,
                         soft_cap, scale, positions, query_head, request, aux, scales,
                         FULL_SCORE, STAGES, PACKED, False, CHECK_LEFT, HAS_CAP,
-                        KV_KIND)  # fmt: skip
+                        KV_KIND, COPIED)  # fmt: skip
 
             # Epilogue: the product with the values of the last tile.
             step += count
             stage = (step - 1) % STAGES
-            mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
+            wait_for_tile(v_full, stage, ((step - 1) // STAGES) & 1, COPIED)
             past_end = seq_len - (first_tile + skipped + count - 1) * BLOCK_N
             # TMA fills whole pages past the end with zeros, but not the rest of the last page.
             if KV_KIND == KV_PLAIN:
@@ -650,11 +673,12 @@ def _consumer(
                         mask=valid,
                     )
             else:
-                gl.store(
-                    partials + ((partial_index * rows + row) * DV)[None, :] + lanes[:, None],
-                    result,
-                    mask=mask,
-                )
+                pointers = partials + ((partial_index * rows + row) * DV)[None, :] + lanes[:, None]
+                if EVEN:
+                    # The split that ends last reads them, after more keys than L2 holds.
+                    store_in_l2(pointers, result, mask)
+                else:
+                    gl.store(pointers, result, mask=mask)
                 gl.store(partial_lses + partial_index * rows + row, base2, mask=valid)
                 if COMBINE_IN_KERNEL:
                     # The last CTA to finish combines the splits in their order, so the result does
@@ -698,6 +722,7 @@ def _allocate_worker(
     CACHE: gl.constexpr, COMPUTE: gl.constexpr, Q_SHAPE: gl.constexpr, P_SHAPE: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, K_COLUMNS: gl.constexpr, V_COLUMNS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, PACKED: gl.constexpr, K_SCALE_KIND: gl.constexpr,
+    COPIED: gl.constexpr = False,
 ):  # fmt: skip
     """Return (q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty) of a worker.
 
@@ -714,13 +739,14 @@ def _allocate_worker(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # full: the loader's expect and the bytes of its TMA loads, and 32 threads that copy scales.
-    # empty: the consumer's arrival.
-    K_ARRIVALS: gl.constexpr = 33 if K_SCALE_KIND == SCALE_PER_TOKEN else 1
+    # full: the loader's expect and the bytes of its TMA loads, and 32 threads that copy scales; or
+    # the threads that gather rows. empty: the consumer's arrival.
+    V_ARRIVALS: gl.constexpr = _GATHER_THREADS if COPIED else 1
+    K_ARRIVALS: gl.constexpr = 33 if K_SCALE_KIND == SCALE_PER_TOKEN else V_ARRIVALS
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=K_ARRIVALS)
         mbarrier.init(k_empty.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=V_ARRIVALS)
         mbarrier.init(v_empty.index(stage), count=1)
     return q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty
 
@@ -758,6 +784,7 @@ def hopper_decode_kernel(
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
     HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr,
     K_SCALE_KIND: gl.constexpr, V_SCALE_KIND: gl.constexpr, WORKERS: gl.constexpr,
+    STRIDES: gl.constexpr = None,
 ):  # fmt: skip
     """One CTA of WORKERS consumers of 4 warps and their loaders. Grid: tile ranges * NUM_KV_HEADS
     workers, all resident at the same time.
@@ -773,6 +800,8 @@ def hopper_decode_kernel(
         counters: int32 zeros, one for each CTA after the prefill's; only with COMBINE_IN_KERNEL.
         rows: query heads of a group times the largest query length; ROWS is the N of WGMMA.
         aux0 to columns3: tensors of the score function SCORE, as in `kernels.score`; None without.
+        STRIDES: of the key and the value cache, in blocks, rows and heads, whose rows are gathered:
+            `key_desc` and `value_desc` are pointers then, and WORKERS is 1. None: TMA reads them.
     """
     aux = (
         aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,
@@ -780,7 +809,8 @@ def hopper_decode_kernel(
     # A kernel for few requests starts 0.3 us earlier without the divisions of `even_range`. Not
     # measured over quantized caches.
     EVEN: gl.constexpr = COMBINE_IN_KERNEL and KV_KIND == KV_PLAIN
-    CACHE: gl.constexpr = key_desc.dtype
+    COPIED: gl.constexpr = STRIDES is not None
+    CACHE: gl.constexpr = key_desc.dtype.element_ty if COPIED else key_desc.dtype
     # Float8 caches are read as 16-bit words, two elements each, and multiplied in float16.
     COMPUTE: gl.constexpr = CACHE if KV_KIND == KV_PLAIN else gl.float16
     K_COLUMNS: gl.constexpr = WIDTH // elements_per_word(KV_KIND)
@@ -792,7 +822,7 @@ def hopper_decode_kernel(
     plain = (None, None, None, None, None, None, None, None, None, None)
     memory0 = _allocate_worker(
         CACHE, COMPUTE, Q_SHAPE, P_SHAPE, STAGES, BLOCK_N, K_COLUMNS, V_COLUMNS, BLOCK_SIZE,
-        PACKED, K_SCALE_KIND)  # fmt: skip
+        PACKED, K_SCALE_KIND, COPIED)  # fmt: skip
     scales0 = plain
     if K_SCALE_KIND == SCALE_PER_TOKEN:
         scales0 = (
@@ -803,7 +833,36 @@ def hopper_decode_kernel(
         scales0 = (
             None, None, None, None, None, None, None, None, None, _allocate_maxima(ROWS),
         )  # fmt: skip
-    if WORKERS == 1:
+    if COPIED:
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens, partials,
+                    partial_lses, split_headers, counters, scale, soft_cap, left, right, chunk,
+                    num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot, stride_oh,
+                    stride_lt, memory0, scales0, aux, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV,
+                    TILE_TOKENS, BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
+                    K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS, EVEN, COPIED)),
+                (_loader, (
+                    key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
+                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, aux, BOUNDS,
+                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, True, 0, WORKERS, EVEN, D, DV,
+                    STRIDES)),
+                (_loader, (
+                    key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
+                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, aux, BOUNDS,
+                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, False, 0, WORKERS, EVEN, D, DV,
+                    STRIDES)),
+            ],
+            [4, 4],
+            # Registers per thread of the warps that gather.
+            [112, 112],
+        )  # fmt: skip
+    elif WORKERS == 1:
         # Makes the initialized barriers visible to TMA.
         fence_async_shared()
         gl.warp_specialize(
