@@ -674,7 +674,7 @@ def _consumer(
                     )
             else:
                 pointers = partials + ((partial_index * rows + row) * DV)[None, :] + lanes[:, None]
-                if EVEN:
+                if EVEN and ROWS > 8:
                     # The split that ends last reads them, after more keys than L2 holds.
                     store_in_l2(pointers, result, mask)
                 else:
