@@ -36,6 +36,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "sinks-window": {"num_heads": 64, "head_size": 64, "has_sink": True, "sliding_window": 700},
     "wide-cap": {"num_heads": 16, "head_size": 256, "logits_soft_cap": 30.0, "block_size": 64},
     "mqa": {"num_kv_heads": 1, "num_heads": 8},
+    "blocks-of-1": {"block_size": 1},
 }
 
 

@@ -673,12 +673,12 @@ def _consumer(
                         mask=valid,
                     )
             else:
-                pointers = partials + ((partial_index * rows + row) * DV)[None, :] + lanes[:, None]
+                places = partials + ((partial_index * rows + row) * DV)[None, :] + lanes[:, None]
                 if EVEN and ROWS > 8:
                     # The split that ends last reads them, after more keys than L2 holds.
-                    store_in_l2(pointers, result, mask)
+                    store_in_l2(places, result, mask)
                 else:
-                    gl.store(pointers, result, mask=mask)
+                    gl.store(places, result, mask=mask)
                 gl.store(partial_lses + partial_index * rows + row, base2, mask=valid)
                 if COMBINE_IN_KERNEL:
                     # The last CTA to finish combines the splits in their order, so the result does
