@@ -50,7 +50,7 @@ __all__ = [
     "prepare_converted_prefill", "prepare_float8_prefill",
 ]  # fmt: skip
 
-_TOKENS = 16
+_TOKENS = 32
 """Tokens of a tile of the conversion."""
 
 _PROGRAMS_PER_SM = 8

@@ -71,27 +71,11 @@ def _unpack_head(
 
 
 @triton.jit
-def _copy_rows(
-    cache, scales, out, blocks, positions, first, valid, stride_b, stride_n, stride_h, stride_sb,
-    stride_sn, stride_sh, NUM_KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
-    TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Convert all heads of TOKENS tokens to rows `first`, `first + 1`, ... of `out`."""
-    rows = (first + tl.arange(0, TOKENS)).to(tl.int64) * NUM_KV_HEADS
-    offsets = blocks * stride_b + positions * stride_n
-    for head in range(NUM_KV_HEADS):
-        targets = (rows + head) * D
-        if KIND == NO_SCALES:
-            columns = tl.arange(0, D_PAD)
-            mask = valid[:, None] & (columns < D)[None, :]
-            source = cache + head * stride_h + offsets[:, None] + columns[None, :]
-            _store_rows(out, targets, columns, tl.load(source, mask=mask, other=0.0), valid, D)
-        else:
-            scale_offsets = blocks * stride_sb + positions * stride_sn
-            _unpack_head(
-                cache + head * stride_h, scales + head * stride_sh, out, offsets, scale_offsets,
-                targets, valid, D, WORDS, WORDS_PAD, KIND, PTX)  # fmt: skip
+def _load_head(cache, offsets, valid, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Load a head of TOKENS tokens, [TOKENS, D_PAD]."""
+    columns = tl.arange(0, D_PAD)
+    mask = valid[:, None] & (columns < D)[None, :]
+    return tl.load(cache + offsets[:, None] + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit(
@@ -126,22 +110,36 @@ def convert_cache_kernel(
         seq_len = tl.load(seq_lens + request)
         if program == 0:
             tl.store(starts + request, first)
-        tiles = (seq_len + TOKENS - 1) // TOKENS
+        tiles = (seq_len + TOKENS - 1) // TOKENS * NUM_KV_HEADS
         table = block_table + request * stride_table.to(tl.int64)
-        # The tiles of all requests form one line, of which each program takes every n-th one.
-        for tile in range((program + programs - skipped % programs) % programs, tiles, programs):
+        # The tiles of all requests and heads form one line, of which each program takes every n-th.
+        for item in range((program + programs - skipped % programs) % programs, tiles, programs):
+            head = item % NUM_KV_HEADS
+            tile = item // NUM_KV_HEADS
             positions = tile * TOKENS + tokens
             valid = (positions < seq_len) & (first + positions < num_rows)
             blocks = tl.load(table + positions // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
-            row = first + tile * TOKENS
-            _copy_rows(
-                key, k_scale, key_out, blocks, positions % BLOCK_SIZE, row, valid, stride_kb,
-                stride_kn, stride_kh, stride_ksb, stride_ksn, stride_ksh, NUM_KV_HEADS, D, D_PAD,
-                WORDS, WORDS_PAD, KIND, PTX, TOKENS)  # fmt: skip
-            _copy_rows(
-                value, v_scale, value_out, blocks, positions % BLOCK_SIZE, row, valid, stride_vb,
-                stride_vn, stride_vh, stride_vsb, stride_vsn, stride_vsh, NUM_KV_HEADS, DV, DV_PAD,
-                DV_WORDS, DV_WORDS_PAD, KIND, PTX, TOKENS)  # fmt: skip
+            inside = positions % BLOCK_SIZE
+            rows = (first + positions).to(tl.int64) * NUM_KV_HEADS + head
+            keys = key + head * stride_kh
+            values = value + head * stride_vh
+            key_offsets = blocks * stride_kb + inside * stride_kn
+            value_offsets = blocks * stride_vb + inside * stride_vn
+            if KIND == NO_SCALES:
+                # Both loads are issued before the program waits for one of them.
+                x = _load_head(keys, key_offsets, valid, D, D_PAD)
+                y = _load_head(values, value_offsets, valid, DV, DV_PAD)
+                _store_rows(key_out, rows * D, tl.arange(0, D_PAD), x, valid, D)
+                _store_rows(value_out, rows * DV, tl.arange(0, DV_PAD), y, valid, DV)
+            else:
+                _unpack_head(
+                    keys, k_scale + head * stride_ksh, key_out, key_offsets,
+                    blocks * stride_ksb + inside * stride_ksn, rows * D, valid, D, WORDS, WORDS_PAD,
+                    KIND, PTX)  # fmt: skip
+                _unpack_head(
+                    values, v_scale + head * stride_vsh, value_out, value_offsets,
+                    blocks * stride_vsb + inside * stride_vsn, rows * DV, valid, DV, DV_WORDS,
+                    DV_WORDS_PAD, KIND, PTX)  # fmt: skip
         skipped += tiles
         first += seq_len
     if program == 0:
