@@ -90,6 +90,13 @@ SELECTED: dict[str, dict[str, Any]] = {
     "16 heads, float16, blocks of 16": {
         "batch": "q1s37_q7s20_q200s900", "heads": 16, "block_size": 16, "dtype": torch.float16,
     },
+    "16 heads, rising scores": {
+        "batch": "12q4s3000", "heads": 16, "entries": 400, "query_scale": 30.0, "sinks": True,
+    },
+    "16 heads, rising scores, float16": {
+        "batch": "12q4s3000", "heads": 16, "entries": 400, "query_scale": 10.0,
+        "dtype": torch.float16,
+    },
     "16 heads, many tokens": {"batch": "q3s70_q600s700_q1s40", "heads": 16, "sinks": True},
     "5 heads, splits, sinks": {"batch": "q1s5000_q2s3000_q1s1", "heads": 5, "sinks": True},
     "64 heads, splits": {"batch": "q1s9000_q1s4097_q1s130", "heads": 64, "entries": 2048},
@@ -118,7 +125,9 @@ def test_selected_latents(name: str) -> None:
     selection = KeySelection(
         max_blocks=options.pop("entries", 150), block_size=options.pop("select", 1)
     )
+    query_scale = options.pop("query_scale", 1.0)
     batch = _batch(text, heads, block_size, dtype, **options)
+    batch.query.mul_(query_scale)
     lists = make_lists(selection, parse_batch(text), heads, 1, 1, False).to("cuda")
 
     def run(use_kernel: bool, out: torch.Tensor, lse: torch.Tensor) -> None:

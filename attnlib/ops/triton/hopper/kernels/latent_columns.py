@@ -14,7 +14,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-__all__ = ["COLUMNS", "LATENTS", "multiply_keys", "multiply_values"]
+__all__ = [
+    "COLUMNS", "LATENTS", "load_values", "multiply_keys", "multiply_loaded_values",
+    "multiply_values",
+]  # fmt: skip
 
 COLUMNS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 """Layout of [latents, query rows] and [elements of a value, query rows]."""
@@ -43,3 +46,15 @@ def multiply_values(acc, latents, weights):
         weights: [16, 64] in shared memory.
     """
     return warpgroup_mma(latents.permute((1, 0)), weights.permute((1, 0)), acc, is_async=True)
+
+
+@gluon.jit
+def load_values(latents):
+    """Load some of the elements, [64, elements], for `multiply_loaded_values`."""
+    return latents.permute((1, 0)).load(gl.DotOperandLayout(0, COLUMNS, 2))
+
+
+@gluon.jit
+def multiply_loaded_values(acc, values, weights):
+    """`multiply_values` with the result of `load_values`."""
+    return warpgroup_mma(values, weights.permute((1, 0)), acc, is_async=True)

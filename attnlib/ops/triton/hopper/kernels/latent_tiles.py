@@ -52,8 +52,8 @@ from attnlib.ops.triton.hopper.kernels.softmax import transform_scores
 
 __all__ = [
     "HIGH", "LOADS", "LOW", "PARTS", "ROTARY_PART", "TILE", "attend_both", "attend_other",
-    "attend_own", "gather_part", "half_load", "listed_positions", "store_partial", "store_rows",
-    "total_sum",
+    "attend_own", "entry_positions", "gather_part", "half_load", "listed_positions", "load_entries",
+    "store_partial", "store_rows", "total_sum",
 ]  # fmt: skip
 
 TILE: gl.constexpr = gl.constexpr(64)
@@ -138,18 +138,29 @@ def _issue_half(
 
 
 @gluon.jit
-def listed_positions(entries, slots, end, first, last, SELECT: gl.constexpr):
-    """Return the positions of key slots; -1 where a slot selects nothing in [first, last)."""
+def load_entries(entries, slots, end, SELECT: gl.constexpr):
+    """Return the entries of a list that belong to key slots; -1 from slot `end` on."""
+    return gl.load(entries + slots // SELECT, mask=slots < end, other=-1)
+
+
+@gluon.jit
+def entry_positions(entry, slots, first, last, SELECT: gl.constexpr):
+    """Return the positions of key slots; -1 where an entry selects nothing in [first, last)."""
     if SELECT == 1:
-        entry = gl.load(entries + slots, mask=slots < end, other=-1)
         position = entry
         exists = entry >= 0
     else:
-        entry = gl.load(entries + slots // SELECT, mask=slots < end, other=-1)
         # Compared before a product that could overflow.
         exists = (entry >= 0) & (entry < (last + SELECT - 1) // SELECT)
         position = gl.where(exists, entry, 0) * SELECT + slots % SELECT
     return gl.where(exists & (position >= first) & (position < last), position, -1)
+
+
+@gluon.jit
+def listed_positions(entries, slots, end, first, last, SELECT: gl.constexpr):
+    """`entry_positions` of entries that are loaded here."""
+    entry = load_entries(entries, slots, end, SELECT)
+    return entry_positions(entry, slots, first, last, SELECT)
 
 
 @gluon.jit

@@ -1,9 +1,18 @@
 """The Hopper kernel over selected latents for up to 16 query heads (M11, M12).
 
 A CTA attends to the list of one query token, or to a split of it. Four warps gather tiles of
-latents by `cp.async`, in quarters, and four warps multiply them in place (`latent_columns`). As
-soon as the last product with a quarter is complete, another one takes its slot. Two CTAs of an SM
-overlap the gathers of one with the products of the other.
+latents by `cp.async`, in quarters, and four warps multiply them (`latent_columns`). Two CTAs of an
+SM overlap the gathers of one with the products of the other.
+
+The slots limit how much is in flight. So the warps that multiply load the first quarter into
+registers while they wait for the others: half of the next tile can be gathered during the softmax
+and the products with the values. Slots are released together and not one by one, because each wait
+and each arrival synchronizes the warps of a partition.
+
+Weights are relative to the maxima of the first tile, not to running maxima: the warps that multiply
+then exchange no maxima for the other tiles, and nothing is rescaled. Where the scores rise so far
+above these maxima that a sum of weights becomes too large, the CTA attends to its list once more,
+with running maxima.
 """
 
 from __future__ import annotations
@@ -19,16 +28,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attnlib.ops.triton.hopper.kernels.column_softmax import softmax_columns, store_weights
 from attnlib.ops.triton.hopper.kernels.compat import (
     arrive_after_copies,
+    exp2,
     opaque_zero,
     partition_barrier,
 )
 from attnlib.ops.triton.hopper.kernels.latent_columns import (
     COLUMNS,
     LATENTS,
+    load_values,
     multiply_keys,
+    multiply_loaded_values,
     multiply_values,
 )
-from attnlib.ops.triton.hopper.kernels.latent_tiles import gather_part, listed_positions
+from attnlib.ops.triton.hopper.kernels.latent_tiles import (
+    entry_positions,
+    gather_part,
+    listed_positions,
+    load_entries,
+)
 from attnlib.ops.triton.hopper.kernels.selected_latents import (
     UNALIGNED,
     UNSPECIALIZED,
@@ -50,18 +67,30 @@ QUARTERS: gl.constexpr = gl.constexpr(4)
 SLOTS: gl.constexpr = gl.constexpr(5)
 """Quarters in shared memory: quarter q of tile t is in slot (4 * t + q) % 5, so that the first one
 of the next tile is there while a tile is used."""
+LARGEST_SUM: gl.constexpr = gl.constexpr(2.0**40)
+"""Sum of the weights of a row above which a CTA repeats its list with running maxima. A sum of
+weights times values overflows only with values above 2^87."""
+LARGEST_SUM_FLOAT16: gl.constexpr = gl.constexpr(2.0**15)
+"""The same for weights in float16, which must stay below 65504."""
+ONE: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+"""Layout of a number in shared memory."""
+FRONT: gl.constexpr = gl.constexpr(0)
+BACK: gl.constexpr = gl.constexpr(1)
+"""Barriers of a tile (`_gather_tile`)."""
 
 
 @gluon.jit
-def _place(entries, table, slots, end, first, last, stride_kb, stride_kn, SELECT: gl.constexpr,
-           BLOCK_SIZE: gl.constexpr):  # fmt: skip
-    """Return (element offsets of the latents of key slots, whether they exist)."""
-    position = listed_positions(entries, slots, end, first, last, SELECT)
-    exists = position >= 0
-    block = gl.load(table + gl.maximum(position, 0) // BLOCK_SIZE, mask=exists, other=0)
+def _load_blocks(table, position, BLOCK_SIZE: gl.constexpr):
+    """Return the blocks of positions; 0 for -1."""
+    return gl.load(table + gl.maximum(position, 0) // BLOCK_SIZE, mask=position >= 0, other=0)
+
+
+@gluon.jit
+def _offsets(position, block, stride_kb, stride_kn, BLOCK_SIZE: gl.constexpr):
+    """Return the element offsets of the latents of positions."""
     offsets = block.to(gl.int64) * stride_kb
     offsets += (gl.maximum(position, 0) % BLOCK_SIZE).to(gl.int64) * stride_kn
-    return offsets, exists
+    return offsets
 
 
 @gluon.jit
@@ -93,44 +122,47 @@ def _store_quarter(out, partials, result, staging, out_offset, stride_oh, place,
 
 
 @gluon.jit
-def _gather_tile(key, offsets, found, ring, k_rotary, full, empty, tile, WIDTH: gl.constexpr):
+def _gather_tile(key, offsets, found, ring, k_rotary, full, empty, tile):
     """Copy one tile, each part as soon as its slot is free.
 
     Args:
-        offsets, found: of the latents (`_place`).
-        full: barriers of the copies: of the first quarter and the rotary part, of the second and
-            third quarter, and of the last one.
-        empty: barriers of the slots; the last one is that of the rotary part.
+        offsets, found: of the latents (`_offsets`), and whether they exist.
+        full: barriers of the copies: of the first two quarters and the rotary part (FRONT), and of
+            the others (BACK).
+        empty: barriers of the free slots: of the first quarter and the rotary part (FRONT), and of
+            the others (BACK).
         tile: number of the tile.
     """
-    for quarter in gl.static_range(QUARTERS):
-        use = tile * QUARTERS + quarter
-        slot = use % SLOTS
-        mbarrier.wait(empty.index(slot), ((use // SLOTS) & 1) ^ 1)
-        gather_part(key, offsets, found, ring.index(slot), quarter * WIDTH)
-        if quarter == 0:
-            mbarrier.wait(empty.index(SLOTS), (tile & 1) ^ 1)
-            gather_part(key, offsets, found, k_rotary.index(0), QUARTERS * WIDTH)
-            arrive_after_copies(full.index(0), increment_count=False)
-        if quarter == 2:
-            arrive_after_copies(full.index(1), increment_count=False)
-        if quarter == 3:
-            arrive_after_copies(full.index(2), increment_count=False)
+    WIDTH: gl.constexpr = ring.shape[2]
+    use = tile * QUARTERS
+    # Its slot held a quarter of the tile before the last one, which has been released.
+    gather_part(key, offsets, found, ring.index(use % SLOTS), 0)
+    mbarrier.wait(empty.index(FRONT), (tile & 1) ^ 1)
+    gather_part(key, offsets, found, k_rotary.index(0), QUARTERS * WIDTH)
+    gather_part(key, offsets, found, ring.index((use + 1) % SLOTS), WIDTH)
+    arrive_after_copies(full.index(FRONT), increment_count=False)
+    mbarrier.wait(empty.index(BACK), (tile & 1) ^ 1)
+    gather_part(key, offsets, found, ring.index((use + 2) % SLOTS), 2 * WIDTH)
+    gather_part(key, offsets, found, ring.index((use + 3) % SLOTS), 3 * WIDTH)
+    arrive_after_copies(full.index(BACK), increment_count=False)
 
 
 @gluon.jit
 def _gatherer(
     query, key, entries, table, token, exists, begin, limit, first, last, num_entries, stride_qt,
-    stride_qh, stride_kb, stride_kn, q_tile, q_rotary, ring, k_rotary, q_full, full, empty,
-    SELECT: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr,
+    stride_qh, stride_kb, stride_kn, q_tile, q_rotary, ring, k_rotary, excess, q_full, full, empty,
+    decided, SELECT: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """Copy the queries and all tiles into shared memory. Four warps."""
     WIDTH: gl.constexpr = ring.shape[2]
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = begin + gl.arange(0, LATENTS, gl.SliceLayout(1, COPY))
-    offsets, found = _place(
-        entries, table, rows, limit, first, last, stride_kb, stride_kn, SELECT, BLOCK_SIZE
+    position = entry_positions(
+        load_entries(entries, rows, limit, SELECT), rows, first, last, SELECT
     )
+    block = _load_blocks(table, position, BLOCK_SIZE)
+    rows += LATENTS
+    next_entry = load_entries(entries, rows, limit, SELECT)
     # Queries [16, elements] are copied like latents.
     q_rows = gl.arange(0, 16, gl.SliceLayout(1, COPY))
     q_offsets = token.to(gl.int64) * stride_qt + q_rows.to(gl.int64) * stride_qh
@@ -138,32 +170,132 @@ def _gatherer(
         gather_part(query, q_offsets, q_rows < HEADS, q_tile.index(quarter), quarter * WIDTH)
     gather_part(query, q_offsets, q_rows < HEADS, q_rotary.index(0), QUARTERS * WIDTH)
     arrive_after_copies(q_full.index(0), increment_count=False)
+    # Entries are loaded two tiles ahead, and blocks one tile, so that no copy waits for them.
+    next_position = entry_positions(next_entry, rows, first, last, SELECT)
+    next_block = _load_blocks(table, next_position, BLOCK_SIZE)
     rows += LATENTS
-    next_offsets, next_found = _place(
-        entries, table, rows, limit, first, last, stride_kb, stride_kn, SELECT, BLOCK_SIZE
-    )
-    _gather_tile(key, offsets, found, ring, k_rotary, full, empty, 0, WIDTH)
+    next_entry = load_entries(entries, rows, limit, SELECT)
+    offsets = _offsets(position, block, stride_kb, stride_kn, BLOCK_SIZE)
+    _gather_tile(key, offsets, position >= 0, ring, k_rotary, full, empty, 0)
     # The first tile is on its way before the list is examined.
     used, _ = count_slots(entries, num_entries, exists, first, last, SELECT)
     end = gl.minimum(limit, used)
     tiles = gl.maximum(end - begin + LATENTS - 1, 0) // LATENTS
     for tile in range(1, tiles):
-        offsets = next_offsets
-        found = next_found
+        offsets = _offsets(next_position, next_block, stride_kb, stride_kn, BLOCK_SIZE)
+        found = next_position >= 0
+        next_position = entry_positions(next_entry, rows, first, last, SELECT)
+        next_block = _load_blocks(table, next_position, BLOCK_SIZE)
         rows += LATENTS
-        next_offsets, next_found = _place(
-            entries, table, rows, limit, first, last, stride_kb, stride_kn, SELECT, BLOCK_SIZE
-        )
-        _gather_tile(key, offsets, found, ring, k_rotary, full, empty, tile, WIDTH)
+        next_entry = load_entries(entries, rows, limit, SELECT)
+        _gather_tile(key, offsets, found, ring, k_rotary, full, empty, tile)
+    mbarrier.wait(decided.index(0), 0)
+    if gl.max(excess.load(ONE), 0) != 0:
+        for tile in range(tiles):
+            rows = begin + tile * LATENTS + gl.arange(0, LATENTS, gl.SliceLayout(1, COPY))
+            position = entry_positions(
+                load_entries(entries, rows, limit, SELECT), rows, first, last, SELECT
+            )
+            block = _load_blocks(table, position, BLOCK_SIZE)
+            offsets = _offsets(position, block, stride_kb, stride_kn, BLOCK_SIZE)
+            _gather_tile(key, offsets, position >= 0, ring, k_rotary, full, empty, tiles + tile)
+
+
+@gluon.jit
+def _attend(
+    entries, begin, end, first, last, has_holes, factor, soft_cap, start, tiles, q_tile, q_rotary,
+    ring, k_rotary, p_tile, max_tile, full, empty, SELECT: gl.constexpr, HAS_CAP: gl.constexpr,
+    RUNNING: gl.constexpr,
+):  # fmt: skip
+    """Attend to all tiles.
+
+    Args:
+        start: number of the first tile.
+        RUNNING: weights are relative to the running maxima. Otherwise they are relative to the
+            maxima of the first tile: warps need not exchange maxima for each tile, and nothing is
+            rescaled.
+
+    Returns:
+        (maxima [16], sums of the weights of each latent of a tile, accumulators of the quarters).
+    """
+    WIDTH: gl.constexpr = ring.shape[2]
+    weight_factor = factor
+    if HAS_CAP:
+        weight_factor = 1.0
+    row_max = gl.full([16], float("-inf"), gl.float32, gl.SliceLayout(0, COLUMNS))
+    # Added up at the end.
+    sums = gl.zeros([LATENTS, 16], gl.float32, COLUMNS)
+    acc0 = gl.zeros([WIDTH, 16], gl.float32, COLUMNS)
+    acc1 = gl.zeros([WIDTH, 16], gl.float32, COLUMNS)
+    acc2 = gl.zeros([WIDTH, 16], gl.float32, COLUMNS)
+    acc3 = gl.zeros([WIDTH, 16], gl.float32, COLUMNS)
+    slots = gl.arange(0, LATENTS, gl.SliceLayout(1, COLUMNS))
+    for tile in range(start, start + tiles):
+        use = tile * QUARTERS
+        slot0 = use % SLOTS
+        slot1 = (use + 1) % SLOTS
+        slot2 = (use + 2) % SLOTS
+        slot3 = (use + 3) % SLOTS
+        scores = gl.zeros([LATENTS, 16], gl.float32, COLUMNS)
+        mbarrier.wait(full.index(FRONT), tile & 1)
+        # Written by `cp.async`; WGMMA reads shared memory through the async proxy.
+        fence_async_shared()
+        zero = opaque_zero()
+        scores = multiply_keys(scores, ring.index(slot0), q_tile.index(0), False)
+        scores = multiply_keys(scores, k_rotary.index(zero), q_rotary.index(zero), True)
+        values0 = load_values(ring.index(slot0))
+        scores = multiply_keys(scores, ring.index(slot1), q_tile.index(1), True)
+        mbarrier.wait(full.index(BACK), tile & 1)
+        fence_async_shared()
+        scores = multiply_keys(scores, ring.index(slot2), q_tile.index(2), True)
+        scores = multiply_keys(scores, ring.index(slot3), q_tile.index(3), True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(empty.index(FRONT), count=1)
+        scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
+        first_slot = begin + (tile - start) * LATENTS
+        if has_holes:
+            positions = listed_positions(entries, first_slot + slots, end, first, last, SELECT)
+            scores = gl.where((positions >= 0)[:, None], scores, float("-inf"))
+        else:
+            if first_slot + LATENTS > end:
+                scores = gl.where((first_slot + slots < end)[:, None], scores, float("-inf"))
+        if RUNNING:
+            weights, acc_scale, row_max = softmax_columns(
+                scores, factor, row_max, None, None, True, HAS_CAP, max_tile
+            )
+            sums = sums * acc_scale[None, :]
+            acc0 = acc0 * acc_scale[None, :]
+            acc1 = acc1 * acc_scale[None, :]
+            acc2 = acc2 * acc_scale[None, :]
+            acc3 = acc3 * acc_scale[None, :]
+        else:
+            if tile == 0:
+                weights, _, row_max = softmax_columns(
+                    scores, factor, row_max, None, None, True, HAS_CAP, max_tile
+                )
+            else:
+                weights = exp2(scores * weight_factor - row_max[None, :])
+        sums += weights
+        store_weights(p_tile.index(0), weights, None, True, KV_PLAIN)
+        weights_tile = p_tile.index(opaque_zero())
+        # Products that free slots come first.
+        acc1 = multiply_values(acc1, ring.index(slot1), weights_tile)
+        acc2 = multiply_values(acc2, ring.index(slot2), weights_tile)
+        acc3 = multiply_values(acc3, ring.index(slot3), weights_tile)
+        acc0 = multiply_loaded_values(acc0, values0, weights_tile)
+        acc1, acc2, acc3 = warpgroup_mma_wait(1, deps=[acc1, acc2, acc3])
+        mbarrier.arrive(empty.index(BACK), count=1)
+        acc0 = warpgroup_mma_wait(0, deps=[acc0])
+    return row_max, sums, acc0, acc1, acc2, acc3
 
 
 @gluon.jit
 def _consumer(
     out, partials, lse, sinks, entries, token, exists, begin, limit, first, last, num_entries,
     scale, soft_cap, num_tokens, num_heads, split, num_splits, stride_ot, stride_oh, stride_lt,
-    q_tile, q_rotary, ring, k_rotary, p_tile, max_tile, q_full, full, empty, SELECT: gl.constexpr,
-    HEADS: gl.constexpr, DV: gl.constexpr, SPLIT: gl.constexpr, HAS_CAP: gl.constexpr,
-    HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
+    q_tile, q_rotary, ring, k_rotary, p_tile, max_tile, excess, q_full, full, empty, decided,
+    SELECT: gl.constexpr, HEADS: gl.constexpr, DV: gl.constexpr, SPLIT: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Compute and write the results of the CTA. Four warps."""
     WIDTH: gl.constexpr = DV // QUARTERS
@@ -175,70 +307,26 @@ def _consumer(
     fence_async_shared()
     ROW: gl.constexpr = gl.SliceLayout(0, COLUMNS)
     factor = score_factor(scale, soft_cap, HAS_CAP)
-    row_max = gl.full([16], float("-inf"), gl.float32, ROW)
-    # Sums of the weights of each latent of a tile; added up at the end.
-    sums = gl.zeros([LATENTS, 16], gl.float32, COLUMNS)
-    acc0 = gl.zeros([WIDTH, 16], gl.float32, COLUMNS)
-    acc1 = gl.zeros([WIDTH, 16], gl.float32, COLUMNS)
-    acc2 = gl.zeros([WIDTH, 16], gl.float32, COLUMNS)
-    acc3 = gl.zeros([WIDTH, 16], gl.float32, COLUMNS)
-    slots = gl.arange(0, LATENTS, gl.SliceLayout(1, COLUMNS))
-    for tile in range(tiles):
-        use = tile * QUARTERS
-        slot0 = use % SLOTS
-        slot1 = (use + 1) % SLOTS
-        slot2 = (use + 2) % SLOTS
-        slot3 = (use + 3) % SLOTS
-        scores = gl.zeros([LATENTS, 16], gl.float32, COLUMNS)
-        mbarrier.wait(full.index(0), tile & 1)
-        # Written by `cp.async`; WGMMA reads shared memory through the async proxy.
-        fence_async_shared()
-        zero = opaque_zero()
-        scores = multiply_keys(scores, ring.index(slot0), q_tile.index(0), False)
-        scores = multiply_keys(scores, k_rotary.index(zero), q_rotary.index(zero), True)
-        mbarrier.wait(full.index(1), tile & 1)
-        fence_async_shared()
-        scores = multiply_keys(scores, ring.index(slot1), q_tile.index(1), True)
-        scores = multiply_keys(scores, ring.index(slot2), q_tile.index(2), True)
-        mbarrier.wait(full.index(2), tile & 1)
-        fence_async_shared()
-        scores = multiply_keys(scores, ring.index(slot3), q_tile.index(3), True)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(empty.index(SLOTS), count=1)
-        scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
-        first_slot = begin + tile * LATENTS
-        if has_holes:
-            positions = listed_positions(entries, first_slot + slots, end, first, last, SELECT)
-            scores = gl.where((positions >= 0)[:, None], scores, float("-inf"))
-        else:
-            if first_slot + LATENTS > end:
-                scores = gl.where((first_slot + slots < end)[:, None], scores, float("-inf"))
-        weights, acc_scale, row_max = softmax_columns(
-            scores, factor, row_max, None, None, True, HAS_CAP, max_tile
-        )
-        sums = sums * acc_scale[None, :] + weights
-        acc0 = acc0 * acc_scale[None, :]
-        acc1 = acc1 * acc_scale[None, :]
-        acc2 = acc2 * acc_scale[None, :]
-        acc3 = acc3 * acc_scale[None, :]
-        store_weights(p_tile.index(0), weights, None, True, KV_PLAIN)
-        weights_tile = p_tile.index(opaque_zero())
-        acc0 = multiply_values(acc0, ring.index(slot0), weights_tile)
-        acc1 = multiply_values(acc1, ring.index(slot1), weights_tile)
-        acc2 = multiply_values(acc2, ring.index(slot2), weights_tile)
-        acc3 = multiply_values(acc3, ring.index(slot3), weights_tile)
-        acc0 = warpgroup_mma_wait(3, deps=[acc0])
-        mbarrier.arrive(empty.index(slot0), count=1)
-        acc1 = warpgroup_mma_wait(2, deps=[acc1])
-        mbarrier.arrive(empty.index(slot1), count=1)
-        acc2 = warpgroup_mma_wait(1, deps=[acc2])
-        mbarrier.arrive(empty.index(slot2), count=1)
-        acc3 = warpgroup_mma_wait(0, deps=[acc3])
-        mbarrier.arrive(empty.index(slot3), count=1)
+    # Slots without a latent need running maxima, because the first tile may have none.
+    optimistic = gl.where(has_holes, 0, tiles)
+    row_max, sums, acc0, acc1, acc2, acc3 = _attend(
+        entries, begin, end, first, last, has_holes, factor, soft_cap, 0, optimistic, q_tile,
+        q_rotary, ring, k_rotary, p_tile, max_tile, full, empty, SELECT, HAS_CAP,
+        False)  # fmt: skip
+    largest: gl.constexpr = LARGEST_SUM_FLOAT16 if ring.dtype == gl.float16 else LARGEST_SUM
+    # NaN counts as too large.
+    exceeds = gl.max((gl.sum(sums, 0) <= largest).to(gl.int32) ^ 1, 0)
+    excess.store(gl.full([1], 0, gl.int32, ONE) + exceeds)
+    mbarrier.arrive(decided.index(0), count=1)
+    if (exceeds != 0) | has_holes:
+        row_max, sums, acc0, acc1, acc2, acc3 = _attend(
+            entries, begin, end, first, last, has_holes, factor, soft_cap, optimistic, tiles,
+            q_tile, q_rotary, ring, k_rotary, p_tile, max_tile, full, empty, SELECT, HAS_CAP,
+            True)  # fmt: skip
+    row_sum = gl.sum(sums, 0)
     # All warps are done with the slots, which hold the output from now on.
     partition_barrier()
 
-    row_sum = gl.sum(sums, 0)
     head = gl.arange(0, 16, ROW)
     valid = head < HEADS
     finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
@@ -309,14 +397,16 @@ def hopper_selected_few_heads_kernel(
     max_tile = gl.allocate_shared_memory(
         gl.float32, [4, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
+    excess = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    decided = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full.index(0), count=128)
-    for slot in gl.static_range(SLOTS + 1):
-        mbarrier.init(empty.index(slot), count=1)
-    for copy in gl.static_range(3):
-        mbarrier.init(full.index(copy), count=128)
+    mbarrier.init(decided.index(0), count=1)
+    for part in gl.static_range(2):
+        mbarrier.init(empty.index(part), count=1)
+        mbarrier.init(full.index(part), count=128)
     fence_async_shared()
 
     token = gl.program_id(0)
@@ -330,12 +420,13 @@ def hopper_selected_few_heads_kernel(
             (_consumer, (
                 out, partials, lse, sinks, entries, token, exists, begin, limit, first, last,
                 num_entries, scale, soft_cap, num_tokens, num_heads, split, num_splits, stride_ot,
-                stride_oh, stride_lt, q_tile, q_rotary, ring, k_rotary, p_tile, max_tile, q_full,
-                full, empty, SELECT, HEADS, DV, SPLIT, HAS_CAP, HAS_SINK, HAS_LSE)),
+                stride_oh, stride_lt, q_tile, q_rotary, ring, k_rotary, p_tile, max_tile, excess,
+                q_full, full, empty, decided, SELECT, HEADS, DV, SPLIT, HAS_CAP, HAS_SINK,
+                HAS_LSE)),
             (_gatherer, (
                 query, key, entries, table, token, exists, begin, limit, first, last, num_entries,
                 stride_qt, stride_qh, stride_kb, stride_kn, q_tile, q_rotary, ring, k_rotary,
-                q_full, full, empty, SELECT, BLOCK_SIZE, HEADS)),
+                excess, q_full, full, empty, decided, SELECT, BLOCK_SIZE, HEADS)),
         ],
         [4],
         [GATHERER_REGISTERS],
