@@ -26,12 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 SOURCES = {
     "nvidia-h100-80gb-hbm3": ("h100/bench.json", "h100/coverage.json", "h100/slow_rows.json"),
-    "nvidia-h200": (
-        "h200/bench.json",
-        "h200/head_sizes.json",
-        "h200/slow_rows.json",
-        "h200/coverage.json",
-    ),
+    "nvidia-h200": ("h200/bench.json", "h200/slow_rows.json", "h200/coverage.json"),
 }
 """Table -> results of its chip."""
 
