@@ -122,7 +122,7 @@ def _store_quarter(out, partials, result, staging, out_offset, stride_oh, place,
 
 
 @gluon.jit
-def _gather_tile(key, offsets, found, ring, k_rotary, full, empty, tile):
+def _gather_tile(key, offsets, found, ring, k_rotary, full, empty, tile, start):
     """Copy one tile, each part as soon as its slot is free.
 
     Args:
@@ -131,17 +131,19 @@ def _gather_tile(key, offsets, found, ring, k_rotary, full, empty, tile):
             the others (BACK).
         empty: barriers of the free slots: of the first quarter and the rotary part (FRONT), and of
             the others (BACK).
-        tile: number of the tile.
+        tile: number of the tile; each pass over the list begins with 0, and all slots free.
+        start: tiles of the pass before.
     """
     WIDTH: gl.constexpr = ring.shape[2]
     use = tile * QUARTERS
+    phase = ((start + tile) & 1) ^ 1
     # Its slot held a quarter of the tile before the last one, which has been released.
     gather_part(key, offsets, found, ring.index(use % SLOTS), 0)
-    mbarrier.wait(empty.index(FRONT), (tile & 1) ^ 1)
+    mbarrier.wait(empty.index(FRONT), phase)
     gather_part(key, offsets, found, k_rotary.index(0), QUARTERS * WIDTH)
     gather_part(key, offsets, found, ring.index((use + 1) % SLOTS), WIDTH)
     arrive_after_copies(full.index(FRONT), increment_count=False)
-    mbarrier.wait(empty.index(BACK), (tile & 1) ^ 1)
+    mbarrier.wait(empty.index(BACK), phase)
     gather_part(key, offsets, found, ring.index((use + 2) % SLOTS), 2 * WIDTH)
     gather_part(key, offsets, found, ring.index((use + 3) % SLOTS), 3 * WIDTH)
     arrive_after_copies(full.index(BACK), increment_count=False)
@@ -176,7 +178,7 @@ def _gatherer(
     rows += LATENTS
     next_entry = load_entries(entries, rows, limit, SELECT)
     offsets = _offsets(position, block, stride_kb, stride_kn, BLOCK_SIZE)
-    _gather_tile(key, offsets, position >= 0, ring, k_rotary, full, empty, 0)
+    _gather_tile(key, offsets, position >= 0, ring, k_rotary, full, empty, 0, 0)
     # The first tile is on its way before the list is examined.
     used, _ = count_slots(entries, num_entries, exists, first, last, SELECT)
     end = gl.minimum(limit, used)
@@ -188,7 +190,7 @@ def _gatherer(
         next_block = _load_blocks(table, next_position, BLOCK_SIZE)
         rows += LATENTS
         next_entry = load_entries(entries, rows, limit, SELECT)
-        _gather_tile(key, offsets, found, ring, k_rotary, full, empty, tile)
+        _gather_tile(key, offsets, found, ring, k_rotary, full, empty, tile, 0)
     mbarrier.wait(decided.index(0), 0)
     if gl.max(excess.load(ONE), 0) != 0:
         for tile in range(tiles):
@@ -198,7 +200,7 @@ def _gatherer(
             )
             block = _load_blocks(table, position, BLOCK_SIZE)
             offsets = _offsets(position, block, stride_kb, stride_kn, BLOCK_SIZE)
-            _gather_tile(key, offsets, position >= 0, ring, k_rotary, full, empty, tiles + tile)
+            _gather_tile(key, offsets, position >= 0, ring, k_rotary, full, empty, tile, tiles)
 
 
 @gluon.jit
@@ -210,7 +212,7 @@ def _attend(
     """Attend to all tiles.
 
     Args:
-        start: number of the first tile.
+        start: tiles of the pass before.
         RUNNING: weights are relative to the running maxima. Otherwise they are relative to the
             maxima of the first tile: warps need not exchange maxima for each tile, and nothing is
             rescaled.
@@ -230,14 +232,14 @@ def _attend(
     acc2 = gl.zeros([WIDTH, 16], gl.float32, COLUMNS)
     acc3 = gl.zeros([WIDTH, 16], gl.float32, COLUMNS)
     slots = gl.arange(0, LATENTS, gl.SliceLayout(1, COLUMNS))
-    for tile in range(start, start + tiles):
+    for tile in range(tiles):
         use = tile * QUARTERS
         slot0 = use % SLOTS
         slot1 = (use + 1) % SLOTS
         slot2 = (use + 2) % SLOTS
         slot3 = (use + 3) % SLOTS
         scores = gl.zeros([LATENTS, 16], gl.float32, COLUMNS)
-        mbarrier.wait(full.index(FRONT), tile & 1)
+        mbarrier.wait(full.index(FRONT), (start + tile) & 1)
         # Written by `cp.async`; WGMMA reads shared memory through the async proxy.
         fence_async_shared()
         zero = opaque_zero()
@@ -245,14 +247,14 @@ def _attend(
         scores = multiply_keys(scores, k_rotary.index(zero), q_rotary.index(zero), True)
         values0 = load_values(ring.index(slot0))
         scores = multiply_keys(scores, ring.index(slot1), q_tile.index(1), True)
-        mbarrier.wait(full.index(BACK), tile & 1)
+        mbarrier.wait(full.index(BACK), (start + tile) & 1)
         fence_async_shared()
         scores = multiply_keys(scores, ring.index(slot2), q_tile.index(2), True)
         scores = multiply_keys(scores, ring.index(slot3), q_tile.index(3), True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(empty.index(FRONT), count=1)
         scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
-        first_slot = begin + (tile - start) * LATENTS
+        first_slot = begin + tile * LATENTS
         if has_holes:
             positions = listed_positions(entries, first_slot + slots, end, first, last, SELECT)
             scores = gl.where((positions >= 0)[:, None], scores, float("-inf"))
