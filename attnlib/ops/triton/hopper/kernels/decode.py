@@ -367,7 +367,7 @@ def _step(
         stage = hidden_zero(step)
         v_stage = stage
     zeros = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
-    # Wait for the TMA loads of this tile's keys, then issue K @ Q^T.
+    # Wait for the loads of this tile's keys, then issue K @ Q^T.
     wait_for_tile(k_full, stage, (step // STAGES) & 1, COPIED)
     k_scales = None
     v_scales = None
@@ -375,7 +375,7 @@ def _step(
         k_scales = scales[8].index(2 * stage).load(gl.SliceLayout(1, LAYOUT))
         v_scales = scales[8].index(2 * stage + 1).load(gl.SliceLayout(1, LAYOUT))
     scores = _multiply_keys(k_ring, k_empty, stage, q_tile, zeros, PACKED, KV_KIND)
-    # Wait for the TMA loads of the previous tile's values, then issue V^T @ P^T behind it.
+    # Wait for the loads of the previous tile's values, then issue V^T @ P^T behind it.
     wait_for_tile(v_full, v_stage, ((step - 1) // STAGES) & 1, COPIED)
     acc = _multiply_values(v_ring, v_stage, p_tile, acc, 0, PACKED, False, KV_KIND)
     if KV_KIND != KV_PLAIN:
@@ -810,6 +810,9 @@ def hopper_decode_kernel(
     # measured over quantized caches.
     EVEN: gl.constexpr = COMBINE_IN_KERNEL and KV_KIND == KV_PLAIN
     COPIED: gl.constexpr = STRIDES is not None
+    # Of keys and of values, with one worker. Warps that gather keep the addresses of rows.
+    LOADER_WARPS: gl.constexpr = 4 if COPIED else 1
+    LOADER_REGISTERS: gl.constexpr = 112 if COPIED else 48
     CACHE: gl.constexpr = key_desc.dtype.element_ty if COPIED else key_desc.dtype
     # Float8 caches are read as 16-bit words, two elements each, and multiplied in float16.
     COMPUTE: gl.constexpr = CACHE if KV_KIND == KV_PLAIN else gl.float16
@@ -833,7 +836,8 @@ def hopper_decode_kernel(
         scales0 = (
             None, None, None, None, None, None, None, None, None, _allocate_maxima(ROWS),
         )  # fmt: skip
-    if COPIED:
+    if WORKERS == 1:
+        # Makes the initialized barriers visible to TMA.
         fence_async_shared()
         gl.warp_specialize(
             [
@@ -858,37 +862,8 @@ def hopper_decode_kernel(
                     HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, False, 0, WORKERS, EVEN, D, DV,
                     STRIDES)),
             ],
-            [4, 4],
-            # Registers per thread of the warps that gather.
-            [112, 112],
-        )  # fmt: skip
-    elif WORKERS == 1:
-        # Makes the initialized barriers visible to TMA.
-        fence_async_shared()
-        gl.warp_specialize(
-            [
-                (_consumer, (
-                    query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens, partials,
-                    partial_lses, split_headers, counters, scale, soft_cap, left, right, chunk,
-                    num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot, stride_oh,
-                    stride_lt, memory0, scales0, aux, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV,
-                    TILE_TOKENS, BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
-                    K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS, EVEN)),
-                (_loader, (
-                    key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
-                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, aux, BOUNDS,
-                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, True, 0, WORKERS, EVEN)),
-                (_loader, (
-                    key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
-                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, aux, BOUNDS,
-                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, False, 0, WORKERS, EVEN)),
-            ],
-            [1, 1],
-            # Registers per thread of the two loader warps.
-            [48, 48],
+            [LOADER_WARPS, LOADER_WARPS],
+            [LOADER_REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
     else:
         memory1 = _allocate_worker(
