@@ -42,7 +42,7 @@ Not tuned: on an H200, sections of 1, 2 and 4 KV heads had nearly equal times on
 tokens."""
 
 
-SHORT_CONTEXT = 16384
+SHORT_CONTEXT = 12288
 """Keys of the longest request up to which a prefill computes the maxima of every tile. Signs are
 faster at all lengths, but batch-invariant prefills compute maxima, and are to take at most 1.15 of
 the time: with signs 1.18 for 8k keys, 1.13 for 16k, and 1.11 to 1.15 for 32k (H200, blocks of
