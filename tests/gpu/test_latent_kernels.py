@@ -15,7 +15,7 @@ from attnlib.ops.torch import selected_attention as torch_selected
 from attnlib.ops.triton import packed_latents as triton_packed
 from attnlib.ops.triton import paged_decode as triton_decode
 from attnlib.ops.triton import selected_attention as triton_selected
-from attnlib.testing.batch_spec import parse_batch
+from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from attnlib.testing.key_selection import make_lists
 from tests.gpu.devices import needs_gpu
 
@@ -91,13 +91,25 @@ SELECTED: dict[str, dict[str, Any]] = {
         "batch": "q1s37_q7s20_q200s900", "heads": 16, "block_size": 16, "dtype": torch.float16,
     },
     "16 heads, rising scores": {
-        "batch": "12q4s3000", "heads": 16, "entries": 400, "query_scale": 30.0, "sinks": True,
+        "batch": "80q4s3000", "heads": 16, "entries": 400, "query_scale": 30.0, "sinks": True,
+        "no_holes": True,
     },
     "16 heads, rising scores, float16": {
-        "batch": "12q4s3000", "heads": 16, "entries": 400, "query_scale": 10.0,
+        "batch": "80q4s3000", "heads": 16, "entries": 400, "query_scale": 10.0, "no_holes": True,
         "dtype": torch.float16,
     },
+    "16 heads, few tokens": {"batch": "12q4s3000", "heads": 16, "entries": 400, "sinks": True},
     "16 heads, many tokens": {"batch": "q3s70_q600s700_q1s40", "heads": 16, "sinks": True},
+    "16 heads, many tokens without holes": {
+        "batch": "q3s70_q600s700_q1s40", "heads": 16, "sinks": True, "no_holes": True,
+    },
+    "16 heads, many tokens, window, cap": {
+        "batch": "q3s70_q600s700_q1s40", "heads": 16, "no_holes": True, "window": (400, 0),
+        "logits_soft_cap": 20.0,
+    },
+    "5 heads, many tokens without holes, float16": {
+        "batch": "q3s70_q600s700_q1s40", "heads": 5, "no_holes": True, "dtype": torch.float16,
+    },
     "5 heads, splits, sinks": {"batch": "q1s5000_q2s3000_q1s1", "heads": 5, "sinks": True},
     "64 heads, splits": {"batch": "q1s9000_q1s4097_q1s130", "heads": 64, "entries": 2048},
     "blocks of 64 tokens, window, cap": {
@@ -116,6 +128,14 @@ SELECTED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def _without_holes(indices: torch.Tensor, lengths: BatchSpec) -> torch.Tensor:
+    """Lists of tokens with the same visible tokens, and -1 at the end only."""
+    pairs = zip(lengths.query_lens, lengths.seq_lens, strict=True)
+    own = torch.cat([torch.arange(seq - query, seq) for query, seq in pairs])
+    visible = indices <= own.to(indices.device)[:, None, None]
+    return indices.where(visible, -1).sort(descending=True).values
+
+
 @pytest.mark.parametrize("name", SELECTED)
 def test_selected_latents(name: str) -> None:
     """M11: lists with -1, in any order, over pages that hold NaN past the end."""
@@ -125,10 +145,12 @@ def test_selected_latents(name: str) -> None:
     selection = KeySelection(
         max_blocks=options.pop("entries", 150), block_size=options.pop("select", 1)
     )
-    query_scale = options.pop("query_scale", 1.0)
+    query_scale, no_holes = options.pop("query_scale", 1.0), options.pop("no_holes", False)
     batch = _batch(text, heads, block_size, dtype, **options)
     batch.query.mul_(query_scale)
     lists = make_lists(selection, parse_batch(text), heads, 1, 1, False).to("cuda")
+    if no_holes:
+        lists = SelectedKeys(_without_holes(lists.indices, parse_batch(text)))
 
     def run(use_kernel: bool, out: torch.Tensor, lse: torch.Tensor) -> None:
         operation: Any = triton_selected if use_kernel else torch_selected

@@ -99,13 +99,22 @@ class HopperSelectedLatents:
             "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
             "num_warps": 4, "enable_fp_fusion": True,
         }  # fmt: skip
+        programs = num_tokens * blocks
         kernel = hopper_selected_few_heads_kernel
+        self._repeat: BoundLaunch | None = None
         if few:
             constants |= _FEW_HEADS_REGISTERS
+            # With one wave of CTAs the first launch saves less time than the second one takes.
+            # Lists of blocks often have entries with hidden keys, which the first launch leaves.
+            two = programs > resident and selection.block_size == 1
+            constants |= {"RUNNING": not two, "REPEAT": False}
+            if two:
+                again = constants | {"RUNNING": True, "REPEAT": True}
+                self._repeat = BoundLaunch(kernel, (resident, 1, 1), again)
         else:
             kernel = hopper_selected_latents_kernel
             constants["CONSUMER_REGISTERS"] = _CONSUMER_REGISTERS
-        self._launch = BoundLaunch(kernel, (num_tokens * blocks, self.num_splits, 1), constants)
+        self._launch = BoundLaunch(kernel, (programs, self.num_splits, 1), constants)
 
     def run(
         self,
@@ -137,4 +146,7 @@ class HopperSelectedLatents:
             self.num_splits, indices.stride(0), block_table.stride(0), *query.stride()[:2],
             *key.stride()[:2], *out.stride()[:2], 0 if lse is None else lse.stride(0),
         )  # fmt: skip
-        self._launch.run(arguments, 0, query.get_device())
+        device = query.get_device()
+        self._launch.run(arguments, 0, device)
+        if self._repeat is not None:
+            self._repeat.run(arguments, 0, device)

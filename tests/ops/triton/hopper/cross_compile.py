@@ -375,15 +375,15 @@ def _compile_invariant(options: dict[str, Any]) -> dict[str, Any]:
             prepared = prepare_hopper_invariant_decode(*tensors, limits, options.get("query", 1), 8)
         run_attention(prepared, batch, query, cache, cache, tensors[3], lse, params)
 
-    launch, facts = _compiled(run)
+    (launch, *_), facts = _compiled(run)
     return {
         **facts,
         "loops": _key_loops(launch.kernel.asm["cubin"], (4,) if decode else (2,), True),
     }
 
 
-def _compiled(run: Callable[[], None]) -> tuple[Launch, dict[str, Any]]:
-    """Compile the kernel that `run` launches; return the launch and `_facts`.
+def _compiled(run: Callable[[], None]) -> tuple[list[Launch], dict[str, Any]]:
+    """Compile the kernels that `run` launches; return the launches and `_facts` of the first one.
 
     The log of ptxas is kept beside the kernel in Triton's cache, so that a kernel that has been
     compiled there is not compiled again.
@@ -405,8 +405,8 @@ def _compiled(run: Callable[[], None]) -> tuple[Launch, dict[str, Any]]:
         finally:
             triton.knobs.compilation.always_compile = False
     else:
-        return launch, {**_facts(launch, Path(path).read_text()), "cached": True}
-    return launch, {**_facts(launch, text), "cached": False}
+        return launches, {**_facts(launch, Path(path).read_text()), "cached": True}
+    return launches, {**_facts(launch, text), "cached": False}
 
 
 SHARED_CASES: dict[str, dict[str, Any]] = {
@@ -442,7 +442,7 @@ def _compile_shared(options: dict[str, Any]) -> dict[str, Any]:
         space = prepared.workspace(items, query.device)
         assert prepared.run(query, cache, cache, table, items, params, query, lse, space)
 
-    launch, facts = _compiled(run)
+    (launch, *_), facts = _compiled(run)
     return {**facts, "loops": _key_loops(launch.kernel.asm["cubin"], (2,))}
 
 
@@ -514,6 +514,12 @@ SELECTED_CASES: dict[str, dict[str, Any]] = {
     "selected-64-splits-page16": {"heads": 64, "tokens": 32, "n": 16},
     "selected-16": {"heads": 16, "tokens": 300},
     "selected-5-splits-page16": {"heads": 5, "tokens": 32, "n": 16},
+    "selected-16-all": {
+        "heads": 16,
+        "tokens": 300,
+        "lse": True,
+        "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
+    },
     "selected-16-blocks-all": {
         "heads": 16,
         "tokens": 300,
@@ -536,7 +542,8 @@ SELECTED_CASES: dict[str, dict[str, Any]] = {
 
 def _compile_latent(options: dict[str, Any]) -> dict[str, Any]:
     """Compile a case of `LATENT_CASES` or `SELECTED_CASES`; returns what `compile_case` does,
-    without estimate."""
+    without estimate, and `repeat_loops`: accesses to local memory in the loops over keys of the
+    second launch over selected latents."""
     heads, dtype = options["heads"], options.get("dtype", BF16)
     tokens = options.get("tokens", 64)
     lengths = torch.zeros(2, dtype=torch.int32)
@@ -570,7 +577,9 @@ def _compile_latent(options: dict[str, Any]) -> dict[str, Any]:
                 **outputs,
             )
 
-    return _compiled(run)[1]
+    (_, *repeats), facts = _compiled(run)
+    cubins = [launch.kernel.asm["cubin"] for launch in repeats if "cubin" in launch.kernel.asm]
+    return {**facts, "repeat_loops": [_key_loops(cubin, (9,)) for cubin in cubins]}
 
 
 def _options(name: str) -> dict[str, Any]:
@@ -701,7 +710,7 @@ def compile_case(name: str) -> dict[str, Any]:
         else:
             launch_hopper_prefill(*shapes, params, tile, max_seq_len=64, **outputs)
 
-    launch, facts = _compiled(run)
+    (launch, *_), facts = _compiled(run)
     return {
         **facts,
         "estimate": decode_shared_bytes(tile, d, dv, bits)

@@ -36,7 +36,8 @@ __all__ = [
     "UNSPECIALIZED",
     "count_slots",
     "hopper_selected_latents_kernel",
-    "token_list",
+    "list_slots",
+    "visible_keys",
 ]
 
 UNSPECIALIZED = [
@@ -74,21 +75,34 @@ def count_slots(entries, num_entries, exists, first, last, SELECT: gl.constexpr)
 
 
 @gluon.jit
-def token_list(
-    query_start_loc, seq_lens, block_table, indices, token, split, left, right, chunk, num_reqs,
-    num_entries, num_splits, stride_lists, stride_table, STEP: gl.constexpr, SELECT: gl.constexpr,
-    SPLIT: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_CHUNK: gl.constexpr,
+def list_slots(
+    indices, token, split, num_entries, num_splits, stride_lists, STEP: gl.constexpr,
+    SELECT: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Return where a CTA finds its keys.
+    """Return (list of a token, [begin, end) of the CTA's slots).
 
     Args:
         STEP: slots of a step of the CTA; splits begin at multiples of it.
-
-    Returns:
-        (list of the token, block table of its request, whether there is a request, [first, last) of
-        the visible positions, [begin, end) of the CTA's slots).
     """
+    entries = indices + token.to(gl.int64) * stride_lists
+    begin = 0
+    end = num_entries * SELECT
+    if SPLIT:
+        # The same splits for all lists, because the combine kernel knows one number per token.
+        steps = (num_entries * SELECT + STEP - 1) // STEP
+        per_split = (steps + num_splits - 1) // num_splits
+        begin = split * per_split * STEP
+        end = gl.minimum(end, begin + per_split * STEP)
+    return entries, begin, end
+
+
+@gluon.jit
+def visible_keys(
+    query_start_loc, seq_lens, block_table, token, left, right, chunk, num_reqs, stride_table,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Return (block table of a token's request, whether there is a request, [first, last) of the
+    visible positions)."""
     REQUESTS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     request = 0
     for base in range(1, num_reqs + 1, 128):
@@ -104,19 +118,8 @@ def token_list(
     first, last = visible_span(
         seq_len - query_len + token - start, seq_len, left, right, chunk, CAUSAL, HAS_LEFT,
         HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-    first = gl.maximum(first, 0)
-    last = gl.where(exists, last, 0)
-    entries = indices + token.to(gl.int64) * stride_lists
     table = block_table + request.to(gl.int64) * stride_table
-    begin = 0
-    end = num_entries * SELECT
-    if SPLIT:
-        # The same splits for all lists, because the combine kernel knows one number per token.
-        steps = (num_entries * SELECT + STEP - 1) // STEP
-        per_split = (steps + num_splits - 1) // num_splits
-        begin = split * per_split * STEP
-        end = gl.minimum(end, begin + per_split * STEP)
-    return entries, table, exists, first, last, begin, end
+    return table, exists, gl.maximum(first, 0), gl.where(exists, last, 0)
 
 
 @gluon.jit
@@ -310,10 +313,12 @@ def hopper_selected_latents_kernel(
     token = gl.program_id(0) // HEAD_BLOCKS
     head_offset = gl.program_id(0) % HEAD_BLOCKS * HEADS
     split = gl.program_id(1)
-    entries, table, exists, first, last, begin, end = token_list(
-        query_start_loc, seq_lens, block_table, indices, token, split, left, right, chunk, num_reqs,
-        num_entries, num_splits, stride_lists, stride_table, 2 * TILE, SELECT, SPLIT, CAUSAL,
-        HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+    table, exists, first, last = visible_keys(
+        query_start_loc, seq_lens, block_table, token, left, right, chunk, num_reqs, stride_table,
+        CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+    entries, begin, end = list_slots(
+        indices, token, split, num_entries, num_splits, stride_lists, 2 * TILE, SELECT, SPLIT
+    )
     used, has_holes = count_slots(entries, num_entries, exists, first, last, SELECT)
     end = gl.minimum(end, used)
     pairs = gl.maximum(end - begin + 2 * TILE - 1, 0) // (2 * TILE)
