@@ -45,8 +45,8 @@ tokens."""
 SHORT_CONTEXT = 12288
 """Keys of the longest request up to which a prefill computes the maxima of every tile. Signs are
 faster at all lengths, but batch-invariant prefills compute maxima, and are to take at most 1.15 of
-the time: with signs 1.18 for 8k keys, 1.13 for 16k, and 1.11 to 1.15 for 32k (H200, blocks of
-128)."""
+the time: with signs 1.18 for 8k keys, 1.13 to 1.15 for 16k, and 1.11 to 1.15 for 32k (H200, blocks
+of 128)."""
 
 
 @dataclass(frozen=True)
