@@ -98,7 +98,13 @@ SELECTED: dict[str, dict[str, Any]] = {
         "batch": "80q4s3000", "heads": 16, "entries": 400, "query_scale": 10.0, "no_holes": True,
         "dtype": torch.float16,
     },
-    "16 heads, few tokens": {"batch": "12q4s3000", "heads": 16, "entries": 400, "sinks": True},
+    "16 heads, few tokens, rising scores": {
+        "batch": "12q4s3000", "heads": 16, "entries": 400, "query_scale": 30.0, "sinks": True,
+    },
+    "16 heads, few tokens, rising scores, float16": {
+        "batch": "12q4s3000", "heads": 16, "entries": 400, "query_scale": 10.0,
+        "dtype": torch.float16,
+    },
     "16 heads, many tokens": {"batch": "q3s70_q600s700_q1s40", "heads": 16, "sinks": True},
     "16 heads, many tokens without holes": {
         "batch": "q3s70_q600s700_q1s40", "heads": 16, "sinks": True, "no_holes": True,

@@ -104,8 +104,8 @@ class HopperSelectedLatents:
         self._repeat: BoundLaunch | None = None
         if few:
             constants |= _FEW_HEADS_REGISTERS
-            # With one wave of CTAs the first launch saves less time than the second one takes.
-            # Lists of blocks often have entries with hidden keys, which the first launch leaves.
+            # One wave of CTAs ends with its longest list, and a second launch would come on top.
+            # Lists of blocks often have entries with hidden keys, which a first launch leaves.
             two = programs > resident and selection.block_size == 1
             constants |= {"RUNNING": not two, "REPEAT": False}
             if two:
