@@ -12,8 +12,8 @@ and each arrival synchronizes the warps of a partition.
 Many lists take two launches. In the first, weights are relative to the maxima of the first tile and
 not to running maxima: the warps that multiply then exchange no maxima for the other tiles, and
 nothing is rescaled. The largest weight of a row is no longer 1, and is rounded. Outputs are
-therefore divided by the sum of the rounded weights, which one more product computes: the error of a
-weight that outweighs the others cancels.
+therefore divided by the sum of the rounded weights: the error of a weight that outweighs the others
+cancels. The warps that gather add them up, because the ones that multiply have no time to spare.
 
 Where the scores rise so far above the maxima of the first tile that a sum of weights becomes too
 large, and where entries that select nothing come before others, the output becomes NaN. The second
@@ -165,17 +165,24 @@ def _tokens(repeated_tokens, REPEAT: gl.constexpr):
 
 
 @gluon.jit
-def _gather_tile(key, offsets, found, ring, k_rotary, full, empty, tile, done):
+def _gather_tile(
+    key, offsets, found, ring, k_rotary, p_tile, sums, full, empty, tile, done,
+    RUNNING: gl.constexpr,
+):  # fmt: skip
     """Copy one tile, each part as soon as its slot is free.
 
     Args:
         offsets, found: of the latents (`_offsets`), and whether they exist.
+        sums: of the rounded weights up to tile - 2, unless RUNNING.
         full: barriers of the copies: of the first two quarters and the rotary part (FRONT), and of
             the others (BACK).
         empty: barriers of the free slots: of the first quarter and the rotary part (FRONT), and of
             the others (BACK).
         tile: number of the tile in its list, whose first one finds all slots free.
         done: tiles of the lists before.
+
+    Returns:
+        The sums up to tile - 1.
     """
     WIDTH: gl.constexpr = ring.shape[2]
     use = tile * QUARTERS
@@ -187,23 +194,37 @@ def _gather_tile(key, offsets, found, ring, k_rotary, full, empty, tile, done):
     gather_part(key, offsets, found, ring.index((use + 1) % SLOTS), WIDTH)
     arrive_after_copies(full.index(FRONT), increment_count=False)
     mbarrier.wait(empty.index(BACK), phase)
+    if not RUNNING:
+        if tile > 0:
+            # The warps that multiply store other weights only after the copies below.
+            sums = _add_weights(sums, p_tile)
     gather_part(key, offsets, found, ring.index((use + 2) % SLOTS), 2 * WIDTH)
     gather_part(key, offsets, found, ring.index((use + 3) % SLOTS), 3 * WIDTH)
     arrive_after_copies(full.index(BACK), increment_count=False)
+    return sums
+
+
+@gluon.jit
+def _add_weights(sums, p_tile):
+    """Add the weights of a tile, [16, 64], to their sums."""
+    return sums + p_tile.index(0).load(sums.type.layout).to(gl.float32)
 
 
 @gluon.jit
 def _gather_list(
     query, key, query_start_loc, seq_lens, block_table, indices, left, right, chunk, num_reqs,
     num_entries, num_splits, stride_lists, stride_table, stride_qt, stride_qh, stride_kb, stride_kn,
-    token, number, done, q_tile, q_rotary, ring, k_rotary, num_tiles, listed, q_full, q_empty, full,
-    empty, SELECT: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr, SPLIT: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+    token, number, done, q_tile, q_rotary, ring, k_rotary, p_tile, rounded_sums, summed, num_tiles,
+    listed, q_full, q_empty, full, empty, SELECT: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    HEADS: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, RUNNING: gl.constexpr,
 ):  # fmt: skip
     """Copy the queries of a token and all tiles of its list; returns the number of tiles.
 
     Args:
         number, done: lists and tiles that the CTA has attended to before.
+        rounded_sums: [16] in shared memory, for the sums of the rounded weights unless RUNNING.
+        summed: barrier of these sums.
     """
     WIDTH: gl.constexpr = ring.shape[2]
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -233,7 +254,10 @@ def _gather_list(
     rows += LATENTS
     next_entry = load_entries(entries, rows, limit, SELECT)
     offsets = _offsets(position, block, stride_kb, stride_kn, BLOCK_SIZE)
-    _gather_tile(key, offsets, position >= 0, ring, k_rotary, full, empty, 0, done)
+    sums = gl.zeros([16, LATENTS], gl.float32, COPY)
+    _gather_tile(
+        key, offsets, position >= 0, ring, k_rotary, p_tile, sums, full, empty, 0, done, RUNNING
+    )
     # The first tile is on its way before the warps that multiply have examined the list.
     mbarrier.wait(listed.index(0), number & 1)
     tiles = gl.max(num_tiles.load(ONE), 0)
@@ -244,7 +268,14 @@ def _gather_list(
         next_block = _load_blocks(table, next_position, BLOCK_SIZE)
         rows += LATENTS
         next_entry = load_entries(entries, rows, limit, SELECT)
-        _gather_tile(key, offsets, found, ring, k_rotary, full, empty, tile, done)
+        sums = _gather_tile(
+            key, offsets, found, ring, k_rotary, p_tile, sums, full, empty, tile, done, RUNNING
+        )
+    if not RUNNING:
+        mbarrier.wait(empty.index(BACK), (done + tiles - 1) & 1)
+        sums = _add_weights(sums, p_tile)
+        rounded_sums.store(gl.sum(sums, 1))
+        mbarrier.arrive(summed.index(0), count=1)
     return tiles
 
 
@@ -263,9 +294,8 @@ def _attend(
             rescaled.
 
     Returns:
-        (maxima [16], sums of the weights of each latent of a tile, sums of the rounded weights in
-        each row, accumulators of the quarters). The first sums are 0 where only the others are
-        needed, and these are 0 with RUNNING.
+        (maxima [16], sums of the weights of each latent of a tile, accumulators of the quarters).
+        Without RUNNING the sums are needed for the LSE only, and else 0.
     """
     WIDTH: gl.constexpr = ring.shape[2]
     weight_factor = factor
@@ -274,8 +304,6 @@ def _attend(
     row_max = gl.full([16], float("-inf"), gl.float32, gl.SliceLayout(0, COLUMNS))
     # Added up at the end.
     sums = gl.zeros([LATENTS, 16], gl.float32, COLUMNS)
-    rounded_sums = gl.zeros([LATENTS, 16], gl.float32, COLUMNS)
-    ones = gl.full([LATENTS, LATENTS], 1.0, ring.dtype, gl.DotOperandLayout(0, COLUMNS, 2))
     acc0 = gl.zeros([WIDTH, 16], gl.float32, COLUMNS)
     acc1 = gl.zeros([WIDTH, 16], gl.float32, COLUMNS)
     acc2 = gl.zeros([WIDTH, 16], gl.float32, COLUMNS)
@@ -300,8 +328,10 @@ def _attend(
         fence_async_shared()
         scores = multiply_keys(scores, ring.index(slot2), q_tile.index(2), True)
         scores = multiply_keys(scores, ring.index(slot3), q_tile.index(3), True)
-        scores = warpgroup_mma_wait(0, deps=[scores])
+        # The first quarter and the rotary part are free before the last two products complete.
+        scores = warpgroup_mma_wait(2, deps=[scores])
         mbarrier.arrive(empty.index(FRONT), count=1)
+        scores = warpgroup_mma_wait(0, deps=[scores])
         scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
         first_slot = begin + tile * LATENTS
         if RUNNING and has_holes:
@@ -335,12 +365,10 @@ def _attend(
         acc2 = multiply_values(acc2, ring.index(slot2), weights_tile)
         acc3 = multiply_values(acc3, ring.index(slot3), weights_tile)
         acc0 = multiply_loaded_values(acc0, values0, weights_tile)
-        if not RUNNING:
-            rounded_sums = multiply_loaded_values(rounded_sums, ones, weights_tile)
-        acc1, acc2, acc3 = warpgroup_mma_wait(1 if RUNNING else 2, deps=[acc1, acc2, acc3])
+        acc1, acc2, acc3 = warpgroup_mma_wait(1, deps=[acc1, acc2, acc3])
         mbarrier.arrive(empty.index(BACK), count=1)
-        acc0, rounded_sums = warpgroup_mma_wait(0, deps=[acc0, rounded_sums])
-    return row_max, sums, rounded_sums, acc0, acc1, acc2, acc3
+        acc0 = warpgroup_mma_wait(0, deps=[acc0])
+    return row_max, sums, acc0, acc1, acc2, acc3
 
 
 @gluon.jit
@@ -348,8 +376,8 @@ def _attend_to_list(
     out, partials, lse, sinks, query_start_loc, seq_lens, block_table, indices, scale, soft_cap,
     left, right, chunk, num_reqs, num_tokens, num_heads, num_entries, num_splits, stride_lists,
     stride_table, stride_ot, stride_oh, stride_lt, token, number, done, q_tile, q_rotary, ring,
-    k_rotary, p_tile, max_tile, num_tiles, listed, q_full, q_empty, full, empty,
-    SELECT: gl.constexpr, HEADS: gl.constexpr, DV: gl.constexpr, SPLIT: gl.constexpr,
+    k_rotary, p_tile, max_tile, rounded_sums, summed, num_tiles, listed, q_full, q_empty, full,
+    empty, SELECT: gl.constexpr, HEADS: gl.constexpr, DV: gl.constexpr, SPLIT: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, RUNNING: gl.constexpr,
 ):  # fmt: skip
@@ -377,7 +405,7 @@ def _attend_to_list(
     fence_async_shared()
     ROW: gl.constexpr = gl.SliceLayout(0, COLUMNS)
     factor = score_factor(scale, soft_cap, HAS_CAP)
-    row_max, sums, rounded_sums, acc0, acc1, acc2, acc3 = _attend(
+    row_max, sums, acc0, acc1, acc2, acc3 = _attend(
         entries, begin, end, first, last, has_holes, factor, soft_cap, done, tiles, q_tile,
         q_rotary, ring, k_rotary, p_tile, max_tile, full, empty, SELECT, HAS_CAP, HAS_LSE,
         RUNNING)  # fmt: skip
@@ -386,7 +414,8 @@ def _attend_to_list(
     divisor = row_sum
     if not RUNNING:
         largest: gl.constexpr = LARGEST_SUM_FLOAT16 if ring.dtype == gl.float16 else LARGEST_SUM
-        divisor = gl.max(rounded_sums, 0)
+        mbarrier.wait(summed.index(0), number & 1)
+        divisor = rounded_sums.load(ROW)
         divisor = gl.where((divisor <= largest) & (has_holes == 0), divisor, float("nan"))
     # All warps are done with the queries, whose memory holds the output from now on.
     partition_barrier()
@@ -437,10 +466,11 @@ def _attend_to_list(
 def _gatherer(
     out, query, key, query_start_loc, seq_lens, block_table, indices, left, right, chunk, num_reqs,
     repeated_tokens, num_entries, num_splits, stride_lists, stride_table, stride_qt, stride_qh,
-    stride_kb, stride_kn, stride_ot, stride_oh, q_tile, q_rotary, ring, k_rotary, num_tiles, listed,
-    q_full, q_empty, full, empty, SELECT: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    HEADS: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, REPEAT: gl.constexpr,
+    stride_kb, stride_kn, stride_ot, stride_oh, q_tile, q_rotary, ring, k_rotary, p_tile,
+    rounded_sums, summed, num_tiles, listed, q_full, q_empty, full, empty, SELECT: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+    RUNNING: gl.constexpr, REPEAT: gl.constexpr,
 ):  # fmt: skip
     """Copy the queries and all tiles of the CTA's lists into shared memory. Four warps."""
     number = 0
@@ -454,8 +484,9 @@ def _gatherer(
                 query, key, query_start_loc, seq_lens, block_table, indices, left, right, chunk,
                 num_reqs, num_entries, num_splits, stride_lists, stride_table, stride_qt, stride_qh,
                 stride_kb, stride_kn, token, number, done, q_tile, q_rotary, ring, k_rotary,
-                num_tiles, listed, q_full, q_empty, full, empty, SELECT, BLOCK_SIZE, HEADS, SPLIT,
-                CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+                p_tile, rounded_sums, summed, num_tiles, listed, q_full, q_empty, full, empty,
+                SELECT, BLOCK_SIZE, HEADS, SPLIT, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+                RUNNING)  # fmt: skip
             number += 1
 
 
@@ -464,9 +495,9 @@ def _consumer(
     out, partials, lse, sinks, query_start_loc, seq_lens, block_table, indices, scale, soft_cap,
     left, right, chunk, num_reqs, num_tokens, repeated_tokens, num_heads, num_entries, num_splits,
     stride_lists, stride_table, stride_ot, stride_oh, stride_lt, q_tile, q_rotary, ring, k_rotary,
-    p_tile, max_tile, num_tiles, listed, q_full, q_empty, full, empty, SELECT: gl.constexpr,
-    HEADS: gl.constexpr, DV: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+    p_tile, max_tile, rounded_sums, summed, num_tiles, listed, q_full, q_empty, full, empty,
+    SELECT: gl.constexpr, HEADS: gl.constexpr, DV: gl.constexpr, SPLIT: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, RUNNING: gl.constexpr,
     REPEAT: gl.constexpr,
 ):  # fmt: skip
@@ -480,9 +511,10 @@ def _consumer(
                 out, partials, lse, sinks, query_start_loc, seq_lens, block_table, indices, scale,
                 soft_cap, left, right, chunk, num_reqs, num_tokens, num_heads, num_entries,
                 num_splits, stride_lists, stride_table, stride_ot, stride_oh, stride_lt, token,
-                number, done, q_tile, q_rotary, ring, k_rotary, p_tile, max_tile, num_tiles, listed,
-                q_full, q_empty, full, empty, SELECT, HEADS, DV, SPLIT, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, RUNNING)  # fmt: skip
+                number, done, q_tile, q_rotary, ring, k_rotary, p_tile, max_tile, rounded_sums,
+                summed, num_tiles, listed, q_full, q_empty, full, empty, SELECT, HEADS, DV, SPLIT,
+                CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE,
+                RUNNING)  # fmt: skip
             number += 1
 
 
@@ -521,13 +553,18 @@ def hopper_selected_few_heads_kernel(
     max_tile = gl.allocate_shared_memory(
         gl.float32, [4, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
+    rounded_sums = gl.allocate_shared_memory(
+        gl.float32, [16], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     num_tiles = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     listed = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    summed = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(listed.index(0), count=1)
+    mbarrier.init(summed.index(0), count=1)
     mbarrier.init(q_full.index(0), count=128)
     mbarrier.init(q_empty.index(0), count=1)
     for part in gl.static_range(2):
@@ -544,15 +581,16 @@ def hopper_selected_few_heads_kernel(
                 out, partials, lse, sinks, query_start_loc, seq_lens, block_table, indices, scale,
                 soft_cap, left, right, chunk, num_reqs, num_tokens, repeated_tokens, num_heads,
                 num_entries, num_splits, stride_lists, stride_table, stride_ot, stride_oh,
-                stride_lt, q_tile, q_rotary, ring, k_rotary, p_tile, max_tile, num_tiles, listed,
-                q_full, q_empty, full, empty, SELECT, HEADS, DV, SPLIT, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, RUNNING, REPEAT)),
+                stride_lt, q_tile, q_rotary, ring, k_rotary, p_tile, max_tile, rounded_sums, summed,
+                num_tiles, listed, q_full, q_empty, full, empty, SELECT, HEADS, DV, SPLIT, CAUSAL,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, RUNNING, REPEAT)),
             (_gatherer, (
                 out, query, key, query_start_loc, seq_lens, block_table, indices, left, right,
                 chunk, num_reqs, repeated_tokens, num_entries, num_splits, stride_lists,
                 stride_table, stride_qt, stride_qh, stride_kb, stride_kn, stride_ot, stride_oh,
-                q_tile, q_rotary, ring, k_rotary, num_tiles, listed, q_full, q_empty, full, empty,
-                SELECT, BLOCK_SIZE, HEADS, SPLIT, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, REPEAT)),
+                q_tile, q_rotary, ring, k_rotary, p_tile, rounded_sums, summed, num_tiles, listed,
+                q_full, q_empty, full, empty, SELECT, BLOCK_SIZE, HEADS, SPLIT, CAUSAL, HAS_LEFT,
+                HAS_RIGHT, HAS_CHUNK, RUNNING, REPEAT)),
         ],
         [4],
         [GATHERER_REGISTERS],
