@@ -105,8 +105,8 @@ def scale_rows(qk_scale, row_factors):
     """
     if len(row_factors.shape) == 1:
         qk_scale = qk_scale * row_factors
-        # Not 0: the product of 0 and a hidden score, -inf, is NaN. Negative scales keep their sign.
-        qk_scale = tl.where((qk_scale >= 0) & (qk_scale < 2.0**-105), 2.0**-105, qk_scale)
+        # Not 0: the product of 0 and a hidden score, -inf, is NaN. Other scales keep their sign.
+        qk_scale = tl.where(tl.abs(qk_scale) < 2.0**-105, 2.0**-105, qk_scale)
     return qk_scale
 
 
