@@ -13,7 +13,7 @@ Many lists take two launches. In the first, weights are relative to the maxima o
 not to running maxima: the warps that multiply then exchange no maxima for the other tiles, and
 nothing is rescaled. The largest weight of a row is no longer 1, and is rounded. Outputs are
 therefore divided by the sum of the rounded weights: the error of a weight that outweighs the others
-cancels. The warps that gather add them up, because the ones that multiply have no time to spare.
+cancels. The warps that gather add them up.
 
 Where the scores rise so far above the maxima of the first tile that a sum of weights becomes too
 large, and where entries that select nothing come before others, the output becomes NaN. The second
