@@ -18,7 +18,8 @@ HEADS, KV_HEADS, BLOCK_SIZE = 16, 4, 16
 @pytest.mark.parametrize("growth", [0.0, 40.0, 3000.0])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
-    ("head_size", "short_context"), [(64, 16384), (128, 16384), (128, 0), (256, 16384)]
+    ("head_size", "short_context"),
+    [(64, 16384), (128, 16384), (128, 0), (192, 16384), (256, 16384)],
 )
 def test_rising_maxima(
     head_size: int,
@@ -31,7 +32,7 @@ def test_rising_maxima(
     monkeypatch.setattr(hopper_tiles, "SHORT_CONTEXT", short_context)
     torch.manual_seed(0)
     query_lens, seq_lens = [1100, 1030], [1100, 1500]
-    scale = head_size**-0.5
+    scale, head_size_v = head_size**-0.5, 128 if head_size == 192 else head_size
     query = torch.randn(sum(query_lens), HEADS, head_size, device="cuda")
     query[..., 0] = 0.5 / scale
     blocks = [-(-length // BLOCK_SIZE) for length in seq_lens]
@@ -47,14 +48,15 @@ def test_rising_maxima(
         ] = torch.nan
         first += count
     query, cache = query.bfloat16(), cache.bfloat16()
+    key_cache, value_cache = cache[0], cache[1, ..., :head_size_v].contiguous()
     sinks = torch.randn(HEADS, device="cuda") if has_sinks else None
     starts = torch.tensor([0, query_lens[0], sum(query_lens)], dtype=torch.int32, device="cuda")
-    out = torch.empty_like(query)
+    out = torch.empty_like(query[..., :head_size_v])
     lse = torch.empty(query.shape[:2], device="cuda")
     # Kernels for layers with and without log-sum-exps differ.
     for returned in (None, lse):
         paged_prefill(
-            query, cache[0], cache[1], table, starts,
+            query, key_cache, value_cache, table, starts,
             torch.tensor(seq_lens, dtype=torch.int32, device="cuda"),
             AttentionParams(scale=scale, sinks=sinks), max_query_len=max(query_lens),
             max_seq_len=max(seq_lens), out=out, lse=returned,
@@ -64,7 +66,7 @@ def test_rising_maxima(
             slots = table[request].long()
             keys, values = (
                 side[slots].flatten(0, 1)[:length].double().repeat_interleave(4, 1)
-                for side in cache
+                for side in (key_cache, value_cache)
             )
             scores = torch.einsum("qhd,khd->hqk", query[rows].double(), keys) * scale
             positions = torch.arange(length - query_lens[request], length, device="cuda")

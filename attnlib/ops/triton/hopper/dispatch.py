@@ -185,7 +185,7 @@ def select_prefill(
         block_size=None if copied else key.shape[1], visible=_visible(params),
         has_score=params.score_function is not None, tuned=limits.tuned,
     )  # fmt: skip
-    tile = with_leads(tile, batch.max_seq_len)
+    tile = with_leads(tile, batch.max_seq_len, key.shape[3])
     if copied:
         return prepare_converted_prefill(
             query, key, value, out, lse, batch, params, tile, limits, copied
@@ -232,7 +232,7 @@ def select_page_prefill(
         *sizes, rows=min(1 << 20, 1 << max(0, group * max_query_len - 1).bit_length()),
         visible=_visible(params), tuned=limits.tuned,
     )  # fmt: skip
-    tile = with_leads(tile, batch.max_seq_len)
+    tile = with_leads(tile, batch.max_seq_len, sizes[0])
     return prepare_converted_prefill(
         query, key, value, out, lse, batch, params, tile, limits, copied
     )

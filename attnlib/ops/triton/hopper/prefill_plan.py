@@ -447,11 +447,15 @@ def _value_parts(constants: dict[str, Any]) -> int:
 def _can_lead(constants: dict[str, Any], dtype: torch.dtype) -> bool:
     """Whether the kernel can look for rising maxima by signs. Weights of float16 would be
     subnormal."""
+    sizes = tuple(constants[name] for name in ("KEY_PARTS", "WIDTH", "CONSUMERS", "BLOCK_N"))
     return (
         dtype == torch.bfloat16
-        and constants["WIDTH"] == constants["WIDTH_V"] == constants["BLOCK_N"] == 128
-        and constants["CONSUMERS"] == 2
-        and constants["KEY_PARTS"] == 1
+        and sizes
+        in (
+            (1, 128, 2, 128),
+            (3, 64, 3, 64),  # parts of 64 elements
+        )
+        and constants["WIDTH_V"] == 128
         and constants["VALUE_PARTS"] == 0
         and constants["KV_KIND"] == KV_PLAIN
         and constants["STRIDES"] is None

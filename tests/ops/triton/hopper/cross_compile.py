@@ -109,6 +109,7 @@ CASES: dict[str, dict[str, Any]] = {
     "96-lse": {"d": 96, "lse": True},
     "96-static": {"d": 96, "tile": {"persistent": False, "q_stages": 1}},
     "192-128": {"d": 192, "dv": 128, "group": 1},
+    "192-128-leads": {"d": 192, "dv": 128, "group": 1, "tile": {"leads": True}},
     "256": {"d": 256, "group": 2},
     "512": {"d": 512, "group": 8, "lse": True},
     "512-group5-page1": {"d": 512, "group": 5, "n": 1, "lse": True},

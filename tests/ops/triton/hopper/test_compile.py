@@ -37,7 +37,7 @@ SAMPLE = [
     "128-skip", "192-128", "decode-128-all", "packed-decode-80-mqa", "128-e4m3-all",
     "decode-128-e4m3-all", "decode-64-int8-tokens-all", "decode-128-int4",
     "decode-128-int4-warp-all", "512-group5-page1", "80", "64-three-consumers-cap",
-    "128-float8-products", "128-leads",
+    "128-float8-products", "128-leads", "192-128-leads",
 ]  # fmt: skip
 CASES = [*SAMPLE, *(case for case in EVERY_CASE if case not in SAMPLE)]
 MAX_STACK = 304

@@ -58,16 +58,18 @@ CHIP = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
 
 def _prefill(
     head_size: int = 128, block_size: int = 16, tokens: int = 600, seq_len: int = 600,
-    dtype: torch.dtype = BF16, **params: Any,
+    dtype: torch.dtype = BF16, head_size_v: int | None = None, **params: Any,
 ) -> HopperPrefill:  # fmt: skip
     """The launch of prefills of two requests, with 8 / 2 heads."""
     query = torch.empty(tokens, 8, head_size, dtype=dtype)
     cache = torch.empty(5, block_size, 2, head_size, dtype=dtype)
+    values = torch.empty(5, block_size, 2, head_size_v or head_size, dtype=dtype)
+    out = torch.empty(tokens, 8, head_size_v or head_size, dtype=dtype)
     starts = torch.zeros(3, dtype=torch.int32)
     table = torch.zeros(2, -(-seq_len // block_size), dtype=torch.int32)
     batch = BatchTensors(starts, starts[:2], table, max_seq_len=seq_len)
     found = select_prefill(
-        query, cache, cache.clone(), torch.empty_like(query), None, batch,
+        query, cache, values, out, None, batch,
         AttentionParams(scale=0.1, **params), CHIP, tokens,
     )  # fmt: skip
     assert found is not None
@@ -88,6 +90,12 @@ def test_prefills_of_long_requests_look_at_signs(max_seq_len: int) -> None:
     assert length_class(batch, cache) == int(is_long)
 
 
+@pytest.mark.parametrize("seq_len", [600, 1 << 20])
+def test_expanded_latents_look_at_signs_at_every_length(seq_len: int) -> None:
+    found = _prefill(head_size=192, head_size_v=128, block_size=128, seq_len=seq_len)
+    assert found.attend._constants["LEADS"]
+
+
 @pytest.mark.parametrize("seq_len", [SHORT_CONTEXT, SHORT_CONTEXT + 1])
 def test_prefills_over_copies_of_long_requests_look_at_signs(seq_len: int) -> None:
     """Classes of lengths, which share a launch, are on one side of the limit."""
@@ -103,6 +111,7 @@ def test_prefills_over_copies_of_long_requests_look_at_signs(seq_len: int) -> No
         {"head_size": 64},
         {"head_size": 96},
         {"head_size": 256},
+        {"head_size": 192, "head_size_v": 128, "dtype": torch.float16},
         {"block_size": 1},
         {"dtype": torch.float16},
         {"logits_soft_cap": 30.0},

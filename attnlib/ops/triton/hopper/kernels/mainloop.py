@@ -286,7 +286,9 @@ def overlapped_step(
     S_LAYOUT: gl.constexpr = row_last.type.layout.parent
     # Three consumers overlap with each other. With two, the softmax overlaps with P @ V, where it
     # is short enough for that.
-    ORDERED: gl.constexpr = LEADS or (V_COLUMNS > 0 and THRESHOLD == 0 and HAS_CAP != BOUNDED)
+    ORDERED: gl.constexpr = (LEADS and KEY_PARTS == 1) or (
+        V_COLUMNS > 0 and THRESHOLD == 0 and HAS_CAP != BOUNDED
+    )
     stage = step % STAGES
     parity = (step // STAGES) & 1
     v_stage = (step - 1) % STAGES

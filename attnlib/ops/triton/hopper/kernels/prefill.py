@@ -518,8 +518,8 @@ def _consumer(
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK or EXACT
     # `bounded_softmax` has no running maximum, and its sums are those of rows.
     RARELY: gl.constexpr = CONSUMERS == 3 and SKIP_BELOW is None and HAS_CAP != BOUNDED
-    RISE: gl.constexpr = _LEAD if LEADS else 0
-    THRESHOLD: gl.constexpr = _RESCALE_THRESHOLD if RARELY else RISE
+    RISE: gl.constexpr = _RESCALE_THRESHOLD if RARELY else 0
+    THRESHOLD: gl.constexpr = _LEAD if LEADS else RISE
     # The sum of weights begins with that of the sink (M4). In the epilogue it takes registers that
     # three consumers do not have, and ptxas schedules their main loop worse.
     EARLY_SINK: gl.constexpr = HAS_SINK and SUMS and THRESHOLD > 0
