@@ -105,6 +105,14 @@ SELECTED: dict[str, dict[str, Any]] = {
         "batch": "12q4s3000", "heads": 16, "entries": 400, "query_scale": 10.0,
         "dtype": torch.float16,
     },
+    "128 heads, rising scores, float16": {
+        "batch": "80q4s3000", "heads": 128, "entries": 400, "query_scale": 10.0, "sinks": True,
+        "dtype": torch.float16,
+    },
+    "64 heads, rising scores, float16": {
+        "batch": "80q4s3000", "heads": 64, "entries": 400, "query_scale": 10.0, "no_holes": True,
+        "dtype": torch.float16,
+    },
     "16 heads, many tokens": {"batch": "q3s70_q600s700_q1s40", "heads": 16, "sinks": True},
     "16 heads, many tokens without holes": {
         "batch": "q3s70_q600s700_q1s40", "heads": 16, "sinks": True, "no_holes": True,
@@ -193,6 +201,13 @@ DECODES: dict[str, dict[str, Any]] = {
         "logits_soft_cap": 20.0,
     },
     "128 heads, many requests": {"batch": "150q1s300_q1s2000", "heads": 128, "sinks": True},
+    "128 heads, rising scores, sinks, float16": {
+        "batch": "9q1s3000_q1s64", "heads": 128, "query_scale": 10.0, "sinks": True,
+        "dtype": torch.float16,
+    },
+    "64 heads, rising scores, float16": {
+        "batch": "3q1s7000", "heads": 64, "query_scale": 10.0, "dtype": torch.float16,
+    },
     "64 heads, window, cap": {
         "batch": "7q1s3000", "heads": 64, "window": (999, 0), "logits_soft_cap": 20.0,
     },
@@ -205,7 +220,9 @@ def test_decode(name: str) -> None:
     options = dict(DECODES[name])
     text, heads = options.pop("batch"), options.pop("heads")
     block_size, dtype = options.pop("block_size", 64), options.pop("dtype", torch.bfloat16)
+    query_scale = options.pop("query_scale", 1.0)
     batch = _batch(text, heads, block_size, dtype, **options)
+    batch.query.mul_(query_scale)
     lengths = parse_batch(text)
 
     def run(use_kernel: bool, out: torch.Tensor, lse: torch.Tensor) -> None:

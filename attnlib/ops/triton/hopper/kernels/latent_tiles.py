@@ -48,7 +48,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     opaque_zero,
     partition_barrier,
 )
-from attnlib.ops.triton.hopper.kernels.softmax import transform_scores
+from attnlib.ops.triton.hopper.kernels.softmax import rescale, transform_scores
 
 __all__ = [
     "HIGH", "LOADS", "LOW", "PARTS", "ROTARY_PART", "TILE", "attend_both", "attend_other",
@@ -68,6 +68,10 @@ releases the other one."""
 LOADS: gl.constexpr = gl.constexpr(5)
 """Loads of a tile by TMA: the rotary part, then the quarters of the value elements (`half_load`).
 The scores of a quarter are issued once it is loaded. The barriers of tile t begin at LOADS * t."""
+
+_RESCALE_THRESHOLD = gl.constexpr(8)
+"""How far a base-2 logit may exceed the running maximum before that follows it, so that
+accumulators are rarely rescaled (FlashAttention-4). Weights are at most 2 to this power."""
 
 
 @gluon.jit
@@ -192,7 +196,8 @@ def _weigh(
     weight_factor = factor
     if HAS_CAP:
         weight_factor = 1.0
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * weight_factor)
+    tile_max = gl.max(scores, 1) * weight_factor
+    new_max = gl.where(tile_max > row_max + _RESCALE_THRESHOLD, tile_max, row_max)
     # -inf - -inf is NaN: rows without a visible key are measured from 0.
     finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
     weights = exp2(scores * weight_factor - finite_max[:, None])
@@ -215,12 +220,14 @@ def _publish(p_tile, maxima, scales, p_ready, weights, row_max, acc_scale):
 def _attend_to_tile(
     scores, acc, row_max, row_sum, scale_before, keys, half, p_tile, maxima, scales, p_ready,
     k_empty, factor, soft_cap, CONSUMER: gl.constexpr, HAS_CAP: gl.constexpr, SELECT: gl.constexpr,
+    FIRST: gl.constexpr,
 ):  # fmt: skip
     """Turn the scores of the own tile into weights, publish them and multiply by the own half.
 
     Args:
         scale_before: factor of `row_sum` from the tile before.
         half: [2, 64, 256], the half of the value elements that the consumer accumulates.
+        FIRST: `acc` is 0. ptxas 13.4 would wait for the scores before the branch of `rescale`.
     """
     VALUES: gl.constexpr = acc.type.layout
     weights, scale, row_max = _weigh(scores, keys, row_max, factor, soft_cap, HAS_CAP, SELECT)
@@ -231,7 +238,8 @@ def _attend_to_tile(
     _publish(
         p_tile, maxima.index(CONSUMER), scales.index(CONSUMER), p_ready.index(CONSUMER), operand,
         row_max, scale)  # fmt: skip
-    acc = acc * gl.convert_layout(scale, gl.SliceLayout(1, VALUES))[:, None]
+    if not FIRST:
+        acc = rescale(acc, scale)
     acc = warpgroup_mma(
         gl.convert_layout(operand, gl.DotOperandLayout(0, VALUES, 2)), half.index(CONSUMER), acc,
         is_async=True,
@@ -274,7 +282,7 @@ def attend_own(
         half = k_high
     return _attend_to_tile(
         scores, acc, row_max, row_sum, 1.0, keys, half, p_tile, maxima, scales, p_ready, k_empty,
-        factor, soft_cap, CONSUMER, HAS_CAP, SELECT)  # fmt: skip
+        factor, soft_cap, CONSUMER, HAS_CAP, SELECT, True)  # fmt: skip
 
 
 @gluon.jit
@@ -294,7 +302,7 @@ def attend_other(
     scale = scales.index(OTHER).load(ROW)
     row_max = maxima.index(OTHER).load(ROW)
     row_sum = row_sum * scale
-    acc = acc * gl.convert_layout(scale, gl.SliceLayout(1, acc.type.layout))[:, None]
+    acc = rescale(acc, scale)
     if CONSUMER == 0:
         half = k_low
     else:
@@ -348,7 +356,7 @@ def attend_both(
         acc = warpgroup_mma_wait(5 if EARLY else 3, deps=[acc])
     else:
         acc = warpgroup_mma_wait(3 if EARLY else 2, deps=[acc])
-    acc = acc * gl.convert_layout(scale, gl.SliceLayout(1, acc.type.layout))[:, None]
+    acc = rescale(acc, scale)
     acc = warpgroup_mma(p_tile, half.index(OTHER), acc, is_async=True)
     # Groups complete in the order in which they were issued.
     if EARLY:
@@ -366,7 +374,7 @@ def attend_both(
         mbarrier.arrive(k_empty.index(CONSUMER * PARTS + ROTARY_PART), count=1)
     return _attend_to_tile(
         scores, acc, row_max, row_sum, scale, keys, half, p_tile, maxima, scales, p_ready, k_empty,
-        factor, soft_cap, CONSUMER, HAS_CAP, SELECT)  # fmt: skip
+        factor, soft_cap, CONSUMER, HAS_CAP, SELECT, False)  # fmt: skip
 
 
 @gluon.jit
