@@ -27,3 +27,5 @@ def test_few_requests_load_many_splits_together() -> None:
     assert _combine_tile(1, 16, 16, 512, 264)["STEP"] == 64
     assert _combine_tile(32, 512, 16, 512, 264)["STEP"] == 16
     assert _combine_tile(32, 4096, 64, 512, 66)["PARTS"] == 1
+    many = _combine_tile(64, 1024, 16, 512, 264)
+    assert (many["STEP"], many["PARTS"], many["num_warps"]) == (8, 1, 2)
