@@ -54,16 +54,20 @@ def _range_length(total, longest, num_reqs, num_ranges, LEAST: gl.constexpr):
     """Return the tiles of a range.
 
     With LEAST, ranges have at least that many tiles, or up to twice as many if requests have more
-    than 128 splits otherwise. They hold whole requests where all requests have the same tiles
-    (`longest`) and ranges become at most 1/16 longer. For kernels whose partial results cost much.
+    than 128 splits otherwise. Where all requests have the same tiles (`longest`) and ranges become
+    at most 1/16 longer, they hold whole requests or equal parts of one: no range then has splits of
+    two requests. For kernels whose partial results cost much.
     """
     length = (total + num_ranges - 1) // num_ranges
     if LEAST > 0:
         few_splits = gl.minimum((longest + 127) // 128, 2 * LEAST)
         length = gl.maximum(length, gl.maximum(few_splits, LEAST))
-        whole = (length + longest - 1) // gl.maximum(longest, 1) * longest
-        is_better = (total == longest * num_reqs) & (16 * (whole - length) <= length)
-        length = gl.where(is_better & (whole > 0), whole, length)
+        requests = (length + longest - 1) // gl.maximum(longest, 1)
+        parts = gl.maximum(longest // length, 1)
+        aligned = requests * longest // parts
+        is_better = (total == longest * num_reqs) & (aligned * parts == requests * longest)
+        is_better = is_better & (16 * (aligned - length) <= length) & (aligned > 0)
+        length = gl.where(is_better, aligned, length)
     return length
 
 
