@@ -62,12 +62,17 @@ def _range_length(total, longest, num_reqs, num_ranges, LEAST: gl.constexpr):
     if LEAST > 0:
         few_splits = gl.minimum((longest + 127) // 128, 2 * LEAST)
         length = gl.maximum(length, gl.maximum(few_splits, LEAST))
-        requests = (length + longest - 1) // gl.maximum(longest, 1)
-        parts = gl.maximum(longest // length, 1)
-        aligned = requests * longest // parts
-        is_better = (total == longest * num_reqs) & (aligned * parts == requests * longest)
-        is_better = is_better & (16 * (aligned - length) <= length) & (aligned > 0)
-        length = gl.where(is_better, aligned, length)
+        if (num_reqs > 1) & (total > 0) & (total == longest * num_reqs):
+            aligned = length
+            if longest < length:
+                aligned = (length + longest - 1) // longest * longest
+            else:
+                parts = longest // length
+                # The second division is rarely needed, and no key is loaded before it ends.
+                if parts * length != longest:
+                    part = longest // parts
+                    aligned = gl.where(parts * part == longest, part, length)
+            length = gl.where(16 * (aligned - length) <= length, aligned, length)
     return length
 
 
