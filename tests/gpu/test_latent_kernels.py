@@ -208,6 +208,8 @@ DECODES: dict[str, dict[str, Any]] = {
     "64 heads, rising scores, float16": {
         "batch": "3q1s7000", "heads": 64, "query_scale": 10.0, "dtype": torch.float16,
     },
+    # 36 tiles of a request in 264 ranges of 17 become two parts of 18.
+    "16 heads, equal parts of requests": {"batch": "124q1s2304", "heads": 16},
     "64 heads, window, cap": {
         "batch": "7q1s3000", "heads": 64, "window": (999, 0), "logits_soft_cap": 20.0,
     },
