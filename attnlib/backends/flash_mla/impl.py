@@ -96,9 +96,9 @@ class FlashMLAImpl(AttentionImpl):
             part.schedule = self._module.get_mla_metadata(part.seq_lens, part.query_len * heads, 1)
         assert metadata.block_table is not None  # checked by paged_fields
         out, logs = self._module.flash_mla_with_kvcache(
-            query[part.tokens].view(-1, part.query_len, *query.shape[1:]),
+            query[part.tokens].contiguous().view(-1, part.query_len, *query.shape[1:]),
             cache.key_cache,
-            metadata.block_table[part.requests],
+            metadata.block_table[part.requests].contiguous(),
             part.seq_lens,
             self.spec.head_size_v,
             *part.schedule,

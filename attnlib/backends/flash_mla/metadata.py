@@ -25,16 +25,16 @@ class UniformPart:
 
     Attributes:
         query_len: S.
-        requests: `[B]` int64 device, their numbers.
-        tokens: `[B * S]` int64 device, their query tokens.
+        requests: their numbers, as an index: `[B]` int64 device, or a slice.
+        tokens: their query tokens, likewise: `[B * S]`.
         seq_lens: `[B]` int32 device.
         schedule: what FlashMLA plans for the part, as (tile_scheduler_metadata, num_splits); None
             before the first layer. Layers share it.
     """
 
     query_len: int
-    requests: torch.Tensor
-    tokens: torch.Tensor
+    requests: torch.Tensor | slice
+    tokens: torch.Tensor | slice
     seq_lens: torch.Tensor
     schedule: tuple[Any, Any] | None = None
 
@@ -82,20 +82,26 @@ class FlashMLAMetadataBuilder(AttentionMetadataBuilder[FlashMLAMetadata]):
         starts = common.query_start_loc_cpu.long()
         lengths = common.query_lens_cpu.long()
         has_keys = common.seq_lens_cpu > 0
-        parts = []
+        parts, covered = [], 0
         for query_len in sorted(set(lengths[has_keys & (lengths > 0)].tolist())):
             requests = ((lengths == query_len) & has_keys).nonzero()[:, 0]
             tokens = (starts[requests, None] + torch.arange(query_len)).flatten()
+            covered += tokens.shape[0]
             parts.append(
                 UniformPart(
                     query_len,
-                    requests.to(self.device),
-                    tokens.to(self.device),
+                    self._index(requests),
+                    self._index(tokens),
                     fields["seq_lens"][requests.to(self.device)],
                 )
             )
         end = int(starts[-1])
-        covered = sum(part.tokens.shape[0] for part in parts)
         return FlashMLAMetadata(
             **fields, parts=parts, covers_batch=covered == end, num_unpadded_tokens=end
         )
+
+    def _index(self, numbers: torch.Tensor) -> torch.Tensor | slice:
+        """Ascending numbers as an index. The first ones are a slice, which copies nothing in the
+        calls of the layers: decodes, which precede other requests, and batches of one length."""
+        count = numbers.shape[0]
+        return slice(count) if int(numbers[-1]) == count - 1 else numbers.to(self.device)

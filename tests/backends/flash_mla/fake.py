@@ -16,10 +16,11 @@ __all__ = ["Calls", "install"]
 
 
 class Calls:
-    """The query lengths of the calls, and how often a batch was planned."""
+    """The shapes and addresses of the queries of the calls, and how often a batch was planned."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
+        self.queries: list[int] = []
         self.plans = 0
 
     def get_mla_metadata(self, *args: Any, **kwargs: Any) -> tuple[Any, None]:
@@ -46,6 +47,7 @@ class Calls:
         assert bool((cache_seqlens > 0).all())
         batch, count, heads, _ = q.shape
         self.shapes.append((batch, count))
+        self.queries.append(q.data_ptr())
         out = torch.empty(batch * count, heads, head_dim_v, dtype=q.dtype)
         lse = torch.empty(batch * count, heads)
         paged_prefill(

@@ -77,6 +77,24 @@ def test_one_call_per_query_length_and_one_plan_per_batch(calls: Calls) -> None:
         torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
 
 
+@pytest.mark.parametrize(
+    ("query_lens", "copied"),
+    [([1, 1], [False]), ([1, 1, 3], [False, True]), ([3, 1], [True, False])],
+)
+def test_the_first_requests_are_not_copied(
+    calls: Calls, query_lens: list[int], copied: list[bool]
+) -> None:
+    query, key, value, cache, common = _step(query_lens, [70, 9, 200][: len(query_lens)])
+    backend = _on_cpu()
+    metadata = backend.make_builder(SPEC, "cpu").build(0, common)
+    found = Attention(SPEC, backend=backend, device="cpu")(query, key, value, cache, metadata)
+    assert [address != query.data_ptr() for address in calls.queries] == copied
+    reference = Attention(SPEC, backend="torch", device="cpu")
+    built = reference.backend.make_builder(SPEC, "cpu").build(0, common)
+    expected = reference(query, key, value, cache, built)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
+
+
 @pytest.mark.slow
 def test_it_conforms(calls: Calls) -> None:
     """The checks of latent layers: padding, sinks, empty rows, LSE, refusals."""
