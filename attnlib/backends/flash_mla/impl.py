@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from attnlib.backends._foreign.imports import keywords_of
 from attnlib.backends._foreign.outputs import apply_sinks, clear_rows, fill_empty, store_lse
 from attnlib.backends.base import AttentionImpl, StepPlan
 from attnlib.backends.flash_mla.metadata import FlashMLAMetadata, UniformPart
@@ -30,6 +31,8 @@ class FlashMLAImpl(AttentionImpl):
         if found.module is None:
             raise BackendUnavailableError(found.problem or "flash_mla is not installed")
         self._module: Any = found.module
+        # Builds of vLLM write to a given tensor.
+        self._takes_out = "out" in keywords_of(self._module.flash_mla_with_kvcache)
 
     def write_kv(
         self,
@@ -95,6 +98,9 @@ class FlashMLAImpl(AttentionImpl):
         if part.schedule is None:
             part.schedule = self._module.get_mla_metadata(part.seq_lens, part.query_len * heads, 1)
         assert metadata.block_table is not None  # checked by paged_fields
+        target = output[part.tokens]
+        in_place = self._takes_out and isinstance(part.tokens, slice) and target.is_contiguous()
+        shape = (-1, part.query_len, *target.shape[1:])
         out, logs = self._module.flash_mla_with_kvcache(
             query[part.tokens].contiguous().view(-1, part.query_len, *query.shape[1:]),
             cache.key_cache,
@@ -104,8 +110,9 @@ class FlashMLAImpl(AttentionImpl):
             *part.schedule,
             softmax_scale=self.scale,
             causal=bool(metadata.causal),
+            **({"out": target.view(shape)} if in_place else {}),
         )
-        rows = out.flatten(0, 1)
+        rows = target if in_place else out.flatten(0, 1)
         if lse is not None or self.sinks is not None:
             found = torch.empty(rows.shape[:2], dtype=torch.float32, device=rows.device)
             store_lse(logs.transpose(1, 2).flatten(0, 1), found)  # [B, Hq, S]
@@ -114,4 +121,5 @@ class FlashMLAImpl(AttentionImpl):
                 apply_sinks(rows, found, self.sinks)
             if lse is not None:
                 lse[part.tokens] = found
-        output[part.tokens] = rows
+        if not in_place:
+            output[part.tokens] = rows

@@ -77,18 +77,23 @@ def test_one_call_per_query_length_and_one_plan_per_batch(calls: Calls) -> None:
         torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
 
 
+@pytest.mark.parametrize("takes_out", [True, False])
 @pytest.mark.parametrize(
     ("query_lens", "copied"),
     [([1, 1], [False]), ([1, 1, 3], [False, True]), ([3, 1], [True, False])],
 )
 def test_the_first_requests_are_not_copied(
-    calls: Calls, query_lens: list[int], copied: list[bool]
+    monkeypatch: pytest.MonkeyPatch, query_lens: list[int], copied: list[bool], takes_out: bool
 ) -> None:
+    """Neither their queries, nor their outputs where FlashMLA writes to a given tensor."""
+    calls = install(monkeypatch, takes_out)
     query, key, value, cache, common = _step(query_lens, [70, 9, 200][: len(query_lens)])
     backend = _on_cpu()
     metadata = backend.make_builder(SPEC, "cpu").build(0, common)
     found = Attention(SPEC, backend=backend, device="cpu")(query, key, value, cache, metadata)
     assert [address != query.data_ptr() for address in calls.queries] == copied
+    in_place = [address == found.data_ptr() for address in calls.outputs]
+    assert in_place == [takes_out and not copy for copy in copied]
     reference = Attention(SPEC, backend="torch", device="cpu")
     built = reference.backend.make_builder(SPEC, "cpu").build(0, common)
     expected = reference(query, key, value, cache, built)
