@@ -31,7 +31,7 @@ class FlashMLAImpl(AttentionImpl):
         if found.module is None:
             raise BackendUnavailableError(found.problem or "flash_mla is not installed")
         self._module: Any = found.module
-        # Builds of vLLM write to a given tensor.
+        # The build of vLLM writes to a given tensor.
         self._takes_out = "out" in keywords_of(self._module.flash_mla_with_kvcache)
 
     def write_kv(
@@ -99,8 +99,9 @@ class FlashMLAImpl(AttentionImpl):
             part.schedule = self._module.get_mla_metadata(part.seq_lens, part.query_len * heads, 1)
         assert metadata.block_table is not None  # checked by paged_fields
         target = output[part.tokens]
+        # It checks the shape as if the query tokens were heads: [B, 1, S * Hq, Dv].
         in_place = self._takes_out and isinstance(part.tokens, slice) and target.is_contiguous()
-        shape = (-1, part.query_len, *target.shape[1:])
+        shape = (-1, 1, part.query_len * heads, target.shape[2])
         out, logs = self._module.flash_mla_with_kvcache(
             query[part.tokens].contiguous().view(-1, part.query_len, *query.shape[1:]),
             cache.key_cache,

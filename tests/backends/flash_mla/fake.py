@@ -53,19 +53,19 @@ class Calls:
         self.shapes.append((batch, count))
         self.queries.append(q.data_ptr())
         self.outputs.append(None if out is None else out.data_ptr())
-        shape = (batch, count, heads, head_dim_v)
+        shape = (batch, 1, count * heads, head_dim_v)
+        assert out is None or (out.shape == shape and out.is_contiguous())
         out = torch.empty(shape, dtype=q.dtype) if out is None else out
-        assert out.shape == shape and out.is_contiguous()
         lse = torch.empty(batch * count, heads)
         paged_prefill(
             q.flatten(0, 1), k_cache, k_cache[..., :head_dim_v], block_table,
             torch.arange(0, batch * count + 1, count, dtype=torch.int32), cache_seqlens,
             AttentionParams(scale=float(softmax_scale or 576**-0.5), causal=causal),
-            max_query_len=count, max_seq_len=int(cache_seqlens.max()), out=out.flatten(0, 1),
-            lse=lse,
+            max_query_len=count, max_seq_len=int(cache_seqlens.max()),
+            out=out.view(-1, heads, head_dim_v), lse=lse,
         )  # fmt: skip
         lse = torch.where(lse.isneginf(), torch.inf, lse)
-        return out, lse.view(batch, count, heads).transpose(1, 2)
+        return out.view(batch, count, heads, -1), lse.view(batch, count, heads).transpose(1, 2)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, takes_out: bool = True) -> Calls:
