@@ -48,7 +48,7 @@ def _batch(text: str, heads: int, block_size: int, dtype: torch.dtype, **params:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", generator=draw).to(dtype)
 
-    key = random(num_blocks, block_size, 1, SIZE)
+    key = random(num_blocks, block_size, 1, SIZE + params.pop("gap", 0))[..., :SIZE]
     order = torch.randperm(num_blocks, device="cuda", generator=draw)
     table = order.view(-1, columns).int()
     positions = torch.arange(columns * block_size, device="cuda").view(columns, block_size, 1, 1)
@@ -208,6 +208,10 @@ DECODES: dict[str, dict[str, Any]] = {
     "64 heads, rising scores, float16": {
         "batch": "3q1s7000", "heads": 64, "query_scale": 10.0, "dtype": torch.float16,
     },
+    "128 heads, blocks of 256": {
+        "batch": "9q1s3001_q1s130_2q1s640", "heads": 128, "block_size": 256,
+    },
+    "128 heads, latents with gaps": {"batch": "9q1s3001_q1s130", "heads": 128, "gap": 64},
     # 36 tiles of a request in 264 ranges of 17 become two parts of 18.
     "16 heads, equal parts of requests": {"batch": "124q1s2304", "heads": 16},
     "64 heads, window, cap": {

@@ -205,10 +205,11 @@ class HopperDecode:
         attend: the attention kernel.
         combine: the combine kernel; None where the attention kernel combines.
         num_batch_tensors: number of batch tensors of the score function.
-        scale_strides: of blocks, positions and heads of the scales in the pages (M16), of the keys
-            and of the values; None where the pages hold no scales, and empty for kernels without
-            these arguments.
+        last_strides: the kernel's last arguments. Strides of blocks, positions and heads of the
+            scales in the pages (M16), of the keys and of the values; None where the pages hold no
+            scales. Other kernels have other strides or none.
         gathers: the kernel reads the caches by address instead of descriptors.
+        reads_address: it takes the address of the keys after the descriptors.
     """
 
     limits: DeviceLimits
@@ -226,8 +227,9 @@ class HopperDecode:
     attend: BoundLaunch
     combine: BoundLaunch | None
     num_batch_tensors: int = 0
-    scale_strides: tuple[int | None, ...] = (None,) * 6
+    last_strides: tuple[int | None, ...] = (None,) * 6
     gathers: bool = False
+    reads_address: bool = False
 
     needs_alignment: ClassVar[bool] = True
     """TMA and 16-byte loads require aligned tensors, also for launches by Triton."""
@@ -255,6 +257,8 @@ class HopperDecode:
         sources: tuple[Any, ...] = caches
         if not self.gathers:
             sources = descriptor_arguments(self.views, maps, direct)
+            if self.reads_address:
+                sources = (*sources, KEY_CACHE)
             lookups = (
                 Lookup(caches, self._descriptors, self._encode, maps)
                 if direct
@@ -269,7 +273,7 @@ class HopperDecode:
         arguments = (
             *sources, QUERY, OUT, LSE, SINKS, *scales,
             *layer_tensors, *pointers, starts, lens, table, outputs, lses, headers, counters,
-            self.scale, *self.numbers, *sizes, *self.scale_strides,
+            self.scale, *self.numbers, *sizes, *self.last_strides,
         )  # fmt: skip
         steps = [bind_step(self.attend, direct, aligned, arguments)]
         if self.combine is not None:
@@ -426,7 +430,7 @@ def prepare_hopper_decode(
         is_quantized=is_quantized,
         score_sizes=tensor_sizes(params.layer_score_tensors()),
         num_batch_tensors=len(batch.score_tensors),
-        scale_strides=_scale_strides(params),
+        last_strides=_scale_strides(params),
         gathers=gathered,
         numbers=(
             float(cap), unbounded(left), unbounded(right), unbounded(chunk),
@@ -445,7 +449,7 @@ def prepare_hopper_decode(
 
 
 def _scale_strides(params: AttentionParams) -> tuple[int | None, ...]:
-    """`HopperDecode.scale_strides`."""
+    """Strides of the scales of a page; see `HopperDecode.last_strides`."""
     if not holds_scales(params):
         return (None,) * 6
     assert isinstance(params.k_scale, Tensor) and isinstance(params.v_scale, Tensor)

@@ -198,7 +198,7 @@ def prepare_hopper_invariant_decode(
         scale=params.scale * float(params.k_scale),
         is_quantized=False,
         score_sizes=(),
-        scale_strides=(),
+        last_strides=(),
         numbers=(
             float(cap), unbounded(left), unbounded(right), unbounded(chunk),
             num_reqs, num_tokens, num_blocks, rows, query.stride(0), query.stride(1),

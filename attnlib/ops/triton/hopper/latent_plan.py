@@ -109,7 +109,7 @@ def prepare_latent_decode(
     resident = (max_ctas or limits.num_sms) * (2 if few else 1)
     ctas = workers_per_head(resident, head_blocks, 1) * head_blocks
     num_partials, stride_lt = 2 * ctas * rows, 0 if lse is None else lse.stride(0)
-    box = min(block_size, _TILE)
+    box, adjacent = min(block_size, _TILE), key.stride(1) == head_size
     shared = {
         "NUM_KV_HEADS": head_blocks, "GROUP": group, "DV": head_size_v,
         "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
@@ -134,7 +134,8 @@ def prepare_latent_decode(
         index=query.get_device(),
         packed=False,
         is_quantized=False,
-        scale_strides=(),
+        reads_address=not few,
+        last_strides=() if few else (adjacent * key.stride(0),),
         views=(
             CacheView.of(key, box, head_size - head_size_v),
             CacheView.of(value, box, head_size_v // 4),

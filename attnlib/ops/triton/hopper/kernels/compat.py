@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 __all__ = [
     "TensorDescriptor", "arrive_after_copies", "consumers_sync", "copy_to_shared", "exp2",
     "launch_dependent_grids", "load_box", "log2", "opaque_zero", "partition_barrier",
-    "prefetch_l1", "reinterpret", "store_in_l2", "wait_on_dependent_grids",
+    "prefetch_l1", "prefetch_l2", "reinterpret", "store_in_l2", "wait_on_dependent_grids",
 ]  # fmt: skip
 
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -160,6 +160,27 @@ def prefetch_l1(pointer):
         "prefetch.global.L1 [$1]; mov.b32 $0, 0;",
         "=r,l",
         [pointer.to(gl.int64, bitcast=True)],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon.jit
+def prefetch_l2(pointer, size):
+    """Prefetch `size` bytes from the target of a scalar pointer on into the L2 cache, by one thread
+    of each warp; both are multiples of 16."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred %first;
+        .reg .b32 %lane;
+        mov.u32 %lane, %laneid;
+        setp.eq.u32 %first, %lane, 0;
+        @%first cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [pointer.to(gl.int64, bitcast=True), size],
         gl.int32,
         False,
         1,

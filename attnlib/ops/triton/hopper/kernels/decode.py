@@ -103,7 +103,7 @@ UNSPECIALIZED = [
     "left", "right", "chunk", "num_reqs", "num_tokens", "num_blocks", "rows", "stride_qt",
     "stride_qh", "stride_ot", "stride_oh", "stride_lt", "stride_table", "rows0", "columns0",
     "rows1", "columns1", "rows2", "columns2", "rows3", "columns3", "stride_ksb", "stride_ksn",
-    "stride_ksh", "stride_vsb", "stride_vsn", "stride_vsh",
+    "stride_ksh", "stride_vsb", "stride_vsn", "stride_vsh", "stride_latents",
 ]  # fmt: skip
 """Parameters whose values must not select a compilation, because they change from step to step."""
 
