@@ -98,10 +98,9 @@ class FlashMLAImpl(AttentionImpl):
         if part.schedule is None:
             part.schedule = self._module.get_mla_metadata(part.seq_lens, part.query_len * heads, 1)
         assert metadata.block_table is not None  # checked by paged_fields
-        target = output[part.tokens]
-        # It checks the shape as if the query tokens were heads: [B, 1, S * Hq, Dv].
-        in_place = self._takes_out and isinstance(part.tokens, slice) and target.is_contiguous()
-        shape = (-1, 1, part.query_len * heads, target.shape[2])
+        target = self._target(output, part)
+        # FlashMLA checks its shape as if the query tokens were heads: [B, 1, S * Hq, Dv].
+        shape = (-1, 1, part.query_len * heads, self.spec.head_size_v)
         out, logs = self._module.flash_mla_with_kvcache(
             query[part.tokens].contiguous().view(-1, part.query_len, *query.shape[1:]),
             cache.key_cache,
@@ -111,9 +110,9 @@ class FlashMLAImpl(AttentionImpl):
             *part.schedule,
             softmax_scale=self.scale,
             causal=bool(metadata.causal),
-            **({"out": target.view(shape)} if in_place else {}),
+            **({} if target is None else {"out": target.view(shape)}),
         )
-        rows = target if in_place else out.flatten(0, 1)
+        rows = out.flatten(0, 1) if target is None else target
         if lse is not None or self.sinks is not None:
             found = torch.empty(rows.shape[:2], dtype=torch.float32, device=rows.device)
             store_lse(logs.transpose(1, 2).flatten(0, 1), found)  # [B, Hq, S]
@@ -122,5 +121,12 @@ class FlashMLAImpl(AttentionImpl):
                 apply_sinks(rows, found, self.sinks)
             if lse is not None:
                 lse[part.tokens] = found
-        if not in_place:
+        if target is None:
             output[part.tokens] = rows
+
+    def _target(self, output: torch.Tensor, part: UniformPart) -> torch.Tensor | None:
+        """The rows of a part, where FlashMLA can write them in place."""
+        if not self._takes_out or not isinstance(part.tokens, slice):
+            return None
+        rows = output[part.tokens]
+        return rows if rows.is_contiguous() else None
