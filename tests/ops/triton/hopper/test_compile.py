@@ -258,8 +258,8 @@ def test_kernels_over_latents_load_and_multiply_each_tile_once(
     """P10: 36 products of queries and keys and 8 of weights and values in the loop of each of two
     warpgroups, and the same once more for the first and last tile of the first one. With up to 16
     query rows, 36 products of keys and queries and 32 of values and weights in the loop of one
-    warpgroup, two of which fit an SM. The second of two launches over selected latents has no local
-    memory in its loop. None is serialized."""
+    warpgroup, two of which fit an SM over selected latents. The second of two launches over those
+    has no local memory in its loop. None is serialized."""
     result = _result(case, compiled)
     assert "error" not in result, result["error"]
     assert result["shared"] <= 227 * 1024 and result["stack"] <= max_stack(case), result
@@ -268,8 +268,9 @@ def test_kernels_over_latents_load_and_multiply_each_tile_once(
         two_launches = case in ("selected-16", "selected-16-all")
         assert result["wgmma"] == 36 + 32, result
         assert not two_launches or result["repeat_loops"] == [[0]], result
-        assert 2 * (result["shared"] + 1024) <= 228 * 1024, result
-        assert 2 * 256 * result["registers"] <= 65536, result
+        if case in SELECTED_CASES:
+            assert 2 * (result["shared"] + 1024) <= 228 * 1024, result
+            assert 2 * 256 * result["registers"] <= 65536, result
         return
     assert result["wgmma"] == 3 * (36 + 8)
 

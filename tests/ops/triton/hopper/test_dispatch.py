@@ -413,11 +413,9 @@ def test_latents_have_a_decode_of_their_own() -> None:
     assert select(key[..., :512], v_scale=0.5) is None
 
 
-@pytest.mark.parametrize(("heads", "tokens", "ctas"), [(16, 1, 264), (5, 3, 264), (16, 2, 132)])
-def test_latents_of_few_query_rows_have_two_ctas_on_each_multiprocessor(
-    heads: int, tokens: int, ctas: int
-) -> None:
-    """Up to 16 rows of any number of requests; two partial results for each CTA."""
+@pytest.mark.parametrize(("heads", "tokens"), [(16, 1), (5, 3), (16, 2)])
+def test_workspace_of_decodes_over_latents(heads: int, tokens: int) -> None:
+    """One CTA on each multiprocessor for any number of requests, and two partial results for it."""
     chip = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
     query, key = torch.empty(6, heads, 576, dtype=BF16), torch.empty(4, 64, 1, 576, dtype=BF16)
     out, lengths = torch.empty(6, heads, 512, dtype=BF16), torch.zeros(3, dtype=torch.int32)
@@ -429,11 +427,11 @@ def test_latents_of_few_query_rows_have_two_ctas_on_each_multiprocessor(
     assert found is not None
     shape = AttentionShape(heads, 1, 576, 512, BF16, BF16, latent=True)
     rows = heads * tokens
-    assert found.workspace_bytes == 4 * (2 * ctas * rows * 513 + 6)
+    assert found.workspace_bytes == 4 * (2 * 132 * rows * 513 + 6)
     assert found.workspace_bytes == decode_workspace_bytes(shape, chip, 6, tokens)
     many = torch.zeros(18, dtype=torch.int32)
     batch = BatchTensors(many, many[:17], torch.zeros(17, 2, dtype=torch.int32))
     query, out = query[:1].expand(17, -1, -1), out[:1].expand(17, -1, -1)
     tensors = query.contiguous(), key, key[..., :512], out.contiguous()
     found = select_decode(*tensors, None, batch, params, chip, tokens, None, None, 0)
-    assert found is not None and found.workspace_bytes == 4 * (2 * ctas * rows * 513 + 17)
+    assert found is not None and found.workspace_bytes == 4 * (2 * 132 * rows * 513 + 17)

@@ -2,11 +2,7 @@
 
 Work distribution, partial results and their combination are those of `decode`. One warp loads tiles
 of latents by TMA, in quarters, and four warps multiply them in place (`latent_columns`). As soon as
-the last product with a quarter is complete, another one takes its slot. Two CTAs of an SM overlap
-the loads of one with the products of the other.
-
-Both CTAs change their register counts. A CTA of another decode is never launched beside them,
-because the combine kernel waits for the end of this kernel before it allows further launches.
+the last product with a quarter is complete, its slot is free for another one.
 """
 
 from __future__ import annotations
@@ -53,12 +49,14 @@ __all__ = ["hopper_latent_few_heads_kernel"]
 
 QUARTERS: gl.constexpr = gl.constexpr(4)
 """Parts of the value elements of a tile."""
-SLOTS: gl.constexpr = gl.constexpr(5)
-"""Quarters in shared memory: quarter q of tile t is in slot (4 * t + q) % 5, so that the first one
-of the next tile is there while a tile is used."""
-LONG_RANGE: gl.constexpr = gl.constexpr(32)
-"""Tiles from which a range has at most one tile in flight: more bytes in flight make the memory
-slower. Shorter ranges gain more from loading the first quarter of the next tile early."""
+SLOTS: gl.constexpr = gl.constexpr(11)
+"""Quarters in shared memory: quarter q of tile t is in slot (4 * t + q) % 11."""
+ROTARY_SLOTS: gl.constexpr = gl.constexpr(3)
+"""Rotary parts in shared memory."""
+IN_FLIGHT: gl.constexpr = gl.constexpr(4)
+"""Quarters (64 KB) of a multiprocessor in flight, at most. They suffice for the rate of the memory.
+With more, some multiprocessors of an H200 read faster than others, and a decode ends with the
+slowest: copies read 34.0 to 36.2 GB/s with 64 KB, 31.6 to 48.7 with 192 KB, 4.6 TB/s in all."""
 
 
 @gluon.jit
@@ -117,19 +115,18 @@ def _loader(
                     use = step * QUARTERS + quarter
                     slot = use % SLOTS
                     mbarrier.wait(empty.index(slot), ((use // SLOTS) & 1) ^ 1)
-                    if quarter == 0:
-                        if (step > 0) & (range_end - range_begin >= LONG_RANGE):
-                            # The first quarter of the tile before is released.
-                            last = use - QUARTERS
-                            mbarrier.wait(empty.index(last % SLOTS), (last // SLOTS) & 1)
+                    if use >= IN_FLIGHT:
+                        loaded = use - IN_FLIGHT
+                        mbarrier.wait(full.index(loaded % SLOTS), (loaded // SLOTS) & 1)
                     load_part(
                         value_desc, blocks, inside, ring.index(slot), full.index(slot),
                         quarter * WIDTH)  # fmt: skip
                     if quarter == 0:
-                        mbarrier.wait(empty.index(SLOTS), (step & 1) ^ 1)
+                        rotary = step % ROTARY_SLOTS
+                        mbarrier.wait(empty.index(SLOTS + rotary), ((step // ROTARY_SLOTS) & 1) ^ 1)
                         load_part(
-                            key_desc, blocks, inside, k_rotary.index(0), full.index(SLOTS),
-                            QUARTERS * WIDTH)  # fmt: skip
+                            key_desc, blocks, inside, k_rotary.index(rotary),
+                            full.index(SLOTS + rotary), QUARTERS * WIDTH)  # fmt: skip
                 step += 1
             position += count
         if position >= request_end:
@@ -216,14 +213,15 @@ def _consumer(
                 slot3 = (use + 3) % SLOTS
                 scores = gl.zeros([LATENTS, ROWS], gl.float32, COLUMNS)
                 scores = _multiply_quarter(scores, ring, q_tile, full, use, 0)
-                mbarrier.wait(full.index(SLOTS), step & 1)
-                zero = opaque_zero()
-                scores = multiply_keys(scores, k_rotary.index(zero), q_rotary.index(zero), True)
+                rotary = step % ROTARY_SLOTS
+                mbarrier.wait(full.index(SLOTS + rotary), (step // ROTARY_SLOTS) & 1)
+                queries = q_rotary.index(opaque_zero())
+                scores = multiply_keys(scores, k_rotary.index(rotary), queries, True)
                 scores = _multiply_quarter(scores, ring, q_tile, full, use + 1, 1)
                 scores = _multiply_quarter(scores, ring, q_tile, full, use + 2, 2)
                 scores = _multiply_quarter(scores, ring, q_tile, full, use + 3, 3)
                 scores = warpgroup_mma_wait(0, deps=[scores])
-                mbarrier.arrive(empty.index(SLOTS), count=1)
+                mbarrier.arrive(empty.index(SLOTS + rotary), count=1)
                 # TMA fills whole pages past the end with zeros, but not the rest of the last page,
                 # which may hold anything (P5).
                 past_end = seq_len - tile * LATENTS
@@ -314,11 +312,12 @@ def hopper_latent_few_heads_kernel(
     q_tile = gl.allocate_shared_memory(DTYPE, [QUARTERS, ROWS, WIDTH], Q_WIDE)
     q_rotary = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROTARY], Q_NARROW)
     ring = gl.allocate_shared_memory(DTYPE, [SLOTS, LATENTS, WIDTH], WIDE)
-    k_rotary = gl.allocate_shared_memory(DTYPE, [1, LATENTS, ROTARY], NARROW)
+    k_rotary = gl.allocate_shared_memory(DTYPE, [ROTARY_SLOTS, LATENTS, ROTARY], NARROW)
     p_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, LATENTS], WEIGHTS)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS + 1):
+    BARRIERS: gl.constexpr = SLOTS + ROTARY_SLOTS
+    full = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(BARRIERS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=1)
     # Makes the initialized barriers visible to TMA.
