@@ -6,8 +6,10 @@
 The clock of a chip changes with its load and temperature, so that runs one after the other also
 differ by that. Here the packages are copied under other names, each prepares the cases of `attnlib
 bench` by its own code, and rounds of all of them alternate. A row has the median time of each tree
-and the median of its ratios to the first tree. Outputs are compared with those of the first tree,
-not with the oracle. On a CPU calls are eager, which is for tests of this script.
+and the median of its ratios to the first tree. Calls of a few microseconds depend on where their
+tensors are: whichever of two trees came second took 1.03 of the time in `decode-1x1k` on an H200.
+Compare both orders, as in `BEFORE AFTER AFTER BEFORE`. Outputs are compared with those of the first
+tree, not with the oracle. On a CPU calls are eager, which is for tests of this script.
 """
 
 from __future__ import annotations
