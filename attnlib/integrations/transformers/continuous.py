@@ -14,6 +14,7 @@ captured.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,10 +96,12 @@ def check_layers(cache: Any, model: torch.nn.Module) -> Iterator[None]:
     session = _sessions.setdefault(cache, _Session())
     session.reached.clear()
     _local.model = type(model).__name__
+    cache.update = functools.partial(_keep_update, cache)
     try:
         yield
     finally:
         _local.model = None
+        del cache.update
     missed = attention_layers(cache) - session.reached
     replayed = not session.reached and bool(session.captured)  # a replay calls no Python
     if missed and not replayed:
@@ -106,6 +109,19 @@ def check_layers(cache: Any, model: torch.nn.Module) -> Iterator[None]:
             f"{type(model).__name__}: layers {sorted(missed)} did not attend over the paged cache, "
             f"so their tokens would be wrong: use generate instead of generate_batch"
         )
+
+
+def _keep_update(
+    cache: Any,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    layer_idx: int,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cache.update` of a layer, from transformers 5.24 on: pass the cache on to the attention,
+    which writes to it and reads it in place. Before 5.24, layers pass it on themselves."""
+    kwargs["cache"] = cache
+    return key_states, value_states
 
 
 def refuse_plain_call(module: torch.nn.Module) -> None:

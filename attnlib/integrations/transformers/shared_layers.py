@@ -23,8 +23,9 @@ __all__ = ["NeededRows", "computed_for", "needed_rows", "shared_suffix"]
 
 _ROWS = {"hidden_states": -2, "per_layer_input": -2, "position_embeddings": -2, "position_ids": -1}
 """Argument of a decoder layer -> its dimension of tokens."""
-_OTHERS = {"shared_kv_states", "attention_mask", "past_key_values", "kwargs"}
-"""Arguments that do not change with the tokens that are computed."""
+_OTHERS = {"shared_kv_states", "attention_mask", "cache", "past_key_values", "kwargs"}
+"""Arguments that do not change with the tokens that are computed. Up to transformers 5.23, the
+cache is `past_key_values`."""
 
 
 class NeededRows(NamedTuple):

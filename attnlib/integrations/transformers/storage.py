@@ -76,16 +76,20 @@ def sliding_update(
     Returns:
         (keys `[1, Hkv, S, D]`, values `[1, Hkv, S, Dv]`).
     """
+    # Of the class: during a step, `check_layers` replaces the method of the cache.
+    update = type(cache).update
     if hasattr(cache, "layer_to_allocator"):
         # The cache replaces values in this dict that other layers still need.
-        keys, values = cache.update(
+        keys, values = update(
+            cache,
             key_states=call.key,
             value_states=call.value,
             layer_idx=call.layer_idx,
             kwargs=dict(kwargs),
         )
         return keys, values
-    keys, values = cache.update(
+    keys, values = update(
+        cache,
         key_states=call.key,
         value_states=call.value,
         layer_idx=call.layer_idx,
