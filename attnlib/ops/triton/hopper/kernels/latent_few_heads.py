@@ -54,9 +54,10 @@ SLOTS: gl.constexpr = gl.constexpr(11)
 ROTARY_SLOTS: gl.constexpr = gl.constexpr(3)
 """Rotary parts in shared memory."""
 IN_FLIGHT: gl.constexpr = gl.constexpr(4)
-"""Quarters (64 KB) of a multiprocessor in flight, at most. They suffice for the rate of the memory.
-With more, some multiprocessors of an H200 read faster than others, and a decode ends with the
-slowest: copies read 34.0 to 36.2 GB/s with 64 KB, 31.6 to 48.7 with 192 KB, 4.6 TB/s in all."""
+"""Quarters (64 KB) of a multiprocessor in flight, at most, beside the rotary parts. They suffice
+for the rate of the memory. With more, some multiprocessors of an H200 read faster than others, and
+a decode ends with the slowest: copies read 34.0 to 36.2 GB/s with 64 KB, 31.6 to 48.7 with 192 KB,
+4.6 TB/s in all."""
 
 
 @gluon.jit
