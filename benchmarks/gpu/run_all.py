@@ -6,8 +6,8 @@
     python benchmarks/gpu/run_all.py --only kernels --devices 0 1 --limit-seconds 520
 
 The last command measures the device times of the Hopper kernels: slow rows, quantized caches, wide
-heads, small pages, and the anchors suite. With `--devices`, each GPU takes the next step when it is
-free, and runs one step at a time; host times need a run without it.
+heads, small pages, latents, selected keys, and the anchors suite. With `--devices`, each GPU takes
+the next step when it is free, and runs one step at a time; host times need a run without it.
 
 Each step is one command with a time limit. Its output goes to `<step>.txt` in the output directory
 while it runs, so that a stopped run keeps what it printed. A step that fails or is stopped does not
@@ -67,6 +67,11 @@ class Step:
         return [*found, "--commit", commit] if commit and named else found
 
 
+_FLOAT8_DECODES = (
+    "1x1k", "1x8k", "8x8k", "32x4k", "256x1k", "64x8k", "128x2k", "16x4k", "4x32k", "1x128k",
+    "ragged48", "32x4k-mha",
+)  # fmt: skip
+
 KERNELS = (
     Step(
         "slow_rows",
@@ -101,13 +106,7 @@ KERNELS = (
     Step(
         "float8_decodes",
         "-m attnlib bench "
-        + " ".join(
-            f"e4m3-decode-{name} decode-{name}"
-            for name in (
-                "1x1k", "1x8k", "8x8k", "32x4k", "256x1k", "64x8k", "128x2k", "16x4k", "4x32k",
-                "1x128k", "ragged48", "32x4k-mha",
-            )
-        )
+        + " ".join(f"e4m3-decode-{name} decode-{name}" for name in _FLOAT8_DECODES)
         + " --backends triton,flashinfer --kernels-only --json {out}/float8_decodes.json",
         "decodes over a float8 cache, each beside bfloat16",
     ),
@@ -124,12 +123,36 @@ KERNELS = (
         "the published rows, device times only",
     ),
     Step(
+        "xqa",
+        "-m attnlib bench "
+        + " ".join(f"e4m3-decode-{name}" for name in _FLOAT8_DECODES)
+        + " --backends triton,benchmarks/gpu/peers.py:Xqa --kernels-only --no-check "
+        "--json {out}/xqa.json",
+        "the decodes over a float8 cache beside XQA, whose errors are above the budget",
+    ),
+    Step(
+        "latents",
+        "-m attnlib bench --suite mla --backends triton,flash_mla,flash_attn --kernels-only "
+        "--json {out}/latents.json",
+        "latent caches, and the expanded prefill of the same model",
+    ),
+    Step(
+        "expanded_prefill",
+        "-m benchmarks.gpu.expanded_prefill --out {out}/expanded_prefill.json",
+        "the expanded prefill over blocks and packed, beside FlashAttention 3",
+    ),
+    Step(
+        "selected_keys",
+        "-m benchmarks.gpu.selected_keys --out {out}/selected_keys.json",
+        "selected tokens and blocks, and the indexer",
+    ),
+    Step(
         "retrieval",
         "-m benchmarks.gpu.retrieval --processes 8 --out {out}/retrieval.json",
         "single values found among 131072 keys, for each format and kernel",
     ),
 )  # fmt: skip
-"""Device times and retrieval of the kernels, about nine minutes on one H200."""
+"""Device times and retrieval of the kernels, about twelve minutes on one H200."""
 
 STEPS = (
     Step(
