@@ -2,7 +2,9 @@
 one class.
 
 The number of heads per rank is not part of the class, so that one table serves every degree of
-tensor parallelism. The number of query heads per KV head is.
+tensor parallelism. The number of query heads per KV head is. Scales per tensor and per head are in
+one class: the same kernels read the same bytes. Formats with scales in the page are classes of
+their own, whatever the dtype of their elements.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def layer_class(spec: AttentionSpec) -> dict[str, Any]:
     ]
     return {
         "dtype": str(spec.dtype).removeprefix("torch."),
-        "kv_cache_dtype": str(spec.kv_dtype).removeprefix("torch."),
+        "kv_cache_dtype": spec.kv_format.name,
         "group_size": spec.group_size,
         "head_size": spec.head_size,
         "head_size_v": spec.head_size_v,

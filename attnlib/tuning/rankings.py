@@ -5,8 +5,15 @@ backends apply to the chip that they were measured on, and to chips of the same 
 without a table whose name resembles that chip's most. A ranking applies
 to the chip that it was measured on, and to chips of the same compute capability whose tables do not
 rank such layers: each takes it from the chip whose name resembles its own most. It also applies to
-layers that differ from it in the block size alone, if both block sizes are at least 16: such blocks
-are loaded by the same instructions.
+layers that differ from it
+
+- in the block size alone, if both block sizes are at least 16: such blocks are loaded by the same
+  instructions;
+- in the kind of float8 elements as well: an e5m2 cache has as many bytes as an e4m3 cache, and the
+  same kernels read it.
+
+Other layers over float8 caches take the order of those that were measured on a chip, if one backend
+was the fastest in each class of them. Each of these rules precedes the next one on every chip.
 `benchmarks/ship_rankings.py` writes the tables from results of `attnlib bench` and `attnlib tune`.
 """
 
@@ -15,7 +22,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -34,6 +41,10 @@ _TABLES = Path(__file__).with_name("tables")
 _WHOLE_BLOCKS = 16
 """Smaller blocks have kernels of their own, so that measurements of others say nothing about them.
 """
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+_FLOAT8_FEATURES = frozenset({"window", "soft cap", "sinks"})
+"""Features that the kernels of the measured float8 layers have too. Layers with other features may
+use other kernels."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -60,8 +71,12 @@ def shipped_tuning(device: DeviceInfo) -> Tuning | None:
 
 
 def _chip_with_tables(device: DeviceInfo) -> str | None:
-    """The name of a chip; None without one, or if ATTNLIB_TUNING=off."""
-    return None if env.read("ATTNLIB_TUNING").lower() == "off" else chip_name(device)
+    """The name of a chip; None without one, or if ATTNLIB_TUNING=off.
+
+    Shipped tables apply to hypothetical devices with a name, too.
+    """
+    off = env.read("ATTNLIB_TUNING").lower() == "off"
+    return None if off else chip_name(replace(device, is_hypothetical=False))
 
 
 def shipped_rankings(chip: str) -> tuple[Ranking, ...]:
@@ -104,10 +119,54 @@ def _of_nearest_blocks(chip: str, layer: Mapping[str, Any]) -> Ranking | None:
     return replace(found[nearest], block_size=nearest)
 
 
+def _of_other_float8(chip: str, layer: Mapping[str, Any]) -> Ranking | None:
+    """The ranking of a chip for the same layers over the other float8 elements, which are then in
+    `Ranking.kv_cache_dtype`.
+    """
+    dtype = layer["kv_cache_dtype"]
+    for other in _FLOAT8 if dtype in _FLOAT8 else ():
+        found = _of_nearest_blocks(chip, {**layer, "kv_cache_dtype": other})
+        if found is not None:
+            return replace(found, kv_cache_dtype=other)
+    return None
+
+
+def _of_all_float8(chip: str, layer: Mapping[str, Any]) -> Ranking | None:
+    """The order of all measured float8 layers of a chip with the same dtype of queries, with their
+    number in `Ranking.classes`; None if their fastest backends differ.
+    """
+    found = [
+        ranking
+        for ranking in shipped_rankings(chip)
+        if ranking.layer["kv_cache_dtype"] in _FLOAT8 and ranking.layer["dtype"] == layer["dtype"]
+    ]
+    if (
+        layer["kv_cache_dtype"] not in _FLOAT8
+        or layer["block_size"] < _WHOLE_BLOCKS
+        or not _FLOAT8_FEATURES.issuperset(layer["features"])
+        or len({ranking.order[0] for ranking in found}) != 1
+    ):
+        return None
+    order = tuple(dict.fromkeys(name for ranking in found for name in ranking.order))
+    dtypes = sorted({str(ranking.layer["kv_cache_dtype"]) for ranking in found})
+    return replace(
+        found[0], order=order, relative={}, kv_cache_dtype=" or ".join(dtypes), classes=len(found)
+    )
+
+
+_RULES: tuple[Callable[[str, Mapping[str, Any]], Ranking | None], ...] = (
+    _of_nearest_blocks,
+    _of_other_float8,
+    _of_all_float8,
+)
+
+
 def shipped_ranking(spec: AttentionSpec, device: DeviceInfo) -> Ranking | None:
     """The shipped ranking for layers like `spec`: of this chip, else of the nearest measured chip
     of the same compute capability, with the other chip's name in `Ranking.chip`. On each chip the
-    exact block size precedes the nearest one, which is then named in `Ranking.block_size`.
+    exact block size precedes the nearest one, which is then named in `Ranking.block_size`. Layers
+    over float8 caches that no chip ranks take the order of other float8 layers, which
+    `Ranking.kv_cache_dtype` and `Ranking.classes` describe.
 
     Returns None if there is none, or if ATTNLIB_TUNING=off.
     """
@@ -115,8 +174,9 @@ def shipped_ranking(spec: AttentionSpec, device: DeviceInfo) -> Ranking | None:
     if chip is None:
         return None
     layer = layer_class(spec)
-    for name in _nearest_chips(chip, device.capability):
-        ranking = _of_nearest_blocks(name, layer)
-        if ranking is not None:
-            return ranking if name == chip else replace(ranking, chip=name)
+    for rule in _RULES:
+        for name in _nearest_chips(chip, device.capability):
+            ranking = rule(name, layer)
+            if ranking is not None:
+                return ranking if name == chip else replace(ranking, chip=name)
     return None

@@ -40,6 +40,10 @@ class Ranking:
         chip: the chip that it was measured on, if that is another one; "" means this chip.
         block_size: the tokens per block that it was measured with, if the layer has another block
             size; 0 means the layer's own.
+        kv_cache_dtype: the elements of the cache that it was measured with, if the layer has
+            others; "" means the layer's own.
+        classes: the number of measured classes with this order, if the class of the layer was not
+            measured and all of them have it; 0 means that the class was measured.
     """
 
     layer: Mapping[str, Any]
@@ -48,22 +52,37 @@ class Ranking:
     source: str
     chip: str = ""
     block_size: int = 0
+    kv_cache_dtype: str = ""
+    classes: int = 0
 
     def message(self, name: str) -> str | None:
         """One line about a backend for selection reports; None if the table does not rank it."""
         if name not in self.order:
             return None
-        blocks = f" with blocks of {self.block_size}" if self.block_size else ""
-        if name == self.order[0]:
+        means = [f"{self.kv_cache_dtype} caches"] if self.kv_cache_dtype else []
+        means += [f"blocks of {self.block_size}"] if self.block_size else []
+        measured_with = f" with {' and '.join(means)}" if means else ""
+        measured_classes = (
+            f"all {self.classes} measured classes" if self.classes > 1 else "the one measured class"
+        )
+        fastest = self.order[0]
+        if name == fastest:
             where = "this chip"
             if self.chip:
                 where = f"the {self.chip}, the nearest chip with a measurement of them"
-            return (
-                f"measured fastest of {', '.join(self.order)} for such layers{blocks} on {where}: "
-                f"{self.source}"
-            )
+            found = f"measured fastest of {', '.join(self.order)}"
+            if self.classes:
+                return (
+                    f"{found} for {measured_classes} of layers{measured_with} on {where}; layers "
+                    f"like this one were not measured: {self.source}"
+                )
+            return f"{found} for such layers{measured_with} on {where}: {self.source}"
         where = f" on the {self.chip}" if self.chip else ""
-        return f"measured at {self.relative[name]:.2f} x the time of {self.order[0]}{blocks}{where}"
+        if self.classes:
+            return f"slower than {fastest} for {measured_classes} of layers{measured_with}{where}"
+        return (
+            f"measured at {self.relative[name]:.2f} x the time of {fastest}{measured_with}{where}"
+        )
 
 
 @dataclass(frozen=True, eq=False)

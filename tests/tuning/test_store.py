@@ -201,4 +201,6 @@ def test_layers_of_one_class() -> None:
     ]
     fp8 = SPEC.replace(kv_cache_dtype="fp8")
     assert tuning.layer_class(fp8)["kv_cache_dtype"] == "float8_e4m3fn"
+    pages = SPEC.replace(kv_cache_dtype="fp8_per_token_head")
+    assert tuning.layer_class(pages)["kv_cache_dtype"] == "fp8_per_token_head"
     assert json.loads(json.dumps(tuning.layer_class(busy))) == tuning.layer_class(busy)
