@@ -20,6 +20,18 @@ from attnlib.errors import ContractError
 
 __all__ = ["DeviceInfo", "current_device_index", "device_info", "resolve_device"]
 
+_CAPABILITIES = {
+    (7, 0): ("V100",),
+    (7, 5): ("T4",),
+    (8, 0): ("A30", "A100", "A800"),
+    (8, 6): ("A10", "A10G", "A40"),
+    (8, 9): ("L4", "L40", "L40S"),
+    (9, 0): ("H20", "H100", "H200", "H800", "GH200"),
+    (10, 0): ("B200", "GB200"),
+    (10, 3): ("B300", "GB300"),
+}
+"""Compute capability -> models of data center GPUs, for devices of other machines by name."""
+
 
 @dataclass(frozen=True)
 class DeviceInfo:
@@ -52,7 +64,7 @@ class DeviceInfo:
         return [
             f"no CUDA device {self.index} is visible to torch {torch.__version__}: check the "
             f"driver and CUDA_VISIBLE_DEVICES, use device='cpu', or select for a GPU of another "
-            f"machine with device='sm_90'"
+            f"machine with device='sm_90' or device='H200'"
         ]
 
     @property
@@ -83,7 +95,8 @@ def resolve_device(device: torch.device | str | DeviceInfo | None) -> DeviceInfo
 
     Args:
         device: None means a GPU if torch finds one, else the CPU. "cuda" means the current CUDA
-            device. "sm_90" means an NVIDIA GPU of that compute capability on another machine.
+            device. "sm_90" means an NVIDIA GPU of that compute capability on another machine, and
+            "H200" or "NVIDIA H100 NVL" one of that name, for which measured rankings apply.
 
     Raises:
         ContractError: torch does not know the device.
@@ -94,6 +107,9 @@ def resolve_device(device: torch.device | str | DeviceInfo | None) -> DeviceInfo
     if architecture:
         capability = (int(architecture[1]), int(architecture[2]))
         return DeviceInfo("cuda", 0, capability, is_hypothetical=True)
+    named = _device_by_name(device) if isinstance(device, str) else None
+    if named is not None:
+        return named
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -101,9 +117,27 @@ def resolve_device(device: torch.device | str | DeviceInfo | None) -> DeviceInfo
     except (RuntimeError, TypeError):
         raise ContractError(
             f"device={device!r} is not known; use 'cpu', 'cuda', 'cuda:1', another torch device, "
-            f"or 'sm_90' for a GPU that is not on this machine"
+            f"or, for a GPU that is not on this machine, 'sm_90' or a name with one of "
+            f"{', '.join(model for models in _CAPABILITIES.values() for model in models)}"
         ) from None
     return device_info(device.type, -1 if device.index is None else device.index)
+
+
+def _device_by_name(name: str) -> DeviceInfo | None:
+    """The GPU of another machine with a name like that of the driver ("NVIDIA H100 NVL"), in any
+    case; None if no word of it is a known model."""
+    words = name.split()
+    if words and words[0].lower() == "nvidia":
+        words = words[1:]
+    # A driver joins the model to its package: "NVIDIA A100-SXM4-80GB".
+    model = words[0].partition("-")[0].upper() if words else ""
+    for capability, models in _CAPABILITIES.items():
+        if model in models:
+            words[0] = model + words[0][len(model) :]
+            return DeviceInfo(
+                "cuda", 0, capability, name=" ".join(["NVIDIA", *words]), is_hypothetical=True
+            )
+    return None
 
 
 def current_device_index() -> int:

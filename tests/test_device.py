@@ -38,6 +38,31 @@ def test_a_hypothetical_device_names_its_architecture() -> None:
     assert resolve_device("sm_100a").capability == (10, 0)
 
 
-def test_an_unknown_device_is_an_error() -> None:
-    with pytest.raises(ContractError, match="device='gpu' is not known; use 'cpu', 'cuda'"):
-        resolve_device("gpu")
+@pytest.mark.parametrize(
+    ("name", "driver_name", "capability"),
+    [
+        ("NVIDIA H100 NVL", "NVIDIA H100 NVL", (9, 0)),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3", (9, 0)),
+        ("h200", "NVIDIA H200", (9, 0)),
+        ("nvidia gh200 480GB", "NVIDIA GH200 480GB", (9, 0)),
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB", (8, 0)),
+        ("B200", "NVIDIA B200", (10, 0)),
+    ],
+)
+def test_a_device_of_another_machine_by_name(
+    name: str, driver_name: str, capability: tuple[int, int]
+) -> None:
+    """It gets the driver's name, by which tables of measurements are found."""
+    info = resolve_device(name)
+    assert info == DeviceInfo("cuda", 0, capability, name=driver_name, is_hypothetical=True)
+    architecture = f"sm_{capability[0]}{capability[1]}"
+    assert str(info) == f"{driver_name}, {architecture} (hypothetical device)"
+
+
+@pytest.mark.parametrize("name", ["gpu", "NVIDIA", "NVIDIA H1000", "RTX H100", ""])
+def test_an_unknown_device_is_an_error(name: str) -> None:
+    """The message lists the names that are known."""
+    with pytest.raises(
+        ContractError, match=f"device='{name}' is not known; use 'cpu', 'cuda'.* H100, H200, "
+    ):
+        resolve_device(name)

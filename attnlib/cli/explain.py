@@ -56,7 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--device",
-        help="cpu, cuda, cuda:1, or a GPU of another machine: sm_75, sm_80, sm_90, sm_100, ...",
+        help="cpu, cuda, cuda:1, or a GPU of another machine: sm_75, sm_80, sm_90, sm_100, ... or "
+        'its name, such as H200 or "NVIDIA H100 NVL", for which measured rankings apply',
     )
     parser.add_argument(
         "--backend", help="as in ATTNLIB_BACKEND: NAME, prefill:NAME,decode:NAME, or -NAME"

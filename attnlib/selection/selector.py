@@ -205,7 +205,8 @@ def explain(
 
     Args:
         spec: what the layer needs.
-        device: a device, or facts about one of another machine ("sm_90" or a `DeviceInfo`).
+        device: a device, or one of another machine: "sm_90", a name such as "H200", or a
+            `DeviceInfo`.
         backend: as in `get_attn_backend`.
 
     Raises:

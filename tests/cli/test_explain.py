@@ -53,6 +53,28 @@ def test_explain_a_spec_from_flags(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_explain_for_a_gpu_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rankings of the chip, or of the nearest one, decide as they do on the GPU itself."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("ATTNLIB_TUNING", raising=False)
+
+    def shown(*arguments: str) -> str:
+        assert main(["explain", *arguments]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    text = shown("--device", "H200", "--kv-cache-dtype", "fp8_e4m3")
+    assert "chose triton on NVIDIA H200, sm_90 (hypothetical device)" in text
+    assert "measured fastest of triton, flashinfer for such layers on this chip" in text
+    text = shown("--device", "NVIDIA H100 NVL")
+    assert "for such layers on the NVIDIA H100 80GB HBM3, the nearest chip" in text
+    assert "measured" not in shown("--device", "sm_90").replace("tiles, measured", "")
+    assert main(["explain", "--device", "NVIDIA X1"]) == 2
+    error = capsys.readouterr().err
+    assert "device='NVIDIA X1' is not known" in error and "H20, H100, H200" in error
+
+
 def test_the_exit_status_without_a_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--device", "cpu", "--backend", "triton"]) == 1
     assert "attnlib chose no backend" in capsys.readouterr().out
