@@ -12,7 +12,10 @@ import torch
 
 from attnlib.errors import ContractError
 
-__all__ = ["KVFormat", "PAGE_FORMATS", "kv_cache_format", "kv_cache_torch_dtype", "page_format"]
+__all__ = [
+    "KV_CACHE_DTYPES", "KVFormat", "PAGE_FORMATS", "kv_cache_format", "kv_cache_torch_dtype",
+    "page_format",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +107,9 @@ _KV_DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
 }
-_NAMES = ", ".join(("auto", *_KV_DTYPES, *PAGE_FORMATS))
+KV_CACHE_DTYPES = ("auto", *_KV_DTYPES, *PAGE_FORMATS)
+"""The names that `AttentionSpec.kv_cache_dtype` takes."""
+_NAMES = ", ".join(KV_CACHE_DTYPES)
 
 
 def kv_cache_format(kv_cache_dtype: str | torch.dtype, dtype: torch.dtype) -> KVFormat:

@@ -11,6 +11,7 @@ from attnlib.cli.hf_config import specs_from_config
 from attnlib.compressed_entries import CompressedEntries
 from attnlib.errors import ContractError
 from attnlib.key_selection import KeySelection
+from attnlib.kv_dtype import KV_CACHE_DTYPES
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
 
 __all__ = ["add_spec_flags", "names_a_spec", "spec_fields", "specs_of"]
@@ -50,7 +51,7 @@ def add_spec_flags(parser: argparse.ArgumentParser) -> None:
     for name in _NUMBERS:
         spec.add_argument(f"--{name.replace('_', '-')}", type=int)
     spec.add_argument("--dtype", help="bfloat16, float16, float32")
-    spec.add_argument("--kv-cache-dtype", help="auto, fp8, fp8_e4m3, fp8_e5m2, ...")
+    spec.add_argument("--kv-cache-dtype", help=", ".join(KV_CACHE_DTYPES))
     spec.add_argument("--kv-scale-kind", choices=("tensor", "head"))
     spec.add_argument("--kv-cache-layout")
     spec.add_argument("--logits-soft-cap", type=float)

@@ -9,6 +9,7 @@ import pytest
 
 from attnlib.cli import main
 from attnlib.cli.hf_config import specs_from_config
+from attnlib.kv_dtype import PAGE_FORMATS
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +79,24 @@ def test_explain_for_a_gpu_by_name(
 def test_the_exit_status_without_a_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--device", "cpu", "--backend", "triton"]) == 1
     assert "attnlib chose no backend" in capsys.readouterr().out
+
+
+def test_a_reason_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The combination is one reason, whichever of its fields is named first."""
+    arguments = ["--batch-invariant", "--kv-cache-dtype", "int8_per_token_head", "--json"]
+    assert main(["explain", "--device", "sm_90", *arguments]) == 0
+    candidates = json.loads(capsys.readouterr().out)["spec"]["candidates"]
+    reasons = {candidate["name"]: candidate["reasons"] for candidate in candidates}
+    assert reasons["triton"] == [
+        "batch_invariant=True with kv_cache_dtype=int8_per_token_head: not supported"
+    ]
+
+
+def test_help_names_every_format_of_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", "--help"])
+    words = capsys.readouterr().out.replace(",", " ").split()
+    assert {"auto", "fp8_e4m3", "bfloat16", *PAGE_FORMATS} <= set(words)
 
 
 def test_invalid_flags(capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,10 +153,6 @@ class TritonBackend(AttentionBackend):
             reasons.append(
                 f"batch_invariant=True with kv_cache_dtype={spec.kv_format.name}: not supported"
             )
-        if spec.batch_invariant and spec.kv_format.scales_in_page:
-            reasons.append(
-                f"kv_cache_dtype={spec.kv_format.name} with batch_invariant=True: not supported"
-            )
         if device.type == "cpu" and torch.bfloat16 in (spec.dtype, spec.kv_dtype):
             reasons.append(
                 "bfloat16 on a CPU: Triton's interpreter computes wrong products; use float32 or "
