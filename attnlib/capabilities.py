@@ -77,8 +77,8 @@ class Capabilities:
         deterministic: two equal calls give equal bits (M8).
         allocates_in_forward: its kernels allocate temporary memory from torch in each call, in
             addition to the declared workspace.
-        rotary_write: `AttentionImpl.rotate_and_write_kv` is one launch (P11). Without it, the same
-            result takes separate launches.
+        rotary_write: `AttentionImpl.rotate_and_write_kv` is one launch (P11), except for pages that
+            hold their scales (M16). Without it, the same result takes separate launches.
     """
 
     devices: tuple[str, ...] = NOT_STATED

@@ -12,6 +12,7 @@ import attnlib
 from attnlib.backends.torch import TorchBackend
 from attnlib.backends.torch.impl import TorchImpl
 from attnlib.errors import ContractError
+from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.ops import HeadNorm
 from attnlib.ops.torch.rotary_write import rotate
 
@@ -202,3 +203,12 @@ def test_explain_states_the_fused_write() -> None:
     assert line not in str(
         attnlib.explain(SPEC, backend="prefill:triton,decode:torch", device=DEVICE)
     )
+
+
+@pytest.mark.parametrize("name", PAGE_FORMATS)
+def test_explain_states_separate_launches_for_pages_with_scales(name: str) -> None:
+    """P11: `TritonImpl.rotate_and_write_kv` has no fused kernel for these formats."""
+    spec = SPEC.replace(kv_cache_dtype=name, head_size=64, head_size_v=64)
+    text = " ".join(str(attnlib.explain(spec, backend="triton", device="sm_90")).split())
+    assert "write: one launch; q/k norm and rotation take separate ones" in text
+    assert "with q/k norm" not in text

@@ -257,7 +257,13 @@ def _explain_lines(backend: Backend, spec: AttentionSpec, device: DeviceInfo) ->
         lines.append("requires a cache without NaN or Inf in unused slots")
     decodes = spec.attn_type is AttentionType.DECODER and not spec.use_mla
     if backend.capabilities.rotary_write and decodes:
-        lines.append("write:   one launch, with q/k norm and rotation")
+        # The capability leaves pages that hold their scales out.
+        fused = not spec.kv_format.scales_in_page
+        lines.append(
+            "write:   one launch, with q/k norm and rotation"
+            if fused
+            else "write:   one launch; q/k norm and rotation take separate ones"
+        )
     return tuple(lines)
 
 
