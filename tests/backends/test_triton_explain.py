@@ -12,13 +12,11 @@ from attnlib import AttentionSpec, explain
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.loading import configured
 from attnlib.backends.triton import TritonBackend
-from attnlib.backends.triton import explain as triton_explain
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.key_selection import KeySelection
 from attnlib.ops.triton.hopper.support import hopper_decode_keys
 from attnlib.score_functions.builtin import documents
 from attnlib.spec import MaskKind
-from attnlib.tuning.table import Tuning
 
 DECODE = (
     "decode:  Hopper kernel from sequence length 256 (128 from 17 to 132 requests, 2048 above) and "
@@ -39,7 +37,8 @@ def _lines(
         "block_size": 16,
         **features,
     }
-    return backend.explain_lines(AttentionSpec(**layer), resolve_device(device))
+    lines = backend.explain_lines(AttentionSpec(**layer), resolve_device(device))
+    return [line for line in lines if not line.startswith("tiles:")]  # test_triton_explain_tiles
 
 
 def test_the_kernels_of_both_phases_with_their_limits() -> None:
@@ -228,14 +227,43 @@ def test_thresholds_of_weights() -> None:
         assert found[-1] == "threshold: not used, these kernels compute all keys"
 
 
-def test_the_chip_of_shipped_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables without tiles, which hold rankings only, have no line."""
-    gpu = DeviceInfo(type="cuda", name="NVIDIA H100 80GB HBM3", capability=(9, 0))
-    other = DeviceInfo(type="cuda", name="NVIDIA H100 PCIe", capability=(9, 0))
-    tables = [Tuning("a.json", gpu.name, {}, {"triton": [{}]}), Tuning("b.json", gpu.name)]
-    monkeypatch.setattr(triton_explain, "shipped_tuning", lambda device: tables[0])
-    (line,) = [line for line in _lines(gpu) if line.startswith("tiles: ")]
-    assert line == "tiles: those measured on the NVIDIA H100 80GB HBM3, else the common ones"
-    assert "NVIDIA H100 80GB HBM3, the nearest chip with a table, else" in _lines(other)[-1]
-    monkeypatch.setattr(triton_explain, "shipped_tuning", lambda device: tables[1])
-    assert not any(line.startswith("tiles: ") for line in _lines(gpu))
+USED = (
+    "float8 queries: prefills from 4096 query tokens on round queries and weights to e4m3; other "
+    "calls do not"
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "reason"),
+    [
+        ("sm_90", {}, ""),
+        ("sm_90", {"sliding_window": 4096, "block_size": 128}, ""),
+        ("sm_90", {"has_sink": True}, "sinks"),
+        ("sm_90", {"head_size": 64}, "head size 64, not 128"),
+        ("sm_90", {"head_size": 64, "has_sink": True}, "head size 64, not 128; sinks"),
+        ("sm_90", {"logits_soft_cap": 50.0}, "soft cap"),
+        ("sm_90", {"skip_softmax_threshold": 0.001}, "threshold of weights"),
+        ("sm_90", {"score_function": documents()}, "score function"),
+        ("sm_90", {"num_kv_heads": 32}, "fewer than 2 query heads per KV head"),
+        ("sm_90", {"num_heads": 56}, "7 query heads per KV head, which do not divide 64"),
+        ("sm_90", {"mask_kind": MaskKind.QUERY_BIAS}, "portable prefill kernel"),
+        ("sm_90", {"attn_type": "encoder_only"}, "no KV cache"),
+        ("sm_80", {}, "only Hopper kernels have float8 products"),
+        ("sm_100", {"head_size": 64}, "only Hopper kernels have float8 products"),
+        ("cpu", {}, "only Hopper kernels have float8 products"),
+    ],
+)
+def test_float8_queries(device: str, changes: dict[str, Any], reason: str) -> None:
+    """M19: every layer with the permission says whether its prefills use it, and why not."""
+    lines = _lines(device, **{"kv_cache_dtype": "fp8_e4m3", "allow_fp8_queries": True, **changes})
+    found = [line for line in lines if line.startswith("float8 queries: ")]
+    assert found == [f"float8 queries: not used ({reason})" if reason else USED]
+    assert any("over e4m3 copies" in line for line in lines) == (not reason)
+    without = _lines(device, **{"kv_cache_dtype": "fp8_e4m3", **changes})
+    assert not any("float8 queries" in line for line in without)
+
+
+def test_float8_queries_and_configured_kernels() -> None:
+    portable = configured(TritonBackend, {"kernels": "portable"})
+    lines = _lines(backend=portable, kv_cache_dtype="fp8_e4m3", allow_fp8_queries=True)
+    assert lines[-1] == "float8 queries: not used (configured: kernels=portable)"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from attnlib.backends.triton.explain_tiles import tile_lines
 from attnlib.device import DeviceInfo
 from attnlib.key_selection import SelectionScope
 from attnlib.ops.triton.heuristics.hopper_tiles import key_parts
@@ -34,7 +35,6 @@ from attnlib.ops.triton.hopper.support import (
     selected_latents_unsupported_reasons,
 )
 from attnlib.spec import AttentionSpec, MaskKind
-from attnlib.tuning.rankings import shipped_tuning
 
 __all__ = ["kernel_lines"]
 
@@ -47,21 +47,15 @@ _UNBOUNDED = 1 << 30
 
 
 def kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str = "auto") -> list[str]:
-    """The kernels of a layer (`_kernel_lines`), what they do with a threshold of weights, and where
-    tiles for the chip were measured."""
+    """The kernels of a layer (`_kernel_lines`), what they do with a threshold of weights and with
+    the permission of float8 queries, and where their tiles come from."""
     lines = _kernel_lines(spec, device, kernels)
+    notes = []
     if spec.skip_softmax_threshold is not None:
-        lines = [*lines, _threshold_line(spec, lines)]
-    return lines + _tile_lines(device)
-
-
-def _tile_lines(device: DeviceInfo) -> list[str]:
-    """The chip whose shipped tiles precede the common ones; nothing if there is none."""
-    tuning = shipped_tuning(device)
-    if tuning is None or not tuning.parameters.get("triton"):
-        return []
-    nearest = "" if tuning.chip == device.name else ", the nearest chip with a table"
-    return [f"tiles: those measured on the {tuning.chip}{nearest}, else the common ones"]
+        notes.append(_threshold_line(spec, lines))
+    if spec.allow_fp8_queries:
+        notes.append(_float8_queries_line(spec, device, kernels, lines))
+    return [*lines, *notes, *tile_lines(spec, device, lines)]
 
 
 def _kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str) -> list[str]:
@@ -118,6 +112,28 @@ def _threshold_line(spec: AttentionSpec, lines: list[str]) -> str:
     if has_copies and not hopper_exact:
         return f"threshold: prefills over copies {small}; other calls compute all keys"
     return "threshold: not used, these kernels compute all keys"
+
+
+def _float8_queries_line(
+    spec: AttentionSpec, device: DeviceInfo, kernels: str, lines: list[str]
+) -> str:
+    """Which calls use the permission of float8 queries (M19), or why none does."""
+    if any("e4m3 copies" in line for line in lines):
+        return (
+            f"float8 queries: prefills from {COPIED_TOKENS} query tokens on round queries and "
+            "weights to e4m3; other calls do not"
+        )
+    if not spec.is_paged:
+        reasons = ["no KV cache"]
+    elif device.is_rocm or (device.capability or (0, 0))[0] != 9:
+        reasons = ["only Hopper kernels have float8 products"]
+    elif kernels == "portable":
+        reasons = ["configured: kernels=portable"]
+    elif spec.use_mla or spec.key_selection is not None:
+        reasons = ["latents" if spec.use_mla else "selected keys"]
+    else:
+        reasons = _no_float8_products(spec) or ["portable prefill kernel"]
+    return f"float8 queries: not used ({'; '.join(reasons)})"
 
 
 def _unpaged_kernel(spec: AttentionSpec, device: DeviceInfo, kernels: str) -> str:
@@ -180,20 +196,25 @@ def _copies(spec: AttentionSpec, capability: tuple[int, int]) -> str:
     ):  # fmt: skip
         return ""
     copies = f"{str(spec.dtype).removeprefix('torch.')} copies"
-    if spec.allow_fp8_queries and _multiplies_float8(spec):
-        copies = "e4m3 copies, with queries and weights rounded to e4m3"
+    if spec.allow_fp8_queries and not _no_float8_products(spec):
+        copies = "e4m3 copies"
     return f"; from {COPIED_TOKENS} query tokens on: Hopper kernel over {copies}"
 
 
-def _multiplies_float8(spec: AttentionSpec) -> bool:
-    """Whether prefills over copies have float8 products (`converted_prefill.multiplies_float8`)."""
-    return (
-        spec.head_size == spec.head_size_v == 128
-        and 64 % spec.group_size == 0
-        and not spec.has_sink
-        and spec.logits_soft_cap is None
-        and spec.skip_softmax_threshold is None
-    )
+def _no_float8_products(spec: AttentionSpec) -> list[str]:
+    """Why prefills have no float8 products (`converted_prefill.copied_rows`, `multiplies_float8`);
+    empty if those over copies have them."""
+    group, sizes = spec.group_size, sorted({spec.head_size, spec.head_size_v})
+    against = [
+        (sizes != [128], f"head size {' and '.join(map(str, sizes))}, not 128"),
+        (group < COPIED_GROUP, f"fewer than {COPIED_GROUP} query heads per KV head"),
+        (64 % group != 0, f"{group} query heads per KV head, which do not divide 64"),
+        (spec.has_sink, "sinks"),
+        (spec.logits_soft_cap is not None, "soft cap"),
+        (spec.skip_softmax_threshold is not None, "threshold of weights"),
+        (spec.score_function is not None, "score function"),
+    ]
+    return [reason for applies, reason in against if applies]
 
 
 def _selected_lines(spec: AttentionSpec, device: DeviceInfo, portable_only: bool) -> list[str]:
