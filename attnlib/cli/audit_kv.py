@@ -15,7 +15,7 @@ import torch
 from attnlib.errors import ContractError
 
 if TYPE_CHECKING:
-    from attnlib.debug.kv_audit import AuditFormat, KVAudit
+    from attnlib.debug.kv_audit import AuditFormat, FormatErrors, KVAudit
 
 __all__ = ["main"]
 
@@ -142,13 +142,24 @@ def _audit_model(
     return f"{loaded.name}, {len(tokens)} prompts of {min(lengths)} to {max(lengths)} tokens"
 
 
+_MEMORY = f"{'bytes/token':>11} {'saved':>6}"
+_HEADER = f"{'LSE':>9} {'max':>9} {'saturated':>10} {'skipped':>8}"
+
+
+def _columns(errors: FormatErrors) -> str:
+    """The columns of `_HEADER`."""
+    return (
+        f"{errors.mean_lse_error:>9.2e} {errors.max_lse_error:>9.2e} {errors.saturation:>10.2%} "
+        f"{errors.skipped:>8.1%}"
+    )
+
+
 def _table(audit: KVAudit, formats: Sequence[AuditFormat], source: str, all_layers: bool) -> str:
     lines = [
         f"KV formats on {source}",
         "output error: root mean square, relative to the output; LSE error: mean and largest",
         "",
-        f"{'format':24} {'bytes/token':>11} {'saved':>6} {'output':>9} {'worst layer':>20} "
-        f"{'LSE':>9} {'max':>9} {'saturated':>10} {'skipped':>8}",
+        f"{'format':24} {_MEMORY} {'output':>9} {'worst layer':>20} {_HEADER}",
     ]
     auto = sum(audit.bytes_per_token.values())
     for one in formats:
@@ -160,18 +171,21 @@ def _table(audit: KVAudit, formats: Sequence[AuditFormat], source: str, all_laye
         error = audit.layers[worst][one.label].output_error
         lines.append(
             f"{one.label:24} {total.bytes_per_token:>11} {1 - total.bytes_per_token / auto:>6.0%} "
-            f"{total.output_error:>9.2e} {f'{worst} {error:.2e}':>20} {total.mean_lse_error:>9.2e} "
-            f"{total.max_lse_error:>9.2e} {total.saturation:>10.2%} {total.skipped:>8.1%}"
+            f"{total.output_error:>9.2e} {f'{worst} {error:.2e}':>20} {_columns(total)}"
         )
     if all_layers:
-        lines += ["", f"{'layer':12} {'format':24} {'output':>9} {'LSE':>9} {'saturated':>10}"]
+        width = max(map(len, ("layer", *audit.layers)))
+        lines += ["", f"{'layer':{width}} {'format':24} {_MEMORY} {'output':>9} {_HEADER}"]
         for name, found in audit.layers.items():
             for label, errors in found.items():
-                if not errors.reason:
-                    lines.append(
-                        f"{name:12} {label:24} {errors.output_error:>9.2e} "
-                        f"{errors.mean_lse_error:>9.2e} {errors.saturation:>10.2%}"
-                    )
+                if errors.reason:
+                    lines.append(f"{name:{width}} {label:24} {errors.reason}")
+                    continue
+                saved = 1 - errors.bytes_per_token / audit.bytes_per_token[name]
+                lines.append(
+                    f"{name:{width}} {label:24} {errors.bytes_per_token:>11} {saved:>6.0%} "
+                    f"{errors.output_error:>9.2e} {_columns(errors)}"
+                )
     return "\n".join(lines)
 
 
