@@ -14,6 +14,11 @@ from typing import Any
 import torch
 
 from attnlib.cache.storage import PagedKVCache, Scale
+from attnlib.debug.fp8_queries import (
+    attend_with_rounded_weights,
+    round_queries,
+    rounded_requests,
+)
 from attnlib.errors import ContractError
 from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.layer import Attention
@@ -37,12 +42,15 @@ class AuditFormat:
             keys and values of each call, as `enable_kv_scales_calculation` does; "page" for formats
             with scales in the page.
         skip_softmax_threshold: the weight below which keys are left out; None for none.
+        fp8_queries: whether queries and weights of requests with more than one query token are
+            rounded to e4m3, too (`AttentionSpec.allow_fp8_queries`, M19).
     """
 
     label: str
     kv_cache_dtype: str
     scales: str = "page"
     skip_softmax_threshold: float | None = None
+    fp8_queries: bool = False
 
     @classmethod
     def of_threshold(cls, threshold: float) -> AuditFormat:
@@ -54,7 +62,9 @@ AUDIT_FORMATS: tuple[AuditFormat, ...] = (
     AuditFormat("fp8_e4m3, scale 1", "fp8_e4m3", "one"),
     AuditFormat("fp8_e4m3", "fp8_e4m3", "tensor"),
     AuditFormat("fp8_e4m3 per head", "fp8_e4m3", "head"),
+    AuditFormat("fp8_e4m3, fp8 queries", "fp8_e4m3", "tensor", fp8_queries=True),
     AuditFormat("fp8_e5m2, scale 1", "fp8_e5m2", "one"),
+    AuditFormat("fp8_e5m2", "fp8_e5m2", "tensor"),
     *(AuditFormat(name, name) for name in PAGE_FORMATS),
 )
 """The formats that `audit_call` compares by default."""
@@ -206,14 +216,12 @@ def audit_call(
         read_slots(view, slots).float() for view in (inputs.cache.key, inputs.cache.value)
     )
     tokens = torch.tensor(slots, dtype=torch.int64, device=key.device)
-    out, lse = _attend(step, "float32", key, value, tokens, (1.0, 1.0))[:2]
+    model = AuditFormat("model", "float32", "one")
+    out, lse = _attend(step, model, key, value, tokens)[:2]
     found: dict[str, FormatErrors] = {}
     for one in formats:
         try:
-            scales = _scales(one, key, value)
-            new_out, new_lse, cache = _attend(
-                step, one.kv_cache_dtype, key, value, tokens, scales, one.skip_softmax_threshold
-            )
+            new_out, new_lse, cache = _attend(step, one, key, value, tokens)
         except ContractError as error:
             found[one.label] = FormatErrors(reason=str(error))
             continue
@@ -230,18 +238,17 @@ def audit_call(
 
 def _attend(
     step: MaterializedCase,
-    kv_cache_dtype: str,
+    one: AuditFormat,
     key: torch.Tensor,
     value: torch.Tensor,
     slots: torch.Tensor,
-    scales: tuple[Scale, Scale],
-    threshold: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, PagedKVCache]:
     """Output and LSE in float32 over a cache of a format that holds these tokens."""
-    inputs, params = step.inputs, step.params
+    inputs, params, scales = step.inputs, step.params, _scales(one, key, value)
     spec = step.spec.replace(
-        dtype=torch.float32, kv_cache_dtype=kv_cache_dtype, kv_cache_layout=None, needs_lse=True,
-        batch_invariant=False, kv_sharing=False, skip_softmax_threshold=threshold,
+        dtype=torch.float32, kv_cache_dtype=one.kv_cache_dtype, kv_cache_layout=None,
+        needs_lse=True, batch_invariant=False, kv_sharing=False,
+        skip_softmax_threshold=one.skip_softmax_threshold, allow_fp8_queries=one.fp8_queries,
         kv_scale_kind="head" if isinstance(scales[0], torch.Tensor) and scales[0].dim() else
         "tensor",
     )  # fmt: skip
@@ -261,10 +268,19 @@ def _attend(
     layer.impl.write_kv(key, value, cache, slots)
     metadata = layer.backend.make_builder(spec, device).build(0, step.common())
     # Not through the layer, whose observers may be running this audit.
-    query = inputs.query.float()
+    query = inputs.query.to(torch.float32, copy=True)
+    used = layer.impl.attention_params(metadata, cache)
+    rounded = (
+        rounded_requests(inputs.query_start_loc, inputs.seq_lens, used.causal)
+        if one.fp8_queries
+        else []
+    )
+    for request in rounded:
+        query[request.rows] = round_queries(query[request.rows])
     out = query.new_empty(query.shape[0], spec.num_heads, spec.head_size_v)
     lse = query.new_empty(query.shape[:2])
     layer.impl.forward(query, cache, metadata, out, lse)
+    attend_with_rounded_weights(query, cache, inputs.block_table, rounded, used, out)
     return out, lse, cache
 
 
