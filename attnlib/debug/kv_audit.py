@@ -244,7 +244,10 @@ def _attend(
     slots: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, PagedKVCache]:
     """Output and LSE in float32 over a cache of a format that holds these tokens."""
-    inputs, params, scales = step.inputs, step.params, _scales(one, key, value)
+    inputs, params = step.inputs, step.params
+    # Values that are a prefix of the keys (P10) are stored once, with one scale.
+    scales = _scales(one, key, value)
+    scales = (scales[0], scales[0]) if step.spec.use_mla else scales
     spec = step.spec.replace(
         dtype=torch.float32, kv_cache_dtype=one.kv_cache_dtype, kv_cache_layout=None,
         needs_lse=True, batch_invariant=False, kv_sharing=False,

@@ -97,6 +97,20 @@ def test_what_cannot_be_audited() -> None:
         audit_call(captured(CASE, kv_written=False))
 
 
+def test_latents_have_one_scale() -> None:
+    """P10: the values are a prefix of the keys, so both have the computed scale of the keys."""
+    latent = Case(
+        batch="q9s40", num_heads=2, num_kv_heads=1, head_size=64, head_size_v=32, use_mla=True,
+        layout="ALIASED",
+    )  # fmt: skip
+    step = captured(latent)
+    step.inputs.cache.key[..., 32:] *= 4  # the largest elements are not in the values
+    found = audit_call(step)
+    assert not found["fp8_e5m2"].reason
+    for label in ("fp8_e4m3", "fp8_e4m3 per head", "fp8_e4m3, fp8 queries"):
+        assert 0 < found[label].output_error < 2 * found["fp8_e4m3, scale 1"].output_error
+
+
 def test_thresholds_report_errors_and_skipped_keys() -> None:
     """Of four tiles with keys of four sizes, those with small keys are left out."""
     step = captured(Case(batch="q40s256", num_heads=4, num_kv_heads=2, head_size=32, scale=1.0))
