@@ -92,7 +92,7 @@ def _audit_model(
     """Prefill prompts and audit the call of every layer; returns a description of the model."""
     from attnlib.cli.demo.model import pretrained_model, prompts, seeded_model
     from attnlib.debug.kv_audit import audit_call
-    from attnlib.debug.record import capture_call
+    from attnlib.debug.record import capture_layer_call
     from attnlib.instrumentation import OBSERVERS
     from attnlib.integrations.transformers.paged_model import PagedModel
     from attnlib.metadata.common import CommonAttentionMetadata
@@ -120,13 +120,9 @@ def _audit_model(
 
     def observe(layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any,
                 *rest: Any) -> None:  # fmt: skip
-        spec = layer.spec
-        step = capture_call(
-            spec, query.view(-1, spec.num_heads, spec.head_size), None, None, cache, metadata,
-            scale=layer.impl.scale, alibi_slopes=layer.impl.alibi_slopes, sinks=layer.impl.sinks,
-        )  # fmt: skip
+        step = capture_layer_call(layer, query, key, value, cache, metadata, needs_lse=False)
         name = names.setdefault(id(layer), f"layer {len(names)}")
-        audit.add(name, audit_call(step, formats), spec)
+        audit.add(name, audit_call(step, formats), step.spec)
 
     OBSERVERS.append(observe)
     try:

@@ -1,4 +1,7 @@
-"""Record one attention call of a running layer in a file that can be replayed on any backend.
+"""Record attention calls of a running layer in files that can be replayed on any backend.
+
+    with record_calls("recordings", every=100):
+        model.generate(...)
 
 A recording holds only the cache blocks that the batch uses. All tensors keep their strides, so that
 layout errors can be reproduced. The file holds tensors and plain values only and is read with
@@ -8,7 +11,8 @@ functions, which are imported when the file is read, and by its tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from enum import Enum
 from pathlib import Path
@@ -19,6 +23,7 @@ import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
+from attnlib.instrumentation import OBSERVERS
 from attnlib.ops.block_moves import move_blocks
 from attnlib.score_functions import ScoreFunction
 from attnlib.spec import AttentionSpec, Window
@@ -38,7 +43,13 @@ from attnlib.testing.tensor_io import (
     unpack_tensor,
 )
 
-__all__ = ["capture_call", "load_recording", "save_recording"]
+__all__ = [
+    "capture_call",
+    "capture_layer_call",
+    "load_recording",
+    "record_calls",
+    "save_recording",
+]
 
 _VERSION = 2
 _FP8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
@@ -214,6 +225,80 @@ def capture_call(
     return MaterializedCase(
         case, spec, inputs, params, None if spec.score_function is None else score_tensors
     )
+
+
+def capture_layer_call(
+    layer: Any,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    cache: PagedKVCache,
+    metadata: Any,
+    *,
+    needs_lse: bool,
+) -> MaterializedCase:
+    """Copy a completed call of an `Attention` layer with its scale, slopes, sinks, score tensors.
+
+    Args:
+        layer, query, key, value, cache, metadata: as an observer of `attnlib.instrumentation`
+            gets them.
+        needs_lse: whether the call returned the LSE.
+
+    Raises:
+        ContractError: as `capture_call`.
+    """
+    spec, impl = layer.spec.replace(needs_lse=needs_lse), layer.impl
+    names = () if spec.score_function is None else spec.score_function.layer_tensors
+    return capture_call(
+        spec, query, key, value, cache, metadata, scale=impl.scale,
+        alibi_slopes=impl.alibi_slopes, sinks=impl.sinks,
+        score_tensors=dict(zip(names, impl.layer_score_tensors, strict=True)),
+    )  # fmt: skip
+
+
+@contextmanager
+def record_calls(folder: str | Path, *, every: int = 1) -> Iterator[list[Path]]:
+    """Record `Attention` calls of this process inside the `with` block.
+
+    The files are `LAYER-NUMBER.pt`, with the prefix of the layer, for `attnlib audit-kv
+    --recordings` and `attnlib replay`. Calls without a cache and replays of CUDA graphs are not
+    recorded.
+
+    Args:
+        folder: is created if necessary.
+        every: record the first call and then every `every`-th call of each layer.
+
+    Yields:
+        The files written so far.
+
+    Raises:
+        ContractError: `every` is less than 1, or a call cannot be recorded (`capture_call`).
+    """
+    if every < 1:
+        raise ContractError(f"every={every} must be at least 1 (1 records every call)")
+    files: list[Path] = []
+    num_calls: dict[int, int] = {}
+    names: dict[int, str] = {}
+
+    def observe(layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any,
+                output: Any, lse: Any) -> None:  # fmt: skip
+        if cache is None:
+            return
+        number = num_calls.get(id(layer), 0)
+        num_calls[id(layer)] = number + 1
+        name = names.setdefault(id(layer), layer.prefix or f"layer{len(names)}")
+        if number % every == 0:
+            step = capture_layer_call(
+                layer, query, key, value, cache, metadata, needs_lse=lse is not None
+            )
+            path = Path(folder) / f"{name.replace('/', '_')}-{number}.pt"
+            files.append(save_recording(step, path))
+
+    OBSERVERS.append(observe)
+    try:
+        yield files
+    finally:
+        OBSERVERS.remove(observe)
 
 
 def _renumber_blocks(

@@ -22,7 +22,7 @@ import torch
 
 from attnlib import env
 from attnlib.backends.base import AttentionBackend
-from attnlib.debug.record import capture_call, save_recording
+from attnlib.debug.record import capture_layer_call, save_recording
 from attnlib.errors import ContractError
 from attnlib.instrumentation import OBSERVERS
 from attnlib.testing.backend_under_test import load_backend
@@ -147,17 +147,8 @@ def shadow_call(
     if cache is None:
         return ShadowRecord(name, number, skipped="calls without a cache are not compared")
     try:
-        step = capture_call(
-            layer.spec.replace(needs_lse=lse is not None),
-            query,
-            key,
-            value,
-            cache,
-            metadata,
-            scale=layer.impl.scale,
-            alibi_slopes=layer.impl.alibi_slopes,
-            sinks=layer.impl.sinks,
-            score_tensors=_score_tensors(layer),
+        step = capture_layer_call(
+            layer, query, key, value, cache, metadata, needs_lse=lse is not None
         )
     except ContractError as error:
         return ShadowRecord(name, number, skipped=str(error))
@@ -165,13 +156,6 @@ def shadow_call(
         return ShadowRecord(name, number, skipped=f"{backend.get_name()}: {'; '.join(reasons)}")
     folder = Path(dump_dir or env.read("ATTNLIB_DUMP_DIR"))
     return _compare(step, backend, AttentionOutput(out, lse), name, number, folder)
-
-
-def _score_tensors(layer: Any) -> dict[str, torch.Tensor]:
-    """The layer tensors of the score function by name; empty without one."""
-    function = layer.spec.score_function
-    names = () if function is None else function.layer_tensors
-    return dict(zip(names, layer.impl.layer_score_tensors, strict=True))
 
 
 def _compare(

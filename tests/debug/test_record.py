@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import attnlib
 from attnlib.backends.torch import TorchBackend
-from attnlib.debug.record import capture_call, load_recording, save_recording
+from attnlib.debug.kv_audit import audit_call
+from attnlib.debug.record import capture_call, load_recording, record_calls, save_recording
 from attnlib.debug.replay import replay
 from attnlib.errors import ContractError
+from attnlib.instrumentation import OBSERVERS
 from attnlib.testing.case import Case
 from attnlib.testing.page_formats import PAGE_NAMES
 from attnlib.testing.runner import run_materialized_case
@@ -124,3 +127,49 @@ def test_other_files_are_rejected(tmp_path: Path) -> None:
         ContractError, match="is not an attnlib recording of version 2 \\(found 99\\)"
     ):
         load_recording(path)
+
+
+def test_a_block_records_the_calls_of_each_layer(tmp_path: Path) -> None:
+    """`record_calls` writes every second call of two layers, with scale and sinks; calls after the
+    block are not recorded."""
+    spec = attnlib.AttentionSpec(
+        num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, has_sink=True
+    )
+    layers = [
+        attnlib.Attention(
+            spec, backend="torch", scale=0.5, sinks=torch.randn(4), prefix=prefix, device="cpu"
+        )
+        for prefix in ("model/layers.0", "")
+    ]
+    caches = [attnlib.PagedKVCache.allocate(spec, num_blocks=4, device="cpu") for _ in layers]
+    builder = layers[0].backend.make_builder(spec, "cpu")
+    batch = attnlib.CommonAttentionMetadata.from_lengths([1, 7], [9, 30], [[3], [1, 2]], 16, "cpu")
+    metadata = builder.build(0, batch)
+
+    def step() -> list[torch.Tensor]:
+        q, k, v = torch.randn(8, 4, 16), torch.randn(8, 2, 16), torch.randn(8, 2, 16)
+        return [
+            layer(q, k, v, cache, metadata) for layer, cache in zip(layers, caches, strict=True)
+        ]
+
+    with record_calls(tmp_path / "calls", every=2) as files:
+        outputs = [step() for _ in range(3)]
+    step()
+    assert not OBSERVERS
+    assert [path.name for path in files] == [
+        "model_layers.0-0.pt", "layer1-0.pt", "model_layers.0-2.pt", "layer1-2.pt"
+    ]  # fmt: skip
+    assert sorted(files) == sorted((tmp_path / "calls").iterdir())
+    for path, live in zip(files, [*outputs[0], *outputs[2]], strict=True):
+        recorded = load_recording(path)
+        assert recorded.params.scale == 0.5 and recorded.inputs.kv_written
+        result = replay(recorded, "torch")
+        assert result.passed and result.output is not None, str(result)
+        torch.testing.assert_close(result.output.out, live)
+        errors = audit_call(recorded)["int8_per_token_head"]
+        assert 0 < errors.output_error < 0.02
+    with (
+        pytest.raises(ContractError, match="every=0 must be at least 1"),
+        record_calls("", every=0),
+    ):
+        pass
