@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnlib.cli.main import main
+from attnlib.debug.kv_audit import AUDIT_FORMATS
 from attnlib.debug.record import save_recording
 from attnlib.instrumentation import OBSERVERS
 from attnlib.testing.case import Case
@@ -85,6 +86,9 @@ def test_a_model_with_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str
     rows = {line.split()[0]: line.split() for line in printed.splitlines() if "_per_" in line}
     assert float(rows["int8_per_token_head"][3]) < float(rows["int4_per_group"][3])
     assert (tmp_path / "audit.svg").read_text().startswith("<?xml")
+    guide = (Path(__file__).parents[2] / "docs/guides/quantized-caches.md").read_text()
+    assert next(line for line in printed.splitlines() if line.startswith("format ")) in guide
+    assert all(f"\n{one.label:24}  " in guide for one in AUDIT_FORMATS)
 
 
 def test_an_unknown_format_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
