@@ -12,7 +12,7 @@ Required methods are abstract. Optional methods have working defaults.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -113,6 +113,17 @@ class AttentionBackend(ABC):
     @classmethod
     def tuner(cls, device: torch.device) -> Tuner | None:
         """The parameters that `attnlib tune` can measure on `device`; None (default) if none."""
+        return None
+
+    @classmethod
+    def get_operation(cls, name: str) -> Callable[..., Any] | None:
+        """An operation that no attention layer runs, with the signature and the semantics of that
+        of `attnlib.ops.torch`: `select_keys` (M14), `write_packed_latents` and
+        `packed_latent_attention` (P14). The conformance suite tests those that a backend has.
+
+        Returns:
+            The operation; None (default) if the backend has none with this name.
+        """
         return None
 
     @classmethod

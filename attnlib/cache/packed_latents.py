@@ -1,4 +1,4 @@
-"""A cache of latents in the packed format of 656 bytes per token (`ops.packed_latents`)."""
+"""A cache of packed latents: 656 bytes per token (P14)."""
 
 from __future__ import annotations
 

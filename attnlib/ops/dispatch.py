@@ -10,9 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["operation"]
+__all__ = ["named_operation", "operation"]
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MODULES = {
+    "select_keys": "key_indexer",
+    "write_packed_latents": "packed_latents",
+    "packed_latent_attention": "packed_latents",
+}
+"""Operations that no attention layer runs, and the modules that hold them."""
 
 
 def operation(module: str, name: str, rows: Tensor) -> Callable[..., Any]:
@@ -26,6 +32,12 @@ def operation(module: str, name: str, rows: Tensor) -> Callable[..., Any]:
     """
     served = rows.is_cuda and rows.dtype in _KERNEL_DTYPES
     return _load("triton" if served else "torch", module, name)
+
+
+def named_operation(package: str, name: str) -> Callable[..., Any] | None:
+    """The operation `name` of the package "torch" or "triton" that no attention layer runs
+    (`AttentionBackend.get_operation`); None if there is none with this name."""
+    return _load(package, _MODULES[name], name) if name in _MODULES else None
 
 
 @functools.lru_cache(maxsize=64)

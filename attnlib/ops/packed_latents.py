@@ -1,4 +1,4 @@
-"""The packed format of latents: 656 bytes per token, as FlashMLA and vLLM (`fp8_ds_mla`) store it.
+"""Packed latents (P14): 656 bytes per token, as FlashMLA and vLLM (`fp8_ds_mla`) store them.
 
 512 float8_e4m3fn elements, 4 float32 scales of 128 elements each, and the rotary part of 64
 bfloat16 elements. An element times its scale is the real value.
@@ -56,7 +56,7 @@ def packed_views(data: Tensor) -> PackedViews:
         raise ContractError(
             f"packed latents are {data.dtype} {tuple(data.shape)}; they must be torch.uint8 "
             f"[blocks, block size, {BYTES}]",
-            rule="P10",
+            rule="P14",
         )
     strides = data.stride()
     misplaced = data.data_ptr() % 16 if not data.is_meta else 0
@@ -64,7 +64,7 @@ def packed_views(data: Tensor) -> PackedViews:
         raise ContractError(
             f"packed latents have strides {strides} and start at {misplaced} modulo 16; the bytes "
             "of a token must be consecutive and begin at a multiple of 16",
-            rule="P10",
+            rule="P14",
         )
     scales_end = LATENT + LATENT // GROUP * 4
     return PackedViews(

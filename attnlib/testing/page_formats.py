@@ -16,7 +16,9 @@ __all__ = [
     "PAGE_NAMES",
     "allocate_pages",
     "dequantize_tokens",
+    "e4m3_magnitudes",
     "fill_pages",
+    "nearest_e4m3",
     "quantize_tokens",
     "write_page_slots",
 ]
@@ -46,7 +48,7 @@ def _num_groups(name: str, size: int) -> int:
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-100, 2.0**100
 
 
-def _e4m3_magnitudes() -> torch.Tensor:
+def e4m3_magnitudes() -> torch.Tensor:
     """The 127 finite magnitudes of e4m3 in order, which is the order of their bits."""
     values = []
     for bits in range(127):
@@ -139,8 +141,8 @@ def quantize_tokens(tokens: torch.Tensor, name: str) -> tuple[torch.Tensor, torc
         scale = scale.clamp(max=min(_LARGEST_SCALE, limit))
         scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale)
     if name == "nvfp4":
-        scale_bits = _nearest_e4m3(scale)
-        scale = _e4m3_magnitudes()[scale_bits.long()]
+        scale_bits = nearest_e4m3(scale)
+        scale = e4m3_magnitudes()[scale_bits.long()]
     elif name != "mxfp4":
         scale = scale.to(scale_dtype).double()
     quotient = torch.where(scale[..., None] > 0, x / scale[..., None], 0.0).float().double()
@@ -155,7 +157,7 @@ def quantize_tokens(tokens: torch.Tensor, name: str) -> tuple[torch.Tensor, torc
         bits = _nearest(quotient, torch.tensor(_E2M1, dtype=torch.float64), 8)
         return bits[..., 0::2] | bits[..., 1::2] << 4, scales
     if name == "fp8_per_token_head":
-        return _nearest_e4m3(quotient).view(dtype), scales
+        return nearest_e4m3(quotient).view(dtype), scales
     numbers = _half_to_even(quotient)
     if name == "int8_per_token_head":
         return numbers.to(torch.int8), scales
@@ -173,7 +175,7 @@ def dequantize_tokens(elements: torch.Tensor, scales: torch.Tensor) -> torch.Ten
     name = _name_of(elements, scales)
     if name == "fp8_per_token_head":
         bits = elements.contiguous().view(torch.uint8).long()
-        magnitudes = torch.cat((_e4m3_magnitudes(), torch.tensor([math.nan]))).to(bits.device)
+        magnitudes = torch.cat((e4m3_magnitudes(), torch.tensor([math.nan]))).to(bits.device)
         numbers = magnitudes[bits & 127] * torch.where(bits > 127, -1.0, 1.0)
     elif name in _GROUPS:
         bits = torch.stack((elements & 15, elements >> 4), -1).flatten(-2).long()
@@ -191,7 +193,7 @@ def dequantize_tokens(elements: torch.Tensor, scales: torch.Tensor) -> torch.Ten
     if name == "mxfp4":
         factors = torch.where(scales == 255, math.nan, 2.0 ** (factors - 127))
     elif name == "nvfp4":
-        magnitudes = torch.cat((_e4m3_magnitudes(), torch.tensor([math.nan]))).to(scales.device)
+        magnitudes = torch.cat((e4m3_magnitudes(), torch.tensor([math.nan]))).to(scales.device)
         factors = magnitudes[scales.long() & 127]
     return numbers * factors.repeat_interleave(repeats, dim=-1)
 
@@ -217,9 +219,9 @@ def _half_to_even(quotient: torch.Tensor) -> torch.Tensor:
     return below + up.long()
 
 
-def _nearest_e4m3(quotient: torch.Tensor) -> torch.Tensor:
+def nearest_e4m3(quotient: torch.Tensor) -> torch.Tensor:
     """The bits of the nearest e4m3 numbers, ties to even bits; |quotient| is at most 448."""
-    return _nearest(quotient, _e4m3_magnitudes(), 128)
+    return _nearest(quotient, e4m3_magnitudes(), 128)
 
 
 def _nearest(quotient: torch.Tensor, table: torch.Tensor, sign: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ The call sequence is: build the metadata, write the new keys and values, call `f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "attend",
     "check_supported",
     "compare_with_oracle",
+    "find_operation",
     "make_impl",
     "run_case",
     "run_materialized_case",
@@ -54,6 +56,18 @@ def check_supported(backend: Backend, case: Case, device: torch.device | str) ->
     reasons = backend.validate_configuration(case.spec, device)
     if reasons:
         raise UnsupportedCase(reasons)
+
+
+def find_operation(backend: Backend, name: str) -> Callable[..., Any]:
+    """The operation of a backend that no attention layer runs.
+
+    Raises:
+        UnsupportedCase: the backend has none with this name.
+    """
+    found = backend.get_operation(name)
+    if found is None:
+        raise UnsupportedCase([f"operation {name}: not supported"])
+    return found
 
 
 def make_impl(backend: Backend, step: MaterializedCase) -> AttentionImpl:

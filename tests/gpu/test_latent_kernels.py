@@ -253,7 +253,7 @@ PACKED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_latents(name: str) -> None:
-    """P10, M11, M12: the bytes of the write and the attention, against torch."""
+    """P14, M11, M12: the bytes of the write and the attention, against torch."""
     options = dict(PACKED[name])
     text, heads = options.pop("batch"), options.pop("heads")
     entries, dtype = options.pop("entries", 0), options.pop("dtype", torch.bfloat16)

@@ -58,6 +58,14 @@ def test_a_backend_that_supports_nothing_does_not_pass() -> None:
     assert not report.passed
 
 
+def test_operations_that_a_backend_has_not_are_unsupported() -> None:
+    """M14, P14: `get_operation` of the base class returns None."""
+    report = run_conformance(ToyBackend, device="cpu", against=[], only="I1,A2", quick=True)
+    assert {result.check for result in report.results} == {"I1", "A2"}
+    assert all(result.outcome is Outcome.UNSUPPORTED for result in report.results)
+    assert "operation select_keys: not supported (I1/" in render_report(report)
+
+
 def test_a_backend_without_common_sizes_raises_with_the_reasons() -> None:
     with pytest.raises(
         ContractError,

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 
@@ -19,6 +20,7 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.device import DeviceInfo
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.torch import key_indexer, packed_latents
 from attnlib.spec import AttentionSpec
 from tests.testing.toy_backend import ToyBackend, ToyBuilder, ToyImpl, ToyMetadata, toy_with
 
@@ -792,6 +794,110 @@ class CoarseQueries(TorchImpl):
         super().forward(query, cache, metadata, output, lse)
 
 
+class OneScalePerToken(TorchBackend):
+    """Writes packed latents with the largest scale of a token in place of all four."""
+
+    @classmethod
+    def get_operation(cls, name: str) -> Callable[..., Any] | None:
+        own = super().get_operation(name)
+        assert own is not None
+        return cls._write if name == "write_packed_latents" else own
+
+    @staticmethod
+    def _write(latents: torch.Tensor, data: torch.Tensor, slots: torch.Tensor) -> None:
+        kept = latents[: len(slots)][slots >= 0]
+        scale = (kept[:, :512].float().abs().amax(-1) / 448.0).clamp(min=2.0**-126)
+        packed_latents.write_packed_latents(latents, data, slots)
+        for at, row, factor in zip(slots[slots >= 0].tolist(), kept, scale, strict=True):
+            token = data[at // data.shape[1], at % data.shape[1]]
+            elements = (row[:512].float() / factor).clamp(-448, 448).to(torch.float8_e4m3fn)
+            token[:512] = elements.view(torch.uint8)
+            token[512:528] = factor.expand(4).contiguous().view(torch.uint8)
+
+
+class FirstScaleForAllGroups(TorchBackend):
+    """Reads all groups of a packed latent with the scale of the first one."""
+
+    @classmethod
+    def get_operation(cls, name: str) -> Callable[..., Any] | None:
+        own = super().get_operation(name)
+        assert own is not None
+        return cls._attend if name == "packed_latent_attention" else own
+
+    @staticmethod
+    def _attend(query: torch.Tensor, data: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        changed = data.clone(memory_format=torch.contiguous_format)
+        changed[..., 512:528] = data[..., 512:516].repeat(1, 1, 4)
+        packed_latents.packed_latent_attention(query, changed, *args, **kwargs)
+
+
+class ReplacesInvalidPackedScales(TorchBackend):
+    """Reads a scale of a packed latent that is not finite as 0, which hides it."""
+
+    @classmethod
+    def get_operation(cls, name: str) -> Callable[..., Any] | None:
+        own = super().get_operation(name)
+        assert own is not None
+        return cls._attend if name == "packed_latent_attention" else own
+
+    @staticmethod
+    def _attend(query: torch.Tensor, data: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        changed = data.clone(memory_format=torch.contiguous_format)
+        scales = changed[..., 512:528].view(torch.float32)
+        scales.masked_fill_(~scales.isfinite(), 0.0)
+        packed_latents.packed_latent_attention(query, changed, *args, **kwargs)
+
+
+class _WrongIndexer(TorchBackend):
+    """Changes the scores [n, H, blocks] of the blocks before the best are chosen."""
+
+    @classmethod
+    def change(cls, scores: torch.Tensor, local_blocks: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    @classmethod
+    def get_operation(cls, name: str) -> Callable[..., Any] | None:
+        return cls._select if name == "select_keys" else super().get_operation(name)
+
+    @classmethod
+    def _select(cls, *args: Any, **kwargs: Any) -> None:
+        own = key_indexer._block_scores
+
+        def changed(*inputs: Any) -> torch.Tensor:
+            return cls.change(own(*inputs), inputs[-1])
+
+        with mock.patch.object(key_indexer, "_block_scores", changed):
+            key_indexer.select_keys(*args, **kwargs)
+
+
+class TiesToTheLargestPosition(_WrongIndexer):
+    """Prefers the last of several equal scores."""
+
+    @classmethod
+    def change(cls, scores: torch.Tensor, local_blocks: int) -> torch.Tensor:
+        return scores + 1e-3 * torch.arange(scores.shape[-1], device=scores.device)
+
+
+class NoLocalBlocks(_WrongIndexer):
+    """Scores the last blocks of a query as any others."""
+
+    @classmethod
+    def change(cls, scores: torch.Tensor, local_blocks: int) -> torch.Tensor:
+        return scores.masked_fill(scores == torch.inf, -1.0) if local_blocks else scores
+
+
+class IndexScalesIgnored(TorchBackend):
+    """Scores stored float8 index keys without the scales of their tokens."""
+
+    @classmethod
+    def get_operation(cls, name: str) -> Callable[..., Any] | None:
+        return cls._select if name == "select_keys" else super().get_operation(name)
+
+    @staticmethod
+    def _select(*args: Any, **kwargs: Any) -> None:
+        key_indexer.select_keys(*args[:3], None, *args[4:], **kwargs)
+
+
 def _torch_with(impl: type[TorchImpl]) -> type[AttentionBackend]:
     """The torch backend with another implementation; it supports all formats."""
     return type(impl.__name__, (TorchBackend,), {"get_impl_cls": staticmethod(lambda: impl)})
@@ -864,6 +970,12 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "strides inferred from shapes": (toy_with(StridesFromShape), "V2"),
     "rotary part at the wrong offset": (toy_with(RotaryPartFirst), "A1"),
     "scale of the latent": (toy_with(ScaleOfTheLatent), "A1"),
+    "one scale for a packed latent": (OneScalePerToken, "A2"),
+    "first scale of a packed latent for all groups": (FirstScaleForAllGroups, "A2"),
+    "invalid scales of packed latents replaced": (ReplacesInvalidPackedScales, "A2"),
+    "ties of index scores to the largest position": (TiesToTheLargestPosition, "I1"),
+    "local blocks not always selected": (NoLocalBlocks, "I1"),
+    "ignored scales of index keys": (IndexScalesIgnored, "I1"),
     "unsupported without a reason": (EmptyReason, "R1"),
 }
 """Error -> the wrong backend and the check that is meant to detect it."""

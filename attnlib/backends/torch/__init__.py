@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from attnlib.capabilities import Capabilities, Sizes
 from attnlib.device import DeviceInfo
 from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
+from attnlib.ops.dispatch import named_operation
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
 
 __all__ = ["TorchBackend"]
@@ -73,6 +75,11 @@ class TorchBackend(AttentionBackend):
         from attnlib.backends.torch.impl import TorchImpl
 
         return TorchImpl
+
+    @classmethod
+    def get_operation(cls, name: str) -> Callable[..., Any] | None:
+        """Those of `attnlib.ops.torch`."""
+        return named_operation("torch", name)
 
     @classmethod
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:

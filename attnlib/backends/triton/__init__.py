@@ -12,6 +12,7 @@ import importlib.util
 import os
 import re
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from attnlib.capabilities import Capabilities, Sizes
 from attnlib.device import DeviceInfo
 from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
+from attnlib.ops.dispatch import named_operation
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
 from attnlib.tuning.tuner import Tuner
 
@@ -99,6 +101,11 @@ class TritonBackend(AttentionBackend):
         from attnlib.backends.triton.metadata import TritonMetadataBuilder
 
         return TritonMetadataBuilder
+
+    @classmethod
+    def get_operation(cls, name: str) -> Callable[..., Any] | None:
+        """Those of `attnlib.ops.triton`."""
+        return named_operation("triton", name)
 
     @classmethod
     def unavailable(cls, device: DeviceInfo) -> list[str]:

@@ -1,7 +1,7 @@
 """Packed latents (`ops.packed_latents`) in plain torch: the reference of the Triton kernels.
 
 Latents are dequantized in float32 and rounded to the dtype of the queries; attention is then that
-over latents of this dtype (P10, M12).
+over latents of this dtype (P14, M12).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write_packed_latents(latents: Tensor, data: Tensor, slot_mapping: Tensor) ->
     if latents.dim() != 2 or latents.shape[1] != LATENT + ROTARY:
         raise ContractError(
             f"latents are {tuple(latents.shape)}; they must be [tokens, {LATENT + ROTARY}]",
-            rule="P10",
+            rule="P14",
         )
     check_slots(latents, latents, slot_mapping)
     tokens = torch.nonzero(slot_mapping >= 0).flatten()

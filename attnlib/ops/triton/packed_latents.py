@@ -56,7 +56,7 @@ def write_packed_latents(latents: Tensor, data: Tensor, slot_mapping: Tensor) ->
         raise ContractError(
             f"latents are {tuple(latents.shape)} with strides {latents.stride()}; they must be "
             f"[tokens, {LATENT + ROTARY}] with last stride 1",
-            rule="P10",
+            rule="P14",
         )
     check_slots(latents, latents, slot_mapping)
     if not slot_mapping.shape[0] or not data.shape[0]:
