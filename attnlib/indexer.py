@@ -22,7 +22,7 @@ class KeyIndexer:
     """Writes new index keys, scores all visible ones, and returns the lists of the best.
 
     On a GPU the Triton operations run, elsewhere those of torch. Scores are held for as many query
-    tokens as fit a bounded workspace.
+    tokens as fit a workspace of 256 MiB (Triton) or 64 MiB (torch), and for at least one.
 
     Args:
         selection: the form of the lists, that of the layer's spec; `query_block_size` is 1.

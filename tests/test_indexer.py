@@ -12,6 +12,7 @@ from attnlib.cache.index_keys import IndexKeyCache
 from attnlib.errors import ContractError
 from attnlib.indexer import KeyIndexer
 from attnlib.key_selection import KeySelection
+from attnlib.ops.torch.key_indexer import select_keys
 
 TOKENS = KeySelection(max_blocks=4)
 QUERY_LENS, SEQ_LENS = [1, 3], [10, 7]
@@ -59,6 +60,41 @@ def test_the_best_visible_keys_are_selected(dtype: torch.dtype) -> None:
             best = scores[: position + 1].sort(descending=True, stable=True).indices[:4]
             assert selected.indices[row, 0].tolist() == sorted(best.tolist())
             row += 1
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("with_weights", [True, False], ids=["one list", "list per head"])
+def test_bfloat16_scores_are_float32_and_a_call_twice_gives_the_same_lists(
+    stored: torch.dtype, with_weights: bool
+) -> None:
+    """M14: products are summed in float32; sums in bfloat16 choose other keys of 300."""
+    torch.manual_seed(0)
+    selection, heads, tokens, length = KeySelection(max_blocks=20), 3, 60, 300
+    cache = IndexKeyCache.allocate(20, 16, 16, stored, "cpu")
+    cache.write(torch.randn(320, 16).bfloat16(), torch.arange(320))
+    query = torch.randn(tokens, heads, 16).bfloat16()
+    weights = torch.rand(tokens, heads) if with_weights else None
+    table = torch.randperm(20)[:19].int()[None]
+    batch = (table, torch.tensor([0, tokens]).int(), torch.tensor([length]).int())
+    found = []
+    for fill in (7, -9):
+        out = torch.full((tokens, 1 if with_weights else heads, 20), fill, dtype=torch.int32)
+        select_keys(
+            query, weights, cache.keys, cache.scales, *batch, selection, max_query_len=tokens,
+            max_seq_len=length, out=out,
+        )  # fmt: skip
+        found.append(out)
+    assert torch.equal(*found)
+    keys = cache.keys.double()
+    if cache.scales is not None:
+        keys = keys * cache.scales[..., None]
+    keys = keys[table[0].long()].flatten(0, 1)
+    for token in range(tokens):
+        scores = query[token].double() @ keys[: length - tokens + token + 1].T
+        if weights is not None:
+            scores = (scores.clamp(min=0) * weights[token][:, None]).sum(0, keepdim=True)
+        best = scores.sort(descending=True, stable=True).indices[:, :20].sort().values
+        assert torch.equal(found[0][token], best.int())
 
 
 def test_ties_go_to_the_smallest_position_and_lists_are_padded() -> None:

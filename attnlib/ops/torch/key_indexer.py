@@ -11,7 +11,8 @@ from attnlib.ops.torch.batch import Request, list_requests, on_host
 __all__ = ["select_keys"]
 
 _MAX_SCORES = 1 << 24
-"""Most scores that are held at a time: 64 MiB in float32."""
+"""Most scores that are held at a time: 64 MiB in float32, or those of one query token and all index
+heads if these are more."""
 
 
 @torch.no_grad()

@@ -18,10 +18,13 @@ from attnlib.ops.triton.launch.scales import kv_kind
 __all__ = ["select_keys"]
 
 _MAX_SCORES = 1 << 26
-"""Most scores in the workspace: 256 MiB. A batch with more is computed in chunks of queries."""
+"""Most scores in the workspace: 256 MiB. A batch with more is computed in chunks of queries; a
+chunk has at least one query token, whose scores are the lists of a token times the blocks of
+`max_seq_len`."""
 _MAX_TILE_TOKENS = 16
 _TILE_KEYS = 128
 _MAX_GRID = 65535
+"""Most programs along the second axis of a grid."""
 _COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -45,7 +48,8 @@ def select_keys(
     """Write the `max_blocks` blocks of keys with the largest scores of each query token to `out`.
 
     No host sync; grids and workspace follow from the upper bounds, so that a CUDA graph captures
-    the call.
+    the call. The workspace has at most 256 MiB, or the float32 scores of one query token if these
+    are more: with 2^26 and more blocks in all lists of a token.
 
     Args:
         query: `[T, Hi, Di]` float16, bfloat16 or float32, last stride 1.
@@ -56,7 +60,9 @@ def select_keys(
             `attnlib.ops.torch.key_indexer`.
 
     Raises:
-        ContractError: tensors that the kernels cannot address, or blocks of more than 4096 tokens.
+        ContractError: tensors that the kernels cannot address, blocks of more than 4096 tokens, or
+            a `max_seq_len` of more than 65535 tiles of keys (8 million tokens, where 128 is a
+            multiple of the block size).
     """
     num_tokens, num_heads, size = query.shape
     if num_tokens == 0 or out.shape[1] == 0:
@@ -66,11 +72,19 @@ def select_keys(
     select = selection.block_size
     columns = max(1, triton.cdiv(max_seq_len, select))
     list_heads = out.shape[1]
-    tile_tokens = min(_MAX_TILE_TOKENS, next_power_of_2(max(1, max_query_len)))
+    scores_of_token = list_heads * columns
+    tile_tokens = _tokens_of_tile(scores_of_token, max_query_len)
     num_tiles = num_tokens // tile_tokens + query_start_loc.shape[0]
     select_pad = next_power_of_2(select)
     blocks = max(1, _TILE_KEYS // select_pad)
-    scores_of_tile = tile_tokens * list_heads * columns
+    key_tiles = triton.cdiv(columns, blocks)
+    if key_tiles > _MAX_GRID:
+        raise ContractError(
+            f"max_seq_len={max_seq_len} needs {key_tiles} tiles of {blocks} blocks; the kernels "
+            f"take at most {_MAX_GRID}: pass a smaller bound",
+            rule="M14",
+        )
+    scores_of_tile = tile_tokens * scores_of_token
     tiles_of_chunk = max(1, min(num_tiles, _MAX_SCORES // scores_of_tile))
     workspace = torch.empty(
         tiles_of_chunk * scores_of_tile, dtype=torch.float32, device=query.device
@@ -80,7 +94,7 @@ def select_keys(
     with device_guard(query):
         for first in range(0, num_tiles, tiles_of_chunk):
             count = min(tiles_of_chunk, num_tiles - first)
-            index_scores_kernel[(count, triton.cdiv(columns, blocks))](
+            index_scores_kernel[(count, key_tiles)](
                 query, keys, workspace, query_start_loc, seq_lens, block_table, weights,
                 key_scales, query_start_loc.shape[0] - 1, first, local_blocks, columns,
                 block_table.stride(0), *query.stride()[:2],
@@ -99,6 +113,16 @@ def select_keys(
                 columns, num_tokens, out.shape[2], *out.stride()[:2], HEADS=list_heads,
                 SELECT=select, TILE_TOKENS=tile_tokens, LANES=lanes, num_warps=8,
             )  # fmt: skip
+
+
+def _tokens_of_tile(scores_of_token: int, max_query_len: int) -> int:
+    """Query tokens of a tile, a power of two: at most those whose scores fit the workspace."""
+    fitting = max(1, _MAX_SCORES // scores_of_token)
+    return min(
+        _MAX_TILE_TOKENS,
+        next_power_of_2(max(1, max_query_len)),
+        1 << (fitting.bit_length() - 1),
+    )
 
 
 def _vector(tensor: Tensor) -> int:

@@ -73,6 +73,32 @@ def test_it_equals_torch(
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.float8_e4m3fn),
+        (torch.float16, torch.float16),
+        (torch.float16, torch.float8_e4m3fn),
+    ],
+)
+def test_the_same_call_twice_gives_the_same_lists(dtype: torch.dtype, stored: torch.dtype) -> None:
+    """M14; scores with rounding errors. bfloat16 is tested on a GPU (tests/gpu): the interpreter
+    computes wrong products of it."""
+    inputs, tokens = _inputs(3, 4, 16, True, stored)
+    generator = torch.Generator().manual_seed(0)
+    inputs[0] = torch.randn(inputs[0].shape, generator=generator).to(dtype)
+    inputs[1] = torch.rand(inputs[1].shape, generator=generator)
+    found = []
+    for fill in (7, -9):
+        out = torch.full((tokens, 1, 5), fill, dtype=torch.int32)
+        triton_operation.select_keys(
+            *inputs, KeySelection(max_blocks=5), max_query_len=7, max_seq_len=61, out=out
+        )
+        found.append(out)
+    assert torch.equal(*found) and (found[0] >= 0).any()
+
+
 def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workspace is bounded: larger batches are computed in parts."""
     inputs, tokens = _inputs(0, 4, 16, True, torch.float32)
@@ -85,6 +111,35 @@ def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         )
         found.append(out)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_the_workspace_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile has fewer query tokens where those of 16 do not fit; one token is the least."""
+    inputs, tokens = _inputs(0, 4, 16, False, torch.float32)
+    out = torch.empty(tokens, 4, 6, dtype=torch.int32)
+    selection = KeySelection(max_blocks=6)
+    sizes, own = [], torch.empty
+
+    def empty(*shape: Any, **options: Any) -> torch.Tensor:
+        if options.get("dtype") is torch.float32 and len(shape) == 1:
+            sizes.append(shape[0])
+        return own(*shape, **options)
+
+    found = []
+    for most in (1 << 26, 4000, 4 * 61 * 3, 4 * 61, 10):
+        monkeypatch.setattr(triton_operation, "_MAX_SCORES", most)
+        with monkeypatch.context() as patch:
+            patch.setattr(triton_operation.torch, "empty", empty)
+            triton_operation.select_keys(
+                *inputs, selection, max_query_len=7, max_seq_len=61, out=out
+            )
+        found.append(out.clone())
+        assert sizes[-1] <= max(most, 4 * 61)
+    assert sizes[-4:] == [3904, 488, 244, 244]
+    assert all(torch.equal(lists, found[0]) for lists in found)
+    monkeypatch.undo()
+    form = triton_operation._tokens_of_tile
+    assert (form(1 << 22, 1000), form(1 << 23, 1000), form(1 << 27, 1000)) == (16, 8, 1)
 
 
 def test_tensors_that_kernels_cannot_address_are_refused() -> None:
@@ -100,6 +155,10 @@ def test_tensors_that_kernels_cannot_address_are_refused() -> None:
     with pytest.raises(ContractError, match="at most 4096 tokens"):
         triton_operation.select_keys(
             *inputs, KeySelection(max_blocks=4, block_size=8192), out=out, **bounds
+        )
+    with pytest.raises(ContractError, match="max_seq_len=9000000 needs 70313 tiles of 128 blocks"):
+        triton_operation.select_keys(
+            *inputs, selection, out=out, max_query_len=7, max_seq_len=9_000_000
         )
 
 
