@@ -99,19 +99,74 @@ def test_lists_are_given_exactly_when_the_spec_declares_them() -> None:
         dense(q, None, None, cache, metadata, selected_keys=SelectedKeys(_lists(9, 2)))
 
 
-def test_selecting_everything_equals_dense_bit_for_bit() -> None:
-    """M11, also in any order; one missing block changes the result."""
-    layer, cache, metadata, q = _step()
-    dense, _, plain, _ = _step(SPEC.replace(key_selection=None))
-    expected, expected_lse = dense(q, None, None, cache, plain, True)
-    everything = SelectedKeys(_lists(9, 2))
-    out, lse = layer(q, None, None, cache, metadata, True, selected_keys=everything)
-    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
-    fewer = everything.indices.clone()
-    fewer[4, 1][fewer[4, 1] == 0] = -1
-    out = layer(q, None, None, cache, metadata, selected_keys=SelectedKeys(fewer))
-    changed = (out != expected).any(-1)
-    assert changed[4, 2:].all() and torch.allclose(out[:4], expected[:4], atol=1e-6)
+FORMS: dict[str, dict[str, Any]] = {
+    "GQA": {"num_heads": 4, "num_kv_heads": 2, "head_size": 16},
+    "MLA": {
+        "num_heads": 4, "num_kv_heads": 1, "head_size": 24, "head_size_v": 16, "use_mla": True,
+    },
+}  # fmt: skip
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {}, "sinks": {"has_sink": True}, "window": {"sliding_window": 50},
+}  # fmt: skip
+EVERYTHING = [
+    ([1, 5, 3, 1], [200, 150, 130, 1]),
+    ([1], [300]),
+    ([40, 7], [260, 90]),
+]
+"""Query lengths and sequence lengths."""
+
+
+def _all_blocks(form: KeySelection, lists: int, heads: int, draw: torch.Generator) -> torch.Tensor:
+    """Lists of the first `max_blocks - 3` blocks in random order, with -1 between them."""
+    order = torch.rand(lists, heads, form.max_blocks, generator=draw).argsort(-1)
+    return order.masked_fill(order >= form.max_blocks - 3, -1).int()
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("query_block_size", [1, 4])
+@pytest.mark.parametrize("block_size", [1, 4, 64, 128])
+@pytest.mark.parametrize("scope", ["all_heads", "kv_head", "query_head"])
+def test_selecting_everything_equals_dense_bit_for_bit(
+    scope: str, block_size: int, query_block_size: int, form: str, feature: str
+) -> None:
+    """M11: output and LSE, with shuffled and padded lists; without a block they change."""
+    draw = torch.Generator().manual_seed(0)
+    fields: dict[str, Any] = {**FORMS[form], **FEATURES[feature]}
+    spec = attnlib.AttentionSpec(**fields, dtype=torch.float32, block_size=16)
+    heads = {"all_heads": 1, "kv_head": spec.num_kv_heads, "query_head": spec.num_heads}[scope]
+    sinks = torch.randn(spec.num_heads, generator=draw) if spec.has_sink else None
+    for query_lens, seq_lens in EVERYTHING:
+        columns, requests = -(-max(seq_lens) // 16), len(seq_lens)
+        table = torch.randperm(requests * columns, generator=draw).view(requests, columns).int()
+        common = attnlib.CommonAttentionMetadata.from_lengths(
+            query_lens, seq_lens, table, 16, "cpu"
+        )
+        cache = attnlib.PagedKVCache.allocate(spec, requests * columns, "cpu")
+        cache.value_cache.normal_(generator=draw)
+        cache.key_cache.normal_(generator=draw)
+        query = torch.randn(sum(query_lens), spec.num_heads, spec.head_size, generator=draw)
+        selection = KeySelection(
+            max_blocks=-(-max(seq_lens) // block_size) + 3, block_size=block_size, scope=scope,
+            query_block_size=query_block_size,
+        )  # fmt: skip
+        counts = [-(-length // query_block_size) for length in query_lens]
+        starts = torch.tensor([0, *counts]).cumsum(0).int() if query_block_size > 1 else None
+        everything = _all_blocks(selection, sum(counts), heads, draw)
+        without_last = everything.clone()  # without the block of the last query
+        without_last[-1][without_last[-1] == (seq_lens[-1] - 1) // block_size] = -1
+        results = []
+        for indices in (None, everything, without_last):
+            own = spec if indices is None else spec.replace(key_selection=selection)
+            layer = attnlib.Attention(own, backend="torch", device="cpu", sinks=sinks)
+            metadata = layer.backend.make_builder(own, "cpu").build(0, common)
+            lists = None if indices is None else SelectedKeys(indices, starts)
+            results.append(layer(query, None, None, cache, metadata, True, selected_keys=lists))
+        (out, lse), (found, found_lse), (other, other_lse) = results
+        assert torch.equal(found, out) and torch.equal(found_lse, lse)
+        assert (other[-1] != out[-1]).any(-1).all() and (other_lse[-1] != lse[-1]).all()
+        rest = slice(None, sum(query_lens[:-1]))
+        assert torch.allclose(other[rest], out[rest], atol=1e-6)
 
 
 def test_order_and_padding_change_no_bit() -> None:
