@@ -146,21 +146,23 @@ def _refuse(
 def _refuse_selection(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Refuse what is not computed over selected keys. Ignoring the lists would attend to all."""
     given = next(name for name in SELECTIONS if kwargs.get(name) is not None)
-    for argument, what in (
-        ("attnlib_step", "in a paged cache"),
-        ("write_index", "in continuous batching"),
-        ("cu_seq_lens_q", "of packed sequences"),
-        ("position_bias", "with a position bias"),
+    eager = "use attn_implementation='eager'"
+    plain = "use generate with attn_implementation='attnlib'"
+    for argument, what, action in (
+        ("attnlib_step", "in a paged cache", plain),
+        ("write_index", "in continuous batching", plain),
+        ("cu_seq_lens_q", "of packed sequences", eager),
+        ("position_bias", "with a position bias", eager),
     ):
         if kwargs.get(argument) is not None:
             raise UnsupportedConfigError(
                 f"{layer_name(module)}: {given}= selects keys per query, which attnlib does not "
-                f"support {what}; use attn_implementation='eager'"
+                f"support {what}; {action}"
             )
     if kwargs.get("output_attentions"):
         raise UnsupportedConfigError(
             f"{layer_name(module)}: {given}= selects keys per query, whose weights attnlib does "
-            "not return; use attn_implementation='eager'"
+            f"not return; {eager}"
         )
 
 

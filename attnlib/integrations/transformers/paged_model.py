@@ -72,7 +72,8 @@ class PagedModel:
     Raises:
         UnsupportedConfigError: `hybrid` and `latents` are both True, or `latents` is True and no
             module has latents that the backend supports, or the model uses the index of a token in
-            the packed row as its position, or has layers with recurrent states.
+            the packed row as its position, or has layers that select keys by an indexer, have
+            compressed entries or have recurrent states.
     """
 
     def __init__(
@@ -333,19 +334,30 @@ def _shares_keys(module: nn.Module) -> bool:
     return bool(getattr(module, "is_kv_shared_layer", False))
 
 
-_WITH_STATES = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent")
-"""Layer types of transformers that keep a recurrent or convolution state."""
+_OUTSIDE_THE_CACHE = {
+    **dict.fromkeys(
+        ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"), "states"
+    ),
+    **dict.fromkeys(
+        ("indexed_attention", "deepseek_sparse_attention", "minimax_m3_sparse"), "index keys"
+    ),
+    **dict.fromkeys(
+        ("compressed_sparse_attention", "heavily_compressed_attention"), "compressed entries"
+    ),
+}
+"""Layer types of transformers, and what these layers keep that a paged KV cache does not hold."""
 
 
 def _refuse_model(model: nn.Module) -> None:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    with_state = [kind for kind in getattr(text, "layer_types", None) or () if kind in _WITH_STATES]
-    if with_state:
-        raise UnsupportedConfigError(
-            f"{type(model).__name__} has layers of type {with_state[0]}, whose states are not in a "
-            "paged KV cache: use generate with attn_implementation='attnlib'"
-        )
+    for kind in getattr(text, "layer_types", None) or ():
+        if kind in _OUTSIDE_THE_CACHE:
+            raise UnsupportedConfigError(
+                f"{type(model).__name__} has layers of type {kind}, whose "
+                f"{_OUTSIDE_THE_CACHE[kind]} are not in a paged KV cache: use generate with "
+                "attn_implementation='attnlib'"
+            )
     if getattr(text, "attn_temperature_tuning", False):
         raise UnsupportedConfigError(
             f"{type(model).__name__} scales queries by their index in the row "

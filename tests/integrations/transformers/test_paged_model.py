@@ -10,6 +10,7 @@ import transformers as hf
 
 import attnlib
 from attnlib.cache.allocator import BlockAllocator
+from attnlib.cache.storage import PagedKVCache
 from attnlib.cli.demo.result import check_tokens
 from attnlib.cli.demo.scheduler import Request, Scheduler
 from attnlib.cli.demo.serve import serve
@@ -28,6 +29,7 @@ from tests.integrations.tiny_models import (
     randomized,
     stablelm,
 )
+from tests.integrations.transformers_sweep import tiny
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -196,6 +198,45 @@ def test_models_with_recurrent_states_are_refused(kind: str) -> None:
     model.config.layer_types = ["full_attention", kind]
     with pytest.raises(UnsupportedConfigError, match=f"layers of type {kind}, whose states"):
         PagedModel(model, num_blocks=4)
+
+
+OUTSIDE_THE_CACHE = {
+    "axk2": ("AXK2ForCausalLM", "indexed_attention, whose index keys"),
+    "bailing_hybrid": ("BailingHybridForCausalLM", "linear_attention, whose states"),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", "indexed_attention, whose index keys"),
+    "deepseek_v4": (
+        "DeepseekV4ForCausalLM",
+        "heavily_compressed_attention, whose compressed entries",
+    ),
+    "dots3_note": ("Dots3NoteForCausalLM", "indexed_attention, whose index keys"),
+    "glm5_next": ("Glm5NextForConditionalGeneration", "linear_attention, whose states"),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", "indexed_attention, whose index keys"),
+    "hy_v4": ("HYV4ForCausalLM", "indexed_attention, whose index keys"),
+    "hy_v4_vl": ("HYV4VLForConditionalGeneration", "indexed_attention, whose index keys"),
+    "kimi_linear": ("KimiLinearForCausalLM", "linear_attention, whose states"),
+    "minimax_m3_vl_text": ("MiniMaxM3VLForCausalLM", "minimax_m3_sparse, whose index keys"),
+    "mistral_large4": (
+        "MistralLarge4ForConditionalGeneration",
+        "indexed_attention, whose index keys",
+    ),
+    "qwen4_exp": ("Qwen4ExpForCausalLM", "linear_attention, whose states"),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE_THE_CACHE)
+def test_families_whose_layers_keep_more_are_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models that select keys, with compressed entries and with states, before any allocation."""
+    allocated: list[Any] = []
+    monkeypatch.setattr(PagedKVCache, "allocate", lambda *args, **kwargs: allocated.append(args))
+    class_name, kind = OUTSIDE_THE_CACHE[name]
+    message = f"{class_name} has layers of type {kind} are not in a paged KV cache: use generate "
+    model = tiny.build(name, class_name)
+    for latents in (None, True):
+        with pytest.raises(UnsupportedConfigError, match=f"{message}with attn_implementation='at"):
+            PagedModel(model, num_blocks=4, latents=latents)
+    assert not allocated
 
 
 def test_a_block_that_does_not_exist_is_named() -> None:

@@ -93,7 +93,8 @@ def test_what_has_no_selection_is_refused() -> None:
     rows = call[1].shape[2]
     indices = torch.zeros(1, rows, 1, dtype=torch.long)
     for arguments, message in (
-        ({"attnlib_step": object()}, "does not support in a paged cache"),
+        ({"attnlib_step": object()}, "in a paged cache; use generate with attn_implementation="),
+        ({"write_index": torch.zeros(2)}, "in continuous batching; use generate with"),
         ({"cu_seq_lens_q": torch.zeros(2)}, "of packed sequences"),
         ({"position_bias": torch.zeros(1, 2, rows, rows)}, "with a position bias"),
         ({"output_attentions": True}, "does not return"),
