@@ -10,6 +10,7 @@ import torch
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers import attention
 from attnlib.integrations.transformers.attention import attnlib_attention
+from tests.integrations.transformers.indexers import select_all_keys, select_few_keys
 from tests.integrations.transformers.module_calls import Module, states
 from tests.integrations.transformers_sweep import tiny
 from tests.integrations.transformers_sweep.trial import installed
@@ -18,6 +19,7 @@ MODELS = {
     "deepseek_v32": "DeepseekV32ForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "hy_v4": "HYV4ForCausalLM",
+    "hy_v4_vl": "HYV4VLForConditionalGeneration",
     "axk2": "AXK2ForCausalLM",
     "dots3_note": "Dots3NoteForCausalLM",
     "mistral_large4": "MistralLarge4ForConditionalGeneration",
@@ -28,9 +30,7 @@ MODELS = {
 def _model(name: str, counted: list[int], monkeypatch: pytest.MonkeyPatch) -> Any:
     """A tiny model whose indexers keep 5 tokens, or 2 blocks of 4; calls with lists are counted."""
     model = tiny.build(name, MODELS[name])
-    for module in model.modules():
-        if hasattr(module, "index_topk"):
-            module.index_topk = 5
+    select_few_keys(model)
     attend = attention.attend_selected
 
     def counting(*arguments: Any) -> torch.Tensor:
@@ -50,7 +50,8 @@ def _model(name: str, counted: list[int], monkeypatch: pytest.MonkeyPatch) -> An
     ],
 )  # fmt: skip
 def test_tokens_are_those_of_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward, left and right padding, and `generate` with its cache."""
+    """Forward, left and right padding, and `generate` with its cache. The selection matters: the
+    eager model has other logits if its indexers select every key."""
     counted: list[int] = []
     model = _model(name, counted, monkeypatch)
     generator = torch.Generator().manual_seed(0)
@@ -69,10 +70,14 @@ def test_tokens_are_those_of_eager(name: str, monkeypatch: pytest.MonkeyPatch) -
             tokens.append(model.generate(ids, attention_mask=left, **options))
             found[implementation] = logits, tokens
         assert counted
+        model.set_attn_implementation("eager")
+        assert select_all_keys(model) > 0
+        everything = model(ids).logits
     (eager, eager_tokens), (ours, our_tokens) = found["eager"], found["attnlib"]
     for expected, actual, mask in zip(eager, ours, [torch.ones_like(ids), *masks], strict=True):
         assert (expected - actual)[mask.bool()].abs().max() < 1e-4
     assert all(torch.equal(*pair) for pair in zip(eager_tokens, our_tokens, strict=True))
+    assert (everything - eager[0]).abs().max() > 1.0
 
 
 def test_a_selection_changes_the_result() -> None:
