@@ -28,8 +28,8 @@ SELECTING = {"glm5_next", "qwen4_exp"}
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_eager(family: str) -> None:
-    """Forward and `generate`, with a padded row, on text. Selections of keys matter: the eager model
-    has other logits if its indexers select every key."""
+    """Forward and `generate`, with a padded row, on text. Selections matter: the eager model has
+    other logits if its indexers select every key."""
     model = tiny.build(family, FAMILIES[family])
     ids = torch.randint(2, 60, (2, 19), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
