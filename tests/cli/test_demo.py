@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -223,14 +225,14 @@ def test_the_demo_in_bfloat16_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> No
     assert json.loads(capsys.readouterr().out)["result"]["budget"] == 6e-2
 
 
-def test_the_demo_on_a_given_model(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--model FOLDER`: sinks, two kinds of layers with a selection each, and its own tokenizer."""
+def _save(model: Any, folder: Path) -> None:
+    """A model and a tokenizer of letters."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from tests.integrations.tiny_models import VOCABULARY, decoder
+    from tests.integrations.tiny_models import VOCABULARY
 
-    decoder("gpt_oss").save_pretrained(tmp_path)
+    model.save_pretrained(folder)
     letters = {
         "?": 0,
         **{letter: index + 1 for index, letter in enumerate("abcdefghijklmnopqrstuvwxyzHTWNLY.,!")},
@@ -238,14 +240,36 @@ def test_the_demo_on_a_given_model(tmp_path, capsys: pytest.CaptureFixture[str])
     assert len(letters) <= VOCABULARY
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
+
+
+def test_the_demo_on_a_given_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--model FOLDER`: sinks, two kinds of layers with a selection each, and its own tokenizer."""
+    from tests.integrations.tiny_models import decoder
+
+    _save(decoder("gpt_oss"), tmp_path)
     assert main(["demo", "--tiny", "--device", "cpu", "--model", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert (
         "sliding_attention\nattnlib chose torch" in shown
         and "full_attention\nattnlib chose torch" in shown
         and "PASSED: 12/12" in shown
+        and "latent" not in shown
     )
+
+
+def test_the_demo_over_latents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """P10: 24 elements per token and layer, and what four heads of 24 and 16 would need."""
+    from tests.integrations.tiny_models import deepseek_v3
+
+    _save(deepseek_v3(), tmp_path)
+    assert main(["demo", "--tiny", "--device", "cpu", "--model", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    mib = 256 * 16 * 2 * 4 / 2**20  # of one element of all tokens of both layers
+    assert f"latent cache: {24 * mib:.2f} MiB; expanded keys and values would need " in shown
+    assert f"would need {4 * (24 + 16) * mib:.2f} MiB\n" in shown
+    assert "full_attention over latents\nattnlib chose torch" in shown
+    assert "PASSED: 12/12 tokens identical to eager attention" in shown
 
 
 def test_progress_is_a_bar_on_a_terminal_and_four_lines_in_a_log(

@@ -39,6 +39,9 @@ class Progress:
 def statistics(paged: PagedModel, requests: list[Request], served: ServingResult) -> dict[str, Any]:
     """The statistics of a run."""
     generated = sum(len(request.generated) for request in requests)
+    latents = {}
+    if paged.latents.modules:
+        latents = {"expanded_cache_mib": paged.expanded_cache_bytes / 2**20}
     return {
         "requests": len(requests),
         "steps": served.steps,
@@ -51,6 +54,7 @@ def statistics(paged: PagedModel, requests: list[Request], served: ServingResult
         "peak_blocks": served.peak_blocks,
         "block_size": paged.block_size,
         "cache_mib": paged.cache_bytes / 2**20,
+        **latents,
         "preemptions": served.preemptions,
         "backends": sorted({layer.backend.get_name() for layer, _ in paged.layers()}),
     }
@@ -85,6 +89,11 @@ def show(
         f"of {numbers['block_size']} tokens at peak, {numbers['cache_mib']:.1f} MiB, "
         f"{numbers['preemptions']} preemptions"
     )
+    if "expanded_cache_mib" in numbers:
+        print(
+            f"latent cache: {numbers['cache_mib']:.2f} MiB; expanded keys and values would need "
+            f"{numbers['expanded_cache_mib']:.2f} MiB"
+        )
     print(result)
 
 

@@ -39,6 +39,11 @@ class LatentWeights:
         self.projection = weight.detach().view(-1, rows, weight.shape[1])
         self.latent_size = weight.shape[1]
 
+    @property
+    def expanded_size(self) -> int:
+        """Elements of the keys and values of all heads per token, which a latent stands for."""
+        return self.projection.shape[0] * (self.projection.shape[1] + self.rotary_size)
+
     def spec(self, **fields: Any) -> AttentionSpec:
         """The spec of the latent layer; `fields` are its other fields."""
         return AttentionSpec(

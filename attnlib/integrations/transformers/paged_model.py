@@ -21,7 +21,7 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.integrations.transformers.continuous import paged_forward
 from attnlib.integrations.transformers.discovery import DiscoveryStep, create_layers
-from attnlib.integrations.transformers.latents import unexpanded
+from attnlib.integrations.transformers.latents import LatentWeights, unexpanded
 from attnlib.integrations.transformers.layers import layer_name
 from attnlib.integrations.transformers.paged_latents import LatentLayers
 from attnlib.integrations.transformers.paged_step import LayerGroupKey, PagedStep, attend
@@ -123,6 +123,18 @@ class PagedModel:
             return self.pool.nbytes
         caches = {id(cache): cache for _, cache in self._layers.values()}
         return sum(cache.nbytes for cache in caches.values())
+
+    @property
+    def expanded_cache_bytes(self) -> int:
+        """What `cache_bytes` would be with the keys and values of every head in place of latents,
+        as with `latents=False`."""
+        total = self.cache_bytes
+        for module in self.latents.modules:
+            if module in self._layers:
+                (layer, cache), weights = self._layers[module], LatentWeights(module)
+                expanded = cache.nbytes // layer.spec.head_size * weights.expanded_size
+                total += expanded - cache.nbytes
+        return total
 
     def layers(self) -> list[tuple[Attention, PagedKVCache]]:
         """Layers and caches in the order of execution; empty before the first step."""

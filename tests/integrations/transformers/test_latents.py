@@ -65,6 +65,7 @@ def test_latents_need_less_memory(expand_from: int | None, monkeypatch: pytest.M
     expanded, result = _served(deepseek_v3(), latents=False)
     assert result.passed and not any(spec.use_mla for spec in expanded.specs)
     assert paged.cache_bytes * (4 * (24 + 16)) == expanded.cache_bytes * 24
+    assert paged.expanded_cache_bytes == expanded.cache_bytes == expanded.expanded_cache_bytes
 
 
 @pytest.mark.slow
