@@ -13,7 +13,11 @@ import torch
 from torch import nn
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.integrations.transformers.continuous import attend_continuous, refuse_plain_call
+from attnlib.integrations.transformers.continuous import (
+    attend_continuous,
+    cache_of_step,
+    refuse_plain_call,
+)
 from attnlib.integrations.transformers.dense import dense_weights
 from attnlib.integrations.transformers.layers import Call, layer_name
 from attnlib.integrations.transformers.masks import read_mask, refuse_export
@@ -72,13 +76,13 @@ def attnlib_attention(
             module, query, key, value, step, attention_mask=attention_mask, scaling=scale, **kwargs
         )
         return result
-    paged = kwargs.get("cache") is not None and kwargs.get("write_index") is not None
-    if not paged:
+    cache = cache_of_step(key, value, kwargs)
+    if cache is None:
         refuse_plain_call(module)
     with torch.no_grad():
         call = _call(module, query, key, value, scale, kwargs)
-        if paged:
-            return attend_continuous(call, kwargs["cache"], kwargs), None
+        if cache is not None:
+            return attend_continuous(call, cache, kwargs), None
         bias = kwargs.get("position_bias")
         out = None
         if selects_keys(kwargs):

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -38,7 +38,13 @@ from attnlib.layer import Attention
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import CudaGraphSupport
 
-__all__ = ["attend_continuous", "check_layers", "paged_forward", "refuse_plain_call"]
+__all__ = [
+    "attend_continuous",
+    "cache_of_step",
+    "check_layers",
+    "paged_forward",
+    "refuse_plain_call",
+]
 
 
 @dataclass(eq=False)
@@ -96,11 +102,12 @@ def check_layers(cache: Any, model: torch.nn.Module) -> Iterator[None]:
     session = _sessions.setdefault(cache, _Session())
     session.reached.clear()
     _local.model = type(model).__name__
-    cache.update = functools.partial(_keep_update, cache)
+    _local.updates = _Updates(cache)
+    cache.update = functools.partial(_keep_update, _local.updates)
     try:
         yield
     finally:
-        _local.model = None
+        _local.model = _local.updates = None
         del cache.update
     missed = attention_layers(cache) - session.reached
     replayed = not session.reached and bool(session.captured)  # a replay calls no Python
@@ -111,17 +118,49 @@ def check_layers(cache: Any, model: torch.nn.Module) -> Iterator[None]:
         )
 
 
+@dataclass(eq=False)
+class _Updates:
+    """The calls of `cache.update` in one step, from transformers 5.24 on.
+
+    Attributes:
+        cache: the `PagedAttentionCache` of transformers.
+        states: (keys, values) of each call.
+    """
+
+    cache: Any
+    states: list[tuple[ref[torch.Tensor], ref[torch.Tensor]]] = field(default_factory=list)
+
+    def has(self, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether these tensors were the keys and values of a call."""
+        return any(keys() is key and values() is value for keys, values in self.states)
+
+
 def _keep_update(
-    cache: Any,
+    updates: _Updates,
     key_states: torch.Tensor,
     value_states: torch.Tensor,
     layer_idx: int,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cache.update` of a layer, from transformers 5.24 on: pass the cache on to the attention,
-    which writes to it and reads it in place. Before 5.24, layers pass it on themselves."""
-    kwargs["cache"] = cache
+    """`cache.update` of a layer, from transformers 5.24 on: the attention writes to the cache and
+    reads it in place. Before 5.24, layers pass the cache on to the attention themselves."""
+    updates.states.append((ref(key_states), ref(value_states)))
+    kwargs["cache"] = updates.cache
     return key_states, value_states
+
+
+def cache_of_step(key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+    """The `PagedAttentionCache` of an attention call; None outside of a step.
+
+    From transformers 5.24 on, layers that share the keys of an earlier layer do not update the
+    cache. Their storage gets the keys again, as before.
+    """
+    if kwargs.get("write_index") is None:
+        return None
+    updates: _Updates | None = getattr(_local, "updates", None)
+    if updates is not None and updates.has(key, value):
+        return updates.cache
+    return kwargs.get("cache")
 
 
 def refuse_plain_call(module: torch.nn.Module) -> None:
@@ -158,12 +197,14 @@ def attend_continuous(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.T
         kwargs: the arguments of the step, as transformers passes them to every layer.
 
     Raises:
-        UnsupportedConfigError: the cache stores other head sizes than the layer has, or the backend
-            cannot be captured in the CUDA graph that is being recorded.
+        UnsupportedConfigError: the cache stores other head sizes than the layer has, the layer
+            changes its keys or values after the update of the cache, or the backend cannot be
+            captured in the CUDA graph that is being recorded.
     """
     index = call.layer_idx
     storage = layer_storage(cache, index)
     _check_head_sizes(call, storage)
+    _check_states(call)
     step = _step_of(cache, index, kwargs)
     if storage.pages is None:
         return _attend_gathered(call, cache, storage, step, kwargs)
@@ -316,6 +357,18 @@ def _check_head_sizes(call: Call, storage: LayerStorage) -> None:
             f"paged cache of transformers stores {stored}: generate_batch does not support "
             f"this model (multi-head latent attention, or values smaller than keys); use generate "
             f"with attn_implementation='attnlib'"
+        )
+
+
+def _check_states(call: Call) -> None:
+    """Refuse keys or values that the layer has changed since it updated the cache: the attention
+    would write them, and the model stores others."""
+    updates: _Updates | None = getattr(_local, "updates", None)
+    if updates is not None and updates.states and not updates.has(call.key, call.value):
+        raise UnsupportedConfigError(
+            f"{layer_name(call.module)} changes keys or values after it has passed them to the "
+            "paged cache of transformers, which attnlib does not support: use generate with "
+            "attn_implementation='attnlib'"
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import (
     PagedAttentionCache,
@@ -27,7 +28,9 @@ from tests.integrations.tiny_models import (
     qwen2_moe,
     stablelm,
 )
+from tests.integrations.transformers_sweep import tiny
 
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 PAGE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
 LENGTHS = {"torch": (5, 9, 33, 18), "triton": (3, 11)}
 TOKENS = {"torch": 10, "triton": 3}
@@ -265,6 +268,33 @@ def test_layers_that_lose_the_step_are_refused(
     """Their attention would be a plain call over the packed row."""
     errors = _errors(model(), prompts(5, 9), caplog)
     assert all("does not pass the arguments of a paged step on" in error for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("name", "class_name"),
+    [("gemma3n_text", "Gemma3nForCausalLM"), ("gemma4_text", "Gemma4ForCausalLM")],
+)
+def test_layers_that_share_keys(
+    name: str, class_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers 2 and 3 attend to the keys of layers 0 and 1 and do not update the cache."""
+    monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
+    model, inputs = tiny.build(name, class_name), prompts(9, 30)
+    assert model.config.num_kv_shared_layers == 2
+    assert batch_tokens(model, inputs, 6) == eager_tokens(model, inputs, 6)
+
+
+@pytest.mark.skipif(VERSION < (5, 24), reason="layers pass the cache on to their attention")
+@pytest.mark.parametrize(
+    ("name", "class_name"),
+    [("diffllama", "DiffLlamaForCausalLM"), ("jetmoe", "JetMoeForCausalLM")],
+)
+def test_states_that_change_after_the_update_are_refused(
+    name: str, class_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P4: the attention gets other keys or values than the model stores in the paged cache."""
+    errors = _errors(tiny.build(name, class_name), prompts(5, 9), caplog)
+    assert all("Attention.0 changes keys or values after it has" in error for error in errors)
 
 
 def test_a_layer_that_does_not_attend_is_refused(caplog: pytest.LogCaptureFixture) -> None:
