@@ -14,6 +14,9 @@ from pathlib import Path
 import torch
 
 import attnlib
+from attnlib.backends._foreign.imports import Keywords
+from attnlib.backends.flash_attn.probe import FlashKernel
+from attnlib.backends.flash_attn.support import capabilities_of, kernel_unsupported_reasons
 from attnlib.bench.results import read_document
 from attnlib.bench.table import markdown
 from attnlib.capabilities import Capabilities
@@ -41,6 +44,7 @@ BASE = {
     "dtype": torch.float16,
     "block_size": 16,
 }
+LATENTS = {"use_mla": True, "num_kv_heads": 1, "head_size": 576, "head_size_v": 512}
 FEATURES = {
     "head size 64 / 128 / 256": [{"head_size": 64}, {}, {"head_size": 256}],
     "head size 80, 96, 192": [{"head_size": 80}, {"head_size": 96}, {"head_size": 192}],
@@ -74,7 +78,12 @@ FEATURES = {
         {"compressed_entries": CompressedEntries.parse("4:64:512")},
     ],
     "threshold of weights": [{"skip_softmax_threshold": 0.001}],
-    "MLA": [{"use_mla": True, "num_kv_heads": 1}],
+    "MLA": [LATENTS],
+    "MLA, fp8 latents": [{**LATENTS, "kv_cache_dtype": "fp8"}],
+    "MLA with selected keys": [
+        {**LATENTS, "key_selection": KeySelection(max_blocks=2048)},
+        {**LATENTS, "key_selection": KeySelection(max_blocks=2048), "kv_cache_dtype": "fp8"},
+    ],
     "encoder layers (no cache)": [{"attn_type": "encoder_only"}],
     "cross attention": [{"attn_type": "encoder_decoder"}],
     "returning the LSE": [{"needs_lse": True}],
@@ -140,23 +149,62 @@ def support() -> str:
     return head + table + devices + sizes + _over_latents()
 
 
+FLASH_ATTENTION_3 = FlashKernel(
+    version=3,
+    source="flash_attn_interface",
+    release="",
+    function=print,  # not called
+    keywords=Keywords(
+        frozenset({"qv", "page_table", "window_size", "softcap", "s_aux", "k_descale"})
+        | {"return_softmax_lse"}
+    ),
+)
+"""FlashAttention 3 with the interface of its releases and without build flags."""
+
+LATENT_FEATURES = {
+    "float16, bfloat16": [{}, {"dtype": torch.bfloat16}],
+    "fp8 latents": [{"kv_cache_dtype": "fp8", "dtype": torch.bfloat16}],
+    "selected keys": [{"key_selection": KeySelection(max_blocks=2048)}],
+    "bidirectional": [{"mask_kind": "bidirectional"}],
+    "sliding window": [{"sliding_window": 1024}],
+    "logits soft cap": [{"logits_soft_cap": 50.0}],
+    "attention sinks": [{"has_sink": True}],
+    "returning the LSE": [{"needs_lse": True}],
+    "batch invariance": [{"batch_invariant": True}],
+}
+
+
 def _over_latents() -> str:
-    """The backends that are used by name and serve layers over latents only."""
+    """What the adapters of other packages support over latents."""
     text = (
-        "\n## Over latents, by name\n\n"
-        "These backends serve layers with `use_mla` only, with latents of 512 elements and a\n"
-        "rotary part of 64.\n\n"
-        "| | devices | block sizes | masks | sinks | LSE |\n|---|---|---|---|---|---|\n"
+        "\n## Over latents\n\n"
+        "Adapters of other packages for layers with `use_mla`, latents of 512 elements, a rotary\n"
+        "part of 64 and blocks of 64 tokens. `flash_mla` and `flashinfer_mla` serve such layers\n"
+        "only, and are used by name. `flash_attn` needs FlashAttention 3; its column is for a\n"
+        "build with all features and no `config`.\n\n"
+        "| | `flash_attn` | `flash_mla` | `flashinfer_mla` |\n|---|---|---|---|\n"
     )
-    for name in ("flash_mla", "flashinfer_mla"):
-        caps: Capabilities = load_backend(name).capabilities
-        masks = ", ".join(kind.value for kind in caps.mask_kinds)
-        low, high = caps.min_capability, caps.max_capability
-        chips = f"sm_{low[0]}{low[1]}" + ("" if high is None else f" to sm_{high[0]}{high[1]}")
-        features = " | ".join("yes" if has else "no" for has in (caps.sink, caps.lse))
-        chips += " and later" if high is None else ""
-        text += f"| `{name}` | {chips} | {caps.block_sizes} | {masks} | {features} |\n"
+    names = ("flash_mla", "flashinfer_mla")
+    found = [capabilities_of(FLASH_ATTENTION_3)]
+    found += [load_backend(name).capabilities for name in names]
+    text += "| devices | " + " | ".join(map(_chips, found)) + " |\n"
+    text += "| block sizes | " + " | ".join(str(caps.block_sizes) for caps in found) + " |\n"
+    for title, changes in LATENT_FEATURES.items():
+        cells = ["yes", "yes", "yes"]
+        for change in changes:
+            spec = attnlib.AttentionSpec(**{**BASE, **LATENTS, "block_size": 64, **change})
+            reasons = [kernel_unsupported_reasons(FLASH_ATTENTION_3, spec, DEVICES["sm_90"], {})]
+            for name in names:
+                reasons.append(load_backend(name).validate_configuration(spec, DEVICES["sm_90"]))
+            cells = ["no" if why else cell for cell, why in zip(cells, reasons, strict=True)]
+        text += f"| {title} | " + " | ".join(cells) + " |\n"
     return text
+
+
+def _chips(caps: Capabilities) -> str:
+    low, high = caps.min_capability, caps.max_capability
+    least = f"sm_{low[0]}{low[1]}"
+    return f"{least} and later" if high is None else f"{least} to sm_{high[0]}{high[1]}"
 
 
 def _supports(name: str, changes: list[dict]) -> str:
