@@ -48,7 +48,7 @@ def specs_from_config(path: str | Path, **overrides: Any) -> dict[str, Attention
 
     Returns:
         Kind of layer -> spec. Models with multi-head latent attention have two for each kind: with
-        keys and values of every head, as `generate` caches them, and "... over latents". Layers
+        keys and values of every head, as `generate` attends to them, and "... over latents". Layers
         whose indexer selects keys have the form of its lists.
 
     Raises:

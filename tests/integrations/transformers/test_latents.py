@@ -26,6 +26,7 @@ FAMILIES = {
     "longcat_flash": "LongcatFlashForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
+    "sarvam_mla": "DeepseekV3ForCausalLM",
     "youtu": "YoutuForCausalLM",
 }
 
