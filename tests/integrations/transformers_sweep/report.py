@@ -47,6 +47,9 @@ outputs, else it is skipped. Where the outputs depend on padding queries, eager 
 differ, and attnlib must agree with sdpa; the notes name these cases. A commit with "+" had
 uncommitted changes: rows that did not run again at the last commit, among them none that was wrong.
 
+A class has one row of each kind, also where several model types use it: `sarvam_mla` is in the row
+of `deepseek_v3`, `glmga` in that of `glm46v`.
+
 In the tables, "yes" is correct, "own" unaffected and "–" skipped. An empty cell does not apply.
 """
 
