@@ -415,13 +415,14 @@ class Attention(PlannedLayer):
 
         Args:
             query: not read; kept for vLLM's argument list.
-            key, value: of any shape.
+            key, value: of any shape. Values of latents are part of the keys and have their scale;
+                `value` is not read then.
         """
         if not self.spec.is_kv_quantized or self.spec.kv_format.scales_in_page:
             return
         largest = torch.finfo(self.spec.kv_dtype).max
         self.k_scale = scale_for(key, largest)
-        self.v_scale = scale_for(value, largest)
+        self.v_scale = self.k_scale if self.spec.use_mla else scale_for(value, largest)
 
     def set_block_size(self, block_size: int) -> None:
         """Change the block size, for an engine that chooses it after its layers exist.

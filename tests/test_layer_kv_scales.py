@@ -68,6 +68,21 @@ def test_a_step_computes_the_scales_of_its_layers(backend: str) -> None:
         assert float((keys[0] - k[:4]).abs().max()) <= float(k.abs().max()) / 16
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_latents_have_one_scale(backend: str) -> None:
+    """Values over latents are a prefix of the keys, and stored once."""
+    spec = SPEC.replace(num_kv_heads=1, head_size=24, head_size_v=16, use_mla=True)
+    layer = attnlib.Attention(spec, backend=backend, device="cpu")
+    cache = attnlib.PagedKVCache.allocate(spec, 4, "cpu")
+    step = _step(layer)
+    step.enable_kv_scales_calculation = True
+    torch.manual_seed(1)
+    latents = 100.0 * torch.randn(8, 1, 24)
+    layer(torch.randn(8, 4, 24) / 100, latents, latents[..., :16], cache, step)
+    assert cache.k_scale is cache.v_scale is layer.k_scale
+    assert float(cache.k_scale) == pytest.approx(float(latents.abs().max()) / 448)
+
+
 def test_scales_are_computed_once() -> None:
     """They hold for everything that the cache stores."""
     layer = attnlib.Attention(SPEC, device="cpu")

@@ -78,15 +78,18 @@ def test_int4_tiles_fit() -> None:
         choose_hopper_decode_tile(64, 64, cache_bits=4)
 
 
-def test_many_short_requests_over_float8_have_two_consumers() -> None:
-    def consumers(requests: int, keys: int) -> int:
+def test_many_requests_over_quantized_caches_have_two_consumers() -> None:
+    def consumers(requests: int, keys: int, scales_in_page: bool = False) -> int:
         work, pairs = work_class(requests, 8, keys, 132), -(-requests * 8 // 132)
         return choose_hopper_decode_tile(
-            128, 128, cache_bits=8, rows=4, keys_per_sm=work, pairs_per_sm=pairs
-        ).consumers
+            128, 128, cache_bits=8, scales_in_page=scales_in_page, rows=4, keys_per_sm=work,
+            pairs_per_sm=pairs,
+        ).consumers  # fmt: skip
 
-    assert consumers(256, 1024) == 2
-    assert consumers(32, 4096) == consumers(8, 8192) == consumers(1, 1024) == 1
+    assert consumers(256, 1024) == consumers(128, 2048) == consumers(128, 8192) == 2
+    assert consumers(64, 8192) == consumers(32, 4096) == consumers(8, 8192) == 1
+    assert consumers(1, 1024) == consumers(32, 8192, True) == consumers(1, 1024, True) == 1
+    assert consumers(128, 2048, True) == consumers(64, 8192, True) == 2
 
 
 def test_little_work_has_smaller_tiles() -> None:

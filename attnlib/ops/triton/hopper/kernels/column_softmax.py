@@ -16,17 +16,19 @@ from attnlib.ops.triton.hopper.kernels.quantized import WEIGHT_SCALE
 from attnlib.ops.triton.hopper.kernels.softmax import LOG2E
 from attnlib.ops.triton.kernels.quant import KV_INT4, KV_PLAIN
 
-__all__ = ["add_weights", "mask_columns", "softmax_columns", "store_weights"]
+__all__ = [
+    "add_weights", "column_sum", "load_columns", "mask_columns", "softmax_columns",
+    "store_columns", "store_weights",
+]  # fmt: skip
 
 
 @gluon.constexpr_function
-def _partial_layout(rows):
-    """Layout of [warps, rows] in which each thread has the maxima of all warps of its columns."""
+def _column_layout(count, rows):
+    """Layout of [count, rows] in which a thread has all `count` numbers of its columns, 1 or 4."""
     registers = [[0, 1], *([0, 8 << bit] for bit in range((rows // 8).bit_length() - 1))]
+    registers += [[1 << bit, 0] for bit in range(count.bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
-    return gl.DistributedLinearLayout(
-        [*registers, [1, 0], [2, 0]], lanes, [[0, 0], [0, 0]], [], [4, rows]
-    )
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [count, rows])
 
 
 @gluon.jit
@@ -46,8 +48,35 @@ def _column_max(scores, max_tile):
         own = gl.max(gl.max(gl.reshape(scores, [KEYS // 64, 4, 16, ROWS]), 2), 0)
         max_tile.store(own)
         partition_barrier()
-        found = gl.max(max_tile.load(_partial_layout(ROWS)), 0)
+        found = gl.max(max_tile.load(_column_layout(4, ROWS)), 0)
         return gl.convert_layout(found, gl.SliceLayout(0, scores.type.layout))
+
+
+@gluon.jit
+def column_sum(sums, tile):
+    """Return the sum of each column of sums [keys, rows]; `tile` as in `_column_max`."""
+    if tile is None:
+        return gl.sum(sums, 0)
+    else:
+        KEYS: gl.constexpr = sums.shape[0]
+        ROWS: gl.constexpr = sums.shape[1]
+        tile.store(gl.sum(gl.sum(gl.reshape(sums, [KEYS // 64, 4, 16, ROWS]), 2), 0))
+        partition_barrier()
+        found = gl.sum(tile.load(_column_layout(4, ROWS)), 0)
+        return gl.convert_layout(found, gl.SliceLayout(0, sums.type.layout))
+
+
+@gluon.jit
+def store_columns(tile, numbers):
+    """Store numbers [rows] in shared memory [1, rows], for `load_columns` after a barrier."""
+    tile.permute((1, 0)).store(numbers[:, None])
+
+
+@gluon.jit
+def load_columns(tile, LAYOUT: gl.constexpr):
+    """Return the numbers [rows] of `store_columns` as those of the columns of LAYOUT."""
+    found = gl.max(tile.load(_column_layout(1, tile.shape[1])), 0)
+    return gl.convert_layout(found, gl.SliceLayout(0, LAYOUT))
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ Work distribution (stream-K, Osama et al. 2023):
 
 Barriers, one pair per ring stage and ring: `full` completes when the TMA loads of a stage have
 delivered their bytes, or the copies of all gathering threads are complete; `empty` counts one
-arrival, of the consumer.
+arrival, of the consumer, or those of its threads where a CTA has two.
 
 The few rows of a request (query heads of a group times query tokens) are the N dimension of both
 products, K @ Q^T and V^T @ P^T, because WGMMA needs M = 64 but allows N = 8.
@@ -43,12 +43,16 @@ from attnlib.ops.triton.hopper.kernels.cache_tiles import (
 )
 from attnlib.ops.triton.hopper.kernels.column_softmax import (
     add_weights,
+    column_sum,
+    load_columns,
     mask_columns,
     softmax_columns,
+    store_columns,
     store_weights,
 )
 from attnlib.ops.triton.hopper.kernels.combine import clear_rows, combine_in_cta
 from attnlib.ops.triton.hopper.kernels.compat import (
+    arrive_after_copies,
     launch_dependent_grids,
     partition_barrier,
     prefetch_l1,
@@ -194,6 +198,10 @@ def _loader(
             table = block_table + request.to(gl.int64) * stride_table
             pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
             count = gl.minimum(range_end, request_end) - position
+            if KV_KIND != KV_PLAIN and not HAS_LEFT and not HAS_CHUNK:
+                # The first pages of the next request. Over 16-bit caches this gained nothing.
+                following = gl.minimum(request + 1, num_reqs - 1).to(gl.int64)
+                prefetch_l1(block_table + following * stride_table)
             for i in range(0, count):
                 tile = first_tile + (position + i - before)
                 # 32 pages ahead: one 128-byte line of the block table.
@@ -285,6 +293,17 @@ def _multiply_keys(
 
 
 @gluon.jit
+def _release(empty, stage):
+    """Arrive on the barrier of a stage, as each of the 128 threads of a worker.
+
+    The thread has converted its part of the tile and issued a product with it, so its loads from
+    shared memory are complete. It has issued no copies that this would wait for. One arrival for
+    all threads needs a barrier before it, and Triton adds another one after it.
+    """
+    arrive_after_copies(empty.index(stage), increment_count=False)
+
+
+@gluon.jit
 def _finish_scores(scores, k_factor, k_scales, LATER: gl.constexpr, KV_KIND: gl.constexpr):
     """Wait for K @ Q^T, with LATER groups of products in flight behind it; return it in units of
     the keys and queries."""
@@ -351,7 +370,7 @@ def _step(
     tile, row_first, row_last, factor, k_factor, soft_cap, scale, positions, heads, request, aux,
     scales, SCORE: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
     MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, HAS_CAP: gl.constexpr, KV_KIND: gl.constexpr,
-    COPIED: gl.constexpr,
+    COPIED: gl.constexpr, EACH: gl.constexpr,
 ):  # fmt: skip
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
 
@@ -379,10 +398,14 @@ def _step(
     wait_for_tile(v_full, v_stage, ((step - 1) // STAGES) & 1, COPIED)
     acc = _multiply_values(v_ring, v_stage, p_tile, acc, 0, PACKED, False, KV_KIND)
     if KV_KIND != KV_PLAIN:
-        # All warps have both tiles in registers.
-        partition_barrier()
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        mbarrier.arrive(v_empty.index(v_stage), count=1)
+        # Both tiles are in registers.
+        if EACH:
+            _release(k_empty, stage)
+            _release(v_empty, v_stage)
+        else:
+            partition_barrier()
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            mbarrier.arrive(v_empty.index(v_stage), count=1)
     # One group may stay in flight: K @ Q^T is complete, V^T @ P^T overlaps with the softmax.
     scores = _finish_scores(scores, k_factor, k_scales, 2 if KV_KIND == KV_INT4 else 1, KV_KIND)
     if (KV_KIND == KV_PLAIN) and (not PACKED):
@@ -432,7 +455,8 @@ def _consumer(
 
     Args:
         memory: of the worker, see `_allocate_worker`.
-        scales: [8] is the ring of the scales of pages or None, [9] as `column_softmax` takes it.
+        scales: [8] is the ring of the scales of pages or None; [9] and [10] exchange numbers of
+            columns between threads over quantized caches, as `column_softmax` takes them.
         EVEN: as in `_loader`.
         COPIED: the tiles are loaded by `cp.async`.
     """
@@ -448,6 +472,7 @@ def _consumer(
     Q_LANES: gl.constexpr = min(32, WIDTH // 8)
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // Q_LANES, Q_LANES], [4, 1], [1, 0])
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
+    EACH: gl.constexpr = WORKERS > 1
     # With bounds, unmasked tiles have scores that the function does not change.
     FULL_SCORE: gl.constexpr = None if BOUNDS is not None else SCORE
     factor = score_factor(scale, soft_cap, HAS_CAP)
@@ -501,7 +526,6 @@ def _consumer(
                 columns = int4_query_columns(WIDTH, gl.SliceLayout(0, Q_LAYOUT))
             elif KV_KIND != KV_PLAIN:
                 columns = query_columns(WIDTH, gl.SliceLayout(0, Q_LAYOUT))
-            k_factor = 0.0
             if KV_KIND == KV_INT4:
                 pointers = query + q_offsets[:, None] + columns[None, :]
                 q0 = gl.load(pointers, mask=q_valid[:, None], other=0.0).to(gl.float32)
@@ -511,8 +535,7 @@ def _consumer(
                 largest = gl.maximum(gl.maximum(gl.abs(q0), gl.abs(q1)), gl.abs(q2))
                 largest = gl.maximum(largest, gl.abs(q3))
                 power, inverse = query_powers(gl.max(largest, 1))
-                k_factor = gl.convert_layout(inverse, COLUMN)
-                partition_barrier()
+                store_columns(scales[10], inverse)
                 q_tile.index(0).store((q0 * power[:, None]).to(gl.float16))
                 q_tile.index(1).store((q1 * power[:, None]).to(gl.float16))
                 q_tile.index(2).store((q2 * power[:, None]).to(gl.float16))
@@ -527,12 +550,17 @@ def _consumer(
                     q = q.to(gl.float32)
                     power, inverse = query_powers(gl.max(gl.abs(q), 1))
                     q = (q * power[:, None]).to(gl.float16)
-                    k_factor = gl.convert_layout(inverse * key_scale, COLUMN)
-                # All warps are done with the previous split's queries before they are overwritten.
-                partition_barrier()
+                    store_columns(scales[10], inverse * key_scale)
+                else:
+                    # All warps are done with the previous split's queries before they are
+                    # overwritten. Over quantized caches they have exchanged maxima since.
+                    partition_barrier()
                 q_tile.store(q)
             fence_async_shared()
             partition_barrier()
+            k_factor = 0.0
+            if KV_KIND != KV_PLAIN:
+                k_factor = load_columns(scales[10], LAYOUT)
             if position + count < range_end:
                 prefetch_queries(
                     query, start + query_len, kv_head, num_tokens, stride_qt, stride_qh, GROUP, D,
@@ -565,10 +593,11 @@ def _consumer(
                 v_scales = scales[8].index(2 * stage + 1).load(gl.SliceLayout(1, LAYOUT))
             scores = _multiply_keys(k_ring, k_empty, stage, q_tile, zeros, PACKED, KV_KIND)
             scores = _finish_scores(scores, k_factor, k_scales, 0, KV_KIND)
-            if KV_KIND != KV_PLAIN:
-                # All warps have the keys in registers.
-                partition_barrier()
-            if not PACKED:
+            if EACH:
+                _release(k_empty, stage)  # the keys are in registers
+            elif not PACKED:
+                if KV_KIND != KV_PLAIN:
+                    partition_barrier()
                 mbarrier.arrive(k_empty.index(stage), count=1)
             if SCORE is not None:
                 keys = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
@@ -594,14 +623,15 @@ def _consumer(
                         q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                         row_max, row_sum, step + i, tile, row_first, row_last, factor, k_factor,
                         soft_cap, scale, positions, query_head, request, aux, scales, SCORE,
-                        STAGES, PACKED, True, CHECK_LEFT, HAS_CAP, KV_KIND, COPIED)  # fmt: skip
+                        STAGES, PACKED, True, CHECK_LEFT, HAS_CAP, KV_KIND, COPIED,
+                        EACH)  # fmt: skip
                 else:
                     acc, row_max, row_sum = _step(
                         q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
                         row_max, row_sum, step + i, tile, row_first, row_last, factor, k_factor,
                         soft_cap, scale, positions, query_head, request, aux, scales,
                         FULL_SCORE, STAGES, PACKED, False, CHECK_LEFT, HAS_CAP,
-                        KV_KIND, COPIED)  # fmt: skip
+                        KV_KIND, COPIED, EACH)  # fmt: skip
 
             # Epilogue: the product with the values of the last tile.
             step += count
@@ -614,17 +644,24 @@ def _consumer(
                     clear_tile(v_ring.index(stage), past_end, 1 if PACKED else 0)
             acc = _multiply_values(v_ring, stage, p_tile, acc, past_end, PACKED, True, KV_KIND)
             acc = _finish_values(acc, KV_KIND)
-            if KV_KIND != KV_PLAIN:
-                # All warps have the values in registers.
-                partition_barrier()
-            mbarrier.arrive(v_empty.index(stage), count=1)
+            if EACH:
+                _release(v_empty, stage)  # the values are in registers
+            else:
+                if KV_KIND != KV_PLAIN:
+                    partition_barrier()
+                mbarrier.arrive(v_empty.index(stage), count=1)
 
             if EVEN:
                 first_range = even_index(before, total, num_ranges, num_reqs)
                 last_range = even_index(request_end - 1, total, num_ranges, num_reqs)
                 num_splits = last_range - first_range + 1
-            else:
+            elif KV_KIND == KV_PLAIN:
                 num_splits = (request_end - 1) // per_range - before // per_range + 1
+            else:
+                # Loads of fewer bytes hide less of the time between requests: divide rarely.
+                num_splits = (count == tiles).to(gl.int32)
+                if count < tiles:
+                    num_splits = (request_end - 1) // per_range - before // per_range + 1
             head = kv_head * GROUP + row % GROUP
             valid = (row < TILE_TOKENS * GROUP) & (token < query_len)
             partial_index = 2 * worker + (position > range_begin).to(gl.int32)
@@ -640,7 +677,7 @@ def _consumer(
                     )
             final_sum = row_sum
             if ROWS <= 16:
-                final_sum = gl.sum(row_sum, 0)
+                final_sum = column_sum(row_sum, scales[9])
             finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
             acc_scale = gl.full([ROWS], 1.0, gl.float32, COLUMN)
             if HAS_SINK:
@@ -651,7 +688,8 @@ def _consumer(
                     )
             empty = final_sum == 0.0
             safe_sum = gl.where(empty, 1.0, final_sum)
-            base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
+            if KV_KIND == KV_PLAIN:
+                base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
             normalizer = acc_scale / safe_sum
             lanes = gl.arange(0, WIDTH_V, gl.SliceLayout(1, LAYOUT))
             if KV_KIND == KV_INT4:
@@ -667,6 +705,8 @@ def _consumer(
                 offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
                 gl.store(out + offsets[None, :] + lanes[:, None], result.to(DTYPE), mask=mask)
                 if HAS_LSE:
+                    if KV_KIND != KV_PLAIN:
+                        base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
                     gl.store(
                         lse + (start + token).to(gl.int64) * stride_lt + head,
                         base2 * LN2,
@@ -679,6 +719,8 @@ def _consumer(
                     store_in_l2(places, result, mask)
                 else:
                     gl.store(places, result, mask=mask)
+                if KV_KIND != KV_PLAIN:
+                    base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
                 gl.store(partial_lses + partial_index * rows + row, base2, mask=valid)
                 if COMBINE_IN_KERNEL:
                     # The last CTA to finish combines the splits in their order, so the result does
@@ -722,7 +764,7 @@ def _allocate_worker(
     CACHE: gl.constexpr, COMPUTE: gl.constexpr, Q_SHAPE: gl.constexpr, P_SHAPE: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, K_COLUMNS: gl.constexpr, V_COLUMNS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, PACKED: gl.constexpr, K_SCALE_KIND: gl.constexpr,
-    COPIED: gl.constexpr = False,
+    COPIED: gl.constexpr = False, WORKERS: gl.constexpr = 1,
 ):  # fmt: skip
     """Return (q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty) of a worker.
 
@@ -740,22 +782,23 @@ def _allocate_worker(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # full: the loader's expect and the bytes of its TMA loads, and 32 threads that copy scales; or
-    # the threads that gather rows. empty: the consumer's arrival.
+    # the threads that gather rows. empty: the consumer's arrival, or those of its threads.
     V_ARRIVALS: gl.constexpr = _GATHER_THREADS if COPIED else 1
     K_ARRIVALS: gl.constexpr = 33 if K_SCALE_KIND == SCALE_PER_TOKEN else V_ARRIVALS
+    EMPTY_ARRIVALS: gl.constexpr = 1 if WORKERS == 1 else 128
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=K_ARRIVALS)
-        mbarrier.init(k_empty.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=EMPTY_ARRIVALS)
         mbarrier.init(v_full.index(stage), count=V_ARRIVALS)
-        mbarrier.init(v_empty.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=EMPTY_ARRIVALS)
     return q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty
 
 
 @gluon.jit
-def _allocate_maxima(ROWS: gl.constexpr):
-    """Return shared memory for the maxima of each column of scores in four warps."""
+def _allocate_columns(COUNT: gl.constexpr, ROWS: gl.constexpr):
+    """Return shared memory for COUNT numbers of each column of scores."""
     return gl.allocate_shared_memory(
-        gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        gl.float32, [COUNT, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
 
 
@@ -822,20 +865,22 @@ def hopper_decode_kernel(
     Q_SHAPE: gl.constexpr = [4, ROWS, WIDTH // 4] if KV_KIND == KV_INT4 else [ROWS, WIDTH]
     P_SHAPE: gl.constexpr = [4 * ROWS, BLOCK_N] if KV_KIND == KV_INT4 else [ROWS, BLOCK_N]
     # What decodes over quantized caches need besides: `copy_token_scales` names the first nine
-    # values, and the last one is that of `_allocate_maxima`.
-    plain = (None, None, None, None, None, None, None, None, None, None)
+    # values, the next one exchanges maxima and sums of columns, and the last one their factors.
+    plain = (None, None, None, None, None, None, None, None, None, None, None)
     memory0 = _allocate_worker(
         CACHE, COMPUTE, Q_SHAPE, P_SHAPE, STAGES, BLOCK_N, K_COLUMNS, V_COLUMNS, BLOCK_SIZE,
-        PACKED, K_SCALE_KIND, COPIED)  # fmt: skip
+        PACKED, K_SCALE_KIND, COPIED, WORKERS)  # fmt: skip
     scales0 = plain
     if K_SCALE_KIND == SCALE_PER_TOKEN:
         scales0 = (
             k_scale, v_scale, stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn,
-            stride_vsh, _allocate_scales(STAGES, BLOCK_N, KV_KIND), _allocate_maxima(ROWS),
+            stride_vsh, _allocate_scales(STAGES, BLOCK_N, KV_KIND), _allocate_columns(4, ROWS),
+            _allocate_columns(1, ROWS),
         )  # fmt: skip
     elif KV_KIND != KV_PLAIN:
         scales0 = (
-            None, None, None, None, None, None, None, None, None, _allocate_maxima(ROWS),
+            None, None, None, None, None, None, None, None, None, _allocate_columns(4, ROWS),
+            _allocate_columns(1, ROWS),
         )  # fmt: skip
     if WORKERS == 1:
         # Makes the initialized barriers visible to TMA.
@@ -869,16 +914,18 @@ def hopper_decode_kernel(
     else:
         memory1 = _allocate_worker(
             CACHE, COMPUTE, Q_SHAPE, P_SHAPE, STAGES, BLOCK_N, K_COLUMNS, V_COLUMNS, BLOCK_SIZE,
-            PACKED, K_SCALE_KIND)  # fmt: skip
+            PACKED, K_SCALE_KIND, WORKERS=WORKERS)  # fmt: skip
         scales1 = plain
         if K_SCALE_KIND == SCALE_PER_TOKEN:
             scales1 = (
                 k_scale, v_scale, stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn,
-                stride_vsh, _allocate_scales(STAGES, BLOCK_N, KV_KIND), _allocate_maxima(ROWS),
+                stride_vsh, _allocate_scales(STAGES, BLOCK_N, KV_KIND), _allocate_columns(4, ROWS),
+                _allocate_columns(1, ROWS),
             )  # fmt: skip
         elif KV_KIND != KV_PLAIN:
             scales1 = (
-                None, None, None, None, None, None, None, None, None, _allocate_maxima(ROWS),
+                None, None, None, None, None, None, None, None, None, _allocate_columns(4, ROWS),
+                _allocate_columns(1, ROWS),
             )  # fmt: skip
         fence_async_shared()
         gl.warp_specialize(

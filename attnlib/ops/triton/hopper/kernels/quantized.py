@@ -84,9 +84,8 @@ def copy_token_scales(
         table: the request's row of the block table.
         pages: entries of `table` that may be read.
     """
-    k_scale, v_scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, ring, _ = (
-        scales
-    )
+    k_scale, v_scale, stride_kb, stride_kn, stride_kh = scales[:5]
+    stride_vb, stride_vn, stride_vh, ring = scales[5:9]
     KEYS: gl.constexpr = ring.shape[1]
     if KV_KIND == KV_INT4:
         k_scale = k_scale.to(gl.pointer_type(gl.int64))
