@@ -107,6 +107,10 @@ _MLA = _cases(
     ("mla-decode-1x8k-128heads", "q1s8k", _latent(128)),
     ("mla-decode-32x4k-128heads", "32q1s4k", _latent(128)),
     ("mla-decode-128x4k-128heads", "128q1s4k", _latent(128)),
+    *(
+        (f"e4m3-mla-decode-32x4k-{n}heads", "32q1s4k", {**_latent(n), "kv_cache_dtype": "fp8_e4m3"})
+        for n in (16, 128)
+    ),
     ("mla-verify-16x4k-16heads", "16q4s4k", _latent(16)),
     ("mla-prefill-1x2k-128heads", "q2k", _latent(128)),
     ("mla-prefill-1x8k-expanded", "q8k", _EXPANDED),
