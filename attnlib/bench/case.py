@@ -63,6 +63,8 @@ class BenchCase:
             (M17); None for one key stream.
         causal: False where every query sees every key of its request.
         unpaged: an encoder: keys and values are packed like the queries, without a cache.
+        fp8_queries: queries and weights may be rounded to e4m3, with a bound of the error of their
+            own. The built-in backends use it in prefills only (`AttentionSpec.allow_fp8_queries`).
     """
 
     name: str
@@ -84,6 +86,7 @@ class BenchCase:
     entries: tuple[int, int, int] | None = None
     causal: bool = True
     unpaged: bool = False
+    fp8_queries: bool = False
 
     @property
     def spec(self) -> AttentionSpec:
@@ -113,6 +116,7 @@ class BenchCase:
             sliding_window=self.sliding_window,
             logits_soft_cap=self.logits_soft_cap,
             has_sink=self.sinks,
+            allow_fp8_queries=self.fp8_queries,
             use_mla=self.mla,
             score_function=None if self.score is None else load_score_function(self.score),
             key_selection=self.key_selection,
@@ -149,6 +153,7 @@ class BenchCase:
         words += ["sinks"] if self.sinks else []
         words += [] if self.causal else ["not causal"]
         words += ["unpaged"] if self.unpaged else []
+        words += ["float8 queries"] if self.fp8_queries else []
         words += [f"score {self.score.rpartition(':')[2]}"] if self.score else []
         words += [f"selected {self.key_selection}"] if self.key_selection else []
         words += [f"and {entries_of(self.entries)}"] if self.entries else []
@@ -209,6 +214,7 @@ _KEYS: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "entries": _entries,
     "dtype": lambda text: {"dtype": text},
     "kv": lambda text: {"kv_cache_dtype": text},
+    "fp8q": lambda text: {"fp8_queries": text not in ("0", "no")},
 }
 
 

@@ -2,9 +2,10 @@
 
 `attnlib verify` runs the whole conformance suite. This check covers the tensors that are timed:
 every output element must be finite, and selected rows must be within the error budget of the
-float64 oracle. Rows are selected at the ends of requests, at random, and where backends differ
-most. The oracle computes a causal row as a batch of one query over the keys up to its position, so
-a row of a long prefill costs as much as a decode.
+float64 oracle, or within the error of float8 queries where the case permits them. Rows are
+selected at the ends of requests, at random, and where backends differ most. The oracle computes a
+causal row as a batch of one query over the keys up to its position, so a row of a long prefill
+costs as much as a decode.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from attnlib.bench.entries import own_and_entries
 from attnlib.bench.inputs import CaseInputs
 from attnlib.bench.key_lists import selected_mask
 from attnlib.cache.storage import PagedKVCache
-from attnlib.testing.budget import Comparison, compare
+from attnlib.testing.budget import FLOAT8_QUERY_ERROR, Comparison, compare, relative_error
 from attnlib.testing.layouts import read_slots, write_slots
 from attnlib.testing.oracle import OracleParams, unpaged_attention
 from attnlib.testing.page_formats import dequantize_tokens
@@ -66,6 +67,14 @@ def contested_rows(one: torch.Tensor, other: torch.Tensor, limit: int) -> list[i
     return [int(row) for row in difference.topk(min(limit, len(difference))).indices]
 
 
+def _compare_float8(output: torch.Tensor, expected: torch.Tensor) -> Comparison:
+    """Compare outputs whose queries and weights may be rounded to e4m3, in decodes as well."""
+    error = relative_error(output, expected)
+    passed = error < FLOAT8_QUERY_ERROR
+    mismatch = f"relative error {error:.3g}, at most {FLOAT8_QUERY_ERROR} with float8 queries"
+    return Comparison("out", passed, mismatch="" if passed else mismatch)
+
+
 class CorrectnessCheck:
     """Checks outputs and cache writes of one case.
 
@@ -95,6 +104,8 @@ class CorrectnessCheck:
             self._expected[chosen] = self._oracle_rows(chosen)
         expected = self._expected[chosen]
         index = torch.tensor(chosen, device=output.device)
+        if self._inputs.case.fp8_queries:
+            return _compare_float8(output[index], expected.exact)
         dtype = self._inputs.spec.dtype
         return compare(output[index], expected.exact, expected.same_precision, dtype)
 

@@ -108,7 +108,7 @@ _MLA = _cases(
     ("mla-decode-32x4k-128heads", "32q1s4k", _latent(128)),
     ("mla-decode-128x4k-128heads", "128q1s4k", _latent(128)),
     *(
-        (f"e4m3-mla-decode-32x4k-{n}heads", "32q1s4k", {**_latent(n), "kv_cache_dtype": "fp8_e4m3"})
+        (f"mla-decode-32x4k-{n}heads-e4m3", "32q1s4k", {**_latent(n), "kv_cache_dtype": "fp8_e4m3"})
         for n in (16, 128)
     ),
     ("mla-verify-16x4k-16heads", "16q4s4k", _latent(16)),
@@ -183,6 +183,13 @@ _FLOAT8 = tuple(
         *_cases(*((f"prefill-{n}-p{p}", b, {"block_size": p}) for n, b, p in _FLOAT8_LENGTHS)),
     )
     if name == "e4m3" or case.name in ("decode-32x4k", "prefill-1x16k-p16")
+)
+_FLOAT8_QUERIES = tuple(
+    replace(case, name=f"fp8q-{case.name}", kv_cache_dtype="fp8_e4m3", fp8_queries=True)
+    for case in (
+        *(case for case in _DECODE if case.head_size == 128),
+        *_cases(*((f"prefill-{n}-p{p}", b, {"block_size": p}) for n, b, p in _FLOAT8_LENGTHS)),
+    )
 )
 _FORMATS = tuple(
     replace(case, name=f"{name}-{case.name}", kv_cache_dtype=dtype)
@@ -266,16 +273,18 @@ SUITES: Mapping[str, tuple[BenchCase, ...]] = {
     "formats": _FORMATS,
     "coverage": _COVERAGE,
     "quick": tuple(case for case in _ANCHORS if case.name in _QUICK),
+    "float8_queries": _FLOAT8_QUERIES,
     "mla": _MLA,
     "sparse": _SPARSE,
     "streams": _ENTRIES,
     "cpu": _CPU,
 }
 """Name -> cases. `anchors` are the rows of the published results; `float8` has decodes and prefills
-over a float8 cache; `formats` has caches with scales in the page, and float8 with heads of 64 and
-with blocks of 128, each next to bfloat16; `mla` has latent caches and the expanded prefill of the
-same model, `sparse` lists of selected blocks and tokens, `streams` own keys and compressed entries;
-`coverage` has other head sizes, page sizes and features, and small or uneven batches."""
+over a float8 cache, `float8_queries` the same where queries may be rounded; `formats` has caches
+with scales in the page, and float8 with heads of 64 and with blocks of 128, each next to bfloat16;
+`mla` has latent caches and the expanded prefill of the same model, `sparse` lists of selected
+blocks and tokens, `streams` own keys and compressed entries; `coverage` has other head sizes, page
+sizes and features, and small or uneven batches."""
 
 
 def known_cases() -> dict[str, BenchCase]:

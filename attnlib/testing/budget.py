@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["BUDGETS", "Budget", "Comparison", "compare", "compare_bits"]
+__all__ = [
+    "BUDGETS", "FLOAT8_QUERY_ERROR", "Budget", "Comparison", "compare", "compare_bits",
+    "relative_error",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,16 @@ def _nonfinite_mismatch(actual: torch.Tensor, expected: torch.Tensor) -> str:
         f"infinity, first at {where}: {float(actual[where])} where "
         f"{float(expected[where])} was expected"
     )
+
+
+FLOAT8_QUERY_ERROR = 0.05
+"""Largest `relative_error` of outputs whose queries and weights are rounded to e4m3 (M19). A number
+with 4 significant bits has a relative error of at most 2^-4, and 0.026 on average."""
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference divided by the norm of `expected`, over all elements."""
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 def compare_bits(actual: torch.Tensor, expected: torch.Tensor, quantity: str = "out") -> Comparison:

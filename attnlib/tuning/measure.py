@@ -205,13 +205,13 @@ def rank_rows(rows: Iterable[Row], provenance: str) -> list[dict[str, Any]]:
     """Rankings for a table from rows of `attnlib bench`, one for each class of layers with at least
     one time.
 
-    A backend is ranked if it passed the correctness check and was timed on every measured case of
-    the class. Others are left out with the reason and keep the position that their priority gives
-    them.
+    Cases that permit float8 queries are left out: they are not a class of layers. A backend is
+    ranked if it passed the correctness check and was timed on every measured case of the class.
+    Others are left out with the reason and keep the position that their priority gives them.
     """
     classes: dict[str, list[Row]] = {}
     for row in rows:
-        if row.status not in ("not run", "unavailable"):
+        if row.status not in ("not run", "unavailable") and not case_of_row(row).fp8_queries:
             key = json.dumps(layer_class(case_of_row(row).spec))
             classes.setdefault(key, []).append(row)
     lines = [_rank(json.loads(key), members, provenance) for key, members in classes.items()]

@@ -1,14 +1,13 @@
 """Kernels of other projects that attnlib has no backend for, as backends to measure.
 
-    attnlib bench 'decode-*' --backends triton,benchmarks/gpu/peers.py:Xqa
+    attnlib bench 'fp8q-decode-*' --backends triton,benchmarks/gpu/peers.py:Xqa
     attnlib bench 'cov-prefill-1x8k-unpaged' --backends triton,benchmarks/gpu/peers.py:Cudnn
 
 `Xqa` is FlashInfer's XQA decode (`flashinfer.xqa`, from TensorRT-LLM), which the function compiles
 at its first use. `Cudnn` is cuDNN's attention through torch, over keys and values without pages.
-`attnlib bench` compares outputs before it
-measures: over a float8 cache XQA also rounds queries and weights to float8, which is beyond the
-error budget of bfloat16 (1.2 to 2 times the limit in 14 rows on an H200), so that it is measured
-with `--no-check` only.
+Over a float8 cache XQA also rounds queries and weights to float8, which is beyond the error budget
+of bfloat16 (1.2 to 2 times the limit in 14 rows on an H200), so that it is measured on the cases
+`fp8q-*`, which permit that.
 """
 
 from __future__ import annotations

@@ -125,10 +125,10 @@ KERNELS = (
     Step(
         "xqa",
         "-m attnlib bench "
-        + " ".join(f"e4m3-decode-{name}" for name in _FLOAT8_DECODES)
-        + " --backends triton,benchmarks/gpu/peers.py:Xqa --kernels-only --no-check "
+        + " ".join(f"fp8q-decode-{name}" for name in _FLOAT8_DECODES)
+        + " --backends triton,benchmarks/gpu/peers.py:Xqa --kernels-only "
         "--json {out}/xqa.json",
-        "the decodes over a float8 cache beside XQA, whose errors are above the budget",
+        "the decodes over a float8 cache beside XQA, which rounds queries and weights",
     ),
     Step(
         "latents",

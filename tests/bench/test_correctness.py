@@ -124,6 +124,30 @@ def test_decodes_use_copies_that_exceed_the_l2_cache() -> None:
     assert cold_copies(small, 4 * mib, 0, 0) == 1
 
 
+def test_float8_queries_have_a_bound_of_their_own() -> None:
+    """Rounded queries pass where the case permits them, and wrong outputs do not."""
+    text = "2q3s40_q9s30@heads=4/2,d=32,dtype=float32,kv=fp8_e4m3"
+    outcomes = []
+    for case in (text, f"{text},fp8q=1"):
+        inputs = make_inputs(parse_case(case), CPU)
+        assert inputs.spec.allow_fp8_queries == case.endswith("fp8q=1")
+        layer = Attention(inputs.spec, backend="torch", device="cpu")
+        metadata = layer.backend.make_builder(inputs.spec, "cpu").build(0, inputs.common)
+        largest = inputs.query.abs().amax(-1, keepdim=True)
+        scale = largest / 448
+        rounded = (inputs.query / scale).to(torch.float8_e4m3fn).float() * scale
+        check, cache = CorrectnessCheck(inputs), inputs.caches[0]
+        exact = layer(inputs.query, None, None, cache, metadata)
+        outcomes.append(
+            (
+                check.output(exact).passed,
+                check.output(layer(rounded, None, None, cache, metadata)).passed,
+                check.output(1.1 * exact).passed,
+            )
+        )
+    assert outcomes == [(True, False, False), (True, True, False)]
+
+
 @pytest.mark.parametrize("name", PAGE_NAMES)
 def test_pages_are_checked_bit_by_bit(name: str) -> None:
     """M16: the reference passes over the dequantized cache; an element or a scale that differs is

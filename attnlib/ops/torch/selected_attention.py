@@ -46,8 +46,9 @@ def selected_attention(
     """Write the attention of every query token over its selected visible keys to `out`.
 
     Args:
-        query, key_cache, value_cache, block_table, query_start_loc, seq_lens, params, out, lse,
-            query_start_loc_cpu, seq_lens_cpu: as in `paged_prefill`.
+        query, key_cache, value_cache, block_table: as in `paged_prefill`.
+        query_start_loc, seq_lens, params, out, lse: likewise.
+        query_start_loc_cpu, seq_lens_cpu: likewise.
         selection: the form of the lists.
         selected: the lists; checked by the caller (`SelectedKeys.check`).
         kernels: ignored; see `attnlib.ops.triton.selected_attention`.

@@ -55,9 +55,9 @@ def select_keys(
         query: `[T, Hi, Di]` float16, bfloat16 or float32, last stride 1.
         max_query_len: upper bound of the query lengths.
         max_seq_len: upper bound of the sequence lengths.
-        weights, key_cache, key_scales, block_table, query_start_loc, seq_lens, selection,
-            local_blocks, out, query_start_loc_cpu, seq_lens_cpu: as in
-            `attnlib.ops.torch.key_indexer`.
+        weights, key_cache, key_scales, block_table: as in `attnlib.ops.torch.key_indexer`.
+        query_start_loc, seq_lens, selection, local_blocks, out: likewise.
+        query_start_loc_cpu, seq_lens_cpu: likewise.
 
     Raises:
         ContractError: tensors that the kernels cannot address, blocks of more than 4096 tokens, or

@@ -104,8 +104,9 @@ def selected_attention(
     """Attention of every query token over its selected visible keys.
 
     Args:
-        query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, lse,
-            query_start_loc_cpu, seq_lens_cpu: as in `paged_prefill`.
+        query, key_cache, value_cache, block_table: as in `paged_prefill`.
+        query_start_loc, seq_lens, out, lse: likewise.
+        query_start_loc_cpu, seq_lens_cpu: likewise.
         params: scale, mask, soft cap, ALiBi slopes, sinks and KV scales; a query bias and score
             functions are not supported.
         selection: the form of the lists.
