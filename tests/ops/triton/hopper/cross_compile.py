@@ -745,6 +745,7 @@ def _facts(launch: Launch, text: str) -> dict[str, Any]:
         "columns": sorted({int(n) for n in re.findall(r"wgmma\S*m64n(\d+)k16", ptx)}),
         "marks": _marks(ptx),
         "overlapped": _overlapped(launch.kernel.asm["cubin"]),
+        "releases": _releases(launch.kernel.asm["cubin"]),
         "descriptors": sorted(descriptor_sources(disassemble(launch.kernel.asm["cubin"]))),
         "seconds": round(launch.seconds, 1),
     }
@@ -757,6 +758,26 @@ def _overlapped(cubin: bytes) -> int:
         r"DEPBAR\.LE gsb0, 0x1 ;(.*?)DEPBAR\.LE gsb0, 0x0 ;", disassemble(cubin), re.DOTALL
     )
     return min((between.count("MUFU.EX2") for between in counts), default=0)
+
+
+def _releases(cubin: bytes) -> list[bool]:
+    """Return whether a group of products is issued between the last load from shared memory before
+    an arrival of each thread and the arrival, for each of those that follow products."""
+    found = []
+    lines = disassemble(cubin).splitlines()
+    for index, line in enumerate(lines):
+        if "ARRIVES.LDGSTSBAR" not in line:
+            continue
+        for before in reversed(lines[:index]):
+            if "LDGSTS" in before and "ARRIVES" not in before:
+                break  # an arrival after copies
+            if "GMMA" in before and "gsb0" in before:
+                found.append(True)
+                break
+            if re.search(r"\bLDS", before):
+                found.append(False)
+                break
+    return found
 
 
 def _marks(ptx: str) -> list[int]:

@@ -74,6 +74,11 @@ ENTRY_SAMPLE = [
     for entry in sorted(largest_tiles(ENTRIES) - set(COVERED))
     if _kind(entry) not in set(map(_kind, SAMPLE))
 ]
+TWO_CONSUMERS = [
+    case
+    for case in (*CASES, *ENTRIES)
+    if "decode" in case and tile_of(case).consumers == 2 and not tile_of(case).warps
+]
 INVARIANT_SAMPLE = ["invariant-128", "invariant-decode-128"]
 SHARED_SAMPLE = ["shared-decode-112-group5-cap-page128"]
 MAX_SHARED_STACK, MAX_SHARED_LOOP = 432, 16
@@ -249,6 +254,15 @@ def test_the_softmax_overlaps_with_the_product_with_the_values(
     Triton 3.6, 15 to 26 with 3.9, none if ptxas chooses."""
     result = _result(case, compiled)
     assert result["overlapped"] >= 12, result
+
+
+@pytest.mark.parametrize("case", TWO_CONSUMERS)
+def test_threads_release_a_stage_after_products_with_it(case: str, compiled: Compiled) -> None:
+    """`_release` does not wait for the thread's loads from shared memory. The products that use
+    them precede it: in the prologue, the masked and the unmasked step, and the epilogue, of two
+    consumers."""
+    releases = _result(case, compiled)["releases"]
+    assert len(releases) == 12 and all(releases), releases
 
 
 @pytest.mark.parametrize("case", ALL_LATENT)
