@@ -95,7 +95,7 @@ memory's throughput to the converter. Triton 3.9 compiles them with spills in th
 """
 
 _MOST_PAIRS = 16
-"""Pairs per multiprocessor that are told apart when a tile is chosen."""
+"""Pairs per multiprocessor from which all numbers have the same tile."""
 
 
 def unsupported_strides(**tensors: Tensor) -> list[str]:
