@@ -277,16 +277,16 @@ def record_calls(folder: str | Path, *, every: int = 1) -> Iterator[list[Path]]:
     if every < 1:
         raise ContractError(f"every={every} must be at least 1 (1 records every call)")
     files: list[Path] = []
-    num_calls: dict[int, int] = {}
-    names: dict[int, str] = {}
+    num_calls: dict[Any, int] = {}
+    names: dict[Any, str] = {}
 
     def observe(layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any,
                 output: Any, lse: Any) -> None:  # fmt: skip
         if cache is None:
             return
-        number = num_calls.get(id(layer), 0)
-        num_calls[id(layer)] = number + 1
-        name = names.setdefault(id(layer), layer.prefix or f"layer{len(names)}")
+        number = num_calls.get(layer, 0)
+        num_calls[layer] = number + 1
+        name = names.setdefault(layer, layer.prefix or f"layer{len(names)}")
         if number % every == 0:
             step = capture_layer_call(
                 layer, query, key, value, cache, metadata, needs_lse=lse is not None
