@@ -246,15 +246,18 @@ def performance() -> str:
 
 
 def results(file: str) -> str:
-    """The table of a result file of `attnlib bench`, with the figures if it is that of all cases.
+    """The table of a result file of `attnlib bench`, with its figures: those of `bench.json` are in
+    `figures`, those of other files in a folder with the name of the file.
 
     Args:
         file: path in the repository.
     """
     text = "\n" + markdown(read_document(ROOT / file)) + "\n"
     figures = Path(file).parent / "figures"
+    if Path(file).stem != "bench":
+        figures /= Path(file).stem
     for name, caption in FIGURES.items():
-        if Path(file).name == "bench.json" and (ROOT / figures / f"{name}.svg").exists():
+        if (ROOT / figures / f"{name}.svg").exists():
             text += f"![{caption}](../{figures}/{name}.svg)\n\n"
     return text
 

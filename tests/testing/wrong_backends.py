@@ -794,17 +794,24 @@ class CoarseQueries(TorchImpl):
         super().forward(query, cache, metadata, output, lse)
 
 
-class OneScalePerToken(TorchBackend):
-    """Writes packed latents with the largest scale of a token in place of all four."""
+class _OtherOperation(TorchBackend):
+    """Has another operation `run` in place of the one named `replaced`."""
+
+    replaced: ClassVar[str]
+    run: ClassVar[Callable[..., None]]
 
     @classmethod
     def get_operation(cls, name: str) -> Callable[..., Any] | None:
-        own = super().get_operation(name)
-        assert own is not None
-        return cls._write if name == "write_packed_latents" else own
+        return cls.run if name == cls.replaced else super().get_operation(name)
+
+
+class OneScalePerToken(_OtherOperation):
+    """Writes packed latents with the largest scale of a token in place of all four."""
+
+    replaced = "write_packed_latents"
 
     @staticmethod
-    def _write(latents: torch.Tensor, data: torch.Tensor, slots: torch.Tensor) -> None:
+    def run(latents: torch.Tensor, data: torch.Tensor, slots: torch.Tensor) -> None:
         kept = latents[: len(slots)][slots >= 0]
         scale = (kept[:, :512].float().abs().amax(-1) / 448.0).clamp(min=2.0**-126)
         packed_latents.write_packed_latents(latents, data, slots)
@@ -815,52 +822,42 @@ class OneScalePerToken(TorchBackend):
             token[512:528] = factor.expand(4).contiguous().view(torch.uint8)
 
 
-class FirstScaleForAllGroups(TorchBackend):
+class FirstScaleForAllGroups(_OtherOperation):
     """Reads all groups of a packed latent with the scale of the first one."""
 
-    @classmethod
-    def get_operation(cls, name: str) -> Callable[..., Any] | None:
-        own = super().get_operation(name)
-        assert own is not None
-        return cls._attend if name == "packed_latent_attention" else own
+    replaced = "packed_latent_attention"
 
     @staticmethod
-    def _attend(query: torch.Tensor, data: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def run(query: torch.Tensor, data: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         changed = data.clone(memory_format=torch.contiguous_format)
         changed[..., 512:528] = data[..., 512:516].repeat(1, 1, 4)
         packed_latents.packed_latent_attention(query, changed, *args, **kwargs)
 
 
-class ReplacesInvalidPackedScales(TorchBackend):
+class ReplacesInvalidPackedScales(_OtherOperation):
     """Reads a scale of a packed latent that is not finite as 0, which hides it."""
 
-    @classmethod
-    def get_operation(cls, name: str) -> Callable[..., Any] | None:
-        own = super().get_operation(name)
-        assert own is not None
-        return cls._attend if name == "packed_latent_attention" else own
+    replaced = "packed_latent_attention"
 
     @staticmethod
-    def _attend(query: torch.Tensor, data: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def run(query: torch.Tensor, data: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         changed = data.clone(memory_format=torch.contiguous_format)
         scales = changed[..., 512:528].view(torch.float32)
         scales.masked_fill_(~scales.isfinite(), 0.0)
         packed_latents.packed_latent_attention(query, changed, *args, **kwargs)
 
 
-class _WrongIndexer(TorchBackend):
+class _WrongIndexer(_OtherOperation):
     """Changes the scores [n, H, blocks] of the blocks before the best are chosen."""
 
     @classmethod
     def change(cls, scores: torch.Tensor, local_blocks: int) -> torch.Tensor:
         raise NotImplementedError
 
-    @classmethod
-    def get_operation(cls, name: str) -> Callable[..., Any] | None:
-        return cls._select if name == "select_keys" else super().get_operation(name)
+    replaced = "select_keys"
 
     @classmethod
-    def _select(cls, *args: Any, **kwargs: Any) -> None:
+    def run(cls, *args: Any, **kwargs: Any) -> None:
         own = key_indexer._block_scores
 
         def changed(*inputs: Any) -> torch.Tensor:
@@ -886,15 +883,13 @@ class NoLocalBlocks(_WrongIndexer):
         return scores.masked_fill(scores == torch.inf, -1.0) if local_blocks else scores
 
 
-class IndexScalesIgnored(TorchBackend):
+class IndexScalesIgnored(_OtherOperation):
     """Scores stored float8 index keys without the scales of their tokens."""
 
-    @classmethod
-    def get_operation(cls, name: str) -> Callable[..., Any] | None:
-        return cls._select if name == "select_keys" else super().get_operation(name)
+    replaced = "select_keys"
 
     @staticmethod
-    def _select(*args: Any, **kwargs: Any) -> None:
+    def run(*args: Any, **kwargs: Any) -> None:
         key_indexer.select_keys(*args[:3], None, *args[4:], **kwargs)
 
 
