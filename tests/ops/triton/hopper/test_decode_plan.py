@@ -22,9 +22,22 @@ from attnlib.ops.triton.hopper.decode_plan import whole_requests
     ],
 )
 def test_whole_requests(per_head: int, num_reqs: int, expected: int) -> None:
-    assert whole_requests(per_head, num_reqs, 1) == expected
+    assert whole_requests(per_head, num_reqs, 1, quantized=False) == expected
 
 
 def test_verification_uses_all_consumers() -> None:
     """24 requests of 8 tokens took 12% longer on three quarters of the chip."""
-    assert whole_requests(16, 24, 8) == 16
+    assert whole_requests(16, 24, 8, quantized=False) == 16
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "expected"),
+    [
+        (128, 32),
+        (256, 32),
+        (60, 33),  # 30 consumers would be less than 0.95 of the chip
+        (48, 33),
+    ],
+)
+def test_quantized_caches_need_most_of_the_chip(num_reqs: int, expected: int) -> None:
+    assert whole_requests(33, num_reqs, 1, quantized=True) == expected

@@ -11,8 +11,9 @@ Work distribution (stream-K, Osama et al. 2023):
   other splits are written as float32 partial results and combined (`combine.py`).
 - A CTA has one consumer warpgroup (4 warps) that multiplies, one warp that loads keys and one warp
   that loads values, or four of each where they gather the rows of small blocks. The loaders run
-  ahead over the borders of splits, so that memory stays busy when a new request begins. Over
-  quantized caches there may be two such workers, each with ranges of its own.
+  ahead over the borders of splits, so that memory stays busy when a new request begins.
+- Over quantized caches there may be two workers, each with ranges of its own: a consumer, one warp
+  that loads keys and values, and one that prepares the queries of the next split.
 
 Barriers, one pair per ring stage and ring: `full` completes when the TMA loads of a stage have
 delivered their bytes, or the copies of all gathering threads are complete; `empty` counts one
@@ -59,11 +60,17 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     store_in_l2,
     wait_on_dependent_grids,
 )
+from attnlib.ops.triton.hopper.kernels.decode_queries import (
+    load_queries,
+    query_layout,
+    query_offsets,
+    send_queries,
+    store_queries,
+)
 from attnlib.ops.triton.hopper.kernels.gather import GATHER_THREADS, gather_tile
 from attnlib.ops.triton.hopper.kernels.int4 import (
     float32_scale,
     int4_key_products,
-    int4_query_columns,
     int4_result,
     int4_value_products,
     int4_value_rows,
@@ -76,8 +83,6 @@ from attnlib.ops.triton.hopper.kernels.quantized import (
     float16_keys,
     float16_values,
     load_kv_scale,
-    query_columns,
-    query_powers,
     value_rows,
 )
 from attnlib.ops.triton.hopper.kernels.ranges import (
@@ -97,7 +102,12 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
 )
 from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS, atomic_increment
-from attnlib.ops.triton.kernels.quant import KV_INT4, KV_PLAIN, SCALE_PER_TOKEN
+from attnlib.ops.triton.kernels.quant import (
+    KV_INT4,
+    KV_PLAIN,
+    SCALE_FLOAT,
+    SCALE_PER_TOKEN,
+)
 
 __all__ = [
     "UNALIGNED", "UNSPECIALIZED", "clear_tile", "hopper_decode_kernel", "prefetch_queries",
@@ -151,23 +161,30 @@ def _gap(num_reqs, num_ranges):
 @gluon.jit
 def _loader(
     key_cache, value_cache, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
-    num_blocks, stride_table, memory, scales, aux, BOUNDS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
-    TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    STAGES: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, KV_KIND: gl.constexpr, KEYS: gl.constexpr,
-    WORKER: gl.constexpr, WORKERS: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr = 0,
-    DV: gl.constexpr = 0, STRIDES: gl.constexpr = None,
+    num_blocks, stride_table, memory, scales, queries, aux, BOUNDS: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+    KV_KIND: gl.constexpr, LOADS: gl.constexpr, WORKER: gl.constexpr, WORKERS: gl.constexpr,
+    EVEN: gl.constexpr, D: gl.constexpr = 0, DV: gl.constexpr = 0, STRIDES: gl.constexpr = None,
+    GROUP: gl.constexpr = 0, K_SCALE_KIND: gl.constexpr = SCALE_FLOAT,
 ):  # fmt: skip
-    """Load the keys of a worker's range, with the scales of pages that hold them, or its values,
-    split after split. One warp.
+    """Load what LOADS says of a worker's range, split after split: "keys", with the scales of pages
+    that hold them, "values", "keys and values" or "queries". One warp.
 
     With STRIDES, as in `hopper_decode_kernel`, 4 warps gather rows from the cache by address.
 
     Args:
         memory: of the worker, see `_allocate_worker`.
         scales: of pages that hold them, and the ring for them (`copy_token_scales`).
+        queries: (query, k_scale, strides of tokens and heads of the query, barriers as in
+            `send_queries`), for "queries".
         EVEN: ranges are those of `even_range` instead of `tile_range`.
+        D, DV: head sizes; the latter only with STRIDES, the former also for "queries".
+        GROUP, K_SCALE_KIND: as in `hopper_decode_kernel`, for "queries".
     """
+    KEYS: gl.constexpr = LOADS == "keys" or LOADS == "keys and values"
+    VALUES: gl.constexpr = LOADS == "values" or LOADS == "keys and values"
     # PDL: the previous kernel may have written the cache, the lengths or the block table.
     wait_on_dependent_grids()
     worker, num_workers = _workers(WORKER, WORKERS)
@@ -183,6 +200,9 @@ def _loader(
             num_workers // NUM_KV_HEADS, aux, BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
             HAS_CHUNK, gap)  # fmt: skip
     kv_head = worker % NUM_KV_HEADS
+    if LOADS == "queries":
+        query, key_scales, stride_qt, stride_qh, barriers = queries
+        key_scale = load_kv_scale(key_scales, kv_head, K_SCALE_KIND)
     step = 0
     while position < range_end:
         tiles = num_key_tiles(
@@ -191,47 +211,54 @@ def _loader(
         request_end = before + tiles
         # Requests without queries have no tiles and are skipped.
         if position < request_end:
-            _, query_len, seq_len = load_lengths(query_start_loc, seq_lens, request, True)
-            first_tile, _, _, _ = visited_tiles(
-                0, query_len, seq_len, left, right, chunk, request, aux, BOUNDS, TILE_TOKENS,
-                BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-            table = block_table + request.to(gl.int64) * stride_table
-            pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+            start, query_len, seq_len = load_lengths(query_start_loc, seq_lens, request, True)
             count = gl.minimum(range_end, request_end) - position
-            if KV_KIND != KV_PLAIN and not HAS_LEFT and not HAS_CHUNK:
-                # The first pages of the next request. Over 16-bit caches this gained nothing.
-                following = gl.minimum(request + 1, num_reqs - 1).to(gl.int64)
-                prefetch_l1(block_table + following * stride_table)
-            for i in range(0, count):
-                tile = first_tile + (position + i - before)
-                # 32 pages ahead: one 128-byte line of the block table.
-                later = tile * BLOCK_N // BLOCK_SIZE + 32
-                if STRIDES is not None and KEYS:
-                    gather_tile(
-                        key_cache, table, seq_len, kv_head, tile, tile + _GATHER_AHEAD, memory[2],
-                        memory[4], memory[5], step, D, BLOCK_SIZE, STAGES, STRIDES[0], STRIDES[1],
-                        STRIDES[2])  # fmt: skip
-                elif STRIDES is not None:
-                    gather_tile(
-                        value_cache, table, seq_len, kv_head, tile, tile + _GATHER_AHEAD, memory[3],
-                        memory[6], memory[7], step, DV, BLOCK_SIZE, STAGES, STRIDES[3], STRIDES[4],
-                        STRIDES[5])  # fmt: skip
-                elif KEYS:
-                    load_tile(
-                        key_cache, table, pages, num_blocks, kv_head, tile, later, memory[2],
-                        memory[4], memory[5], step, BLOCK_SIZE, STAGES,
-                        "packed_keys" if PACKED else "nhd")  # fmt: skip
-                    if scales[8] is not None:
-                        # The stage is free: the loads of the tile have waited for it.
-                        copy_token_scales(
-                            scales, table, pages, num_blocks, kv_head, tile, step % STAGES,
-                            memory[4], BLOCK_SIZE, KV_KIND)  # fmt: skip
-                else:
-                    load_tile(
-                        value_cache, table, pages, num_blocks, kv_head, tile, later, memory[3],
-                        memory[6], memory[7], step, BLOCK_SIZE, STAGES,
-                        "packed_values" if PACKED else "nhd")  # fmt: skip
+            if LOADS == "queries":
+                send_queries(
+                    query, key_scale, start, query_len, kv_head, step, stride_qt, stride_qh,
+                    memory[0], scales[10], barriers, GROUP, D, TILE_TOKENS, KV_KIND)  # fmt: skip
                 step += 1
+            else:
+                first_tile, _, _, _ = visited_tiles(
+                    0, query_len, seq_len, left, right, chunk, request, aux, BOUNDS, TILE_TOKENS,
+                    BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+                table = block_table + request.to(gl.int64) * stride_table
+                pages = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+                if KV_KIND != KV_PLAIN and not HAS_LEFT and not HAS_CHUNK:
+                    # The first pages of the next request. Over 16-bit caches this gained nothing.
+                    following = gl.minimum(request + 1, num_reqs - 1).to(gl.int64)
+                    prefetch_l1(block_table + following * stride_table)
+                for i in range(0, count):
+                    tile = first_tile + (position + i - before)
+                    # 32 pages ahead: one 128-byte line of the block table.
+                    later = tile * BLOCK_N // BLOCK_SIZE + 32
+                    if STRIDES is not None and KEYS:
+                        gather_tile(
+                            key_cache, table, seq_len, kv_head, tile, tile + _GATHER_AHEAD,
+                            memory[2], memory[4], memory[5], step, D, BLOCK_SIZE, STAGES,
+                            STRIDES[0], STRIDES[1], STRIDES[2])  # fmt: skip
+                    elif STRIDES is not None:
+                        gather_tile(
+                            value_cache, table, seq_len, kv_head, tile, tile + _GATHER_AHEAD,
+                            memory[3], memory[6], memory[7], step, DV, BLOCK_SIZE, STAGES,
+                            STRIDES[3], STRIDES[4], STRIDES[5])  # fmt: skip
+                    else:
+                        if KEYS:
+                            load_tile(
+                                key_cache, table, pages, num_blocks, kv_head, tile, later,
+                                memory[2], memory[4], memory[5], step, BLOCK_SIZE, STAGES,
+                                "packed_keys" if PACKED else "nhd")  # fmt: skip
+                            if scales[8] is not None:
+                                # The stage is free: the loads of the tile have waited for it.
+                                copy_token_scales(
+                                    scales, table, pages, num_blocks, kv_head, tile, step % STAGES,
+                                    memory[4], BLOCK_SIZE, KV_KIND)  # fmt: skip
+                        if VALUES:
+                            load_tile(
+                                value_cache, table, pages, num_blocks, kv_head, tile, later,
+                                memory[3], memory[6], memory[7], step, BLOCK_SIZE, STAGES,
+                                "packed_values" if PACKED else "nhd")  # fmt: skip
+                    step += 1
             position += count
         before = request_end + gl.where(tiles > 0, gap, 0)
         position = gl.maximum(position, before)
@@ -441,7 +468,7 @@ def _step(
 def _consumer(
     query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens, partials, partial_lses,
     split_headers, counters, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, rows,
-    stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, memory, scales, aux,
+    stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, memory, scales, query_barriers, aux,
     SCORE: gl.constexpr, BOUNDS: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
@@ -457,6 +484,7 @@ def _consumer(
         memory: of the worker, see `_allocate_worker`.
         scales: [8] is the ring of the scales of pages or None; [9] and [10] exchange numbers of
             columns between threads over quantized caches, as `column_softmax` takes them.
+        query_barriers: with two workers, those of `send_queries`.
         EVEN: as in `_loader`.
         COPIED: the tiles are loaded by `cp.async`.
     """
@@ -469,8 +497,7 @@ def _consumer(
     # [keys or elements of a value, rows]
     LAYOUT: gl.constexpr = _score_layout(ROWS)
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    Q_LANES: gl.constexpr = min(32, WIDTH // 8)
-    Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // Q_LANES, Q_LANES], [4, 1], [1, 0])
+    Q_LAYOUT: gl.constexpr = query_layout(WIDTH, 4)
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
     EACH: gl.constexpr = WORKERS > 1
     # With bounds, unmasked tiles have scores that the function does not change.
@@ -500,6 +527,7 @@ def _consumer(
         value_factor = load_kv_scale(v_scale, kv_head, V_SCALE_KIND) / WEIGHT_SCALE
     position = range_begin
     step = 0
+    split = 0
     while position < range_end:
         tiles = num_key_tiles(
             query_start_loc, seq_lens, request, True, left, right, chunk, aux, BOUNDS, BLOCK_N,
@@ -514,57 +542,41 @@ def _consumer(
                 0, query_len, seq_len, left, right, chunk, request, aux, BOUNDS, TILE_TOKENS,
                 BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
 
-            q_rows = gl.arange(0, ROWS, gl.SliceLayout(1, Q_LAYOUT))
-            q_valid = (q_rows < TILE_TOKENS * GROUP) & (q_rows // GROUP < query_len)
-            q_offsets = (start + q_rows // GROUP).to(gl.int64) * stride_qt + (
-                kv_head * GROUP + q_rows % GROUP
-            ).to(gl.int64) * stride_qh
-            # The launcher checks 16-byte alignment; the shifts tell the compiler.
-            q_offsets = (q_offsets >> 3) << 3
-            columns = gl.arange(0, WIDTH, gl.SliceLayout(0, Q_LAYOUT))
-            if KV_KIND == KV_INT4:
-                columns = int4_query_columns(WIDTH, gl.SliceLayout(0, Q_LAYOUT))
+            if EACH:
+                # Another warp has prepared the queries.
+                mbarrier.wait(query_barriers.index(0), split & 1)
             elif KV_KIND != KV_PLAIN:
-                columns = query_columns(WIDTH, gl.SliceLayout(0, Q_LAYOUT))
-            if KV_KIND == KV_INT4:
-                pointers = query + q_offsets[:, None] + columns[None, :]
-                q0 = gl.load(pointers, mask=q_valid[:, None], other=0.0).to(gl.float32)
-                q1 = gl.load(pointers + D // 4, mask=q_valid[:, None], other=0.0).to(gl.float32)
-                q2 = gl.load(pointers + D // 2, mask=q_valid[:, None], other=0.0).to(gl.float32)
-                q3 = gl.load(pointers + D // 4 * 3, mask=q_valid[:, None], other=0.0).to(gl.float32)
-                largest = gl.maximum(gl.maximum(gl.abs(q0), gl.abs(q1)), gl.abs(q2))
-                largest = gl.maximum(largest, gl.abs(q3))
-                power, inverse = query_powers(gl.max(largest, 1))
-                store_columns(scales[10], inverse)
-                q_tile.index(0).store((q0 * power[:, None]).to(gl.float16))
-                q_tile.index(1).store((q1 * power[:, None]).to(gl.float16))
-                q_tile.index(2).store((q2 * power[:, None]).to(gl.float16))
-                q_tile.index(3).store((q3 * power[:, None]).to(gl.float16))
+                scaled, inverse = load_queries(
+                    query, start, query_len, kv_head, 0, stride_qt, stride_qh, GROUP, D,
+                    TILE_TOKENS, WIDTH, ROWS, Q_LAYOUT, KV_KIND)  # fmt: skip
+                store_columns(scales[10], inverse * key_scale)
+                # All warps have exchanged maxima since they used the previous split's queries.
+                store_queries(q_tile, scaled, KV_KIND)
+                fence_async_shared()
+                partition_barrier()
             else:
+                q_offsets, q_valid = query_offsets(
+                    start, query_len, kv_head, 0, stride_qt, stride_qh, GROUP, TILE_TOKENS, ROWS,
+                    Q_LAYOUT)  # fmt: skip
+                columns = gl.arange(0, WIDTH, gl.SliceLayout(0, Q_LAYOUT))
                 q = gl.load(
                     query + q_offsets[:, None] + columns[None, :],
                     mask=q_valid[:, None] & (columns < D)[None, :],
                     other=0.0,
                 )
-                if KV_KIND != KV_PLAIN:
-                    q = q.to(gl.float32)
-                    power, inverse = query_powers(gl.max(gl.abs(q), 1))
-                    q = (q * power[:, None]).to(gl.float16)
-                    store_columns(scales[10], inverse * key_scale)
-                else:
-                    # All warps are done with the previous split's queries before they are
-                    # overwritten. Over quantized caches they have exchanged maxima since.
-                    partition_barrier()
+                # All warps are done with the previous split's queries before they are overwritten.
+                partition_barrier()
                 q_tile.store(q)
-            fence_async_shared()
-            partition_barrier()
+                fence_async_shared()
+                partition_barrier()
             k_factor = 0.0
             if KV_KIND != KV_PLAIN:
                 k_factor = load_columns(scales[10], LAYOUT)
-            if position + count < range_end:
-                prefetch_queries(
-                    query, start + query_len, kv_head, num_tokens, stride_qt, stride_qh, GROUP, D,
-                    ROWS)  # fmt: skip
+            if not EACH:
+                if position + count < range_end:
+                    prefetch_queries(
+                        query, start + query_len, kv_head, num_tokens, stride_qt, stride_qh, GROUP,
+                        D, ROWS)  # fmt: skip
 
             row = gl.arange(0, ROWS, COLUMN)
             token = row // GROUP
@@ -646,6 +658,8 @@ def _consumer(
             acc = _finish_values(acc, KV_KIND)
             if EACH:
                 _release(v_empty, stage)  # the values are in registers
+                _release(query_barriers, 1)  # products with the queries are complete
+                split += 1
             else:
                 if KV_KIND != KV_PLAIN:
                     partition_barrier()
@@ -795,6 +809,16 @@ def _allocate_worker(
 
 
 @gluon.jit
+def _allocate_query_barriers():
+    """Return the barriers of the queries of one of two workers, (full, empty) for `send_queries`:
+    of the arrival of the warp that prepares them, and of those of the consumer's threads."""
+    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(barriers.index(0), count=1)
+    mbarrier.init(barriers.index(1), count=128)
+    return barriers
+
+
+@gluon.jit
 def _allocate_columns(COUNT: gl.constexpr, ROWS: gl.constexpr):
     """Return shared memory for COUNT numbers of each column of scores."""
     return gl.allocate_shared_memory(
@@ -891,21 +915,21 @@ def hopper_decode_kernel(
                     query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens, partials,
                     partial_lses, split_headers, counters, scale, soft_cap, left, right, chunk,
                     num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot, stride_oh,
-                    stride_lt, memory0, scales0, aux, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D, DV,
-                    TILE_TOKENS, BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD,
+                    stride_lt, memory0, scales0, None, aux, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D,
+                    DV, TILE_TOKENS, BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS, EVEN, COPIED)),
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
-                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, aux, BOUNDS,
+                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, None, aux, BOUNDS,
                     NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, True, 0, WORKERS, EVEN, D, DV,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, "keys", 0, WORKERS, EVEN, D, DV,
                     STRIDES)),
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
-                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, aux, BOUNDS,
+                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, None, aux, BOUNDS,
                     NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, False, 0, WORKERS, EVEN, D, DV,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, "values", 0, WORKERS, EVEN, D, DV,
                     STRIDES)),
             ],
             [LOADER_WARPS, LOADER_WARPS],
@@ -915,18 +939,21 @@ def hopper_decode_kernel(
         memory1 = _allocate_worker(
             CACHE, COMPUTE, Q_SHAPE, P_SHAPE, STAGES, BLOCK_N, K_COLUMNS, V_COLUMNS, BLOCK_SIZE,
             PACKED, K_SCALE_KIND, WORKERS=WORKERS)  # fmt: skip
-        scales1 = plain
+        barriers0 = _allocate_query_barriers()
+        barriers1 = _allocate_query_barriers()
         if K_SCALE_KIND == SCALE_PER_TOKEN:
             scales1 = (
                 k_scale, v_scale, stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn,
                 stride_vsh, _allocate_scales(STAGES, BLOCK_N, KV_KIND), _allocate_columns(4, ROWS),
                 _allocate_columns(1, ROWS),
             )  # fmt: skip
-        elif KV_KIND != KV_PLAIN:
+        else:
             scales1 = (
                 None, None, None, None, None, None, None, None, None, _allocate_columns(4, ROWS),
                 _allocate_columns(1, ROWS),
             )  # fmt: skip
+        queries0 = (query, k_scale, stride_qt, stride_qh, barriers0)
+        queries1 = (query, k_scale, stride_qt, stride_qh, barriers1)
         fence_async_shared()
         gl.warp_specialize(
             [
@@ -934,40 +961,44 @@ def hopper_decode_kernel(
                     query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens,
                     partials, partial_lses, split_headers, counters, scale, soft_cap, left,
                     right, chunk, num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot,
-                    stride_oh, stride_lt, memory0, scales0, aux, SCORE, BOUNDS, NUM_KV_HEADS,
-                    GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL,
-                    SPLITS_PER_LOAD, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK,
-                    HAS_LSE, KV_KIND, K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS, EVEN)),
+                    stride_oh, stride_lt, memory0, scales0, barriers0, aux, SCORE, BOUNDS,
+                    NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, PACKED,
+                    COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+                    HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS,
+                    EVEN)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens,
                     partials, partial_lses, split_headers, counters, scale, soft_cap, left,
                     right, chunk, num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot,
-                    stride_oh, stride_lt, memory1, scales1, aux, SCORE, BOUNDS, NUM_KV_HEADS,
-                    GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL,
-                    SPLITS_PER_LOAD, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK,
-                    HAS_LSE, KV_KIND, K_SCALE_KIND, V_SCALE_KIND, 1, WORKERS, EVEN)),
+                    stride_oh, stride_lt, memory1, scales1, barriers1, aux, SCORE, BOUNDS,
+                    NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, PACKED,
+                    COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+                    HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND, V_SCALE_KIND, 1, WORKERS,
+                    EVEN)),
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
-                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, aux, BOUNDS,
-                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, True, 0, WORKERS, EVEN)),
+                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, None, aux,
+                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, "keys and values", 0, WORKERS, EVEN)),
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
-                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, aux, BOUNDS,
-                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, False, 0, WORKERS, EVEN)),
+                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, queries0, aux,
+                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, "queries", 0, WORKERS, EVEN, D, DV,
+                    STRIDES, GROUP, K_SCALE_KIND)),
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
-                    chunk, num_reqs, num_blocks, stride_table, memory1, scales1, aux, BOUNDS,
-                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, True, 1, WORKERS, EVEN)),
+                    chunk, num_reqs, num_blocks, stride_table, memory1, scales1, None, aux,
+                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, "keys and values", 1, WORKERS, EVEN)),
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
-                    chunk, num_reqs, num_blocks, stride_table, memory1, scales1, aux, BOUNDS,
-                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, False, 1, WORKERS, EVEN)),
+                    chunk, num_reqs, num_blocks, stride_table, memory1, scales1, queries1, aux,
+                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, "queries", 1, WORKERS, EVEN, D, DV,
+                    STRIDES, GROUP, K_SCALE_KIND)),
             ],
             [4, 1, 1, 1, 1],
             # Registers per thread of the second consumer and of the loader warps.
-            [216, 48, 48, 48, 48],
+            [200, 80, 80, 80, 80],
         )  # fmt: skip
