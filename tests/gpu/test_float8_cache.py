@@ -36,6 +36,7 @@ DECODES: dict[str, dict[str, Any]] = {
     "head256-cap": {"head_size": 256, "group": 2, "cap": 30.0},
     "window": {"left": 300, "scales": "heads"},
     "many": {"lengths": [1 + 37 * index % 900 for index in range(200)], "scales": "heads"},
+    "some-empty": {"query_lens": [0, 1, 0, 0, 1, 1]},
     "large-queries": {"magnitude": 1e6, "scale": 1e-6},
     "small-queries": {"magnitude": 1e-30, "scale": 1e-2},
 }
@@ -148,23 +149,33 @@ def test_decode_equals_float32(name: str) -> None:
     options = dict(DECODES[name])
     length = options.pop("query_len", 1)
     lengths = [max(x, length) for x in options.pop("lengths", CONTEXTS)]
+    query_lens = options.pop("query_lens", [length] * len(lengths))
     LAUNCHES.clear()
-    got = _run("decode", [length] * len(lengths), lengths, **options)
+    got = _run("decode", query_lens, lengths, **options)
     assert _uses("HopperDecode")
     _assert_close(got, options.get("dtype", torch.bfloat16))
 
 
-@pytest.mark.parametrize("consumers", [1, 2])
-@pytest.mark.parametrize("name", ["e4m3", "e5m2", "verify", "head64-sinks", "window", "many"])
+@pytest.mark.parametrize("tile", [(128, 2, 1), (128, 2, 2), (64, 3, 2)], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, options in DECODES.items()
+        if options.get("group", 4) * options.get("query_len", 1) <= 16
+        and options.get("head_size", 128) <= 128
+    ],
+)
 def test_decode_with_any_number_of_consumers(
-    name: str, consumers: int, monkeypatch: pytest.MonkeyPatch
+    name: str, tile: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two consumers with tiles of 64 keys get their queries from another warp."""
     from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile
     from attnlib.ops.triton.hopper import dispatch
     from attnlib.ops.triton.launch.cache import LAUNCHES
 
-    tile = DecodeTile(128, 2, consumers)
-    monkeypatch.setattr(dispatch, "choose_hopper_decode_tile", lambda *_, **__: tile)
+    chosen = DecodeTile(*tile)
+    monkeypatch.setattr(dispatch, "choose_hopper_decode_tile", lambda *_, **__: chosen)
     LAUNCHES.clear()
     test_decode_equals_float32(name)
     LAUNCHES.clear()
