@@ -83,7 +83,6 @@ from attnlib.ops.triton.hopper.kernels.quantized import (
     float16_keys,
     float16_values,
     load_kv_scale,
-    prefetch_kv_scale,
     value_rows,
 )
 from attnlib.ops.triton.hopper.kernels.ranges import (
@@ -101,7 +100,7 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
     score_factor,
     transform_scores,
 )
-from attnlib.ops.triton.hopper.kernels.tma_load import load_key_and_value_tiles, load_tile
+from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS, atomic_increment
 from attnlib.ops.triton.kernels.quant import (
     KV_INT4,
@@ -190,15 +189,6 @@ def _loader(
     wait_on_dependent_grids()
     worker, num_workers = _workers(WORKER, WORKERS)
     gap = _gap(num_reqs, num_workers // NUM_KV_HEADS)
-    if WORKERS > 1:
-        # While the range is computed: what is needed next, if requests have equal lengths.
-        expected = worker // NUM_KV_HEADS * num_reqs // (num_workers // NUM_KV_HEADS)
-        expected = gl.minimum(expected, num_reqs - 1).to(gl.int64)
-        if LOADS == "queries":
-            prefetch_kv_scale(queries[1], worker % NUM_KV_HEADS, K_SCALE_KIND)
-            prefetch_l1(queries[0] + expected * queries[2])
-        else:
-            prefetch_l1(block_table + expected * stride_table)
     if EVEN:
         position, range_end, _, request, before = even_range(
             query_start_loc, seq_lens, left, right, chunk, num_reqs, worker // NUM_KV_HEADS,
@@ -253,26 +243,21 @@ def _loader(
                             memory[3], memory[6], memory[7], step, DV, BLOCK_SIZE, STAGES,
                             STRIDES[3], STRIDES[4], STRIDES[5])  # fmt: skip
                     else:
-                        if KEYS and VALUES:
-                            # Packed caches are not quantized and have one worker.
-                            load_key_and_value_tiles(
-                                key_cache, value_cache, table, pages, num_blocks, kv_head, tile,
-                                later, memory, step, BLOCK_SIZE, STAGES, "nhd")  # fmt: skip
-                        elif KEYS:
+                        if KEYS:
                             load_tile(
                                 key_cache, table, pages, num_blocks, kv_head, tile, later,
                                 memory[2], memory[4], memory[5], step, BLOCK_SIZE, STAGES,
                                 "packed_keys" if PACKED else "nhd")  # fmt: skip
-                        else:
+                            if scales[8] is not None:
+                                # The stage is free: the loads of the tile have waited for it.
+                                copy_token_scales(
+                                    scales, table, pages, num_blocks, kv_head, tile, step % STAGES,
+                                    memory[4], BLOCK_SIZE, KV_KIND)  # fmt: skip
+                        if VALUES:
                             load_tile(
                                 value_cache, table, pages, num_blocks, kv_head, tile, later,
                                 memory[3], memory[6], memory[7], step, BLOCK_SIZE, STAGES,
                                 "packed_values" if PACKED else "nhd")  # fmt: skip
-                        if KEYS and scales[8] is not None:
-                            # The stage is free: the loads of the tile have waited for it.
-                            copy_token_scales(
-                                scales, table, pages, num_blocks, kv_head, tile, step % STAGES,
-                                memory[4], BLOCK_SIZE, KV_KIND)  # fmt: skip
                     step += 1
             position += count
         before = request_end + gl.where(tiles > 0, gap, 0)
@@ -538,8 +523,6 @@ def _consumer(
         launch_dependent_grids()
     worker, num_workers = _workers(WORKER, WORKERS)
     num_ranges = num_workers // NUM_KV_HEADS
-    if WORKERS > 1:
-        prefetch_kv_scale(v_scale, worker % NUM_KV_HEADS, V_SCALE_KIND)
     gap = _gap(num_reqs, num_ranges)
     if EVEN:
         range_begin, range_end, total, request, before = even_range(

@@ -30,7 +30,6 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     arrive_after_copies,
     copy_to_shared,
     partition_barrier,
-    prefetch_l1,
 )
 from attnlib.ops.triton.kernels.quant import (
     KV_E5M2_BYTES,
@@ -43,8 +42,8 @@ from attnlib.ops.triton.kernels.quant import (
 
 __all__ = [
     "WEIGHT_EXPONENT", "WEIGHT_SCALE", "copy_token_scales", "float16_keys", "float16_pairs",
-    "float16_values", "halve_queries", "key_layout", "load_kv_scale", "prefetch_kv_scale",
-    "query_columns", "query_powers", "split_pairs", "value_layout", "value_rows",
+    "float16_values", "halve_queries", "key_layout", "load_kv_scale", "query_columns",
+    "query_powers", "split_pairs", "value_layout", "value_rows",
 ]  # fmt: skip
 
 WEIGHT_EXPONENT: gl.constexpr = gl.constexpr(14.0)
@@ -67,15 +66,6 @@ def load_kv_scale(scale, head, KIND: gl.constexpr):
     else:
         value = scale
     return value
-
-
-@gluon.jit
-def prefetch_kv_scale(scale, head, KIND: gl.constexpr):
-    """Prefetch what `load_kv_scale` loads."""
-    if KIND == SCALE_PER_HEAD:
-        prefetch_l1(scale + head)
-    elif KIND == SCALE_TENSOR:
-        prefetch_l1(scale)
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from attnlib.ops.triton.hopper.kernels.cache_tiles import box_keys, tile_bytes, tile_keys
 from attnlib.ops.triton.hopper.kernels.compat import load_box, prefetch_l1
 
-__all__ = ["load_key_and_value_tiles", "load_tile"]
+__all__ = ["load_tile"]
 
 
 @gluon.jit
@@ -77,45 +77,9 @@ def _load_pages(
 ):  # fmt: skip
     """Issue the loads of a tile, a box for each page or for the part of a page."""
     BLOCK_N: gl.constexpr = tile_keys(ring.shape, LAYOUT)
-    inside, blocks = _block_numbers(
-        table, pages, num_blocks, tile, later_page, BLOCK_N, BLOCK_SIZE, LAYOUT
-    )
-    _load_boxes(
-        cache, inside, blocks, kv_head, ring, full, empty, step, BLOCK_SIZE, STAGES, LAYOUT, PARTS,
-        SPARE)  # fmt: skip
-
-
-@gluon.jit
-def load_key_and_value_tiles(
-    key_cache, value_cache, table, pages, num_blocks, kv_head, tile, later_page, memory, step,
-    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Issue the loads of the keys and the values of a tile, whose blocks are looked up once.
-
-    Args:
-        memory: rings and barriers (`decode._allocate_worker`); the others as in `load_tile`.
-    """
-    BLOCK_N: gl.constexpr = tile_keys(memory[2].shape, LAYOUT)
-    inside, blocks = _block_numbers(
-        table, pages, num_blocks, tile, later_page, BLOCK_N, BLOCK_SIZE, LAYOUT
-    )
-    _load_boxes(
-        key_cache, inside, blocks, kv_head, memory[2], memory[4], memory[5], step, BLOCK_SIZE,
-        STAGES, LAYOUT, 1, 0)  # fmt: skip
-    _load_boxes(
-        value_cache, inside, blocks, kv_head, memory[3], memory[6], memory[7], step, BLOCK_SIZE,
-        STAGES, LAYOUT, 1, 0)  # fmt: skip
-
-
-@gluon.jit
-def _block_numbers(
-    table, pages, num_blocks, tile, later_page, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Return (position of a tile in its first block, block of each of its boxes), and prefetch the
-    blocks of a later tile."""
     BOX: gl.constexpr = box_keys(BLOCK_SIZE, BLOCK_N, LAYOUT)
     BOXES: gl.constexpr = BLOCK_N // BOX
+    BYTES: gl.constexpr = PARTS * tile_bytes(ring.shape)
     first_page = tile * BLOCK_N // BLOCK_SIZE
     inside = tile * BLOCK_N % BLOCK_SIZE
     # A loader that waits for global memory before it knows its pages falls behind the consumers, so
@@ -128,19 +92,6 @@ def _block_numbers(
         column = first_page + box * BOX // BLOCK_SIZE
         page = gl.load(table + column, mask=column < pages, other=num_blocks)
         blocks = blocks + (page,)
-    return inside, blocks
-
-
-@gluon.jit
-def _load_boxes(
-    cache, inside, blocks, kv_head, ring, full, empty, step, BLOCK_SIZE: gl.constexpr,
-    STAGES: gl.constexpr, LAYOUT: gl.constexpr, PARTS: gl.constexpr, SPARE: gl.constexpr,
-):  # fmt: skip
-    """Issue the loads of the boxes of a tile, once its stage is free."""
-    BLOCK_N: gl.constexpr = tile_keys(ring.shape, LAYOUT)
-    BOX: gl.constexpr = box_keys(BLOCK_SIZE, BLOCK_N, LAYOUT)
-    BOXES: gl.constexpr = BLOCK_N // BOX
-    BYTES: gl.constexpr = PARTS * tile_bytes(ring.shape)
     stage = step % STAGES
     if PARTS + SPARE == 1:
         buffer = ring.index(stage)
