@@ -175,10 +175,9 @@ def _loader(
     With STRIDES, as in `hopper_decode_kernel`, 4 warps gather rows from the cache by address.
 
     Args:
-        memory: of the worker, see `_allocate_worker`.
+        memory: of the worker, see `_allocate_worker`; and the barriers of `send_queries`.
         scales: of pages that hold them, and the ring for them (`copy_token_scales`).
-        queries: (query, k_scale, strides of tokens and heads of the query, barriers as in
-            `send_queries`), for "queries".
+        queries: (query, k_scale, strides of tokens and heads of the query), for "queries".
         EVEN: ranges are those of `even_range` instead of `tile_range`.
         D, DV: head sizes; the latter only with STRIDES, the former also for "queries".
         GROUP, K_SCALE_KIND: as in `hopper_decode_kernel`, for "queries".
@@ -201,7 +200,7 @@ def _loader(
             HAS_CHUNK, gap)  # fmt: skip
     kv_head = worker % NUM_KV_HEADS
     if LOADS == "queries":
-        query, key_scales, stride_qt, stride_qh, barriers = queries
+        query, key_scales, stride_qt, stride_qh = queries
         key_scale = load_kv_scale(key_scales, kv_head, K_SCALE_KIND)
     step = 0
     while position < range_end:
@@ -216,7 +215,7 @@ def _loader(
             if LOADS == "queries":
                 send_queries(
                     query, key_scale, start, query_len, kv_head, step, stride_qt, stride_qh,
-                    memory[0], scales[10], barriers, GROUP, D, TILE_TOKENS, KV_KIND)  # fmt: skip
+                    memory[0], scales[10], memory[8], GROUP, D, TILE_TOKENS, KV_KIND)  # fmt: skip
                 step += 1
             else:
                 first_tile, _, _, _ = visited_tiles(
@@ -386,7 +385,7 @@ def _multiply_values(
 
 
 @gluon.constexpr_function
-def _sends_queries(workers, keys):
+def _sends_queries(workers, keys, kind):
     """Return whether a warp of its own prepares the queries of a split while the consumer works on
     the previous one, and one warp loads keys and values.
 
@@ -394,7 +393,7 @@ def _sends_queries(workers, keys):
     Tiles of 128 keys of 64 elements have twice as many boxes for the same bytes: one warp that
     loads keys and values costs 6% there.
     """
-    return workers > 1 and keys <= 64
+    return workers > 1 and keys <= 64 and kind != KV_INT4.value
 
 
 @gluon.constexpr_function
@@ -480,7 +479,7 @@ def _step(
 def _consumer(
     query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens, partials, partial_lses,
     split_headers, counters, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, rows,
-    stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, memory, scales, query_barriers, aux,
+    stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, memory, scales, aux,
     SCORE: gl.constexpr, BOUNDS: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     TILE_TOKENS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
@@ -493,14 +492,13 @@ def _consumer(
     """Multiply, and write or combine the results of a worker's splits. One warpgroup.
 
     Args:
-        memory: of the worker, see `_allocate_worker`.
+        memory: of the worker, see `_allocate_worker`; and the barriers of `send_queries`.
         scales: [8] is the ring of the scales of pages or None; [9] and [10] exchange numbers of
             columns between threads over quantized caches, as `column_softmax` takes them.
-        query_barriers: with two workers, for `send_queries`.
         EVEN: as in `_loader`.
         COPIED: the tiles are loaded by `cp.async`.
     """
-    q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty = memory
+    q_tile, p_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty = memory[:8]
     ROWS: gl.constexpr = q_tile.shape[-2]
     WIDTH: gl.constexpr = q_tile.shape[-1]
     WIDTH_V: gl.constexpr = elements_per_word(KV_KIND) * v_ring.shape[1 if PACKED else 2]
@@ -512,7 +510,7 @@ def _consumer(
     Q_LAYOUT: gl.constexpr = query_layout(WIDTH, 4)
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
     EACH: gl.constexpr = WORKERS > 1
-    SENT: gl.constexpr = _sends_queries(WORKERS, BLOCK_N)
+    SENT: gl.constexpr = _sends_queries(WORKERS, BLOCK_N, KV_KIND)
     # With bounds, unmasked tiles have scores that the function does not change.
     FULL_SCORE: gl.constexpr = None if BOUNDS is not None else SCORE
     factor = score_factor(scale, soft_cap, HAS_CAP)
@@ -557,7 +555,7 @@ def _consumer(
 
             if SENT:
                 # Another warp has prepared the queries.
-                mbarrier.wait(query_barriers.index(0), split & 1)
+                mbarrier.wait(memory[8].index(0), split & 1)
             elif KV_KIND != KV_PLAIN:
                 scaled, inverse = load_queries(
                     query, start, query_len, kv_head, 0, stride_qt, stride_qh, GROUP, D,
@@ -672,7 +670,7 @@ def _consumer(
             if EACH:
                 _release(v_empty, stage)  # the values are in registers
                 if SENT:
-                    _release(query_barriers, 1)  # products with the queries are complete
+                    _release(memory[8], 1)  # products with the queries are complete
                     split += 1
             else:
                 if KV_KIND != KV_PLAIN:
@@ -929,7 +927,7 @@ def hopper_decode_kernel(
                     query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens, partials,
                     partial_lses, split_headers, counters, scale, soft_cap, left, right, chunk,
                     num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot, stride_oh,
-                    stride_lt, memory0, scales0, None, aux, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D,
+                    stride_lt, memory0, scales0, aux, SCORE, BOUNDS, NUM_KV_HEADS, GROUP, D,
                     DV, TILE_TOKENS, BLOCK_SIZE, STAGES, PACKED, COMBINE_IN_KERNEL, SPLITS_PER_LOAD,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS, EVEN, COPIED)),
@@ -953,8 +951,6 @@ def hopper_decode_kernel(
         memory1 = _allocate_worker(
             CACHE, COMPUTE, Q_SHAPE, P_SHAPE, STAGES, BLOCK_N, K_COLUMNS, V_COLUMNS, BLOCK_SIZE,
             PACKED, K_SCALE_KIND, WORKERS=WORKERS)  # fmt: skip
-        barriers0 = _allocate_query_barriers()
-        barriers1 = _allocate_query_barriers()
         if K_SCALE_KIND == SCALE_PER_TOKEN:
             scales1 = (
                 k_scale, v_scale, stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn,
@@ -966,11 +962,16 @@ def hopper_decode_kernel(
                 None, None, None, None, None, None, None, None, None, _allocate_columns(4, ROWS),
                 _allocate_columns(1, ROWS),
             )  # fmt: skip
-        SENT: gl.constexpr = _sends_queries(WORKERS, BLOCK_N)
+        SENT: gl.constexpr = _sends_queries(WORKERS, BLOCK_N, KV_KIND)
+        # Registers per thread of the second consumer, and of the loader warps.
+        SECOND_REGISTERS: gl.constexpr = 200 if SENT else 216
+        REGISTERS: gl.constexpr = 80 if SENT else LOADER_REGISTERS
         FIRST: gl.constexpr = "keys and values" if SENT else "keys"
         SECOND: gl.constexpr = "queries" if SENT else "values"
-        queries0 = (query, k_scale, stride_qt, stride_qh, barriers0)
-        queries1 = (query, k_scale, stride_qt, stride_qh, barriers1)
+        queries = (query, k_scale, stride_qt, stride_qh)
+        if SENT:
+            memory0 = memory0 + (_allocate_query_barriers(),)
+            memory1 = memory1 + (_allocate_query_barriers(),)
         fence_async_shared()
         gl.warp_specialize(
             [
@@ -978,7 +979,7 @@ def hopper_decode_kernel(
                     query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens,
                     partials, partial_lses, split_headers, counters, scale, soft_cap, left,
                     right, chunk, num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot,
-                    stride_oh, stride_lt, memory0, scales0, barriers0, aux, SCORE, BOUNDS,
+                    stride_oh, stride_lt, memory0, scales0, aux, SCORE, BOUNDS,
                     NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, PACKED,
                     COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
                     HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS,
@@ -987,35 +988,34 @@ def hopper_decode_kernel(
                     query, out, lse, sinks, k_scale, v_scale, query_start_loc, seq_lens,
                     partials, partial_lses, split_headers, counters, scale, soft_cap, left,
                     right, chunk, num_reqs, num_tokens, rows, stride_qt, stride_qh, stride_ot,
-                    stride_oh, stride_lt, memory1, scales1, barriers1, aux, SCORE, BOUNDS,
+                    stride_oh, stride_lt, memory1, scales1, aux, SCORE, BOUNDS,
                     NUM_KV_HEADS, GROUP, D, DV, TILE_TOKENS, BLOCK_SIZE, STAGES, PACKED,
                     COMBINE_IN_KERNEL, SPLITS_PER_LOAD, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
                     HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND, K_SCALE_KIND, V_SCALE_KIND, 1, WORKERS,
                     EVEN)),
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
-                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, queries0, aux,
+                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, queries, aux,
                     BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
                     HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, FIRST, 0, WORKERS, EVEN)),
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
-                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, queries0, aux,
+                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, queries, aux,
                     BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
                     HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, SECOND, 0, WORKERS, EVEN, D, DV,
                     STRIDES, GROUP, K_SCALE_KIND)),
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
-                    chunk, num_reqs, num_blocks, stride_table, memory1, scales1, queries1, aux,
+                    chunk, num_reqs, num_blocks, stride_table, memory1, scales1, queries, aux,
                     BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
                     HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, FIRST, 1, WORKERS, EVEN)),
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
-                    chunk, num_reqs, num_blocks, stride_table, memory1, scales1, queries1, aux,
+                    chunk, num_reqs, num_blocks, stride_table, memory1, scales1, queries, aux,
                     BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
                     HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, SECOND, 1, WORKERS, EVEN, D, DV,
                     STRIDES, GROUP, K_SCALE_KIND)),
             ],
             [4, 1, 1, 1, 1],
-            # Registers per thread of the second consumer and of the loader warps.
-            [200, 80, 80, 80, 80],
+            [SECOND_REGISTERS, REGISTERS, REGISTERS, REGISTERS, REGISTERS],
         )  # fmt: skip

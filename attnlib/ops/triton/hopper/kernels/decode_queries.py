@@ -101,12 +101,12 @@ def send_queries(
     KV_KIND: gl.constexpr,
 ):  # fmt: skip
     """Load the queries of a split, and store them once the consumer has used those of the previous
-    one. One warp.
+    one. One warp. Not for 4-bit integers.
 
     Args:
         k_scale: scale of the keys of this head.
         split: number of splits before this one.
-        q_tile: [rows, width], or [4, rows, width] over 4-bit integers.
+        q_tile: [rows, width].
         factors: [1, rows]; factors of the scores.
         barriers: (full, empty) of `q_tile` and `factors`, [2, 1].
     """
@@ -120,10 +120,7 @@ def send_queries(
         if first == 0:
             # The parity is inverted, so that the first split does not wait.
             mbarrier.wait(barriers.index(1), (split & 1) ^ 1)
-        if KV_KIND == KV_INT4:
-            store_queries(q_tile.slice(first, _ROWS, 1), scaled, KV_KIND)
-        else:
-            store_queries(q_tile.slice(first, _ROWS, 0), scaled, KV_KIND)
+        q_tile.slice(first, _ROWS, 0).store(scaled[0])
         store_columns(factors.slice(first, _ROWS, 1), inverse * k_scale)
     # WGMMA reads shared memory through the async proxy.
     fence_async_shared()
