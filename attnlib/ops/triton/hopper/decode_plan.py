@@ -131,7 +131,7 @@ def workers_per_head(max_resident_ctas: int, num_kv_heads: int, consumers: int) 
 
 def whole_requests(per_head: int, num_reqs: int, max_query_len: int, quantized: bool) -> int:
     """Consumers for each KV head that get equal numbers of requests, where these are at least
-    `_LEAST_BUSY` of `per_head`; else `per_head`.
+    `_LEAST_BUSY` (`_LEAST_BUSY_QUANTIZED`) of `per_head`; else `per_head`.
 
     Requests of about equal lengths then have one split each and are not combined. Others are
     divided evenly, too, over fewer consumers.
