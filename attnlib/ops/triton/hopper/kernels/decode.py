@@ -102,12 +102,7 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
 )
 from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS, atomic_increment
-from attnlib.ops.triton.kernels.quant import (
-    KV_INT4,
-    KV_PLAIN,
-    SCALE_FLOAT,
-    SCALE_PER_TOKEN,
-)
+from attnlib.ops.triton.kernels.quant import KV_INT4, KV_PLAIN, SCALE_FLOAT, SCALE_PER_TOKEN
 
 __all__ = [
     "UNALIGNED", "UNSPECIALIZED", "clear_tile", "hopper_decode_kernel", "prefetch_queries",

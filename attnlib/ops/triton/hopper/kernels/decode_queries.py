@@ -1,7 +1,8 @@
-"""The queries of decodes over quantized caches, in float16 and in the order of the keys' elements.
+"""The query rows of a split of the Hopper decode, from global to shared memory.
 
-bfloat16 queries may be outside of float16's range: each row is multiplied by a power of two, and
-its scores by the inverse (`quantized.query_powers`).
+Over quantized caches they become float16, in the order of the keys' elements. bfloat16 queries may
+be outside of float16's range: each row is multiplied by a power of two, and its scores by the
+inverse (`quantized.query_powers`).
 """
 
 from __future__ import annotations
