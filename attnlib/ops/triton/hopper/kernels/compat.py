@@ -6,18 +6,77 @@ that only this module depends on the release. Compiled with Triton 3.6.0, 3.7.1,
 
 from __future__ import annotations
 
+import inspect
+from typing import Any, TypeVar
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import core
 
 __all__ = [
-    "TensorDescriptor", "arrive_after_copies", "consumers_sync", "copy_to_shared", "exp2",
-    "launch_dependent_grids", "load_box", "log2", "opaque_zero", "partition_barrier",
-    "prefetch_l1", "prefetch_l2", "reinterpret", "store_in_l2", "wait_on_dependent_grids",
+    "TensorDescriptor", "Value", "aggregate", "arrive_after_copies", "consumers_sync",
+    "copy_to_shared", "exp2", "launch_dependent_grids", "load_box", "log2", "opaque_zero",
+    "partition_barrier", "prefetch_l1", "prefetch_l2", "reinterpret", "store_in_l2",
+    "wait_on_dependent_grids",
 ]  # fmt: skip
+
+Value = core.base_value
+"""Annotation of a field of an `aggregate` that holds a tensor, a pointer, shared memory, another
+aggregate, a tuple or None. A field annotated `gl.constexpr` holds a constant."""
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def aggregate(cls: _Class) -> _Class:
+    """Make a class of annotated fields a value that Gluon functions build, pass and return.
+
+    The constructor takes the fields in order or by name. Fields cannot be assigned later. Methods
+    are `@gluon.jit` functions that take `self`. A file that defines one must not import
+    `annotations` from `__future__`: Triton 3.6 checks the values of fields against the annotations.
+
+    Triton 3.9 exports a decorator that also writes the constructor; 3.6 has a private one only,
+    which takes None, numbers and tuples as they are and then finds no type for them.
+    """
+    names = list(cls.__annotations__)
+    missing = object()
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        values = {name: missing for name in names}
+        values.update(zip(names, args, strict=False))
+        if len(args) > len(names) or not kwargs.keys() <= values.keys():
+            raise TypeError(f"{cls.__name__} takes the fields {', '.join(names)}")
+        values.update(kwargs)
+        for name, value in values.items():
+            if value is missing:
+                raise TypeError(f"{cls.__name__} misses the field {name}")
+            setattr(self, name, _as_value(value))
+
+    # Triton calls functions with this mark while it compiles, with values as arguments.
+    __init__.__triton_builtin__ = True  # type: ignore[attr-defined]
+    cls.__init__ = __init__  # type: ignore[misc]
+    value_class = core._aggregate(cls)
+    # Part of the key of compiled kernels; 3.6 leaves it empty.
+    value_class.__annotations__ = inspect.get_annotations(cls)
+    return value_class
+
+
+def _as_value(field: Any) -> Any:
+    """Return a field of an aggregate as a value that has a type of Triton."""
+    if isinstance(field, core.tuple):
+        return _tuple_value(field.values, field.type.fields)
+    if isinstance(field, tuple):
+        return _tuple_value(field, getattr(field, "_fields", None))
+    return field if isinstance(field, core.base_value) else gl.constexpr(field)
+
+
+def _tuple_value(items: Any, names: Any) -> Any:
+    values = [_as_value(item) for item in items]
+    return core.tuple(values, core.tuple_type([value.type for value in values], names))
+
 
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 """Synchronize the threads of the calling warp partition (`thread_barrier` up to Triton 3.6)."""
