@@ -19,7 +19,7 @@ from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.checks import check_batch
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.split import leading_decodes
-from attnlib.spec import AttentionSpec
+from attnlib.spec import AttentionSpec, MaskKind
 
 __all__ = ["PagedMetadata", "PartTensors", "paged_fields"]
 
@@ -184,6 +184,7 @@ def paged_fields(
     longest_decode = min(threshold, common.max_query_len)
     if mixed and this_batch_only:
         longest_decode = int(common.query_lens_cpu[:num_decodes].max())
+    _check_mask(common, spec)
     starts = common.query_start_loc.contiguous()
     if not is_paged:
         table = None
@@ -215,6 +216,15 @@ def paged_fields(
         "seq_lens_cpu": common.seq_lens_cpu,
         "is_cross_attention": common.is_cross_attention,
     }
+
+
+def _check_mask(common: CommonAttentionMetadata, spec: AttentionSpec) -> None:
+    if common.query_bias is not None and spec.mask_kind is not MaskKind.QUERY_BIAS:
+        raise ContractError(
+            f"query_bias is given, but the layer has mask_kind={spec.mask_kind.value}: a bias over "
+            "the new tokens needs mask_kind='query_bias'",
+            rule="M3",
+        )
 
 
 def _score_tensors(

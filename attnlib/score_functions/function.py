@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -155,6 +156,12 @@ class ScoreFunction:
         """Layer tensors, then batch tensors: the order of the parameters of kernels."""
         return self.layer_tensors + self.batch_tensors
 
+    @property
+    def reads_positions(self) -> bool:
+        """Whether the result depends on positions of queries or keys: the function or its bounds
+        read them."""
+        return self.bounds is not None or self.head_bounds is not None or _reads_positions(self)
+
     def evaluate(
         self,
         score: Tensor,
@@ -288,6 +295,20 @@ def _bounds_far_from_the_start(function: ScoreFunction, by_head: bool) -> tuple[
             rule="M10",
         )
     return values
+
+
+@lru_cache(maxsize=256)
+def _reads_positions(function: ScoreFunction) -> bool:
+    """Whether the code of the function loads one of its parameters for positions."""
+    first = {"score": 1, "score_mod": 3, "mask_mod": 2}[function.form]
+    code = function.function.__code__
+    positions = set(code.co_varnames[first : first + 2])
+    for instruction in dis.get_instructions(code):
+        value = instruction.argval  # a tuple for instructions that load two variables
+        names = value if isinstance(value, tuple) else (value,)
+        if instruction.opname.startswith("LOAD_FAST") and not positions.isdisjoint(names):
+            return True
+    return False
 
 
 @lru_cache(maxsize=256)

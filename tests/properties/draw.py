@@ -219,6 +219,9 @@ def _spec(rng: Random, limits: Limits) -> AttentionSpec:
         "kv_sharing": kind is AttentionType.DECODER and rng.random() < 0.1,
         **window,
     }
+    if mask is MaskKind.QUERY_BIAS:  # with nothing that counts positions (M3)
+        fields |= {"attention_chunk_size": None, "has_alibi": False}
+        fields |= dict.fromkeys(window)
     if rng.random() < limits.rare:
         if rng.random() < 0.5 and kind is AttentionType.DECODER:
             heads = fields["num_heads"] // kv_heads

@@ -52,7 +52,8 @@ def cases(draw: Any) -> Case:
         st.sampled_from(["causal", "causal", "bidirectional", "per_request", "query_bias"])
     )
     cache = draw(st.sampled_from(["auto", "auto", "auto", "fp8_e4m3", "fp8_e5m2", "bfloat16"]))
-    window = draw(st.sampled_from([None, None, "sliding", "general"]))
+    counts = causal != "query_bias"  # such a layer has nothing that counts positions (M3)
+    window = draw(st.sampled_from([None, None, "sliding", "general"])) if counts else None
     side = st.one_of(st.none(), st.integers(0, 30))
     return Case(
         batch=draw(batches()),
@@ -73,9 +74,9 @@ def cases(draw: Any) -> Case:
         mask=causal,
         sliding_window=draw(st.integers(1, 40)) if window == "sliding" else None,
         window=(draw(side), draw(side)) if window == "general" else None,
-        attention_chunk_size=draw(st.sampled_from([None, None, 1, 8, 33])),
+        attention_chunk_size=draw(st.sampled_from([None, None, 1, 8, 33])) if counts else None,
         logits_soft_cap=draw(st.sampled_from([None, None, 0.5, 20.0])),
-        alibi=draw(st.booleans()),
+        alibi=draw(st.booleans()) and counts,
         sinks=draw(st.booleans()),
         needs_lse=draw(st.booleans()),
         layout=draw(st.sampled_from(CACHE_LAYOUTS)),

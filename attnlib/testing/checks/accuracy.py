@@ -29,7 +29,7 @@ _COMBINATIONS: dict[str, dict[str, object]] = {
     "chunk+sinks": {"attention_chunk_size": 24, "sinks": True},
     "bidirectional+window": {"mask": "bidirectional", "window": (5, 3)},
     "right_window_only": {"mask": "bidirectional", "window": (None, 0)},
-    "tree+window": {"mask": "query_bias", "sliding_window": 11},
+    "tree+soft_cap": {"mask": "query_bias", "logits_soft_cap": 3.0},
     "per_request+soft_cap": {"mask": "per_request", "logits_soft_cap": 3.0},
     "window+score_function": {
         "sliding_window": 11,

@@ -1,127 +1,16 @@
-"""What a backend declares to support, and one check per field of the spec.
-
-Capabilities fail closed: a feature that a backend does not state counts as unsupported.
-`unsupported_reasons` returns all reasons at once, each with the value and the limit.
-"""
+"""One check per field of the spec, and one for the device, against what a backend declares."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
-
+from attnlib.capabilities.declaration import NOT_STATED, Capabilities
 from attnlib.device import DeviceInfo
 from attnlib.sizes import Sizes
-from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
+from attnlib.spec import AttentionSpec, CudaGraphSupport
 
-__all__ = ["CHECKS", "NOT_STATED", "Capabilities", "Sizes", "unsupported_reasons"]
-
-
-class _NotStated:
-    """The value of a capability that a backend does not state."""
-
-    _instance: _NotStated | None = None
-
-    def __new__(cls) -> _NotStated:
-        cls._instance = cls._instance or super().__new__(cls)
-        return cls._instance
-
-    def __repr__(self) -> str:
-        return "NOT_STATED"
-
-    def __reduce__(self) -> str:
-        return "NOT_STATED"
-
-    def __bool__(self) -> bool:
-        return False
-
-
-NOT_STATED: Any = _NotStated()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Capabilities:
-    """What a backend supports. A field that is not stated counts as unsupported.
-
-    Attributes:
-        devices: torch device types, such as ("cpu", "cuda").
-        min_capability: lowest CUDA compute capability; None for any.
-        max_capability: highest CUDA compute capability; None for any.
-        rocm: AMD devices.
-        dtypes: dtypes of q, k, v and the output.
-        kv_cache_dtypes: dtypes that the cache may store. A cache in the dtype of the model also
-            needs this dtype in `dtypes`.
-        kv_formats: formats with scales in the page, by name (M16). They need no entry in
-            `kv_cache_dtypes` and `kv_scale_kinds`.
-        kv_scale_kinds: granularities of the scales of a quantized cache, of "tensor" and "head";
-            () without a quantized cache.
-        head_sizes: elements of one query or key head.
-        head_size_v_may_differ: values may have another head size than keys.
-        block_sizes: tokens per cache block.
-        kv_cache_layouts: cache layouts, the preferred one first; "ANY" means any strides.
-        group_sizes: query heads per KV head.
-        attn_types: roles of a layer in its model.
-        mask_kinds: masks before windows.
-        sliding_window: sliding windows, and windows in the general form.
-        attention_chunks: attention within chunks.
-        logits_soft_cap, alibi, sink, score_function, mla, lse, kv_sharing, batch_invariant: the
-            features of the spec with these names.
-        key_selection: attention to selected keys (M11).
-        compressed_entries: two key streams under one softmax (M17).
-        skip_softmax: takes a threshold of weights below which keys may be left out (M18).
-        cudagraph: batches that a CUDA graph can capture.
-        needs_finite_cache: unused cache elements must be finite (P5). Allocation fills them with
-            zeros.
-        deterministic: two equal calls give equal bits (M8).
-        allocates_in_forward: its kernels allocate temporary memory from torch in each call, in
-            addition to the declared workspace.
-        rotary_write: `AttentionImpl.rotate_and_write_kv` is one launch (P11), except for pages that
-            hold their scales (M16). Without it, the same result takes separate launches.
-    """
-
-    devices: tuple[str, ...] = NOT_STATED
-    min_capability: tuple[int, int] | None = None
-    max_capability: tuple[int, int] | None = None
-    rocm: bool = False
-    dtypes: tuple[torch.dtype, ...] = NOT_STATED
-    kv_cache_dtypes: tuple[torch.dtype, ...] = NOT_STATED
-    kv_formats: tuple[str, ...] = NOT_STATED
-    kv_scale_kinds: tuple[str, ...] = NOT_STATED
-    head_sizes: Sizes = NOT_STATED
-    head_size_v_may_differ: bool = NOT_STATED
-    block_sizes: Sizes = NOT_STATED
-    kv_cache_layouts: tuple[str, ...] = NOT_STATED
-    group_sizes: Sizes = NOT_STATED
-    attn_types: tuple[AttentionType, ...] = NOT_STATED
-    mask_kinds: tuple[MaskKind, ...] = NOT_STATED
-    sliding_window: bool = NOT_STATED
-    attention_chunks: bool = NOT_STATED
-    logits_soft_cap: bool = NOT_STATED
-    alibi: bool = NOT_STATED
-    sink: bool = NOT_STATED
-    score_function: bool = NOT_STATED
-    key_selection: bool = NOT_STATED
-    compressed_entries: bool = NOT_STATED
-    skip_softmax: bool = NOT_STATED
-    mla: bool = NOT_STATED
-    lse: bool = NOT_STATED
-    kv_sharing: bool = NOT_STATED
-    batch_invariant: bool = NOT_STATED
-    cudagraph: CudaGraphSupport = NOT_STATED
-    needs_finite_cache: bool = False
-    deterministic: bool = True
-    allocates_in_forward: bool = False
-    rotary_write: bool = False
-
-    def stated(self) -> dict[str, Any]:
-        """The stated fields, by name."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if getattr(self, field.name) is not NOT_STATED
-        }
+__all__ = ["CHECKS", "Reason", "unsupported_device_reasons", "unsupported_reasons"]
 
 
 class Reason(str):

@@ -1,0 +1,157 @@
+"""Checks of the features of a spec and of their combinations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnlib.compressed_entries import CompressedEntries
+from attnlib.errors import ContractError
+from attnlib.key_selection import KeySelection
+from attnlib.score_functions.function import ScoreFunction
+from attnlib.spec.kinds import AttentionType, MaskKind
+
+if TYPE_CHECKING:
+    from attnlib.spec.attention_spec import AttentionSpec
+
+__all__ = ["check_features"]
+
+
+def check_features(spec: AttentionSpec) -> None:
+    """Check each optional feature, and what it cannot be combined with.
+
+    Raises:
+        ContractError: no attention layer can have these values.
+    """
+    _check_query_bias(spec)
+    _check_score_function(spec)
+    _check_key_selection(spec)
+    _check_compressed_entries(spec)
+    _check_skip_softmax(spec)
+    _check_fp8_queries(spec)
+
+
+def _check_query_bias(spec: AttentionSpec) -> None:
+    """Refuse what counts positions beside a bias that may give several rows one position (M3)."""
+    if spec.mask_kind is not MaskKind.QUERY_BIAS:
+        return
+    function, window = spec.score_function, spec.window
+    counting = {
+        "sliding_window": spec.sliding_window,
+        "window": None if window is None or window.is_full else tuple(window),
+        "attention_chunk_size": spec.attention_chunk_size,
+        "has_alibi": spec.has_alibi or None,
+        "score_function": function if function and function.reads_positions else None,
+    }
+    for name, value in counting.items():
+        if value is not None:
+            raise ContractError(
+                f"{name}={value} with mask_kind=query_bias: {name} counts positions, and in a "
+                "tree of tokens several rows have one position, which a bias does not state; "
+                "verify such a tree with one request per branch and mask_kind='causal'",
+                rule="M3",
+            )
+
+
+def _check_score_function(spec: AttentionSpec) -> None:
+    function = spec.score_function
+    if function is not None and not isinstance(function, ScoreFunction):
+        raise ContractError(
+            f"score_function={function!r} is a {type(function).__name__}; wrap the function: "
+            "attnlib.score_functions.ScoreFunction(function)",
+            rule="M10",
+        )
+    wanted = MaskKind.BIDIRECTIONAL
+    if function is not None and function.needs_bidirectional and spec.mask_kind is not wanted:
+        raise ContractError(
+            f"score function {function} decides about later keys itself, and mask_kind="
+            f"{spec.mask_kind.value} hides them: set mask_kind='bidirectional'",
+            rule="M10",
+        )
+
+
+def _check_key_selection(spec: AttentionSpec) -> None:
+    if spec.key_selection is None:
+        return
+    if not isinstance(spec.key_selection, KeySelection):
+        raise ContractError(
+            f"key_selection={spec.key_selection!r} is a {type(spec.key_selection).__name__}; "
+            "it must be an attnlib.key_selection.KeySelection",
+            rule="M11",
+        )
+    if not spec.is_paged:
+        raise ContractError(
+            f"attn_type={spec.attn_type.value} has no paged keys to select from: "
+            "key_selection needs a decoder or encoder_decoder layer",
+            rule="M11",
+        )
+
+
+def _check_compressed_entries(spec: AttentionSpec) -> None:
+    if spec.compressed_entries is None:
+        return
+    if not isinstance(spec.compressed_entries, CompressedEntries):
+        raise ContractError(
+            f"compressed_entries={spec.compressed_entries!r} is a "
+            f"{type(spec.compressed_entries).__name__}; it must be an "
+            "attnlib.compressed_entries.CompressedEntries",
+            rule="M17",
+        )
+    if spec.attn_type is not AttentionType.DECODER or spec.mask_kind is not MaskKind.CAUSAL:
+        raise ContractError(
+            f"attn_type={spec.attn_type.value} with mask_kind={spec.mask_kind.value}: "
+            "compressed_entries needs a causal decoder, whose queries see the entries of "
+            "earlier tokens",
+            rule="M17",
+        )
+    other = {
+        "key_selection": spec.key_selection,
+        "score_function": spec.score_function,
+        "has_alibi": spec.has_alibi or None,
+    }
+    for name, value in other.items():
+        if value is not None:
+            raise ContractError(
+                f"{name}={value} and compressed_entries are both given: a layer with two key "
+                "streams selects entries (CompressedEntries.selection), and its entries have "
+                "no position for biases",
+                rule="M17",
+            )
+
+
+def _check_skip_softmax(spec: AttentionSpec) -> None:
+    threshold = spec.skip_softmax_threshold
+    if threshold is None:
+        return
+    if not (isinstance(threshold, int | float) and 0 < threshold < 1):
+        raise ContractError(
+            f"skip_softmax_threshold={threshold!r} must be above 0 and below 1 (a weight "
+            "relative to the largest one of its row), or None to leave no key out",
+            rule="M18",
+        )
+    if spec.batch_invariant:
+        raise ContractError(
+            f"skip_softmax_threshold={threshold} with batch_invariant=True: the rows of a tile "
+            "decide together which keys are left out, so a row would depend on other rows; "
+            "drop one of them",
+            rule="M18",
+        )
+
+
+def _check_fp8_queries(spec: AttentionSpec) -> None:
+    if not spec.allow_fp8_queries:
+        return
+    if spec.kv_dtype != torch.float8_e4m3fn or spec.kv_format.scales_in_page:
+        raise ContractError(
+            f"allow_fp8_queries=True with kv_cache_dtype={spec.kv_cache_dtype}: queries are "
+            "rounded to the elements of an e4m3 cache; use kv_cache_dtype='fp8_e4m3', or leave "
+            "it False",
+            rule="M19",
+        )
+    if spec.batch_invariant:
+        raise ContractError(
+            "allow_fp8_queries=True with batch_invariant=True: decodes do not round queries, "
+            "so the bits of a row would depend on the batch; drop one of them",
+            rule="M19",
+        )
