@@ -4,44 +4,27 @@ The key tiles of all requests form one line, request after request, which is cut
 equal lengths. A range may contain the end of one request, several whole requests and the beginning
 of another.
 
-`tile_range` gives all ranges but the last one the same length. The lengths of `even_range` differ
-by at most one tile, so that the cuts of equal requests repeat: 24 requests of 17 tiles in 16 ranges
-are cut at 25, 51, 76 and 102 tiles, and every other cut is the end of a request.
+`worker_range` gives all ranges but the last one the same length. The lengths of `even_worker_range`
+differ by at most one tile, so that the cuts of equal requests repeat: 24 requests of 17 tiles in 16
+ranges are cut at 25, 51, 76 and 102 tiles, and every other cut is the end of a request.
 """
-
-from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnlib.ops.triton.hopper.kernels.schedule import load_lengths, visible_span
+from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate
+from attnlib.ops.triton.hopper.kernels.schedule import Batch, KeyTiles, Mask
 
-__all__ = ["even_begin", "even_index", "even_range", "num_key_tiles", "tile_range"]
-
-
-@gluon.jit
-def num_key_tiles(
-    query_start_loc, seq_lens, request, mask, left, right, chunk, aux, BOUNDS: gl.constexpr,
-    BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_CHUNK: gl.constexpr,
-):  # fmt: skip
-    """Return how many key tiles a request visits, for one request or a vector of requests.
-
-    At least 1 if the request has queries, so that its output is written; 0 if it has none.
-    """
-    _, query_len, seq_len = load_lengths(query_start_loc, seq_lens, request, mask)
-    first, _ = visible_span(
-        seq_len - query_len, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
-    )
-    _, last = visible_span(
-        seq_len - 1, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
-    )
-    if BOUNDS is not None:
-        low, high, _, _ = BOUNDS(seq_len - query_len, seq_len - 1, seq_len, request, aux)
-        first = gl.maximum(first, low)
-        last = gl.minimum(last, high)
-    tiles = (gl.maximum(last, 0) + BLOCK_N - 1) // BLOCK_N - gl.maximum(first, 0) // BLOCK_N
-    return gl.where(query_len > 0, gl.maximum(tiles, 1), 0)
+__all__ = [
+    "TileRange",
+    "even_begin",
+    "even_index",
+    "even_range",
+    "even_worker_range",
+    "num_key_tiles",
+    "tile_range",
+    "worker_range",
+]
 
 
 @gluon.jit
@@ -81,7 +64,7 @@ def even_begin(index, total, num_ranges, num_reqs):
     """Return where a range of a line of `total` positions begins; `total` for `num_ranges`.
 
     Ranges differ by at most one position, and with fewer positions than ranges the first ones have
-    one each. The positions of one request are divided as in `tile_range`, which takes less time:
+    one each. The positions of one request are divided as in `worker_range`, which takes less time:
     no key is loaded before this number is known. Products fit in 32 bits up to 16 million
     positions in 264 ranges.
     """
@@ -118,44 +101,37 @@ def _range_begin(
 
 
 @gluon.jit
-def _first_request(
-    query_start_loc, seq_lens, left, right, chunk, num_reqs, range_index, num_ranges, aux, gap,
-    BOUNDS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, LEAST: gl.constexpr, EVEN: gl.constexpr,
-):  # fmt: skip
+def _first_request(keys, index, num_ranges, gap, LEAST: gl.constexpr, EVEN: gl.constexpr):
     """Return (positions of the line, most tiles of a request, first request of a range, positions
     before that request).
 
-    The second value is 0 without LEAST. EVEN: ranges are those of `even_range` instead of
-    `tile_range`.
+    The second value is 0 without LEAST. EVEN: ranges are those of `even_worker_range` instead of
+    `worker_range`.
     """
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = max(128, 32 * WARPS)
     layout: gl.constexpr = gl.BlockedLayout([LANES // (32 * WARPS)], [32], [WARPS], [0])
+    num_reqs = keys.batch.num_reqs
     total = 0
     longest = 0
     request = 0
     before = 0
     if num_reqs == 1:
         # The range begins in the only request.
-        total = num_key_tiles(
-            query_start_loc, seq_lens, 0, True, left, right, chunk, aux, BOUNDS, BLOCK_N, CAUSAL,
-            HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+        total = keys.count(0, True)
         if LEAST > 0:
             longest = total
     elif num_reqs <= LANES:
         # Every request has a lane, so the lengths are loaded and summed in one pass. This latency
         # is exposed: no key can be loaded before.
         lanes = gl.arange(0, LANES, layout)
-        tiles = num_key_tiles(
-            query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux, BOUNDS,
-            BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+        tiles = keys.count(lanes, lanes < num_reqs)
         tiles += gl.where(tiles > 0, gap, 0)
         ends = gl.associative_scan(tiles, 0, _add)
         total = gl.max(ends, 0)
         if LEAST > 0:
             longest = gl.max(tiles, 0)
-        begin = _range_begin(range_index, total, longest, num_reqs, num_ranges, LEAST, EVEN)
+        begin = _range_begin(index, total, longest, num_reqs, num_ranges, LEAST, EVEN)
         past = (ends <= begin) & (lanes < num_reqs)
         request = gl.sum(past.to(gl.int32), 0)
         before = gl.max(gl.where(past, ends, 0), 0)
@@ -163,20 +139,16 @@ def _first_request(
         # Two passes: the total first, then the requests that end at or before the range begins.
         for base in range(0, num_reqs, LANES):
             lanes = base + gl.arange(0, LANES, layout)
-            tiles = num_key_tiles(
-                query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux,
-                BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            tiles = keys.count(lanes, lanes < num_reqs)
             tiles += gl.where(tiles > 0, gap, 0)
             total += gl.sum(tiles, 0)
             if LEAST > 0:
                 longest = gl.maximum(longest, gl.max(tiles, 0))
-        begin = _range_begin(range_index, total, longest, num_reqs, num_ranges, LEAST, EVEN)
+        begin = _range_begin(index, total, longest, num_reqs, num_ranges, LEAST, EVEN)
         seen = 0
         for base in range(0, num_reqs, LANES):
             lanes = base + gl.arange(0, LANES, layout)
-            tiles = num_key_tiles(
-                query_start_loc, seq_lens, lanes, lanes < num_reqs, left, right, chunk, aux,
-                BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            tiles = keys.count(lanes, lanes < num_reqs)
             tiles += gl.where(tiles > 0, gap, 0)
             ends = seen + gl.associative_scan(tiles, 0, _add)
             past = (ends <= begin) & (lanes < num_reqs)
@@ -186,26 +158,87 @@ def _first_request(
     return total, longest, request, before
 
 
+@aggregate
+class TileRange:
+    """A range of the line of all key tiles.
+
+    Fields:
+        begin, end: positions of the line.
+        request: the request that has the first position.
+        before: positions before that request.
+        length: positions of a range; None if ranges are even.
+        total: positions of the line; None unless ranges are even.
+    """
+
+    begin: Value
+    end: Value
+    request: Value
+    before: Value
+    length: Value
+    total: Value
+
+
+@gluon.jit
+def worker_range(keys, index, num_ranges, gap=0, LEAST: gl.constexpr = 0):
+    """Return the `TileRange` of a worker, of which all but the last have the same length.
+
+    Args:
+        keys: `KeyTiles` of the batch.
+        gap: empty positions of the line after the tiles of a request.
+        LEAST: see `_range_length`.
+    """
+    total, longest, request, before = _first_request(keys, index, num_ranges, gap, LEAST, False)
+    length = _range_length(total, longest, keys.batch.num_reqs, num_ranges, LEAST)
+    begin = index * length
+    return TileRange(begin, gl.minimum(begin + length, total), request, before, length, None)
+
+
+@gluon.jit
+def even_worker_range(keys, index, num_ranges, gap):
+    """Return the `TileRange` of a worker, whose length differs from that of others by at most one;
+    `gap` as in `worker_range`."""
+    total, _, request, before = _first_request(keys, index, num_ranges, gap, 0, True)
+    begin = even_begin(index, total, num_ranges, keys.batch.num_reqs)
+    end = even_begin(index + 1, total, num_ranges, keys.batch.num_reqs)
+    return TileRange(begin, end, request, before, None, total)
+
+
+@gluon.jit
+def _key_tiles(
+    query_start_loc, seq_lens, num_reqs, left, right, chunk, aux, BOUNDS: gl.constexpr,
+    BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_CHUNK: gl.constexpr,
+):  # fmt: skip
+    mask = Mask(left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
+    return KeyTiles(Batch(query_start_loc, seq_lens, num_reqs), mask, aux, BOUNDS, 0, BLOCK_N)
+
+
+@gluon.jit
+def num_key_tiles(
+    query_start_loc, seq_lens, request, mask, left, right, chunk, aux, BOUNDS: gl.constexpr,
+    BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_CHUNK: gl.constexpr,
+):  # fmt: skip
+    """`KeyTiles.count` with the fields of the tiles as arguments."""
+    keys = _key_tiles(
+        query_start_loc, seq_lens, 0, left, right, chunk, aux, BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT,
+        HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+    return keys.count(request, mask)
+
+
 @gluon.jit
 def tile_range(
     query_start_loc, seq_lens, left, right, chunk, num_reqs, range_index, num_ranges, aux,
     BOUNDS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, gap=0, LEAST: gl.constexpr = 0,
 ):  # fmt: skip
-    """Return (begin, end, tiles per range, first request, tiles before that request) of a range.
-
-    `begin`, `end` and the tiles before a request are positions in the line of all key tiles, where
-    `gap` empty positions follow the tiles of a request.
-
-    Args:
-        LEAST: see `_range_length`.
-    """
-    total, longest, request, before = _first_request(
-        query_start_loc, seq_lens, left, right, chunk, num_reqs, range_index, num_ranges, aux, gap,
-        BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, LEAST, False)  # fmt: skip
-    per_range = _range_length(total, longest, num_reqs, num_ranges, LEAST)
-    begin = range_index * per_range
-    return begin, gl.minimum(begin + per_range, total), per_range, request, before
+    """(begin, end, length, request, before) of `worker_range`, with the fields of the tiles as
+    arguments."""
+    keys = _key_tiles(
+        query_start_loc, seq_lens, num_reqs, left, right, chunk, aux, BOUNDS, BLOCK_N, CAUSAL,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+    found = worker_range(keys, range_index, num_ranges, gap, LEAST)
+    return found.begin, found.end, found.length, found.request, found.before
 
 
 @gluon.jit
@@ -214,11 +247,10 @@ def even_range(
     BOUNDS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """Return (begin, end, positions of the line, first request, positions before that request) of
-    a range; `gap` as in `tile_range`."""
-    total, _, request, before = _first_request(
-        query_start_loc, seq_lens, left, right, chunk, num_reqs, range_index, num_ranges, aux, gap,
-        BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, 0, True)  # fmt: skip
-    begin = even_begin(range_index, total, num_ranges, num_reqs)
-    end = even_begin(range_index + 1, total, num_ranges, num_reqs)
-    return begin, end, total, request, before
+    """(begin, end, total, request, before) of `even_worker_range`, with the fields of the tiles as
+    arguments."""
+    keys = _key_tiles(
+        query_start_loc, seq_lens, num_reqs, left, right, chunk, aux, BOUNDS, BLOCK_N, CAUSAL,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+    found = even_worker_range(keys, range_index, num_ranges, gap)
+    return found.begin, found.end, found.total, found.request, found.before
