@@ -14,6 +14,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from attnlib import errors as errors
+
 __version__ = "0.1.0"
 
 _PUBLIC = {
@@ -41,73 +43,42 @@ _PUBLIC = {
     "register_backend": "attnlib.selection",
     "select_for_groups": "attnlib.selection",
     "use_backend": "attnlib.selection",
+    "warmup": "attnlib.layer.warmup",
 }
-_MODULES = ("errors", "warmup")
-"""Modules that are attributes of the package; `warmup` is also a public function: the module can be
-called."""
+"""Public name -> module that defines it. Other names are imported from their modules."""
 
-_OTHER = {
-    "PagedAttention": "attnlib.ops.paged_attention",
-    "PerLayerParameters": "attnlib.metadata.parameters",
-    "Window": "attnlib.spec",
-    "compute_slot_mapping": "attnlib.cache.slots",
-    "get_per_layer_parameters": "attnlib.metadata.parameters",
-    "find_shared_prefixes": "attnlib.metadata.shared_prefix",
-    "infer_global_hyperparameters": "attnlib.metadata.parameters",
-    "merge_attention": "attnlib.selection",
-    "make_local_attention_virtual_batches": "attnlib.metadata.transforms",
-    "reorder_batch_to_split_decodes_and_prefills": "attnlib.metadata.split",
-    "split_decodes_and_prefills": "attnlib.metadata.split",
-    "get_kv_cache_layout": "attnlib.cache.layout",
-    "set_kv_cache_layout": "attnlib.cache.layout",
-    "shadow": "attnlib.debug.shadow",
-    "unregister_backend": "attnlib.selection",
-}
-"""Further names that are available here; code may also import them from their modules."""
-
-__all__ = [*sorted([*_PUBLIC, "warmup"]), "__version__"]
+__all__ = [*sorted(_PUBLIC), "__version__"]
 
 if TYPE_CHECKING:
-    from attnlib import errors as errors
     from attnlib.backends.base import AttentionBackend as AttentionBackend
     from attnlib.backends.base import AttentionImpl as AttentionImpl
     from attnlib.cache.allocator import BlockAllocator as BlockAllocator
-    from attnlib.cache.layout import get_kv_cache_layout as get_kv_cache_layout
-    from attnlib.cache.layout import set_kv_cache_layout as set_kv_cache_layout
-    from attnlib.cache.slots import compute_slot_mapping as compute_slot_mapping
     from attnlib.cache.storage import PagedKVCache as PagedKVCache
     from attnlib.cache.table import BlockTable as BlockTable
     from attnlib.capabilities import Capabilities as Capabilities
     from attnlib.capabilities import Sizes as Sizes
-    from attnlib.debug.shadow import shadow as shadow
     from attnlib.errors import AttnlibError as AttnlibError
     from attnlib.layer import Attention as Attention
+    from attnlib.layer.warmup import warmup as warmup
     from attnlib.metadata.base import AttentionMetadata as AttentionMetadata
     from attnlib.metadata.base import AttentionMetadataBuilder as AttentionMetadataBuilder
     from attnlib.metadata.common import CommonAttentionMetadata as CommonAttentionMetadata
-    from attnlib.metadata.shared_prefix import find_shared_prefixes as find_shared_prefixes
     from attnlib.metadata.state import AttentionState as AttentionState
     from attnlib.selection import explain as explain
     from attnlib.selection import get_attn_backend as get_attn_backend
     from attnlib.selection import list_backends as list_backends
-    from attnlib.selection import merge_attention as merge_attention
     from attnlib.selection import register_backend as register_backend
     from attnlib.selection import select_for_groups as select_for_groups
-    from attnlib.selection import unregister_backend as unregister_backend
     from attnlib.selection import use_backend as use_backend
     from attnlib.spec import AttentionSpec as AttentionSpec
     from attnlib.spec import AttentionType as AttentionType
     from attnlib.spec import CudaGraphSupport as CudaGraphSupport
     from attnlib.spec import MaskKind as MaskKind
-    from attnlib.spec import Window as Window
-    from attnlib.warmup import warmup as warmup
     from attnlib.workspace import BatchLimits as BatchLimits
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"attnlib.{name}")
-    module = _PUBLIC.get(name) or _OTHER.get(name)
+    module = _PUBLIC.get(name)
     if module is None:
         raise AttributeError(
             f"module 'attnlib' has no attribute {name!r}; its public names are {', '.join(__all__)}"

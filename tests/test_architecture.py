@@ -11,8 +11,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "attnlib"
 
 LAYERS = (
-    ("errors", "env", "device", "compile.objects"),
-    ("score_functions", "key_selection", "compressed_entries"),
+    ("errors", "env", "device", "compile"),
+    ("score_functions", "sparse"),
     ("kv_dtype", "spec", "sizes", "capabilities"),
     ("ops",),
     ("cache", "workspace", "tuning"),
@@ -23,22 +23,13 @@ LAYERS = (
     ("backends.loading", "backends._pairs", "backends._two_streams"),
     ("backends",),
     ("selection",),
-    (
-        "instrumentation",
-        "call_checks",
-        "metadata_checks",
-        "call_plans",
-        "layer_scales",
-        "layer_plans",
-        "rotary_call",
-        "layer",
-        "latent_attention",
-        "compile",
-        "warmup",
-        "indexer",
-    ),
+    ("instrumentation",),
+    ("layer",),
+    ("mla",),
+    ("sparse.indexer",),
     ("compat",),
     ("integrations", "debug", "testing", "cli", "bench", "tuning.measure", "__main__", "__init__"),
+    ("key_selection", "indexer", "compressed_entries", "latent_attention"),  # former paths
 )
 
 
@@ -121,7 +112,7 @@ def test_imports_go_down() -> None:
     assert not found
 
 
-_FOR_OPS = ("ops", "errors", "sizes", "kv_dtype", "score_functions", "key_selection")
+_FOR_OPS = ("ops", "errors", "sizes", "kv_dtype", "score_functions", "sparse.key_selection")
 
 
 def test_ops_import_no_spec() -> None:

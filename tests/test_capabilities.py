@@ -16,12 +16,12 @@ from attnlib.capabilities import (
     unsupported_device_reasons,
     unsupported_reasons,
 )
-from attnlib.compressed_entries import CompressedEntries
 from attnlib.device import DeviceInfo
-from attnlib.key_selection import KeySelection
 from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.score_functions.builtin import alibi_sqrt
 from attnlib.selection import load_backend
+from attnlib.sparse.compressed_entries import CompressedEntries
+from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind, Window
 
 CPU = DeviceInfo("cpu")

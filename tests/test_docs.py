@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import attnlib
+from attnlib.selection import unregister_backend
 from tests.fresh_process import run_module
 from tests.test_architecture import LAYERS
 
@@ -111,7 +112,7 @@ def test_python_blocks_run_and_print_what_is_shown(
                 printed = ""
     finally:
         for name in set(attnlib.list_backends()) - before:
-            attnlib.unregister_backend(name)
+            unregister_backend(name)
 
 
 @functools.cache

@@ -12,7 +12,8 @@ import torch
 import attnlib
 from attnlib import env, errors
 from attnlib.backends.torch import TorchBackend
-from attnlib.cache.layout import negotiate_layout
+from attnlib.cache.layout import negotiate_layout, set_kv_cache_layout
+from attnlib.selection import unregister_backend
 from attnlib.workspace import Workspace
 
 SPEC = attnlib.AttentionSpec(
@@ -33,7 +34,7 @@ def _missing_package() -> None:
     try:
         attnlib.get_attn_backend(SPEC, "gone", "cpu")
     finally:
-        attnlib.unregister_backend("gone")
+        unregister_backend("gone")
 
 
 def _unsupported() -> None:
@@ -116,7 +117,7 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
     ),
     "unknown layout": (
         errors.LayoutMismatchError,
-        lambda: attnlib.set_kv_cache_layout("DHN"),
+        lambda: set_kv_cache_layout("DHN"),
         ("kv_cache_layout='DHN'", "NHD, HND, NHD_INTERLEAVED"),
     ),
     "impossible spec": (

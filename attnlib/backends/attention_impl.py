@@ -16,11 +16,11 @@ import torch
 from attnlib.backends.step_plan import LayerGroup, StepPlan
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError, UnsupportedConfigError
-from attnlib.key_selection import SelectedKeys
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.dispatch import operation
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.rotary import HeadNorm
+from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 
 __all__ = ["AttentionImpl", "check_in_place", "score_attribute"]

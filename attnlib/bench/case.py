@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from attnlib.cache.storage import PagedKVCache
-from attnlib.compressed_entries import CompressedEntries
 from attnlib.errors import ContractError
-from attnlib.key_selection import KeySelection, SelectionScope
 from attnlib.kv_dtype import PAGE_FORMATS
+from attnlib.sparse.compressed_entries import CompressedEntries
+from attnlib.sparse.key_selection import KeySelection, SelectionScope
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from attnlib.testing.block_placement import BlockPlacement, place_blocks

@@ -6,9 +6,9 @@ import torch
 
 from attnlib.bench.key_lists import spread_lists
 from attnlib.cache.storage import PagedKVCache
-from attnlib.key_selection import SelectedKeys
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys, EntryBatch
+from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 
 __all__ = ["own_and_entries", "random_entries"]

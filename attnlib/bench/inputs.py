@@ -17,10 +17,10 @@ from attnlib.bench.entries import random_entries
 from attnlib.bench.key_lists import random_lists
 from attnlib.bench.work import kv_bytes
 from attnlib.cache.storage import PagedKVCache
-from attnlib.key_selection import SelectedKeys
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.torch.cache_write import write_kv
+from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 from attnlib.testing.layouts import read_slots
 from attnlib.testing.oracle import OracleParams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnlib.key_selection import KeySelection, SelectedKeys
+from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 from attnlib.testing.batch_spec import BatchSpec
 
 __all__ = ["random_lists", "selected_mask", "spread_lists"]

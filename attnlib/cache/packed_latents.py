@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.ops.dispatch import operation
 from attnlib.ops.packed_latents import BYTES, LATENT, packed_views
 from attnlib.ops.params import AttentionParams
+from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 
 __all__ = ["PackedLatentCache"]
 

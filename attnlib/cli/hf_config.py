@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from attnlib.compressed_entries import CompressedEntries
 from attnlib.errors import ContractError
-from attnlib.key_selection import KeySelection, SelectionScope
+from attnlib.sparse.compressed_entries import CompressedEntries
+from attnlib.sparse.key_selection import KeySelection, SelectionScope
 from attnlib.spec import AttentionSpec, AttentionType
 
 __all__ = ["fallback_lines", "specs_from_config"]

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from attnlib.cli.hf_config import specs_from_config
-from attnlib.compressed_entries import CompressedEntries
 from attnlib.errors import ContractError
-from attnlib.key_selection import KeySelection
 from attnlib.kv_dtype import KV_CACHE_DTYPES
+from attnlib.sparse.compressed_entries import CompressedEntries
+from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
 
 __all__ = ["add_spec_flags", "names_a_spec", "spec_fields", "specs_of"]

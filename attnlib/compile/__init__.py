@@ -1,1 +1,1 @@
-"""Support for torch.compile: one opaque operator, and integer ids for its Python objects."""
+"""Integer ids for the Python objects of a call under torch.compile (`attnlib.layer.operator`)."""

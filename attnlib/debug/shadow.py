@@ -1,6 +1,6 @@
 """Run live attention calls again on a second backend and record the error of each layer.
 
-    with attnlib.shadow("torch", every=100) as log:
+    with shadow("torch", every=100) as log:
         model.generate(...)
     print(log)
 

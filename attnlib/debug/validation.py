@@ -1,6 +1,6 @@
 """Checks of values, which are read from the device. ATTNLIB_VALIDATE=1 enables them.
 
-`attnlib.call_checks` checks what needs no host sync. `docs/validation.md` lists all checks.
+`attnlib.layer.checks` checks what needs no host sync. `docs/validation.md` lists all checks.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from attnlib.cache.storage import PagedKVCache, Scale
 from attnlib.debug.streams import check_stream
 from attnlib.errors import ContractError
-from attnlib.key_selection import SelectedKeys
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.metadata.values import BatchValues, check_values
 from attnlib.ops.scales import MAX_KV_SCALE, MIN_KV_SCALE
+from attnlib.sparse.key_selection import SelectedKeys
 
 if TYPE_CHECKING:
     from attnlib.layer import Attention

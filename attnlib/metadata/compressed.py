@@ -15,8 +15,8 @@ from torch import Tensor
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
-from attnlib.key_selection import SelectedKeys
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 
 __all__ = ["CompressedKeys", "EntryBatch"]

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from attnlib.compressed_entries import CompressedEntries
-from attnlib.key_selection import KeySelection
 from attnlib.kv_dtype import KVFormat, kv_cache_format, kv_cache_torch_dtype
 from attnlib.score_functions.function import ScoreFunction
+from attnlib.sparse.compressed_entries import CompressedEntries
+from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec.checks import as_kind, as_window, check_spec
 from attnlib.spec.kinds import AttentionType, CudaGraphSupport, MaskKind, Window
 

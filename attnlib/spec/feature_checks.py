@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlib.compressed_entries import CompressedEntries
 from attnlib.errors import ContractError
-from attnlib.key_selection import KeySelection
 from attnlib.score_functions.function import ScoreFunction
+from attnlib.sparse.compressed_entries import CompressedEntries
+from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec.kinds import AttentionType, MaskKind
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _check_key_selection(spec: AttentionSpec) -> None:
     if not isinstance(spec.key_selection, KeySelection):
         raise ContractError(
             f"key_selection={spec.key_selection!r} is a {type(spec.key_selection).__name__}; "
-            "it must be an attnlib.key_selection.KeySelection",
+            "it must be an attnlib.sparse.key_selection.KeySelection",
             rule="M11",
         )
     if not spec.is_paged:
@@ -95,7 +95,7 @@ def _check_compressed_entries(spec: AttentionSpec) -> None:
         raise ContractError(
             f"compressed_entries={spec.compressed_entries!r} is a "
             f"{type(spec.compressed_entries).__name__}; it must be an "
-            "attnlib.compressed_entries.CompressedEntries",
+            "attnlib.sparse.compressed_entries.CompressedEntries",
             rule="M17",
         )
     if spec.attn_type is not AttentionType.DECODER or spec.mask_kind is not MaskKind.CAUSAL:

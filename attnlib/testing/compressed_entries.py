@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlib.cache.storage import PagedKVCache
-from attnlib.compressed_entries import CompressedEntries
-from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.metadata.compressed import CompressedKeys, EntryBatch
+from attnlib.sparse.compressed_entries import CompressedEntries
+from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 from attnlib.testing.layouts import poison_value
 from attnlib.testing.oracle import gather_tokens, visible_keys
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlib.key_selection import KeySelection, SelectedKeys
+from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 from attnlib.testing.batch_spec import BatchSpec
 
 __all__ = ["KeyLists", "make_lists", "selected_masks", "selection_of"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnlib.cache.storage import PagedKVCache
-from attnlib.key_selection import SelectedKeys
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 from attnlib.testing.block_placement import place_blocks
 from attnlib.testing.case import Case

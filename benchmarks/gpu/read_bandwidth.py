@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from attnlib.bench.key_lists import spread_lists
-from attnlib.key_selection import KeySelection
+from attnlib.sparse.key_selection import KeySelection
 
 
 @triton.jit

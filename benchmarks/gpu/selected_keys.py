@@ -24,13 +24,13 @@ import torch
 
 from attnlib.bench.key_lists import spread_lists
 from attnlib.bench.timer import EagerTimer, GraphTimer, measure_in_turn, warm_up
-from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.key_indexer import select_keys as torch_select_keys
 from attnlib.ops.torch.selected_attention import selected_attention as torch_selected_attention
 from attnlib.ops.triton.key_indexer import select_keys
 from attnlib.ops.triton.paged_prefill import paged_prefill
 from attnlib.ops.triton.selected_attention import selected_attention
+from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 from benchmarks.gpu import rows
 
 try:

@@ -24,6 +24,7 @@ from attnlib.backends.cascade.schedule import EVERY_PREFIX, PrefixRule
 from attnlib.bench.provenance import provenance
 from attnlib.bench.timer import GraphTimer, measure_in_turn, warm_up
 from attnlib.metadata.shared_prefix import find_shared_prefixes
+from attnlib.selection import merge_attention
 
 Case = tuple[int, int, int] | tuple[int, int, int, int]
 CASES: list[Case] = [
@@ -78,7 +79,7 @@ class Calls:
     def shared_by_default(self) -> bool:
         """Whether the default rule computes the prefix once."""
         found = attnlib.get_attn_backend(self.spec, "triton", "cuda")
-        builder = attnlib.merge_attention(found, found).make_builder(self.spec, "cuda")
+        builder = merge_attention(found, found).make_builder(self.spec, "cuda")
         metadata: Any = builder.build(0, self.common)
         return bool(metadata.shared_prefixes)
 
@@ -86,7 +87,7 @@ class Calls:
         """A function that runs one layer over copy `number`."""
         found = attnlib.get_attn_backend(self.spec, "triton", "cuda")
         if rule is not None:
-            found = attnlib.merge_attention(found, found, rule)
+            found = merge_attention(found, found, rule)
         layer = attnlib.Attention(self.spec, backend=found, device="cuda")
         metadata: Any = found.make_builder(self.spec, "cuda").build(0, self.common)
         assert rule is None or len(metadata.shared_prefixes) == len(self.common.shared_prefixes)

@@ -19,6 +19,8 @@ from attnlib.backends.cascade.schedule import EVERY_PREFIX, PrefixRule, prefix_p
 from attnlib.backends.torch.metadata import TorchMetadataBuilder
 from attnlib.errors import ContractError
 from attnlib.metadata.shared_prefix import SharedPrefix, find_shared_prefixes
+from attnlib.selection import merge_attention
+from attnlib.spec import Window
 from attnlib.testing import run_conformance
 
 SHARED = replace(EVERY_PREFIX, max_decode_parts=2)
@@ -84,7 +86,7 @@ class Forest:
         """(output, LSE, cache after the call, metadata) of a backend."""
         cls: Any = attnlib.get_attn_backend(self.spec, backend, "cpu")
         if backend in PAIRS:
-            cls = attnlib.merge_attention(cls.prefix_backend, cls.suffix_backend, rule)
+            cls = merge_attention(cls.prefix_backend, cls.suffix_backend, rule)
         layer = attnlib.Attention(self.spec, backend=cls, device="cpu", sinks=self.sinks)
         builder = cls.make_builder(self.spec, "cpu")
         cache = copy.deepcopy(self.cache)
@@ -150,7 +152,7 @@ def test_half_precision_and_quantized_caches(kv_cache_dtype: str) -> None:
     [
         ({"sliding_window": 8}, "sliding window"),
         ({"attention_chunk_size": 8}, "attention chunks"),
-        ({"window": attnlib.Window(None, 0)}, "sliding window"),
+        ({"window": Window(None, 0)}, "sliding window"),
     ],
 )
 def test_layers_without_shared_prefixes(changes: dict[str, Any], reason: str) -> None:
@@ -166,7 +168,7 @@ def test_layers_without_shared_prefixes(changes: dict[str, Any], reason: str) ->
 @pytest.mark.slow
 def test_the_conformance_suite_passes() -> None:
     """Every rule holds, with every prefix that batches of the suite share computed once."""
-    backend = attnlib.merge_attention("torch", "torch", SHARED)
+    backend = merge_attention("torch", "torch", SHARED)
     report = run_conformance(backend, device="cpu", quick=True)
     assert report.passed, str(report)
 
@@ -223,7 +225,7 @@ def test_wrong_prefixes_are_refused_before_anything_is_written() -> None:
 def test_a_common_prefix_length() -> None:
     """vLLM's argument of `build` states one prefix; it is cut to whole blocks of the context."""
     spec = _spec()
-    backend = attnlib.merge_attention("torch", "torch", SHARED)
+    backend = merge_attention("torch", "torch", SHARED)
     builder: Any = backend.make_builder(spec, "cpu")
     common = attnlib.CommonAttentionMetadata.from_lengths(
         [1, 1], [12, 14], [[1, 2, 3], [1, 2, 4, 5]], 4, "cpu"
@@ -236,7 +238,7 @@ def test_a_common_prefix_length() -> None:
 
 def test_names_classes_and_pickles() -> None:
     """S1: a pair by name is the class that `merge_attention` returns, also in another process."""
-    backend = attnlib.merge_attention("triton", "torch")
+    backend = merge_attention("triton", "torch")
     assert backend.get_name() == "prefix:triton,suffix:torch"
     assert backend is attnlib.get_attn_backend(_spec(), backend.get_name(), "cpu")
     assert pickle.loads(pickle.dumps(backend)) is backend
@@ -253,7 +255,7 @@ def test_metadata_drops_plans_and_refuses_computed_fields() -> None:
     with pytest.raises(ContractError, match="cannot be assigned"):
         metadata.seq_lens = metadata.seq_lens + 1
     with pytest.raises(ContractError, match="build the batch again"):
-        builder: Any = attnlib.merge_attention("torch", "torch").make_builder(_spec(), "cpu")
+        builder: Any = merge_attention("torch", "torch").make_builder(_spec(), "cpu")
         builder.update_block_table(metadata, metadata.block_table, metadata.slot_mapping)
     assert not pickle.loads(pickle.dumps(metadata)).plans
 

@@ -16,6 +16,7 @@ from attnlib.backends.cascade.captured import fitting_parts
 from attnlib.backends.cascade.schedule import EVERY_PREFIX
 from attnlib.backends.triton.metadata import TritonMetadataBuilder
 from attnlib.metadata.shared_prefix import SharedPrefix, find_shared_prefixes
+from attnlib.selection import merge_attention
 from attnlib.spec import CudaGraphSupport
 
 RULE = replace(EVERY_PREFIX, min_part_tokens=4, captured_parts=8)
@@ -52,7 +53,7 @@ def test_one_capture_serves_batches_with_and_without_prefixes(
     monkeypatch.setattr(TritonMetadataBuilder, "shared_decode_shape", property(lambda self: shape))
     sinks = torch.linspace(-1, 1, 4, device=device) if has_sink else None
     spec, flat_spec = (x.replace(has_sink=has_sink) for x in (SPEC, FLAT))
-    backend: Any = attnlib.merge_attention("triton", "triton", RULE)
+    backend: Any = merge_attention("triton", "triton", RULE)
     layer = attnlib.Attention(spec, backend=backend, device=device, sinks=sinks)
     builder = backend.make_builder(spec, device, limits=LIMITS)
     state = backend.get_state_cls()(builder, LIMITS)
@@ -119,7 +120,7 @@ def _tensors(metadata: Any) -> list[torch.Tensor]:
 
 
 def test_graphs_do_not_share_by_default() -> None:
-    backend: Any = attnlib.merge_attention("torch", "torch", EVERY_PREFIX)
+    backend: Any = merge_attention("torch", "torch", EVERY_PREFIX)
     builder = backend.make_builder(
         SPEC.replace(cudagraph=CudaGraphSupport.NEVER), "cpu", limits=LIMITS
     )

@@ -13,6 +13,7 @@ import attnlib
 from attnlib.backends.cascade.schedule import EVERY_PREFIX
 from attnlib.backends.torch.metadata import TorchMetadataBuilder
 from attnlib.cache.allocator import BlockAllocator
+from attnlib.selection import merge_attention
 
 SPEC = attnlib.AttentionSpec(
     num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, block_size=4
@@ -30,7 +31,7 @@ class Sequences:
         self.cache.key_cache.normal_()
         self.cache.value_cache.normal_()
         self.live = [(self.allocator.allocate(-(-PROMPT // 4)), PROMPT)]
-        pair: Any = attnlib.merge_attention("torch", "torch", EVERY_PREFIX)
+        pair: Any = merge_attention("torch", "torch", EVERY_PREFIX)
         flat: Any = attnlib.get_attn_backend(SPEC, "torch", "cpu")
         self._layers = [attnlib.Attention(SPEC, backend=x, device="cpu") for x in (pair, flat)]
         self._builders = [x.make_builder(SPEC, "cpu") for x in (pair, flat)]

@@ -22,6 +22,7 @@ from attnlib.capabilities import NOT_STATED, Capabilities, Sizes
 from attnlib.device import resolve_device
 from attnlib.errors import ContractError, LayoutMismatchError
 from attnlib.metadata.state import AttentionState
+from attnlib.selection import unregister_backend
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 from attnlib.testing.conformance import run_conformance
 from attnlib.workspace import BatchLimits
@@ -271,7 +272,7 @@ def test_conformance_by_name() -> None:
         )
     finally:
         for name in ("suite_p", "suite_d"):
-            attnlib.unregister_backend(name)
+            unregister_backend(name)
     assert report.passed, str(report)
     assert {"cudagraph:UNIFORM_SINGLE_TOKEN_DECODE", "cudagraph:UNIFORM_BATCH"} & set(
         report.coverage.exercised

@@ -13,9 +13,9 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.backends.loading import configured
 from attnlib.backends.triton import TritonBackend
 from attnlib.device import DeviceInfo, resolve_device
-from attnlib.key_selection import KeySelection
 from attnlib.ops.triton.hopper.support import hopper_decode_keys
 from attnlib.score_functions.builtin import documents
+from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import MaskKind
 
 DECODE = (

@@ -11,7 +11,7 @@ import torch
 from attnlib import AttentionSpec, tuning
 from attnlib.backends.triton import TritonBackend, explain_tiles
 from attnlib.device import DeviceInfo, resolve_device
-from attnlib.key_selection import KeySelection
+from attnlib.sparse.key_selection import KeySelection
 from attnlib.tuning.table import Tuning
 
 H100 = DeviceInfo(type="cuda", name="NVIDIA H100 80GB HBM3", capability=(9, 0))

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from attnlib.backends.triton import TritonBackend
+from attnlib.layer.warmup import warmup_batches
 from attnlib.ops.triton.heuristics.device import limits_of, set_tuned_tiles
 from attnlib.ops.triton.heuristics.tile_table import parse_table, work_class
 from attnlib.ops.triton.heuristics.tiles import choose_decode_tile
 from attnlib.ops.triton.paged_decode import paged_decode_num_splits, paged_decode_workspace_bytes
 from attnlib.spec import AttentionSpec
-from attnlib.warmup import warmup_batches
 from attnlib.workspace import BatchLimits
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype=torch.float16)

@@ -15,7 +15,7 @@ from attnlib.bench.key_lists import spread_lists
 from attnlib.bench.suites import SUITES, choose_cases, known_cases
 from attnlib.bench.work import flops, kv_bytes, read_keys, roofline_us, visible_pairs
 from attnlib.errors import ContractError
-from attnlib.key_selection import KeySelection
+from attnlib.sparse.key_selection import KeySelection
 from attnlib.testing.batch_spec import parse_batch
 from attnlib.testing.oracle import OracleParams, visible_keys
 

@@ -20,6 +20,7 @@ from attnlib.cli.demo.scheduler import Request, Scheduler
 from attnlib.cli.demo.serve import ServingResult
 from attnlib.cli.demo.view import Progress
 from attnlib.errors import CacheExhaustedError
+from attnlib.selection import unregister_backend
 
 
 def _scheduler(blocks: int = 16, size: int = 4, budget: int = 8, reqs: int = 8) -> Scheduler:
@@ -159,7 +160,7 @@ def test_a_wrong_backend_fails_the_demo(capsys: pytest.CaptureFixture[str]) -> N
     try:
         assert main(["demo", "--tiny", "--device", "cpu", "--backend", "wrong"]) == 1
     finally:
-        attnlib.unregister_backend("wrong")
+        unregister_backend("wrong")
     assert "FAILED" in capsys.readouterr().out
 
 

@@ -10,6 +10,7 @@ import torch
 import attnlib
 from attnlib.backends.torch import TorchBackend
 from attnlib.cli import doctor, main
+from attnlib.selection import unregister_backend
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,7 @@ def test_it_runs_a_batch_on_every_backend(
     try:
         assert main(["doctor", "--json"]) == 0
     finally:
-        attnlib.unregister_backend("mine")
+        unregister_backend("mine")
     findings = json.loads(capsys.readouterr().out)
     rows = {row["name"]: row for row in findings["backends"]}
     assert list(rows) == names

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from attnlib.cli.hf_config import specs_from_config
-from attnlib.compressed_entries import CompressedEntries
 from attnlib.errors import ContractError
-from attnlib.key_selection import KeySelection
+from attnlib.sparse.compressed_entries import CompressedEntries
+from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import AttentionType
 
 

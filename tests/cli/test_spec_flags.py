@@ -11,7 +11,7 @@ import torch
 
 from attnlib.cli.spec_flags import add_spec_flags, names_a_spec, spec_fields, specs_of
 from attnlib.errors import ContractError
-from attnlib.key_selection import KeySelection
+from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import AttentionSpec, MaskKind
 
 

@@ -74,7 +74,7 @@ KINDS: dict[str, tuple[str, Any, str]] = {
 }  # fmt: skip
 
 OTHER_KINDS = ("V29", "V30", "V31", "V32", "V33", "V34")
-"""Tested in `tests/test_key_selection.py`, `tests/metadata/test_shared_prefix.py` and
+"""Tested in `tests/sparse/test_key_selection.py`, `tests/metadata/test_shared_prefix.py` and
 `tests/metadata/test_compressed.py`."""
 
 AT_BUILD = [name for name, (field, *_) in KINDS.items() if name not in {"V13", "V14"}][:19]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from attnlib.cache.index_keys import IndexKeyCache
-from attnlib.key_selection import KeySelection
 from attnlib.ops.torch import key_indexer as torch_operation
 from attnlib.ops.triton import key_indexer as triton_operation
+from attnlib.sparse.key_selection import KeySelection
 from tests.gpu.devices import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]

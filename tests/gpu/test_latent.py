@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnlib.cache.storage import PagedKVCache
-from attnlib.latent_attention import LatentAttention
+from attnlib.mla.latent_attention import LatentAttention
 from attnlib.spec import AttentionSpec
 from tests.gpu.devices import backend_or_skip, batch_of, needs_gpu
 

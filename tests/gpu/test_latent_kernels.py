@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch import packed_latents as torch_packed
 from attnlib.ops.torch import paged_decode as torch_decode
@@ -15,6 +14,7 @@ from attnlib.ops.torch import selected_attention as torch_selected
 from attnlib.ops.triton import packed_latents as triton_packed
 from attnlib.ops.triton import paged_decode as triton_decode
 from attnlib.ops.triton import selected_attention as triton_selected
+from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from attnlib.testing.key_selection import make_lists
 from tests.gpu.devices import needs_gpu

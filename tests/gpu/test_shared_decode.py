@@ -15,6 +15,7 @@ from attnlib.backends.cascade.schedule import EVERY_PREFIX
 from attnlib.metadata.shared_prefix import find_shared_prefixes
 from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile
 from attnlib.ops.triton.launch.cache import LAUNCHES
+from attnlib.selection import merge_attention
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 from tests.gpu.devices import backend_or_skip, needs_gpu, spec_of
 
@@ -94,7 +95,7 @@ def test_it_agrees_with_torch(name: str, tile_keys: int, monkeypatch: pytest.Mon
         pytest.skip("the kernel needs compute capability 9.0")
     _use_tile(tile_keys, monkeypatch)
     found = backend_or_skip("triton", spec)
-    pair = attnlib.merge_attention(found, found, EVERY_PREFIX)
+    pair = merge_attention(found, found, EVERY_PREFIX)
     sinks = torch.randn(spec.num_heads, device="cuda") if spec.has_sink else None
     layers = [
         attnlib.Attention(spec, backend=backend, device="cuda", sinks=sinks)
@@ -156,7 +157,7 @@ def test_values_of_one_request_do_not_reach_others() -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the kernel needs compute capability 9.0")
     found = backend_or_skip("triton", spec)
-    pair = attnlib.merge_attention(found, found, EVERY_PREFIX)
+    pair = merge_attention(found, found, EVERY_PREFIX)
     layer = attnlib.Attention(spec, backend=pair, device="cuda")
     for seed, value in ((0, torch.nan), (4, torch.inf), (5, torch.nan)):
         torch.manual_seed(seed)
@@ -178,7 +179,7 @@ def test_tensors_that_it_cannot_read() -> None:
     """Queries off 16-byte boundaries: the backend computes the prefixes with each request."""
     spec = spec_of(num_heads=8, num_kv_heads=2)
     found = backend_or_skip("triton", spec)
-    pair = attnlib.merge_attention(found, found, EVERY_PREFIX)
+    pair = merge_attention(found, found, EVERY_PREFIX)
     tree = Tree(spec, 3)
     outputs = []
     for backend in (pair, found):
@@ -198,7 +199,7 @@ def test_one_graph_serves_batches_with_and_without_prefixes() -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the kernel needs compute capability 9.0")
     found = backend_or_skip("triton", spec)
-    pair: Any = attnlib.merge_attention(found, found, replace(EVERY_PREFIX, captured_parts=8))
+    pair: Any = merge_attention(found, found, replace(EVERY_PREFIX, captured_parts=8))
     limits = attnlib.BatchLimits(max_num_reqs=40, max_num_tokens=40, max_seq_len=4096)
     layer = attnlib.Attention(spec, backend=pair, device="cuda")
     builder = pair.make_builder(spec, "cuda", limits=limits)

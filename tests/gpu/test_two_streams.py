@@ -7,9 +7,9 @@ import torch
 
 from attnlib import Attention, CommonAttentionMetadata
 from attnlib.cache.storage import PagedKVCache
-from attnlib.compressed_entries import CompressedEntries
-from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.metadata.compressed import CompressedKeys, EntryBatch
+from attnlib.sparse.compressed_entries import CompressedEntries
+from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 from attnlib.spec import AttentionSpec
 from tests.gpu.devices import backend_or_skip, needs_gpu
 

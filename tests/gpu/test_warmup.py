@@ -11,9 +11,10 @@ import attnlib
 from attnlib.backends.cascade.schedule import EVERY_PREFIX
 from attnlib.cache.storage import PagedKVCache
 from attnlib.layer import Attention
+from attnlib.layer.warmup import warmup
 from attnlib.metadata.shared_prefix import SharedPrefix
+from attnlib.selection import merge_attention
 from attnlib.testing.compilations import compiled_kernels
-from attnlib.warmup import warmup
 from attnlib.workspace import BatchLimits
 from tests.gpu.devices import backend_or_skip, batch_of, needs_gpu, spec_of
 
@@ -71,7 +72,7 @@ def test_shared_prefixes_compile_nothing() -> None:
     pytest.importorskip("triton")
     spec = spec_of()
     found = backend_or_skip("triton", spec)
-    pair = attnlib.merge_attention(found, found, EVERY_PREFIX)
+    pair = merge_attention(found, found, EVERY_PREFIX)
     cache = PagedKVCache.allocate(spec, 9000, "cuda")
     layer = Attention(spec, backend=pair, device="cuda")
     builder = pair.make_builder(spec, "cuda", limits=LIMITS)

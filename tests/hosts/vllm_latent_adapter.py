@@ -21,7 +21,7 @@ from attnlib.integrations.vllm.backend import AttnlibBackend
 from attnlib.integrations.vllm.mla_backend import AttnlibMLABackend
 from attnlib.integrations.vllm.mla_builder import AttnlibMLAMetadataBuilder
 from attnlib.integrations.vllm.mla_impl import AttnlibMLAImpl
-from attnlib.latent_attention import EXPAND_FROM
+from attnlib.mla.latent_attention import EXPAND_FROM
 
 HEADS, LATENT, ROTARY, KEY, VALUE, BLOCK, COLUMNS = 4, 32, 16, 24, 20, 16, 60
 SCALE = (KEY + ROTARY) ** -0.5

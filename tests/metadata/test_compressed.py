@@ -10,11 +10,11 @@ import torch
 
 from attnlib import Attention, AttentionSpec, CommonAttentionMetadata, PagedKVCache, explain
 from attnlib.cache.index_keys import IndexKeyCache
-from attnlib.compressed_entries import CompressedEntries
 from attnlib.errors import ContractError, UnsupportedConfigError
-from attnlib.indexer import KeyIndexer
-from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.metadata.compressed import CompressedKeys, EntryBatch
+from attnlib.sparse.compressed_entries import CompressedEntries
+from attnlib.sparse.indexer import KeyIndexer
+from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 
 ENTRIES = CompressedEntries(compress_rate=4, block_size=2)
 SPEC = AttentionSpec(

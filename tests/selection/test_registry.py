@@ -15,7 +15,7 @@ import attnlib
 from attnlib.backends.plugins import PluginBackend
 from attnlib.backends.torch import TorchBackend
 from attnlib.errors import BackendUnavailableError, RegistrationError
-from attnlib.selection import registry
+from attnlib.selection import registry, unregister_backend
 from attnlib.selection.registry import lookup
 
 SPEC = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float32)
@@ -39,7 +39,7 @@ def _unregister(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = set(attnlib.list_backends())
     yield
     for name in set(attnlib.list_backends()) - before:
-        attnlib.unregister_backend(name)
+        unregister_backend(name)
 
 
 def _select(backend: str | None = None) -> type[attnlib.AttentionBackend]:
@@ -56,9 +56,9 @@ def test_a_name_is_registered_once() -> None:
     attnlib.register_backend("other", Third, override=True)
     assert lookup("OTHER").target is Third
     with pytest.raises(RegistrationError, match="it is built in"):
-        attnlib.unregister_backend("torch")
+        unregister_backend("torch")
     with pytest.raises(RegistrationError, match="it is not registered"):
-        attnlib.unregister_backend("nobody")
+        unregister_backend("nobody")
     for name in ("", "auto", "-x", "a,b", "prefill:x"):
         with pytest.raises(RegistrationError, match="is not a valid backend name"):
             attnlib.register_backend(name, Other)
@@ -67,7 +67,7 @@ def test_a_name_is_registered_once() -> None:
 def test_overriding_a_built_in_backend_and_restoring_it() -> None:
     attnlib.register_backend("torch", Other, priority=100, override=True)
     assert _select() is Other
-    attnlib.unregister_backend("torch")
+    unregister_backend("torch")
     assert _select() is TorchBackend
 
 

@@ -16,6 +16,7 @@ import torch
 import attnlib
 from attnlib import env
 from attnlib.backends.torch import TorchBackend
+from attnlib.cache.layout import set_kv_cache_layout
 from attnlib.capabilities import Sizes
 from attnlib.device import DeviceInfo
 from attnlib.errors import (
@@ -26,7 +27,7 @@ from attnlib.errors import (
     UnknownBackendError,
     UnsupportedConfigError,
 )
-from attnlib.selection import selector
+from attnlib.selection import selector, unregister_backend
 from attnlib.selection.report import SelectionStatus
 
 SPEC = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float32)
@@ -56,7 +57,7 @@ def _unregister(monkeypatch: pytest.MonkeyPatch):
     before = set(attnlib.list_backends())
     yield
     for name in set(attnlib.list_backends()) - before:
-        attnlib.unregister_backend(name)
+        unregister_backend(name)
 
 
 def _chosen(**changes) -> type:
@@ -298,11 +299,11 @@ def test_the_layout_of_the_environment_is_required(monkeypatch: pytest.MonkeyPat
         "NHD",
     ), "a spec's own layout wins"
     monkeypatch.delenv("ATTNLIB_KV_CACHE_LAYOUT")
-    attnlib.set_kv_cache_layout("HND")
+    set_kv_cache_layout("HND")
     try:
         assert _chosen() is TorchBackend
     finally:
-        attnlib.set_kv_cache_layout(None)
+        set_kv_cache_layout(None)
 
 
 @pytest.mark.parametrize("method", ["validate_configuration", "unavailable"])

@@ -12,6 +12,7 @@ import torch
 
 import attnlib
 from attnlib.capabilities import NOT_STATED, Capabilities
+from attnlib.selection import unregister_backend
 from attnlib.testing.checks import CHECKS
 from attnlib.testing.conformance import run_conformance
 from examples.one_file_backend import OneFileBackend
@@ -157,7 +158,7 @@ def test_the_registrations_in_the_guide_work() -> None:
         try:
             assert "my_backend" in attnlib.list_backends()
         finally:
-            attnlib.unregister_backend("my_backend")
+            unregister_backend("my_backend")
 
 
 def test_the_smallest_backend_has_at_most_40_lines() -> None:

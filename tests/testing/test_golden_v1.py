@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import attnlib
+from attnlib.selection import unregister_backend
 from attnlib.testing.conformance import run_conformance
 
 PATH = "tests.testing.golden_v1_backend:GoldenBackend"
@@ -21,7 +22,7 @@ FINGERPRINT = "e89e0f0c3889d4464c7bb6ad17462db5a7f1e99937fae2b97e68c5e174c20e92"
 def registered() -> Iterator[str]:
     attnlib.register_backend("golden_v1", PATH, config={"tag": "mine"})
     yield "golden_v1"
-    attnlib.unregister_backend("golden_v1")
+    unregister_backend("golden_v1")
 
 
 def test_the_file_is_unchanged() -> None:

@@ -14,10 +14,10 @@ import torch
 from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.cache.storage import PagedKVCache
 from attnlib.capabilities import Capabilities, Sizes
-from attnlib.key_selection import SelectedKeys
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys
+from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionType, CudaGraphSupport, MaskKind
 
 

@@ -14,6 +14,7 @@ import attnlib
 from attnlib import tuning
 from attnlib.backends.torch import TorchBackend
 from attnlib.device import DeviceInfo
+from attnlib.selection import unregister_backend
 from tests.fresh_process import run_program
 
 SPEC = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float32)
@@ -61,7 +62,7 @@ def rival() -> Any:
     """A backend with a lower priority than torch."""
     attnlib.register_backend("rival", Rival, priority=50)
     yield
-    attnlib.unregister_backend("rival")
+    unregister_backend("rival")
 
 
 def test_auto_follows_the_table_and_explain_names_it(
@@ -99,7 +100,7 @@ def test_backends_that_the_table_does_not_rank_keep_their_position(
         names = [c.name for c in attnlib.explain(SPEC, "cpu").candidates]
         assert names.index("newest") < names.index("rival") < names.index("torch")
     finally:
-        attnlib.unregister_backend("newest")
+        unregister_backend("newest")
 
 
 UNUSABLE = {

@@ -19,6 +19,7 @@ from attnlib.bench.case import parse_case
 from attnlib.cli import main
 from attnlib.cli.tune.session import find_tuners
 from attnlib.device import DeviceInfo
+from attnlib.selection import unregister_backend
 from attnlib.tuning.measure import measure_operation
 from tests.tuning import toy_backend
 from tests.tuning.toy_backend import ToyBackend, ToyTuner
@@ -36,7 +37,7 @@ def _short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def toy() -> Iterator[None]:
     attnlib.register_backend("toy", ToyBackend)
     yield
-    attnlib.unregister_backend("toy")
+    unregister_backend("toy")
 
 
 def test_only_backends_that_implement_the_hook_have_a_tuner(toy: None) -> None:

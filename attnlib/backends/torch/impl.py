@@ -10,13 +10,13 @@ from attnlib.backends._two_streams import EntryOperations, attend_two_streams
 from attnlib.backends.base import AttentionImpl
 from attnlib.backends.torch.metadata import TorchMetadata
 from attnlib.cache.storage import PagedKVCache
-from attnlib.key_selection import SelectedKeys
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.torch.merge_states import merge_states
 from attnlib.ops.torch.paged_decode import paged_decode
 from attnlib.ops.torch.paged_prefill import paged_prefill
 from attnlib.ops.torch.selected_attention import selected_attention, selects_everything
 from attnlib.ops.torch.varlen_prefill import varlen_prefill
+from attnlib.sparse.key_selection import SelectedKeys
 
 __all__ = ["TorchImpl"]
 

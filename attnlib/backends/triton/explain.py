@@ -9,7 +9,6 @@ from typing import Any
 
 from attnlib.backends.triton.explain_tiles import tile_lines
 from attnlib.device import DeviceInfo
-from attnlib.key_selection import SelectionScope
 from attnlib.ops.triton.heuristics.hopper_tiles import key_parts
 from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.hopper.support import (
@@ -34,6 +33,7 @@ from attnlib.ops.triton.hopper.support import (
     reads_short_decodes,
     selected_latents_unsupported_reasons,
 )
+from attnlib.sparse.key_selection import SelectionScope
 from attnlib.spec import AttentionSpec, MaskKind
 
 __all__ = ["kernel_lines"]

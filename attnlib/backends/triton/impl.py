@@ -13,7 +13,6 @@ from attnlib.backends.base import AttentionImpl, StepPlan
 from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.backends.triton.plan import TritonPlan
 from attnlib.cache.storage import PagedKVCache
-from attnlib.key_selection import SelectedKeys
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.rotary import HeadNorm
 from attnlib.ops.signature import tensor_signature
@@ -24,6 +23,7 @@ from attnlib.ops.triton.paged_decode import paged_decode
 from attnlib.ops.triton.rotary_write import bind_rotation, rotate, rotate_and_write
 from attnlib.ops.triton.selected_attention import selected_attention
 from attnlib.ops.triton.varlen_prefill import varlen_prefill
+from attnlib.sparse.key_selection import SelectedKeys
 
 __all__ = ["TritonImpl"]
 

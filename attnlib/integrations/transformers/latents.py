@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnlib.latent_attention import LatentAttention
+from attnlib.mla.latent_attention import LatentAttention
 from attnlib.spec import AttentionSpec
 
 __all__ = ["LatentWeights", "has_latents", "make_latent_attention", "unexpanded"]

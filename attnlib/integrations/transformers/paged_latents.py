@@ -16,7 +16,7 @@ from attnlib.integrations.transformers.latents import (
     make_latent_attention,
 )
 from attnlib.integrations.transformers.paged_step import PagedStep
-from attnlib.latent_attention import LatentAttention
+from attnlib.mla.latent_attention import LatentAttention
 from attnlib.selection import get_attn_backend
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from attnlib.integrations.transformers.masks import read_mask
 from attnlib.integrations.transformers.pages import token_pages
 from attnlib.integrations.transformers.plain import mask_of, paged_plan
 from attnlib.integrations.transformers.step_mask import StepMask
-from attnlib.key_selection import KeySelection, SelectedKeys, SelectionScope
+from attnlib.sparse.key_selection import KeySelection, SelectedKeys, SelectionScope
 
 __all__ = ["SELECTIONS", "attend_selected", "selects_keys"]
 

@@ -14,14 +14,14 @@ from typing import Any, cast
 
 import torch
 
-from attnlib.compressed_entries import CompressedEntries
 from attnlib.integrations.transformers.batch_plan import BatchPlan, run_layer
 from attnlib.integrations.transformers.layers import Call, layer_for
 from attnlib.integrations.transformers.masks import MaskTensor
 from attnlib.integrations.transformers.pages import token_pages
 from attnlib.integrations.transformers.plain import is_plain_window, paged_plan
-from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.metadata.compressed import CompressedKeys, EntryBatch
+from attnlib.sparse.compressed_entries import CompressedEntries
+from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 
 __all__ = ["EntryMask", "attend_two_streams", "extended_mask"]
 

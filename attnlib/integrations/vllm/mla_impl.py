@@ -15,8 +15,8 @@ from vllm.v1.attention.backend import MLAAttentionImpl
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.vllm.mla_builder import VllmLatentMetadata
-from attnlib.latent_attention import LatentAttention
 from attnlib.layer import Attention
+from attnlib.mla.latent_attention import LatentAttention
 from attnlib.spec import AttentionSpec
 
 __all__ = ["AttnlibMLAImpl"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnlib.key_selection import KeySelection
 from attnlib.ops.torch.batch import Request, list_requests, on_host
+from attnlib.sparse.key_selection import KeySelection
 
 __all__ = ["select_keys"]
 

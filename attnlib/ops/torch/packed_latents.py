@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.ops.checks import check_slots
 from attnlib.ops.packed_latents import (
     GROUP,
@@ -24,6 +23,7 @@ from attnlib.ops.packed_latents import (
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.paged_prefill import paged_prefill
 from attnlib.ops.torch.selected_attention import selected_attention
+from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 
 __all__ = ["packed_latent_attention", "unpack_latents", "write_packed_latents"]
 

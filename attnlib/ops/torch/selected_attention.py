@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnlib.key_selection import KeySelection, SelectedKeys, SelectionScope
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.batch import Request, clear_tail, list_requests, on_host
 from attnlib.ops.torch.mask import key_range, score_bias, visible_keys
 from attnlib.ops.torch.quant import head_factor
 from attnlib.ops.torch.request import fill_empty_rows, score_dtype
 from attnlib.ops.torch.softmax import softmax_with_sink
+from attnlib.sparse.key_selection import KeySelection, SelectedKeys, SelectionScope
 
 __all__ = ["selected_attention", "selects_everything"]
 

@@ -8,12 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.key_selection import KeySelection
 from attnlib.ops.triton.heuristics.device import device_guard, limits_of
 from attnlib.ops.triton.heuristics.tiles import next_power_of_2
 from attnlib.ops.triton.kernels.key_indexer import index_scores_kernel, index_select_kernel
 from attnlib.ops.triton.launch.attention import reads_bytes
 from attnlib.ops.triton.launch.scales import kv_kind
+from attnlib.sparse.key_selection import KeySelection
 
 __all__ = ["select_keys"]
 

@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from attnlib.errors import ContractError, UnsupportedConfigError
-from attnlib.key_selection import KeySelection, SelectedKeys, SelectionScope
 from attnlib.ops.checks import check_slots
 from attnlib.ops.packed_latents import LATENT, ROTARY, check_queries, packed_views
 from attnlib.ops.params import AttentionParams
@@ -27,6 +26,7 @@ from attnlib.ops.triton.kernels.packed_latents import (
     packed_latent_write_kernel,
 )
 from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES, KV_NATIVE
+from attnlib.sparse.key_selection import KeySelection, SelectedKeys, SelectionScope
 
 __all__ = ["packed_latent_attention", "write_packed_latents"]
 

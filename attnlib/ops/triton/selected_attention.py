@@ -7,7 +7,6 @@ import triton
 from torch import Tensor
 
 from attnlib.errors import ContractError, UnsupportedConfigError
-from attnlib.key_selection import KeySelection, SelectedKeys, SelectionScope
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.signature import tensor_signature
@@ -35,6 +34,7 @@ from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.scales import scale_signature
 from attnlib.ops.triton.paged_decode import AttentionShape, shape_of
+from attnlib.sparse.key_selection import KeySelection, SelectedKeys, SelectionScope
 
 __all__ = ["selected_attention"]
 

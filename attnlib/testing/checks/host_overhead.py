@@ -43,7 +43,7 @@ def _random_case(target: BackendUnderTest, draw: random.Random) -> Case:
 
 def _check_compiles(target: BackendUnderTest, case: Case) -> str:
     from attnlib.layer import Attention
-    from attnlib.warmup import warmup
+    from attnlib.layer.warmup import warmup
 
     spec, block = case.spec, case.block_size
     limits = BatchLimits(max_num_reqs=16, max_num_tokens=12 + 48 * block, max_seq_len=40 * block)

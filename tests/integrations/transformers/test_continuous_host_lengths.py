@@ -24,6 +24,7 @@ from attnlib.backends.triton import TritonBackend
 from attnlib.capabilities import Sizes
 from attnlib.device import DeviceInfo
 from attnlib.integrations.transformers import continuous
+from attnlib.selection import unregister_backend
 from tests.backends import fake_flashinfer
 from tests.integrations.tiny_models import decoder, prompts
 from tests.integrations.transformers.test_continuous import (
@@ -70,7 +71,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_flashinfer.Recorder
     monkeypatch.setenv("ATTNLIB_BACKEND", "flashinfer_on_cpu")
     monkeypatch.setenv("ATTNLIB_VALIDATE", "0")
     yield record
-    attnlib.unregister_backend("flashinfer_on_cpu")
+    unregister_backend("flashinfer_on_cpu")
     find_api.cache_clear()
 
 

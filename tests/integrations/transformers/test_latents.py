@@ -14,7 +14,7 @@ from attnlib.cli.demo.serve import serve
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.latents import has_latents, unexpanded
 from attnlib.integrations.transformers.paged_model import PagedModel
-from attnlib.latent_attention import LatentAttention
+from attnlib.mla.latent_attention import LatentAttention
 from tests.integrations.tiny_models import decoder, deepseek_v3, prompts
 from tests.integrations.transformers_sweep.tiny import build
 

@@ -484,8 +484,8 @@ def _context(options: dict[str, Any]) -> None:
 
 def _selected(options: dict[str, Any]) -> None:
     """Attention over selected keys; with `latent`, values are a prefix of the keys."""
-    from attnlib.key_selection import KeySelection, SelectedKeys
     from attnlib.ops.triton.selected_attention import selected_attention
+    from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 
     kv_heads, group = options.get("kv_heads", 4), options.get("group", 16)
     size, size_v = options.get("d", 128), options.get("dv", options.get("d", 128))
@@ -508,8 +508,8 @@ def _selected(options: dict[str, Any]) -> None:
 
 
 def _indexer(options: dict[str, Any]) -> None:
-    from attnlib.key_selection import KeySelection
     from attnlib.ops.triton.key_indexer import select_keys
+    from attnlib.sparse.key_selection import KeySelection
 
     heads, size, dtype = options["heads"], 128, torch.bfloat16
     tokens, selection = options.get("t", 4), KeySelection(**options["selection"])
@@ -527,8 +527,8 @@ def _indexer(options: dict[str, Any]) -> None:
 
 
 def _packed_latent(options: dict[str, Any]) -> None:
-    from attnlib.key_selection import KeySelection, SelectedKeys
     from attnlib.ops.triton.packed_latents import packed_latent_attention
+    from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 
     heads, dtype = options["heads"], options.get("dtype", torch.bfloat16)
     query = torch.empty(8, heads, 576, dtype=dtype)

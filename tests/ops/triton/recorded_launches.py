@@ -26,11 +26,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import attnlib
-from attnlib import layer_plans
 from attnlib.backends.triton import TritonBackend
 from attnlib.backends.triton import impl as triton_impl
 from attnlib.backends.triton import metadata as triton_metadata
 from attnlib.errors import ContractError
+from attnlib.layer import plans as layer_plans
 from attnlib.ops.triton import (
     append_kv,
     cache_write,

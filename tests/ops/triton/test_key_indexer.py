@@ -9,11 +9,11 @@ import torch
 
 from attnlib.cache import index_keys
 from attnlib.errors import ContractError
-from attnlib.key_selection import KeySelection
 from attnlib.ops.torch import key_indexer as torch_operation
 from attnlib.ops.torch.cache_write import write_kv as torch_write_kv
 from attnlib.ops.triton import key_indexer as triton_operation
 from attnlib.ops.triton.cache_write import write_kv as triton_write_kv
+from attnlib.sparse.key_selection import KeySelection
 
 
 def _inputs(

@@ -11,10 +11,10 @@ import torch
 
 from attnlib.cache.packed_latents import PackedLatentCache
 from attnlib.errors import ContractError, UnsupportedConfigError
-from attnlib.key_selection import KeySelection
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch import packed_latents as torch_ops
 from attnlib.ops.triton import packed_latents as triton_ops
+from attnlib.sparse.key_selection import KeySelection
 from attnlib.testing.batch_spec import parse_batch
 from attnlib.testing.key_selection import make_lists
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.key_selection import KeySelection
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch import selected_attention as torch_operation
 from attnlib.ops.triton import selected_attention as triton_operation
+from attnlib.sparse.key_selection import KeySelection
 from attnlib.testing.batch_spec import parse_batch
 from attnlib.testing.key_selection import make_lists
 from attnlib.testing.score_functions import POSITIONS as SCORE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnlib.key_selection import KeySelection, SelectionScope
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.scales import MIN_LATE_SCALE
@@ -17,6 +16,7 @@ from attnlib.ops.triton.hopper.support import (
     selected_latents_unsupported_reasons,
 )
 from attnlib.ops.triton.launch.bound import BoundLaunch
+from attnlib.sparse.key_selection import KeySelection, SelectionScope
 
 __all__ = ["HopperSelectedLatents", "selected_latents_reasons"]
 

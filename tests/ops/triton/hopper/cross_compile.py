@@ -21,7 +21,6 @@ import triton
 from triton.runtime.cache import get_cache_manager
 
 from attnlib.backends.triton.tune import parse_tiles
-from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.shared_decode import Segment, schedule_items
 from attnlib.ops.triton.heuristics.device import limits_of
@@ -49,6 +48,7 @@ from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.run import run_attention
 from attnlib.ops.triton.launch.score import has_head_bounds, has_short_ranges
 from attnlib.ops.triton.selected_attention import selected_attention
+from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 from attnlib.tuning.rankings import shipped_tunings
 from tests.ops.triton.cross_compile import (
     TARGETS,

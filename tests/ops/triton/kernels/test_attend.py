@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import attnlib
-from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.paged_prefill import paged_prefill as reference_attention
 from attnlib.ops.triton.cache_write import write_kv
 from attnlib.ops.triton.paged_decode import paged_decode
 from attnlib.ops.triton.paged_prefill import paged_prefill
 from attnlib.ops.triton.selected_attention import selected_attention
+from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 from tests.ops.triton.paged_inputs import assert_close, make_batch
 
 MAGNITUDES = [(1e5, 1.0), (1.0, 1e7), (1e-8, 1.0)]

@@ -12,12 +12,12 @@ import torch
 
 from attnlib.backends.base import AttentionImpl
 from attnlib.cache.storage import PagedKVCache
-from attnlib.call_checks import check_cache_type, check_call, per_head
-from attnlib.compile.operator import rotate_opaquely
 from attnlib.errors import ContractError
 from attnlib.instrumentation import VALIDATE_VARIABLE, checker_for_level
-from attnlib.layer_scales import agree_on_scales
-from attnlib.metadata_checks import check_addresses
+from attnlib.layer.checks import check_cache_type, check_call, per_head
+from attnlib.layer.metadata_checks import check_addresses
+from attnlib.layer.operator import rotate_opaquely
+from attnlib.layer.scales import agree_on_scales
 from attnlib.ops.rotary import HeadNorm, check_rotation
 from attnlib.ops.signature import tensor_check
 from attnlib.spec import AttentionType

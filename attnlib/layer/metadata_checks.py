@@ -8,12 +8,12 @@ import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
-from attnlib.key_selection import SelectedKeys
 from attnlib.metadata.compressed import CompressedKeys
+from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
-    from attnlib.layer_plans import PlannedLayer
+    from attnlib.layer.plans import PlannedLayer
 
 __all__ = [
     "ExtraKeys",
@@ -180,7 +180,7 @@ def _check_selected_keys(
     if not isinstance(selected_keys, SelectedKeys):
         raise ContractError(
             f"selected_keys is a {type(selected_keys).__name__}; it must be an "
-            "attnlib.key_selection.SelectedKeys",
+            "attnlib.sparse.key_selection.SelectedKeys",
             rule="M11",
         )
     starts = tensor_of(metadata, "query_start_loc")

@@ -18,21 +18,21 @@ from attnlib.backends.base import (
     score_attribute,
 )
 from attnlib.cache.storage import UNIT_SCALE, PagedKVCache, Scale
-from attnlib.call_checks import (
+from attnlib.compile.objects import register
+from attnlib.instrumentation import OBSERVERS
+from attnlib.layer.checks import (
     per_head,
 )
-from attnlib.compile.objects import register
-from attnlib.compile.operator import attend_opaquely
-from attnlib.instrumentation import OBSERVERS
-from attnlib.key_selection import SelectedKeys
-from attnlib.layer_plans import PlannedLayer
-from attnlib.layer_scales import checked_layer_scale
+from attnlib.layer.metadata_checks import ExtraKeys, extra_keys
+from attnlib.layer.operator import attend_opaquely
+from attnlib.layer.plans import PlannedLayer
+from attnlib.layer.rotary import rotate_and_write_kv
+from attnlib.layer.scales import checked_layer_scale
 from attnlib.metadata.compressed import CompressedKeys
-from attnlib.metadata_checks import ExtraKeys, extra_keys
 from attnlib.ops.rotary import HeadNorm
 from attnlib.ops.scales import scale_for
-from attnlib.rotary_call import rotate_and_write_kv
 from attnlib.selection import get_attn_backend
+from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec, AttentionType
 
 __all__ = ["Attention"]

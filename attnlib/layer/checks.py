@@ -14,11 +14,11 @@ import torch
 
 from attnlib.cache.storage import UNIT_SCALE, PagedKVCache
 from attnlib.errors import ContractError, LayoutMismatchError
-from attnlib.metadata_checks import check_metadata, tensor_of
+from attnlib.layer.metadata_checks import check_metadata, tensor_of
 from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
-    from attnlib.layer_plans import PlannedLayer
+    from attnlib.layer.plans import PlannedLayer
 
 __all__ = [
     "check_cache_type",

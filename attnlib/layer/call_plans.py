@@ -10,8 +10,8 @@ import torch
 from attnlib.backends.base import AttentionImpl, StepPlan, check_in_place
 from attnlib.cache.storage import PagedKVCache
 from attnlib.instrumentation import Checker
+from attnlib.layer.metadata_checks import ExtraKeys
 from attnlib.metadata.compressed import CompressedKeys
-from attnlib.metadata_checks import ExtraKeys
 from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:

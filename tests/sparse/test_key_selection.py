@@ -10,8 +10,8 @@ import torch
 
 import attnlib
 from attnlib.errors import ContractError, UnsupportedConfigError
-from attnlib.key_selection import KeySelection, SelectedKeys
 from attnlib.ops.torch.merge_states import merge_states
+from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 
 BLOCKS = KeySelection(max_blocks=3, block_size=4, scope="kv_head")
 SPEC = attnlib.AttentionSpec(

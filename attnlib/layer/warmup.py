@@ -10,12 +10,10 @@ caller, because its strides matter too, and does not change it: every slot is -1
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,11 +21,11 @@ import torch
 from attnlib.cache.slots import compute_slot_mapping
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
-from attnlib.key_selection import SelectedKeys
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys, EntryBatch
+from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
 
@@ -296,12 +294,3 @@ def _warm_helpers(spec: AttentionSpec, device: torch.device) -> None:
         lse = torch.zeros(1, spec.num_heads, dtype=torch.float32, device=device)
         for merged in (None, torch.empty_like(lse)):
             merge(out, lse, out, lse, torch.empty_like(out), merged)
-
-
-class _CallableModule(ModuleType):
-    """Lets users call `attnlib.warmup(...)`: Python binds that name to this module on import."""
-
-    __call__ = staticmethod(warmup)
-
-
-sys.modules[__name__].__class__ = _CallableModule

@@ -12,7 +12,7 @@ from attnlib.ops.scales import check_scale
 from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
-    from attnlib.layer_plans import PlannedLayer
+    from attnlib.layer.plans import PlannedLayer
 
 __all__ = ["agree_on_scales", "checked_layer_scale"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import attnlib
 from attnlib.errors import ContractError
-from attnlib.key_selection import KeySelection, SelectedKeys
-from attnlib.latent_attention import LatentAttention
+from attnlib.mla.latent_attention import LatentAttention
+from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 
 HEADS, KEY, ROTARY, LATENT, VALUE, BLOCK = 3, 24, 16, 48, 20, 8
 

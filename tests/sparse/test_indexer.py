@@ -10,9 +10,9 @@ import torch
 import attnlib
 from attnlib.cache.index_keys import IndexKeyCache
 from attnlib.errors import ContractError
-from attnlib.indexer import KeyIndexer
-from attnlib.key_selection import KeySelection
 from attnlib.ops.torch.key_indexer import select_keys
+from attnlib.sparse.indexer import KeyIndexer
+from attnlib.sparse.key_selection import KeySelection
 
 TOKENS = KeySelection(max_blocks=4)
 QUERY_LENS, SEQ_LENS = [1, 3], [10, 7]

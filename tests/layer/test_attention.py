@@ -15,8 +15,8 @@ from torch import nn
 
 import attnlib
 from attnlib.backends.torch import TorchBackend
-from attnlib.call_plans import MAX_PLANS
 from attnlib.errors import ContractError, LayoutMismatchError
+from attnlib.layer.call_plans import MAX_PLANS
 from tests.ops.naive import naive_attention
 
 SPEC = attnlib.AttentionSpec(
@@ -446,7 +446,7 @@ def test_observers_see_planned_calls(planning, monkeypatch) -> None:
     (layer, _), cache, step, q, k, v = planning
     layer(q, k, v, cache, step)
     seen = []
-    monkeypatch.setattr("attnlib.layer.OBSERVERS", [lambda *call: seen.append(call)])
+    monkeypatch.setattr("attnlib.layer.attention.OBSERVERS", [lambda *call: seen.append(call)])
     flat = q.flatten(1), k.flatten(1), v.flatten(1)
     out = layer(*flat, cache, step)
     (call,) = seen
@@ -705,7 +705,7 @@ def test_equal_scale_tensors_are_compared_once(monkeypatch) -> None:
     cache = attnlib.PagedKVCache.allocate(SPEC, 8, "cpu", k_scale=torch.tensor(2.0))
     first = scaled(q, k, v, cache, step)
     assert scaled.k_scale is cache.k_scale
-    monkeypatch.setattr("attnlib.layer_scales._equal_scales", None)  # a call would fail
+    monkeypatch.setattr("attnlib.layer.scales._equal_scales", None)  # a call would fail
     assert torch.equal(scaled(q, k, v, cache, step), first)
     other = attnlib.PagedKVCache.allocate(SPEC, 8, "cpu", k_scale=torch.tensor(3.0))
     monkeypatch.undo()

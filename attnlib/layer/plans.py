@@ -12,12 +12,12 @@ from attnlib.backends.attention_impl import AttentionImpl
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.step_plan import StepPlan
 from attnlib.cache.storage import UNIT_SCALE, PagedKVCache, Scale
-from attnlib.call_checks import check_cache_type, check_call, check_latent_scales, per_head
-from attnlib.call_plans import MAX_PLANS, CheckedPlan, MethodPlan, RecentPlan
 from attnlib.errors import ContractError
 from attnlib.instrumentation import VALIDATE_VARIABLE, checker_for_level
-from attnlib.layer_scales import agree_on_scales
-from attnlib.metadata_checks import ExtraKeys, check_addresses, check_extra_keys
+from attnlib.layer.call_plans import MAX_PLANS, CheckedPlan, MethodPlan, RecentPlan
+from attnlib.layer.checks import check_cache_type, check_call, check_latent_scales, per_head
+from attnlib.layer.metadata_checks import ExtraKeys, check_addresses, check_extra_keys
+from attnlib.layer.scales import agree_on_scales
 from attnlib.ops.signature import tensor_check, tensor_signature
 from attnlib.spec import AttentionSpec
 

@@ -15,9 +15,9 @@ from torch import nn
 from attnlib.backends.torch import TorchBackend
 from attnlib.cache.storage import PagedKVCache
 from attnlib.compile.objects import lookup, register, register_tensor_id
-from attnlib.compile.operator import attend
 from attnlib.errors import ContractError
 from attnlib.layer import Attention
+from attnlib.layer.operator import attend
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionSpec, AttentionType
 

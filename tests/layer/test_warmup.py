@@ -10,12 +10,12 @@ import torch
 from attnlib.backends.torch import TorchBackend
 from attnlib.backends.torch.impl import TorchImpl
 from attnlib.cache.storage import PagedKVCache
-from attnlib.compressed_entries import CompressedEntries
 from attnlib.errors import ContractError
-from attnlib.key_selection import KeySelection
 from attnlib.layer import Attention
+from attnlib.layer.warmup import _large_write, warmup, warmup_batches
+from attnlib.sparse.compressed_entries import CompressedEntries
+from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import AttentionSpec, AttentionType
-from attnlib.warmup import _large_write, warmup, warmup_batches
 from attnlib.workspace import BatchLimits
 
 LIMITS = BatchLimits(max_num_reqs=6, max_num_tokens=40, max_seq_len=96)

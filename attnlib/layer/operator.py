@@ -20,8 +20,8 @@ import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.compile.objects import lookup
-from attnlib.key_selection import SelectedKeys
 from attnlib.ops.rotary import HeadNorm
+from attnlib.sparse.key_selection import SelectedKeys
 
 if TYPE_CHECKING:
     from attnlib.layer import Attention

@@ -1,0 +1,327 @@
+"""Multi-head latent attention (M12): the projections around a layer over a latent cache.
+
+The cache holds one latent per token instead of keys and values of every head. Attention over it has
+two equal forms. *Absorbed*: queries are projected into the space of the latent, attend to latents,
+and the output is projected back. It reads little memory, so it serves decodes, verification steps
+and short prefills. *Expanded*: keys and values of every head are computed from the latents. It
+needs a third of the operations per query and key, so it serves long prefills. Context that is
+already in the cache is expanded in chunks of bounded size, and the results are merged by their LSE.
+
+The forms are those of DeepSeek-V2 (arXiv:2405.04434); chunked context follows vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnlib.backends.base import AttentionBackend
+from attnlib.cache.storage import PagedKVCache
+from attnlib.errors import ContractError
+from attnlib.layer import Attention
+from attnlib.layer.checks import check_call
+from attnlib.metadata.paged import PagedMetadata
+from attnlib.ops.dispatch import operation
+from attnlib.ops.params import AttentionParams
+from attnlib.sparse.key_selection import SelectedKeys
+from attnlib.spec import AttentionSpec, MaskKind
+
+__all__ = ["LatentAttention"]
+
+EXPAND_FROM = 256
+"""New tokens from which a prefill is expanded. With DeepSeek's sizes, the absorbed form costs
+2 * (576 + 512) operations per query, key and head, and the expanded form 2 * (192 + 128) and
+2 * 512 * 256 per key and head: equal at 171 query tokens."""
+
+_CONTEXT_TOKENS = 16384
+"""Latents of the context that are expanded at a time; with 128 heads of 192 and 128, 1.2 GiB in 16
+bits."""
+
+_BLOCK = 128
+"""Block size of expanded keys, a multiple of which each request occupies."""
+
+
+class LatentAttention(nn.Module):
+    """Attention of one layer with a latent cache, in the form that costs less.
+
+    Args:
+        spec: of the latent layer: `use_mla`, `head_size` of latent and rotary part, `head_size_v`
+            of the latent.
+        projection: `[Hq, P + V, R]`, weights that compute the keys without rotary part (the first P
+            rows of a head) and the values (V rows) from a latent of R elements; `kv_b_proj` of
+            DeepSeek. Kept without a copy.
+        key_size: P.
+        scale: softmax scale of heads of P elements and the rotary part; None means
+            1/sqrt(P + rotary part).
+        backend: as in `Attention`.
+        sinks: `[Hq]` float32, with `spec.has_sink`.
+        expand_from: new tokens of the longest request from which the prefills of a batch are
+            expanded; None never expands.
+        context_tokens: latents of the context that are expanded at a time.
+        device: of the layer.
+        prefix: name of the layer.
+
+    Attributes:
+        layer: the `Attention` over latents.
+
+    Raises:
+        ContractError: sizes that do not agree.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        projection: Tensor,
+        key_size: int,
+        *,
+        scale: float | None = None,
+        backend: str | type[AttentionBackend] | None = None,
+        sinks: Tensor | None = None,
+        expand_from: int | None = EXPAND_FROM,
+        context_tokens: int = _CONTEXT_TOKENS,
+        device: torch.device | str | None = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        _check_sizes(spec, projection, key_size, context_tokens)
+        rotary = spec.head_size - spec.head_size_v
+        self.layer = Attention(
+            spec,
+            backend=backend,
+            scale=(key_size + rotary) ** -0.5 if scale is None else scale,
+            sinks=sinks,
+            device=device,
+            prefix=prefix,
+        )
+        self.key_size, self.head_size_v = key_size, projection.shape[1] - key_size
+        self.expand_from, self.context_tokens = expand_from, context_tokens
+        self._projection = projection
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The spec of the latent layer."""
+        return self.layer.spec
+
+    def forward(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        *,
+        selected_keys: SelectedKeys | None = None,
+    ) -> Tensor:
+        """Write the latents of the new tokens and attend. A batch without slots has its new latents
+        in the cache already; nothing is written then.
+
+        Args:
+            query: `[T, Hq, P + rotary part]`, as it is before absorption.
+            latent: `[T, R + rotary part]`, normalized latents and the rotary part of the keys.
+            cache: of the layer.
+            metadata: of a builder for `spec`.
+            selected_keys: as in `Attention.forward` (M11); such layers run in the absorbed form.
+
+        Returns:
+            `[T, Hq, V]`.
+
+        Raises:
+            ContractError: as `Attention.forward`.
+        """
+        self._check(query, latent)
+        if self.spec.key_selection is not None or selected_keys is not None:
+            return self._absorbed(query, latent, cache, metadata, selected_keys)
+        prefills = self._expanded_part(metadata, cache)
+        if prefills is None:
+            return self._absorbed(query, latent, cache, metadata)
+        split = metadata.num_decode_tokens
+        out = query.new_zeros(query.shape[0], query.shape[1], self.head_size_v)
+        if split:
+            rows = slice(None, split)
+            out[rows] = self._absorbed(query[rows], latent[rows], cache, metadata.decode_metadata)
+        end = split + prefills.num_actual_tokens
+        self._expanded(query[split:end], latent[split:end], cache, prefills, out[split:end])
+        return out
+
+    def _check(self, query: Tensor, latent: Tensor) -> None:
+        spec = self.spec
+        rotary = spec.head_size - spec.head_size_v
+        for name, tensor, sizes in (
+            ("query", query, (spec.num_heads, self.key_size + rotary)),
+            ("latent", latent, (spec.head_size,)),
+        ):
+            if tensor.shape[1:] != sizes:
+                raise ContractError(
+                    f"{name} has shape {tuple(tensor.shape)}; it must be [tokens, "
+                    f"{', '.join(map(str, sizes))}]",
+                    rule="M12",
+                )
+            if tensor.dtype != spec.dtype:
+                raise ContractError(f"{name} is {tensor.dtype}, the spec says {spec.dtype}")
+
+    def _absorbed(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        cache: PagedKVCache,
+        metadata: Any,
+        selected_keys: SelectedKeys | None = None,
+    ) -> Tensor:
+        size, heads = self.spec.head_size_v, query.transpose(0, 1)
+        weights = self._projection
+        to_latent, to_value = weights[:, : self.key_size], weights[:, self.key_size :]
+        in_latent = torch.bmm(heads[..., : self.key_size], to_latent).transpose(0, 1)
+        absorbed = torch.cat((in_latent, query[..., self.key_size :]), dim=-1)
+        key: Tensor | None = latent[:, None]
+        value: Tensor | None = latent[:, None, :size]
+        if getattr(metadata, "slot_mapping", None) is None:
+            key = value = None
+        out = self.layer(absorbed, key, value, cache, metadata, selected_keys=selected_keys)
+        return torch.bmm(out.transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1)
+
+    def _expanded_part(self, metadata: Any, cache: PagedKVCache) -> PagedMetadata | None:
+        """The prefills of the batch, if they run in the expanded form."""
+        spec = self.spec
+        if (
+            self.expand_from is None
+            or not isinstance(metadata, PagedMetadata)
+            or metadata.num_prefills == 0
+            or metadata.max_query_len < self.expand_from
+            or metadata.seq_lens_cpu is None
+            or metadata.query_start_loc_cpu is None
+            or cache.dtype != spec.dtype
+            or not _keeps_rows_apart(spec)
+            or (cache.key_cache.is_cuda and torch.cuda.is_current_stream_capturing())
+        ):
+            return None
+        return metadata.prefill_metadata
+
+    def _expanded(
+        self, query: Tensor, latent: Tensor, cache: PagedKVCache, batch: PagedMetadata, out: Tensor
+    ) -> None:
+        spec, layer, key = self.spec, self.layer, latent[:, None]
+        value = key[..., : spec.head_size_v]
+        absorbed = query.as_strided((query.shape[0], spec.num_heads, spec.head_size), (0, 0, 1))
+        if batch.slot_mapping is None:
+            check_call(layer, absorbed, None, None, cache, batch, False)
+        else:
+            check_call(layer, absorbed, key, value, cache, batch, False)
+            layer.impl.write_kv(key, value, cache, batch.slot_mapping)
+        assert batch.block_table is not None
+        assert batch.query_start_loc_cpu is not None and batch.seq_lens_cpu is not None
+        starts, seq_lens = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu.tolist()
+        counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+        contexts = [length - count for length, count in zip(seq_lens, counts, strict=True)]
+        sinks = layer.impl.per_head_tensors[1]
+        params = AttentionParams(
+            scale=layer.impl.scale, logits_soft_cap=spec.logits_soft_cap or 0.0, sinks=sinks
+        )
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+        rows = _Rows(starts[:-1], counts, query.device)
+        self._attend(query, latent[rows.index], rows, batch, params, out, lse)
+        # A sink counts once (M4): it is part of the state of the new tokens.
+        params = AttentionParams(
+            scale=params.scale, logits_soft_cap=params.logits_soft_cap, causal=False
+        )
+        longest = max(contexts, default=0)
+        step = max(1, self.context_tokens // max(1, sum(length > 0 for length in contexts)))
+        part = torch.empty_like(out), torch.empty_like(lse)
+        merge = operation("merge_states", "merge_states", query)
+        for first in range(0, longest, step):
+            lengths = [min(max(length - first, 0), step) for length in contexts]
+            rows = _Rows([first] * len(lengths), lengths, query.device)
+            blocks = batch.block_table[rows.requests, rows.index // cache.block_size].long()
+            latents = cache.key_cache[blocks, rows.index % cache.block_size, 0]
+            self._attend(query, latents, rows, batch, params, *part)
+            merge(out, lse, *part, out, lse)
+
+    def _attend(
+        self, query: Tensor, latents: Tensor, rows: _Rows, batch: PagedMetadata,
+        params: AttentionParams, out: Tensor, lse: Tensor,
+    ) -> None:  # fmt: skip
+        """Attention to the keys and values of some latents of every request."""
+        size, heads = self.spec.head_size_v, self.spec.num_heads
+        both = nn.functional.linear(latents[:, :size], self._projection.flatten(0, 1))
+        both = both.view(-1, heads, self._projection.shape[1])
+        keys, values = both[..., : self.key_size], both[..., self.key_size :]
+        rotary = latents[:, None, size:].expand(-1, heads, -1)
+        keys = torch.cat((keys, rotary), dim=-1).view(-1, _BLOCK, heads, query.shape[2])
+        values = values.view(-1, _BLOCK, heads, self.head_size_v)
+        operation("paged_prefill", "paged_prefill", query)(
+            query, keys, values, rows.table, batch.query_start_loc,
+            rows.lengths, params, max_query_len=batch.max_query_len, max_seq_len=rows.longest,
+            out=out, lse=lse, query_start_loc_cpu=batch.query_start_loc_cpu,
+            seq_lens_cpu=rows.lengths_cpu,
+        )  # fmt: skip
+
+
+class _Rows:
+    """Rows of several requests in blocks: each request begins a block, and the rest of its last
+    block repeats its first row.
+
+    Args:
+        firsts: index of the first row of each request.
+        lengths: rows of each request.
+        device: of the tensors.
+
+    Attributes:
+        index: `[blocks * _BLOCK]` int64, the index of each row.
+        requests: `[blocks * _BLOCK]` int64, the request of each row.
+        table: `[R, most blocks]` int32.
+        lengths: `[R]` int32; `lengths_cpu` is its host copy.
+        longest: the longest request.
+    """
+
+    def __init__(self, firsts: list[int], lengths: list[int], device: torch.device) -> None:
+        blocks = [-(-length // _BLOCK) for length in lengths]
+        self.longest = max(lengths, default=0)
+        table = torch.zeros(len(lengths), max([1, *blocks]), dtype=torch.int32)
+        index, requests, used = [], [], 0
+        for request, (first, length, count) in enumerate(zip(firsts, lengths, blocks, strict=True)):
+            table[request, :count] = torch.arange(used, used + count)
+            used += count
+            offsets = torch.arange(count * _BLOCK)
+            index.append(first + torch.where(offsets < length, offsets, 0))
+            requests.append(torch.full((count * _BLOCK,), request))
+        if not used:  # one block that nobody reads
+            index, requests = [torch.zeros(_BLOCK).long()], [torch.zeros(_BLOCK).long()]
+        self.lengths_cpu = torch.tensor(lengths, dtype=torch.int32)
+        self.index = torch.cat(index).to(device, non_blocking=True)
+        self.requests = torch.cat(requests).to(device, non_blocking=True)
+        self.table = table.to(device, non_blocking=True)
+        self.lengths = self.lengths_cpu.to(device, non_blocking=True)
+
+
+def _keeps_rows_apart(spec: AttentionSpec) -> bool:
+    """Whether attention to all keys is that to new tokens and to context, merged: no window, chunk
+    or bias relates a query to positions in both."""
+    return (
+        spec.mask_kind is MaskKind.CAUSAL
+        and spec.visible_window.left is None
+        and spec.attention_chunk_size is None
+        and spec.score_function is None
+        and spec.key_selection is None
+        and not (spec.has_alibi or spec.batch_invariant or spec.needs_lse or spec.kv_sharing)
+    )
+
+
+def _check_sizes(
+    spec: AttentionSpec, projection: Tensor, key_size: int, context_tokens: int
+) -> None:
+    if not spec.use_mla:
+        raise ContractError("spec has use_mla=False; latent attention needs a latent cache")
+    if (
+        projection.dim() != 3
+        or projection.shape[0] != spec.num_heads
+        or projection.shape[2] != spec.head_size_v
+        or not 0 < key_size < projection.shape[1]
+    ):
+        raise ContractError(
+            f"projection has shape {tuple(projection.shape)}; it must be [num_heads="
+            f"{spec.num_heads}, key_size + value size, head_size_v={spec.head_size_v}], with "
+            f"key_size={key_size} above 0 and below the second size",
+            rule="M12",
+        )
+    if context_tokens < 1:
+        raise ContractError(f"context_tokens={context_tokens} must be at least 1")
