@@ -26,6 +26,7 @@ from attnlib.ops.triton.hopper.descriptors import (
     descriptor_arguments,
     encode_views,
     encoded_descriptors,
+    gathered_strides,
 )
 from attnlib.ops.triton.hopper.kernels.cache_tiles import box_keys
 from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
@@ -211,9 +212,10 @@ class HopperDecode:
         attend: the attention kernel.
         combine: the combine kernel; None where the attention kernel combines.
         num_batch_tensors: number of batch tensors of the score function.
-        last_strides: the kernel's last arguments. Strides of blocks, positions and heads of the
-            scales in the pages (M16), of the keys and of the values; None where the pages hold no
-            scales. Other kernels have other strides or none.
+        last_strides: the kernel's last arguments. Strides of blocks, positions and heads, of the
+            keys and of the values: those of the scales in the pages (M16), or of the caches in
+            units of 16 bytes where the kernel gathers their rows; else None. Other kernels have
+            other strides or none.
         gathers: the kernel reads the caches by address instead of descriptors.
         reads_address: it takes the address of the keys after the descriptors.
     """
@@ -416,7 +418,7 @@ def prepare_hopper_decode(
         "maxnreg": _FEW_REGISTERS if few else _MANY_REGISTERS, "WORKERS": tile.consumers,
     }  # fmt: skip
     if gathered:
-        attend["STRIDES"] = (*key.stride()[:3], *value.stride()[:3])
+        attend["GATHERS"] = True
     kernel = hopper_decode_kernel
     if tile.warps:
         kernel = hopper_warp_decode_kernel
@@ -437,7 +439,7 @@ def prepare_hopper_decode(
         is_quantized=is_quantized,
         score_sizes=tensor_sizes(params.layer_score_tensors()),
         num_batch_tensors=len(batch.score_tensors),
-        last_strides=_scale_strides(params),
+        last_strides=gathered_strides(key, value) if gathered else _scale_strides(params),
         gathers=gathered,
         numbers=(
             float(cap), unbounded(left), unbounded(right), unbounded(chunk),

@@ -15,13 +15,14 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels.compat import TensorDescriptor
+from attnlib.ops.triton.hopper.kernels.gather import GATHER_ELEMENTS
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES, LaunchCache
 from attnlib.ops.triton.launch.sequence import Lookup, Source
 
 __all__ = [
     "CacheView", "PackedKeyView", "PackedValueView", "QueryView", "TransposedView", "described",
-    "descriptor_arguments", "encode_views", "encoded_descriptors",
+    "descriptor_arguments", "encode_views", "encoded_descriptors", "gathered_strides",
 ]  # fmt: skip
 
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.int16: tl.int16}
@@ -288,3 +289,10 @@ def encode_views(
     )
     encoded.keep(addresses, found)
     return found
+
+
+def gathered_strides(key: Tensor, value: Tensor) -> tuple[int, ...]:
+    """Return the strides of both caches [B, N, Hkv, D] in blocks, rows and heads, in units of 16
+    bytes, for kernels that gather rows. The launcher has checked that they are multiples."""
+    strides = (*key.stride()[:3], *value.stride()[:3])
+    return tuple(stride // GATHER_ELEMENTS for stride in strides)

@@ -28,6 +28,7 @@ from attnlib.ops.triton.hopper.descriptors import (
     descriptor_arguments,
     encode_views,
     encoded_descriptors,
+    gathered_strides,
 )
 from attnlib.ops.triton.hopper.kernels.mainloop import BOUNDED
 from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
@@ -113,6 +114,8 @@ class HopperPrefill:
         key_parts: parts of a key in shared memory, each as wide as a TMA box.
         num_items: work items, an upper bound.
         gathers: the kernel reads the caches by address instead of descriptors.
+        cache_strides: the kernel's last arguments: strides of keys and values in units of 16 bytes
+            where it gathers their rows, None where it could; empty for kernels that cannot.
     """
 
     limits: DeviceLimits
@@ -133,6 +136,7 @@ class HopperPrefill:
     key_parts: int = 1
     num_items: int = 0
     gathers: bool = False
+    cache_strides: tuple[int | None, ...] = ()
 
     needs_alignment: ClassVar[bool] = True
     """TMA requires aligned tensors, also for launches by Triton."""
@@ -183,7 +187,7 @@ class HopperPrefill:
         arguments = (
             *caches, *query_map, QUERY, OUT, LSE, SINKS, *self.scales, *layer_tensors, *pointers,
             starts, lens, table, counters, *totals, self.scale, *self.numbers, int(concurrent),
-            section, *self.last, *sizes,
+            section, *self.last, *sizes, *self.cache_strides,
         )  # fmt: skip
         step = bind_step(self.attend, direct, aligned, arguments)
         return Launches((step,), self._lookups(direct, maps is None))
@@ -337,7 +341,6 @@ def prepare_hopper_prefill(
         and params.skip_softmax_threshold == 0
         and not invariant
     )
-    cache_strides = (*key.stride()[:3], *value.stride()[:3]) if gathers(block_size) else None
     constants = {
         "NUM_KV_HEADS": num_kv_heads, "SHARED": shared, "GROUP": group, "D": head_size, "DV":
         head_size_v, "WIDTH": width, "WIDTH_V": width_v, "TILE_TOKENS": tile_tokens, "BLOCK_N":
@@ -348,7 +351,7 @@ def prepare_hopper_prefill(
         bool(params.causal),
         "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "HAS_CHUNK": chunk > 0,
         "HAS_CAP": BOUNDED.value if bounded else cap > 0,
-        "STRIDES": cache_strides, "SPLIT_V": split,
+        "GATHERS": gathers(block_size), "SPLIT_V": split,
         "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
         "KV_KIND": kv_kind(key.dtype, has_fp8=False),
         "SKIP_BELOW": skip_exponent(params) if _can_skip(params, key, parts, split) else None,
@@ -404,7 +407,8 @@ def prepare_hopper_prefill(
         totals_bytes=totals_bytes,
         key_parts=parts,
         num_items=items,
-        gathers=cache_strides is not None,
+        gathers=gathers(block_size),
+        cache_strides=_cache_strides(kernel, key, value),
         numbers=(
             float(cap), min(left, _UNBOUNDED), min(right, _UNBOUNDED), min(chunk, _UNBOUNDED),
             num_reqs, num_tokens, num_tiles,
@@ -436,7 +440,7 @@ def _value_parts(constants: dict[str, Any]) -> int:
     divided = (
         size < PART_KEYS.value == constants["BLOCK_N"]
         and constants["KV_KIND"] == KV_PLAIN
-        and constants["STRIDES"] is None
+        and not constants["GATHERS"]
         and constants["SKIP_BELOW"] is None
         and constants["KEY_PARTS"] == 1
         and not constants["SPLIT_V"]
@@ -458,12 +462,19 @@ def _can_lead(constants: dict[str, Any], dtype: torch.dtype) -> bool:
         and constants["WIDTH_V"] == 128
         and constants["VALUE_PARTS"] == 0
         and constants["KV_KIND"] == KV_PLAIN
-        and constants["STRIDES"] is None
+        and not constants["GATHERS"]
         and constants["SCORE"] is None
         and constants["RANGES"] == 0
         and constants["HAS_CAP"] != BOUNDED.value
         and constants["SKIP_BELOW"] is None
     )
+
+
+def _cache_strides(kernel: Any, key: Tensor, value: Tensor) -> tuple[int | None, ...]:
+    """See `HopperPrefill.cache_strides`."""
+    if kernel is not hopper_prefill_kernel:
+        return ()
+    return gathered_strides(key, value) if gathers(key.shape[1]) else (None,) * 6
 
 
 def _scales(
@@ -512,7 +523,7 @@ def _has_range_kernel(constants: dict[str, Any]) -> bool:
     """Whether `range_prefill_kernel` takes a layer with exact bounds."""
     return (
         constants["KV_KIND"] == KV_PLAIN
-        and constants["STRIDES"] is None
+        and not constants["GATHERS"]
         and constants["CONSUMERS"] == 2
         and constants["Q_STAGES"] >= 2
         and constants["KEY_PARTS"] == 1

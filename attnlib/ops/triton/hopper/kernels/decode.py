@@ -112,7 +112,8 @@ UNSPECIALIZED = [
     "left", "right", "chunk", "num_reqs", "num_tokens", "num_blocks", "rows", "stride_qt",
     "stride_qh", "stride_ot", "stride_oh", "stride_lt", "stride_table", "rows0", "columns0",
     "rows1", "columns1", "rows2", "columns2", "rows3", "columns3", "stride_ksb", "stride_ksn",
-    "stride_ksh", "stride_vsb", "stride_vsn", "stride_vsh", "stride_latents",
+    "stride_ksh", "stride_vsb", "stride_vsn", "stride_vsh", "stride_latents", "stride_kb",
+    "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh",
 ]  # fmt: skip
 """Parameters whose values must not select a compilation, because they change from step to step."""
 
@@ -156,25 +157,25 @@ def _gap(num_reqs, num_ranges):
 @gluon.jit
 def _loader(
     key_cache, value_cache, query_start_loc, seq_lens, block_table, left, right, chunk, num_reqs,
-    num_blocks, stride_table, memory, scales, queries, aux, BOUNDS: gl.constexpr,
+    num_blocks, stride_table, memory, scales, queries, aux, strides, BOUNDS: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
     KV_KIND: gl.constexpr, LOADS: gl.constexpr, WORKER: gl.constexpr, WORKERS: gl.constexpr,
-    EVEN: gl.constexpr, D: gl.constexpr = 0, DV: gl.constexpr = 0, STRIDES: gl.constexpr = None,
-    GROUP: gl.constexpr = 0, K_SCALE_KIND: gl.constexpr = SCALE_FLOAT,
+    EVEN: gl.constexpr, D: gl.constexpr = 0, DV: gl.constexpr = 0, GROUP: gl.constexpr = 0,
+    K_SCALE_KIND: gl.constexpr = SCALE_FLOAT,
 ):  # fmt: skip
     """Load what LOADS says of a worker's range, split after split: "keys", with the scales of pages
     that hold them, "values", "keys and values" or "queries". One warp.
 
-    With STRIDES, as in `hopper_decode_kernel`, 4 warps gather rows from the cache by address.
+    With strides of both caches, 4 warps gather their rows by address; None where TMA reads them.
 
     Args:
         memory: of the worker, see `_allocate_worker`; and the barriers of `send_queries`.
         scales: of pages that hold them, and the ring for them (`copy_token_scales`).
         queries: (query, k_scale, strides of tokens and heads of the query), for "queries".
         EVEN: ranges are those of `even_range` instead of `tile_range`.
-        D, DV: head sizes; the latter only with STRIDES, the former also for "queries".
+        D, DV: head sizes; the latter only with strides, the former also for "queries".
         GROUP, K_SCALE_KIND: as in `hopper_decode_kernel`, for "queries".
     """
     KEYS: gl.constexpr = LOADS == "keys" or LOADS == "keys and values"
@@ -226,16 +227,16 @@ def _loader(
                     tile = first_tile + (position + i - before)
                     # 32 pages ahead: one 128-byte line of the block table.
                     later = tile * BLOCK_N // BLOCK_SIZE + 32
-                    if STRIDES is not None and KEYS:
+                    if strides is not None and KEYS:
                         gather_tile(
                             key_cache, table, seq_len, kv_head, tile, tile + _GATHER_AHEAD,
-                            memory[2], memory[4], memory[5], step, D, BLOCK_SIZE, STAGES,
-                            STRIDES[0], STRIDES[1], STRIDES[2])  # fmt: skip
-                    elif STRIDES is not None:
+                            memory[2], memory[4], memory[5], step, strides[0], strides[1],
+                            strides[2], D, BLOCK_SIZE, STAGES)  # fmt: skip
+                    elif strides is not None:
                         gather_tile(
                             value_cache, table, seq_len, kv_head, tile, tile + _GATHER_AHEAD,
-                            memory[3], memory[6], memory[7], step, DV, BLOCK_SIZE, STAGES,
-                            STRIDES[3], STRIDES[4], STRIDES[5])  # fmt: skip
+                            memory[3], memory[6], memory[7], step, strides[3], strides[4],
+                            strides[5], DV, BLOCK_SIZE, STAGES)  # fmt: skip
                     else:
                         if KEYS:
                             load_tile(
@@ -849,8 +850,8 @@ def hopper_decode_kernel(
     query_start_loc, seq_lens, block_table, partials, partial_lses, split_headers, counters, scale,
     soft_cap, left, right, chunk, num_reqs, num_tokens, num_blocks, rows, stride_qt, stride_qh,
     stride_ot, stride_oh, stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2,
-    columns2, rows3, columns3, stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn,
-    stride_vsh, SCORE: gl.constexpr, BOUNDS: gl.constexpr,
+    columns2, rows3, columns3, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
+    stride_vh, SCORE: gl.constexpr, BOUNDS: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
@@ -858,7 +859,7 @@ def hopper_decode_kernel(
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
     HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr,
     K_SCALE_KIND: gl.constexpr, V_SCALE_KIND: gl.constexpr, WORKERS: gl.constexpr,
-    STRIDES: gl.constexpr = None,
+    GATHERS: gl.constexpr = False,
 ):  # fmt: skip
     """One CTA of WORKERS consumers of 4 warps and their loaders. Grid: tile ranges * NUM_KV_HEADS
     workers, all resident at the same time.
@@ -874,8 +875,11 @@ def hopper_decode_kernel(
         counters: int32 zeros, one for each CTA after the prefill's; only with COMBINE_IN_KERNEL.
         rows: query heads of a group times the largest query length; ROWS is the N of WGMMA.
         aux0 to columns3: tensors of the score function SCORE, as in `kernels.score`; None without.
-        STRIDES: of the key and the value cache, in blocks, rows and heads, whose rows are gathered:
-            `key_desc` and `value_desc` are pointers then, and WORKERS is 1. None: TMA reads them.
+        GATHERS: rows of the caches are gathered: `key_desc` and `value_desc` are pointers, and
+            WORKERS is 1.
+        stride_kb to stride_vh: strides of keys and values in blocks, rows and heads of what is read
+            by address: of the caches in units of 16 bytes with GATHERS, of the scales in the pages
+            with SCALE_PER_TOKEN; else None.
     """
     aux = (
         aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,
@@ -884,7 +888,10 @@ def hopper_decode_kernel(
     # ranges (H200). 48 requests of one over 5k keys and 28/4 heads take 122.3 instead of 120.4 us
     # on an H200, and 174.2 instead of 177.1 on an H100. Not measured over quantized caches.
     EVEN: gl.constexpr = COMBINE_IN_KERNEL and KV_KIND == KV_PLAIN and ROWS >= max(16, 2 * GROUP)
-    COPIED: gl.constexpr = STRIDES is not None
+    COPIED: gl.constexpr = GATHERS
+    strides = None
+    if GATHERS:
+        strides = (stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh)
     # Of keys and of values, with one worker. Warps that gather keep the addresses of rows.
     LOADER_WARPS: gl.constexpr = 4 if COPIED else 1
     LOADER_REGISTERS: gl.constexpr = 112 if COPIED else 48
@@ -904,8 +911,8 @@ def hopper_decode_kernel(
     scales0 = plain
     if K_SCALE_KIND == SCALE_PER_TOKEN:
         scales0 = (
-            k_scale, v_scale, stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn,
-            stride_vsh, _allocate_scales(STAGES, BLOCK_N, KV_KIND), _allocate_columns(4, ROWS),
+            k_scale, v_scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
+            stride_vh, _allocate_scales(STAGES, BLOCK_N, KV_KIND), _allocate_columns(4, ROWS),
             _allocate_columns(1, ROWS),
         )  # fmt: skip
     elif KV_KIND != KV_PLAIN:
@@ -928,16 +935,14 @@ def hopper_decode_kernel(
                     K_SCALE_KIND, V_SCALE_KIND, 0, WORKERS, EVEN, COPIED)),
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
-                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, None, aux, BOUNDS,
-                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, "keys", 0, WORKERS, EVEN, D, DV,
-                    STRIDES)),
+                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, None, aux, strides,
+                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, "keys", 0, WORKERS, EVEN, D, DV)),
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
-                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, None, aux, BOUNDS,
-                    NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, "values", 0, WORKERS, EVEN, D, DV,
-                    STRIDES)),
+                    chunk, num_reqs, num_blocks, stride_table, memory0, scales0, None, aux, strides,
+                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, "values", 0, WORKERS, EVEN, D, DV)),
             ],
             [LOADER_WARPS, LOADER_WARPS],
             [LOADER_REGISTERS, LOADER_REGISTERS],
@@ -948,8 +953,8 @@ def hopper_decode_kernel(
             PACKED, K_SCALE_KIND, WORKERS=WORKERS)  # fmt: skip
         if K_SCALE_KIND == SCALE_PER_TOKEN:
             scales1 = (
-                k_scale, v_scale, stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn,
-                stride_vsh, _allocate_scales(STAGES, BLOCK_N, KV_KIND), _allocate_columns(4, ROWS),
+                k_scale, v_scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
+                stride_vh, _allocate_scales(STAGES, BLOCK_N, KV_KIND), _allocate_columns(4, ROWS),
                 _allocate_columns(1, ROWS),
             )  # fmt: skip
         else:
@@ -991,25 +996,25 @@ def hopper_decode_kernel(
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
                     chunk, num_reqs, num_blocks, stride_table, memory0, scales0, queries, aux,
-                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, FIRST, 0, WORKERS, EVEN)),
+                    None, BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, FIRST, 0, WORKERS, EVEN)),
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
                     chunk, num_reqs, num_blocks, stride_table, memory0, scales0, queries, aux,
-                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, SECOND, 0, WORKERS, EVEN, D, DV,
-                    STRIDES, GROUP, K_SCALE_KIND)),
+                    None, BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, SECOND, 0, WORKERS, EVEN, D,
+                    DV, GROUP, K_SCALE_KIND)),
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
                     chunk, num_reqs, num_blocks, stride_table, memory1, scales1, queries, aux,
-                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, FIRST, 1, WORKERS, EVEN)),
+                    None, BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, FIRST, 1, WORKERS, EVEN)),
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
                     chunk, num_reqs, num_blocks, stride_table, memory1, scales1, queries, aux,
-                    BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, SECOND, 1, WORKERS, EVEN, D, DV,
-                    STRIDES, GROUP, K_SCALE_KIND)),
+                    None, BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, SECOND, 1, WORKERS, EVEN, D,
+                    DV, GROUP, K_SCALE_KIND)),
             ],
             [4, 1, 1, 1, 1],
             [SECOND_REGISTERS, REGISTERS, REGISTERS, REGISTERS, REGISTERS],

@@ -414,9 +414,9 @@ def float8_prefill_kernel(
                 key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left, right,
                 chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                 stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
-                k_full, k_empty, None, None, None, None, None, None, 0, NUM_KV_HEADS, 1, GROUP,
-                TILE_TOKENS, BLOCK_N, 0, STAGES, Q_STAGES, CONSUMERS, True, PERSISTENT, FIELDS,
-                CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, WIDTH, WIDTH_V, None)),
+                k_full, k_empty, None, None, None, None, None, None, None, 0, NUM_KV_HEADS, 1,
+                GROUP, TILE_TOKENS, BLOCK_N, 0, STAGES, Q_STAGES, CONSUMERS, True, PERSISTENT,
+                FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, WIDTH, WIDTH_V)),
             (_value_loader, (
                 value_desc, block_table, left, right, chunk, num_reqs, mailbox, v_ring, mail_full,
                 mail_empty, v_full, v_empty, TILE_TOKENS, BLOCK_N, STAGES, FIELDS, CAUSAL, HAS_LEFT,

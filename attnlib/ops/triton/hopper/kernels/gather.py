@@ -16,17 +16,21 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     prefetch_l1,
 )
 
-__all__ = ["GATHER_THREADS", "gather_tile"]
+__all__ = ["GATHER_ELEMENTS", "GATHER_THREADS", "gather_tile"]
 
 GATHER_THREADS = 128
 """Threads of a partition that gathers: the arrivals that its `full` barriers count."""
 
+GATHER_ELEMENTS = 8
+"""Elements of 16 bits that a thread copies at a time, and the unit of the strides."""
+
+_ELEMENTS = gl.constexpr(GATHER_ELEMENTS)
+
 
 @gluon.jit
 def gather_tile(
-    cache, table, seq_len, kv_head, tile, later_tile, ring, full, empty, step, D: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, STRIDE_B: gl.constexpr, STRIDE_N: gl.constexpr,
-    STRIDE_H: gl.constexpr,
+    cache, table, seq_len, kv_head, tile, later_tile, ring, full, empty, step, stride_b, stride_n,
+    stride_h, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Issue the copies of key tile `tile` into stage `step % STAGES` of the ring. 4 warps.
 
@@ -43,7 +47,9 @@ def gather_tile(
         full: mbarriers that count GATHER_THREADS arrivals.
         empty: mbarriers that count the consumers that have released a stage.
         step: number of tiles that this loader has loaded.
-        STRIDE_B, STRIDE_N, STRIDE_H: strides of the cache in elements, multiples of 8.
+        stride_b, stride_n, stride_h: strides of the cache in blocks, rows and heads, in units of
+            GATHER_ELEMENTS elements. They are no constants, because they change at every token of
+            a cache that is one growing tensor.
     """
     BLOCK_N: gl.constexpr = ring.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
@@ -55,31 +61,33 @@ def gather_tile(
     # Wait until all consumers have released the tile that the stage held STAGES steps ago. The
     # parity is inverted, so that the first pass over the ring does not wait.
     mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-    first = cache + kv_head.to(gl.int64) * STRIDE_H
+    first = cache + kv_head.to(gl.int64) * stride_h * _ELEMENTS
     # Only the last tile has rows to leave out. The other copies take 4 instructions per row: the
     # load of its page, two that add its offset to a common address, and the copy.
     if (tile + 1) * BLOCK_N <= seq_len:
         _copy_rows(
-            first, table, seq_len, tile, ring.index(stage), D, BLOCK_SIZE, STRIDE_B, STRIDE_N, True
+            first, table, seq_len, tile, ring.index(stage), stride_b, stride_n, D, BLOCK_SIZE, True
         )
     else:
         _copy_rows(
-            first, table, seq_len, tile, ring.index(stage), D, BLOCK_SIZE, STRIDE_B, STRIDE_N, False
+            first, table, seq_len, tile, ring.index(stage), stride_b, stride_n, D, BLOCK_SIZE, False
         )
     arrive_after_copies(full.index(stage), increment_count=False)
 
 
 @gluon.jit
 def _copy_rows(
-    cache, table, seq_len, tile, buffer, D: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    STRIDE_B: gl.constexpr, STRIDE_N: gl.constexpr, ALL: gl.constexpr,
+    cache, table, seq_len, tile, buffer, stride_b, stride_n, D: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, ALL: gl.constexpr,
 ):  # fmt: skip
     """Issue the copies of a tile. ALL: no row is past the end. `cache` is that of the KV head."""
     BLOCK_N: gl.constexpr = buffer.shape[0]
     WIDTH: gl.constexpr = buffer.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
-    LANES: gl.constexpr = min(32, WIDTH // 8)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    LANES: gl.constexpr = min(32, WIDTH // _ELEMENTS)
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, _ELEMENTS], [32 // LANES, LANES], [WARPS, 1], [1, 0]
+    )
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
     positions = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
     exists = positions < seq_len
@@ -87,10 +95,11 @@ def _copy_rows(
         page = gl.load(table + positions // BLOCK_SIZE)
     else:
         page = gl.load(table + positions // BLOCK_SIZE, mask=exists, other=0)
-    offsets = page.to(gl.int64) * STRIDE_B
+    offsets = page.to(gl.int64) * stride_b
     if BLOCK_SIZE > 1:
-        offsets += (positions % BLOCK_SIZE).to(gl.int64) * STRIDE_N
-    pointers = (cache + columns) + offsets[:, None]
+        offsets += (positions % BLOCK_SIZE).to(gl.int64) * stride_n
+    # The constant factor tells the compiler that rows begin at multiples of 16 bytes.
+    pointers = (cache + columns) + (offsets * _ELEMENTS)[:, None]
     if ALL and D == WIDTH:
         copy_to_shared(buffer, pointers)
     else:

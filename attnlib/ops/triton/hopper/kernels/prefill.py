@@ -114,6 +114,7 @@ UNSPECIALIZED = [
     "left", "right", "chunk", "num_reqs", "num_tokens", "num_tiles", "concurrent", "section",
     "num_blocks", "stride_qt", "stride_qh", "stride_ot", "stride_oh", "stride_lt", "stride_table",
     "rows0", "columns0", "rows1", "columns1", "rows2", "columns2", "rows3", "columns3",
+    "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh",
 ]  # fmt: skip
 """Parameters whose values must not select a compilation, because they change from step to step."""
 
@@ -160,18 +161,18 @@ def query_part(q_tiles, tile, part: gl.constexpr, KEY_PARTS: gl.constexpr):
 @gluon.jit
 def _gather_step(
     key, value, table, seq_len, kv_head, tile, previous, k_ring, v_ring, k_full, k_empty, v_full,
-    v_empty, step, first_step, D: gl.constexpr, DV: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    STAGES: gl.constexpr, STRIDES: gl.constexpr,
+    v_empty, step, first_step, strides, D: gl.constexpr, DV: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Gather the keys of `tile`, then the values of the tile before it, which the consumers need
     later and whose stage becomes free later."""
     gather_tile(
-        key, table, seq_len, kv_head, tile, tile - 2, k_ring, k_full, k_empty, step, D, BLOCK_SIZE,
-        STAGES, STRIDES[0], STRIDES[1], STRIDES[2])  # fmt: skip
+        key, table, seq_len, kv_head, tile, tile - 2, k_ring, k_full, k_empty, step, strides[0],
+        strides[1], strides[2], D, BLOCK_SIZE, STAGES)  # fmt: skip
     if step > first_step:
         gather_tile(
             value, table, seq_len, kv_head, previous, tile - 2, v_ring, v_full, v_empty, step - 1,
-            DV, BLOCK_SIZE, STAGES, STRIDES[3], STRIDES[4], STRIDES[5])  # fmt: skip
+            strides[3], strides[4], strides[5], DV, BLOCK_SIZE, STAGES)  # fmt: skip
 
 
 @gluon.jit
@@ -179,20 +180,20 @@ def key_loader(
     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left, right, chunk,
     num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks, stride_table, mailbox,
     q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty, k_full, k_empty, aux, value_cache,
-    v_ring, v_full, v_empty, BOUNDS: gl.constexpr, RANGES: gl.constexpr,
+    v_ring, v_full, v_empty, strides, BOUNDS: gl.constexpr, RANGES: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, SHARED: gl.constexpr, GROUP: gl.constexpr,
     TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LOAD_QUERY: gl.constexpr,
     PERSISTENT: gl.constexpr, FIELDS: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    STRIDES: gl.constexpr, KEY_PARTS: gl.constexpr = 1, ALIGNED: gl.constexpr = False,
+    KEY_PARTS: gl.constexpr = 1, ALIGNED: gl.constexpr = False,
 ):  # fmt: skip
     """Select and publish work items; load queries and keys. One warp.
 
     Runs ahead of the consumers, over the borders of items, as far as the rings allow. With the
-    STRIDES of both caches, 4 warps gather keys and values (`gather.gather_tile`), and the caches
-    are pointers. With ALIGNED, query tiles begin at positions that are multiples of TILE_TOKENS:
-    the first one of a request may begin before its first token.
+    `strides` of both caches, 4 warps gather keys and values (`gather.gather_tile`), and the caches
+    are pointers; None where TMA reads them. With ALIGNED, query tiles begin at positions that are
+    multiples of TILE_TOKENS: the first one of a request may begin before its first token.
     """
     QUERY_BLOCKS: gl.constexpr = q_tiles.shape[0] // (Q_STAGES * KEY_PARTS)
     SHORT: gl.constexpr = RANGES > 0 or (ALIGNED and (HAS_LEFT or HAS_CHUNK))
@@ -319,7 +320,7 @@ def key_loader(
         for back in range(0, end - last):
             tile = tile_at(end - 1 - back, after_gap, gap, RANGES)
             # Tiles go backwards: prefetch the 128-byte line of the block table before this one.
-            if STRIDES is None:
+            if strides is None:
                 load_tile(
                     key_desc, table, pages, num_blocks, kv_head // SHARED, tile,
                     tile * BLOCK_N // PAGE - 32, k_ring, k_full, k_empty, step, BLOCK_SIZE,
@@ -328,8 +329,8 @@ def key_loader(
                 _gather_step(
                     key_desc, value_cache, table, seq_len, kv_head // SHARED, tile,
                     tile_at(end - back, after_gap, gap, RANGES), k_ring, v_ring, k_full,
-                    k_empty, v_full, v_empty, step, first_step, D, DV, BLOCK_SIZE, STAGES,
-                    STRIDES)  # fmt: skip
+                    k_empty, v_full, v_empty, step, first_step, strides, D, DV, BLOCK_SIZE,
+                    STAGES)  # fmt: skip
             step += 1
         if PERSISTENT and not SHORT:
             item = first_counted + atomic_increment(counters, "relaxed")
@@ -338,7 +339,7 @@ def key_loader(
             claimed = issue_increment(counters, "relaxed")
         for back in range(0, last - begin):
             tile = tile_at(last - 1 - back, after_gap, gap, RANGES)
-            if STRIDES is None:
+            if strides is None:
                 load_tile(
                     key_desc, table, pages, num_blocks, kv_head // SHARED, tile,
                     tile * BLOCK_N // PAGE - 32, k_ring, k_full, k_empty, step, BLOCK_SIZE,
@@ -347,15 +348,15 @@ def key_loader(
                 _gather_step(
                     key_desc, value_cache, table, seq_len, kv_head // SHARED, tile,
                     tile_at(last - back, after_gap, gap, RANGES), k_ring, v_ring, k_full,
-                    k_empty, v_full, v_empty, step, first_step, D, DV, BLOCK_SIZE, STAGES,
-                    STRIDES)  # fmt: skip
+                    k_empty, v_full, v_empty, step, first_step, strides, D, DV, BLOCK_SIZE,
+                    STAGES)  # fmt: skip
             step += 1
-        if STRIDES is not None:
+        if strides is not None:
             if step > first_step:
                 gather_tile(
                     value_cache, table, seq_len, kv_head // SHARED,
                     tile_at(begin, after_gap, gap, RANGES), 0, v_ring, v_full, v_empty, step - 1,
-                    DV, BLOCK_SIZE, STAGES, STRIDES[3], STRIDES[4], STRIDES[5])  # fmt: skip
+                    strides[3], strides[4], strides[5], DV, BLOCK_SIZE, STAGES)  # fmt: skip
         if PERSISTENT and SHORT:
             item = first_counted + incremented(claimed)
     publish(
@@ -869,7 +870,8 @@ def hopper_prefill_kernel(
     aux3, query_start_loc, seq_lens, block_table, counters, scale, soft_cap, left, right, chunk,
     num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks, stride_qt, stride_qh,
     stride_ot, stride_oh, stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2,
-    columns2, rows3, columns3, SCORE: gl.constexpr, RAW_SCORE: gl.constexpr,
+    columns2, rows3, columns3, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    SCORE: gl.constexpr, RAW_SCORE: gl.constexpr,
     KEY_SLOPE: gl.constexpr, BOUNDS: gl.constexpr, RANGES: gl.constexpr, EXACT: gl.constexpr,
     SHARED: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, TILE_TOKENS: gl.constexpr,
@@ -880,7 +882,7 @@ def hopper_prefill_kernel(
     HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr,
     K_SCALE_KIND: gl.constexpr, V_SCALE_KIND: gl.constexpr, BYTE_STAGES: gl.constexpr,
     CONVERTER_WARPS: gl.constexpr, CONVERTER_REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
-    STRIDES: gl.constexpr,
+    GATHERS: gl.constexpr,
     SPLIT_V: gl.constexpr, KEY_PARTS: gl.constexpr, SKIP_BELOW: gl.constexpr,
     VALUE_PARTS: gl.constexpr, LEADS: gl.constexpr,
 ):  # fmt: skip
@@ -905,21 +907,23 @@ def hopper_prefill_kernel(
         aux0 to columns3: tensors of the score function SCORE, as in `kernels.score`; None without.
             With RAW_SCORE it takes raw products instead of scores. KEY_SLOPE: it adds this times
             the key's position, and terms that are equal for all keys; None for others.
-        STRIDES: of the key and the value cache, in blocks, rows and heads, whose rows are gathered:
-            `key_desc` and `value_desc` are pointers then. None where TMA reads them.
+        GATHERS: rows of the caches are gathered: `key_desc` and `value_desc` are pointers.
+        stride_kb to stride_vh: with GATHERS, strides of the key and the value cache in blocks, rows
+            and heads, in units of 16 bytes; else None.
         SKIP_BELOW: base-2 logarithm of the weight below which tiles are left out (`skipping`), or
             None; only without windows, chunks, score functions, float8 and gathered rows.
         SPLIT_V: the consumers share 64 query rows, and each has a part of the value elements.
         VALUE_PARTS: parts of 32 elements of the values of up to 127 elements (`value_columns`), or
-            0; only with tiles of 128 keys, a 16-bit cache, and neither SKIP_BELOW nor STRIDES.
+            0; only with tiles of 128 keys, a 16-bit cache, and neither SKIP_BELOW nor GATHERS.
         LEADS: unmasked tiles use `softmax_by_sign` (`prefill_plan`).
     """
     aux = (
         aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,
     )  # fmt: skip
     FIELDS: gl.constexpr = 6 + 4 * RANGES
-    LOADERS: gl.constexpr = 1 if STRIDES is None else _GATHER_THREADS
-    COPIED: gl.constexpr = STRIDES is not None
+    strides = (stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh)
+    LOADERS: gl.constexpr = _GATHER_THREADS if GATHERS else 1
+    COPIED: gl.constexpr = GATHERS
     CACHE: gl.constexpr = key_desc.dtype.element_ty if COPIED else key_desc.dtype
     QUERY: gl.constexpr = query.dtype.element_ty
     COMPUTE: gl.constexpr = CACHE if KV_KIND == KV_PLAIN else gl.float16
@@ -1013,10 +1017,10 @@ def hopper_prefill_kernel(
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_bytes, mail_full, mail_empty, q_full, q_empty,
-                    kb_full, kb_empty, aux, None, None, None, None, BOUNDS, RANGES, NUM_KV_HEADS,
-                    SHARED, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, BYTE_STAGES, Q_STAGES,
-                    CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, D, DV, None)),
+                    kb_full, kb_empty, aux, None, None, None, None, None, BOUNDS, RANGES,
+                    NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, BYTE_STAGES,
+                    Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, D, DV)),
                 (value_loader, (
                     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
                     mailbox, v_bytes, mail_full, mail_empty, vb_full, vb_empty, RANGES, SHARED,
@@ -1063,10 +1067,10 @@ def hopper_prefill_kernel(
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
-                    k_full, k_empty, aux, None, None, None, None, BOUNDS, RANGES, NUM_KV_HEADS,
-                    SHARED, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS,
-                    LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, D, DV,
-                    None, KEY_PARTS)),
+                    k_full, k_empty, aux, None, None, None, None, None, BOUNDS, RANGES,
+                    NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES,
+                    CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    HAS_CHUNK, D, DV, KEY_PARTS)),
                 (value_loader, (
                     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
                     mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, RANGES, SHARED,
@@ -1076,7 +1080,7 @@ def hopper_prefill_kernel(
             [4, 4, 1, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
-    elif STRIDES is not None:
+    elif GATHERS:
         gl.warp_specialize(
             [
                 (_consumer, (
@@ -1103,10 +1107,10 @@ def hopper_prefill_kernel(
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
-                    k_full, k_empty, aux, value_desc, v_ring, v_full, v_empty, BOUNDS, RANGES,
-                    NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES,
-                    CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    HAS_CHUNK, D, DV, STRIDES)),
+                    k_full, k_empty, aux, value_desc, v_ring, v_full, v_empty, strides, BOUNDS,
+                    RANGES, NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES,
+                    Q_STAGES, CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL, HAS_LEFT,
+                    HAS_RIGHT, HAS_CHUNK, D, DV)),
             ],
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -1138,10 +1142,10 @@ def hopper_prefill_kernel(
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                     stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
-                    k_full, k_empty, aux, None, None, None, None, BOUNDS, RANGES, NUM_KV_HEADS,
-                    SHARED, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS,
-                    LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, D, DV,
-                    None, KEY_PARTS)),
+                    k_full, k_empty, aux, None, None, None, None, None, BOUNDS, RANGES,
+                    NUM_KV_HEADS, SHARED, GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES,
+                    CONSUMERS, LOAD_QUERY, PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    HAS_CHUNK, D, DV, KEY_PARTS)),
                 (value_loader, (
                     value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
                     mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, RANGES, SHARED,

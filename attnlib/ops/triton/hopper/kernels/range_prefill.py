@@ -436,9 +436,9 @@ def range_prefill_kernel(
                 key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left, right,
                 chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
                 stride_table, mailbox, q_tiles, k_ring, mail_full, mail_empty, q_full, q_empty,
-                k_full, k_empty, aux, None, None, None, None, BOUNDS, 1, NUM_KV_HEADS, SHARED,
+                k_full, k_empty, aux, None, None, None, None, None, BOUNDS, 1, NUM_KV_HEADS, SHARED,
                 GROUP, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, True,
-                PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, WIDTH, DV, None)),
+                PERSISTENT, FIELDS, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, WIDTH, DV)),
             (value_loader, (
                 value_desc, block_table, left, right, chunk, num_reqs, num_blocks, stride_table,
                 mailbox, v_ring, mail_full, mail_empty, v_full, v_empty, 1, SHARED, TILE_TOKENS,
