@@ -112,7 +112,9 @@ def test_imports_go_down() -> None:
     assert not found
 
 
-_FOR_OPS = ("ops", "errors", "sizes", "kv_dtype", "score_functions", "sparse.key_selection")
+_FOR_OPS = (
+    "ops", "errors", "env", "sizes", "kv_dtype", "score_functions", "sparse.key_selection",
+)  # fmt: skip
 
 
 def test_ops_import_no_spec() -> None:

@@ -8,6 +8,7 @@ from importlib import import_module
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.ops.torch.softmax import merge_weights
 
 __all__ = ["LOG2_E", "merge_state", "merge_state_in_place", "merge_states"]
 
@@ -83,12 +84,20 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
             f"v has shape {tuple(v.shape)} and s {tuple(s.shape)}; they must be "
             "[tokens, states, heads, head_dim] and [tokens, states, heads]"
         )
-    natural = s.float() / LOG2_E
-    lse = torch.logsumexp(natural, 1)
-    weights = torch.exp(natural - lse.masked_fill(lse == -torch.inf, 0.0)[:, None])[..., None]
+    _check_dtypes(v=v, s=s)
+    logs = s.masked_fill(s == torch.inf, -torch.inf)
+    weights, relative = merge_weights(((logs - _largest(logs, 1)[:, None]) / LOG2_E).movedim(1, 0))
+    weights = weights.movedim(0, 1)[..., None]
     # A state without keys may hold anything, NaN included.
-    merged = torch.where(weights > 0, v.float() * weights, 0.0).sum(1)
-    return merged.to(v.dtype), lse * LOG2_E
+    merged = torch.where(weights == 0, 0.0, v.float() * weights).sum(1)
+    return merged.to(v.dtype), _largest(logs, 1) + relative * LOG2_E
+
+
+def _largest(logs: torch.Tensor, dim: int) -> torch.Tensor:
+    """The largest base-2 LSE, from which states are measured: converted to natural logarithms, two
+    large values are each rounded. 0 where no state has keys."""
+    largest = logs.masked_fill(logs == torch.inf, -torch.inf).amax(dim)
+    return largest.masked_fill(largest.isinf(), 0.0)
 
 
 def _merge(
@@ -101,9 +110,10 @@ def _merge(
 ) -> None:
     counterpart = "triton" if out.is_cuda else "torch"
     merge = import_module(f"attnlib.ops.{counterpart}.merge_states").merge_states
-    natural = torch.empty_like(lse)
-    merge(v_a, s_a.float() / LOG2_E, v_b, s_b.float() / LOG2_E, out, natural)
-    torch.mul(natural, LOG2_E, out=lse)
+    largest = _largest(torch.stack([s_a, s_b]), 0)
+    natural = torch.empty_like(largest)
+    merge(v_a, (s_a - largest) / LOG2_E, v_b, (s_b - largest) / LOG2_E, out, natural)
+    lse.copy_(largest + natural * LOG2_E)
 
 
 def _check(v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor) -> None:
@@ -113,3 +123,20 @@ def _check(v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.T
             f"v_a, s_a, v_b and s_b have shapes {shapes}; they must be [tokens, heads, head_dim], "
             "[tokens, heads], and the same again"
         )
+    _check_dtypes(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
+
+
+def _check_dtypes(**tensors: torch.Tensor) -> None:
+    """Log-sum-exps are float32, and all tensors are on one device."""
+    device = next(iter(tensors.values())).device
+    for name, tensor in tensors.items():
+        is_lse = name.startswith("s")
+        if (
+            tensor.device != device
+            or not tensor.is_floating_point()
+            or (is_lse and tensor.dtype != torch.float32)
+        ):
+            wanted = "float32" if is_lse else "floating point"
+            raise ContractError(
+                f"{name} is {tensor.dtype} on {tensor.device}; it must be {wanted} on {device}"
+            )

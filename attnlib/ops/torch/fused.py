@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
-from attnlib.ops.torch.softmax import add_sink
+from attnlib.ops.torch.softmax import add_sink, merge_weights
 
 __all__ = ["FusedQuery", "can_fuse", "fused_attention"]
 
@@ -167,8 +167,7 @@ def fused_attention(
 
 def _combine(states: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     outs, logs = torch.stack([out for out, _ in states]), torch.stack([lse for _, lse in states])
-    lse = torch.logsumexp(logs, dim=0)
-    weights = torch.exp(logs - lse.masked_fill(lse == -torch.inf, 0.0))
+    weights, lse = merge_weights(logs)
     return outs.mul_(weights.unsqueeze(-1)).sum(dim=0), lse
 
 

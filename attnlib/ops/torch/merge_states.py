@@ -1,12 +1,14 @@
 """Merge attention over two disjoint sets of keys: split KV, cascade attention, chunked context.
 
-Each state is weighted by exp(lse - merged lse), as in FlashAttention's split KV.
+Each state is weighted by its share of the sum of exp(lse), as in FlashAttention's split KV.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from attnlib.ops.torch.softmax import merge_weights
 
 __all__ = ["merge_partial_rows", "merge_states"]
 
@@ -34,9 +36,8 @@ def merge_states(
     """
     dtype = torch.float64 if torch.float64 in (out_a.dtype, out_b.dtype) else torch.float32
     log_a, log_b = (_without_inf(state.to(dtype)) for state in (lse_a, lse_b))
-    merged = torch.logaddexp(log_a, log_b)
-    reference = merged.masked_fill(merged == -torch.inf, 0.0)
-    total = _weighted(out_a, log_a, reference, dtype) + _weighted(out_b, log_b, reference, dtype)
+    weights, merged = merge_weights(torch.stack([log_a, log_b]))
+    total = _weighted(out_a, weights[0], dtype) + _weighted(out_b, weights[1], dtype)
     out.copy_(total)
     if lse is not None:
         lse.copy_(merged)
@@ -46,9 +47,10 @@ def _without_inf(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == torch.inf, -torch.inf)
 
 
-def _weighted(out: Tensor, lse: Tensor, reference: Tensor, dtype: torch.dtype) -> Tensor:
-    weight = torch.exp(lse - reference).unsqueeze(-1)
-    return torch.where(weight > 0, out.to(dtype) * weight, 0.0)
+def _weighted(out: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """`out` times its weight; a state of weight 0 may hold anything, NaN included."""
+    weight = weight.unsqueeze(-1)
+    return torch.where(weight == 0, 0.0, out.to(dtype) * weight)
 
 
 @torch.no_grad()
@@ -78,9 +80,9 @@ def merge_partial_rows(
     index = tokens.unsqueeze(-1).expand_as(log_parts)
     largest = log_own.scatter_reduce(0, index, log_parts, "amax")
     reference = largest.masked_fill(largest == -torch.inf, 0.0)
-    weights = torch.exp(log_own - reference)
-    weights = weights.index_add(0, tokens, torch.exp(log_parts - reference[tokens]))
-    total = _weighted(out, log_own, reference, dtype)
-    total.index_add_(0, tokens, _weighted(partial_out[rows], log_parts, reference[tokens], dtype))
-    out.copy_(total / torch.where(weights > 0, weights, 1.0).unsqueeze(-1))
-    lse.copy_(torch.where(weights > 0, reference + torch.log(weights), -torch.inf))
+    own, parts = torch.exp(log_own - reference), torch.exp(log_parts - reference[tokens])
+    weights = own.index_add(0, tokens, parts)
+    total = _weighted(out, own, dtype)
+    total.index_add_(0, tokens, _weighted(partial_out[rows], parts, dtype))
+    out.copy_(total / torch.where(weights == 0, 1.0, weights).unsqueeze(-1))
+    lse.copy_(reference + torch.log(weights))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.shared_decode import ITEM_FIELDS, SEGMENT_FIELDS, DecodeItems
+from attnlib.ops.torch.softmax import merge_weights
 
 __all__ = ["shared_decode"]
 
@@ -93,8 +94,7 @@ def _attend(
 
 def _add(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
     """Add attention over other keys to partial results, in place."""
-    total = torch.logaddexp(lse, more_lse)
-    weights, more_weights = torch.exp(lse - total), torch.exp(more_lse - total)
+    (weights, more_weights), total = merge_weights(torch.stack([lse, more_lse]))
     out.copy_(weights.unsqueeze(-1) * out + more_weights.unsqueeze(-1) * more_out)
     lse.copy_(total)
 
@@ -113,10 +113,10 @@ def _merge(
         if not found.numel():
             continue
         states = partial_lse[found]
-        total = states.logsumexp(0)
         if params.sinks is not None:
-            total = torch.logaddexp(total, params.sinks.float())
-        weights = torch.exp(states - total)
+            states = torch.cat([states, params.sinks.float()[None]])
+        weights, total = merge_weights(states)
+        weights = weights[: found.numel()]
         out[token] = (weights.unsqueeze(-1) * partial_out[found]).sum(0).to(out.dtype)
         if lse is not None:
             lse[token] = total

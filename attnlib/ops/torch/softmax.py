@@ -2,6 +2,8 @@
 
 A sink is one more logit per head that has no value (M4). It can be part of the denominator from the
 start (`softmax_with_sink`), or be added to a result of which the LSE is known (`add_sink`).
+Weights are measured from the largest logarithm, not from their sum: at an LSE of 6e4 the sum is
+rounded by 0.004, which weights would repeat.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["add_sink", "softmax_with_sink"]
+__all__ = ["add_sink", "merge_weights", "softmax_with_sink"]
 
 
 def softmax_with_sink(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -49,6 +51,22 @@ def add_sink(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """
     sink = sinks.to(lse.dtype)[:, None]
     sink = sink.masked_fill(sink == torch.inf, torch.nan)
-    total = torch.logaddexp(lse, sink)
-    share = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
-    return out * share.unsqueeze(-1), total
+    weights, total = merge_weights(torch.stack([lse, sink.expand_as(lse)]))
+    return out * weights[0].unsqueeze(-1), total
+
+
+def merge_weights(logs: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights of states over disjoint keys, and the LSE over all of them.
+
+    Args:
+        logs: `[S, ...]`, the LSE of each state; -inf for one without keys.
+
+    Returns:
+        Weights `[S, ...]`, whose sum over the states is 1, or 0 where no state has keys, and the
+        LSE `[...]`.
+    """
+    largest = logs.amax(dim=0)
+    largest = largest.masked_fill(largest == -torch.inf, 0.0)
+    weights = torch.exp(logs - largest)
+    total = weights.sum(dim=0)
+    return weights / total.masked_fill(total == 0, 1.0), largest + torch.log(total)
