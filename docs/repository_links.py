@@ -60,9 +60,10 @@ def _published(path: Path, config: Any, files: Files) -> str | None:
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
     source = path.relative_to(ROOT).as_posix()
-    if source.endswith(".md"):
-        return PAGES.get(source)  # MkDocs reports a link to a page that is not published.
-    target = f"repository/{source}"
+    if source in PAGES:
+        return PAGES[source]
+    # MkDocs would make a page of a file that ends in .md.
+    target = f"repository/{source}{'.txt' if source.endswith('.md') else ''}"
     if files.get_file_from_path(target) is None:
         files.append(File.generated(config, target, abs_src_path=str(path)))
     return target

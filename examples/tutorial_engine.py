@@ -5,7 +5,6 @@
 The tutorial in docs/guides/tutorial-engine.md explains it section by section.
 """
 
-# --8<-- [start:model]
 from __future__ import annotations
 
 from collections import deque
@@ -50,8 +49,6 @@ class TinyDecoder(nn.Module):
         return self.head(F.rms_norm(x, (HIDDEN,)))
 
 
-# --8<-- [end:model]
-# --8<-- [start:request]
 @dataclass(eq=False)
 class Request:
     """One prompt and its generated tokens."""
@@ -80,8 +77,6 @@ class Request:
         self.generated.append(token)
 
 
-# --8<-- [end:request]
-# --8<-- [start:setup]
 class Engine:
     """Continuous batching with chunked prefill, prefix reuse and preemption."""
 
@@ -125,8 +120,6 @@ class Engine:
         self.running: list[Request] = []
         self.num_steps = self.num_reused_tokens = self.num_preemptions = 0
 
-    # --8<-- [end:setup]
-    # --8<-- [start:schedule]
     def schedule(self) -> list[tuple[Request, int]]:
         """The requests of the next step with their numbers of new tokens, decodes first."""
         batch: list[tuple[Request, int]] = []
@@ -171,8 +164,6 @@ class Engine:
         self.allocator.free(request.blocks)
         request.blocks, request.num_computed = [], 0
 
-    # --8<-- [end:schedule]
-    # --8<-- [start:step]
     def step(self) -> None:
         """Run the model on one batch and append the sampled tokens."""
         batch = self.schedule()
@@ -226,8 +217,6 @@ class Engine:
             self.step()
 
 
-# --8<-- [end:step]
-# --8<-- [start:reference]
 def dense_reference(model: TinyDecoder, request: Request) -> list[int]:
     """Generate alone, over the full sequence, with torch's dense attention and no cache."""
 
@@ -248,8 +237,6 @@ def dense_reference(model: TinyDecoder, request: Request) -> list[int]:
     return request.generated
 
 
-# --8<-- [end:reference]
-# --8<-- [start:main]
 def make_requests(count: int) -> list[Request]:
     """Prompts of different lengths with a common prefix; every second request is sampled."""
     prefix = list(range(1, 11))
@@ -278,4 +265,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-# --8<-- [end:main]

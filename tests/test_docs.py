@@ -16,6 +16,7 @@ import pytest
 import attnlib
 from attnlib.selection import unregister_backend
 from tests.fresh_process import run_module
+from tests.generated_pages import generator
 from tests.test_architecture import LAYERS
 
 ROOT = Path(__file__).parent.parent
@@ -29,7 +30,8 @@ FRAGMENTS = ("write-a-backend.md", "test-your-backend.md")
 """Their blocks assume a backend of the reader. tests/testing/test_docs.py runs them."""
 RUN = [page for page in PAGES if page.name not in FRAGMENTS]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-SNIPPET = re.compile(r'^--8<-- "([^":]+):(\w+)"$', re.M)
+PARTS = {"tutorial-engine.md": ROOT / "examples" / "tutorial_engine.py"}
+"""Pages whose Python blocks together are one program, an example."""
 
 
 def _name(page: Path) -> str:
@@ -37,19 +39,8 @@ def _name(page: Path) -> str:
 
 
 def _blocks(page: Path) -> list[tuple[str, str]]:
-    """(language, text) of each code block; a section of an example replaces its reference."""
-    text = SNIPPET.sub(lambda match: _section(match[1], match[2]), page.read_text())
-    return FENCE.findall(text)
-
-
-def _section(path: str, name: str) -> str:
-    lines = (ROOT / path).read_text().splitlines()
-    start, end = (lines.index(_marker(lines, edge, name)) for edge in ("start", "end"))
-    return "\n".join(line for line in lines[start + 1 : end] if "--8<--" not in line)
-
-
-def _marker(lines: list[str], edge: str, name: str) -> str:
-    return next(line for line in lines if line.strip() == f"# --8<-- [{edge}:{name}]")
+    """(language, text) of each code block."""
+    return FENCE.findall(page.read_text())
 
 
 MEASURED = (
@@ -76,12 +67,21 @@ def _same(shown: str, printed: str) -> bool:
 
 
 def _programs(page: Path) -> list[tuple[str, str]]:
-    """The blocks of a page; sections of one example form one program."""
+    """The blocks of a page; parts of one example form one program."""
     blocks = _blocks(page)
-    if not SNIPPET.search(page.read_text()):
+    if page.name not in PARTS:
         return blocks
     source = "\n".join(body for language, body in blocks if language == "python")
     return [("python", source), *(block for block in blocks if block[0] == "text")]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_pages_show_the_whole_example(name: str) -> None:
+    """The blocks of the page are the lines of the example, without its docstring."""
+    (page,) = DOCS.rglob(name)
+    shown = [line for line in _programs(page)[0][1].splitlines() if line]
+    source = PARTS[name].read_text().split('"""', 2)[2]
+    assert shown == [line for line in source.splitlines() if line]
 
 
 @pytest.mark.parametrize("page", RUN, ids=_name)
@@ -174,7 +174,8 @@ def test_recorded_outputs_are_quotations() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_resolve(page: Path) -> None:
-    for target in re.findall(r'(?:\]\(|<img src=")([^)"#][^)"]*)[)"]', page.read_text()):
+    text = FENCE.sub("", page.read_text())
+    for target in re.findall(r'(?:\]\(|<img src=")([^)"#][^)"]*)[)"]', text):
         if "://" not in target:
             assert (page.parent / target.split("#")[0]).exists(), f"{page.name} links to {target}"
 
@@ -211,10 +212,7 @@ def test_the_first_screen_of_the_readme_is_short() -> None:
 
 def test_generated_pages_are_as_generated() -> None:
     """The generated pages are what `python docs/generate.py` writes."""
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
-    for name, text in generate.pages().items():
+    for name, text in generator("generate").pages().items():
         assert (ROOT / "docs" / name).read_text() == text, (
             f"docs/{name} is out of date: run python docs/generate.py"
         )

@@ -1,4 +1,4 @@
-"""docs/hardening.md lists every defect once, with tests that exist."""
+"""tests/corrected_defects.md lists every defect once, with tests that exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ IDS = [*(f"D{number}" for number in range(1, 33)), *(f"T{number}" for number in 
 
 def _rows() -> dict[str, list[str]]:
     """Id -> cells of its row."""
-    text = (ROOT / "docs" / "hardening.md").read_text()
+    text = (ROOT / "tests" / "corrected_defects.md").read_text()
     rows = [
         line.strip("|").split("|") for line in text.splitlines() if re.match(r"\| [DT]\d", line)
     ]

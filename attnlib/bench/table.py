@@ -1,16 +1,13 @@
-"""Rows as text (a line for the case, then one for each backend), and as a Markdown table for the
-documentation.
-"""
+"""Rows as text: a line for the case, then one for each backend."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 
 from attnlib.bench.backends import PRIMARY
-from attnlib.bench.results import Document, Row, Run, ratio
+from attnlib.bench.results import Row, Run, ratio
 
-__all__ = ["HEADER", "LEGEND", "case_lines", "heading", "kernel_lines", "markdown", "summary_line"]
+__all__ = ["HEADER", "LEGEND", "case_lines", "heading", "kernel_lines", "summary_line"]
 
 _COLUMNS = (
     ("backend", 28),
@@ -136,40 +133,3 @@ def summary_line(rows: Sequence[Row], seconds: float) -> str:
             "cases"
         )
     return " · ".join([f"{len(rows)} rows", *items, f"{seconds:.0f} s"])
-
-
-def markdown(document: Document) -> str:
-    """A Markdown table of all cases with one column for each backend, and a list of the runs."""
-    rows = document.rows
-    names = list(dict.fromkeys(row.backend for row in rows))
-    lines = [
-        "| case | "
-        + " | ".join(f"`{name}` us" for name in names)
-        + " | rate of `triton` | of peak | vs best other |"
-    ]
-    lines.append("|---|" + "---:|" * (len(names) + 3))
-    for case, group in groupby(rows, key=lambda row: row.case):
-        mine = {row.backend: row for row in group}
-        ours = mine.get(PRIMARY)
-        to_best = ratio(rows, ours) if ours else None
-        cells = [_cell(mine.get(name)) for name in names]
-        cells += [
-            rate(ours) if ours else "",
-            f"{ours.share:.1%}" if ours and ours.share else "",
-            "" if to_best is None else f"{to_best:.2f}",
-        ]
-        lines.append(f"| {case} | " + " | ".join(cells) + " |")
-    made = [
-        f"- {heading(run).replace(chr(10), '; ')}; `{run.provenance.get('command', '')}`"
-        for run in document.runs
-    ]
-    made += [f"- `{line.replace(' ran ', '` ran ', 1)}" for line in kernel_lines(rows)]
-    return "\n".join([*lines, "", *made]) + "\n"
-
-
-def _cell(row: Row | None) -> str:
-    if row is None or row.status == "not run":
-        return "-"
-    if row.status != "ok":
-        return row.status
-    return _number(row.us) + ("" if row.how == "graph" else " (eager)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from attnlib.bench.results import (
     read_document,
     write_document,
 )
-from attnlib.bench.table import case_lines, heading, markdown, summary_line
+from attnlib.bench.table import case_lines, heading, summary_line
 from attnlib.errors import ContractError
+from tests.generated_pages import generator
 
 PEAKS = {"copy_gbps": 100.0, "read_gbps": 90.0, "matmul_tflops": 5.0, "matmul": "a product"}
 
@@ -31,6 +31,7 @@ def run_of(name: str = "a chip") -> Run:
             "gpu": name,
             "torch": "2",
             "triton": "3",
+            "driver": "4",
             "commit": "abc",
             "date": "today",
             "command": "attnlib bench",
@@ -178,36 +179,34 @@ def test_the_table() -> None:
     )
 
 
-def test_the_markdown_table() -> None:
+def test_the_table_of_the_documentation(tmp_path: Path) -> None:
+    """One line for each case, with the columns of both chips, and the provenance of the files."""
+    tables = generator("result_tables")
     rows = (
         row_of("triton", 9.0),
         row_of("flash_attn", 10.0, kernel="FlashAttention 3 (x)"),
         row_of("triton", 7.0, case="prefill-a"),
     )
-    text = markdown(Document((run_of(),), rows))
-    assert (
-        "| case | `triton` us | `flash_attn` us | rate of `triton` | of peak | vs best other |"
-        in text
+    for chip in ("h200", "h100"):
+        write_document(
+            Document((run_of(),), rows[: 3 if chip == "h200" else 2]), tmp_path / chip / "a.json"
+        )
+    text = tables.table(["h200/a.json", "h100/a.json"], tmp_path)
+    assert text.splitlines()[0] == (
+        "| case | H200 us | of peak | vs best | H100 us | of peak | vs best |"
     )
-    assert "| decode-1x8k | 9.0 | 10.0 | 11111 GB/s | 50.0% | 0.90 |" in text
-    assert "| prefill-a | 7.0 | - | 14286 TFLOP/s | 50.0% |  |" in text
-    assert "- `flash_attn` ran FlashAttention 3 (x)" in text and "`attnlib bench`" in text
+    assert "| decode-1x8k | 9.0 | 50% | 0.90 | 9.0 | 50% | 0.90 |" in text
+    assert "| prefill-a | 7.0 | 50% |  |  |  |  |" in text
+    assert "- [h200/a.json](" in text and "flash_attn ran FlashAttention 3 (x)" in text
+    assert "decode" not in tables.table(["h200/a.json", "prefill-*"], tmp_path).split("- [")[0]
+    assert "| 2 | `flash_attn` | 0.90 | 0.90 | 0.90 |" in tables.records(tmp_path)
 
 
 def test_the_documentation_shows_the_committed_results(tmp_path: Path) -> None:
-    """docs/performance.md takes its tables from them."""
-    place = Path(__file__).parent.parent.parent / "docs" / "generate.py"
-    spec = importlib.util.spec_from_file_location("generate", place)
-    assert spec is not None and spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
-    document = Document((run_of(),), (row_of("triton", 9.0),))
-    for name in ("bench.json", "coverage.json"):
-        write_document(document, tmp_path / name)
-        text = generate.results(f"{tmp_path}/{name}")
-        assert markdown(document) in text and "![" not in text
-    (tmp_path / "figures").mkdir()
-    (tmp_path / "figures" / "ratio.svg").touch()
-    assert f"](../{tmp_path}/figures/ratio.svg)" in generate.results(f"{tmp_path}/bench.json")
-    assert "![" not in generate.results(f"{tmp_path}/coverage.json"), "figures show all cases"
-    assert len(generate.RESULTS.findall((place.parent / "performance.md").read_text())) > 2
+    """docs/performance.md takes its tables from them; a wrong number is replaced."""
+    tables = generator("result_tables")
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    assert len(tables.MARKED.findall(page)) > 4
+    assert tables.fill(page) == page
+    number = "| decode-1x8k | 12.5 |"
+    assert number in page and tables.fill(page.replace(number, "| decode-1x8k | 1.0 |")) == page

@@ -1,10 +1,11 @@
 """Run every architecture of transformers with eager attention and with attnlib.
 
-    python -m tests.integrations.transformers_sweep                 # all; writes the page in docs/
+    python -m tests.integrations.transformers_sweep                 # all; writes the records
     python -m tests.integrations.transformers_sweep llama encoder   # model types and kinds; prints
 
 The complete run appends to the file of records, and a second run of the same commit continues it.
-With `--minutes` it stops in time: the page then has older records too, and names their commits.
+With `--minutes` it stops in time: the file then has older records too, with their commits.
+`python docs/generate.py` makes docs/transformers-models.md of the records.
 Vision towers of `timm` need timm and torchvision.
 """
 
@@ -23,7 +24,6 @@ import transformers
 
 from attnlib.bench.provenance import provenance
 from tests.integrations.transformers_sweep.architectures import architectures
-from tests.integrations.transformers_sweep.report import PAGE, page
 from tests.integrations.transformers_sweep.runner import read_records, sweep
 
 RECORDS = Path(__file__).parents[3] / "benchmarks" / "results" / "transformers_sweep.jsonl"
@@ -31,7 +31,7 @@ _FINE = ("correct", "refused", "unaffected")
 
 
 def main() -> int:
-    """Run, print the counts and write the page; 1 if anything is wrong or crashes."""
+    """Run, print the counts and write the records; 1 if anything is wrong or crashes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="model types or kinds; all without")
     parser.add_argument("--processes", type=int, default=2)
@@ -61,7 +61,6 @@ def main() -> int:
         records = [known[one] for one in every if one in known]
         lines = [json.dumps(record, sort_keys=True) + "\n" for record in records]
         arguments.records.write_text("".join(lines))
-        PAGE.write_text(page(records))
     counts = Counter(record["outcome"] for record in records)
     print(f"{dict(counts)} in {time.perf_counter() - started:.0f} s")
     return int(bool(counts["wrong"] or counts["crash"]))

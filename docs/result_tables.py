@@ -1,0 +1,113 @@
+"""The generated tables of docs/performance.md, from result files of `attnlib bench --json`.
+
+A marker in the page names the result files of one table, or asks for the list of all files:
+
+    <!-- results: h200/bench.json h100/bench.json -->   ...   <!-- end of results -->
+    <!-- records -->   ...   <!-- end of results -->
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from attnlib.bench.results import Document, Row, Run, ratio, read_document
+from attnlib.bench.table import kernel_lines
+
+__all__ = ["MARKED", "fill", "records", "table"]
+
+FOLDER = Path(__file__).parents[1] / "benchmarks" / "results"
+MARKED = re.compile(
+    r"(?<=<!-- )(results: [^>]+|records)( -->\n).*?(?=<!-- end of results -->)", re.S
+)
+CHIPS = ("h200", "h100")
+
+
+def fill(page: str, folder: Path = FOLDER) -> str:
+    """The page with the tables of its markers."""
+
+    def replace(match: re.Match[str]) -> str:
+        names = match[1].removeprefix("results: ").split()
+        text = records(folder) if names == ["records"] else table(names, folder)
+        return f"{match[1]}{match[2]}\n{text}\n"
+
+    return MARKED.sub(replace, page)
+
+
+def table(names: Sequence[str], folder: Path = FOLDER) -> str:
+    """One line for each case and three columns for each chip, then what was measured where.
+
+    Args:
+        names: result files `CHIP/NAME.json`, and patterns of cases, without a slash; all cases
+            without patterns.
+        folder: the folder with the folders of chips.
+    """
+    files = [name for name in names if "/" in name]
+    patterns = [name for name in names if "/" not in name] or ["*"]
+    chips = list(dict.fromkeys(name.split("/")[0] for name in files))
+    found: dict[str, dict[str, str]] = {}
+    sources = []
+    for file in files:
+        document = read_document(folder / file)
+        chip = file.split("/")[0]
+        for row in document.rows:
+            if row.backend == "triton" and any(fnmatch.fnmatch(row.case, p) for p in patterns):
+                found.setdefault(row.case, {})[chip] = _cells(document.rows, row)
+        sources += [_source(file, document, run) for run in document.runs]
+    head = "".join(f" | {chip.upper()} us | of peak | vs best" for chip in chips)
+    lines = [f"| case{head} |", "|---|" + "---:|" * (3 * len(chips))]
+    for case, cells in found.items():
+        lines.append(f"| {case} | " + " | ".join(cells.get(c, " |  | ") for c in chips) + " |")
+    return "\n".join([*lines, "", *sources]) + "\n"
+
+
+def _cells(rows: Sequence[Row], row: Row) -> str:
+    """Time, share of the peak and ratio to the best other backend."""
+    to_best = ratio(rows, row)
+    time = "" if row.us is None else f"{row.us:.1f}" if row.us < 1000 else f"{row.us:.0f}"
+    return " | ".join(
+        [
+            time,
+            "" if row.share is None else f"{row.share:.0%}",
+            "" if to_best is None else f"{to_best:.2f}",
+        ]
+    )
+
+
+def _source(file: str, document: Document, run: Run) -> str:
+    """Hardware, versions, peak rates and a link to the file, which has the command."""
+    facts, peaks = run.provenance, run.peaks
+    kernels = "; ".join(kernel_lines(document.rows))
+    return (
+        f"- [{file}](../benchmarks/results/{file}): {facts['gpu']}, torch {facts['torch']}, triton "
+        f"{facts['triton']}, driver {facts['driver']}, commit {facts['commit']}, "
+        f"{facts['date'].split()[0]}; peak {peaks['read_gbps']:.0f} GB/s read, "
+        f"{peaks['matmul_tflops']:.0f} TFLOP/s" + (f"; {kernels}" if kernels else "")
+    )
+
+
+def records(folder: Path = FOLDER) -> str:
+    """One line for each result file: chip, cases, and the ratios to the best other backend."""
+    lines = [
+        "| record | cases | other backends | vs best: least | median | most |",
+        "|---|---:|---|---:|---:|---:|",
+    ]
+    for chip in CHIPS:
+        for path in sorted((folder / chip).glob("*.json")):
+            if '"schema": "attnlib-bench"' not in path.read_text()[:100]:
+                continue
+            document = read_document(path)
+            ours = [row for row in document.rows if row.backend == "triton" and row.us]
+            ratios = [found for row in ours if (found := ratio(document.rows, row)) is not None]
+            if not ratios:
+                continue
+            others = dict.fromkeys(row.backend for row in document.rows if row.backend != "triton")
+            names = ", ".join(f"`{name.split(':')[-1]}`" for name in others)
+            shown = [min(ratios), statistics.median(ratios), max(ratios)]
+            cells = " | ".join(f"{value:.2f}" for value in shown)
+            link = f"[{chip}/{path.name}](../benchmarks/results/{chip}/{path.name})"
+            lines.append(f"| {link} | {len(ours)} | {names} | {cells} |")
+    return "\n".join(lines) + "\n"
