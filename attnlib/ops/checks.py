@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 
-__all__ = ["check_slots"]
+__all__ = ["check_slots", "vector_elements"]
 
 
 def check_slots(key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
@@ -39,3 +39,25 @@ def check_slots(key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
                 "row per slot, or a shorter slot_mapping",
                 rule="P4",
             )
+
+
+def vector_elements(name: str, tensor: Tensor) -> int:
+    """Elements per 16 bytes where every row starts on a 16-byte boundary, given that the tensor
+    does; else 1.
+
+    Args:
+        name: of the tensor, for the error.
+        tensor: `[..., rows, heads, size]`; pages have their stride before these.
+
+    Raises:
+        ContractError: the last dimension is not dense (P1).
+    """
+    shape, strides = tensor.shape, tensor.stride()
+    if strides[-1] != 1 and shape[-1] > 1:
+        raise ContractError(
+            f"{name} has last stride {strides[-1]}; make its last dimension dense", rule="P1"
+        )
+    elements = 16 // tensor.element_size()
+    outer = [stride for stride, size in zip(strides[-3:-1], shape[-3:-1], strict=True) if size > 1]
+    blocks = strides[:-3]
+    return elements if all(stride % elements == 0 for stride in (*blocks, *outer)) else 1

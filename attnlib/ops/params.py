@@ -90,6 +90,20 @@ class AttentionParams:
             function.check_tensors(self.score_tensors, function.layer_tensors, "layer")
             function.check_tensors(self.score_tensors, function.batch_tensors, "batch")
 
+    @property
+    def scales_in_page(self) -> bool:
+        """Whether the pages of the cache hold its scales (M16)."""
+        return isinstance(self.k_scale, Tensor) and self.k_scale.dim() == 4
+
+    def count_lookups(self) -> int:
+        """Lookups of the score function with as many results as scores."""
+        function = self.score_function
+        return 0 if function is None else function.count_tile_lookups()
+
+    def count_score_tiles(self) -> int:
+        """Float32 tiles as large as the scores that a kernel holds besides these."""
+        return self.count_lookups() + (self.query_bias is not None)
+
     def layer_score_tensors(self) -> tuple[Tensor, ...]:
         """The layer tensors of the score function, in its order."""
         function = self.score_function

@@ -15,7 +15,9 @@ from attnlib.backends.triton.tune import use_tuned_tiles
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata, refuse_strided
 from attnlib.metadata.paged import PagedMetadata, paged_fields
+from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.triton import hopper
+from attnlib.ops.triton.decode_schedule import DecodeSchedule, decode_schedules
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_limits
 from attnlib.ops.triton.heuristics.splits import paged_decode_workspace_bytes, visible_bound
 from attnlib.ops.triton.heuristics.tile_table import work_bounds
@@ -25,7 +27,6 @@ from attnlib.ops.triton.hopper.support import (
     decode_rows,
     hopper_reads,
 )
-from attnlib.ops.triton.paged_decode import AttentionShape, DecodeSchedule, decode_schedules
 from attnlib.ops.triton.paged_mixed import concurrent_ctas
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 from attnlib.workspace import Workspace
@@ -47,17 +48,15 @@ class Scheduler(NamedTuple):
         limits: the chip.
         window: (left, right), -1 unbounded.
         chunk: positions per attention chunk, 0 for none.
-        block_size: N.
         kernels: "auto", "hopper" or "portable".
         hopper_query_lens: query lengths of decodes that the Hopper decode supports.
         batch_invariant: whether keys are divided into segments of fixed size (M15).
     """
 
-    shape: AttentionShape
+    shape: LayerShape
     limits: DeviceLimits
     window: tuple[int, int]
     chunk: int
-    block_size: int
     kernels: str
     hopper_query_lens: frozenset[int] = frozenset()
     batch_invariant: bool = False
@@ -70,23 +69,29 @@ class Scheduler(NamedTuple):
         stored = spec.kv_format if spec.kv_format.scales_in_page else None
         if not hopper_reads(stored):
             kernels = "portable"  # the only ones that read these pages
-        shape = AttentionShape(
-            spec.num_heads, spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.dtype,
-            spec.kv_dtype,
-            0 if spec.score_function is None else spec.score_function.count_tile_lookups(),
-            spec.use_mla, page_format=stored,
-        )  # fmt: skip
+        score = spec.score_function
+        shape = LayerShape(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            head_size_v=spec.head_size_v,
+            query_dtype=spec.dtype,
+            cache_dtype=spec.kv_dtype,
+            block_size=spec.block_size,
+            score_tiles=0 if score is None else score.count_tile_lookups(),
+            latent=spec.use_mla,
+            page_format=stored,
+        )
         window, chunk = spec.visible_window.as_kernel_args(), spec.attention_chunk_size or 0
         limits = device_limits(device)
-        scheduler = cls(shape, limits, window, chunk, spec.block_size, kernels)
+        scheduler = cls(shape, limits, window, chunk, kernels)
         if spec.batch_invariant:
             return scheduler._replace(batch_invariant=True)
         dispatch = scheduler.dispatch()
         supported = frozenset(
             query_len
             for query_len in range(1, longest_decode + 1)
-            if dispatch is not None
-            and dispatch.supports_decode(shape, limits, query_len, spec.block_size)
+            if dispatch is not None and dispatch.supports_decode(shape, limits, query_len)
         )
         return scheduler._replace(hopper_query_lens=supported)
 
@@ -123,7 +128,7 @@ class Scheduler(NamedTuple):
         if self.batch_invariant:
             return int(
                 _invariant().workspace_bytes(
-                    self.shape, self.limits, num_tokens, schedule, self.block_size, self.kernels
+                    self.shape, self.limits, num_tokens, schedule, self.kernels
                 )
             )
         plain = paged_decode_workspace_bytes(
@@ -241,7 +246,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         if dispatch is None:
             return None
         found: tuple[int, int] | None = dispatch.shared_decode_shape(
-            scheduler.shape, scheduler.limits, self.spec.block_size
+            scheduler.shape, scheduler.limits
         )
         return found
 

@@ -25,8 +25,8 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.metadata.paged import PartTensors
 from attnlib.ops.triton.append_kv import BoundAppend
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics import device as chips
-from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.bound import ALIGNMENT
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.sequence import (
@@ -291,23 +291,29 @@ def _per_head(
 
 def _batch_tensors(metadata: TritonMetadata) -> Batch:
     """The tensors of a batch; an empty batch is one prefill."""
-    slots = metadata.slot_mapping
+    slots, decode_len = metadata.slot_mapping, metadata.max_decode_query_len
     if metadata.num_prefills == 0 and metadata.num_decodes:
-        return Batch(_part_tensors(metadata, metadata), None, slots)
+        return Batch(_part_tensors(metadata, metadata, decode_len), None, slots)
     if metadata.num_decodes == 0:
-        return Batch(None, _part_tensors(metadata, metadata), slots)
+        return Batch(None, _part_tensors(metadata, metadata, metadata.max_query_len), slots)
     decode, prefill = (metadata.part_tensors(is_decode=is_decode) for is_decode in (True, False))
-    return Batch(_part_tensors(metadata, decode), _part_tensors(metadata, prefill), slots)
+    return Batch(
+        _part_tensors(metadata, decode, decode_len),
+        _part_tensors(metadata, prefill, metadata.max_query_len),
+        slots,
+    )
 
 
-def _part_tensors(metadata: TritonMetadata, part: TritonMetadata | PartTensors) -> BatchTensors:
+def _part_tensors(
+    metadata: TritonMetadata, part: TritonMetadata | PartTensors, max_query_len: int
+) -> BatchTensors:
     """The tensors of a part of the batch, or of the whole batch."""
     flags = part.causal if isinstance(part.causal, Tensor) else None
     score = part.score_tensors
     return BatchTensors(
         part.query_start_loc, part.seq_lens, part.block_table, flags, part.query_bias,
         metadata.workspace, metadata.counters, metadata.max_seq_len,
-        tuple(score.values()) if score else (),
+        tuple(score.values()) if score else (), max_query_len,
     )  # fmt: skip
 
 

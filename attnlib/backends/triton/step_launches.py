@@ -16,9 +16,11 @@ from attnlib.backends.base import AttentionImpl
 from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.cache.storage import PagedKVCache
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.cache_write import CacheWrite, prepare_write
+from attnlib.ops.triton.decode_schedule import DecodeSchedule
 from attnlib.ops.triton.heuristics.device import DeviceLimits
-from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.run import PreparedAttention, PreparedConcurrentPrefill
@@ -37,7 +39,7 @@ from attnlib.ops.triton.launch.sequence import (
     Source,
     prepare_sequence,
 )
-from attnlib.ops.triton.paged_decode import DecodeSchedule, prepare_decode
+from attnlib.ops.triton.paged_decode import prepare_decode
 from attnlib.ops.triton.paged_mixed import can_run_concurrently
 from attnlib.ops.triton.paged_prefill import prepare_prefill
 
@@ -210,19 +212,18 @@ def prepare_step(
         decodes = prefills = None
     if prefills is not None:
         rows = slice(split if decodes is not None else None, None)
-        prefill = prepare_prefill(
-            (part, "prefill"), *_rows_of(call, rows), prefills,
-            _params_of(params, prefills), limits, metadata.max_query_len, kernels,
-        )  # fmt: skip
+        own = _part_call(call, rows, prefills, params, limits, (part, "prefill"))
+        prefill = prepare_prefill(own, kernels)
     if decodes is not None and schedule is not None:
-        tensors = _rows_of(call, slice(None, split))
-        own = _params_of(params, decodes)
+        rows = slice(None, split)
         if concurrent is not None and prefill is not None:
             alone = decodes._replace(counters=None)
-            decode = prepare_decode((part, "concurrent"), *tensors, alone, own, limits, concurrent)
+            own = _part_call(call, rows, alone, params, limits, (part, "concurrent"))
+            decode = prepare_decode(own, concurrent)
             overlapping = prefill if can_run_concurrently(prefill, decode) else None
         if overlapping is None:
-            decode = prepare_decode((part, "decode"), *tensors, decodes, own, limits, schedule)
+            own = _part_call(call, rows, decodes, params, limits, (part, "decode"))
+            decode = prepare_decode(own, schedule)
     launches = StepLaunches(
         call, limits, write, decode, prefill, overlapping, split or 0, _fixed_values(impl, cache),
         NUM_VALUES + len(impl.layer_score_tensors),
@@ -251,18 +252,15 @@ def _prepare_invariant(
     first_prefill_row = None if decodes is None else metadata.num_decode_tokens
     decode = prefill = overlapping = None
     if prefills is not None:
-        prefill = prepare_invariant(
-            (signature, "prefill"), *_rows_of(call, slice(first_prefill_row, None)), prefills,
-            _params_of(params, prefills), limits, metadata.max_query_len, kernels=kernels,
-        )  # fmt: skip
+        rows = slice(first_prefill_row, None)
+        own = _part_call(call, rows, prefills, params, limits, (signature, "prefill"))
+        prefill = prepare_invariant(own, kernels=kernels)
     if decodes is not None and schedule is not None:
-        end = None if prefills is None else first_prefill_row
+        rows = slice(None, None if prefills is None else first_prefill_row)
+        own = _part_call(call, rows, decodes, params, limits, (signature, "decode"))
         # The number of CTAs has no effect on the results.
-        decode = prepare_invariant(
-            (signature, "decode"), *_rows_of(call, slice(None, end)), decodes,
-            _params_of(params, decodes), limits, schedule.max_query_len, schedule.num_splits,
-            kernels, None if concurrent is None else concurrent.max_ctas,
-        )  # fmt: skip
+        max_ctas = None if concurrent is None else concurrent.max_ctas
+        decode = prepare_invariant(own, schedule.num_splits, kernels, max_ctas)
         if concurrent is not None and prefill is not None:
             overlapping = prefill if can_run_concurrently(prefill, decode) else None
     return decode, prefill, overlapping
@@ -277,18 +275,38 @@ def _fixed_values(impl: AttentionImpl, cache: PagedKVCache) -> dict[Source, Any]
     return fixed if spec.has_alibi or spec.has_sink else {**fixed, SLOPES: None, SINKS: None}
 
 
-def _rows_of(call: Call, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Query, caches, output and LSE of a part of the batch."""
-    lse = None if call.lse is None else call.lse[rows]
-    return call.query[rows], call.key_cache, call.value_cache, call.out[rows], lse
+def _part_call(
+    call: Call,
+    rows: slice,
+    batch: BatchTensors,
+    params: AttentionParams,
+    limits: DeviceLimits,
+    signature: Hashable,
+) -> AttentionCall:
+    """The call of a part of the batch.
 
-
-def _params_of(params: AttentionParams, part: BatchTensors) -> AttentionParams:
-    """The parameters of a part of the batch."""
-    if part.causal_flags is None and part.query_bias is None:
-        return params
-    causal = params.causal if part.causal_flags is None else part.causal_flags
-    return replace(params, causal=causal, query_bias=part.query_bias)
+    Args:
+        call: of the whole batch.
+        rows: query tokens of the part.
+        batch: the tensors of the part.
+        params: of the whole batch.
+        limits: the chip.
+        signature: of the part.
+    """
+    if batch.causal_flags is not None or batch.query_bias is not None:
+        causal = params.causal if batch.causal_flags is None else batch.causal_flags
+        params = replace(params, causal=causal, query_bias=batch.query_bias)
+    return AttentionCall(
+        call.query[rows],
+        call.key_cache,
+        call.value_cache,
+        call.out[rows],
+        None if call.lse is None else call.lse[rows],
+        batch,
+        params,
+        limits,
+        signature,
+    )
 
 
 def _row_bytes(call: Call, row: int) -> dict[Source, int]:

@@ -8,6 +8,8 @@ from torch import Tensor
 from attnlib.errors import ContractError
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.signature import tensor_signature
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.heuristics.tiles import (
     choose_prefill_tile,
@@ -15,9 +17,9 @@ from attnlib.ops.triton.heuristics.tiles import (
     next_power_of_2,
 )
 from attnlib.ops.triton.kernels.context_attention import context_attention_kernel
-from attnlib.ops.triton.launch.attention import attention_constants
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
+from attnlib.ops.triton.launch.constants import attention_constants
 
 __all__ = ["context_attention"]
 
@@ -80,7 +82,9 @@ def context_attention(
                 f"a batch of {num_reqs} sequences exceeds the limit of {_MAX_REQUESTS}; split it "
                 "into several calls"
             )
-        shared = attention_constants(query, key, value, out, False, params, limits)
+        batch = BatchTensors.of(params, start_loc, seq_lens, None, max_query_len=max_seq_len)
+        call = AttentionCall(query, key, value, out, None, batch, params, limits, signature)
+        shared = attention_constants(call)
         constants = {name: shared[name] for name in _CONSTANTS}
         tile = choose_prefill_tile(
             query.shape[2], value.shape[2], query.element_size(), key.element_size(), rows,

@@ -8,15 +8,14 @@ same as without. On Hopper, Gluon kernels serve the layers that they support
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
-from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.params import AttentionParams
+from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.triton import hopper
-from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.decode_schedule import DecodeSchedule
+from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.invariant_tiles import (
     choose_invariant_tile,
     combine_columns,
@@ -32,20 +31,12 @@ from attnlib.ops.triton.hopper.support import (
     invariant_unsupported_reasons,
 )
 from attnlib.ops.triton.kernels.invariant import invariant_combine_kernel, invariant_kernel
-from attnlib.ops.triton.launch.attention import (
-    BatchTensors,
-    PlainAttention,
-    attention_constants,
-    attention_numbers,
-    check_batch,
-    reads_bytes,
-)
+from attnlib.ops.triton.launch.attention import Partials, PlainAttention
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
+from attnlib.ops.triton.launch.constants import attention_constants
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
-from attnlib.ops.triton.launch.score import count_score_tiles
-from attnlib.ops.triton.launch.signature import batch_signature, call_signature
-from attnlib.ops.triton.paged_decode import AttentionShape, DecodeSchedule
+from attnlib.ops.triton.launch.signature import batch_signature
 
 __all__ = [
     "prepare_invariant", "run_invariant_decode", "run_invariant_prefill", "visible_segments",
@@ -74,11 +65,10 @@ def visible_segments(
 
 
 def workspace_bytes(
-    shape: AttentionShape,
+    shape: LayerShape,
     limits: DeviceLimits,
     num_tokens: int,
     schedule: DecodeSchedule,
-    block_size: int,
     kernels: str,
 ) -> int:
     """Workspace in bytes of a decode with this schedule.
@@ -88,7 +78,6 @@ def workspace_bytes(
         limits: the chip.
         num_tokens: query tokens.
         schedule: its number of splits is that of the segments.
-        block_size: N.
         kernels: as in `prepare_invariant`.
     """
     plain = invariant_workspace_bytes(
@@ -99,7 +88,7 @@ def workspace_bytes(
     group = shape.num_heads // shape.num_kv_heads
     reasons = invariant_unsupported_reasons(
         limits.capability, shape.query_dtype, shape.cache_dtype,
-        (shape.head_size, shape.head_size_v), block_size, group, shape.num_kv_heads, limits.num_sms,
+        shape.head_sizes, shape.block_size, group, shape.num_kv_heads, limits.num_sms,
     )  # fmt: skip
     rows = group * schedule.max_query_len
     if reasons or rows > decode_rows(shape.head_size_v) or hopper.load() is None:
@@ -114,16 +103,7 @@ def workspace_bytes(
 
 
 def prepare_invariant(
-    signature: tuple[Any, ...],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    batch: BatchTensors,
-    params: AttentionParams,
-    limits: DeviceLimits,
-    max_query_len: int,
+    call: AttentionCall,
     num_segments: int | None = None,
     kernels: str = "auto",
     max_ctas: int | None = None,
@@ -131,9 +111,7 @@ def prepare_invariant(
     """The batch-invariant launches for calls of this signature. Cached.
 
     Args:
-        key: `[B, N, Hkv, D]`, or `[Tk, Hkv, D]` without a block table.
-        value: likewise, with Dv.
-        max_query_len: upper bound of the query lengths.
+        call: over pages, or over packed keys.
         num_segments: upper bound of the segments of a request (`visible_segments`), over which a
             decode is divided; None for a prefill, where one program adds all segments.
         kernels: one of `hopper.support.INVARIANT_KERNELS` uses the Gluon kernels where they
@@ -144,14 +122,13 @@ def prepare_invariant(
         ContractError: tensors that the kernel cannot address, or sequences with too many segments.
         UnsupportedConfigError: head sizes for which no tile fits the chip.
     """
-    key_ = (
-        "invariant", signature, batch_signature(batch), batch.block_table is None, num_segments,
-        kernels, max_ctas,
-    )  # fmt: skip
-    found: PreparedAttention | None = LAUNCHES.get(key_)
+    batch, limits = call.batch, call.limits
+    form = (call.is_paged, num_segments, kernels, max_ctas)
+    key = ("invariant", call.signature, batch_signature(batch), *form)
+    found: PreparedAttention | None = LAUNCHES.get(key)
     if found is not None and found.limits is limits:
         return found
-    check_batch(batch, max_query_len)
+    batch.check()
     if num_segments is not None and num_segments > _MAX_SEGMENTS:
         raise ContractError(
             f"a decode of sequences with {num_segments} segments of {segment_keys(limits)} keys "
@@ -160,107 +137,78 @@ def prepare_invariant(
     prepared: PreparedAttention | None = None
     wanted = limits.capability[0] == 9 and kernels in INVARIANT_KERNELS
     if wanted and (dispatch := hopper.load()) is not None:
-        prepared = dispatch.select_invariant(
-            query, key, value, out, lse, batch, params, limits, max(1, max_query_len), num_segments,
-            max_ctas,
-        )  # fmt: skip
+        prepared = dispatch.select_invariant(call, num_segments, max_ctas)
     if prepared is None:
-        prepared = _prepare_plain(
-            query, key, value, out, lse, batch, params, limits, num_segments or 1
-        )
-    kept: PreparedAttention = LAUNCHES.keep(key_, prepared)
+        prepared = _prepare_plain(call, num_segments or 1)
+    kept: PreparedAttention = LAUNCHES.keep(key, prepared)
     return kept
 
 
-def run_invariant_decode(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None,
-    batch: BatchTensors, params: AttentionParams, max_query_len: int, kernels: str = "auto",
-) -> None:  # fmt: skip
+def run_invariant_decode(call: AttentionCall, kernels: str = "auto") -> None:
     """`paged_decode` with `batch_invariant`: segments are divided over programs."""
-    limits = limits_of(query)
+    params, batch = call.params, call.batch
+    bounds, causal = (batch.max_query_len, batch.max_seq_len), params.causal is True
     num_segments = visible_segments(
-        max_query_len, batch.max_seq_len, params.window, params.causal is True,
-        params.attention_chunk_size, limits,
-    )  # fmt: skip
-    signature = call_signature(query, key, value, out, lse, params)
-    prepared = prepare_invariant(
-        signature, query, key, value, out, lse, batch, params, limits, max_query_len, num_segments,
-        kernels,
-    )  # fmt: skip
-    run_attention(prepared, batch, query, key, value, out, lse, params)
+        *bounds, params.window, causal, params.attention_chunk_size, call.limits
+    )
+    run_attention(prepare_invariant(call, num_segments, kernels), call)
 
 
-def run_invariant_prefill(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None,
-    batch: BatchTensors, params: AttentionParams, max_query_len: int, kernels: str = "auto",
-) -> None:  # fmt: skip
+def run_invariant_prefill(call: AttentionCall, kernels: str = "auto") -> None:
     """`paged_prefill` and `varlen_prefill` with `batch_invariant`."""
-    signature = call_signature(query, key, value, out, lse, params)
-    prepared = prepare_invariant(
-        signature, query, key, value, out, lse, batch, params, limits_of(query), max_query_len,
-        kernels=kernels,
-    )  # fmt: skip
-    run_attention(prepared, batch, query, key, value, out, lse, params)
+    run_attention(prepare_invariant(call, kernels=kernels), call)
 
 
-def _prepare_plain(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None,
-    batch: BatchTensors, params: AttentionParams, limits: DeviceLimits, num_segments: int,
-) -> PlainAttention:  # fmt: skip
+def _prepare_plain(call: AttentionCall, num_segments: int) -> PlainAttention:
     """The launches of the plain kernel."""
-    num_tokens, num_heads, head_size = query.shape
-    num_kv_heads, head_size_v = value.shape[-2:]
-    constants = attention_constants(query, key, value, out, lse is not None, params, limits)
-    group, table, latent = constants["GROUP"], batch.block_table, constants["LATENT"]
-    sizes, element = (head_size, head_size_v), query.element_size()
+    constants, shape, limits = attention_constants(call), call.shape, call.limits
+    element = shape.query_dtype.itemsize
     tile = choose_invariant_tile(
-        *sizes, element, key.element_size(), limits, score_tiles=count_score_tiles(params),
-        latent=latent,
-    )  # fmt: skip
-    tile_heads = min(group, tile.block_m)
-    tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(group, tile_heads)
+        *shape.head_sizes,
+        *shape.element_bytes,
+        limits,
+        score_tiles=shape.score_tiles,
+        latent=shape.latent,
+    )
+    tile_heads = min(shape.group, tile.block_m)
+    tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(shape.group, tile_heads)
     constants |= {
-        "PAGED": table is not None,
+        "PAGED": call.is_paged,
         "SPLIT": num_segments > 1,
         "SEGMENT": segment_keys(limits),
-        **key_chunks(sizes, tile, element, limits.products, latent),
+        **key_chunks(shape.head_sizes, tile, element, limits.products, shape.latent),
         "TILE_HEADS": tile_heads,
         "TILE_TOKENS": tile_tokens,
         "HEAD_BLOCKS": head_blocks,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        "enable_fp_fusion": True,
+        **tile.constants,
     }
-    num_tiles = num_tokens // tile_tokens + batch.query_start_loc.shape[0]
-    grid = (num_tiles, num_kv_heads * head_blocks, num_segments)
-    stride_lt = 0 if lse is None else lse.stride(0)
+    num_tiles = call.num_tokens // tile_tokens + call.batch.query_start_loc.shape[0]
+    grid = (num_tiles, shape.num_kv_heads * head_blocks, num_segments)
+    sizes = (call.num_tokens, shape.num_heads, shape.head_size_v)
     return PlainAttention(
-        limits,
-        query.get_device(),
+        call,
         BoundLaunch(invariant_kernel, grid, constants),
-        attention_numbers(query, key, value, batch.query_start_loc, out, lse, params),
-        0 if table is None else table.stride(0),
-        (num_tiles, num_segments, num_heads),
-        as_bytes=reads_bytes(key.dtype, limits),
-        is_decode=True,
-        combine=_combine(query, head_size_v, lse is not None, params) if num_segments > 1 else None,
-        combine_tail=(num_segments, num_tokens, num_heads, out.stride(0), out.stride(1), stride_lt),
-        score_tensors=params.layer_score_tensors(),
-        num_batch_tensors=len(batch.score_tensors),
-        workspace_bytes=invariant_workspace_bytes(num_tokens, num_heads, head_size_v, num_segments),
+        (num_tiles, num_segments, shape.num_heads),
+        Partials(
+            num_segments,
+            _combine(call) if num_segments > 1 else None,
+            invariant_workspace_bytes(*sizes, num_segments),
+        ),
     )
 
 
-def _combine(
-    query: Tensor, head_size_v: int, has_lse: bool, params: AttentionParams
-) -> BoundLaunch:
+def _combine(call: AttentionCall) -> BoundLaunch:
     """The launch of the kernel that adds segments."""
-    columns = combine_columns(head_size_v)
+    size = call.shape.head_size_v
+    columns = combine_columns(size)
     constants = {
-        "HAS_SINK": params.sinks is not None, "HAS_LSE": has_lse, "DV": head_size_v,
-        "COLUMNS": columns, "STEP": _STEP, "num_warps": 1, "enable_fp_fusion": True,
-    }  # fmt: skip
-    grid = (query.shape[0], query.shape[1], triton.cdiv(head_size_v, columns))
+        "HAS_SINK": call.params.sinks is not None,
+        "HAS_LSE": call.lse is not None,
+        "DV": size,
+        "COLUMNS": columns,
+        "STEP": _STEP,
+        "num_warps": 1,
+        "enable_fp_fusion": True,
+    }
+    grid = (call.num_tokens, call.shape.num_heads, triton.cdiv(size, columns))
     return BoundLaunch(invariant_combine_kernel, grid, constants)

@@ -11,7 +11,7 @@ from attnlib.errors import ContractError
 from attnlib.ops.triton.heuristics.device import device_guard, limits_of
 from attnlib.ops.triton.heuristics.tiles import next_power_of_2
 from attnlib.ops.triton.kernels.key_indexer import index_scores_kernel, index_select_kernel
-from attnlib.ops.triton.launch.attention import reads_bytes
+from attnlib.ops.triton.launch.constants import reads_bytes
 from attnlib.ops.triton.launch.scales import kv_kind
 from attnlib.sparse.key_selection import KeySelection
 

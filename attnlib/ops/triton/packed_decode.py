@@ -18,6 +18,8 @@ from attnlib.ops.packed_cache import check_packed_cache
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton import hopper
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import (
     DeviceLimits,
     device_guard,
@@ -36,7 +38,6 @@ from attnlib.ops.triton.heuristics.tile_table import relevant_work_class
 from attnlib.ops.triton.heuristics.tiles import next_power_of_2
 from attnlib.ops.triton.kernels.decode import combine_kernel
 from attnlib.ops.triton.kernels.packed import clear_counters_kernel, packed_decode_kernel
-from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.packed import (
@@ -93,10 +94,11 @@ def packed_decode(
     if limits.capability[0] == 9 and pattern is None and kernels != "portable":
         hopper_decode = _hopper_decode(*tensors, params, limits, max_seq_len)
         if hopper_decode is not None and not joined_addresses(*tensors[:4]) & ALIGNMENT:
-            batch = BatchTensors(seq_lens, seq_lens, block_table)
+            batch = BatchTensors(seq_lens, seq_lens, block_table, max_query_len=1)
             if len(hopper_decode.kernels) == 1:  # it combines splits itself
                 batch = batch._replace(counters=cleared_counters(query, limits))
-            run_attention(hopper_decode, batch, query, key_cache, value_cache, out, None, params)
+            call = AttentionCall(*tensors[:4], None, batch, params, limits, ())
+            run_attention(hopper_decode, call)
             return
     num_reqs, num_heads, head_size = query.shape
     num_kv_heads = value_cache.shape[1]
@@ -185,10 +187,9 @@ def _hopper_decode(
     if found is None or found[0] is not limits:
         prepared = None
         if (dispatch := hopper.load()) is not None:
-            batch = BatchTensors(seq_lens, seq_lens, block_table)
-            prepared = dispatch.select_packed_decode(
-                query, key, value, out, batch, params, limits, work
-            )
+            batch = BatchTensors(seq_lens, seq_lens, block_table, max_query_len=1)
+            call = AttentionCall(query, key, value, out, None, batch, params, limits, signature)
+            prepared = dispatch.select_packed_decode(call, work)
         found = LAUNCHES.keep(signature, (limits, prepared))
     return found[1]
 

@@ -15,17 +15,12 @@ from torch import Tensor
 
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.kv_dtype import KVFormat, page_format
-from attnlib.ops.params import AttentionParams
 from attnlib.ops.scales import MAX_KV_SCALE
-from attnlib.ops.triton.heuristics.device import DeviceLimits, programmatic_launch
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.decode_schedule import DecodeTiling
 from attnlib.ops.triton.heuristics.page_tiles import (
     choose_page_prefill_tile,
     page_shared_bytes,
-)
-from attnlib.ops.triton.heuristics.splits import (
-    MAX_SPLITS,
-    MIN_TILES_PER_SPLIT,
-    paged_decode_workspace_bytes,
 )
 from attnlib.ops.triton.heuristics.tiles import Tile, next_power_of_2
 from attnlib.ops.triton.kernels.page_attention import page_decode_kernel, page_prefill_kernel
@@ -38,14 +33,9 @@ from attnlib.ops.triton.kernels.page_formats import (
 )
 from attnlib.ops.triton.kernels.page_write import write_pages_kernel
 from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES, KV_PLAIN
-from attnlib.ops.triton.launch.attention import (
-    BatchTensors,
-    PlainAttention,
-    attention_constants,
-    attention_numbers,
-    compute_dtype,
-)
+from attnlib.ops.triton.launch.attention import Partials, PlainAttention
 from attnlib.ops.triton.launch.bound import BoundLaunch
+from attnlib.ops.triton.launch.constants import attention_constants, compute_dtype
 
 __all__ = ["page_decode", "page_kind", "page_prefill", "page_words", "page_write"]
 
@@ -113,131 +103,80 @@ def page_write(
 
 
 def page_decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    batch: BatchTensors,
-    params: AttentionParams,
-    limits: DeviceLimits,
-    tiling: Any,
-    num_splits: int,
-    balanced: bool,
-    combine: BoundLaunch | None,
+    call: AttentionCall, tiling: DecodeTiling, splits: dict[str, int | bool], partials: Partials
 ) -> PlainAttention:
     """The launches of a decode.
 
     Args:
-        tiling: tile and grid, `paged_decode.DecodeTiling`.
-        num_splits, balanced: of the schedule.
-        combine: the kernel that combines splits; None where nothing is split.
+        call: over pages that hold their scales.
+        tiling: tile and grid.
+        splits: compile-time arguments that follow from the schedule.
+        partials: how keys are split.
 
     Raises:
         ContractError: tensors that the kernel cannot address.
         UnsupportedConfigError: head sizes for which no tile fits the device.
     """
-    constants, strides = _constants(query, key, value, out, lse is not None, params, limits)
-    num_tokens, num_heads, head_size = query.shape
-    head_size_v, tile = constants["DV"], tiling.tile
-    sizes = (head_size, head_size_v, query.element_size())
-    _check_bytes(tile, _format(key, params.k_scale), *sizes, limits)
-    constants |= {
-        **tiling.packing,
-        **programmatic_launch(limits),
-        "SPLIT": num_splits > 1,
-        "BALANCED": balanced,
-        "MIN_TILES": MIN_TILES_PER_SPLIT,
-        "MAX_SPLITS": MAX_SPLITS,
-        **_launch_options(tile),
-    }
-    stride_lt = 0 if lse is None else lse.stride(0)
-    grid = (tiling.ctas, num_splits, batch.seq_lens.shape[0] + 1)
-    return PlainAttention(
-        limits,
-        query.get_device(),
-        BoundLaunch(page_decode_kernel, grid, constants),
-        attention_numbers(query, key, value, batch.query_start_loc, out, lse, params),
-        0 if batch.block_table is None else batch.block_table.stride(0),
-        (num_splits, tiling.ctas / tiling.max_resident_ctas, num_heads, *strides),
-        as_bytes=True,
-        is_decode=True,
-        combine=combine,
-        score_tensors=params.layer_score_tensors(),
-        combine_tail=(num_splits, num_tokens, num_heads, *out.stride()[:2], stride_lt),
-        workspace_bytes=paged_decode_workspace_bytes(
-            num_tokens, num_heads, head_size_v, num_splits
-        ),
-    )
+    constants, strides = _constants(call)
+    _check_bytes(tiling.tile, call)
+    constants |= {**splits, **tiling.tile.constants}
+    grid = (tiling.ctas, partials.num_splits, call.num_reqs + 1)
+    waves = tiling.ctas / tiling.max_resident_ctas
+    last = (partials.num_splits, waves, call.shape.num_heads, *strides)
+    return PlainAttention(call, BoundLaunch(page_decode_kernel, grid, constants), last, partials)
 
 
-def page_prefill(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    batch: BatchTensors,
-    params: AttentionParams,
-    limits: DeviceLimits,
-    rows: int,
-) -> PlainAttention:
+def page_prefill(call: AttentionCall, rows: int) -> PlainAttention:
     """The launch of a prefill.
 
     Args:
+        call: over pages that hold their scales.
         rows: query heads per KV head times the longest query of the batch.
 
     Raises:
-        ContractError, UnsupportedConfigError: as `page_decode`.
+        ContractError: tensors that the kernel cannot address.
+        UnsupportedConfigError: head sizes for which no tile fits the device.
     """
-    constants, strides = _constants(query, key, value, out, lse is not None, params, limits)
-    num_tokens, num_heads, head_size = query.shape
-    stored, group = _format(key, params.k_scale), constants["GROUP"]
-    sizes = (head_size, constants["DV"], query.element_size())
-    tile = choose_page_prefill_tile(rows, stored, *sizes, limits)
-    _check_bytes(tile, stored, *sizes, limits)
-    packing = _packing(tile, group)
-    constants |= {**packing, **_launch_options(tile)}
-    num_tiles = num_tokens // packing["TILE_TOKENS"] + batch.query_start_loc.shape[0]
-    grid = (num_tiles, num_heads // group * packing["HEAD_BLOCKS"], 1)
+    constants, strides = _constants(call)
+    shape = call.shape
+    assert shape.page_format is not None
+    tile = choose_page_prefill_tile(
+        rows, shape.page_format, *shape.head_sizes, shape.query_dtype.itemsize, call.limits
+    )
+    _check_bytes(tile, call)
+    packing = _packing(tile, shape.group)
+    constants |= {**packing, **tile.constants}
+    num_tiles = call.num_tokens // packing["TILE_TOKENS"] + call.batch.query_start_loc.shape[0]
+    grid = (num_tiles, shape.num_kv_heads * packing["HEAD_BLOCKS"], 1)
     return PlainAttention(
-        limits,
-        query.get_device(),
-        BoundLaunch(page_prefill_kernel, grid, constants),
-        attention_numbers(query, key, value, batch.query_start_loc, out, lse, params),
-        0 if batch.block_table is None else batch.block_table.stride(0),
-        (num_tiles, *strides),
-        as_bytes=True,
-        is_decode=False,
-        score_tensors=params.layer_score_tensors(),
+        call, BoundLaunch(page_prefill_kernel, grid, constants), (num_tiles, *strides)
     )
 
 
-def _constants(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, has_lse: bool, params: AttentionParams,
-    limits: DeviceLimits,
-) -> tuple[dict[str, Any], tuple[int, ...]]:  # fmt: skip
+def _constants(call: AttentionCall) -> tuple[dict[str, Any], tuple[int, ...]]:
     """The compile-time arguments that decode and prefill share, and the strides of the scales."""
+    params, stored = call.params, call.shape.page_format
     assert isinstance(params.k_scale, Tensor) and isinstance(params.v_scale, Tensor)
-    stored = _format(key, params.k_scale)
-    without_scales = replace(params, k_scale=1.0, v_scale=1.0)
-    shared = attention_constants(query, key, value, out, has_lse, without_scales, limits)
-    words, padded = page_words(key, params.k_scale, stored)
-    words_v, padded_v = page_words(value, params.v_scale, stored)
+    assert stored is not None
+    shared = attention_constants(replace(call, params=replace(params, k_scale=1.0, v_scale=1.0)))
+    words, padded = page_words(call.key, params.k_scale, stored)
+    words_v, padded_v = page_words(call.value, params.v_scale, stored)
     is_mxfp4 = page_kind(stored) == PAGE_MXFP4.value
+    is_short, capability = call.shape.query_dtype.itemsize == 2, call.limits.capability
     ptx = 0
-    if limits.capability >= (8, 0) and query.dtype.itemsize == 2 and not stored.elements_per_group:
-        ptx = 89 if limits.has_fp8 else 80
+    if capability >= (8, 0) and is_short and not stored.elements_per_group:
+        ptx = 89 if call.limits.has_fp8 else 80
+    # float16 holds the elements, and takes fewer conversions than bfloat16. Elements of mxfp4 times
+    # their scales may exceed it, and are exact in bfloat16.
+    kind = (KV_PLAIN if is_mxfp4 else KV_E4M3_BYTES).value
     constants = {name: value for name, value in shared.items() if name not in _UNUSED} | {
-        "DV": stored.head_size(value.shape[3]),
+        "DV": call.shape.head_size_v,
         "WORDS": words,
         "WORDS_PAD": padded,
         "DV_WORDS": words_v,
         "DV_PAD": padded_v,
         "KIND": page_kind(stored),
-        # float16 holds the elements, and takes fewer conversions than bfloat16. Elements of mxfp4
-        # times their scales may exceed it, and are exact in bfloat16.
-        "COMPUTE": compute_dtype(query.dtype, (KV_PLAIN if is_mxfp4 else KV_E4M3_BYTES).value),
+        "COMPUTE": compute_dtype(call.shape.query_dtype, kind),
         "PTX": ptx,
         "VEC_K": max(1, shared["VEC_K"] // 2),
         "VEC_V": max(1, shared["VEC_V"] // 2),
@@ -283,29 +222,19 @@ def _packing(tile: Tile, group: int) -> dict[str, int]:
     }
 
 
-def _launch_options(tile: Tile) -> dict[str, Any]:
-    return {
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        "enable_fp_fusion": True,
-    }
+def _check_bytes(tile: Tile, call: AttentionCall) -> None:
+    """Refuse a tile that does not fit the chip.
 
-
-def _check_bytes(
-    tile: Tile,
-    stored: KVFormat,
-    head_size: int,
-    head_size_v: int,
-    query_bytes: int,
-    limits: DeviceLimits,
-) -> None:
-    sizes = (head_size, head_size_v, query_bytes)
-    need = page_shared_bytes(tile, stored, *sizes, limits.products)
-    if need > limits.shared_memory:
+    Raises:
+        UnsupportedConfigError: the message names the bytes that it needs.
+    """
+    (head_size, head_size_v), stored = call.shape.head_sizes, call.shape.page_format
+    assert stored is not None
+    sizes = (head_size, head_size_v, call.shape.query_dtype.itemsize)
+    need, limit = page_shared_bytes(tile, stored, *sizes, call.limits.products), call.limits
+    if need > limit.shared_memory:
         raise UnsupportedConfigError(
             f"head sizes {head_size} and {head_size_v} of {stored.name} need {need} bytes of "
-            f"shared memory, the device has {limits.shared_memory}: use the torch backend",
+            f"shared memory, the device has {limit.shared_memory}: use the torch backend",
             backend="triton",
         )

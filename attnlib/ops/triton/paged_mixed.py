@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
+from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.launch.run import PreparedAttention, PreparedConcurrentPrefill
-from attnlib.ops.triton.paged_decode import AttentionShape
 
 __all__ = ["can_run_concurrently", "concurrent_ctas"]
 
@@ -32,7 +32,7 @@ _TILE_ROWS = 128
 
 
 def concurrent_ctas(
-    shape: AttentionShape,
+    shape: LayerShape,
     limits: DeviceLimits,
     *,
     num_decodes: int,

@@ -5,15 +5,15 @@ On Hopper, a Gluon kernel (`hopper/`) serves the calls that it supports.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import hopper
-from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.tiles import (
+    Tile,
     choose_latent_tile,
     choose_prefill_tile,
     key_chunks,
@@ -21,26 +21,13 @@ from attnlib.ops.triton.heuristics.tiles import (
     next_power_of_2,
 )
 from attnlib.ops.triton.kernels.prefill import prefill_kernel
-from attnlib.ops.triton.launch.attention import (
-    BatchTensors,
-    PlainAttention,
-    attention_constants,
-    attention_numbers,
-    check_batch,
-    holds_scales,
-    reads_bytes,
-    skip_exponent,
-)
+from attnlib.ops.triton.launch.attention import PlainAttention
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
+from attnlib.ops.triton.launch.constants import attention_constants, skip_exponent
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
-from attnlib.ops.triton.launch.score import (
-    count_lookups,
-    count_score_tiles,
-    has_head_bounds,
-    range_constants,
-)
-from attnlib.ops.triton.launch.signature import batch_signature, call_signature, length_class
+from attnlib.ops.triton.launch.score import has_head_bounds, range_constants
+from attnlib.ops.triton.launch.signature import batch_signature, length_class
 
 __all__ = ["paged_prefill", "prepare_plain_prefill", "prepare_prefill"]
 
@@ -98,153 +85,133 @@ def paged_prefill(
     """
     if query.numel() == 0:
         return
-    limits = limits_of(query)
-    batch = BatchTensors(
-        query_start_loc, seq_lens, block_table,
-        params.causal if isinstance(params.causal, Tensor) else None, params.query_bias,
-        counters=counters, max_seq_len=max_seq_len, score_tensors=params.batch_score_tensors(),
-    )  # fmt: skip
-    signature = call_signature(query, key_cache, value_cache, out, lse, params)
-    tensors = (query, key_cache, value_cache, out, lse)
+    batch = BatchTensors.of(
+        params,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        counters=counters,
+    )
+    call = AttentionCall.of(query, key_cache, value_cache, out, lse, batch, params)
     if batch_invariant:
         from attnlib.ops.triton.invariant_attention import run_invariant_prefill
 
-        run_invariant_prefill(*tensors, batch, params, max_query_len, kernels)
+        run_invariant_prefill(call, kernels)
         return
-    prepared = prepare_prefill(signature, *tensors, batch, params, limits, max_query_len, kernels)
-    if prepared.needs_alignment:
-        addresses = query.data_ptr() | key_cache.data_ptr() | value_cache.data_ptr()
-        if (addresses | out.data_ptr()) & ALIGNMENT:
-            prepared = prepare_plain_prefill(
-                signature, *tensors, batch, params, limits, max_query_len
-            )
-    run_attention(prepared, batch, query, key_cache, value_cache, out, lse, params)
+    prepared = prepare_prefill(call, kernels)
+    if prepared.needs_alignment and call.addresses & ALIGNMENT:
+        prepared = prepare_plain_prefill(call)
+    run_attention(prepared, call)
 
 
-def prepare_prefill(
-    signature: tuple[Any, ...],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    batch: BatchTensors,
-    params: AttentionParams,
-    limits: DeviceLimits,
-    max_query_len: int,
-    kernels: str,
-) -> PreparedAttention:
+def prepare_prefill(call: AttentionCall, kernels: str) -> PreparedAttention:
     """The launch for calls of this signature: the Hopper prefill where it supports the call, else
     the plain kernel. Cached.
+
+    Args:
+        call: over pages.
+        kernels: "auto", "hopper" or "portable", as in `paged_prefill`.
 
     Raises:
         ContractError: tensors that the kernel cannot address.
     """
-    lengths = max_query_len, length_class(batch, key)
-    key_ = ("prefill", signature, batch_signature(batch), lengths, kernels)
-    found: PreparedAttention | None = LAUNCHES.get(key_)
+    batch, limits = call.batch, call.limits
+    lengths = batch.max_query_len, length_class(batch, call.key)
+    key = ("prefill", call.signature, batch_signature(batch), lengths, kernels)
+    found: PreparedAttention | None = LAUNCHES.get(key)
     if found is not None and found.limits is limits:
         return found
-    check_batch(batch, max_query_len)
+    batch.check()
     prepared: PreparedAttention | None = None
     wanted = limits.capability[0] == 9 and kernels != "portable"
     if wanted and (dispatch := hopper.load()) is not None:
-        in_pages = holds_scales(params)
+        in_pages = call.params.scales_in_page
         select = dispatch.select_page_prefill if in_pages else dispatch.select_prefill
-        prepared = select(query, key, value, out, lse, batch, params, limits, max_query_len)
+        prepared = select(call)
     if prepared is None:
-        prepared = prepare_plain_prefill(
-            signature, query, key, value, out, lse, batch, params, limits, max_query_len
-        )
-    kept: PreparedAttention = LAUNCHES.keep(key_, prepared)
+        prepared = prepare_plain_prefill(call)
+    kept: PreparedAttention = LAUNCHES.keep(key, prepared)
     return kept
 
 
-def prepare_plain_prefill(
-    signature: tuple[Any, ...],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    batch: BatchTensors,
-    params: AttentionParams,
-    limits: DeviceLimits,
-    max_query_len: int,
-) -> PlainAttention:
+def prepare_plain_prefill(call: AttentionCall) -> PlainAttention:
     """The plain launch for calls of this signature, also over packed keys (no block table). Cached.
-
-    Args:
-        key: `[B, N, Hkv, D]`, or `[Tk, Hkv, D]` without a block table.
-        value: likewise, with Dv.
-        max_query_len: upper bound of the query lengths; chooses the tile.
 
     Raises:
         ContractError: tensors that the kernel cannot address.
         UnsupportedConfigError: head sizes for which no tile fits the chip.
     """
-    num_tokens, num_heads, head_size = query.shape
-    num_kv_heads, head_size_v = value.shape[-2:]
-    # Row counts that choose the same tile share a launch.
+    batch, params = call.batch, call.params
     one_head = has_head_bounds(params)
-    heads = 1 if one_head else num_heads // max(1, num_kv_heads)
-    rows = min(_MAX_ROWS, next_power_of_2(heads * max_query_len))
-    key_ = ("plain prefill", signature, batch_signature(batch), rows, batch.block_table is None)
-    found: PlainAttention | None = LAUNCHES.get(key_)
-    if found is not None and found.limits is limits:
+    # Row counts that choose the same tile share a launch.
+    heads = 1 if one_head else call.query.shape[1] // max(1, call.key.shape[-2])
+    rows = min(_MAX_ROWS, next_power_of_2(heads * batch.max_query_len))
+    key = ("plain prefill", call.signature, batch_signature(batch), rows, call.is_paged)
+    found: PlainAttention | None = LAUNCHES.get(key)
+    if found is not None and found.limits is call.limits:
         return found
-    check_batch(batch, max_query_len)
-    if holds_scales(params):
+    batch.check()
+    if params.scales_in_page:
         from attnlib.ops.triton.page_attention import page_prefill
 
-        pages = page_prefill(query, key, value, out, lse, batch, params, limits, rows)
-        kept_pages: PlainAttention = LAUNCHES.keep(key_, pages)
-        return kept_pages
-    constants = attention_constants(query, key, value, out, lse is not None, params, limits)
-    group, table = constants["GROUP"], batch.block_table
-    problem = (
-        head_size, head_size_v, query.element_size(), key.element_size(), rows,
-        limits.shared_memory, limits.products, count_score_tiles(params),
-    )  # fmt: skip
-    if latent := constants["LATENT"]:
-        in_place = latents_in_place(limits.capability, *problem[2:4], constants["VEC_K"] > 1)
-        tile = choose_latent_tile(
-            *problem, in_place=in_place, native_fp8=limits.has_fp8, tuned=limits.tuned
-        )
+        prepared = page_prefill(call, rows)
     else:
-        lookups = count_lookups(params)
-        tile = choose_prefill_tile(
-            *problem, lookups=lookups, has_score=params.score_function is not None,
-            native_fp8=limits.has_fp8, tuned=limits.tuned,
-        )  # fmt: skip
-    tile_heads = 1 if one_head else min(group, tile.block_m)
-    tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(group, tile_heads)
+        prepared = _plain_launch(call, rows, one_head)
+    kept: PlainAttention = LAUNCHES.keep(key, prepared)
+    return kept
+
+
+def _plain_launch(call: AttentionCall, rows: int, one_head: bool) -> PlainAttention:
+    """The launch of the plain kernel.
+
+    Args:
+        call: over pages, or over packed keys.
+        rows: query rows of a tile, at most.
+        one_head: a tile has the rows of one query head.
+    """
+    shape, params, limits = call.shape, call.params, call.limits
+    constants = attention_constants(call)
+    tile = _choose_tile(call, rows)
+    tile_heads = 1 if one_head else min(shape.group, tile.block_m)
+    tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(shape.group, tile_heads)
+    element = shape.query_dtype.itemsize
     constants |= {
         **range_constants(params, "triton", one_head),
-        "PAGED": table is not None,
+        "PAGED": call.is_paged,
         "SKIP_BELOW": skip_exponent(params),
-        **key_chunks((head_size, head_size_v), tile, query.element_size(), limits.products, latent),
+        **key_chunks(shape.head_sizes, tile, element, limits.products, shape.latent),
         "TILE_HEADS": tile_heads,
         "TILE_TOKENS": tile_tokens,
         "HEAD_BLOCKS": head_blocks,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        "enable_fp_fusion": True,
+        **tile.constants,
     }
-    num_tiles = num_tokens // tile_tokens + batch.query_start_loc.shape[0]
-    prepared = PlainAttention(
-        limits,
-        query.get_device(),
-        BoundLaunch(prefill_kernel, (num_tiles, num_kv_heads * head_blocks, 1), constants),
-        attention_numbers(query, key, value, batch.query_start_loc, out, lse, params),
-        0 if table is None else table.stride(0),
-        (num_tiles,),
-        as_bytes=reads_bytes(key.dtype, limits),
-        is_decode=False,
-        score_tensors=params.layer_score_tensors(),
-        num_batch_tensors=len(batch.score_tensors),
+    num_tiles = call.num_tokens // tile_tokens + call.batch.query_start_loc.shape[0]
+    grid = (num_tiles, shape.num_kv_heads * head_blocks, 1)
+    return PlainAttention(call, BoundLaunch(prefill_kernel, grid, constants), (num_tiles,))
+
+
+def _choose_tile(call: AttentionCall, rows: int) -> Tile:
+    """The tile for this many rows.
+
+    Raises:
+        UnsupportedConfigError: head sizes for which no tile fits the chip.
+    """
+    shape, params, limits = call.shape, call.params, call.limits
+    sizes = (*shape.head_sizes, *shape.element_bytes, rows)
+    problem = (*sizes, limits.shared_memory, limits.products, shape.score_tiles)
+    if shape.latent:
+        return choose_latent_tile(
+            *problem,
+            in_place=latents_in_place(limits.capability, *shape.element_bytes, shape.aligned),
+            native_fp8=limits.has_fp8,
+            tuned=limits.tuned,
+        )
+    return choose_prefill_tile(
+        *problem,
+        lookups=params.count_lookups(),
+        has_score=params.score_function is not None,
+        native_fp8=limits.has_fp8,
+        tuned=limits.tuned,
     )
-    kept: PlainAttention = LAUNCHES.keep(key_, prepared)
-    return kept

@@ -8,8 +8,11 @@ from torch import Tensor
 
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.ops.latent import values_are_prefix
+from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.signature import tensor_signature
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
 from attnlib.ops.triton.heuristics.splits import (
     MAX_CTAS_PER_SM,
@@ -29,11 +32,10 @@ from attnlib.ops.triton.heuristics.tiles import (
 from attnlib.ops.triton.hopper.selected_plan import HopperSelectedLatents, selected_latents_reasons
 from attnlib.ops.triton.kernels.decode import combine_kernel
 from attnlib.ops.triton.kernels.selected import selected_kernel
-from attnlib.ops.triton.launch.attention import attention_constants, reads_bytes
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
+from attnlib.ops.triton.launch.constants import attention_constants, reads_bytes
 from attnlib.ops.triton.launch.scales import scale_signature
-from attnlib.ops.triton.paged_decode import AttentionShape, shape_of
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys, SelectionScope
 
 __all__ = ["selected_attention"]
@@ -230,7 +232,10 @@ def _prepare(
         hopper = _prepare_hopper(query, key, value, params, selection, selected, lse, limits)
         kept_hopper: _Launch = LAUNCHES.keep(signature, hopper)
         return kept_hopper
-    shared = attention_constants(query, key, value, out, lse is not None, params, limits)
+    # No constant follows from the lengths.
+    batch = BatchTensors(query_start_loc, query_start_loc[1:], block_table)
+    call = AttentionCall(query, key, value, out, lse, batch, params, limits, signature)
+    shared = attention_constants(call)
     constants = {name: shared[name] for name in _CONSTANTS}
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads, head_size_v = value.shape[2:]
@@ -238,7 +243,7 @@ def _prepare(
     list_heads = _LIST_HEADS[selection.scope]
     rows_of_token = 1 if list_heads == 2 else group
     most_tokens = min(_MAX_ROWS, selection.query_block_size & -selection.query_block_size)
-    shape = shape_of(query, key, value, params)
+    shape = call.shape
     tile = _choose_tile(shape, rows_of_token * most_tokens, limits)
     tile_heads = min(rows_of_token, tile.block_m)
     tile_tokens = min(most_tokens, _power_of_2_below(tile.block_m // tile_heads))
@@ -322,7 +327,7 @@ def _bind_combine(
     return BoundLaunch(combine_kernel, (query.shape[0], query.shape[1], 1), constants)
 
 
-def _choose_tile(shape: AttentionShape, rows: int, limits: DeviceLimits) -> Tile:
+def _choose_tile(shape: LayerShape, rows: int, limits: DeviceLimits) -> Tile:
     """The tile for programs of this many rows: that of a decode for few rows."""
     rows = min(_MAX_ROWS, next_power_of_2(rows))
     element_bytes = (shape.query_dtype.itemsize, shape.cache_dtype.itemsize)

@@ -6,9 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import device_guard, limits_of
 from attnlib.ops.triton.kernels.slots import slot_mapping_kernel
-from attnlib.ops.triton.launch.attention import BatchTensors, check_batch
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 
@@ -48,7 +48,7 @@ def compute_slot_mapping(
     if num_tokens == 0:
         return out
     limits_of(query_start_loc)
-    check_batch(BatchTensors(query_start_loc, seq_lens, block_table), 0)
+    BatchTensors(query_start_loc, seq_lens, block_table).check()
     key = (
         "slot mapping", out.get_device(), query_start_loc.dtype, seq_lens.dtype, block_table.dtype,
         out.dtype, seq_lens.shape, num_tokens, block_table.shape, block_table.stride(), block_size,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import hopper
-from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
-from attnlib.ops.triton.launch.attention import BatchTensors, check_batch
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.launch.bound import ALIGNMENT
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
-from attnlib.ops.triton.launch.signature import batch_signature, call_signature
+from attnlib.ops.triton.launch.signature import batch_signature
 from attnlib.ops.triton.paged_prefill import prepare_plain_prefill
 
 __all__ = ["varlen_prefill"]
@@ -61,52 +61,36 @@ def varlen_prefill(
     """
     if query.numel() == 0:
         return
-    flags = params.causal if isinstance(params.causal, Tensor) else None
-    batch = BatchTensors(
-        cu_seqlens_q, cu_seqlens_k, None, flags, params.query_bias,
-        score_tensors=params.batch_score_tensors(),
-    )  # fmt: skip
+    batch = BatchTensors.of(params, cu_seqlens_q, cu_seqlens_k, None, max_query_len=max_seqlen_q)
+    call = AttentionCall.of(query, key, value, out, lse, batch, params)
     if batch_invariant:
         from attnlib.ops.triton.invariant_attention import run_invariant_prefill
 
-        run_invariant_prefill(query, key, value, out, lse, batch, params, max_seqlen_q)
+        run_invariant_prefill(call)
         return
-    tensors = (query, key, value, out, lse)
-    signature, limits = call_signature(*tensors, params), limits_of(query)
-    if limits.capability[0] == 9 and kernels != "portable" and not _is_misaligned(*tensors[:4]):
+    if call.limits.capability[0] == 9 and kernels != "portable" and not call.addresses & ALIGNMENT:
         # The first rows of the keys take the place of a block table.
-        packed = batch._replace(block_table=cu_seqlens_k.unsqueeze(1), max_seq_len=max_seqlen_k)
-        if found := _hopper_prefill(signature, tensors, packed, params, limits, max_seqlen_q):
-            run_attention(found, packed, query, key, value, out, lse, params)
+        starts = cu_seqlens_k.unsqueeze(1)
+        packed = replace(call, batch=batch._replace(block_table=starts, max_seq_len=max_seqlen_k))
+        if found := _hopper_prefill(packed):
+            run_attention(found, packed)
             return
-    prepared = prepare_plain_prefill(signature, *tensors, batch, params, limits, max_seqlen_q)
-    run_attention(prepared, batch, query, key, value, out, lse, params)
+    run_attention(prepare_plain_prefill(call), call)
 
 
-def _is_misaligned(*tensors: Tensor) -> bool:
-    """Whether a tensor begins off a 16-byte boundary, which the Hopper kernels cannot read."""
-    return any(tensor.data_ptr() & ALIGNMENT for tensor in tensors)
-
-
-def _hopper_prefill(
-    signature: tuple[Any, ...],
-    tensors: tuple[Any, ...],
-    batch: BatchTensors,
-    params: AttentionParams,
-    limits: DeviceLimits,
-    max_query_len: int,
-) -> PreparedAttention | None:
+def _hopper_prefill(call: AttentionCall) -> PreparedAttention | None:
     """The launch of the Hopper prefill for calls of this signature, None where it does not support
     them. Cached."""
-    key = ("unpaged prefill", signature, batch_signature(batch), max_query_len)
+    bound = call.batch.max_query_len
+    key = ("unpaged prefill", call.signature, batch_signature(call.batch), bound)
     found: PreparedAttention | None = LAUNCHES.get(key)
-    if found is not None and found.limits is limits:
+    if found is not None and found.limits is call.limits:
         return found
     dispatch = hopper.load()
     if dispatch is None:
         return None
-    found = dispatch.select_unpaged(*tensors, batch, params, limits, max_query_len)
+    found = dispatch.select_unpaged(call)
     if found is not None:
-        check_batch(batch, max_query_len)
+        call.batch.check()
         LAUNCHES.keep(key, found)
     return found

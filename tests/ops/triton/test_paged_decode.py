@@ -279,8 +279,8 @@ def test_workspace_of_the_default_number_of_splits(device: torch.device) -> None
 def test_too_many_requests_are_rejected(device: torch.device) -> None:
     """E: before any launch; the error names the limit of the grid."""
     batch = make_batch(device, [1], [5])
-    many = torch.zeros(65535, dtype=torch.int32, device=device)
-    batch = PagedBatch(*batch.tensors()[:5], many, 1, batch.options)
+    starts = torch.zeros(65536, dtype=torch.int32, device=device)
+    batch = PagedBatch(*batch.tensors()[:4], starts, starts[1:], 1, batch.options)
     with pytest.raises(ContractError, match=r"65535 requests exceeds the limit of 65534; split it"):
         batch.run(paged_decode)
 

@@ -45,6 +45,17 @@ class Tile:
     num_warps: int
     num_stages: int
 
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        """The compile-time arguments and options of a kernel with this tile."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": True,
+        }
+
 
 def next_power_of_2(n: int) -> int:
     """Return the smallest power of two that is at least n (1 for n <= 1)."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attnlib.kv_dtype import page_format
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile
 from attnlib.ops.triton.hopper.descriptors import (
@@ -30,7 +31,6 @@ from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper
 from attnlib.ops.triton.hopper.support import COPIED_BYTES, COPIED_GROUP, COPIED_TOKENS
 from attnlib.ops.triton.kernels.convert_cache import NO_SCALES, convert_cache_kernel
 from attnlib.ops.triton.kernels.float8_copy import float8_copy_kernel
-from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.sequence import (
     K_SCALE,

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from attnlib.kv_dtype import page_format
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
 from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile, padded_width
 from attnlib.ops.triton.heuristics.splits import splits_per_load
@@ -34,7 +36,6 @@ from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
 from attnlib.ops.triton.hopper.kernels.warp_decode import hopper_warp_decode_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
 from attnlib.ops.triton.hopper.support import gathers
-from attnlib.ops.triton.launch.attention import BatchTensors, holds_scales
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LaunchCache
 from attnlib.ops.triton.launch.run import run_attention
@@ -459,7 +460,7 @@ def prepare_hopper_decode(
 
 def _scale_strides(params: AttentionParams) -> tuple[int | None, ...]:
     """Strides of the scales of a page; see `HopperDecode.last_strides`."""
-    if not holds_scales(params):
+    if not params.scales_in_page:
         return (None,) * 6
     assert isinstance(params.k_scale, Tensor) and isinstance(params.v_scale, Tensor)
     together = params.k_scale.shape[3]  # scales of a head, which are loaded at once
@@ -498,4 +499,5 @@ def launch_hopper_decode(
         query, key_cache, value_cache, out, lse, batch, params, tile, limits_of(query),
         max_query_len, num_counters=0 if counters is None else counters.numel(),
     )  # fmt: skip
-    run_attention(prepared, batch, query, key_cache, value_cache, out, lse, params)
+    call = AttentionCall.of(query, key_cache, value_cache, out, lse, batch, params)
+    run_attention(prepared, call)

@@ -10,9 +10,13 @@ from torch import Tensor
 
 from attnlib.kv_dtype import page_format
 from attnlib.ops.latent import values_are_prefix
+from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.scales import MIN_LATE_SCALE
 from attnlib.ops.shared_decode import DecodeItems
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
+from attnlib.ops.triton.decode_schedule import DecodeSchedule
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     MAX_CONSUMERS,
@@ -67,7 +71,6 @@ from attnlib.ops.triton.hopper.support import (
     prefill_unsupported_reasons,
     shared_decode_unsupported_reasons,
 )
-from attnlib.ops.triton.launch.attention import BatchTensors, holds_scales
 from attnlib.ops.triton.launch.score import has_head_bounds, has_short_ranges
 
 __all__ = [
@@ -146,6 +149,12 @@ def _is_unsupported(
     )
 
 
+def _tensors(
+    call: AttentionCall,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, BatchTensors, AttentionParams]:
+    return call.query, call.key, call.value, call.out, call.lse, call.batch, call.params
+
+
 def _visible(params: AttentionParams) -> int | None:
     """Keys that one query sees at most, where a window or a chunk bounds them."""
     left, right = params.window[0], 0 if params.causal is True else params.window[1]
@@ -156,17 +165,11 @@ def _visible(params: AttentionParams) -> int | None:
 
 
 def select_prefill(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    batch: BatchTensors,
-    params: AttentionParams,
-    limits: DeviceLimits,
-    max_query_len: int,
+    call: AttentionCall,
 ) -> HopperPrefill | ConvertedPrefill | None:
     """The Hopper prefill for calls of this signature; None where the plain kernel serves them."""
+    query, key, value, out, lse, batch, params = _tensors(call)
+    limits, max_query_len = call.limits, call.max_query_len
     layer, score = _layer(query, key, value, limits), params.score_function is not None
     if prefill_unsupported_reasons(*layer, **_features(params), score=score):
         return None
@@ -202,17 +205,11 @@ def select_prefill(
 
 
 def select_page_prefill(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    batch: BatchTensors,
-    params: AttentionParams,
-    limits: DeviceLimits,
-    max_query_len: int,
+    call: AttentionCall,
 ) -> ConvertedPrefill | None:
     """`select_prefill` for pages that hold their scales (M16): long prompts."""
+    query, key, value, out, lse, batch, params = _tensors(call)
+    limits, max_query_len = call.limits, call.max_query_len
     stored = page_format(key, params.k_scale)
     if stored is None or stored.elements_per_group:
         return None  # layers over 4-bit floats use portable kernels only
@@ -239,19 +236,13 @@ def select_page_prefill(
 
 
 def select_unpaged(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    batch: BatchTensors,
-    params: AttentionParams,
-    limits: DeviceLimits,
-    max_query_len: int,
+    call: AttentionCall,
 ) -> HopperPrefill | None:
     """The Hopper prefill over packed keys and values `[Tk, Hkv, D]`; None where the plain kernel
     serves them. The batch has the first rows of the requests' keys as `seq_lens` and as
     `block_table`, `[R + 1, 1]`."""
+    query, key, value, out, lse, batch, params = _tensors(call)
+    limits, max_query_len = call.limits, call.max_query_len
     key, value = key.unsqueeze(0), value.unsqueeze(0)
     capability, dtype, cache_dtype, sizes, _, group = _layer(query, key, value, limits)
     layer = capability, dtype, cache_dtype, sizes, BLOCK_SIZES[-1], group
@@ -274,28 +265,11 @@ def select_unpaged(
     )
 
 
-def select_decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    batch: BatchTensors,
-    params: AttentionParams,
-    limits: DeviceLimits,
-    max_query_len: int,
-    keys_per_sm: int | None,
-    max_ctas: int | None,
-    num_counters: int,
-) -> HopperDecode | None:
-    """The Hopper decode for calls of this signature; None where the plain kernel serves them.
-
-    Args:
-        max_query_len: upper bound of the query lengths, at least 1.
-        keys_per_sm: class of work that the tile depends on; None where it does not.
-        max_ctas: CTAs that may run at a time, where a prefill runs concurrently; None means all.
-        num_counters: counters that calls pass.
-    """
+def select_decode(call: AttentionCall, schedule: DecodeSchedule) -> HopperDecode | None:
+    """The Hopper decode for calls of this signature; None where the plain kernel serves them."""
+    query, key, value, out, lse, batch, params = _tensors(call)
+    limits, max_query_len, max_ctas = call.limits, schedule.max_query_len, schedule.max_ctas
+    num_counters = 0 if batch.counters is None else batch.counters.numel()
     if values_are_prefix(key, value):
         return _select_latent_decode(
             query, key, value, out, lse, batch, params, limits, max_query_len, max_ctas
@@ -312,8 +286,8 @@ def select_decode(
     one_warp = one_warp and params.score_function is None and max_ctas is None
     tile = choose_hopper_decode_tile(
         *layer[3], cache_bits=8 * key.shape[3] * key.element_size() // query.shape[2],
-        scales_in_page=holds_scales(params),
-        rows=rows, keys_per_sm=keys_per_sm,
+        scales_in_page=params.scales_in_page,
+        rows=rows, keys_per_sm=schedule.hopper_keys_per_sm,
         pairs_per_sm=min(_MOST_PAIRS, -(-pairs // limits.num_sms)), one_warp=one_warp,
         tuned=limits.tuned,
     )  # fmt: skip
@@ -323,18 +297,16 @@ def select_decode(
     )  # fmt: skip
 
 
-def select_packed_decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    batch: BatchTensors,
-    params: AttentionParams,
-    limits: DeviceLimits,
-    keys_per_sm: int | None,
-) -> HopperDecode | None:
+def select_packed_decode(call: AttentionCall, keys_per_sm: int | None) -> HopperDecode | None:
     """The Hopper decode over a packed cache `[B, Hkv, D / 8, N, 8]` and `[B, Hkv, D, N]`; None
-    where the plain kernel serves it. Other arguments as in `select_decode`."""
+    where the plain kernel serves it.
+
+    Args:
+        call: of one query token per request.
+        keys_per_sm: class of work that the tile depends on; None where it does not.
+    """
+    query, key, value, out, _, batch, params = _tensors(call)
+    limits = call.limits
     num_kv_heads, head_size, block_size = value.shape[1:]
     group, table = query.shape[1] // num_kv_heads, batch.block_table
     assert table is not None
@@ -362,27 +334,19 @@ def select_packed_decode(
 
 
 def select_invariant(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    batch: BatchTensors,
-    params: AttentionParams,
-    limits: DeviceLimits,
-    max_query_len: int,
-    num_segments: int | None,
-    max_ctas: int | None = None,
+    call: AttentionCall, num_segments: int | None, max_ctas: int | None = None
 ) -> HopperDecode | HopperPrefill | None:
     """The batch-invariant Hopper launches for calls of this signature (M15); None where the plain
     kernel serves them, which follows from the layer and its tensors, not from the batch.
 
     Args:
-        max_query_len: upper bound of the query lengths, at least 1.
+        call: over pages, or over packed keys.
         num_segments: upper bound of the segments of a request, for the decode; None for the
             prefill.
-        max_ctas: as in `select_decode`.
+        max_ctas: CTAs that may run at a time, where a prefill runs concurrently; None means all.
     """
+    query, key, value, out, lse, batch, params = _tensors(call)
+    limits, max_query_len = call.limits, max(1, call.max_query_len)
     if key.dim() != 4 or batch.block_table is None:
         return None
     layer = (*_layer(query, key, value, limits), key.shape[2], limits.num_sms)
@@ -427,19 +391,16 @@ def select_shared_decode(
     )
 
 
-def shared_decode_shape(
-    shape: Any, limits: DeviceLimits, block_size: int
-) -> tuple[int, int] | None:
+def shared_decode_shape(shape: LayerShape, limits: DeviceLimits) -> tuple[int, int] | None:
     """(keys of a tile, ranges) of the decode of shared prefixes; None where it does not support
     such layers.
 
     Args:
-        shape: an `AttentionShape`.
-        block_size: N.
+        shape: sizes and dtypes of the layer.
     """
     sizes, group = (shape.head_size, shape.head_size_v), shape.num_heads // shape.num_kv_heads
     reasons = shared_decode_unsupported_reasons(
-        limits.capability, shape.query_dtype, shape.cache_dtype, sizes, block_size, group,
+        limits.capability, shape.query_dtype, shape.cache_dtype, sizes, shape.block_size, group,
         shape.num_kv_heads, limits.num_sms,
     )  # fmt: skip
     if reasons or shape.latent:
@@ -478,31 +439,37 @@ def num_counters(limits: DeviceLimits) -> int:
     return PREFILL_COUNTERS + MAX_CONSUMERS * limits.num_sms
 
 
-def supports_decode(shape: Any, limits: DeviceLimits, max_query_len: int, block_size: int) -> bool:
+def supports_decode(shape: LayerShape, limits: DeviceLimits, max_query_len: int) -> bool:
     """Whether the Hopper decode supports such layers.
 
     Args:
-        shape: an `AttentionShape`.
+        shape: sizes and dtypes of the layer.
         max_query_len: upper bound of the query lengths.
-        block_size: N.
     """
     sizes, group = (shape.head_size, shape.head_size_v), shape.num_heads // shape.num_kv_heads
     if shape.latent:
         return not latent_unsupported_reasons(
-            limits.capability, shape.query_dtype, shape.cache_dtype, sizes, block_size,
+            limits.capability, shape.query_dtype, shape.cache_dtype, sizes, shape.block_size,
             shape.num_heads, limits.num_sms, max_query_len,
         )  # fmt: skip
-    layer = (limits.capability, shape.query_dtype, shape.cache_dtype, sizes, block_size, group)
+    layer = (
+        limits.capability,
+        shape.query_dtype,
+        shape.cache_dtype,
+        sizes,
+        shape.block_size,
+        group,
+    )
     return not decode_unsupported_reasons(*layer, shape.num_kv_heads, limits.num_sms, max_query_len)
 
 
 def decode_workspace_bytes(
-    shape: Any, limits: DeviceLimits, num_tokens: int, max_query_len: int
+    shape: LayerShape, limits: DeviceLimits, num_tokens: int, max_query_len: int
 ) -> int:
     """Bytes of workspace of the Hopper decode.
 
     Args:
-        shape: an `AttentionShape`.
+        shape: sizes and dtypes of the layer.
         num_tokens: query tokens of the step.
         max_query_len: upper bound of the query lengths.
     """
@@ -517,7 +484,7 @@ def decode_workspace_bytes(
     )  # fmt: skip
 
 
-def _most_workers(shape: Any, max_query_len: int) -> int:
+def _most_workers(shape: LayerShape, max_query_len: int) -> int:
     """Consumers of the Hopper decode on a multiprocessor, at most."""
     if shape.cache_dtype.itemsize != 1:
         return 1

@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile, padded_width
 from attnlib.ops.triton.heuristics.invariant_tiles import segment_keys
@@ -26,7 +27,6 @@ from attnlib.ops.triton.hopper.kernels.invariant_decode import (
 from attnlib.ops.triton.hopper.kernels.invariant_window import invariant_window_kernel
 from attnlib.ops.triton.hopper.kernels.segments import MOST_QUERY_ROWS, SEGMENTS
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper_prefill
-from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.bound import BoundLaunch
 
 __all__ = [

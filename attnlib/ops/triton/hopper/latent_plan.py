@@ -10,6 +10,8 @@ import triton
 from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
 from attnlib.ops.triton.hopper.decode_plan import (
     HopperDecode,
@@ -22,7 +24,6 @@ from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.latent_decode import hopper_latent_decode_kernel
 from attnlib.ops.triton.hopper.kernels.latent_few_heads import hopper_latent_few_heads_kernel
 from attnlib.ops.triton.hopper.support import LATENT_ROWS, LATENT_SIZES, latent_head_blocks
-from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.run import run_attention
 
@@ -184,4 +185,5 @@ def launch_latent_decode(
     prepared = prepare_latent_decode(
         query, key_cache, value_cache, out, lse, batch, params, limits_of(query), max_query_len
     )
-    run_attention(prepared, batch, query, key_cache, value_cache, out, lse, params)
+    call = AttentionCall.of(query, key_cache, value_cache, out, lse, batch, params)
+    run_attention(prepared, call)

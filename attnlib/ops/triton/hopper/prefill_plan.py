@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     HopperTile,
@@ -36,13 +38,11 @@ from attnlib.ops.triton.hopper.kernels.value_columns import PART_ELEMENTS, PART_
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
 from attnlib.ops.triton.hopper.support import gathers
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
-from attnlib.ops.triton.launch.attention import (
-    BatchTensors,
-    check_batch,
-    skip_exponent,
-)
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LaunchCache
+from attnlib.ops.triton.launch.constants import (
+    skip_exponent,
+)
 from attnlib.ops.triton.launch.run import run_attention
 from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
 from attnlib.ops.triton.launch.score import (
@@ -583,9 +583,10 @@ def launch_hopper_prefill(
         query_start_loc, seq_lens, block_table, counters=counters, max_seq_len=max_seq_len,
         score_tensors=params.batch_score_tensors(),
     )  # fmt: skip
-    check_batch(batch, 0)
+    batch.check()
     prepared = prepare_hopper_prefill(
         query, key_cache, value_cache, out, lse, batch, params, tile, limits_of(query),
         has_head_bounds(params),
     )  # fmt: skip
-    run_attention(prepared, batch, query, key_cache, value_cache, out, lse, params)
+    call = AttentionCall.of(query, key_cache, value_cache, out, lse, batch, params)
+    run_attention(prepared, call)

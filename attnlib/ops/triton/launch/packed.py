@@ -10,7 +10,7 @@ from torch import Tensor
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.tiles import split_head_size
-from attnlib.ops.triton.launch.attention import compute_dtype, reads_bytes
+from attnlib.ops.triton.launch.constants import compute_dtype, reads_bytes
 from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
 
 __all__ = [

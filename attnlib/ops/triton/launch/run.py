@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard
-from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.bound import (
     ALIGNMENT,
     BoundLaunch,
     current_stream,
     launches_observed,
 )
-from attnlib.ops.triton.launch.sequence import Launches
+from attnlib.ops.triton.launch.sequence import KEY_CACHE, VALUE_CACHE, Launches
 
 __all__ = [
     "PreparedAttention", "PreparedConcurrentPrefill", "is_direct", "run_attention",
@@ -102,57 +102,48 @@ def with_workspace(prepared: PreparedAttention, batch: BatchTensors, device: Any
     return batch
 
 
-def run_attention(
-    prepared: PreparedAttention,
-    batch: BatchTensors,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    params: AttentionParams,
-) -> None:
+def run_attention(prepared: PreparedAttention, call: AttentionCall) -> None:
     """Launch once on the current stream: directly where possible, else through Triton.
 
     Raises:
         ContractError: unaligned tensors where the kernel needs alignment, or a workspace that is
             too small.
     """
-    q_ptr, k_ptr, v_ptr, out_ptr = (t.data_ptr() for t in (query, key, value, out))
-    aligned = not (q_ptr | k_ptr | v_ptr | out_ptr) & ALIGNMENT
+    aligned = not call.addresses & ALIGNMENT
     if prepared.needs_alignment and not aligned:
         raise ContractError(
             "query, key_cache, value_cache and out must start on 16-byte boundaries for the Hopper "
             'kernels; pass kernels="portable"'
         )
-    batch = prepared.with_scratch(with_workspace(prepared, batch, query.device))
+    batch = prepared.with_scratch(with_workspace(prepared, call.batch, call.query.device))
     addresses = prepared.addresses(batch)
-    with device_guard(query):
+    with device_guard(call.query):
         can_launch = aligned and addresses is not None
         if can_launch and is_direct(prepared.kernels) and not launches_observed():
-            given = tuple(map(_address, (lse, params.alibi_slopes, params.sinks)))
-            values = (q_ptr, k_ptr, v_ptr, out_ptr, given[0], None, None, *given[1:])
-            prepared.direct.run(
-                current_stream(prepared.index),
-                (
-                    *values, _address(params.k_scale), _address(params.v_scale),
-                    *map(_address, params.layer_score_tensors()),
-                ),
-                addresses or (),
-            )  # fmt: skip
+            stream = current_stream(prepared.index)
+            prepared.direct.run(stream, tuple(map(_address, _values(call))), addresses or ())
             return
+        values = _values(call)
         if prepared.as_bytes:
-            key, value = key.view(torch.uint8), value.view(torch.uint8)
-        prepared.launches(False, can_launch).run(
-            0,
-            (
-                query, key, value, out, lse, None, None, params.alibi_slopes, params.sinks,
-                params.k_scale if isinstance(params.k_scale, Tensor) else float(params.k_scale),
-                params.v_scale if isinstance(params.v_scale, Tensor) else float(params.v_scale),
-                *params.layer_score_tensors(),
-            ),
-            prepared.tensors(batch),
-        )  # fmt: skip
+            values[KEY_CACHE] = call.key.view(torch.uint8)
+            values[VALUE_CACHE] = call.value.view(torch.uint8)
+        prepared.launches(False, can_launch).run(0, values, prepared.tensors(batch))
+
+
+def _values(call: AttentionCall) -> list[Any]:
+    """The values of a call in the order of `launch.sequence`, without new keys and values."""
+    params = call.params
+    scales = (
+        scale if isinstance(scale, Tensor) else float(scale)
+        for scale in (params.k_scale, params.v_scale)
+    )
+    return [
+        *(call.query, call.key, call.value, call.out, call.lse),
+        *(None, None),
+        *(params.alibi_slopes, params.sinks),
+        *scales,
+        *params.layer_score_tensors(),
+    ]
 
 
 def is_direct(kernels: Iterable[BoundLaunch]) -> bool:
@@ -161,6 +152,4 @@ def is_direct(kernels: Iterable[BoundLaunch]) -> bool:
 
 
 def _address(value: Tensor | float | None) -> float | int | None:
-    return (
-        value.data_ptr() if isinstance(value, Tensor) else None if value is None else float(value)
-    )
+    return value.data_ptr() if isinstance(value, Tensor) else value

@@ -14,8 +14,6 @@ from attnlib.score_functions.function import FAR, MAX_TENSORS
 
 __all__ = [
     "batch_score_values",
-    "count_lookups",
-    "count_score_tiles",
     "has_head_bounds",
     "has_short_ranges",
     "range_constants",
@@ -24,17 +22,6 @@ __all__ = [
     "score_signature",
     "tensor_sizes",
 ]
-
-
-def count_score_tiles(params: AttentionParams) -> int:
-    """`score_tiles` of `heuristics.tiles.shared_bytes` for a call."""
-    return count_lookups(params) + (params.query_bias is not None)
-
-
-def count_lookups(params: AttentionParams) -> int:
-    """Lookups of the score function with as many results as scores."""
-    function = params.score_function
-    return 0 if function is None else function.count_tile_lookups()
 
 
 def score_constants(

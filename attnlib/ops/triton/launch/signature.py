@@ -9,8 +9,8 @@ from torch import Tensor
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.signature import tensor_signature
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.hopper_tiles import is_long
-from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.scales import scale_signature
 from attnlib.ops.triton.launch.score import score_signature
 
@@ -44,7 +44,7 @@ def call_signature(
 
 def batch_signature(batch: BatchTensors) -> tuple[Any, ...]:
     """What a launch follows from in the tensors of its batch: dtypes, row counts and strides."""
-    starts, lens, table, flags, bias, _, counters, _, score_tensors = batch
+    starts, lens, table, flags, bias, _, counters, _, score_tensors, _ = batch
     return (
         starts.dtype, starts.shape, starts.stride(), lens.dtype, lens.shape, lens.stride(),
         None if table is None else (table.dtype, table.stride()),

@@ -23,6 +23,8 @@ from triton.runtime.cache import get_cache_manager
 from attnlib.backends.triton.tune import parse_tiles
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.shared_decode import Segment, schedule_items
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import limits_of
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     SHARED_MEMORY,
@@ -44,7 +46,6 @@ from attnlib.ops.triton.hopper.invariant_plan import (
 from attnlib.ops.triton.hopper.latent_plan import launch_latent_decode
 from attnlib.ops.triton.hopper.prefill_plan import launch_hopper_prefill, prepare_hopper_prefill
 from attnlib.ops.triton.hopper.shared_decode_plan import prepare_shared_decode, shared_decode_tile
-from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.run import run_attention
 from attnlib.ops.triton.launch.score import has_head_bounds, has_short_ranges
 from attnlib.ops.triton.selected_attention import selected_attention
@@ -392,7 +393,7 @@ def _compile_invariant(options: dict[str, Any]) -> dict[str, Any]:
         prepared: Any = prepare_hopper_invariant_prefill(*tensors, limits)
         if decode:
             prepared = prepare_hopper_invariant_decode(*tensors, limits, options.get("query", 1), 8)
-        run_attention(prepared, batch, query, cache, cache, tensors[3], lse, params)
+        run_attention(prepared, AttentionCall.of(*tensors))
 
     (launch, *_), facts = _compiled(run)
     return {
@@ -726,7 +727,8 @@ def compile_case(name: str) -> dict[str, Any]:
                 query, keys, values, out, lse, batch, params, tile, limits_of(query), unpaged=True,
                 transposed=transposed,
             )  # fmt: skip
-            run_attention(prepared, batch, query, keys, values, out, lse, params)
+            call = AttentionCall.of(query, keys, values, out, lse, batch, params)
+            run_attention(prepared, call)
         else:
             launch_hopper_prefill(*shapes, params, tile, max_seq_len=64, **outputs)
 

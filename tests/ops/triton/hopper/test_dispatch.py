@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import hopper
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
+from attnlib.ops.triton.decode_schedule import DecodeSchedule
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_tiles import SHORT_CONTEXT
 from attnlib.ops.triton.hopper.converted_prefill import ConvertedPrefill
@@ -25,10 +29,8 @@ from attnlib.ops.triton.hopper.dispatch import (
 )
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
-from attnlib.ops.triton.launch.attention import BatchTensors
 from attnlib.ops.triton.launch.sequence import K_SCALE, V_SCALE
 from attnlib.ops.triton.launch.signature import LENGTH_STEP, length_class
-from attnlib.ops.triton.paged_decode import AttentionShape
 from attnlib.ops.triton.paged_mixed import can_run_concurrently, concurrent_ctas
 from attnlib.score_functions import ScoreFunction, builtin
 
@@ -56,6 +58,21 @@ def test_strides_of_dimensions_of_size_1_are_ignored() -> None:
 CHIP = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
 
 
+def _call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    batch: BatchTensors,
+    params: AttentionParams,
+) -> AttentionCall:
+    return AttentionCall(query, key, value, out, None, batch, params, CHIP, ())
+
+
+def _schedule(max_query_len: int) -> DecodeSchedule:
+    return DecodeSchedule(max_query_len, 1, True, None, True)
+
+
 def _prefill(
     head_size: int = 128, block_size: int = 16, tokens: int = 600, seq_len: int = 600,
     dtype: torch.dtype = BF16, head_size_v: int | None = None, **params: Any,
@@ -67,11 +84,9 @@ def _prefill(
     out = torch.empty(tokens, 8, head_size_v or head_size, dtype=dtype)
     starts = torch.zeros(3, dtype=torch.int32)
     table = torch.zeros(2, -(-seq_len // block_size), dtype=torch.int32)
-    batch = BatchTensors(starts, starts[:2], table, max_seq_len=seq_len)
-    found = select_prefill(
-        query, cache, values, out, None, batch,
-        AttentionParams(scale=0.1, **params), CHIP, tokens,
-    )  # fmt: skip
+    given = AttentionParams(scale=0.1, **params)
+    batch = BatchTensors(starts, starts[:2], table, max_seq_len=seq_len, max_query_len=tokens)
+    found = select_prefill(_call(query, cache, values, out, batch, given))
     assert found is not None
     return found
 
@@ -136,11 +151,9 @@ def _long_prefill(**changes: Any) -> Any:
     key = torch.empty(5, n, heads, 128, dtype=BF16).to(cache)
     starts = torch.zeros(3, dtype=torch.int32)
     table = torch.zeros(2, 4, dtype=torch.int32)
-    batch = BatchTensors(starts, starts[:2], table, max_seq_len=seq_len)
-    return select_prefill(
-        query, key, key.clone(), torch.empty_like(query), None, batch,
-        AttentionParams(scale=0.1, **changes), CHIP, tokens,
-    )  # fmt: skip
+    params, out = AttentionParams(scale=0.1, **changes), torch.empty_like(query)
+    batch = BatchTensors(starts, starts[:2], table, max_seq_len=seq_len, max_query_len=tokens)
+    return select_prefill(_call(query, key, key.clone(), out, batch, params))
 
 
 def test_keys_of_long_prompts_are_copied_once() -> None:
@@ -275,11 +288,12 @@ def test_few_work_items_are_not_ordered_by_sections() -> None:
 def test_packed_keys_are_read_by_the_hopper_prefill() -> None:
     query, key = torch.empty(600, 8, 128, dtype=BF16), torch.empty(700, 2, 128, dtype=BF16)
     starts = torch.zeros(3, dtype=torch.int32)
-    batch = BatchTensors(starts, starts, starts.unsqueeze(1), max_seq_len=350)
+    table = starts.unsqueeze(1)
+    batch = BatchTensors(starts, starts, table, max_seq_len=350, max_query_len=300)
 
     def select(params: AttentionParams, key: torch.Tensor) -> HopperPrefill | None:
         out = torch.empty_like(query)
-        return select_unpaged(query, key, key.clone(), out, None, batch, params, CHIP, 300)
+        return select_unpaged(_call(query, key, key.clone(), out, batch, params))
 
     found = select(AttentionParams(scale=0.1, causal=False), key)
     assert found is not None and found.attend._constants["BLOCK_SIZE"] == 0
@@ -303,9 +317,8 @@ def _packed_decode(params: AttentionParams, **changes: Any) -> HopperDecode | No
     tensors = {name: torch.empty(x[0], dtype=x[1]) for name, x in {**PACKED, **changes}.items()}
     query, lens = tensors["query"], tensors["lens"]
     batch = BatchTensors(lens, lens, tensors["table"])
-    chip = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
     key, value, out = tensors["key"], tensors["value"], torch.empty_like(query)
-    return select_packed_decode(query, key, value, out, batch, params, chip, None)
+    return select_packed_decode(_call(query, key, value, out, batch, params), None)
 
 
 def test_packed_caches_are_read_by_the_hopper_decode() -> None:
@@ -364,7 +377,7 @@ def test_failed_import_of_gluon_is_reported(
 
 def test_longer_prefills_get_more_multiprocessors() -> None:
     """60 decodes of 4k keys with a prefill of 8k tokens, and of 2k."""
-    shape = AttentionShape(32, 8, 128, 128, BF16, BF16)
+    shape = LayerShape(32, 8, 128, 128, BF16, BF16)
     chip = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
     few, many = (
         concurrent_ctas(
@@ -382,7 +395,7 @@ def test_longer_prefills_get_more_multiprocessors() -> None:
 def test_few_query_tiles_run_beside_a_small_decode(decodes: int, tokens: int, ctas: int) -> None:
     """Prefills of 80, 88 and 40 query tiles beside decodes of 1k keys, which get fewer CTAs if all
     tiles fit beside them then and did not before; a large decode keeps its share."""
-    shape = AttentionShape(32, 8, 128, 128, BF16, BF16)
+    shape = LayerShape(32, 8, 128, 128, BF16, BF16)
     chip = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
     found = concurrent_ctas(
         shape, chip, num_decodes=decodes, decode_visible=1024, prefill_tokens=tokens,
@@ -401,15 +414,13 @@ def test_latents_have_a_decode_of_their_own() -> None:
 
     def select(value: torch.Tensor, **changes: Any) -> HopperDecode | None:
         own = AttentionParams(scale=0.1, **changes) if changes else params
-        return select_decode(
-            query, key, value, out, None, batch, own, chip, 1, None, None, 0
-        )  # fmt: skip
+        return select_decode(_call(query, key, value, out, batch, own), _schedule(1))
 
     found = select(key[..., :512])
     assert found is not None and found.combine is not None
     assert [view.width for view in found.views] == [64, 128], "rotary part, quarter of a value"
-    shape = AttentionShape(128, 1, 576, 512, BF16, BF16, latent=True)
-    assert supports_decode(shape, chip, 1, 64) and not supports_decode(shape, chip, 2, 64)
+    shape = LayerShape(128, 1, 576, 512, BF16, BF16, 64, latent=True)
+    assert supports_decode(shape, chip, 1) and not supports_decode(shape, chip, 2)
     assert found.workspace_bytes == decode_workspace_bytes(shape, chip, 3, 1)
     assert select(torch.empty(4, 64, 1, 512, dtype=BF16)) is None
     assert select(key[..., :512], v_scale=0.5) is None
@@ -423,11 +434,10 @@ def test_workspace_of_decodes_over_latents(heads: int, tokens: int) -> None:
     out, lengths = torch.empty(6, heads, 512, dtype=BF16), torch.zeros(3, dtype=torch.int32)
     batch = BatchTensors(lengths, lengths[:2], torch.zeros(2, 2, dtype=torch.int32))
     params = AttentionParams(scale=0.1)
-    found = select_decode(
-        query, key, key[..., :512], out, None, batch, params, chip, tokens, None, None, 0
-    )
+    call = _call(query, key, key[..., :512], out, batch, params)
+    found = select_decode(call, _schedule(tokens))
     assert found is not None
-    shape = AttentionShape(heads, 1, 576, 512, BF16, BF16, latent=True)
+    shape = LayerShape(heads, 1, 576, 512, BF16, BF16, latent=True)
     rows = heads * tokens
     assert found.workspace_bytes == 4 * (2 * 132 * rows * 513 + 6)
     assert found.workspace_bytes == decode_workspace_bytes(shape, chip, 6, tokens)
@@ -435,5 +445,5 @@ def test_workspace_of_decodes_over_latents(heads: int, tokens: int) -> None:
     batch = BatchTensors(many, many[:17], torch.zeros(17, 2, dtype=torch.int32))
     query, out = query[:1].expand(17, -1, -1), out[:1].expand(17, -1, -1)
     tensors = query.contiguous(), key, key[..., :512], out.contiguous()
-    found = select_decode(*tensors, None, batch, params, chip, tokens, None, None, 0)
+    found = select_decode(_call(*tensors, batch, params), _schedule(tokens))
     assert found is not None and found.workspace_bytes == 4 * (2 * 132 * rows * 513 + 17)
