@@ -105,7 +105,7 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
         errors.UnsupportedConfigError,
         lambda: attnlib.get_attn_backend(SPEC, device=attnlib.device.DeviceInfo("tpu")),
         (
-            "no backend supports AttentionSpec(",
+            "no backend supports this layer on tpu",
             "on tpu",
             "torch: device tpu not supported (supported: cpu, cuda",
         ),

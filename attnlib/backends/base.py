@@ -47,11 +47,15 @@ class AttentionBackend(ABC):
     Attributes:
         capabilities: the supported features. A field that is not set means "not supported".
         description: one line for tables.
+        auto_priority: priority in auto of a backend that is registered without one, by an entry
+            point for example: higher ones are tried first (triton has 300, torch 100). None: it is
+            selected only by name.
         config: settings from the registration, passed to the builder and every impl.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities()
     description: ClassVar[str] = ""
+    auto_priority: ClassVar[int | None] = None
     config: ClassVar[Mapping[str, Any]] = {}
 
     @staticmethod

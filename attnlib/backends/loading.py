@@ -127,18 +127,21 @@ _configured: WeakValueDictionary[tuple[Any, ...], Backend] = WeakValueDictionary
 _configured_lock = threading.Lock()
 
 
-def configured(backend: Backend, config: Mapping[str, Any]) -> Backend:
-    """`backend` with `config` bound: an ordinary backend class that can be pickled.
+def configured(backend: Backend, config: Mapping[str, Any], name: str | None = None) -> Backend:
+    """`backend` with `config` and a name bound: an ordinary backend class that can be pickled.
 
-    Without settings this is `backend` itself. Otherwise it is a subclass, and equal settings give
-    the same subclass while it is in use. Plain data (numbers, strings, bytes, None, enum members,
-    dtypes, devices, and containers of these) are compared by type and value, and containers are
-    copied. Any other object, such as a tensor, is compared by identity.
+    Without settings and with its own name this is `backend` itself. Otherwise it is a subclass, and
+    equal settings and names give the same subclass while it is in use. Plain data (numbers,
+    strings, bytes, None, enum members, dtypes, devices, and containers of these) are compared by
+    type and value, and containers are copied. Any other object, such as a tensor, is compared by
+    identity.
     """
-    if not config:
+    own_name = backend.get_name()
+    name = own_name if name is None else name
+    if not config and name == own_name:
         return backend
     config_key, settings = _freeze(dict(config))
-    key = (backend, config_key)
+    key = (backend, config_key, name)
     with _configured_lock:
         found = _configured.get(key)
         if found is None:
@@ -148,6 +151,8 @@ def configured(backend: Backend, config: Mapping[str, Any]) -> Backend:
                 "__doc__": backend.__doc__,
                 "_configured_from": backend,
             }
+            if name != own_name:
+                body["get_name"] = staticmethod(lambda: name)
             found = cast(Backend, _ConfiguredMeta(backend.__name__, (backend,), body))
             _configured[key] = found
     return found
@@ -175,7 +180,7 @@ def _freeze(value: Any) -> tuple[Any, Any]:
 
 
 def _reduce(cls: Any) -> tuple[Any, ...]:
-    return configured, (cls._configured_from, cls.config)
+    return configured, (cls._configured_from, cls.config, cls.get_name())
 
 
 copyreg.pickle(_ConfiguredMeta, _reduce)

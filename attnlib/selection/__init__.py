@@ -1,16 +1,12 @@
 """Backend selection: from a spec and a device to a backend class, or a report with all reasons."""
 
-from attnlib.selection.decision import is_pair
+from attnlib.selection.current import use_backend
 from attnlib.selection.groups import GroupSelection, select_for_groups
+from attnlib.selection.named import load_backend, merge_attention
 from attnlib.selection.registry import list_backends, register_backend, unregister_backend
 from attnlib.selection.report import CandidateReport, SelectionReport, SelectionStatus
-from attnlib.selection.selector import (
-    explain,
-    get_attn_backend,
-    load_backend,
-    merge_attention,
-    use_backend,
-)
+from attnlib.selection.request import is_pair
+from attnlib.selection.selector import explain, get_attn_backend
 
 __all__ = [
     "CandidateReport",

@@ -9,22 +9,20 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
 from attnlib import env
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.builtin import BUILTIN_BACKENDS
-from attnlib.backends.loading import check_backend_interface, configured, import_backend
+from attnlib.backends.loading import check_backend_interface
 from attnlib.backends.plugins import PluginBackend, find_plugins
-from attnlib.device import DeviceInfo
 from attnlib.errors import RegistrationError
+from attnlib.selection.registration import Registration, availability
 
 __all__ = [
     "Registration",
     "availability",
     "generation",
-    "import_reason",
     "list_backends",
     "lookup",
     "register_backend",
@@ -34,41 +32,6 @@ __all__ = [
 
 Backend = type[AttentionBackend]
 B = TypeVar("B", bound=Backend)
-
-
-@dataclass(frozen=True, eq=False)
-class Registration:
-    """One name in the registry. Compared by identity, so that it can be the key of a cache.
-
-    Attributes:
-        name: in lower case.
-        target: a class, or a "module:Class" path that is imported on first use.
-        priority: auto tries higher ones first; None: auto never selects it.
-        install_hint: the command that installs what it needs; "" if there is none.
-        config: settings passed to its builder and every impl.
-        origin: "built in", "registered", "argument", or the distribution that provides it.
-    """
-
-    name: str
-    target: str | Backend
-    priority: int | None = None
-    install_hint: str = ""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    origin: str = "built in"
-
-    @property
-    def is_plugin(self) -> bool:
-        """True if an installed package provides it through an entry point."""
-        return self.origin not in ("built in", "registered", "argument")
-
-    def load(self) -> Backend:
-        """The class with its config bound; imports it if necessary.
-
-        Raises:
-            BaseException: whatever importing the module raises.
-        """
-        found = import_backend(self.target) if isinstance(self.target, str) else self.target
-        return configured(found, self.config)
 
 
 def _built_in(name: str) -> Registration:
@@ -81,7 +44,6 @@ _lock = threading.RLock()
 _registered: dict[str, Registration] = {name: _built_in(name) for name in BUILTIN_BACKENDS}
 _generation = 0
 _plugins_read = False
-_warned: set[tuple[str, str]] = set()
 
 
 def generation() -> int:
@@ -99,7 +61,9 @@ def registrations() -> dict[str, Registration]:
                     _add_plugin(plugin)
             finally:
                 _plugins_read = True
-        return dict(_registered)
+        if env.read("ATTNLIB_PLUGINS"):
+            return dict(_registered)
+        return {name: entry for name, entry in _registered.items() if not entry.is_plugin}
 
 
 def list_backends() -> list[str]:
@@ -111,38 +75,6 @@ def list_backends() -> list[str]:
 def lookup(name: str) -> Registration | None:
     """The registration of a name in any case, or None."""
     return registrations().get(name.strip().lower())
-
-
-def availability(entry: Registration, device: DeviceInfo) -> tuple[Backend | None, list[str]]:
-    """Import a backend and ask whether it can run on `device`. Never raises.
-
-    Importing another package may raise anything, including SystemExit. It becomes a reason with the
-    original error. For a plug-in it also causes one warning: users may never read the reasons.
-
-    Returns:
-        The class, or None if it cannot be imported, and all reasons why it cannot run here.
-    """
-    backend = None
-    try:
-        backend = entry.load()
-        return backend, device.unavailable_reasons or list(backend.unavailable(device))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        reason = import_reason(error, entry)
-        if entry.is_plugin and (entry.name, entry.origin) not in _warned:
-            _warned.add((entry.name, entry.origin))
-            warnings.warn(
-                f"backend {entry.name!r} of package {entry.origin} is ignored: {reason}",
-                stacklevel=2,
-            )
-        return backend, [reason]
-
-
-def import_reason(error: BaseException, entry: Registration) -> str:
-    """The original error as a reason, with the command that may help."""
-    text = f"{type(error).__name__}: {error}"
-    return f"{text}; try: {entry.install_hint}" if entry.install_hint else text
 
 
 @overload
@@ -184,10 +116,12 @@ def register_backend(
         name: letters, digits, `_`, `-` and `.`, in any case.
         backend: a class, a "module:Class" path (imported on first use), or None to use the call as
             a class decorator.
-        priority: auto tries higher priorities first (triton has 300, torch 100). None: the backend
-            is used only if it is selected by name.
+        priority: auto tries higher priorities first (triton has 300, torch 100). None: that of the
+            class (`AttentionBackend.auto_priority`); without one, the backend is used only if it is
+            selected by name.
         config: settings passed to its builder and every impl. One class may be registered under
-            several names with different settings.
+            several names with different settings: selection returns a subclass, whose `get_name()`
+            is the registered name, where class and name or settings differ.
         install_hint: the command to show if the backend cannot be imported.
         override: replace a registered backend of the same name.
 

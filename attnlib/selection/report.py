@@ -157,7 +157,7 @@ def selection_error(
     if not requested:
         table = "\n".join(f"  {c.name}: {'; '.join(c.reasons)}" for c in report.candidates)
         return UnsupportedConfigError(
-            f"no backend supports {spec} on {report.device}:\n{table}",
+            f"no backend supports this layer on {report.device}:\n{table}\nThe layer: {spec}",
             backend="auto",
             reasons=[reason for c in report.candidates for reason in c.reasons],
             rejections=report.rejections(),

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -20,43 +18,19 @@ import torch
 from attnlib import env, tuning
 from attnlib.backends._foreign.imports import environment_facts
 from attnlib.backends.base import AttentionBackend
-from attnlib.backends.cascade import make_cascade
-from attnlib.backends.cascade.schedule import DEFAULT_RULE, PrefixRule
-from attnlib.backends.loading import check_backend_class
 from attnlib.backends.placeholder import PlaceholderBackend
 from attnlib.cache.layout import get_kv_cache_layout
 from attnlib.device import DeviceInfo, current_device_index, resolve_device
-from attnlib.errors import BackendUnavailableError, UnknownBackendError
-from attnlib.selection.decision import (
-    AUTO,
-    PAIR_SYNTAX,
-    Probe,
-    Request,
-    decide,
-    parse_request,
-    unknown_backend_error,
-)
-from attnlib.selection.registry import (
-    Registration,
-    availability,
-    generation,
-    import_reason,
-    lookup,
-    registrations,
-)
+from attnlib.selection.current import current_request, parsed, selection_state
+from attnlib.selection.decision import Probe, decide
+from attnlib.selection.registration import Registration, availability
+from attnlib.selection.registry import registrations
 from attnlib.selection.report import SelectionReport, selection_error
+from attnlib.selection.request import Request
 from attnlib.selection.vllm_arguments import spec_from_vllm_arguments
 from attnlib.spec import AttentionSpec
 
-__all__ = [
-    "explain",
-    "get_attn_backend",
-    "load_backend",
-    "measured_ranking",
-    "merge_attention",
-    "selection_state",
-    "use_backend",
-]
+__all__ = ["explain", "get_attn_backend", "measured_ranking"]
 
 Backend = type[AttentionBackend]
 Device = torch.device | str | DeviceInfo | None
@@ -65,85 +39,7 @@ _MAX_CACHED = 1024
 """Entries of the selection cache; it is cleared when it is full."""
 
 _log = logging.getLogger("attnlib")
-_context: ContextVar[str | Backend | None] = ContextVar("attnlib_use_backend", default=None)
 _cache: dict[tuple[Any, ...], Backend] = {}
-
-
-def load_backend(name: str) -> Backend:
-    """The class of a name or a pair, even if it cannot run here.
-
-    Args:
-        name: NAME, `prefill:NAME,decode:NAME` or `prefix:NAME,suffix:NAME`.
-
-    Raises:
-        UnknownBackendError: a name that is not registered.
-        BackendUnavailableError: it cannot be imported.
-        LayoutMismatchError: the two backends of a pair read no common cache layout.
-    """
-    if ":" in name:
-        request = parse_request(name, "name", registrations())
-        return request.combine(load_backend(str(request.first)), load_backend(str(request.second)))
-    entry = lookup(name)
-    if entry is None:
-        raise unknown_backend_error(name.strip().lower(), name, "name", registrations())
-    try:
-        return entry.load()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise BackendUnavailableError(
-            f"backend {entry.name!r} cannot be imported: {import_reason(error, entry)}"
-        ) from error
-
-
-def merge_attention(
-    prefix: str | Backend, suffix: str | Backend, rule: PrefixRule = DEFAULT_RULE
-) -> Backend:
-    """The backend that computes prefixes which requests share with `prefix` and the rest of each
-    request with `suffix`, and merges both by their log-sum-exps.
-
-    The names "prefix:NAME,suffix:NAME" select the same backend. The batch states its prefixes in
-    `CommonAttentionMetadata.shared_prefixes`.
-
-    Args:
-        prefix, suffix: names or classes of backends; both may be the same.
-        rule: which prefixes are computed once; by default those that save at least 192 MiB of
-            reads.
-
-    Raises:
-        UnknownBackendError: a name that is not registered.
-        BackendUnavailableError: a backend that cannot be imported.
-        LayoutMismatchError: the two read no common cache layout.
-    """
-    first, second = (
-        load_backend(backend) if isinstance(backend, str) else backend
-        for backend in (prefix, suffix)
-    )
-    return make_cascade(first, second, rule)
-
-
-@contextmanager
-def use_backend(backend: str | Backend | None) -> Iterator[None]:
-    """Within the block, select this backend unless an argument names another one.
-
-    Args:
-        backend: a class, or a string in the syntax of ATTNLIB_BACKEND.
-
-    Raises:
-        UnknownBackendError: a name that is not registered; raised when the block is entered.
-    """
-    _parse(backend, "use_backend")
-    token = _context.set(backend)
-    try:
-        yield
-    finally:
-        _context.reset(token)
-
-
-def selection_state() -> tuple[Any, ...]:
-    """A value that changes with `use_backend` and with the registry. Selections for equal specs and
-    devices may differ where it differs; environment variables are not part of it."""
-    return _context.get(), generation()
 
 
 def get_attn_backend(
@@ -185,7 +81,7 @@ def get_attn_backend(
     try:
         found = _cache.get(_key(spec, backend, device))
     except TypeError:  # an unhashable object, such as a list: neither a name nor a class
-        _parse(backend, "argument")
+        parsed(backend, "argument")
         raise
     if found is None:
         found = _select(spec, backend, resolve_device(device), layer_name)
@@ -214,7 +110,7 @@ def explain(
     """
     _cached_availability.cache_clear()
     info = resolve_device(device)
-    request, given = _request(backend)
+    request, given = current_request(backend)
     return _decide(spec, info, request, _entries(given))
 
 
@@ -235,24 +131,12 @@ def _cached_availability(
 
 def _key(spec: AttentionSpec, backend: Any, device: Any) -> tuple[Any, ...]:
     """All inputs of a selection."""
-    return (
-        spec,
-        backend,
-        device,
-        current_device_index(),
-        _context.get(),
-        env.raw("ATTNLIB_BACKEND"),
-        env.raw("ATTNLIB_TUNING"),
-        env.raw("TRITON_INTERPRET"),
-        get_kv_cache_layout(),
-        generation(),
-        tuning.generation(),
-    )
+    return spec, backend, device, current_device_index(), selection_state()
 
 
 def _select(spec: AttentionSpec, backend: Any, device: DeviceInfo, layer_name: str) -> Backend:
     env.warn_about_foreign_variables()
-    request, given = _request(backend)
+    request, given = current_request(backend)
     entries = {entry.name: entry for entry in _entries(given)}
     environment = frozenset(os.environ.items())
     report = _decide(
@@ -297,34 +181,6 @@ def _decide(
         probe or (lambda entry: availability(entry, device)),
         ranking,
     )
-
-
-def _request(backend: Any) -> tuple[Request, Mapping[str, Backend]]:
-    """The request with the highest precedence, and its class if it was given as one."""
-    for value, source in (
-        (backend, "argument"),
-        (_context.get(), "use_backend"),
-        (env.read("ATTNLIB_BACKEND"), "ATTNLIB_BACKEND"),
-    ):
-        request, given = _parse(value, source)
-        if request is not AUTO or (isinstance(value, str) and value.strip()):
-            return request, given
-    return AUTO, {}
-
-
-def _parse(value: Any, source: str) -> tuple[Request, Mapping[str, Backend]]:
-    """A request in any form; `AUTO` for None and for "auto"."""
-    if isinstance(value, type):
-        check_backend_class(value, value.__qualname__)
-        name = value.get_name()  # type: ignore[attr-defined]  # check_backend_class made sure of it
-        return Request(source, name, name), {name: value}
-    if value is not None and not isinstance(value, str):
-        raise UnknownBackendError(
-            f"{source}={value!r} is a {type(value).__name__}: give a backend's name, "
-            f"{PAIR_SYNTAX}, or a class"
-        )
-    request = parse_request(value or "", source, registrations())
-    return (request if request.excluded or not request.is_auto else AUTO), {}
 
 
 def _entries(given: Mapping[str, Backend]) -> list[Registration]:

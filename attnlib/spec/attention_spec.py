@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -105,8 +106,7 @@ class AttentionSpec:
             assign(self, "head_size_v", self.head_size)
         assign(self, "attn_type", as_kind("attn_type", self.attn_type, AttentionType))
         if self.mask_kind is None:
-            decoder = self.attn_type is AttentionType.DECODER
-            assign(self, "mask_kind", MaskKind.CAUSAL if decoder else MaskKind.BIDIRECTIONAL)
+            assign(self, "mask_kind", _default_mask(self.attn_type))
         assign(self, "mask_kind", as_kind("mask_kind", self.mask_kind, MaskKind))
         assign(self, "cudagraph", as_kind("cudagraph", self.cudagraph, CudaGraphSupport))
         assign(self, "window", as_window(self.window))
@@ -120,6 +120,20 @@ class AttentionSpec:
     def __reduce__(self) -> tuple[Any, ...]:
         # String hashes differ between processes, so the hash must not be pickled.
         return _rebuild, ({field.name: getattr(self, field.name) for field in fields(self)},)
+
+    def __str__(self) -> str:
+        """The fields that differ from their defaults, for messages."""
+        derived = {
+            "num_kv_heads": self.num_heads,
+            "head_size_v": self.head_size,
+            "mask_kind": _default_mask(self.attn_type),
+        }
+        shown = [
+            f"{field.name}={_text(value)}"
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != derived.get(field.name, field.default)
+        ]
+        return f"AttentionSpec({', '.join(shown)})"
 
     @property
     def group_size(self) -> int:
@@ -174,6 +188,18 @@ class AttentionSpec:
     def replace(self, **changes: Any) -> AttentionSpec:
         """A copy with some fields changed; validated again."""
         return replace(self, **changes)
+
+
+def _default_mask(attn_type: AttentionType) -> MaskKind:
+    """The mask of a layer whose spec names none."""
+    decoder = attn_type is AttentionType.DECODER
+    return MaskKind.CAUSAL if decoder else MaskKind.BIDIRECTIONAL
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, CudaGraphSupport):
+        return value.name
+    return str(value.value) if isinstance(value, Enum) else str(value)
 
 
 def _rebuild(values: dict[str, Any]) -> AttentionSpec:

@@ -10,8 +10,9 @@ from attnlib.backends.torch import TorchBackend
 from attnlib.backends.triton import TritonBackend
 from attnlib.device import DeviceInfo
 from attnlib.errors import UnknownBackendError
-from attnlib.selection.decision import AUTO, Request, auto_order, decide, parse_request
-from attnlib.selection.registry import Registration
+from attnlib.selection.decision import auto_order, decide
+from attnlib.selection.registration import Registration
+from attnlib.selection.request import AUTO, Request, parse_request
 
 SPEC = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float32)
 H200 = DeviceInfo("cuda", 0, (9, 0), name="H200", is_hypothetical=True)

@@ -14,9 +14,13 @@ import torch
 import attnlib
 from attnlib.backends.plugins import PluginBackend
 from attnlib.backends.torch import TorchBackend
-from attnlib.errors import BackendUnavailableError, RegistrationError
-from attnlib.selection import registry, unregister_backend
+from attnlib.device import DeviceInfo
+from attnlib.errors import BackendUnavailableError, RegistrationError, UnknownBackendError
+from attnlib.selection import registration, registry, unregister_backend
+from attnlib.selection.decision import decide
 from attnlib.selection.registry import lookup
+from attnlib.selection.request import AUTO
+from attnlib.tuning import Ranking
 
 SPEC = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float32)
 
@@ -66,7 +70,7 @@ def test_a_name_is_registered_once() -> None:
 
 def test_overriding_a_built_in_backend_and_restoring_it() -> None:
     attnlib.register_backend("torch", Other, priority=100, override=True)
-    assert _select() is Other
+    assert issubclass(_select(), Other) and _select().get_name() == "torch"
     unregister_backend("torch")
     assert _select() is TorchBackend
 
@@ -86,7 +90,7 @@ def test_the_decorator_form_returns_the_class() -> None:
     class Decorated(Other):
         pass
 
-    assert Decorated.get_name() == "other" and _select("decorated") is Decorated
+    assert Decorated.get_name() == "other" and issubclass(_select("decorated"), Decorated)
 
 
 def test_every_built_in_path_leads_to_a_backend_of_that_name() -> None:
@@ -110,7 +114,7 @@ def provide(monkeypatch: pytest.MonkeyPatch) -> Iterator[Provide]:
     """Simulate a package "simulated" with these entry points (name, path)."""
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     monkeypatch.setattr(registry, "_plugins_read", False)
-    monkeypatch.setattr(registry, "_warned", set())
+    monkeypatch.setattr(registration, "_warned", set())
 
     def simulate(*points: tuple[str, str]) -> None:
         found = [PluginBackend(name, path, "simulated") for name, path in points]
@@ -125,6 +129,59 @@ def test_a_plugin_is_selected_by_name_and_never_by_auto(provide: Provide) -> Non
     assert "provided" in attnlib.list_backends() and lookup("PROVIDED").origin == "simulated"
     assert _select("provided") is Provided
     assert _select() is TorchBackend
+
+
+class Ranked(Provided):
+    """A backend that asks for a place in auto."""
+
+    auto_priority = 150
+
+
+def test_a_plugin_class_may_declare_a_place_in_auto(provide: Provide) -> None:
+    provide(("provided", f"{__name__}:Provided"), ("ranked", f"{__name__}:Ranked"))
+    assert _select().get_name() == "ranked" and issubclass(_select(), Ranked)
+    by_name = {c.name: c for c in attnlib.explain(SPEC, "cpu").candidates}
+    assert by_name["provided"].reasons == ("selected only by name",)
+    assert by_name["torch"].reasons == ("lower priority",)
+
+
+def test_a_measured_backend_without_a_place_in_auto_says_so(provide: Provide) -> None:
+    provide(("provided", f"{__name__}:Provided"))
+    report = decide(
+        SPEC,
+        DeviceInfo("cpu"),
+        list(registry.registrations().values()),
+        AUTO,
+        lambda entry: registration.availability(entry, DeviceInfo("cpu")),
+        Ranking({}, ("provided", "torch"), {"provided": 1.0, "torch": 2.0}, "a table"),
+    )
+    by_name = {c.name: c for c in report.candidates}
+    assert report.chosen == "torch"
+    assert by_name["provided"].reasons[-1] == "selected only by name"
+
+
+def test_a_plugin_disappears_when_plugins_are_switched_off(
+    provide: Provide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ATTNLIB_PLUGINS may change at any time, also after the entry points were read."""
+    provide(("ranked", f"{__name__}:Ranked"))
+    assert _select().get_name() == "ranked"
+    monkeypatch.setenv("ATTNLIB_PLUGINS", "0")
+    assert _select().get_name() == "torch" and "ranked" not in attnlib.list_backends()
+    monkeypatch.setenv("ATTNLIB_PLUGINS", "1")
+    assert _select().get_name() == "ranked"
+
+
+def test_one_name_for_a_backend() -> None:
+    """The registered name holds, whatever the class says; suggestions are close to the request."""
+    attnlib.register_backend("newcomer", Other)
+    assert _select("newcomer").get_name() == "newcomer"
+    assert pickle.loads(pickle.dumps(_select("newcomer"))) is _select("newcomer")
+    with pytest.raises(UnknownBackendError) as caught:
+        _select("gather")
+    assert "Did you mean" not in str(caught.value)
+    with pytest.raises(UnknownBackendError, match=r"Did you mean 'newcomer'\?"):
+        _select("newcommer")
 
 
 def test_a_broken_plugin_causes_one_warning_with_both_names(provide: Provide) -> None:

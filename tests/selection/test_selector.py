@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import contextvars
 import dataclasses
 import logging
 import os
@@ -28,6 +31,7 @@ from attnlib.errors import (
     UnsupportedConfigError,
 )
 from attnlib.selection import selector, unregister_backend
+from attnlib.selection.current import selection_state
 from attnlib.selection.report import SelectionStatus
 
 SPEC = attnlib.AttentionSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.float32)
@@ -395,12 +399,75 @@ def test_availability_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(BackendUnavailableError, match="no compiler"):
         _chosen(backend="needy")
     monkeypatch.setenv("SOME_COMPILER", "cc")
-    assert _chosen(backend="needy") is backend
-    assert _chosen(backend="needy", spec=SPEC.replace(head_size=32)) is backend
+    assert issubclass(_chosen(backend="needy"), backend)
+    assert issubclass(_chosen(backend="needy", spec=SPEC.replace(head_size=32)), backend)
     assert calls == [None, "cc"]
     monkeypatch.delenv("SOME_COMPILER")
     attnlib.register_backend("needy", backend, override=True)
     with pytest.raises(BackendUnavailableError, match="no compiler"):
         _chosen(backend="needy")
     available[0] = True
-    assert _chosen(backend="needy") is backend
+    assert issubclass(_chosen(backend="needy"), backend)
+
+
+def test_the_error_of_auto_has_reasons_first_and_only_what_is_special() -> None:
+    """The layer comes after the reasons, without the fields that have their defaults."""
+    spec = SPEC.replace(sliding_window=7, mask_kind="causal")
+    with pytest.raises(UnsupportedConfigError) as caught:
+        attnlib.get_attn_backend(spec, device=DeviceInfo("tpu"))
+    text = str(caught.value)
+    assert text.index("device tpu not supported") < text.index("AttentionSpec(")
+    assert "sliding_window=7" in text and "num_kv_heads=2" in text
+    assert "block_size" not in text and "mask_kind" not in text and "head_size_v" not in text
+
+
+def _name_in_pool(run) -> str:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return run(pool).result().get_name()
+
+
+def test_use_backend_and_threads() -> None:
+    """The request is a context variable: new threads do not have it, unless their work runs in a
+    copy of the caller's context."""
+    attnlib.register_backend("other", Other)
+    with attnlib.use_backend("other"):
+        assert _name_in_pool(lambda pool: pool.submit(_chosen)) == "torch"
+        run = contextvars.copy_context().run
+        assert _name_in_pool(lambda pool: pool.submit(run, _chosen)) == "other"
+
+
+def test_use_backend_and_tasks() -> None:
+    """A task has the request of the place where it is made, and its own requests stay inside."""
+    attnlib.register_backend("other", Other)
+
+    async def inner() -> str:
+        with attnlib.use_backend("torch"):
+            await asyncio.sleep(0)
+            return _chosen().get_name()
+
+    async def outer() -> list[str]:
+        with attnlib.use_backend("other"):
+            task = asyncio.create_task(inner())
+            await asyncio.sleep(0)
+            return [_chosen().get_name(), await task, _chosen().get_name()]
+
+    assert asyncio.run(outer()) == ["other", "torch", "other"]
+
+
+def test_every_input_of_a_selection_is_in_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches elsewhere are keyed by `selection_state`."""
+    states = [selection_state()]
+    for name, value in (
+        ("ATTNLIB_BACKEND", "torch"),
+        ("ATTNLIB_KV_CACHE_LAYOUT", "HND"),
+        ("ATTNLIB_TUNING", "another.json"),
+        ("ATTNLIB_PLUGINS", "0"),
+        ("TRITON_INTERPRET", "0" if os.environ.get("TRITON_INTERPRET") == "1" else "1"),
+    ):
+        monkeypatch.setenv(name, value)
+        states.append(selection_state())
+    attnlib.register_backend("other", Other)
+    states.append(selection_state())
+    with attnlib.use_backend("torch"):
+        states.append(selection_state())
+    assert len(set(states)) == len(states)

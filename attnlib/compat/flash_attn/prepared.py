@@ -25,7 +25,7 @@ from attnlib.instrumentation import OBSERVERS
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
-from attnlib.selection.selector import selection_state
+from attnlib.selection.current import selection_state
 from attnlib.spec import AttentionSpec
 
 __all__ = [
