@@ -7,6 +7,10 @@ Compiles every case of `tests/ops/triton/cross_compile.py` and of its `hopper` c
 without a GPU, disassembles the cubins and hashes instructions, encodings, shared memory and number
 of warps. Names of kernels and files do not count. A comparison exits with status 1 on a difference.
 Both runs need the same version of Triton, because Triton includes the compiler and ptxas.
+
+Line information changes the order of instructions: ptxas moves none over the labels that mark where
+an inlined function begins and ends. With `--no-lines` kernels are compiled without it, so that a
+change that only divides or joins functions leaves the machine code as it is.
 """
 
 from __future__ import annotations
@@ -37,11 +41,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the hashes to this JSON file")
     parser.add_argument("--compare", type=Path, help="compare with the hashes of this JSON file")
     parser.add_argument("--dump", type=Path, help="write the normalized SASS to this directory")
+    parser.add_argument("--no-lines", action="store_true", help="compile without line information")
     options = parser.parse_args()
+    lines = not options.no_lines
+    triton.knobs.compilation.disable_line_info = not lines
 
     known = all_cases()
     hashes: dict[str, str] = {}
-    for name in options.cases or known:
+    for name in options.cases or [name for name in known if name not in score_cases()]:
         text = compile_to_sass(known[name])
         hashes[name] = hashlib.sha256(text.encode()).hexdigest()
         print(name, hashes[name][:16], flush=True)
@@ -49,11 +56,13 @@ def main() -> None:
             options.dump.mkdir(parents=True, exist_ok=True)
             (options.dump / f"{re.sub('[/:]', '_', name)}.sass").write_text(text)
     if options.out:
-        result = {"triton": triton.__version__, "target": TARGET, "sha256": hashes}
+        result = {
+            "triton": triton.__version__, "target": TARGET, "lines": lines, "sha256": hashes
+        }  # fmt: skip
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     if options.compare:
         earlier = json.loads(options.compare.read_text())
-        sys.exit(compare(earlier, hashes, every_case=not options.cases))
+        sys.exit(compare(earlier, hashes, lines, every_case=not options.cases))
 
 
 def all_cases() -> dict[str, Callable[[], Any]]:
@@ -62,7 +71,10 @@ def all_cases() -> dict[str, Callable[[], Any]]:
     from tests.ops.triton.hopper import cross_compile as hopper
 
     cases: dict[str, Callable[[], Any]] = {}
-    tables = hopper.LATENT_CASES, hopper.SELECTED_CASES, hopper.INVARIANT_CASES, hopper.SHARED_CASES
+    tables = (
+        hopper.LATENT_CASES, hopper.SELECTED_CASES, hopper.INVARIANT_CASES, hopper.SHARED_CASES,
+        hopper.SCORE_CASES,
+    )  # fmt: skip
     for name in [*hopper.CASES, *itertools.chain(*tables), *hopper.entry_cases()]:
         cases[f"hopper/{name}"] = lambda name=name: hopper.compile_case(name)
     names = list(plain.CASES)
@@ -72,6 +84,13 @@ def all_cases() -> dict[str, Callable[[], Any]]:
     for name in names:
         cases[f"plain/{name}"] = lambda name=name: plain.compile_for(TARGET, [name])
     return cases
+
+
+def score_cases() -> set[str]:
+    """Return the cases with a score function, which are compiled only where they are named."""
+    from tests.ops.triton.hopper import cross_compile as hopper
+
+    return {f"hopper/{name}" for name in hopper.SCORE_CASES}
 
 
 def compile_to_sass(run: Callable[[], Any]) -> str:
@@ -115,8 +134,11 @@ def sass_of(kernel: Any) -> str:
     return "\n".join([head, *code])
 
 
-def compare(earlier: dict[str, Any], hashes: dict[str, str], every_case: bool) -> int:
+def compare(earlier: dict[str, Any], hashes: dict[str, str], lines: bool, every_case: bool) -> int:
     """Print the differences between two runs and return the exit status."""
+    if earlier.get("lines", True) != lines:
+        print("one run has line information and the other one has none; compare runs of one kind")
+        return 2
     if earlier["triton"] != triton.__version__:
         versions = f"the file is from Triton {earlier['triton']}, this is {triton.__version__}"
         print(f"{versions}; compare runs of the same version")
