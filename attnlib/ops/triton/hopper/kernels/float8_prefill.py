@@ -16,8 +16,6 @@ cache. Both products run at twice the rate of 16-bit ones.
 The loader of keys and queries is that of `prefill`.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -45,6 +43,7 @@ from attnlib.ops.triton.hopper.kernels.prefill import (
     store_rows,
 )
 from attnlib.ops.triton.hopper.kernels.quantized import load_kv_scale, query_powers
+from attnlib.ops.triton.hopper.kernels.ring import Ring
 from attnlib.ops.triton.hopper.kernels.schedule import visible_span, visited_tiles
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LN2,
@@ -175,21 +174,22 @@ def _float8(tile):
 
 
 @gluon.jit
-def _first_product(q_tile, k_ring, k_full, k_empty, step, STAGES: gl.constexpr, ZEROS):
+def _first_product(q_tile, keys, step, ZEROS):
     """Wait for the first tile of keys and return its product with the queries."""
-    stage = step % STAGES
-    mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-    keys = _float8(k_ring.index(stage)).permute((1, 0))
-    scores = warpgroup_mma(q_tile, keys, ZEROS, use_acc=False, is_async=True)
+    key = keys.at(step)
+    key.wait_full()
+    scores = warpgroup_mma(
+        q_tile, _float8(key.tile()).permute((1, 0)), ZEROS, use_acc=False, is_async=True
+    )
     scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    key.release()
     return scores
 
 
 @gluon.jit
 def _step(
-    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, scores, acc, row_max, row_sum, step,
-    tile, row_first, row_last, row_factor, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    q_tile, keys, values, scores, acc, row_max, row_sum, step,
+    tile, row_first, row_last, row_factor, MASKED: gl.constexpr,
     CHECK_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Weigh the values of `tile`, number `step`, then multiply by the keys of the next one.
@@ -199,27 +199,27 @@ def _step(
     """
     O_LAYOUT: gl.constexpr = acc.type.layout
     S_LAYOUT: gl.constexpr = scores.type.layout
-    stage = step % STAGES
-    k_stage = (step + 1) % STAGES
+    value = values.at(step)
+    next_key = keys.at(step + 1)
     probs, acc_scale, row_max, row_sum = _weigh(
         scores, tile, row_first, row_last, row_max, row_sum, row_factor, MASKED, CHECK_FIRST
     )
     weights = _pack_weights(probs, gl.DotOperandLayout(0, O_LAYOUT, 4))
-    mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
+    value.wait_full()
     zeros = gl.zeros([acc.shape[0], acc.shape[1]], gl.float32, O_LAYOUT)
     added = warpgroup_mma(
-        weights, _float8(v_ring.index(stage)).permute((1, 0)), zeros, use_acc=False, is_async=True
+        weights, _float8(value.tile()).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
     added = warpgroup_mma_wait(0, deps=[added])
-    mbarrier.arrive(v_empty.index(stage), count=1)
+    value.release()
     acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, O_LAYOUT))[:, None] + added
-    mbarrier.wait(k_full.index(k_stage), ((step + 1) // STAGES) & 1)
+    next_key.wait_full()
     no_scores = gl.zeros([scores.shape[0], scores.shape[1]], gl.float32, S_LAYOUT)
     scores = warpgroup_mma(
-        q_tile, _float8(k_ring.index(k_stage)).permute((1, 0)), no_scores, use_acc=False,
+        q_tile, _float8(next_key.tile()).permute((1, 0)), no_scores, use_acc=False,
         is_async=True)  # fmt: skip
     scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(k_empty.index(k_stage), count=1)
+    next_key.release()
     return scores, acc, row_max, row_sum
 
 
@@ -244,6 +244,8 @@ def _consumer(
     STORE_ROW: gl.constexpr = gl.SliceLayout(1, STORE_LAYOUT)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK
+    keys = Ring(k_ring, k_full, k_empty, STAGES)
+    values = Ring(v_ring, v_full, v_empty, STAGES)
     if concurrent == 0:
         # PDL: the previous kernel may have written the queries or read the output.
         wait_on_dependent_grids()
@@ -293,8 +295,7 @@ def _consumer(
             acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
             if end > begin:
                 scores = _first_product(
-                    q_own, k_ring, k_full, k_empty, step, STAGES,
-                    gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT),
+                    q_own, keys, step, gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT),
                 )  # fmt: skip
                 # Masked tiles at the diagonal, unmasked tiles, masked tiles at the left, and the
                 # first tile.
@@ -302,22 +303,22 @@ def _consumer(
                 full_begin = gl.minimum(gl.maximum(left_end, begin + 1), full_end)
                 for back in range(0, end - full_end):
                     scores, acc, row_max, row_sum = _step(
-                        q_own, k_ring, v_ring, k_full, k_empty, v_full, v_empty, scores, acc,
-                        row_max, row_sum, step, end - 1 - back, row_first, row_last, row_factor,
-                        STAGES, True, CHECK_LEFT)  # fmt: skip
+                        q_own, keys, values, scores, acc,
+                        row_max, row_sum, step, end - 1 - back, row_first, row_last,
+                        row_factor, True, CHECK_LEFT)  # fmt: skip
                     step += 1
                 for back in range(0, full_end - full_begin):
                     scores, acc, row_max, row_sum = _step(
-                        q_own, k_ring, v_ring, k_full, k_empty, v_full, v_empty, scores, acc,
+                        q_own, keys, values, scores, acc,
                         row_max, row_sum, step, full_end - 1 - back, row_first, row_last,
-                        row_factor, STAGES, False, CHECK_LEFT)  # fmt: skip
+                        row_factor, False, CHECK_LEFT)  # fmt: skip
                     step += 1
                 if CHECK_LEFT:
                     for back in range(0, full_begin - begin - 1):
                         scores, acc, row_max, row_sum = _step(
-                            q_own, k_ring, v_ring, k_full, k_empty, v_full, v_empty, scores, acc,
+                            q_own, keys, values, scores, acc,
                             row_max, row_sum, step, full_begin - 1 - back, row_first, row_last,
-                            row_factor, STAGES, True, CHECK_LEFT)  # fmt: skip
+                            row_factor, True, CHECK_LEFT)  # fmt: skip
                         step += 1
                 probs, acc_scale, row_max, row_sum = _weigh(
                     scores, begin, row_first, row_last, row_max, row_sum, row_factor, True,

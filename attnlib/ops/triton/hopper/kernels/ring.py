@@ -6,7 +6,37 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate
 
-__all__ = ["Ring", "ring_pair"]
+__all__ = ["Ring", "Stage", "ring_pair"]
+
+
+@aggregate
+class Stage:
+    """The stage of a ring that holds one tile (`Ring.at`).
+
+    Fields:
+        ring: the ring.
+        index: number of the stage.
+        step: number of the tile.
+    """
+
+    ring: Value
+    index: Value
+    step: Value
+
+    @gluon.jit
+    def tile(self):
+        """Return the shared memory of the tile."""
+        return self.ring.memory.index(self.index)
+
+    @gluon.jit
+    def wait_full(self):
+        """Wait until the tile has been loaded."""
+        mbarrier.wait(self.ring.full.index(self.index), (self.step // self.ring.STAGES) & 1)
+
+    @gluon.jit
+    def release(self):
+        """Tell the loader that this consumer does not read the tile any more."""
+        mbarrier.arrive(self.ring.empty.index(self.index), count=1)
 
 
 @aggregate
@@ -27,6 +57,15 @@ class Ring:
     full: Value
     empty: Value
     STAGES: gl.constexpr
+
+    @gluon.jit
+    def at(self, step):
+        """Return the stage of tile number `step`, whose number is computed here.
+
+        A main loop takes the stages of its step before the products: no arithmetic is then left
+        between a product and the wait for it.
+        """
+        return Stage(self, step % self.STAGES, step)
 
     @gluon.jit
     def stage(self, step):
