@@ -82,6 +82,6 @@ def test_generate_compiles_nothing_per_token(
             stopping_criteria=[_Count()],
             **options,
         )
-    assert len(counts) == NEW_TOKENS and counts[0] > 0
+    assert len(counts) == NEW_TOKENS
     late = [kernel.name for kernel in compiled[counts[WARM_TOKENS - 1] :]]
     assert not late, f"{len(late)} kernels compiled after token {WARM_TOKENS}: {late[:4]}"

@@ -215,7 +215,7 @@ class HopperDecode:
         num_batch_tensors: number of batch tensors of the score function.
         last_strides: the kernel's last arguments. Strides of blocks, positions and heads, of the
             keys and of the values: those of the scales in the pages (M16), or of the caches in
-            units of 16 bytes where the kernel gathers their rows; else None. Other kernels have
+            bytes where the kernel gathers their rows; else None. Other kernels have
             other strides or none.
         gathers: the kernel reads the caches by address instead of descriptors.
         reads_address: it takes the address of the keys after the descriptors.

@@ -15,7 +15,6 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels.compat import TensorDescriptor
-from attnlib.ops.triton.hopper.kernels.gather import GATHER_ELEMENTS
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES, LaunchCache
 from attnlib.ops.triton.launch.sequence import Lookup, Source
@@ -292,7 +291,7 @@ def encode_views(
 
 
 def gathered_strides(key: Tensor, value: Tensor) -> tuple[int, ...]:
-    """Return the strides of both caches [B, N, Hkv, D] in blocks, rows and heads, in units of 16
-    bytes, for kernels that gather rows. The launcher has checked that they are multiples."""
-    strides = (*key.stride()[:3], *value.stride()[:3])
-    return tuple(stride // GATHER_ELEMENTS for stride in strides)
+    """Return the strides of both caches [B, N, Hkv, D] in blocks, rows and heads, in bytes, for
+    kernels that gather rows. The launcher has checked that they are multiples of 16."""
+    size = key.element_size()
+    return tuple(stride * size for stride in (*key.stride()[:3], *value.stride()[:3]))

@@ -114,8 +114,8 @@ class HopperPrefill:
         key_parts: parts of a key in shared memory, each as wide as a TMA box.
         num_items: work items, an upper bound.
         gathers: the kernel reads the caches by address instead of descriptors.
-        cache_strides: the kernel's last arguments: strides of keys and values in units of 16 bytes
-            where it gathers their rows, None where it could; empty for kernels that cannot.
+        cache_strides: the kernel's last arguments: strides of keys and values in bytes, where
+            it gathers their rows, None where it could; empty for kernels that cannot.
     """
 
     limits: DeviceLimits

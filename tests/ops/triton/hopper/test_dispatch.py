@@ -218,8 +218,8 @@ def test_rows_of_small_blocks_are_gathered(block_size: int) -> None:
     gathered = block_size < 8
     assert found.gathers is gathered
     assert found.attend._constants["GATHERS"] is gathered
-    # Of blocks, rows and heads, in units of 16 bytes.
-    strides = (block_size * 32, 32, 16) * 2 if gathered else (None,) * 6
+    # Of blocks, rows and heads, in bytes.
+    strides = (block_size * 512, 512, 256) * 2 if gathered else (None,) * 6
     assert found.cache_strides == strides
     # Descriptors of the queries, and of the caches.
     assert len(found.launches(False).lookups) == (1 if gathered else 2)

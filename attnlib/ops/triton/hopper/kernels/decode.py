@@ -162,20 +162,20 @@ def _loader(
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
     KV_KIND: gl.constexpr, LOADS: gl.constexpr, WORKER: gl.constexpr, WORKERS: gl.constexpr,
-    EVEN: gl.constexpr, D: gl.constexpr = 0, DV: gl.constexpr = 0, GROUP: gl.constexpr = 0,
-    K_SCALE_KIND: gl.constexpr = SCALE_FLOAT,
+    EVEN: gl.constexpr, GATHERS: gl.constexpr, D: gl.constexpr = 0, DV: gl.constexpr = 0,
+    GROUP: gl.constexpr = 0, K_SCALE_KIND: gl.constexpr = SCALE_FLOAT,
 ):  # fmt: skip
     """Load what LOADS says of a worker's range, split after split: "keys", with the scales of pages
     that hold them, "values", "keys and values" or "queries". One warp.
 
-    With strides of both caches, 4 warps gather their rows by address; None where TMA reads them.
+    With GATHERS, 4 warps gather the rows of both caches by address and `strides`.
 
     Args:
         memory: of the worker, see `_allocate_worker`; and the barriers of `send_queries`.
         scales: of pages that hold them, and the ring for them (`copy_token_scales`).
         queries: (query, k_scale, strides of tokens and heads of the query), for "queries".
         EVEN: ranges are those of `even_range` instead of `tile_range`.
-        D, DV: head sizes; the latter only with strides, the former also for "queries".
+        D, DV: head sizes; the latter only with GATHERS, the former also for "queries".
         GROUP, K_SCALE_KIND: as in `hopper_decode_kernel`, for "queries".
     """
     KEYS: gl.constexpr = LOADS == "keys" or LOADS == "keys and values"
@@ -227,12 +227,12 @@ def _loader(
                     tile = first_tile + (position + i - before)
                     # 32 pages ahead: one 128-byte line of the block table.
                     later = tile * BLOCK_N // BLOCK_SIZE + 32
-                    if strides is not None and KEYS:
+                    if GATHERS and KEYS:
                         gather_tile(
                             key_cache, table, seq_len, kv_head, tile, tile + _GATHER_AHEAD,
                             memory[2], memory[4], memory[5], step, strides[0], strides[1],
                             strides[2], D, BLOCK_SIZE, STAGES)  # fmt: skip
-                    elif strides is not None:
+                    elif GATHERS:
                         gather_tile(
                             value_cache, table, seq_len, kv_head, tile, tile + _GATHER_AHEAD,
                             memory[3], memory[6], memory[7], step, strides[3], strides[4],
@@ -878,7 +878,7 @@ def hopper_decode_kernel(
         GATHERS: rows of the caches are gathered: `key_desc` and `value_desc` are pointers, and
             WORKERS is 1.
         stride_kb to stride_vh: strides of keys and values in blocks, rows and heads of what is read
-            by address: of the caches in units of 16 bytes with GATHERS, of the scales in the pages
+            by address: of the caches in bytes with GATHERS, of the scales in the pages
             with SCALE_PER_TOKEN; else None.
     """
     aux = (
@@ -889,7 +889,7 @@ def hopper_decode_kernel(
     # on an H200, and 174.2 instead of 177.1 on an H100. Not measured over quantized caches.
     EVEN: gl.constexpr = COMBINE_IN_KERNEL and KV_KIND == KV_PLAIN and ROWS >= max(16, 2 * GROUP)
     COPIED: gl.constexpr = GATHERS
-    strides = None
+    strides = (None, None, None, None, None, None)
     if GATHERS:
         strides = (stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh)
     # Of keys and of values, with one worker. Warps that gather keep the addresses of rows.
@@ -937,12 +937,14 @@ def hopper_decode_kernel(
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
                     chunk, num_reqs, num_blocks, stride_table, memory0, scales0, None, aux, strides,
                     BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, "keys", 0, WORKERS, EVEN, D, DV)),
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, "keys", 0, WORKERS, EVEN, GATHERS, D,
+                    DV)),
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
                     chunk, num_reqs, num_blocks, stride_table, memory0, scales0, None, aux, strides,
                     BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED, CAUSAL,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, "values", 0, WORKERS, EVEN, D, DV)),
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, "values", 0, WORKERS, EVEN, GATHERS, D,
+                    DV)),
             ],
             [LOADER_WARPS, LOADER_WARPS],
             [LOADER_REGISTERS, LOADER_REGISTERS],
@@ -997,24 +999,26 @@ def hopper_decode_kernel(
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
                     chunk, num_reqs, num_blocks, stride_table, memory0, scales0, queries, aux,
                     None, BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, FIRST, 0, WORKERS, EVEN)),
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, FIRST, 0, WORKERS, EVEN,
+                    False)),
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
                     chunk, num_reqs, num_blocks, stride_table, memory0, scales0, queries, aux,
                     None, BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, SECOND, 0, WORKERS, EVEN, D,
-                    DV, GROUP, K_SCALE_KIND)),
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, SECOND, 0, WORKERS, EVEN,
+                    False, D, DV, GROUP, K_SCALE_KIND)),
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
                     chunk, num_reqs, num_blocks, stride_table, memory1, scales1, queries, aux,
                     None, BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, FIRST, 1, WORKERS, EVEN)),
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, FIRST, 1, WORKERS, EVEN,
+                    False)),
                 (_loader, (
                     key_desc, value_desc, query_start_loc, seq_lens, block_table, left, right,
                     chunk, num_reqs, num_blocks, stride_table, memory1, scales1, queries, aux,
                     None, BOUNDS, NUM_KV_HEADS, TILE_TOKENS, BLOCK_N, BLOCK_SIZE, STAGES, PACKED,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, SECOND, 1, WORKERS, EVEN, D,
-                    DV, GROUP, K_SCALE_KIND)),
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, KV_KIND, SECOND, 1, WORKERS, EVEN,
+                    False, D, DV, GROUP, K_SCALE_KIND)),
             ],
             [4, 1, 1, 1, 1],
             [SECOND_REGISTERS, REGISTERS, REGISTERS, REGISTERS, REGISTERS],

@@ -16,15 +16,22 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     prefetch_l1,
 )
 
-__all__ = ["GATHER_ELEMENTS", "GATHER_THREADS", "gather_tile"]
+__all__ = ["GATHER_THREADS", "gather_tile"]
 
 GATHER_THREADS = 128
 """Threads of a partition that gathers: the arrivals that its `full` barriers count."""
 
-GATHER_ELEMENTS = 8
-"""Elements of 16 bits that a thread copies at a time, and the unit of the strides."""
+_ELEMENTS = gl.constexpr(8)
+"""Elements of 16 bits that a thread copies at a time."""
 
-_ELEMENTS = gl.constexpr(GATHER_ELEMENTS)
+_BYTE_POINTER = gl.constexpr(gl.pointer_type(gl.uint8))
+
+
+@gluon.jit
+def _multiple(stride):
+    """Return a stride in bytes, marked as a multiple of 16: the compiler sees that its low bits are
+    0, and copies 16 bytes at a time."""
+    return ((stride >> 4) << 4).to(gl.int64)
 
 
 @gluon.jit
@@ -47,9 +54,9 @@ def gather_tile(
         full: mbarriers that count GATHER_THREADS arrivals.
         empty: mbarriers that count the consumers that have released a stage.
         step: number of tiles that this loader has loaded.
-        stride_b, stride_n, stride_h: strides of the cache in blocks, rows and heads, in units of
-            GATHER_ELEMENTS elements. They are no constants, because they change at every token of
-            a cache that is one growing tensor.
+        stride_b, stride_n, stride_h: strides of the cache in blocks, rows and heads, in bytes, and
+            multiples of 16. They are no constants, because they change at every token of a cache
+            that is one growing tensor.
     """
     BLOCK_N: gl.constexpr = ring.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
@@ -61,7 +68,8 @@ def gather_tile(
     # Wait until all consumers have released the tile that the stage held STAGES steps ago. The
     # parity is inverted, so that the first pass over the ring does not wait.
     mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-    first = cache + kv_head.to(gl.int64) * stride_h * _ELEMENTS
+    # Addresses in bytes: one wide multiplication of two 32-bit numbers finds a row.
+    first = cache.to(_BYTE_POINTER, bitcast=True) + kv_head.to(gl.int64) * _multiple(stride_h)
     # Only the last tile has rows to leave out. The other copies take 4 instructions per row: the
     # load of its page, two that add its offset to a common address, and the copy.
     if (tile + 1) * BLOCK_N <= seq_len:
@@ -80,7 +88,8 @@ def _copy_rows(
     cache, table, seq_len, tile, buffer, stride_b, stride_n, D: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, ALL: gl.constexpr,
 ):  # fmt: skip
-    """Issue the copies of a tile. ALL: no row is past the end. `cache` is that of the KV head."""
+    """Issue the copies of a tile. `cache` points to the bytes of the KV head. ALL: no row is past
+    the end."""
     BLOCK_N: gl.constexpr = buffer.shape[0]
     WIDTH: gl.constexpr = buffer.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
@@ -95,11 +104,10 @@ def _copy_rows(
         page = gl.load(table + positions // BLOCK_SIZE)
     else:
         page = gl.load(table + positions // BLOCK_SIZE, mask=exists, other=0)
-    offsets = page.to(gl.int64) * stride_b
+    rows = cache + page.to(gl.int64) * _multiple(stride_b)
     if BLOCK_SIZE > 1:
-        offsets += (positions % BLOCK_SIZE).to(gl.int64) * stride_n
-    # The constant factor tells the compiler that rows begin at multiples of 16 bytes.
-    pointers = (cache + columns) + (offsets * _ELEMENTS)[:, None]
+        rows += (positions % BLOCK_SIZE).to(gl.int64) * _multiple(stride_n)
+    pointers = rows.to(gl.pointer_type(buffer.dtype), bitcast=True)[:, None] + columns
     if ALL and D == WIDTH:
         copy_to_shared(buffer, pointers)
     else:

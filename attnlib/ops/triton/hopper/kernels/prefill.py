@@ -909,7 +909,7 @@ def hopper_prefill_kernel(
             the key's position, and terms that are equal for all keys; None for others.
         GATHERS: rows of the caches are gathered: `key_desc` and `value_desc` are pointers.
         stride_kb to stride_vh: with GATHERS, strides of the key and the value cache in blocks, rows
-            and heads, in units of 16 bytes; else None.
+            and heads, in bytes; else None.
         SKIP_BELOW: base-2 logarithm of the weight below which tiles are left out (`skipping`), or
             None; only without windows, chunks, score functions, float8 and gathered rows.
         SPLIT_V: the consumers share 64 query rows, and each has a part of the value elements.
