@@ -31,7 +31,16 @@ _BYTE_POINTER = gl.constexpr(gl.pointer_type(gl.uint8))
 def _multiple(stride):
     """Return a stride in bytes, marked as a multiple of 16: the compiler sees that its low bits are
     0, and copies 16 bytes at a time."""
-    return ((stride >> 4) << 4).to(gl.int64)
+    return _wide((stride >> 4) << 4)
+
+
+@gluon.jit
+def _wide(number):
+    """Return a number that is not negative in 64 bits. The compiler knows the upper half of one of
+    32 bits to be 0, and multiplies two of them by one instruction."""
+    if number.dtype.primitive_bitwidth == 32:
+        number = number.to(gl.uint32)
+    return number.to(gl.int64)
 
 
 @gluon.jit
@@ -68,8 +77,7 @@ def gather_tile(
     # Wait until all consumers have released the tile that the stage held STAGES steps ago. The
     # parity is inverted, so that the first pass over the ring does not wait.
     mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-    # Addresses in bytes: one wide multiplication of two 32-bit numbers finds a row.
-    first = cache.to(_BYTE_POINTER, bitcast=True) + kv_head.to(gl.int64) * _multiple(stride_h)
+    first = cache.to(_BYTE_POINTER, bitcast=True) + _wide(kv_head) * _multiple(stride_h)
     # Only the last tile has rows to leave out. The other copies take 4 instructions per row: the
     # load of its page, two that add its offset to a common address, and the copy.
     if (tile + 1) * BLOCK_N <= seq_len:
@@ -104,9 +112,9 @@ def _copy_rows(
         page = gl.load(table + positions // BLOCK_SIZE)
     else:
         page = gl.load(table + positions // BLOCK_SIZE, mask=exists, other=0)
-    rows = cache + page.to(gl.int64) * _multiple(stride_b)
+    rows = cache + _wide(page) * _multiple(stride_b)
     if BLOCK_SIZE > 1:
-        rows += (positions % BLOCK_SIZE).to(gl.int64) * _multiple(stride_n)
+        rows += _wide(positions % BLOCK_SIZE) * _multiple(stride_n)
     pointers = rows.to(gl.pointer_type(buffer.dtype), bitcast=True)[:, None] + columns
     if ALL and D == WIDTH:
         copy_to_shared(buffer, pointers)
