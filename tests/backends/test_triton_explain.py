@@ -13,7 +13,7 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.backends.loading import configured
 from attnlib.backends.triton import TritonBackend
 from attnlib.device import DeviceInfo, resolve_device
-from attnlib.ops.triton.hopper.support import hopper_decode_keys
+from attnlib.ops.triton.hopper.preference import hopper_decode_keys
 from attnlib.score_functions.builtin import documents
 from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import MaskKind

@@ -171,11 +171,11 @@ def test_decode_with_any_number_of_consumers(
 ) -> None:
     """Two consumers with tiles of 64 keys get their queries from another warp."""
     from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile
-    from attnlib.ops.triton.hopper import dispatch
+    from attnlib.ops.triton.hopper import select_decodes
     from attnlib.ops.triton.launch.cache import LAUNCHES
 
     chosen = DecodeTile(*tile)
-    monkeypatch.setattr(dispatch, "choose_hopper_decode_tile", lambda *_, **__: chosen)
+    monkeypatch.setattr(select_decodes, "choose_hopper_decode_tile", lambda *_, **__: chosen)
     LAUNCHES.clear()
     test_decode_equals_float32(name)
     LAUNCHES.clear()
@@ -192,11 +192,11 @@ def test_decode_with_any_number_of_consumers(
 )
 def test_decode_by_ctas_of_one_warp(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile
-    from attnlib.ops.triton.hopper import dispatch
+    from attnlib.ops.triton.hopper import select_decodes
     from attnlib.ops.triton.launch.cache import LAUNCHES
 
     tile = DecodeTile(32, 4, warps=8)
-    monkeypatch.setattr(dispatch, "choose_hopper_decode_tile", lambda *_, **__: tile)
+    monkeypatch.setattr(select_decodes, "choose_hopper_decode_tile", lambda *_, **__: tile)
     LAUNCHES.clear()
     test_decode_equals_float32(name)
     LAUNCHES.clear()
@@ -297,7 +297,7 @@ def test_prefill_with_queries_anywhere(
 ) -> None:
     """The queries are in shared memory or in registers."""
     from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile
-    from attnlib.ops.triton.hopper import dispatch
+    from attnlib.ops.triton.hopper import select_prefills
     from attnlib.ops.triton.launch.cache import LAUNCHES
 
     registers = (224, 40) if in_registers else (216, 56)
@@ -305,7 +305,7 @@ def test_prefill_with_queries_anywhere(
         128, 2, persistent=True, consumer_registers=registers[0], producer_registers=24,
         byte_stages=2, converter_registers=registers[1], query_registers=in_registers,
     )  # fmt: skip
-    monkeypatch.setattr(dispatch, "choose_hopper_tile", lambda *_, **__: tile)
+    monkeypatch.setattr(select_prefills, "choose_hopper_tile", lambda *_, **__: tile)
     test_prefill_equals_float32(name)
     LAUNCHES.clear()
 

@@ -137,7 +137,7 @@ def _uses(kind: str) -> bool:
 def _choose_tile(monkeypatch: pytest.MonkeyPatch, warps: int) -> None:
     """Select CTAs of one warp, so many on a multiprocessor, or (0) of warpgroups."""
     from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile, choose_hopper_decode_tile
-    from attnlib.ops.triton.hopper import dispatch
+    from attnlib.ops.triton.hopper import select_decodes
     from attnlib.ops.triton.launch.cache import LAUNCHES
 
     def choose(*sizes: int, one_warp: bool = False, **work: Any) -> DecodeTile:
@@ -145,7 +145,7 @@ def _choose_tile(monkeypatch: pytest.MonkeyPatch, warps: int) -> None:
         chosen = choose_hopper_decode_tile(*sizes, **work)
         return DecodeTile(32, 3, warps=warps) if warps else chosen
 
-    monkeypatch.setattr(dispatch, "choose_hopper_decode_tile", choose)
+    monkeypatch.setattr(select_decodes, "choose_hopper_decode_tile", choose)
     LAUNCHES.clear()
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile, choose_hopper_tile
-from attnlib.ops.triton.hopper import dispatch
+from attnlib.ops.triton.hopper import select_prefills
 from tests.gpu.devices import needs_gpu
 from tests.properties.campaign import Campaign
 from tests.properties.check import run_draw
@@ -83,7 +83,7 @@ def _tile_of_long_prompts(*sizes: int, **options: Any) -> HopperTile:
 def test_agrees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "three consumers" in name:
         # As for long prompts; the kernels of short ones have two.
-        monkeypatch.setattr(dispatch, "choose_hopper_tile", _tile_of_long_prompts)
+        monkeypatch.setattr(select_prefills, "choose_hopper_tile", _tile_of_long_prompts)
     compared = 0
     for seed in range(9_100_000, 9_104_000, DRAWS_PER_SPEC):
         spec = draw_of(seed, LIMITS, DRAWS_PER_SPEC).spec

@@ -5,45 +5,26 @@ Imports no triton: the answer follows from the layer and the compute capability.
 
 from __future__ import annotations
 
-from typing import Any
-
+from attnlib.backends.triton.explain_hopper import (
+    HopperChip,
+    copies_note,
+    hopper_lines,
+    no_float8_products,
+)
 from attnlib.backends.triton.explain_tiles import tile_lines
+from attnlib.backends.triton.spec_shape import call_features, layer_shape
 from attnlib.device import DeviceInfo
 from attnlib.ops.triton.heuristics.hopper_tiles import key_parts
-from attnlib.ops.triton.heuristics.splits import visible_bound
+from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, COPIED_TOKENS, gathers, hopper_reads
 from attnlib.ops.triton.hopper.support import (
-    BLOCK_SIZES,
-    COPIED_GROUP,
-    COPIED_TOKENS,
-    HOPPER_DECODE_KEYS,
-    LATENT_KEYS_PER_SM,
-    LATENT_KEYS_PER_SM_ONE_REQUEST,
-    LATENT_ROWS,
-    PAIRS_PER_SM,
-    SHORT_DECODE_KEYS,
-    decode_keys,
-    decode_rows,
-    decode_unsupported_reasons,
-    gathers,
-    hopper_reads,
     invariant_unsupported_reasons,
-    latent_head_blocks,
-    latent_unsupported_reasons,
     prefill_unsupported_reasons,
-    reads_short_decodes,
     selected_latents_unsupported_reasons,
 )
 from attnlib.sparse.key_selection import SelectionScope
-from attnlib.spec import AttentionSpec, MaskKind
+from attnlib.spec import AttentionSpec
 
 __all__ = ["kernel_lines"]
-
-_NUM_SMS = 132
-"""Multiprocessors of an H100 SXM, an H200 and a GH200. Other Hopper GPUs have fewer (114 on an
-H100 PCIe, 78 on an H20): there the batch size from which longer sequences are required is lower,
-and layers with more KV heads than multiprocessors use the portable decode kernel."""
-
-_UNBOUNDED = 1 << 30
 
 
 def kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str = "auto") -> list[str]:
@@ -84,7 +65,7 @@ def _kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str) -> list
         return ["prefill, decode: portable Triton kernels (configured: kernels=portable)"]
     if not_hopper or device.capability is None:
         return ["prefill, decode: portable Triton kernels"]
-    return _hopper_lines(spec, device.capability)
+    return hopper_lines(spec, device.capability)
 
 
 def _threshold_line(spec: AttentionSpec, lines: list[str]) -> str:
@@ -132,7 +113,7 @@ def _float8_queries_line(
     elif spec.use_mla or spec.key_selection is not None:
         reasons = ["latents" if spec.use_mla else "selected keys"]
     else:
-        reasons = _no_float8_products(spec) or ["portable prefill kernel"]
+        reasons = no_float8_products(spec) or ["portable prefill kernel"]
     return f"float8 queries: not used ({'; '.join(reasons)})"
 
 
@@ -142,12 +123,9 @@ def _unpaged_kernel(spec: AttentionSpec, device: DeviceInfo, kernels: str) -> st
     if kernels == "portable" or device.is_rocm or (device.capability or (0, 0))[0] != 9:
         return portable
     assert device.capability is not None
-    reasons = prefill_unsupported_reasons(
-        device.capability, spec.dtype, spec.dtype, (spec.head_size, spec.head_size_v),
-        BLOCK_SIZES[-1], spec.group_size,
-        causal_per_request=spec.mask_kind is MaskKind.PER_REQUEST, alibi=spec.has_alibi,
-        bias=spec.mask_kind is MaskKind.QUERY_BIAS,
-    )  # fmt: skip
+    shape = layer_shape(spec)._replace(cache_dtype=spec.dtype, block_size=BLOCK_SIZES[-1])
+    features = call_features(spec)._replace(score_function=False)
+    reasons = prefill_unsupported_reasons(shape, features, HopperChip(device.capability))
     if spec.score_function is not None:
         reasons.append(f"score_function={spec.score_function}: portable kernel only")
     if spec.batch_invariant:
@@ -174,47 +152,10 @@ def _page_lines(spec: AttentionSpec, capability: tuple[int, int] | None, kernels
     if capability is None or kernels == "portable":
         configured = "; configured: kernels=portable" if kernels == "portable" else ""
         return [f"prefill, decode: portable Triton kernels ({how}{configured})"]
-    prefill = f"prefill: portable Triton kernel ({how}){_copies(spec, capability)}"
+    prefill = f"prefill: portable Triton kernel ({how}){copies_note(spec, capability)}"
     if not hopper_reads(stored):
         return [prefill, "decode:  portable Triton kernel"]
-    return [prefill, _hopper_lines(spec, capability)[1]]
-
-
-def _copies(spec: AttentionSpec, capability: tuple[int, int]) -> str:
-    """How the prefill reads long prompts, if it copies their keys first; else nothing."""
-    small = gathers(spec.block_size)
-    if spec.group_size < COPIED_GROUP or not (spec.is_kv_quantized or small):
-        return ""
-    if spec.score_function is not None or spec.use_mla or spec.dtype.itemsize != 2:
-        return ""
-    if spec.kv_format.elements_per_group:  # portable kernels only
-        return ""
-    if prefill_unsupported_reasons(
-        capability, spec.dtype, spec.dtype, (spec.head_size, spec.head_size_v), BLOCK_SIZES[-1],
-        spec.group_size, causal_per_request=spec.mask_kind is MaskKind.PER_REQUEST,
-        alibi=spec.has_alibi, bias=spec.mask_kind is MaskKind.QUERY_BIAS,
-    ):  # fmt: skip
-        return ""
-    copies = f"{str(spec.dtype).removeprefix('torch.')} copies"
-    if spec.allow_fp8_queries and not _no_float8_products(spec):
-        copies = "e4m3 copies"
-    return f"; from {COPIED_TOKENS} query tokens on: Hopper kernel over {copies}"
-
-
-def _no_float8_products(spec: AttentionSpec) -> list[str]:
-    """Why prefills have no float8 products (`converted_prefill.copied_rows`, `multiplies_float8`);
-    empty if those over copies have them."""
-    group, sizes = spec.group_size, sorted({spec.head_size, spec.head_size_v})
-    against = [
-        (sizes != [128], f"head size {' and '.join(map(str, sizes))}, not 128"),
-        (group < COPIED_GROUP, f"fewer than {COPIED_GROUP} query heads per KV head"),
-        (64 % group != 0, f"{group} query heads per KV head, which do not divide 64"),
-        (spec.has_sink, "sinks"),
-        (spec.logits_soft_cap is not None, "soft cap"),
-        (spec.skip_softmax_threshold is not None, "threshold of weights"),
-        (spec.score_function is not None, "score function"),
-    ]
-    return [reason for applies, reason in against if applies]
+    return [prefill, hopper_lines(spec, capability)[1]]
 
 
 def _selected_lines(spec: AttentionSpec, device: DeviceInfo, portable_only: bool) -> list[str]:
@@ -225,13 +166,10 @@ def _selected_lines(spec: AttentionSpec, device: DeviceInfo, portable_only: bool
         return [f"{portable} over selected keys"]
     if portable_only or not spec.use_mla:
         return [f"{portable} over selected keys"]
-    reasons = selected_latents_unsupported_reasons(
-        device.capability, spec.dtype, spec.kv_dtype, (spec.head_size, spec.head_size_v),
-        spec.num_heads,
-        one_list_per_token=selection.query_block_size == 1
-        and selection.scope != SelectionScope.QUERY_HEAD,
-        causal_per_request=spec.mask_kind is MaskKind.PER_REQUEST, alibi=spec.has_alibi,
-    )  # fmt: skip
+    one_list = selection.query_block_size == 1 and selection.scope != SelectionScope.QUERY_HEAD
+    features = call_features(spec)._replace(query_bias=False)
+    chip = HopperChip(device.capability)
+    reasons = selected_latents_unsupported_reasons(layer_shape(spec), features, chip, one_list)
     if reasons:
         return [f"{portable} over selected keys ({'; '.join(reasons)})"]
     return ["prefill, decode: Hopper kernel over selected latents"]
@@ -244,106 +182,8 @@ def _invariant_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str) -> l
         return [f"{portable} (configured: kernels=portable)"]
     if device.is_rocm or device.capability is None or device.capability[0] != 9:
         return [portable]
-    reasons = invariant_unsupported_reasons(
-        device.capability, spec.dtype, spec.kv_dtype, (spec.head_size, spec.head_size_v),
-        spec.block_size, spec.group_size, spec.num_kv_heads, _NUM_SMS,
-        causal_per_request=spec.mask_kind is MaskKind.PER_REQUEST, alibi=spec.has_alibi,
-        bias=spec.mask_kind is MaskKind.QUERY_BIAS, score=spec.score_function is not None,
-        latent=spec.use_mla,
-    )  # fmt: skip
+    chip = HopperChip(device.capability)
+    reasons = invariant_unsupported_reasons(layer_shape(spec), call_features(spec), chip)
     if reasons:
         return [f"{portable} ({'; '.join(reasons)})"]
     return ["prefill, decode: batch-invariant Hopper kernels"]
-
-
-def _latent_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:
-    """The lines of layers over latents, whose prefills have no Hopper kernel."""
-    reasons = latent_unsupported_reasons(
-        capability, spec.dtype, spec.kv_dtype, (spec.head_size, spec.head_size_v),
-        spec.block_size, spec.num_heads, _NUM_SMS,
-        causal_per_request=spec.mask_kind is MaskKind.PER_REQUEST, alibi=spec.has_alibi,
-        bias=spec.mask_kind is MaskKind.QUERY_BIAS,
-    )  # fmt: skip
-    if spec.score_function is not None:
-        reasons.append(f"score_function={spec.score_function}: portable kernels only")
-    prefill, portable = "prefill: portable Triton kernel over latents", "portable Triton kernel"
-    if reasons:
-        return [prefill, f"decode:  {portable} over latents ({'; '.join(reasons)})"]
-    blocks = latent_head_blocks(spec.num_heads)
-    one, keys = (
-        -(-per_sm * _NUM_SMS // blocks)
-        for per_sm in (LATENT_KEYS_PER_SM_ONE_REQUEST, LATENT_KEYS_PER_SM)
-    )
-    most = min(8, LATENT_ROWS // (spec.num_heads // blocks))
-    return [
-        prefill,
-        f"decode:  Hopper kernel over latents for up to {most} query tokens and batches of {keys} "
-        f"keys and more (one request: {one}); else {portable}",
-    ]
-
-
-def _hopper_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:
-    if spec.use_mla:
-        return _latent_lines(spec, capability)
-    layer = (
-        capability,
-        spec.dtype,
-        spec.kv_dtype,
-        (spec.head_size, spec.head_size_v),
-        spec.block_size,
-        spec.group_size,
-    )
-    features: dict[str, Any] = {
-        "causal_per_request": spec.mask_kind is MaskKind.PER_REQUEST,
-        "alibi": spec.has_alibi,
-        "bias": spec.mask_kind is MaskKind.QUERY_BIAS,
-    }
-    prefill = prefill_unsupported_reasons(*layer, **features, score=spec.score_function is not None)
-    decode = decode_unsupported_reasons(
-        *layer, spec.num_kv_heads, _NUM_SMS, **features
-    ) or _window_reasons(spec)
-    portable, gluon = "portable Triton kernel", "Hopper kernel"
-    if spec.is_kv_quantized:
-        paged = spec.kv_format.scales_in_page
-        cache = spec.kv_format.name if paged else str(spec.kv_dtype).removeprefix("torch.")
-        gluon += f" (products in float16, to which {cache} is converted)"
-    return [
-        f"prefill: {portable} ({'; '.join(prefill)})"
-        if prefill
-        else f"prefill: {gluon}{_copies(spec, capability)}",
-        f"decode:  {portable} ({'; '.join(decode)})"
-        if decode
-        else f"decode:  {gluon} {_decode_conditions(spec)}; else {portable}",
-    ]
-
-
-def _decode_conditions(spec: AttentionSpec) -> str:
-    few, many = decode_keys(spec.kv_dtype)
-    requests = PAIRS_PER_SM * _NUM_SMS // spec.num_kv_heads
-    least = -(-_NUM_SMS // spec.num_kv_heads)
-    others = f"{many} above {requests} requests"
-    if reads_short_decodes(spec.head_size, spec.kv_dtype):
-        others = f"{SHORT_DECODE_KEYS} from {least} to {requests} requests, {many} above"
-    return f"from sequence length {few} ({others}) and up to {_max_query_len(spec)} query tokens"
-
-
-def _max_query_len(spec: AttentionSpec) -> int:
-    return max(1, min(8, decode_rows(spec.head_size_v, spec.kv_dtype) // spec.group_size))
-
-
-def _window_reasons(spec: AttentionSpec) -> list[str]:
-    """A window or chunk that never shows as many keys as the Hopper decode kernel needs."""
-    most = visible_bound(
-        _max_query_len(spec),
-        _UNBOUNDED,
-        spec.visible_window.as_kernel_args(),
-        spec.is_causal,
-        spec.attention_chunk_size or 0,
-    )
-    short = reads_short_decodes(spec.head_size, spec.kv_dtype)
-    few = SHORT_DECODE_KEYS if short else HOPPER_DECODE_KEYS[0]
-    return (
-        [f"at most {most} keys are visible; the Hopper kernel is used from {few} on"]
-        if most < few
-        else []
-    )

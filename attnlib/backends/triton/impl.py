@@ -17,7 +17,7 @@ from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.rotary import HeadNorm
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.cache_write import write_kv
-from attnlib.ops.triton.hopper.support import hopper_reads
+from attnlib.ops.triton.hopper.sizes import hopper_reads
 from attnlib.ops.triton.merge_states import merge_states
 from attnlib.ops.triton.paged_decode import paged_decode
 from attnlib.ops.triton.rotary_write import bind_rotation, rotate, rotate_and_write

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from attnlib.backends.triton.spec_shape import layer_shape
 from attnlib.backends.triton.tune import use_tuned_tiles
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata, refuse_strided
@@ -21,12 +22,8 @@ from attnlib.ops.triton.decode_schedule import DecodeSchedule, decode_schedules
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_limits
 from attnlib.ops.triton.heuristics.splits import paged_decode_workspace_bytes, visible_bound
 from attnlib.ops.triton.heuristics.tile_table import work_bounds
-from attnlib.ops.triton.hopper.support import (
-    HOPPER_DECODE_KEYS,
-    SHORT_DECODE_KEYS,
-    decode_rows,
-    hopper_reads,
-)
+from attnlib.ops.triton.hopper.preference import HOPPER_DECODE_KEYS, SHORT_DECODE_KEYS
+from attnlib.ops.triton.hopper.sizes import decode_rows, hopper_reads
 from attnlib.ops.triton.paged_mixed import concurrent_ctas
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 from attnlib.workspace import Workspace
@@ -66,22 +63,9 @@ class Scheduler(NamedTuple):
         cls, spec: AttentionSpec, device: torch.device, kernels: str, longest_decode: int
     ) -> Scheduler:
         """The scheduler of layers with this spec, for decodes of up to `longest_decode` tokens."""
-        stored = spec.kv_format if spec.kv_format.scales_in_page else None
-        if not hopper_reads(stored):
+        shape = layer_shape(spec)
+        if not hopper_reads(shape.page_format):
             kernels = "portable"  # the only ones that read these pages
-        score = spec.score_function
-        shape = LayerShape(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size,
-            head_size_v=spec.head_size_v,
-            query_dtype=spec.dtype,
-            cache_dtype=spec.kv_dtype,
-            block_size=spec.block_size,
-            score_tiles=0 if score is None else score.count_tile_lookups(),
-            latent=spec.use_mla,
-            page_format=stored,
-        )
         window, chunk = spec.visible_window.as_kernel_args(), spec.attention_chunk_size or 0
         limits = device_limits(device)
         scheduler = cls(shape, limits, window, chunk, kernels)

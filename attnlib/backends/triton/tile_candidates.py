@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from attnlib.backends.triton.spec_shape import layer_shape
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     SHARED_MEMORY,
     DecodeTile,
@@ -36,8 +37,9 @@ from attnlib.ops.triton.heuristics.tiles import (
     shared_bytes,
     split_head_size,
 )
+from attnlib.ops.triton.hopper.common_reasons import CallFeatures
+from attnlib.ops.triton.hopper.sizes import DECODE_ROWS
 from attnlib.ops.triton.hopper.support import (
-    DECODE_ROWS,
     decode_unsupported_reasons,
     prefill_unsupported_reasons,
 )
@@ -124,13 +126,10 @@ class TileGroup:
 
 def _on_hopper(case: BenchCase, limits: DeviceLimits) -> bool:
     """True if the Hopper kernel of this kind of batch supports the case."""
-    spec, sizes = case.spec, (case.head_size, case.head_size_v or case.head_size)
-    layer = (limits.capability, spec.dtype, spec.kv_dtype, sizes, case.block_size, spec.group_size)
+    shape, plain = layer_shape(case.spec), CallFeatures()
     if case.kind == "prefill":
-        return not prefill_unsupported_reasons(*layer)
-    return not decode_unsupported_reasons(
-        *layer, spec.num_kv_heads, limits.num_sms, case.batch.max_query_len
-    )
+        return not prefill_unsupported_reasons(shape, plain, limits)
+    return not decode_unsupported_reasons(shape, plain, limits, case.batch.max_query_len)
 
 
 def tile_group(case: BenchCase, op: str, limits: DeviceLimits) -> TileGroup | None:

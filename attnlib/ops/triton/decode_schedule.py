@@ -27,7 +27,7 @@ from attnlib.ops.triton.heuristics.tiles import (
     latents_in_place,
     shared_bytes,
 )
-from attnlib.ops.triton.hopper.support import hopper_decode_keys, latent_decode_keys
+from attnlib.ops.triton.hopper.preference import hopper_decode_keys, latent_decode_keys
 
 __all__ = [
     "DecodeSchedule",

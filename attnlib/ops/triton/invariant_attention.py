@@ -25,11 +25,9 @@ from attnlib.ops.triton.heuristics.invariant_tiles import (
 )
 from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.heuristics.tiles import key_chunks
-from attnlib.ops.triton.hopper.support import (
-    INVARIANT_KERNELS,
-    decode_rows,
-    invariant_unsupported_reasons,
-)
+from attnlib.ops.triton.hopper.common_reasons import CallFeatures
+from attnlib.ops.triton.hopper.sizes import INVARIANT_KERNELS, decode_rows
+from attnlib.ops.triton.hopper.support import invariant_unsupported_reasons
 from attnlib.ops.triton.kernels.invariant import invariant_combine_kernel, invariant_kernel
 from attnlib.ops.triton.launch.attention import Partials, PlainAttention
 from attnlib.ops.triton.launch.bound import BoundLaunch
@@ -85,12 +83,8 @@ def workspace_bytes(
     )
     if limits.capability[0] != 9 or kernels not in INVARIANT_KERNELS or shape.latent:
         return plain
-    group = shape.num_heads // shape.num_kv_heads
-    reasons = invariant_unsupported_reasons(
-        limits.capability, shape.query_dtype, shape.cache_dtype,
-        shape.head_sizes, shape.block_size, group, shape.num_kv_heads, limits.num_sms,
-    )  # fmt: skip
-    rows = group * schedule.max_query_len
+    reasons = invariant_unsupported_reasons(shape, CallFeatures(), limits)
+    rows = shape.group * schedule.max_query_len
     if reasons or rows > decode_rows(shape.head_size_v) or hopper.load() is None:
         return plain
     # Tensors may still require the plain kernel, which is found when a plan is made: it allocates.
@@ -114,7 +108,7 @@ def prepare_invariant(
         call: over pages, or over packed keys.
         num_segments: upper bound of the segments of a request (`visible_segments`), over which a
             decode is divided; None for a prefill, where one program adds all segments.
-        kernels: one of `hopper.support.INVARIANT_KERNELS` uses the Gluon kernels where they
+        kernels: one of `hopper.sizes.INVARIANT_KERNELS` uses the Gluon kernels where they
             support the layer.
         max_ctas: CTAs of the Hopper decode, where a prefill runs concurrently; None means all.
 

@@ -32,7 +32,7 @@ from attnlib.ops.triton.heuristics.splits import (
     visible_bound,
 )
 from attnlib.ops.triton.heuristics.tiles import key_chunks, next_power_of_2
-from attnlib.ops.triton.hopper.support import hopper_reads
+from attnlib.ops.triton.hopper.sizes import hopper_reads
 from attnlib.ops.triton.kernels.decode import combine_kernel, decode_kernel
 from attnlib.ops.triton.launch.attention import Partials, PlainAttention
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from attnlib.errors import UnsupportedConfigError
 from attnlib.ops.triton.heuristics.tile_table import TileProblem, TileTable, matching
-from attnlib.ops.triton.hopper.support import DECODE_ROWS, decode_rows, gathers
+from attnlib.ops.triton.hopper.sizes import DECODE_ROWS, decode_rows, gathers
 
 __all__ = [
     "MAX_CONSUMERS", "MAX_WARPS", "SHARED_MEMORY", "WARP_ROWS", "DecodeTile", "HopperTile",

@@ -1,7 +1,9 @@
 """Host side of the Gluon kernels for Hopper (SM90), used where plain Triton is slower.
 
-    support       what the kernels implement, without importing triton; also read by `explain`
-    dispatch      whether the kernels serve a call, and with which tile
+    sizes         rows, heads and blocks that the kernels take
+    support       which layers the kernels implement; also read by `explain`
+    preference    from how many keys on the decodes are faster than the portable ones
+    dispatch      what the rest of `ops.triton` uses: whether a kernel serves a call, and how
     decode_plan   grid, workspace and arguments of the decode
     prefill_plan  grid, descriptors and arguments of the prefill
     invariant_plan  both kernels of batch-invariant layers

@@ -28,7 +28,7 @@ from attnlib.ops.triton.hopper.descriptors import (
     encoded_descriptors,
 )
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper_prefill
-from attnlib.ops.triton.hopper.support import COPIED_BYTES, COPIED_GROUP, COPIED_TOKENS
+from attnlib.ops.triton.hopper.sizes import COPIED_BYTES, COPIED_GROUP, COPIED_TOKENS
 from attnlib.ops.triton.kernels.convert_cache import NO_SCALES, convert_cache_kernel
 from attnlib.ops.triton.kernels.float8_copy import float8_copy_kernel
 from attnlib.ops.triton.launch.bound import BoundLaunch

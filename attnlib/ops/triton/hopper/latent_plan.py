@@ -23,7 +23,7 @@ from attnlib.ops.triton.hopper.descriptors import CacheView
 from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.latent_decode import hopper_latent_decode_kernel
 from attnlib.ops.triton.hopper.kernels.latent_few_heads import hopper_latent_few_heads_kernel
-from attnlib.ops.triton.hopper.support import LATENT_ROWS, LATENT_SIZES, latent_head_blocks
+from attnlib.ops.triton.hopper.sizes import LATENT_ROWS, LATENT_SIZES, latent_head_blocks
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.run import run_attention
 

@@ -36,7 +36,7 @@ from attnlib.ops.triton.hopper.kernels.mainloop import BOUNDED
 from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
 from attnlib.ops.triton.hopper.kernels.value_columns import PART_ELEMENTS, PART_KEYS
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
-from attnlib.ops.triton.hopper.support import gathers
+from attnlib.ops.triton.hopper.sizes import gathers
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LaunchCache

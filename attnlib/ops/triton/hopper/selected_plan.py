@@ -5,16 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnlib.ops.latent import values_are_prefix
+from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.scales import MIN_LATE_SCALE
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.splits import choose_uniform_splits
+from attnlib.ops.triton.hopper.common_reasons import CallFeatures
 from attnlib.ops.triton.hopper.kernels.selected_few_heads import hopper_selected_few_heads_kernel
 from attnlib.ops.triton.hopper.kernels.selected_latents import hopper_selected_latents_kernel
-from attnlib.ops.triton.hopper.support import (
-    latent_head_blocks,
-    selected_latents_unsupported_reasons,
-)
+from attnlib.ops.triton.hopper.sizes import latent_head_blocks
+from attnlib.ops.triton.hopper.support import selected_latents_unsupported_reasons
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.sparse.key_selection import KeySelection, SelectionScope
 
@@ -40,14 +40,10 @@ def selected_latents_reasons(
     limits: DeviceLimits,
 ) -> list[str]:
     """Return why the kernel does not serve a call with aligned addresses; empty if it does."""
+    one_list = selection.query_block_size == 1 and selection.scope != SelectionScope.QUERY_HEAD
     reasons = selected_latents_unsupported_reasons(
-        limits.capability, query.dtype, key.dtype, (key.shape[3], value.shape[3]), query.shape[1],
-        one_list_per_token=selection.query_block_size == 1
-        and selection.scope != SelectionScope.QUERY_HEAD,
-        causal_per_request=isinstance(params.causal, Tensor),
-        alibi=params.alibi_slopes is not None,
-        scales=isinstance(params.k_scale, Tensor) or isinstance(params.v_scale, Tensor),
-    )  # fmt: skip
+        LayerShape.of(query, key, value, params), CallFeatures.of(params), limits, one_list
+    )
     if not values_are_prefix(key, value):
         reasons.append("values that are not the first elements of the keys")
     rows = ((query, (0, 1)), (key, (0, 1)), (out, (0, 1)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attnlib.ops.triton.hopper.kernels.segments import MOST_QUERY_ROWS, QUERY_ROWS, _segments
-from attnlib.ops.triton.hopper.support import decode_rows
+from attnlib.ops.triton.hopper.sizes import decode_rows
 
 
 @pytest.mark.parametrize("width_v", [64, 128, 256])

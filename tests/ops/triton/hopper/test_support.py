@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from attnlib.kv_dtype import PAGE_FORMATS
-from attnlib.ops.triton.hopper.support import (
+from attnlib.ops.layer_shape import LayerShape
+from attnlib.ops.triton.hopper.common_reasons import CallFeatures
+from attnlib.ops.triton.hopper.preference import (
     HOPPER_DECODE_KEYS,
-    decode_unsupported_reasons,
     hopper_decode_keys,
-    hopper_reads,
-    invariant_unsupported_reasons,
     latent_decode_keys,
-    latent_head_blocks,
+)
+from attnlib.ops.triton.hopper.sizes import hopper_reads, latent_head_blocks
+from attnlib.ops.triton.hopper.support import (
+    decode_unsupported_reasons,
+    invariant_unsupported_reasons,
     latent_unsupported_reasons,
     prefill_unsupported_reasons,
 )
 
 BF16 = torch.bfloat16
+
+
+class Chip(NamedTuple):
+    """A chip with the multiprocessors of an H200."""
+
+    capability: tuple[int, int]
+    num_sms: int = 132
 
 
 def _prefill(
@@ -36,32 +46,25 @@ def _prefill(
     capability: tuple[int, int] = (9, 0),
     **features: Any,
 ) -> list[str]:
-    return prefill_unsupported_reasons(capability, dtype, cache, (d, dv), n, group, **features)
+    shape = LayerShape(8 * group, 8, d, dv, dtype, cache, n)
+    return prefill_unsupported_reasons(shape, CallFeatures(**features), Chip(capability))
 
 
-def _decode(*, kv_heads: int = 8, tokens: int = 1, **options: Any) -> list[str]:
-    layer = {
-        "d": 128,
-        "dv": 128,
-        "n": 16,
-        "group": 4,
-        "dtype": BF16,
-        "cache": BF16,
-        "capability": (9, 0),
-        **options,
-    }
-    sizes = (layer.pop("d"), layer.pop("dv"))
-    device_and_dtypes = [layer.pop(name) for name in ("capability", "dtype", "cache")]
-    return decode_unsupported_reasons(
-        *device_and_dtypes,
-        sizes,
-        layer.pop("n"),
-        layer.pop("group"),
-        kv_heads,
-        132,
-        tokens,
-        **layer,
-    )
+def _decode(
+    *,
+    d: int = 128,
+    dv: int = 128,
+    n: int = 16,
+    group: int = 4,
+    kv_heads: int = 8,
+    tokens: int = 1,
+    dtype: torch.dtype = BF16,
+    cache: torch.dtype = BF16,
+    capability: tuple[int, int] = (9, 0),
+    **features: Any,
+) -> list[str]:
+    shape = LayerShape(kv_heads * group, kv_heads, d, dv, dtype, cache, n)
+    return decode_unsupported_reasons(shape, CallFeatures(**features), Chip(capability), tokens)
 
 
 LAYERS = [
@@ -75,7 +78,7 @@ LAYERS = [
     {"d": 256, "dv": 256},
     {"group": 5},
     {"dtype": torch.float16, "cache": torch.float16},
-    {"cache": torch.float8_e4m3fn, "scales": True},
+    {"cache": torch.float8_e4m3fn, "tensor_scales": True},
     {"dtype": torch.float16, "cache": torch.float8_e5m2, "d": 256, "dv": 256},
 ]
 
@@ -105,8 +108,8 @@ def test_supports_common_layers(
         ({"group": 256}, "256 query heads"),
         ({"causal_per_request": True}, "causal per request"),
         ({"alibi": True}, "alibi_slopes"),
-        ({"bias": True}, "query_bias"),
-        ({"scales": True}, "k_scale"),
+        ({"query_bias": True}, "query_bias"),
+        ({"tensor_scales": True}, "k_scale"),
     ],
 )
 def test_every_reason_names_its_value(
@@ -118,8 +121,8 @@ def test_every_reason_names_its_value(
 
 def test_integers_with_scales_in_the_page_are_read_by_the_decode() -> None:
     """M16: int8 with any head size, 4-bit integers (bytes) with heads of 128."""
-    assert _decode(cache=torch.int8, scales=True, d=96, dv=96) == []
-    assert _decode(cache=torch.uint8, scales=True, group=16) == []
+    assert _decode(cache=torch.int8, tensor_scales=True, d=96, dv=96) == []
+    assert _decode(cache=torch.uint8, tensor_scales=True, group=16) == []
     assert "takes 128 over 4-bit" in _decode(cache=torch.uint8, d=64, dv=64)[0]
     assert "at most 16 rows" in _decode(cache=torch.uint8, group=16, tokens=2)[0]
     assert "torch.int8" in _prefill(cache=torch.int8)[0]
@@ -179,12 +182,17 @@ def test_latents_on_hopper_need_keys() -> None:
         assert latent_decode_keys(*batch, 132) == keys, batch
 
 
-def _latent(heads: int = 16, tokens: int = 1, **changes: Any) -> list[str]:
-    layer: dict[str, Any] = {
-        "capability": (9, 0), "dtype": BF16, "cache_dtype": BF16, "head_sizes": (576, 512),
-        "block_size": 64, "num_heads": heads, "num_sms": 132, "max_query_len": tokens, **changes,
-    }  # fmt: skip
-    return latent_unsupported_reasons(**layer)
+def _latent(
+    heads: int = 16,
+    tokens: int = 1,
+    *,
+    capability: tuple[int, int] = (9, 0),
+    query_bias: bool = False,
+    **changes: Any,
+) -> list[str]:
+    shape = LayerShape(heads, 1, 576, 512, BF16, BF16, 64, latent=True)._replace(**changes)
+    features = CallFeatures(query_bias=query_bias)
+    return latent_unsupported_reasons(shape, features, Chip(capability), tokens)
 
 
 def test_decodes_over_latents() -> None:
@@ -199,11 +207,11 @@ def test_decodes_over_latents() -> None:
     [
         ({"heads": 96}, "96 query heads; the Hopper decode over latents takes up to 64"),
         ({"heads": 128, "tokens": 2}, "64 query heads times 2 query tokens"),
-        ({"head_sizes": (576, 576)}, r"head sizes \(576, 576\)"),
+        ({"head_size_v": 576}, r"head sizes \(576, 576\)"),
         ({"cache_dtype": torch.float8_e4m3fn}, "needs that of the query"),
         ({"block_size": 24}, "block_size 24"),
         ({"capability": (10, 0)}, "needs 9.0"),
-        ({"bias": True}, "query_bias: not supported"),
+        ({"query_bias": True}, "query_bias: not supported"),
     ],
 )
 def test_latents_that_the_portable_kernel_serves(changes: dict[str, Any], reason: str) -> None:
@@ -212,23 +220,23 @@ def test_latents_that_the_portable_kernel_serves(changes: dict[str, Any], reason
     assert re.search(reason, found)
 
 
-def _invariant(**changes: Any) -> list[str]:
-    layer: dict[str, Any] = {
-        "capability": (9, 0), "dtype": BF16, "cache_dtype": BF16, "head_sizes": (128, 128),
-        "block_size": 16, "group": 4, "num_kv_heads": 8, "num_sms": 132,
-    }  # fmt: skip
-    return invariant_unsupported_reasons(**{**layer, **changes})
+def _invariant(
+    *, d: int = 128, group: int = 4, capability: tuple[int, int] = (9, 0), **changes: Any
+) -> list[str]:
+    given = {name: changes.pop(name) for name in CallFeatures._fields if name in changes}
+    shape = LayerShape(8 * group, 8, d, d, BF16, BF16, 16)._replace(**changes)
+    return invariant_unsupported_reasons(shape, CallFeatures(**given), Chip(capability))
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"capability": (8, 0)}, "needs 9.0"),
-        ({"head_sizes": (264, 264)}, "[64, 256]"),
+        ({"d": 264}, "[64, 256]"),
         ({"cache_dtype": torch.float8_e4m3fn}, "that of the query"),
         ({"group": 65}, "at most 64"),
         ({"alibi": True}, "alibi"),
-        ({"score": True}, "score function"),
+        ({"score_function": True}, "score function"),
         ({"latent": True}, "prefix of the keys"),
     ],
 )
@@ -236,6 +244,6 @@ def test_batch_invariant_kernels_serve_all_batches_of_a_layer_or_none(
     changes: dict[str, Any], reason: str
 ) -> None:
     """M15: the answer follows from the layer."""
-    assert _invariant() == [] == _invariant(head_sizes=(64, 64), block_size=256, group=64)
-    assert _invariant(head_sizes=(256, 256)) == []
+    assert _invariant() == [] == _invariant(d=64, block_size=256, group=64)
+    assert _invariant(d=256) == []
     assert any(reason in found for found in _invariant(**changes)), _invariant(**changes)

@@ -1,0 +1,219 @@
+"""Decides whether a Hopper decode serves a call, and with which tile; also of the batch-invariant
+kernels, which decide for decodes and prefills alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnlib.ops.layer_shape import LayerShape
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.shared_decode import DecodeItems
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.decode_schedule import DecodeSchedule
+from attnlib.ops.triton.heuristics.device import DeviceLimits
+from attnlib.ops.triton.heuristics.hopper_tiles import (
+    DecodeTile,
+    choose_hopper_decode_tile,
+    padded_width,
+    supports_one_warp,
+)
+from attnlib.ops.triton.hopper.common_reasons import CallFeatures
+from attnlib.ops.triton.hopper.decode_bounds import num_counters
+from attnlib.ops.triton.hopper.decode_plan import HopperDecode, prepare_hopper_decode
+from attnlib.ops.triton.hopper.invariant_plan import (
+    prepare_hopper_invariant_decode,
+    prepare_hopper_invariant_prefill,
+)
+from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
+from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill
+from attnlib.ops.triton.hopper.shared_decode_plan import (
+    HopperSharedDecode,
+    prepare_shared_decode,
+    shared_decode_tile,
+)
+from attnlib.ops.triton.hopper.sizes import PACKED_DECODE_ROWS, SMALL_SIZES, decode_rows
+from attnlib.ops.triton.hopper.support import (
+    decode_unsupported_reasons,
+    invariant_unsupported_reasons,
+    latent_unsupported_reasons,
+    shared_decode_unsupported_reasons,
+)
+from attnlib.ops.triton.hopper.tensor_support import are_readable
+
+__all__ = ["select_decode", "select_invariant", "select_packed_decode", "select_shared_decode"]
+
+_MOST_PAIRS = 16
+"""Pairs per multiprocessor from which all numbers have the same tile."""
+
+
+def select_decode(call: AttentionCall, schedule: DecodeSchedule) -> HopperDecode | None:
+    """The Hopper decode for calls of this signature; None where the plain kernel serves them.
+
+    Args:
+        call: over pages.
+        schedule: the bounds of its batch.
+    """
+    if call.shape.latent:
+        return _select_latent_decode(call, schedule)
+    shape, params, limits = call.shape, call.params, call.limits
+    features, max_query_len = CallFeatures.of(params), schedule.max_query_len
+    if decode_unsupported_reasons(shape, features, limits, max_query_len):
+        return None
+    tensors = (call.query, call.key, call.value, call.out)
+    if not are_readable(*tensors, params):
+        return None
+    counters = call.batch.counters
+    return prepare_hopper_decode(
+        *tensors,
+        call.lse,
+        call.batch,
+        params,
+        _choose_tile(call, schedule),
+        limits,
+        max_query_len,
+        schedule.max_ctas,
+        num_counters=0 if counters is None else counters.numel(),
+    )
+
+
+def _choose_tile(call: AttentionCall, schedule: DecodeSchedule) -> DecodeTile:
+    shape, params = call.shape, call.params
+    pairs, rows = call.num_reqs * shape.num_kv_heads, shape.group * schedule.max_query_len
+    # CTAs of one warp would run on all multiprocessors, also during a prefill.
+    one_warp = (
+        shape.cache_dtype.itemsize == 1
+        and supports_one_warp(shape.head_sizes, rows)
+        and params.score_function is None
+        and schedule.max_ctas is None
+    )
+    stored = shape.page_format
+    return choose_hopper_decode_tile(
+        *shape.head_sizes,
+        cache_bits=8 * shape.cache_dtype.itemsize if stored is None else stored.bits,
+        scales_in_page=stored is not None,
+        rows=rows,
+        keys_per_sm=schedule.hopper_keys_per_sm,
+        pairs_per_sm=min(_MOST_PAIRS, -(-pairs // call.limits.num_sms)),
+        one_warp=one_warp,
+        tuned=call.limits.tuned,
+    )
+
+
+def _select_latent_decode(call: AttentionCall, schedule: DecodeSchedule) -> HopperDecode | None:
+    """`select_decode` for values that are a prefix of the keys."""
+    params, limits, max_query_len = call.params, call.limits, schedule.max_query_len
+    features = CallFeatures.of(params)
+    if latent_unsupported_reasons(call.shape, features, limits, max_query_len):
+        return None
+    tensors = (call.query, call.key, call.value, call.out)
+    if features.score_function or not are_readable(*tensors, params):
+        return None
+    return prepare_latent_decode(
+        *tensors, call.lse, call.batch, params, limits, max_query_len, schedule.max_ctas
+    )
+
+
+def select_packed_decode(call: AttentionCall, keys_per_sm: int | None) -> HopperDecode | None:
+    """The Hopper decode over a packed cache `[B, Hkv, D / 8, N, 8]` and `[B, Hkv, D, N]`; None
+    where the plain kernel serves it.
+
+    Args:
+        call: of one query token per request.
+        keys_per_sm: class of work that the tile depends on; None where it does not.
+    """
+    query, key, value, params, limits = call.query, call.key, call.value, call.params, call.limits
+    table, lens = call.batch.block_table, call.batch.seq_lens
+    assert table is not None
+    num_kv_heads, head_size, block_size = value.shape[1:]
+    shape = LayerShape(
+        num_heads=query.shape[1],
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        head_size_v=head_size,
+        query_dtype=query.dtype,
+        cache_dtype=key.dtype,
+        block_size=block_size,
+    )
+    if decode_unsupported_reasons(shape, CallFeatures.of(params), limits):
+        return None
+    if not are_readable(query, key, value, call.out, params):
+        return None
+    if (
+        block_size in SMALL_SIZES
+        or shape.group > PACKED_DECODE_ROWS
+        or {table.dtype, lens.dtype} != {torch.int32}
+    ):
+        return None
+    if key.dtype != query.dtype:  # a float8 cache has 16 elements together instead of 8
+        return None
+    width = padded_width(head_size)  # the rows of narrower heads are not apart in a packed cache
+    tile = choose_hopper_decode_tile(width, width, keys_per_sm=keys_per_sm, tuned=limits.tuned)
+    tensors = (query, key, value, call.out, None, call.batch)
+    counters = num_counters(limits)
+    return prepare_hopper_decode(*tensors, params, tile, limits, 1, num_counters=counters)
+
+
+def select_invariant(
+    call: AttentionCall, num_segments: int | None, max_ctas: int | None = None
+) -> HopperDecode | HopperPrefill | None:
+    """The batch-invariant Hopper launches for calls of this signature (M15); None where the plain
+    kernel serves them, which follows from the layer and its tensors, not from the batch.
+
+    Args:
+        call: over pages, or over packed keys.
+        num_segments: upper bound of the segments of a request, for the decode; None for the
+            prefill.
+        max_ctas: CTAs that may run at a time, where a prefill runs concurrently; None means all.
+    """
+    if call.key.dim() != 4 or not call.is_paged:
+        return None
+    shape, params, limits = call.shape, call.params, call.limits
+    if invariant_unsupported_reasons(shape, CallFeatures.of(params), limits):
+        return None
+    if not are_readable(call.query, call.key, call.value, call.out, params):
+        return None
+    # The stride of the tokens counts for one token, too.
+    if any(x.stride(0) * x.element_size() % 16 for x in (call.query, call.out)):
+        return None
+    tensors = (call.query, call.key, call.value, call.out, call.lse, call.batch)
+    max_query_len = max(1, call.max_query_len)
+    if num_segments is None or shape.group * max_query_len > decode_rows(shape.head_size_v):
+        return prepare_hopper_invariant_prefill(*tensors, params, limits)
+    return prepare_hopper_invariant_decode(
+        *tensors, params, limits, max_query_len, num_segments, max_ctas
+    )
+
+
+def select_shared_decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor,
+    items: DecodeItems,
+    out: Tensor,
+    lse: Tensor | None,
+    params: AttentionParams,
+    limits: DeviceLimits,
+) -> HopperSharedDecode | None:
+    """The launches of decodes with shared prefixes; None where the kernel cannot read the tensors.
+
+    Args:
+        query, key, value, out, lse, params: of a call over pages.
+        table: `[R, M]` int32, the block table.
+        items: the work items of the batch.
+        limits: the chip.
+    """
+    shape = LayerShape.of(query, key, value, params)
+    if shape.latent or isinstance(params.k_scale, Tensor):
+        return None
+    if shared_decode_unsupported_reasons(shape, limits):
+        return None
+    if not are_readable(query, key, value, out, params):
+        return None
+    tile = shared_decode_tile(*shape.head_sizes)
+    if table.dtype != torch.int32 or table.stride(1) != 1 or items.tile_keys != tile.block_n:
+        return None
+    return prepare_shared_decode(
+        query, key, value, table, out, lse, params, limits, tile, items.num_ranges
+    )

@@ -1,0 +1,158 @@
+"""Decides whether a Hopper prefill serves a call, and with which tile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+
+from attnlib.ops.layer_shape import LayerShape
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.scales import MIN_LATE_SCALE
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.heuristics.hopper_tiles import (
+    HopperTile,
+    choose_hopper_tile,
+    with_leads,
+    with_query_registers,
+    with_short_ranges,
+)
+from attnlib.ops.triton.hopper.common_reasons import CallFeatures
+from attnlib.ops.triton.hopper.converted_prefill import (
+    ConvertedPrefill,
+    copied_rows,
+    multiplies_float8,
+    prepare_converted_prefill,
+    prepare_float8_prefill,
+)
+from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper_prefill
+from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, gathers
+from attnlib.ops.triton.hopper.support import prefill_unsupported_reasons
+from attnlib.ops.triton.hopper.tensor_support import are_readable, unsupported_strides
+from attnlib.ops.triton.launch.score import has_head_bounds, has_short_ranges
+
+__all__ = ["select_page_prefill", "select_prefill", "select_unpaged"]
+
+_LEAST_TOKENS_OF_ONE_HEAD = 64
+"""Query tokens of the longest request from which a tile has the rows of one head, if the score
+function has bounds for each head. Not tuned: a consumer warpgroup has 64 rows."""
+
+_QUERIES_IN_REGISTERS = triton.__version__.startswith("3.6.")
+"""Whether prefills over float8 keep their queries in registers, which leaves more of the shared
+memory's throughput to the converter. Triton 3.9 compiles them with spills in the loops over keys.
+"""
+
+
+def select_prefill(call: AttentionCall) -> HopperPrefill | ConvertedPrefill | None:
+    """The Hopper prefill for calls of this signature; None where the plain kernel serves them."""
+    shape, params, limits = call.shape, call.params, call.limits
+    if prefill_unsupported_reasons(shape, CallFeatures.of(params), limits):
+        return None
+    query, key, value, out = call.query, call.key, call.value, call.out
+    lse, batch = call.lse, call.batch
+    if not are_readable(query, key, value, out, params):
+        return None
+    copied = 0
+    if shape.cache_dtype.itemsize == 1 or gathers(shape.block_size):
+        copied = copied_rows(key, shape.head_sizes, batch, params, call.max_query_len, shape.group)
+    if copied and multiplies_float8(query, key, value, params):
+        return prepare_float8_prefill(query, key, value, out, lse, batch, params, limits, copied)
+    tile = _choose_tile(call, cache_bytes=2, paged=False) if copied else _choose_tile(call)
+    tile = with_leads(tile, batch.max_seq_len, shape.head_size)
+    if copied:
+        return prepare_converted_prefill(
+            query, key, value, out, lse, batch, params, tile, limits, copied
+        )
+    has_score = params.score_function is not None
+    if _QUERIES_IN_REGISTERS and limits.tuned is None and not has_score:
+        tile = with_query_registers(tile)
+    # Tiles of one head waste rows where queries are short.
+    one_head = has_head_bounds(params) and call.max_query_len >= _LEAST_TOKENS_OF_ONE_HEAD
+    if has_short_ranges(params, one_head):
+        tile = with_short_ranges(tile)
+    return prepare_hopper_prefill(
+        query, key, value, out, lse, batch, params, tile, limits, one_head
+    )
+
+
+def select_page_prefill(call: AttentionCall) -> ConvertedPrefill | None:
+    """`select_prefill` for pages that hold their scales (M16): long prompts."""
+    shape, params, limits = call.shape, call.params, call.limits
+    stored = shape.page_format
+    if stored is None or stored.elements_per_group:
+        return None  # layers over 4-bit floats use portable kernels only
+    features = CallFeatures.of(params)._replace(tensor_scales=False)
+    copies = _copied(shape)
+    if shape.query_dtype.itemsize != 2 or prefill_unsupported_reasons(copies, features, limits):
+        return None
+    query, key, value, out, batch = call.query, call.key, call.value, call.out, call.batch
+    if unsupported_strides(query=query, out=out) or key.shape[0] == 0 or out.dtype != query.dtype:
+        return None
+    if params.scale < MIN_LATE_SCALE:
+        return None
+    copied = copied_rows(key, shape.head_sizes, batch, params, call.max_query_len, shape.group)
+    if not copied:
+        return None
+    tile = _choose_tile(call, cache_bytes=2, paged=False)
+    tile = with_leads(tile, batch.max_seq_len, shape.head_size)
+    return prepare_converted_prefill(
+        query, key, value, out, call.lse, batch, params, tile, limits, copied
+    )
+
+
+def select_unpaged(call: AttentionCall) -> HopperPrefill | None:
+    """The Hopper prefill over packed keys and values `[Tk, Hkv, D]`; None where the plain kernel
+    serves them. The batch has the first rows of the requests' keys as `seq_lens` and as
+    `block_table`, `[R + 1, 1]`."""
+    call = replace(call, key=call.key.unsqueeze(0), value=call.value.unsqueeze(0))
+    shape, params, batch = call.shape, call.params, call.batch
+    packed = shape._replace(block_size=BLOCK_SIZES[-1])
+    if prefill_unsupported_reasons(packed, CallFeatures.of(params), call.limits):
+        return None
+    if params.score_function is not None or shape.cache_dtype != shape.query_dtype:
+        return None
+    if batch.seq_lens.dtype != torch.int32 or call.key.shape[1] == 0:
+        return None
+    if not are_readable(call.query, call.key, call.value, call.out, params):
+        return None
+    tensors = (call.query, call.key, call.value, call.out, call.lse, batch)
+    tile = _choose_tile(call, paged=False)
+    return prepare_hopper_prefill(*tensors, params, tile, call.limits, unpaged=True)
+
+
+def _copied(shape: LayerShape) -> LayerShape:
+    """The shape of a prefill over 16-bit copies of the keys and values."""
+    return shape._replace(cache_dtype=shape.query_dtype, block_size=BLOCK_SIZES[-1])
+
+
+def _choose_tile(
+    call: AttentionCall, cache_bytes: int | None = None, paged: bool = True
+) -> HopperTile:
+    """The tile of a prefill.
+
+    Args:
+        call: the call.
+        cache_bytes: bytes of an element that the kernel reads; None for those of the cache.
+        paged: whether the kernel reads pages.
+    """
+    shape, params = call.shape, call.params
+    rows = shape.group * call.max_query_len
+    return choose_hopper_tile(
+        *shape.head_sizes,
+        cache_bytes=cache_bytes or shape.cache_dtype.itemsize,
+        rows=min(1 << 20, 1 << max(0, rows - 1).bit_length()),
+        block_size=shape.block_size if paged else None,
+        visible=_visible(params),
+        has_score=params.score_function is not None,
+        tuned=call.limits.tuned,
+    )
+
+
+def _visible(params: AttentionParams) -> int | None:
+    """Keys that one query sees at most, where a window or a chunk bounds them."""
+    left, right = params.window[0], 0 if params.causal is True else params.window[1]
+    bounds = [left + right + 1] if left >= 0 and right >= 0 else []
+    if params.attention_chunk_size > 0:
+        bounds.append(params.attention_chunk_size)
+    return min(bounds, default=None)

@@ -1,0 +1,114 @@
+"""The sizes that the Hopper kernels take: rows, heads and blocks.
+
+Imports no triton, so that `attnlib explain` can name the kernels of a layer on any machine.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attnlib.kv_dtype import KVFormat
+
+__all__ = [
+    "BLOCK_SIZES",
+    "COPIED_BYTES",
+    "COPIED_GROUP",
+    "COPIED_TOKENS",
+    "DECODE_ROWS",
+    "FLOAT8",
+    "GATHERED_SIZES",
+    "INVARIANT_KERNELS",
+    "LATENT_ROWS",
+    "LATENT_SIZES",
+    "PACKED_DECODE_ROWS",
+    "QUANTIZED",
+    "ROWS",
+    "SHARED_HEAD_SIZE",
+    "SMALL_SIZES",
+    "WIDEST",
+    "decode_rows",
+    "gathers",
+    "hopper_reads",
+    "latent_head_blocks",
+]
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+QUANTIZED = (*FLOAT8, torch.int8, torch.uint8)
+"""Dtypes of caches that the decode reads. Bytes (uint8) are 4-bit integers (`hopper_reads`)."""
+
+ROWS = 128
+"""Query rows of a prefill work item, at least: two warpgroups of 64. A row is one query head of one
+query token."""
+
+DECODE_ROWS = 64
+"""Query rows of a decode, at most: the N of its WGMMAs, whose accumulators are in registers
+(`decode_rows`)."""
+
+PACKED_DECODE_ROWS = 32
+"""Query rows of a decode over a packed cache, at most, whose keys are in registers as well."""
+
+LATENT_ROWS = 64
+"""Query rows of a decode over latents: the M of its WGMMAs."""
+
+LATENT_SIZES = (576, 512)
+"""(D, Dv) of the decode over latents."""
+
+SHARED_HEAD_SIZE = 128
+"""Largest head size of the decode of shared prefixes."""
+
+INVARIANT_KERNELS = ("auto", "hopper")
+"""Values of `config["kernels"]` with which batch-invariant layers use the Hopper kernels."""
+
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+"""Block sizes of all kernels: they divide a key tile or are divided by it."""
+
+SMALL_SIZES = (1, 2, 4, 8)
+"""Block sizes that the prefill and the decode of 16-bit caches read, too."""
+
+WIDEST = 512
+"""Head size, at most. Above 256 the consumers of a prefill share rows and split the values."""
+
+GATHERED_SIZES = (1, 2, 4)
+"""Block sizes whose rows are gathered one by one: a TMA box has at least 8 rows."""
+
+
+COPIED_TOKENS = 4096
+"""Query tokens of the longest request from which keys and values of quantized caches and of
+GATHERED_SIZES are copied to 16-bit rows before the prefill. Warm-ups run such a batch."""
+
+COPIED_GROUP = 2
+"""Query heads per KV head, likewise: one copy of a KV head serves all of them."""
+
+COPIED_BYTES = 256 * 1024 * 1024
+"""Scratch memory for these copies, at most."""
+
+
+def gathers(block_size: int) -> bool:
+    """Return whether the kernels gather the rows of blocks of this size instead of reading them by
+    TMA."""
+    return block_size in GATHERED_SIZES
+
+
+def hopper_reads(stored: KVFormat | None) -> bool:
+    """Return whether the Hopper decode reads pages of this format."""
+    return stored is None or not stored.elements_per_group
+
+
+def decode_rows(head_size_v: int, cache_dtype: torch.dtype | None = None) -> int:
+    """Return the largest number of query rows of a decode for values of a head size.
+
+    Converted float8 tiles are in registers, too, which leaves fewer for accumulators.
+    """
+    if cache_dtype == torch.uint8:
+        return DECODE_ROWS // 4  # four products and two accumulators
+    if head_size_v <= 128:
+        return DECODE_ROWS
+    if head_size_v > 256:
+        return DECODE_ROWS // 8
+    return DECODE_ROWS // (4 if cache_dtype in QUANTIZED else 2)
+
+
+def latent_head_blocks(num_heads: int) -> int:
+    """Return the number of blocks of query heads that decodes over latents cut a layer into; 0 if
+    heads do not divide into blocks."""
+    return -(-num_heads // LATENT_ROWS) if num_heads <= LATENT_ROWS or not num_heads % 64 else 0
