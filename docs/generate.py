@@ -126,15 +126,7 @@ def support() -> str:
         "float16 and block size 16, changed as the row says. What `flash_attn` and `flashinfer`\n"
         "support depends on the installed version: run `attnlib explain`.\n\n"
     )
-    table = (
-        "| feature | "
-        + " | ".join(f"`{name}`" for name in NAMES)
-        + " |\n|---|"
-        + "---|" * len(NAMES)
-        + "\n"
-    )
-    for title, changes in FEATURES.items():
-        table += f"| {title} | " + " | ".join(_supports(name, changes) for name in NAMES) + " |\n"
+    table = _feature_table()
     devices = (
         "\n## Devices\n\n| device | "
         + " | ".join(f"`{name}`" for name in NAMES)
@@ -152,6 +144,18 @@ def support() -> str:
             f"query heads per KV head {caps.group_sizes}\n"
         )
     return head + table + devices + sizes + _over_latents()
+
+
+def _feature_table() -> str:
+    """The features that all of `NAMES` support as a list, the others as a table."""
+    cells = {title: [_supports(name, c) for name in NAMES] for title, c in FEATURES.items()}
+    shared = [title for title, found in cells.items() if set(found) == {"yes"}]
+    text = "Both support:\n\n" + "".join(f"- {title}\n" for title in shared)
+    text += "\n| feature | " + " | ".join(f"`{name}`" for name in NAMES) + " |\n|---|"
+    text += "---|" * len(NAMES) + "\n"
+    for title in (title for title in cells if title not in shared):
+        text += f"| {title} | " + " | ".join(cells[title]) + " |\n"
+    return text
 
 
 FLASH_ATTENTION_3 = FlashKernel(
