@@ -20,6 +20,7 @@ __all__ = [
     "FOREIGN_VARIABLES",
     "EnvironmentVariable",
     "raw",
+    "raw_reader",
     "read",
     "warn_about_foreign_variables",
 ]
@@ -166,6 +167,21 @@ def raw(name: str) -> object:
         return environment._data.get(_KEYS[name])
     except (AttributeError, KeyError):  # another mapping as `os.environ`, or another variable
         return environment.get(name)
+
+
+def raw_reader(*names: str) -> Callable[[], tuple[object, ...]]:
+    """A function that returns `raw` of variables of this table, or TRITON_INTERPRET, for code that
+    compares them in each call."""
+    keys = tuple(_KEYS[name] for name in names)
+
+    def read_all() -> tuple[object, ...]:
+        environment: Any = os.environ
+        try:
+            return tuple(map(environment._data.get, keys))
+        except AttributeError:  # another mapping as `os.environ`
+            return tuple(map(environment.get, names))
+
+    return read_all
 
 
 def _parse(variable: EnvironmentVariable) -> Any:

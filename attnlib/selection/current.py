@@ -13,7 +13,7 @@ from typing import Any
 from attnlib import env, tuning
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.loading import check_backend_class
-from attnlib.cache.layout import get_kv_cache_layout
+from attnlib.cache.layout import kv_cache_layout_override
 from attnlib.errors import UnknownBackendError
 from attnlib.selection.registry import generation, registrations
 from attnlib.selection.request import AUTO, PAIR_SYNTAX, Request, parse_request
@@ -23,6 +23,13 @@ __all__ = ["current_request", "parsed", "selection_state", "use_backend"]
 Backend = type[AttentionBackend]
 
 _context: ContextVar[str | Backend | None] = ContextVar("attnlib_use_backend", default=None)
+_environment = env.raw_reader(
+    "ATTNLIB_BACKEND",
+    "ATTNLIB_KV_CACHE_LAYOUT",
+    "ATTNLIB_TUNING",
+    "ATTNLIB_PLUGINS",
+    "TRITON_INTERPRET",
+)
 
 
 @contextmanager
@@ -53,11 +60,8 @@ def selection_state() -> tuple[Any, ...]:
     `use_backend` asks for, the environment, the registry and the tuning tables."""
     return (
         _context.get(),
-        env.raw("ATTNLIB_BACKEND"),
-        env.raw("ATTNLIB_TUNING"),
-        env.raw("ATTNLIB_PLUGINS"),
-        env.raw("TRITON_INTERPRET"),
-        get_kv_cache_layout(),
+        _environment(),
+        kv_cache_layout_override(),
         generation(),
         tuning.generation(),
     )

@@ -7,18 +7,14 @@ from typing import Any
 
 import torch
 
-from attnlib.compat.flashinfer.page import PagedCache
-from attnlib.compat.flashinfer.wrapper import (
-    PagedWrapper,
-    check_neutral,
-    torch_dtype,
-    warn_positional,
-)
+from attnlib.compat.flashinfer.arguments import check_neutral, torch_dtype, warn_positional
+from attnlib.compat.flashinfer.page import PagedCache, check_list
+from attnlib.compat.flashinfer.page_lists import PageLists
+from attnlib.compat.flashinfer.plan import LayerForm
+from attnlib.compat.flashinfer.wrapper import PagedWrapper, RunArguments
+from attnlib.errors import ContractError
 
-__all__ = [
-    "BatchDecodeWithPagedKVCacheWrapper",
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
-]
+__all__ = ["BatchDecodeWithPagedKVCacheWrapper"]
 
 _POSITIONAL = (
     "pos_encoding_mode", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type",
@@ -138,24 +134,19 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
                 f"q_len_per_req={q_len_per_req}, but the first plan with use_cuda_graph=True has "
                 f"frozen it at {self._q_len_per_req}"
             )
-        requests, (num_qo_heads, num_kv_heads, head_dim, page_size) = last_page_len.shape[0], sizes
-        self._q_len_per_req = q_len_per_req
-        self._plan_batch(
-            torch.arange(requests + 1, dtype=torch.int32) * q_len_per_req,
-            indptr,
-            indices,
-            last_page_len,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_sizes=(head_dim, head_dim),
-            page_size=page_size,
-            causal=True,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            q_data_type=q_dtype,
+        if not isinstance(q_len_per_req, int) or q_len_per_req < 1:
+            raise ContractError(f"q_len_per_req={q_len_per_req!r} must be an integer of at least 1")
+        check_list("last_page_len", last_page_len)
+        queries = torch.arange(last_page_len.shape[0] + 1, dtype=torch.int32) * q_len_per_req
+        num_qo_heads, num_kv_heads, head_dim, page_size = sizes
+        form = LayerForm(
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_sizes=(head_dim, head_dim),
+            page_size=page_size, causal=True, window_left=window_left,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, q_data_type=q_dtype,
             kv_data_type=torch_dtype(kv_data_type or data_type or q_dtype),
-        )
+        )  # fmt: skip
+        self._plan_batch(form, PageLists.of(queries, indptr, indices, last_page_len, page_size))
+        self._q_len_per_req = q_len_per_req
 
     def run(
         self,
@@ -207,14 +198,19 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         planned = self._q_len_per_req
         if q_len_per_req is not None and q_len_per_req != planned:
             raise ValueError(f"q_len_per_req={q_len_per_req}, but plan has {planned}")
-        if self._plan_ is not None and q.shape[0] != self._plan_.common.num_reqs * planned:
+        rows = None if self._plan_ is None else self._plan_.common.num_reqs * planned
+        if rows is not None and (q.dim() != 3 or q.shape[0] != rows):
             raise ValueError(
-                f"q has {q.shape[0]} rows, but the plan has {self._plan_.common.num_reqs} requests "
-                f"with q_len_per_req={planned}"
+                f"q has {q.shape[0] if q.dim() else 0} rows and {q.dim()} dimensions, but the plan "
+                f"has {rows // planned} requests with q_len_per_req={planned}: pass "
+                f"[{rows}, heads, head_dim]"
             )
         return self._run(
-            q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, window_left, planned
-        )
+            RunArguments(
+                q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, window_left,
+                planned,
+            )
+        )  # fmt: skip
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -248,27 +244,3 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         )  # fmt: skip
 
     forward_return_lse = functools.partialmethod(forward, return_lse=True)
-
-
-class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
-    """`BatchDecodeWithPagedKVCacheWrapper` with `use_cuda_graph=True`.
-
-    Args:
-        workspace_buffer: as `float_workspace_buffer` there.
-        indptr_buffer, indices_buffer, last_page_len_buffer: as the `paged_kv_*` buffers there.
-        kv_layout, use_tensor_cores: as there.
-    """
-
-    def __init__(
-        self,
-        workspace_buffer: torch.Tensor,
-        indptr_buffer: torch.Tensor,
-        indices_buffer: torch.Tensor,
-        last_page_len_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
-        use_tensor_cores: bool = False,
-    ) -> None:
-        super().__init__(
-            workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer,
-            last_page_len_buffer,
-        )  # fmt: skip

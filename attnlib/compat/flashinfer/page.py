@@ -1,23 +1,23 @@
-"""FlashInfer's paged caches: views, page lists, and appending keys and values."""
+"""FlashInfer's paged caches: views, and page lists."""
 
 from __future__ import annotations
-
-from importlib import import_module
 
 import torch
 
 from attnlib.errors import ContractError, LayoutMismatchError
+from attnlib.ops.addresses import check_starts
 
 __all__ = [
-    "append_paged_kv_cache",
     "cache_views",
     "check_layout",
-    "get_batch_indices_positions",
+    "check_list",
     "get_seq_lens",
     "page_table",
 ]
 
 PagedCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+_INTEGERS = (torch.int32, torch.int64)
 
 
 def check_layout(kv_layout: str) -> None:
@@ -26,6 +26,32 @@ def check_layout(kv_layout: str) -> None:
     """
     if kv_layout not in ("NHD", "HND"):
         raise LayoutMismatchError(f"kv_layout={kv_layout!r} must be 'NHD' or 'HND'")
+
+
+def check_list(
+    name: str, tensor: torch.Tensor, length: int | None = None, device: torch.device | None = None
+) -> None:
+    """Whether a list is a tensor `[n]` of int32 or int64.
+
+    Args:
+        name, tensor: the list.
+        length: the n that it must have; None for any.
+        device: where it must be; None for any.
+
+    Raises:
+        ContractError: it is not.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ContractError(f"{name} is a {type(tensor).__name__}; it must be an int32 tensor [n]")
+    if tensor.dim() != 1 or tensor.dtype not in _INTEGERS:
+        raise ContractError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be int32 or int64 with 1 "
+            "dimension"
+        )
+    if length is not None and tensor.shape[0] != length:
+        raise ContractError(f"{name} has {tensor.shape[0]} elements; it must have {length}")
+    if device is not None and tensor.device != device:
+        raise ContractError(f"{name} is on {tensor.device}; it must be on {device}")
 
 
 def cache_views(paged_kv_cache: PagedCache, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,79 +118,14 @@ def get_seq_lens(
 
     Returns:
         `[R]`; 0 for a request without pages.
-    """
-    pages = kv_indptr[1:] - kv_indptr[:-1]
-    return torch.where(pages > 0, (pages - 1) * page_size + kv_last_page_len, 0)
-
-
-def get_batch_indices_positions(
-    append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Request and position of each appended token, on the device without a sync.
-
-    Args:
-        append_indptr: `[R + 1]` int32, first new token of each request.
-        seq_lens: `[R]` int32, lengths with the new tokens.
-        nnz: rows of the result.
-
-    Returns:
-        `batch_indices` and `positions`, `[nnz]` int32; -1 for rows past the last new token.
-    """
-    tokens = torch.arange(nnz, device=append_indptr.device)
-    if not seq_lens.numel():
-        nothing = torch.full_like(tokens, -1, dtype=torch.int32)
-        return nothing, nothing.clone()
-    request = torch.searchsorted(append_indptr[1:].long().contiguous(), tokens, right=True)
-    outside = request >= seq_lens.shape[0]
-    request = request.clamp(max=seq_lens.shape[0] - 1)
-    positions = seq_lens[request] - append_indptr[request + 1] + tokens
-    found = (x.masked_fill(outside, -1).to(torch.int32) for x in (request, positions))
-    batch_indices, of_request = found
-    return batch_indices, of_request
-
-
-def append_paged_kv_cache(
-    append_key: torch.Tensor,
-    append_value: torch.Tensor,
-    batch_indices: torch.Tensor,
-    positions: torch.Tensor,
-    paged_kv_cache: PagedCache,
-    kv_indices: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_last_page_len: torch.Tensor,
-    kv_layout: str = "NHD",
-) -> None:
-    """Write new keys and values to a paged cache. No host sync.
-
-    Args:
-        append_key, append_value: `[nnz, Hkv, D]`.
-        batch_indices, positions: `[nnz]`, request and position of each row; rows with a negative
-            request or position are not written.
-        paged_kv_cache: as in the wrappers' `run`.
-        kv_indices, kv_indptr: page lists that have room for the new tokens.
-        kv_last_page_len: not read: positions are given.
-        kv_layout: "NHD" or "HND".
 
     Raises:
-        ContractError: a cache of another shape, or rows that disagree.
-        LayoutMismatchError: an unknown layout.
+        ContractError: the lists disagree; on a CPU also offsets that decrease.
     """
-    check_layout(kv_layout)
-    key_cache, value_cache = cache_views(paged_kv_cache, kv_layout)
-    rows = append_key.shape[0]
-    if append_value.shape[0] != rows or batch_indices.shape != (rows,) != positions.shape:
-        raise ContractError(
-            f"append_key has {rows} rows, append_value {append_value.shape[0]}, batch_indices "
-            f"{tuple(batch_indices.shape)} and positions {tuple(positions.shape)}; all must agree"
-        )
-    if not rows or not kv_indices.numel():
-        return
-    page_size = key_cache.shape[1]
-    request, position = batch_indices.long(), positions.long()
-    place = kv_indptr.long()[request.clamp(min=0)] + position.clamp(min=0) // page_size
-    pages = kv_indices.long()[place.clamp(max=kv_indices.numel() - 1)]
-    slots = pages * page_size + position.clamp(min=0) % page_size
-    slots = slots.masked_fill((request < 0) | (position < 0), -1)
-    counterpart = "triton" if key_cache.is_cuda else "torch"
-    write_kv = import_module(f"attnlib.ops.{counterpart}.cache_write").write_kv
-    write_kv(append_key, append_value, key_cache, value_cache, slots)
+    check_list("kv_last_page_len", kv_last_page_len)
+    check_list("kv_indptr", kv_indptr, kv_last_page_len.shape[0] + 1, kv_last_page_len.device)
+    if not isinstance(page_size, int) or page_size < 1:
+        raise ContractError(f"page_size={page_size!r} must be an integer of at least 1")
+    check_starts("kv_indptr", kv_indptr, 2**63 - 1)
+    pages = kv_indptr[1:] - kv_indptr[:-1]
+    return torch.where(pages > 0, (pages - 1) * page_size + kv_last_page_len, 0)

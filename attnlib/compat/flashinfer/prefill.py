@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
+from attnlib.compat.flashinfer.arguments import check_neutral, torch_dtype
 from attnlib.compat.flashinfer.page import PagedCache
-from attnlib.compat.flashinfer.wrapper import PagedWrapper, check_neutral, torch_dtype
+from attnlib.compat.flashinfer.page_lists import PageLists
+from attnlib.compat.flashinfer.plan import LayerForm
+from attnlib.compat.flashinfer.wrapper import PagedWrapper, RunArguments
 
 __all__ = ["BatchPrefillWithPagedKVCacheWrapper"]
 
@@ -124,22 +127,17 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         q_dtype = torch_dtype(q_data_type)
         if o_data_type is not None and torch_dtype(o_data_type) != q_dtype:
             check_neutral(o_data_type=o_data_type)
-        self._plan_batch(
-            qo_indptr,
-            paged_kv_indptr,
-            paged_kv_indices,
-            paged_kv_last_page_len,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_sizes=(head_dim_qk, head_dim_vo or head_dim_qk),
-            page_size=page_size,
-            causal=causal,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            q_data_type=q_dtype,
+        form = LayerForm(
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
+            head_sizes=(head_dim_qk, head_dim_vo or head_dim_qk), page_size=page_size,
+            causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale, q_data_type=q_dtype,
             kv_data_type=torch_dtype(kv_data_type or q_dtype),
+        )  # fmt: skip
+        lists = PageLists.of(
+            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size
         )
+        self._plan_batch(form, lists)
 
     begin_forward = plan
 
@@ -188,7 +186,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         )  # fmt: skip
         return self._run(
-            q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, window_left, None
+            RunArguments(
+                q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, window_left
+            )
         )
 
     run_return_lse = functools.partialmethod(run, return_lse=True)

@@ -2,68 +2,49 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
+from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache
+from attnlib.compat.flashinfer.graph_batch import GraphBatch
 from attnlib.compat.flashinfer.merge import LOG2_E
-from attnlib.compat.flashinfer.page import (
-    PagedCache,
-    cache_views,
-    check_layout,
-    get_seq_lens,
-    page_table,
-)
+from attnlib.compat.flashinfer.page import PagedCache, cache_views, check_layout
+from attnlib.compat.flashinfer.page_lists import PageLists
+from attnlib.compat.flashinfer.plan import LayerForm, Plan, batch_of
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
-from attnlib.metadata.common import CommonAttentionMetadata
-from attnlib.spec import AttentionSpec, MaskKind, Window
+from attnlib.selection import get_attn_backend
+from attnlib.spec import AttentionSpec
 
-__all__ = ["REASONS", "PagedWrapper", "check_neutral", "torch_dtype", "warn_positional"]
+__all__ = ["PagedWrapper", "RunArguments"]
 
-REASONS = {
-    "pos_encoding_mode": "attnlib does not rotate or bias keys by position inside the kernels: "
-    "rotate q and the keys before they are cached",
-    "custom_mask": "a mask over cached keys is not implemented; trees of new tokens have "
-    "CommonAttentionMetadata.query_bias",
-    "packed_custom_mask": "a mask over cached keys is not implemented; trees of new tokens have "
-    "CommonAttentionMetadata.query_bias",
-    "jit_args": "attention variants in CUDA C++ are FlashInfer's own",
-    "jit_kwargs": "attention variants in CUDA C++ are FlashInfer's own",
-    "window_right": "the wrapper's window has no right side but the causal mask",
-    "prefix_len_ptr": "scoring of several items is not implemented",
-    "token_pos_in_items_ptr": "scoring of several items is not implemented",
-    "max_item_len_ptr": "scoring of several items is not implemented",
-    "sinks": "the wrapper takes no sinks: use attnlib.Attention(spec, sinks=...)",
-    "kv_cache_sf": "caches of 4-bit elements are not implemented",
-    "skip_softmax_threshold_scale_factor": "attnlib skips no keys",
-    "o_data_type": "the output has the dtype of q",
-    "args": "additional arguments belong to attention variants in CUDA C++",
-}
-"""Why an argument is refused, by its name."""
+Backend = type[AttentionBackend]
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A planned batch.
+class RunArguments(NamedTuple):
+    """The arguments of `run`.
 
     Attributes:
-        spec: of the layers.
-        scale: softmax scale.
-        common: the batch.
-        window_left: as given to `plan`.
-        is_single: whether no request has more than one query.
+        q: `[T, Hq, D]`.
+        paged_kv_cache: the cache.
+        q_scale, k_scale, v_scale, out, lse, return_lse, window_left: as in `run`.
+        query_len: queries of each request, if all have the same.
     """
 
-    spec: AttentionSpec
-    scale: float
-    common: CommonAttentionMetadata
-    window_left: int
-    is_single: bool
+    q: torch.Tensor
+    paged_kv_cache: PagedCache
+    q_scale: float | None = None
+    k_scale: float | torch.Tensor | None = None
+    v_scale: float | torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    return_lse: bool = False
+    window_left: int | None = None
+    query_len: int | None = None
 
 
 class PagedWrapper:
@@ -98,11 +79,11 @@ class PagedWrapper:
                 "use_cuda_graph=True needs every buffer of the page lists: pass paged_kv_indptr, "
                 "paged_kv_indices, paged_kv_last_page_len (and qo_indptr for prefill) buffers"
             )
-        self._plan_: _Plan | None = None
-        self._metadata: AttentionMetadata | None = None
-        self._layers: dict[Any, Attention] = {}
-        self._builders: dict[Any, AttentionMetadataBuilder[Any]] = {}
-        self._fixed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._plan_: Plan | None = None
+        self._metadata: tuple[Backend, AttentionMetadata] | None = None
+        self._layers: dict[tuple[AttentionSpec, float, Backend], Attention] = {}
+        self._builders: dict[tuple[AttentionSpec, Backend], AttentionMetadataBuilder[Any]] = {}
+        self._fixed: GraphBatch | None = None
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -119,219 +100,144 @@ class PagedWrapper:
     def end_forward(self) -> None:
         """Does nothing, as in FlashInfer."""
 
-    def _plan_batch(
-        self,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        *,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_sizes: tuple[int, int],
-        page_size: int,
-        causal: bool,
-        window_left: int,
-        logits_soft_cap: float | None,
-        sm_scale: float | None,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None:
-        """Plan a batch; reads the page lists on the host, as FlashInfer does."""
-        starts, ends, last = (
-            x.to("cpu", torch.int32) for x in (qo_indptr, kv_indptr, last_page_len)
-        )
-        requests = last.shape[0]
-        if starts.shape != (requests + 1,) or ends.shape != (requests + 1,):
-            raise ContractError(
-                f"indptr tensors have shapes {tuple(starts.shape)} and {tuple(ends.shape)}, but "
-                f"last_page_len has {requests} requests: they must be [{requests + 1}]"
-            )
-        lengths = get_seq_lens(ends, last, page_size).to(torch.int32)
-        query_lens = starts.diff()
-        longest = int(query_lens.max()) if requests else 0
-        is_single = longest <= 1  # a single query is the last position: every mask is causal
-        spec = AttentionSpec(
-            num_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_size=head_sizes[0],
-            head_size_v=head_sizes[1],
-            dtype=q_data_type,
-            kv_cache_dtype=kv_data_type,
-            block_size=page_size,
-            needs_lse=True,
-            **_mask(causal or is_single, window_left, logits_soft_cap),
-        )
-        pages = max(int(ends.diff().max()), 1) if requests else 1
-        on_device = [
-            x.to(self.device, torch.int32, non_blocking=True)
-            for x in (starts, ends, lengths, kv_indices)
-        ]
-        scale = head_sizes[0] ** -0.5 if sm_scale is None else float(sm_scale)
+    def _plan_batch(self, form: LayerForm, lists: PageLists) -> None:
+        spec = form.spec(lists.longest_query <= 1)
         if self._is_fixed:
-            common = self._fixed_batch(on_device, pages, page_size, int(starts[-1]))
+            common = self._graph_batch(lists).fill(lists, form.page_size)
         else:
-            table = page_table(on_device[1], on_device[3], pages)
-            common = CommonAttentionMetadata(
-                query_start_loc=on_device[0],
-                query_start_loc_cpu=starts,
-                seq_lens=on_device[2],
-                seq_lens_cpu=lengths,
-                num_computed_tokens_cpu=(lengths - query_lens).clamp(min=0),
-                num_reqs=requests,
-                num_actual_tokens=int(starts[-1]),
-                max_query_len=longest,
-                max_seq_len=int(lengths.max()) if requests else 0,
-                block_table_tensor=table,
-            )
+            common = batch_of(lists, self.device)
         planned = self._plan_
-        keeps = self._is_fixed and planned is not None and planned.spec == spec
-        self._plan_ = _Plan(spec, scale, common, window_left, is_single)
-        if not keeps:  # a captured run reads the metadata's buffers, whose values have changed
+        self._plan_ = Plan(form, spec, lists, common)
+        # A captured run reads the metadata's buffers, whose values have changed.
+        if not (self._is_fixed and planned is not None and planned.spec == spec):
             self._metadata = None
 
     @property
     def _is_fixed(self) -> bool:
         return self._use_cuda_graph and self.device.type == "cuda"
 
-    def _fixed_batch(
-        self, on_device: list[torch.Tensor], pages: int, page_size: int, num_tokens: int
-    ) -> CommonAttentionMetadata:
-        """The batch in buffers of fixed addresses."""
-        starts, ends, lengths, indices = on_device
-        requests = lengths.shape[0]
+    def _graph_batch(self, lists: PageLists) -> GraphBatch:
         if self._fixed is None:
-            indices_buffer = self._graph_buffers[1]
-            assert indices_buffer is not None  # checked by the constructor
-            scratch = self._float_workspace_buffer.view(torch.uint8)
-            scratch = scratch[: scratch.numel() // 4 * 4].view(torch.int32)
-            width = min(indices_buffer.numel(), scratch.numel() // max(requests, 1))
-            table = scratch[: requests * width].view(requests, width)
-            self._fixed = (torch.empty_like(starts), torch.empty_like(lengths), table)
-        fixed_starts, fixed_lengths, table = self._fixed
-        if lengths.shape != fixed_lengths.shape or pages > table.shape[1]:
-            raise ContractError(
-                f"this plan has {requests} requests of up to {pages} pages; the first plan with "
-                f"use_cuda_graph=True fixed {table.shape[0]} requests of up to {table.shape[1]} "
-                "pages: give the wrapper larger buffers"
-            )
-        fixed_starts.copy_(starts)
-        fixed_lengths.copy_(lengths)
-        page_table(ends, indices, table.shape[1], out=table)
-        return CommonAttentionMetadata(
-            query_start_loc=fixed_starts,
-            seq_lens=fixed_lengths,
-            num_reqs=requests,
-            num_actual_tokens=num_tokens,
-            max_query_len=num_tokens,
-            max_seq_len=table.shape[1] * page_size,
-            block_table_tensor=table,
-        )
+            pages = self._graph_buffers[1]
+            assert pages is not None  # checked by the constructor
+            workspace = self._float_workspace_buffer
+            self._fixed = GraphBatch(lists.num_reqs, pages.numel(), workspace)
+        return self._fixed
 
-    def _run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: PagedCache,
-        q_scale: float | None,
-        k_scale: float | torch.Tensor | None,
-        v_scale: float | torch.Tensor | None,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        return_lse: bool,
-        window_left: int | None,
-        uniform_query_len: int | None,
-    ) -> Any:
+    def _run(self, call: RunArguments) -> Any:
         plan = self._plan_
         if plan is None:
             raise RuntimeError("run before plan: call plan(...) with the batch first")
-        if window_left is not None and window_left != plan.window_left:
-            raise ValueError(
-                f"window_left={window_left} differs from window_left={plan.window_left} of plan"
-            )
-        keys, values = cache_views(paged_kv_cache, self._kv_layout)
-        scale = plan.scale * (1.0 if q_scale is None else float(q_scale))
+        keys, values = self._check_run(call, plan)
+        q, scale = call.q, plan.form.scale * (1.0 if call.q_scale is None else float(call.q_scale))
         scales: dict[str, Any] = {}
         if plan.spec.is_kv_quantized:
-            given = {"k_scale": k_scale, "v_scale": v_scale}
+            given = {"k_scale": call.k_scale, "v_scale": call.v_scale}
             scales = {name: _scale(x) for name, x in given.items() if x is not None}
-        elif k_scale is not None:
-            if isinstance(k_scale, torch.Tensor):
-                q = (q * k_scale).to(q.dtype)
-            else:
-                scale *= float(k_scale)
+        elif isinstance(call.k_scale, torch.Tensor):
+            q = (q * call.k_scale.reshape(())).to(q.dtype)
+        elif call.k_scale is not None:
+            scale *= float(call.k_scale)
         layer = self._layer(plan.spec, scale)
-        metadata = self._metadata_for(layer, plan, q.shape[0], uniform_query_len)
+        metadata = self._metadata_for(layer, plan, q.shape[0], call.query_len)
         cache = PagedKVCache.from_views(keys, values, **scales)
-        result = layer(q, None, None, cache, metadata, return_lse, output=out)
-        output, natural = result if return_lse else (result, None)
-        if v_scale is not None and not plan.spec.is_kv_quantized:
-            output.mul_(v_scale)
+        result = layer(q, None, None, cache, metadata, call.return_lse, output=call.out)
+        output, natural = result if call.return_lse else (result, None)
+        if call.v_scale is not None and not plan.spec.is_kv_quantized:
+            output.mul_(call.v_scale)
         if natural is None:
             return output
-        return output, torch.mul(natural, LOG2_E, out=lse)
+        return output, torch.mul(natural, LOG2_E, out=call.lse)
+
+    def _check_run(self, call: RunArguments, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+        """The views of the cache, once the arguments that no layer sees are checked."""
+        left = plan.form.window_left
+        if call.window_left is not None and call.window_left != left:
+            raise ValueError(
+                f"window_left={call.window_left} differs from window_left={left} of plan"
+            )
+        keys, values = cache_views(call.paged_kv_cache, self._kv_layout)
+        plan.lists.check_pages(keys.shape[0])
+        heads = (call.q.shape[0] if call.q.dim() else 0, plan.spec.num_heads)
+        lse = call.lse
+        if (
+            lse is not None
+            and call.return_lse
+            and (lse.shape != heads or lse.dtype != torch.float32 or lse.device != call.q.device)
+        ):
+            raise ContractError(
+                f"lse is {lse.dtype} {tuple(lse.shape)} on {lse.device}; it must be torch.float32 "
+                f"{list(heads)} on {call.q.device}",
+                rule="M5",
+            )
+        for name, value in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
+            if (
+                isinstance(value, torch.Tensor)
+                and not plan.spec.is_kv_quantized
+                and (value.numel() != 1)
+            ):
+                raise ContractError(
+                    f"{name} has shape {tuple(value.shape)}, but the cache is not quantized: give "
+                    "one number",
+                    rule="M9",
+                )
+        return keys, values
 
     def _override(
-        self,
-        causal: bool,
-        window_left: int,
-        logits_soft_cap: float | None,
-        sm_scale: float | None,
+        self, causal: bool, window_left: int, logits_soft_cap: float | None, sm_scale: float | None
     ) -> None:
         """Change the plan as the deprecated `forward` does, for this and later runs."""
         plan = self._plan_
         if plan is None:
             return  # `run` raises
-        spec = plan.spec.replace(**_mask(causal or plan.is_single, window_left, logits_soft_cap))
-        scale = spec.head_size**-0.5 if sm_scale is None else float(sm_scale)
-        if spec != plan.spec:
+        form = replace(
+            plan.form, causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+        )  # fmt: skip
+        changed = plan.with_form(form)
+        if changed.spec != plan.spec:
             self._metadata = None
-        self._plan_ = replace(plan, spec=spec, scale=scale, window_left=window_left)
+        self._plan_ = changed
 
     def _layer(self, spec: AttentionSpec, scale: float) -> Attention:
-        found = self._layers.get((spec, scale))
+        """The layer on the backend that is selected now: `use_backend` and the environment may
+        change between runs."""
+        backend = get_attn_backend(spec, None, self.device)
+        found = self._layers.get((spec, scale, backend))
         if found is None:
-            found = Attention(spec, scale=scale, device=self.device)
-            self._layers[spec, scale] = found
+            found = Attention(spec, backend=backend, scale=scale, device=self.device)
+            self._layers[spec, scale, backend] = found
         return found
 
     def _metadata_for(
-        self, layer: Attention, plan: _Plan, num_tokens: int, uniform_query_len: int | None
+        self, layer: Attention, plan: Plan, num_tokens: int, query_len: int | None
     ) -> AttentionMetadata:
-        if self._metadata is not None and (
-            not self._is_fixed or getattr(self._metadata, "num_actual_tokens", 0) == num_tokens
-        ):
-            return self._metadata
-        builder = self._builders.get((layer.backend, plan.spec))
+        backend = layer.backend
+        if self._metadata is not None and self._metadata[0] is backend:
+            kept = self._metadata[1]
+            if not self._is_fixed or getattr(kept, "num_actual_tokens", 0) == num_tokens:
+                return kept
+        builder = self._builders.get((plan.spec, backend))
         if builder is None:
-            builder = layer.backend.make_builder(plan.spec, self.device)
-            self._builders[layer.backend, plan.spec] = builder
+            builder = backend.make_builder(plan.spec, self.device)
+            self._builders[plan.spec, backend] = builder
         metadata: AttentionMetadata
         if not self._is_fixed:
             metadata = builder.build(0, plan.common)
         elif builder.needs_host_lengths:
             raise UnsupportedConfigError(
-                f"backend {layer.backend.get_name()} reads lengths on the host, which a captured "
-                "run does not see: use a backend that reads them on the device, for example triton",
-                backend=layer.backend.get_name(),
+                f"backend {backend.get_name()} reads lengths on the host, which a captured run "
+                "does not see: use a backend that reads them on the device, for example triton",
+                backend=backend.get_name(),
                 reasons=["cudagraph"],
             )
         else:
-            longest = num_tokens if uniform_query_len is None else uniform_query_len
+            longest = num_tokens if query_len is None else query_len
             metadata = builder.build_for_cudagraph_capture(
                 plan.common.replace(num_actual_tokens=num_tokens, max_query_len=longest)
             )
-        self._metadata = metadata
+        self._metadata = (backend, metadata)
         return metadata
-
-
-def _mask(causal: bool, window_left: int, logits_soft_cap: float | None) -> dict[str, Any]:
-    """Fields of a spec."""
-    return {
-        "mask_kind": MaskKind.CAUSAL if causal else MaskKind.BIDIRECTIONAL,
-        "sliding_window": window_left + 1 if causal and window_left >= 0 else None,
-        "window": Window(window_left, None) if not causal and window_left >= 0 else None,
-        "logits_soft_cap": logits_soft_cap or None,
-    }
 
 
 def _scale(scale: float | torch.Tensor) -> float | torch.Tensor:
@@ -339,43 +245,3 @@ def _scale(scale: float | torch.Tensor) -> float | torch.Tensor:
     if isinstance(scale, torch.Tensor):
         return scale.float().reshape(()) if scale.numel() == 1 else scale.float()
     return float(scale)
-
-
-def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """A dtype by name or itself.
-
-    Raises:
-        ContractError: no dtype of torch has this name.
-    """
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
-        raise ContractError(f"dtype {dtype!r} is no dtype of torch: pass for example 'float16'")
-    return found
-
-
-def check_neutral(**arguments: Any) -> None:
-    """Refuse arguments that attnlib does not serve.
-
-    Args:
-        arguments: their values; None, 0, False, "NONE" and () have no effect.
-
-    Raises:
-        UnsupportedConfigError: an argument has another value; the message has the reason.
-    """
-    for name, value in arguments.items():
-        neutral = value is None or (
-            not isinstance(value, torch.Tensor) and value in (0, False, "NONE", ())
-        )
-        if not neutral:
-            shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-            raise UnsupportedConfigError(f"{name}={shown}: {REASONS[name]}", reasons=[name])
-
-
-def warn_positional(name: str) -> None:
-    """Warn that optional arguments of `plan` were passed by position, as FlashInfer does."""
-    warnings.warn(
-        f"optional arguments of {name}.plan by position are deprecated in FlashInfer: pass them by "
-        "keyword",
-        DeprecationWarning,
-        stacklevel=3,
-    )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attnlib.kv_dtype import page_format
+from attnlib.ops.addresses import check_slot_values
 from attnlib.ops.checks import check_slots
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.scales import check_scale
@@ -50,10 +51,11 @@ def write_kv(
         v_scale: the same for values.
 
     Raises:
-        ContractError: slots that are not int64, fewer keys or values than slots (P4), or a scale
-            that is not finite and above 0 (M9).
+        ContractError: slots that are not int64, fewer keys or values than slots (P4), a scale that
+            is not finite and above 0 (M9), or, on a CPU, a slot past the cache.
     """
     check_slots(key, value, slot_mapping)
+    check_slot_values(slot_mapping, key_cache.shape[0] * key_cache.shape[1])
     check_scale("k_scale", k_scale)
     check_scale("v_scale", v_scale)
     slots, num_tokens = slot_mapping, slot_mapping.shape[0]

@@ -436,3 +436,23 @@ def test_threads_share_no_buffer() -> None:
     with ThreadPoolExecutor(2) as pool:
         for future in [pool.submit(work, seed) for seed in (11, 12)]:
             future.result()
+
+
+@pytest.mark.parametrize("way", ["use_backend", "environment"])
+def test_a_call_follows_the_backend_that_is_requested_now(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prepared calls are kept by what selects their backend, the environment included."""
+    STATE.__init__()  # type: ignore[misc]  # drops the calls of this thread
+    q = torch.randn(1, 1, 4, 16, device=DEVICE)
+    caches = [torch.randn(1, 16, 2, 16, device=DEVICE) for _ in range(2)]
+    lens = torch.tensor([16], dtype=torch.int32, device=DEVICE)
+    for count, name in enumerate(("torch", "torch", "triton", "triton", "torch")):
+        if way == "environment":
+            monkeypatch.setenv("ATTNLIB_BACKEND", name)
+            flash_attn_with_kvcache(q, *caches, cache_seqlens=lens)
+        else:
+            with attnlib.use_backend(name):
+                flash_attn_with_kvcache(q, *caches, cache_seqlens=lens)
+        names = [layer.backend.get_name() for layer in STATE.layers.values()]
+        assert sorted(names) == (["torch"] if count < 2 else ["torch", "triton"])

@@ -97,7 +97,79 @@ def test_append(layout: str, single: bool) -> None:
         key, value, batch, positions, argument, indices, indptr, ints(3, 0, 1), layout
     )
     assert torch.equal(cache, wanted)
-    with pytest.raises(ContractError, match="append_key has 7 rows"):
+    with pytest.raises(ContractError, match="append_value is torch.float32"):
         flashinfer.append_paged_kv_cache(
             key, value[:3], batch, positions, argument, indices, indptr, ints(3, 0, 1), layout
         )
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="values on a GPU are checked under ATTNLIB_VALIDATE")
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"positions": [4]}, "positions has 1 elements; it must have 3"),
+        ({"batch_indices": [0]}, "batch_indices has 1 elements; it must have 3"),
+        ({"positions": [4.0, 5.0, 6.0]}, "positions is torch.float32"),
+        ({"positions": [4, 5, 8]}, r"positions\[2\]=8 of request 0 is past the pages"),
+        ({"batch_indices": [0, 0, 2]}, r"batch_indices\[2\]=2 is no request"),
+        ({"kv_indices": [3, 9, 0]}, r"positions\[0\]=4 of request 0 is in a page that the cache"),
+        ({"kv_indptr": [0, 2, 4]}, "kv_indptr ends at 4, past the 3 rows"),
+        ({"kv_indptr": [0, 3, 2]}, "kv_indptr falls from 3 to 2"),
+        ({"append_key": (3, 4, 8)}, r"append_key is torch.float32 \(3, 4, 8\)"),
+        ({"append_key": (3, 8)}, r"append_key is torch.float32 \(3, 8\)"),
+        ({"append_value": (3, 2, 4)}, r"append_value is torch.float32 \(3, 2, 4\)"),
+        ({"append_value": (2, 2, 8)}, r"append_value is torch.float32 \(2, 2, 8\)"),
+    ],
+)
+def test_an_append_with_other_rows_is_refused(changed: dict, message: str) -> None:
+    """Each wrong argument alone; nothing is written."""
+    arguments = {
+        "append_key": (3, 2, 8),
+        "append_value": (3, 2, 8),
+        "batch_indices": [0, 0, 0],
+        "positions": [4, 5, 6],
+        "kv_indices": [3, 1, 0],
+        "kv_indptr": [0, 2, 3],
+        **changed,
+    }
+    call = {
+        name: torch.randn(value)
+        if isinstance(value, tuple)
+        else torch.tensor(value, dtype=None if isinstance(value[0], float) else torch.int32)
+        for name, value in arguments.items()
+    }
+    cache = torch.randn(8, 2, 4, 2, 8)
+    before = cache.clone()
+    with pytest.raises(ContractError, match=message):
+        flashinfer.append_paged_kv_cache(
+            **call, paged_kv_cache=cache, kv_last_page_len=torch.tensor([3, 1])
+        )
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="values on a GPU are checked under ATTNLIB_VALIDATE")
+def test_lists_around_an_append_are_checked() -> None:
+    ints = lambda *x: torch.tensor(x, dtype=torch.int32)  # noqa: E731  # short
+    for message, call in (
+        ("kv_indptr has 2 elements", lambda: flashinfer.get_seq_lens(ints(0, 2), ints(1, 2), 4)),
+        ("kv_indptr falls", lambda: flashinfer.get_seq_lens(ints(0, 2, 1), ints(1, 2), 4)),
+        ("page_size=0", lambda: flashinfer.get_seq_lens(ints(0, 2), ints(1), 0)),
+        (
+            "append_indptr ends at 5, past the 4 rows",
+            lambda: flashinfer.get_batch_indices_positions(ints(0, 5), ints(9), 4),
+        ),
+        (
+            r"seq_lens\[0\]=3 is below the 5 new tokens",
+            lambda: flashinfer.get_batch_indices_positions(ints(0, 5), ints(3), 5),
+        ),
+    ):
+        with pytest.raises(ContractError, match=message):
+            call()
+
+
+def test_states_of_other_dtypes() -> None:
+    v, s, _, _ = _states(2)
+    with pytest.raises(ContractError, match="s is torch.float16"):
+        flashinfer.merge_states(v, s.half())
+    with pytest.raises(ContractError, match="s_b is torch.int32"):
+        flashinfer.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1].int())

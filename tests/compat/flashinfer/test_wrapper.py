@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 import attnlib
 from attnlib.compat import flashinfer
-from attnlib.errors import LayoutMismatchError, UnsupportedConfigError
+from attnlib.errors import ContractError, LayoutMismatchError, UnsupportedConfigError
 from tests.compat.reference import assert_matches, attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -221,10 +221,106 @@ def test_what_is_refused() -> None:
         ("use_cuda_graph=True needs", lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             WORKSPACE, use_cuda_graph=True)),
         ("dtype 'float17'", lambda: decode.plan(*lists, q_data_type="float17")),
-        ("indptr tensors have shapes", lambda: decode.plan(batch.indptr[:2], *lists[1:])),
+        ("kv_indptr has shape", lambda: decode.plan(batch.indptr[:2], *lists[1:])),
         ("paged_kv_cache has shape", lambda: decode.run(batch.q, batch.cache[0])),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             call()
     with pytest.raises(LayoutMismatchError, match="kv_layout='NDH'"):
         flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "NDH")
+
+
+LISTS = {
+    "qo_indptr": [0, 2, 5],
+    "paged_kv_indptr": [0, 2, 3],
+    "paged_kv_indices": [3, 1, 0],
+    "paged_kv_last_page_len": [3, 4],
+}
+
+
+def _plan_prefill(changed: dict[str, Any]) -> flashinfer.BatchPrefillWithPagedKVCacheWrapper:
+    lists = {
+        name: value if isinstance(value, torch.Tensor) else _ints(value)
+        for name, value in {**LISTS, **changed}.items()
+    }
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.plan(**lists, num_qo_heads=4, num_kv_heads=2, head_dim_qk=16, page_size=4, causal=True,
+                 q_data_type="float32")  # fmt: skip
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"paged_kv_indices": [3, 1]}, "kv_indptr ends at 3, past the 2 rows"),
+        ({"paged_kv_last_page_len": [5, 4]}, r"last_page_len\[0\]=5 must be from 1 to page_size=4"),
+        ({"paged_kv_last_page_len": [3, 0]}, r"last_page_len\[1\]=0 must be from 1"),
+        ({"paged_kv_indptr": [0, 3, 2]}, "kv_indptr falls from 3 to 2"),
+        ({"paged_kv_indptr": [1, 2, 3]}, r"kv_indptr\[0\]=1 must be 0"),
+        ({"qo_indptr": [1, 2, 5]}, r"qo_indptr\[0\]=1 must be 0"),
+        ({"qo_indptr": [0, 3, 2]}, "qo_indptr falls from 3 to 2"),
+        ({"qo_indptr": [0, 3]}, r"qo_indptr has shape \(2,\)"),
+        ({"qo_indptr": torch.tensor([0.0, 2.0, 5.0])}, "qo_indptr is torch.float32"),
+        ({"paged_kv_indices": torch.zeros(3, 1, dtype=torch.int32)}, "kv_indices is torch.int32"),
+        ({"paged_kv_last_page_len": torch.tensor(3)}, "last_page_len is torch.int64"),
+    ],
+)
+def test_page_lists_that_disagree_are_refused(changed: dict[str, Any], message: str) -> None:
+    """A plan reads the lists on the host, and a wrong one gives plausible numbers."""
+    with pytest.raises(ContractError, match=message):
+        _plan_prefill(changed)
+
+
+def test_a_page_outside_of_the_cache_is_refused() -> None:
+    if DEVICE == "cpu":
+        with pytest.raises(ContractError, match=r"kv_indices\[1\]=-1 must not be negative"):
+            _plan_prefill({"paged_kv_indices": [3, -1, 0]})
+        wrapper = _plan_prefill({"paged_kv_indices": [3, 8, 0]})
+        with pytest.raises(ContractError, match="name page 8, but the cache has 8 pages"):
+            wrapper.run(torch.randn(5, 4, 16), torch.randn(8, 2, 4, 2, 16))
+
+
+def test_an_lse_or_a_scale_of_another_form_is_refused() -> None:
+    wrapper = _plan_prefill({})
+    q, cache = torch.randn(5, 4, 16, device=DEVICE), torch.randn(8, 2, 4, 2, 16, device=DEVICE)
+    for lse in (
+        torch.empty(4, 5, device=DEVICE),
+        torch.empty(5, 4, dtype=torch.float16, device=DEVICE),
+        torch.empty(5, 4, 1, device=DEVICE),
+    ):
+        before = lse.clone()
+        with pytest.raises(ContractError, match="lse is torch"):
+            wrapper.run(q, cache, lse=lse, return_lse=True)
+        assert torch.equal(lse, before) or lse.isnan().any()
+    with pytest.raises(ContractError, match=r"v_scale has shape \(2,\)"):
+        wrapper.run(q, cache, v_scale=torch.ones(2, device=DEVICE))
+
+
+@pytest.mark.parametrize("way", ["use_backend", "environment"])
+def test_a_run_follows_the_backend_that_is_requested_now(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of a wrapper are kept by backend, not by spec alone."""
+    used: list[str] = []
+    monkeypatch.setattr(attnlib.Attention, "__call__", _noting(attnlib.Attention.__call__, used))
+    wrapper = _plan_prefill({})
+    q, cache = torch.randn(5, 4, 16, device=DEVICE), torch.randn(8, 2, 4, 2, 16, device=DEVICE)
+    results = []
+    for name in ("torch", "triton", "torch"):
+        if way == "environment":
+            monkeypatch.setenv("ATTNLIB_BACKEND", name)
+            results.append(wrapper.run(q, cache))
+        else:
+            with attnlib.use_backend(name):
+                results.append(wrapper.run(q, cache))
+    assert used == ["torch", "triton", "torch"]
+    torch.testing.assert_close(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def _noting(call: Any, used: list[str]) -> Any:
+    def noting(self: attnlib.Attention, *args: Any, **options: Any) -> Any:
+        used.append(self.backend.get_name())
+        return call(self, *args, **options)
+
+    return noting
