@@ -33,6 +33,7 @@ from attnlib.ops.triton.hopper.descriptors import (
 from attnlib.ops.triton.hopper.kernels.cache_tiles import box_keys
 from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
+from attnlib.ops.triton.hopper.kernels.decode_call import DecodeConfig
 from attnlib.ops.triton.hopper.kernels.warp_decode import hopper_warp_decode_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
 from attnlib.ops.triton.hopper.sizes import gathers
@@ -93,11 +94,6 @@ addresses."""
 _FEW_ELEMENTS = 128 * 32
 """Elements of the output tile of a CTA up to which a thread has the smaller number of registers;
 half as many with converted float8 tiles in registers."""
-
-_NOT_OF_ONE_WARP = (
-    "PACKED", "COMBINE_IN_KERNEL", "SPLITS_PER_LOAD", "SCORE", "BOUNDS", "WORKERS",
-)  # fmt: skip
-"""Constants that the decode by CTAs of one warp does not have."""
 
 _LEAST_BUSY = 0.7
 """Share of the multiprocessors that read fast enough for all of them. 48 requests of 5k keys with 4
@@ -423,9 +419,11 @@ def prepare_hopper_decode(
     kernel = hopper_decode_kernel
     if tile.warps:
         kernel = hopper_warp_decode_kernel
-        for name in _NOT_OF_ONE_WARP:
-            del attend[name]
-        attend.update(num_warps=1, maxnreg=min(255, 65536 // (32 * tile.warps) // 8 * 8))
+        constants = {name: attend[name] for name in DecodeConfig._fields if name in attend}
+        attend = {
+            "CONFIG": DecodeConfig(**constants), "enable_fp_fusion": True, "launch_pdl": True,
+            "num_warps": 1, "maxnreg": min(255, 65536 // (32 * tile.warps) // 8 * 8),
+        }  # fmt: skip
     combine = {
         **shared, "DV_PAD": triton.next_power_of_2(head_size_v),
         **combine_tile(num_tokens * num_heads, group, head_size_v),

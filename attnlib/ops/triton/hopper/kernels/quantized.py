@@ -19,14 +19,14 @@ bfloat16 queries may be outside of float16's range. Each row is multiplied by th
 brings its largest magnitude to [2^14, 2^15): elements down to 2^-29 of the largest one stay exact.
 """
 
-from __future__ import annotations
-
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from attnlib.ops.triton.hopper.kernels.compat import (
+    Value,
+    aggregate,
     arrive_after_copies,
     copy_to_shared,
     partition_barrier,
@@ -41,10 +41,26 @@ from attnlib.ops.triton.kernels.quant import (
 )
 
 __all__ = [
-    "WEIGHT_EXPONENT", "WEIGHT_SCALE", "copy_token_scales", "float16_keys", "float16_pairs",
-    "float16_values", "halve_queries", "key_layout", "load_kv_scale", "query_columns",
-    "query_powers", "split_pairs", "value_layout", "value_rows",
-]  # fmt: skip
+    "WEIGHT_EXPONENT",
+    "WEIGHT_SCALE",
+    "TileScales",
+    "TokenScales",
+    "allocate_token_scales",
+    "alternate_ptx",
+    "copy_token_scales",
+    "float16_keys",
+    "float16_pairs",
+    "float16_values",
+    "halve_queries",
+    "key_layout",
+    "load_kv_scale",
+    "neighbors_ptx",
+    "query_columns",
+    "query_powers",
+    "split_pairs",
+    "value_layout",
+    "value_rows",
+]
 
 WEIGHT_EXPONENT: gl.constexpr = gl.constexpr(14.0)
 WEIGHT_SCALE: gl.constexpr = gl.constexpr(2.0**14)
@@ -66,6 +82,66 @@ def load_kv_scale(scale, head, KIND: gl.constexpr):
     else:
         value = scale
     return value
+
+
+@aggregate
+class TileScales:
+    """The scales of the keys and of the values of a tile; None where pages hold none."""
+
+    keys: Value
+    values: Value
+
+
+@aggregate
+class TokenScales:
+    """The scales of pages that hold them (M16), and the ring for those of the tiles.
+
+    Fields:
+        keys, values: pointers to the scales.
+        stride_kb, stride_kn, stride_kh: strides of blocks, positions and heads of those of keys.
+        stride_vb, stride_vn, stride_vh: of those of values.
+        ring: [2 * stages, keys], the scales of the keys and of the values of each stage. The four
+            scales of a head of 4-bit integers are one number.
+    """
+
+    keys: Value
+    values: Value
+    stride_kb: Value
+    stride_kn: Value
+    stride_kh: Value
+    stride_vb: Value
+    stride_vn: Value
+    stride_vh: Value
+    ring: Value
+
+    @gluon.jit
+    def load(self, stage, LAYOUT: gl.constexpr):
+        """Return the `TileScales` of a stage."""
+        keys = self.ring.index(2 * stage).load(LAYOUT)
+        return TileScales(keys, self.ring.index(2 * stage + 1).load(LAYOUT))
+
+    @gluon.jit
+    def copy(self, block, position, inside, kv_head, stage, KV_KIND: gl.constexpr):
+        """Issue the copies of the scales of keys in these blocks and positions; 0 outside."""
+        keys = self.keys
+        values = self.values
+        if KV_KIND == KV_INT4:
+            keys = keys.to(gl.pointer_type(gl.int64))
+            values = values.to(gl.pointer_type(gl.int64))
+        block = block.to(gl.int64)
+        k_offsets = block * self.stride_kb + (position * self.stride_kn + kv_head * self.stride_kh)
+        v_offsets = block * self.stride_vb + (position * self.stride_vn + kv_head * self.stride_vh)
+        copy_to_shared(self.ring.index(2 * stage), keys + k_offsets, mask=inside)
+        copy_to_shared(self.ring.index(2 * stage + 1), values + v_offsets, mask=inside)
+
+
+@gluon.jit
+def allocate_token_scales(STAGES: gl.constexpr, BLOCK_N: gl.constexpr, KV_KIND: gl.constexpr):
+    """Return shared memory for `TokenScales.ring`."""
+    DTYPE: gl.constexpr = gl.int64 if KV_KIND == KV_INT4 else gl.float32
+    return gl.allocate_shared_memory(
+        DTYPE, [2 * STAGES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
 
 
 @gluon.jit
@@ -104,30 +180,51 @@ def copy_token_scales(
     arrive_after_copies(full.index(stage), increment_count=False)
 
 
+@gluon.constexpr_function
+def _e5m2_ptx(first, second):
+    return f"prmt.b32 $0, $2, 0, {first}; prmt.b32 $1, $2, 0, {second};"
+
+
+@gluon.constexpr_function
+def _int8_ptx(first, second):
+    # A byte plus 128 becomes the last bits of 1024; less 1152.
+    return (
+        "{ .reg .b32 s, b, c; xor.b32 s, $2, 0x80808080; mov.b32 b, 0x64646464;"
+        f" mov.b32 c, 0x64806480; prmt.b32 $0, s, b, {first}; prmt.b32 $1, s, b, {second};"
+        " sub.f16x2 $0, $0, c; sub.f16x2 $1, $1, c; }"
+    )
+
+
+_E4M3_PTX = gl.constexpr(" cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }")
+
+
+@gluon.constexpr_function
+def neighbors_ptx(kind):
+    """Return PTX that converts the bytes 0 to 3 of a register to float16: (0, 1) and (2, 3)."""
+    if kind == KV_E5M2_BYTES:
+        return _e5m2_ptx("0x1404", "0x3424")
+    if kind == KV_INT8:
+        return _int8_ptx("0x5140", "0x5342")
+    return "{ .reg .b16 a, b; mov.b32 {a, b}, $2;" + _E4M3_PTX.value
+
+
+@gluon.constexpr_function
+def alternate_ptx(kind):
+    """Return PTX that converts the bytes 0 to 3 of a register to float16: (0, 2) and (1, 3)."""
+    if kind == KV_E5M2_BYTES:
+        return _e5m2_ptx("0x2404", "0x3414")
+    if kind == KV_INT8:
+        return _int8_ptx("0x5240", "0x5341")
+    order = "prmt.b32 t, $2, 0, 0x3120;"
+    return "{ .reg .b32 t; .reg .b16 a, b; " + order + " mov.b32 {a, b}, t;" + _E4M3_PTX.value
+
+
 @gluon.jit
 def float16_pairs(words, KV_KIND: gl.constexpr):
     """Convert words of two float8 elements to int32 words of two float16 elements."""
     # A register holds two words, that is four neighboring elements.
-    if KV_KIND == KV_E5M2_BYTES:
-        pairs = gl.inline_asm_elementwise(
-            "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
-            "=r,=r,r", [words], gl.int32, True, 2,
-        )  # fmt: skip
-    elif KV_KIND == KV_INT8:
-        # A byte plus 128 becomes the last bits of 1024; less 1152.
-        pairs = gl.inline_asm_elementwise(
-            "{ .reg .b32 s, b, c; xor.b32 s, $2, 0x80808080; mov.b32 b, 0x64646464;"
-            " mov.b32 c, 0x64806480; prmt.b32 $0, s, b, 0x5140; prmt.b32 $1, s, b, 0x5342;"
-            " sub.f16x2 $0, $0, c; sub.f16x2 $1, $1, c; }",
-            "=r,=r,r", [words], gl.int32, True, 2,
-        )  # fmt: skip
-    else:
-        pairs = gl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; mov.b32 {a, b}, $2;"
-            " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
-            "=r,=r,r", [words], gl.int32, True, 2,
-        )  # fmt: skip
-    return pairs
+    ASM: gl.constexpr = neighbors_ptx(KV_KIND)
+    return gl.inline_asm_elementwise(ASM, "=r,=r,r", [words], gl.int32, True, 2)
 
 
 @gluon.jit
@@ -179,9 +276,8 @@ def query_columns(WIDTH: gl.constexpr, layout: gl.constexpr):
     LINE: gl.constexpr = min(WIDTH // 2, 64)
     columns = gl.arange(0, WIDTH, layout)
     word = columns // 2 % LINE
-    return columns // (2 * LINE) * (2 * LINE) + (
-        (word % 4) * (LINE // 4) + word // 4
-    ) * 2 + columns % 2  # fmt: skip
+    place = (word % 4) * (LINE // 4) + word // 4
+    return columns // (2 * LINE) * (2 * LINE) + place * 2 + columns % 2
 
 
 @gluon.jit
@@ -199,24 +295,10 @@ def float16_values(tile, valid, MASKED: gl.constexpr, KV_KIND: gl.constexpr, OPE
         keys = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
         words = gl.where(keys[None, :] < valid, words, gl.zeros([WORDS, KEYS], gl.int16, LAYOUT))
     # A register has the bytes (d, d + 1) of one key and of the next one.
-    if KV_KIND == KV_E5M2_BYTES:
-        even, odd = gl.inline_asm_elementwise(
-            "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;",
-            "=r,=r,r", [words], (gl.float16, gl.float16), True, 2,
-        )  # fmt: skip
-    elif KV_KIND == KV_INT8:
-        even, odd = gl.inline_asm_elementwise(
-            "{ .reg .b32 s, b, c; xor.b32 s, $2, 0x80808080; mov.b32 b, 0x64646464;"
-            " mov.b32 c, 0x64806480; prmt.b32 $0, s, b, 0x5240; prmt.b32 $1, s, b, 0x5341;"
-            " sub.f16x2 $0, $0, c; sub.f16x2 $1, $1, c; }",
-            "=r,=r,r", [words], (gl.float16, gl.float16), True, 2,
-        )  # fmt: skip
-    else:
-        even, odd = gl.inline_asm_elementwise(
-            "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t;"
-            " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
-            "=r,=r,r", [words], (gl.float16, gl.float16), True, 2,
-        )  # fmt: skip
+    ASM: gl.constexpr = alternate_ptx(KV_KIND)
+    even, odd = gl.inline_asm_elementwise(
+        ASM, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2
+    )
     both = gl.reshape(gl.join(even, odd), [WORDS // 8, 8, KEYS, 2])
     return gl.convert_layout(gl.reshape(gl.permute(both, (0, 3, 1, 2)), [2 * WORDS, KEYS]), OPERAND)
 

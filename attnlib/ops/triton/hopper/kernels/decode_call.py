@@ -1,0 +1,175 @@
+"""What the Hopper decode kernels take, as objects: constants, tensors with their strides, splits.
+
+Entry kernels have flat runtime arguments, from which they build these objects, and one
+`DecodeConfig`.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate
+from attnlib.ops.triton.kernels.quant import KV_PLAIN, SCALE_FLOAT
+
+__all__ = [
+    "UNALIGNED",
+    "UNSPECIALIZED",
+    "BlockTable",
+    "DecodeConfig",
+    "Outputs",
+    "Partials",
+    "Queries",
+    "Split",
+]
+
+UNSPECIALIZED = [
+    *("left", "right", "chunk", "num_reqs", "num_tokens", "num_blocks", "rows", "stride_qt"),
+    *("stride_qh", "stride_ot", "stride_oh", "stride_lt", "stride_table", "rows0", "columns0"),
+    *("rows1", "columns1", "rows2", "columns2", "rows3", "columns3", "stride_ksb", "stride_ksn"),
+    *("stride_ksh", "stride_vsb", "stride_vsn", "stride_vsh", "stride_latents"),
+]
+"""Parameters whose values must not select a compilation, because they change from step to step."""
+
+UNALIGNED = [
+    *("lse", "sinks", "k_scale", "v_scale", "query_start_loc", "seq_lens", "block_table"),
+    *("partial_lses", "split_headers", "counters", "aux0", "aux1", "aux2", "aux3"),
+]
+"""Pointers whose alignment must not select a compilation: slices of a batch or of the workspace
+with arbitrary offsets."""
+
+
+class DecodeConfig(NamedTuple):
+    """Constants of a decode kernel. `ops.triton.hopper.decode_plan` chooses them.
+
+    Attributes:
+        NUM_KV_HEADS: KV heads.
+        GROUP: query heads of a KV head.
+        D, DV: head sizes of keys and values.
+        WIDTH, WIDTH_V: padded head sizes, the elements of a row of a tile.
+        TILE_TOKENS: query tokens of a request that fit in ROWS.
+        BLOCK_N: keys of a tile.
+        BLOCK_SIZE: positions of a page.
+        ROWS: query rows of a tile, the N of WGMMA; at least 8.
+        STAGES: stages of the rings of keys and values.
+        CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK: as in `schedule.Mask`.
+        HAS_CAP, HAS_SINK, HAS_LSE: whether there is a soft cap, sinks, and an LSE to write.
+        KV_KIND: elements of the cache, one of `KV_*`.
+        K_SCALE_KIND, V_SCALE_KIND: scales of the cache, of `SCALE_*`.
+        PACKED: the cache has the layout of vLLM's PagedAttention (`cache_tiles`).
+        COMBINE_IN_KERNEL: the CTA that ends a request's last split combines all of them.
+        SPLITS_PER_LOAD: splits that it loads at a time.
+        WORKERS: consumers of a CTA, each with loaders, rings and splits of its own; 1 or 2.
+        GATHERED: the rows of the cache are copied one by one, and not by TMA.
+    """
+
+    NUM_KV_HEADS: int
+    GROUP: int
+    D: int
+    DV: int
+    WIDTH: int
+    WIDTH_V: int
+    TILE_TOKENS: int
+    BLOCK_N: int
+    BLOCK_SIZE: int
+    ROWS: int
+    STAGES: int
+    CAUSAL: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_CHUNK: bool
+    HAS_CAP: bool
+    HAS_SINK: bool
+    HAS_LSE: bool
+    KV_KIND: int = KV_PLAIN.value
+    K_SCALE_KIND: int = SCALE_FLOAT.value
+    V_SCALE_KIND: int = SCALE_FLOAT.value
+    PACKED: bool = False
+    COMBINE_IN_KERNEL: bool = False
+    SPLITS_PER_LOAD: int = 1
+    WORKERS: int = 1
+    GATHERED: bool = False
+
+
+@aggregate
+class Queries:
+    """Queries [num_tokens, query heads, D]; the last dimension is contiguous."""
+
+    pointer: Value
+    stride_token: Value
+    stride_head: Value
+    num_tokens: Value
+
+
+@aggregate
+class Outputs:
+    """Outputs [tokens, query heads, DV], natural-log LSEs [tokens, query heads] or None, and the
+    sinks of query heads or None. Strides are those of tokens, heads, and tokens of the LSEs."""
+
+    pointer: Value
+    lse: Value
+    sinks: Value
+    stride_token: Value
+    stride_head: Value
+    stride_lse: Value
+
+    @gluon.jit
+    def offsets(self, token, head):
+        """Return the offsets of output rows in elements; `token` counts in the batch."""
+        tokens = token.to(gl.int64) * self.stride_token
+        return tokens + head.to(gl.int64) * self.stride_head
+
+    @gluon.jit
+    def store_lses(self, token, head, lses, mask):
+        """Store LSEs of rows."""
+        gl.store(self.lse + token.to(gl.int64) * self.stride_lse + head, lses, mask=mask)
+
+
+@aggregate
+class Partials:
+    """Results of the splits of requests that have several, with index 2 * worker or 2 * worker + 1.
+
+    Fields:
+        values: float32 outputs, [2 * workers, rows, DV].
+        lses: float32 base-2 LSEs, [2 * workers, rows].
+        headers: int32 [tokens, KV heads] for `hopper_combine_kernel`.
+        counters: int32 zeros of the CTAs, for splits that are combined in the kernel.
+        rows: query heads of a group times the largest query length.
+    """
+
+    values: Value
+    lses: Value
+    headers: Value
+    counters: Value
+    rows: Value
+
+
+@aggregate
+class BlockTable:
+    """The block table [requests, pages] and the number of blocks of the cache."""
+
+    pointer: Value
+    stride: Value
+    num_blocks: Value
+
+    @gluon.jit
+    def row(self, request):
+        """Return a pointer to the blocks of a request."""
+        return self.pointer + request.to(gl.int64) * self.stride
+
+
+@aggregate
+class Split:
+    """The key tiles of a request and KV head that one worker computes: [first, first + count).
+
+    `start` is the request's first query row. `visited` are the `VisitedTiles` of the request.
+    """
+
+    request: Value
+    start: Value
+    query_len: Value
+    seq_len: Value
+    kv_head: Value
+    first: Value
+    count: Value
+    visited: Value

@@ -1,0 +1,223 @@
+"""Products and softmax of the decode of one warp, all of whose operands are in registers.
+
+Weights are the results of one product and the second operand of the other one
+(`warp_operands.transposed_weights`).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from attnlib.ops.triton.hopper.kernels.column_softmax import mask_columns
+from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate, exp2, log2
+from attnlib.ops.triton.hopper.kernels.int4 import float32_scale, largest_scale
+from attnlib.ops.triton.hopper.kernels.quantized import WEIGHT_EXPONENT
+from attnlib.ops.triton.hopper.kernels.softmax import transform_scores
+from attnlib.ops.triton.hopper.kernels.warp_operands import (
+    PRODUCTS,
+    key_parts,
+    num_parts,
+    transposed_weights,
+    value_parts,
+)
+from attnlib.ops.triton.kernels.quant import KV_INT4, KV_INT8
+
+__all__ = ["WarpRows", "WarpSums", "multiply_tile", "scale_parts", "zero_sums"]
+
+SUMS = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [8, 8])
+)
+"""Layout of [8, rows]: the sums over the keys that a thread holds."""
+
+
+@aggregate
+class WarpSums:
+    """What a warp has accumulated of its query rows.
+
+    Fields:
+        row_max: base-2 maxima [rows].
+        row_sum: sums of weights [8, rows], over the keys that a thread holds.
+        acc: for each part of the values, [elements, rows].
+    """
+
+    row_max: Value
+    row_sum: Value
+    acc: Value
+
+
+@aggregate
+class WarpRows:
+    """The query rows of a split: operands, factors of the scores, and visible keys.
+
+    Fields:
+        queries: `WarpQueries`.
+        k_factor: [rows], factor of the products; `factor` is the softmax scale in base 2.
+        first, last: [rows], the keys [first, last) that a row sees.
+    """
+
+    queries: Value
+    k_factor: Value
+    factor: Value
+    soft_cap: Value
+    first: Value
+    last: Value
+
+
+@gluon.jit
+def zero_sums(config):
+    """Return `WarpSums` of no keys."""
+    PARTS: gl.constexpr = num_parts(config.KV_KIND)
+    ROWS: gl.constexpr = config.ROWS
+    WORDS: gl.constexpr = config.WIDTH_V // PARTS
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, PRODUCTS))
+    row_sum = gl.zeros([8, ROWS], gl.float32, SUMS)
+    none = gl.zeros([WORDS, ROWS], gl.float32, PRODUCTS)
+    if PARTS == 4:
+        acc = (none, none, none, none)
+    else:
+        acc = (none, none)
+    return WarpSums(row_max, row_sum, acc)
+
+
+@gluon.jit
+def _scores(tile, queries, k_scales, KV_KIND: gl.constexpr):
+    """Return the products of a tile of keys with the queries, [keys, rows], times the scales."""
+    KEYS: gl.constexpr = tile.shape[0]
+    initial = queries.initial
+    operands = queries.operands
+    ROWS: gl.constexpr = initial[0].shape[0]
+    words = tile.load(gl.DotOperandLayout(0, PRODUCTS, 2))
+    parts = key_parts(words, KV_KIND)
+    zeros = gl.zeros([KEYS, ROWS], gl.float32, PRODUCTS)
+    if KV_KIND == KV_INT4:
+        s0 = mma_v2(parts[0], operands[0], zeros + initial[0][None, :])
+        s1 = mma_v2(parts[1], operands[1], zeros + initial[1][None, :])
+        s2 = mma_v2(parts[2], operands[2], zeros + initial[2][None, :])
+        s3 = mma_v2(parts[3], operands[3], zeros + initial[3][None, :])
+        scores = s0 * float32_scale(k_scales, 0)[:, None]
+        scores += s1 * float32_scale(k_scales, 1)[:, None]
+        scores += s2 * float32_scale(k_scales, 2)[:, None]
+        scores += s3 * float32_scale(k_scales, 3)[:, None]
+    else:
+        scores = mma_v2(parts[1], operands[1], mma_v2(parts[0], operands[0], zeros))
+        if k_scales is not None:
+            scores = scores * k_scales[:, None]
+    return scores
+
+
+@gluon.jit
+def _part_weights(
+    weights, v_scales, part: gl.constexpr, MASKED: gl.constexpr, KV_KIND: gl.constexpr
+):
+    """Return the weights of a part of the values as the second operand of a product."""
+    if v_scales is not None:
+        if KV_KIND == KV_INT4:
+            scaled = weights * float32_scale(v_scales, part)[:, None]
+        else:
+            scaled = weights * v_scales[:, None]
+        if MASKED:
+            # The scales of hidden keys may be NaN.
+            scaled = gl.where(weights == 0.0, 0.0, scaled)
+    else:
+        scaled = weights
+    return transposed_weights(scaled.to(gl.float16))
+
+
+@gluon.jit
+def _add_values(tile, acc, weights, v_scales, valid, MASKED: gl.constexpr, KV_KIND: gl.constexpr):
+    """Add the products of a tile of values with the weights [keys, rows] to `acc`.
+
+    With MASKED, float8 values of keys from `valid` on are 0: a page may hold anything past the
+    sequence's end, and 0 * NaN is NaN (P5).
+    """
+    KEYS: gl.constexpr = tile.shape[0]
+    WORDS: gl.constexpr = tile.shape[1]
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCTS, 2)
+    words = tile.permute((1, 0)).load(OPERAND)
+    if MASKED:
+        if (KV_KIND != KV_INT4) and (KV_KIND != KV_INT8):
+            keys = gl.arange(0, KEYS, gl.SliceLayout(0, OPERAND))
+            words = gl.where(
+                keys[None, :] < valid, words, gl.zeros([WORDS, KEYS], gl.int16, OPERAND)
+            )
+    parts = value_parts(words, KV_KIND)
+    if KV_KIND == KV_INT4:
+        return (
+            mma_v2(parts[0], _part_weights(weights, v_scales, 0, MASKED, KV_KIND), acc[0]),
+            mma_v2(parts[1], _part_weights(weights, v_scales, 1, MASKED, KV_KIND), acc[1]),
+            mma_v2(parts[2], _part_weights(weights, v_scales, 2, MASKED, KV_KIND), acc[2]),
+            mma_v2(parts[3], _part_weights(weights, v_scales, 3, MASKED, KV_KIND), acc[3]),
+        )
+    else:
+        operand = _part_weights(weights, v_scales, 0, MASKED, KV_KIND)
+        return mma_v2(parts[0], operand, acc[0]), mma_v2(parts[1], operand, acc[1])
+
+
+@gluon.jit
+def scale_parts(acc, factor):
+    """Return the tensors [elements, rows] times factors [rows]."""
+    scaled = ()
+    for part in gl.static_range(len(acc)):
+        scaled = scaled + (acc[part] * factor[None, :],)
+    return scaled
+
+
+@gluon.jit
+def _fold(weights):
+    """Sum weights [keys, rows] over the keys that a thread holds, [8, rows]."""
+    KEYS: gl.constexpr = weights.shape[0]
+    ROWS: gl.constexpr = weights.shape[1]
+    folded = gl.sum(gl.reshape(weights, [KEYS // 8, 8, ROWS]), 0)
+    return gl.convert_layout(folded, SUMS, assert_trivial=True)
+
+
+@gluon.jit
+def multiply_tile(tiles, stage, scales, rows, sums, tile, seq_len, MASKED: gl.constexpr, config):
+    """Multiply by the keys and the values of a tile.
+
+    Args:
+        tiles: `WarpTiles`, in whose stage the tile is.
+        scales: its `TileScales`.
+        rows: `WarpRows`.
+        sums: `WarpSums` of the tiles before.
+        tile: number of the tile in the request.
+        seq_len: keys of the request.
+        MASKED: some rows do not see some keys.
+
+    Returns:
+        `WarpSums`.
+    """
+    KV_KIND: gl.constexpr = config.KV_KIND
+    CHECK_FIRST: gl.constexpr = config.HAS_LEFT or config.HAS_CHUNK
+    v_scales = scales.values
+    keys = tiles.keys.index(stage)
+    values = tiles.values.index(stage)
+    start = tile * config.BLOCK_N
+    valid = seq_len - start if MASKED else 0
+    scores = _scores(keys, rows.queries, scales.keys, KV_KIND)
+    if config.HAS_CAP:
+        scores = transform_scores(scores * rows.k_factor[None, :], rows.factor, rows.soft_cap, True)
+    else:
+        scores = scores * (rows.k_factor * rows.factor)[None, :]
+    if MASKED:
+        scores = mask_columns(scores, rows.first, rows.last, start, CHECK_FIRST)
+    bounds = scores
+    if v_scales is not None:
+        # Weights times scales are at most 1. Scales of hidden keys may be anything.
+        unit = v_scales
+        if KV_KIND == KV_INT4:
+            unit = largest_scale(v_scales)
+        bounds = scores + log2(gl.minimum(gl.maximum(unit, 2.0**-100), 2.0**100))[:, None]
+    new_max = gl.maximum(sums.row_max, gl.max(bounds, 0))
+    finite_max = new_max
+    if MASKED:
+        # -inf - -inf is NaN: rows without a visible key are measured from 0.
+        finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = exp2(scores - (finite_max - WEIGHT_EXPONENT)[None, :])
+    acc_scale = exp2(sums.row_max - finite_max)
+    # Sums over the keys that a thread holds.
+    sum_scale = gl.convert_layout(acc_scale, gl.SliceLayout(0, SUMS), assert_trivial=True)
+    row_sum = sums.row_sum * sum_scale[None, :] + _fold(weights)
+    acc = scale_parts(sums.acc, acc_scale)
+    acc = _add_values(values, acc, weights, v_scales, valid, MASKED, KV_KIND)
+    return WarpSums(new_max, row_sum, acc)
