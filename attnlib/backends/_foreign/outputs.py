@@ -9,8 +9,12 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from attnlib.metadata.paged import PagedMetadata
 
 __all__ = [
     "apply_sinks",
@@ -18,6 +22,7 @@ __all__ = [
     "convert_base2_lse",
     "fill_empty",
     "is_capturing",
+    "rows_without_keys",
     "same_batch_at_replay",
     "store_lse",
 ]
@@ -95,19 +100,42 @@ def store_lse(source: torch.Tensor, target: torch.Tensor) -> None:
     torch.nan_to_num(source, nan=-math.inf, posinf=-math.inf, neginf=-math.inf, out=target)
 
 
-def convert_base2_lse(
-    lse_base2: torch.Tensor, target: torch.Tensor, empty_threshold: float
-) -> None:
+def convert_base2_lse(lse_base2: torch.Tensor, target: torch.Tensor, empty: torch.Tensor) -> None:
     """Write a base-2 LSE as natural logarithm to `target`.
 
     Args:
         lse_base2: `[T, Hq]` float32.
         target: `[T, Hq]` float32, written; may be `lse_base2`.
-        empty_threshold: base-2 values at or below it mean that no key is visible, and become -inf
-            (M5).
+        empty: `[T]` bool, rows that see no key (M5). Kernels write a finite number there, which
+            other rows may have too.
     """
     torch.mul(lse_base2, LOG_2, out=target)
-    torch.threshold_(target, empty_threshold * LOG_2, -math.inf)  # allocates no temporary tensor
+    target.masked_fill_(empty.unsqueeze(-1), -math.inf)
+
+
+def rows_without_keys(metadata: PagedMetadata, rows: slice, up_to_own: bool) -> torch.Tensor:
+    """Which queries see no key, by the lengths on the device: `[rows]` bool.
+
+    Args:
+        metadata: the batch.
+        rows: of the queries; the decodes, one per request, or others.
+        up_to_own: keys after the query's own are hidden.
+    """
+    starts, seq_lens = metadata.query_start_loc, metadata.seq_lens
+    each_one = metadata.max_decode_query_len <= 1 and rows.stop == metadata.num_decodes
+    if rows.start == 0 and each_one:
+        return seq_lens[rows] <= 0  # may be captured: nothing is kept
+    kept: dict[Any, torch.Tensor] = vars(metadata).setdefault("_rows_without_keys", {})
+    key = (rows.start, rows.stop, up_to_own)
+    if key not in kept:
+        tokens = torch.arange(rows.start, rows.stop, dtype=starts.dtype, device=starts.device)
+        request = torch.searchsorted(starts[1:].contiguous(), tokens, right=True)
+        request = request.clamp_(max=max(seq_lens.shape[0] - 1, 0))
+        if up_to_own:
+            kept[key] = seq_lens[request] - starts[request + 1] + tokens < 0
+        else:
+            kept[key] = seq_lens[request] <= 0
+    return kept[key]
 
 
 def apply_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:

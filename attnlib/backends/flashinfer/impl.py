@@ -13,6 +13,7 @@ from attnlib.backends._foreign.outputs import (
     convert_base2_lse,
     fill_empty,
     is_capturing,
+    rows_without_keys,
 )
 from attnlib.backends.base import AttentionImpl, StepPlan
 from attnlib.backends.flashinfer.metadata import FlashInferMetadata, plan_key
@@ -23,9 +24,6 @@ from attnlib.metadata.parameters import PerLayerParameters
 from attnlib.ops.scales import valid_scale
 
 __all__ = ["FlashInferImpl"]
-
-_EMPTY_THRESHOLD = -4.5e4
-"""FlashInfer writes a base-2 LSE of -5e4 for rows that see no key; values below this are those."""
 
 
 class FlashInferImpl(AttentionImpl):
@@ -94,9 +92,7 @@ class FlashInferImpl(AttentionImpl):
         ):
             part_lse = None if lse is None else lse[rows]
             if plans:
-                self._run(
-                    self._plan(plans), query[rows], cache, output[rows], part_lse, metadata.scratch
-                )
+                self._run(self._plan(plans), query, cache, output, part_lse, metadata, rows)
             elif rows.start < rows.stop:
                 fill_empty(output[rows], part_lse, self.sinks)
         clear_rows(
@@ -125,16 +121,18 @@ class FlashInferImpl(AttentionImpl):
         cache: PagedKVCache,
         output: torch.Tensor,
         lse: torch.Tensor | None,
-        scratch: torch.Tensor,
+        metadata: FlashInferMetadata,
+        rows: slice,
     ) -> None:
         _check_strides(cache, self.prefix)
+        query, output = query[rows], output[rows]
         k_scale, v_scale = cache.k_scale, cache.v_scale
         if isinstance(k_scale, torch.Tensor):
             # `run` takes a float. A factor of the query does not need the value on the host.
             k_scale = valid_scale(k_scale)
             query = (query.float() * k_scale).to(query.dtype)
         packed, kernel_lse = _packed(
-            output, lse, scratch, needs_lse=lse is not None or self.sinks is not None
+            output, lse, metadata.scratch, needs_lse=lse is not None or self.sinks is not None
         )
         wrapper.run(
             q=query,
@@ -153,7 +151,9 @@ class FlashInferImpl(AttentionImpl):
             packed.masked_fill_(k_scale.isnan(), torch.nan)
         if kernel_lse is not None:
             target = kernel_lse if lse is None else lse
-            convert_base2_lse(kernel_lse, target, _EMPTY_THRESHOLD)
+            up_to_own = bool(metadata.causal) or self._key.window_right == 0
+            empty = rows_without_keys(metadata, rows, up_to_own)
+            convert_base2_lse(kernel_lse, target, empty)
             if self.sinks is not None:
                 apply_sinks(packed, target, self.sinks)
         if packed is not output:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -52,6 +54,27 @@ def test_rows_without_keys(monkeypatch: pytest.MonkeyPatch, record: fakes.Record
     torch.testing.assert_close(lse, expected_lse)
     assert (out[1] == 0).all() and torch.isneginf(lse[1]).all()
     assert [call["kind"] for call in record.runs] == ["decode", "fa2"]
+
+
+@pytest.mark.parametrize("mask", ["causal", "bidirectional"])
+def test_a_very_small_lse_is_no_empty_row(
+    monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder, mask: str
+) -> None:
+    """L1: which rows see no key follows from the lengths: a base-2 LSE of -66854 is a true one, and
+    rows before the first key have none."""
+    step = make_step(spec_of(mask_kind=mask), [1, 1, 4, 3], [9, 1, 30, 3])
+    for lengths in (step.common.seq_lens, step.common.seq_lens_cpu):
+        lengths[1], lengths[3] = 0, 2
+    step.query.fill_(-24.0)
+    step.cache.key_cache.fill_(30.17)
+    built = builder_for(monkeypatch, step.spec).build(0, step.common)
+    out, lse = run(monkeypatch, step, built, scale=1.0)
+    expected, expected_lse = step.expected(scale=1.0)
+    assert (expected_lse[0] < -45_000 * math.log(2)).all()
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse, expected_lse)
+    empty = [1, 6] if mask == "causal" else [1]
+    assert torch.isneginf(lse).all(1).nonzero().flatten().tolist() == empty
 
 
 def test_window_soft_cap_and_sinks(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from types import ModuleType
 from typing import Any
@@ -81,6 +82,24 @@ def test_layers_of_one_scale_share_a_plan(calls: Calls) -> None:
         expected, logs = reference(query, key, value, cache, built, return_lse=True)
         torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
         torch.testing.assert_close(lse, logs, rtol=0, atol=2e-2)
+
+
+def test_a_very_small_lse_is_no_empty_row(calls: Calls) -> None:
+    """L1: which rows see no key follows from the lengths, not from the LSE."""
+    query, key, value, cache, common = _step([1, 3], [70, 9])
+    for lengths in (common.seq_lens, common.seq_lens_cpu):
+        lengths[1] = 2
+    query.fill_(-24.0)
+    cache.key_cache.fill_(30.125)
+    key.fill_(30.125)
+    backend, results = _on_cpu(), []
+    for chosen in (backend, "torch"):
+        layer = Attention(SPEC, backend=chosen, scale=0.12, device="cpu")
+        built = layer.backend.make_builder(SPEC, "cpu").build(0, common)
+        results.append(layer(query, None, None, cache, built, return_lse=True)[1])
+    assert (results[1][0] < -45_000 * math.log(2)).all()
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=0)
+    assert torch.isneginf(results[0]).all(1).tolist() == [False, True, False, False]
 
 
 def test_without_lse_nothing_is_allocated_for_it(calls: Calls) -> None:

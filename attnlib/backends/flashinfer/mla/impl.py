@@ -11,6 +11,7 @@ from attnlib.backends._foreign.outputs import (
     clear_rows,
     convert_base2_lse,
     fill_empty,
+    rows_without_keys,
 )
 from attnlib.backends.base import AttentionImpl, StepPlan
 from attnlib.backends.flashinfer.mla.metadata import FlashInferMLAMetadata
@@ -19,8 +20,6 @@ from attnlib.errors import ContractError
 
 __all__ = ["FlashInferMLAImpl"]
 
-_EMPTY_THRESHOLD = -4.5e4
-"""A base-2 LSE at or below it means that the row sees no key."""
 _ALIGNED = 8
 """Elements of 16 bits in a load of 16 bytes."""
 
@@ -92,7 +91,8 @@ class FlashInferMLAImpl(AttentionImpl):
             out=target, lse=logs, return_lse=logs is not None,
         )  # fmt: skip
         if logs is not None:
-            convert_base2_lse(logs, logs, _EMPTY_THRESHOLD)
+            empty = rows_without_keys(metadata, slice(0, end), bool(metadata.causal))
+            convert_base2_lse(logs, logs, empty)
             if sinks is not None:
                 apply_sinks(target, logs, sinks)
             if lse is not None:
