@@ -94,6 +94,20 @@ class PagedKVCache(EngineLayouts):
         self.v_scale = v_scale
         self.handle = register_tensor_id(self)
 
+    def with_views(self, key_cache: torch.Tensor, value_cache: torch.Tensor) -> PagedKVCache:
+        """A cache over other memory, with the scales and the signature of this one.
+
+        Args:
+            key_cache, value_cache: of the shapes, strides and dtypes of the views of this cache,
+                which is not checked again.
+        """
+        found = PagedKVCache.__new__(PagedKVCache)
+        found.__dict__.update(
+            self.__dict__, key_cache=key_cache, value_cache=value_cache, _signature=self.signature
+        )
+        found.__dict__["handle"] = register_tensor_id(found)
+        return found
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("k_scale", "v_scale"):
             view = self.key_cache if name == "k_scale" else self.value_cache

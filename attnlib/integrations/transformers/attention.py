@@ -20,8 +20,9 @@ from attnlib.integrations.transformers.continuous import (
 )
 from attnlib.integrations.transformers.dense import dense_weights
 from attnlib.integrations.transformers.layers import Call, layer_name
-from attnlib.integrations.transformers.masks import read_mask, refuse_export
+from attnlib.integrations.transformers.masks import known_step, read_mask, refuse_export
 from attnlib.integrations.transformers.plain import attend_plain, mask_of
+from attnlib.integrations.transformers.repeated import attend_again
 from attnlib.integrations.transformers.selected import (
     SELECTIONS,
     attend_selected,
@@ -67,6 +68,12 @@ def attnlib_attention(
     """
     refuse_export()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if not dropout and not torch.is_grad_enabled():
+        known = known_step(attention_mask)
+        if known is not None:
+            again = attend_again(module, query, key, value, known, scale, kwargs)
+            if again is not None:
+                return again, None
     _refuse(module, (query, key, value), dropout, kwargs)
     if kwargs.get("attnlib_step") is not None:
         from attnlib.integrations.transformers.paged_model import attend

@@ -13,6 +13,7 @@ from attnlib.integrations.transformers.batch_plan import BatchPlan, run_layer
 from attnlib.integrations.transformers.layers import Call, builder_for, layer_for
 from attnlib.integrations.transformers.pages import token_pages
 from attnlib.integrations.transformers.patterns import Pattern
+from attnlib.integrations.transformers.repeated import remember
 from attnlib.integrations.transformers.step_mask import StepMask, first_visible_key
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionType
@@ -57,6 +58,7 @@ def attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
         )
         metadata = builder_for(layer.backend, spec, device).build(0, common)
         step.plans[key] = BatchPlan(metadata, None)
+    remember(call, step, layer, step.plans[key], cache)
     return run_layer(layer, step.plans[key], call, None, None, cache)
 
 

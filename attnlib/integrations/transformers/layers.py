@@ -25,7 +25,7 @@ from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec
 
-__all__ = ["Call", "builder_for", "layer_for", "layer_name"]
+__all__ = ["Call", "builder_for", "layer_for", "layer_name", "tensor_version"]
 
 logger = logging.getLogger("attnlib")
 
@@ -134,7 +134,7 @@ def layer_for(call: Call, spec: AttentionSpec) -> Attention:
             spec, backend=backend, scale=call.scale, sinks=call.sinks, prefix=name, device=device,
             score_tensors=_score_tensors(spec, device),
         )  # fmt: skip
-        cached = _CachedLayer(layer, call.scale, call.sinks, _version(call.sinks))
+        cached = _CachedLayer(layer, call.scale, call.sinks, tensor_version(call.sinks))
         if len(layers) >= _MAX_LAYERS:
             layers.clear()
         layers[spec, device] = cached
@@ -180,11 +180,12 @@ def _is_current(cached: _CachedLayer, call: Call, backend: type[AttentionBackend
 
     The layer holds a float32 copy of the sinks, so replaced or modified sinks need a new layer.
     """
-    same_sinks = cached.sinks is call.sinks and cached.sinks_version == _version(call.sinks)
+    same_sinks = cached.sinks is call.sinks and cached.sinks_version == tensor_version(call.sinks)
     return cached.layer.backend is backend and cached.scale == call.scale and same_sinks
 
 
-def _version(tensor: torch.Tensor | None) -> int:
+def tensor_version(tensor: torch.Tensor | None) -> int:
+    """The version counter of a tensor; -1 for None and for inference tensors, which have none."""
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 

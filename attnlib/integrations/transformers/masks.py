@@ -23,7 +23,7 @@ from attnlib.integrations.transformers.patterns import MaskFunction, Pattern, re
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.spec import Window
 
-__all__ = ["MaskTensor", "attnlib_mask", "read_mask", "refuse_export"]
+__all__ = ["MaskTensor", "attnlib_mask", "known_step", "read_mask", "refuse_export"]
 
 
 class MaskTensor(torch.Tensor):
@@ -231,6 +231,11 @@ def read_mask(mask: torch.Tensor | None) -> StepMask | torch.Tensor | None:
         return mask.evaluated() if isinstance(mask, MaskTensor) else mask
     modified = mask.modified()
     return mask.step if modified is None else modified
+
+
+def known_step(mask: torch.Tensor | None) -> StepMask | None:
+    """The `StepMask` of an unmodified `MaskTensor`; None for everything else."""
+    return mask.step if type(mask) is MaskTensor and mask.modified() is None else None
 
 
 def refuse_export() -> None:

@@ -35,6 +35,7 @@ from attnlib.integrations.transformers.position_bias import (
     is_zero,
     load_distances,
 )
+from attnlib.integrations.transformers.repeated import remember
 from attnlib.integrations.transformers.spans import span_batch_tensors, span_fields, span_reason
 from attnlib.integrations.transformers.step_mask import Rows, StepMask, first_visible_key
 from attnlib.layer import Attention
@@ -257,6 +258,7 @@ def _attend_paged(call: Call, step: StepMask, bias: torch.Tensor | None = None) 
     key = ("paged", ratio, layer.backend, spec, call.query.device)
     if key not in step.plans:
         step.plans[key] = paged_plan(layer, step, ratio, call.query.device)
+    remember(call, step, layer, step.plans[key], cache)
     return run_layer(layer, step.plans[key], call, None, None, cache)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from attnlib.integrations.transformers import decode_on_device, plain
+from attnlib.integrations.transformers import attention, decode_on_device, plain
 from tests.integrations.tiny_models import (
     bart,
     decoder,
@@ -43,14 +44,14 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def reads(monkeypatch: pytest.MonkeyPatch) -> HostReads:
     """Records reads, except those of interpreted kernels."""
     found = HostReads()
-    for module in (plain, decode_on_device):
 
-        def interpreted(*args: Any, run: Any = module.run_layer) -> torch.Tensor:
-            with found.paused():
-                out: torch.Tensor = run(*args)
-            return out
+    def interpreted(run: Callable[..., Any], *args: Any) -> Any:
+        with found.paused():
+            return run(*args)
 
-        monkeypatch.setattr(module, "run_layer", interpreted)
+    seams = (plain, "run_layer"), (decode_on_device, "run_layer"), (attention, "attend_again")
+    for module, name in seams:
+        monkeypatch.setattr(module, name, partial(interpreted, getattr(module, name)))
     return found
 
 

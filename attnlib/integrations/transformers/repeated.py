@@ -1,0 +1,148 @@
+"""Layers of a step after the first one: their plan is known, only the tensors differ.
+
+Finding the plan of a layer (spec, selection, layer, views of the cache, signature of the call)
+takes several times as long as one token's attention. The first layer of a step leaves what it has
+found with the mask of the step, and with its module. A later layer compares its tensors with those
+of the first one, in one call, and its arguments with those of its own call before. Selection is
+asked once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from attnlib.cache.storage import PagedKVCache
+from attnlib.integrations.transformers.batch_plan import BatchPlan
+from attnlib.integrations.transformers.layers import Call, tensor_version
+from attnlib.integrations.transformers.step_mask import StepMask
+from attnlib.layer import Attention
+from attnlib.ops.signature import tensor_check
+
+__all__ = ["attend_again", "remember"]
+
+_REFUSED = (
+    "attnlib_step", "write_index", "cu_seq_lens_q", "position_bias", "output_attentions",
+    "indices", "block_indices",
+)  # fmt: skip
+"""Arguments of calls that are never repeated."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Arguments:
+    """The layer of a module, and the arguments that it was made from.
+
+    Attributes:
+        layer: the layer.
+        scale: softmax scale of the call; None for the default.
+        values: soft cap, window and causality of the call.
+        sinks: sink logits of the call, or None.
+        sinks_version: version counter of the sinks.
+    """
+
+    layer: Attention
+    scale: float
+    values: tuple[Any, ...]
+    sinks: torch.Tensor | None
+    sinks_version: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Repeat:
+    """What the first layer of a step has found.
+
+    Attributes:
+        layer: that layer.
+        metadata: the batch.
+        fits: whether query, key and value have the shapes, strides and dtypes of that call.
+        cache: its cache; the views of other layers have the same signature.
+        key_view, value_view: shape and strides of the views of keys and values.
+    """
+
+    layer: Attention
+    metadata: Any
+    fits: Callable[..., bool]
+    cache: PagedKVCache
+    key_view: tuple[tuple[int, ...], tuple[int, ...]]
+    value_view: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+_modules: WeakKeyDictionary[nn.Module, _Arguments] = WeakKeyDictionary()
+
+
+def remember(
+    call: Call, step: StepMask, layer: Attention, plan: BatchPlan, cache: PagedKVCache
+) -> None:
+    """Keep what a call over pages of one token has found, for `attend_again`.
+
+    Args:
+        call, step: the call and its mask.
+        layer, plan, cache: what served it. Nothing is kept if `cache` is a copy, if queries are
+            left out, or if the mask outlives the step.
+    """
+    key, value = cache.key_cache, cache.value_cache
+    if plan.queries is not None or step.mask_function is None or call.query.shape[2] != 1:
+        return
+    if key.data_ptr() != call.key.data_ptr() or value.data_ptr() != call.value.data_ptr():
+        return
+    values = (call.soft_cap, call.sliding_window, call.declared_causal)
+    version = tensor_version(call.sinks)
+    _modules[call.module] = _Arguments(layer, call.scale, values, call.sinks, version)
+    if ("repeat", id(layer.spec)) in step.plans:
+        return
+    fits = tensor_check(call.query, call.key, call.value)
+    if fits is None:
+        return
+    views = ((tuple(view.shape), view.stride()) for view in (key, value))
+    step.plans["repeat", id(layer.spec)] = _Repeat(layer, plan.metadata, fits, cache, *views)
+
+
+def attend_again(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    step: StepMask,
+    scale: float,
+    kwargs: dict[str, Any],
+) -> torch.Tensor | None:
+    """Attention of a layer whose plan an earlier layer of the step has made.
+
+    Args:
+        module, query, key, value, kwargs: as in `attnlib_attention`.
+        step: the mask of the step.
+        scale: softmax scale.
+
+    Returns:
+        `[B, 1, Hq, Dv]`, or None for a call that is not known.
+    """
+    known = _modules.get(module)
+    if known is None or known.scale != scale:
+        return None
+    layer = known.layer
+    repeat: _Repeat | None = step.plans.get(("repeat", id(layer.spec)))
+    if repeat is None or repeat.layer.backend is not layer.backend:
+        return None
+    get = kwargs.get
+    for name in _REFUSED:
+        if get(name):
+            return None
+    causal, sinks = get("is_causal"), get("s_aux")
+    sinks = get("sinks") if sinks is None else sinks
+    values = (get("softcap"), get("sliding_window"), None if causal is None else bool(causal))
+    if values != known.values or sinks is not known.sinks:
+        return None
+    if sinks is not None and tensor_version(sinks) != known.sinks_version:
+        return None
+    if not repeat.fits(query, key, value):
+        return None
+    cache = repeat.cache.with_views(
+        key.as_strided(*repeat.key_view), value.as_strided(*repeat.value_view)
+    )
+    out: torch.Tensor = layer(query.select(2, 0), None, None, cache, repeat.metadata)
+    return out.unsqueeze(1)

@@ -1,0 +1,118 @@
+"""Later layers of a step use the plan of the first one, and only where it is their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from attnlib.integrations.transformers import attention, plain, repeated
+from tests.integrations.tiny_models import (
+    VOCABULARY,
+    generated,
+    padded,
+    prompts,
+    randomized,
+    run,
+)
+
+NEW_TOKENS = 6
+LAYERS = 4
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+_WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
+MODELS = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_SIZES)),
+    "gemma2": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**_SIZES, **_WINDOWS)),
+    "gpt_oss": lambda: hf.GptOssForCausalLM(
+        hf.GptOssConfig(**_SIZES, **_WINDOWS, num_local_experts=2, num_experts_per_tok=1)
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans also on a CPU, where another path serves decodes."""
+    monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "0")
+    monkeypatch.setattr(plain, "attend_decode", lambda *_: None)
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> dict[bool, int]:
+    """How many calls of layers were repeated, and how many were not."""
+    found = {True: 0, False: 0}
+
+    def counted(*args: Any) -> Any:
+        out = repeated.attend_again(*args)
+        found[out is not None] += 1
+        return out
+
+    monkeypatch.setattr(attention, "attend_again", counted)
+    return found
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 5)], ids=["one", "padded"])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_equal_eager(name: str, lengths: tuple[int, ...], counts: dict[bool, int]) -> None:
+    """Windows, soft caps and sinks of other layers have plans of their own."""
+    model = randomized(MODELS[name]())
+    batch = padded(prompts(*lengths), "left")
+    expected = generated(model, "eager", batch, NEW_TOKENS)
+    assert torch.equal(generated(model, "attnlib", batch, NEW_TOKENS), expected)
+    # A module is known from its second decode on; each step plans the first layer of a kind.
+    kinds = 1 if name == "llama" else 2
+    assert counts[True] >= (NEW_TOKENS - 2) * (LAYERS - kinds)
+
+
+def test_changed_sinks_are_noticed(counts: dict[bool, int]) -> None:
+    """Sinks that are modified in place between two steps are not those of the plan."""
+    model = randomized(MODELS["gpt_oss"]())
+    ids = torch.tensor(prompts(7))
+
+    def two_steps(model: Any) -> torch.Tensor:
+        caches = model(ids, use_cache=True).past_key_values
+        found = []
+        for step in range(4):
+            if step == 2:
+                for layer in model.model.layers:
+                    layer.self_attn.sinks.add_(3.0)
+            out = model(ids[:, :1], past_key_values=caches, use_cache=True)
+            found.append(out.logits)
+        for layer in model.model.layers:
+            layer.self_attn.sinks.sub_(3.0)
+        return torch.cat(found)
+
+    expected = run(model, "eager", two_steps)
+    torch.testing.assert_close(run(model, "attnlib", two_steps), expected, atol=1e-4, rtol=1e-4)
+    assert counts[True] > 0
+
+
+def test_another_scale_is_noticed(counts: dict[bool, int]) -> None:
+    """A module whose scale changes between two steps gets another layer."""
+    model = randomized(MODELS["llama"]())
+    ids = torch.tensor(prompts(7))
+
+    def steps(model: Any) -> torch.Tensor:
+        caches, found = model(ids, use_cache=True).past_key_values, []
+        for step in range(4):
+            for layer in model.model.layers:
+                layer.self_attn.scaling = 0.5 if step == 2 else 8**-0.5
+            out = model(ids[:, :1], past_key_values=caches, use_cache=True)
+            found.append(out.logits)
+        return torch.cat(found)
+
+    expected = run(model, "eager", steps)
+    torch.testing.assert_close(run(model, "attnlib", steps), expected, atol=1e-4, rtol=1e-4)
+    assert counts[True] > 0
