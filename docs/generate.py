@@ -82,7 +82,6 @@ FEATURES = {
         {"compressed_entries": CompressedEntries(compress_rate=128)},
         {"compressed_entries": CompressedEntries.parse("4:64:512")},
     ],
-    "threshold of weights": [{"skip_softmax_threshold": 0.001}],
     "MLA": [LATENTS],
     "MLA, fp8 latents": [{**LATENTS, "kv_cache_dtype": "fp8"}],
     "MLA with selected keys": [

@@ -50,7 +50,6 @@ EVERYTHING = Capabilities(
     score_function=True,
     key_selection=True,
     compressed_entries=True,
-    skip_softmax=True,
     mla=True,
     lse=True,
     kv_sharing=True,
@@ -145,11 +144,6 @@ CASES = {
         {"compressed_entries": CompressedEntries(compress_rate=128)},
         {"compressed_entries": False},
         "compressed_entries=all entries of 128 tokens: not supported",
-    ),
-    "skip_softmax_threshold": (
-        {"skip_softmax_threshold": 0.001},
-        {"skip_softmax": False},
-        "skip_softmax_threshold=0.001: not supported",
     ),
     "use_mla": (
         {"use_mla": True, "num_kv_heads": 1},

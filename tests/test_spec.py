@@ -38,12 +38,6 @@ BASE = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloa
         ({"attn_type": "cross"}, "attn_type='cross' is not known: give one of decoder"),
         ({"cudagraph": 7}, "cudagraph=7 is not known: give one of 0, 1"),
         ({"has_sink": "no"}, "has_sink='no' must be True or False"),
-        ({"skip_softmax_threshold": 0.0}, "skip_softmax_threshold=0.0 must be above 0 and below"),
-        ({"skip_softmax_threshold": 1.0}, "skip_softmax_threshold=1.0 must be above 0 and below"),
-        (
-            {"skip_softmax_threshold": 0.1, "batch_invariant": True},
-            "skip_softmax_threshold=0.1 with batch_invariant=True",
-        ),
         (
             {"allow_fp8_queries": True, "kv_cache_dtype": "fp8_e5m2"},
             "queries are rounded to the elements of an e4m3 cache",

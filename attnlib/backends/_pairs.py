@@ -53,7 +53,6 @@ def common_capabilities(first: Backend, second: Backend, **changes: Any) -> Capa
         batch_invariant=False,
         key_selection=False,  # lists are not split between the backends
         compressed_entries=False,
-        skip_softmax=False,
     )
     values.update(changes)
     return Capabilities(**values)

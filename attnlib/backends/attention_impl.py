@@ -164,7 +164,6 @@ class AttentionImpl(ABC):
             sinks=self.sinks,
             query_bias=metadata.query_bias,
             score_function=spec.score_function,
-            skip_softmax_threshold=spec.skip_softmax_threshold or 0.0,
             allow_fp8_queries=spec.allow_fp8_queries,
             score_tensors=self._all_score_tensors(metadata),
             k_scale=1.0 if cache is None else cache.k_scale,

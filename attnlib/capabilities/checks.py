@@ -170,11 +170,6 @@ CHECKS: Mapping[str, _Check] = {
         lambda s: s.compressed_entries,
         "compressed_entries={spec.compressed_entries}",
     ),
-    "skip_softmax_threshold": _flag(
-        "skip_softmax",
-        lambda s: s.skip_softmax_threshold,
-        "skip_softmax_threshold={spec.skip_softmax_threshold}",
-    ),
     "allow_fp8_queries": lambda spec, caps: None,  # a permission, which no backend has to use
     "use_mla": _flag("mla", lambda s: s.use_mla, "multi-head latent attention"),
     "needs_lse": _flag("lse", lambda s: s.needs_lse, "returning the LSE"),

@@ -64,7 +64,6 @@ class Capabilities:
             features of the spec with these names.
         key_selection: attention to selected keys (M11).
         compressed_entries: two key streams under one softmax (M17).
-        skip_softmax: takes a threshold of weights below which keys may be left out (M18).
         cudagraph: batches that a CUDA graph can capture.
         needs_finite_cache: unused cache elements must be finite (P5). Allocation fills them with
             zeros.
@@ -98,7 +97,6 @@ class Capabilities:
     score_function: bool = NOT_STATED
     key_selection: bool = NOT_STATED
     compressed_entries: bool = NOT_STATED
-    skip_softmax: bool = NOT_STATED
     mla: bool = NOT_STATED
     lse: bool = NOT_STATED
     kv_sharing: bool = NOT_STATED

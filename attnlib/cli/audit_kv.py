@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from attnlib.debug.kv_audit import KVAudit
 
     options = _parser().parse_args(argv)
-    formats = _formats(options.formats) + _thresholds(options.skip_softmax_thresholds)
+    formats = _formats(options.formats)
     if options.figure and importlib.util.find_spec("matplotlib") is None:
         print('attnlib audit-kv --figure: pip install "attnlib[bench]"', file=sys.stderr)
         return 2
@@ -67,12 +67,6 @@ def _formats(names: str | None) -> list[AuditFormat]:
             f"--formats {unknown[0]!r} is not known; use some of {'; '.join(known)}"
         )
     return [known[name] for name in wanted]
-
-
-def _thresholds(text: str | None) -> list[AuditFormat]:
-    from attnlib.debug.kv_audit import AuditFormat
-
-    return [] if text is None else [AuditFormat.of_threshold(float(t)) for t in text.split(",")]
 
 
 def _audit_recordings(
@@ -139,15 +133,12 @@ def _audit_model(
 
 
 _MEMORY = f"{'bytes/token':>11} {'saved':>6}"
-_HEADER = f"{'LSE':>9} {'max':>9} {'saturated':>10} {'skipped':>8}"
+_HEADER = f"{'LSE':>9} {'max':>9} {'saturated':>10}"
 
 
 def _columns(errors: FormatErrors) -> str:
     """The columns of `_HEADER`."""
-    return (
-        f"{errors.mean_lse_error:>9.2e} {errors.max_lse_error:>9.2e} {errors.saturation:>10.2%} "
-        f"{errors.skipped:>8.1%}"
-    )
+    return f"{errors.mean_lse_error:>9.2e} {errors.max_lse_error:>9.2e} {errors.saturation:>10.2%}"
 
 
 def _table(audit: KVAudit, formats: Sequence[AuditFormat], source: str, all_layers: bool) -> str:
@@ -202,11 +193,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", metavar="FILE", help="text of the prompt; default: built in")
     parser.add_argument("--max-tokens", type=int, default=1024, help="per prompt (default 1024)")
     parser.add_argument("--formats", help="labels of the table, separated by ';'")
-    parser.add_argument(
-        "--skip-softmax-thresholds", metavar="T,T",
-        help="also leave out keys with weights below these thresholds (rule M18), in the dtype of "
-        "the model",
-    )  # fmt: skip
     parser.add_argument("--layers", action="store_true", help="print every layer")
     parser.add_argument("--device", help="cpu or cuda")
     parser.add_argument("--dtype", help="dtype of the model: bfloat16, float16, float32")

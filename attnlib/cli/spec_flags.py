@@ -34,7 +34,6 @@ _WORDS = (
     "kv_scale_kind",
     "kv_cache_layout",
     "logits_soft_cap",
-    "skip_softmax_threshold",
     "attn_type",
     "mask_kind",
 )

@@ -84,7 +84,7 @@ def attend_with_rounded_weights(
             block = rows.select(first, min(first + step, request.query_len))
             weights = attention_weights(
                 block.query, span.key, rows_bias(block, start, end, params), params,
-                span.k_factor, rows_score(block, start, end, params), start,
+                span.k_factor, rows_score(block, start, end, params),
             )[0]  # fmt: skip
             grouped = _round_weights(weights).view(value.shape[1], -1, *weights.shape[1:])
             begin, count = request.start + first, block.query.shape[0]

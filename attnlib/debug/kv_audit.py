@@ -1,4 +1,4 @@
-"""Errors that KV formats and thresholds of weights (M18) cause in recorded attention calls.
+"""Errors that KV formats cause in recorded attention calls.
 
 A call is computed twice in float32 by the torch backend: over the keys and values of the recording,
 and over a cache that stores the same keys and values in another format. The difference is the error
@@ -8,7 +8,7 @@ of the format alone; it contains no rounding of a kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from attnlib.errors import ContractError
 from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.layer import Attention
 from attnlib.ops.scales import scale_for, valid_scale
-from attnlib.ops.torch.scores import attention_scores
 from attnlib.spec import AttentionSpec
 from attnlib.testing.layouts import read_slots
 from attnlib.testing.materialized_case import MaterializedCase
@@ -41,7 +40,6 @@ class AuditFormat:
         scales: "one", "tensor" or "head" for scales outside of the cache: 1, or computed from the
             keys and values of each call, as `enable_kv_scales_calculation` does; "page" for formats
             with scales in the page.
-        skip_softmax_threshold: the weight below which keys are left out; None for none.
         fp8_queries: whether queries and weights of requests with more than one query token are
             rounded to e4m3, too (`AttentionSpec.allow_fp8_queries`, M19).
     """
@@ -49,13 +47,7 @@ class AuditFormat:
     label: str
     kv_cache_dtype: str
     scales: str = "page"
-    skip_softmax_threshold: float | None = None
     fp8_queries: bool = False
-
-    @classmethod
-    def of_threshold(cls, threshold: float) -> AuditFormat:
-        """The dtype of the model, with keys left out below a threshold."""
-        return cls(f"skip softmax {threshold:g}", "auto", "one", threshold)
 
 
 AUDIT_FORMATS: tuple[AuditFormat, ...] = (
@@ -81,7 +73,6 @@ class FormatErrors:
         lse_error, max_lse_error: sum and maximum of the magnitudes of LSE errors.
         lse_count: rows that see a key.
         saturated, stored: elements of keys and values that are clipped, and all.
-        left_out, visible: visible keys of all query heads that are left out, and all.
         reason: why the format was not computed; "" if it was.
     """
 
@@ -95,8 +86,6 @@ class FormatErrors:
     lse_count: int = 0
     saturated: int = 0
     stored: int = 0
-    left_out: int = 0
-    visible: int = 0
     reason: str = ""
 
     @property
@@ -114,15 +103,10 @@ class FormatErrors:
         """Share of the keys and values that are clipped."""
         return self.saturated / self.stored if self.stored else 0.0
 
-    @property
-    def skipped(self) -> float:
-        """Share of the visible keys that are left out."""
-        return self.left_out / self.visible if self.visible else 0.0
-
     def add(self, other: FormatErrors) -> None:
         """Add the errors of further calls."""
         for name in ("squared_error", "squared_output", "lse_error", "lse_count", "saturated",
-                     "stored", "left_out", "visible"):  # fmt: skip
+                     "stored"):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("max_error", "max_output", "max_lse_error"):
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
@@ -169,7 +153,6 @@ class KVAudit:
                     "mean_lse_error": errors.mean_lse_error,
                     "max_lse_error": errors.max_lse_error,
                     "saturation": errors.saturation,
-                    "skipped": errors.skipped,
                     "bytes_per_token": errors.bytes_per_token,
                     "memory_saved": 1 - errors.bytes_per_token / self.bytes_per_token[layer],
                 }
@@ -226,10 +209,7 @@ def audit_call(
             found[one.label] = FormatErrors(reason=str(error))
             continue
         errors = _compare(out, lse, new_out, new_lse)
-        if one.kv_cache_dtype != "auto":
-            errors.saturated, errors.stored = _count_clipped(cache, key, value, slots)
-        if one.skip_softmax_threshold is not None:
-            errors.left_out, errors.visible = _count_left_out(step, one.skip_softmax_threshold)
+        errors.saturated, errors.stored = _count_clipped(cache, key, value, slots)
         spec = step.spec.replace(kv_cache_dtype=one.kv_cache_dtype)
         errors.bytes_per_token = spec.kv_bytes_per_token
         found[one.label] = errors
@@ -251,7 +231,7 @@ def _attend(
     spec = step.spec.replace(
         dtype=torch.float32, kv_cache_dtype=one.kv_cache_dtype, kv_cache_layout=None,
         needs_lse=True, batch_invariant=False, kv_sharing=False,
-        skip_softmax_threshold=one.skip_softmax_threshold, allow_fp8_queries=one.fp8_queries,
+        allow_fp8_queries=one.fp8_queries,
         kv_scale_kind="head" if isinstance(scales[0], torch.Tensor) and scales[0].dim() else
         "tensor",
     )  # fmt: skip
@@ -317,36 +297,6 @@ def _compare(
         max_lse_error=float(lse_error.max()) if lse_error.numel() else 0.0,
         lse_count=int(seen.sum()),
     )
-
-
-def _count_left_out(step: MaterializedCase, threshold: float) -> tuple[int, int]:
-    """(keys of all query heads that the torch backend leaves out, visible keys).
-
-    A key whose weight is too small for float32 counts as hidden.
-    """
-    inputs, common, params = step.inputs, step.common(), step.params
-    spec = step.spec.replace(batch_invariant=False)
-    extra: dict[str, Any] = {}
-    if spec.score_function is not None:
-        extra["score_tensors"] = step.score_tensors()
-    layer = Attention(
-        spec, backend="torch", scale=params.scale, alibi_slopes=params.alibi_slopes,
-        sinks=params.sinks, device=inputs.query.device,
-        **extra,
-    )  # fmt: skip
-    metadata = layer.backend.make_builder(spec, inputs.query.device).build(0, common)
-    exact = layer.impl.attention_params(metadata)
-    counts = [
-        sum(
-            int(weights.count_nonzero())
-            for weights in attention_scores(
-                inputs.query.float(), inputs.cache.key, inputs.cache.value, inputs.block_table,
-                inputs.query_start_loc, inputs.seq_lens, used,
-            )
-        )
-        for used in (exact, replace(exact, skip_softmax_threshold=threshold))
-    ]  # fmt: skip
-    return counts[0] - counts[1], counts[0]
 
 
 def _count_clipped(

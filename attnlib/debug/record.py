@@ -93,7 +93,6 @@ def case_of(spec: AttentionSpec, batch: BatchSpec) -> Case:
         window=None if spec.window is None else (spec.window.left, spec.window.right),
         attention_chunk_size=spec.attention_chunk_size,
         logits_soft_cap=spec.logits_soft_cap,
-        skip_softmax_threshold=spec.skip_softmax_threshold,
         allow_fp8_queries=spec.allow_fp8_queries,
         alibi=spec.has_alibi,
         sinks=spec.has_sink,

@@ -31,7 +31,6 @@ class AttentionParams:
         query_bias: `[T, >= max_query_len]` float32, added to the scores of the query span's keys;
             -inf hides a key.
         score_function: changes the scores before the mask is applied (M10).
-        skip_softmax_threshold: weight below which a tile of keys may be left out (M18); 0 is none.
         allow_fp8_queries: prefills over an e4m3 cache may round queries and weights to e4m3 (M19).
         score_tensors: its layer and batch tensors by name; batch tensors have a row per request.
         k_scale: real key = stored key * k_scale; a number, or a float32 tensor of 1 or `[Hkv]`
@@ -53,7 +52,6 @@ class AttentionParams:
     query_bias: Tensor | None = None
     score_function: ScoreFunction | None = None
     score_tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    skip_softmax_threshold: float = 0.0
     allow_fp8_queries: bool = False
     k_scale: float | Tensor = 1.0
     v_scale: float | Tensor = 1.0
@@ -76,12 +74,6 @@ class AttentionParams:
                 f"logits_soft_cap={self.logits_soft_cap} must be above 0 and at most "
                 f"{MAX_LOGITS_SOFT_CAP:.0f}, or 0 for no soft cap",
                 rule="M3",
-            )
-        if not 0 <= self.skip_softmax_threshold < 1:
-            raise ContractError(
-                f"skip_softmax_threshold={self.skip_softmax_threshold} must be above 0 and below "
-                "1, or 0 to leave no tile out",
-                rule="M18",
             )
         check_scale("k_scale", self.k_scale)
         check_scale("v_scale", self.v_scale)

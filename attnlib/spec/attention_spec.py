@@ -54,8 +54,6 @@ class AttentionSpec:
             attends to all visible keys.
         compressed_entries: the form of a second key stream, whose entries every call passes and
             which is under one softmax with the layer's own keys (M17); None for none.
-        skip_softmax_threshold: weight, relative to the largest weight of its row, below which a
-            backend may leave out keys (M18); None leaves none out.
         allow_fp8_queries: over an e4m3 cache, prefills may round queries and weights to e4m3
             (M19).
         use_mla: multi-head latent attention: one latent KV head whose value is a prefix of its key
@@ -90,7 +88,6 @@ class AttentionSpec:
     score_function: ScoreFunction | None = None
     key_selection: KeySelection | None = None
     compressed_entries: CompressedEntries | None = None
-    skip_softmax_threshold: float | None = None
     allow_fp8_queries: bool = False
     use_mla: bool = False
     needs_lse: bool = False

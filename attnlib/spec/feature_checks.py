@@ -28,7 +28,6 @@ def check_features(spec: AttentionSpec) -> None:
     _check_score_function(spec)
     _check_key_selection(spec)
     _check_compressed_entries(spec)
-    _check_skip_softmax(spec)
     _check_fp8_queries(spec)
 
 
@@ -118,25 +117,6 @@ def _check_compressed_entries(spec: AttentionSpec) -> None:
                 "no position for biases",
                 rule="M17",
             )
-
-
-def _check_skip_softmax(spec: AttentionSpec) -> None:
-    threshold = spec.skip_softmax_threshold
-    if threshold is None:
-        return
-    if not (isinstance(threshold, int | float) and 0 < threshold < 1):
-        raise ContractError(
-            f"skip_softmax_threshold={threshold!r} must be above 0 and below 1 (a weight "
-            "relative to the largest one of its row), or None to leave no key out",
-            rule="M18",
-        )
-    if spec.batch_invariant:
-        raise ContractError(
-            f"skip_softmax_threshold={threshold} with batch_invariant=True: the rows of a tile "
-            "decide together which keys are left out, so a row would depend on other rows; "
-            "drop one of them",
-            rule="M18",
-        )
 
 
 def _check_fp8_queries(spec: AttentionSpec) -> None:

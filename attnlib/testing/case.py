@@ -85,7 +85,6 @@ class Case:
     score: str | None = None
     key_selection: tuple[str, int, int, int] | None = None
     compressed: tuple[int, int, int] | None = None
-    skip_softmax_threshold: float | None = None
     allow_fp8_queries: bool = False
     selects_everything: bool = False
     use_mla: bool = False
@@ -182,7 +181,6 @@ class Case:
             score_function=None if self.score is None else load_score_function(self.score),
             key_selection=selection_of(self.key_selection),
             compressed_entries=entries_of(self.compressed),
-            skip_softmax_threshold=self.skip_softmax_threshold,
             allow_fp8_queries=self.allow_fp8_queries,
             use_mla=self.use_mla,
             needs_lse=self.needs_lse,

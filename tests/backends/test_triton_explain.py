@@ -213,20 +213,6 @@ def test_score_functions_and_the_hopper_kernels() -> None:
     assert "portable batch-invariant Triton kernel (score function: not supported by" in line
 
 
-def test_thresholds_of_weights() -> None:
-    leaves_out = "threshold: prefills leave out key tiles with weights below 0.001; decodes compute"
-    for device in ("sm_90", "sm_100"):
-        assert _lines(device, skip_softmax_threshold=0.001)[-1].startswith(leaves_out)
-    copies = "threshold: prefills over copies leave out key tiles with weights below 0.001; other"
-    for features in ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8_per_token_head"},
-                     {"block_size": 1}):  # fmt: skip
-        assert _lines(skip_softmax_threshold=0.001, **features)[-1].startswith(copies)
-    for features in ({"head_size": 512}, {"sliding_window": 512},
-                     {"sliding_window": 512, "kv_cache_dtype": "fp8"}):  # fmt: skip
-        found = _lines(skip_softmax_threshold=0.001, **features)
-        assert found[-1] == "threshold: not used, these kernels compute all keys"
-
-
 USED = (
     "float8 queries: prefills from 4096 query tokens on round queries and weights to e4m3; other "
     "calls do not"
@@ -242,7 +228,6 @@ USED = (
         ("sm_90", {"head_size": 64}, "head size 64, not 128"),
         ("sm_90", {"head_size": 64, "has_sink": True}, "head size 64, not 128; sinks"),
         ("sm_90", {"logits_soft_cap": 50.0}, "soft cap"),
-        ("sm_90", {"skip_softmax_threshold": 0.001}, "threshold of weights"),
         ("sm_90", {"score_function": documents()}, "score function"),
         ("sm_90", {"num_kv_heads": 32}, "fewer than 2 query heads per KV head"),
         ("sm_90", {"num_heads": 56}, "7 query heads per KV head, which do not divide 64"),

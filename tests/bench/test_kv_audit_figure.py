@@ -12,7 +12,7 @@ from attnlib.debug.kv_audit import AUDIT_FORMATS, AuditFormat, FormatErrors, KVA
 from attnlib.spec import AttentionSpec
 
 pytest.importorskip("matplotlib")
-FORMATS = (*AUDIT_FORMATS, AuditFormat.of_threshold(0.1))
+FORMATS = (*AUDIT_FORMATS, AuditFormat("dtype of the model", "auto", "one"))
 SMALL_HEADS = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)
 
 
@@ -57,7 +57,8 @@ def _values(line: Any) -> list[tuple[float, float]]:
 def test_every_value_is_inside_of_its_panel(
     saturated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also formats with scales of small heads, thresholds (100% of the memory) and errors of 0."""
+    """Also formats with scales of small heads, the dtype of the model (100% of the memory) and
+    errors of 0."""
     figure = _drawn(_audit(saturated), tmp_path / "audit.svg", monkeypatch)
     output, memory, lse, saturation = figure.axes
     count = len(FORMATS) - 1  # without the unsupported one

@@ -109,16 +109,3 @@ def test_latents_have_one_scale() -> None:
     assert not found["fp8_e5m2"].reason
     for label in ("fp8_e4m3", "fp8_e4m3 per head", "fp8_e4m3, fp8 queries"):
         assert 0 < found[label].output_error < 2 * found["fp8_e4m3, scale 1"].output_error
-
-
-def test_thresholds_report_errors_and_skipped_keys() -> None:
-    """Of four tiles with keys of four sizes, those with small keys are left out."""
-    step = captured(Case(batch="q40s256", num_heads=4, num_kv_heads=2, head_size=32, scale=1.0))
-    keys = step.inputs.cache.key
-    for block, factor in enumerate(sum(([f] * 4 for f in (1.5, 0.1, 0.1, 1.0)), [])):
-        keys[step.inputs.block_table[0, block]] *= factor
-    found = audit_call(step, [AuditFormat.of_threshold(t) for t in (1e-1, 1e-6)])
-    large, small = found["skip softmax 0.1"], found["skip softmax 1e-06"]
-    assert large.skipped == pytest.approx(0.5, abs=0.05) and small.skipped <= large.skipped
-    assert 0 < large.output_error < 0.1 and small.output_error < 1e-4
-    assert 0 < large.max_lse_error < 0.1 * 128 and large.stored == 0

@@ -330,7 +330,6 @@ TOY_CAPABILITIES = Capabilities(
     sink=True,
     score_function=True,
     key_selection=True,
-    skip_softmax=False,
     compressed_entries=True,
     mla=True,
     lse=True,

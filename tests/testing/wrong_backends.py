@@ -19,7 +19,6 @@ from attnlib.backends.torch.impl import TorchImpl
 from attnlib.cache.storage import PagedKVCache
 from attnlib.device import DeviceInfo
 from attnlib.metadata.common import CommonAttentionMetadata
-from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch import key_indexer, packed_latents
 from attnlib.spec import AttentionSpec
 from tests.testing.toy_backend import ToyBackend, ToyBuilder, ToyImpl, ToyMetadata, toy_with
@@ -760,23 +759,6 @@ class ReplacesInvalidScales(TorchImpl):
         super().forward(query, cache, metadata, output, lse)
 
 
-class LargerThreshold(TorchImpl):
-    """Takes the natural logarithm of the threshold for one in base 2."""
-
-    def attention_params(self, metadata: Any, cache: PagedKVCache | None = None) -> AttentionParams:
-        params = super().attention_params(metadata, cache)
-        threshold = params.skip_softmax_threshold
-        return replace(params, skip_softmax_threshold=threshold ** math.log(2) if threshold else 0)
-
-
-class LargestThreshold(TorchImpl):
-    """Leaves out every tile that is below the largest weight so far."""
-
-    def attention_params(self, metadata: Any, cache: PagedKVCache | None = None) -> AttentionParams:
-        params = super().attention_params(metadata, cache)
-        return replace(params, skip_softmax_threshold=0.99 if params.skip_softmax_threshold else 0)
-
-
 class CoarseQueries(TorchImpl):
     """Rounds float8 queries down to powers of two."""
 
@@ -952,8 +934,6 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "selection off by one block": (toy_with(SelectionOffByOneBlock), "S2"),
     "unmasked own block": (toy_with(UnmaskedOwnBlock), "S2"),
     "sink counted twice": (toy_with(SinkCountedTwice), "S2"),
-    "threshold of weights in base e instead of 2": (_torch_with(LargerThreshold), "S4"),
-    "threshold of weights ignored": (_torch_with(LargestThreshold), "S4"),
     "queries of one significant bit": (_torch_with(CoarseQueries), "S5"),
     "sink counted in both key streams": (toy_with(SinkOfBothStreams), "S3"),
     "entries visible before their tokens are complete": (toy_with(IncompleteEntries), "S3"),

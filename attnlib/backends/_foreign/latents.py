@@ -45,7 +45,6 @@ def latent_capabilities(
         score_function=False,
         key_selection=False,
         compressed_entries=False,
-        skip_softmax=False,
         sink=True,  # applied after the kernel, from the LSE
         mla=True,
         lse=True,

@@ -62,7 +62,6 @@ class FlashAttnBackend(AttentionBackend):
         score_function=False,
         key_selection=False,
         compressed_entries=False,
-        skip_softmax=False,
         sink=True,
         mla=True,  # FlashAttention 3
         lse=True,

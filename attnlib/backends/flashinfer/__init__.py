@@ -58,7 +58,6 @@ class FlashInferBackend(AttentionBackend):
         score_function=False,
         key_selection=False,
         compressed_entries=False,
-        skip_softmax=False,
         alibi=False,  # FlashInfer supports the standard slopes only
         sink=True,  # applied after the kernel, from the LSE
         mla=False,

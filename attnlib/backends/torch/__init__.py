@@ -58,7 +58,6 @@ class TorchBackend(AttentionBackend):
         score_function=True,
         key_selection=True,
         compressed_entries=True,
-        skip_softmax=True,
         mla=True,
         lse=True,
         kv_sharing=True,

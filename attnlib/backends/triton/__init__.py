@@ -72,7 +72,6 @@ class TritonBackend(AttentionBackend):
         score_function=True,
         key_selection=True,
         compressed_entries=True,
-        skip_softmax=True,
         mla=True,
         lse=True,
         kv_sharing=True,

@@ -14,8 +14,7 @@ from attnlib.backends.triton.explain_hopper import (
 from attnlib.backends.triton.explain_tiles import tile_lines
 from attnlib.backends.triton.spec_shape import call_features, layer_shape
 from attnlib.device import DeviceInfo
-from attnlib.ops.triton.heuristics.hopper_tiles import key_parts
-from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, COPIED_TOKENS, gathers, hopper_reads
+from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, COPIED_TOKENS, hopper_reads
 from attnlib.ops.triton.hopper.support import (
     invariant_unsupported_reasons,
     prefill_unsupported_reasons,
@@ -28,12 +27,10 @@ __all__ = ["kernel_lines"]
 
 
 def kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str = "auto") -> list[str]:
-    """The kernels of a layer (`_kernel_lines`), what they do with a threshold of weights and with
-    the permission of float8 queries, and where their tiles come from."""
+    """The kernels of a layer (`_kernel_lines`), what they do with the permission of float8 queries,
+    and where their tiles come from."""
     lines = _kernel_lines(spec, device, kernels)
     notes = []
-    if spec.skip_softmax_threshold is not None:
-        notes.append(_threshold_line(spec, lines))
     if spec.allow_fp8_queries:
         notes.append(_float8_queries_line(spec, device, kernels, lines))
     return [*lines, *notes, *tile_lines(spec, device, lines)]
@@ -66,33 +63,6 @@ def _kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str) -> list
     if not_hopper or device.capability is None:
         return ["prefill, decode: portable Triton kernels"]
     return hopper_lines(spec, device.capability)
-
-
-def _threshold_line(spec: AttentionSpec, lines: list[str]) -> str:
-    """Which prefills of these lines leave keys out (M18)."""
-    small = f"leave out key tiles with weights below {spec.skip_softmax_threshold}"
-    is_hopper = any(line.startswith("prefill: Hopper kernel") for line in lines)
-    has_copies = any(" copies" in line for line in lines)
-    # What the Hopper kernel does not leave out, whether it reads the cache or copies of it.
-    hopper_exact = (
-        spec.score_function is not None
-        or spec.visible_window.left is not None
-        or spec.attention_chunk_size is not None
-        or max(spec.head_size, spec.head_size_v) > 256
-        or key_parts(spec.head_size) > 1
-    )
-    exact = (
-        spec.use_mla
-        or spec.key_selection is not None
-        or spec.compressed_entries is not None
-        or spec.kv_format.scales_in_page
-        or (is_hopper and (hopper_exact or spec.is_kv_quantized or gathers(spec.block_size)))
-    )
-    if not exact:
-        return f"threshold: prefills {small}; decodes compute all keys"
-    if has_copies and not hopper_exact:
-        return f"threshold: prefills over copies {small}; other calls compute all keys"
-    return "threshold: not used, these kernels compute all keys"
 
 
 def _float8_queries_line(

@@ -80,7 +80,6 @@ def no_float8_products(spec: AttentionSpec) -> list[str]:
         (64 % group != 0, f"{group} query heads per KV head, which do not divide 64"),
         (spec.has_sink, "sinks"),
         (spec.logits_soft_cap is not None, "soft cap"),
-        (spec.skip_softmax_threshold is not None, "threshold of weights"),
         (spec.score_function is not None, "score function"),
     ]
     return [reason for applies, reason in against if applies]

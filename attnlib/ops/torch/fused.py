@@ -26,13 +26,8 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def can_fuse(device: torch.device, dtype: torch.dtype, params: AttentionParams) -> bool:
-    """Whether fused attention supports the call: on a CPU, without soft cap, score function and
-    threshold."""
-    linear = (
-        params.logits_soft_cap <= 0
-        and params.score_function is None
-        and params.skip_softmax_threshold <= 0
-    )
+    """Whether fused attention supports the call: on a CPU, without soft cap and score function."""
+    linear = params.logits_soft_cap <= 0 and params.score_function is None
     return device.type == "cpu" and linear and dtype in _DTYPES
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
-from attnlib.ops.torch.skipping import left_out_keys
 from attnlib.ops.torch.softmax import softmax_with_sink
 
 __all__ = ["attention_weights", "general_attention"]
@@ -27,7 +26,6 @@ def general_attention(
     k_factor: float | Tensor,
     v_factor: float | Tensor,
     score: Callable[[Tensor], Tensor] | None = None,
-    start: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one request's rows.
 
@@ -36,19 +34,17 @@ def general_attention(
         key: `[S, Hkv, D]` as stored, S >= 0.
         value: `[S, Hkv, Dv]`, likewise.
         bias: `[1 or Hq, L, S]`, -inf where hidden, or None (`request.rows_bias`).
-        params: only `scale`, `logits_soft_cap`, `sinks` and `skip_softmax_threshold` are applied
-            here; `bias` holds the rest.
+        params: only `scale`, `logits_soft_cap` and `sinks` are applied here; `bias` holds the rest.
         k_factor: factor of stored keys, a float or `[1]` or `[Hkv]`.
         v_factor: factor of stored values, likewise.
         score: the score function of these rows and keys (`request.rows_score`), or None.
-        start: position of the first key.
 
     Returns:
         Output `[L, Hq, Dv]` and LSE `[L, Hq]`, float32 (float64 for a float64 query).
     """
     num_rows, num_heads, _ = query.shape
     num_keys, num_kv_heads, head_size_v = value.shape
-    weights, lse = attention_weights(query, key, bias, params, k_factor, score, start)
+    weights, lse = attention_weights(query, key, bias, params, k_factor, score)
     grouped = weights.reshape(num_kv_heads, num_heads // num_kv_heads * num_rows, num_keys)
     out = torch.bmm(grouped, value.to(weights.dtype).transpose(0, 1))
     out = out * _per_head(v_factor)
@@ -62,7 +58,6 @@ def attention_weights(
     params: AttentionParams,
     k_factor: float | Tensor,
     score: Callable[[Tensor], Tensor] | None = None,
-    start: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The weights after the softmax `[Hq, L, S]` and the LSE `[Hq, L]`; see `general_attention`."""
     num_rows, num_heads, head_size = query.shape
@@ -84,9 +79,6 @@ def attention_weights(
             logits = logits.masked_fill(hidden, -torch.inf)
     elif bias is not None:
         logits = logits + bias
-    if params.skip_softmax_threshold > 0 and num_keys > 0:
-        small = left_out_keys(logits, num_kv_heads, params.skip_softmax_threshold, start)
-        logits = logits.masked_fill(small, -torch.inf)
     return softmax_with_sink(logits, params.sinks)
 
 

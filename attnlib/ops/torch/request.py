@@ -236,7 +236,6 @@ def _attend_general(
         span.k_factor,
         span.v_factor,
         rows_score(rows, span.start, end, params),
-        span.start,
     )
 
 

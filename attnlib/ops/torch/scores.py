@@ -57,7 +57,6 @@ def attention_scores(
                 params,
                 span.k_factor,
                 rows_score(rows, span.start, end, params),
-                span.start,
             )[0]
         weights[request.index] = whole
     return weights

@@ -24,7 +24,7 @@ from attnlib.ops.triton.kernels.prefill import prefill_kernel
 from attnlib.ops.triton.launch.attention import PlainAttention
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.launch.constants import attention_constants, skip_exponent
+from attnlib.ops.triton.launch.constants import attention_constants
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
 from attnlib.ops.triton.launch.score import has_head_bounds, range_constants
 from attnlib.ops.triton.launch.signature import batch_signature, length_class
@@ -180,7 +180,6 @@ def _plain_launch(call: AttentionCall, rows: int, one_head: bool) -> PlainAttent
     constants |= {
         **range_constants(params, "triton", one_head),
         "PAGED": call.is_paged,
-        "SKIP_BELOW": skip_exponent(params),
         **key_chunks(shape.head_sizes, tile, element, limits.products, shape.latent),
         "TILE_HEADS": tile_heads,
         "TILE_TOKENS": tile_tokens,

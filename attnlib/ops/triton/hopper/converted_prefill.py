@@ -95,7 +95,6 @@ def multiplies_float8(query: Tensor, key: Tensor, value: Tensor, params: Attenti
         and 64 % group == 0
         and params.sinks is None
         and params.logits_soft_cap == 0
-        and params.skip_softmax_threshold == 0
     )
 
 

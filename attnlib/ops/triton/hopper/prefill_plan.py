@@ -40,9 +40,6 @@ from attnlib.ops.triton.hopper.sizes import gathers
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LaunchCache
-from attnlib.ops.triton.launch.constants import (
-    skip_exponent,
-)
 from attnlib.ops.triton.launch.run import run_attention
 from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
 from attnlib.ops.triton.launch.score import (
@@ -338,7 +335,6 @@ def prepare_hopper_prefill(
         0 < cap <= _MOST_BOUNDED_CAP
         and (query.dtype, key.dtype) == (torch.bfloat16, torch.bfloat16)
         and params.score_function is None
-        and params.skip_softmax_threshold == 0
         and not invariant
     )
     constants = {
@@ -354,7 +350,6 @@ def prepare_hopper_prefill(
         "GATHERS": gathers(block_size), "SPLIT_V": split,
         "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
         "KV_KIND": kv_kind(key.dtype, has_fp8=False),
-        "SKIP_BELOW": skip_exponent(params) if _can_skip(params, key, parts, split) else None,
         "K_SCALE_KIND": scale_kind("k_scale", params.k_scale),
         "V_SCALE_KIND": scale_kind("v_scale", params.v_scale), "BYTE_STAGES": tile.byte_stages,
         "CONVERTER_WARPS": tile.converter_warps, "QUERY_REGISTERS": tile.query_registers,
@@ -421,19 +416,6 @@ def prepare_hopper_prefill(
     )  # fmt: skip
 
 
-def _can_skip(params: AttentionParams, key: Tensor, parts: int, split: bool) -> bool:
-    """Whether the kernel can leave tiles out for these layers (M18)."""
-    return (
-        params.score_function is None
-        and params.window[0] < 0
-        and params.attention_chunk_size == 0
-        and key.element_size() == 2
-        and not gathers(key.shape[1])
-        and parts == 1
-        and not split
-    )
-
-
 def _value_parts(constants: dict[str, Any]) -> int:
     """The parts of 32 elements that the kernel keeps values in; 0 where it keeps them undivided."""
     size = constants["DV"]
@@ -441,7 +423,6 @@ def _value_parts(constants: dict[str, Any]) -> int:
         size < PART_KEYS.value == constants["BLOCK_N"]
         and constants["KV_KIND"] == KV_PLAIN
         and not constants["GATHERS"]
-        and constants["SKIP_BELOW"] is None
         and constants["KEY_PARTS"] == 1
         and not constants["SPLIT_V"]
     )
@@ -466,7 +447,6 @@ def _can_lead(constants: dict[str, Any], dtype: torch.dtype) -> bool:
         and constants["SCORE"] is None
         and constants["RANGES"] == 0
         and constants["HAS_CAP"] != BOUNDED.value
-        and constants["SKIP_BELOW"] is None
     )
 
 

@@ -248,13 +248,8 @@ def attend_tile(
     D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, KV_KIND: tl.constexpr,
     COMPUTE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
     SCALE_LATE: tl.constexpr, LATENT: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr,
-    SKIP_BELOW: tl.constexpr = None, valid=None,
 ):  # fmt: skip
-    """Add the key tile at `start` to the accumulators.
-
-    With SKIP_BELOW, the base-2 logarithm of a weight, a tile is left out if its weights in all
-    `valid` rows, relative to the largest one so far, are below it (M18).
-    """
+    """Add the key tile at `start` to the accumulators."""
     keys = start + tl.arange(0, BLOCK_N)
     inside = (keys >= first) & (keys < last)
     offsets_k = _key_offsets(blocks, start, stride_kb, stride_kn, BLOCK_SIZE, BLOCK_N, PAGED, VEC_K)
@@ -285,23 +280,10 @@ def attend_tile(
     if MASKED:
         visible = (keys[None, :] >= row_first[:, None]) & (keys[None, :] < row_last[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-    if SKIP_BELOW is None:
-        acc0, acc1, row_max, row_sum = _add_tile(
-            scores, acc0, acc1, row_max, row_sum, k0, value_base, blocks, start, inside, stride_vb,
-            stride_vn, factor, SCORE, MASKED, PAGED, BLOCK_SIZE, BLOCK_N, DV, DV0, DV1, KV_KIND,
-            COMPUTE, SCALE_LATE, LATENT, VEC_V)  # fmt: skip
-    else:
-        tile_max = tl.max(scores, 1)
-        if SCALE_LATE:
-            tile_max = tile_max * factor
-        # Comparisons with NaN are false: a tile with NaN is kept.
-        is_small = tile_max < row_max + SKIP_BELOW
-        if tl.max(tl.where(valid & (is_small == 0), 1, 0), 0) != 0:
-            acc0, acc1, row_max, row_sum = _add_tile(
-                scores, acc0, acc1, row_max, row_sum, k0, value_base, blocks, start, inside,
-                stride_vb, stride_vn, factor, SCORE, MASKED, PAGED, BLOCK_SIZE, BLOCK_N, DV, DV0,
-                DV1, KV_KIND, COMPUTE, SCALE_LATE, LATENT, VEC_V)  # fmt: skip
-    return acc0, acc1, row_max, row_sum
+    return _add_tile(
+        scores, acc0, acc1, row_max, row_sum, k0, value_base, blocks, start, inside, stride_vb,
+        stride_vn, factor, SCORE, MASKED, PAGED, BLOCK_SIZE, BLOCK_N, DV, DV0, DV1, KV_KIND,
+        COMPUTE, SCALE_LATE, LATENT, VEC_V)  # fmt: skip
 
 
 @triton.jit
@@ -323,7 +305,7 @@ def attend(
     CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
     SCALE_LATE: tl.constexpr, LATENT: tl.constexpr, VEC_Q: tl.constexpr, VEC_K: tl.constexpr,
-    VEC_V: tl.constexpr, SKIP_BELOW: tl.constexpr = None,
+    VEC_V: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of the packed rows over their visible keys, without normalization.
 
@@ -411,8 +393,7 @@ def attend(
                 last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
                 factor, soft_cap, slopes, positions, bias_rows, origin, heads, request, aux, SCORE,
                 True, PAGED, BLOCK_SIZE, BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE,
-                HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, LATENT, VEC_K, VEC_V,
-                SKIP_BELOW, valid)  # fmt: skip
+                HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, LATENT, VEC_K, VEC_V)  # fmt: skip
             blocks = next_blocks
     else:
         # Prefill: tiles in [full_begin, full_end) are entirely visible to all rows and need no
@@ -462,8 +443,7 @@ def attend(
                 last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
                 factor, soft_cap, slopes, positions, bias_rows, origin, heads, request, aux,
                 FULL_SCORE, False, PAGED, BLOCK_SIZE, BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND,
-                COMPUTE, HAS_CAP, HAS_ALIBI, False, SCALE_LATE, LATENT, VEC_K, VEC_V,
-                SKIP_BELOW, valid)  # fmt: skip
+                COMPUTE, HAS_CAP, HAS_ALIBI, False, SCALE_LATE, LATENT, VEC_K, VEC_V)  # fmt: skip
             blocks = next_blocks
         # One loop for the masked tiles of all ends, which halves the code: the loop variable
         # counts as if the unmasked tiles did not exist.
@@ -488,8 +468,7 @@ def attend(
                 last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
                 factor, soft_cap, slopes, positions, bias_rows, origin, heads, request, aux,
                 CALLED, True, PAGED, BLOCK_SIZE, BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE,
-                HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, LATENT, VEC_K, VEC_V,
-                SKIP_BELOW, valid)  # fmt: skip
+                HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, LATENT, VEC_K, VEC_V)  # fmt: skip
             blocks = next_blocks
     return acc0, acc1, row_max, row_sum
 

@@ -42,7 +42,7 @@ def prefill_kernel(
     HAS_ALIBI: tl.constexpr, HAS_SINK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr,
     K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr, SCALE_LATE: tl.constexpr,
     LATENT: tl.constexpr, VEC_Q: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr,
-    VEC_O: tl.constexpr, SKIP_BELOW: tl.constexpr,
+    VEC_O: tl.constexpr,
 ):  # fmt: skip
     """Compute one query tile for a block of heads. Grid: (num_tiles, KV heads * HEAD_BLOCKS)."""
     tile = num_tiles - 1 - tl.program_id(0)
@@ -117,7 +117,7 @@ def prefill_kernel(
         EXACT, False, False, PAGED, BLOCK_M, BLOCK_N,
         BLOCK_SIZE, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, CAUSAL, HAS_LEFT, HAS_RIGHT,
         HAS_CHUNK, HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, LATENT, VEC_Q, VEC_K,
-        VEC_V, SKIP_BELOW)  # fmt: skip
+        VEC_V)  # fmt: skip
 
     sink = 0.0
     if HAS_SINK:

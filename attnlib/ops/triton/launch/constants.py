@@ -8,7 +8,6 @@ compiles after warm-up.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -30,17 +29,10 @@ __all__ = [
     "attention_numbers",
     "compute_dtype",
     "reads_bytes",
-    "skip_exponent",
 ]
 
 _UNBOUNDED = 1 << 30
 _COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-
-
-def skip_exponent(params: AttentionParams) -> float | None:
-    """The base-2 logarithm of the weight below which prefills leave tiles out (M18), or None."""
-    threshold = params.skip_softmax_threshold
-    return math.log2(threshold) if threshold > 0 else None
 
 
 def reads_bytes(cache_dtype: torch.dtype, limits: DeviceLimits) -> bool:

@@ -34,7 +34,7 @@ def call_signature(
         values_are_prefix(key, value), tensor_signature(out),
         None if lse is None else tensor_signature(lse),
         params.scale, params.window, params.attention_chunk_size, params.logits_soft_cap,
-        params.skip_softmax_threshold, params.allow_fp8_queries,
+        params.allow_fp8_queries,
         causal if isinstance(causal, bool) else "per request",
         None if alibi is None else tensor_signature(alibi),
         None if sinks is None else tensor_signature(sinks),

@@ -130,7 +130,6 @@ def test_prefills_over_copies_of_long_requests_look_at_signs(seq_len: int) -> No
         {"block_size": 1},
         {"dtype": torch.float16},
         {"logits_soft_cap": 30.0},
-        {"skip_softmax_threshold": 0.001},
         {"window": (127, 0)},
         {"score_function": builtin.relative_bias()},
     ],

@@ -75,7 +75,6 @@ from attnlib.ops.triton.hopper.kernels.schedule import (
     visible_span,
     visited_tiles,
 )
-from attnlib.ops.triton.hopper.kernels.skipping import attend_kept_tiles, multiply_last_values
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LN2,
     LOG2E,
@@ -483,7 +482,7 @@ def _consumer(
     HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINK: gl.constexpr,
     HAS_LSE: gl.constexpr, KV_KIND: gl.constexpr, K_SCALE_KIND: gl.constexpr,
     V_SCALE_KIND: gl.constexpr, QUERY_REGISTERS: gl.constexpr, COPIED: gl.constexpr,
-    SPLIT_V: gl.constexpr, KEY_PARTS: gl.constexpr, SKIP_BELOW: gl.constexpr,
+    SPLIT_V: gl.constexpr, KEY_PARTS: gl.constexpr,
     LEADS: gl.constexpr,
 ):  # fmt: skip
     """Compute the 64 rows of consumer warpgroup WARPGROUP of each published work item."""
@@ -518,7 +517,7 @@ def _consumer(
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     CHECK_LEFT: gl.constexpr = HAS_LEFT or HAS_CHUNK or EXACT
     # `bounded_softmax` has no running maximum, and its sums are those of rows.
-    RARELY: gl.constexpr = CONSUMERS == 3 and SKIP_BELOW is None and HAS_CAP != BOUNDED
+    RARELY: gl.constexpr = CONSUMERS == 3 and HAS_CAP != BOUNDED
     RISE: gl.constexpr = _RESCALE_THRESHOLD if RARELY else 0
     THRESHOLD: gl.constexpr = _LEAD if LEADS else RISE
     # The sum of weights begins with that of the sink (M4). In the epilogue it takes registers that
@@ -700,55 +699,12 @@ def _consumer(
                             clear_values(v_ring.index(stage), past_end, WARPGROUP, CONSUMERS)
                 step += 1
 
-                if SKIP_BELOW is not None:
-                    full_end = gl.minimum(right_begin, end - 1)
-                    for back in range(0, end - 1 - full_end):
-                        acc, weights, row_max, row_sum = overlapped_step(
-                            q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
-                            weights, row_max, row_sum, step, end - 2 - back, row_first, row_last,
-                            factor, k_factor, soft_cap, scale, positions, head, request, aux,
-                            slopes, column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True,
-                            CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                            KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET, SUMS)  # fmt: skip
-                        step += 1
-                    acc, weights, row_max, row_sum, kept, step = attend_kept_tiles(
-                        q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, weights,
-                        row_max, row_sum, step, begin, full_end, valid, factor, soft_cap, STAGES,
-                        HAS_CAP, P_LAYOUT, ELEMENTS, SKIP_BELOW)  # fmt: skip
-                    acc = multiply_last_values(
-                        v_ring, v_full, v_empty, acc, weights, kept, step, STAGES, P_LAYOUT
-                    )
-                else:
-                    # Main loop: masked tiles at the diagonal, unmasked tiles, masked tiles at the
-                    # left.
-                    if RANGES == 2:
-                        # The second range lies at the right of the first one.
-                        full_end = gl.minimum(right_b, end - 1)
-                        full_begin = gl.minimum(left_b, full_end)
-                        for back in range(0, end - 1 - full_end):
-                            tile = tile_at(end - 2 - back, after_gap, gap, RANGES)
-                            acc, weights, row_max, row_sum = overlapped_step(
-                                q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
-                                weights, row_max, row_sum, step, tile, row_first, row_last, factor,
-                                k_factor, soft_cap, scale, positions, head, request, aux, slopes,
-                                column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT,
-                                HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                                KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET, SUMS)  # fmt: skip
-                            step += 1
-                        for back in range(0, full_end - full_begin):
-                            tile = tile_at(full_end - 1 - back, after_gap, gap, RANGES)
-                            acc, weights, row_max, row_sum = overlapped_step(
-                                q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
-                                weights, row_max, row_sum, step, tile, row_first, row_last, factor,
-                                k_factor, soft_cap, scale, positions, head, request, aux, slopes,
-                                column_tile, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES, False,
-                                CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                                KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET, SUMS)  # fmt: skip
-                            step += 1
-                        # The tiles that are left, as if the last one had been visited above.
-                        end = full_begin + 1
-                    full_end = gl.minimum(right_begin, end - 1)
-                    full_begin = gl.minimum(left_end, full_end)
+                # Main loop: masked tiles at the diagonal, unmasked tiles, masked tiles at the
+                # left.
+                if RANGES == 2:
+                    # The second range lies at the right of the first one.
+                    full_end = gl.minimum(right_b, end - 1)
+                    full_begin = gl.minimum(left_b, full_end)
                     for back in range(0, end - 1 - full_end):
                         tile = tile_at(end - 2 - back, after_gap, gap, RANGES)
                         acc, weights, row_max, row_sum = overlapped_step(
@@ -757,50 +713,74 @@ def _consumer(
                             k_factor, soft_cap, scale, positions, head, request, aux, slopes,
                             column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT,
                             HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                            KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET, SUMS, LEADS)  # fmt: skip
+                            KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET, SUMS)  # fmt: skip
                         step += 1
-                    if LEADS:
-                        LANES: gl.constexpr = row_sum.type.layout
-                        row_max = lane_references(row_max, LANES)
                     for back in range(0, full_end - full_begin):
+                        tile = tile_at(full_end - 1 - back, after_gap, gap, RANGES)
                         acc, weights, row_max, row_sum = overlapped_step(
                             q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
-                            weights, row_max, row_sum, step, full_end - 1 - back, row_first,
-                            row_last, factor, k_factor, soft_cap, scale, positions, head, request,
-                            aux, slopes, column_tile, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES,
-                            False, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
-                            KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET, SUMS, LEADS)  # fmt: skip
+                            weights, row_max, row_sum, step, tile, row_first, row_last, factor,
+                            k_factor, soft_cap, scale, positions, head, request, aux, slopes,
+                            column_tile, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES, False,
+                            CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
+                            KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET, SUMS)  # fmt: skip
                         step += 1
-                    if LEADS:
-                        row_max = row_references(row_max, ROW)
-                    if CHECK_LEFT or RANGES > 0:
-                        for back in range(0, full_begin - begin):
-                            acc, weights, row_max, row_sum = overlapped_step(
-                                q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
-                                weights, row_max, row_sum, step, full_begin - 1 - back, row_first,
-                                row_last, factor, k_factor, soft_cap, scale, positions, head,
-                                request, aux, slopes, column_tile, SCORE, RAW_SCORE, KEY_SLOPE,
-                                STAGES, True, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS,
-                                COPIED, PART, KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET,
-                                SUMS, LEADS)  # fmt: skip
-                            step += 1
+                    # The tiles that are left, as if the last one had been visited above.
+                    end = full_begin + 1
+                full_end = gl.minimum(right_begin, end - 1)
+                full_begin = gl.minimum(left_end, full_end)
+                for back in range(0, end - 1 - full_end):
+                    tile = tile_at(end - 2 - back, after_gap, gap, RANGES)
+                    acc, weights, row_max, row_sum = overlapped_step(
+                        q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
+                        weights, row_max, row_sum, step, tile, row_first, row_last, factor,
+                        k_factor, soft_cap, scale, positions, head, request, aux, slopes,
+                        column_tile, SCORE, RAW_SCORE, KEY_SLOPE, STAGES, True, CHECK_LEFT,
+                        HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
+                        KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET, SUMS, LEADS)  # fmt: skip
+                    step += 1
+                if LEADS:
+                    LANES: gl.constexpr = row_sum.type.layout
+                    row_max = lane_references(row_max, LANES)
+                for back in range(0, full_end - full_begin):
+                    acc, weights, row_max, row_sum = overlapped_step(
+                        q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
+                        weights, row_max, row_sum, step, full_end - 1 - back, row_first,
+                        row_last, factor, k_factor, soft_cap, scale, positions, head, request,
+                        aux, slopes, column_tile, FULL_SCORE, RAW_SCORE, FULL_SLOPE, STAGES,
+                        False, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS, COPIED, PART,
+                        KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET, SUMS, LEADS)  # fmt: skip
+                    step += 1
+                if LEADS:
+                    row_max = row_references(row_max, ROW)
+                if CHECK_LEFT or RANGES > 0:
+                    for back in range(0, full_begin - begin):
+                        acc, weights, row_max, row_sum = overlapped_step(
+                            q_operand, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc,
+                            weights, row_max, row_sum, step, full_begin - 1 - back, row_first,
+                            row_last, factor, k_factor, soft_cap, scale, positions, head,
+                            request, aux, slopes, column_tile, SCORE, RAW_SCORE, KEY_SLOPE,
+                            STAGES, True, CHECK_LEFT, HAS_CAP, P_LAYOUT, KV_KIND, ELEMENTS,
+                            COPIED, PART, KEY_PARTS, THRESHOLD, V_COLUMNS, V_OFFSET,
+                            SUMS, LEADS)  # fmt: skip
+                        step += 1
 
-                    if OWN_QUERIES:
-                        # The next queries arrive during the rest of this item.
-                        mbarrier.arrive(q_empty.index(q_barrier), count=1)
-                    # Epilogue: the product with the values of the first tile, the last one visited.
-                    stage = (step - 1) % STAGES
-                    wait_for_tile(v_full, stage, ((step - 1) // STAGES) & 1, COPIED)
-                    if V_COLUMNS > 0:
-                        acc = multiply_value_parts(
-                            weights, v_ring, stage, acc, V_COLUMNS, STAGES, V_OFFSET
-                        )
-                    else:
-                        acc = multiply_values(
-                            unpack_weights(weights, COMPUTE, P_LAYOUT), v_ring.index(stage), acc,
-                            PART)  # fmt: skip
-                    acc = warpgroup_mma_wait(0, deps=[acc])
-                    mbarrier.arrive(v_empty.index(stage), count=1)
+                if OWN_QUERIES:
+                    # The next queries arrive during the rest of this item.
+                    mbarrier.arrive(q_empty.index(q_barrier), count=1)
+                # Epilogue: the product with the values of the first tile, the last one visited.
+                stage = (step - 1) % STAGES
+                wait_for_tile(v_full, stage, ((step - 1) // STAGES) & 1, COPIED)
+                if V_COLUMNS > 0:
+                    acc = multiply_value_parts(
+                        weights, v_ring, stage, acc, V_COLUMNS, STAGES, V_OFFSET
+                    )
+                else:
+                    acc = multiply_values(
+                        unpack_weights(weights, COMPUTE, P_LAYOUT), v_ring.index(stage), acc,
+                        PART)  # fmt: skip
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                mbarrier.arrive(v_empty.index(stage), count=1)
 
             if KV_KIND != KV_PLAIN:
                 row_sum = row_sum * (1.0 / WEIGHT_SCALE)
@@ -883,7 +863,7 @@ def hopper_prefill_kernel(
     K_SCALE_KIND: gl.constexpr, V_SCALE_KIND: gl.constexpr, BYTE_STAGES: gl.constexpr,
     CONVERTER_WARPS: gl.constexpr, CONVERTER_REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
     GATHERS: gl.constexpr,
-    SPLIT_V: gl.constexpr, KEY_PARTS: gl.constexpr, SKIP_BELOW: gl.constexpr,
+    SPLIT_V: gl.constexpr, KEY_PARTS: gl.constexpr,
     VALUE_PARTS: gl.constexpr, LEADS: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 warps per consumer and 1 + 1 loader warps.
@@ -910,11 +890,9 @@ def hopper_prefill_kernel(
         GATHERS: rows of the caches are gathered: `key_desc` and `value_desc` are pointers.
         stride_kb to stride_vh: with GATHERS, strides of the key and the value cache in blocks, rows
             and heads, in bytes; else None.
-        SKIP_BELOW: base-2 logarithm of the weight below which tiles are left out (`skipping`), or
-            None; only without windows, chunks, score functions, float8 and gathered rows.
         SPLIT_V: the consumers share 64 query rows, and each has a part of the value elements.
         VALUE_PARTS: parts of 32 elements of the values of up to 127 elements (`value_columns`), or
-            0; only with tiles of 128 keys, a 16-bit cache, and neither SKIP_BELOW nor GATHERS.
+            0; only with tiles of 128 keys, a 16-bit cache, and without GATHERS.
         LEADS: unmasked tiles use `softmax_by_sign` (`prefill_plan`).
     """
     aux = (
@@ -997,7 +975,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS, SKIP_BELOW, LEADS)),
+                    KEY_PARTS, LEADS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -1007,7 +985,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS, SKIP_BELOW, LEADS)),
+                    KEY_PARTS, LEADS)),
                 (converter, (
                     left, right, chunk, num_reqs, mailbox, k_bytes, v_bytes, k_ring, v_ring,
                     mail_full, mail_empty, kb_full, kb_empty, vb_full, vb_empty, k_full, k_empty,
@@ -1042,7 +1020,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS, SKIP_BELOW, LEADS)),
+                    KEY_PARTS, LEADS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -1052,7 +1030,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS, SKIP_BELOW, LEADS)),
+                    KEY_PARTS, LEADS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -1062,7 +1040,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS, SKIP_BELOW, LEADS)),
+                    KEY_PARTS, LEADS)),
                 (key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
@@ -1092,7 +1070,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS, SKIP_BELOW, LEADS)),
+                    KEY_PARTS, LEADS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -1102,7 +1080,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS, SKIP_BELOW, LEADS)),
+                    KEY_PARTS, LEADS)),
                 (key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
@@ -1127,7 +1105,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS, SKIP_BELOW, LEADS)),
+                    KEY_PARTS, LEADS)),
                 (_consumer, (
                     query, out, lse, sinks, k_scale, v_scale, scale, soft_cap, left, right, chunk,
                     num_reqs, concurrent, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
@@ -1137,7 +1115,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, STAGES, Q_STAGES, CONSUMERS, LOAD_QUERY, STAGED_STORE, FIELDS,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINK, HAS_LSE, KV_KIND,
                     K_SCALE_KIND, V_SCALE_KIND, QUERY_REGISTERS, COPIED, SPLIT_V,
-                    KEY_PARTS, SKIP_BELOW, LEADS)),
+                    KEY_PARTS, LEADS)),
                 (key_loader, (
                     key_desc, query_desc, query_start_loc, seq_lens, block_table, counters, left,
                     right, chunk, num_reqs, num_tokens, num_tiles, concurrent, section, num_blocks,
