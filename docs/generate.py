@@ -50,50 +50,50 @@ BASE = {
     "block_size": 16,
 }
 LATENTS = {"use_mla": True, "num_kv_heads": 1, "head_size": 576, "head_size_v": 512}
-FEATURES = {
-    "head size 64 / 128 / 256": [{"head_size": 64}, {}, {"head_size": 256}],
-    "head size 80, 96, 192": [{"head_size": 80}, {"head_size": 96}, {"head_size": 192}],
-    "value head size below key head size (192, 128)": [{"head_size": 192, "head_size_v": 128}],
-    "float32": [{"dtype": torch.float32}],
-    "fp8 cache, e4m3": [{"kv_cache_dtype": "fp8_e4m3"}],
-    "fp8 cache, e5m2": [{"kv_cache_dtype": "fp8_e5m2"}],
-    "fp8 scales per head": [{"kv_cache_dtype": "fp8", "kv_scale_kind": "head"}],
-    **{name: [{"kv_cache_dtype": name}] for name in PAGE_FORMATS},
-    "block size 16": [{}],
-    "block size 256": [{"block_size": 256}],
-    "block size 544": [{"block_size": 544}],
-    "HND cache": [{"kv_cache_layout": "HND"}],
-    "GQA ratio 5, 7": [{"num_heads": 40}, {"num_heads": 56}],
-    "bidirectional": [{"mask_kind": "bidirectional"}],
-    "causal per request": [{"mask_kind": "per_request"}],
-    "bias among new tokens (speculation trees)": [{"mask_kind": "query_bias"}],
-    "sliding window": [{"sliding_window": 1024}],
-    "two-sided window": [{"window": (8, 8), "mask_kind": "bidirectional"}],
-    "chunked attention": [{"attention_chunk_size": 8192}],
-    "logits soft cap": [{"logits_soft_cap": 50.0}],
-    "ALiBi": [{"has_alibi": True}],
-    "attention sinks": [{"has_sink": True}],
-    "score functions": [{"score_function": alibi_sqrt()}],
-    "selected keys": [
+FEATURES = {  # kind: title -> changes of BASE
+    "sizes: heads of 64, 128, 256": [{"head_size": 64}, {}, {"head_size": 256}],
+    "sizes: heads of 80, 96, 192": [{"head_size": 80}, {"head_size": 96}, {"head_size": 192}],
+    "sizes: values below keys (192, 128)": [{"head_size": 192, "head_size_v": 128}],
+    "sizes: float32": [{"dtype": torch.float32}],
+    "caches: fp8_e4m3": [{"kv_cache_dtype": "fp8_e4m3"}],
+    "caches: fp8_e5m2": [{"kv_cache_dtype": "fp8_e5m2"}],
+    "caches: fp8 scales per head": [{"kv_cache_dtype": "fp8", "kv_scale_kind": "head"}],
+    **{f"caches: {name}": [{"kv_cache_dtype": name}] for name in PAGE_FORMATS},
+    "sizes: blocks of 16": [{}],
+    "sizes: blocks of 256": [{"block_size": 256}],
+    "sizes: blocks of 544": [{"block_size": 544}],
+    "caches: HND layout": [{"kv_cache_layout": "HND"}],
+    "sizes: 5 and 7 query heads per KV head": [{"num_heads": 40}, {"num_heads": 56}],
+    "masks: bidirectional": [{"mask_kind": "bidirectional"}],
+    "masks: causal per request": [{"mask_kind": "per_request"}],
+    "masks: bias among new tokens (speculation trees)": [{"mask_kind": "query_bias"}],
+    "masks: sliding window": [{"sliding_window": 1024}],
+    "masks: two-sided window": [{"window": (8, 8), "mask_kind": "bidirectional"}],
+    "masks: chunked attention": [{"attention_chunk_size": 8192}],
+    "scores: logits soft cap": [{"logits_soft_cap": 50.0}],
+    "scores: ALiBi": [{"has_alibi": True}],
+    "scores: attention sinks": [{"has_sink": True}],
+    "scores: score functions": [{"score_function": alibi_sqrt()}],
+    "kinds of layers: selected keys": [
         {"key_selection": KeySelection(max_blocks=2048)},
         {"key_selection": KeySelection(max_blocks=16, block_size=128, scope="kv_head")},
     ],
-    "compressed entries": [
+    "kinds of layers: compressed entries": [
         {"compressed_entries": CompressedEntries(compress_rate=128)},
         {"compressed_entries": CompressedEntries.parse("4:64:512")},
     ],
-    "MLA": [LATENTS],
-    "MLA, fp8 latents": [{**LATENTS, "kv_cache_dtype": "fp8"}],
-    "MLA with selected keys": [
+    "kinds of layers: MLA": [LATENTS],
+    "kinds of layers: MLA, fp8 latents": [{**LATENTS, "kv_cache_dtype": "fp8"}],
+    "kinds of layers: MLA with selected keys": [
         {**LATENTS, "key_selection": KeySelection(max_blocks=2048)},
         {**LATENTS, "key_selection": KeySelection(max_blocks=2048), "kv_cache_dtype": "fp8"},
     ],
-    "encoder layers (no cache)": [{"attn_type": "encoder_only"}],
-    "cross attention": [{"attn_type": "encoder_decoder"}],
-    "returning the LSE": [{"needs_lse": True}],
-    "batch invariance": [{"batch_invariant": True}],
-    "CUDA graphs of single-token decodes": [{"cudagraph": 1}],
-    "CUDA graphs of any batch": [{"cudagraph": 3}],
+    "kinds of layers: encoder layers (no cache)": [{"attn_type": "encoder_only"}],
+    "kinds of layers: cross attention": [{"attn_type": "encoder_decoder"}],
+    "scores: returning the LSE": [{"needs_lse": True}],
+    "kinds of layers: batch invariance": [{"batch_invariant": True}],
+    "graphs: CUDA graphs of single-token decodes": [{"cudagraph": 1}],
+    "graphs: CUDA graphs of any batch": [{"cudagraph": 3}],
 }
 NAMES = ("torch", "triton")
 
@@ -121,9 +121,9 @@ def support() -> str:
     head = "# Support matrix\n\n" + NOTE
     head += (
         "What the built-in backends `torch` and `triton` support, according to their\n"
-        "`validate_configuration`. The layer has 32 query heads, 8 KV heads, head size 128,\n"
-        "float16 and block size 16, changed as the row says. What `flash_attn` and `flashinfer`\n"
-        "support depends on the installed version: run `attnlib explain`.\n\n"
+        "`validate_configuration`: a layer with 32 query heads, 8 KV heads, head size 128,\n"
+        "float16 and block size 16 that differs in one feature. What `flash_attn` and\n"
+        "`flashinfer` support depends on the installed version: run `attnlib explain`.\n\n"
     )
     table = _feature_table()
     devices = (
@@ -146,15 +146,20 @@ def support() -> str:
 
 
 def _feature_table() -> str:
-    """The features that all of `NAMES` support as a list, the others as a table."""
-    cells = {title: [_supports(name, c) for name in NAMES] for title, c in FEATURES.items()}
-    shared = [title for title, found in cells.items() if set(found) == {"yes"}]
-    text = "Both support:\n\n" + "".join(f"- {title}\n" for title in shared)
-    text += "\n| feature | " + " | ".join(f"`{name}`" for name in NAMES) + " |\n|---|"
-    text += "---|" * len(NAMES) + "\n"
-    for title in (title for title in cells if title not in shared):
-        text += f"| {title} | " + " | ".join(cells[title]) + " |\n"
-    return text
+    """The features that all of `NAMES` support by kind, and a table of the others."""
+    shared: dict[str, list[str]] = {}
+    others = []
+    for key, changes in FEATURES.items():
+        kind, title = key.split(": ")
+        cells = [_supports(name, changes) for name in NAMES]
+        if set(cells) == {"yes"}:
+            shared.setdefault(kind, []).append(title)
+        else:
+            others.append(f"| {title} | " + " | ".join(cells) + " |\n")
+    text = "| | both support |\n|---|---|\n"
+    text += "".join(f"| {kind} | {'; '.join(titles)} |\n" for kind, titles in shared.items())
+    head = "\n| | " + " | ".join(f"`{name}`" for name in NAMES) + " |\n|---|"
+    return text + head + "---|" * len(NAMES) + "\n" + "".join(others)
 
 
 FLASH_ATTENTION_3 = FlashKernel(

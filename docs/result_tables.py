@@ -60,7 +60,7 @@ def table(names: Sequence[str], folder: Path = FOLDER) -> str:
     head = "".join(f" | {chip.upper()} us | of peak | vs best" for chip in chips)
     lines = [f"| case{head} |", "|---|" + "---:|" * (3 * len(chips))]
     for case, cells in found.items():
-        lines.append(f"| {case} | " + " | ".join(cells.get(c, " |  | ") for c in chips) + " |")
+        lines.append(f"| `{case}` | " + " | ".join(cells.get(c, " |  | ") for c in chips) + " |")
     return "\n".join([*lines, "", *sources]) + "\n"
 
 

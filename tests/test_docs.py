@@ -198,6 +198,23 @@ def test_the_api_reference_names_objects_that_exist(page: Path) -> None:
             assert hasattr(importlib.import_module(module), attribute), f"{page.name}: {name}"
 
 
+def test_the_messages_of_the_troubleshooting_page_exist() -> None:
+    """A quoted message is in the source; `N`, `M`, `[r]`, `[j]` and `...` stand for values."""
+    sources = "\n".join(path.read_text() for path in (ROOT / "attnlib").rglob("*.py"))
+    sources = re.sub(r'"\s*\n\s*f?"', "", sources)  # strings over several lines
+    page = (DOCS / "troubleshooting.md").read_text()
+    messages = [
+        text
+        for line in page.splitlines()
+        if line.startswith("| ")
+        for text in re.findall(r'"([^"]+)"', line.split(" | ")[0])
+    ]
+    assert len(messages) > 12
+    for message in messages:
+        for part in re.split(r"\bN\b|\bM\b|'NAME'|\[[rj]\]|\.\.\.", message):
+            assert part.strip(" ,") in sources or "undefined symbol" in part, message
+
+
 def test_the_first_screen_of_the_readme_is_short() -> None:
     """Purpose, two commands, twelve lines of code and a figure fit 30 lines of 100 characters."""
     screen = (ROOT / "README.md").read_text().splitlines()[:30]

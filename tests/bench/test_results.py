@@ -195,8 +195,8 @@ def test_the_table_of_the_documentation(tmp_path: Path) -> None:
     assert text.splitlines()[0] == (
         "| case | H200 us | of peak | vs best | H100 us | of peak | vs best |"
     )
-    assert "| decode-1x8k | 9.0 | 50% | 0.90 | 9.0 | 50% | 0.90 |" in text
-    assert "| prefill-a | 7.0 | 50% |  |  |  |  |" in text
+    assert "| `decode-1x8k` | 9.0 | 50% | 0.90 | 9.0 | 50% | 0.90 |" in text
+    assert "| `prefill-a` | 7.0 | 50% |  |  |  |  |" in text
     assert "- [h200/a.json](" in text and "flash_attn ran FlashAttention 3 (x)" in text
     assert "decode" not in tables.table(["h200/a.json", "prefill-*"], tmp_path).split("- [")[0]
     assert "| 2 | `flash_attn` | 0.90 | 0.90 | 0.90 |" in tables.records(tmp_path)
@@ -208,5 +208,5 @@ def test_the_documentation_shows_the_committed_results(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
     assert len(tables.MARKED.findall(page)) > 4
     assert tables.fill(page) == page
-    number = "| decode-1x8k | 12.5 |"
-    assert number in page and tables.fill(page.replace(number, "| decode-1x8k | 1.0 |")) == page
+    number = "| `decode-1x8k` | 12.5 |"
+    assert number in page and tables.fill(page.replace(number, "| `decode-1x8k` | 1.0 |")) == page
