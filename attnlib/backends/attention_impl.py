@@ -204,7 +204,8 @@ class AttentionImpl(ABC):
         cache: PagedKVCache,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write new keys and values to their slots (P4); by default with torch operations.
+        """Write new keys and values to their slots (P4); by default with the Triton kernel on a
+        GPU, and with torch operations elsewhere.
 
         Args:
             key: `[T, Hkv, D]`, strided; may be longer than `slot_mapping`.
@@ -212,9 +213,8 @@ class AttentionImpl(ABC):
             cache: the cache of this layer.
             slot_mapping: `[T]` int64; -1 writes nothing.
         """
-        from attnlib.ops.torch.cache_write import write_kv
-
-        write_kv(
+        write = operation("cache_write", "write_kv", key)
+        write(
             key,
             value,
             cache.key_cache,

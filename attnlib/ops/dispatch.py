@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -28,9 +29,9 @@ def operation(module: str, name: str, rows: Tensor) -> Callable[..., Any]:
         module: the module that both packages have.
         name: the operation.
         rows: the queries or new keys of the call. Triton serves float16, bfloat16 and float32 on a
-            GPU, torch everything else.
+            GPU, torch everything else, also where triton is not installed.
     """
-    served = rows.is_cuda and rows.dtype in _KERNEL_DTYPES
+    served = rows.is_cuda and rows.dtype in _KERNEL_DTYPES and _has_triton()
     return _load("triton" if served else "torch", module, name)
 
 
@@ -40,8 +41,13 @@ def named_operation(package: str, name: str) -> Callable[..., Any] | None:
     return _load(package, _MODULES[name], name) if name in _MODULES else None
 
 
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 @functools.lru_cache(maxsize=64)
 def _load(package: str, module: str, name: str) -> Callable[..., Any]:
-    # Imported on first use: a process without a GPU may have no triton.
+    # Imported on first use: importing triton takes long, and not every process needs it.
     found: Callable[..., Any] = getattr(import_module(f"attnlib.ops.{package}.{module}"), name)
     return found

@@ -7,19 +7,15 @@ al., 2024) and cascade inference (Ye et al., FlashInfer, 2024).
 
 from __future__ import annotations
 
-import copyreg
-from abc import ABCMeta
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-from attnlib.backends._pairs import common_capabilities
+from attnlib.backends._pairs.capabilities import common_capabilities
+from attnlib.backends._pairs.classes import make_pair
 from attnlib.backends.base import AttentionBackend, AttentionImpl
+from attnlib.backends.cascade.builder import CascadeMetadataBuilder
 from attnlib.backends.cascade.impl import CascadeImpl
-from attnlib.backends.cascade.metadata import (
-    CascadeMetadata,
-    CascadeMetadataBuilder,
-    prefix_spec,
-)
+from attnlib.backends.cascade.metadata import CascadeMetadata, prefix_spec
 from attnlib.backends.cascade.schedule import DEFAULT_RULE, PrefixRule, not_shared_reason
 from attnlib.capabilities import Reason
 from attnlib.device import DeviceInfo
@@ -92,13 +88,16 @@ class CascadeBackend(AttentionBackend):
         ]
 
 
-class _CascadeMeta(ABCMeta):
-    """Metaclass of cascades, which are created at run time and pickled by their backends."""
-
-
-class _CascadePartMeta(ABCMeta):
-    """Metaclass of the impl and builder classes of cascades, pickled as parts of these."""
-
+_OF_SUFFIX = (
+    "sliding_window",
+    "attention_chunks",
+    "alibi",
+    "sink",
+    "score_function",
+    "mask_kinds",
+    "cudagraph",
+)
+"""Capabilities of a cascade that are those of its suffix backend."""
 
 # Weak values: a cascade of configured classes is freed when it is no longer used.
 _cascades: WeakValueDictionary[tuple[Backend, Backend, PrefixRule], Backend] = WeakValueDictionary()
@@ -119,21 +118,17 @@ def make_cascade(prefix: Backend, suffix: Backend, rule: PrefixRule = DEFAULT_RU
     found = _cascades.get((prefix, suffix, rule))
     if found is None:
         children = {
-            "prefix_backend": prefix, "suffix_backend": suffix, "rule": rule,
+            "prefix_backend": prefix,
+            "suffix_backend": suffix,
+            "rule": rule,
             "__module__": __name__,
-        }  # fmt: skip
+        }
         capabilities = common_capabilities(
             prefix,
             suffix,
             # Layers that share no prefix need these from the suffix backend only.
-            **{
-                name: getattr(suffix.capabilities, name)
-                for name in (
-                    "sliding_window", "attention_chunks", "alibi", "sink", "score_function",
-                    "mask_kinds", "cudagraph",
-                )
-            },
-        )  # fmt: skip
+            **{name: getattr(suffix.capabilities, name) for name in _OF_SUFFIX},
+        )
         builder = suffix.get_builder_cls()
         parts = {
             "cudagraph_support": builder.cudagraph_support,
@@ -145,24 +140,13 @@ def make_cascade(prefix: Backend, suffix: Backend, rule: PrefixRule = DEFAULT_RU
             "description": f"shared prefixes with {prefix.get_name()}, the rest with "
             f"{suffix.get_name()}",
             "capabilities": capabilities,
-            "builder_cls": _CascadePartMeta(
-                "CascadeMetadataBuilder", (CascadeMetadataBuilder,), {**children, **parts}
-            ),
-            "impl_cls": _CascadePartMeta("CascadeImpl", (CascadeImpl,), children),
         }
-        found = cast(Backend, _CascadeMeta("CascadeBackend", (CascadeBackend,), body))
+        found = make_pair(
+            CascadeBackend,
+            body,
+            (make_cascade, (prefix, suffix, rule)),
+            builder=(CascadeMetadataBuilder, {**children, **parts}),
+            impl=(CascadeImpl, children),
+        )
         _cascades[prefix, suffix, rule] = found
     return found
-
-
-def _reduce(cls: Any) -> tuple[Any, ...]:
-    return make_cascade, (cls.prefix_backend, cls.suffix_backend, cls.rule)
-
-
-def _reduce_part(cls: Any) -> tuple[Any, ...]:
-    name = "impl_cls" if issubclass(cls, CascadeImpl) else "builder_cls"
-    return getattr, (make_cascade(cls.prefix_backend, cls.suffix_backend, cls.rule), name)
-
-
-copyreg.pickle(_CascadeMeta, _reduce)
-copyreg.pickle(_CascadePartMeta, _reduce_part)

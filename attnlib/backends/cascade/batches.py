@@ -1,19 +1,23 @@
-"""The batches of a cascade with separate launches: parts of shared prefixes, and suffixes."""
+"""The batches of a cascade: parts of shared prefixes and suffixes, or the items of one kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from attnlib.backends.cascade.schedule import PrefixPart
+from attnlib.backends.cascade.part_rows import PartRows
+from attnlib.backends.cascade.schedule import PrefixPart, decode_segments
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.shared_prefix import SharedPrefix
+from attnlib.ops.shared_decode import DecodeItems, schedule_items
 from attnlib.spec import AttentionSpec
 
-__all__ = ["PrefixBatch", "prefix_batch", "suffix_batch"]
+__all__ = ["PrefixBatch", "decode_items", "prefix_batch", "suffix_batch"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +45,6 @@ class PrefixBatch:
 def prefix_batch(
     common: CommonAttentionMetadata,
     parts: Sequence[PrefixPart],
-    query_lens: Sequence[int],
     builder: AttentionMetadataBuilder[Any],
 ) -> PrefixBatch:
     """The parts as a batch of the prefix backend. One copy takes all indices to the device.
@@ -49,33 +52,22 @@ def prefix_batch(
     Args:
         common: the batch.
         parts: of its prefixes.
-        query_lens: new tokens of each request.
         builder: of the prefix backend.
     """
     assert common.query_start_loc_cpu is not None and common.block_table_tensor is not None
     starts = common.query_start_loc_cpu.tolist()
-    rows: list[int] = []
-    part_starts = [0]
-    of_token: list[list[int]] = [[] for _ in range(starts[-1])]
-    for part in parts:
-        for request in part.requests:
-            for token in range(starts[request], starts[request] + query_lens[request]):
-                of_token[token].append(len(rows))
-                rows.append(token)
-        part_starts.append(len(rows))
-    partial_starts = [0]
-    for entries in of_token:
-        partial_starts.append(partial_starts[-1] + len(entries))
-    block = builder.spec.block_size
+    found = PartRows.of(parts, starts, starts[-1])
+    part_starts, block = found.part_starts, builder.spec.block_size
     host = {
-        "rows": rows,
+        "rows": found.rows,
         "starts": part_starts,
         "lengths": [part.end - part.start for part in parts],
         "first": [part.requests[0] for part in parts],
         "column": [part.start // block for part in parts],
-        "partial_starts": partial_starts,
-        "partial_rows": [row for entries in of_token for row in entries],
+        "partial_starts": found.partial_starts,
+        "partial_rows": found.partial_rows,
     }
+    num_rows = len(found.rows)
     device = _to_device(host, common.query_start_loc.device)
     longest = max(host["lengths"])
     columns = torch.arange(longest // block, device=device["column"].device)
@@ -88,16 +80,16 @@ def prefix_batch(
         seq_lens=device["lengths"],
         seq_lens_cpu=torch.tensor(host["lengths"], dtype=torch.int32),
         num_reqs=len(parts),
-        num_actual_tokens=len(rows),
-        max_query_len=max(b - a for a, b in zip(part_starts, part_starts[1:], strict=False)),
+        num_actual_tokens=num_rows,
+        max_query_len=max(b - a for a, b in pairwise(part_starts)),
         max_seq_len=longest,
         block_table_tensor=table[device["first"].long().unsqueeze(1), columns.long()],
         causal=False,
     )
     return PrefixBatch(
         metadata=builder.build(0, batch),
-        query_rows=None if rows == list(range(len(rows))) else device["rows"].long(),
-        num_rows=len(rows),
+        query_rows=None if found.rows == list(range(num_rows)) else device["rows"].long(),
+        num_rows=num_rows,
         partial_starts=device["partial_starts"],
         partial_rows=device["partial_rows"],
     )
@@ -147,3 +139,24 @@ def suffix_batch(
         block_table_tensor=table,
         shared_prefixes=None,
     )
+
+
+def decode_items(
+    common: CommonAttentionMetadata,
+    prefixes: Sequence[SharedPrefix],
+    spec: AttentionSpec,
+    shape: tuple[int, int],
+) -> DecodeItems:
+    """The items of a decode whose prefixes and suffixes one kernel computes.
+
+    Args:
+        common: the batch.
+        prefixes: those that are computed once.
+        spec: of the layers.
+        shape: keys of a tile and ranges (`AttentionMetadataBuilder.shared_decode_shape`).
+    """
+    assert common.query_start_loc_cpu is not None and common.seq_lens_cpu is not None
+    starts = common.query_start_loc_cpu.tolist()
+    segments = decode_segments(prefixes, starts, common.seq_lens_cpu.tolist(), spec)
+    lists = schedule_items(segments, starts[-1], spec.group_size, spec.block_size, *shape)
+    return lists.to_device(common.query_start_loc.device)

@@ -8,9 +8,11 @@ not use have no rows, and requests without a prefix have all their keys in the s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
+from attnlib.backends.cascade.part_rows import PartRows
 from attnlib.backends.cascade.schedule import PrefixPart, PrefixRule
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.shared_prefix import SharedPrefix
@@ -126,65 +128,73 @@ class CapturedPrefixes:
             (suffixes, parts as a batch, (query rows of the parts, starts and rows of the partial
             results of each token)).
         """
-        table, lens = common.block_table_tensor, common.seq_lens
+        starts = list(accumulate(query_lens, initial=0))
+        found = PartRows.of(parts, starts, common.num_actual_tokens)
+        suffix = self._fill_suffixes(common, covered)
+        batch = self._fill_parts(common, parts, found.part_starts)
+        most, tokens = batch.num_actual_tokens, common.num_actual_tokens
+        _copy(self._rows[:most], found.rows + [0] * (most - len(found.rows)))
+        _copy(self._partial_starts, found.partial_starts)
+        _copy(self._partial_rows, found.partial_rows)
+        partial = self._rows[:most], self._partial_starts[: tokens + 1], self._partial_rows[:most]
+        return suffix, batch, partial
+
+    def _fill_suffixes(
+        self, common: CommonAttentionMetadata, covered: Sequence[int]
+    ) -> CommonAttentionMetadata:
+        """Fill the lengths and tables of the suffixes."""
+        table = common.block_table_tensor
         assert table is not None
-        reqs, tokens, block = common.num_reqs, common.num_actual_tokens, self._block_size
-        starts = [0]
-        for length in query_lens:
-            starts.append(starts[-1] + length)
-        rows: list[int] = []
-        part_starts = [0]
-        of_token: list[list[int]] = [[] for _ in range(tokens)]
-        for part in parts:
-            for request in part.requests:
-                for token in range(starts[request], starts[request + 1]):
-                    of_token[token].append(len(rows))
-                    rows.append(token)
-            part_starts.append(len(rows))
-        part_starts += part_starts[-1:] * (self.max_parts + 1 - len(part_starts))
-        partial_starts = [0]
-        for entries in of_token:
-            partial_starts.append(partial_starts[-1] + len(entries))
-        most = self.max_rows(tokens)
-
-        def copy(target: torch.Tensor, values: Sequence[int]) -> torch.Tensor:
-            target = target[: len(values)]
-            return target.copy_(torch.tensor(values, dtype=target.dtype), non_blocking=True)
-
+        reqs, width = common.num_reqs, table.shape[1]
         shift = torch.tensor(covered, dtype=torch.int32).to(table.device, non_blocking=True)
-        seq_lens, width = self._seq_lens[:reqs], table.shape[1]
-        torch.sub(lens, shift, out=seq_lens)
-        columns = torch.arange(width, device=table.device) + (shift // block).unsqueeze(1)
-        columns = columns.clamp_(max=width - 1)
+        seq_lens = self._seq_lens[:reqs]
+        torch.sub(common.seq_lens, shift, out=seq_lens)
+        columns = _columns(shift // self._block_size, width)
         self._table[:reqs, :width].copy_(table.gather(1, columns))
-        copy(self._part_starts, part_starts)
-        lengths = [part.end - part.start for part in parts]
-        copy(self._part_lens, lengths + [0] * (self.max_parts - len(parts)))
-        if parts:
-            first = torch.tensor([part.requests[0] for part in parts]).to(table.device)
-            begin = torch.tensor([part.start // block for part in parts]).to(table.device)
-            columns = torch.arange(width, device=table.device) + begin.unsqueeze(1)
-            columns = columns.clamp_(max=width - 1)
-            self._part_table[: len(parts), :width].copy_(table[first].gather(1, columns))
-        copy(self._rows[:most], rows + [0] * (most - len(rows)))
-        copy(self._partial_starts, partial_starts)
-        copy(self._partial_rows, [row for entries in of_token for row in entries])
-        suffix = common.replace(
+        return common.replace(
             seq_lens=seq_lens,
             seq_lens_cpu=None,
             num_computed_tokens_cpu=None,
             block_table_tensor=self._table[:reqs, :width],
             shared_prefixes=None,
         )
-        batch = CommonAttentionMetadata(
+
+    def _fill_parts(
+        self,
+        common: CommonAttentionMetadata,
+        parts: Sequence[PrefixPart],
+        part_starts: list[int],
+    ) -> CommonAttentionMetadata:
+        """Fill the lengths and tables of the parts, which are a batch of `max_parts` requests."""
+        table = common.block_table_tensor
+        assert table is not None
+        width, missing = table.shape[1], self.max_parts - len(parts)
+        _copy(self._part_starts, part_starts + part_starts[-1:] * missing)
+        _copy(self._part_lens, [part.end - part.start for part in parts] + [0] * missing)
+        if parts:
+            first = torch.tensor([part.requests[0] for part in parts]).to(table.device)
+            begin = torch.tensor([part.start // self._block_size for part in parts])
+            columns = _columns(begin.to(table.device), width)
+            self._part_table[: len(parts), :width].copy_(table[first].gather(1, columns))
+        return CommonAttentionMetadata(
             query_start_loc=self._part_starts,
             seq_lens=self._part_lens,
             num_reqs=self.max_parts,
-            num_actual_tokens=most,
-            max_query_len=tokens,
+            num_actual_tokens=self.max_rows(common.num_actual_tokens),
+            max_query_len=common.num_actual_tokens,
             max_seq_len=self.limits.max_seq_len,
             block_table_tensor=self._part_table[:, :width],
             causal=False,
         )
-        partial = self._rows[:most], self._partial_starts[: tokens + 1], self._partial_rows[:most]
-        return suffix, batch, partial
+
+
+def _copy(target: torch.Tensor, values: Sequence[int]) -> None:
+    """Copy integers to the beginning of a tensor."""
+    own = target[: len(values)]
+    own.copy_(torch.tensor(values, dtype=target.dtype), non_blocking=True)
+
+
+def _columns(first: torch.Tensor, width: int) -> torch.Tensor:
+    """`[rows, width]` columns of a block table from `first` on, at most the last one."""
+    columns = torch.arange(width, device=first.device) + first.unsqueeze(1)
+    return columns.clamp_(max=width - 1)

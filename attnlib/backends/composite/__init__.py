@@ -7,12 +7,11 @@ runs each child on its rows. The composite supports what both children support.
 
 from __future__ import annotations
 
-import copyreg
-from abc import ABCMeta
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-from attnlib.backends._pairs import common_capabilities
+from attnlib.backends._pairs.capabilities import common_capabilities
+from attnlib.backends._pairs.classes import make_pair
 from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.backends.composite.impl import CompositeImpl
 from attnlib.backends.composite.metadata import CompositeMetadata, CompositeMetadataBuilder
@@ -88,14 +87,6 @@ class CompositeBackend(AttentionBackend):
         )
 
 
-class _CompositeMeta(ABCMeta):
-    """Metaclass of composites, which are created at run time and pickled by their children."""
-
-
-class _CompositePartMeta(ABCMeta):
-    """Metaclass of the impl and builder classes of composites, pickled as parts of these."""
-
-
 # Weak values: a composite of configured classes is freed when it is no longer used.
 _composites: WeakValueDictionary[tuple[Backend, Backend], Backend] = WeakValueDictionary()
 
@@ -134,24 +125,13 @@ def make_composite(prefill: Backend, decode: Backend) -> Backend:
             **children,
             "description": f"prefills with {prefill.get_name()}, decodes with {decode.get_name()}",
             "capabilities": capabilities,
-            "builder_cls": _CompositePartMeta(
-                "CompositeMetadataBuilder", (CompositeMetadataBuilder,), builder
-            ),
-            "impl_cls": _CompositePartMeta("CompositeImpl", (CompositeImpl,), children),
         }
-        found = cast(Backend, _CompositeMeta("CompositeBackend", (CompositeBackend,), body))
+        found = make_pair(
+            CompositeBackend,
+            body,
+            (make_composite, (prefill, decode)),
+            builder=(CompositeMetadataBuilder, builder),
+            impl=(CompositeImpl, children),
+        )
         _composites[prefill, decode] = found
     return found
-
-
-def _reduce(cls: Any) -> tuple[Any, ...]:
-    return make_composite, (cls.prefill_backend, cls.decode_backend)
-
-
-def _reduce_part(cls: Any) -> tuple[Any, ...]:
-    name = "impl_cls" if issubclass(cls, CompositeImpl) else "builder_cls"
-    return getattr, (make_composite(cls.prefill_backend, cls.decode_backend), name)
-
-
-copyreg.pickle(_CompositeMeta, _reduce)
-copyreg.pickle(_CompositePartMeta, _reduce_part)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from attnlib.backends.base import AttentionBackend, AttentionImpl, StepPlan, check_in_place
+from attnlib.backends._pairs.impl import PairImpl, PairPlan, attend
+from attnlib.backends.base import AttentionBackend, AttentionImpl, StepPlan
 from attnlib.backends.composite.metadata import CompositeMetadata
 from attnlib.cache.storage import PagedKVCache
 from attnlib.spec import AttentionSpec
@@ -15,7 +16,7 @@ from attnlib.spec import AttentionSpec
 __all__ = ["CompositeImpl"]
 
 
-class CompositeImpl(AttentionImpl):
+class CompositeImpl(PairImpl):
     """Runs each child on its rows; the prefill child writes the cache.
 
     `make_composite` creates a subclass for each pair of backends.
@@ -23,51 +24,14 @@ class CompositeImpl(AttentionImpl):
 
     prefill_backend: ClassVar[type[AttentionBackend]]
     decode_backend: ClassVar[type[AttentionBackend]]
+    child_names = reading_names = ("_prefill", "_decode")
+    writing_name = "_prefill"
 
     def __init__(self, spec: AttentionSpec, **kwargs: Any) -> None:
         super().__init__(spec, **kwargs)
-        kwargs.pop("config", None)
-        self._prefill = self.prefill_backend.get_impl_cls()(
-            spec, config=self.prefill_backend.config, **kwargs
-        )
-        self._decode = self.decode_backend.get_impl_cls()(
-            spec, config=self.decode_backend.config, **kwargs
-        )
+        self._prefill = self.make_child(self.prefill_backend, spec, kwargs)
+        self._decode = self.make_child(self.decode_backend, spec, kwargs)
         self.read_per_head_tensors_from(self._owner)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name == "scale":
-            for child in self._children:
-                child.scale = value
-
-    @property
-    def _children(self) -> list[AttentionImpl]:
-        """The children that exist: none while `AttentionImpl.__init__` runs."""
-        names = ("_prefill", "_decode")
-        return [self.__dict__[name] for name in names if name in self.__dict__]
-
-    def set_block_size(self, block_size: int) -> None:
-        """See `AttentionImpl.set_block_size`."""
-        super().set_block_size(block_size)
-        for child in self._children:
-            child.set_block_size(block_size)
-
-    def read_per_head_tensors_from(self, owner: Any) -> None:
-        """See `AttentionImpl.read_per_head_tensors_from`; the children read from `owner` too."""
-        super().read_per_head_tensors_from(owner)
-        for child in self._children:
-            child.read_per_head_tensors_from(owner)
-
-    def write_kv(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: PagedKVCache,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """See `AttentionImpl.write_kv`."""
-        self._prefill.write_kv(key, value, cache, slot_mapping)
 
     def plan(
         self,
@@ -105,7 +69,9 @@ class CompositeImpl(AttentionImpl):
     ) -> None:
         """See `AttentionImpl.forward`."""
         for name, rows, part in _parts(metadata):
-            _attend(getattr(self, name), part, rows, query, cache, output, lse)
+            child: AttentionImpl = getattr(self, name)
+            part_lse = None if lse is None else lse[rows]
+            attend(child, query[rows], cache, part, output[rows], part_lse)
 
 
 class _Part(NamedTuple):
@@ -118,14 +84,13 @@ class _Part(NamedTuple):
     plan: StepPlan | None
 
 
-class _CompositePlan:
+class _CompositePlan(PairPlan):
     """The cache write, then each child on its rows."""
 
     def __init__(
         self, spec: AttentionSpec, slot_mapping: torch.Tensor | None, parts: list[_Part]
     ) -> None:
-        self._spec = spec
-        self._slot_mapping = slot_mapping
+        super().__init__(spec, slot_mapping)
         self._parts = parts
 
     def run(
@@ -139,20 +104,15 @@ class _CompositePlan:
         lse: torch.Tensor | None,
     ) -> None:
         """See `StepPlan.run`."""
-        spec = self._spec
-        query = query.view(-1, spec.num_heads, spec.head_size)
-        output = output.view(-1, spec.num_heads, spec.head_size_v)
-        if key is not None and value is not None and self._slot_mapping is not None:
-            key = key.view(-1, spec.num_kv_heads, spec.head_size)
-            value = value.view(-1, spec.num_kv_heads, spec.head_size_v)
-            impl.write_kv(key, value, cache, self._slot_mapping)
-        for child, rows, metadata, plan in self._parts:
-            own = getattr(impl, child)
+        query, output = self.per_head(query, output)
+        self.write(impl, key, value, cache)
+        for name, rows, metadata, plan in self._parts:
+            child: AttentionImpl = getattr(impl, name)
+            part_lse = None if lse is None else lse[rows]
             if plan is None:
-                _attend(own, metadata, rows, query, cache, output, lse)
+                attend(child, query[rows], cache, metadata, output[rows], part_lse)
             else:
-                part_lse = None if lse is None else lse[rows]
-                plan.run(own, query[rows], None, None, cache, output[rows], part_lse)
+                plan.run(child, query[rows], None, None, cache, output[rows], part_lse)
 
 
 def _parts(metadata: CompositeMetadata) -> list[tuple[str, slice, Any]]:
@@ -165,17 +125,3 @@ def _parts(metadata: CompositeMetadata) -> list[tuple[str, slice, Any]]:
         return [("_prefill", slice(None), prefill)]
     split = metadata.num_decode_tokens
     return [("_decode", slice(0, split), decode), ("_prefill", slice(split, None), prefill)]
-
-
-def _attend(
-    child: AttentionImpl,
-    metadata: Any,
-    rows: slice,
-    query: torch.Tensor,
-    cache: PagedKVCache,
-    output: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    forward: Callable[..., object] = child.forward
-    part_lse = None if lse is None else lse[rows]
-    check_in_place(child, forward(query[rows], cache, metadata, output[rows], part_lse))

@@ -50,29 +50,6 @@ class FlashAttnImpl(AttentionImpl):
         if sinks is not None and not sinks.is_meta:
             _ = self._sinks_bf16  # compare on the device here, not while a graph is captured
 
-    def write_kv(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: PagedKVCache,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """See `AttentionImpl.write_kv`. Uses the Triton kernel on a GPU."""
-        if not key.is_cuda:
-            super().write_kv(key, value, cache, slot_mapping)
-            return
-        from attnlib.ops.triton.cache_write import write_kv
-
-        write_kv(
-            key,
-            value,
-            cache.key_cache,
-            cache.value_cache,
-            slot_mapping,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
-        )
-
     def plan(
         self,
         signature: Hashable,

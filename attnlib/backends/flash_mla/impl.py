@@ -34,21 +34,6 @@ class FlashMLAImpl(AttentionImpl):
         # The build of vLLM writes to a given tensor.
         self._takes_out = "out" in keywords_of(self._module.flash_mla_with_kvcache)
 
-    def write_kv(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: PagedKVCache,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """See `AttentionImpl.write_kv`. Uses the Triton kernel on a GPU."""
-        if not key.is_cuda:
-            super().write_kv(key, value, cache, slot_mapping)
-            return
-        from attnlib.ops.triton.cache_write import write_kv
-
-        write_kv(key, value, cache.key_cache, cache.value_cache, slot_mapping)
-
     def plan(
         self,
         signature: Hashable,

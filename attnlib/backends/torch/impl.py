@@ -11,6 +11,7 @@ from attnlib.backends.base import AttentionImpl
 from attnlib.backends.torch.metadata import TorchMetadata
 from attnlib.cache.storage import PagedKVCache
 from attnlib.metadata.compressed import CompressedKeys
+from attnlib.ops.torch.cache_write import write_kv
 from attnlib.ops.torch.merge_states import merge_states
 from attnlib.ops.torch.paged_decode import paged_decode
 from attnlib.ops.torch.paged_prefill import paged_prefill
@@ -23,6 +24,24 @@ __all__ = ["TorchImpl"]
 
 class TorchImpl(AttentionImpl):
     """Attention by `ops.torch`: `paged_decode` for decodes, `paged_prefill` for prefills."""
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """See `AttentionImpl.write_kv`. A reference uses torch operations on a GPU, too."""
+        write_kv(
+            key,
+            value,
+            cache.key_cache,
+            cache.value_cache,
+            slot_mapping,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+        )
 
     def forward(
         self,

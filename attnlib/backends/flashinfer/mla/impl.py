@@ -27,21 +27,6 @@ _ALIGNED = 8
 class FlashInferMLAImpl(AttentionImpl):
     """Attention by FlashInfer's MLA wrapper."""
 
-    def write_kv(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: PagedKVCache,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """See `AttentionImpl.write_kv`. Uses the Triton kernel on a GPU."""
-        if not key.is_cuda:
-            super().write_kv(key, value, cache, slot_mapping)
-            return
-        from attnlib.ops.triton.cache_write import write_kv
-
-        write_kv(key, value, cache.key_cache, cache.value_cache, slot_mapping)
-
     def plan(
         self,
         signature: Hashable,

@@ -1,0 +1,1 @@
+"""What backends that consist of two others share: `composite` and `cascade`."""
