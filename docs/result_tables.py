@@ -1,9 +1,9 @@
 """The generated tables of docs/performance.md, from result files of `attnlib bench --json`.
 
-A marker in the page names the result files of one table, or asks for the list of all files:
+A marker in the page names the result files of one table, or of a list with one line for each file:
 
     <!-- results: h200/bench.json h100/bench.json -->   ...   <!-- end of results -->
-    <!-- records -->   ...   <!-- end of results -->
+    <!-- records: h200/cudnn.json -->   ...   <!-- end of results -->
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["MARKED", "fill", "records", "table"]
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "results"
 MARKED = re.compile(
-    r"(?<=<!-- )(results: [^>]+|records)( -->\n).*?(?=<!-- end of results -->)", re.S
+    r"(?<=<!-- )(?P<kind>results|records): (?P<names>[^>]+?) -->\n.*?(?=<!-- end of results -->)",
+    re.S,
 )
-CHIPS = ("h200", "h100")
 
 
 def fill(page: str, folder: Path = FOLDER) -> str:
     """The page with the tables of its markers."""
 
     def replace(match: re.Match[str]) -> str:
-        names = match[1].removeprefix("results: ").split()
-        text = records(folder) if names == ["records"] else table(names, folder)
-        return f"{match[1]}{match[2]}\n{text}\n"
+        make = table if match["kind"] == "results" else records
+        text = make(match["names"].split(), folder)
+        return f"{match['kind']}: {match['names']} -->\n\n{text}\n"
 
     return MARKED.sub(replace, page)
 
@@ -89,25 +89,20 @@ def _source(file: str, document: Document, run: Run) -> str:
     )
 
 
-def records(folder: Path = FOLDER) -> str:
-    """One line for each result file: chip, cases, and the ratios to the best other backend."""
+def records(files: Sequence[str], folder: Path = FOLDER) -> str:
+    """One line for each result file: cases, other backends, and the ratios to the best of them."""
     lines = [
         "| record | cases | other backends | vs best: least | median | most |",
         "|---|---:|---|---:|---:|---:|",
     ]
-    for chip in CHIPS:
-        for path in sorted((folder / chip).glob("*.json")):
-            if '"schema": "attnlib-bench"' not in path.read_text()[:100]:
-                continue
-            document = read_document(path)
-            ours = [row for row in document.rows if row.backend == "triton" and row.us]
-            ratios = [found for row in ours if (found := ratio(document.rows, row)) is not None]
-            if not ratios:
-                continue
-            others = dict.fromkeys(row.backend for row in document.rows if row.backend != "triton")
-            names = ", ".join(f"`{name.split(':')[-1]}`" for name in others)
-            shown = [min(ratios), statistics.median(ratios), max(ratios)]
-            cells = " | ".join(f"{value:.2f}" for value in shown)
-            link = f"[{chip}/{path.name}](../benchmarks/results/{chip}/{path.name})"
-            lines.append(f"| {link} | {len(ours)} | {names} | {cells} |")
+    for file in files:
+        document = read_document(folder / file)
+        ours = [row for row in document.rows if row.backend == "triton" and row.us]
+        ratios = [found for row in ours if (found := ratio(document.rows, row)) is not None]
+        others = dict.fromkeys(row.backend for row in document.rows if row.backend != "triton")
+        names = ", ".join(f"`{name.split(':')[-1]}`" for name in others)
+        shown = [min(ratios), statistics.median(ratios), max(ratios)]
+        cells = " | ".join(f"{value:.2f}" for value in shown)
+        link = f"[{file}](../benchmarks/results/{file})"
+        lines.append(f"| {link} | {len(ours)} | {names} | {cells} |")
     return "\n".join(lines) + "\n"
