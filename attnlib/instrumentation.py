@@ -3,14 +3,22 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from importlib import import_module
+from typing import Any
 
 from attnlib import env
 
-__all__ = ["OBSERVERS", "VALIDATE_VARIABLE", "Checker", "checker_for_level"]
+__all__ = ["ENVIRONMENT", "OBSERVERS", "VALIDATE_KEY", "Checker", "checker_for_level"]
 
-VALIDATE_VARIABLE = "ATTNLIB_VALIDATE"
+_VARIABLE = "ATTNLIB_VALIDATE"
+_encode: Any = getattr(os.environ, "encodekey", None)
+
+ENVIRONMENT: Mapping[Any, Any] = os.environ if _encode is None else vars(os.environ)["_data"]
+"""The environment as stored: every layer call asks whether `VALIDATE_KEY` is in it, and
+`os.environ` takes 20 times as long to answer."""
+VALIDATE_KEY: Any = _VARIABLE if _encode is None else _encode(_VARIABLE)
 
 OBSERVERS: list[Callable[..., None]] = []
 """Called after every layer call with (layer, query, key, value, cache, metadata, output, lse)."""
@@ -24,7 +32,7 @@ def checker_for_level() -> Checker | None:
     """The check of tensor values that ATTNLIB_VALIDATE turns on, called before each layer call with
     (layer, query, key, value, cache, metadata); None when the variable is unset or 0. Level 2 also
     starts shadow execution."""
-    level = env.read(VALIDATE_VARIABLE)
+    level = env.read(_VARIABLE)
     if not level:
         return None
     if level == 2:

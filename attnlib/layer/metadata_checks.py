@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
+from attnlib.layer.call import ExtraKeys, LayerCall
+from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys
+from attnlib.metadata.facts import BatchFacts
 from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
-    from attnlib.layer.plans import PlannedLayer
+    from attnlib.layer.attention import Attention
 
 __all__ = [
-    "ExtraKeys",
     "check_addresses",
     "check_extra_keys",
     "check_metadata",
+    "check_metadata_type",
     "extra_keys",
-    "tensor_of",
 ]
-
-ExtraKeys = SelectedKeys | CompressedKeys
-"""What a call passes about keys besides its own."""
 
 _SAME_IN_METADATA = ("block_size", "num_heads", "num_kv_heads", "head_size", "head_size_v")
 
 
-def check_metadata(layer: PlannedLayer, metadata: Any) -> None:
-    """Whether `metadata` was made by a builder of the layer's backend, for such layers.
+def check_metadata_type(layer: Attention, metadata: object) -> None:
+    """Whether `metadata` was made by a builder of the layer's backend.
 
     Raises:
-        ContractError: it is of another type, or made for another spec.
+        ContractError: it is of another type.
     """
     name, expected = layer.backend.get_name(), layer.backend.get_metadata_cls()
     if not isinstance(metadata, expected):
@@ -43,7 +42,17 @@ def check_metadata(layer: PlannedLayer, metadata: Any) -> None:
             f"{expected.__name__} that its builder makes: "
             f"layer.backend.make_builder(spec, device).build(0, common_attn_metadata)"
         )
-    made_for = getattr(metadata, "spec", None)
+
+
+def check_metadata(layer: Attention, metadata: AttentionMetadata) -> None:
+    """Whether `metadata` was made by a builder of the layer's backend, for such layers.
+
+    Raises:
+        ContractError: it is of another type, or made for another spec.
+    """
+    check_metadata_type(layer, metadata)
+    facts = metadata.facts
+    made_for = facts.spec
     if made_for is None:
         return
     for field in _SAME_IN_METADATA:
@@ -53,8 +62,7 @@ def check_metadata(layer: PlannedLayer, metadata: Any) -> None:
                 f"metadata was built for {field}={theirs}, the layer's spec has {ours}: build it "
                 "with the builder of this layer's group"
             )
-    by_spec = getattr(metadata, "causal_from_spec", False)
-    if by_spec and made_for.is_causal != layer.spec.is_causal:
+    if facts.causal_from_spec and made_for.is_causal != layer.spec.is_causal:
         raise ContractError(
             f"metadata was built for attn_type={made_for.attn_type.value}, the layer's spec has "
             f"attn_type={layer.spec.attn_type.value}, and the batch leaves causality to the spec: "
@@ -63,17 +71,17 @@ def check_metadata(layer: PlannedLayer, metadata: Any) -> None:
         )
 
 
-def check_addresses(metadata: Any, cache: PagedKVCache) -> None:
+def check_addresses(metadata: AttentionMetadata, cache: PagedKVCache) -> None:
     """Whether block ids and slots of a batch on the CPU are inside the cache. Elsewhere reading
     them would synchronize, and ATTNLIB_VALIDATE=1 does.
 
     Raises:
         ContractError: the message names the tensor, the index and the value.
     """
-    table, seq_lens = tensor_of(metadata, "block_table"), tensor_of(metadata, "seq_lens")
+    table, seq_lens = metadata.facts.block_table, metadata.facts.seq_lens
     if table is not None and seq_lens is not None and table.numel():
         _check_block_ids(table, seq_lens, cache)
-    slots = tensor_of(metadata, "slot_mapping")
+    slots = metadata.slot_mapping
     if slots is not None and slots.numel():
         least, most = slots.aminmax()
         if least < -1 or most >= cache.num_slots:
@@ -83,12 +91,6 @@ def check_addresses(metadata: Any, cache: PagedKVCache) -> None:
                 "slots (-1 writes nothing)",
                 rule="P4",
             )
-
-
-def tensor_of(metadata: Any, name: str) -> torch.Tensor | None:
-    """A tensor of the metadata. A plug-in's metadata may keep a list or nothing under a name."""
-    found = getattr(metadata, name, None)
-    return found if isinstance(found, torch.Tensor) else None
 
 
 def _check_block_ids(table: torch.Tensor, seq_lens: torch.Tensor, cache: PagedKVCache) -> None:
@@ -136,17 +138,15 @@ def extra_keys(
     return compressed_keys
 
 
-def check_extra_keys(
-    spec: AttentionSpec, query: torch.Tensor, metadata: Any, extra: ExtraKeys | None
-) -> None:
+def check_extra_keys(spec: AttentionSpec, call: LayerCall) -> None:
     """Whether a call passes the selected keys (M11) or entries (M17) that the spec declares.
 
     Raises:
         ContractError: they are missing, given without being declared, or of another form.
     """
-    entries = spec.compressed_entries
+    entries, extra, facts = spec.compressed_entries, call.extra, call.metadata.facts
     if entries is None and not isinstance(extra, CompressedKeys):
-        _check_selected_keys(spec, query, metadata, extra)
+        _check_selected_keys(spec, call.query, facts, extra)
         return
     if entries is None or extra is None:
         given = "missing" if extra is None else "given"
@@ -161,11 +161,11 @@ def check_extra_keys(
             "compressed_keys, an attnlib.metadata.compressed.CompressedKeys",
             rule="M17",
         )
-    extra.check(spec, query, getattr(metadata, "num_actual_tokens", 0) or 0)
+    extra.check(spec, call.query, facts.num_actual_tokens)
 
 
 def _check_selected_keys(
-    spec: AttentionSpec, query: torch.Tensor, metadata: Any, selected_keys: SelectedKeys | None
+    spec: AttentionSpec, query: torch.Tensor, facts: BatchFacts, selected_keys: SelectedKeys | None
 ) -> None:
     selection = spec.key_selection
     if selection is None and selected_keys is None:
@@ -183,12 +183,12 @@ def _check_selected_keys(
             "attnlib.sparse.key_selection.SelectedKeys",
             rule="M11",
         )
-    starts = tensor_of(metadata, "query_start_loc")
+    starts = facts.query_start_loc
     selected_keys.check(
         selection,
         spec.num_heads,
         spec.num_kv_heads,
         0 if starts is None else starts.shape[0] - 1,
-        getattr(metadata, "num_actual_tokens", 0) or 0,
+        facts.num_actual_tokens,
         query.device,
     )

@@ -14,12 +14,17 @@ together with its write. There is no backward.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.compile.objects import lookup
+from attnlib.layer.call import LayerCall, new_lse
+from attnlib.layer.checks import check_output, refuse_gradients
+from attnlib.layer.plans import attend_into
+from attnlib.metadata.base import AttentionMetadata
+from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.rotary import HeadNorm
 from attnlib.sparse.key_selection import SelectedKeys
 
@@ -53,10 +58,16 @@ def attend(
     Raises:
         ContractError: as `Attention.forward`, or the object of an id no longer exists.
     """
-    module: Any = lookup(layer, torch.nn.Module, "layer")
     kept = None if cache is None else lookup(cache, PagedKVCache, "cache")
+    batch = lookup(metadata, AttentionMetadata, "metadata")
     selected = None if indices is None else SelectedKeys(indices, list_start_loc)
-    module.attend(query, key, value, kept, lookup(metadata, object, "metadata"), out, lse, selected)
+    call = LayerCall(query, key, value, kept, batch, out, lse is not None, selected)
+    attend_into(_layer(layer), call, out, lse)
+
+
+def _layer(handle: int) -> Attention:
+    module: Any = lookup(handle, torch.nn.Module, "layer")
+    return cast("Attention", module)
 
 
 @attend.register_fake
@@ -75,30 +86,34 @@ def _(
     return None
 
 
-def attend_opaquely(
-    layer: Attention,
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    cache: Any,
-    metadata: Any,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    selected_keys: SelectedKeys | None = None,
-) -> None:
-    """Call the operator in place of the layer, while torch.compile traces it."""
+def attend_opaquely(layer: Attention, call: LayerCall) -> Any:
+    """`Attention.forward` while torch.compile traces it: one call of the operator.
+
+    Raises:
+        ContractError: a tensor of another width, or one that requires a gradient.
+    """
+    spec = layer.spec
+    if torch.is_grad_enabled():
+        refuse_gradients(call.query, call.key, call.value)
+    query, key, value, cache, metadata, output, return_lse, extra = call.per_head(spec)
+    assert not isinstance(extra, CompressedKeys)  # `extra_keys` refuses them
+    check_output(spec, call)
+    if output is None:
+        output = torch.empty(call.output_shape(spec), dtype=query.dtype, device=query.device)
+    lse = new_lse(spec, query) if return_lse else None
     attend(
         query,
         key,
         value,
-        out,
+        output.view(query.shape[0], spec.num_heads, spec.head_size_v),
         lse,
         layer.handle,
         None if cache is None else cache.handle,
         metadata.handle,
-        None if selected_keys is None else selected_keys.indices,
-        None if selected_keys is None else selected_keys.list_start_loc,
+        None if extra is None else extra.indices,
+        None if extra is None else extra.list_start_loc,
     )
+    return (output, lse) if return_lse else output
 
 
 @torch.library.custom_op("attnlib::rotate_and_write_kv", mutates_args=("cache",))
@@ -130,16 +145,24 @@ def rotate_and_write_kv(
     Raises:
         ContractError: as the method, or the object of an id no longer exists.
     """
-    module: Any = lookup(layer, torch.nn.Module, "layer")
     q_norm, k_norm = (
         None if weight is None else HeadNorm(weight, norms[n], norms[n + 1], bool(norms[n + 2]))
         for n, weight in ((0, q_weight), (3, k_weight))
     )
     kept = lookup(cache, PagedKVCache, "cache")
-    out: torch.Tensor = module.rotate_and_write_kv(
-        query, key, value, kept, lookup(metadata, object, "metadata"), cos, sin,
-        interleaved=interleaved, q_norm=q_norm, k_norm=k_norm,
-    )  # fmt: skip
+    batch = lookup(metadata, AttentionMetadata, "metadata")
+    out: torch.Tensor = _layer(layer).rotate_and_write_kv(
+        query,
+        key,
+        value,
+        kept,
+        batch,
+        cos,
+        sin,
+        interleaved=interleaved,
+        q_norm=q_norm,
+        k_norm=k_norm,
+    )
     return out
 
 
@@ -167,13 +190,15 @@ def rotate_opaquely(
     key: torch.Tensor | None,
     value: torch.Tensor | None,
     cache: Any,
-    metadata: Any,
+    metadata: AttentionMetadata,
     rotation: tuple[torch.Tensor | None, torch.Tensor | None, bool],
     q_norm: HeadNorm | None,
     k_norm: HeadNorm | None,
 ) -> torch.Tensor:
     """Call the operator in place of `Attention.rotate_and_write_kv`, while torch.compile traces
     it."""
+    if torch.is_grad_enabled():
+        refuse_gradients(query, key, value)
     cos, sin, interleaved = rotation
     norms: list[float] = []
     for norm in (q_norm, k_norm):

@@ -4,7 +4,6 @@ operation."""
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,17 +12,21 @@ import torch
 from attnlib.backends.base import AttentionImpl
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
-from attnlib.instrumentation import VALIDATE_VARIABLE, checker_for_level
-from attnlib.layer.checks import check_cache_type, check_call, per_head
-from attnlib.layer.metadata_checks import check_addresses
+from attnlib.instrumentation import ENVIRONMENT, VALIDATE_KEY, checker_for_level
+from attnlib.layer.cache_checks import check_cache_type
+from attnlib.layer.call import LayerCall
+from attnlib.layer.checks import check_call, refuse_gradients
+from attnlib.layer.metadata_checks import check_addresses, check_metadata_type
 from attnlib.layer.operator import rotate_opaquely
-from attnlib.layer.scales import agree_on_scales
+from attnlib.layer.plans import scales_agree
+from attnlib.layer.scales import agree_on_scales, calculate_scales
+from attnlib.metadata.base import AttentionMetadata
 from attnlib.ops.rotary import HeadNorm, check_rotation
 from attnlib.ops.signature import tensor_check
 from attnlib.spec import AttentionType
 
 if TYPE_CHECKING:
-    from attnlib.layer import Attention
+    from attnlib.layer.attention import Attention
 
 __all__ = ["rotate_and_write_kv"]
 
@@ -34,7 +37,7 @@ def rotate_and_write_kv(
     key: torch.Tensor | None,
     value: torch.Tensor | None,
     cache: PagedKVCache | None,
-    metadata: Any,
+    metadata: AttentionMetadata,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     interleaved: bool,
@@ -46,44 +49,44 @@ def rotate_and_write_kv(
         rotation = (cos, sin, interleaved)
         return rotate_opaquely(layer, query, key, value, cache, metadata, rotation, q_norm, k_norm)
     check_cache_type(cache)
-    spec = layer.spec
-    q = per_head("query", query, spec.num_heads, spec.head_size)
-    k = None if key is None else per_head("key", key, spec.num_kv_heads, spec.head_size)
-    v = None if value is None else per_head("value", value, spec.num_kv_heads, spec.head_size_v)
-    plans = getattr(metadata, "plans", None)
+    if not isinstance(metadata, AttentionMetadata):
+        check_metadata_type(layer, metadata)  # raises
+    heads = LayerCall(query, key, value, cache, metadata).per_head(layer.spec)
     call = (query, key, value, cos, sin, interleaved, q_norm, k_norm)
-    known = _find_checked(layer, plans, cache, call)
+    known = _find_checked(layer, metadata.plans, cache, call)
     if known is None:
-        _check(layer, q, k, v, cache, metadata)
-        check_rotation("query", q, cos, sin, q_norm)
-        if k is not None:
-            check_rotation("key", k, cos, sin, k_norm)
-        if getattr(metadata, "enable_kv_scales_calculation", False):
-            return _with_new_scales(
-                layer, query, q, k, v, cache, metadata, (cos, sin, interleaved, q_norm, k_norm)
-            )
+        _check(layer, heads)
+        check_rotation("query", heads.query, cos, sin, q_norm)
+        if heads.key is not None:
+            check_rotation("key", heads.key, cos, sin, k_norm)
+        if metadata.enable_kv_scales_calculation:
+            out = _with_new_scales(layer, heads, (cos, sin, interleaved, q_norm, k_norm))
+            return out.view(query.shape) if query.dim() == 2 else out
     assert cache is not None  # `_check` refuses a layer without one
-    if known is None and not layer._scales_agree(cache):
+    if known is None and not scales_agree(layer, cache):
         agree_on_scales(layer, cache)
-    if VALIDATE_VARIABLE in os.environ and (checker := checker_for_level()) is not None:
-        checker(layer, q, k, v, cache, metadata)
-    slots = getattr(metadata, "slot_mapping", None) if layer.writes else None
-    if slots is None:
-        k = v = None
+    if VALIDATE_KEY in ENVIRONMENT and (checker := checker_for_level()) is not None:
+        checker(layer, *heads[:5])
+    slots = metadata.slot_mapping if layer.writes else None
+    rows = heads[:3] if slots is not None else (heads.query, None, None)
     if known is None:
-        known = _CheckedCall.of(layer, cache, call, (q, k, v), slots)
-        if plans is not None and known.check is not None:
-            plans[_CHECKED] = known
+        known = _CheckedCall.of(layer, cache, call, rows, slots)
+        if known.check is not None:
+            metadata.plans[_CHECKED] = known
     if known.run is not None:
-        out = known.run(q, k, v, cache, cos, sin, q_norm, k_norm)
+        out = known.run(*rows, cache, cos, sin, q_norm, k_norm)
     else:
-        impl = layer.impl
-        hook: Any = impl.rotate_and_write_kv
-        if not impl.group.has_rotary_write:
-            hook = functools.partial(AttentionImpl.rotate_and_write_kv, impl)
         norms = {"q_norm": q_norm, "k_norm": k_norm}
-        out = hook(q, k, v, cache, slots, cos, sin, interleaved=interleaved, **norms)
+        out = _hook(layer)(*rows, cache, slots, cos, sin, interleaved=interleaved, **norms)
     return out.view(query.shape) if query.dim() == 2 else out
+
+
+def _hook(layer: Attention) -> Callable[..., torch.Tensor]:
+    """The impl's `rotate_and_write_kv`, or the base class's where the impl replaced `write_kv`."""
+    impl = layer.impl
+    if impl.group.has_rotary_write:
+        return impl.rotate_and_write_kv
+    return functools.partial(AttentionImpl.rotate_and_write_kv, impl)
 
 
 _CHECKED = "rotate_and_write_kv"
@@ -137,7 +140,7 @@ def _find_checked(
         return None
     flags, tensors = _split(call)
     same = known.group is layer.impl.group and known.cache_signature is cache.signature
-    if same and flags == known.flags and known.check(*tensors) and layer._scales_agree(cache):
+    if same and flags == known.flags and known.check(*tensors) and scales_agree(layer, cache):
         return known
     return None
 
@@ -156,15 +159,12 @@ def _split(call: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
     return flags, [x for x in given if x is not None]
 
 
-def _check(
-    layer: Attention,
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    cache: PagedKVCache | None,
-    metadata: Any,
-) -> None:
+def _check(layer: Attention, call: LayerCall) -> None:
     """What does not depend on angles and norms.
+
+    Args:
+        layer: of the call.
+        call: per head.
 
     Raises:
         ContractError: see `Attention.rotate_and_write_kv`.
@@ -177,46 +177,38 @@ def _check(
             f"{kind}: rotate the tensors before the call",
             rule="P11",
         )
-    if torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (query, key, value)
-    ):
+    if torch.is_grad_enabled():
+        refuse_gradients(call.query, call.key, call.value)
+    check_call(layer, call)
+    if call.key is not None and call.key.shape[0] != call.query.shape[0]:
         raise ContractError(
-            "query, key or value requires a gradient, and attnlib computes no gradients: run the "
-            "model under torch.inference_mode() or torch.no_grad()"
-        )
-    check_call(layer, query, key, value, cache, metadata, False)
-    if key is not None and key.shape[0] != query.shape[0]:
-        raise ContractError(
-            f"query has {query.shape[0]} rows and key {key.shape[0]}; each token has one row in "
-            "both",
+            f"query has {call.query.shape[0]} rows and key {call.key.shape[0]}; each token has one "
+            "row in both",
             rule="P11",
         )
-    if cache is not None and cache.device.type == "cpu":
-        check_addresses(metadata, cache)
+    if call.cache is not None and call.cache.device.type == "cpu":
+        check_addresses(call.metadata, call.cache)
 
 
-def _with_new_scales(
-    layer: Attention,
-    query: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    cache: PagedKVCache | None,
-    metadata: Any,
-    rotation: tuple[Any, ...],
-) -> torch.Tensor:
+def _with_new_scales(layer: Attention, call: LayerCall, rotation: tuple[Any, ...]) -> torch.Tensor:
     """The separate operations, for a batch from which KV scales are computed: they are those of the
-    rotated keys, which therefore exist before the write."""
+    rotated keys, which therefore exist before the write.
+
+    Args:
+        layer: of the call.
+        call: per head.
+        rotation: cos, sin, interleaved, q_norm, k_norm.
+    """
     cos, sin, interleaved, q_norm, k_norm = rotation
+    (query, key, value, cache, metadata), impl = call[:5], layer.impl
     hook = AttentionImpl.rotate_and_write_kv
     kind = {"interleaved": interleaved}
-    assert cache is not None
-    if k is not None and v is not None:
-        rotated = hook(layer.impl, k, None, None, cache, None, cos, sin, q_norm=k_norm, **kind)
-        layer._calculate_scales(rotated, v, cache, metadata.slot_mapping)
-        if not layer._scales_agree(cache):
+    assert cache is not None  # `_check` refuses a layer without one
+    if key is not None and value is not None:
+        rotated = hook(impl, key, None, None, cache, None, cos, sin, q_norm=k_norm, **kind)
+        calculate_scales(layer, rotated, value, cache, metadata.slot_mapping)
+        if not scales_agree(layer, cache):
             agree_on_scales(layer, cache)
         if layer.writes and metadata.slot_mapping is not None:
-            layer.impl.write_kv(rotated, v, cache, metadata.slot_mapping)
-    out = hook(layer.impl, q, None, None, cache, None, cos, sin, q_norm=q_norm, **kind)
-    return out.view(query.shape) if query.dim() == 2 else out
+            impl.write_kv(rotated, value, cache, metadata.slot_mapping)
+    return hook(impl, query, None, None, cache, None, cos, sin, q_norm=q_norm, **kind)

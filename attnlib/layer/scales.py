@@ -8,13 +8,18 @@ import torch
 
 from attnlib.cache.storage import UNIT_SCALE, PagedKVCache, Scale
 from attnlib.errors import ContractError
-from attnlib.ops.scales import check_scale
+from attnlib.ops.scales import check_scale, scale_for
 from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
-    from attnlib.layer.plans import PlannedLayer
+    from attnlib.layer.attention import Attention
 
-__all__ = ["agree_on_scales", "checked_layer_scale"]
+__all__ = [
+    "agree_on_scales",
+    "calculate_scales",
+    "checked_layer_scale",
+    "set_scales",
+]
 
 
 def checked_layer_scale(name: str, scale: Scale, spec: AttentionSpec) -> Scale:
@@ -43,7 +48,17 @@ def checked_layer_scale(name: str, scale: Scale, spec: AttentionSpec) -> Scale:
     return scale
 
 
-def agree_on_scales(layer: PlannedLayer, cache: PagedKVCache) -> None:
+def set_scales(layer: Attention, key: torch.Tensor, value: torch.Tensor) -> None:
+    """See `Attention.calc_kv_scales`."""
+    spec = layer.spec
+    if not spec.is_kv_quantized or spec.kv_format.scales_in_page:
+        return
+    largest = torch.finfo(spec.kv_dtype).max
+    layer.k_scale = scale_for(key, largest)
+    layer.v_scale = layer.k_scale if spec.use_mla else scale_for(value, largest)
+
+
+def agree_on_scales(layer: Attention, cache: PagedKVCache) -> None:
     """Make the scales of layer and cache one object: the layer's become those of its cache.
 
     Values are compared once, and then the objects are the same.
@@ -74,6 +89,45 @@ def agree_on_scales(layer: PlannedLayer, cache: PagedKVCache) -> None:
         else:
             setattr(cache, name, ours)
             setattr(layer, name, getattr(cache, name))
+
+
+def calculate_scales(
+    layer: Attention,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    cache: PagedKVCache,
+    slots: torch.Tensor | None,
+) -> None:
+    """Scales from the keys and values that a step writes, once: a layer or a cache that has scales
+    keeps them, because they hold for everything that the cache stores.
+
+    Args:
+        layer: a layer whose batch has `enable_kv_scales_calculation`.
+        key, value: `[T, Hkv, D]` and `[T, Hkv, Dv]`, or None.
+        cache: of the layer.
+        slots: of the batch.
+
+    Raises:
+        ContractError: a CUDA graph is being captured.
+    """
+    if key is None or value is None or slots is None or not layer.writes:
+        return
+    unset = all(
+        isinstance(scale, float) and scale == UNIT_SCALE
+        for scale in (layer.k_scale, layer.v_scale, cache.k_scale, cache.v_scale)
+    )
+    if not unset:
+        return
+    if key.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ContractError(
+            "enable_kv_scales_calculation computes new scales, which a CUDA graph would "
+            "compute at each replay: run one step without a graph first",
+            rule="M9",
+        )
+    unwritten = (slots < 0)[:, None, None]
+    rows = slots.shape[0]
+    new = (tensor[:rows].masked_fill(unwritten, 0) for tensor in (key, value))
+    layer.calc_kv_scales(key, *new)
 
 
 def _equal_scales(ours: Scale, theirs: Scale) -> bool:

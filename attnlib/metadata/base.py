@@ -15,6 +15,7 @@ from attnlib.compile.objects import register_tensor_id
 from attnlib.device import resolve_device
 from attnlib.errors import ContractError
 from attnlib.metadata.common import CommonAttentionMetadata, refuse_strided
+from attnlib.metadata.facts import BatchFacts, FoundFacts
 from attnlib.metadata.host_lengths import with_host_lengths
 from attnlib.metadata.parameters import PerLayerParameters
 from attnlib.metadata.split import reorder_batch_to_split_decodes_and_prefills
@@ -127,6 +128,11 @@ class AttentionMetadata:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, plans={}, recent_plan=None)
         self.__dict__["handle"] = register_tensor_id(self)
+
+    @functools.cached_property
+    def facts(self) -> BatchFacts:
+        """What the fields of a subclass say about the batch, for layers and tools."""
+        return FoundFacts.of(self)
 
     @property
     def prefill_metadata(self) -> AttentionMetadata | None:

@@ -18,6 +18,7 @@ from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.checks import check_batch
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.facts import BatchFacts
 from attnlib.metadata.split import leading_decodes
 from attnlib.spec import AttentionSpec, MaskKind
 
@@ -77,6 +78,11 @@ class PagedMetadata(AttentionMetadata):
     query_start_loc_cpu: torch.Tensor | None
     seq_lens_cpu: torch.Tensor | None
     is_cross_attention: bool = False
+
+    @property
+    def facts(self) -> BatchFacts:
+        """This object, which has them all."""
+        return self
 
     @property
     def num_reqs(self) -> int:

@@ -12,8 +12,6 @@ The forms are those of DeepSeek-V2 (arXiv:2405.04434); chunked context follows v
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +19,9 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.layer import Attention
+from attnlib.layer.call import LayerCall
 from attnlib.layer.checks import check_call
+from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.paged import PagedMetadata
 from attnlib.ops.dispatch import operation
 from attnlib.ops.params import AttentionParams
@@ -109,7 +109,7 @@ class LatentAttention(nn.Module):
         query: Tensor,
         latent: Tensor,
         cache: PagedKVCache,
-        metadata: Any,
+        metadata: AttentionMetadata,
         *,
         selected_keys: SelectedKeys | None = None,
     ) -> Tensor:
@@ -135,11 +135,11 @@ class LatentAttention(nn.Module):
         prefills = self._expanded_part(metadata, cache)
         if prefills is None:
             return self._absorbed(query, latent, cache, metadata)
-        split = metadata.num_decode_tokens
+        decodes, split = metadata.decode_metadata, metadata.num_decode_tokens
         out = query.new_zeros(query.shape[0], query.shape[1], self.head_size_v)
-        if split:
+        if decodes is not None:
             rows = slice(None, split)
-            out[rows] = self._absorbed(query[rows], latent[rows], cache, metadata.decode_metadata)
+            out[rows] = self._absorbed(query[rows], latent[rows], cache, decodes)
         end = split + prefills.num_actual_tokens
         self._expanded(query[split:end], latent[split:end], cache, prefills, out[split:end])
         return out
@@ -165,7 +165,7 @@ class LatentAttention(nn.Module):
         query: Tensor,
         latent: Tensor,
         cache: PagedKVCache,
-        metadata: Any,
+        metadata: AttentionMetadata,
         selected_keys: SelectedKeys | None = None,
     ) -> Tensor:
         size, heads = self.spec.head_size_v, query.transpose(0, 1)
@@ -175,12 +175,14 @@ class LatentAttention(nn.Module):
         absorbed = torch.cat((in_latent, query[..., self.key_size :]), dim=-1)
         key: Tensor | None = latent[:, None]
         value: Tensor | None = latent[:, None, :size]
-        if getattr(metadata, "slot_mapping", None) is None:
+        if metadata.slot_mapping is None:
             key = value = None
         out = self.layer(absorbed, key, value, cache, metadata, selected_keys=selected_keys)
         return torch.bmm(out.transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1)
 
-    def _expanded_part(self, metadata: Any, cache: PagedKVCache) -> PagedMetadata | None:
+    def _expanded_part(
+        self, metadata: AttentionMetadata, cache: PagedKVCache
+    ) -> PagedMetadata | None:
         """The prefills of the batch, if they run in the expanded form."""
         spec = self.spec
         if (
@@ -204,9 +206,9 @@ class LatentAttention(nn.Module):
         value = key[..., : spec.head_size_v]
         absorbed = query.as_strided((query.shape[0], spec.num_heads, spec.head_size), (0, 0, 1))
         if batch.slot_mapping is None:
-            check_call(layer, absorbed, None, None, cache, batch, False)
+            check_call(layer, LayerCall(absorbed, None, None, cache, batch))
         else:
-            check_call(layer, absorbed, key, value, cache, batch, False)
+            check_call(layer, LayerCall(absorbed, key, value, cache, batch))
             layer.impl.write_kv(key, value, cache, batch.slot_mapping)
         assert batch.block_table is not None
         assert batch.query_start_loc_cpu is not None and batch.seq_lens_cpu is not None

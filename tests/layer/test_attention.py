@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 import attnlib
+from attnlib import instrumentation
 from attnlib.backends.torch import TorchBackend
 from attnlib.errors import ContractError, LayoutMismatchError
-from attnlib.layer.call_plans import MAX_PLANS
+from attnlib.layer import attention
+from attnlib.layer.plans import MAX_PLANS
 from tests.ops.naive import naive_attention
 
 SPEC = attnlib.AttentionSpec(
@@ -442,13 +444,16 @@ def test_bad_input_is_refused_beside_a_plan(planning) -> None:
     assert len(PlanningImpl.runs) == PlanningImpl.plans == 1
 
 
-def test_observers_see_planned_calls(planning, monkeypatch) -> None:
+def test_observers_see_planned_calls(planning) -> None:
     (layer, _), cache, step, q, k, v = planning
     layer(q, k, v, cache, step)
     seen = []
-    monkeypatch.setattr("attnlib.layer.attention.OBSERVERS", [lambda *call: seen.append(call)])
+    instrumentation.OBSERVERS.append(lambda *call: seen.append(call))
     flat = q.flatten(1), k.flatten(1), v.flatten(1)
-    out = layer(*flat, cache, step)
+    try:
+        out = layer(*flat, cache, step)
+    finally:
+        instrumentation.OBSERVERS.pop()
     (call,) = seen
     assert call[0] is layer and call[1].shape == q.shape and torch.equal(call[6].flatten(1), out)
 
@@ -489,10 +494,8 @@ def test_repeated_calls_are_recognized_in_any_mode(planning, monkeypatch) -> Non
     inference mode and `no_grad`."""
     (layer, _), cache, step, q, k, v = planning
     lookups: list[int] = []
-    find = type(layer)._find_plan
-    monkeypatch.setattr(
-        type(layer), "_find_plan", lambda self, *call: lookups.append(1) or find(self, *call)
-    )
+    find = attention.find_plan
+    monkeypatch.setattr(attention, "find_plan", lambda *call: lookups.append(1) or find(*call))
     for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
         with mode():
             lookups.clear()
@@ -783,3 +786,99 @@ def test_mla_has_one_scale_for_keys_and_values() -> None:
         with pytest.raises(ContractError, match=r"give the same number or the same tensor"):
             layer(q, k, k[..., :4], cache, metadata)
         assert not cache.key_cache.view(torch.uint8).any(), "nothing is written"
+
+
+def _replaced(layer, how: str):
+    """Replace what a call of the layer runs; returns a function that undoes it."""
+    mark = lambda *args, **kwargs: "replaced"  # noqa: E731
+    if how == "instance":
+        layer.forward = mark
+        return lambda: None
+    if how == "class":
+        saved, attnlib.Attention.forward = attnlib.Attention.forward, mark
+        return lambda: setattr(attnlib.Attention, "forward", saved)
+    if how == "compiled":
+        layer._compiled_call_impl = mark
+        return lambda: None
+    if how == "hook":
+        return layer.register_forward_hook(mark).remove
+    return nn.modules.module.register_module_forward_hook(mark).remove
+
+
+@pytest.mark.parametrize("how", ["instance", "class", "compiled", "hook", "global hook"])
+def test_a_replaced_forward_and_hooks_win_over_the_quick_path(planning, how: str) -> None:
+    """Also after calls with the same metadata, and in a copy of the layer."""
+    (layer, other), cache, step, q, k, v = planning
+    for _ in range(3):
+        layer(q, k, v, cache, step)
+    assert step.recent_plan is not None
+    undo = _replaced(layer, how)
+    try:
+        assert layer(q, k, v, cache, step) == "replaced"
+        if how in ("instance", "hook"):
+            assert copy.deepcopy(layer)(q, k, v, cache, step) == "replaced"
+            assert isinstance(other(q, k, v, cache, step), torch.Tensor)
+    finally:
+        undo()
+
+
+def test_a_subclass_with_its_own_forward_is_called(planning) -> None:
+    class Doubled(attnlib.Attention):
+        def forward(self, *args, **kwargs):
+            return 2 * super().forward(*args, **kwargs)
+
+    (layer, _), cache, step, q, k, v = planning
+    doubled = Doubled(SPEC, backend=PlanningBackend, device="cpu")
+    for _ in range(3):
+        expected = layer(q, k, v, cache, step)
+        assert torch.equal(doubled(q, k, v, cache, step), 2 * expected)
+
+
+def test_attributes_behind_the_impl_cannot_be_assigned() -> None:
+    """They would be ignored."""
+    layer, cache, step, q, k, v = _inputs()
+    expected = layer(q, k, v, cache, step)
+    for name, value in (
+        ("spec", SPEC.replace(sliding_window=2)),
+        ("backend", PlanningBackend),
+        ("writes", False),
+        ("kv_sharing_target_layer_name", "layers.1"),
+    ):
+        with pytest.raises(ContractError, match=f"{name} of layer layers.0 .*make a new layer"):
+            setattr(layer, name, value)
+    assert torch.equal(layer(q, k, v, cache, step), expected)
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        with pytest.raises(ContractError):
+            copied.spec = SPEC
+
+
+def test_gradients_are_refused_after_calls_without(planning) -> None:
+    """The signature of a call does not say whether keys and values require a gradient."""
+    (layer, _), cache, step, q, k, v = planning
+    for _ in range(3):
+        layer(q, k, v, cache, step)
+    for given in ((q, k.clone().requires_grad_(), v), (q, k, v.clone().requires_grad_())):
+        with pytest.raises(ContractError, match="requires a gradient"):
+            layer(*given, cache, step)
+        with torch.no_grad():
+            layer(*given, cache, step)
+
+
+def test_validation_follows_the_variable_at_every_call(planning, monkeypatch) -> None:
+    """ATTNLIB_VALIDATE may change between two calls with one plan."""
+    (layer, _), cache, step, q, k, v = planning
+    step.seq_lens_cpu = None
+    for _ in range(3):
+        layer(q, k, v, cache, step)
+    step.query_start_loc_cpu[1] = 2  # contradicts the lengths of the device
+    step.query_start_loc = torch.tensor([0, 1, 6], dtype=torch.int32)
+    for _ in range(3):
+        layer(q, k, v, cache, step)
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "1")
+    for _ in range(2):
+        with pytest.raises(ContractError, match="query_start_loc"):
+            layer(q, k, v, cache, step)
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "0")
+    layer(q, k, v, cache, step)
+    monkeypatch.delenv("ATTNLIB_VALIDATE")
+    layer(q, k, v, cache, step)

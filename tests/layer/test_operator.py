@@ -271,3 +271,27 @@ def test_an_id_is_used_again_only_if_nobody_knows_it() -> None:
     for handle in known:
         with pytest.raises(ContractError, match="no longer exists"):
             lookup(handle, Thing, "thing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", range(3), ids=["query", "key", "value"])
+@pytest.mark.parametrize("method", ["forward", "rotate_and_write_kv"])
+def test_compiled_code_refuses_gradients(which: int, method: str) -> None:
+    """As eager code does; a graph would return the gradients of the other terms only."""
+    layer = Attention(SPEC, backend=TorchBackend, device="cpu")
+    (cache, _), step = _caches(SPEC), _steps(SPEC)[0]
+    rows = step.num_actual_tokens
+    angles = (torch.ones(rows, 8), torch.zeros(rows, 8)) if method != "forward" else ()
+    given = [torch.randn(rows, heads, 16) for heads in (4, 2, 2)]
+    given[which].requires_grad_()
+
+    def model(query: Any, key: Any, value: Any) -> Any:
+        return query + getattr(layer, method)(query, key, value, cache, step, *angles)
+
+    for whole, expected in ((False, ContractError), (True, RuntimeError)):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=whole)
+        with pytest.raises(expected, match="query, key or value requires a gradient"):
+            compiled(*given)
+        with torch.no_grad():
+            assert torch.equal(compiled(*given), model(*given))

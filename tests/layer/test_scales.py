@@ -186,9 +186,9 @@ def test_a_common_prefix_is_a_hint(backend: str) -> None:
 def test_unit_scales_are_reported_once(
     scales: dict[str, float], calculates: bool, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from attnlib.layer import checks
+    from attnlib.layer import cache_checks
 
-    checks._warn_of_unit_scales.cache_clear()
+    cache_checks._warn_of_unit_scales.cache_clear()
     for _ in range(2):
         layer = attnlib.Attention(SPEC, device="cpu", **scales)
         step = _step(layer)

@@ -20,7 +20,7 @@ from attnlib.compat.flash_attn.options import (
 from attnlib.compat.flash_attn.prepared import STATE, address, execution, prepared, signature
 from attnlib.compat.flash_attn.recent_call import RecentCall
 from attnlib.compat.flash_attn.rotary import rotate_query_and_key
-from attnlib.instrumentation import OBSERVERS
+from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY
 
 __all__ = ["flash_attn_with_kvcache"]
 
@@ -126,6 +126,7 @@ def flash_attn_with_kvcache(
         and recent.arguments
         == (softmax_scale, causal, window_size, softcap, attention_chunk, return_softmax_lse)
         and not OBSERVERS
+        and VALIDATE_KEY not in ENVIRONMENT
         and (result := recent.run(q, k_cache, v_cache, k, v, cache_seqlens, block_table))
         is not None
     ):

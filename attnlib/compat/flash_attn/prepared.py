@@ -21,8 +21,9 @@ import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import UnsupportedConfigError
-from attnlib.instrumentation import OBSERVERS
 from attnlib.layer import Attention
+from attnlib.layer.call import LayerCall
+from attnlib.layer.plans import find_plan, run_plan
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.selection.current import selection_state
@@ -237,12 +238,11 @@ class PreparedBatch:
 
         def run() -> None:
             use_slopes()
-            plan.run(layer.impl, query, None, None, cache, output, lse)
-            if OBSERVERS:
-                layer._notify(query, None, None, cache, metadata, output, lse)
+            run_plan(layer, plan, call, output, lse)
 
         use_slopes()
-        plan, _ = layer._find_plan(query, None, None, cache, metadata, output, lse is not None)
+        call = LayerCall(query, None, None, cache, metadata, output, lse is not None)
+        plan = find_plan(layer, call).plan
         return run
 
     def _build(self, on_host: bool) -> AttentionMetadata:

@@ -10,6 +10,8 @@ import torch
 from attnlib.cache.storage import PagedKVCache
 from attnlib.compat.flash_attn.kvcache_call import KVCacheCall
 from attnlib.compat.flash_attn.prepared import same_execution
+from attnlib.layer.call import LayerCall
+from attnlib.layer.plans import find_plan
 from attnlib.ops.signature import tensor_check
 
 __all__ = ["RecentCall"]
@@ -60,13 +62,13 @@ class RecentCall:
         self._cache = PagedKVCache.from_views(*call.view.of(k_cache, v_cache))
         signature = self._cache.signature
         layer, metadata = call.whole.layer, call.whole.metadata
+        assert metadata is not None  # `is_simple` calls have a batch for all steps
         query = q.reshape(-1, *q.shape[-2:])
         rows = (*query.shape[:2], v_cache.shape[-1])
         output = torch.empty(rows, dtype=q.dtype, device=q.device)
         plan: Any
-        plan, _ = layer._find_plan(
-            query, None, None, self._cache, metadata, output, call.options.lse
-        )
+        whole = LayerCall(query, None, None, self._cache, metadata, output, call.options.lse)
+        plan = find_plan(layer, whole).plan
         self._impl, self._lse = layer.impl, call.options.lse
         self._append = call.append if self._new_keys else None
         if self._append is not None and hasattr(plan, "appending"):

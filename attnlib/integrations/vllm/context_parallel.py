@@ -119,17 +119,15 @@ class ContextParallelAttention:
         assert batch is not None and cache is not None and key is not None and value is not None
         self._cached.impl.write_kv(key, value, cache, batch.slot_mapping)
         if batch.cached is None:  # no request has context
-            self._new.attend(query, key, value, None, batch.new, output)
+            self._new(query, key, value, None, batch.new, output=output)
             return
         queries = self._group.all_gather(query.contiguous(), dim=1)
-        partial, lse = torch.empty_like(queries), _empty_lse(queries)
-        self._cached.attend(queries, None, None, cache, batch.cached, partial, lse)
+        partial, lse = self._cached(queries, None, None, cache, batch.cached, True)
         if batch.new is None:
             output.copy_(self._combine(partial, lse, self._group))
             return
         context, context_lse = self._combine(partial, lse, self._group, return_lse=True)
-        new_lse = _empty_lse(query)
-        self._new.attend(query, key, value, None, batch.new, output, new_lse)
+        _, new_lse = self._new(query, key, value, None, batch.new, True, output=output)
         self._merge(context, context_lse.contiguous(), output, new_lse, output)
 
 
@@ -230,7 +228,3 @@ def combination() -> Any:
         if hasattr(ops, name):
             return getattr(ops, name)
     raise ImportError(f"vllm.v1.attention.ops has no {name}: this vLLM is not supported")
-
-
-def _empty_lse(query: torch.Tensor) -> torch.Tensor:
-    return torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)

@@ -31,6 +31,8 @@ from attnlib.backends.triton import impl as triton_impl
 from attnlib.backends.triton import metadata as triton_metadata
 from attnlib.errors import ContractError
 from attnlib.layer import plans as layer_plans
+from attnlib.layer.call import LayerCall
+from attnlib.layer.plans import attend_into
 from attnlib.ops.triton import (
     append_kv,
     cache_write,
@@ -637,7 +639,8 @@ class Step:
         if not self.lse:
             return recorded(lambda: self.layer(q, *new, self.cache, self.batch, output=out))
         lse = self.__dict__.setdefault("_lse", torch.zeros(q.shape[0], 8))
-        return recorded(lambda: self.layer.attend(q, *new, self.cache, self.batch, out, lse))
+        call = LayerCall(q, *new, self.cache, self.batch, out, lse is not None)
+        return recorded(lambda: attend_into(self.layer, call, out, lse))
 
     def without_plans(self) -> list[Record]:
         """The launches that Triton makes for the call, with nothing kept of earlier calls."""

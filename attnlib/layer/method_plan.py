@@ -1,0 +1,61 @@
+"""The plan of a backend without plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from attnlib.backends.base import AttentionImpl, check_in_place
+from attnlib.cache.storage import PagedKVCache
+from attnlib.layer.call import ExtraKeys
+from attnlib.metadata.base import AttentionMetadata
+from attnlib.metadata.compressed import CompressedKeys
+from attnlib.spec import AttentionSpec
+
+__all__ = ["MethodPlan"]
+
+
+class MethodPlan:
+    """Calls `write_kv`, then `forward`, of an impl."""
+
+    def __init__(self, spec: AttentionSpec, metadata: AttentionMetadata, writes: bool) -> None:
+        self._spec = spec
+        self._metadata = metadata
+        self._slots = metadata.slot_mapping if writes else None
+
+    def run(
+        self,
+        impl: AttentionImpl,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache | None,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+        extra: ExtraKeys | None = None,
+    ) -> None:
+        """See `StepPlan.run`; `extra` are the selected keys or the compressed entries."""
+        spec, metadata = self._spec, self._metadata
+        query = query.view(-1, spec.num_heads, spec.head_size) if query.dim() == 2 else query
+        if output.dim() == 2:
+            output = output.view(-1, spec.num_heads, spec.head_size_v)
+        if key is not None and value is not None:
+            key = key.view(-1, spec.num_kv_heads, spec.head_size) if key.dim() == 2 else key
+            if value.dim() == 2:
+                value = value.view(-1, spec.num_kv_heads, spec.head_size_v)
+            if cache is None:
+                unpaged: Callable[..., object] = impl.forward_unpaged
+                check_in_place(impl, unpaged(query, key, value, metadata, output, lse))
+                return
+            if self._slots is not None:
+                impl.write_kv(key, value, cache, self._slots)
+        assert cache is not None  # `check_call` refuses a paged layer without one
+        if extra is not None:
+            over: Callable[..., object] = impl.forward_selected
+            if isinstance(extra, CompressedKeys):
+                over = impl.forward_compressed
+            check_in_place(impl, over(query, cache, metadata, extra, output, lse))
+            return
+        forward: Callable[..., object] = impl.forward
+        check_in_place(impl, forward(query, cache, metadata, output, lse))
