@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from attnlib.bench.results import Document, Row, Run, ratio, read_document
+from attnlib.bench.results import Row, Run, ratio, read_document
 from attnlib.bench.table import kernel_lines
 
 __all__ = ["MARKED", "fill", "records", "table"]
@@ -49,19 +49,22 @@ def table(names: Sequence[str], folder: Path = FOLDER) -> str:
     patterns = [name for name in names if "/" not in name] or ["*"]
     chips = list(dict.fromkeys(name.split("/")[0] for name in files))
     found: dict[str, dict[str, str]] = {}
-    sources = []
+    sources: dict[str, list[str]] = {}
     for file in files:
         document = read_document(folder / file)
         chip = file.split("/")[0]
         for row in document.rows:
             if row.backend == "triton" and any(fnmatch.fnmatch(row.case, p) for p in patterns):
                 found.setdefault(row.case, {})[chip] = _cells(document.rows, row)
-        sources += [_source(file, document, run) for run in document.runs]
+        for run in document.runs:
+            kernels = kernel_lines(document.rows)
+            sources.setdefault(_machine(run, kernels), []).append(_source(file, run))
     head = "".join(f" | {chip.upper()} us | of peak | vs best" for chip in chips)
     lines = [f"| case{head} |", "|---|" + "---:|" * (3 * len(chips))]
     for case, cells in found.items():
         lines.append(f"| `{case}` | " + " | ".join(cells.get(c, " |  | ") for c in chips) + " |")
-    return "\n".join([*lines, "", *sources]) + "\n"
+    made = [f"- {machine}: {'; '.join(texts)}" for machine, texts in sources.items()]
+    return "\n".join([*lines, "", *made]) + "\n"
 
 
 def _cells(rows: Sequence[Row], row: Row) -> str:
@@ -77,15 +80,19 @@ def _cells(rows: Sequence[Row], row: Row) -> str:
     )
 
 
-def _source(file: str, document: Document, run: Run) -> str:
-    """Hardware, versions, peak rates and a link to the file, which has the command."""
+def _machine(run: Run, kernels: Sequence[str]) -> str:
+    """Hardware, versions, and which kernels a backend ran."""
+    facts = run.provenance
+    made = ", ".join(f"{name} {facts[name]}" for name in ("torch", "triton", "driver"))
+    return "; ".join([f"{facts['gpu']}, {made}", *kernels])
+
+
+def _source(file: str, run: Run) -> str:
+    """A link to the file, which has the command, with commit, date and peak rates."""
     facts, peaks = run.provenance, run.peaks
-    kernels = "; ".join(kernel_lines(document.rows))
     return (
-        f"- [{file}](../benchmarks/results/{file}): {facts['gpu']}, torch {facts['torch']}, triton "
-        f"{facts['triton']}, driver {facts['driver']}, commit {facts['commit']}, "
-        f"{facts['date'].split()[0]}; peak {peaks['read_gbps']:.0f} GB/s read, "
-        f"{peaks['matmul_tflops']:.0f} TFLOP/s" + (f"; {kernels}" if kernels else "")
+        f"[{file}](../benchmarks/results/{file}) at {facts['commit']}, {facts['date'].split()[0]}, "
+        f"peak {peaks['read_gbps']:.0f} GB/s and {peaks['matmul_tflops']:.0f} TFLOP/s"
     )
 
 
