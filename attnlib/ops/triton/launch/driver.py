@@ -132,13 +132,13 @@ def _kinds(types: list[Any], encoded: bool) -> bytes | None:
             return None
         if text.startswith("*"):
             kinds += b"p"
+        elif text in _KINDS:
+            kinds += _KINDS[text]
         elif match := re.match(r"tensordesc<[^[>]*\[([^]]*)\]", text):
             if not encoded:
                 return None
             dims = match[1].count(",") + 1
             kinds += b"t" + b"i" * dims + b"l" * dims
-        elif text in _KINDS:
-            kinds += _KINDS[text]
         else:
             return None
     return bytes(kinds)
