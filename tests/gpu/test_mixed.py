@@ -77,7 +77,7 @@ def _attend(
 def test_concurrent_parts_equal_sequential_parts(
     batch: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attnlib.backends.triton import step_launches
+    from attnlib.backends.triton import prepare
     from attnlib.ops.triton.launch.cache import LAUNCHES
 
     spec = AttentionSpec(
@@ -100,7 +100,7 @@ def test_concurrent_parts_equal_sequential_parts(
     assert plans and all(plan._launches.concurrent for plan in plans)
 
     with monkeypatch.context() as patched:
-        patched.setattr(step_launches, "can_run_concurrently", lambda *_: False)
+        patched.setattr(prepare, "can_run_concurrently", lambda *_: False)
         LAUNCHES.clear()
         metadata.plans.clear()
         sequential, sequential_lse = torch.empty_like(out), torch.empty_like(lse)

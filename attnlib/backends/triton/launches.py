@@ -1,0 +1,223 @@
+"""The launches of a step for one call signature: the cache write and attention, without addresses.
+
+They outlive a batch: `StepLaunches` are kept in the launch cache. A plan (`plan.py`) binds them to
+the tensors of its batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnlib.backends.base import AttentionImpl
+from attnlib.backends.triton.batch import Batch
+from attnlib.cache.storage import PagedKVCache
+from attnlib.ops.triton.cache_write import CacheWrite
+from attnlib.ops.triton.heuristics import device as chips
+from attnlib.ops.triton.heuristics.device import DeviceLimits
+from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
+from attnlib.ops.triton.launch.run import PreparedAttention, PreparedConcurrentPrefill
+from attnlib.ops.triton.launch.sequence import (
+    KEY_CACHE,
+    LSE,
+    OUT,
+    QUERY,
+    VALUE,
+    VALUE_CACHE,
+    Launches,
+    Part,
+    Source,
+    prepare_sequence,
+)
+from attnlib.spec import AttentionSpec
+
+__all__ = ["LayerCall", "StepLaunches"]
+
+
+class LayerCall(NamedTuple):
+    """The tensors of a layer's call: `[T, Hq, D]` queries and outputs, `[T, Hkv, D]` new keys and
+    `[T, Hkv, Dv]` values or None, and `[T, Hq]` float32 LSEs or None."""
+
+    query: Tensor
+    key: Tensor | None
+    value: Tensor | None
+    cache: PagedKVCache
+    out: Tensor
+    lse: Tensor | None
+
+    def values(self, impl: AttentionImpl) -> tuple[Any, ...]:
+        """The values of the call, in the order of `launch.sequence`."""
+        cache = self.cache
+        return (
+            *(self.query, cache.key_cache, cache.value_cache, self.out, self.lse),
+            *(self.key, self.value),
+            *impl.per_head_tensors,
+            *(cache.k_scale, cache.v_scale),
+            *impl.layer_score_tensors,
+        )
+
+    def per_head(self, spec: AttentionSpec) -> LayerCall:
+        """The call with flat tensors as views per head."""
+        key, value = self.key, self.value
+        return self._replace(
+            query=self.query.view(-1, spec.num_heads, spec.head_size),
+            key=None if key is None else key.view(-1, spec.num_kv_heads, spec.head_size),
+            value=None if value is None else value.view(-1, spec.num_kv_heads, spec.head_size_v),
+            out=self.out.view(-1, spec.num_heads, spec.head_size_v),
+        )
+
+    @property
+    def addresses(self) -> int:
+        """The addresses of queries, caches and output, joined by `|`."""
+        cache = self.cache
+        queries = self.query.data_ptr() | self.out.data_ptr()
+        return queries | cache.key_cache.data_ptr() | cache.value_cache.data_ptr()
+
+
+class StepLaunches:
+    """The launches of one call signature over batches of one form.
+
+    Attributes:
+        limits: the chip that they were prepared for.
+        write: the cache write; None where nothing is written.
+        decode, prefill: of the parts of the batch; None for an empty part.
+        concurrent: the prefill, if it runs concurrently with the decode; else None.
+        workspace_bytes: bytes of workspace that the decode needs.
+        of_layer: what else than the tensors of `StepPlan.run` a layer gives, by its index in the
+            values of a call: slopes, sinks, scales that are tensors, score tensors.
+        row_offsets: bytes of the first row of the prefill part, by source; empty for one part.
+        hooks: the kernels' own launch hooks.
+        template: the direct launches (`prepare_sequence`); None before every kernel has been
+            launched by Triton.
+    """
+
+    def __init__(
+        self,
+        call: LayerCall,
+        limits: DeviceLimits,
+        write: CacheWrite | None,
+        decode: PreparedAttention | None,
+        prefill: PreparedAttention | None,
+        concurrent: PreparedConcurrentPrefill | None,
+        first_prefill_row: int,
+        fixed: dict[Source, Any],
+        num_values: int,
+    ) -> None:
+        self.limits = limits
+        self.write = write
+        self.decode = decode
+        self.prefill = prefill
+        self.workspace_bytes = 0 if decode is None else decode.workspace_bytes
+        parts = [part for part in (decode, prefill) if part is not None]
+        writes = () if write is None or write.launch is None else (write.launch,)
+        self._kernels: tuple[BoundLaunch, ...] = (
+            *writes, *(kernel for part in parts for kernel in part.kernels),
+        )  # fmt: skip
+        self.hooks = [kernel.hooks for kernel in self._kernels]
+        self.needs_alignment = any(part.needs_alignment for part in parts)
+        self.as_bytes = any(part.as_bytes for part in parts)
+        self.concurrent = concurrent
+        self._index = call.query.get_device()
+        self.row_offsets = _row_bytes(call, first_prefill_row) if first_prefill_row else {}
+        self.rows_aligned = not any(self.row_offsets.get(x, 0) & ALIGNMENT for x in (QUERY, OUT))
+        self._fixed = fixed
+        self._num_values = num_values
+        given = tuple(number for number in range(num_values) if number not in fixed)
+        self.of_layer = given[VALUE + 1 :]
+        self.template: Any = None
+
+    def make_template(self, written: Launches | None = None) -> Any:
+        """A template of the direct launches; None where they are not possible yet.
+
+        Args:
+            written: launches in place of the cache write.
+        """
+        if not self.rows_aligned or not all(kernel.is_direct for kernel in self._kernels):
+            return None
+        parts, first = [], 0
+        if written is not None:
+            parts = [Part(written)]
+        elif self.write is not None:
+            parts, first = [Part(self.write.launches(True))], 1
+        counts = {False: first, True: first}
+        if self.decode is not None:
+            counts[True] += self.decode.num_batch_values
+        for launches, of_prefill in self.attention(True, True):
+            parts.append(Part(launches, self.row_offsets if of_prefill else {}, counts[of_prefill]))
+        total = counts[True] + (0 if self.prefill is None else self.prefill.num_batch_values)
+        return prepare_sequence(parts, self._index, self._num_values, self._fixed, total)
+
+    def run_by_triton(
+        self, call: LayerCall, impl: AttentionImpl, batch: Batch, split: int, aligned: bool
+    ) -> None:
+        """Launch everything by Triton, on tensors.
+
+        Args:
+            call: per head.
+            impl: of the calling layer.
+            batch: its batch.
+            split: query tokens of the decode part, if there are two parts; else 0.
+            aligned: whether queries, caches, output and scratch memory begin on 16-byte boundaries.
+        """
+        values, write = list(call.values(impl)), self.write
+        with chips.device_guard(call.query):
+            if write is not None and call.key is not None and call.value is not None:
+                new = call.key.data_ptr() | call.value.data_ptr()
+                write_aligned = not (call.addresses | new) & ALIGNMENT
+                given = _with_bytes(values) if write.as_bytes else values
+                write.launches(False, write_aligned).run(0, given, (batch.slots,))
+            if self.as_bytes:
+                values = _with_bytes(values)
+            for launches, of_prefill in self.attention(False, aligned):
+                part, tensors = (
+                    (self.prefill, batch.prefills) if of_prefill else (self.decode, batch.decodes)
+                )
+                assert part is not None and tensors is not None
+                if split:
+                    rows = slice(split, None) if of_prefill else slice(None, split)
+                    for source, x in ((QUERY, call.query), (OUT, call.out), (LSE, call.lse)):
+                        values[source] = None if x is None else x[rows]
+                launches.run(0, values, part.tensors(tensors))
+
+    def attention(self, direct: bool, aligned: bool) -> list[tuple[Launches, bool]]:
+        """The attention launches of both parts in order, each with whether it is of the prefill
+        part.
+
+        Args:
+            direct: launch without Triton, on addresses.
+            aligned: for launches by Triton, whether all tensors are aligned.
+        """
+        decode, prefill = self.decode, self.prefill
+        if decode is None or prefill is None:
+            return [
+                (part.launches(direct, aligned), part is prefill)
+                for part in (decode, prefill)
+                if part is not None
+            ]
+        launches = decode.launches(direct, aligned)
+        if self.concurrent is None:
+            return [(launches, False), (prefill.launches(direct, aligned), True)]
+        # The prefill runs on the SMs that the decode leaves, before its splits are combined.
+        attend, *combine = launches.steps
+        concurrent = self.concurrent.launches(direct, aligned, concurrent=True)
+        combined = [(Launches(tuple(combine)), False)] if combine else []
+        return [(launches._replace(steps=(attend,)), False), (concurrent, True), *combined]
+
+
+def _with_bytes(values: list[Any]) -> list[Any]:
+    """The values of a call with caches of float8 as bytes."""
+    changed = list(values)
+    for source in (KEY_CACHE, VALUE_CACHE):
+        changed[source] = values[source].view(torch.uint8)
+    return changed
+
+
+def _row_bytes(call: LayerCall, row: int) -> dict[Source, int]:
+    """Offsets in bytes of a row in query, output and LSE."""
+    tensors = {QUERY: call.query, OUT: call.out, LSE: call.lse}
+    return {
+        source: 0 if x is None else row * x.stride(0) * x.element_size()
+        for source, x in tensors.items()
+    }

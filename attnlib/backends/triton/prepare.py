@@ -1,0 +1,186 @@
+"""Prepares the launches of a step: chooses kernels, tiles and grids for one kind of call."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from attnlib.backends.base import AttentionImpl
+from attnlib.backends.triton.batch import Batch
+from attnlib.backends.triton.launches import LayerCall, StepLaunches
+from attnlib.backends.triton.metadata import TritonMetadata
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
+from attnlib.ops.triton.cache_write import CacheWrite, prepare_write
+from attnlib.ops.triton.decode_schedule import DecodeSchedule
+from attnlib.ops.triton.launch.run import PreparedAttention, PreparedConcurrentPrefill
+from attnlib.ops.triton.launch.sequence import (
+    K_SCALE,
+    NUM_VALUES,
+    SINKS,
+    SLOPES,
+    V_SCALE,
+    Source,
+)
+from attnlib.ops.triton.paged_decode import prepare_decode
+from attnlib.ops.triton.paged_mixed import can_run_concurrently
+from attnlib.ops.triton.paged_prefill import prepare_prefill
+
+__all__ = ["Step", "prepare_step"]
+
+
+class Step(NamedTuple):
+    """A call and its batch, of which launches are prepared.
+
+    Attributes:
+        impl: of the calling layer.
+        signature: of the call.
+        call: its tensors, per head.
+        metadata: the batch.
+        batch: its tensors.
+        kernels: "auto", "hopper" or "portable".
+        schedule: of the decode part; None for an empty part.
+        concurrent: of the decode part while the prefill part runs, too; None where the parts run
+            one after the other.
+    """
+
+    impl: AttentionImpl
+    signature: Hashable
+    call: LayerCall
+    metadata: TritonMetadata
+    batch: Batch
+    kernels: str
+    schedule: DecodeSchedule | None = None
+    concurrent: DecodeSchedule | None = None
+
+    def params(self) -> AttentionParams:
+        """The parameters of both parts."""
+        params = self.impl.attention_params(self.metadata, self.call.cache)
+        slopes, sinks = self.impl.per_head_tensors
+        return replace(params, alibi_slopes=slopes, sinks=sinks)
+
+    def part(self, params: AttentionParams, is_decode: bool, name: str) -> AttentionCall:
+        """The attention of a part of the batch.
+
+        Args:
+            params: of both parts.
+            is_decode: which part.
+            name: of its launches in the launch cache.
+        """
+        decodes, prefills, _ = self.batch
+        batch = decodes if is_decode else prefills
+        assert batch is not None
+        signature, rows, call = self.signature, slice(None), self.call
+        if decodes is not None and prefills is not None:
+            # A part has fewer rows than the call, whose signature alone would also match an unsplit
+            # batch of as many tokens.
+            split = self.metadata.num_decode_tokens
+            rows = slice(None, split) if is_decode else slice(split, None)
+            signature = (signature, split)
+        return AttentionCall(
+            call.query[rows],
+            call.cache.key_cache,
+            call.cache.value_cache,
+            call.out[rows],
+            None if call.lse is None else call.lse[rows],
+            batch,
+            _params_of(params, batch),
+            self.metadata.scheduler.limits,
+            (signature, name),
+        )
+
+
+class _Parts(NamedTuple):
+    """The launches of both parts, and the prefill again if it runs concurrently with the decode."""
+
+    decode: PreparedAttention | None = None
+    prefill: PreparedAttention | None = None
+    concurrent: PreparedConcurrentPrefill | None = None
+
+
+def prepare_step(step: Step) -> StepLaunches:
+    """The launches of calls like this one, over batches like this one.
+
+    Raises:
+        ContractError: tensors that the kernels cannot address.
+    """
+    impl, metadata = step.impl, step.metadata
+    parts = _prepare_invariant(step) if impl.spec.batch_invariant else _prepare_parts(step)
+    return StepLaunches(
+        step.call,
+        metadata.scheduler.limits,
+        _prepare_write(step),
+        *parts,
+        first_prefill_row=metadata.num_decode_tokens if metadata.num_prefills else 0,
+        fixed=_fixed_values(step),
+        num_values=NUM_VALUES + len(impl.layer_score_tensors),
+    )
+
+
+def _prepare_write(step: Step) -> CacheWrite | None:
+    """The launch of the cache write; None where nothing is written."""
+    (_, key, value, cache, _, _), slots = step.call, step.batch.slots
+    if key is None or value is None or slots is None:
+        return None
+    tensors = (key, value, cache.key_cache, cache.value_cache)
+    return prepare_write((step.signature,), *tensors, slots, cache.k_scale, cache.v_scale)
+
+
+def _prepare_parts(step: Step) -> _Parts:
+    """The launches of decodes and prefills."""
+    params, batch, schedule = step.params(), step.batch, step.schedule
+    prefill = None
+    if batch.prefills is not None:
+        prefill = prepare_prefill(step.part(params, False, "prefill"), step.kernels)
+    if batch.decodes is None or schedule is None:
+        return _Parts(prefill=prefill)
+    if step.concurrent is not None and prefill is not None:
+        call = step.part(params, True, "concurrent")
+        call = replace(call, batch=call.batch._replace(counters=None))
+        decode = prepare_decode(call, step.concurrent)
+        if can_run_concurrently(prefill, decode):
+            return _Parts(decode, prefill, prefill)
+    return _Parts(prepare_decode(step.part(params, True, "decode"), schedule), prefill)
+
+
+def _prepare_invariant(step: Step) -> _Parts:
+    """The batch-invariant launches (M15)."""
+    # Other layers do not import these kernels.
+    from attnlib.ops.triton.invariant_attention import prepare_invariant
+
+    params, batch, schedule = step.params(), step.batch, step.schedule
+    prefill = None
+    if batch.prefills is not None:
+        call = step.part(params, False, "prefill")
+        prefill = prepare_invariant(call, kernels=step.kernels)
+    if batch.decodes is None or schedule is None:
+        return _Parts(prefill=prefill)
+    # The number of CTAs has no effect on the results.
+    concurrent = step.concurrent
+    max_ctas = None if concurrent is None else concurrent.max_ctas
+    call = step.part(params, True, "decode")
+    decode = prepare_invariant(call, schedule.num_splits, step.kernels, max_ctas)
+    if concurrent is not None and prefill is not None and can_run_concurrently(prefill, decode):
+        return _Parts(decode, prefill, prefill)
+    return _Parts(decode, prefill)
+
+
+def _fixed_values(step: Step) -> dict[Source, Any]:
+    """Slopes, sinks and scales that are no tensors: part of the signature of a call. Tensors are
+    read at each call."""
+    spec, cache = step.impl.spec, step.call.cache
+    scales = {K_SCALE: cache.k_scale, V_SCALE: cache.v_scale}
+    fixed = {source: scale for source, scale in scales.items() if not isinstance(scale, Tensor)}
+    return fixed if spec.has_alibi or spec.has_sink else {**fixed, SLOPES: None, SINKS: None}
+
+
+def _params_of(params: AttentionParams, part: BatchTensors) -> AttentionParams:
+    """The parameters of a part of the batch."""
+    if part.causal_flags is None and part.query_bias is None:
+        return params
+    causal = params.causal if part.causal_flags is None else part.causal_flags
+    return replace(params, causal=causal, query_bias=part.query_bias)
