@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import check_slot_values
+from attnlib.ops.checks import check_slots
 from attnlib.ops.dispatch import operation
 
 __all__ = ["IndexKeyCache"]
@@ -85,6 +87,29 @@ class IndexKeyCache:
         """Tokens per block (N)."""
         return self.keys.shape[1]
 
+    def check_new(self, keys: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Check the arguments of `write`.
+
+        Raises:
+            ContractError: keys of another size, dtype or device, fewer keys than slots, slots that
+                are not int64, or, on a CPU and under ATTNLIB_VALIDATE, a slot past the cache.
+        """
+        size, device = self.keys.shape[2], self.keys.device
+        if keys.dim() != 2 or keys.shape[1] != size or not keys.is_floating_point():
+            raise ContractError(
+                f"index keys are {keys.dtype} {tuple(keys.shape)}; they must be floating point "
+                f"[tokens, {size}]",
+                rule="M14",
+            )
+        check_slots(keys, keys, slot_mapping)
+        for name, tensor in (("index keys", keys), ("slot_mapping", slot_mapping)):
+            if tensor.device != device:
+                raise ContractError(
+                    f"{name} on {tensor.device}, the index cache on {device}: move one of them",
+                    rule="M14",
+                )
+        check_slot_values(slot_mapping, self.keys.shape[0] * self.keys.shape[1])
+
     def write(self, keys: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write new index keys to their slots (P4). No host sync.
 
@@ -94,14 +119,9 @@ class IndexKeyCache:
             slot_mapping: `[T]` int64; -1 writes nothing.
 
         Raises:
-            ContractError: keys of another size, or fewer keys than slots.
+            ContractError: as `check_new`. Nothing is written then.
         """
-        if keys.dim() != 2 or keys.shape[1] != self.keys.shape[2]:
-            raise ContractError(
-                f"index keys have shape {tuple(keys.shape)}; they must be [tokens, "
-                f"{self.keys.shape[2]}]",
-                rule="M14",
-            )
+        self.check_new(keys, slot_mapping)
         write = operation("cache_write", "write_kv", keys)
         stored = self.keys.unsqueeze(2)
         if self.scales is not None:

@@ -6,8 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
+from attnlib.errors import ContractError
+from attnlib.ops.addresses import are_readable
 from attnlib.ops.dispatch import operation
-from attnlib.ops.packed_latents import BYTES, LATENT, packed_views
+from attnlib.ops.packed_latents import (
+    BYTES,
+    LATENT,
+    check_batch,
+    check_latents,
+    check_query,
+    packed_views,
+)
 from attnlib.ops.params import AttentionParams
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 
@@ -52,8 +61,10 @@ class PackedLatentCache:
             slot_mapping: `[T]` int64; a negative slot writes nothing.
 
         Raises:
-            ContractError: latents of another shape, or fewer latents than slots.
+            ContractError: latents of another shape or dtype, fewer latents than slots, or, on a
+                CPU and under ATTNLIB_VALIDATE, a slot past the cache. Nothing is written then.
         """
+        check_latents(latents, self.data, slot_mapping)
         operation("packed_latents", "write_packed_latents", latents)(
             latents, self.data, slot_mapping
         )
@@ -89,9 +100,22 @@ class PackedLatentCache:
             `[T, Hq, 512]`.
 
         Raises:
-            ContractError: tensors of other shapes or dtypes.
+            ContractError: tensors of other shapes, dtypes or devices, or lists that do not fit the
+                selection; on a CPU and under ATTNLIB_VALIDATE also blocks outside of the cache and
+                offsets that decrease or end past the queries.
             UnsupportedConfigError: a feature that the Triton kernel does not have.
         """
+        check_query(query)
+        check_batch(query, self.data, block_table, query_start_loc, seq_lens, max_seq_len, lse)
+        if (selection is None) != (selected is None):
+            raise ContractError(
+                "selection and selected belong together: pass the form of the lists and the lists, "
+                "or neither",
+                rule="M11",
+            )
+        if selection is not None and selected is not None:
+            tokens = int(query_start_loc[-1]) if are_readable(query_start_loc) else 0
+            selected.check(selection, query.shape[1], 1, seq_lens.shape[0], tokens, query.device)
         out = query.new_empty(*query.shape[:2], LATENT)
         operation("packed_latents", "packed_latent_attention", query)(
             query, self.data, block_table, query_start_loc, seq_lens, params,

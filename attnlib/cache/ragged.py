@@ -7,8 +7,18 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import are_readable, as_count, check_starts
 
-__all__ = ["check_indices", "check_requests", "checked_size", "concatenated", "rows_of"]
+__all__ = [
+    "check_fits",
+    "check_indices",
+    "check_new_tokens",
+    "check_requests",
+    "check_rows",
+    "checked_size",
+    "concatenated",
+    "rows_of",
+]
 
 
 def concatenated(table: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -44,9 +54,7 @@ def checked_size(name: str, size: int | None, table: Tensor | None = None) -> in
     if size is None:
         assert table is not None  # a default exists for flattened tables only
         return table.numel()
-    if size < 0:
-        raise ContractError(f"{name}={size} must not be negative")
-    return size
+    return as_count(name, size)
 
 
 def check_indices(dtype: torch.dtype, block_size: int, **tensors: tuple[Tensor, int]) -> None:
@@ -54,8 +62,7 @@ def check_indices(dtype: torch.dtype, block_size: int, **tensors: tuple[Tensor, 
     integers = (torch.int32, torch.int64)
     if dtype not in integers:
         raise ContractError(f"dtype={dtype} must be torch.int32 or torch.int64")
-    if block_size < 1:
-        raise ContractError(f"block_size={block_size} must be at least 1")
+    as_count("block_size", block_size, 1)
     (first, (reference, _)), *_ = tensors.items()
     for name, (tensor, dims) in tensors.items():
         if tensor.dtype not in integers or tensor.dim() != dims:
@@ -75,3 +82,44 @@ def check_requests(**requests: int) -> None:
     for name, count in others:
         if count != expected:
             raise ContractError(f"{name} describes {count} requests, {first} {expected}")
+
+
+def check_rows(name: str, starts: Tensor, total: int, width: int, width_name: str) -> None:
+    """Whether offsets divide `total` values into rows of at most `width`.
+
+    Raises:
+        ContractError: they decrease, end past the values, or a row is longer.
+    """
+    check_starts(name, starts, total)
+    if starts.shape[0] > 1 and are_readable(starts):
+        check_fits(int(starts.diff().max()), width, width_name)
+
+
+def check_fits(needed: int, size: int, name: str) -> None:
+    """Whether a result of a given size holds what it must.
+
+    Raises:
+        ContractError: it does not.
+    """
+    if needed > size:
+        raise ContractError(f"{name}={size} is too small: the values need {needed}", rule="P3")
+
+
+def check_new_tokens(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int) -> None:
+    """Whether new tokens are the last ones of their requests.
+
+    Raises:
+        ContractError: offsets that decrease or end past `num_tokens`, or a request with fewer
+            tokens than new ones.
+    """
+    check_starts("query_start_loc", query_start_loc, num_tokens)
+    if not seq_lens.numel() or not are_readable(seq_lens):
+        return
+    wrong = seq_lens < query_start_loc.diff()
+    if bool(wrong.any()):
+        request = int(wrong.int().argmax())
+        raise ContractError(
+            f"seq_lens[{request}]={int(seq_lens[request])} is below the "
+            f"{int(query_start_loc.diff()[request])} new tokens of the request: lengths count them",
+            rule="M1",
+        )

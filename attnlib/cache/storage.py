@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 
 from attnlib.cache.engine_layouts import EngineLayouts
-from attnlib.cache.layout import LAYOUTS, get_kv_cache_layout, layout_named
-from attnlib.cache.overlap import blocks_overlap
+from attnlib.cache.layout import get_kv_cache_layout, layout_named
 from attnlib.cache.pages import PAGE_LAYOUTS, page_sizes, page_views
 from attnlib.cache.scales import (
     UNIT_SCALE,
@@ -23,29 +21,17 @@ from attnlib.cache.scales import (
     check_page_scales,
     checked_scale,
 )
+from attnlib.cache.views import CacheSignature, check_views, recognized_layout
 from attnlib.compile.objects import register_tensor_id
 from attnlib.errors import ContractError
 from attnlib.kv_dtype import KVFormat, page_format
+from attnlib.ops.addresses import as_count, as_id
 from attnlib.ops.block_moves import BlockPairs, check_ids, checked_pairs, move_blocks, zero_blocks
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.signature import tensor_signature
 from attnlib.spec import AttentionSpec
 
 __all__ = ["BlockPairs", "PagedKVCache", "Scale", "UNIT_SCALE"]
-
-
-class CacheSignature:
-    """Dtypes, shapes, strides, layout and scales of a cache; one object for equal ones."""
-
-    __slots__ = ("__weakref__",)
-
-    @staticmethod
-    def of(facts: tuple[Any, ...]) -> CacheSignature:
-        """The signature of caches with these facts."""
-        return _signatures.setdefault(facts, CacheSignature())
-
-
-_signatures: WeakValueDictionary[tuple[Any, ...], CacheSignature] = WeakValueDictionary()
 
 
 class PagedKVCache(EngineLayouts):
@@ -77,14 +63,7 @@ class PagedKVCache(EngineLayouts):
         k_scale: Scale = UNIT_SCALE,
         v_scale: Scale = UNIT_SCALE,
     ) -> None:
-        _check_views(key_cache, value_cache)
-        if not values_are_prefix(key_cache, value_cache) and blocks_overlap(key_cache, value_cache):
-            raise ContractError(
-                "key_cache and value_cache overlap in each block, so values would overwrite keys: "
-                "pass views of separate elements, or values that are a prefix of the keys "
-                "(use_mla)",
-                rule="P1",
-            )
+        check_views(key_cache, value_cache)
         self.page_format = page_format(key_cache, k_scale)
         self.pages = None
         self.key_cache = key_cache
@@ -117,10 +96,13 @@ class PagedKVCache(EngineLayouts):
                 check_page_scales(name, value, view, self.page_format)
         state = self.__dict__
         state["_signature"] = None  # follows every attribute
+        if name in ("key_cache", "value_cache"):
+            # One of both may be assigned first, so the pair is checked at its next use.
+            state["_assigned"] = "handle" in state
         state[name] = value
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("handle", "_signature")
+        derived = ("handle", "_signature", "_assigned")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         if self.pages is not None:  # the views share its memory
             sizes = (self.block_size, self.num_kv_heads, self.head_size, self.head_size_v)
@@ -150,6 +132,7 @@ class PagedKVCache(EngineLayouts):
         layout, and the values (numbers) or layouts (tensors) of the scales."""
         found = self._signature
         if found is None:
+            self._check_assigned()
             scales = (
                 tensor_signature(scale) if isinstance(scale, torch.Tensor) else scale
                 for scale in (self.k_scale, self.v_scale)
@@ -158,6 +141,16 @@ class PagedKVCache(EngineLayouts):
             found = CacheSignature.of((self.layout, self.values_alias_keys, *views, *scales))
             self.__dict__["_signature"] = found
         return found
+
+    def _check_assigned(self) -> None:
+        """Check views that were assigned after the cache was made.
+
+        Raises:
+            ContractError: they do not fit each other.
+        """
+        if self.__dict__.get("_assigned"):
+            check_views(self.key_cache, self.value_cache)
+            self.__dict__["_assigned"] = False
 
     @classmethod
     def allocate(
@@ -184,8 +177,7 @@ class PagedKVCache(EngineLayouts):
             ContractError: `num_blocks` is below 1, or the attention of `spec` is not paged.
             LayoutMismatchError: an unknown layout.
         """
-        if num_blocks < 1:
-            raise ContractError(f"num_blocks={num_blocks} must be at least 1")
+        num_blocks = as_count("num_blocks", num_blocks, 1)
         if not spec.is_paged:
             raise ContractError(
                 f"attn_type={spec.attn_type.value} keeps no keys between steps and needs no cache: "
@@ -273,7 +265,7 @@ class PagedKVCache(EngineLayouts):
             ContractError: the views have other shapes, or disagree with each other.
         """
         cache = cls(key_cache, value_cache, k_scale=k_scale, v_scale=v_scale)
-        cache.layout = _recognized_layout(key_cache, value_cache)
+        cache.layout = recognized_layout(key_cache, value_cache)
         return cache
 
     @property
@@ -332,6 +324,7 @@ class PagedKVCache(EngineLayouts):
     @property
     def block_views(self) -> tuple[torch.Tensor, ...]:
         """All memory of the blocks, `[B, ...]`: elements, and scales in the page."""
+        self._check_assigned()
         if self.page_format is None:
             return self.key_cache, self.value_cache
         scales = (self.k_scale, self.v_scale)
@@ -384,7 +377,7 @@ class PagedKVCache(EngineLayouts):
         Raises:
             ContractError: an id is out of range; nothing is written.
         """
-        ids = list(block_ids)
+        ids = [as_id("block_ids", block, place) for place, block in enumerate(block_ids)]
         check_ids("block_ids", ids, self.num_blocks)
         zero_blocks(self.block_views, ids)
 
@@ -400,43 +393,6 @@ class PagedKVCache(EngineLayouts):
         )
 
 
-def _check_views(key: torch.Tensor, value: torch.Tensor) -> None:
-    for name, view in (("key_cache", key), ("value_cache", value)):
-        if view.dim() != 4:
-            raise ContractError(
-                f"{name} has shape {tuple(view.shape)}; it must be "
-                f"[blocks, block_size, num_kv_heads, head_size]",
-                rule="P1",
-            )
-        if view.stride(3) != 1 and view.shape[3] > 1:
-            raise ContractError(
-                f"{name} has last stride {view.stride(3)}; the last stride must be 1",
-                rule="P1",
-            )
-    if key.shape[:3] != value.shape[:3]:
-        raise ContractError(
-            f"key_cache {tuple(key.shape)} and value_cache {tuple(value.shape)} must agree in "
-            f"blocks, block_size and heads",
-            rule="P1",
-        )
-    if key.dtype != value.dtype or key.device != value.device:
-        raise ContractError(
-            f"key_cache ({key.dtype}, {key.device}) and value_cache ({value.dtype}, "
-            f"{value.device}) must agree in dtype and device",
-            rule="P1",
-        )
-
-
 def _page_shape(spec: AttentionSpec) -> tuple[int, int, int, int]:
     """N, Hkv, D and Dv of a page."""
     return spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v
-
-
-def _recognized_layout(key: torch.Tensor, value: torch.Tensor) -> str | None:
-    """Name of the layout that has the strides of these views, or None."""
-    sizes = (key.shape[0], key.shape[1], key.shape[2], key.shape[3], value.shape[3])
-    for layout in LAYOUTS.values():
-        k_strides, v_strides, _ = layout.strides(*sizes)
-        if key.stride() == k_strides and value.stride() == v_strides:
-            return layout.name
-    return None

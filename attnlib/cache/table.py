@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import as_count, as_id
 
 __all__ = ["BlockTable"]
 
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 _MAX_BLOCK_ID = torch.iinfo(torch.int32).max
 
 
@@ -32,6 +34,7 @@ class BlockTable:
     def __init__(
         self, max_reqs: int, max_blocks: int, device: torch.device | str | None = None
     ) -> None:
+        max_reqs, max_blocks = as_count("max_reqs", max_reqs), as_count("max_blocks", max_blocks)
         if max_reqs < 1 or max_blocks < 1:
             raise ContractError(
                 f"a block table of {max_reqs} rows and {max_blocks} columns cannot hold a request"
@@ -106,7 +109,14 @@ class BlockTable:
 
         Returns:
             The rows on the device, `[num_reqs, max_blocks]` int32.
+
+        Raises:
+            ContractError: the table has fewer rows.
         """
+        if as_count("num_reqs", num_reqs) > self.max_reqs:
+            raise ContractError(
+                f"num_reqs={num_reqs} exceeds the {self.max_reqs} rows of the table", rule="P3"
+            )
         if self._device is not self._host:
             self._device[:num_reqs].copy_(self._host[:num_reqs], non_blocking=True)
         return self._device[:num_reqs]
@@ -120,9 +130,10 @@ class BlockTable:
         return self._host
 
     def _checked(self, index: int) -> int:
-        if not 0 <= index < self.max_reqs:
-            raise ContractError(f"row {index} is outside the table of {self.max_reqs} rows")
-        return index
+        row = as_id("row", index)
+        if not 0 <= row < self.max_reqs:
+            raise ContractError(f"row {row} is outside the table of {self.max_reqs} rows")
+        return row
 
     def _checked_row(self, block_ids: Sequence[int], start: int, index: int) -> torch.Tensor:
         """`block_ids` as int32, checked to fit row `index` from column `start` on."""
@@ -133,7 +144,7 @@ class BlockTable:
                 f"columns: create it with max_blocks={end} or more",
                 rule="P3",
             )
-        row = torch.as_tensor(block_ids, dtype=torch.int64, device="cpu")
+        row = _integers(block_ids, index)
         invalid = (row < 0) | (row > _MAX_BLOCK_ID)
         if bool(invalid.any()):
             raise ContractError(
@@ -146,3 +157,23 @@ class BlockTable:
         end = start + row.shape[0]
         self._host[index, start:end] = row
         self.num_blocks_per_row[index] = end
+
+
+def _integers(block_ids: Sequence[int], index: int) -> torch.Tensor:
+    """Block ids as int64 `[n]` on the CPU; torch would truncate fractions."""
+    try:
+        row = torch.as_tensor(block_ids, device="cpu")
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        for position, block in enumerate(block_ids):
+            if not -(1 << 63) <= as_id(f"row {index}: block id", block, position) < 1 << 63:
+                raise ContractError(
+                    f"row {index}: block id {block} is not in 0 to {_MAX_BLOCK_ID}", rule="P3"
+                ) from None
+        raise
+    if row.numel() and (row.dtype not in _INTEGERS or row.dim() != 1):
+        raise ContractError(
+            f"row {index}: block ids are {row.dtype} {tuple(row.shape)}, for example "
+            f"{row.flatten()[0].item()}; they must be integers [n]",
+            rule="P3",
+        )
+    return row.reshape(-1).to(torch.int64)

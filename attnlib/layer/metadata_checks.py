@@ -12,6 +12,7 @@ from attnlib.layer.call import ExtraKeys, LayerCall
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.metadata.facts import BatchFacts
+from attnlib.ops.addresses import check_block_table
 from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 
@@ -80,7 +81,7 @@ def check_addresses(metadata: AttentionMetadata, cache: PagedKVCache) -> None:
     """
     table, seq_lens = metadata.facts.block_table, metadata.facts.seq_lens
     if table is not None and seq_lens is not None and table.numel():
-        _check_block_ids(table, seq_lens, cache)
+        check_block_table(table, seq_lens, cache.block_size, cache.num_blocks)
     slots = metadata.slot_mapping
     if slots is not None and slots.numel():
         least, most = slots.aminmax()
@@ -91,30 +92,6 @@ def check_addresses(metadata: AttentionMetadata, cache: PagedKVCache) -> None:
                 "slots (-1 writes nothing)",
                 rule="P4",
             )
-
-
-def _check_block_ids(table: torch.Tensor, seq_lens: torch.Tensor, cache: PagedKVCache) -> None:
-    """Ids of blocks that a request reads; entries past its end may hold anything (P3)."""
-    if int(seq_lens.max()) > table.shape[1] * cache.block_size:
-        request = int(seq_lens.argmax())
-        raise ContractError(
-            f"block_table row {request} has {table.shape[1]} entries, but seq_lens[{request}]="
-            f"{seq_lens[request]} needs {-(-int(seq_lens[request]) // cache.block_size)} blocks of "
-            f"{cache.block_size} tokens",
-            rule="P3",
-        )
-    least, most = table.aminmax()
-    if least >= 0 and most < cache.num_blocks:
-        return
-    first_position = torch.arange(table.shape[1]) * cache.block_size
-    wrong = (first_position < seq_lens[:, None]) & ((table < 0) | (table >= cache.num_blocks))
-    if bool(wrong.any()):
-        request, column = wrong.nonzero()[0].tolist()
-        raise ContractError(
-            f"block_table[{request}][{column}]={table[request, column]} is outside the pool of "
-            f"{cache.num_blocks} blocks (0 to {cache.num_blocks - 1})",
-            rule="P3",
-        )
 
 
 def extra_keys(

@@ -16,6 +16,7 @@ from torch import Tensor
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.ops.addresses import as_count, check_block_table
 from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 
@@ -76,8 +77,9 @@ class EntryBatch:
             compress_rate: tokens of one entry.
 
         Raises:
-            ContractError: a block table of another shape, dtype or device.
+            ContractError: a block table of another shape, dtype or device, or a rate below 1.
         """
+        compress_rate = as_count("compress_rate", compress_rate, 1)
         device, requests = common.seq_lens.device, common.num_reqs
         if (
             block_table.dtype != torch.int32
@@ -141,7 +143,8 @@ class CompressedKeys:
         )
 
     def check(self, spec: AttentionSpec, query: Tensor, num_tokens: int) -> None:
-        """Check sizes, dtypes and devices against the layer; values are not read.
+        """Check sizes, dtypes and devices against the layer, and on a CPU the blocks of the
+        entries.
 
         Args:
             spec: of the layer.
@@ -168,6 +171,16 @@ class CompressedKeys:
                 "build it from the batch of this step",
                 rule="M17",
             )
+        if batch.block_table.dim() != 2 or batch.block_table.shape[0] != num_tokens:
+            raise ContractError(
+                f"block_table of the entries has shape {tuple(batch.block_table.shape)}; it must "
+                f"be [{num_tokens}, blocks], one row for each token",
+                rule="M17",
+            )
+        check_block_table(
+            batch.block_table, batch.num_entries, entries.block_size, self.cache.num_blocks,
+            what="num_entries",
+        )  # fmt: skip
         if (self.selected is None) != (entries.selection is None):
             given = "missing" if self.selected is None else "given"
             raise ContractError(

@@ -6,13 +6,24 @@ ATTNLIB_VALIDATE, and not while a CUDA graph is captured.
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from attnlib import env
 from attnlib.errors import ContractError
 
-__all__ = ["are_readable", "check_block_table", "check_slot_values", "check_starts"]
+__all__ = [
+    "are_readable",
+    "as_count",
+    "as_id",
+    "check_block_table",
+    "check_lengths",
+    "check_slot_values",
+    "check_starts",
+]
 
 
 def are_readable(tensor: Tensor) -> bool:
@@ -47,7 +58,12 @@ def check_slot_values(slots: Tensor, num_slots: int) -> None:
 
 
 def check_block_table(
-    table: Tensor, lengths: Tensor, block_size: int, num_blocks: int, *, what: str = "seq_lens"
+    table: Tensor,
+    lengths: Tensor,
+    block_size: int,
+    num_blocks: int | None,
+    *,
+    what: str = "seq_lens",
 ) -> None:
     """Whether the entries that requests use are blocks of the pool; others may hold anything (P3).
 
@@ -55,7 +71,7 @@ def check_block_table(
         table: `[R, M]` integers.
         lengths: `[R]` integers, tokens of each request.
         block_size: tokens of one block.
-        num_blocks: blocks in the pool.
+        num_blocks: blocks in the pool; None if it is not known.
         what: name of `lengths`, for messages.
 
     Raises:
@@ -69,29 +85,57 @@ def check_block_table(
             f"{what}[{int(lengths.argmin())}]={least} must not be negative", rule="M7"
         )
     if most > table.shape[1] * block_size:
+        request = int(lengths.argmax())
         raise ContractError(
-            f"{what}[{int(lengths.argmax())}]={most} needs {-(-most // block_size)} blocks of "
-            f"{block_size} tokens, but block_table has {table.shape[1]} columns",
+            f"block_table row {request} has {table.shape[1]} entries, but {what}[{request}]="
+            f"{most} needs {-(-most // block_size)} blocks of {block_size} tokens",
             rule="P3",
         )
     first = torch.arange(table.shape[1], device=table.device) * block_size
-    wrong = (first < lengths[:, None]) & ((table < 0) | (table >= num_blocks))
+    outside = table < 0 if num_blocks is None else (table < 0) | (table >= num_blocks)
+    wrong = (first < lengths[:, None]) & outside
     if bool(wrong.any()):
         request, column = wrong.nonzero()[0].tolist()
+        limit = (
+            "must not be negative"
+            if num_blocks is None
+            else f"is outside the pool of {num_blocks} blocks (0 to {num_blocks - 1})"
+        )
         raise ContractError(
-            f"block_table[{request}][{column}]={int(table[request, column])} is outside the pool "
-            f"of {num_blocks} blocks (0 to {num_blocks - 1})",
+            f"block_table[{request}][{column}]={int(table[request, column])} {limit}", rule="P3"
+        )
+
+
+def check_lengths(name: str, lengths: Tensor, most: int, limit: str) -> None:
+    """Whether lengths are from 0 to what a row of a table holds.
+
+    Args:
+        name: of the lengths, for messages.
+        lengths: `[R]` integers.
+        most: the largest allowed one.
+        limit: what has this size, for messages.
+
+    Raises:
+        ContractError: names the first length outside.
+    """
+    if not lengths.numel() or not are_readable(lengths):
+        return
+    wrong = (lengths < 0) | (lengths > most)
+    if bool(wrong.any()):
+        request = int(wrong.int().argmax())
+        raise ContractError(
+            f"{name}[{request}]={int(lengths[request])} must be from 0 to {most}, {limit}",
             rule="P3",
         )
 
 
-def check_starts(name: str, starts: Tensor, rows: int) -> None:
+def check_starts(name: str, starts: Tensor, rows: int | None) -> None:
     """Whether offsets begin at 0, do not decrease, and end inside the rows that they divide.
 
     Args:
         name: of the offsets, for messages.
         starts: `[R + 1]` integers.
-        rows: number of rows.
+        rows: number of rows; None if it is not known.
 
     Raises:
         ContractError: names the offset.
@@ -107,7 +151,48 @@ def check_starts(name: str, starts: Tensor, rows: int) -> None:
                 f"{name} falls from {start} to {end} at index {index + 1}; it must not decrease",
                 rule="M1",
             )
-    if values[-1] > rows:
+    if rows is not None and values[-1] > rows:
         raise ContractError(
             f"{name} ends at {values[-1]}, past the {rows} rows that it divides", rule="M1"
         )
+
+
+def as_id(what: str, block: Any, position: int | None = None) -> int:
+    """A block id as `int`; integers of other types, numpy's for example, are converted.
+
+    Args:
+        what: how the error message calls the id.
+        block: the id.
+        position: its index, for the message; None for a single id.
+
+    Raises:
+        ContractError: it is no integer.
+    """
+    try:
+        if isinstance(block, bool):
+            raise TypeError
+        return operator.index(block)
+    except TypeError:
+        where = "" if position is None else f" (index {position})"
+        raise ContractError(
+            f"{what} {block!r}{where} is a {type(block).__name__}; it must be an integer",
+            rule="P3",
+        ) from None
+
+
+def as_count(name: str, count: Any, least: int = 0) -> int:
+    """A number of things as `int`.
+
+    Args:
+        name: of the argument, for messages.
+        count: the number.
+        least: the smallest that is allowed.
+
+    Raises:
+        ContractError: it is no integer, or below `least`.
+    """
+    found = as_id(name, count)
+    if found < least:
+        limit = "not be negative" if least == 0 else f"be at least {least}"
+        raise ContractError(f"{name}={found} must {limit}")
+    return found

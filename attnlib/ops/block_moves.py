@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import as_id
 
 __all__ = [
     "BlockPairs",
@@ -21,6 +22,8 @@ __all__ = [
     "swap_tensor_blocks",
     "zero_blocks",
 ]
+
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 BlockPairs = Sequence[tuple[int, int]] | torch.Tensor
 """(source, destination) block ids, or an integer tensor `[n, 2]`."""
@@ -43,17 +46,19 @@ def checked_pairs(
         ContractError: ids that are not integers, an id that is out of range, or a destination that
             occurs twice.
     """
-    if (
-        isinstance(pairs, torch.Tensor)
-        and pairs.numel()
-        and (pairs.is_floating_point() or pairs.dim() != 2 or pairs.shape[1] != 2)
-    ):
-        raise ContractError(
-            f"block pairs are {pairs.dtype} {tuple(pairs.shape)}; pass integers of shape [n, 2], "
-            f"source and destination per row"
-        )
-    rows = pairs.tolist() if isinstance(pairs, torch.Tensor) else [tuple(pair) for pair in pairs]
-    source, destination = [int(row[0]) for row in rows], [int(row[1]) for row in rows]
+    if isinstance(pairs, torch.Tensor):
+        if pairs.dtype not in _INTEGERS or (
+            pairs.numel() and (pairs.dim() != 2 or pairs.shape[1] != 2)
+        ):
+            raise ContractError(
+                f"block pairs are {pairs.dtype} {tuple(pairs.shape)}; pass integers of shape "
+                "[n, 2], source and destination per row",
+                rule="P3",
+            )
+        rows = pairs.tolist()
+    else:
+        rows = [_pair(position, pair) for position, pair in enumerate(pairs)]
+    source, destination = [row[0] for row in rows], [row[1] for row in rows]
     check_ids("source block", source, num_source)
     check_ids("destination block", destination, num_destination)
     repeated = [block for block, count in Counter(destination).items() if count > 1]
@@ -63,6 +68,18 @@ def checked_pairs(
             f"the order of the copies"
         )
     return source, destination
+
+
+def _pair(position: int, pair: Sequence[int]) -> tuple[int, int]:
+    try:
+        source, destination = pair
+    except (TypeError, ValueError):
+        raise ContractError(
+            f"block pair {pair!r} (index {position}) must be two ids, source and destination",
+            rule="P3",
+        ) from None
+    first = as_id("source block", source, position)
+    return first, as_id("destination block", destination, position)
 
 
 def check_ids(what: str, ids: Sequence[int], num_blocks: int) -> None:
@@ -77,6 +94,7 @@ def check_ids(what: str, ids: Sequence[int], num_blocks: int) -> None:
         ContractError: names the first invalid id and its position in `ids`.
     """
     for position, block in enumerate(ids):
+        block = as_id(what, block, position)
         if not 0 <= block < num_blocks:
             raise ContractError(
                 f"{what} {block} (index {position}) is outside the pool of {num_blocks} blocks "

@@ -12,10 +12,17 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import (
+    are_readable,
+    check_block_table,
+    check_slot_values,
+    check_starts,
+)
+from attnlib.ops.checks import check_slots
 
 __all__ = [
     "BYTES", "GROUP", "LATENT", "LARGEST", "ROTARY", "SMALLEST_SCALE", "PackedViews",
-    "check_queries", "packed_views",
+    "check_batch", "check_latents", "check_queries", "check_query", "packed_views",
 ]  # fmt: skip
 
 LATENT, ROTARY, GROUP = 512, 64, 128
@@ -74,24 +81,115 @@ def packed_views(data: Tensor) -> PackedViews:
     )
 
 
+def check_latents(latents: Tensor, data: Tensor, slot_mapping: Tensor) -> None:
+    """Check a write of packed latents, before anything is written.
+
+    Raises:
+        ContractError: latents of another shape or dtype, slots that are not int64, fewer latents
+            than slots, several devices, or, on a CPU, a slot past the cache.
+    """
+    if (
+        latents.dim() != 2
+        or latents.shape[1] != LATENT + ROTARY
+        or latents.dtype not in (torch.float16, torch.bfloat16, torch.float32)
+    ):
+        raise ContractError(
+            f"latents are {latents.dtype} {tuple(latents.shape)}; they must be float16, bfloat16 "
+            f"or float32 [tokens, {LATENT + ROTARY}]",
+            rule="P14",
+        )
+    check_slots(latents, latents, slot_mapping)
+    _check_devices(data, latents=latents, slot_mapping=slot_mapping)
+    check_slot_values(slot_mapping, data.shape[0] * data.shape[1])
+
+
+def check_batch(
+    query: Tensor,
+    data: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    lse: Tensor | None,
+) -> None:
+    """Check the batch of attention over packed latents, before anything is written.
+
+    Raises:
+        ContractError: tensors of other shapes, dtypes or devices; on a CPU also offsets that
+            decrease or end past the queries, and blocks outside of the cache.
+    """
+    requests = seq_lens.shape[0] if seq_lens.dim() else 0
+    for name, tensor, shape in (
+        ("block_table", block_table, (requests, *block_table.shape[1:2])),
+        ("query_start_loc", query_start_loc, (requests + 1,)),
+        ("seq_lens", seq_lens, (requests,)),
+    ):
+        dims = 2 if name == "block_table" else 1
+        if tensor.dtype != torch.int32 or tensor.dim() != dims or tensor.shape != shape:
+            raise ContractError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be torch.int32 "
+                f"{'[R, blocks]' if dims == 2 else list(shape)} for the {requests} requests of "
+                "seq_lens",
+                rule="P3",
+            )
+    if lse is not None and (lse.shape != query.shape[:2] or lse.dtype != torch.float32):
+        raise ContractError(
+            f"lse is {lse.dtype} {tuple(lse.shape)}; it must be torch.float32 "
+            f"{list(query.shape[:2])}",
+            rule="M5",
+        )
+    _check_devices(
+        data, query=query, block_table=block_table, query_start_loc=query_start_loc,
+        seq_lens=seq_lens, lse=lse,
+    )  # fmt: skip
+    check_starts("query_start_loc", query_start_loc, query.shape[0])
+    check_block_table(block_table, seq_lens, data.shape[1], data.shape[0])
+    if requests and are_readable(seq_lens) and int(seq_lens.max()) > max_seq_len:
+        raise ContractError(
+            f"seq_lens[{int(seq_lens.argmax())}]={int(seq_lens.max())} exceeds "
+            f"max_seq_len={max_seq_len}",
+            rule="M1",
+        )
+
+
+def _check_devices(data: Tensor, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != data.device:
+            raise ContractError(
+                f"{name} is on {tensor.device}, the packed latents on {data.device}: all tensors "
+                "of a call must be on one device"
+            )
+
+
+def check_query(query: Tensor) -> None:
+    """Check the queries of attention over packed latents.
+
+    Raises:
+        ContractError: another shape or dtype.
+    """
+    if query.dim() != 3 or query.shape[2] != LATENT + ROTARY:
+        raise ContractError(
+            f"query is {tuple(query.shape)}; packed latents need [tokens, heads, "
+            f"{LATENT + ROTARY}]",
+            rule="M12",
+        )
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ContractError(
+            f"query is {query.dtype}; packed latents need float16, bfloat16 or float32", rule="M12"
+        )
+
+
 def check_queries(query: Tensor, out: Tensor) -> None:
     """Check the queries and the output of attention over packed latents.
 
     Raises:
         ContractError: other sizes or dtypes.
     """
+    check_query(query)
     expected = (*query.shape[:2], LATENT)
-    if query.dim() != 3 or query.shape[2] != LATENT + ROTARY or out.shape != expected:
+    if out.shape != expected or out.dtype != query.dtype:
         raise ContractError(
-            f"query is {tuple(query.shape)} and out {tuple(out.shape)}; packed latents need "
-            f"[tokens, heads, {LATENT + ROTARY}] and [tokens, heads, {LATENT}]",
-            rule="M12",
-        )
-    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32) or (
-        out.dtype != query.dtype
-    ):
-        raise ContractError(
-            f"query is {query.dtype} and out {out.dtype}; packed latents need two equal ones of "
-            "float16, bfloat16 and float32",
+            f"query is {query.dtype} {tuple(query.shape)} and out {out.dtype} {tuple(out.shape)}; "
+            f"packed latents need an output {list(expected)} in the dtype of the queries",
             rule="M12",
         )

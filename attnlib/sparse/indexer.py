@@ -12,6 +12,7 @@ import torch
 
 from attnlib.cache.index_keys import IndexKeyCache
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import as_count, check_block_table, check_starts
 from attnlib.ops.dispatch import operation
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 
@@ -33,13 +34,17 @@ class KeyIndexer:
     """
 
     def __init__(self, selection: KeySelection, *, local_blocks: int = 0) -> None:
+        if not isinstance(selection, KeySelection):
+            raise ContractError(
+                f"selection is a {type(selection).__name__}; it must be a KeySelection", rule="M14"
+            )
         if selection.query_block_size != 1:
             raise ContractError(
                 f"query_block_size={selection.query_block_size} of the key selection: an indexer "
                 "makes one list per query token; set it to 1",
                 rule="M14",
             )
-        if not 0 <= local_blocks <= selection.max_blocks:
+        if not 0 <= as_count("local_blocks", local_blocks) <= selection.max_blocks:
             raise ContractError(
                 f"local_blocks={local_blocks} must be from 0 to max_blocks={selection.max_blocks}",
                 rule="M14",
@@ -72,11 +77,15 @@ class KeyIndexer:
             order, padded with -1.
 
         Raises:
-            ContractError: tensors of another form. Nothing is written then.
+            ContractError: tensors of another form; on a CPU and under ATTNLIB_VALIDATE also blocks
+                and slots outside of the cache. Nothing is written then.
         """
+        _check_metadata(metadata, cache)
         self._check(query, weights, key, cache, metadata)
-        if key is not None and metadata.slot_mapping is not None:
-            cache.write(key, metadata.slot_mapping)
+        _check_addresses(query, key, cache, metadata)
+        slots = getattr(metadata, "slot_mapping", None)
+        if key is not None and slots is not None:
+            cache.write(key, slots)
         heads = query.shape[1] if weights is None else 1
         shape = (query.shape[0], heads, self.selection.max_blocks)
         indices = torch.empty(shape, dtype=torch.int32, device=query.device)
@@ -93,8 +102,8 @@ class KeyIndexer:
             max_query_len=metadata.max_query_len,
             max_seq_len=metadata.max_seq_len,
             out=indices,
-            query_start_loc_cpu=metadata.query_start_loc_cpu,
-            seq_lens_cpu=metadata.seq_lens_cpu,
+            query_start_loc_cpu=getattr(metadata, "query_start_loc_cpu", None),
+            seq_lens_cpu=getattr(metadata, "seq_lens_cpu", None),
         )
         return SelectedKeys(indices)
 
@@ -130,23 +139,6 @@ class KeyIndexer:
                 "with last stride 1",
                 rule="M14",
             )
-        if getattr(metadata, "block_table", None) is None:
-            raise ContractError(
-                f"{type(metadata).__name__} has no block table, by which index keys are found",
-                rule="M14",
-            )
-        made_for = getattr(metadata, "spec", None)
-        if made_for is not None and made_for.block_size != cache.block_size:
-            raise ContractError(
-                f"the index cache has blocks of {cache.block_size} tokens, the batch has "
-                f"block_size={made_for.block_size}: both use one block table",
-                rule="M14",
-            )
-        if key is not None and (key.dim() != 2 or key.shape[1] != size):
-            raise ContractError(
-                f"index keys have shape {tuple(key.shape)}; they must be [tokens, {size}]",
-                rule="M14",
-            )
         for name, tensor in (("weights", weights), ("key", key), ("cache", cache.keys)):
             if tensor is not None and tensor.device != query.device:
                 raise ContractError(
@@ -154,3 +146,40 @@ class KeyIndexer:
                     "all tensors of a call must be on one device",
                     rule="M14",
                 )
+
+
+_FIELDS = (
+    "block_table", "query_start_loc", "seq_lens", "num_actual_tokens", "max_query_len",
+    "max_seq_len",
+)  # fmt: skip
+
+
+def _check_metadata(metadata: Any, cache: IndexKeyCache) -> None:
+    """Whether metadata describes requests in the blocks of an index cache."""
+    for name in _FIELDS:
+        if getattr(metadata, name, None) is None:
+            what = "block table" if name == "block_table" else name
+            raise ContractError(
+                f"metadata of the indexer, a {type(metadata).__name__}, has no {what}, by which "
+                "index keys are found: pass the metadata of the layer's batch",
+                rule="M14",
+            )
+    made_for = getattr(metadata, "spec", None)
+    if made_for is not None and made_for.block_size != cache.block_size:
+        raise ContractError(
+            f"the index cache has blocks of {cache.block_size} tokens, the batch has "
+            f"block_size={made_for.block_size}: both use one block table",
+            rule="M14",
+        )
+
+
+def _check_addresses(
+    query: torch.Tensor, key: torch.Tensor | None, cache: IndexKeyCache, metadata: Any
+) -> None:
+    """Whether the requests, their blocks and the slots of new keys exist."""
+    check_starts("query_start_loc", metadata.query_start_loc, query.shape[0])
+    blocks, size = cache.keys.shape[:2]
+    check_block_table(metadata.block_table, metadata.seq_lens, size, blocks)
+    slots = getattr(metadata, "slot_mapping", None)
+    if key is not None and slots is not None:
+        cache.check_new(key, slots)

@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnlib
 from attnlib.cache import indices as convert
+from attnlib.cache import page_lists, ragged, token_indices, token_slots
 from attnlib.errors import ContractError
+from attnlib.ops import addresses
 
 DTYPES = (torch.int32, torch.int64)
 
@@ -257,9 +259,13 @@ def test_every_conversion_is_listed_here() -> None:
 
 @pytest.mark.parametrize("name", _calls("cpu"))
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_no_conversion_synchronizes(name: str, device: str) -> None:
-    """On a meta device there are no values to read at all."""
+def test_no_conversion_synchronizes(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a meta device there are no values to read at all. Checks of values are for a CPU."""
     expected = _calls("cpu")[name]()
+    for module in (addresses, page_lists, ragged, token_indices, token_slots):
+        monkeypatch.setattr(module, "are_readable", lambda tensor: False)
     call = _calls(device)[name]
     with _forbidden():
         found = call()
@@ -312,3 +318,64 @@ def test_on_a_gpu_nothing_synchronizes(name: str) -> None:
 def test_other_arguments_are_refused(call: Callable[..., Any], message: str) -> None:
     with pytest.raises(ContractError, match=message):
         call(BATCH.table(torch.int32), BATCH.lengths(torch.int32))
+
+
+INTS = lambda *values: torch.tensor(values)  # noqa: E731  # short
+TABLE, LENGTHS = INTS([7, 2], [3, -1]), INTS(9, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: convert.block_table_to_csr(TABLE, LENGTHS, 4), "needs 3 blocks of 4 tokens"),
+        (lambda: convert.block_table_to_csr(TABLE, INTS(-1, 3), 4), r"seq_lens\[0\]=-1"),
+        (lambda: convert.block_table_to_csr(TABLE, INTS(8, 5), 4), r"block_table\[1\]\[1\]=-1"),
+        (
+            lambda: convert.block_table_to_csr(TABLE, INTS(8, 3), 4, max_pages=2),
+            "max_pages=2 is too small: the values need 3",
+        ),
+        (lambda: convert.csr_to_block_table(INTS(0, 3), INTS(1, 2), 4), "past the 2 rows"),
+        (lambda: convert.csr_to_block_table(INTS(0, 2, 1), INTS(1, 2), 4), "falls from 2 to 1"),
+        (lambda: convert.csr_to_block_table(INTS(1, 2), INTS(1, 2), 4), r"indptr\[0\]=1"),
+        (lambda: convert.csr_to_block_table(INTS(0, 2), INTS(1, 2), 1), "max_blocks=1 is too"),
+        (lambda: convert.csr_seq_lens(INTS(0, 2), INTS(5), 4), r"last_page_len\[0\]=5 must be"),
+        (lambda: convert.csr_seq_lens(INTS(0, 2), INTS(0), 4), r"last_page_len\[0\]=0 must be"),
+        (
+            lambda: convert.block_table_to_token_slots(TABLE, INTS(8, 3), 4, max_seq_len=7),
+            r"seq_lens\[0\]=8 must be from 0 to 7, max_seq_len",
+        ),
+        (
+            lambda: convert.token_slots_to_block_table(INTS([8, 9, 11, 10]), INTS(4), 4),
+            r"token_slots\[0\]\[2\]=11",
+        ),
+        (
+            lambda: convert.token_slots_to_block_table(INTS([9, 10]), INTS(2), 4),
+            r"token_slots\[0\]\[0\]=9",
+        ),
+        (lambda: convert.token_slots_to_csr(INTS([8, -1]), INTS(2), 4), r"\[0\]\[1\]=-1"),
+        (lambda: convert.token_slots_to_read_indices(INTS([8, 9]), INTS(3)), "from 0 to 2"),
+        (
+            lambda: convert.read_indices_to_token_slots(INTS(4, 5), INTS(0, 3), 4),
+            "cu_seqlens ends at 3",
+        ),
+        (
+            lambda: convert.token_slots_to_write_indices(INTS([8, 9]), INTS(0, 3), INTS(2), 3),
+            r"seq_lens\[0\]=2 is below the 3 new tokens",
+        ),
+        (
+            lambda: convert.token_slots_to_write_indices(INTS([8, 9]), INTS(0, 2), INTS(2), 1),
+            "query_start_loc ends at 2, past the 1 rows",
+        ),
+        (
+            lambda: convert.write_indices_to_token_slots(
+                INTS(4), INTS(0, 2), INTS(2), INTS([8, 9])
+            ),
+            "query_start_loc ends at 2, past the 1 rows",
+        ),
+        (lambda: convert.csr_seq_lens(INTS(0, 2), INTS(3), 2.5), "block_size 2.5 is a float"),
+    ],
+)
+def test_values_are_checked_on_a_cpu(call: Callable[[], Any], message: str) -> None:
+    """Lists past their end, lengths past a table, and results that do not fit."""
+    with pytest.raises(ContractError, match=message):
+        call()

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+import attnlib
 from attnlib.cache.storage import PagedKVCache, Scale
 from attnlib.errors import ContractError
 from attnlib.spec import AttentionSpec
+
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=8, dtype=torch.float32, block_size=4)
 
 
 @pytest.mark.parametrize(
@@ -95,3 +98,28 @@ def test_unquantized_blocks_move_whatever_the_scales() -> None:
     first, second = _quantized(0.5, kv="auto"), _quantized(2.0, kv="auto")
     first.swap_blocks(second, [(0, 1)])
     assert torch.equal(second.key_cache[1], first.key_cache[0])
+
+
+def test_a_view_that_does_not_fit_the_other_one_is_refused_at_its_next_use() -> None:
+    """P1: both views may be replaced one after the other, so the pair is checked when it is used,
+    before anything is written."""
+    layer = attnlib.Attention(SPEC, backend="torch", device="cpu")
+    cache = PagedKVCache.allocate(SPEC, 4, "cpu")
+    batch = attnlib.CommonAttentionMetadata.from_lengths([2], [2], [[3]], SPEC.block_size, "cpu")
+    metadata = layer.backend.make_builder(SPEC, "cpu").build(0, batch)
+    q = torch.randn(2, SPEC.num_heads, SPEC.head_size)
+    kv = torch.randn(2, SPEC.num_kv_heads, SPEC.head_size)
+    layer(q, kv, kv, cache, metadata)
+    before = cache.key_cache.clone()
+    cache.value_cache = cache.value_cache[:3]
+    for use in (
+        lambda: layer(q, 2 * kv, kv, cache, metadata),
+        lambda: cache.copy_blocks([(0, 3)]),
+        lambda: cache.zero_blocks([3]),
+        lambda: cache.nbytes,
+    ):
+        with pytest.raises(ContractError, match="must agree in blocks"):
+            use()
+    assert torch.equal(cache.key_cache, before)
+    cache.key_cache = cache.key_cache[:3]
+    cache.copy_blocks([(0, 2)])

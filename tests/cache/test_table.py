@@ -1,6 +1,10 @@
 """P3: the block table."""
 
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 
 from attnlib.cache.table import BlockTable
 from attnlib.errors import ContractError
@@ -49,3 +53,38 @@ def test_invalid_block_ids_are_refused(method: str, block: int) -> None:
     with pytest.raises(ContractError, match=rf"row 0: block id {block} .*\[P3\]"):
         getattr(table, method)([2, block], 0)
     assert table.row(0) == [1]
+
+
+@pytest.mark.parametrize(
+    "blocks", [[1.7], [1, 2.0], [True], ["1"], [[1], [2]], torch.tensor([1.7]), [None]]
+)
+@pytest.mark.parametrize("method", ["add_row", "append_row"])
+def test_ids_that_are_not_integers_are_refused(method: str, blocks: Any) -> None:
+    """P3: torch would truncate 1.7 to block 1."""
+    table = BlockTable(2, 4)
+    table.add_row([1], 0)
+    with pytest.raises(ContractError, match="row 0: block id.*integer"):
+        getattr(table, method)(blocks, 0)
+    assert table.row(0) == [1]
+
+
+def test_integers_of_other_types() -> None:
+    table = BlockTable(2, 4)
+    table.add_row(np.array([3, 1], dtype=np.int64), np.int64(1))
+    table.append_row(torch.tensor([2], dtype=torch.int16), 1)
+    assert table.row(1) == [3, 1, 2]
+
+
+def test_rows_and_sizes_that_are_not_integers_or_outside() -> None:
+    table = BlockTable(2, 4)
+    for call in (
+        lambda: table.add_row([1], 0.5),
+        lambda: table.row(1.0),
+        lambda: table.move_row(0, 1.5),
+        lambda: table.commit(1.5),
+        lambda: table.commit(3),
+        lambda: table.commit(-1),
+        lambda: BlockTable(2.5, 4),
+    ):
+        with pytest.raises(ContractError):
+            call()

@@ -162,10 +162,25 @@ def test_layers_without_entries_refuse_them() -> None:
         _run(_call(), selected_keys=lists)
 
 
+def test_blocks_of_entries_outside_of_their_cache_are_refused() -> None:
+    """P3, by default on a CPU: before the new keys are written."""
+    call = _call()
+    before = call["cache"].key_cache.clone()
+    with pytest.raises(ContractError, match=r"block_table\[0\]\[3\]=3 is outside the pool of 3"):
+        _run(call, compressed_keys=CompressedKeys(_entries(num_blocks=3), _batch()))
+    assert torch.equal(call["cache"].key_cache, before)
+    with pytest.raises(ContractError, match="compress_rate=0 must be at least 1"):
+        EntryBatch.build(
+            CommonAttentionMetadata.from_lengths([1], [9], [[0]], 16, "cpu"),
+            torch.zeros(1, 4, dtype=torch.int32),
+            0,
+        )
+
+
 def test_values_are_validated(monkeypatch: pytest.MonkeyPatch) -> None:
     """ATTNLIB_VALIDATE=1 names blocks outside the cache and repeated entries."""
     monkeypatch.setenv("ATTNLIB_VALIDATE", "1")
-    with pytest.raises(ContractError, match=r"has block \d+ in column"):
+    with pytest.raises(ContractError, match=r"block_table\[0\]\[3\]=3 is outside the pool of 3"):
         _run(_call(), compressed_keys=CompressedKeys(_entries(num_blocks=3), _batch()))
     few = dataclasses.replace(_batch(), max_entries=9)
     with pytest.raises(ContractError, match="sees 10 entries, but max_entries=9"):

@@ -1,5 +1,8 @@
 """Copies of whole blocks: reads before writes, between layouts, nothing on an invalid id."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -90,3 +93,38 @@ def test_empty_moves_are_legal() -> None:
     cache.copy_blocks([])
     cache.zero_blocks([])
     cache.copy_blocks(torch.empty(0, 2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([(0.9, 1)], r"source block 0.9 \(index 0\) is a float"),
+        ([(0, 1), (1, 2.0)], r"destination block 2.0 \(index 1\) is a float"),
+        ([("0", 1)], "source block '0'"),
+        ([(True, 1)], "source block True"),
+        ([(0, 1, 2)], r"block pair \(0, 1, 2\)"),
+        ([3], "block pair 3"),
+        (torch.tensor([[0.0, 1.0]]), "block pairs are torch.float32"),
+        (torch.tensor([[True, False]]), "block pairs are torch.bool"),
+        (torch.tensor([0, 1]), "block pairs are torch.int64"),
+    ],
+)
+def test_ids_that_are_not_integers_are_refused(pairs: Any, message: str) -> None:
+    """P3: a fraction would be truncated, and another block copied."""
+    cache = _cache()
+    before = _state(cache)
+    for move in (cache.copy_blocks, lambda pairs: cache.swap_blocks(_cache(), pairs)):
+        with pytest.raises(ContractError, match=message):
+            move(pairs)
+    with pytest.raises(ContractError, match="block_ids 1.5"):
+        cache.zero_blocks([0, 1.5])  # type: ignore[list-item]
+    assert all(torch.equal(*pair) for pair in zip(_state(cache), before, strict=True))
+
+
+def test_integers_of_other_types() -> None:
+    cache = _cache()
+    before = _state(cache)
+    cache.copy_blocks([(np.int64(0), torch.tensor(3))])
+    cache.copy_blocks(torch.tensor([[1, 2]], dtype=torch.uint8))
+    for view, old in zip(_state(cache), before, strict=True):
+        assert torch.equal(view, old[[0, 1, 1, 0, 4]])

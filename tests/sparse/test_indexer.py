@@ -138,7 +138,7 @@ def test_inputs_of_another_form_are_refused_before_anything_is_written() -> None
         ((torch.randn(4, 3, 8), weights, key), r"must be \[tokens, heads, 16\]"),
         ((query[:3], weights[:3], key), "3 rows, but the batch has 4 tokens"),
         ((query, weights.double(), key), "weights of the index heads are torch.float64"),
-        ((query, weights, torch.randn(4, 8)), r"must be \[tokens, 16\]"),
+        ((query, weights, torch.randn(4, 8)), r"floating point .tokens, 16."),
         ((query, weights.to("meta"), key), "weights of the indexer is on meta"),
     ):
         with pytest.raises(ContractError, match=message):
@@ -166,3 +166,23 @@ def test_an_index_cache_checks_itself() -> None:
     cache = IndexKeyCache(keys)
     cache.write(torch.ones(3, 8), torch.tensor([1, -1, 6]))
     assert cache.keys.sum() == 16 and cache.keys[0, 1].all() and cache.keys[1, 2].all()
+
+
+def test_addresses_outside_of_the_index_cache_are_refused() -> None:
+    """P3, P4: an index cache smaller than the table, slots past it, and no metadata at all."""
+    _, metadata, cache = _batch()
+    query, weights, new = torch.randn(4, 3, 16), torch.randn(4, 3), torch.randn(4, 16)
+    small = IndexKeyCache(cache.keys[:5].clone())
+    before = small.keys.clone()
+    with pytest.raises(ContractError, match=r"block_table\[0\]\[2\]=5 is outside the pool of 5"):
+        KeyIndexer(TOKENS)(query, weights, new, small, metadata)
+    assert torch.equal(small.keys, before)
+    with pytest.raises(ContractError, match="metadata of the indexer, a NoneType, has no block"):
+        KeyIndexer(TOKENS)(query, weights, new, cache, None)
+    with pytest.raises(ContractError, match="selection is a int"):
+        KeyIndexer(4)  # type: ignore[arg-type]
+    metadata.slot_mapping[1] = 24
+    before = cache.keys.clone()
+    with pytest.raises(ContractError, match=r"slot_mapping\[1\]=24 is outside the cache of 24"):
+        KeyIndexer(TOKENS)(query, weights, new, cache, metadata)
+    assert torch.equal(cache.keys, before)

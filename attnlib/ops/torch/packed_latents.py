@@ -9,14 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnlib.errors import ContractError
-from attnlib.ops.checks import check_slots
 from attnlib.ops.packed_latents import (
     GROUP,
     LARGEST,
     LATENT,
-    ROTARY,
     SMALLEST_SCALE,
+    check_batch,
+    check_latents,
     check_queries,
     packed_views,
 )
@@ -38,15 +37,10 @@ def write_packed_latents(latents: Tensor, data: Tensor, slot_mapping: Tensor) ->
         slot_mapping: `[T]` int64, slot = block * N + offset; a negative slot writes nothing.
 
     Raises:
-        ContractError: other shapes or dtypes, or fewer latents than slots (P4).
+        ContractError: as `ops.packed_latents.check_latents`.
     """
     parts = packed_views(data)
-    if latents.dim() != 2 or latents.shape[1] != LATENT + ROTARY:
-        raise ContractError(
-            f"latents are {tuple(latents.shape)}; they must be [tokens, {LATENT + ROTARY}]",
-            rule="P14",
-        )
-    check_slots(latents, latents, slot_mapping)
+    check_latents(latents, data, slot_mapping)
     tokens = torch.nonzero(slot_mapping >= 0).flatten()
     slots, rows = slot_mapping[tokens], latents[tokens]
     groups = rows[:, :LATENT].float().view(-1, LATENT // GROUP, GROUP)
@@ -105,14 +99,16 @@ def packed_latent_attention(
             None for all keys.
 
     Raises:
-        ContractError: tensors of other shapes or dtypes.
+        ContractError: as `ops.packed_latents.check_batch`.
     """
     check_queries(query, out)
     packed_views(data)
+    check_batch(query, data, block_table, query_start_loc, seq_lens, max_seq_len, lse)
     # Blocks of the batch only: others may hold anything.
-    end = -(-max_seq_len // data.shape[1])
+    end = min(-(-max_seq_len // data.shape[1]), block_table.shape[1])
     used = torch.arange(end, device=data.device) * data.shape[1] < seq_lens[:, None]
     table = torch.where(used, block_table[:, :end], 0).long()
+    # On a GPU the ids are not checked; a wrong one must not be an illegal access.
     blocks = table.flatten().clamp(0, max(0, data.shape[0] - 1))
     key = unpack_latents(data[blocks] if data.shape[0] else data, query.dtype)
     renumbered = torch.arange(blocks.numel(), device=data.device, dtype=torch.int32)
