@@ -180,6 +180,33 @@ def test_links_resolve(page: Path) -> None:
             assert (page.parent / target.split("#")[0]).exists(), f"{page.name} links to {target}"
 
 
+def test_pages_that_the_readme_links_are_readable_in_the_repository() -> None:
+    """No references that only the site resolves: docstrings (`:::`) and snippets."""
+    pages = re.findall(r"\]\(([^)#]+\.md)[)#]", (ROOT / "README.md").read_text())
+    assert len(pages) > 20
+    for page in pages:
+        assert not re.search(r"^(:::|.*--8<--)", (ROOT / page).read_text(), re.M), page
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=_name)
+def test_names_of_the_package_exist(page: Path) -> None:
+    """Dotted names below attnlib, and files that are named with a suffix."""
+    text = page.read_text()
+    for name in set(re.findall(r"\battnlib(?:\.\w+)+", text)):
+        assert _exists(name.split(".")), f"{page.name} names {name}, which does not exist"
+    for file in set(re.findall(r"`((?:attnlib|tests|benchmarks|examples)/[\w./-]+\.\w+)`", text)):
+        assert (ROOT / file).exists(), f"{page.name} names {file}, which does not exist"
+
+
+def _exists(names: list[str]) -> bool:
+    """Whether the longest prefix that is a module has the rest as attributes."""
+    for count in range(len(names), 0, -1):
+        with contextlib.suppress(ImportError):
+            found = importlib.import_module(".".join(names[:count]))
+            return not names[count:] or hasattr(found, names[count])
+    return False
+
+
 def test_the_navigation_lists_every_page() -> None:
     listed = re.findall(r"[\w/-]+\.md\b", (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1])
     published = {"benchmarks.md", "changelog.md", "contributing.md", "examples/plugin.md"}
