@@ -19,7 +19,7 @@ from attnlib.ops.triton.heuristics.tiles import (
 from attnlib.ops.triton.kernels.context_attention import context_attention_kernel
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.launch.constants import attention_constants
+from attnlib.ops.triton.launch.constants import attention_constants, with_config
 
 __all__ = ["context_attention"]
 
@@ -27,11 +27,6 @@ _MAX_ROWS = 128
 """Rows of the largest tile."""
 _MAX_REQUESTS = 65535
 """Limit of a grid's third dimension."""
-_CONSTANTS = (
-    "GROUP", "D", "DV", "KV_KIND", "COMPUTE", "CAUSAL", "HAS_LEFT",
-    "HAS_RIGHT", "SCALE_LATE", "VEC_Q", "VEC_K", "VEC_V", "VEC_O",
-)  # fmt: skip
-"""Constants of the attention kernels that this one has."""
 
 
 def context_attention(
@@ -85,7 +80,7 @@ def context_attention(
         batch = BatchTensors.of(params, start_loc, seq_lens, None, max_query_len=max_seq_len)
         call = AttentionCall(query, key, value, out, None, batch, params, limits, signature)
         shared = attention_constants(call)
-        constants = {name: shared[name] for name in _CONSTANTS}
+        constants = {name: x for name, x in shared.items() if name not in ("SCORE", "BOUNDS")}
         tile = choose_prefill_tile(
             query.shape[2], value.shape[2], query.element_size(), key.element_size(), rows,
             limits.shared_memory, limits.products, tuned=limits.tuned,
@@ -94,6 +89,7 @@ def context_attention(
         element = query.element_size()
         sizes = (query.shape[2], value.shape[2])
         constants |= {
+            "PAGED": False,
             **key_chunks(sizes, tile, element, limits.products),
             "TILE_HEADS": tile_heads,
             "TILE_TOKENS": tile.block_m // tile_heads,
@@ -106,7 +102,7 @@ def context_attention(
         }
         tiles = triton.cdiv(max_seq_len, constants["TILE_TOKENS"])
         grid = (tiles, key.shape[1] * constants["HEAD_BLOCKS"], num_reqs)
-        launch = BoundLaunch(context_attention_kernel, grid, constants)
+        launch = BoundLaunch(context_attention_kernel, grid, with_config(constants))
         found = LAUNCHES.keep(signature, (limits, launch))
     addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr()
     with device_guard(query):

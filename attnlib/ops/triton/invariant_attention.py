@@ -32,7 +32,7 @@ from attnlib.ops.triton.kernels.invariant import invariant_combine_kernel, invar
 from attnlib.ops.triton.launch.attention import Partials, PlainAttention
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.launch.constants import attention_constants
+from attnlib.ops.triton.launch.constants import attention_constants, with_config
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
 from attnlib.ops.triton.launch.signature import batch_signature
 
@@ -181,7 +181,7 @@ def _prepare_plain(call: AttentionCall, num_segments: int) -> PlainAttention:
     sizes = (call.num_tokens, shape.num_heads, shape.head_size_v)
     return PlainAttention(
         call,
-        BoundLaunch(invariant_kernel, grid, constants),
+        BoundLaunch(invariant_kernel, grid, with_config(constants)),
         (num_tiles, num_segments, shape.num_heads),
         Partials(
             num_segments,

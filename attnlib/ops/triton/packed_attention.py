@@ -29,6 +29,7 @@ from attnlib.ops.triton.kernels.packed import (
 )
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
+from attnlib.ops.triton.launch.constants import with_config
 from attnlib.ops.triton.launch.packed import (
     MAX_REQUESTS,
     joined_addresses,
@@ -123,7 +124,7 @@ def packed_prefill(
         }
         grid = (token_tiles * num_kv_heads * head_blocks, 1, num_reqs + 1)
         found = LAUNCHES.keep(
-            signature, (limits, BoundLaunch(packed_prefill_kernel, grid, constants))
+            signature, (limits, BoundLaunch(packed_prefill_kernel, grid, with_config(constants)))
         )
     keys, values = readable_caches(key_cache, value_cache, limits)
     arguments = (

@@ -40,6 +40,7 @@ from attnlib.ops.triton.kernels.decode import combine_kernel
 from attnlib.ops.triton.kernels.packed import clear_counters_kernel, packed_decode_kernel
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
+from attnlib.ops.triton.launch.constants import with_config
 from attnlib.ops.triton.launch.packed import (
     MAX_REQUESTS,
     joined_addresses,
@@ -133,6 +134,7 @@ def packed_decode(
             "MIN_TILES": MIN_TILES_PER_SPLIT,
             "MAX_SPLITS": MAX_SPLITS,
             "TILE_HEADS": tile_heads,
+            "TILE_TOKENS": 1,
             "HEAD_BLOCKS": ctas // num_kv_heads,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
@@ -141,7 +143,9 @@ def packed_decode(
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
         }
-        attend = BoundLaunch(packed_decode_kernel, (ctas, num_splits, num_reqs), constants)
+        attend = BoundLaunch(
+            packed_decode_kernel, (ctas, num_splits, num_reqs), with_config(constants)
+        )
         combine = _combine_launch(query, limits) if num_splits > 1 else None
         found = LAUNCHES.keep(key, (limits, attend, combine))
     _, attend, combine = found

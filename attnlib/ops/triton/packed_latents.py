@@ -20,6 +20,7 @@ from attnlib.ops.triton.heuristics.splits import (
     visible_bound,
 )
 from attnlib.ops.triton.heuristics.tiles import next_power_of_2
+from attnlib.ops.triton.kernels.arguments import AttentionConfig
 from attnlib.ops.triton.kernels.decode import combine_kernel
 from attnlib.ops.triton.kernels.packed_latents import (
     packed_latent_kernel,
@@ -122,6 +123,15 @@ def packed_latent_attention(
     elements = parts.elements if limits.has_fp8 else parts.elements.view(torch.uint8)
     flags: dict[str, Any] = {"HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None}
     stride_lt = 0 if lse is None else lse.stride(0)
+    config = AttentionConfig(
+        BLOCK_M=block_m, BLOCK_N=_BLOCK_N, TILE_HEADS=block_m, TILE_TOKENS=1,
+        HEAD_BLOCKS=head_blocks, GROUP=num_heads, COMPUTE=_COMPUTE[query.dtype],
+        BLOCK_SIZE=data.shape[1], D=LATENT + ROTARY, D0=LATENT, D1=ROTARY, DV=LATENT, DV0=LATENT,
+        LATENT=True, KV_KIND=int((KV_NATIVE if limits.has_fp8 else KV_E4M3_BYTES).value),
+        CAUSAL=int(params.causal), HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0,
+        HAS_CHUNK=params.attention_chunk_size > 0, HAS_CAP=params.logits_soft_cap > 0,
+        SPLIT=splits > 1, SELECT=0 if selection is None else selection.block_size, **flags,
+    )  # fmt: skip
     with device_guard(query):
         packed_latent_kernel[(num_tokens, head_blocks, splits)](
             query, elements, parts.scales, parts.rotary, out, partials, query_start_loc, seq_lens,
@@ -131,12 +141,7 @@ def packed_latent_attention(
             0 if indices is None else indices.stride(0), block_table.stride(0),
             *query.stride()[:2], *elements.stride()[:2], *parts.scales.stride()[:2],
             *parts.rotary.stride()[:2], *out.stride()[:2], stride_lt,
-            SELECT=0 if selection is None else selection.block_size, BLOCK_SIZE=data.shape[1],
-            HEADS=block_m, BLOCK_N=_BLOCK_N,
-            KV_KIND=KV_NATIVE if limits.has_fp8 else KV_E4M3_BYTES,
-            COMPUTE=_COMPUTE[query.dtype], SPLIT=splits > 1, CAUSAL=bool(params.causal),
-            HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_CHUNK=params.attention_chunk_size > 0,
-            HAS_CAP=params.logits_soft_cap > 0, num_warps=8, num_stages=2, **flags,
+            CONFIG=config, num_warps=8, num_stages=2,
         )  # fmt: skip
         if partials is not None:
             combine_kernel[(num_tokens, num_heads)](

@@ -17,13 +17,8 @@ from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.kv_dtype import KVFormat, page_format
 from attnlib.ops.scales import MAX_KV_SCALE
 from attnlib.ops.triton.attention_call import AttentionCall
-from attnlib.ops.triton.decode_schedule import DecodeTiling
-from attnlib.ops.triton.heuristics.page_tiles import (
-    choose_page_prefill_tile,
-    page_shared_bytes,
-)
-from attnlib.ops.triton.heuristics.tiles import Tile, next_power_of_2
-from attnlib.ops.triton.kernels.page_attention import page_decode_kernel, page_prefill_kernel
+from attnlib.ops.triton.heuristics.page_tiles import page_shared_bytes
+from attnlib.ops.triton.heuristics.tiles import Tile, key_chunks, next_power_of_2
 from attnlib.ops.triton.kernels.page_formats import (
     PAGE_E4M3,
     PAGE_INT4,
@@ -33,11 +28,10 @@ from attnlib.ops.triton.kernels.page_formats import (
 )
 from attnlib.ops.triton.kernels.page_write import write_pages_kernel
 from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES, KV_PLAIN
-from attnlib.ops.triton.launch.attention import Partials, PlainAttention
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.constants import attention_constants, compute_dtype
 
-__all__ = ["page_decode", "page_kind", "page_prefill", "page_words", "page_write"]
+__all__ = ["element_constants", "page_kind", "page_words", "page_write"]
 
 _KINDS = {
     "int8_per_token_head": int(PAGE_INT8.value),
@@ -47,7 +41,7 @@ _KINDS = {
     "mxfp4": int(PAGE_MXFP4.value),
 }
 _UNUSED = ("D", "KV_KIND", "K_SCALE_KIND", "V_SCALE_KIND", "LATENT", "VEC_Q", "VEC_O")
-"""Constants of the plain kernels that these have not."""
+"""Constants of chunks of a head."""
 _LANES = 16
 """Least words of a tile's row: tensor cores multiply 16 elements at a time."""
 
@@ -102,62 +96,31 @@ def page_write(
     return numbers, BoundLaunch(write_pages_kernel, grid, constants)
 
 
-def page_decode(
-    call: AttentionCall, tiling: DecodeTiling, splits: dict[str, int | bool], partials: Partials
-) -> PlainAttention:
-    """The launches of a decode.
+def element_constants(call: AttentionCall, tile: Tile) -> dict[str, Any]:
+    """The compile-time arguments that follow from the elements of the cache and from the features
+    of a call; for pages that hold their scales, words of a head in place of its chunks.
 
     Args:
-        call: over pages that hold their scales.
-        tiling: tile and grid.
-        splits: compile-time arguments that follow from the schedule.
-        partials: how keys are split.
+        call: over pages, or over packed keys.
+        tile: the tile of the attention kernel.
 
     Raises:
         ContractError: tensors that the kernel cannot address.
-        UnsupportedConfigError: head sizes for which no tile fits the device.
+        UnsupportedConfigError: head sizes for which the tile does not fit the device.
     """
-    constants, strides = _constants(call)
-    _check_bytes(tiling.tile, call)
-    constants |= {**splits, **tiling.tile.constants}
-    grid = (tiling.ctas, partials.num_splits, call.num_reqs + 1)
-    waves = tiling.ctas / tiling.max_resident_ctas
-    last = (partials.num_splits, waves, call.shape.num_heads, *strides)
-    return PlainAttention(call, BoundLaunch(page_decode_kernel, grid, constants), last, partials)
-
-
-def page_prefill(call: AttentionCall, rows: int) -> PlainAttention:
-    """The launch of a prefill.
-
-    Args:
-        call: over pages that hold their scales.
-        rows: query heads per KV head times the longest query of the batch.
-
-    Raises:
-        ContractError: tensors that the kernel cannot address.
-        UnsupportedConfigError: head sizes for which no tile fits the device.
-    """
-    constants, strides = _constants(call)
     shape = call.shape
-    assert shape.page_format is not None
-    tile = choose_page_prefill_tile(
-        rows, shape.page_format, *shape.head_sizes, shape.query_dtype.itemsize, call.limits
-    )
+    if shape.page_format is None:
+        element = shape.query_dtype.itemsize
+        chunks = key_chunks(shape.head_sizes, tile, element, call.limits.products, shape.latent)
+        return {**attention_constants(call), **chunks}
     _check_bytes(tile, call)
-    packing = _packing(tile, shape.group)
-    constants |= {**packing, **tile.constants}
-    num_tiles = call.num_tokens // packing["TILE_TOKENS"] + call.batch.query_start_loc.shape[0]
-    grid = (num_tiles, shape.num_kv_heads * packing["HEAD_BLOCKS"], 1)
-    return PlainAttention(
-        call, BoundLaunch(page_prefill_kernel, grid, constants), (num_tiles, *strides)
-    )
+    return _page_constants(call, shape.page_format)
 
 
-def _constants(call: AttentionCall) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """The compile-time arguments that decode and prefill share, and the strides of the scales."""
-    params, stored = call.params, call.shape.page_format
+def _page_constants(call: AttentionCall, stored: KVFormat) -> dict[str, Any]:
+    """`element_constants` of pages that hold their scales."""
+    params = call.params
     assert isinstance(params.k_scale, Tensor) and isinstance(params.v_scale, Tensor)
-    assert stored is not None
     shared = attention_constants(replace(call, params=replace(params, k_scale=1.0, v_scale=1.0)))
     words, padded = page_words(call.key, params.k_scale, stored)
     words_v, padded_v = page_words(call.value, params.v_scale, stored)
@@ -169,19 +132,18 @@ def _constants(call: AttentionCall) -> tuple[dict[str, Any], tuple[int, ...]]:
     # float16 holds the elements, and takes fewer conversions than bfloat16. Elements of mxfp4 times
     # their scales may exceed it, and are exact in bfloat16.
     kind = (KV_PLAIN if is_mxfp4 else KV_E4M3_BYTES).value
-    constants = {name: value for name, value in shared.items() if name not in _UNUSED} | {
+    return {name: value for name, value in shared.items() if name not in _UNUSED} | {
         "DV": call.shape.head_size_v,
         "WORDS": words,
         "WORDS_PAD": padded,
         "DV_WORDS": words_v,
         "DV_PAD": padded_v,
-        "KIND": page_kind(stored),
+        "PAGE_KIND": page_kind(stored),
         "COMPUTE": compute_dtype(call.shape.query_dtype, kind),
         "PTX": ptx,
         "VEC_K": max(1, shared["VEC_K"] // 2),
         "VEC_V": max(1, shared["VEC_V"] // 2),
     }
-    return constants, (*params.k_scale.stride()[:3], *params.v_scale.stride()[:3])
 
 
 def _format(key: Tensor, k_scale: float | Tensor) -> KVFormat:
@@ -211,15 +173,6 @@ def page_words(view: Tensor, scales: Tensor, stored: KVFormat) -> tuple[int, int
             rule="P13",
         )
     return size // 2, max(_LANES, next_power_of_2(size // 2))
-
-
-def _packing(tile: Tile, group: int) -> dict[str, int]:
-    heads = min(group, tile.block_m)
-    return {
-        "TILE_HEADS": heads,
-        "TILE_TOKENS": tile.block_m // heads,
-        "HEAD_BLOCKS": triton.cdiv(group, heads),
-    }
 
 
 def _check_bytes(tile: Tile, call: AttentionCall) -> None:

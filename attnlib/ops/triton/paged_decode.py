@@ -20,7 +20,6 @@ from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.decode_schedule import (
     DecodeSchedule,
-    DecodeTiling,
     decode_tiling,
     schedule_decode,
 )
@@ -31,15 +30,16 @@ from attnlib.ops.triton.heuristics.splits import (
     paged_decode_workspace_bytes,
     visible_bound,
 )
-from attnlib.ops.triton.heuristics.tiles import key_chunks, next_power_of_2
+from attnlib.ops.triton.heuristics.tiles import next_power_of_2
 from attnlib.ops.triton.hopper.sizes import hopper_reads
 from attnlib.ops.triton.kernels.decode import combine_kernel, decode_kernel
 from attnlib.ops.triton.launch.attention import Partials, PlainAttention
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.launch.constants import attention_constants
+from attnlib.ops.triton.launch.constants import page_strides, with_config
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
 from attnlib.ops.triton.launch.signature import batch_signature
+from attnlib.ops.triton.page_attention import element_constants
 
 __all__ = [
     "paged_decode",
@@ -257,44 +257,24 @@ def prepare_plain_decode(call: AttentionCall, schedule: DecodeSchedule) -> Plain
         "MIN_TILES": MIN_TILES_PER_SPLIT,
         "MAX_SPLITS": MAX_SPLITS,
     }
-    constants = {**tiling.packing, **programmatic_launch(call.limits), **splits}
-    if call.params.scales_in_page:
-        from attnlib.ops.triton.page_attention import page_decode
-
-        prepared = page_decode(call, tiling, constants, partials)
-    else:
-        prepared = _plain_launch(call, tiling, constants, partials)
-    kept: PlainAttention = LAUNCHES.keep(key, prepared)
-    return kept
-
-
-def _plain_launch(
-    call: AttentionCall, tiling: DecodeTiling, constants: dict[str, int | bool], partials: Partials
-) -> PlainAttention:
-    """The launches of the kernels over caches without scales in their pages.
-
-    Args:
-        call: over pages.
-        tiling: tile and grid.
-        constants: compile-time arguments that follow from the schedule.
-        partials: how keys are split.
-    """
-    shape, tile = call.shape, tiling.tile
-    products, element = call.limits.products, shape.query_dtype.itemsize
-    arguments = {
-        **attention_constants(call),
-        **constants,
-        **key_chunks(shape.head_sizes, tile, element, products, shape.latent),
-        **tile.constants,
+    constants = {
+        "ONE_LOOP": True,
+        **element_constants(call, tiling.tile),
+        **tiling.packing,
+        **programmatic_launch(call.limits),
+        **splits,
+        **tiling.tile.constants,
     }
-    grid = (tiling.ctas, partials.num_splits, call.num_reqs + 1)
+    grid = (tiling.ctas, num_splits, call.num_reqs + 1)
     waves = tiling.ctas / tiling.max_resident_ctas
-    return PlainAttention(
+    prepared = PlainAttention(
         call,
-        BoundLaunch(decode_kernel, grid, arguments),
-        (partials.num_splits, waves, shape.num_heads),
+        BoundLaunch(decode_kernel, grid, with_config(constants)),
+        (num_splits, waves, shape.num_heads, *page_strides(call)),
         partials,
     )
+    kept: PlainAttention = LAUNCHES.keep(key, prepared)
+    return kept
 
 
 def _combine_launch(call: AttentionCall) -> BoundLaunch:

@@ -12,11 +12,11 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import hopper
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
+from attnlib.ops.triton.heuristics.page_tiles import choose_page_prefill_tile
 from attnlib.ops.triton.heuristics.tiles import (
     Tile,
     choose_latent_tile,
     choose_prefill_tile,
-    key_chunks,
     latents_in_place,
     next_power_of_2,
 )
@@ -24,10 +24,11 @@ from attnlib.ops.triton.kernels.prefill import prefill_kernel
 from attnlib.ops.triton.launch.attention import PlainAttention
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.launch.constants import attention_constants
+from attnlib.ops.triton.launch.constants import page_strides, with_config
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
 from attnlib.ops.triton.launch.score import has_head_bounds, range_constants
 from attnlib.ops.triton.launch.signature import batch_signature, length_class
+from attnlib.ops.triton.page_attention import element_constants
 
 __all__ = ["paged_prefill", "prepare_plain_prefill", "prepare_prefill"]
 
@@ -153,12 +154,7 @@ def prepare_plain_prefill(call: AttentionCall) -> PlainAttention:
     if found is not None and found.limits is call.limits:
         return found
     batch.check()
-    if params.scales_in_page:
-        from attnlib.ops.triton.page_attention import page_prefill
-
-        prepared = page_prefill(call, rows)
-    else:
-        prepared = _plain_launch(call, rows, one_head)
+    prepared = _plain_launch(call, rows, one_head)
     kept: PlainAttention = LAUNCHES.keep(key, prepared)
     return kept
 
@@ -171,16 +167,14 @@ def _plain_launch(call: AttentionCall, rows: int, one_head: bool) -> PlainAttent
         rows: query rows of a tile, at most.
         one_head: a tile has the rows of one query head.
     """
-    shape, params, limits = call.shape, call.params, call.limits
-    constants = attention_constants(call)
+    shape, params = call.shape, call.params
     tile = _choose_tile(call, rows)
+    constants = element_constants(call, tile)
     tile_heads = 1 if one_head else min(shape.group, tile.block_m)
     tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(shape.group, tile_heads)
-    element = shape.query_dtype.itemsize
     constants |= {
         **range_constants(params, "triton", one_head),
         "PAGED": call.is_paged,
-        **key_chunks(shape.head_sizes, tile, element, limits.products, shape.latent),
         "TILE_HEADS": tile_heads,
         "TILE_TOKENS": tile_tokens,
         "HEAD_BLOCKS": head_blocks,
@@ -188,7 +182,11 @@ def _plain_launch(call: AttentionCall, rows: int, one_head: bool) -> PlainAttent
     }
     num_tiles = call.num_tokens // tile_tokens + call.batch.query_start_loc.shape[0]
     grid = (num_tiles, shape.num_kv_heads * head_blocks, 1)
-    return PlainAttention(call, BoundLaunch(prefill_kernel, grid, constants), (num_tiles,))
+    return PlainAttention(
+        call,
+        BoundLaunch(prefill_kernel, grid, with_config(constants)),
+        (num_tiles, *page_strides(call)),
+    )
 
 
 def _choose_tile(call: AttentionCall, rows: int) -> Tile:
@@ -198,6 +196,10 @@ def _choose_tile(call: AttentionCall, rows: int) -> Tile:
         UnsupportedConfigError: head sizes for which no tile fits the chip.
     """
     shape, params, limits = call.shape, call.params, call.limits
+    if shape.page_format is not None:
+        return choose_page_prefill_tile(
+            rows, shape.page_format, *shape.head_sizes, shape.query_dtype.itemsize, limits
+        )
     sizes = (*shape.head_sizes, *shape.element_bytes, rows)
     problem = (*sizes, limits.shared_memory, limits.products, shape.score_tiles)
     if shape.latent:

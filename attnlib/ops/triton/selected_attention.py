@@ -34,7 +34,7 @@ from attnlib.ops.triton.kernels.decode import combine_kernel
 from attnlib.ops.triton.kernels.selected import selected_kernel
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.launch.constants import attention_constants, reads_bytes
+from attnlib.ops.triton.launch.constants import attention_constants, reads_bytes, with_config
 from attnlib.ops.triton.launch.scales import scale_signature
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys, SelectionScope
 
@@ -49,12 +49,6 @@ _LIST_HEADS = {
     SelectionScope.KV_HEAD: 1,
     SelectionScope.QUERY_HEAD: 2,
 }
-_CONSTANTS = (
-    "BLOCK_SIZE", "GROUP", "D", "DV", "KV_KIND", "COMPUTE", "CAUSAL", "HAS_LEFT", "HAS_RIGHT",
-    "HAS_CHUNK", "HAS_CAP", "HAS_ALIBI", "HAS_SINK", "HAS_LSE", "K_SCALE_KIND", "V_SCALE_KIND",
-    "SCALE_LATE", "LATENT", "VEC_Q", "VEC_K", "VEC_V", "VEC_O",
-)  # fmt: skip
-"""Constants of the attention kernels that this one has."""
 
 
 class _Launch:
@@ -236,7 +230,7 @@ def _prepare(
     batch = BatchTensors(query_start_loc, query_start_loc[1:], block_table)
     call = AttentionCall(query, key, value, out, lse, batch, params, limits, signature)
     shared = attention_constants(call)
-    constants = {name: shared[name] for name in _CONSTANTS}
+    constants = {name: x for name, x in shared.items() if name not in ("SCORE", "BOUNDS")}
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads, head_size_v = value.shape[2:]
     group = num_heads // num_kv_heads
@@ -275,7 +269,9 @@ def _prepare(
     }
     launch = _Launch(
         limits,
-        BoundLaunch(selected_kernel, (num_tiles, blocks_of_heads, num_splits), constants),
+        BoundLaunch(
+            selected_kernel, (num_tiles, blocks_of_heads, num_splits), with_config(constants)
+        ),
         _bind_combine(query, head_size_v, num_splits, params, lse),
         num_tiles,
         num_splits,

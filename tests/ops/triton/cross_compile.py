@@ -35,8 +35,10 @@ from attnlib.ops.triton.heuristics.packed_tiles import packed_shared_bytes
 from attnlib.ops.triton.heuristics.page_tiles import page_shared_bytes
 from attnlib.ops.triton.heuristics.tile_table import TileEntry, TileTable, shipped_tables
 from attnlib.ops.triton.heuristics.tiles import Tile, latents_in_place, shared_bytes
+from attnlib.ops.triton.kernels.arguments import AttentionConfig
 from attnlib.ops.triton.kernels.convert_cache import NO_SCALES, convert_cache_kernel
 from attnlib.ops.triton.kernels.float8_copy import float8_copy_kernel
+from attnlib.ops.triton.kernels.packed_latents import packed_latent_kernel
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.score_compile import compile_score
 from attnlib.ops.triton.page_attention import page_kind, page_words
@@ -168,7 +170,7 @@ def stub_target(name: str) -> Iterator[list[Launch]]:
         began = time.perf_counter()
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
         seconds = time.perf_counter() - began
-        compiled.append(Launch(kernel, seconds, *_tile(args, kwargs, target.limits)))
+        compiled.append(Launch(kernel, seconds, *_tile(self, args, kwargs, target.limits)))
         return kernel
 
     LAUNCHES.clear()  # their keys name a device, not a target
@@ -199,29 +201,30 @@ _score_lookups: dict[Any, int] = {}
 
 
 def _tile(
-    args: tuple[Any, ...], kwargs: dict[str, Any], limits: DeviceLimits
+    kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], limits: DeviceLimits
 ) -> tuple[int | None, Tile | None]:
     """Return (estimate of shared memory, tile) of an attention kernel's launch."""
-    if "BLOCK_M" not in kwargs:
+    config = kwargs.get("CONFIG")
+    if not isinstance(config, AttentionConfig) or kernel is packed_latent_kernel:
         return None, None
-    tile = Tile(kwargs["BLOCK_M"], kwargs["BLOCK_N"], kwargs["num_warps"], kwargs["num_stages"])
+    tile = Tile(config.BLOCK_M, config.BLOCK_N, kwargs["num_warps"], kwargs["num_stages"])
     query, key = args[:2]
-    if "WORDS" in kwargs:
-        stored = next(f for f in PAGE_FORMATS.values() if page_kind(f) == kwargs["KIND"])
-        sizes = [stored.head_size(2 * kwargs[name]) for name in ("WORDS", "DV_WORDS")]
+    if config.PAGE_KIND is not None:
+        stored = next(f for f in PAGE_FORMATS.values() if page_kind(f) == config.PAGE_KIND)
+        sizes = [stored.head_size(2 * words) for words in (config.WORDS, config.DV_WORDS)]
         sizes.append(query.element_size())
         return page_shared_bytes(tile, stored, *sizes, limits.products), tile
-    if "X" in kwargs:  # over the packed cache: 16 bytes of its elements
-        return packed_shared_bytes(tile, kwargs["D"], query.element_size(), 16 // kwargs["X"]), tile
+    if config.X:  # over the packed cache: 16 bytes of its elements
+        return packed_shared_bytes(tile, config.D, query.element_size(), 16 // config.X), tile
     estimate = shared_bytes(
         tile,
-        kwargs["D"],
-        kwargs["DV"],
+        config.D,
+        config.DV,
         query.element_size(),
         key.element_size(),
         limits.products,
-        kwargs.get("HAS_BIAS", False) + _score_lookups.get(kwargs.get("SCORE"), 0),
-        kwargs.get("LATENT", False),
+        config.HAS_BIAS + _score_lookups.get(kwargs.get("SCORE"), 0),
+        config.LATENT,
         limits.has_fp8,
         kwargs.get("SCORE") is not None,
     )

@@ -17,19 +17,60 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnlib.ops.triton.kernels.attend import (
+from attnlib.ops.triton.kernels.arguments import (
+    Batch,
+    Cache,
+    Logits,
+    Mask,
+    Output,
+    Query,
+    Rows,
+    Tile,
+)
+from attnlib.ops.triton.kernels.attend import attend
+from attnlib.ops.triton.kernels.chunks import pack_rows
+from attnlib.ops.triton.kernels.program import (
     UNALIGNED,
     UNSPECIALIZED,
-    aligned,
-    attend,
-    pack_rows,
-    store_rows,
+    clear_rows,
+    count_splits,
+    divide_results,
+    load_tile,
+    make_rows,
+    open_cache,
+    query_length,
+    row_scores,
+    store_partials,
+    store_results,
+    value_scale,
 )
-from attnlib.ops.triton.kernels.quant import load_scale
 from attnlib.ops.triton.kernels.schedule import request_tiles, tiles_per_split
 from attnlib.ops.triton.kernels.softmax import LN2, finish_rows
 
 __all__ = ["combine_kernel", "decode_kernel"]
+
+
+@triton.jit
+def _find_tile(batch, num_heads, CONFIG: tl.constexpr):
+    """Return the rows of this program, without what `load_tile` adds."""
+    request = tl.program_id(2)
+    num_kv_heads = num_heads // CONFIG.GROUP
+    kv_head = tl.program_id(0) // CONFIG.HEAD_BLOCKS % num_kv_heads
+    head_offset = tl.program_id(0) % CONFIG.HEAD_BLOCKS * CONFIG.TILE_HEADS
+    first_token = tl.program_id(0) // (CONFIG.HEAD_BLOCKS * num_kv_heads) * CONFIG.TILE_TOKENS
+    start = tl.load(batch.query_start_loc + request)
+    return Tile(request, kv_head, head_offset, start, first_token, 0, 0, 0, 0)
+
+
+@triton.jit
+def _clear_rest(output, tile, batch, partials, CONFIG: tl.constexpr):
+    """Clear the rows after the last request (M6)."""
+    for tail in range(tile.start + tile.first_token, batch.num_tokens, CONFIG.TILE_TOKENS):
+        token, head, valid = pack_rows(tail, batch.num_tokens, tile.head_offset, CONFIG)
+        rows = Rows(token, token, tile.kv_head * CONFIG.GROUP + head, valid)
+        clear_rows(output, rows, CONFIG)
+        if CONFIG.SPLIT:
+            count_splits(partials, rows, 0.0, CONFIG)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
@@ -38,24 +79,15 @@ def decode_kernel(
     k_scale, v_scale, aux0, aux1, aux2, aux3, scale, soft_cap, left, right, chunk, num_reqs,
     num_tokens, stride_qt, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
     stride_vh, stride_ot, stride_oh, stride_lt, stride_bt, block_table, stride_table, partials,
-    num_splits, waves_per_split, num_heads, rows0, columns0, rows1, columns1, rows2, columns2,
-    rows3, columns3, SCORE: tl.constexpr, BOUNDS: tl.constexpr, PDL: tl.constexpr,
-    SPLIT: tl.constexpr, BALANCED: tl.constexpr, MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    TILE_HEADS: tl.constexpr, TILE_TOKENS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
-    DV1: tl.constexpr, KV_KIND: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, HAS_SINK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr,
-    K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr, SCALE_LATE: tl.constexpr,
-    LATENT: tl.constexpr, VEC_Q: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr,
-    VEC_O: tl.constexpr,
+    num_splits, waves_per_split, num_heads, stride_ksb, stride_ksn, stride_ksh, stride_vsb,
+    stride_vsn, stride_vsh, rows0, columns0, rows1, columns1, rows2, columns2, rows3, columns3,
+    SCORE: tl.constexpr, BOUNDS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute one split of one request for a block of rows.
+    """Compute one split of one request for a block of rows. CONFIG is an `AttentionConfig`.
 
     Grid: (blocks of rows and KV heads, splits, requests + 1).
     """
-    if PDL:
+    if CONFIG.PDL:
         # This grid may start while the previous one drains, and the next one may start now.
         # Nothing is read before the wait.
         gdc_wait()
@@ -63,130 +95,62 @@ def decode_kernel(
     aux = (
         aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,
     )  # fmt: skip
-    request = tl.program_id(2)
+    batch = Batch(query_start_loc, seq_lens, causal_flags, num_reqs, num_tokens)
+    mask = Mask(left, right, chunk)
+    output = Output(out, lse, stride_ot, stride_oh, stride_lt)
+    parts = divide_results(partials, num_tokens, num_heads, num_splits, 1, CONFIG)
     split = tl.program_id(1)
-    head_block = tl.program_id(0) % HEAD_BLOCKS
-    num_kv_heads = num_heads // GROUP
-    kv_head = tl.program_id(0) // HEAD_BLOCKS % num_kv_heads
-    first_token = tl.program_id(0) // (HEAD_BLOCKS * num_kv_heads) * TILE_TOKENS
-    head_offset = head_block * TILE_HEADS
-    split_counts = partials
-    if SPLIT:
-        rows64 = num_tokens.to(tl.int64) * num_heads
-        split_counts = partials + rows64 * num_splits * (DV + 1)
-
-    start = tl.load(query_start_loc + request)
-    if request == num_reqs:
-        # Rows after the last request become 0 (M6).
+    tile = _find_tile(batch, num_heads, CONFIG)
+    if tile.request == num_reqs:
         if split == 0:
-            for tail in range(start + first_token, num_tokens, TILE_TOKENS):
-                token, head, valid = pack_rows(
-                    tail, num_tokens, head_offset, GROUP, TILE_HEADS, TILE_TOKENS, BLOCK_M
-                )
-                head = kv_head * GROUP + head
-                zeros = tl.zeros([BLOCK_M], tl.float32)
-                offsets = token.to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
-                store_rows(
-                    out, offsets, tl.zeros([BLOCK_M, DV0], tl.float32), zeros, valid, DV, 0, DV0,
-                    VEC_O)  # fmt: skip
-                if DV1 > 0:
-                    store_rows(
-                        out, offsets, tl.zeros([BLOCK_M, DV1], tl.float32), zeros, valid, DV, DV0,
-                        DV1, VEC_O)  # fmt: skip
-                if HAS_LSE:
-                    tl.store(
-                        lse + token.to(tl.int64) * stride_lt + head,
-                        zeros - float("inf"),
-                        mask=valid,
-                    )
-                if SPLIT:
-                    # No splits: the combine kernel leaves the rows alone.
-                    tl.store(split_counts + token, zeros, mask=valid)
+            _clear_rest(output, tile, batch, parts, CONFIG)
         return
 
-    query_len = tl.load(query_start_loc + request + 1) - start
+    query_len = query_length(tile, batch)
     # The grid covers the longest request of the batch.
-    if first_token >= query_len:
+    if tile.first_token >= query_len:
         return
-    seq_len = tl.load(seq_lens + request)
-    causal = 0
-    if CAUSAL == 2:
-        causal = tl.load(causal_flags + request).to(tl.int32)
+    tile = load_tile(tile, query_len, batch, CONFIG)
     splits_used = 1
     split_begin = 0
     split_end = 0
-    if SPLIT:
+    if CONFIG.SPLIT:
         # Every program computes the same split size from the lengths; programs past the request's
         # last split have no work.
-        first_tile, own_tiles = request_tiles(
-            query_start_loc, seq_lens, causal_flags, request, True, left, right, chunk, aux, BOUNDS,
-            BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+        first_tile, own_tiles = request_tiles(batch, tile.request, True, mask, aux, BOUNDS, CONFIG)
         per_split = tiles_per_split(
-            query_start_loc, seq_lens, causal_flags, num_reqs, own_tiles, num_splits,
-            waves_per_split, left, right, chunk, aux, BOUNDS, BALANCED, MIN_TILES, MAX_SPLITS, 128,
-            BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+            batch, own_tiles, num_splits, waves_per_split, mask, aux, BOUNDS, 128, CONFIG
+        )
         splits_used = (own_tiles + per_split - 1) // per_split
-        split_begin = (first_tile + split * per_split) * BLOCK_N
-        split_end = split_begin + per_split * BLOCK_N
+        split_begin = (first_tile + split * per_split) * CONFIG.BLOCK_N
+        split_end = split_begin + per_split * CONFIG.BLOCK_N
         if split >= tl.maximum(splits_used, 1):
             return
 
-    token, head, valid = pack_rows(
-        first_token, query_len, head_offset, GROUP, TILE_HEADS, TILE_TOKENS, BLOCK_M
+    rows = make_rows(tile, tile.query_len, CONFIG)
+    scale, slopes, bias_rows = row_scores(
+        rows, tile.kv_head, scale, k_scale, alibi_slopes, bias, stride_bt, CONFIG
     )
-    head = kv_head * GROUP + head
-    row_token = start + token
-    kv_head64 = kv_head.to(tl.int64)
-    slopes = 0.0
-    if HAS_ALIBI:
-        slopes = tl.load(alibi_slopes + head, mask=valid, other=0.0).to(tl.float32)
-    bias_rows = bias
-    if HAS_BIAS:
-        bias_rows = bias + tl.where(valid, row_token, 0).to(tl.int64) * stride_bt
-    last_token = tl.minimum(first_token + TILE_TOKENS, query_len) - 1
-    query_offsets = row_token.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
-    acc0, acc1, row_max, row_sum = attend(
-        query, query_offsets, valid, token, first_token, last_token, query_len, seq_len, causal,
-        key + aligned(kv_head64 * stride_kh, VEC_K), value + aligned(kv_head64 * stride_vh, VEC_V),
-        block_table + request.to(tl.int64) * stride_table, split_begin, split_end, stride_kb,
-        stride_kn, stride_vb, stride_vn, scale * load_scale(k_scale, kv_head, K_SCALE_KIND),
-        soft_cap, slopes, bias_rows, left, right, chunk, head, 0, request, aux, SCORE, BOUNDS, 0,
-        False, SPLIT,
-        True, True, BLOCK_M, BLOCK_N,
-        BLOCK_SIZE, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE, CAUSAL, HAS_LEFT, HAS_RIGHT,
-        HAS_CHUNK, HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, LATENT, VEC_Q, VEC_K,
-        VEC_V)  # fmt: skip
+    logits = Logits(scale, 0.0, soft_cap, slopes, bias_rows, aux)
+    cache = Cache(
+        key, value, block_table, stride_table, stride_kb, stride_kn, stride_kh, stride_vb,
+        stride_vn, stride_vh, k_scale, v_scale, stride_ksb, stride_ksn, stride_ksh, stride_vsb,
+        stride_vsn, stride_vsh)  # fmt: skip
+    cache = open_cache(cache, tile, batch, CONFIG)
+    state = attend(
+        Query(query, stride_qt, stride_qh), rows, tile, cache, logits, mask, split_begin, split_end,
+        0, SCORE, BOUNDS, CONFIG)  # fmt: skip
 
-    sink = 0.0
-    if HAS_SINK:
-        sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32)
-    v_factor = load_scale(v_scale, kv_head, V_SCALE_KIND)
-    if SPLIT:
-        # One program per request tells the combine kernel how many splits there are.
-        if tl.program_id(0) // HEAD_BLOCKS % num_kv_heads == 0 and split == 0:
-            tl.store(
-                split_counts + row_token,
-                tl.zeros([BLOCK_M], tl.float32) + splits_used.to(tl.float32),
-                mask=valid,
-            )
+    v_factor = value_scale(v_scale, tile.kv_head, CONFIG)
+    if CONFIG.SPLIT:
+        # One program per tile tells the combine kernel how many splits there are.
+        if tile.kv_head == 0 and split == 0:
+            count_splits(parts, rows, splits_used.to(tl.float32), CONFIG)
     if splits_used <= 1:
-        factor, base2_lse = finish_rows(row_max, row_sum, sink, HAS_SINK)
-        offsets = row_token.to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
-        store_rows(out, offsets, acc0, factor * v_factor, valid, DV, 0, DV0, VEC_O)
-        if DV1 > 0:
-            store_rows(out, offsets, acc1, factor * v_factor, valid, DV, DV0, DV1, VEC_O)
-        if HAS_LSE:
-            tl.store(lse + row_token.to(tl.int64) * stride_lt + head, base2_lse * LN2, mask=valid)
-    if SPLIT:
+        store_results(output, rows, state, sinks, v_factor, CONFIG)
+    if CONFIG.SPLIT:
         if splits_used > 1:
-            # The sink counts when the splits are combined (M4).
-            factor, base2_lse = finish_rows(row_max, row_sum, sink, False)
-            rows = (row_token.to(tl.int64) * num_heads + head) * num_splits + split
-            store_rows(partials, rows * DV, acc0, factor * v_factor, valid, DV, 0, DV0, 1)
-            if DV1 > 0:
-                store_rows(partials, rows * DV, acc1, factor * v_factor, valid, DV, DV0, DV1, 1)
-            lses = partials + num_tokens.to(tl.int64) * num_heads * num_splits * DV
-            tl.store(lses + rows, base2_lse, mask=valid)
+            store_partials(parts, rows, state, split, v_factor, CONFIG)
 
 
 @triton.jit(

@@ -21,20 +21,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.attend import (
+from attnlib.ops.triton.kernels.arguments import (
+    Batch,
+    Cache,
+    Logits,
+    Mask,
+    Output,
+    Query,
+    State,
+)
+from attnlib.ops.triton.kernels.attend import attend_tile, empty_state, load_rows, view_rows
+from attnlib.ops.triton.kernels.chunks import load_blocks, store_chunks
+from attnlib.ops.triton.kernels.mask import visible_span
+from attnlib.ops.triton.kernels.program import (
     UNALIGNED,
     UNSPECIALIZED,
-    aligned,
-    attend_tile,
-    load_blocks,
-    load_queries,
-    pack_rows,
-    scale_rows,
-    store_rows,
+    clear_rows,
+    count_splits,
+    divide_results,
+    find_tile,
+    load_tile,
+    make_rows,
+    open_cache,
+    query_length,
+    row_scores,
+    store_results,
+    value_scale,
 )
-from attnlib.ops.triton.kernels.mask import visible_span
-from attnlib.ops.triton.kernels.quant import load_scale
-from attnlib.ops.triton.kernels.schedule import find_request
 from attnlib.ops.triton.kernels.softmax import LN2, finish_rows
 
 __all__ = ["invariant_combine_kernel", "invariant_kernel"]
@@ -63,6 +76,75 @@ def _fold_weights(row_max, row_sum, more_max, more_sum):
     return new_max, tl.fma(row_sum, old, more_sum * new), old, new
 
 
+@triton.jit
+def _fold_segment(total, part, v_factor, CONFIG: tl.constexpr):
+    """Add the softmax of a segment to that of the segments before it. The scale of the values is
+    applied to each segment, whoever adds the segments.
+
+    Returns:
+        (softmax of all, softmax of the segment with scaled values).
+    """
+    row_max, row_sum, old, new = _fold_weights(
+        total.row_max, total.row_sum, part.row_max, part.row_sum
+    )
+    acc0, acc1 = total.sums
+    part0, part1 = part.sums
+    part0 = part0 * v_factor
+    acc0 = _fold(acc0, part0, old, new)
+    if CONFIG.DV1 > 0:
+        part1 = part1 * v_factor
+        acc1 = _fold(acc1, part1, old, new)
+    scaled = State((part0, part1), part.row_max, part.row_sum)
+    return State((acc0, acc1), row_max, row_sum), scaled
+
+
+@triton.jit
+def _store_segment(partials, rows, part, split, CONFIG: tl.constexpr):
+    """Store the sums of a segment. The sink counts when the segments are added (M4)."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    places = (rows.row.to(tl.int64) * partials.num_heads + rows.head) * partials.num_splits + split
+    ones = tl.full([BLOCK_M], 1.0, tl.float32)
+    store_chunks(partials.base, places * CONFIG.DV, part.sums, ones, rows.valid, 1, CONFIG)
+    rows64 = partials.num_tokens.to(tl.int64) * partials.num_heads
+    maxima = partials.base + rows64 * partials.num_splits * CONFIG.DV
+    tl.store(maxima + places, part.row_max, mask=rows.valid)
+    tl.store(maxima + rows64 * partials.num_splits + places, part.row_sum, mask=rows.valid)
+
+
+@triton.jit
+def _find_keys(tile, mask, aux, BOUNDS: tl.constexpr, CONFIG: tl.constexpr):
+    """Return [first, last) of the keys that some row of the tile sees."""
+    origin = tile.seq_len - tile.query_len
+    first_position = origin + tile.first_token
+    last_position = origin + tile.last_token
+    first, _ = visible_span(first_position, tile.seq_len, tile.causal, mask, CONFIG)
+    _, last = visible_span(last_position, tile.seq_len, tile.causal, mask, CONFIG)
+    if BOUNDS is not None:
+        low, high, _, _ = BOUNDS(first_position, last_position, tile.seq_len, tile.request, aux)
+        first = tl.maximum(first, low)
+        last = tl.minimum(last, high)
+    return first, last
+
+
+@triton.jit
+def _attend_segment(
+    queries, rows, request, cache, logits, view, first, last, begin, segment, SCORE: tl.constexpr,
+    CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Return the softmax of one segment: `begin` is that of the first tile with a visible key."""
+    part = empty_state(CONFIG)
+    part_begin = tl.maximum(begin, segment * CONFIG.SEGMENT)
+    part_end = tl.minimum(last, segment * CONFIG.SEGMENT + CONFIG.SEGMENT)
+    blocks = load_blocks(cache.table, part_begin, first, last, CONFIG)
+    for start in range(part_begin, part_end, CONFIG.BLOCK_N):
+        next_blocks = load_blocks(cache.table, start + CONFIG.BLOCK_N, first, part_end, CONFIG)
+        part = attend_tile(
+            part, queries, cache, blocks, start, first, last, rows, view, logits, request, SCORE,
+            True, CONFIG.HAS_BIAS, CONFIG)  # fmt: skip
+        blocks = next_blocks
+    return part
+
+
 @triton.jit(
     do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=[*UNALIGNED, "partials"]
 )
@@ -72,193 +154,73 @@ def invariant_kernel(
     num_tokens, stride_qt, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
     stride_vh, stride_ot, stride_oh, stride_lt, stride_bt, block_table, stride_table, partials,
     num_tiles, num_splits, num_heads, rows0, columns0, rows1, columns1, rows2, columns2, rows3,
-    columns3, SCORE: tl.constexpr, BOUNDS: tl.constexpr, PAGED: tl.constexpr, SPLIT: tl.constexpr,
-    SEGMENT: tl.constexpr, TILE_HEADS: tl.constexpr, TILE_TOKENS: tl.constexpr,
-    HEAD_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr,
-    D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, KV_KIND: tl.constexpr,
-    COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINK: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr, K_SCALE_KIND: tl.constexpr,
-    V_SCALE_KIND: tl.constexpr, SCALE_LATE: tl.constexpr, LATENT: tl.constexpr,
-    VEC_Q: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr, VEC_O: tl.constexpr,
+    columns3, SCORE: tl.constexpr, BOUNDS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Compute one query tile for a block of heads; with SPLIT, over one segment of its keys.
 
-    Grid: (num_tiles, KV heads * HEAD_BLOCKS, num_splits). Without SPLIT, num_splits is 1.
+    CONFIG is an `AttentionConfig`. Grid: (num_tiles, KV heads * HEAD_BLOCKS, num_splits). Without
+    SPLIT, num_splits is 1.
     """
-    tile = num_tiles - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1) // HEAD_BLOCKS
-    head_offset = tl.program_id(1) % HEAD_BLOCKS * TILE_HEADS
-    split = tl.program_id(2)
-    split_counts = partials
-    if SPLIT:
-        rows64 = num_tokens.to(tl.int64) * num_heads
-        split_counts = partials + rows64 * num_splits * (DV + 2)
-    request = find_request(query_start_loc, tile, num_reqs, TILE_TOKENS, 128)
-    start = tl.load(query_start_loc + request)
-    first_token = (tile - (start // TILE_TOKENS + request)) * TILE_TOKENS
-
-    if request == num_reqs:
-        # Rows after the last request become 0 (M6).
-        if split == 0:
-            token, head, valid = pack_rows(
-                first_token, num_tokens - start, head_offset, GROUP, TILE_HEADS, TILE_TOKENS,
-                BLOCK_M)  # fmt: skip
-            head = kv_head * GROUP + head
-            token64 = (start + token).to(tl.int64)
-            zeros = tl.zeros([BLOCK_M], tl.float32)
-            offsets = token64 * stride_ot + head.to(tl.int64) * stride_oh
-            store_rows(
-                out, offsets, tl.zeros([BLOCK_M, DV0], tl.float32), zeros, valid, DV, 0, DV0, VEC_O
-            )
-            if DV1 > 0:
-                store_rows(
-                    out, offsets, tl.zeros([BLOCK_M, DV1], tl.float32), zeros, valid, DV, DV0, DV1,
-                    VEC_O)  # fmt: skip
-            if HAS_LSE:
-                tl.store(lse + token64 * stride_lt + head, zeros - float("inf"), mask=valid)
-            if SPLIT:
-                # No segments: the combine kernel leaves the rows alone.
-                tl.store(split_counts + start + token, zeros, mask=valid)
-        return
-
-    query_len = tl.load(query_start_loc + request + 1) - start
-    # The number of tiles is an upper bound: a request may own one tile more than it needs.
-    if first_token >= query_len:
-        return
-    kv_head64 = kv_head.to(tl.int64)
-    key += aligned(kv_head64 * stride_kh, VEC_K)
-    value += aligned(kv_head64 * stride_vh, VEC_V)
-    if PAGED:
-        seq_len = tl.load(seq_lens + request)
-        table = block_table + request.to(tl.int64) * stride_table
-    else:
-        # Packed keys: `seq_lens` holds the start of each request's keys instead.
-        first_key = tl.load(seq_lens + request)
-        seq_len = tl.load(seq_lens + request + 1) - first_key
-        key += aligned(first_key.to(tl.int64) * stride_kn, VEC_K)
-        value += aligned(first_key.to(tl.int64) * stride_vn, VEC_V)
-        table = block_table
     aux = (
         aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,
     )  # fmt: skip
-    causal = 0
-    if CAUSAL == 2:
-        causal = tl.load(causal_flags + request).to(tl.int32)
-
-    # Tiles in [first, last) have a key that is visible to some row.
-    origin = seq_len - query_len
-    last_token = tl.minimum(first_token + TILE_TOKENS, query_len) - 1
-    first, _ = visible_span(
-        origin + first_token, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT,
-        HAS_CHUNK)  # fmt: skip
-    _, last = visible_span(
-        origin + last_token, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT,
-        HAS_CHUNK)  # fmt: skip
-    if BOUNDS is not None:
-        low, high, _, _ = BOUNDS(origin + first_token, origin + last_token, seq_len, request, aux)
-        first = tl.maximum(first, low)
-        last = tl.minimum(last, high)
-    begin = tl.maximum(first, 0) // BLOCK_N * BLOCK_N
-    first_segment = begin // SEGMENT
-    end_segment = tl.maximum((last + SEGMENT - 1) // SEGMENT, first_segment + 1)
+    batch = Batch(query_start_loc, seq_lens, causal_flags, num_reqs, num_tokens)
+    mask = Mask(left, right, chunk)
+    output = Output(out, lse, stride_ot, stride_oh, stride_lt)
+    parts = divide_results(partials, num_tokens, num_heads, num_splits, 2, CONFIG)
+    split = tl.program_id(2)
+    tile = find_tile(batch, num_tiles, CONFIG)
+    if tile.request == num_reqs:
+        if split == 0:
+            rows = make_rows(tile, num_tokens - tile.start, CONFIG)
+            clear_rows(output, rows, CONFIG)
+            if CONFIG.SPLIT:
+                count_splits(parts, rows, 0.0, CONFIG)
+        return
+    query_len = query_length(tile, batch)
+    if tile.first_token >= query_len:
+        return
+    tile = load_tile(tile, query_len, batch, CONFIG)
+    first, last = _find_keys(tile, mask, aux, BOUNDS, CONFIG)
+    begin = tl.maximum(first, 0) // CONFIG.BLOCK_N * CONFIG.BLOCK_N
+    first_segment = begin // CONFIG.SEGMENT
+    end_segment = tl.maximum((last + CONFIG.SEGMENT - 1) // CONFIG.SEGMENT, first_segment + 1)
     num_segments = end_segment - first_segment
-    if SPLIT:
+    if CONFIG.SPLIT:
         if split >= num_segments:
             return
         first_segment += split
         end_segment = first_segment + 1
 
-    token, head, valid = pack_rows(
-        first_token, query_len, head_offset, GROUP, TILE_HEADS, TILE_TOKENS, BLOCK_M
+    rows = make_rows(tile, tile.query_len, CONFIG)
+    scale, slopes, bias_rows = row_scores(
+        rows, tile.kv_head, scale, k_scale, alibi_slopes, bias, stride_bt, CONFIG
     )
-    head = kv_head * GROUP + head
-    token64 = (start + token).to(tl.int64)
-    slopes = 0.0
-    if HAS_ALIBI:
-        slopes = tl.load(alibi_slopes + head, mask=valid, other=0.0).to(tl.float32)
-    bias_rows = bias
-    if HAS_BIAS:
-        bias_rows = bias + tl.where(valid, token64, 0) * stride_bt
-    query_offsets = token64 * stride_qt + head.to(tl.int64) * stride_qh
-    END0: tl.constexpr = DV if LATENT else D
-    START1: tl.constexpr = DV if LATENT else D0
-    q0, q1, row_factors = load_queries(
-        query, query_offsets, valid, D, D0, D1, END0, START1, COMPUTE, VEC_Q
-    )
-    positions = origin + token
-    row_first, row_last = visible_span(
-        positions, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
-    )
-    qk_scale = scale_rows(scale * load_scale(k_scale, kv_head, K_SCALE_KIND), row_factors)
-    factor = qk_scale * 1.4426950408889634
-    # The scale of the values is applied to each segment, whoever adds the segments.
-    v_factor = load_scale(v_scale, kv_head, V_SCALE_KIND)
-
-    acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
-    acc1 = tl.zeros([BLOCK_M, DV1 if DV1 > 0 else 1], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    queries, scale, factor = load_rows(Query(query, stride_qt, stride_qh), rows, scale, CONFIG)
+    logits = Logits(scale, factor, soft_cap, slopes, bias_rows, aux)
+    view = view_rows(tile, rows, mask, CONFIG)
+    cache = Cache(
+        key, value, block_table, stride_table, stride_kb, stride_kn, stride_kh, stride_vb,
+        stride_vn, stride_vh, k_scale, v_scale, None, None, None, None, None, None)  # fmt: skip
+    cache = open_cache(cache, tile, batch, CONFIG)
+    v_factor = value_scale(v_scale, tile.kv_head, CONFIG)
+    total = empty_state(CONFIG)
     for segment in range(first_segment, end_segment):
-        part0 = tl.zeros([BLOCK_M, DV0], tl.float32)
-        part1 = tl.zeros([BLOCK_M, DV1 if DV1 > 0 else 1], tl.float32)
-        part_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        part_sum = tl.zeros([BLOCK_M], tl.float32)
-        part_begin = tl.maximum(begin, segment * SEGMENT)
-        part_end = tl.minimum(last, segment * SEGMENT + SEGMENT)
-        blocks = load_blocks(table, part_begin, first, last, BLOCK_SIZE, BLOCK_N, PAGED)
-        for tile_start in range(part_begin, part_end, BLOCK_N):
-            next_blocks = load_blocks(
-                table, tile_start + BLOCK_N, first, part_end, BLOCK_SIZE, BLOCK_N, PAGED
-            )
-            part0, part1, part_max, part_sum = attend_tile(
-                part0, part1, part_max, part_sum, q0, q1, key, value, blocks, tile_start, first,
-                last, row_first, row_last, stride_kb, stride_kn, stride_vb, stride_vn, qk_scale,
-                factor, soft_cap, slopes, positions, bias_rows, origin, head, request, aux, SCORE,
-                True, PAGED, BLOCK_SIZE, BLOCK_N, D, D0, D1, DV, DV0, DV1, KV_KIND, COMPUTE,
-                HAS_CAP, HAS_ALIBI, HAS_BIAS, SCALE_LATE, LATENT, VEC_K, VEC_V)  # fmt: skip
-            blocks = next_blocks
-        part0 = part0 * v_factor
-        if DV1 > 0:
-            part1 = part1 * v_factor
-        if SPLIT:
+        part = _attend_segment(
+            queries, rows, tile.request, cache, logits, view, first, last, begin, segment, SCORE,
+            CONFIG)  # fmt: skip
+        total, part = _fold_segment(total, part, v_factor, CONFIG)
+        if CONFIG.SPLIT:
             if num_segments > 1:
-                # The sink counts when the segments are added (M4).
-                rows = (token64 * num_heads + head) * num_splits + split
-                ones = tl.full([BLOCK_M], 1.0, tl.float32)
-                store_rows(partials, rows * DV, part0, ones, valid, DV, 0, DV0, 1)
-                if DV1 > 0:
-                    store_rows(partials, rows * DV, part1, ones, valid, DV, DV0, DV1, 1)
-                maxima = partials + num_tokens.to(tl.int64) * num_heads * num_splits * DV
-                sums = maxima + num_tokens.to(tl.int64) * num_heads * num_splits
-                tl.store(maxima + rows, part_max, mask=valid)
-                tl.store(sums + rows, part_sum, mask=valid)
-        row_max, row_sum, old, new = _fold_weights(row_max, row_sum, part_max, part_sum)
-        acc0 = _fold(acc0, part0, old, new)
-        if DV1 > 0:
-            acc1 = _fold(acc1, part1, old, new)
+                _store_segment(parts, rows, part, split, CONFIG)
 
-    if SPLIT:
+    if CONFIG.SPLIT:
         # One program per tile tells the combine kernel how many segments there are.
-        if (kv_head == 0) & (split == 0):
-            tl.store(
-                split_counts + start + token,
-                tl.zeros([BLOCK_M], tl.float32) + num_segments.to(tl.float32),
-                mask=valid,
-            )
+        if (tile.kv_head == 0) & (split == 0):
+            count_splits(parts, rows, num_segments.to(tl.float32), CONFIG)
         if num_segments > 1:
             return
-    sink = 0.0
-    if HAS_SINK:
-        sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32)
-    normalizer, base2_lse = finish_rows(row_max, row_sum, sink, HAS_SINK)
-    offsets = token64 * stride_ot + head.to(tl.int64) * stride_oh
-    store_rows(out, offsets, acc0, normalizer, valid, DV, 0, DV0, VEC_O)
-    if DV1 > 0:
-        store_rows(out, offsets, acc1, normalizer, valid, DV, DV0, DV1, VEC_O)
-    if HAS_LSE:
-        tl.store(lse + token64 * stride_lt + head, base2_lse * LN2, mask=valid)
+    store_results(output, rows, total, sinks, 1.0, CONFIG)
 
 
 @triton.jit(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.attend import aligned
+from attnlib.ops.triton.kernels.chunks import aligned
 from attnlib.ops.triton.kernels.quant import decode_kv
 from attnlib.ops.triton.kernels.schedule import find_request
 

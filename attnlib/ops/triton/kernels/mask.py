@@ -20,28 +20,26 @@ CAUSAL_PER_REQUEST: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
-def visible_span(
-    position, seq_len, causal, left, right, chunk, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
-):  # fmt: skip
+def visible_span(position, seq_len, causal, mask, CONFIG: tl.constexpr):
     """Return [first, last) of the keys visible to a query at `position` (M1, M2).
 
-    The span is empty when last <= first. `causal` is read with CAUSAL_PER_REQUEST only.
+    The span is empty when last <= first. `causal` is read with CAUSAL_PER_REQUEST only. CONFIG is
+    any configuration with the constants of a mask.
     """
     # Derived from `position`, so that both have its shape.
     first = position * 0
     last = first + seq_len
-    if CAUSAL == CAUSAL_ALWAYS:
+    if CONFIG.CAUSAL == CAUSAL_ALWAYS:
         last = tl.minimum(last, position + 1)
-    elif CAUSAL == CAUSAL_PER_REQUEST:
+    elif CONFIG.CAUSAL == CAUSAL_PER_REQUEST:
         last = tl.where(causal != 0, tl.minimum(last, position + 1), last)
-    if HAS_LEFT:
-        first = tl.maximum(first, position - left)
-    if HAS_RIGHT:
-        last = tl.minimum(last, position + right + 1)
-    if HAS_CHUNK:
+    if CONFIG.HAS_LEFT:
+        first = tl.maximum(first, position - mask.left)
+    if CONFIG.HAS_RIGHT:
+        last = tl.minimum(last, position + mask.right + 1)
+    if CONFIG.HAS_CHUNK:
         # Positions before 0 belong to padding rows, which see nothing.
-        start = tl.maximum(position, 0) // chunk * chunk
+        start = tl.maximum(position, 0) // mask.chunk * mask.chunk
         first = tl.maximum(first, start)
-        last = tl.where(position < 0, 0, tl.minimum(last, start + chunk))
+        last = tl.where(position < 0, 0, tl.minimum(last, start + mask.chunk))
     return first, last

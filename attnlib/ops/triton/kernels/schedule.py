@@ -11,7 +11,7 @@ import triton.language as tl
 
 from attnlib.ops.triton.kernels.mask import visible_span
 
-__all__ = ["find_request", "request_tiles", "tiles_per_split"]
+__all__ = ["balanced_tiles", "find_request", "request_tiles", "tiles_per_split"]
 
 
 @triton.jit
@@ -33,73 +33,77 @@ def find_request(query_start_loc, tile, num_reqs, TILE_TOKENS: tl.constexpr, LAN
 
 
 @triton.jit
-def request_tiles(
-    query_start_loc, seq_lens, causal_flags, request, mask, left, right, chunk, aux,
-    BOUNDS: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
-):  # fmt: skip
+def request_tiles(batch, request, exists, mask, aux, BOUNDS: tl.constexpr, CONFIG: tl.constexpr):
     """Return (first key tile, number of key tiles) visible to a request's queries.
 
-    `request` is one request or a vector of requests.
+    `request` is one request or a vector of requests, of which those that `exists` are read.
     """
-    query_len = tl.load(query_start_loc + request + 1, mask=mask, other=0) - tl.load(
-        query_start_loc + request, mask=mask, other=0
-    )
-    seq_len = tl.load(seq_lens + request, mask=mask, other=0)
+    starts = batch.query_start_loc + request
+    query_len = tl.load(starts + 1, mask=exists, other=0) - tl.load(starts, mask=exists, other=0)
+    seq_len = tl.load(batch.seq_lens + request, mask=exists, other=0)
     causal = 0
-    if CAUSAL == 2:
-        causal = tl.load(causal_flags + request, mask=mask, other=0).to(tl.int32)
+    if CONFIG.CAUSAL == 2:
+        causal = tl.load(batch.causal_flags + request, mask=exists, other=0).to(tl.int32)
     # The first query has the first visible key, the last query the last one.
-    first, _ = visible_span(
-        seq_len - query_len, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT,
-        HAS_CHUNK)  # fmt: skip
-    _, last = visible_span(
-        seq_len - 1, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
-    )
+    first, _ = visible_span(seq_len - query_len, seq_len, causal, mask, CONFIG)
+    _, last = visible_span(seq_len - 1, seq_len, causal, mask, CONFIG)
     if BOUNDS is not None:
         low, high, _, _ = BOUNDS(seq_len - query_len, seq_len - 1, seq_len, request, aux)
         first = tl.maximum(first, low)
         last = tl.minimum(last, high)
-    first_tile = first // BLOCK_N
-    count = (tl.maximum(last, 0) + BLOCK_N - 1) // BLOCK_N - first_tile
+    first_tile = first // CONFIG.BLOCK_N
+    count = (tl.maximum(last, 0) + CONFIG.BLOCK_N - 1) // CONFIG.BLOCK_N - first_tile
     return first_tile, tl.where(query_len > 0, tl.maximum(count, 0), 0)
 
 
 @triton.jit
+def balanced_tiles(total, longest, num_splits, waves_per_split, CONFIG: tl.constexpr):
+    """Return the number of key tiles in one split of any request, so that long requests get many.
+
+    The batch counts as `total` / `longest` requests of the longest length. s splits of each of
+    those make `waves_per_split` * s waves of programs per request.
+    """
+    # All candidates are evaluated at once, one per lane.
+    splits = 1 + tl.arange(0, CONFIG.MAX_SPLITS)
+    requests = total.to(tl.float32) / tl.maximum(longest, 1).to(tl.float32)
+    waves = tl.maximum(requests * waves_per_split * splits.to(tl.float32), 1e-6)
+    # Efficiency is the filled share of the waves. Fewer splits cost less to combine, so the
+    # smallest candidate within 10% of the best efficiency is chosen.
+    efficiency = tl.where(splits <= num_splits, waves / tl.ceil(waves), 0.0)
+    enough = efficiency >= 0.9 * tl.max(efficiency, 0)
+    chosen = tl.min(tl.where(enough, splits, CONFIG.MAX_SPLITS), 0)
+    chosen = tl.minimum(chosen, num_splits)
+    return tl.maximum((longest + chosen - 1) // chosen, CONFIG.MIN_TILES)
+
+
+@triton.jit
 def tiles_per_split(
-    query_start_loc, seq_lens, causal_flags, num_reqs, own_tiles, num_splits, waves_per_split, left,
-    right, chunk, aux, BOUNDS: tl.constexpr, BALANCED: tl.constexpr, MIN_TILES: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, LANES: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
-):  # fmt: skip
+    batch,
+    own_tiles,
+    num_splits,
+    waves_per_split,
+    mask,
+    aux,
+    BOUNDS: tl.constexpr,
+    LANES: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
     """Return the number of key tiles in one split.
 
     Without BALANCED a request is cut into `num_splits` splits, independently of the other requests.
-    With BALANCED all requests are cut into splits of one size, so that long ones get many splits.
-    The batch counts as (all tiles / tiles of the longest request) requests of the longest length.
-    s splits of each of those make `waves_per_split` * s waves of programs per request.
+    With BALANCED all requests are cut into splits of one size (`balanced_tiles`).
     """
-    if BALANCED:
+    if CONFIG.BALANCED:
         total = 0
         longest = 0
-        for base in range(0, num_reqs, LANES):
+        for base in range(0, batch.num_reqs, LANES):
             lanes = base + tl.arange(0, LANES)
             _, tiles = request_tiles(
-                query_start_loc, seq_lens, causal_flags, lanes, lanes < num_reqs, left, right,
-                chunk, aux, BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
+                batch, lanes, lanes < batch.num_reqs, mask, aux, BOUNDS, CONFIG
+            )
             total += tl.sum(tiles, 0)
             longest = tl.maximum(longest, tl.max(tiles, 0))
-        # All candidates are evaluated at once, one per lane.
-        splits = 1 + tl.arange(0, MAX_SPLITS)
-        requests = total.to(tl.float32) / tl.maximum(longest, 1).to(tl.float32)
-        waves = tl.maximum(requests * waves_per_split * splits.to(tl.float32), 1e-6)
-        # Efficiency is the filled share of the waves. Fewer splits cost less to combine, so the
-        # smallest candidate within 10% of the best efficiency is chosen.
-        efficiency = tl.where(splits <= num_splits, waves / tl.ceil(waves), 0.0)
-        enough = efficiency >= 0.9 * tl.max(efficiency, 0)
-        chosen = tl.min(tl.where(enough, splits, MAX_SPLITS), 0)
-        chosen = tl.minimum(chosen, num_splits)
-        per_split = tl.maximum((longest + chosen - 1) // chosen, MIN_TILES)
+        per_split = balanced_tiles(total, longest, num_splits, waves_per_split, CONFIG)
     else:
         per_split = tl.maximum((own_tiles + num_splits - 1) // num_splits, 1)
     return per_split

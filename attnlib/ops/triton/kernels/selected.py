@@ -7,6 +7,8 @@ list[j // SELECT] * SELECT + j % SELECT. A tile covers BLOCK_N slots. Only the p
 query of the tile sees are loaded. Where tiles of queries are few, the slots of a list are split
 over several programs, and `decode.combine_kernel` combines their partial results.
 
+LIST_HEADS is 0 where all heads share a list, 1 for one per KV head, 2 for one per query head.
+
 Workspace: as in `decode`.
 """
 
@@ -15,22 +17,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.attend import (
-    aligned,
-    load_queries,
-    pack_rows,
-    scale_rows,
-    store_rows,
+from attnlib.ops.triton.kernels.arguments import (
+    Batch,
+    Cache,
+    Logits,
+    Mask,
+    Output,
+    Query,
+    State,
 )
+from attnlib.ops.triton.kernels.attend import empty_state, load_rows, view_rows
+from attnlib.ops.triton.kernels.chunks import add_chunks, aligned, multiply_chunks
 from attnlib.ops.triton.kernels.mask import visible_span
-from attnlib.ops.triton.kernels.quant import decode_kv, load_scale
-from attnlib.ops.triton.kernels.schedule import find_request
-from attnlib.ops.triton.kernels.softmax import (
-    LN2,
-    finish_rows,
-    online_softmax,
-    transform_scores,
+from attnlib.ops.triton.kernels.program import (
+    clear_rows,
+    count_splits,
+    divide_results,
+    find_tile,
+    load_tile,
+    make_rows,
+    open_cache,
+    query_length,
+    row_scores,
+    store_partials,
+    store_results,
+    value_scale,
 )
+from attnlib.ops.triton.kernels.softmax import online_softmax, transform_scores
 
 __all__ = ["selected_kernel"]
 
@@ -47,15 +60,28 @@ _UNALIGNED = [
 
 
 @triton.jit
-def _count_entries(
-    entries, num_entries, first, last, SELECT: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+def _find_entries(tile, indices, list_starts, stride_lists, stride_list_head, CONFIG: tl.constexpr):
+    """Return the pointer to the tile's list."""
+    list_row = tile.start + tile.first_token
+    if CONFIG.QUERY_BLOCK > 1:
+        list_row = tl.load(list_starts + tile.request) + tile.first_token // CONFIG.QUERY_BLOCK
+    entries = indices + list_row.to(tl.int64) * stride_lists
+    if CONFIG.LIST_HEADS == 1:
+        entries += tile.kv_head.to(tl.int64) * stride_list_head
+    elif CONFIG.LIST_HEADS == 2:
+        head = tile.kv_head * CONFIG.GROUP + tile.head_offset
+        entries += head.to(tl.int64) * stride_list_head
+    return entries
+
+
+@triton.jit
+def _count_entries(entries, num_entries, first, last, CONFIG: tl.constexpr):
     """Return 1 + the place of the last entry with a position in [first, last); 0 if none has."""
     count = 0
-    low = first // SELECT
-    high = (last + SELECT - 1) // SELECT
-    for base in range(0, num_entries, LANES):
-        lanes = base + tl.arange(0, LANES)
+    low = first // CONFIG.SELECT
+    high = (last + CONFIG.SELECT - 1) // CONFIG.SELECT
+    for base in range(0, num_entries, CONFIG.LIST_LANES):
+        lanes = base + tl.arange(0, CONFIG.LIST_LANES)
         entry = tl.load(entries + lanes, mask=lanes < num_entries, other=-1)
         used = (entry >= 0) & (entry >= low) & (entry < high)
         count = tl.maximum(count, tl.max(tl.where(used, lanes + 1, 0), 0))
@@ -63,15 +89,15 @@ def _count_entries(
 
 
 @triton.jit
-def _locate(
-    entries, table, start, end, first, last, SELECT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _locate(entries, table, start, end, first, last, CONFIG: tl.constexpr):
     """Return (positions [BLOCK_N], blocks) of the key slots from `start` on.
 
     The position is -1 where a slot selects nothing in [first, last). Its block is not read. Blocks
     are one number if the tile lies in one entry and in one block of the cache, else one per key.
     """
+    SELECT: tl.constexpr = CONFIG.SELECT
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    BLOCK_SIZE: tl.constexpr = CONFIG.BLOCK_SIZE
     lanes = start + tl.arange(0, BLOCK_N)
     limit = (last + SELECT - 1) // SELECT  # compared before a product that could overflow
     if SELECT % BLOCK_N == 0:
@@ -113,17 +139,34 @@ def _locate(
 
 
 @triton.jit
-def _load_tile(
-    base, offsets, inside, SIZE: tl.constexpr, START: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
-    """Load [BLOCK_N, CHUNK] of keys or values; 0 where nothing is selected (P5)."""
-    lanes = START + tl.arange(0, CHUNK)
-    pointers = base + offsets[:, None] + lanes[None, :]
-    if START + CHUNK > SIZE:
-        tile = tl.load(pointers, mask=inside[:, None] & (lanes < SIZE)[None, :], other=0.0)
+def _attend_slots(
+    state, queries, keys, blocks, cache, rows, request, view, logits, CONFIG: tl.constexpr
+):
+    """Return the softmax with a tile of key slots, at the positions `keys`."""
+    inside = keys >= 0
+    within = (keys.to(tl.uint32) % CONFIG.BLOCK_SIZE).to(tl.int64)
+    blocks = blocks.to(tl.int64)
+    offsets = aligned(blocks * cache.stride_kb + within * cache.stride_kn, CONFIG.VEC_K)
+    qk, k0 = multiply_chunks(queries, cache.key, offsets, inside, True, CONFIG)
+    if CONFIG.SCALE_LATE:
+        scores = qk
     else:
-        tile = tl.load(pointers, mask=inside[:, None], other=0.0)
-    return tile
+        scores = transform_scores(
+            qk, logits, view.positions, keys, 0.0, rows.head, request, None, False, CONFIG
+        )
+    row_first = tl.maximum(view.row_first, 0)
+    visible = (keys[None, :] >= row_first[:, None]) & (keys[None, :] < view.row_last[:, None])
+    scores = tl.where(visible, scores, float("-inf"))
+    weights, acc_scale, row_max, row_sum = online_softmax(
+        scores, logits.factor, state.row_max, state.row_sum, True, CONFIG.SCALE_LATE
+    )
+    weights = weights.to(CONFIG.COMPUTE)
+    if not CONFIG.LATENT:
+        offsets = aligned(blocks * cache.stride_vb + within * cache.stride_vn, CONFIG.VEC_V)
+    sums = add_chunks(
+        state.sums, weights, acc_scale, k0, cache.value, offsets, inside, True, CONFIG
+    )
+    return State(sums, row_max, row_sum)
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
@@ -132,195 +175,73 @@ def selected_kernel(
     causal_flags, alibi_slopes, sinks, k_scale, v_scale, lse, scale, soft_cap, left, right, chunk,
     num_reqs, num_tokens, num_heads, num_entries, num_tiles, num_splits, stride_lists,
     stride_list_head, stride_table, stride_qt, stride_qh, stride_kb, stride_kn, stride_kh,
-    stride_vb, stride_vn, stride_vh, stride_ot, stride_oh, stride_lt, SELECT: tl.constexpr,
-    QUERY_BLOCK: tl.constexpr, LIST_HEADS: tl.constexpr, LIST_LANES: tl.constexpr,
-    SPLIT: tl.constexpr, TILE_HEADS: tl.constexpr, TILE_TOKENS: tl.constexpr,
-    HEAD_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
-    LATENT: tl.constexpr, KV_KIND: tl.constexpr, COMPUTE: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr,
-    K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr, SCALE_LATE: tl.constexpr,
-    VEC_Q: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr, VEC_O: tl.constexpr,
+    stride_vb, stride_vn, stride_vh, stride_ot, stride_oh, stride_lt, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Compute one split of a tile of query tokens for a block of heads.
 
-    LIST_HEADS is 0 where all heads share a list, 1 for one per KV head, 2 for one per query head.
-    With LATENT the values are the first DV elements of the keys (P10), as in `attend`.
-    Grid: (num_tiles, KV heads * HEAD_BLOCKS, splits).
+    CONFIG is an `AttentionConfig`. Grid: (num_tiles, KV heads * HEAD_BLOCKS, splits).
     """
-    # As in the prefill kernel, the tiles of later tokens start first.
-    tile = num_tiles - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1) // HEAD_BLOCKS
-    head_offset = tl.program_id(1) % HEAD_BLOCKS * TILE_HEADS
+    batch = Batch(query_start_loc, seq_lens, causal_flags, num_reqs, num_tokens)
+    mask = Mask(left, right, chunk)
+    output = Output(out, lse, stride_ot, stride_oh, stride_lt)
+    parts = divide_results(partials, num_tokens, num_heads, num_splits, 1, CONFIG)
     split = tl.program_id(2)
-    split_counts = partials
-    if SPLIT:
-        rows64 = num_tokens.to(tl.int64) * num_heads
-        split_counts = partials + rows64 * num_splits * (DV + 1)
-    request = find_request(query_start_loc, tile, num_reqs, TILE_TOKENS, 128)
-    start = tl.load(query_start_loc + request)
-    first_token = (tile - (start // TILE_TOKENS + request)) * TILE_TOKENS
-
-    if request == num_reqs:
-        # Rows after the last request become 0 (M6).
+    tile = find_tile(batch, num_tiles, CONFIG)
+    if tile.request == num_reqs:
         if split == 0:
-            token, head, valid = pack_rows(
-                first_token, num_tokens - start, head_offset, GROUP, TILE_HEADS, TILE_TOKENS,
-                BLOCK_M)  # fmt: skip
-            head = kv_head * GROUP + head
-            token64 = (start + token).to(tl.int64)
-            zeros = tl.zeros([BLOCK_M], tl.float32)
-            offsets = token64 * stride_ot + head.to(tl.int64) * stride_oh
-            store_rows(
-                out, offsets, tl.zeros([BLOCK_M, DV0], tl.float32), zeros, valid, DV, 0, DV0, VEC_O
-            )
-            if DV1 > 0:
-                store_rows(
-                    out, offsets, tl.zeros([BLOCK_M, DV1], tl.float32), zeros, valid, DV, DV0, DV1,
-                    VEC_O)  # fmt: skip
-            if HAS_LSE:
-                tl.store(lse + token64 * stride_lt + head, zeros - float("inf"), mask=valid)
-            if SPLIT:
-                # No splits: the combine kernel leaves the rows alone.
-                tl.store(split_counts + token64, zeros, mask=valid)
+            rows = make_rows(tile, num_tokens - tile.start, CONFIG)
+            clear_rows(output, rows, CONFIG)
+            if CONFIG.SPLIT:
+                count_splits(parts, rows, 0.0, CONFIG)
         return
-
-    query_len = tl.load(query_start_loc + request + 1) - start
-    # The number of tiles is an upper bound: a request may own one tile more than it needs.
-    if first_token >= query_len:
+    query_len = query_length(tile, batch)
+    if tile.first_token >= query_len:
         return
-    seq_len = tl.load(seq_lens + request)
-    causal = 0
-    if CAUSAL == 2:
-        causal = tl.load(causal_flags + request).to(tl.int32)
-
-    list_row = start + first_token
-    if QUERY_BLOCK > 1:
-        list_row = tl.load(list_starts + request) + first_token // QUERY_BLOCK
-    entries = indices + list_row.to(tl.int64) * stride_lists
-    if LIST_HEADS == 1:
-        entries += kv_head.to(tl.int64) * stride_list_head
-    elif LIST_HEADS == 2:
-        entries += (kv_head * GROUP + head_offset).to(tl.int64) * stride_list_head
-    table = block_table + request.to(tl.int64) * stride_table
-
+    tile = load_tile(tile, query_len, batch, CONFIG)
     # Keys in [first, last) are visible to some row of the tile.
-    origin = seq_len - query_len
-    last_token = tl.minimum(first_token + TILE_TOKENS, query_len) - 1
-    first, _ = visible_span(
-        origin + first_token, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT,
-        HAS_CHUNK)  # fmt: skip
-    _, last = visible_span(
-        origin + last_token, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT,
-        HAS_CHUNK)  # fmt: skip
+    origin = tile.seq_len - tile.query_len
+    first, _ = visible_span(origin + tile.first_token, tile.seq_len, tile.causal, mask, CONFIG)
+    _, last = visible_span(origin + tile.last_token, tile.seq_len, tile.causal, mask, CONFIG)
     first = tl.maximum(first, 0)
-    count = _count_entries(entries, num_entries, first, last, SELECT, LIST_LANES)
-    end = count * SELECT
+    entries = _find_entries(tile, indices, list_starts, stride_lists, stride_list_head, CONFIG)
     begin = 0
-    if SPLIT:
+    end = _count_entries(entries, num_entries, first, last, CONFIG) * CONFIG.SELECT
+    if CONFIG.SPLIT:
         # The same splits for all lists, because the combine kernel knows one number per token. A
         # split without entries stores an empty partial result.
-        tiles = (num_entries * SELECT + BLOCK_N - 1) // BLOCK_N
+        tiles = (num_entries * CONFIG.SELECT + CONFIG.BLOCK_N - 1) // CONFIG.BLOCK_N
         per_split = (tiles + num_splits - 1) // num_splits
-        begin = split * per_split * BLOCK_N
-        end = tl.minimum(end, begin + per_split * BLOCK_N)
+        begin = split * per_split * CONFIG.BLOCK_N
+        end = tl.minimum(end, begin + per_split * CONFIG.BLOCK_N)
 
-    token, head, valid = pack_rows(
-        first_token, query_len, head_offset, GROUP, TILE_HEADS, TILE_TOKENS, BLOCK_M
-    )
-    head = kv_head * GROUP + head
-    token64 = (start + token).to(tl.int64)
-    slopes = 0.0
-    if HAS_ALIBI:
-        slopes = tl.load(alibi_slopes + head, mask=valid, other=0.0).to(tl.float32)
-    query_offsets = token64 * stride_qt + head.to(tl.int64) * stride_qh
-    END0: tl.constexpr = DV if LATENT else D
-    START1: tl.constexpr = DV if LATENT else D0
-    q0, q1, row_factors = load_queries(
-        query, query_offsets, valid, D, D0, D1, END0, START1, COMPUTE, VEC_Q
-    )
-    rows = origin + token
-    row_first, row_last = visible_span(
-        rows, seq_len, causal, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
-    )
-    kv_head64 = kv_head.to(tl.int64)
-    key += aligned(kv_head64 * stride_kh, VEC_K)
-    value += aligned(kv_head64 * stride_vh, VEC_V)
-    qk_scale = scale_rows(scale * load_scale(k_scale, kv_head, K_SCALE_KIND), row_factors)
-    exponent_scale = qk_scale * 1.4426950408889634
-
-    acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
-    acc1 = tl.zeros([BLOCK_M, DV1 if DV1 > 0 else 1], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    keys, blocks = _locate(entries, table, begin, end, first, last, SELECT, BLOCK_SIZE, BLOCK_N)
-    for slot in range(begin, end, BLOCK_N):
+    rows = make_rows(tile, tile.query_len, CONFIG)
+    scale, slopes, _ = row_scores(rows, tile.kv_head, scale, k_scale, alibi_slopes, None, 0, CONFIG)
+    queries, scale, factor = load_rows(Query(query, stride_qt, stride_qh), rows, scale, CONFIG)
+    logits = Logits(scale, factor, soft_cap, slopes, None, None)
+    view = view_rows(tile, rows, mask, CONFIG)
+    cache = Cache(
+        key, value, block_table, stride_table, stride_kb, stride_kn, stride_kh, stride_vb,
+        stride_vn, stride_vh, k_scale, v_scale, None, None, None, None, None, None)  # fmt: skip
+    cache = open_cache(cache, tile, batch, CONFIG)
+    state = empty_state(CONFIG)
+    keys, blocks = _locate(entries, cache.table, begin, end, first, last, CONFIG)
+    for slot in range(begin, end, CONFIG.BLOCK_N):
         # Positions and blocks of the next tile are loaded one step ahead, so that the loads of its
         # keys and values never wait for the list and the block table.
         next_keys, next_blocks = _locate(
-            entries, table, slot + BLOCK_N, end, first, last, SELECT, BLOCK_SIZE, BLOCK_N
+            entries, cache.table, slot + CONFIG.BLOCK_N, end, first, last, CONFIG
         )
-        inside = keys >= 0
-        within = (keys.to(tl.uint32) % BLOCK_SIZE).to(tl.int64)
-        offsets_k = aligned(blocks.to(tl.int64) * stride_kb + within * stride_kn, VEC_K)
-        k0 = decode_kv(_load_tile(key, offsets_k, inside, END0, 0, D0), KV_KIND, COMPUTE)
-        qk = tl.dot(q0, tl.trans(k0), input_precision="ieee")
-        if D1 > 0:
-            k1 = decode_kv(_load_tile(key, offsets_k, inside, D, START1, D1), KV_KIND, COMPUTE)
-            qk = tl.dot(q1, tl.trans(k1), qk, input_precision="ieee")
-        if SCALE_LATE:
-            scores = qk
-        else:
-            scores = transform_scores(
-                qk, qk_scale, soft_cap, slopes, rows, keys, 0.0, head, request, None, None, HAS_CAP,
-                HAS_ALIBI, False)  # fmt: skip
-        visible = (keys[None, :] >= tl.maximum(row_first, 0)[:, None]) & (
-            keys[None, :] < row_last[:, None]
+        state = _attend_slots(
+            state, queries, keys, blocks, cache, rows, tile.request, view, logits, CONFIG
         )
-        scores = tl.where(visible, scores, float("-inf"))
-        weights, acc_scale, row_max, row_sum = online_softmax(
-            scores, exponent_scale, row_max, row_sum, True, SCALE_LATE
-        )
-        weights = weights.to(COMPUTE)
-        if LATENT:
-            acc0 = tl.dot(weights, k0, acc0 * acc_scale[:, None], input_precision="ieee")
-        else:
-            offsets_v = aligned(blocks.to(tl.int64) * stride_vb + within * stride_vn, VEC_V)
-            v0 = decode_kv(_load_tile(value, offsets_v, inside, DV, 0, DV0), KV_KIND, COMPUTE)
-            acc0 = tl.dot(weights, v0, acc0 * acc_scale[:, None], input_precision="ieee")
-            if DV1 > 0:
-                v1 = decode_kv(_load_tile(value, offsets_v, inside, DV, DV0, DV1), KV_KIND, COMPUTE)
-                acc1 = tl.dot(weights, v1, acc1 * acc_scale[:, None], input_precision="ieee")
         keys = next_keys
         blocks = next_blocks
 
-    sink = 0.0
-    if HAS_SINK:
-        sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32)
-    v_factor = load_scale(v_scale, kv_head, V_SCALE_KIND)
-    if SPLIT:
+    v_factor = value_scale(v_scale, tile.kv_head, CONFIG)
+    if CONFIG.SPLIT:
         # One program per tile tells the combine kernel how many splits there are.
         if tl.program_id(1) == 0 and split == 0:
-            tl.store(
-                split_counts + token64,
-                tl.zeros([BLOCK_M], tl.float32) + num_splits.to(tl.float32),
-                mask=valid,
-            )
-        # The sink counts when the splits are combined (M4).
-        factor, base2_lse = finish_rows(row_max, row_sum, sink, False)
-        places = (token64 * num_heads + head) * num_splits + split
-        store_rows(partials, places * DV, acc0, factor * v_factor, valid, DV, 0, DV0, 1)
-        if DV1 > 0:
-            store_rows(partials, places * DV, acc1, factor * v_factor, valid, DV, DV0, DV1, 1)
-        lses = partials + num_tokens.to(tl.int64) * num_heads * num_splits * DV
-        tl.store(lses + places, base2_lse, mask=valid)
+            count_splits(parts, rows, num_splits.to(tl.float32), CONFIG)
+        store_partials(parts, rows, state, split, v_factor, CONFIG)
     else:
-        factor, base2_lse = finish_rows(row_max, row_sum, sink, HAS_SINK)
-        offsets = token64 * stride_ot + head.to(tl.int64) * stride_oh
-        store_rows(out, offsets, acc0, factor * v_factor, valid, DV, 0, DV0, VEC_O)
-        if DV1 > 0:
-            store_rows(out, offsets, acc1, factor * v_factor, valid, DV, DV0, DV1, VEC_O)
-        if HAS_LSE:
-            tl.store(lse + token64 * stride_lt + head, base2_lse * LN2, mask=valid)
+        store_results(output, rows, state, sinks, v_factor, CONFIG)

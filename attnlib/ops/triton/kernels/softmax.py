@@ -26,28 +26,43 @@ def of_rows(x):
 
 @triton.jit
 def transform_scores(
-    qk, qk_scale, soft_cap, slopes, positions, keys, bias, heads, request, aux, SCORE: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+    qk,
+    logits,
+    positions,
+    keys,
+    bias,
+    heads,
+    request,
+    SCORE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
     """Turn raw products [M, N] into base-2 logits: scale, soft cap, biases, score function (M3).
 
-    `qk_scale` is a number, or one for each row [M].
+    Args:
+        logits: `arguments.Logits`.
+        positions: of the rows, [M].
+        keys: positions of the keys, [N].
+        bias: the query bias [M, N]; read with HAS_BIAS.
+        heads: query head of each row, [M].
+        request: number of the request.
+        CONFIG: any configuration with HAS_CAP and HAS_ALIBI.
     """
-    if HAS_CAP:
+    if CONFIG.HAS_CAP:
         # tanh(x) = 1 - 2 / (exp(2x) + 1), which is exact at both infinities.
-        exp_2x = tl.exp2(qk * of_rows(qk_scale * (2.0 * LOG2E) / soft_cap))
-        scores = soft_cap - (2.0 * soft_cap) / (exp_2x + 1.0)
+        exp_2x = tl.exp2(qk * of_rows(logits.scale * (2.0 * LOG2E) / logits.soft_cap))
+        scores = logits.soft_cap - (2.0 * logits.soft_cap) / (exp_2x + 1.0)
     else:
-        scores = qk * of_rows(qk_scale)
-    if HAS_ALIBI:
+        scores = qk * of_rows(logits.scale)
+    if CONFIG.HAS_ALIBI:
         distance = tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
-        scores -= slopes[:, None] * distance
+        scores -= logits.slopes[:, None] * distance
     if HAS_BIAS:
         scores += bias
     if SCORE is not None:
-        scores = SCORE(scores, positions[:, None], keys[None, :], heads[:, None], request, aux).to(
-            tl.float32
-        )
+        scores = SCORE(
+            scores, positions[:, None], keys[None, :], heads[:, None], request, logits.aux
+        ).to(tl.float32)
         if HAS_BIAS:
             # A key that the bias hides stays hidden (M10).
             scores = tl.where(bias == float("-inf"), float("-inf"), scores)

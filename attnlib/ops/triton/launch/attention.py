@@ -64,7 +64,7 @@ class PlainAttention:
         self,
         call: AttentionCall,
         attend: BoundLaunch,
-        last: tuple[float | int, ...],
+        last: tuple[float | int | None, ...],
         partials: Partials | None = None,
     ) -> None:
         params, shape = call.params, call.shape

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attnlib.ops.triton.kernels.arguments import AttentionConfig, Batch, Mask
 from attnlib.ops.triton.kernels.schedule import find_request, request_tiles, tiles_per_split
 
 
@@ -18,15 +19,13 @@ def _find_kernel(starts, found, num_reqs, TILE_TOKENS: tl.constexpr, LANES: tl.c
 
 @triton.jit
 def _split_kernel(
-    starts, seq_lens, out, num_reqs, num_splits, waves, BALANCED: tl.constexpr, LANES: tl.constexpr
+    starts, seq_lens, out, num_reqs, num_splits, waves, LANES: tl.constexpr, CONFIG: tl.constexpr
 ):
     request = tl.program_id(0)
-    _, own = request_tiles(
-        starts, seq_lens, seq_lens, request, True, 0, 0, 0, (), None, 64, 1, False, False, False
-    )
-    per_split = tiles_per_split(
-        starts, seq_lens, seq_lens, num_reqs, own, num_splits, waves, 0, 0, 0, (), None, BALANCED,
-        2, 128, LANES, 64, 1, False, False, False)  # fmt: skip
+    batch = Batch(starts, seq_lens, seq_lens, num_reqs, num_reqs)
+    mask = Mask(0, 0, 0)
+    _, own = request_tiles(batch, request, True, mask, (), None, CONFIG)
+    per_split = tiles_per_split(batch, own, num_splits, waves, mask, (), None, LANES, CONFIG)
     tl.store(out + request * 2, own)
     tl.store(out + request * 2 + 1, per_split)
 
@@ -38,8 +37,12 @@ def _splits(
     starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=device)
     out = torch.zeros(len(seq_lens), 2, dtype=torch.int32, device=device)
     lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+    config = AttentionConfig(
+        BLOCK_M=16, BLOCK_N=64, TILE_HEADS=1, TILE_TOKENS=1, HEAD_BLOCKS=1, GROUP=1,
+        COMPUTE=tl.float32, CAUSAL=1, BALANCED=balanced, MIN_TILES=2, MAX_SPLITS=128,
+    )  # fmt: skip
     _split_kernel[(len(seq_lens),)](
-        starts, lengths, out, len(seq_lens), num_splits, waves, balanced, 16
+        starts, lengths, out, len(seq_lens), num_splits, waves, 16, config
     )
     return [(own, -(-own // per_split)) for own, per_split in out.tolist()]
 
