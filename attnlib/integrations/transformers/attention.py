@@ -76,7 +76,7 @@ def attnlib_attention(
                 return again, None
     _refuse(module, (query, key, value), dropout, kwargs)
     if kwargs.get("attnlib_step") is not None:
-        from attnlib.integrations.transformers.paged_model import attend
+        from attnlib.integrations.transformers.paged_step import attend
 
         step = kwargs.pop("attnlib_step")
         result: tuple[torch.Tensor, torch.Tensor | None] = attend(
