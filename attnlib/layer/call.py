@@ -25,6 +25,7 @@ from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
+    from attnlib.backends.step_plan import StepPlan
     from attnlib.layer.attention import Attention
 
 __all__ = [
@@ -148,7 +149,7 @@ class RecentPlan(NamedTuple):
     check: Callable[..., bool] | None
     per_head: tuple[Any, ...] | None
     shape: tuple[int, ...] | None
-    run: Callable[..., None]
+    plan: StepPlan
     call: Callable[..., bool] | None
 
 
@@ -178,7 +179,7 @@ def call_layer(
         and (cls := type(self)).forward is cls._own_forward
         and VALIDATE_KEY not in ENVIRONMENT
     ):
-        group, cache_signature, with_lse, allocates, check, per_head, shape, run, call = recent
+        group, cache_signature, with_lse, allocates, check, per_head, shape, plan, call = recent
         impl, k_scale = self.impl, self.k_scale
         if (
             group is impl._group
@@ -205,7 +206,7 @@ def call_layer(
                 same = per_head is None or per_head == per_head_signature(self)
                 done = same and check(query, key, value, *(() if allocates else (output,)))
                 if done:
-                    run(impl, query, key, value, cache, out, lse)
+                    plan.run(impl, query, key, value, cache, out, lse)
             if done:
                 if OBSERVERS:
                     notify(self, LayerCall(query, key, value, cache, metadata), out, lse)

@@ -117,7 +117,7 @@ def remember(
         return
     metadata.__dict__["recent_plan"] = RecentPlan(
         signature[0], signature[1], return_lse, output is None, check,
-        per_head_signature(layer) if layer._has_per_head else None, shape, plan.run, bound,
+        per_head_signature(layer) if layer._has_per_head else None, shape, plan, bound,
     )  # fmt: skip
 
 

@@ -3,8 +3,9 @@
 Finding the plan of a layer (spec, selection, layer, views of the cache, signature of the call)
 takes several times as long as one token's attention. The first layer of a step leaves what it has
 found with the mask of the step, and with its module. A later layer compares its tensors with those
-of the first one, in one call, and its arguments with those of its own call before. Selection is
-asked once per step.
+of the first one, in one call, and its arguments with those of its own call before. Where the
+backend can compare calls itself, the layers after the second one go to its launcher directly.
+Selection is asked once per step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from attnlib.cache.storage import PagedKVCache
+from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY
 from attnlib.integrations.transformers.batch_plan import BatchPlan
 from attnlib.integrations.transformers.layers import Call, tensor_version
 from attnlib.integrations.transformers.step_mask import StepMask
@@ -52,7 +54,7 @@ class _Arguments:
     sinks_version: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Repeat:
     """What the first layer of a step has found.
 
@@ -62,6 +64,8 @@ class _Repeat:
         fits: whether query, key and value have the shapes, strides and dtypes of that call.
         cache: its cache; the views of other layers have the same signature.
         key_view, value_view: shape and strides of the views of keys and values.
+        group: what layers of one plan have in common; None before a layer was repeated.
+        launch: the backend's launcher over the tensors of transformers, or None.
     """
 
     layer: Attention
@@ -70,6 +74,8 @@ class _Repeat:
     cache: PagedKVCache
     key_view: tuple[tuple[int, ...], tuple[int, ...]]
     value_view: tuple[tuple[int, ...], tuple[int, ...]]
+    group: Any = None
+    launch: Callable[..., bool] | None = None
 
 
 _modules: WeakKeyDictionary[nn.Module, _Arguments] = WeakKeyDictionary()
@@ -98,8 +104,10 @@ def remember(
     fits = tensor_check(call.query, call.key, call.value)
     if fits is None:
         return
-    views = ((tuple(view.shape), view.stride()) for view in (key, value))
-    step.plans["repeat", id(layer.spec)] = _Repeat(layer, plan.metadata, fits, cache, *views)
+    step.plans["repeat", id(layer.spec)] = _Repeat(
+        layer, plan.metadata, fits, cache,
+        (key.shape, key.stride()), (value.shape, value.stride()),
+    )  # fmt: skip
 
 
 def attend_again(
@@ -126,7 +134,7 @@ def attend_again(
         return None
     layer = known.layer
     repeat: _Repeat | None = step.plans.get(("repeat", id(layer.spec)))
-    if repeat is None or repeat.layer.backend is not layer.backend:
+    if repeat is None or repeat.layer.backend is not layer.backend or VALIDATE_KEY in ENVIRONMENT:
         return None
     get = kwargs.get
     for name in _REFUSED:
@@ -141,8 +149,27 @@ def attend_again(
         return None
     if not repeat.fits(query, key, value):
         return None
+    launch = repeat.launch
+    if launch is not None and repeat.group is layer.impl._group and not OBSERVERS:
+        out = query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])
+        if launch(query, key, value, out, None, None, None):
+            return out
     cache = repeat.cache.with_views(
         key.as_strided(*repeat.key_view), value.as_strided(*repeat.value_view)
     )
-    out: torch.Tensor = layer(query.select(2, 0), None, None, cache, repeat.metadata)
-    return out.unsqueeze(1)
+    rows: torch.Tensor = layer(query.select(2, 0), None, None, cache, repeat.metadata)
+    out = rows.unsqueeze(1)
+    if repeat.group is None:
+        _bind(repeat, query, out)
+    return out
+
+
+def _bind(repeat: _Repeat, query: torch.Tensor, out: torch.Tensor) -> None:
+    """Take the launcher of the call that has just run, for calls with these tensors. Layers with
+    tensors of their own (sinks) have none."""
+    recent = repeat.metadata.recent_plan
+    if recent is None or recent.call is None or recent.per_head is not None:
+        return
+    repeat.group = recent.group
+    # The views of a cache begin where its keys and values do, and only addresses are read.
+    repeat.launch = recent.plan.bind_call(query, ..., ..., out, ..., None, None)
