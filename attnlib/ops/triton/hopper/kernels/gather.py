@@ -101,7 +101,7 @@ def _copy_rows(
     BLOCK_N: gl.constexpr = buffer.shape[0]
     WIDTH: gl.constexpr = buffer.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
-    # A warp copies 128 bytes of 4 rows at a time: other parts of a row are at a constant offset from
+    # A warp copies 128 bytes of 4 rows at a time. Other parts of a row are at constant offsets from
     # the first one, and need no address of their own.
     LANES: gl.constexpr = min(8, WIDTH // _ELEMENTS)
     LAYOUT: gl.constexpr = gl.BlockedLayout(
