@@ -190,12 +190,20 @@ def test_pages_that_the_readme_links_are_readable_in_the_repository() -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=_name)
 def test_names_of_the_package_exist(page: Path) -> None:
-    """Dotted names below attnlib, and files that are named with a suffix."""
+    """Dotted names below attnlib, paths, and names of source files."""
     text = page.read_text()
     for name in set(re.findall(r"\battnlib(?:\.\w+)+", text)):
         assert _exists(name.split(".")), f"{page.name} names {name}, which does not exist"
     for file in set(re.findall(r"`((?:attnlib|tests|benchmarks|examples)/[\w./-]+\.\w+)`", text)):
         assert (ROOT / file).exists(), f"{page.name} names {file}, which does not exist"
+    for file in set(re.findall(r"`([\w/-]+\.(?:py|c|sh))`", text)):
+        assert Path(file).name in _sources(), f"{page.name} names {file}, which does not exist"
+
+
+@functools.cache
+def _sources() -> set[str]:
+    folders = ("attnlib", "tests", "benchmarks", "examples", "docs")
+    return {path.name for folder in folders for path in (ROOT / folder).rglob("*.*")}
 
 
 def _exists(names: list[str]) -> bool:
