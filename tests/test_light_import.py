@@ -39,6 +39,7 @@ WITHOUT_TRITON = (
     "heuristics.splits",
     "heuristics.tile_entries",
     "heuristics.tile_table",
+    "heuristics.choose_tiles",
     "heuristics.tiles",
     "hopper",
 )

@@ -14,6 +14,11 @@ from attnlib.backends.triton.tile_candidates import TileGroup, tile_candidates, 
 from attnlib.backends.triton.tune import TritonTuner
 from attnlib.bench.case import parse_case
 from attnlib.device import DeviceInfo
+from attnlib.ops.triton.heuristics.choose_tiles import (
+    TileRequest,
+    choose_decode_tile,
+    choose_latent_tile,
+)
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     SHARED_MEMORY,
@@ -27,8 +32,6 @@ from attnlib.ops.triton.heuristics.hopper_tiles import shared_bytes as hopper_by
 from attnlib.ops.triton.heuristics.tile_table import TileTable, parse_table
 from attnlib.ops.triton.heuristics.tiles import (
     Tile,
-    choose_decode_tile,
-    choose_latent_tile,
     shared_bytes,
 )
 from attnlib.tuning.document import merged
@@ -93,7 +96,8 @@ def test_decodes_and_prefills_over_latents_share_an_operation(limits: DeviceLimi
         in_place = limits is H200
         most = 128 if rows == [64, None] else 16
         current = choose_latent_tile(
-            576, 512, 2, 2, most, limits.shared_memory, limits.products, in_place=in_place
+            TileRequest((576, 512), (2, 2), most, limits.shared_memory, limits.products),
+            in_place=in_place,
         )
         assert tiles[0] == current
 
@@ -123,7 +127,7 @@ def test_candidates_fit_the_chip(text: str, limits: DeviceLimits) -> None:
 
 
 def test_the_current_tile_is_the_first_candidate() -> None:
-    current = choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async")
+    current = choose_decode_tile(TileRequest((128, 128), (2, 2), 4, 227 * KB, "async"))
     assert tile_candidates(parse_case("8q1s8k"), "decode", H200)[0] == vars(current)
 
 
@@ -256,8 +260,8 @@ def test_lines_that_differ_by_work_cover_all_of_it() -> None:
         ([0, 4096], 32),
         ([4097, None], 128),
     ]
-    arguments: Any = (128, 128, 2, 2, 4, 227 * KB, "async")
-    chosen = choose_decode_tile(*arguments, keys_per_sm=1 << 20, tuned=_table(lines))
+    arguments: Any = ((128, 128), (2, 2), 4, 227 * KB, "async")
+    chosen = choose_decode_tile(TileRequest(*arguments, tuned=_table(lines)), keys_per_sm=1 << 20)
     assert chosen.block_n == 128
 
 
@@ -275,7 +279,7 @@ def _write_and_use(monkeypatch: pytest.MonkeyPatch, *lines: dict[str, Any]) -> T
 
 def test_kernels_use_the_tiles_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     table = _write_and_use(monkeypatch, DECODE_LINE)
-    chosen = choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async", tuned=table)
+    chosen = choose_decode_tile(TileRequest((128, 128), (2, 2), 4, 227 * KB, "async", tuned=table))
     assert chosen == Tile(16, 128, 4, 2)
     assert tune.use_tuned_tiles(torch.device("cpu")) is None
 
@@ -297,12 +301,12 @@ def test_tiles_of_the_user_precede_those_of_the_chip(monkeypatch: pytest.MonkeyP
     table = _write_and_use(monkeypatch, DECODE_LINE)
     again = _write_and_use(monkeypatch, DECODE_LINE)
     assert table is not None and again is not None and table.entries == again.entries
-    chosen = choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async", tuned=table)
+    chosen = choose_decode_tile(TileRequest((128, 128), (2, 2), 4, 227 * KB, "async", tuned=table))
     assert chosen == Tile(16, 128, 4, 2)
     assert choose_hopper_decode_tile(128, 128, tuned=table) == DecodeTile(32, 7)
     alone = _write_and_use(monkeypatch)
     assert alone is not None
-    chosen = choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async", tuned=alone)
+    chosen = choose_decode_tile(TileRequest((128, 128), (2, 2), 4, 227 * KB, "async", tuned=alone))
     assert chosen == Tile(16, 128, 4, 3)
 
 
@@ -331,11 +335,12 @@ def test_lines_that_are_not_tiles_are_one_warning(
 @pytest.mark.slow
 def test_tiles_are_selected_while_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel runs with each candidate, and a wrong output gets no time."""
+    from attnlib.ops.triton import decode_schedule
     from attnlib.ops.triton import paged_decode as module
 
     case = parse_case("q1s20@heads=2/1,d=16,dtype=float32")
     seen: list[int] = []
-    choose, attend = module.choose_decode_tile, module.paged_decode
+    choose, attend = decode_schedule.decode_tile, module.paged_decode
 
     def recorded(*args: Any, **options: Any) -> Tile:
         seen.append(choose(*args, **options).block_n)
@@ -347,7 +352,7 @@ def test_tiles_are_selected_while_they_are_measured(monkeypatch: pytest.MonkeyPa
         if tuned is not None and dict(tuned.entries[0].tile)["block_n"] == 128:
             out.add_(0.5)
 
-    monkeypatch.setattr(module, "choose_decode_tile", recorded)
+    monkeypatch.setattr(decode_schedule, "decode_tile", recorded)
     monkeypatch.setattr(module, "paged_decode", wrong_for_128)
     trials = measure_operation(TritonTuner(HERE), case, "decode", HERE, quick=True)
     tried = {trial.parameters["block_n"]: trial for trial in trials}

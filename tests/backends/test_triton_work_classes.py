@@ -9,9 +9,9 @@ import torch
 
 from attnlib.backends.triton import TritonBackend
 from attnlib.layer.warmup import warmup_batches
+from attnlib.ops.triton.heuristics.choose_tiles import TileRequest, choose_decode_tile
 from attnlib.ops.triton.heuristics.device import limits_of, set_tuned_tiles
 from attnlib.ops.triton.heuristics.tile_table import parse_table, work_class
-from attnlib.ops.triton.heuristics.tiles import choose_decode_tile
 from attnlib.ops.triton.paged_decode import paged_decode_num_splits, paged_decode_workspace_bytes
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
@@ -54,7 +54,8 @@ def _compiled_kernel(reqs: int, seq_len: int) -> tuple[int, bool]:
     chip = limits_of(torch.empty(0))
     work = work_class(reqs, SPEC.num_kv_heads, seq_len, chip.num_sms)
     tile = choose_decode_tile(
-        32, 32, 2, 2, 2, chip.shared_memory, chip.products, keys_per_sm=work, tuned=chip.tuned
+        TileRequest((32, 32), (2, 2), 2, chip.shared_memory, chip.products, tuned=chip.tuned),
+        keys_per_sm=work,
     )
     return tile.block_n, _splits(reqs, seq_len) > 1
 

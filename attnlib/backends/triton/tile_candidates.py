@@ -13,6 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attnlib.backends.triton.spec_shape import layer_shape
+from attnlib.ops.triton.heuristics.choose_tiles import (
+    TileRequest,
+    choose_decode_tile,
+    choose_latent_tile,
+    choose_prefill_tile,
+)
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     SHARED_MEMORY,
     DecodeTile,
@@ -29,9 +35,6 @@ from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.heuristics.tile_table import visible_class, work_class
 from attnlib.ops.triton.heuristics.tiles import (
     Tile,
-    choose_decode_tile,
-    choose_latent_tile,
-    choose_prefill_tile,
     latents_in_place,
     next_power_of_2,
     shared_bytes,
@@ -214,24 +217,23 @@ def tile_candidates(case: BenchCase, op: str, limits: DeviceLimits) -> list[dict
         return _distinct(_hopper_decode(case, sizes, limits))
     element_bytes = (case.spec.dtype.itemsize, case.spec.kv_dtype.itemsize)
     rows = case.batch.max_query_len * case.spec.group_size
-    arguments = (*sizes, *element_bytes, rows, limits.shared_memory, limits.products)
+    memory, products = limits.shared_memory, limits.products
+    request = TileRequest(
+        sizes, element_bytes, rows, memory, products, 0, limits.has_fp8, limits.tuned
+    )
     in_place = latents_in_place(limits.capability, *element_bytes, aligned=True)
     if op == "latent":
-        current = choose_latent_tile(
-            *arguments, in_place=in_place, native_fp8=limits.has_fp8, tuned=limits.tuned
-        )
+        current = choose_latent_tile(request, in_place)
         most = min(next_power_of_2(rows), 64 if in_place or limits.products != "async" else 32)
         others = [Tile(*numbers) for numbers in _LATENT if numbers[0] <= max(16, most)]
     elif op == "decode":
         work = _work(case, limits)
-        current = choose_decode_tile(
-            *arguments, keys_per_sm=work, native_fp8=limits.has_fp8, tuned=limits.tuned
-        )
+        current = choose_decode_tile(request, work)
         others = [
             Tile(current.block_m, block_n, warps, stages) for block_n, stages, warps in _DECODE
         ]
     else:
-        current = choose_prefill_tile(*arguments, native_fp8=limits.has_fp8, tuned=limits.tuned)
+        current = choose_prefill_tile(request)
         others = [
             Tile(*numbers) for numbers in _PREFILL if numbers[0] <= max(16, next_power_of_2(rows))
         ]

@@ -11,11 +11,8 @@ from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
-from attnlib.ops.triton.heuristics.tiles import (
-    choose_prefill_tile,
-    key_chunks,
-    next_power_of_2,
-)
+from attnlib.ops.triton.heuristics.layer_tiles import prefill_tile
+from attnlib.ops.triton.heuristics.tiles import key_chunks, next_power_of_2
 from attnlib.ops.triton.kernels.context_attention import context_attention_kernel
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
@@ -81,10 +78,7 @@ def context_attention(
         call = AttentionCall(query, key, value, out, None, batch, params, limits, signature)
         shared = attention_constants(call)
         constants = {name: x for name, x in shared.items() if name not in ("SCORE", "BOUNDS")}
-        tile = choose_prefill_tile(
-            query.shape[2], value.shape[2], query.element_size(), key.element_size(), rows,
-            limits.shared_memory, limits.products, tuned=limits.tuned,
-        )  # fmt: skip
+        tile = prefill_tile(call.shape, limits, rows)
         tile_heads = min(group, tile.block_m)
         element = query.element_size()
         sizes = (query.shape[2], value.shape[2])

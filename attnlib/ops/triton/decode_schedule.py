@@ -13,6 +13,7 @@ import triton
 
 from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.triton.heuristics.device import DeviceLimits
+from attnlib.ops.triton.heuristics.layer_tiles import decode_tile
 from attnlib.ops.triton.heuristics.page_tiles import (
     choose_page_decode_tile,
     page_ctas_per_sm,
@@ -20,13 +21,7 @@ from attnlib.ops.triton.heuristics.page_tiles import (
 )
 from attnlib.ops.triton.heuristics.splits import MAX_CTAS_PER_SM, most_splits, splits_of_keys
 from attnlib.ops.triton.heuristics.tile_table import depends_on_work, work_class
-from attnlib.ops.triton.heuristics.tiles import (
-    Tile,
-    choose_decode_tile,
-    choose_latent_tile,
-    latents_in_place,
-    shared_bytes,
-)
+from attnlib.ops.triton.heuristics.tiles import Tile, shared_bytes
 from attnlib.ops.triton.hopper.preference import hopper_decode_keys, latent_decode_keys
 
 __all__ = [
@@ -86,18 +81,7 @@ def _choose_tile(
         return choose_page_decode_tile(
             rows, shape.page_format, *shape.head_sizes, query_bytes, limits
         )
-    sizes = (*shape.head_sizes, *shape.element_bytes, rows)
-    problem = (*sizes, limits.shared_memory, limits.products, shape.score_tiles)
-    if shape.latent:
-        return choose_latent_tile(
-            *problem,
-            in_place=latents_in_place(limits.capability, *shape.element_bytes, shape.aligned),
-            native_fp8=limits.has_fp8,
-            tuned=limits.tuned,
-        )
-    return choose_decode_tile(
-        *problem, keys_per_sm=keys_per_sm, native_fp8=limits.has_fp8, tuned=limits.tuned
-    )
+    return decode_tile(shape, limits, rows, keys_per_sm)
 
 
 def _programs_per_sm(tile: Tile, shape: LayerShape, limits: DeviceLimits) -> int:

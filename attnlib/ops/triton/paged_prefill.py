@@ -12,14 +12,8 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import hopper
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
-from attnlib.ops.triton.heuristics.page_tiles import choose_page_prefill_tile
-from attnlib.ops.triton.heuristics.tiles import (
-    Tile,
-    choose_latent_tile,
-    choose_prefill_tile,
-    latents_in_place,
-    next_power_of_2,
-)
+from attnlib.ops.triton.heuristics.layer_tiles import prefill_tile
+from attnlib.ops.triton.heuristics.tiles import next_power_of_2
 from attnlib.ops.triton.kernels.prefill import prefill_kernel
 from attnlib.ops.triton.launch.attention import PlainAttention
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
@@ -168,7 +162,8 @@ def _plain_launch(call: AttentionCall, rows: int, one_head: bool) -> PlainAttent
         one_head: a tile has the rows of one query head.
     """
     shape, params = call.shape, call.params
-    tile = _choose_tile(call, rows)
+    has_score = params.score_function is not None
+    tile = prefill_tile(shape, call.limits, rows, params.count_lookups(), has_score)
     constants = element_constants(call, tile)
     tile_heads = 1 if one_head else min(shape.group, tile.block_m)
     tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(shape.group, tile_heads)
@@ -186,33 +181,4 @@ def _plain_launch(call: AttentionCall, rows: int, one_head: bool) -> PlainAttent
         call,
         BoundLaunch(prefill_kernel, grid, with_config(constants)),
         (num_tiles, *page_strides(call)),
-    )
-
-
-def _choose_tile(call: AttentionCall, rows: int) -> Tile:
-    """The tile for this many rows.
-
-    Raises:
-        UnsupportedConfigError: head sizes for which no tile fits the chip.
-    """
-    shape, params, limits = call.shape, call.params, call.limits
-    if shape.page_format is not None:
-        return choose_page_prefill_tile(
-            rows, shape.page_format, *shape.head_sizes, shape.query_dtype.itemsize, limits
-        )
-    sizes = (*shape.head_sizes, *shape.element_bytes, rows)
-    problem = (*sizes, limits.shared_memory, limits.products, shape.score_tiles)
-    if shape.latent:
-        return choose_latent_tile(
-            *problem,
-            in_place=latents_in_place(limits.capability, *shape.element_bytes, shape.aligned),
-            native_fp8=limits.has_fp8,
-            tuned=limits.tuned,
-        )
-    return choose_prefill_tile(
-        *problem,
-        lookups=params.count_lookups(),
-        has_score=params.score_function is not None,
-        native_fp8=limits.has_fp8,
-        tuned=limits.tuned,
     )

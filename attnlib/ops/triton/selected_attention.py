@@ -14,21 +14,13 @@ from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard, limits_of
+from attnlib.ops.triton.heuristics.layer_tiles import decode_tile, prefill_tile
 from attnlib.ops.triton.heuristics.splits import (
     MAX_CTAS_PER_SM,
     choose_uniform_splits,
     paged_decode_workspace_bytes,
 )
-from attnlib.ops.triton.heuristics.tiles import (
-    Tile,
-    choose_decode_tile,
-    choose_latent_tile,
-    choose_prefill_tile,
-    key_chunks,
-    latents_in_place,
-    next_power_of_2,
-    shared_bytes,
-)
+from attnlib.ops.triton.heuristics.tiles import Tile, key_chunks, next_power_of_2, shared_bytes
 from attnlib.ops.triton.hopper.selected_plan import HopperSelectedLatents, selected_latents_reasons
 from attnlib.ops.triton.kernels.decode import combine_kernel
 from attnlib.ops.triton.kernels.selected import selected_kernel
@@ -326,18 +318,7 @@ def _bind_combine(
 def _choose_tile(shape: LayerShape, rows: int, limits: DeviceLimits) -> Tile:
     """The tile for programs of this many rows: that of a decode for few rows."""
     rows = min(_MAX_ROWS, next_power_of_2(rows))
-    element_bytes = (shape.query_dtype.itemsize, shape.cache_dtype.itemsize)
-    problem = (
-        shape.head_size, shape.head_size_v, *element_bytes, rows, limits.shared_memory,
-        limits.products,
-    )  # fmt: skip
-    if shape.latent:
-        in_place = latents_in_place(limits.capability, *element_bytes, shape.aligned)
-        return choose_latent_tile(
-            *problem, in_place=in_place, native_fp8=limits.has_fp8, tuned=limits.tuned
-        )
-    choose = choose_decode_tile if rows <= 64 else choose_prefill_tile
-    return choose(*problem, native_fp8=limits.has_fp8, tuned=limits.tuned)
+    return (decode_tile if rows <= 64 else prefill_tile)(shape, limits, rows)
 
 
 def _power_of_2_below(n: int) -> int:

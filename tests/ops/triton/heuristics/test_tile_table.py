@@ -8,6 +8,11 @@ from typing import Any
 import pytest
 
 from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.ops.triton.heuristics.choose_tiles import (
+    TileRequest,
+    choose_decode_tile,
+    choose_prefill_tile,
+)
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     DecodeTile,
     HopperTile,
@@ -30,8 +35,6 @@ from attnlib.ops.triton.heuristics.tile_table import (
 )
 from attnlib.ops.triton.heuristics.tiles import (
     Tile,
-    choose_decode_tile,
-    choose_prefill_tile,
     shared_bytes,
 )
 from tests.fresh_process import run_program
@@ -100,9 +103,9 @@ def test_tables_are_read_on_first_use() -> None:
 import sys
 opened = []
 sys.addaudithook(lambda name, args: opened.append(str(args[0])) if name == "open" else None)
-import attnlib, attnlib.ops.triton.heuristics.tiles as tiles
+import attnlib, attnlib.ops.triton.heuristics.choose_tiles as tiles
 assert not [path for path in opened if path.endswith(".json")], opened
-tiles.choose_decode_tile(128, 128, 2, 2, 4, 1 << 17, "sync")
+tiles.choose_decode_tile(tiles.TileRequest((128, 128), (2, 2), 4, 1 << 17, "sync"))
 tables = [path for path in opened if "heuristics/tables" in path and path.endswith(".json")]
 assert len(tables) >= 2
 assert "triton" not in sys.modules
@@ -113,18 +116,29 @@ assert "triton" not in sys.modules
 
 def test_tuned_table_precedes_if_it_matches_and_fits() -> None:
     tuned = _table({**LINE, "head_size": [65, 128], "rows": [16, 16], "products": ["async"]})
-    mine, shipped = Tile(16, 128, 4, 2), choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async")
-    assert shipped != mine
-    assert choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async", tuned=tuned) == mine
-    for arguments in (
-        (64, 64, 2, 2, 4, 227 * KB, "async"),
-        (128, 128, 2, 2, 32, 227 * KB, "async"),
-        (128, 128, 2, 2, 4, 99 * KB, "sync"),
-    ):
-        assert choose_decode_tile(*arguments, tuned=tuned) == choose_decode_tile(*arguments)
-    assert choose_decode_tile(128, 128, 2, 2, 4, 64 * KB, "async", tuned=tuned).block_n < 128, (
-        "128 keys do not fit in 64 KB"
+    mine, shipped = (
+        Tile(16, 128, 4, 2),
+        choose_decode_tile(TileRequest((128, 128), (2, 2), 4, 227 * KB, "async")),
     )
+    assert shipped != mine
+    assert (
+        choose_decode_tile(TileRequest((128, 128), (2, 2), 4, 227 * KB, "async", tuned=tuned))
+        == mine
+    )
+    for arguments in (
+        ((64, 64), (2, 2), 4, 227 * KB, "async"),
+        ((128, 128), (2, 2), 32, 227 * KB, "async"),
+        ((128, 128), (2, 2), 4, 99 * KB, "sync"),
+    ):
+        assert choose_decode_tile(TileRequest(*arguments, tuned=tuned)) == choose_decode_tile(
+            TileRequest(*arguments)
+        )
+    assert (
+        choose_decode_tile(
+            TileRequest((128, 128), (2, 2), 4, 64 * KB, "async", tuned=tuned)
+        ).block_n
+        < 128
+    ), "128 keys do not fit in 64 KB"
 
 
 def test_prefill_and_hopper_tiles_come_from_the_same_table() -> None:
@@ -140,12 +154,12 @@ def test_prefill_and_hopper_tiles_come_from_the_same_table() -> None:
         "block_size": [128, 256],
     }
     tuned = _table(prefill, hopper)
-    assert choose_prefill_tile(128, 128, 2, 2, 4096, 227 * KB, "async", tuned=tuned) == Tile(
-        64, 64, 4, 2
-    )
-    assert choose_prefill_tile(128, 128, 2, 2, 20, 227 * KB, "async", tuned=tuned) == Tile(
-        32, 64, 4, 2
-    )
+    assert choose_prefill_tile(
+        TileRequest((128, 128), (2, 2), 4096, 227 * KB, "async", tuned=tuned)
+    ) == Tile(64, 64, 4, 2)
+    assert choose_prefill_tile(
+        TileRequest((128, 128), (2, 2), 20, 227 * KB, "async", tuned=tuned)
+    ) == Tile(32, 64, 4, 2)
     assert choose_hopper_tile(128, 128, block_size=128, tuned=tuned) == HopperTile(
         64, 3, persistent=True
     )
@@ -219,12 +233,17 @@ def test_batch_invariant_tiles_do_not_depend_on_work() -> None:
     assert work_bounds("decode", tuned) == (1024, 16384) and work_bounds("prefill", tuned) == ()
     found = {
         work: choose_decode_tile(
-            128, 128, 2, 2, 4, 227 * KB, "async", keys_per_sm=work, tuned=tuned
+            TileRequest((128, 128), (2, 2), 4, 227 * KB, "async", tuned=tuned), keys_per_sm=work
         ).block_n
         for work in (1, 1024, 4096, 65536)
     }
     assert found == {1: 128, 1024: 128, 4096: 64, 65536: 32}
-    assert choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async", tuned=tuned).block_n == 64
+    assert (
+        choose_decode_tile(
+            TileRequest((128, 128), (2, 2), 4, 227 * KB, "async", tuned=tuned)
+        ).block_n
+        == 64
+    )
 
 
 def test_work_classes_are_powers_of_four() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.ops.triton.heuristics.tiles import (
-    Tile,
+from attnlib.ops.triton.heuristics.choose_tiles import (
+    TileRequest,
     choose_decode_tile,
     choose_latent_tile,
     choose_prefill_tile,
+)
+from attnlib.ops.triton.heuristics.tiles import (
+    Tile,
     head_chunks,
     key_chunks,
     latents_in_place,
@@ -36,7 +39,9 @@ def test_never_exceeds_the_chip(choose, limit: int, products: str) -> None:  # t
                 if formats[0] == 4 and size == 512 and limit <= 64 * KB and products != "mfma":
                     continue
                 for score_tiles in (0, 1, 2):
-                    tile = choose(size, size, *formats, rows, limit, products, score_tiles)
+                    tile = choose(
+                        TileRequest((size, size), formats, rows, limit, products, score_tiles)
+                    )
                     assert shared_bytes(tile, size, size, *formats, products, score_tiles) <= limit
                 assert tile.block_m >= 16 and tile.block_n >= 16 and tile.num_warps in (4, 8)
                 assert (
@@ -53,17 +58,17 @@ def test_head_size_that_fits_nowhere_is_rejected(choose) -> None:  # type: ignor
         r"the chip allows 49152; use a 16-bit dtype"
     )
     with pytest.raises(UnsupportedConfigError, match=message):
-        choose(512, 512, 4, 4, 64, 48 * KB, "sync")
+        choose(TileRequest((512, 512), (4, 4), 64, 48 * KB, "sync"))
 
 
 def test_tiles_follow_the_rows() -> None:
     """A tile has no more rows than the batch, and at least the 16 of a matrix instruction."""
     prefill = {
-        rows: choose_prefill_tile(128, 128, 2, 2, rows, 227 * KB, "async").block_m
+        rows: choose_prefill_tile(TileRequest((128, 128), (2, 2), rows, 227 * KB, "async")).block_m
         for rows in (1, 17, 60, 9999)
     }
     decode = {
-        rows: choose_decode_tile(128, 128, 2, 2, rows, 227 * KB, "async").block_m
+        rows: choose_decode_tile(TileRequest((128, 128), (2, 2), rows, 227 * KB, "async")).block_m
         for rows in (1, 16, 17, 9999)
     }
     assert prefill == {1: 16, 17: 32, 60: 64, 9999: 128}
@@ -72,22 +77,33 @@ def test_tiles_follow_the_rows() -> None:
 
 def test_stages_follow_shared_memory() -> None:
     """Head size 128 in 16 bits: three stages on Hopper, two on a chip with 99 KB."""
-    assert choose_prefill_tile(128, 128, 2, 2, 4096, 227 * KB, "async") == Tile(128, 64, 8, 3)
-    assert choose_prefill_tile(128, 128, 2, 2, 4096, 99 * KB, "sync") == Tile(128, 64, 8, 2)
-    assert choose_decode_tile(128, 128, 2, 2, 4, 227 * KB, "async") == Tile(16, 64, 4, 3)
+    assert choose_prefill_tile(TileRequest((128, 128), (2, 2), 4096, 227 * KB, "async")) == Tile(
+        128, 64, 8, 3
+    )
+    assert choose_prefill_tile(TileRequest((128, 128), (2, 2), 4096, 99 * KB, "sync")) == Tile(
+        128, 64, 8, 2
+    )
+    assert choose_decode_tile(TileRequest((128, 128), (2, 2), 4, 227 * KB, "async")) == Tile(
+        16, 64, 4, 3
+    )
 
 
 def test_tiles_with_lookups_have_few_scores_per_thread() -> None:
     """Addresses and values of the lookups take registers."""
     for size in (64, 128, 256):
         for limit in (99 * KB, 163 * KB, 227 * KB):
-            arguments = (size, size, 2, 2, 4096, limit, "sync", 1)
-            tile = choose_prefill_tile(*arguments, lookups=1)
+            arguments = ((size, size), (2, 2), 4096, limit, "sync", 1)
+            tile = choose_prefill_tile(TileRequest(*arguments), lookups=1)
             assert tile.block_m * tile.block_n <= 32 * 32 * tile.num_warps
-    assert choose_prefill_tile(128, 128, 2, 2, 4096, 99 * KB, "sync", 1, lookups=1).num_stages > 1
-    sizes = (64, 64, 2, 2, 4096, 163 * KB, "sync", 1)
-    assert choose_prefill_tile(*sizes) == Tile(128, 64, 4, 3)
-    assert choose_prefill_tile(*sizes, lookups=1) == Tile(128, 32, 4, 2)
+    assert (
+        choose_prefill_tile(
+            TileRequest((128, 128), (2, 2), 4096, 99 * KB, "sync", 1), lookups=1
+        ).num_stages
+        > 1
+    )
+    sizes = ((64, 64), (2, 2), 4096, 163 * KB, "sync", 1)
+    assert choose_prefill_tile(TileRequest(*sizes)) == Tile(128, 64, 4, 3)
+    assert choose_prefill_tile(TileRequest(*sizes), lookups=1) == Tile(128, 32, 4, 2)
 
 
 def test_head_sizes_are_split_with_little_padding() -> None:
@@ -113,7 +129,7 @@ def test_heads_of_asynchronous_products_are_one_chunk(sizes: tuple[int, int]) ->
     otherwise (draw seeds 3000589, 3001603, 3001605, 3003003)."""
     split = (*split_head_size(sizes[0]), *split_head_size(sizes[1]))
     for rows, products in ((256, "async"), (16, "async"), (256, "sync"), (256, "mfma")):
-        tile = choose_prefill_tile(*sizes, 2, 2, rows, 227 * 1024, products)
+        tile = choose_prefill_tile(TileRequest(sizes, (2, 2), rows, 227 * 1024, products))
         first, second, first_v, second_v = head_chunks(sizes, tile, 2, products)
         assert first + second >= sizes[0] and first_v + second_v >= sizes[1]
         if products == "async" and tile.block_m >= 64:
@@ -135,7 +151,8 @@ def test_tiles_of_latents_fit(limit: int, products: str) -> None:
                 if not native and limit < 64 * KB:
                     continue  # no such chip
                 tile = choose_latent_tile(
-                    576, 512, *formats, rows, limit, products, in_place=in_place, native_fp8=native
+                    TileRequest((576, 512), formats, rows, limit, products, native_fp8=native),
+                    in_place=in_place,
                 )
                 need = shared_bytes(
                     tile, 576, 512, *formats, products, latent=True, native_fp8=native
