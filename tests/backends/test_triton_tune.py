@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from attnlib.backends.triton import tune
-from attnlib.backends.triton.tile_candidates import TileGroup, tile_candidates, tile_group
+from attnlib.backends.triton.tile_candidates import tile_candidates
+from attnlib.backends.triton.tile_groups import TileGroup, tile_group
 from attnlib.backends.triton.tune import TritonTuner
 from attnlib.bench.case import parse_case
 from attnlib.device import DeviceInfo
@@ -20,14 +21,12 @@ from attnlib.ops.triton.heuristics.choose_tiles import (
     choose_latent_tile,
 )
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
-from attnlib.ops.triton.heuristics.hopper_tiles import (
-    SHARED_MEMORY,
+from attnlib.ops.triton.heuristics.hopper_decode_tiles import (
     DecodeTile,
-    HopperTile,
     choose_hopper_decode_tile,
-    choose_hopper_tile,
     decode_shared_bytes,
 )
+from attnlib.ops.triton.heuristics.hopper_tiles import SHARED_MEMORY, HopperTile, choose_hopper_tile
 from attnlib.ops.triton.heuristics.hopper_tiles import shared_bytes as hopper_bytes
 from attnlib.ops.triton.heuristics.tile_table import TileTable, parse_table
 from attnlib.ops.triton.heuristics.tiles import (

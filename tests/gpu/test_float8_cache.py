@@ -170,7 +170,7 @@ def test_decode_with_any_number_of_consumers(
     name: str, tile: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two consumers with tiles of 64 keys get their queries from another warp."""
-    from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile
+    from attnlib.ops.triton.heuristics.hopper_decode_tiles import DecodeTile
     from attnlib.ops.triton.hopper import select_decodes
     from attnlib.ops.triton.launch.cache import LAUNCHES
 
@@ -191,7 +191,7 @@ def test_decode_with_any_number_of_consumers(
     ],
 )
 def test_decode_by_ctas_of_one_warp(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile
+    from attnlib.ops.triton.heuristics.hopper_decode_tiles import DecodeTile
     from attnlib.ops.triton.hopper import select_decodes
     from attnlib.ops.triton.launch.cache import LAUNCHES
 

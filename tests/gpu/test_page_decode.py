@@ -136,7 +136,10 @@ def _uses(kind: str) -> bool:
 
 def _choose_tile(monkeypatch: pytest.MonkeyPatch, warps: int) -> None:
     """Select CTAs of one warp, so many on a multiprocessor, or (0) of warpgroups."""
-    from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile, choose_hopper_decode_tile
+    from attnlib.ops.triton.heuristics.hopper_decode_tiles import (
+        DecodeTile,
+        choose_hopper_decode_tile,
+    )
     from attnlib.ops.triton.hopper import select_decodes
     from attnlib.ops.triton.launch.cache import LAUNCHES
 

@@ -13,7 +13,7 @@ import torch
 import attnlib
 from attnlib.backends.cascade.schedule import EVERY_PREFIX
 from attnlib.metadata.shared_prefix import find_shared_prefixes
-from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile
+from attnlib.ops.triton.heuristics.hopper_decode_tiles import DecodeTile
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.selection import merge_attention
 from attnlib.spec import AttentionSpec, CudaGraphSupport

@@ -9,201 +9,64 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attnlib.backends.triton.spec_shape import layer_shape
+from attnlib.backends.triton.tile_groups import case_window, case_work
 from attnlib.ops.triton.heuristics.choose_tiles import (
     TileRequest,
     choose_decode_tile,
     choose_latent_tile,
     choose_prefill_tile,
 )
-from attnlib.ops.triton.heuristics.hopper_tiles import (
-    SHARED_MEMORY,
+from attnlib.ops.triton.heuristics.hopper_decode_tiles import (
     DecodeTile,
-    HopperTile,
     choose_hopper_decode_tile,
-    choose_hopper_tile,
     decode_shared_bytes,
-    key_width,
-    padded_width,
     supports_one_warp,
 )
+from attnlib.ops.triton.heuristics.hopper_tiles import (
+    SHARED_MEMORY,
+    HopperTile,
+    choose_hopper_tile,
+)
 from attnlib.ops.triton.heuristics.hopper_tiles import shared_bytes as hopper_bytes
-from attnlib.ops.triton.heuristics.splits import visible_bound
-from attnlib.ops.triton.heuristics.tile_table import visible_class, work_class
+from attnlib.ops.triton.heuristics.tile_table import visible_class
 from attnlib.ops.triton.heuristics.tiles import (
     Tile,
     latents_in_place,
     next_power_of_2,
     shared_bytes,
-    split_head_size,
-)
-from attnlib.ops.triton.hopper.common_reasons import CallFeatures
-from attnlib.ops.triton.hopper.sizes import DECODE_ROWS
-from attnlib.ops.triton.hopper.support import (
-    decode_unsupported_reasons,
-    prefill_unsupported_reasons,
 )
 
 if TYPE_CHECKING:
     from attnlib.bench.case import BenchCase
     from attnlib.ops.triton.heuristics.device import DeviceLimits  # imports triton at run time
-    from attnlib.spec import AttentionSpec
 
-__all__ = ["TileGroup", "tile_candidates", "tile_group"]
+__all__ = ["tile_candidates"]
 
-_DECODE = (
-    (64, 3, 4), (64, 2, 4), (32, 3, 4), (128, 2, 4), (32, 2, 2), (32, 4, 4), (64, 4, 4),
-    (128, 3, 4), (64, 3, 8), (128, 2, 8), (32, 2, 4), (16, 4, 4),
-)  # fmt: skip
+
+def _numbers(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, numbers.split())) for numbers in text.split(","))
+
+
+_DECODE = _numbers(
+    "64 3 4, 64 2 4, 32 3 4, 128 2 4, 32 2 2, 32 4 4, 64 4 4, 128 3 4, 64 3 8, 128 2 8, "
+    "32 2 4, 16 4 4"
+)
 """(block_n, num_stages, num_warps)"""
-_PREFILL = (
-    (128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 4, 3),
-    (64, 64, 4, 3), (64, 128, 4, 3), (128, 32, 8, 3), (128, 64, 4, 2), (64, 64, 4, 2),
-    (64, 32, 4, 3), (64, 128, 4, 2), (128, 32, 4, 3), (64, 32, 4, 2), (32, 32, 4, 2),
-    (64, 16, 4, 2), (32, 64, 8, 2),
-)  # fmt: skip
+_PREFILL = _numbers(
+    "128 128 8 2, 128 64 8 2, 128 64 8 3, 128 128 8 3, 128 64 4 3, 64 64 4 3, 64 128 4 3, "
+    "128 32 8 3, 128 64 4 2, 64 64 4 2, 64 32 4 3, 64 128 4 2, 128 32 4 3, 64 32 4 2, "
+    "32 32 4 2, 64 16 4 2, 32 64 8 2"
+)
 """(block_m, block_n, num_warps, num_stages)"""
-_LATENT = (
-    (64, 64, 8, 2), (64, 32, 8, 3), (64, 32, 8, 2), (64, 32, 8, 4), (32, 32, 8, 3), (32, 64, 8, 2),
-    (32, 32, 8, 2), (16, 32, 4, 3), (16, 32, 4, 4), (16, 64, 8, 3), (16, 32, 8, 4), (16, 32, 8, 2),
-    (16, 64, 4, 2),
-)  # fmt: skip
+_LATENT = _numbers(
+    "64 64 8 2, 64 32 8 3, 64 32 8 2, 64 32 8 4, 32 32 8 3, 32 64 8 2, 32 32 8 2, 16 32 4 3, "
+    "16 32 4 4, 16 64 8 3, 16 32 8 4, 16 32 8 2, 16 64 4 2"
+)
 """(block_m, block_n, num_warps, num_stages)"""
-_HOPPER_DECODE = (
-    (128, 2), (64, 4), (64, 3), (128, 3), (128, 4), (64, 2), (64, 6), (128, 6), (64, 8),
-)  # fmt: skip
+_HOPPER_DECODE = _numbers("128 2, 64 4, 64 3, 128 3, 128 4, 64 2, 64 6, 128 6, 64 8")
 """(block_n, stages)"""
-
-
-@dataclass(frozen=True)
-class TileGroup:
-    """Cases that share a tile, described by the conditions of a line in a tile table.
-
-    Attributes:
-        op: decode, prefill, latent, hopper_prefill or hopper_decode.
-        products: the kind of matrix instruction of the chip (`DeviceLimits.products`).
-        elements: the element format (`TileProblem.elements`).
-        head_size: the wider of the two head sizes, as padded.
-        rows: query rows per KV head, rounded up to a power of two, at most 128.
-        block_size: N; set for hopper_prefill only.
-        work: class of work in keys per SM; set for decodes only.
-        visible: class of the window; set for hopper_prefill only.
-    """
-
-    op: str
-    products: str
-    elements: str
-    head_size: int
-    rows: int
-    block_size: int | None = None
-    work: int | None = None
-    visible: tuple[int, int | None] | None = None
-
-    @property
-    def family(self) -> TileGroup:
-        """The group without its class of work."""
-        return dataclasses.replace(self, work=None)
-
-    def conditions(self) -> dict[str, Any]:
-        """The conditions of a table line, without the class of work."""
-        line: dict[str, Any] = {
-            "op": self.op,
-            "products": [self.products],
-            "elements": [self.elements],
-            "head_size": [self.head_size, self.head_size],
-        }
-        if self.op == "hopper_prefill":
-            line["block_size"] = [self.block_size, self.block_size]
-            if self.visible is not None:
-                line["visible"] = list(self.visible)
-        elif self.op != "hopper_decode":
-            most = 64 if self.op == "latent" else 128
-            line["rows"] = [self.rows, None if self.rows >= most else self.rows]
-        elif self.elements != "16-bit":
-            line["rows"] = [16, self.rows]
-        return line
-
-
-def _on_hopper(case: BenchCase, limits: DeviceLimits) -> bool:
-    """True if the Hopper kernel of this kind of batch supports the case."""
-    shape, plain = layer_shape(case.spec), CallFeatures()
-    if case.kind == "prefill":
-        return not prefill_unsupported_reasons(shape, plain, limits)
-    return not decode_unsupported_reasons(shape, plain, limits, case.batch.max_query_len)
-
-
-def tile_group(case: BenchCase, op: str, limits: DeviceLimits) -> TileGroup | None:
-    """The group of a case.
-
-    Returns None if `op` does not serve it. Mixed batches run the two operations and have no tiles.
-    """
-    if case.kind not in ("prefill", "decode"):
-        return None
-    if op == "latent" or case.mla:
-        return _latent_group(case, limits) if op == "latent" and case.mla else None
-    if op.removeprefix("hopper_") != case.kind:
-        return None
-    if op != case.kind and not _on_hopper(case, limits):
-        return None
-    spec, sizes = case.spec, (case.head_size, case.head_size_v or case.head_size)
-    elements = _elements(spec, limits)
-    head_size = max(padded_width(size) for size in sizes)
-    rows = DECODE_ROWS if op == "hopper_decode" else 128
-    if op == "hopper_decode" and spec.kv_format.scales_in_page and elements != "int4":
-        elements = "int8"  # all pages of 8-bit elements with scales
-    if op == "hopper_decode" and elements != "16-bit":
-        # Converted tiles are in registers, so the tile depends on the rows.
-        rows = max(16, next_power_of_2(case.batch.max_query_len * spec.group_size))
-    if op == case.kind:  # the portable kernels
-        head_size = max(sum(split_head_size(size)) for size in sizes)
-        if op == "prefill" and limits.products == "async" and elements != "float32":
-            head_size = next_power_of_2(max(sizes))  # one chunk, see `tiles.head_chunks`
-        rows = max(16, next_power_of_2(case.batch.max_query_len * spec.group_size))
-    group = TileGroup(op, limits.products, elements, head_size, min(128, rows))
-    if case.kind == "decode":
-        return dataclasses.replace(group, work=_work(case, limits))
-    if op == "hopper_prefill":
-        visible = visible_class(_window(case))
-        width = max(key_width(sizes[0], spec.kv_dtype.itemsize), padded_width(sizes[1]))
-        group = dataclasses.replace(group, head_size=width)
-        return dataclasses.replace(group, block_size=case.block_size, visible=visible)
-    return group
-
-
-def _elements(spec: AttentionSpec, limits: DeviceLimits) -> str:
-    """The element format (`TileProblem.elements`)."""
-    stored = "16-bit" if spec.kv_dtype.itemsize > 1 else "fp8" if limits.has_fp8 else "fp8-bytes"
-    if spec.kv_format.scales_in_page and spec.kv_format.bits == 4:
-        stored = "int4"
-    return "float32" if spec.dtype.itemsize == 4 else stored
-
-
-def _latent_group(case: BenchCase, limits: DeviceLimits) -> TileGroup:
-    """The group of a case over latents, whose decodes and prefills share tiles."""
-    spec = case.spec
-    rows = max(16, next_power_of_2(case.batch.max_query_len * spec.group_size))
-    return TileGroup(
-        "latent", limits.products, _elements(spec, limits), next_power_of_2(spec.head_size_v),
-        min(64, rows),
-    )  # fmt: skip
-
-
-def _work(case: BenchCase, limits: DeviceLimits) -> int:
-    """The class of work of a decode, in keys per SM."""
-    spec, batch = case.spec, case.batch
-    visible = visible_bound(
-        batch.max_query_len, batch.max_seq_len, spec.visible_window.as_kernel_args(), True, 0
-    )
-    return work_class(batch.num_reqs, spec.num_kv_heads, visible, limits.num_sms)
-
-
-def _window(case: BenchCase) -> int | None:
-    """The most keys that the window lets one query see; None without a window."""
-    left, right = case.spec.visible_window.as_kernel_args()
-    return left + right + 1 if left >= 0 and right >= 0 else None
 
 
 def tile_candidates(case: BenchCase, op: str, limits: DeviceLimits) -> list[dict[str, Any]]:
@@ -227,7 +90,7 @@ def tile_candidates(case: BenchCase, op: str, limits: DeviceLimits) -> list[dict
         most = min(next_power_of_2(rows), 64 if in_place or limits.products != "async" else 32)
         others = [Tile(*numbers) for numbers in _LATENT if numbers[0] <= max(16, most)]
     elif op == "decode":
-        work = _work(case, limits)
+        work = case_work(case, limits)
         current = choose_decode_tile(request, work)
         others = [
             Tile(current.block_m, block_n, warps, stages) for block_n, stages, warps in _DECODE
@@ -247,7 +110,7 @@ def tile_candidates(case: BenchCase, op: str, limits: DeviceLimits) -> list[dict
             limits.products,
             latent=op == "latent",
             native_fp8=limits.has_fp8,
-        )  # fmt: skip
+        )
         <= limits.shared_memory
     )
     return _distinct(vars(tile) for tile in (current, *fitting))
@@ -261,11 +124,16 @@ def _hopper_decode(
     one_warp = cache_bits < 16 and supports_one_warp(sizes, rows)
     yield vars(
         choose_hopper_decode_tile(
-            *sizes, cache_bits=cache_bits, scales_in_page=case.spec.kv_format.scales_in_page,
-            rows=rows, keys_per_sm=_work(case, limits), pairs_per_sm=-(-pairs // limits.num_sms),
-            one_warp=one_warp, tuned=limits.tuned,
+            *sizes,
+            cache_bits=cache_bits,
+            scales_in_page=case.spec.kv_format.scales_in_page,
+            rows=rows,
+            keys_per_sm=case_work(case, limits),
+            pairs_per_sm=-(-pairs // limits.num_sms),
+            one_warp=one_warp,
+            tuned=limits.tuned,
         )
-    )  # fmt: skip
+    )
     widest = 128 if cache_bits == 16 or rows <= 32 else 64  # converted tiles are in registers, too
     tiles = [DecodeTile(block_n, stages) for block_n, stages in _HOPPER_DECODE]
     if cache_bits < 16 and rows <= 16:
@@ -282,14 +150,18 @@ def _hopper_decode(
 def _hopper_prefill(
     case: BenchCase, sizes: tuple[int, int], limits: DeviceLimits
 ) -> Iterator[dict[str, Any]]:
-    rows, window = case.batch.max_query_len * case.spec.group_size, _window(case)
+    rows, window = case.batch.max_query_len * case.spec.group_size, case_window(case)
     cache_bytes = case.spec.kv_dtype.itemsize
     yield vars(
         choose_hopper_tile(
-            *sizes, cache_bytes=cache_bytes, rows=rows, block_size=case.block_size, visible=window,
+            *sizes,
+            cache_bytes=cache_bytes,
+            rows=rows,
+            block_size=case.block_size,
+            visible=window,
             tuned=limits.tuned,
         )
-    )  # fmt: skip
+    )
     if cache_bytes == 1:
         yield from _hopper_float8_prefill(sizes)
         return
@@ -318,10 +190,16 @@ def _hopper_float8_prefill(sizes: tuple[int, int]) -> Iterator[dict[str, Any]]:
                 if warps == 4 and max(sizes) > 128:
                     continue  # 128 registers per thread at launch are too few for its WGMMAs
                 tile = HopperTile(
-                    block_n, 2, persistent=True, q_stages=q_stages, consumer_registers=216,
-                    producer_registers=others, byte_stages=byte_stages, converter_warps=warps,
+                    block_n,
+                    2,
+                    persistent=True,
+                    q_stages=q_stages,
+                    consumer_registers=216,
+                    producer_registers=others,
+                    byte_stages=byte_stages,
+                    converter_warps=warps,
                     converter_registers=registers,
-                )  # fmt: skip
+                )
                 if hopper_bytes(tile, *sizes) <= SHARED_MEMORY:
                     yield vars(tile)
 

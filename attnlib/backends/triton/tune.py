@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnlib.backends.triton.tile_candidates import TileGroup, tile_candidates, tile_group
+from attnlib.backends.triton.tile_candidates import tile_candidates
+from attnlib.backends.triton.tile_groups import TileGroup, tile_group
 from attnlib.device import device_info
 from attnlib.errors import ContractError
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import device_index, limits_of, set_tuned_tiles
-from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile, HopperTile
+from attnlib.ops.triton.heuristics.hopper_decode_tiles import DecodeTile
+from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile
 from attnlib.ops.triton.heuristics.tile_table import OPS, TileTable, parse_table
 from attnlib.tuning.rankings import shipped_tuning
 from attnlib.tuning.store import tuning_for, warn_ignored

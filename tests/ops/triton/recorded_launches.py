@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 import attnlib
 from attnlib.backends.triton import TritonBackend
 from attnlib.backends.triton import impl as triton_impl
-from attnlib.backends.triton import metadata as triton_metadata
+from attnlib.backends.triton import scheduler as triton_scheduler
 from attnlib.errors import ContractError
 from attnlib.layer import plans as layer_plans
 from attnlib.layer.call import LayerCall
@@ -65,7 +65,7 @@ CHIP = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
 MODULES = (
     device,
     triton_impl,
-    triton_metadata,
+    triton_scheduler,
     cache_write,
     decode_plan,
     merge_states,

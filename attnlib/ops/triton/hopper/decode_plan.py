@@ -18,7 +18,8 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
-from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile, padded_width
+from attnlib.ops.triton.heuristics.hopper_decode_tiles import DecodeTile
+from attnlib.ops.triton.heuristics.hopper_tiles import padded_width
 from attnlib.ops.triton.heuristics.splits import splits_per_load
 from attnlib.ops.triton.hopper.descriptors import (
     CacheView,

@@ -12,12 +12,12 @@ from attnlib.ops.shared_decode import DecodeItems
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.decode_schedule import DecodeSchedule
 from attnlib.ops.triton.heuristics.device import DeviceLimits
-from attnlib.ops.triton.heuristics.hopper_tiles import (
+from attnlib.ops.triton.heuristics.hopper_decode_tiles import (
     DecodeTile,
     choose_hopper_decode_tile,
-    padded_width,
     supports_one_warp,
 )
+from attnlib.ops.triton.heuristics.hopper_tiles import padded_width
 from attnlib.ops.triton.hopper.common_reasons import CallFeatures
 from attnlib.ops.triton.hopper.decode_bounds import num_counters
 from attnlib.ops.triton.hopper.decode_plan import HopperDecode, prepare_hopper_decode

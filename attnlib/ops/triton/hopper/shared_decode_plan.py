@@ -15,7 +15,8 @@ from torch import Tensor
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.shared_decode import DecodeItems
 from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard
-from attnlib.ops.triton.heuristics.hopper_tiles import DecodeTile, padded_width
+from attnlib.ops.triton.heuristics.hopper_decode_tiles import DecodeTile
+from attnlib.ops.triton.heuristics.hopper_tiles import padded_width
 from attnlib.ops.triton.hopper.descriptors import (
     CacheView,
     described,

@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 
 from attnlib.errors import UnsupportedConfigError
+from attnlib.ops.triton.heuristics.hopper_decode_tiles import (
+    MAX_WARPS,
+    choose_hopper_decode_tile,
+    decode_shared_bytes,
+    supports_one_warp,
+)
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     L2_BYTES,
-    MAX_WARPS,
     SHARED_MEMORY,
-    choose_hopper_decode_tile,
     choose_hopper_tile,
     choose_section,
-    decode_shared_bytes,
     padded_width,
     shared_bytes,
-    supports_one_warp,
     with_query_registers,
 )
 from attnlib.ops.triton.heuristics.tile_table import work_bounds, work_class

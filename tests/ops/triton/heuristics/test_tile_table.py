@@ -13,12 +13,8 @@ from attnlib.ops.triton.heuristics.choose_tiles import (
     choose_decode_tile,
     choose_prefill_tile,
 )
-from attnlib.ops.triton.heuristics.hopper_tiles import (
-    DecodeTile,
-    HopperTile,
-    choose_hopper_tile,
-    decode_shared_bytes,
-)
+from attnlib.ops.triton.heuristics.hopper_decode_tiles import DecodeTile, decode_shared_bytes
+from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile, choose_hopper_tile
 from attnlib.ops.triton.heuristics.hopper_tiles import shared_bytes as hopper_bytes
 from attnlib.ops.triton.heuristics.tile_table import (
     ELEMENTS,

@@ -26,12 +26,14 @@ from attnlib.ops.shared_decode import Segment, schedule_items
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import limits_of
+from attnlib.ops.triton.heuristics.hopper_decode_tiles import (
+    choose_hopper_decode_tile,
+    decode_shared_bytes,
+)
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     SHARED_MEMORY,
     HopperTile,
-    choose_hopper_decode_tile,
     choose_hopper_tile,
-    decode_shared_bytes,
     shared_bytes,
     with_short_ranges,
 )
