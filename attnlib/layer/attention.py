@@ -57,6 +57,7 @@ class Attention(nn.Module):
         UnsupportedConfigError: the backend does not support the spec.
     """
 
+    _has_calculated = False  # scales from a step
     _has_per_head: bool  # slopes, sinks or score tensors
     _is_plain = True  # `forward` was not replaced, and the module not compiled
 
@@ -180,8 +181,7 @@ class Attention(nn.Module):
             The rotated queries, flat or per head like `query`.
 
         Raises:
-            ContractError: a tensor does not fit the spec, the cache or the batch, or the layer has
-                no keys to rotate: latents (P10) or no paged cache. Nothing is written then.
+            ContractError: as `forward`, or the layer has no keys to rotate: latents (P10).
         """
         return rotate_and_write_kv(
             self, query, key, value, cache, metadata, cos, sin, interleaved, q_norm, k_norm

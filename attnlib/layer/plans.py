@@ -207,7 +207,7 @@ def _check(layer: Attention, signature: tuple[Any, ...], call: LayerCall, heads:
     accepted = (
         signature, type(metadata), facts.spec, facts.num_actual_tokens,
         None if slots is None else (slots.dtype, slots.shape, slots.device),
-        None if lens is None else lens.device,
+        None if lens is None else lens.device, metadata.enable_kv_scales_calculation,
     )  # fmt: skip
     if accepted != layer._memory.accepted:
         check_call(layer, heads)

@@ -99,7 +99,8 @@ def calculate_scales(
     slots: torch.Tensor | None,
 ) -> None:
     """Scales from the keys and values that a step writes, once: a layer or a cache that has scales
-    keeps them, because they hold for everything that the cache stores.
+    keeps them, because they hold for everything that the cache stores. A step that writes no finite
+    element besides zeros, like a dummy run, leaves them unset. Synchronizes.
 
     Args:
         layer: a layer whose batch has `enable_kv_scales_calculation`.
@@ -112,11 +113,11 @@ def calculate_scales(
     """
     if key is None or value is None or slots is None or not layer.writes:
         return
-    unset = all(
-        isinstance(scale, float) and scale == UNIT_SCALE
-        for scale in (layer.k_scale, layer.v_scale, cache.k_scale, cache.v_scale)
-    )
-    if not unset:
+    unset = [name for name in ("k_scale", "v_scale") if _is_unset(layer, cache, name)]
+    if not unset or (len(unset) == 1 and not layer._has_calculated):
+        return  # what a caller gives for one is meant for both
+    spec = layer.spec
+    if not spec.is_kv_quantized or spec.kv_format.scales_in_page:
         return
     if key.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ContractError(
@@ -124,10 +125,21 @@ def calculate_scales(
             "compute at each replay: run one step without a graph first",
             rule="M9",
         )
-    unwritten = (slots < 0)[:, None, None]
-    rows = slots.shape[0]
-    new = (tensor[:rows].masked_fill(unwritten, 0) for tensor in (key, value))
-    layer.calc_kv_scales(key, *new)
+    unwritten, rows = (slots < 0)[:, None, None], slots.shape[0]
+    new = [tensor[:rows].masked_fill(unwritten, 0) for tensor in (key, value)]
+    say_something = torch.stack([(x.isfinite() & (x != 0)).any() for x in new]).tolist()
+    largest = torch.finfo(spec.kv_dtype).max
+    for name, tensor, says in zip(("k_scale", "v_scale"), new, say_something, strict=True):
+        if spec.use_mla and name == "v_scale":
+            layer.v_scale = layer.k_scale
+        elif says and name in unset:
+            setattr(layer, name, scale_for(tensor, largest))
+            layer.__dict__["_has_calculated"] = True
+
+
+def _is_unset(layer: Attention, cache: PagedKVCache, name: str) -> bool:
+    both = (getattr(layer, name), getattr(cache, name))
+    return all(isinstance(scale, float) and scale == UNIT_SCALE for scale in both)
 
 
 def _equal_scales(ours: Scale, theirs: Scale) -> bool:

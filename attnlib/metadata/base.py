@@ -61,7 +61,8 @@ class AttentionMetadata:
         multi_modal_placeholder_index_maps: for engines that set it; attnlib does not read it.
         enable_kv_scales_calculation: every layer that writes a quantized cache computes its scales
             from the keys and values of this step before it writes them. A layer or a cache that has
-            scales keeps them. Set it for the first step of a cache, and not in a CUDA graph.
+            scales keeps them; a step that writes zeros or nothing leaves them unset. Set it until
+            the first step of a cache that writes, and not in a CUDA graph. Synchronizes.
         cross_attention: the metadata of the cross-attention layers of an encoder-decoder model for
             the same batch, or None.
         handle: id of this batch for torch.compile (not a field: a copy has its own).

@@ -199,3 +199,52 @@ def test_unit_scales_are_reported_once(
     assert len(reports) == warns
     if warns:
         assert "float8_e4m3fn" in reports[0] and "448" in reports[0]
+
+
+def _dummy(step: Any, tensors: list[torch.Tensor], how: str) -> list[torch.Tensor]:
+    """The tensors of a step that writes nothing from which a scale follows."""
+    if how == "slots":
+        step.slot_mapping = torch.full_like(step.slot_mapping, -1)
+        return tensors
+    value = {"zeros": 0.0, "nan": float("nan"), "inf": float("inf")}[how]
+    return [tensors[0], *(torch.full_like(x, value) for x in tensors[1:])]
+
+
+@pytest.mark.parametrize("how", ["zeros", "slots", "nan", "inf"])
+@pytest.mark.parametrize("method", ["forward", "rotate_and_write_kv"])
+def test_a_dummy_step_leaves_the_scales_unset(
+    how: str, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step after it computes them."""
+    from attnlib.layer import cache_checks
+
+    layer = attnlib.Attention(SPEC, device="cpu")
+    cache = attnlib.PagedKVCache.allocate(SPEC, 4, "cpu")
+    angles = () if method == "forward" else (torch.ones(8, 8), torch.zeros(8, 8))
+    run = getattr(layer, method)
+    for _ in range(2):
+        step = _step(layer)
+        step.enable_kv_scales_calculation = True
+        run(*_dummy(step, _tensors(1000.0), how), cache, step, *angles)
+        assert cache.k_scale == cache.v_scale == layer.k_scale == layer.v_scale == 1.0
+    cache_checks._warn_of_unit_scales.cache_clear()
+    layer(*_tensors(), cache, _step(layer))
+    assert "k_scale = v_scale = 1" in caplog.text
+    step = _step(layer)
+    step.enable_kv_scales_calculation = True
+    q, k, v = _tensors(1000.0)
+    run(q, k, v, cache, step, *angles)
+    assert float(cache.k_scale) == pytest.approx(float(k.abs().max()) / 448)
+    assert float(cache.v_scale) == pytest.approx(float(v.abs().max()) / 448)
+
+
+def test_keys_and_values_get_their_scales_in_different_steps() -> None:
+    layer = attnlib.Attention(SPEC, device="cpu")
+    cache = attnlib.PagedKVCache.allocate(SPEC, 4, "cpu")
+    q, k, v = _tensors(100.0)
+    for factor in (0.0, 1.0, 3.0):
+        step = _step(layer)
+        step.enable_kv_scales_calculation = True
+        layer(q, k, factor * v, cache, step)
+    assert float(cache.k_scale) == pytest.approx(float(k.abs().max()) / 448)
+    assert float(cache.v_scale) == pytest.approx(float(v.abs().max()) / 448)
