@@ -14,8 +14,9 @@ from attnlib.metadata.host_lengths import check_type
 from attnlib.metadata.shared_prefix import check_shared_blocks
 from attnlib.metadata.values import BatchValues, check_values
 from attnlib.spec import AttentionSpec
+from attnlib.workspace import BatchLimits
 
-__all__ = ["check_batch"]
+__all__ = ["check_batch", "check_block_size", "check_limits"]
 
 
 def check_batch(
@@ -45,6 +46,40 @@ def check_batch(
         check_values(BatchValues.of_batch(common, spec.block_size, needs_host_lengths))
         if common.shared_prefixes and common.block_table_tensor is not None:
             check_shared_blocks(common.shared_prefixes, common.block_table_tensor, spec.block_size)
+
+
+def check_block_size(common: CommonAttentionMetadata, spec: AttentionSpec) -> None:
+    """Whether the table and slots of a batch count in the blocks of the layers.
+
+    Raises:
+        ContractError: they were made for another block size.
+    """
+    if spec.is_paged and common.block_size not in (None, spec.block_size):
+        raise ContractError(
+            f"the batch was made with block_size={common.block_size}, the layers have "
+            f"block_size={spec.block_size}: their slots are others; make the batch with "
+            f"block_size={spec.block_size}",
+            rule="P3",
+        )
+
+
+def check_limits(common: CommonAttentionMetadata, limits: BatchLimits) -> None:
+    """Whether a batch is within the limits that its builder declared.
+
+    Raises:
+        ContractError: it is not; names the limit.
+    """
+    for name, found, of_limit in (
+        ("num_reqs", common.num_reqs, "max_num_reqs"),
+        ("num_actual_tokens", common.num_actual_tokens, "max_num_tokens"),
+        ("max_query_len", common.max_query_len, "max_num_tokens"),
+        ("max_seq_len", common.max_seq_len, "max_seq_len"),
+    ):
+        if found > (limit := getattr(limits, of_limit)):
+            raise ContractError(
+                f"{name}={found} of the batch exceeds {of_limit}={limit} of the BatchLimits that "
+                f"the builder was made with: raise {of_limit}, or split the batch"
+            )
 
 
 def _is_capturing(tensor: torch.Tensor) -> bool:

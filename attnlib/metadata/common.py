@@ -62,6 +62,8 @@ class CommonAttentionMetadata:
             `metadata.shared_prefix.find_shared_prefixes` finds them in a block table on the host;
             None if they are not known. They change no result (M13); backends named
             `prefix:NAME,suffix:NAME` compute them once.
+        block_size: tokens per block of `block_table_tensor` and `slot_mapping`, which a builder
+            compares with its own; None if it is not known.
     """
 
     query_start_loc: torch.Tensor
@@ -80,6 +82,7 @@ class CommonAttentionMetadata:
     score_tensors: Mapping[str, torch.Tensor] | None = None
     is_cross_attention: bool = False
     shared_prefixes: Sequence[SharedPrefix] | None = None
+    block_size: int | None = None
 
     def __post_init__(self) -> None:
         # Rows of padding write nothing (P4). The caller's tensor is not written.
@@ -167,6 +170,7 @@ class CommonAttentionMetadata:
             query_bias=query_bias,
             score_tensors=score_tensors,
             is_cross_attention=is_cross_attention,
+            block_size=None if block_table is None else block_size,
         )
 
     @property
@@ -192,7 +196,10 @@ class CommonAttentionMetadata:
         return self.seq_lens - (self.query_start_loc[1:] - self.query_start_loc[:-1])
 
     def replace(self, **changes: Any) -> CommonAttentionMetadata:
-        """A copy with some fields changed. Tensors are shared and not written."""
+        """A copy with some fields changed. Tensors are shared and not written. The block size of
+        another block table or of other slots is not known unless it is given too."""
+        if changes.keys() & {"block_table_tensor", "slot_mapping"}:
+            changes.setdefault("block_size", None)
         return replace(self, **changes)
 
     def unpadded(self, num_reqs: int, num_actual_tokens: int) -> CommonAttentionMetadata:

@@ -14,8 +14,9 @@ import torch
 from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadataBuilder, M
 from attnlib.metadata.batch_slice import rows_of
+from attnlib.metadata.checks import check_block_size
 from attnlib.metadata.common import CommonAttentionMetadata
-from attnlib.spec import AttentionType
+from attnlib.spec import AttentionType, CudaGraphSupport
 from attnlib.workspace import BatchLimits
 
 __all__ = ["AttentionState"]
@@ -171,8 +172,15 @@ class AttentionState(Generic[M]):
             query_len: new tokens per request.
 
         Raises:
-            ContractError: the batch exceeds the limits, or the state has no `cross_attention`.
+            ContractError: the backend supports no graphs, the batch exceeds the limits, or the
+                state has no `cross_attention`.
         """
+        if self.builder.cudagraph_support is CudaGraphSupport.NEVER:
+            raise ContractError(
+                f"{type(self.builder).__name__} has cudagraph_support=NEVER: its backend reads "
+                "lengths on the host, which a graph would not read again; run steps without a "
+                "graph, or choose a backend whose capabilities declare cudagraph"
+            )
         starts = torch.arange(batch_size + 1, dtype=torch.int32) * query_len
         lengths = torch.full((batch_size,), query_len, dtype=torch.int32)
         self._check_size(batch_size, query_len)
@@ -263,11 +271,13 @@ class AttentionState(Generic[M]):
             block_table_tensor=self._block_table[:reqs],
             slot_mapping=None if self._is_cross else self._slot_mapping[: reqs * query_len],
             score_tensors=rows_of(self._score_tensors or None, slice(0, reqs)),
+            block_size=self.builder.spec.block_size,
             **extra,
         )
 
     def _check_fits(self, common: CommonAttentionMetadata, reqs: int, query_len: int) -> None:
         self._check_size(reqs, query_len)
+        check_block_size(common, self.builder.spec)
         if common.num_reqs > reqs or common.max_query_len > query_len:
             raise ContractError(
                 f"{common.num_reqs} requests of up to {common.max_query_len} tokens do not fit a "

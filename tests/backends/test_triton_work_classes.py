@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnlib.backends.triton import TritonBackend
-from attnlib.layer.warmup import warmup_batches
+from attnlib.layer.warmup_batches import warmup_batches
 from attnlib.ops.triton.heuristics.choose_tiles import TileRequest, choose_decode_tile
 from attnlib.ops.triton.heuristics.device import limits_of, set_tuned_tiles
 from attnlib.ops.triton.heuristics.tile_table import parse_table, work_class

@@ -12,7 +12,8 @@ from attnlib.backends.torch.impl import TorchImpl
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.layer import Attention
-from attnlib.layer.warmup import _large_write, warmup, warmup_batches
+from attnlib.layer.warmup import warmup
+from attnlib.layer.warmup_batches import large_write, warmup_batches
 from attnlib.sparse.compressed_entries import CompressedEntries
 from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import AttentionSpec, AttentionType
@@ -46,18 +47,18 @@ def test_batches_cover_the_classes_and_stay_within_the_limits() -> None:
 
 def test_a_batch_of_many_tokens_stays_within_the_limits() -> None:
     """On a GPU it runs, too: Hopper writes many tokens with a kernel of its own."""
-    assert _large_write(BatchLimits(max_num_reqs=8, max_num_tokens=8192, max_seq_len=32768)) == (
+    assert large_write(BatchLimits(max_num_reqs=8, max_num_tokens=8192, max_seq_len=32768)) == (
         4096,
     )
     assert (
-        _large_write(BatchLimits(max_num_reqs=8, max_num_tokens=8192, max_seq_len=1024))
+        large_write(BatchLimits(max_num_reqs=8, max_num_tokens=8192, max_seq_len=1024))
         == (1024,) * 4
     )
     assert (
-        _large_write(BatchLimits(max_num_reqs=2, max_num_tokens=8192, max_seq_len=1024))
+        large_write(BatchLimits(max_num_reqs=2, max_num_tokens=8192, max_seq_len=1024))
         == (1024,) * 2
     )
-    assert _large_write(LIMITS) == (40,)
+    assert large_write(LIMITS) == (40,)
 
 
 def test_the_cache_is_unchanged_and_every_batch_is_run_twice_or_more(
@@ -125,3 +126,13 @@ def test_layers_with_selected_keys_are_warmed_up(query_block_size: int) -> None:
     cache = PagedKVCache.allocate(spec, 4, "cpu")
     report = warmup(Attention(spec, backend=TorchBackend, device="cpu"), cache, LIMITS)
     assert report.batches
+
+
+def test_every_batch_is_within_small_limits() -> None:
+    """Queries are no longer than sequences may be."""
+    for most in (1, 3, 40):
+        limits = BatchLimits(max_num_reqs=4, max_num_tokens=512, max_seq_len=most)
+        batches = [*warmup_batches(limits, 8), large_write(limits)]
+        assert max(map(max, batches)) == most
+    layer = Attention(SPEC, device="cpu")
+    assert warmup(layer, PagedKVCache.allocate(SPEC, 8, "cpu"), limits).batches

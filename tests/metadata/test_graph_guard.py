@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnlib.backends.torch import TorchBackend
 from attnlib.errors import ContractError
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.graph_guard import GraphGuard, tensor_addresses
 from attnlib.metadata.state import AttentionState
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
+from tests.metadata.test_state import Capturable
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, block_size=16)
 
 
 def _state() -> AttentionState:
     limits = BatchLimits(max_num_reqs=4, max_num_tokens=4, max_seq_len=64)
-    return AttentionState(TorchBackend.make_builder(SPEC, "cpu", limits=limits), limits)
+    return AttentionState(Capturable(SPEC, "cpu", limits=limits), limits)
 
 
 def _batch() -> CommonAttentionMetadata:

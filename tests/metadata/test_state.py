@@ -7,7 +7,6 @@ import torch
 
 from attnlib.backends.builtin import BUILTIN_BACKENDS
 from attnlib.backends.loading import import_backend
-from attnlib.backends.torch import TorchBackend
 from attnlib.backends.torch.metadata import TorchMetadataBuilder
 from attnlib.errors import ContractError
 from attnlib.metadata.common import CommonAttentionMetadata
@@ -26,9 +25,15 @@ def _batch(queries: list[int], sequences: list[int], **changes) -> CommonAttenti
     return CommonAttentionMetadata.from_lengths(queries, sequences, table, 4, "cpu", **changes)
 
 
+class Capturable(TorchMetadataBuilder):
+    """As if the torch backend supported graphs."""
+
+    cudagraph_support = CudaGraphSupport.ALWAYS
+
+
 def test_state_pads_a_batch_into_persistent_buffers() -> None:
     """M7, G3: padding rows are query_len 0, seq_len 0, slot -1, and addresses never change."""
-    state = AttentionState(TorchMetadataBuilder(SPEC, "cpu", limits=LIMITS), LIMITS)
+    state = AttentionState(Capturable(SPEC, "cpu", limits=LIMITS), LIMITS)
     addresses = {
         name: buffer.data_ptr() for name, buffer in state.get_graph_input_buffers().items()
     }
@@ -46,7 +51,7 @@ def test_state_pads_a_batch_into_persistent_buffers() -> None:
 def test_state_holds_the_batch_tensors_of_a_score_function() -> None:
     """M10, G3: at fixed addresses; columns behind those of the batch repeat its last one."""
     spec = SPEC.replace(score_function=documents())
-    builder = TorchMetadataBuilder(spec, "cpu", limits=LIMITS)
+    builder = Capturable(spec, "cpu", limits=LIMITS)
     state = AttentionState(builder, LIMITS, score_columns=4)
     captured = state.graph_capture_get_metadata_for_batch(4)
     begins = torch.tensor([[0, 3], [1, 2]], dtype=torch.int32)
@@ -143,7 +148,7 @@ def test_buffers_of_an_encoder_decoder_model() -> None:
     states = []
     for kind in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
         spec = AttentionSpec(**fields, attn_type=kind)
-        builder = TorchBackend.make_builder(spec, "cpu", limits=limits)
+        builder = Capturable(spec, "cpu", limits=limits)
         states.append(AttentionState(builder, limits))
     own = AttentionState(states[0].builder, limits, cross_attention=states[1])
     buffers = own.get_graph_input_buffers(None, True)
@@ -166,3 +171,18 @@ def test_buffers_of_an_encoder_decoder_model() -> None:
         states[0].get_graph_input_buffers(None, True)
     with pytest.raises(ContractError, match="pass cross_attention=AttentionState"):
         states[0].graph_capture_get_metadata_for_batch(4, True)
+
+
+def test_a_backend_without_graphs_refuses_a_capture() -> None:
+    """Its batches may still use the persistent buffers."""
+    state = AttentionState(TorchMetadataBuilder(SPEC, "cpu", limits=LIMITS), LIMITS)
+    with pytest.raises(ContractError, match="TorchMetadataBuilder has cudagraph_support=NEVER"):
+        state.graph_capture_get_metadata_for_batch(4)
+    padded = state.begin_forward(_batch([1, 1], [9, 2]), 4)
+    assert state.builder.build(0, padded).num_actual_tokens == 4
+
+
+def test_buffers_refuse_batches_of_another_block_size() -> None:
+    state = AttentionState(Capturable(SPEC.replace(block_size=8), "cpu", limits=LIMITS), LIMITS)
+    with pytest.raises(ContractError, match="block_size=4, the layers have block_size=8"):
+        state.begin_forward(_batch([1, 1], [9, 2]), 4)

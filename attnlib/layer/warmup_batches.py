@@ -1,0 +1,175 @@
+"""The batches of a warm-up and the arguments of its layer calls.
+
+Bounds are as large as the limits, but the work is small: long sequences are declared, not read, and
+every slot is -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from attnlib.cache.storage import PagedKVCache
+from attnlib.metadata.base import AttentionMetadata
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.compressed import CompressedKeys, EntryBatch
+from attnlib.sparse.key_selection import SelectedKeys
+from attnlib.spec import AttentionSpec
+from attnlib.workspace import BatchLimits
+
+__all__ = ["bounded_batches", "extra_keys", "large_write", "new_tensors", "warmup_batches"]
+
+_LONGEST_TILE = 256
+"""Longer queries use the same tiles."""
+
+_MANY_TOKENS = 4096
+"""More than the programs of a cache write that start at once on any GPU."""
+
+
+def warmup_batches(
+    limits: BatchLimits, decode_threshold: int | None = None
+) -> list[tuple[int, ...]]:
+    """Query lengths of the batches to run: every class of shapes within the limits.
+
+    Args:
+        limits: the largest batch.
+        decode_threshold: largest number of new tokens of a decode; None if the builder does not
+            distinguish decodes.
+    """
+    threshold = decode_threshold or 1
+    most = min(limits.max_num_tokens, limits.max_seq_len)
+    longest = min(most, _LONGEST_TILE)
+    queries = sorted({*range(1, min(threshold, most) + 1), *_powers(longest)})
+    found: dict[tuple[int, ...], None] = {}
+    for query in queries:
+        for reqs in _powers(limits.max_num_reqs):
+            if reqs * query <= limits.max_num_tokens and (query <= threshold or reqs <= 2):
+                found[(query,) * reqs] = None
+    # The number of leading decodes determines the alignment of the arrays of the prefill part.
+    for decodes in range(1, 5):
+        for query in (threshold + 1, longest - decodes):
+            if (
+                threshold < query <= most
+                and decodes + query <= limits.max_num_tokens
+                and decodes + 1 <= limits.max_num_reqs
+            ):
+                found[(1,) * decodes + (query,)] = None
+    return list(found)
+
+
+def large_write(limits: BatchLimits) -> tuple[int, ...]:
+    """A batch of many new tokens: on Hopper its cache write is a kernel of its own."""
+    tokens = min(limits.max_num_tokens, _MANY_TOKENS)
+    query = min(tokens, limits.max_seq_len)
+    return (query,) * min(limits.max_num_reqs, tokens // query)
+
+
+def _powers(limit: int) -> list[int]:
+    powers = [1 << exponent for exponent in range(limit.bit_length()) if 1 << exponent <= limit]
+    return powers if limit in powers else [*powers, limit]
+
+
+def bounded_batches(
+    spec: AttentionSpec,
+    lengths: tuple[int, ...],
+    bounds: list[int],
+    columns: int,
+    device: torch.device,
+) -> Iterator[CommonAttentionMetadata]:
+    """The batch with each bound on sequence lengths (splits depend on it); no slot is written."""
+    score = _score_tensors(spec, len(lengths), device)
+    for bound in bounds:
+        if not spec.is_paged:
+            yield CommonAttentionMetadata.from_lengths(
+                lengths, lengths, device=device, max_seq_len=bound, score_tensors=score
+            )
+            continue
+        table = torch.zeros(
+            len(lengths), max(columns, -(-max(lengths) // spec.block_size)), dtype=torch.int32
+        )
+        common = CommonAttentionMetadata.from_lengths(
+            lengths,
+            lengths,
+            table,
+            spec.block_size,
+            device,
+            max_seq_len=bound,
+            score_tensors=score,
+        )
+        assert common.slot_mapping is not None  # a block table was given
+        common.slot_mapping.fill_(-1)
+        yield common
+
+
+def _score_tensors(
+    spec: AttentionSpec, num_reqs: int, device: torch.device
+) -> dict[str, torch.Tensor] | None:
+    """Batch tensors of the score function; kernels do not depend on their width."""
+    function = spec.score_function
+    if function is None or not function.batch_tensors:
+        return None
+    return {
+        name: torch.zeros(num_reqs, 1, dtype=torch.int32, device=device)
+        for name in function.batch_tensors
+    }
+
+
+def extra_keys(
+    spec: AttentionSpec, metadata: AttentionMetadata, num_tokens: int, device: torch.device
+) -> dict[str, Any]:
+    """The arguments of a call besides keys and values: selected keys or compressed entries."""
+    entries = spec.compressed_entries
+    if entries is None:
+        selected = _selected_keys(spec, metadata, num_tokens, device)
+        return {} if selected is None else {"selected_keys": selected}
+    plain = spec.replace(compressed_entries=None, block_size=entries.block_size)
+    cache = PagedKVCache.allocate(plain, 1, device)
+    for part in (cache.key_cache, cache.value_cache):
+        part.zero_()
+    batch = EntryBatch(
+        entries.compress_rate,
+        torch.arange(num_tokens + 1, dtype=torch.int32, device=device),
+        torch.ones(num_tokens, dtype=torch.int32, device=device),
+        torch.zeros(num_tokens, 1, dtype=torch.int32, device=device),
+        max(1, (metadata.facts.max_seq_len or 0) // entries.compress_rate),
+    )
+    with_lists = plain.replace(key_selection=entries.selection)
+    selected = _selected_keys(with_lists, metadata, num_tokens, device)
+    return {"compressed_keys": CompressedKeys(cache, batch, selected)}
+
+
+def _selected_keys(
+    spec: AttentionSpec, metadata: AttentionMetadata, num_tokens: int, device: torch.device
+) -> SelectedKeys | None:
+    """Full lists that select the first block; None for layers without a key selection."""
+    selection = spec.key_selection
+    if selection is None:
+        return None
+    heads = selection.num_lists_heads(spec.num_heads, spec.num_kv_heads)
+    indices = torch.full((num_tokens, heads, selection.max_blocks), -1, device=device)
+    indices[..., 0] = 0
+    # A request has at least as many query tokens as lists.
+    starts = metadata.facts.query_start_loc if selection.query_block_size > 1 else None
+    return SelectedKeys(indices.int(), starts)
+
+
+def new_tensors(
+    spec: AttentionSpec, num_tokens: int, device: torch.device, fused: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v as separate tensors, or as views of one fused QKV projection (P9)."""
+    sizes = (
+        spec.num_heads * spec.head_size,
+        spec.num_kv_heads * spec.head_size,
+        spec.num_kv_heads * spec.head_size_v,
+    )
+    if fused:
+        query, key, value = torch.split(
+            torch.zeros(num_tokens, sum(sizes), dtype=spec.dtype, device=device), list(sizes), dim=1
+        )
+    else:
+        query, key, value = (
+            torch.zeros(num_tokens, size, dtype=spec.dtype, device=device) for size in sizes
+        )
+    return query, key, value
