@@ -1,33 +1,22 @@
-"""Block allocation: reference counts, prefix caching and LRU eviction.
+"""Block allocation: reference counts, prefix caching and eviction.
 
-A full block is identified by its content: its tokens and the block before it. Requests with a
+A full block is identified by its content: its tokens and all tokens before it. Requests with a
 common prefix find the same blocks and share them by reference count, as in RadixAttention and
-vLLM's automatic prefix caching. The lookup uses chains of exact keys instead of hashes, so two
-different contents never collide. A block without references keeps its content until its memory
-is needed.
+vLLM's automatic prefix caching. Contents are compared as tokens, not as hashes, so two different
+ones never collide. A block without references keeps its content until its memory is needed.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import index
 
-import torch
-
+from attnlib.cache.prefix_tree import PrefixNode, PrefixTree, TokenIds, as_tokens, chunks
 from attnlib.errors import CacheExhaustedError, ContractError
+from attnlib.ops.addresses import as_count, as_id
 
 __all__ = ["BlockAllocator", "PrefixHit", "TokenIds", "as_tokens"]
-
-TokenIds = Sequence[int] | torch.Tensor
-"""Token ids: a sequence of integers (0-d integer tensors included) or an integer tensor `[T]`."""
-
-_ROOT = -1
-"""The uid that precedes the first block of every sequence."""
-
-_Content = tuple[int, Hashable, tuple[int, ...]]
-"""(uid of the previous block, key of the caller, tokens of the block)."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +39,13 @@ class _Block:
 
     Attributes:
         references: number of holders.
-        content: set once the block is full and committed, None before.
-        uid: identifies this content. Every commit assigns a new uid, so a key that names evicted
-            content never matches again.
+        content: the content that it was committed with; None before.
+        was_found: whether a lookup has returned it since.
     """
 
     references: int = 0
-    content: _Content | None = None
-    uid: int = _ROOT
+    content: PrefixNode | None = None
+    was_found: bool = False
 
 
 class BlockAllocator:
@@ -83,6 +71,10 @@ class BlockAllocator:
         prefix_caching: bool = True,
         reserve_null_block: bool = False,
     ) -> None:
+        num_blocks, block_size = (
+            as_count("num_blocks", num_blocks),
+            as_count("block_size", block_size),
+        )
         if num_blocks < 1 + reserve_null_block or block_size < 1:
             raise ContractError(
                 f"a pool of {num_blocks} blocks of {block_size} tokens cannot hold anything"
@@ -93,16 +85,17 @@ class BlockAllocator:
         self._blocks = [_Block() for _ in range(num_blocks)]
         first = 1 if reserve_null_block else 0
         self._empty: list[int] = list(range(num_blocks - 1, first - 1, -1))
-        # Blocks without references that are still findable, least recently used first.
+        # Blocks without references that are still findable, in the order of eviction: those behind
+        # a window, which few lookups need, then the others; least recently used first.
+        self._seldom: OrderedDict[int, None] = OrderedDict()
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._by_content: dict[_Content, int] = {}
-        self._next_uid = 0
+        self._tree = PrefixTree()
         self._reserved = first
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that `allocate` can return now, including unreferenced blocks with content."""
-        return len(self._empty) + len(self._idle)
+        return len(self._empty) + len(self._seldom) + len(self._idle)
 
     @property
     def num_used_blocks(self) -> int:
@@ -124,8 +117,7 @@ class BlockAllocator:
             CacheExhaustedError: fewer blocks are free; none is allocated.
             ContractError: `count` is negative.
         """
-        if count < 0:
-            raise ContractError(f"count={count} must not be negative")
+        count = as_count("count", count)
         if count > self.num_free_blocks:
             raise CacheExhaustedError(
                 f"{count} blocks of {self.block_size} tokens requested, {self.num_free_blocks} of "
@@ -146,10 +138,16 @@ class BlockAllocator:
         for block in [self._held(block_id, "retain") for block_id in block_ids]:
             block.references += 1
 
-    def free(self, block_ids: Iterable[int]) -> None:
+    def free(self, block_ids: Iterable[int], *, behind_window: bool = False) -> None:
         """Drop one reference for each id; time is linear in the number of ids.
 
         A committed block without references stays findable until its memory is needed.
+
+        Args:
+            block_ids: the blocks.
+            behind_window: only a request that continues right behind these blocks needs them, as
+                those behind the window of a running request. They are evicted before others,
+                unless a lookup has found them before.
 
         Raises:
             ContractError: a block is freed more often than it is referenced; nothing is freed.
@@ -167,8 +165,11 @@ class BlockAllocator:
             block = self._blocks[block_id]
             block.references -= 1
             if block.references == 0:
-                if block.content is None:
+                if block.content is None or block.content.block != block_id:
+                    block.content = None
                     self._empty.append(block_id)
+                elif behind_window and not block.was_found:
+                    self._seldom[block_id] = None
                 else:
                     self._idle[block_id] = None
 
@@ -190,29 +191,65 @@ class BlockAllocator:
         Raises:
             ContractError: `token_ids` are not integers.
         """
-        found: list[int] = []
-        parent = _ROOT
         size = block_size or self.block_size
-        usable = max(len(token_ids) - 1, 0) // size if self.prefix_caching else 0
-        for chunk in _chunks(token_ids, size, usable):
-            block_id = self._by_content.get((parent, key, chunk))
-            if block_id is None:
+        found: list[int] = []
+        for node in self.find_contents(token_ids, key, block_size=size):
+            if node.block is None:
                 break
-            found.append(block_id)
-            parent = self._blocks[block_id].uid
-        for block_id in found:
-            self._idle.pop(block_id, None)
-            self._blocks[block_id].references += 1
+            found.append(node.block)
+        self.acquire(found)
         return PrefixHit(tuple(found), len(found) * size)
+
+    def find_contents(
+        self, token_ids: TokenIds, key: Hashable = None, *, block_size: int | None = None
+    ) -> list[PrefixNode]:
+        """The contents of the full blocks of a prefix of `token_ids`, without retaining any.
+
+        Unlike `acquire_prefix`, it passes contents whose blocks were evicted, as long as contents
+        behind them are cached: layers with a window need the last blocks only.
+
+        Args:
+            token_ids, key, block_size: as in `acquire_prefix`; the last token is left out likewise.
+
+        Raises:
+            ContractError: `token_ids` are not integers.
+        """
+        size = self.block_size if block_size is None else as_count("block_size", block_size, 1)
+        usable = max(len(token_ids) - 1, 0) // size if self.prefix_caching else 0
+        return self._tree.find(chunks(token_ids, size, 0, usable), key)
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """Add one reference to each block of contents that a lookup has found.
+
+        Raises:
+            ContractError: a block that has neither references nor content; none is added.
+        """
+        ids = list(block_ids)
+        for block_id in ids:
+            block = self._block(block_id)
+            if not block.references and block_id not in self._idle and block_id not in self._seldom:
+                raise ContractError(
+                    f"cannot acquire block {block_id}: it has no references and no content"
+                )
+        for block_id in ids:
+            block = self._blocks[block_id]
+            self._idle.pop(block_id, None)
+            self._seldom.pop(block_id, None)
+            block.references += 1
+            block.was_found = True
 
     def commit(self, token_ids: TokenIds, block_ids: Sequence[int], key: Hashable = None) -> None:
         """Make the full blocks of a sequence findable. Call it after the cache was written.
+
+        The time is that of the blocks that are new since the last call: a block keeps the content
+        that it was committed with until `make_writable` or its last reference is dropped, and its
+        tokens are not read again.
 
         Args:
             token_ids: all tokens whose keys and values are in the cache, from the start of the
                 sequence.
             block_ids: blocks of the sequence, in order.
-            key: as in `acquire_prefix`.
+            key: as in `acquire_prefix`. Blocks behind one with another key are not committed.
 
         Raises:
             ContractError: a block without references, fewer blocks than the tokens fill, or
@@ -224,53 +261,58 @@ class BlockAllocator:
                 f"{len(token_ids)} tokens fill {full} blocks of {self.block_size}, but only "
                 f"{len(block_ids)} blocks are given"
             )
-        blocks = [self._held(block_id, "commit") for block_id in block_ids[:full]]
-        if not self.prefix_caching:
-            return
-        contents = list(_chunks(token_ids, self.block_size, full))
         hash(key)  # an unhashable key must fail here, before the first block is changed
-        parent = _ROOT
-        for block_id, block, chunk in zip(block_ids, blocks, contents, strict=False):
-            committed = self._commit((parent, key, chunk), block_id, block)
-            if committed is None:
+        node, first = None, full
+        while first and node is None:
+            node = self._held(block_ids[first - 1], "commit").content
+            first -= node is None
+            if not self.prefix_caching:
                 return
-            parent = committed
+        if node is None:
+            node = self._tree.root(key)
+        elif node.root.key != key or node.depth != first:
+            return  # no lookup reaches the blocks that follow
+        for block_id, chunk in zip(
+            block_ids[first:full],
+            list(chunks(token_ids, self.block_size, first, full)),
+            strict=True,
+        ):
+            node = self._commit(node, chunk, block_id)
+            if node is None:
+                return
 
     def commit_block(
-        self, parent: int, token_ids: TokenIds, block_id: int, key: Hashable = None
-    ) -> int | None:
+        self, parent: PrefixNode, token_ids: TokenIds, block_id: int
+    ) -> PrefixNode | None:
         """Make one full block findable, behind others that may have been freed since.
 
         Args:
-            parent: what the call for the block before returned, or `chain_end`.
+            parent: what the call for the block before returned, or a content of `find_contents`,
+                or `start_of`.
             token_ids: the tokens of the block, all of them.
             block_id: the block.
-            key: as in `acquire_prefix`.
 
         Returns:
-            What identifies the block as the parent of the next one; None if no lookup can reach the
-            blocks that follow.
+            The content, the parent of the next one; None if no lookup can reach what follows.
 
         Raises:
             ContractError: a block without references, or `token_ids` that are not integers.
         """
         block = self._held(block_id, "commit")
-        (chunk,) = _chunks(token_ids, len(token_ids), 1)
-        return self._commit((parent, key, chunk), block_id, block)
+        (chunk,) = chunks(token_ids, len(token_ids), 0, 1)
+        return None if block.content is not None else self._commit(parent, chunk, block_id)
 
-    def chain_end(self, block_ids: Sequence[int]) -> int:
-        """The parent of the block that follows these blocks of an `acquire_prefix`."""
-        return self._block(block_ids[-1]).uid if block_ids else _ROOT
+    def start_of(self, key: Hashable = None) -> PrefixNode:
+        """The parent of the first block of sequences with this key."""
+        return self._tree.root(key)
 
-    def _commit(self, content: _Content, block_id: int, block: _Block) -> int | None:
-        known = self._by_content.get(content)
-        if known is None and block.content is None:
-            block.content, block.uid = content, self._next_uid
-            self._next_uid += 1
-            self._by_content[content] = known = block_id
-        # Without `known` the block already holds the content of another chain, so no lookup can
-        # reach the blocks that follow it.
-        return None if known is None else self._blocks[known].uid
+    def _commit(
+        self, parent: PrefixNode, chunk: tuple[int, ...], block_id: int
+    ) -> PrefixNode | None:
+        node = self._tree.add(parent, chunk, block_id)
+        block = self._blocks[block_id]
+        block.content, block.was_found = node, False
+        return node
 
     def make_writable(self, block_id: int) -> tuple[int, tuple[int, int] | None]:
         """Copy on write: replace a block that is shared by one that only the caller holds.
@@ -285,7 +327,7 @@ class BlockAllocator:
         """
         block = self._held(block_id, "write")
         if block.references == 1:
-            self._forget(block)
+            self._forget(block_id)
             return block_id, None
         fresh = self.allocate(1)[0]
         block.references -= 1
@@ -293,29 +335,33 @@ class BlockAllocator:
 
     def reset_prefix_cache(self) -> None:
         """Forget all content, for example after the weights changed. References are kept."""
+        self._tree.clear()
         for block in self._blocks:
-            self._forget(block)
-        self._empty.extend(self._idle)
-        self._idle.clear()
+            block.content = None
+        for idle in (self._seldom, self._idle):
+            self._empty.extend(idle)
+            idle.clear()
 
     def _evict(self) -> int:
-        block_id, _ = self._idle.popitem(last=False)
-        self._forget(self._blocks[block_id])
+        block_id, _ = (self._seldom or self._idle).popitem(last=False)
+        self._forget(block_id)
         return block_id
 
-    def _forget(self, block: _Block) -> None:
-        if block.content is not None:
-            del self._by_content[block.content]
-            block.content, block.uid = None, _ROOT
+    def _forget(self, block_id: int) -> None:
+        block = self._blocks[block_id]
+        if block.content is not None and block.content.block == block_id:
+            self._tree.drop(block.content)
+        block.content = None
 
     def _block(self, block_id: int) -> _Block:
-        if not 0 <= block_id < self.num_blocks:
+        number = as_id("block", block_id)
+        if not 0 <= number < self.num_blocks:
             raise ContractError(
-                f"block {block_id} is outside the pool of {self.num_blocks} blocks "
+                f"block {number} is outside the pool of {self.num_blocks} blocks "
                 f"(0 to {self.num_blocks - 1})",
                 rule="P3",
             )
-        return self._blocks[block_id]
+        return self._blocks[number]
 
     def _held(self, block_id: int, verb: str) -> _Block:
         block = self._block(block_id)
@@ -325,36 +371,3 @@ class BlockAllocator:
                 f"allocated)"
             )
         return block
-
-
-def as_tokens(token_ids: TokenIds) -> tuple[int, ...]:
-    """Token ids as Python integers.
-
-    Raises:
-        ContractError: they are not integers.
-    """
-    count = len(token_ids)
-    return next(_chunks(token_ids, count, 1), ()) if count else ()
-
-
-def _chunks(token_ids: TokenIds, size: int, count: int) -> Iterator[tuple[int, ...]]:
-    """The first `count` blocks of `size` tokens, as Python integers.
-
-    Integers of all types are converted to `int`: tensors hash by identity, so a key that contains
-    them would never be found again.
-    """
-    tokens: Sequence[int]
-    if isinstance(token_ids, torch.Tensor):
-        if token_ids.dim() != 1 or token_ids.is_floating_point() or token_ids.is_complex():
-            raise ContractError(
-                f"token_ids is a {token_ids.dtype} tensor of shape {tuple(token_ids.shape)}: pass "
-                f"an integer tensor [T] or a sequence of integers"
-            )
-        tokens = token_ids[: count * size].tolist()
-    else:
-        tokens = token_ids
-    try:
-        for start in range(0, count * size, size):
-            yield tuple(map(index, tokens[start : start + size]))
-    except TypeError as error:
-        raise ContractError(f"token_ids must be integers: {error}") from None

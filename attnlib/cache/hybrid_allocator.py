@@ -14,6 +14,7 @@ from math import lcm
 
 from attnlib.cache.allocator import BlockAllocator, TokenIds, as_tokens
 from attnlib.cache.hybrid import KVCacheGroup
+from attnlib.cache.prefix_tree import PrefixNode
 from attnlib.errors import ContractError
 
 __all__ = ["NULL_BLOCK", "HybridBlockAllocator", "SequenceBlocks"]
@@ -38,8 +39,8 @@ class SequenceBlocks:
     key: Hashable = None
     _freed: dict[str, int] = field(default_factory=dict)
     """Group name -> leading blocks that were freed."""
-    _chains: dict[str, tuple[int, int | None]] = field(default_factory=dict)
-    """Group name -> (committed blocks, uid of the last one; None after a broken chain)."""
+    _chains: dict[str, tuple[int, PrefixNode | None]] = field(default_factory=dict)
+    """Group name -> (committed blocks, content of the last one; None after a broken chain)."""
 
 
 class HybridBlockAllocator:
@@ -82,8 +83,9 @@ class HybridBlockAllocator:
     def start(self, token_ids: TokenIds = (), key: Hashable = None) -> SequenceBlocks:
         """The blocks of a new request, with the longest prefix that every group has cached.
 
-        The prefix ends at a common multiple of the block sizes. A group with a window needs all
-        blocks of the prefix to find the last ones; those behind its window are freed at once.
+        The prefix ends at a common multiple of the block sizes. A group with a window needs the
+        blocks that its next query sees; blocks before them may have been evicted, and the null
+        block stands for them.
 
         Args:
             token_ids: tokens of the request; without them, nothing is reused.
@@ -92,24 +94,40 @@ class HybridBlockAllocator:
         Raises:
             ContractError: `token_ids` are not integers.
         """
-        step = lcm(*(group.block_size for group in self.groups.values()))
         tokens = as_tokens(token_ids)
-        hits = {
-            name: self.pool.acquire_prefix(tokens, (name, key), block_size=group.block_size)
+        found = {
+            name: self.pool.find_contents(tokens, (name, key), block_size=group.block_size)
             for name, group in self.groups.items()
         }
-        reused = min(hit.num_tokens for hit in hits.values()) // step * step
+        reused = self._longest(found)
         sequence = SequenceBlocks({}, reused, key)
         for name, group in self.groups.items():
-            ids = list(hits[name].block_ids)
-            kept = reused // group.block_size
-            self.pool.free(ids[kept:])
-            sequence.blocks[name] = ids[:kept]
-            sequence._freed[name] = 0
-            sequence._chains[name] = (kept, self.pool.chain_end(ids[:kept]))
-            self._used[name] += kept
-        self._free_behind_windows(sequence)
+            count = reused // group.block_size
+            dead = min(group.first_visible(reused) // group.block_size, count)
+            kept = [node.block for node in found[name][dead:count] if node.block is not None]
+            self.pool.acquire(kept)
+            sequence.blocks[name] = [NULL_BLOCK] * dead + kept
+            sequence._freed[name] = dead
+            last = found[name][count - 1] if count else self.pool.start_of((name, key))
+            sequence._chains[name] = (count, last)
+            self._used[name] += len(kept)
         return sequence
+
+    def _longest(self, found: Mapping[str, Sequence[PrefixNode]]) -> int:
+        """Tokens of the longest prefix whose visible blocks every group has."""
+        step = lcm(*(group.block_size for group in self.groups.values()))
+        cached = {name: _runs(nodes) for name, nodes in found.items()}
+        most = min(
+            len(nodes) * self.groups[name].block_size for name, nodes in found.items()
+        )  # a group has no longer one
+        for end in range(most // step * step, 0, -step):
+            if all(
+                cached[name][end // group.block_size - 1]
+                >= end // group.block_size - group.first_visible(end) // group.block_size
+                for name, group in self.groups.items()
+            ):
+                return end
+        return 0
 
     def num_missing_blocks(self, sequence: SequenceBlocks, num_tokens: int) -> int:
         """Blocks of all groups to allocate before the first `num_tokens` tokens have slots."""
@@ -162,7 +180,7 @@ class HybridBlockAllocator:
         sequence.num_computed = 0
         for name in self.groups:
             sequence.blocks[name], sequence._freed[name] = [], 0
-            sequence._chains[name] = (0, self.pool.chain_end([]))
+            sequence._chains[name] = (0, self.pool.start_of((name, sequence.key)))
 
     def block_tables(self, sequences: Sequence[SequenceBlocks]) -> dict[str, list[list[int]]]:
         """Group name -> one row per request, for `CommonAttentionMetadata.from_lengths`."""
@@ -172,16 +190,16 @@ class HybridBlockAllocator:
         self, sequence: SequenceBlocks, name: str, size: int, tokens: tuple[int, ...], first: int
     ) -> None:
         """Make the full blocks of a group findable; `tokens` begin at position `first`."""
-        done, uid = sequence._chains[name]
+        done, node = sequence._chains[name]
         for start in range(done * size - first, len(tokens) - size + 1, size):
-            if uid is None:
+            if node is None:
                 return  # no lookup reaches the blocks that follow
-            block, key = sequence.blocks[name][done], (name, sequence.key)
-            uid, done = (
-                self.pool.commit_block(uid, tokens[start : start + size], block, key),
+            block = sequence.blocks[name][done]
+            node, done = (
+                self.pool.commit_block(node, tokens[start : start + size], block),
                 done + 1,
             )
-            sequence._chains[name] = (done, uid)
+            sequence._chains[name] = (done, node)
 
     def _capacity(self, sequence: SequenceBlocks) -> int:
         return min(len(sequence.blocks[name]) * g.block_size for name, g in self.groups.items())
@@ -198,7 +216,16 @@ class HybridBlockAllocator:
             dead = group.first_visible(sequence.num_computed) // group.block_size
             dead = min(dead, len(ids))
             if dead > freed:
-                self.pool.free(ids[freed:dead])
+                self.pool.free(ids[freed:dead], behind_window=True)
                 ids[freed:dead] = [NULL_BLOCK] * (dead - freed)
                 sequence._freed[name] = dead
                 self._used[name] -= dead - freed
+
+
+def _runs(nodes: Sequence[PrefixNode]) -> list[int]:
+    """For each content: cached contents in a row that end with it."""
+    runs, run = [], 0
+    for node in nodes:
+        run = 0 if node.block is None else run + 1
+        runs.append(run)
+    return runs

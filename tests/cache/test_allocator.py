@@ -217,3 +217,92 @@ def test_no_block_is_lost_or_allocated_twice(steps: list, prefix_caching: bool) 
         b: pool.ref_count(b) for b in range(6) if pool.ref_count(b)
     }
     assert pool.num_free_blocks == 6 - len(holders)
+
+
+class _Counted(list):
+    """Tokens that count how many of them are read."""
+
+    reads = 0
+
+    def __getitem__(self, place):
+        found = super().__getitem__(place)
+        self.reads += len(found) if isinstance(place, slice) else 1
+        return found
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_commit_reads_new_blocks_only(shares: bool) -> None:
+    """Engines commit in every step: the time must not grow with the sequence. Also if another
+    request has committed the same content first."""
+    pool, tokens = BlockAllocator(600, 4), _Counted(range(1024))
+    if shares:
+        pool.commit(list(tokens), pool.allocate(256))
+    blocks = pool.allocate(256)
+    for count in range(4, 1025, 4):
+        tokens.reads = 0
+        pool.commit(_counted_prefix(tokens, count), blocks)
+        assert tokens.reads <= 4
+    hit = pool.acquire_prefix([*tokens, 7])
+    assert hit.num_tokens == 1024 and (hit.block_ids == tuple(blocks)) == (not shares)
+
+
+def _counted_prefix(tokens: _Counted, count: int) -> _Counted:
+    """The first tokens, whose reads count for `tokens`."""
+
+    class View(_Counted):
+        def __getitem__(self, place):
+            found = list.__getitem__(self, place)
+            tokens.reads += len(found) if isinstance(place, slice) else 1
+            return found
+
+    return View(range(count))
+
+
+def test_content_behind_an_evicted_head_is_found_again() -> None:
+    """A tail keeps its content: once the head is computed again, both are found."""
+    pool = BlockAllocator(4, 2)
+    head, tail = pool.allocate(2)
+    pool.commit([1, 2, 3, 4], [head, tail])
+    pool.free([head])
+    (other, another, third) = pool.allocate(3)  # evicts the head
+    assert head in (other, another, third)
+    assert pool.acquire_prefix([1, 2, 3, 4, 5]).num_tokens == 0
+    assert [n.block for n in pool.find_contents([1, 2, 3, 4, 5])] == [None, tail]
+    pool.commit([1, 2], [other])
+    assert pool.acquire_prefix([1, 2, 3, 4, 5]).block_ids == (other, tail)
+
+
+def test_blocks_behind_a_window_are_evicted_first_unless_they_were_found() -> None:
+    pool = BlockAllocator(4, 2)
+    blocks = pool.allocate(4)
+    for token, block in enumerate(blocks):
+        pool.commit([token, token], [block])
+    pool.free([blocks[0]])
+    pool.free([blocks[1]], behind_window=True)
+    assert pool.acquire_prefix([2, 2, 9]).block_ids == (blocks[2],)
+    pool.free([blocks[2], blocks[2]], behind_window=True)
+    pool.free([blocks[3]], behind_window=True)
+    assert pool.allocate(4) == [blocks[1], blocks[3], blocks[0], blocks[2]]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pool: pool.allocate(1.5),
+        lambda pool: pool.free([1.0]),
+        lambda pool: pool.ref_count("0"),
+        lambda pool: pool.retain([True]),
+        lambda pool: pool.commit([1, 2], [0.5]),
+        lambda pool: pool.make_writable(None),
+        lambda pool: pool.acquire([3]),
+        lambda pool: pool.find_contents([1, 2, 3], block_size=0),
+        lambda pool: BlockAllocator(4.5, 2),
+        lambda pool: BlockAllocator(4, "2"),
+    ],
+)
+def test_numbers_that_are_not_integers_change_nothing(call) -> None:
+    pool = BlockAllocator(4, 2)
+    pool.allocate(2)
+    with pytest.raises(ContractError):
+        call(pool)
+    assert pool.num_free_blocks == 2 and pool.allocate(2) == [2, 3]

@@ -228,3 +228,27 @@ def test_unusable_pools_are_refused() -> None:
         KVCacheGroup(FULL, 0)
     with pytest.raises(ContractError, match="attn_type=encoder_only"):
         replace(GROUPS["full"], spec=FULL.replace(attn_type="encoder_only", mask_kind=None))
+
+
+def test_a_prefix_survives_the_eviction_of_what_its_windows_do_not_show() -> None:
+    """A request of 1025 tokens, three of 160 under memory pressure, then the first again: the full
+    group holds its prefix, and a windowed one needs only the last W tokens of it."""
+    sliding = FULL.replace(sliding_window=64, block_size=16)
+    groups = {"full": KVCacheGroup(FULL.replace(block_size=16)), "sliding": KVCacheGroup(sliding)}
+    allocator = HybridBlockAllocator(groups, 141)
+
+    def serve(tokens: list[int]) -> int:
+        sequence = allocator.start(tokens)
+        reused = sequence.num_computed
+        while sequence.num_computed < len(tokens):
+            count = min(sequence.num_computed + 128, len(tokens))
+            allocator.grow(sequence, count)
+            allocator.advance(sequence, tokens[:count])
+        allocator.release(sequence)
+        return reused
+
+    first = list(range(1025))
+    assert serve(first) == 0
+    for other in range(3):
+        assert serve([10_000 * (other + 1) + i for i in range(160)]) == 0
+    assert serve(first) == 1024
