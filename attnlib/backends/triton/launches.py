@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from attnlib.backends.base import AttentionImpl
-from attnlib.backends.triton.batch import Batch
 from attnlib.cache.storage import PagedKVCache
+from attnlib.ops.triton.batch_tensors import Batch
 from attnlib.ops.triton.cache_write import CacheWrite
 from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.heuristics.device import DeviceLimits
@@ -159,8 +159,14 @@ class StepLaunches:
             impl: of the calling layer.
             batch: its batch.
             split: query tokens of the decode part, if there are two parts; else 0.
-            aligned: whether queries, caches, output and scratch memory begin on 16-byte boundaries.
+            aligned: whether queries, caches and output begin on 16-byte boundaries.
         """
+        # Scratch memory that is not aligned needs other kernels as well.
+        parts = ((self.decode, batch.decodes), (self.prefill, batch.prefills))
+        aligned = aligned and all(
+            part is None or tensors is None or part.addresses(tensors) is not None
+            for part, tensors in parts
+        )
         values, write = list(call.values(impl)), self.write
         with chips.device_guard(call.query):
             if write is not None and call.key is not None and call.value is not None:

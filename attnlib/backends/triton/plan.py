@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from attnlib.backends.base import AttentionImpl
-from attnlib.backends.triton.batch import Batch
+from attnlib.backends.triton.by_triton import run_by_triton
 from attnlib.backends.triton.launches import LayerCall, StepLaunches
 from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.backends.triton.prepare import Step, prepare_step
 from attnlib.cache.storage import PagedKVCache
-from attnlib.errors import ContractError
+from attnlib.metadata.paged import PartTensors
 from attnlib.ops.triton.append_kv import BoundAppend
-from attnlib.ops.triton.launch.bound import ALIGNMENT
+from attnlib.ops.triton.batch_tensors import Batch, BatchTensors
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.sequence import VALUE
 
@@ -42,6 +42,13 @@ class TritonPlan:
         query, key, value, cache, output, lse: of the call, per head.
         metadata: the batch.
         kernels: "auto", "hopper" or "portable".
+
+    Attributes:
+        spec, signature: of the layers and of the call.
+        metadata: a weak reference to the batch, which owns its plans.
+        split: query tokens of the decode part of a batch with two parts; else 0.
+        launches, batch: the launches, and the tensors that they read.
+        plain: the plan with the plain kernels only, once it was needed.
 
     Raises:
         ContractError: tensors that the kernels cannot address.
@@ -68,23 +75,23 @@ class TritonPlan:
         lse: Tensor | None,
         kernels: str,
     ) -> None:
-        self._spec = impl.spec
-        self._signature = signature
-        self._metadata = weakref.ref(metadata)  # the batch owns its plans
-        self._split = metadata.num_decode_tokens if metadata.num_prefills else 0
-        batch = Batch.of(metadata)
+        self.spec = impl.spec
+        self.signature = signature
+        self.metadata = weakref.ref(metadata)
+        self.split = metadata.num_decode_tokens if metadata.num_prefills else 0
+        batch = _batch_of(metadata)
         call = LayerCall(query, key, value, cache, output, lse)
         step = Step(impl, signature, call, metadata, batch, kernels)
-        self._launches = launches = _find_launches(step)
+        self.launches = launches = _find_launches(step)
         if launches.workspace_bytes:
             batch = batch.with_workspace(launches.workspace_bytes)
         if batch.prefills is not None and launches.prefill is not None:
             batch = batch._replace(prefills=launches.prefill.with_scratch(batch.prefills))
-        self._batch = batch
+        self.batch = batch
         self._append: BoundAppend | None = None
         self._submit: Callable[..., bool] | None = None
         self.direct = None
-        self._fallback: TritonPlan | None = None
+        self.plain: TritonPlan | None = None
         self._storages: list[torch.UntypedStorage] = []
         self._bind()
 
@@ -105,13 +112,15 @@ class TritonPlan:
                 return
         elif self._submit is not None:
             values = LayerCall(query, key, value, cache, output, lse).values(impl)
-            of_layer = self._launches.of_layer
+            of_layer = self.launches.of_layer
             if self._submit(*values[: VALUE + 1], *(values[n] for n in of_layer)):
                 return
         if self._append is not None and key is not None and value is not None:
             self._append.run(key, value, cache.key_cache, cache.value_cache)
             key = value = None
-        self._run_by_triton(impl, LayerCall(query, key, value, cache, output, lse))
+        run_by_triton(self, impl, LayerCall(query, key, value, cache, output, lse))
+        if self._submit is None:
+            self._bind()
 
     @property
     def is_bound(self) -> bool:
@@ -123,7 +132,7 @@ class TritonPlan:
     ) -> Callable[..., bool] | None:
         """See `StepPlan`. Further tensors in `like` must be at the same addresses in each call."""
         submit: Any = self._submit
-        if submit is None or len(own) != len(self._launches.of_layer):  # scales that are tensors
+        if submit is None or len(own) != len(self.launches.of_layer):  # scales that are tensors
             return None
         count = VALUE + 1
         values = (*like[:count], *own, *like[count:])
@@ -140,7 +149,7 @@ class TritonPlan:
 
     def _bind(self) -> None:
         """Bind the direct launches, if every kernel has been launched by Triton before."""
-        launches, append = self._launches, self._append
+        launches, append = self.launches, self._append
         template = launches.template
         if append is not None:
             template = launches.make_template(append.bind()) if append.is_direct else None
@@ -148,53 +157,50 @@ class TritonPlan:
             template = launches.template = launches.make_template()
         if template is None or any(launches.hooks):
             return
-        addresses = _addresses(launches, self._batch)
+        addresses = _addresses(launches, self.batch)
         if addresses is None:
             return
         # The launches hold addresses: keep the memory behind them, even if a tensor is resized.
-        self._storages = self._batch.storages()
+        self._storages = self.batch.storages()
         if append is not None:
             self._storages += [x.untyped_storage() for x in append.batch if x is not None]
         self._submit = template.bind(addresses)
         self.direct = None if launches.of_layer else self._submit
 
-    def _run_by_triton(self, impl: AttentionImpl, call: LayerCall) -> None:
-        """The same kernels launched by Triton; plain kernels where addresses are not aligned and
-        the prepared ones need alignment.
 
-        Raises:
-            ContractError: unaligned addresses of a batch-invariant layer, whose bits depend on the
-                kernel (M15).
-        """
-        spec, launches = self._spec, self._launches
-        aligned = not call.addresses & ALIGNMENT and launches.rows_aligned
-        if aligned or not launches.needs_alignment:
-            # Scratch memory that is not aligned needs other kernels as well.
-            aligned = aligned and _addresses(launches, self._batch) is not None
-            split, batch = self._split, self._batch
-            launches.run_by_triton(call.per_head(spec), impl, batch, split, aligned)
-            if self._submit is None:
-                self._bind()
-            return
-        if spec.batch_invariant:
-            raise ContractError(
-                "query, output and caches of a layer with batch_invariant=True must start on "
-                "16-byte boundaries: other kernels would give other bits; copy them, or "
-                'configure the backend with kernels="portable"',
-                rule="M15",
-            )
-        query, key, value, cache, out, lse = call
-        self._plain(impl, call.per_head(spec)).run(impl, query, key, value, cache, out, lse)
+def _batch_of(metadata: TritonMetadata) -> Batch:
+    """The tensors of a batch; an empty batch is one prefill."""
+    slots, decode_len = metadata.slot_mapping, metadata.max_decode_query_len
+    if metadata.num_prefills == 0 and metadata.num_decodes:
+        return Batch(_tensors_of(metadata, metadata, decode_len), None, slots)
+    if metadata.num_decodes == 0:
+        return Batch(None, _tensors_of(metadata, metadata, metadata.max_query_len), slots)
+    decode, prefill = (metadata.part_tensors(is_decode=part) for part in (True, False))
+    return Batch(
+        _tensors_of(metadata, decode, decode_len),
+        _tensors_of(metadata, prefill, metadata.max_query_len),
+        slots,
+    )
 
-    def _plain(self, impl: AttentionImpl, call: LayerCall) -> TritonPlan:
-        """The plan of the same calls with the plain kernels only."""
-        if self._fallback is None:
-            metadata = self._metadata()
-            assert metadata is not None  # the caller holds the batch
-            query, key, value, cache, out, lse = call
-            states = (metadata, out, lse, "portable")
-            self._fallback = TritonPlan(impl, self._signature, query, key, value, cache, *states)
-        return self._fallback
+
+def _tensors_of(
+    metadata: TritonMetadata, part: TritonMetadata | PartTensors, max_query_len: int
+) -> BatchTensors:
+    """The tensors of a part of the batch, or of the whole batch."""
+    flags = part.causal if isinstance(part.causal, Tensor) else None
+    score = part.score_tensors
+    return BatchTensors(
+        part.query_start_loc,
+        part.seq_lens,
+        part.block_table,
+        flags,
+        part.query_bias,
+        metadata.workspace,
+        metadata.counters,
+        metadata.max_seq_len,
+        tuple(score.values()) if score else (),
+        max_query_len,
+    )
 
 
 def _addresses(launches: StepLaunches, batch: Batch) -> tuple[Any, ...] | None:

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from attnlib.backends.base import AttentionImpl
-from attnlib.backends.triton.batch import Batch
 from attnlib.backends.triton.launches import LayerCall, StepLaunches
 from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.attention_call import AttentionCall
-from attnlib.ops.triton.batch_tensors import BatchTensors
+from attnlib.ops.triton.batch_tensors import Batch, BatchTensors
 from attnlib.ops.triton.cache_write import CacheWrite, prepare_write
 from attnlib.ops.triton.decode_schedule import DecodeSchedule
 from attnlib.ops.triton.launch.run import PreparedAttention, PreparedConcurrentPrefill

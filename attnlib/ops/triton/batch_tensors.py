@@ -1,16 +1,24 @@
-"""The tensors of a batch, which all layers of a step share."""
+"""The tensors of a batch and of its parts, which all layers of a step share."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.heuristics.hopper_tiles import is_long
 
-__all__ = ["BatchTensors"]
+__all__ = ["LENGTH_STEP", "Batch", "BatchTensors"]
+
+
+LENGTH_STEP = 4096
+"""Step of the classes of sequence lengths."""
+
+_SMALL_BLOCKS = 8
+"""Tokens per block from which TMA reads them."""
 
 
 class BatchTensors(NamedTuple):
@@ -81,6 +89,29 @@ class BatchTensors(NamedTuple):
         """R, requests of the batch."""
         return self.query_start_loc.shape[0] - 1
 
+    def form(self) -> tuple[Any, ...]:
+        """What a launch follows from in these tensors: dtypes, row counts and strides."""
+        starts, lens, table, flags, bias, _, counters, _, score_tensors, _ = self
+        return (
+            *(starts.dtype, starts.shape, starts.stride()),
+            *(lens.dtype, lens.shape, lens.stride()),
+            None if table is None else (table.dtype, table.stride()),
+            None if flags is None else (flags.dtype, flags.stride()),
+            None if bias is None else (bias.dtype, bias.shape[1], bias.stride()),
+            None if counters is None else (counters.dtype, counters.numel()),
+            len(score_tensors),
+        )
+
+    def length_class(self, cache: Tensor) -> int:
+        """What the launches of a prefill follow from in the bound of the sequence lengths.
+
+        Where a cache has elements of 8 bits or small blocks, its keys may be copied into scratch
+        memory. Other prefills depend on whether requests are long.
+        """
+        copied = cache.element_size() == 1 or cache.shape[1] < _SMALL_BLOCKS
+        longest = self.max_seq_len
+        return -(-longest // LENGTH_STEP) if copied else int(is_long(longest))
+
     def check(self) -> None:
         """Refuse tensors that the kernels would misread: they index them as dense int32.
 
@@ -134,3 +165,52 @@ class BatchTensors(NamedTuple):
                 f"query_bias has {bias.shape[1]} columns; it needs one for each of the "
                 f"max_query_len={self.max_query_len} keys of the query span"
             )
+
+
+class Batch(NamedTuple):
+    """The tensors of a batch.
+
+    Attributes:
+        decodes: of the decode part; None for an empty part.
+        prefills: of the prefill part, likewise.
+        slots: `[T]` int64, the slots of the new keys; None where nothing is written.
+    """
+
+    decodes: BatchTensors | None
+    prefills: BatchTensors | None
+    slots: Tensor | None
+
+    def form(self, key_cache: Tensor) -> tuple[Any, ...]:
+        """What launches follow from in these tensors, besides addresses and values."""
+        decodes, prefills, slots = self
+        prefill_form = None
+        if prefills is not None:
+            lengths = prefills.max_query_len, prefills.length_class(key_cache)
+            prefill_form = (prefills.form(), *lengths)
+        return (
+            None if decodes is None else decodes.form(),
+            prefill_form,
+            None if slots is None else (slots.dtype, slots.shape, slots.stride()),
+        )
+
+    def with_workspace(self, num_bytes: int) -> Batch:
+        """The batch with a workspace of the decode part that is large enough. That of the builder
+        may not be, where queries have more rows than the batch has tokens."""
+        decodes = self.decodes
+        if decodes is None:
+            return self
+        space = decodes.workspace
+        if space is not None and space.nbytes >= num_bytes:
+            return self
+        device = decodes.seq_lens.device
+        space = torch.empty(num_bytes // 4, dtype=torch.float32, device=device)
+        return self._replace(decodes=decodes._replace(workspace=space))
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The memory of all tensors."""
+        kept: list[Tensor | None] = [self.slots]
+        for part in (self.decodes, self.prefills):
+            if part is not None:
+                kept += part[:7]  # the other fields are numbers
+                kept += part.score_tensors
+        return [x.untyped_storage() for x in kept if x is not None]

@@ -34,7 +34,6 @@ from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.constants import attention_constants, with_config
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
-from attnlib.ops.triton.launch.signature import batch_signature
 
 __all__ = [
     "prepare_invariant", "run_invariant_decode", "run_invariant_prefill", "visible_segments",
@@ -118,7 +117,7 @@ def prepare_invariant(
     """
     batch, limits = call.batch, call.limits
     form = (call.is_paged, num_segments, kernels, max_ctas)
-    key = ("invariant", call.signature, batch_signature(batch), *form)
+    key = ("invariant", call.signature, batch.form(), *form)
     found: PreparedAttention | None = LAUNCHES.get(key)
     if found is not None and found.limits is limits:
         return found

@@ -38,7 +38,6 @@ from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.constants import page_strides, with_config
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
-from attnlib.ops.triton.launch.signature import batch_signature
 from attnlib.ops.triton.page_attention import element_constants
 
 __all__ = [
@@ -207,7 +206,7 @@ def prepare_decode(call: AttentionCall, schedule: DecodeSchedule) -> PreparedAtt
     Raises:
         ContractError: tensors that the kernels cannot address.
     """
-    key = ("decode", call.signature, batch_signature(call.batch), schedule)
+    key = ("decode", call.signature, call.batch.form(), schedule)
     found: PreparedAttention | None = LAUNCHES.get(key)
     if found is not None and found.limits is call.limits:
         return found
@@ -231,7 +230,7 @@ def prepare_plain_decode(call: AttentionCall, schedule: DecodeSchedule) -> Plain
     Raises:
         ContractError: tensors that the kernels cannot address, or too many requests for one grid.
     """
-    key = ("plain decode", call.signature, batch_signature(call.batch), schedule[:4])
+    key = ("plain decode", call.signature, call.batch.form(), schedule[:4])
     found: PlainAttention | None = LAUNCHES.get(key)
     if found is not None and found.limits is call.limits:
         return found

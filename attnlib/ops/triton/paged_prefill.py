@@ -21,7 +21,6 @@ from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.constants import page_strides, with_config
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
 from attnlib.ops.triton.launch.score import has_head_bounds, range_constants
-from attnlib.ops.triton.launch.signature import batch_signature, length_class
 from attnlib.ops.triton.page_attention import element_constants
 
 __all__ = ["paged_prefill", "prepare_plain_prefill", "prepare_prefill"]
@@ -113,8 +112,8 @@ def prepare_prefill(call: AttentionCall, kernels: str) -> PreparedAttention:
         ContractError: tensors that the kernel cannot address.
     """
     batch, limits = call.batch, call.limits
-    lengths = batch.max_query_len, length_class(batch, call.key)
-    key = ("prefill", call.signature, batch_signature(batch), lengths, kernels)
+    lengths = batch.max_query_len, batch.length_class(call.key)
+    key = ("prefill", call.signature, batch.form(), lengths, kernels)
     found: PreparedAttention | None = LAUNCHES.get(key)
     if found is not None and found.limits is limits:
         return found
@@ -143,7 +142,7 @@ def prepare_plain_prefill(call: AttentionCall) -> PlainAttention:
     # Row counts that choose the same tile share a launch.
     heads = 1 if one_head else call.query.shape[1] // max(1, call.key.shape[-2])
     rows = min(_MAX_ROWS, next_power_of_2(heads * batch.max_query_len))
-    key = ("plain prefill", call.signature, batch_signature(batch), rows, call.is_paged)
+    key = ("plain prefill", call.signature, batch.form(), rows, call.is_paged)
     found: PlainAttention | None = LAUNCHES.get(key)
     if found is not None and found.limits is call.limits:
         return found

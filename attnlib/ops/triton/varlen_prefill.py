@@ -13,7 +13,6 @@ from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.launch.bound import ALIGNMENT
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
-from attnlib.ops.triton.launch.signature import batch_signature
 from attnlib.ops.triton.paged_prefill import prepare_plain_prefill
 
 __all__ = ["varlen_prefill"]
@@ -82,7 +81,7 @@ def _hopper_prefill(call: AttentionCall) -> PreparedAttention | None:
     """The launch of the Hopper prefill for calls of this signature, None where it does not support
     them. Cached."""
     bound = call.batch.max_query_len
-    key = ("unpaged prefill", call.signature, batch_signature(call.batch), bound)
+    key = ("unpaged prefill", call.signature, call.batch.form(), bound)
     found: PreparedAttention | None = LAUNCHES.get(key)
     if found is not None and found.limits is call.limits:
         return found

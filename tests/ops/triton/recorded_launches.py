@@ -876,7 +876,7 @@ CHANGES: dict[str, Callable[[Step], None]] = {
     "another cache": lambda step: setattr(step.cache, "key_cache", step.cache.key_cache.clone()),
     "cache moved in place": lambda step: step.cache.key_cache.set_(step.cache.key_cache.clone()),
     "stride of the cache": lambda step: setattr(
-        step.cache, "value_cache", _strided(300, 16, 2, 64)
+        step.cache, "value_cache", _strided(256, 16, 2, 64)
     ),
     "stride of the query": lambda step: setattr(step, "query", _strided(4, 8, 64)),
     "stride of the keys": lambda step: setattr(step, "key", _strided(4, 2, 64)),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attnlib.kv_dtype import page_format
 from attnlib.ops.params import AttentionParams
-from attnlib.ops.triton.batch_tensors import BatchTensors
+from attnlib.ops.triton.batch_tensors import LENGTH_STEP, BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile
 from attnlib.ops.triton.hopper.descriptors import (
@@ -42,7 +42,6 @@ from attnlib.ops.triton.launch.sequence import (
     batch_sources,
     bind_step,
 )
-from attnlib.ops.triton.launch.signature import LENGTH_STEP, length_class
 from attnlib.ops.triton.page_attention import page_kind, page_words
 
 __all__ = [
@@ -80,7 +79,7 @@ def copied_rows(
         return 0
     if params.score_function is not None:
         return 0
-    longest = length_class(batch, key) * LENGTH_STEP
+    longest = batch.length_class(key) * LENGTH_STEP
     count = batch.seq_lens.shape[0] * longest
     return count if 2 * count * key.shape[2] * sum(sizes) <= COPIED_BYTES else 0
 

@@ -12,7 +12,7 @@ from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import hopper
 from attnlib.ops.triton.attention_call import AttentionCall
-from attnlib.ops.triton.batch_tensors import BatchTensors
+from attnlib.ops.triton.batch_tensors import LENGTH_STEP, BatchTensors
 from attnlib.ops.triton.decode_schedule import DecodeSchedule
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_tiles import SHORT_CONTEXT
@@ -30,7 +30,6 @@ from attnlib.ops.triton.hopper.dispatch import (
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 from attnlib.ops.triton.launch.sequence import K_SCALE, V_SCALE
-from attnlib.ops.triton.launch.signature import LENGTH_STEP, length_class
 from attnlib.ops.triton.paged_mixed import can_run_concurrently, concurrent_ctas
 from attnlib.score_functions import ScoreFunction, builtin
 
@@ -102,7 +101,7 @@ def test_prefills_of_long_requests_look_at_signs(max_seq_len: int) -> None:
     cache = torch.empty(5, 16, 2, 128, dtype=BF16)
     starts = torch.zeros(3, dtype=torch.int32)
     batch = BatchTensors(starts, starts[:2], None, max_seq_len=max_seq_len)
-    assert length_class(batch, cache) == int(is_long)
+    assert batch.length_class(cache) == int(is_long)
 
 
 @pytest.mark.parametrize("seq_len", [600, 1 << 20])
