@@ -38,6 +38,7 @@ from attnlib.ops.triton.hopper.kernels.decode_call import DecodeConfig
 from attnlib.ops.triton.hopper.kernels.warp_decode import hopper_warp_decode_kernel
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
 from attnlib.ops.triton.hopper.sizes import gathers
+from attnlib.ops.triton.kernels.quant import KV_INT4, KV_PLAIN
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LaunchCache
 from attnlib.ops.triton.launch.run import run_attention
@@ -403,27 +404,49 @@ def prepare_hopper_decode(
         "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
         "enable_fp_fusion": True, "launch_pdl": True,
     }  # fmt: skip
+    kind = kv_kind(key.dtype, has_fp8=False)
+    config = DecodeConfig(
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        D=head_size,
+        DV=head_size_v,
+        WIDTH=width,
+        WIDTH_V=width_v,
+        TILE_TOKENS=columns // group,
+        BLOCK_N=tile.block_n,
+        BLOCK_SIZE=block_size,
+        ROWS=columns,
+        STAGES=tile.stages,
+        CAUSAL=bool(params.causal),
+        HAS_LEFT=left >= 0,
+        HAS_RIGHT=right >= 0,
+        HAS_CHUNK=chunk > 0,
+        HAS_CAP=cap > 0,
+        HAS_SINK=params.sinks is not None,
+        HAS_LSE=lse is not None,
+        KV_KIND=kind,
+        K_SCALE_KIND=scale_kind("k_scale", params.k_scale),
+        V_SCALE_KIND=scale_kind("v_scale", params.v_scale),
+        PACKED=packed,
+        COMBINE_IN_KERNEL=in_kernel,
+        SPLITS_PER_LOAD=splits_per_load(columns, width_v),
+        WORKERS=tile.consumers,
+        EVEN_RANGES=in_kernel and kind == KV_PLAIN.value and columns >= max(16, 2 * group),
+        QUERY_WARP=tile.consumers > 1 and tile.block_n <= 64 and kind != KV_INT4.value,
+        GATHERS=gathered,
+    )
     attend = {
-        **shared, "D": head_size, "WIDTH": width, "WIDTH_V": width_v,
-        "TILE_TOKENS": columns // group, "BLOCK_N": tile.block_n, "BLOCK_SIZE": block_size,
-        "ROWS": columns, "STAGES": tile.stages, "PACKED": packed, "COMBINE_IN_KERNEL": in_kernel,
-        "SPLITS_PER_LOAD": splits_per_load(columns, width_v),
-        "CAUSAL": bool(params.causal), "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
-        "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0, "KV_KIND": kv_kind(key.dtype, has_fp8=False),
-        "K_SCALE_KIND": scale_kind("k_scale", params.k_scale),
-        "V_SCALE_KIND": scale_kind("v_scale", params.v_scale), "num_warps": 4,
-        **score_constants(params, "gluon"),
-        "maxnreg": _FEW_REGISTERS if few else _MANY_REGISTERS, "WORKERS": tile.consumers,
+        "CONFIG": config, **score_constants(params, "gluon"), "num_warps": 4,
+        "maxnreg": _FEW_REGISTERS if few else _MANY_REGISTERS,
+        "enable_fp_fusion": True, "launch_pdl": True,
     }  # fmt: skip
-    if gathered:
-        attend["GATHERS"] = True
     kernel = hopper_decode_kernel
     if tile.warps:
         kernel = hopper_warp_decode_kernel
-        constants = {name: attend[name] for name in DecodeConfig._fields if name in attend}
         attend = {
-            "CONFIG": DecodeConfig(**constants), "enable_fp_fusion": True, "launch_pdl": True,
-            "num_warps": 1, "maxnreg": min(255, 65536 // (32 * tile.warps) // 8 * 8),
+            "CONFIG": config, "num_warps": 1,
+            "maxnreg": min(255, 65536 // (32 * tile.warps) // 8 * 8),
+            "enable_fp_fusion": True, "launch_pdl": True,
         }  # fmt: skip
     combine = {
         **shared, "DV_PAD": triton.next_power_of_2(head_size_v),

@@ -20,10 +20,9 @@ from attnlib.ops.triton.heuristics.invariant_tiles import segment_keys
 from attnlib.ops.triton.heuristics.tiles import next_power_of_2
 from attnlib.ops.triton.hopper.decode_plan import HopperDecode, unbounded, workers_per_head
 from attnlib.ops.triton.hopper.descriptors import CacheView
-from attnlib.ops.triton.hopper.kernels.invariant_decode import (
-    invariant_decode_kernel,
-    invariant_split_kernel,
-)
+from attnlib.ops.triton.hopper.kernels.decode_call import DecodeConfig
+from attnlib.ops.triton.hopper.kernels.invariant_decode import invariant_decode_kernel
+from attnlib.ops.triton.hopper.kernels.invariant_split import invariant_split_kernel
 from attnlib.ops.triton.hopper.kernels.invariant_window import invariant_window_kernel
 from attnlib.ops.triton.hopper.kernels.segments import MOST_QUERY_ROWS, SEGMENTS
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper_prefill
@@ -166,29 +165,41 @@ def prepare_hopper_invariant_decode(
     chunk, cap = params.attention_chunk_size, params.logits_soft_cap
     block_n = _block_n((head_size, head_size_v), params)
     box, widest = min(block_size, block_n), max(width, width_v)
-    stages = 3 if widest <= 64 else 2
-    shared: dict[str, Any] = {
-        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "DV": head_size_v,
-        "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
-        "enable_fp_fusion": True, "launch_pdl": True,
-    }  # fmt: skip
     # Queries that see few keys: dividing these and adding partial results would take longer.
     whole = block_n == 64 and widest <= 128
-    attend = {
-        **shared, "D": head_size, "WIDTH": width, "WIDTH_V": width_v,
-        "TILE_TOKENS": columns // group, "BLOCK_N": block_n, "BLOCK_SIZE": block_size,
-        "ROWS": columns,
-        "CAUSAL": bool(params.causal), "HAS_LEFT": left >= 0,
-        "HAS_RIGHT": right >= 0, "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0, "num_warps": 4,
-    }  # fmt: skip
-    launch = BoundLaunch(
-        invariant_decode_kernel, (workers, 1, 1), {**attend, "STAGES": stages, "maxnreg": 240}
+    config = DecodeConfig(
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        D=head_size,
+        DV=head_size_v,
+        WIDTH=width,
+        WIDTH_V=width_v,
+        TILE_TOKENS=columns // group,
+        BLOCK_N=block_n,
+        BLOCK_SIZE=block_size,
+        ROWS=columns,
+        # A window of 128 keys lies in up to three tiles.
+        STAGES=3 if whole or widest <= 64 else 2,
+        CAUSAL=bool(params.causal),
+        HAS_LEFT=left >= 0,
+        HAS_RIGHT=right >= 0,
+        HAS_CHUNK=chunk > 0,
+        HAS_CAP=cap > 0,
+        HAS_SINK=params.sinks is not None,
+        HAS_LSE=lse is not None,
     )
+    options = {"enable_fp_fusion": True, "launch_pdl": True}
+    attend = {"CONFIG": config, "num_warps": 4, **options}
+    launch = BoundLaunch(invariant_decode_kernel, (workers, 1, 1), {**attend, "maxnreg": 240})
     if whole:
-        # A window of 128 keys lies in up to three tiles. The grid must not be empty.
+        # The grid must not be empty.
         grid = (max(1, num_reqs) * num_kv_heads, 1, 1)
-        launch = BoundLaunch(invariant_window_kernel, grid, {**attend, "STAGES": 3})
-    split = {**shared, **_split_tile(num_tokens * num_heads, group, head_size_v, slots)}
+        launch = BoundLaunch(invariant_window_kernel, grid, attend)
+    split: dict[str, Any] = {
+        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "DV": head_size_v,
+        "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None, **options,
+        **_split_tile(num_tokens * num_heads, group, head_size_v, slots),
+    }  # fmt: skip
     stride_lt = 0 if lse is None else lse.stride(0)
     return HopperDecode(
         limits=limits,

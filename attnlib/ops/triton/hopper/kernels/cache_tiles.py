@@ -18,13 +18,19 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from attnlib.ops.triton.hopper.kernels.compat import partition_barrier, reinterpret
 
 __all__ = [
-    "allocate_rings", "box_keys", "load_packed_keys", "tile_bytes", "tile_keys", "value_operand",
-]  # fmt: skip
+    "allocate_rings",
+    "box_keys",
+    "clear_tile",
+    "load_packed_keys",
+    "tile_bytes",
+    "tile_keys",
+    "value_operand",
+]
 
 
 @gluon.constexpr_function
@@ -110,3 +116,20 @@ def value_operand(ring, stage, PACKED: gl.constexpr):
     if not PACKED:
         tile = tile.permute((1, 0))
     return tile
+
+
+@gluon.jit
+def clear_tile(v_tile, valid, AXIS: gl.constexpr):
+    """Set a value tile's positions along AXIS from `valid` on to 0.
+
+    A page may hold anything past the sequence's end, and 0 * NaN is NaN (P5).
+    """
+    KEYS: gl.constexpr = v_tile.shape[AXIS]
+    LANES: gl.constexpr = min(32, v_tile.shape[1] // 8)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    keys = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1 - AXIS, layout)), 1 - AXIS)
+    content = v_tile.load(layout)
+    v_tile.store(gl.where(keys < valid, content, 0.0))
+    # WGMMA reads shared memory through the async proxy: fence, then wait for all four warps.
+    fence_async_shared()
+    partition_barrier()

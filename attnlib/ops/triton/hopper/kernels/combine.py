@@ -9,8 +9,6 @@ range, else 2 * CTA. All splits of a request but the first begin their range, an
 are NUM_KV_HEADS CTAs apart.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -18,37 +16,34 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnlib.ops.triton.hopper.kernels.compat import exp2
-from attnlib.ops.triton.hopper.kernels.softmax import LN2, add_sink
+from attnlib.ops.triton.hopper.kernels.softmax import add_sink
 from attnlib.ops.triton.kernels.softmax import finish_rows
 
 __all__ = ["clear_rows", "combine_in_cta", "hopper_combine_kernel"]
 
 
 @gluon.jit
-def combine_in_cta(
-    partials, partial_lses, sinks, out, lse, first_partial, num_splits, start, query_len, kv_head,
-    rows, stride_ot, stride_oh, stride_lt, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    DV: gl.constexpr, WIDTH_V: gl.constexpr, ROWS: gl.constexpr, SPLITS_PER_LOAD: gl.constexpr,
-    HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
-):  # fmt: skip
+def combine_in_cta(outputs, partials, split, first_partial, num_splits, config):
     """Combine the splits of one request and KV head, by one warpgroup, after all have been written.
 
     Args:
-        partials: float32 partial outputs, [index, rows, DV].
-        partial_lses: their base-2 LSEs, [index, rows].
+        outputs, partials, split, config: `Outputs`, `Partials`, `Split` and `DecodeConfig`.
         first_partial: index of the request's first split.
         num_splits: splits of the request.
-        start: the request's first row in `out`.
-        rows: query heads of a group times query tokens, the row pitch of `partials`.
     """
+    DV: gl.constexpr = config.DV
+    WIDTH_V: gl.constexpr = config.WIDTH_V
+    ROWS: gl.constexpr = config.ROWS
+    GROUP: gl.constexpr = config.GROUP
+    SPLITS_PER_LOAD: gl.constexpr = config.SPLITS_PER_LOAD
     LANES: gl.constexpr = min(32, WIDTH_V // 4)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     row = gl.arange(0, ROWS, ROW)
     lanes = gl.arange(0, WIDTH_V, gl.SliceLayout(0, LAYOUT))
     token = row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    valid = (row < rows) & (token < query_len)
+    head = split.kv_head * GROUP + row % GROUP
+    valid = (row < partials.rows) & (token < split.query_len)
     mask = valid[:, None] & (lanes < DV)[None, :]
     acc = gl.zeros([ROWS, WIDTH_V], gl.float32, LAYOUT)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
@@ -58,15 +53,15 @@ def combine_in_cta(
         split_lses = ()
         values = ()
         for i in gl.static_range(SPLITS_PER_LOAD):
-            index = (first_partial // 2 + (base + i) * NUM_KV_HEADS) * 2
+            index = (first_partial // 2 + (base + i) * config.NUM_KV_HEADS) * 2
             if i == 0:
                 index = gl.where(base == 0, first_partial, index)
             live = base + i < num_splits
-            offset = index * rows + row
+            offset = index * partials.rows + row
             # Other CTAs wrote these: ".cg" bypasses L1, which may hold stale lines.
             split_lses = split_lses + (
                 gl.load(
-                    partial_lses + offset,
+                    partials.lses + offset,
                     mask=valid & live,
                     other=float("-inf"),
                     cache_modifier=".cg",
@@ -74,7 +69,7 @@ def combine_in_cta(
             )
             values = values + (
                 gl.load(
-                    partials + (offset * DV)[:, None] + lanes[None, :],
+                    partials.values + (offset * DV)[:, None] + lanes[None, :],
                     mask=mask & live,
                     other=0.0,
                     cache_modifier=".cg",
@@ -94,55 +89,52 @@ def combine_in_cta(
         row_max = new_max
     finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
     acc_scale = gl.full([ROWS], 1.0, gl.float32, ROW)
-    if HAS_SINK:
+    if config.HAS_SINK:
         # No split has counted the sink, so it counts once (M4).
-        sink = gl.load(sinks + head, mask=valid, other=0.0)
+        sink = gl.load(outputs.sinks + head, mask=valid, other=0.0)
         finite_max, acc_scale, row_sum = add_sink(row_max, row_sum, sink)
     empty = row_sum == 0.0
     safe_sum = gl.where(empty, 1.0, row_sum)
-    offsets = (start + token).to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
+    offsets = outputs.offsets(split.start + token, head)
     gl.store(
-        out + offsets[:, None] + lanes[None, :],
-        (acc * (acc_scale / safe_sum)[:, None]).to(out.dtype.element_ty),
+        outputs.pointer + offsets[:, None] + lanes[None, :],
+        (acc * (acc_scale / safe_sum)[:, None]).to(outputs.pointer.dtype.element_ty),
         mask=mask,
     )
-    if HAS_LSE:
+    if config.HAS_LSE:
         base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
-        gl.store(lse + (start + token).to(gl.int64) * stride_lt + head, base2 * LN2, mask=valid)
+        outputs.store_lses(split.start + token, head, base2, valid)
 
 
 @gluon.jit
-def clear_rows(
-    out, lse, query_start_loc, worker, num_workers, num_reqs, num_tokens, stride_ot, stride_oh,
-    stride_lt, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr,
-    WIDTH_V: gl.constexpr, HEADS: gl.constexpr, HAS_LSE: gl.constexpr,
-):  # fmt: skip
+def clear_rows(outputs, batch, num_tokens, worker, num_workers, config):
     """Set rows after the last request to 0 and their LSEs to -inf (M6).
 
-    The (row, KV head) pairs are distributed over the workers, one warpgroup each. HEADS >= GROUP.
+    The (row, KV head) pairs are distributed over the workers, one warpgroup each.
     """
-    LANES: gl.constexpr = min(32, WIDTH_V // 4)
+    NUM_KV_HEADS: gl.constexpr = config.NUM_KV_HEADS
+    GROUP: gl.constexpr = config.GROUP
+    HEADS: gl.constexpr = config.ROWS
+    WIDTH: gl.constexpr = config.WIDTH_V
+    LANES: gl.constexpr = min(32, WIDTH // 4)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
     within = gl.arange(0, HEADS, gl.SliceLayout(1, LAYOUT))
-    lanes = gl.arange(0, WIDTH_V, gl.SliceLayout(0, LAYOUT))
+    lanes = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     inside = within < GROUP
-    if query_start_loc is None:
-        num_rows = num_reqs
-    else:
-        num_rows = gl.load(query_start_loc + num_reqs)
+    num_rows = batch.num_rows()
     for pair in range(num_rows * NUM_KV_HEADS + worker, num_tokens * NUM_KV_HEADS, num_workers):
         token = pair // NUM_KV_HEADS
         head = pair % NUM_KV_HEADS * GROUP + within
-        offsets = token.to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
-        zeros = gl.zeros([HEADS, WIDTH_V], gl.float32, LAYOUT).to(out.dtype.element_ty)
+        offsets = outputs.offsets(token, head)
+        zeros = gl.zeros([HEADS, WIDTH], gl.float32, LAYOUT).to(outputs.pointer.dtype.element_ty)
         gl.store(
-            out + offsets[:, None] + lanes[None, :],
+            outputs.pointer + offsets[:, None] + lanes[None, :],
             zeros,
-            mask=inside[:, None] & (lanes < DV)[None, :],
+            mask=inside[:, None] & (lanes < config.DV)[None, :],
         )
-        if HAS_LSE:
+        if config.HAS_LSE:
             empty_lse = gl.full([HEADS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
-            gl.store(lse + token.to(gl.int64) * stride_lt + head, empty_lse, mask=inside)
+            outputs.store_lses(token, head, empty_lse, inside)
 
 
 @triton.jit(

@@ -10,12 +10,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate
+from attnlib.ops.triton.hopper.kernels.softmax import LN2
 from attnlib.ops.triton.kernels.quant import KV_PLAIN, SCALE_FLOAT
 
 __all__ = [
     "UNALIGNED",
     "UNSPECIALIZED",
-    "BlockTable",
+    "Caches",
+    "DecodeCall",
     "DecodeConfig",
     "Outputs",
     "Partials",
@@ -26,8 +28,9 @@ __all__ = [
 UNSPECIALIZED = [
     *("left", "right", "chunk", "num_reqs", "num_tokens", "num_blocks", "rows", "stride_qt"),
     *("stride_qh", "stride_ot", "stride_oh", "stride_lt", "stride_table", "rows0", "columns0"),
-    *("rows1", "columns1", "rows2", "columns2", "rows3", "columns3", "stride_ksb", "stride_ksn"),
-    *("stride_ksh", "stride_vsb", "stride_vsn", "stride_vsh", "stride_latents"),
+    *("rows1", "columns1", "rows2", "columns2", "rows3", "columns3"),
+    *("stride_latents", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
+    *("stride_vh",),
 ]
 """Parameters whose values must not select a compilation, because they change from step to step."""
 
@@ -60,7 +63,10 @@ class DecodeConfig(NamedTuple):
         COMBINE_IN_KERNEL: the CTA that ends a request's last split combines all of them.
         SPLITS_PER_LOAD: splits that it loads at a time.
         WORKERS: consumers of a CTA, each with loaders, rings and splits of its own; 1 or 2.
-        GATHERED: the rows of the cache are copied one by one, and not by TMA.
+        EVEN_RANGES: ranges are those of `ranges.even_worker_range`, and not of `worker_range`.
+        QUERY_WARP: a warp of its own prepares the queries of a split while the consumer works on
+            the previous one, and one warp loads keys and values; for two workers.
+        GATHERS: the rows of the caches are copied one by one, and not by TMA; for one worker.
     """
 
     NUM_KV_HEADS: int
@@ -88,7 +94,9 @@ class DecodeConfig(NamedTuple):
     COMBINE_IN_KERNEL: bool = False
     SPLITS_PER_LOAD: int = 1
     WORKERS: int = 1
-    GATHERED: bool = False
+    EVEN_RANGES: bool = False
+    QUERY_WARP: bool = False
+    GATHERS: bool = False
 
 
 @aggregate
@@ -120,9 +128,10 @@ class Outputs:
         return tokens + head.to(gl.int64) * self.stride_head
 
     @gluon.jit
-    def store_lses(self, token, head, lses, mask):
-        """Store LSEs of rows."""
-        gl.store(self.lse + token.to(gl.int64) * self.stride_lse + head, lses, mask=mask)
+    def store_lses(self, token, head, base2, mask):
+        """Store the LSEs of rows, given in base 2."""
+        lses = self.lse + token.to(gl.int64) * self.stride_lse + head
+        gl.store(lses, base2 * LN2, mask=mask)
 
 
 @aggregate
@@ -145,24 +154,57 @@ class Partials:
 
 
 @aggregate
-class BlockTable:
-    """The block table [requests, pages] and the number of blocks of the cache."""
+class Caches:
+    """The key and the value cache: TMA descriptors, or pointers with strides of blocks, rows and
+    heads in bytes where rows are gathered."""
 
-    pointer: Value
-    stride: Value
-    num_blocks: Value
+    keys: Value
+    values: Value
+    stride_kb: Value
+    stride_kn: Value
+    stride_kh: Value
+    stride_vb: Value
+    stride_vn: Value
+    stride_vh: Value
 
-    @gluon.jit
-    def row(self, request):
-        """Return a pointer to the blocks of a request."""
-        return self.pointer + request.to(gl.int64) * self.stride
+
+@aggregate
+class DecodeCall:
+    """What the partitions of `hopper_decode_kernel` share.
+
+    Fields:
+        caches, queries, outputs, partials: `Caches` and the other objects above.
+        keys: `schedule.KeyTiles`.
+        k_scale, v_scale: scales of quantized caches, as `SCALE_KIND` of each says.
+        scale, soft_cap: of the softmax.
+        SCORE: score function; None without one.
+        config: `DecodeConfig`.
+    """
+
+    caches: Value
+    keys: Value
+    queries: Value
+    outputs: Value
+    partials: Value
+    k_scale: Value
+    v_scale: Value
+    scale: Value
+    soft_cap: Value
+    SCORE: gl.constexpr
+    config: Value
 
 
 @aggregate
 class Split:
-    """The key tiles of a request and KV head that one worker computes: [first, first + count).
+    """The key tiles of a request and KV head that one worker computes.
 
-    `start` is the request's first query row. `visited` are the `VisitedTiles` of the request.
+    Fields:
+        request, kv_head: request and KV head.
+        start: the request's first query row.
+        query_len, seq_len: its query tokens and keys.
+        skipped: tiles of the request before the split.
+        count: tiles of the split.
+        visited: `VisitedTiles` of the request.
     """
 
     request: Value
@@ -170,6 +212,11 @@ class Split:
     query_len: Value
     seq_len: Value
     kv_head: Value
-    first: Value
+    skipped: Value
     count: Value
     visited: Value
+
+    @gluon.jit
+    def first(self):
+        """Return the number of the first tile of the split."""
+        return self.visited.begin + self.skipped

@@ -5,19 +5,23 @@ be outside of float16's range: each row is multiplied by a power of two, and its
 inverse (`quantized.query_powers`).
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from attnlib.ops.triton.hopper.kernels.column_softmax import store_columns
-from attnlib.ops.triton.hopper.kernels.compat import partition_barrier
+from attnlib.ops.triton.hopper.kernels.compat import partition_barrier, prefetch_l1
 from attnlib.ops.triton.hopper.kernels.int4 import int4_query_columns
 from attnlib.ops.triton.hopper.kernels.quantized import query_columns, query_powers
-from attnlib.ops.triton.kernels.quant import KV_INT4
+from attnlib.ops.triton.kernels.quant import KV_INT4, KV_PLAIN
 
-__all__ = ["load_queries", "query_layout", "query_offsets", "send_queries", "store_queries"]
+__all__ = [
+    "load_plain_queries",
+    "prefetch_queries",
+    "prepare_queries",
+    "query_layout",
+    "send_queries",
+]
 
 _ROWS = gl.constexpr(8)
 """Rows that one warp holds in registers at a time."""
@@ -31,38 +35,64 @@ def query_layout(width, warps):
 
 
 @gluon.jit
-def query_offsets(
-    start, query_len, kv_head, first_row, stride_qt, stride_qh, GROUP: gl.constexpr,
-    TILE_TOKENS: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+def prefetch_queries(
+    queries, token, kv_head, GROUP: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr
+):
+    """Prefetch the query rows of the split that begins at `token` into L1.
+
+    A split begins with the load of its queries. Where requests have few key tiles, no other work of
+    the warpgroup hides that latency.
+    """
+    LINES: gl.constexpr = (D + 63) // 64  # of 128 bytes, in a row
+    LANES: gl.constexpr = max(128, ROWS * ((D + 127) // 128 * 2))
+    index = gl.arange(0, LANES, gl.BlockedLayout([LANES // 128], [32], [4], [0]))
+    row = index // LINES % ROWS
+    tokens = gl.minimum(token + row // GROUP, queries.num_tokens - 1).to(gl.int64)
+    heads = (kv_head * GROUP + row % GROUP).to(gl.int64)
+    offsets = tokens * queries.stride_token
+    prefetch_l1(queries.pointer + offsets + heads * queries.stride_head + index % LINES * 64)
+
+
+@gluon.jit
+def _row_offsets(queries, split, first_row, ROWS: gl.constexpr, LAYOUT: gl.constexpr, config):
     """Return (offsets of ROWS query rows, whether they exist) in the rows of LAYOUT.
 
     Rows are query heads of a group times query tokens.
     """
+    GROUP: gl.constexpr = config.GROUP
     rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    valid = (rows < TILE_TOKENS * GROUP) & (rows // GROUP < query_len)
-    offsets = (start + rows // GROUP).to(gl.int64) * stride_qt + (
-        kv_head * GROUP + rows % GROUP
-    ).to(gl.int64) * stride_qh
+    valid = (rows < config.TILE_TOKENS * GROUP) & (rows // GROUP < split.query_len)
+    offsets = (split.start + rows // GROUP).to(gl.int64) * queries.stride_token
+    offsets += (split.kv_head * GROUP + rows % GROUP).to(gl.int64) * queries.stride_head
     # The launcher checks 16-byte alignment; the shifts tell the compiler.
     return (offsets >> 3) << 3, valid
 
 
 @gluon.jit
-def load_queries(
-    query, start, query_len, kv_head, first_row, stride_qt, stride_qh, GROUP: gl.constexpr,
-    D: gl.constexpr, TILE_TOKENS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
-    LAYOUT: gl.constexpr, KV_KIND: gl.constexpr,
-):  # fmt: skip
+def load_plain_queries(queries, split, ROWS: gl.constexpr, WIDTH: gl.constexpr, config):
+    """Return the query rows [ROWS, WIDTH] of a split; 0 where there is none. One warpgroup."""
+    LAYOUT: gl.constexpr = query_layout(WIDTH, 4)
+    offsets, valid = _row_offsets(queries, split, 0, ROWS, LAYOUT, config)
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    return gl.load(
+        queries.pointer + offsets[:, None] + columns[None, :],
+        mask=valid[:, None] & (columns < config.D)[None, :],
+        other=0.0,
+    )
+
+
+@gluon.jit
+def _load_scaled_queries(
+    queries, split, first_row, WIDTH: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr, config
+):
     """Return (scaled float16 queries, inverse powers [ROWS]): one tensor [ROWS, WIDTH], or those of
     four groups over 4-bit integers, [ROWS, WIDTH] each."""
+    D: gl.constexpr = config.D
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    offsets, valid = query_offsets(
-        start, query_len, kv_head, first_row, stride_qt, stride_qh, GROUP, TILE_TOKENS, ROWS, LAYOUT
-    )
-    if KV_KIND == KV_INT4:
+    offsets, valid = _row_offsets(queries, split, first_row, ROWS, LAYOUT, config)
+    if config.KV_KIND == KV_INT4:
         columns = int4_query_columns(WIDTH, COLUMN)
-        pointers = query + offsets[:, None] + columns[None, :]
+        pointers = queries.pointer + offsets[:, None] + columns[None, :]
         q0 = gl.load(pointers, mask=valid[:, None], other=0.0).to(gl.float32)
         q1 = gl.load(pointers + D // 4, mask=valid[:, None], other=0.0).to(gl.float32)
         q2 = gl.load(pointers + D // 2, mask=valid[:, None], other=0.0).to(gl.float32)
@@ -70,13 +100,15 @@ def load_queries(
         largest = gl.maximum(gl.maximum(gl.abs(q0), gl.abs(q1)), gl.abs(q2))
         power, inverse = query_powers(gl.max(gl.maximum(largest, gl.abs(q3)), 1))
         scaled = (
-            (q0 * power[:, None]).to(gl.float16), (q1 * power[:, None]).to(gl.float16),
-            (q2 * power[:, None]).to(gl.float16), (q3 * power[:, None]).to(gl.float16),
-        )  # fmt: skip
+            (q0 * power[:, None]).to(gl.float16),
+            (q1 * power[:, None]).to(gl.float16),
+            (q2 * power[:, None]).to(gl.float16),
+            (q3 * power[:, None]).to(gl.float16),
+        )
     else:
         columns = query_columns(WIDTH, COLUMN)
         q = gl.load(
-            query + offsets[:, None] + columns[None, :],
+            queries.pointer + offsets[:, None] + columns[None, :],
             mask=valid[:, None] & (columns < D)[None, :],
             other=0.0,
         ).to(gl.float32)
@@ -86,8 +118,8 @@ def load_queries(
 
 
 @gluon.jit
-def store_queries(q_tile, scaled, KV_KIND: gl.constexpr):
-    """Store the queries of `load_queries` in shared memory."""
+def _store_scaled_queries(q_tile, scaled, KV_KIND: gl.constexpr):
+    """Store the queries of `_load_scaled_queries` in shared memory."""
     if KV_KIND == KV_INT4:
         for group in gl.static_range(4):
             q_tile.index(group).store(scaled[group])
@@ -96,34 +128,55 @@ def store_queries(q_tile, scaled, KV_KIND: gl.constexpr):
 
 
 @gluon.jit
-def send_queries(
-    query, k_scale, start, query_len, kv_head, split, stride_qt, stride_qh, q_tile, factors,
-    barriers, GROUP: gl.constexpr, D: gl.constexpr, TILE_TOKENS: gl.constexpr,
-    KV_KIND: gl.constexpr,
-):  # fmt: skip
+def prepare_queries(call, worker, split, key_scale):
+    """Bring the queries of a split to shared memory, with the factors of its scores. The consumer.
+
+    Args:
+        call: `DecodeCall`.
+        worker: `Worker`.
+        key_scale: scale of the keys of this head; over quantized caches.
+    """
+    q_tile = worker.q_tile
+    config: gl.constexpr = call.config
+    ROWS: gl.constexpr = q_tile.shape[-2]
+    WIDTH: gl.constexpr = q_tile.shape[-1]
+    if config.KV_KIND != KV_PLAIN:
+        LAYOUT: gl.constexpr = query_layout(WIDTH, 4)
+        scaled, inverse = _load_scaled_queries(call.queries, split, 0, WIDTH, ROWS, LAYOUT, config)
+        store_columns(worker.factors, inverse * key_scale)
+        # All warps have exchanged maxima since they used the previous split's queries.
+        _store_scaled_queries(q_tile, scaled, config.KV_KIND)
+    else:
+        rows = load_plain_queries(call.queries, split, ROWS, WIDTH, config)
+        # All warps are done with the previous split's queries before they are overwritten.
+        partition_barrier()
+        q_tile.store(rows)
+    fence_async_shared()
+    partition_barrier()
+
+
+@gluon.jit
+def send_queries(queries, worker, split, number, key_scale, config):
     """Load the queries of a split, and store them once the consumer has used those of the previous
     one. One warp. Not for 4-bit integers.
 
     Args:
-        k_scale: scale of the keys of this head.
-        split: number of splits before this one.
-        q_tile: [rows, width].
-        factors: [1, rows]; factors of the scores.
-        barriers: (full, empty) of `q_tile` and `factors`, [2, 1].
+        queries: `Queries`.
+        worker: `Worker` with barriers of the queries.
+        number: number of splits before this one.
+        key_scale: scale of the keys of this head.
     """
+    q_tile = worker.q_tile
     ROWS: gl.constexpr = q_tile.shape[-2]
     WIDTH: gl.constexpr = q_tile.shape[-1]
     LAYOUT: gl.constexpr = query_layout(WIDTH, 1)
     for first in gl.static_range(0, ROWS, _ROWS):
-        scaled, inverse = load_queries(
-            query, start, query_len, kv_head, first, stride_qt, stride_qh, GROUP, D, TILE_TOKENS,
-            WIDTH, _ROWS, LAYOUT, KV_KIND)  # fmt: skip
+        scaled, inverse = _load_scaled_queries(queries, split, first, WIDTH, _ROWS, LAYOUT, config)
         if first == 0:
-            # The parity is inverted, so that the first split does not wait.
-            mbarrier.wait(barriers.index(1), (split & 1) ^ 1)
+            worker.wait_for_used_queries(number)
         q_tile.slice(first, _ROWS, 0).store(scaled[0])
-        store_columns(factors.slice(first, _ROWS, 1), inverse * k_scale)
+        store_columns(worker.factors.slice(first, _ROWS, 1), inverse * key_scale)
     # WGMMA reads shared memory through the async proxy.
     fence_async_shared()
     partition_barrier()
-    mbarrier.arrive(barriers.index(0), count=1)
+    mbarrier.arrive(worker.query_barriers.index(0), count=1)

@@ -4,19 +4,19 @@ A TMA box is the rows of one page, so pages of a few rows take too many boxes. H
 copies 16 bytes at a time and looks the page of its row up by itself.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnlib.ops.triton.hopper.kernels.compat import (
+    Value,
+    aggregate,
     arrive_after_copies,
     copy_to_shared,
     prefetch_l1,
 )
 
-__all__ = ["GATHER_THREADS", "gather_tile"]
+__all__ = ["GATHER_THREADS", "RequestRows", "gather_tile"]
 
 GATHER_THREADS = 128
 """Threads of a partition that gathers: the arrivals that its `full` barriers count."""
@@ -41,6 +41,43 @@ def _wide(number):
     if number.dtype.primitive_bitwidth == 32:
         number = number.to(gl.uint32)
     return number.to(gl.int64)
+
+
+@aggregate
+class RequestRows:
+    """The keys or the values of a request and KV head, whose rows are gathered.
+
+    Fields:
+        cache: pointer to the cache [B, N, Hkv, D].
+        table: the request's row of the block table.
+        seq_len: keys of the request.
+        kv_head: KV head.
+        stride_b, stride_n, stride_h: strides of blocks, rows and heads, in bytes.
+        D: head size.
+        BLOCK_SIZE: positions of a page.
+    """
+
+    cache: Value
+    table: Value
+    seq_len: Value
+    kv_head: Value
+    stride_b: Value
+    stride_n: Value
+    stride_h: Value
+    D: gl.constexpr
+    BLOCK_SIZE: gl.constexpr
+
+    @gluon.jit
+    def load(self, ring, step, tile, later_tile):
+        """Issue the copies of key tile `tile` as tile number `step` of a `Ring`.
+
+        `later_tile` is one that a later step needs.
+        """
+        gather_tile(
+            self.cache, self.table, self.seq_len, self.kv_head, tile, later_tile, ring.memory,
+            ring.full, ring.empty, step, self.stride_b, self.stride_n, self.stride_h, self.D,
+            self.BLOCK_SIZE, ring.STAGES,
+        )  # fmt: skip
 
 
 @gluon.jit

@@ -146,37 +146,34 @@ def allocate_token_scales(STAGES: gl.constexpr, BLOCK_N: gl.constexpr, KV_KIND: 
 
 @gluon.jit
 def copy_token_scales(
-    scales, table, pages, num_blocks, kv_head, tile, stage, full, BLOCK_SIZE: gl.constexpr,
+    scales,
+    table,
+    pages,
+    num_blocks,
+    kv_head,
+    tile,
+    stage,
+    full,
+    BLOCK_SIZE: gl.constexpr,
     KV_KIND: gl.constexpr,
-):  # fmt: skip
+):
     """Issue the copies of the scales of a tile's keys and values into shared memory. One warp.
 
     Each of its 32 threads arrives on the stage of `full` when its copies are complete. Scales of
     positions without a block are 0.
 
     Args:
-        scales: (scales of the keys, of the values, strides of blocks, positions and heads of the
-            former, of the latter, ring [2 * stages, keys], what this function does not use).
+        scales: `TokenScales`.
         table: the request's row of the block table.
         pages: entries of `table` that may be read.
     """
-    k_scale, v_scale, stride_kb, stride_kn, stride_kh = scales[:5]
-    stride_vb, stride_vn, stride_vh, ring = scales[5:9]
-    KEYS: gl.constexpr = ring.shape[1]
-    if KV_KIND == KV_INT4:
-        k_scale = k_scale.to(gl.pointer_type(gl.int64))
-        v_scale = v_scale.to(gl.pointer_type(gl.int64))
+    KEYS: gl.constexpr = scales.ring.shape[1]
     keys = tile * KEYS + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [1], [0]))
     # Unsigned numbers take fewer instructions.
     column = (keys.to(gl.uint32) // BLOCK_SIZE).to(gl.int32)
     block = gl.load(table + column, mask=column < pages, other=-1)
     inside = (block >= 0) & (block < num_blocks)
-    block = block.to(gl.int64)
-    position = keys % BLOCK_SIZE
-    k_offsets = block * stride_kb + (position * stride_kn + kv_head * stride_kh)
-    v_offsets = block * stride_vb + (position * stride_vn + kv_head * stride_vh)
-    copy_to_shared(ring.index(2 * stage), k_scale + k_offsets, mask=inside)
-    copy_to_shared(ring.index(2 * stage + 1), v_scale + v_offsets, mask=inside)
+    scales.copy(block, keys % BLOCK_SIZE, inside, kv_head, stage, KV_KIND)
     arrive_after_copies(full.index(stage), increment_count=False)
 
 

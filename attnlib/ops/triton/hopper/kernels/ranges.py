@@ -210,7 +210,8 @@ def _key_tiles(
     HAS_CHUNK: gl.constexpr,
 ):  # fmt: skip
     mask = Mask(left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
-    return KeyTiles(Batch(query_start_loc, seq_lens, num_reqs), mask, aux, BOUNDS, 0, BLOCK_N)
+    batch = Batch(query_start_loc, seq_lens, None, num_reqs, None, None)
+    return KeyTiles(batch, mask, aux, BOUNDS, 0, BLOCK_N)
 
 
 @gluon.jit

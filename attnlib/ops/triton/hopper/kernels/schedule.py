@@ -72,18 +72,38 @@ class Batch:
         query_start_loc: int32 [num_reqs + 1], the first query row of each request and the end; None
             if every request has one query.
         seq_lens: int32 [num_reqs].
+        block_table: int32 [num_reqs, pages].
         num_reqs: number of requests.
+        num_blocks: blocks of the cache.
+        stride_table: elements between the rows of `block_table`.
     """
 
     query_start_loc: Value
     seq_lens: Value
+    block_table: Value
     num_reqs: Value
+    num_blocks: Value
+    stride_table: Value
 
     @gluon.jit
     def lengths(self, request, mask):
         """Return (first query row, query length, sequence length) of a request or of a vector of
         them. The query length is 0 outside of `mask`."""
         return load_lengths(self.query_start_loc, self.seq_lens, request, mask)
+
+    @gluon.jit
+    def table(self, request):
+        """Return a pointer to the blocks of a request."""
+        return self.block_table + request.to(gl.int64) * self.stride_table
+
+    @gluon.jit
+    def num_rows(self):
+        """Return the query rows of all requests."""
+        if self.query_start_loc is None:
+            num_rows = self.num_reqs
+        else:
+            num_rows = gl.load(self.query_start_loc + self.num_reqs)
+        return num_rows
 
 
 @aggregate

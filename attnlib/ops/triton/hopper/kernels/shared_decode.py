@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnlib.ops.shared_decode import ITEM_FIELDS, PRODUCT_ROWS, SEGMENT_FIELDS
-from attnlib.ops.triton.hopper.kernels.cache_tiles import allocate_rings
+from attnlib.ops.triton.hopper.kernels.cache_tiles import allocate_rings, clear_tile
 from attnlib.ops.triton.hopper.kernels.compat import (
     exp2,
     launch_dependent_grids,
@@ -39,7 +39,8 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     prefetch_l1,
     wait_on_dependent_grids,
 )
-from attnlib.ops.triton.hopper.kernels.decode import clear_tile, prefetch_queries
+from attnlib.ops.triton.hopper.kernels.decode_call import Queries
+from attnlib.ops.triton.hopper.kernels.decode_queries import prefetch_queries
 from attnlib.ops.triton.hopper.kernels.mainloop import pack_weights, unpack_weights
 from attnlib.ops.triton.hopper.kernels.softmax import (
     mask_scores,
@@ -418,9 +419,8 @@ def _consumer(
             fence_async_shared()
             partition_barrier()
             if (position + count < range_end) & (next_consecutive != 0):
-                prefetch_queries(
-                    query, next_token, kv_head, num_rows, stride_qt, stride_qh, GROUP, D,
-                    _ROWS)  # fmt: skip
+                queries = Queries(query, stride_qt, stride_qh, num_rows)
+                prefetch_queries(queries, next_token, kv_head, GROUP, D, _ROWS)
         if in_turn:
             for i in range(0, count):
                 if i % 2 != WARPGROUP:

@@ -1,15 +1,52 @@
 """Fill a ring of key or value tiles by TMA, page by page: the inner step of every loader warp."""
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnlib.ops.triton.hopper.kernels.cache_tiles import box_keys, tile_bytes, tile_keys
-from attnlib.ops.triton.hopper.kernels.compat import load_box, prefetch_l1
+from attnlib.ops.triton.hopper.kernels.compat import (
+    Value,
+    aggregate,
+    load_box,
+    prefetch_l1,
+)
 
-__all__ = ["load_tile"]
+__all__ = ["RequestPages", "load_tile"]
+
+
+@aggregate
+class RequestPages:
+    """The keys or the values of a request and KV head, in pages that TMA reads.
+
+    Fields:
+        cache: TMA descriptor, one box per page or per tile in a page.
+        table: the request's row of the block table.
+        pages: entries of `table` that may be read.
+        num_blocks: blocks of the cache.
+        kv_head: KV head.
+        BLOCK_SIZE: positions of a page.
+        LAYOUT: of the cache, see `cache_tiles`.
+    """
+
+    cache: Value
+    table: Value
+    pages: Value
+    num_blocks: Value
+    kv_head: Value
+    BLOCK_SIZE: gl.constexpr
+    LAYOUT: gl.constexpr
+
+    @gluon.jit
+    def load(self, ring, step, tile, later_page):
+        """Issue the loads of key tile `tile` as tile number `step` of a `Ring`.
+
+        `later_page` is a column of the block table that a later step needs.
+        """
+        load_tile(
+            self.cache, self.table, self.pages, self.num_blocks, self.kv_head, tile, later_page,
+            ring.memory, ring.full, ring.empty, step, self.BLOCK_SIZE, ring.STAGES, self.LAYOUT,
+        )  # fmt: skip
 
 
 @gluon.jit

@@ -23,7 +23,6 @@ from attnlib.ops.triton.hopper.kernels.compat import (
 from attnlib.ops.triton.hopper.kernels.decode_call import (
     UNALIGNED,
     UNSPECIALIZED,
-    BlockTable,
     Outputs,
     Partials,
     Queries,
@@ -32,7 +31,7 @@ from attnlib.ops.triton.hopper.kernels.decode_call import (
 from attnlib.ops.triton.hopper.kernels.quantized import load_kv_scale
 from attnlib.ops.triton.hopper.kernels.ranges import worker_range
 from attnlib.ops.triton.hopper.kernels.schedule import Batch, KeyTiles, Mask
-from attnlib.ops.triton.hopper.kernels.softmax import LN2, add_sink, score_factor
+from attnlib.ops.triton.hopper.kernels.softmax import add_sink, score_factor
 from attnlib.ops.triton.hopper.kernels.warp_operands import (
     PRODUCTS,
     load_warp_queries,
@@ -59,7 +58,6 @@ class _Call:
 
     key_cache: Value
     value_cache: Value
-    block_table: Value
     queries: Value
     outputs: Value
     partials: Value
@@ -78,7 +76,7 @@ class _Call:
             self.key_cache,
             self.value_cache,
             blocks,
-            self.block_table.num_blocks,
+            self.keys.batch.num_blocks,
             split.kv_head,
             tile,
             step,
@@ -96,14 +94,14 @@ def _begin_split(call, split, table, pages, step):
         found = tile_blocks(
             table,
             pages,
-            call.block_table.num_blocks,
-            split.first + ahead,
+            call.keys.batch.num_blocks,
+            split.first() + ahead,
             ahead < split.count,
             config.BLOCK_N,
             config.BLOCK_SIZE,
         )
         blocks = blocks + (found,)
-    call.load(split, blocks[0], split.first, step)
+    call.load(split, blocks[0], split.first(), step)
     queries = load_warp_queries(call.queries, split, config)
     k_factor = queries.factor * call.key_scale
     # The other stages are loaded once the first tile is here: otherwise it shares the bandwidth
@@ -111,7 +109,7 @@ def _begin_split(call, split, table, pages, step):
     call.tiles.wait(step)
     for ahead in gl.static_range(1, STAGES):
         if ahead < split.count:
-            call.load(split, blocks[ahead], split.first + ahead, step + ahead)
+            call.load(split, blocks[ahead], split.first() + ahead, step + ahead)
     token = gl.arange(0, config.ROWS, gl.SliceLayout(0, PRODUCTS)) // config.GROUP
     positions = token + (split.seq_len - split.query_len)
     first, last = call.keys.mask.span(positions, split.seq_len)
@@ -129,12 +127,12 @@ def _multiply_split(call, split, rows, table, pages, step):
     STAGES: gl.constexpr = config.STAGES
     sums = zero_sums(config)
     for i in range(0, split.count):
-        tile = split.first + i
+        tile = split.first() + i
         stage = (step + i) % STAGES
         later = tile_blocks(
             table,
             pages,
-            call.block_table.num_blocks,
+            call.keys.batch.num_blocks,
             tile + STAGES,
             i + STAGES < split.count,
             config.BLOCK_N,
@@ -209,7 +207,7 @@ def _store_split(call, split, sums, num_splits, skipped, follows):
                 mask=valid[None, :] & (lanes < config.DV)[:, None],
             )
         if config.HAS_LSE:
-            call.outputs.store_lses(split.start + token, head, base2 * LN2, valid)
+            call.outputs.store_lses(split.start + token, head, base2, valid)
     else:
         for part in gl.static_range(PARTS):
             lanes = value_elements(index, part, WORDS, config.KV_KIND)
@@ -228,8 +226,8 @@ def hopper_warp_decode_kernel(
     query_start_loc, seq_lens, block_table, partials, partial_lses, split_headers, counters, scale,
     soft_cap, left, right, chunk, num_reqs, num_tokens, num_blocks, rows, stride_qt, stride_qh,
     stride_ot, stride_oh, stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2,
-    columns2, rows3, columns3, stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn,
-    stride_vsh, CONFIG: gl.constexpr,
+    columns2, rows3, columns3, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
+    stride_vh, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One CTA of one warp. Grid: tile ranges * NUM_KV_HEADS.
 
@@ -237,13 +235,13 @@ def hopper_warp_decode_kernel(
     A combine kernel follows.
     """
     tiles = allocate_warp_tiles(
-        k_scale, v_scale, stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn, stride_vsh,
+        k_scale, v_scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
         CONFIG,
     )  # fmt: skip
     mask = Mask(
         left, right, chunk, CONFIG.CAUSAL, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, CONFIG.HAS_CHUNK
     )
-    batch = Batch(query_start_loc, seq_lens, num_reqs)
+    batch = Batch(query_start_loc, seq_lens, block_table, num_reqs, num_blocks, stride_table)
     keys = KeyTiles(batch, mask, None, None, CONFIG.TILE_TOKENS, CONFIG.BLOCK_N)
     factor = score_factor(scale, soft_cap, CONFIG.HAS_CAP)
     # PDL: the previous kernel may have written the queries, the cache, the lengths or the table.
@@ -257,7 +255,6 @@ def hopper_warp_decode_kernel(
     call = _Call(
         key_cache=key_desc,
         value_cache=value_desc,
-        block_table=BlockTable(block_table, stride_table, num_blocks),
         queries=Queries(query, stride_qt, stride_qh, num_tokens),
         outputs=Outputs(out, lse, sinks, stride_ot, stride_oh, stride_lt),
         partials=Partials(partials, partial_lses, split_headers, None, rows),
@@ -281,9 +278,8 @@ def hopper_warp_decode_kernel(
             count = gl.minimum(num_tiles - skipped, own.end - position)
             start, query_len, seq_len = batch.lengths(request, True)
             visited = keys.visited(0, query_len, seq_len, request)
-            first = visited.begin + skipped
-            split = Split(request, start, query_len, seq_len, kv_head, first, count, visited)
-            table = call.block_table.row(request)
+            split = Split(request, start, query_len, seq_len, kv_head, skipped, count, visited)
+            table = batch.table(request)
             pages = (seq_len + CONFIG.BLOCK_SIZE - 1) // CONFIG.BLOCK_SIZE
             # All lanes have read what the stages held.
             partition_barrier()

@@ -92,7 +92,7 @@ class WarpTiles:
 
 @gluon.jit
 def allocate_warp_tiles(
-    k_scale, v_scale, stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn, stride_vsh, config
+    k_scale, v_scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, config
 ):
     """Return `WarpTiles`; arguments as those of the entry kernel."""
     PARTS: gl.constexpr = num_parts(config.KV_KIND)
@@ -114,8 +114,8 @@ def allocate_warp_tiles(
     scales = None
     if HAS_SCALES:
         scales = TokenScales(
-            k_scale, v_scale, stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn,
-            stride_vsh, allocate_token_scales(STAGES, BLOCK_N, config.KV_KIND),
+            k_scale, v_scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
+            stride_vh, allocate_token_scales(STAGES, BLOCK_N, config.KV_KIND),
         )  # fmt: skip
     return WarpTiles(keys, values, full, scales, STAGES, config.BLOCK_SIZE, config.KV_KIND)
 

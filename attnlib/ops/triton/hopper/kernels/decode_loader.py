@@ -1,0 +1,163 @@
+"""The loader warps of the Hopper decode, and the range of key tiles of a worker."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnlib.ops.triton.hopper.kernels.compat import (
+    Value,
+    aggregate,
+    prefetch_l1,
+    wait_on_dependent_grids,
+)
+from attnlib.ops.triton.hopper.kernels.decode_call import Split
+from attnlib.ops.triton.hopper.kernels.decode_queries import send_queries
+from attnlib.ops.triton.hopper.kernels.gather import RequestRows
+from attnlib.ops.triton.hopper.kernels.quantized import copy_token_scales, load_kv_scale
+from attnlib.ops.triton.hopper.kernels.ranges import even_worker_range, worker_range
+from attnlib.ops.triton.hopper.kernels.tma_load import RequestPages
+from attnlib.ops.triton.kernels.quant import KV_PLAIN
+
+__all__ = ["WorkerShare", "loader", "worker_share"]
+
+_GATHER_AHEAD = gl.constexpr(3)
+"""Tiles between the one whose rows are gathered and the one whose block numbers are prefetched."""
+
+
+@aggregate
+class WorkerShare:
+    """The part of a launch that a worker computes.
+
+    Fields:
+        worker, num_workers: its number in the grid, and theirs.
+        num_ranges: workers of a KV head.
+        gap: empty positions of the line after the tiles of a request.
+        range: `TileRange`.
+        kv_head: KV head.
+    """
+
+    worker: Value
+    num_workers: Value
+    num_ranges: Value
+    gap: Value
+    range: Value
+    kv_head: Value
+
+
+@gluon.jit
+def worker_share(keys, WORKER: gl.constexpr, config):
+    """Return the `WorkerShare` of a worker of this CTA; `keys` are the `KeyTiles` of the batch."""
+    worker = gl.program_id(0)
+    num_workers = gl.num_programs(0)
+    if config.WORKERS > 1:
+        worker = worker * config.WORKERS + WORKER
+        num_workers = num_workers * config.WORKERS
+    num_ranges = num_workers // config.NUM_KV_HEADS
+    # The queries, the first scores and the output of a request take about the time of a tile.
+    # Without gaps, ranges of many short requests ended last beside those of a long one. With fewer
+    # requests than ranges there is no gap.
+    gap = (keys.batch.num_reqs > num_ranges).to(gl.int32)
+    index = worker // config.NUM_KV_HEADS
+    if config.EVEN_RANGES:
+        own = even_worker_range(keys, index, num_ranges, gap)
+    else:
+        own = worker_range(keys, index, num_ranges, gap)
+    return WorkerShare(worker, num_workers, num_ranges, gap, own, worker % config.NUM_KV_HEADS)
+
+
+@gluon.jit
+def _load_split(call, worker, split, step, KEYS: gl.constexpr, VALUES: gl.constexpr):
+    """Load the keys and scales, the values, or both of a split; return the steps after it."""
+    config: gl.constexpr = call.config
+    BLOCK_SIZE: gl.constexpr = config.BLOCK_SIZE
+    caches = call.caches
+    batch = call.keys.batch
+    num_blocks = batch.num_blocks
+    table = batch.table(split.request)
+    pages = (split.seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+    if config.KV_KIND != KV_PLAIN and not config.HAS_LEFT and not config.HAS_CHUNK:
+        # The first pages of the next request. Over 16-bit caches this gained nothing.
+        following = gl.minimum(split.request + 1, batch.num_reqs - 1)
+        prefetch_l1(batch.table(following))
+    K_LAYOUT: gl.constexpr = "packed_keys" if config.PACKED else "nhd"
+    V_LAYOUT: gl.constexpr = "packed_values" if config.PACKED else "nhd"
+    for i in range(0, split.count):
+        tile = split.visited.begin + (split.skipped + i)
+        # 32 pages ahead: one 128-byte line of the block table.
+        later = tile * config.BLOCK_N // BLOCK_SIZE + 32
+        if config.GATHERS and KEYS:
+            rows = RequestRows(
+                caches.keys, table, split.seq_len, split.kv_head, caches.stride_kb,
+                caches.stride_kn, caches.stride_kh, config.D, BLOCK_SIZE,
+            )  # fmt: skip
+            rows.load(worker.keys, step, tile, tile + _GATHER_AHEAD)
+        elif config.GATHERS:
+            rows = RequestRows(
+                caches.values, table, split.seq_len, split.kv_head, caches.stride_vb,
+                caches.stride_vn, caches.stride_vh, config.DV, BLOCK_SIZE,
+            )  # fmt: skip
+            rows.load(worker.values, step, tile, tile + _GATHER_AHEAD)
+        else:
+            if KEYS:
+                keys = RequestPages(
+                    caches.keys, table, pages, num_blocks, split.kv_head, BLOCK_SIZE, K_LAYOUT
+                )
+                keys.load(worker.keys, step, tile, later)
+                if worker.scales is not None:
+                    # The stage is free: the loads of the tile have waited for it.
+                    copy_token_scales(
+                        worker.scales, table, pages, num_blocks, split.kv_head, tile,
+                        worker.keys.stage(step), worker.keys.full, BLOCK_SIZE, config.KV_KIND,
+                    )  # fmt: skip
+            if VALUES:
+                values = RequestPages(
+                    caches.values, table, pages, num_blocks, split.kv_head, BLOCK_SIZE, V_LAYOUT
+                )
+                values.load(worker.values, step, tile, later)
+        step += 1
+    return step
+
+
+@gluon.jit
+def loader(call, worker, LOADS: gl.constexpr, WORKER: gl.constexpr):
+    """Load what LOADS says of a worker's range, split after split: "keys", with the scales of pages
+    that hold them, "values", "keys and values" or "queries". One warp; 4 where rows are gathered.
+
+    Args:
+        call: `DecodeCall`.
+        worker: `Worker`, number WORKER of the CTA.
+    """
+    config: gl.constexpr = call.config
+    KEYS: gl.constexpr = LOADS == "keys" or LOADS == "keys and values"
+    VALUES: gl.constexpr = LOADS == "values" or LOADS == "keys and values"
+    keys = call.keys
+    # PDL: the previous kernel may have written the cache, the lengths or the block table.
+    wait_on_dependent_grids()
+    share = worker_share(keys, WORKER, call.config)
+    if LOADS == "queries":
+        key_scale = load_kv_scale(call.k_scale, share.kv_head, config.K_SCALE_KIND)
+    position = share.range.begin
+    request = share.range.request
+    before = share.range.before
+    step = 0
+    while position < share.range.end:
+        tiles = keys.count(request, True)
+        request_end = before + tiles
+        # Requests without queries have no tiles and are skipped.
+        if position < request_end:
+            start, query_len, seq_len = keys.batch.lengths(request, True)
+            count = gl.minimum(share.range.end, request_end) - position
+            if LOADS == "queries":
+                split = Split(request, start, query_len, seq_len, share.kv_head, 0, count, None)
+                send_queries(call.queries, worker, split, step, key_scale, call.config)
+                step += 1
+            else:
+                visited = keys.visited(0, query_len, seq_len, request)
+                skipped = position - before
+                split = Split(
+                    request, start, query_len, seq_len, share.kv_head, skipped, count, visited
+                )
+                step = _load_split(call, worker, split, step, KEYS, VALUES)
+            position += count
+        before = request_end + gl.where(tiles > 0, share.gap, 0)
+        position = gl.maximum(position, before)
+        request += 1
