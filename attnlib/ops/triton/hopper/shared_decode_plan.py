@@ -26,7 +26,10 @@ from attnlib.ops.triton.hopper.descriptors import (
 )
 from attnlib.ops.triton.hopper.kernels.cache_tiles import box_keys
 from attnlib.ops.triton.hopper.kernels.merge_rows import hopper_merge_rows_kernel
-from attnlib.ops.triton.hopper.kernels.shared_decode import hopper_shared_decode_kernel
+from attnlib.ops.triton.hopper.kernels.shared_decode import (
+    SharedDecodeConfig,
+    hopper_shared_decode_kernel,
+)
 from attnlib.ops.triton.launch.bound import (
     ALIGNMENT,
     BoundLaunch,
@@ -217,11 +220,21 @@ def prepare_shared_decode(
     width, width_v = padded_width(head_size), padded_width(head_size_v)
     box, cap = box_keys(block_size, tile.block_n, "nhd"), params.logits_soft_cap
     assert not isinstance(params.k_scale, Tensor)  # the cache is not quantized
+    config = SharedDecodeConfig(
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        D=head_size,
+        DV=head_size_v,
+        WIDTH=width,
+        WIDTH_V=width_v,
+        BLOCK_N=tile.block_n,
+        BLOCK_SIZE=block_size,
+        STAGES=tile.stages,
+        HAS_CAP=cap > 0,
+    )
     attend = {
-        "NUM_KV_HEADS": num_kv_heads, "GROUP": num_heads // num_kv_heads, "D": head_size,
-        "DV": head_size_v, "WIDTH": width, "WIDTH_V": width_v, "BLOCK_N": tile.block_n,
-        "BLOCK_SIZE": block_size, "STAGES": tile.stages, "HAS_CAP": cap > 0, "num_warps": 4,
-        "maxnreg": _REGISTERS, "enable_fp_fusion": True, "launch_pdl": True,
+        "CONFIG": config, "num_warps": 4, "maxnreg": _REGISTERS, "enable_fp_fusion": True,
+        "launch_pdl": True,
     }  # fmt: skip
     few = num_tokens * num_heads <= _FEW_ROWS
     warps, step = (8, 16) if few else (4, 8)

@@ -65,8 +65,15 @@ def worker_share(keys, WORKER: gl.constexpr, config):
 
 
 @gluon.jit
-def _load_split(call, worker, split, step, KEYS: gl.constexpr, VALUES: gl.constexpr):
-    """Load the keys and scales, the values, or both of a split; return the steps after it."""
+def _load_split(
+    call, worker, split, position, before, step, KEYS: gl.constexpr, VALUES: gl.constexpr
+):
+    """Load the keys and scales, the values, or both of a split; return the steps after it.
+
+    Args:
+        position, before: positions of the line where the split and its request begin.
+        step: number of tiles that this loader has loaded.
+    """
     config: gl.constexpr = call.config
     BLOCK_SIZE: gl.constexpr = config.BLOCK_SIZE
     caches = call.caches
@@ -81,7 +88,7 @@ def _load_split(call, worker, split, step, KEYS: gl.constexpr, VALUES: gl.conste
     K_LAYOUT: gl.constexpr = "packed_keys" if config.PACKED else "nhd"
     V_LAYOUT: gl.constexpr = "packed_values" if config.PACKED else "nhd"
     for i in range(0, split.count):
-        tile = split.visited.begin + (split.skipped + i)
+        tile = split.visited.begin + (position + i - before)
         # 32 pages ahead: one 128-byte line of the block table.
         later = tile * config.BLOCK_N // BLOCK_SIZE + 32
         if config.GATHERS and KEYS:
@@ -152,11 +159,10 @@ def loader(call, worker, LOADS: gl.constexpr, WORKER: gl.constexpr):
                 step += 1
             else:
                 visited = keys.visited(0, query_len, seq_len, request)
-                skipped = position - before
                 split = Split(
-                    request, start, query_len, seq_len, share.kv_head, skipped, count, visited
+                    request, start, query_len, seq_len, share.kv_head, None, count, visited
                 )
-                step = _load_split(call, worker, split, step, KEYS, VALUES)
+                step = _load_split(call, worker, split, position, before, step, KEYS, VALUES)
             position += count
         before = request_end + gl.where(tiles > 0, share.gap, 0)
         position = gl.maximum(position, before)

@@ -186,7 +186,8 @@ def _multiply(worker, acc, step, config):
     mbarrier.wait(keys.full.index(stage), (step // STAGES) & 1)
     KEYS: gl.constexpr = worker.p_tile.shape[1]
     ROWS: gl.constexpr = worker.q_tile.shape[0]
-    zeros = gl.zeros([KEYS, ROWS], gl.float32, acc.type.layout)
+    LAYOUT: gl.constexpr = acc.type.layout
+    zeros = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
     tile_keys = keys.memory.index(stage)
     queries = worker.q_tile.permute((1, 0))
     scores = warpgroup_mma(tile_keys, queries, zeros, use_acc=False, is_async=True)
@@ -219,7 +220,8 @@ def add_segment(totals, segment, complete, slot, rows, slots, config):
     total = totals.values
     total_max = totals.row_max
     total_sum = totals.row_sum
-    part_sum = sum_columns(segment.sums, segment.row_max.type.layout)
+    COLUMN: gl.constexpr = segment.row_max.type.layout
+    part_sum = sum_columns(segment.sums, COLUMN)
     if slots.continued:
         index = (slots.first + slot) * partials.rows + rows.columns.row
         store_in_l2(
@@ -250,6 +252,9 @@ def segment_step(worker, segment, totals, rows, slots, step, tile, MASKED: gl.co
     """
     v_stage = (step - 1) % config.STAGES
     scores, acc = _multiply(worker, segment.acc, step, config)
+    total = totals.values
+    total_max = totals.row_max
+    total_sum = totals.row_sum
     begins = ((tile + 1) & ((1 << rows.bits) - 1)) == 0
     row_max = segment.row_max
     weights, acc_scale, next_max = _weigh(
@@ -265,10 +270,13 @@ def segment_step(worker, segment, totals, rows, slots, step, tile, MASKED: gl.co
     if ((tile + 1) & (slots.least_tiles - 1)) == 0:
         slot = ((tile + 1) >> rows.bits) - (slots.begin >> rows.bits)
         complete = Segment(acc, row_max, segment.sums)
-        totals = add_segment(totals, complete, rows.valid & begins, slot, rows, slots, config)
+        added = add_segment(totals, complete, rows.valid & begins, slot, rows, slots, config)
+        total = added.values
+        total_max = added.row_max
+        total_sum = added.row_sum
         acc = gl.where(begins[None, :], 0.0, acc)
     sums = add_column_sums(segment.sums, acc_scale, more)
-    return Segment(acc, next_max, sums), totals
+    return Segment(acc, next_max, sums), Totals(total_max, total_sum, total)
 
 
 @gluon.jit
@@ -339,8 +347,9 @@ def store_outputs(outputs, totals, rows, sink, start, config):
     total_max = totals.row_max
     total_sum = totals.row_sum
     ROWS: gl.constexpr = totals.values.shape[1]
+    COLUMN: gl.constexpr = total_max.type.layout
     finite_max = gl.where(total_max == float("-inf"), 0.0, total_max)
-    acc_scale = gl.full([ROWS], 1.0, gl.float32, total_max.type.layout)
+    acc_scale = gl.full([ROWS], 1.0, gl.float32, COLUMN)
     if config.HAS_SINK:
         # The sink counts in the denominator, once (M4).
         new_max = gl.maximum(total_max, sink)

@@ -19,563 +19,385 @@ Query rows are the rows of the products, because a prefix has many; the decode o
 (Ye et al., FlashInfer, 2024).
 """
 
-from __future__ import annotations
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from attnlib.ops.shared_decode import ITEM_FIELDS, PRODUCT_ROWS, SEGMENT_FIELDS
-from attnlib.ops.triton.hopper.kernels.cache_tiles import allocate_rings, clear_tile
+from attnlib.ops.triton.hopper.kernels.cache_tiles import allocate_rings
 from attnlib.ops.triton.hopper.kernels.compat import (
-    exp2,
+    Value,
+    aggregate,
     launch_dependent_grids,
     partition_barrier,
     prefetch_l1,
     wait_on_dependent_grids,
 )
 from attnlib.ops.triton.hopper.kernels.decode_call import Queries
-from attnlib.ops.triton.hopper.kernels.decode_queries import prefetch_queries
-from attnlib.ops.triton.hopper.kernels.mainloop import pack_weights, unpack_weights
-from attnlib.ops.triton.hopper.kernels.softmax import (
-    mask_scores,
-    online_softmax,
-    score_factor,
-    transform_scores,
+from attnlib.ops.triton.hopper.kernels.decode_queries import prefetch_queries, query_layout
+from attnlib.ops.triton.hopper.kernels.ring import ring_pair
+from attnlib.ops.triton.hopper.kernels.shared_products import (
+    ROWS,
+    ConsumerTiles,
+    RowSums,
+    allocate_exchange,
+    multiply_item,
+    multiply_tile,
+    output_layout,
+    score_layout,
 )
-from attnlib.ops.triton.hopper.kernels.tma_load import load_tile
+from attnlib.ops.triton.hopper.kernels.shared_schedule import Schedule
+from attnlib.ops.triton.hopper.kernels.softmax import score_factor
+from attnlib.ops.triton.hopper.kernels.tma_load import RequestPages
 
-__all__ = ["hopper_shared_decode_kernel"]
+__all__ = ["SharedDecodeConfig", "hopper_shared_decode_kernel"]
 
-_FIELDS = gl.constexpr(ITEM_FIELDS)
-_SEGMENT = gl.constexpr(SEGMENT_FIELDS)
-_ROWS = gl.constexpr(PRODUCT_ROWS)
-"""Query rows of a consumer."""
+
+class SharedDecodeConfig(NamedTuple):
+    """Constants of the kernel.
+
+    Attributes:
+        NUM_KV_HEADS: KV heads.
+        GROUP: query heads of a KV head.
+        D, DV: head sizes of keys and values.
+        WIDTH, WIDTH_V: padded head sizes, the elements of a row of a tile.
+        BLOCK_N: keys of a tile.
+        BLOCK_SIZE: positions of a page.
+        STAGES: stages of the rings of keys and values.
+        HAS_CAP: whether there is a soft cap.
+    """
+
+    NUM_KV_HEADS: int
+    GROUP: int
+    D: int
+    DV: int
+    WIDTH: int
+    WIDTH_V: int
+    BLOCK_N: int
+    BLOCK_SIZE: int
+    STAGES: int
+    HAS_CAP: bool
+
+
+@aggregate
+class _Call:
+    """What the consumers share.
+
+    Fields:
+        query, num_rows, stride_qt, stride_qh: `queries`.
+        schedule: `Schedule`.
+        partial_out, partial_lse: as in `hopper_shared_decode_kernel`.
+        scale, soft_cap: of the softmax.
+        keys, values: `Ring` of each.
+        exchange: `Exchange`.
+        config: `SharedDecodeConfig`.
+    """
+
+    query: Value
+    schedule: Value
+    partial_out: Value
+    partial_lse: Value
+    scale: Value
+    soft_cap: Value
+    num_rows: Value
+    stride_qt: Value
+    stride_qh: Value
+    keys: Value
+    values: Value
+    exchange: Value
+    config: Value
+
+    @gluon.jit
+    def queries(self):
+        """Return the `Queries`."""
+        return Queries(self.query, self.stride_qt, self.stride_qh, self.num_rows)
 
 
 @gluon.jit
-def _own_range(ranges, NUM_KV_HEADS: gl.constexpr):
-    """Return (number, begin, end, first item, first segment, KV head) of a CTA's range of tiles."""
-    worker = gl.program_id(0)
-    index = worker // NUM_KV_HEADS
-    fields = ranges + 4 * index
-    begin = gl.load(fields)
-    end = gl.load(fields + 1)
-    item = gl.load(fields + 2)
-    segment = gl.load(fields + 3)
-    return index, begin, end, item, segment, worker % NUM_KV_HEADS
-
-
-@gluon.jit
-def _loader(
-    cache, ranges, segments, block_table, num_blocks, stride_table, ring, full, empty,
-    NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _loader(cache, schedule, block_table, num_blocks, stride_table, ring, config):
     """Load the key or value tiles of the CTA's range into a ring, by one warp, segment after
     segment."""
-    BLOCK_N: gl.constexpr = ring.shape[1]
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    BLOCK_SIZE: gl.constexpr = config.BLOCK_SIZE
     # PDL: the schedule is copied from the host, and not written by the previous kernel.
-    _, position, range_end, _, segment, kv_head = _own_range(ranges, NUM_KV_HEADS)
+    own = schedule.own_range(config.NUM_KV_HEADS)
+    position = own.begin
     step = 0
-    fields = segments + segment * _SEGMENT
-    begin = gl.load(fields)
-    tiles = gl.load(fields + 1)
-    row = gl.load(fields + 2)
-    column = gl.load(fields + 3)
-    keys = gl.load(fields + 4)
+    segment = schedule.loaded_segment(own.segment)
     # The previous kernel may have written the cache and the block table.
     wait_on_dependent_grids()
-    while position < range_end:
+    while position < own.end:
         # Segments may be short: the fields of the next one are loaded, and its pages prefetched,
-        # before they are needed. Behind the last segment the tensor has other integers.
-        fields += _SEGMENT
-        next_begin = gl.load(fields)
-        next_tiles = gl.load(fields + 1)
-        next_row = gl.load(fields + 2)
-        next_column = gl.load(fields + 3)
-        next_keys = gl.load(fields + 4)
-        skipped = position - begin
-        count = gl.minimum(tiles - skipped, range_end - position)
-        pages = (keys + BLOCK_SIZE - 1) // BLOCK_SIZE
-        table = block_table + row.to(gl.int64) * stride_table + column
-        if position + count < range_end:
-            prefetch_l1(block_table + next_row.to(gl.int64) * stride_table + next_column)
+        # before they are needed.
+        following = segment.following()
+        skipped = position - segment.begin
+        count = gl.minimum(segment.tiles - skipped, own.end - position)
+        pages = (segment.keys + BLOCK_SIZE - 1) // BLOCK_SIZE
+        table = block_table + segment.row.to(gl.int64) * stride_table + segment.column
+        if position + count < own.end:
+            next_row = block_table + following.row.to(gl.int64) * stride_table
+            prefetch_l1(next_row + following.column)
+        cached = RequestPages(cache, table, pages, num_blocks, own.kv_head, BLOCK_SIZE, "nhd")
         for i in range(0, count):
             tile = skipped + i
             # 32 pages ahead: one 128-byte line of the block table.
-            load_tile(
-                cache, table, pages, num_blocks, kv_head, tile,
-                tile * BLOCK_N // BLOCK_SIZE + 32, ring, full, empty, step, BLOCK_SIZE, STAGES,
-                "nhd")  # fmt: skip
+            cached.load(ring, step, tile, tile * BLOCK_N // BLOCK_SIZE + 32)
             step += 1
         position += count
-        begin = next_begin
-        tiles = next_tiles
-        row = next_row
-        column = next_column
-        keys = next_keys
+        segment = following
 
 
 @gluon.jit
-def _skip(full, empty, step, STAGES: gl.constexpr):
-    """Release a stage that only the other consumer reads.
-
-    A consumer waits for every tile, because a barrier tells apart two phases only.
-    """
-    stage = step % STAGES
-    mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-    mbarrier.arrive(empty.index(stage), count=1)
-
-
-@gluon.jit
-def _next_segment(fields):
-    """Return (tiles, keys, first member, members) of the segment behind the one at `fields`."""
-    fields += _SEGMENT
-    return (
-        gl.load(fields + 1), gl.load(fields + 4), gl.load(fields + 5), gl.load(fields + 6),
-    )  # fmt: skip
-
-
-@gluon.jit
-def _advance(
-    position, fields, begin, end, keys, low, seeing, next_tiles, next_keys, next_low, next_seeing
-):  # fmt: skip
-    """Move on to the segment with the tile at `position`; the fields of the next one are loaded
-    ahead, so that nothing waits for them."""
-    while position >= end:
-        fields += _SEGMENT
-        begin = end
-        end += next_tiles
-        keys = next_keys
-        low = next_low
-        seeing = next_seeing
-        next_tiles, next_keys, next_low, next_seeing = _next_segment(fields)
-    return (
-        fields, begin, end, keys, low, seeing, next_tiles, next_keys, next_low, next_seeing,
-    )  # fmt: skip
+def _prepare_queries(call, q_tile, item, offset, kv_head):
+    """Bring the query rows of a work item, from member `offset` on, to shared memory."""
+    config: gl.constexpr = call.config
+    GROUP: gl.constexpr = config.GROUP
+    WIDTH: gl.constexpr = config.WIDTH
+    LAYOUT: gl.constexpr = query_layout(WIDTH, 4)
+    queries = call.queries()
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    member = offset + row // GROUP
+    valid = (row < ROWS // GROUP * GROUP) & (member < item.num_tokens)
+    token = gl.load(
+        call.schedule.tokens + item.first + member, mask=valid & (item.consecutive == 0), other=0
+    )
+    token = gl.where(item.consecutive != 0, item.first_token + member, token)
+    offsets = token.to(gl.int64) * queries.stride_token
+    offsets += (kv_head * GROUP + row % GROUP).to(gl.int64) * queries.stride_head
+    # The launcher checks 16-byte alignment; the shifts tell the compiler.
+    offsets = (offsets >> 3) << 3
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    rows = gl.load(
+        queries.pointer + offsets[:, None] + columns[None, :],
+        mask=valid[:, None] & (columns < config.D)[None, :],
+        other=0.0,
+    )
+    # All warps are done with the previous split's queries before they are overwritten.
+    partition_barrier()
+    q_tile.store(rows)
+    fence_async_shared()
+    partition_barrier()
 
 
 @gluon.jit
-def _sees(offset, low, seeing, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return which query rows are those of `seeing` members of an item from `low` on."""
-    member = offset + gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT)) // GROUP
-    return (member >= low) & (member < low + seeing)
+def _no_sums(config):
+    """Return `RowSums` of no keys."""
+    WIDTH: gl.constexpr = config.WIDTH_V
+    ROW: gl.constexpr = gl.SliceLayout(1, score_layout(config.BLOCK_N))
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    row_sum = gl.full([ROWS], 0.0, gl.float32, ROW)
+    return RowSums(row_max, row_sum, gl.zeros([ROWS, WIDTH], gl.float32, output_layout(WIDTH)))
 
 
 @gluon.jit
-def _step(
-    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, row_max, row_sum, step, masked,
-    offset, low, seeing, valid, clear, factor, soft_cap, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    HAS_CAP: gl.constexpr, P_LAYOUT: gl.constexpr, S_LAYOUT: gl.constexpr,
-    O_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Multiply by the keys and values of ring step `step`.
-
-    The products of one consumer overlap with the softmax of the other one, so that nothing overlaps
-    within a consumer. All tiles have the same instructions: a kernel with more of them for first,
-    last and masked tiles took longer.
+def _multiply_in_turn(
+    tiles, item, segment, sums, position, step, count, offset, WARPGROUP: gl.constexpr, config
+):
+    """Multiply by every second tile of a split, and release the others.
 
     Args:
-        masked: some rows do not see the tile, or it has keys past the end of its segment.
-        valid: keys of the tile in its segment.
-        clear: the first value of the tile that may be NaN.
+        offset: member of the first query row.
 
     Returns:
-        (acc, row_max, row_sum).
+        (`RowSums`, the `SeenSegment` of the last tile).
     """
-    DTYPE: gl.constexpr = k_ring.dtype
-    BLOCK_N: gl.constexpr = k_ring.shape[1]
-    WIDTH_V: gl.constexpr = v_ring.shape[2]
-    stage = step % STAGES
-    phase = (step // STAGES) & 1
-    mbarrier.wait(k_full.index(stage), phase)
-    scores = gl.zeros([_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    scores = warpgroup_mma(
-        q_tile, k_ring.index(stage).permute((1, 0)), scores, use_acc=False, is_async=True
-    )
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(k_empty.index(stage), count=1)
-    scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
-    if masked:
-        row_last = gl.where(_sees(offset, low, seeing, GROUP, S_LAYOUT), valid, 0)
-        scores = mask_scores(scores, row_last, row_last, 0, False)
-    probs, acc_scale, row_max, row_sum = online_softmax(
-        scores, factor, row_max, row_sum, True, HAS_CAP
-    )
-    weights = unpack_weights(pack_weights(probs, DTYPE), DTYPE, P_LAYOUT)
-    mbarrier.wait(v_full.index(stage), phase)
-    if clear < BLOCK_N:
-        clear_tile(v_ring.index(stage), clear, 0)
-    found = gl.zeros([_ROWS, WIDTH_V], gl.float32, O_LAYOUT)
-    found = warpgroup_mma(weights, v_ring.index(stage), found, use_acc=False, is_async=True)
-    found = warpgroup_mma_wait(0, deps=[found])
-    mbarrier.arrive(v_empty.index(stage), count=1)
-    # The weights of rows that do not see the values are 0, but 0 * NaN is NaN.
-    found = gl.where(_sees(offset, low, seeing, GROUP, O_LAYOUT)[:, None], found, 0.0)
-    acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, O_LAYOUT))[:, None] + found
-    return acc, row_max, row_sum
+    for i in range(0, count):
+        if i % 2 != WARPGROUP:
+            tiles.skip(step + i)
+        else:
+            tile = position + i
+            segment = segment.at(tile)
+            past_end = segment.keys - (tile - segment.begin) * config.BLOCK_N
+            # TMA fills whole pages past the end with zeros, but not the rest of the last page.
+            # Prefixes, which more rows see, are whole pages.
+            clear = gl.where(segment.keys % config.BLOCK_SIZE != 0, past_end, config.BLOCK_N)
+            masked = (past_end < config.BLOCK_N) | (segment.seeing < item.num_tokens)
+            sums = multiply_tile(tiles, sums, step + i, segment, offset, masked, past_end, clear)
+    return sums, segment
 
 
 @gluon.jit
-def _many_rows(
-    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, row_max, row_sum, step, count,
-    valid, factor, soft_cap, STAGES: gl.constexpr, HAS_CAP: gl.constexpr, P_LAYOUT: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Multiply by `count` tiles from ring step `step` on, which all rows see; they have `valid`
-    keys. Products with values overlap with the softmax of the next tile.
+def _store_partials(call, sums, item, valid, offset, partial, kv_head):
+    """Write the partial results of the query rows of a consumer.
 
-    Returns:
-        (acc, row_max, row_sum).
+    Args:
+        valid: rows that exist.
+        offset: member of the first row.
+        partial: index of the partial result of the first member.
     """
-    DTYPE: gl.constexpr = k_ring.dtype
-    BLOCK_N: gl.constexpr = k_ring.shape[1]
-    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    stage = step % STAGES
-    mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-    zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    scores = warpgroup_mma(
-        q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(k_empty.index(stage), count=1)
-    scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
-    row_last = gl.full([_ROWS], valid, gl.int32, ROW)
-    scores = mask_scores(scores, row_last, row_last, 0, False)
-    probs, _, row_max, row_sum = online_softmax(scores, factor, row_max, row_sum, False, HAS_CAP)
-    weights = pack_weights(probs, DTYPE)
-    for i in range(1, count):
-        v_stage = stage
-        v_phase = ((step + i - 1) // STAGES) & 1
-        stage = (step + i) % STAGES
-        mbarrier.wait(k_full.index(stage), ((step + i) // STAGES) & 1)
-        zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-        scores = warpgroup_mma(
-            q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
-        )
-        mbarrier.wait(v_full.index(v_stage), v_phase)
-        acc = warpgroup_mma(
-            unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(v_stage), acc, is_async=True
-        )
-        # One group may stay in flight: Q @ K^T is complete, P @ V overlaps with the softmax.
-        scores = warpgroup_mma_wait(1, deps=[scores])
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        scores = transform_scores(scores, factor, soft_cap, HAS_CAP)
-        if valid < (i + 1) * BLOCK_N:
-            row_last = gl.full([_ROWS], valid - i * BLOCK_N, gl.int32, ROW)
-            scores = mask_scores(scores, row_last, row_last, 0, False)
-        probs, acc_scale, row_max, row_sum = online_softmax(
-            scores, factor, row_max, row_sum, False, HAS_CAP
-        )
-        # P @ V is complete: its stage is free, and the accumulator may be rescaled.
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty.index(v_stage), count=1)
-        acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, acc.type.layout))[:, None]
-        weights = pack_weights(probs, DTYPE)
-    mbarrier.wait(v_full.index(stage), ((step + count - 1) // STAGES) & 1)
-    acc = warpgroup_mma(
-        unpack_weights(weights, DTYPE, P_LAYOUT), v_ring.index(stage), acc, is_async=True
-    )
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(v_empty.index(stage), count=1)
-    return acc, row_max, row_sum
-
-
-@gluon.jit
-def _hand_over(
-    acc, row_max, row_sum, state, state_max, state_sum, state_full, state_empty, handed
-):  # fmt: skip
-    """Give the state of the second consumer to the first one, the `handed`-th time."""
-    mbarrier.wait(state_empty, (handed & 1) ^ 1)
-    state.store(acc)
-    state_max.store(row_max)
-    state_sum.store(row_sum)
-    partition_barrier()
-    mbarrier.arrive(state_full, count=1)
-
-
-@gluon.jit
-def _add_other(
-    acc, row_max, row_sum, state, state_max, state_sum, state_full, state_empty, handed
-):  # fmt: skip
-    """Add the state that the second consumer has given to that of the first one.
-
-    Returns:
-        (acc, row_max, row_sum).
-    """
-    LAYOUT: gl.constexpr = acc.type.layout
-    mbarrier.wait(state_full, handed & 1)
-    other_max = state_max.load(row_max.type.layout)
-    other_sum = state_sum.load(row_max.type.layout)
-    new_max = gl.maximum(row_max, other_max)
-    finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
-    keep = exp2(row_max - finite_max)
-    other_keep = exp2(other_max - finite_max)
-    acc = acc * gl.convert_layout(keep, gl.SliceLayout(1, LAYOUT))[:, None]
-    # Accumulators of rows without keys are 0.
-    acc += state.load(LAYOUT) * gl.convert_layout(other_keep, gl.SliceLayout(1, LAYOUT))[:, None]
-    row_sum = row_sum * keep + other_sum * other_keep
-    partition_barrier()
-    mbarrier.arrive(state_empty, count=1)
-    return acc, new_max, row_sum
-
-
-@gluon.jit
-def _consumer(
-    query, ranges, segments, items, tokens, partial_out, partial_lse, scale, soft_cap,
-    num_rows, stride_qt, stride_qh, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-    state, state_max, state_sum, state_full, state_empty,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_CAP: gl.constexpr,
-    WARPGROUP: gl.constexpr,
-):  # fmt: skip
-    """Multiply, and write the partial results of one consumer warpgroup."""
-    WIDTH: gl.constexpr = q_tile.shape[1]
-    WIDTH_V: gl.constexpr = v_ring.shape[2]
-    BLOCK_N: gl.constexpr = k_ring.shape[1]
-    TOKENS: gl.constexpr = _ROWS // GROUP
-    HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    config: gl.constexpr = call.config
+    GROUP: gl.constexpr = config.GROUP
+    WIDTH: gl.constexpr = config.WIDTH_V
+    DV: gl.constexpr = config.DV
+    O_LAYOUT: gl.constexpr = output_layout(WIDTH)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    Q_LANES: gl.constexpr = min(32, WIDTH // 8)
-    Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // Q_LANES, Q_LANES], [4, 1], [1, 0])
-    factor = score_factor(scale, soft_cap, HAS_CAP)
+    HEADS: gl.constexpr = config.NUM_KV_HEADS * GROUP
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, score_layout(config.BLOCK_N)))
+    member = offset + row // GROUP
+    row_sum = sums.row_sum
+    empty = row_sum == 0.0
+    safe_sum = gl.where(empty, 1.0, row_sum)
+    base2 = gl.where(empty, float("-inf"), sums.row_max + gl.log2(safe_sum))
+    head = kv_head * GROUP + row % GROUP
+    entry = member * HEADS + head
+    first_entry = partial.to(gl.int64) * HEADS
+    gl.store(call.partial_lse + first_entry + entry, base2, mask=valid)
+    normalizer = gl.convert_layout(1.0 / safe_sum, O_ROW)
+    entry = gl.convert_layout(entry, O_ROW)
+    # The merge does not use rows without a key.
+    valid = gl.convert_layout(valid & (row_sum != 0.0), O_ROW)
+    lanes = gl.arange(0, WIDTH, gl.SliceLayout(0, O_LAYOUT))
+    gl.store(
+        call.partial_out + first_entry * DV + ((entry * DV)[:, None] + lanes[None, :]),
+        sums.acc * normalizer[:, None],
+        mask=valid[:, None] & (lanes < DV)[None, :],
+    )
+
+
+@gluon.jit
+def _consumer(call, q_tile, WARPGROUP: gl.constexpr):
+    """Multiply, and write the partial results of one consumer warpgroup."""
+    config: gl.constexpr = call.config
+    GROUP: gl.constexpr = config.GROUP
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    TOKENS: gl.constexpr = ROWS // GROUP
+    factor = score_factor(call.scale, call.soft_cap, config.HAS_CAP)
+    tiles = ConsumerTiles(
+        q_tile, call.keys, call.values, factor, call.soft_cap, config.HAS_CAP, GROUP
+    )
     # PDL: the merge may start; it waits for this kernel's results by itself.
     launch_dependent_grids()
-    index, position, range_end, item, segment, kv_head = _own_range(ranges, NUM_KV_HEADS)
+    own = call.schedule.own_range(config.NUM_KV_HEADS)
+    position = own.begin
     step = 0
-    handed = 0
-    fields = items + item * _FIELDS
-    item_begin = gl.load(fields)
-    tiles = gl.load(fields + 1)
-    first = gl.load(fields + 2)
-    num_tokens = gl.load(fields + 3)
-    partial_begin = gl.load(fields + 4)
-    first_token = gl.load(fields + 5)
-    consecutive = gl.load(fields + 6)
-    first_range = gl.load(fields + 7)
-    segment_fields = segments + segment * _SEGMENT
-    begin = gl.load(segment_fields)
-    end = begin + gl.load(segment_fields + 1)
-    keys = gl.load(segment_fields + 4)
-    low = gl.load(segment_fields + 5)
-    seeing = gl.load(segment_fields + 6)
-    next_tiles, next_keys, next_low, next_seeing = _next_segment(segment_fields)
+    given = 0
+    item = call.schedule.item(own.item)
+    segment = call.schedule.seen_segment(own.segment)
     # The previous kernel may have written the queries.
     wait_on_dependent_grids()
-    while position < range_end:
-        # As in `_loader`.
-        fields += _FIELDS
-        next_item_begin = gl.load(fields)
-        next_item_tiles = gl.load(fields + 1)
-        next_first = gl.load(fields + 2)
-        next_count = gl.load(fields + 3)
-        next_partial = gl.load(fields + 4)
-        next_token = gl.load(fields + 5)
-        next_consecutive = gl.load(fields + 6)
-        next_range = gl.load(fields + 7)
-        count = gl.minimum(item_begin + tiles, range_end) - position
-        split = index - first_range
+    while position < own.end:
+        # Items may be short: the fields of the next one are loaded before they are needed.
+        following = item.following()
+        count = gl.minimum(item.begin + item.tiles, own.end) - position
+        split = own.index - item.first_range
         # Both consumers compute all tiles of an item of many rows, for different rows. With fewer
         # rows, each computes every second tile.
-        in_turn = num_tokens <= TOKENS
+        in_turn = item.num_tokens <= TOKENS
         offset = gl.where(in_turn, 0, WARPGROUP * TOKENS)
-        own = gl.where(in_turn, (count + 1 - WARPGROUP) // 2, count)
-        partial = split * num_tokens + partial_begin
-
-        row_max = gl.full([_ROWS], float("-inf"), gl.float32, ROW)
-        row_sum = gl.full([_ROWS], 0.0, gl.float32, ROW)
-        acc = gl.zeros([_ROWS, WIDTH_V], gl.float32, O_LAYOUT)
-        if own > 0:
-            row = gl.arange(0, _ROWS, gl.SliceLayout(1, Q_LAYOUT))
-            member = offset + row // GROUP
-            valid = (row < TOKENS * GROUP) & (member < num_tokens)
-            token = gl.load(
-                tokens + first + member, mask=valid & (consecutive == 0),
-                other=0,
-            )  # fmt: skip
-            token = gl.where(consecutive != 0, first_token + member, token)
-            offsets = token.to(gl.int64) * stride_qt
-            offsets += (kv_head * GROUP + row % GROUP).to(gl.int64) * stride_qh
-            # The launcher checks 16-byte alignment; the shifts tell the compiler.
-            offsets = (offsets >> 3) << 3
-            columns = gl.arange(0, WIDTH, gl.SliceLayout(0, Q_LAYOUT))
-            q = gl.load(
-                query + offsets[:, None] + columns[None, :],
-                mask=valid[:, None] & (columns < D)[None, :],
-                other=0.0,
-            )
-            # All warps are done with the previous split's queries before they are overwritten.
-            partition_barrier()
-            q_tile.store(q)
-            fence_async_shared()
-            partition_barrier()
-            if (position + count < range_end) & (next_consecutive != 0):
-                queries = Queries(query, stride_qt, stride_qh, num_rows)
-                prefetch_queries(queries, next_token, kv_head, GROUP, D, _ROWS)
+        computed = gl.where(in_turn, (count + 1 - WARPGROUP) // 2, count)
+        partial = split * item.num_tokens + item.partial_begin
+        sums = _no_sums(call.config)
+        if computed > 0:
+            _prepare_queries(call, q_tile, item, offset, own.kv_head)
+            if (position + count < own.end) & (following.consecutive != 0):
+                prefetch_queries(
+                    call.queries(), following.first_token, own.kv_head, GROUP, config.D, ROWS
+                )
         if in_turn:
-            for i in range(0, count):
-                if i % 2 != WARPGROUP:
-                    _skip(k_full, k_empty, step + i, STAGES)
-                    _skip(v_full, v_empty, step + i, STAGES)
-                else:
-                    tile = position + i
-                    (
-                        segment_fields, begin, end, keys, low, seeing, next_tiles, next_keys,
-                        next_low, next_seeing,
-                    ) = _advance(
-                        tile, segment_fields, begin, end, keys, low, seeing, next_tiles, next_keys,
-                        next_low, next_seeing)  # fmt: skip
-                    past_end = keys - (tile - begin) * BLOCK_N
-                    # TMA fills whole pages past the end with zeros, but not the rest of the last
-                    # page. Prefixes, which more rows see, are whole pages.
-                    clear = gl.where(keys % BLOCK_SIZE != 0, past_end, BLOCK_N)
-                    masked = (past_end < BLOCK_N) | (seeing < num_tokens)
-                    acc, row_max, row_sum = _step(
-                        q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, row_max,
-                        row_sum, step + i, masked, offset, low, seeing, past_end, clear, factor,
-                        soft_cap, GROUP, STAGES, HAS_CAP, P_LAYOUT, S_LAYOUT,
-                        O_LAYOUT)  # fmt: skip
+            sums, segment = _multiply_in_turn(
+                tiles, item, segment, sums, position, step, count, offset, WARPGROUP, call.config
+            )
         else:
-            (
-                segment_fields, begin, end, keys, low, seeing, next_tiles, next_keys, next_low,
-                next_seeing,
-            ) = _advance(
-                position, segment_fields, begin, end, keys, low, seeing, next_tiles, next_keys,
-                next_low, next_seeing)  # fmt: skip
-            acc, row_max, row_sum = _many_rows(
-                q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, acc, row_max, row_sum,
-                step, count, keys - (position - begin) * BLOCK_N, factor, soft_cap, STAGES, HAS_CAP,
-                P_LAYOUT, S_LAYOUT)  # fmt: skip
-
-        row = gl.arange(0, _ROWS, ROW)
+            segment = segment.at(position)
+            keys = segment.keys - (position - segment.begin) * BLOCK_N
+            sums = multiply_item(tiles, sums, step, count, keys)
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, score_layout(BLOCK_N)))
         member = offset + row // GROUP
-        valid = (row < TOKENS * GROUP) & (member < num_tokens)
+        valid = (row < TOKENS * GROUP) & (member < item.num_tokens)
         if in_turn:
             if WARPGROUP == 1:
-                _hand_over(
-                    acc, row_max, row_sum, state, state_max, state_sum, state_full, state_empty,
-                    handed)  # fmt: skip
+                call.exchange.give(sums, given)
                 valid = row < 0
             else:
-                acc, row_max, row_sum = _add_other(
-                    acc, row_max, row_sum, state, state_max, state_sum, state_full, state_empty,
-                    handed)  # fmt: skip
-            handed += 1
-        empty = row_sum == 0.0
-        safe_sum = gl.where(empty, 1.0, row_sum)
-        base2 = gl.where(empty, float("-inf"), row_max + gl.log2(safe_sum))
-        head = kv_head * GROUP + row % GROUP
-        entry = member * HEADS + head
-        first_entry = partial.to(gl.int64) * HEADS
-        gl.store(partial_lse + first_entry + entry, base2, mask=valid)
-        normalizer = gl.convert_layout(1.0 / safe_sum, O_ROW)
-        entry = gl.convert_layout(entry, O_ROW)
-        # The merge does not use rows without a key.
-        valid = gl.convert_layout(valid & (row_sum != 0.0), O_ROW)
-        lanes = gl.arange(0, WIDTH_V, gl.SliceLayout(0, O_LAYOUT))
-        gl.store(
-            partial_out + first_entry * DV + ((entry * DV)[:, None] + lanes[None, :]),
-            acc * normalizer[:, None],
-            mask=valid[:, None] & (lanes < DV)[None, :],
-        )
+                sums = call.exchange.add(sums, given)
+            given += 1
+        _store_partials(call, sums, item, valid, offset, partial, own.kv_head)
         position += count
         step += count
-        item_begin = next_item_begin
-        tiles = next_item_tiles
-        first = next_first
-        num_tokens = next_count
-        partial_begin = next_partial
-        first_token = next_token
-        consecutive = next_consecutive
-        first_range = next_range
+        item = following
 
 
 @gluon.jit(
-    do_not_specialize=[
-        "num_blocks", "num_rows", "stride_qt", "stride_qh", "stride_table",
-    ],
-    do_not_specialize_on_alignment=[
-        "ranges", "segments", "items", "tokens",
-        "block_table",
-    ],
-)  # fmt: skip
+    do_not_specialize=["num_blocks", "num_rows", "stride_qt", "stride_qh", "stride_table"],
+    do_not_specialize_on_alignment=["ranges", "segments", "items", "tokens", "block_table"],
+)
 def hopper_shared_decode_kernel(
-    key_desc, value_desc, query, ranges, segments, items, tokens, block_table, partial_out,
-    partial_lse, scale, soft_cap, num_blocks, num_rows, stride_qt, stride_qh, stride_table,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    STAGES: gl.constexpr, HAS_CAP: gl.constexpr,
-):  # fmt: skip
+    key_desc,
+    value_desc,
+    query,
+    ranges,
+    segments,
+    items,
+    tokens,
+    block_table,
+    partial_out,
+    partial_lse,
+    scale,
+    soft_cap,
+    num_blocks,
+    num_rows,
+    stride_qt,
+    stride_qh,
+    stride_table,
+    CONFIG: gl.constexpr,
+):
     """One CTA of 4 + 4 + 1 + 1 warps. Grid: ranges * NUM_KV_HEADS, all resident at the same time.
 
     Args:
         key_desc, value_desc: TMA descriptors of the caches.
-        ranges: int32 [ranges, 4], as in `ops.shared_decode`.
-        segments: int32 [segments, SEGMENT_FIELDS], as in `ops.shared_decode`.
-        items: int32 [items, ITEM_FIELDS], as in `ops.shared_decode`.
+        ranges: int32 [ranges, 4]; `ops.shared_decode` describes the lists.
+        segments: int32 [segments, SEGMENT_FIELDS].
+        items: int32 [items, ITEM_FIELDS].
         tokens: int32, rows of `query`, those of each item together.
         partial_out: float32 [P, Hq, DV], written.
         partial_lse: float32 [P, Hq], base-2 log-sum-exps, written.
         num_rows: tokens of `query`.
+        CONFIG: `SharedDecodeConfig`.
     """
     CACHE: gl.constexpr = key_desc.dtype
-    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, WIDTH], CACHE)
-    q_tile0 = gl.allocate_shared_memory(CACHE, [_ROWS, WIDTH], Q_SHARED)
-    q_tile1 = gl.allocate_shared_memory(CACHE, [_ROWS, WIDTH], Q_SHARED)
-    k_ring, v_ring = allocate_rings(CACHE, STAGES, BLOCK_N, WIDTH, WIDTH_V, BLOCK_SIZE, False)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        # full: the loader's expect and the bytes of its TMA loads. empty: both consumers.
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=2)
-    # The result of the second consumer, for items that both compute in turn.
-    STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, WIDTH_V], gl.float32)
-    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    state = gl.allocate_shared_memory(gl.float32, [_ROWS, WIDTH_V], STATE)
-    state_max = gl.allocate_shared_memory(gl.float32, [_ROWS], VECTOR)
-    state_sum = gl.allocate_shared_memory(gl.float32, [_ROWS], VECTOR)
-    state_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    state_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(state_full, count=1)
-    mbarrier.init(state_empty, count=1)
+    STAGES: gl.constexpr = CONFIG.STAGES
+    WIDTH: gl.constexpr = CONFIG.WIDTH
+    WIDTH_V: gl.constexpr = CONFIG.WIDTH_V
+    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], CACHE)
+    q_tile0 = gl.allocate_shared_memory(CACHE, [ROWS, WIDTH], Q_SHARED)
+    q_tile1 = gl.allocate_shared_memory(CACHE, [ROWS, WIDTH], Q_SHARED)
+    k_memory, v_memory = allocate_rings(
+        CACHE, STAGES, CONFIG.BLOCK_N, WIDTH, WIDTH_V, CONFIG.BLOCK_SIZE, False
+    )
+    # Both consumers release a stage.
+    keys, values = ring_pair(k_memory, v_memory, STAGES, RELEASES=2)
+    # For items that both consumers compute in turn.
+    exchange = allocate_exchange(WIDTH_V)
     # Makes the initialized barriers visible to TMA.
     fence_async_shared()
+    schedule = Schedule(ranges, segments, items, tokens)
+    call = _Call(
+        query=query,
+        schedule=schedule,
+        partial_out=partial_out,
+        partial_lse=partial_lse,
+        scale=scale,
+        soft_cap=soft_cap,
+        num_rows=num_rows,
+        stride_qt=stride_qt,
+        stride_qh=stride_qh,
+        keys=keys,
+        values=values,
+        exchange=exchange,
+        config=CONFIG,
+    )
     gl.warp_specialize(
         [
-            (_consumer, (
-                query, ranges, segments, items, tokens, partial_out, partial_lse, scale,
-                soft_cap, num_rows, stride_qt, stride_qh, q_tile0, k_ring, v_ring, k_full, k_empty,
-                v_full, v_empty, state, state_max, state_sum, state_full, state_empty,
-                NUM_KV_HEADS, GROUP, D, DV, BLOCK_SIZE, STAGES, HAS_CAP, 0)),
-            (_consumer, (
-                query, ranges, segments, items, tokens, partial_out, partial_lse, scale,
-                soft_cap, num_rows, stride_qt, stride_qh, q_tile1, k_ring, v_ring, k_full, k_empty,
-                v_full, v_empty, state, state_max, state_sum, state_full, state_empty,
-                NUM_KV_HEADS, GROUP, D, DV, BLOCK_SIZE, STAGES, HAS_CAP, 1)),
-            (_loader, (
-                key_desc, ranges, segments,
-                block_table, num_blocks, stride_table, k_ring, k_full, k_empty, NUM_KV_HEADS,
-                BLOCK_SIZE, STAGES)),
-            (_loader, (
-                value_desc, ranges, segments,
-                block_table, num_blocks, stride_table, v_ring, v_full, v_empty, NUM_KV_HEADS,
-                BLOCK_SIZE, STAGES)),
+            (_consumer, (call, q_tile0, 0)),
+            (_consumer, (call, q_tile1, 1)),
+            (_loader, (key_desc, schedule, block_table, num_blocks, stride_table, keys, CONFIG)),
+            (
+                _loader,
+                (value_desc, schedule, block_table, num_blocks, stride_table, values, CONFIG),
+            ),
         ],
         [4, 1, 1],
         # Registers per thread of the second consumer and of the loader warps.
         [216, 48, 48],
-    )  # fmt: skip
+    )
