@@ -6,7 +6,9 @@ from importlib import import_module
 
 import torch
 
+from attnlib.cache.ragged import check_indices, check_new_tokens
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import as_count, check_block_table
 
 __all__ = ["compute_slot_mapping"]
 
@@ -35,10 +37,18 @@ def compute_slot_mapping(
         nothing.
 
     Raises:
-        ContractError: `block_size` is below 1, or the shapes disagree.
+        ContractError: `block_size` is below 1, or shapes, dtypes or devices disagree; on a CPU and
+            under ATTNLIB_VALIDATE also offsets that decrease or exceed `num_tokens`, requests with
+            fewer tokens than new ones, and rows that are too short or name no block.
     """
-    if block_size < 1:
-        raise ContractError(f"block_size={block_size} must be at least 1")
+    as_count("block_size", block_size, 1)
+    check_indices(
+        torch.int64,
+        block_size,
+        query_start_loc=(query_start_loc, 1),
+        seq_lens=(seq_lens, 1),
+        block_table=(block_table, 2),
+    )
     if (
         block_table.dim() != 2
         or block_table.shape[0] != seq_lens.shape[0]
@@ -50,8 +60,20 @@ def compute_slot_mapping(
             f"[R, max_blocks], [R] and [R+1]",
             rule="P3",
         )
-    if num_tokens is None:
-        num_tokens = int(query_start_loc[-1])
+    num_tokens = int(query_start_loc[-1]) if num_tokens is None else num_tokens
+    as_count("num_tokens", num_tokens)
+    if out is not None and (
+        out.shape != (num_tokens,)
+        or out.dtype != torch.int64
+        or out.device != query_start_loc.device
+    ):
+        raise ContractError(
+            f"out is {out.dtype} {tuple(out.shape)} on {out.device}; it must be torch.int64 "
+            f"[{num_tokens}] on {query_start_loc.device}",
+            rule="P4",
+        )
+    check_new_tokens(query_start_loc, seq_lens, num_tokens)
+    check_block_table(block_table, seq_lens, block_size, None)
     counterpart = "triton" if block_table.is_cuda else "torch"
     kernels = import_module(f"attnlib.ops.{counterpart}.slots")
     slots: torch.Tensor = kernels.compute_slot_mapping(

@@ -105,6 +105,7 @@ class ScoreFunction:
             )
         self._check_names()
         check_function(self.function, PARAMETERS[self.form])
+        self._check_result()
         if self.bounds is not None:
             check_function(self.bounds, _BOUNDS)
             self.count_ranges()
@@ -118,6 +119,27 @@ class ScoreFunction:
             )
         if self.examples is not None:
             check_top_level(self.examples)
+
+    def _check_result(self) -> None:
+        """Refuse a function that returns a number: kernels compute tiles of scores."""
+        try:
+            with observed_lookups():
+                result = _sample(self)
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+            return  # it needs other arguments than these; its first call shows the error
+        if not isinstance(result, Tensor):
+            wanted = "whether the key is visible" if self.form == "mask_mod" else "the new score"
+            shown = (
+                f"the number {result!r}"
+                if isinstance(result, int | float)
+                else (f"a {type(result).__name__}")
+            )
+            raise ContractError(
+                f"score function {self} returns {shown}, whatever "
+                f"its arguments are: return {wanted} as an expression of them, for example "
+                + ("kv_idx >= 0" if self.form == "mask_mod" else "score * 0 + 1.5"),
+                rule="M10",
+            )
 
     def _check_names(self) -> None:
         names = [*self.tensor_names, *(name for name, _ in self.constants)]
@@ -179,15 +201,28 @@ class ScoreFunction:
             request: the row of the batch tensors.
             tensors: all tensors of the function by name.
         """
-        if self.form == "score_mod":
-            result = self.function(score, request, head, q_pos, k_pos)
-        elif self.form == "mask_mod":
-            visible = torch.as_tensor(self.function(request, head, q_pos, k_pos))
+        result = self._call(score, q_pos, k_pos, head, request, tensors)
+        if self.form == "mask_mod":
+            visible = torch.as_tensor(result)
             result = torch.where(visible.to(score.device), score, -torch.inf)
-        else:
-            result = self.function(score, q_pos, k_pos, head, request, self.namespace(tensors))
         result = torch.as_tensor(result, device=score.device).to(score.dtype)
         return result.expand(score.shape)
+
+    def _call(
+        self,
+        score: Tensor,
+        q_pos: Tensor,
+        k_pos: Tensor,
+        head: Tensor,
+        request: Any,
+        tensors: Mapping[str, Tensor],
+    ) -> Any:
+        """What the function returns."""
+        if self.form == "score_mod":
+            return self.function(score, request, head, q_pos, k_pos)
+        if self.form == "mask_mod":
+            return self.function(request, head, q_pos, k_pos)
+        return self.function(score, q_pos, k_pos, head, request, self.namespace(tensors))
 
     def namespace(self, tensors: Mapping[str, Tensor]) -> SimpleNamespace:
         """The argument `aux` of the function: constants and tensors as attributes."""
@@ -313,11 +348,16 @@ def _reads_positions(function: ScoreFunction) -> bool:
 
 @lru_cache(maxsize=256)
 def _count_tile_lookups(function: ScoreFunction) -> int:
-    rows, keys = torch.arange(3)[:, None], torch.arange(5)
-    tables = dict.fromkeys(function.tensor_names, torch.zeros(1))
     with observed_lookups() as shapes:
         try:
-            function.evaluate(torch.zeros(3, 5), rows, keys, rows, 0, tables)
+            _sample(function)
         except (RuntimeError, TypeError):
             return len(function.tensor_names)  # it needs values: count every tensor
     return sum(shape == (3, 5) for shape in shapes)
+
+
+def _sample(function: ScoreFunction) -> Any:
+    """What the function returns for 3 queries and 5 keys, with zeros for lookups."""
+    rows, keys = torch.arange(3)[:, None], torch.arange(5)
+    tables = dict.fromkeys(function.tensor_names, torch.zeros(1))
+    return function._call(torch.zeros(3, 5), rows, keys, rows, 0, tables)

@@ -199,3 +199,29 @@ def test_a_hidden_row_has_no_weights_and_the_mask_comes_last() -> None:
     )
     assert not out[0].any() and bool((lse[0] == -math.inf).all())
     assert torch.isfinite(lse[1:]).all()
+
+
+def _number(score, q_pos, k_pos, head, request, aux):
+    return 1.5
+
+
+def _nothing(score, q_pos, k_pos, head, request, aux):
+    score + 1
+
+
+def _pair(score, q_pos, k_pos, head, request, aux):
+    return score, q_pos
+
+
+def _always(b, h, q_idx, kv_idx):
+    return True
+
+
+@pytest.mark.parametrize(
+    ("function", "form"),
+    [(_number, "score"), (_nothing, "score"), (_pair, "score"), (_always, "mask_mod")],
+)
+def test_a_function_that_returns_no_tile_is_refused_when_it_is_made(function, form) -> None:
+    """M10: torch would serve a number, and kernels fail after the cache was written."""
+    with pytest.raises(ContractError, match=f"{function.__name__} returns .* whatever"):
+        ScoreFunction(function, form=form)
