@@ -73,8 +73,11 @@ class DeviceInfo:
         return torch.device("cpu") if self.type == "cpu" else torch.device(self.type, self.index)
 
     def __str__(self) -> str:
-        if self.type != "cuda":
+        if self.type == "cpu":
             return self.type
+        if self.type != "cuda":
+            shown = self.type if self.index == 0 else f"{self.type}:{self.index}"
+            return f"{shown} (hypothetical device)" if self.is_hypothetical else shown
         if self.is_missing:
             return f"cuda:{self.index} (not found)"
         architecture = (
@@ -97,6 +100,7 @@ def resolve_device(device: torch.device | str | DeviceInfo | None) -> DeviceInfo
         device: None means a GPU if torch finds one, else the CPU. "cuda" means the current CUDA
             device. "sm_90" means an NVIDIA GPU of that compute capability on another machine, and
             "H200" or "NVIDIA H100 NVL" one of that name, for which measured rankings apply.
+            "gfx942" means an AMD GPU of that architecture on another machine.
 
     Raises:
         ContractError: torch does not know the device.
@@ -107,6 +111,8 @@ def resolve_device(device: torch.device | str | DeviceInfo | None) -> DeviceInfo
     if architecture:
         capability = (int(architecture[1]), int(architecture[2]))
         return DeviceInfo("cuda", 0, capability, is_hypothetical=True)
+    if isinstance(device, str) and re.fullmatch(r"gfx[0-9a-f]{3,5}", device):
+        return DeviceInfo("cuda", 0, is_rocm=True, name=device, is_hypothetical=True)
     named = _device_by_name(device) if isinstance(device, str) else None
     if named is not None:
         return named
@@ -117,7 +123,7 @@ def resolve_device(device: torch.device | str | DeviceInfo | None) -> DeviceInfo
     except (RuntimeError, TypeError):
         raise ContractError(
             f"device={device!r} is not known; use 'cpu', 'cuda', 'cuda:1', another torch device, "
-            f"or, for a GPU that is not on this machine, 'sm_90' or a name with one of "
+            f"or, for a GPU that is not on this machine, 'sm_90', 'gfx942' or a name with one of "
             f"{', '.join(model for models in _CAPABILITIES.values() for model in models)}"
         ) from None
     return device_info(device.type, -1 if device.index is None else device.index)
@@ -147,10 +153,21 @@ def current_device_index() -> int:
 
 def device_info(kind: str, index: int) -> DeviceInfo:
     """Facts about device `index` of type `kind`; index -1 means the current device."""
-    if kind != "cuda":
+    if kind == "cpu":
         return DeviceInfo(type=kind)
+    if kind != "cuda":
+        return DeviceInfo(type=kind, index=max(index, 0), is_hypothetical=not _is_present(kind))
     # The current device may change at any time, so only facts about a fixed index are cached.
     return _cuda_device_info(current_device_index() if index < 0 else index)
+
+
+def _is_present(kind: str) -> bool:
+    """Whether torch finds a device of a type other than CUDA on this machine."""
+    module = getattr(torch, kind, None)  # torch.xpu, torch.mps, and those of extensions
+    is_available = getattr(module, "is_available", None)
+    if is_available is None:
+        return kind == "mps" and torch.backends.mps.is_available()
+    return bool(is_available())
 
 
 @lru_cache(maxsize=64)

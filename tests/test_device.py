@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import attnlib
 from attnlib import device
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.errors import ContractError
@@ -66,3 +67,27 @@ def test_an_unknown_device_is_an_error(name: str) -> None:
         ContractError, match=f"device='{name}' is not known; use 'cpu', 'cuda'.* H100, H200, "
     ):
         resolve_device(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown", "chosen"),
+    [
+        ("gfx942", "gfx942, ROCm (hypothetical device)", {"triton", "torch", None}),
+        ("gfx90a", "gfx90a, ROCm (hypothetical device)", {"triton", "torch", None}),
+        ("xpu", "xpu", {"torch"}),
+        ("xpu:1", "xpu:1", {"torch"}),
+        ("mps", "mps", {"torch"}),
+        ("hpu", "hpu", {None}),
+        ("meta", "meta", {None}),
+        ("privateuseone", "privateuseone", {None}),
+    ],
+)
+def test_every_device_that_torch_knows_gets_an_answer(
+    name: str, shown: str, chosen: set[str | None]
+) -> None:
+    info = resolve_device(name)
+    assert str(info).startswith(shown)
+    assert name.partition(":")[2] in ("", str(info.index))
+    spec = attnlib.AttentionSpec(num_heads=8, head_size=64, dtype=torch.float16)
+    report = attnlib.explain(spec, name)
+    assert report.chosen in chosen and str(report)
