@@ -8,11 +8,14 @@ from typing import Any
 import triton
 from torch import Tensor
 
+from attnlib.ops.checks import vector_elements
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.kernels.append_kv import append_kv_kernel
+from attnlib.ops.triton.kernels.cache_write import WriteConfig
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
+from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.sequence import (
     KEY,
     KEY_CACHE,
@@ -71,7 +74,7 @@ def bind_append(
     whose values may change between calls."""
     signature = tuple(map(tensor_signature, (key, value, key_cache, value_cache, block_table)))
     name = ("append", key.get_device(), *signature, cache_seqlens.dtype, seq_lens.dtype)
-    launch = LAUNCHES.get(name) or LAUNCHES.keep(name, _launch(key, key_cache, value_cache))
+    launch = LAUNCHES.get(name) or LAUNCHES.keep(name, _launch(key, value, key_cache, value_cache))
     numbers = (
         key.shape[2], key.shape[1], block_table.shape[1], block_table.stride(0),
         *key.stride()[:3], *value.stride()[:3], *key_cache.stride()[:3], *value_cache.stride()[:3],
@@ -121,7 +124,7 @@ class BoundAppend:
             self._launch.by_triton((*tensors, *self.batch, *self._numbers), aligned)
 
 
-def _launch(key: Tensor, key_cache: Tensor, value_cache: Tensor) -> BoundLaunch:
+def _launch(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> BoundLaunch:
     num_reqs, new_tokens, num_heads, head_size = key.shape
     head_size_v = value_cache.shape[3]
     padded, padded_v = triton.next_power_of_2(head_size), triton.next_power_of_2(head_size_v)
@@ -134,10 +137,14 @@ def _launch(key: Tensor, key_cache: Tensor, value_cache: Tensor) -> BoundLaunch:
         "D_PAD": padded,
         "DV_PAD": padded_v,
         "BLOCK_H": block_h,
+        "VEC_K": vector_elements("key", key),
+        "VEC_V": vector_elements("value", value),
+        "VEC_KC": vector_elements("key_cache", key_cache),
+        "VEC_VC": vector_elements("value_cache", value_cache),
         "ONE_TOKEN": new_tokens == 1,
         "num_warps": 4 if padded * block_h > 512 else 1,
         "enable_fp_fusion": True,
         **chips.programmatic_launch(chips.limits_of(key)),
     }
     grid = (num_reqs * new_tokens, triton.cdiv(num_heads, block_h), 1)
-    return BoundLaunch(append_kv_kernel, grid, constants)
+    return BoundLaunch(append_kv_kernel, grid, with_config(constants, WriteConfig))

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.checks import check_slots
+from attnlib.ops.checks import check_slots, vector_elements
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.scales import check_scale
 from attnlib.ops.signature import tensor_signature
@@ -20,9 +20,10 @@ from attnlib.ops.triton.heuristics.device import (
     limits_of,
     programmatic_launch,
 )
-from attnlib.ops.triton.kernels.cache_write import write_kv_kernel
+from attnlib.ops.triton.kernels.cache_write import WriteConfig, write_kv_kernel
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
+from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.scales import scale_kind, scale_signature
 from attnlib.ops.triton.launch.sequence import (
     K_SCALE,
@@ -146,22 +147,48 @@ def prepare_write(
     _check(key, value, slot_mapping)
     check_scale("k_scale", k_scale)
     check_scale("v_scale", v_scale)
-    if isinstance(k_scale, Tensor) and isinstance(v_scale, Tensor) and k_scale.dim() == 4:
-        from attnlib.ops.triton.page_attention import page_write
+    scales = (k_scale, v_scale)
+    if isinstance(k_scale, Tensor) and k_scale.dim() == 4:
+        prepared = _write_pages(key, value, key_cache, value_cache, slot_mapping, scales)
+    else:
+        prepared = _write_elements(key, value, key_cache, value_cache, slot_mapping, scales)
+    kept: CacheWrite = LAUNCHES.keep(("write", signature, slots), prepared)
+    return kept
 
-        strides = (*key.stride()[:2], *value.stride()[:2])
-        numbers, launch = page_write(
-            key_cache, value_cache, k_scale, v_scale, slot_mapping.shape[0]
-        )
-        all_numbers = (key_cache.shape[2], *strides, *numbers)
-        pages = CacheWrite(limits, key.get_device(), all_numbers, True, launch)
-        kept_pages: CacheWrite = LAUNCHES.keep(("write", signature, slots), pages)
-        return kept_pages
+
+_Scales = tuple[float | Tensor, float | Tensor]
+
+
+def _write_pages(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    scales: _Scales,
+) -> CacheWrite:
+    """The launch over pages that hold their scales (M16)."""
+    from attnlib.ops.triton.page_attention import page_write
+
+    numbers, launch = page_write(key, value, key_cache, value_cache, slot_mapping.shape[0], scales)
+    return CacheWrite(limits_of(key_cache), key.get_device(), numbers, True, launch)
+
+
+def _write_elements(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    scales: _Scales,
+) -> CacheWrite:
+    """The launch over caches of floating-point numbers and of float8."""
     num_tokens, (_, block_size, num_heads, head_size) = slot_mapping.shape[0], key_cache.shape
-    head_size_v = value_cache.shape[3]
+    limits, head_size_v = limits_of(key_cache), value_cache.shape[3]
     padded, padded_v = triton.next_power_of_2(head_size), triton.next_power_of_2(head_size_v)
     block_h = max(1, _ELEMENTS_PER_PROGRAM // max(padded, padded_v))
     block_h = min(triton.next_power_of_2(num_heads), block_h)
+    is_latent, is_float8 = values_are_prefix(key_cache, value_cache), key_cache.dtype in _FP8
     constants = {
         "BLOCK_SIZE": block_size,
         "D": head_size,
@@ -169,26 +196,26 @@ def prepare_write(
         "D_PAD": padded,
         "DV_PAD": padded_v,
         "BLOCK_H": block_h,
-        "K_SCALE_KIND": scale_kind("k_scale", k_scale),
-        "V_SCALE_KIND": scale_kind("v_scale", v_scale),
-        "FP8": key_cache.dtype in _FP8,
+        "VEC_K": vector_elements("key", key),
+        "VEC_V": 1 if is_latent else vector_elements("value", value),
+        "VEC_KC": vector_elements("key_cache", key_cache),
+        "VEC_VC": 1 if is_latent else vector_elements("value_cache", value_cache),
+        "K_SCALE_KIND": scale_kind("k_scale", scales[0]),
+        "V_SCALE_KIND": scale_kind("v_scale", scales[1]),
+        "FP8": is_float8,
         "E5M2": key_cache.dtype == torch.float8_e5m2,
-        "LATENT": values_are_prefix(key_cache, value_cache),
+        "LATENT": is_latent,
         "num_warps": 4 if padded * block_h > 512 else 1,
         "enable_fp_fusion": True,
         **programmatic_launch(limits, num_tokens * triton.cdiv(num_heads, block_h)),
     }
     strides = (*key.stride()[:2], *value.stride()[:2])
-    grid = (num_tokens, triton.cdiv(num_heads, block_h), 1)
-    prepared = CacheWrite(
-        limits,
-        key.get_device(),
-        (num_heads, *strides, *key_cache.stride()[:3], *value_cache.stride()[:3]),
-        bool(constants["FP8"]),
-        BoundLaunch(write_kv_kernel, grid, constants) if num_tokens and num_heads else None,
-    )
-    kept: CacheWrite = LAUNCHES.keep(("write", signature, slots), prepared)
-    return kept
+    numbers = (num_heads, *strides, *key_cache.stride()[:3], *value_cache.stride()[:3])
+    launch = None
+    if num_tokens and num_heads:
+        grid = (num_tokens, triton.cdiv(num_heads, block_h), 1)
+        launch = BoundLaunch(write_kv_kernel, grid, with_config(constants, WriteConfig))
+    return CacheWrite(limits, key.get_device(), numbers, is_float8, launch)
 
 
 def _check(key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:

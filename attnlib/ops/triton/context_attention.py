@@ -16,7 +16,8 @@ from attnlib.ops.triton.heuristics.tiles import key_chunks, next_power_of_2
 from attnlib.ops.triton.kernels.context_attention import context_attention_kernel
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.launch.constants import attention_constants, with_config
+from attnlib.ops.triton.launch.config import with_config
+from attnlib.ops.triton.launch.constants import attention_constants
 
 __all__ = ["context_attention"]
 

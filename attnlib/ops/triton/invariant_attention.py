@@ -32,7 +32,8 @@ from attnlib.ops.triton.kernels.invariant import invariant_combine_kernel, invar
 from attnlib.ops.triton.launch.attention import Partials, PlainAttention
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.launch.constants import attention_constants, with_config
+from attnlib.ops.triton.launch.config import with_config
+from attnlib.ops.triton.launch.constants import attention_constants
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
 
 __all__ = [

@@ -10,6 +10,7 @@ from typing import Any
 import triton
 from torch import Tensor
 
+from attnlib.ops.checks import vector_elements
 from attnlib.ops.triton.heuristics.device import (
     device_guard,
     limits_of,
@@ -58,7 +59,15 @@ def merge_states(
     layouts = ((x.dtype, x.stride()) for x in tensors)
     key = ("merge states", out.get_device(), out.shape, lse is None, *layouts)
     launch = LAUNCHES.get(key) or LAUNCHES.keep(
-        key, _launch(merge_states_kernel, out, HAS_LSE=lse is not None)
+        key,
+        _launch(
+            merge_states_kernel,
+            out,
+            HAS_LSE=lse is not None,
+            VEC_A=vector_elements("out_a", out_a),
+            VEC_B=vector_elements("out_b", out_b),
+            VEC_O=vector_elements("out", out),
+        ),
     )
     numbers = (
         out.shape[1], out_a.stride(0), out_a.stride(1), out_b.stride(0), out_b.stride(1),
@@ -105,6 +114,7 @@ def merge_partial_rows(
         key,
         _launch(
             merge_partial_rows_kernel, out, _STEP_ELEMENTS, STEP=_STEP,
+            VEC_O=vector_elements("out", out), VEC_P=vector_elements("partial_out", partial_out),
             **programmatic_launch(limits, out.shape[0] * out.shape[1]),
         ),
     )  # fmt: skip

@@ -29,13 +29,14 @@ from attnlib.ops.triton.kernels.packed import (
 )
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.launch.constants import with_config
+from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.packed import (
     MAX_REQUESTS,
     joined_addresses,
     packed_constants,
     readable_caches,
     scale_arguments,
+    whole_vectors,
 )
 from attnlib.ops.triton.launch.scales import scale_kind, scale_signature
 from attnlib.ops.triton.packed_decode import packed_decode
@@ -180,6 +181,10 @@ def packed_write(
         "BLOCK": _ELEMENTS_PER_PROGRAM,
         "K_SCALE_KIND": scale_kind("k_scale", k_scale),
         "V_SCALE_KIND": scale_kind("v_scale", v_scale),
+        "VEC_K": whole_vectors(key),
+        "VEC_V": whole_vectors(value),
+        "VEC_KC": whole_vectors(key_cache),
+        "VEC_VC": whole_vectors(value_cache),
         "FP8": fp8,
         "E5M2": key_cache.dtype == torch.float8_e5m2,
         "num_warps": 4,

@@ -40,7 +40,7 @@ from attnlib.ops.triton.kernels.decode import combine_kernel
 from attnlib.ops.triton.kernels.packed import clear_counters_kernel, packed_decode_kernel
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.launch.constants import with_config
+from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.packed import (
     MAX_REQUESTS,
     joined_addresses,

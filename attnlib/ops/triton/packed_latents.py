@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnlib.errors import ContractError, UnsupportedConfigError
-from attnlib.ops.checks import check_slots
+from attnlib.ops.checks import check_slots, vector_elements
 from attnlib.ops.packed_latents import LATENT, ROTARY, check_queries, packed_views
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import device_guard, limits_of
@@ -67,7 +67,8 @@ def write_packed_latents(latents: Tensor, data: Tensor, slot_mapping: Tensor) ->
         packed_latent_write_kernel[(slot_mapping.shape[0],)](
             latents, elements, parts.scales, parts.rotary, slot_mapping.contiguous(),
             latents.stride(0), *elements.stride()[:2], *parts.scales.stride()[:2],
-            *parts.rotary.stride()[:2], BLOCK_SIZE=data.shape[1], num_warps=4,
+            *parts.rotary.stride()[:2], BLOCK_SIZE=data.shape[1],
+            VEC=vector_elements("latents", latents[:, None]), num_warps=4,
         )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.kv_dtype import KVFormat, page_format
+from attnlib.ops.checks import vector_elements
 from attnlib.ops.scales import MAX_KV_SCALE
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.heuristics.page_tiles import page_shared_bytes
@@ -26,9 +27,10 @@ from attnlib.ops.triton.kernels.page_formats import (
     PAGE_MXFP4,
     PAGE_NVFP4,
 )
-from attnlib.ops.triton.kernels.page_write import write_pages_kernel
+from attnlib.ops.triton.kernels.page_write import PageWriteConfig, write_pages_kernel
 from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES, KV_PLAIN
 from attnlib.ops.triton.launch.bound import BoundLaunch
+from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.constants import attention_constants, compute_dtype
 
 __all__ = ["element_constants", "page_kind", "page_words", "page_write"]
@@ -52,25 +54,27 @@ def page_kind(stored: KVFormat) -> int:
 
 
 def page_write(
+    key: Tensor,
+    value: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
     num_tokens: int,
+    scales: tuple[Any, Any],
 ) -> tuple[tuple[int, ...], BoundLaunch | None]:
     """The runtime numbers and the launch of a cache write; None if there is nothing to write.
 
     Raises:
         ContractError: pages that the kernel cannot address.
     """
-    stored = _format(key_cache, k_scale)
-    sides = ((key_cache, k_scale), (value_cache, v_scale))
-    (words, padded), (words_v, padded_v) = (
-        page_words(view, scale, stored) for view, scale in sides
-    )
+    stored = _format(key_cache, scales[0])
+    words, padded = page_words(key_cache, scales[0], stored)
+    words_v, padded_v = page_words(value_cache, scales[1], stored)
     num_heads = key_cache.shape[2]
     block_h = min(next_power_of_2(num_heads), max(1, 1024 // max(padded, padded_v)))
     assert stored.scale_dtype is not None  # a format with scales in the page
+    largest_scale = 448.0
+    if not stored.elements_per_group:
+        largest_scale = min(MAX_KV_SCALE, torch.finfo(stored.scale_dtype).max)
     constants = {
         "BLOCK_SIZE": key_cache.shape[1],
         "WORDS": words,
@@ -80,20 +84,24 @@ def page_write(
         "BLOCK_H": block_h,
         "KIND": page_kind(stored),
         "LARGEST": stored.largest,
-        "LARGEST_SCALE": 448.0
-        if stored.elements_per_group
-        else min(MAX_KV_SCALE, torch.finfo(stored.scale_dtype).max),
+        "LARGEST_SCALE": largest_scale,
+        "VEC_K": vector_elements("key", key),
+        "VEC_V": vector_elements("value", value),
+        "VEC_KC": vector_elements("key_cache", key_cache),
+        "VEC_VC": vector_elements("value_cache", value_cache),
         "num_warps": 4 if padded * block_h > 256 else 1,
         "enable_fp_fusion": True,
     }
+    caches = (key_cache, value_cache, *scales)
     numbers = (
-        *key_cache.stride()[:3], *value_cache.stride()[:3], *k_scale.stride()[:3],
-        *v_scale.stride()[:3],
-    )  # fmt: skip
+        num_heads,
+        *(stride for rows in (key, value) for stride in rows.stride()[:2]),
+        *(stride for view in caches for stride in view.stride()[:3]),
+    )
     if not (num_tokens and num_heads):
         return numbers, None
     grid = (num_tokens, triton.cdiv(num_heads, block_h), 1)
-    return numbers, BoundLaunch(write_pages_kernel, grid, constants)
+    return numbers, BoundLaunch(write_pages_kernel, grid, with_config(constants, PageWriteConfig))
 
 
 def element_constants(call: AttentionCall, tile: Tile) -> dict[str, Any]:

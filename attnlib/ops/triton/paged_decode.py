@@ -36,7 +36,8 @@ from attnlib.ops.triton.kernels.decode import combine_kernel, decode_kernel
 from attnlib.ops.triton.launch.attention import Partials, PlainAttention
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.launch.constants import page_strides, with_config
+from attnlib.ops.triton.launch.config import with_config
+from attnlib.ops.triton.launch.constants import page_strides
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
 from attnlib.ops.triton.page_attention import element_constants
 

@@ -18,7 +18,8 @@ from attnlib.ops.triton.kernels.prefill import prefill_kernel
 from attnlib.ops.triton.launch.attention import PlainAttention
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.launch.constants import page_strides, with_config
+from attnlib.ops.triton.launch.config import with_config
+from attnlib.ops.triton.launch.constants import page_strides
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
 from attnlib.ops.triton.launch.score import has_head_bounds, range_constants
 from attnlib.ops.triton.page_attention import element_constants

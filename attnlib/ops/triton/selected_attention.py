@@ -26,7 +26,8 @@ from attnlib.ops.triton.kernels.decode import combine_kernel
 from attnlib.ops.triton.kernels.selected import selected_kernel
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.launch.constants import attention_constants, reads_bytes, with_config
+from attnlib.ops.triton.launch.config import with_config
+from attnlib.ops.triton.launch.constants import attention_constants, reads_bytes
 from attnlib.ops.triton.launch.scales import scale_signature
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys, SelectionScope
 

@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from attnlib.kv_dtype import page_format
+from attnlib.ops.checks import vector_elements
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.batch_tensors import LENGTH_STEP, BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits
@@ -264,7 +265,8 @@ def prepare_converted_prefill(
             "D_PAD": triton.next_power_of_2(sizes[0]), "DV_PAD": triton.next_power_of_2(sizes[1]),
             "WORDS": words[0][0], "WORDS_PAD": words[0][1], "DV_WORDS": words[1][0],
             "DV_WORDS_PAD": words[1][1], "BLOCK_SIZE": block_size, **format_, "TOKENS": _TOKENS,
-            "num_warps": 4,
+            "VEC_K": vector_elements("key_cache", key),
+            "VEC_V": vector_elements("value_cache", value), "num_warps": 4,
         },
     )  # fmt: skip
     numbers = (num_reqs, rows, batch.block_table.stride(0))
@@ -317,7 +319,9 @@ def prepare_float8_prefill(
         (4 * limits.num_sms, 1, 1),
         {
             "NUM_KV_HEADS": num_kv_heads, "D": head_size, "DV": head_size_v,
-            "BLOCK_SIZE": block_size, "TOKENS": tile.block_n, "num_warps": 4,
+            "BLOCK_SIZE": block_size, "TOKENS": tile.block_n,
+            "VEC_K": vector_elements("key_cache", key),
+            "VEC_V": vector_elements("value_cache", value), "num_warps": 4,
         },
     )  # fmt: skip
     numbers = (num_reqs, rows, batch.block_table.stride(0))

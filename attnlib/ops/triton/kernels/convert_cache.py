@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnlib.ops.triton.kernels.chunks import aligned
 from attnlib.ops.triton.kernels.page_formats import (
     PAGE_INT4,
     PAGE_NVFP4,
@@ -79,9 +80,13 @@ def _load_head(cache, offsets, valid, D: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "num_rows", "stride_table"],
+    do_not_specialize=[
+        "num_reqs", "num_rows", "stride_table",
+        "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh", "stride_ksb",
+        "stride_ksn", "stride_ksh", "stride_vsb", "stride_vsn", "stride_vsh",
+    ],
     do_not_specialize_on_alignment=["seq_lens", "block_table", "starts", "k_scale", "v_scale"],
-)
+)  # fmt: skip
 def convert_cache_kernel(
     key, value, k_scale, v_scale, key_out, value_out, starts, seq_lens, block_table, num_reqs,
     num_rows, stride_table, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
@@ -89,7 +94,7 @@ def convert_cache_kernel(
     NUM_KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, DV_WORDS: tl.constexpr,
     DV_WORDS_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr,
 ):  # fmt: skip
     """Copy request after request without padding. Any grid: programs take tiles in turn.
 
@@ -101,6 +106,7 @@ def convert_cache_kernel(
             hold float8 exactly. Rows past `num_rows` are not written.
         starts: int32 [num_reqs + 1], written: the first row of each request, and the end.
         PTX: as in `page_formats.unpack`.
+        VEC_K, VEC_V: elements of the caches of which the offsets of rows are multiples.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     tokens = tl.arange(0, TOKENS)
@@ -121,10 +127,10 @@ def convert_cache_kernel(
             blocks = tl.load(table + positions // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
             inside = positions % BLOCK_SIZE
             rows = (first + positions).to(tl.int64) * NUM_KV_HEADS + head
-            keys = key + head * stride_kh
-            values = value + head * stride_vh
-            key_offsets = blocks * stride_kb + inside * stride_kn
-            value_offsets = blocks * stride_vb + inside * stride_vn
+            keys = key + aligned(head * stride_kh, VEC_K)
+            values = value + aligned(head * stride_vh, VEC_V)
+            key_offsets = aligned(blocks * stride_kb + inside * stride_kn, VEC_K)
+            value_offsets = aligned(blocks * stride_vb + inside * stride_vn, VEC_V)
             if KIND == NO_SCALES:
                 # Both loads are issued before the program waits for one of them.
                 x = _load_head(keys, key_offsets, valid, D, D_PAD)

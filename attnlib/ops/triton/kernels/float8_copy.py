@@ -5,19 +5,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnlib.ops.triton.kernels.chunks import aligned
+
 __all__ = ["float8_copy_kernel"]
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "num_rows", "stride_table"],
+    do_not_specialize=[
+        "num_reqs", "num_rows", "stride_table",
+        "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh", "stride_ksb",
+        "stride_ksn", "stride_ksh", "stride_vsb", "stride_vsn", "stride_vsh",
+    ],
     do_not_specialize_on_alignment=["seq_lens", "block_table", "starts", "k_scale", "v_scale"],
-)
+)  # fmt: skip
 def float8_copy_kernel(
     key, value, k_scale, v_scale, key_out, value_out, starts, seq_lens, block_table, num_reqs,
     num_rows, stride_table, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn, stride_vsh,
     NUM_KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, VEC_K: tl.constexpr, VEC_V: tl.constexpr,
 ):  # fmt: skip
     """Copy request after request. Any grid: programs take tiles in turn.
 
@@ -30,6 +36,7 @@ def float8_copy_kernel(
         starts: int32 [num_reqs + 1], written: the first row of each request, and the end.
         D, DV: powers of two.
         TOKENS: keys of a tile, a multiple of 16.
+        VEC_K, VEC_V: bytes of which the offsets of rows are multiples.
     """
     columns = (num_rows + 144 * num_reqs + 143) // 16 * 16
     cache_k = key.to(tl.pointer_type(tl.uint8))
@@ -61,6 +68,7 @@ def float8_copy_kernel(
             valid = (position < seq_len) & (first + position < num_rows)
             block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
             offset_k = block * stride_kb + position % BLOCK_SIZE * stride_kn + head * stride_kh
+            offset_k = aligned(offset_k, VEC_K)
             keys = tl.load(
                 cache_k + offset_k[:, None] + elements[None, :], mask=valid[:, None], other=0
             )
@@ -68,6 +76,7 @@ def float8_copy_kernel(
             valid_v = (position_v < seq_len) & (first + position_v < num_rows)
             block_v = tl.load(table + position_v // BLOCK_SIZE, mask=valid_v, other=0).to(tl.int64)
             offset_v = block_v * stride_vb + position_v % BLOCK_SIZE * stride_vn + head * stride_vh
+            offset_v = aligned(offset_v, VEC_V)
             values = tl.load(
                 cache_v + offset_v[:, None] + elements_v[None, :], mask=valid_v[:, None], other=0
             )

@@ -9,16 +9,23 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnlib.ops.triton.kernels.chunks import aligned
 from attnlib.ops.triton.kernels.softmax import LN2, LOG2E
 
 __all__ = ["merge_partial_rows_kernel", "merge_states_kernel"]
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "stride_at", "stride_ah", "stride_bt", "stride_bh", "stride_ot", "stride_oh", "stride_la",
+        "stride_lb", "stride_lo",
+    ],
+)  # fmt: skip
 def merge_states_kernel(
     out_a, lse_a, out_b, lse_b, out, lse, num_heads, stride_at, stride_ah, stride_bt, stride_bh,
     stride_ot, stride_oh, stride_la, stride_lb, stride_lo, HAS_LSE: tl.constexpr, DV: tl.constexpr,
-    DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr,
+    DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, VEC_A: tl.constexpr, VEC_B: tl.constexpr,
+    VEC_O: tl.constexpr,
 ):  # fmt: skip
     """Weight each side by exp(lse - merged lse) and add. Grid: (tokens, blocks of heads)."""
     token = tl.program_id(0).to(tl.int64)
@@ -40,31 +47,31 @@ def merge_states_kernel(
 
     lanes = tl.arange(0, DV_PAD)
     mask = live[:, None] & (lanes < DV)[None, :]
-    x = tl.load(
-        out_a + (token * stride_at + head * stride_ah)[:, None] + lanes[None, :],
-        mask=mask,
-        other=0.0,
-    )
-    y = tl.load(
-        out_b + (token * stride_bt + head * stride_bh)[:, None] + lanes[None, :],
-        mask=mask,
-        other=0.0,
-    )
+    offsets = aligned(token * stride_at + head * stride_ah, VEC_A)
+    x = tl.load(out_a + offsets[:, None] + lanes[None, :], mask=mask, other=0.0)
+    offsets = aligned(token * stride_bt + head * stride_bh, VEC_B)
+    y = tl.load(out_b + offsets[:, None] + lanes[None, :], mask=mask, other=0.0)
     # A side without keys may hold anything, and 0 * NaN is NaN.
     x = tl.where(weight_a[:, None] == 0.0, 0.0, x.to(tl.float32) * weight_a[:, None])
     y = tl.where(weight_b[:, None] == 0.0, 0.0, y.to(tl.float32) * weight_b[:, None])
-    target = out + (token * stride_ot + head * stride_oh)[:, None] + lanes[None, :]
+    offsets = aligned(token * stride_ot + head * stride_oh, VEC_O)
+    target = out + offsets[:, None] + lanes[None, :]
     tl.store(target, (x + y).to(out.dtype.element_ty), mask=mask)
     if HAS_LSE:
         merged = tl.where(total == 0.0, minus_inf, finite_max + tl.log2(safe_total) * LN2)
         tl.store(lse + token * stride_lo + head, merged, mask=live)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "stride_ot", "stride_oh", "stride_lo", "stride_pt", "stride_ph", "stride_lp",
+    ],
+)  # fmt: skip
 def merge_partial_rows_kernel(
     out, lse, partial_out, partial_lse, partial_starts, partial_rows, num_heads, stride_ot,
     stride_oh, stride_lo, stride_pt, stride_ph, stride_lp, DV: tl.constexpr, DV_PAD: tl.constexpr,
-    BLOCK_H: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_H: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr, VEC_O: tl.constexpr,
+    VEC_P: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial states of one token into its own state. Grid: (tokens, blocks of heads).
 
@@ -85,7 +92,8 @@ def merge_partial_rows_kernel(
         mask = live[:, None] & (lanes < DV)[None, :]
         top = tl.load(lse + token * stride_lo + head, mask=live, other=minus_inf)
         top = tl.where(top == float("inf"), minus_inf, top)
-        target = out + (token * stride_ot + head * stride_oh)[:, None] + lanes[None, :]
+        offsets = aligned(token * stride_ot + head * stride_oh, VEC_O)
+        target = out + offsets[:, None] + lanes[None, :]
         total = tl.where(top == minus_inf, 0.0, 1.0)
         acc = tl.load(target, mask=mask, other=0.0).to(tl.float32)
         # A state without keys may hold anything, and 0 * NaN is NaN.
@@ -98,7 +106,8 @@ def merge_partial_rows_kernel(
                 partial_lse + (row * stride_lp)[:, None] + head[None, :], mask=found,
                 other=minus_inf,
             )  # fmt: skip
-            source = partial_out + (row * stride_pt)[:, None] + (head * stride_ph)[None, :]
+            source = partial_out + aligned(row * stride_pt, VEC_P)[:, None]
+            source = source + aligned(head * stride_ph, VEC_P)[None, :]
             x = tl.load(
                 source[:, :, None] + lanes[None, None, :],
                 mask=found[:, :, None] & (lanes < DV)[None, None, :],

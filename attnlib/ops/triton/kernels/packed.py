@@ -487,12 +487,19 @@ def packed_prefill_kernel(
     store_results(output, rows, state, None, 1.0, CONFIG)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_mapping", "k_scale", "v_scale"])
+@triton.jit(
+    do_not_specialize=[
+        "stride_kt", "stride_kth", "stride_vt", "stride_vth", "stride_kb", "stride_kh", "stride_vb",
+        "stride_vh",
+    ],
+    do_not_specialize_on_alignment=["slot_mapping", "k_scale", "v_scale"],
+)  # fmt: skip
 def packed_write_kernel(
     key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, num_elements, stride_kt,
     stride_kth, stride_vt, stride_vth, stride_kb, stride_kh, stride_vb, stride_vh,
     BLOCK_SIZE: tl.constexpr, D: tl.constexpr, X: tl.constexpr, BLOCK: tl.constexpr,
     K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr, FP8: tl.constexpr, E5M2: tl.constexpr,
+    VEC_K: tl.constexpr, VEC_V: tl.constexpr, VEC_KC: tl.constexpr, VEC_VC: tl.constexpr,
 ):  # fmt: skip
     """Write keys and values of one token. Grid: (tokens, blocks of BLOCK elements)."""
     token = tl.program_id(0).to(tl.int64)
@@ -505,11 +512,13 @@ def packed_write_kernel(
         mask = elements < num_elements
         heads = (elements // D).to(tl.int64)
         lanes = elements % D
-        k = tl.load(key + token * stride_kt + heads * stride_kth + lanes, mask=mask, other=0.0)
-        v = tl.load(value + token * stride_vt + heads * stride_vth + lanes, mask=mask, other=0.0)
-        k_target = key_cache + block * stride_kb + heads * stride_kh
+        rows = aligned(token * stride_kt + heads * stride_kth, VEC_K)
+        k = tl.load(key + rows + lanes, mask=mask, other=0.0)
+        rows = aligned(token * stride_vt + heads * stride_vth, VEC_V)
+        v = tl.load(value + rows + lanes, mask=mask, other=0.0)
+        k_target = key_cache + aligned(block * stride_kb + heads * stride_kh, VEC_KC)
         k_target += lanes // X * (BLOCK_SIZE * X) + within * X + lanes % X
-        v_target = value_cache + block * stride_vb + heads * stride_vh
+        v_target = value_cache + aligned(block * stride_vb + heads * stride_vh, VEC_VC)
         v_target += lanes * BLOCK_SIZE + within
         if FP8:
             # Round-to-nearest division: the stored bits are then the same on every chip.

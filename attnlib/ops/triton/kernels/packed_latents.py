@@ -40,12 +40,20 @@ _GROUP: tl.constexpr = tl.constexpr(128)
 _GROUPS: tl.constexpr = tl.constexpr(4)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
+@triton.jit(
+    do_not_specialize=[
+        "stride_t", "stride_eb", "stride_en", "stride_sb", "stride_sn", "stride_rb", "stride_rn",
+    ],
+    do_not_specialize_on_alignment=["slot_mapping"],
+)  # fmt: skip
 def packed_latent_write_kernel(
     latents, elements, scales, rotary, slot_mapping, stride_t, stride_eb, stride_en, stride_sb,
-    stride_sn, stride_rb, stride_rn, BLOCK_SIZE: tl.constexpr,
+    stride_sn, stride_rb, stride_rn, BLOCK_SIZE: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Quantize and store one token. Grid: (tokens,)."""
+    """Quantize and store one token. Grid: (tokens,).
+
+    VEC: elements of which the offsets of latents are multiples.
+    """
     token = tl.program_id(0)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     # A negative slot writes nothing (P4).
@@ -53,7 +61,7 @@ def packed_latent_write_kernel(
         block, within = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         groups = tl.arange(0, _GROUPS)
         lanes = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
-        source = latents + token.to(tl.int64) * stride_t
+        source = latents + aligned(token.to(tl.int64) * stride_t, VEC)
         x = tl.load(source + lanes).to(tl.float32)
         # The maximum may drop NaN, so it is looked for by itself.
         has_nan = tl.max((x != x).to(tl.int32), 1) > 0
@@ -63,11 +71,14 @@ def packed_latent_write_kernel(
         scale = tl.where(has_nan, float("nan"), scale)
         divisor, x = tl.broadcast(scale[:, None], x)
         number = encode_fp8(tl.math.div_rn(x, divisor), False)
-        tl.store(elements + block * stride_eb + within * stride_en + lanes, number)
-        tl.store(scales + block * stride_sb + within * stride_sn + groups, scale)
+        place = aligned(block * stride_eb + within * stride_en, 16)
+        tl.store(elements + place + lanes, number)
+        place = aligned(block * stride_sb + within * stride_sn, 4)
+        tl.store(scales + place + groups, scale)
         last = tl.arange(0, _ROTARY)
         y = tl.load(source + _LATENT + last).to(tl.bfloat16)
-        tl.store(rotary + block * stride_rb + within * stride_rn + last, y)
+        place = aligned(block * stride_rb + within * stride_rn, 8)
+        tl.store(rotary + place + last, y)
 
 
 class LatentCache(NamedTuple):

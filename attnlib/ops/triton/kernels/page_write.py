@@ -6,9 +6,13 @@ One program per token and block of heads. All arithmetic has one rounding per op
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from attnlib.ops.triton.kernels.cache_write import Heads
+from attnlib.ops.triton.kernels.chunks import aligned
 from attnlib.ops.triton.kernels.page_formats import (
     PAGE_E4M3,
     PAGE_INT4,
@@ -20,22 +24,50 @@ from attnlib.ops.triton.kernels.page_formats import (
 )
 from attnlib.ops.triton.kernels.quant import encode_fp8
 
-__all__ = ["write_pages_kernel"]
+__all__ = ["PageWriteConfig", "write_pages_kernel"]
+
+
+class PageWriteConfig(NamedTuple):
+    """Constants of the kernel.
+
+    Attributes:
+        BLOCK_SIZE: tokens per block of the cache.
+        WORDS, WORDS_PAD, DV_WORDS, DV_PAD: words of a key and of a value, and of the rows that
+            hold them (`page_parts`).
+        BLOCK_H: heads of a program.
+        KIND: `PAGE_*` constant of the format.
+        LARGEST, LARGEST_SCALE: largest element and largest scale of the format.
+        VEC_K, VEC_V, VEC_KC, VEC_VC: as in `cache_write.WriteConfig`; bytes for the caches.
+    """
+
+    BLOCK_SIZE: int
+    WORDS: int
+    WORDS_PAD: int
+    DV_WORDS: int
+    DV_PAD: int
+    BLOCK_H: int
+    KIND: int
+    LARGEST: float
+    LARGEST_SCALE: float
+    VEC_K: int
+    VEC_V: int
+    VEC_KC: int
+    VEC_VC: int
 
 
 @triton.jit
 def _load_part(
-    source, token, heads, mask_heads, stride_st, stride_sh, PART: tl.constexpr,
-    WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, KIND: tl.constexpr,
+    source, PART: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, VEC: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Load one part of the heads of a token, [BLOCK_H, WORDS_PAD] float32."""
     lanes = tl.arange(0, WORDS_PAD)
-    FIRST: tl.constexpr = first_element(PART, WORDS, KIND)
-    elements = FIRST + lanes * element_step(KIND)
-    offsets = (heads.to(tl.int64) * stride_sh)[:, None] + elements[None, :]
-    mask = mask_heads[:, None] & (lanes < WORDS)[None, :]
-    source += token.to(tl.int64) * stride_st
-    return tl.load(source + offsets, mask=mask, other=0.0).to(tl.float32)
+    FIRST: tl.constexpr = first_element(PART, WORDS, CONFIG.KIND)
+    elements = FIRST + lanes * element_step(CONFIG.KIND)
+    offsets = aligned(source.numbers.to(tl.int64) * source.stride, VEC)
+    mask = source.exist[:, None] & (lanes < WORDS)[None, :]
+    pointers = source.base + offsets[:, None] + elements[None, :]
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -56,10 +88,11 @@ def _scale(largest, LARGEST: tl.constexpr, LARGEST_SCALE: tl.constexpr):
 
 
 @triton.jit
-def _store_scale(scale, scales, heads, mask_heads, stride_sh, PART: tl.constexpr):
+def _store_scale(scale, scales, PART: tl.constexpr):
     """Store the scale of one group per head; returns what is stored, in float32."""
-    stored = scale.to(scales.dtype.element_ty)
-    tl.store(scales + heads.to(tl.int64) * stride_sh + PART, stored, mask=mask_heads)
+    stored = scale.to(scales.base.dtype.element_ty)
+    pointers = scales.base + scales.numbers.to(tl.int64) * scales.stride + PART
+    tl.store(pointers, stored, mask=scales.exist)
     return stored.to(tl.float32)
 
 
@@ -114,10 +147,10 @@ def _e2m1_bits(x):
 
 @triton.jit
 def _store_group_scales(
-    x0, x1, x2, x3, scales, heads, mask_heads, stride_sh, WORDS: tl.constexpr,
-    WORDS_PAD: tl.constexpr, KIND: tl.constexpr, LARGEST: tl.constexpr, LARGEST_SCALE: tl.constexpr,
-):  # fmt: skip
+    x0, x1, x2, x3, scales, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, CONFIG: tl.constexpr
+):
     """Store the scales of 4-bit floats; returns the scale of each word, [BLOCK_H, WORDS_PAD]."""
+    KIND: tl.constexpr = CONFIG.KIND
     TOGETHER: tl.constexpr = words_per_scale(KIND)
     GROUPS: tl.constexpr = WORDS_PAD // TOGETHER
     BLOCK_H: tl.constexpr = x0.shape[0]
@@ -127,7 +160,7 @@ def _store_group_scales(
     largest = tl.max(tl.reshape(largest, [BLOCK_H, GROUPS, TOGETHER]), 2)
     has_nan = tl.max(tl.reshape(has_nan.to(tl.int32), [BLOCK_H, GROUPS, TOGETHER]), 2) > 0
     if KIND == PAGE_NVFP4:
-        scale = _scale(largest, LARGEST, LARGEST_SCALE)
+        scale = _scale(largest, CONFIG.LARGEST, CONFIG.LARGEST_SCALE)
         bits = tl.where(has_nan, 0x7F, encode_fp8(scale, False).to(tl.int32)).to(tl.uint8)
     else:
         # The exponent of the largest magnitude, less 2, which is that of the largest e2m1 number.
@@ -135,55 +168,49 @@ def _store_group_scales(
         exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 2, 1)
         bits = tl.where(has_nan, 255, exponent).to(tl.uint8)
     groups = tl.arange(0, GROUPS)
-    mask = mask_heads[:, None] & (groups < WORDS // TOGETHER)[None, :]
-    target = scales.to(tl.pointer_type(tl.uint8))
-    target = target + (heads.to(tl.int64) * stride_sh)[:, None] + groups[None, :]
+    mask = scales.exist[:, None] & (groups < WORDS // TOGETHER)[None, :]
+    target = scales.base.to(tl.pointer_type(tl.uint8))
+    target = target + (scales.numbers.to(tl.int64) * scales.stride)[:, None] + groups[None, :]
     tl.store(target, bits, mask=mask)
     stored = tl.broadcast_to(decode_scale(bits, KIND)[:, :, None], [BLOCK_H, GROUPS, TOGETHER])
     return tl.reshape(stored, [BLOCK_H, WORDS_PAD])
 
 
 @triton.jit
+def _write_words(words, target, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, VEC: tl.constexpr):
+    """Store the words of the heads of a slot, whose stride is in bytes: rows are whole words."""
+    lanes = tl.arange(0, WORDS_PAD)
+    base = target.base.to(tl.pointer_type(tl.uint16))
+    offsets = aligned(target.numbers.to(tl.int64) * (target.stride // 2), VEC // 2)
+    mask = target.exist[:, None] & (lanes < WORDS)[None, :]
+    tl.store(base + offsets[:, None] + lanes[None, :], words.to(tl.uint16), mask=mask)
+
+
+@triton.jit
 def _write_heads(
-    source, cache, scales, token, slot, heads, mask_heads, stride_st, stride_sh, stride_cb,
-    stride_cn, stride_ch, stride_xb, stride_xn, stride_xh, BLOCK_SIZE: tl.constexpr,
-    WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, KIND: tl.constexpr, LARGEST: tl.constexpr,
-    LARGEST_SCALE: tl.constexpr,
+    source, target, scales, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, VEC_S: tl.constexpr,
+    VEC_T: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Quantize and store the heads of one token in a KV slot."""
-    block = slot // BLOCK_SIZE
-    within = slot % BLOCK_SIZE
-    scales += block * stride_xb + within * stride_xn
-    x0 = _load_part(
-        source, token, heads, mask_heads, stride_st, stride_sh, 0, WORDS, WORDS_PAD, KIND
-    )
-    x1 = _load_part(
-        source, token, heads, mask_heads, stride_st, stride_sh, 1, WORDS, WORDS_PAD, KIND
-    )
+    KIND: tl.constexpr = CONFIG.KIND
+    LARGEST: tl.constexpr = CONFIG.LARGEST
+    LARGEST_SCALE: tl.constexpr = CONFIG.LARGEST_SCALE
+    x0 = _load_part(source, 0, WORDS, WORDS_PAD, VEC_S, CONFIG)
+    x1 = _load_part(source, 1, WORDS, WORDS_PAD, VEC_S, CONFIG)
     if KIND >= PAGE_INT4:
-        x2 = _load_part(
-            source, token, heads, mask_heads, stride_st, stride_sh, 2, WORDS, WORDS_PAD, KIND
-        )
-        x3 = _load_part(
-            source, token, heads, mask_heads, stride_st, stride_sh, 3, WORDS, WORDS_PAD, KIND
-        )
+        x2 = _load_part(source, 2, WORDS, WORDS_PAD, VEC_S, CONFIG)
+        x3 = _load_part(source, 3, WORDS, WORDS_PAD, VEC_S, CONFIG)
     if KIND >= PAGE_NVFP4:
-        divisor = _store_group_scales(
-            x0, x1, x2, x3, scales, heads, mask_heads, stride_xh, WORDS, WORDS_PAD, KIND, LARGEST,
-            LARGEST_SCALE)  # fmt: skip
+        divisor = _store_group_scales(x0, x1, x2, x3, scales, WORDS, WORDS_PAD, CONFIG)
         words = _e2m1_bits(_quotient(x0, divisor, LARGEST))
         words |= _e2m1_bits(_quotient(x1, divisor, LARGEST)) << 4
         words |= _e2m1_bits(_quotient(x2, divisor, LARGEST)) << 8
         words |= _e2m1_bits(_quotient(x3, divisor, LARGEST)) << 12
     elif KIND == PAGE_INT4:
-        s0 = _scale(_largest(x0), LARGEST, LARGEST_SCALE)
-        s1 = _scale(_largest(x1), LARGEST, LARGEST_SCALE)
-        s2 = _scale(_largest(x2), LARGEST, LARGEST_SCALE)
-        s3 = _scale(_largest(x3), LARGEST, LARGEST_SCALE)
-        s0 = _store_scale(s0, scales, heads, mask_heads, stride_xh, 0)
-        s1 = _store_scale(s1, scales, heads, mask_heads, stride_xh, 1)
-        s2 = _store_scale(s2, scales, heads, mask_heads, stride_xh, 2)
-        s3 = _store_scale(s3, scales, heads, mask_heads, stride_xh, 3)
+        s0 = _store_scale(_scale(_largest(x0), LARGEST, LARGEST_SCALE), scales, 0)
+        s1 = _store_scale(_scale(_largest(x1), LARGEST, LARGEST_SCALE), scales, 1)
+        s2 = _store_scale(_scale(_largest(x2), LARGEST, LARGEST_SCALE), scales, 2)
+        s3 = _store_scale(_scale(_largest(x3), LARGEST, LARGEST_SCALE), scales, 3)
         words = _bits(_exact(x0, s0, LARGEST), KIND)
         words |= _bits(_exact(x1, s1, LARGEST), KIND) << 4
         words |= _bits(_exact(x2, s2, LARGEST), KIND) << 8
@@ -193,22 +220,25 @@ def _write_heads(
         second = _largest(x1)
         largest = tl.where(first > second, first, second)
         largest = tl.where((first != first) | (second != second), float("nan"), largest)
-        scale = _scale(largest, LARGEST, LARGEST_SCALE)
-        scale = _store_scale(scale, scales, heads, mask_heads, stride_xh, 0)
+        scale = _store_scale(_scale(largest, LARGEST, LARGEST_SCALE), scales, 0)
         words = _bits(_exact(x0, scale, LARGEST), KIND)
         words |= _bits(_exact(x1, scale, LARGEST), KIND) << 8
-    lanes = tl.arange(0, WORDS_PAD)
-    # Strides are in bytes, and rows are whole words.
-    cache += block * stride_cb + within * stride_cn
-    target = cache.to(tl.pointer_type(tl.uint16))
-    target = target + (heads.to(tl.int64) * (stride_ch // 2))[:, None] + lanes[None, :]
-    mask = mask_heads[:, None] & (lanes < WORDS)[None, :]
-    tl.store(target, words.to(tl.uint16), mask=mask)
+    _write_words(words, target, WORDS, WORDS_PAD, VEC_T)
+
+
+@triton.jit
+def _slot(base, slot, stride_b, stride_n, VEC: tl.constexpr, CONFIG: tl.constexpr):
+    """Return the pointer to a KV slot."""
+    block = slot // CONFIG.BLOCK_SIZE
+    within = slot % CONFIG.BLOCK_SIZE
+    return base + aligned(block * stride_b + within * stride_n, VEC)
 
 
 @triton.jit(
     do_not_specialize=[
-        "stride_ksb", "stride_ksn", "stride_ksh", "stride_vsb", "stride_vsn", "stride_vsh",
+        "stride_kt", "stride_kh", "stride_vt", "stride_vh", "stride_kcb", "stride_kcn",
+        "stride_kch", "stride_vcb", "stride_vcn", "stride_vch", "stride_ksb", "stride_ksn",
+        "stride_ksh", "stride_vsb", "stride_vsn", "stride_vsh",
     ],
     do_not_specialize_on_alignment=["slot_mapping", "k_scale", "v_scale"],
 )  # fmt: skip
@@ -216,22 +246,29 @@ def write_pages_kernel(
     key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, num_heads, stride_kt,
     stride_kh, stride_vt, stride_vh, stride_kcb, stride_kcn, stride_kch, stride_vcb, stride_vcn,
     stride_vch, stride_ksb, stride_ksn, stride_ksh, stride_vsb, stride_vsn, stride_vsh,
-    BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr,
-    DV_WORDS: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, KIND: tl.constexpr,
-    LARGEST: tl.constexpr, LARGEST_SCALE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Quantize and write keys and values of one token. Grid: (tokens, blocks of heads)."""
-    token = tl.program_id(0)
+    """Quantize and write keys and values of one token. CONFIG is a `PageWriteConfig`.
+
+    Grid: (tokens, blocks of heads).
+    """
+    token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     # A negative slot writes nothing (P4).
     if slot >= 0:
-        heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-        mask_heads = heads < num_heads
+        heads = tl.program_id(1) * CONFIG.BLOCK_H + tl.arange(0, CONFIG.BLOCK_H)
+        exist = heads < num_heads
+        base = key + aligned(token * stride_kt, CONFIG.VEC_K)
+        target = _slot(key_cache, slot, stride_kcb, stride_kcn, CONFIG.VEC_KC, CONFIG)
+        scale = _slot(k_scale, slot, stride_ksb, stride_ksn, 1, CONFIG)
         _write_heads(
-            key, key_cache, k_scale, token, slot, heads, mask_heads, stride_kt, stride_kh,
-            stride_kcb, stride_kcn, stride_kch, stride_ksb, stride_ksn, stride_ksh, BLOCK_SIZE,
-            WORDS, WORDS_PAD, KIND, LARGEST, LARGEST_SCALE)  # fmt: skip
+            Heads(base, heads, exist, stride_kh), Heads(target, heads, exist, stride_kch),
+            Heads(scale, heads, exist, stride_ksh), CONFIG.WORDS, CONFIG.WORDS_PAD, CONFIG.VEC_K,
+            CONFIG.VEC_KC, CONFIG)  # fmt: skip
+        base = value + aligned(token * stride_vt, CONFIG.VEC_V)
+        target = _slot(value_cache, slot, stride_vcb, stride_vcn, CONFIG.VEC_VC, CONFIG)
+        scale = _slot(v_scale, slot, stride_vsb, stride_vsn, 1, CONFIG)
         _write_heads(
-            value, value_cache, v_scale, token, slot, heads, mask_heads, stride_vt, stride_vh,
-            stride_vcb, stride_vcn, stride_vch, stride_vsb, stride_vsn, stride_vsh, BLOCK_SIZE,
-            DV_WORDS, DV_PAD, KIND, LARGEST, LARGEST_SCALE)  # fmt: skip
+            Heads(base, heads, exist, stride_vh), Heads(target, heads, exist, stride_vch),
+            Heads(scale, heads, exist, stride_vsh), CONFIG.DV_WORDS, CONFIG.DV_PAD, CONFIG.VEC_V,
+            CONFIG.VEC_VC, CONFIG)  # fmt: skip

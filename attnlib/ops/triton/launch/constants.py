@@ -20,7 +20,6 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.scales import MIN_LATE_SCALE
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.heuristics.device import DeviceLimits
-from attnlib.ops.triton.kernels.arguments import AttentionConfig
 from attnlib.ops.triton.kernels.quant import KV_NATIVE, KV_PLAIN
 from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
 from attnlib.ops.triton.launch.score import score_constants
@@ -31,7 +30,6 @@ __all__ = [
     "compute_dtype",
     "page_strides",
     "reads_bytes",
-    "with_config",
 ]
 
 _UNBOUNDED = 1 << 30
@@ -76,15 +74,6 @@ def page_strides(call: AttentionCall) -> tuple[int | None, ...]:
     if isinstance(k_scale, Tensor) and isinstance(v_scale, Tensor) and call.params.scales_in_page:
         return (*k_scale.stride()[:3], *v_scale.stride()[:3])
     return (None,) * 6
-
-
-def with_config(constants: dict[str, Any]) -> dict[str, Any]:
-    """The compile-time arguments and options of a launch: those that an `AttentionConfig` has, as
-    CONFIG, and the others by name."""
-    known = AttentionConfig._fields
-    config = {name: value for name, value in constants.items() if name in known}
-    others = {name: value for name, value in constants.items() if name not in known}
-    return {**others, "CONFIG": AttentionConfig(**config)}
 
 
 def attention_constants(call: AttentionCall) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
 
 __all__ = [
     "MAX_REQUESTS", "joined_addresses", "packed_constants", "readable_caches", "scale_arguments",
+    "whole_vectors",
 ]  # fmt: skip
 
 MAX_REQUESTS = 65534
@@ -43,15 +44,15 @@ def packed_constants(
         "HAS_ALIBI": params.alibi_slopes is not None,
         "K_SCALE_KIND": scale_kind("k_scale", params.k_scale),
         "V_SCALE_KIND": scale_kind("v_scale", params.v_scale),
-        "VEC_Q": _vector(query),
-        "VEC_K": _vector(key),
-        "VEC_V": _vector(value),
-        "VEC_O": _vector(out),
+        "VEC_Q": whole_vectors(query),
+        "VEC_K": whole_vectors(key),
+        "VEC_V": whole_vectors(value),
+        "VEC_O": whole_vectors(out),
         "enable_fp_fusion": True,
     }
 
 
-def _vector(tensor: Tensor) -> int:
+def whole_vectors(tensor: Tensor) -> int:
     """Elements per 16 bytes if the first two strides are multiples of 16 bytes, else 1."""
     elements = 16 // tensor.element_size()
     return elements if all(stride % elements == 0 for stride in tensor.stride()[:2]) else 1

@@ -37,7 +37,7 @@ def test_rows_are_packed(cache: torch.dtype, programs: int, spare: int) -> None:
         key, value, None, None, *outputs, starts, torch.tensor(lengths).int(), table, 5, rows,
         table.stride(0), *key.stride()[:3], *value.stride()[:3], *[None] * 6, NUM_KV_HEADS=HEADS,
         D=D, DV=DV, D_PAD=64, DV_PAD=32, WORDS=0, WORDS_PAD=0, DV_WORDS=0, DV_WORDS_PAD=0,
-        BLOCK_SIZE=BLOCK_SIZE, KIND=NO_SCALES.value, PTX=0, TOKENS=8,
+        BLOCK_SIZE=BLOCK_SIZE, KIND=NO_SCALES.value, PTX=0, VEC_K=1, VEC_V=1, TOKENS=8,
     )  # fmt: skip
     assert starts.tolist() == [0, 5, 5, 38, 54, 55]
     for view, out in zip((key, value), outputs, strict=True):
@@ -78,7 +78,7 @@ def test_pages_with_scales_are_multiplied(name: str, dtype: torch.dtype) -> None
         table.stride(0), *views[0].stride()[:3], *views[1].stride()[:3], *scales[0].stride()[:3],
         *scales[1].stride()[:3], NUM_KV_HEADS=HEADS, D=size, DV=size, D_PAD=128, DV_PAD=128,
         WORDS=words, WORDS_PAD=padded, DV_WORDS=words, DV_WORDS_PAD=padded, BLOCK_SIZE=BLOCK_SIZE,
-        KIND=page_kind(stored), PTX=0, TOKENS=8,
+        KIND=page_kind(stored), PTX=0, VEC_K=1, VEC_V=1, TOKENS=8,
     )  # fmt: skip
     for view, scale, out in zip(views, scales, outputs, strict=True):
         rows = [

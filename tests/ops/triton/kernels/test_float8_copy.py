@@ -32,7 +32,7 @@ def test_keys_are_rows_and_values_are_transposed(lengths: list[int]) -> None:
     float8_copy_kernel[(3,)](
         key, value, None, None, keys, values, starts, lens.int(), table, len(lengths), rows,
         table.stride(0), *key.stride()[:3], *value.stride()[:3], *(None,) * 6, NUM_KV_HEADS=heads,
-        D=size, DV=size, BLOCK_SIZE=block_size, TOKENS=128,
+        D=size, DV=size, BLOCK_SIZE=block_size, VEC_K=1, VEC_V=1, TOKENS=128,
     )  # fmt: skip
     assert starts.tolist() == [0, *torch.tensor(lengths).cumsum(0).tolist()]
     first = 0
