@@ -37,6 +37,8 @@ class MethodPlan:
     ) -> None:
         """See `StepPlan.run`; `extra` are the selected keys or the compressed entries."""
         spec, metadata = self._spec, self._metadata
+        if metadata.lengths_read is not None:
+            metadata.lengths_read.check()
         query = query.view(-1, spec.num_heads, spec.head_size) if query.dim() == 2 else query
         if output.dim() == 2:
             output = output.view(-1, spec.num_heads, spec.head_size_v)

@@ -12,6 +12,8 @@ import torch
 from attnlib.compile.objects import register_tensor_id
 from attnlib.errors import ContractError
 from attnlib.metadata.facts import BatchFacts, FoundFacts
+from attnlib.metadata.fixed_tensors import FixedTensors
+from attnlib.metadata.host_lengths import LengthsRead
 
 __all__ = ["AttentionMetadata"]
 
@@ -29,9 +31,12 @@ class AttentionMetadata:
     """The metadata of one batch for one backend. Subclasses are dataclasses that add the fields
     that their kernels need.
 
-    Values of its tensors may change in place, as those of CUDA graph buffers do. Their storage must
-    not change. Assigning a field drops all values that were derived from the fields. Fields in
-    `fixed_fields` cannot be assigned.
+    Values of its tensors may change in place, as those of CUDA graph buffers do, within the upper
+    bounds of the batch and its division into decodes and prefills. Their storage must not change.
+    Lengths on a GPU may not change where the builder has read their copies on the host
+    (`needs_host_lengths`); the next call is an error then, except in inference mode. Assigning a
+    field drops all values that were derived from the fields. Fields in `fixed_fields` cannot be
+    assigned; `score_tensors` is replaced, not changed.
 
     Attributes:
         num_prefills: requests in the prefill part.
@@ -48,6 +53,7 @@ class AttentionMetadata:
         handle: id of this batch for torch.compile (not a field: a copy has its own).
         plans: step plans by call signature (not a field: a copy starts without plans).
         recent_plan: the plan used last, with a fast check of its signature; likewise.
+        lengths_read: set by a builder that has read lengths on the host of a GPU's batch; likewise.
 
     A subclass that defines `__post_init__` must call this one.
     """
@@ -77,10 +83,13 @@ class AttentionMetadata:
         self.handle: torch.Tensor
         self.recent_plan: Any
         self.plans: dict[Hashable, Any]
+        self.lengths_read: LengthsRead | None
         # From here on `__setattr__` takes the batch as constructed, which it sees by its plans.
         state = self.__dict__
         state["handle"] = register_tensor_id(self)
-        state["recent_plan"], state["plans"] = None, {}
+        state["recent_plan"], state["plans"], state["lengths_read"] = None, {}, None
+        if state.get("score_tensors") is not None:
+            state["score_tensors"] = FixedTensors(state["score_tensors"])
 
     def __setattr__(self, name: str, value: Any) -> None:
         state = self.__dict__
@@ -95,6 +104,8 @@ class AttentionMetadata:
             cls: Any = type(self)
             for cached in _cached_properties(cls):
                 state.pop(cached, None)
+        if name == "score_tensors" and value is not None:
+            value = FixedTensors(value)
         object.__setattr__(self, name, value)
 
     def drop_plans(self) -> None:
@@ -103,11 +114,11 @@ class AttentionMetadata:
 
     def __getstate__(self) -> dict[str, Any]:
         cls: Any = type(self)
-        derived = {"handle", "plans", "recent_plan", *_cached_properties(cls)}
+        derived = {"handle", "lengths_read", "plans", "recent_plan", *_cached_properties(cls)}
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, plans={}, recent_plan=None)
+        self.__dict__.update(state, plans={}, recent_plan=None, lengths_read=None)
         self.__dict__["handle"] = register_tensor_id(self)
 
     @functools.cached_property

@@ -15,7 +15,7 @@ from attnlib.device import resolve_device
 from attnlib.metadata.batch_metadata import AttentionMetadata
 from attnlib.metadata.checks import check_block_size, check_limits
 from attnlib.metadata.common import CommonAttentionMetadata, refuse_strided
-from attnlib.metadata.host_lengths import with_host_lengths
+from attnlib.metadata.host_lengths import LengthsRead, with_host_lengths
 from attnlib.metadata.parameters import PerLayerParameters
 from attnlib.metadata.split import reorder_batch_to_split_decodes_and_prefills
 from attnlib.spec import AttentionSpec, CudaGraphSupport
@@ -34,12 +34,15 @@ def _with_checks(build: Any) -> Any:
 
     @functools.wraps(build)
     def checked(self: AttentionMetadataBuilder[Any], *args: Any, **kwargs: Any) -> Any:
-        for given in (*args, *kwargs.values()):
-            if isinstance(given, CommonAttentionMetadata):
-                check_block_size(given, self.spec)
-                if self.limits is not None:
-                    check_limits(given, self.limits)
-        return build(self, *args, **kwargs)
+        batches = [x for x in (*args, *kwargs.values()) if isinstance(x, CommonAttentionMetadata)]
+        for common in batches:
+            check_block_size(common, self.spec)
+            if self.limits is not None:
+                check_limits(common, self.limits)
+        built = build(self, *args, **kwargs)
+        if batches and self.needs_host_lengths and self.device.type != "cpu":
+            vars(built)["lengths_read"] = LengthsRead(batches[0])
+        return built
 
     return checked
 

@@ -9,7 +9,34 @@ import torch
 from attnlib.errors import ContractError
 from attnlib.metadata.common import CommonAttentionMetadata
 
-__all__ = ["check_type", "with_host_lengths"]
+__all__ = ["LengthsRead", "check_type", "with_host_lengths"]
+
+
+class LengthsRead:
+    """The lengths on the device at the time when a builder read their copies on the host.
+
+    Args:
+        common: the batch, on another device than the CPU.
+    """
+
+    def __init__(self, common: CommonAttentionMetadata) -> None:
+        tensors = {"seq_lens": common.seq_lens, "query_start_loc": common.query_start_loc}
+        # Tensors of inference mode do not count their changes.
+        self._versions = [(n, x, x._version) for n, x in tensors.items() if not x.is_inference()]
+
+    def check(self) -> None:
+        """Whether the tensors are as they were; reads no values.
+
+        Raises:
+            ContractError: one changed in place.
+        """
+        for name, tensor, version in self._versions:
+            if tensor._version != version:
+                raise ContractError(
+                    f"{name} changed in place after its copy on the host was read, which this "
+                    "backend would not notice: build the metadata again",
+                    rule="M1",
+                )
 
 
 def check_type(common: object) -> None:
@@ -28,7 +55,8 @@ def check_type(common: object) -> None:
 def with_host_lengths(common: CommonAttentionMetadata, reader: str) -> CommonAttentionMetadata:
     """The batch with `query_start_loc_cpu` and `seq_lens_cpu`. No device sync.
 
-    The tensors of a batch on the CPU are on the host already and serve as their own host copies.
+    The tensors of a batch on the CPU are on the host already and are their own host copies, so that
+    changes in place reach every reader.
 
     Args:
         common: the batch.
@@ -49,9 +77,10 @@ def with_host_lengths(common: CommonAttentionMetadata, reader: str) -> CommonAtt
                     f"{tensor.device}: pass {name}_cpu, or select a backend whose builder has "
                     "needs_host_lengths=False"
                 )
-        elif host is None:
+            continue
+        if host is not tensor:
             missing[f"{name}_cpu"] = tensor
-        elif host is not tensor and host.dtype == tensor.dtype and not torch.equal(host, tensor):
+        if host is not None and host.dtype == tensor.dtype and not torch.equal(host, tensor):
             raise ContractError(
                 f"{name}_cpu is {host.tolist()}, but {name} is {tensor.tolist()}, and {reader} "
                 f"reads {name}_cpu: pass equal values, or {name}_cpu=None",

@@ -23,6 +23,7 @@ from attnlib.layer.call import LayerCall
 from attnlib.layer.checks import check_call
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.paged import PagedMetadata
+from attnlib.ops.autocast import without_autocast
 from attnlib.ops.dispatch import operation
 from attnlib.ops.params import AttentionParams
 from attnlib.sparse.key_selection import SelectedKeys
@@ -104,6 +105,7 @@ class LatentAttention(nn.Module):
         """The spec of the latent layer."""
         return self.layer.spec
 
+    @without_autocast
     def forward(
         self,
         query: Tensor,

@@ -280,8 +280,20 @@ def test_conformance_by_name() -> None:
 
 
 def test_conformance_detects_a_child_that_cannot_replay() -> None:
-    """The torch impl reads lengths on the host, so declaring graph support for it is wrong."""
-    composite = make_composite(_child("p", threshold=8), _child("d", threshold=8))
+    """It reads lengths as they were when its metadata was built, as host copies of a GPU's are."""
+
+    def frozen(name: str) -> type[TorchBackend]:
+        child = _child(name, threshold=8)
+
+        class Builder(child.get_builder_cls()):  # type: ignore[misc]
+            def build(self, *args: Any, **kwargs: Any) -> Any:
+                built = super().build(*args, **kwargs)
+                built.seq_lens_cpu = built.seq_lens_cpu.clone()
+                return built
+
+        return type(name, (child,), {"get_builder_cls": staticmethod(lambda: Builder)})
+
+    composite = make_composite(frozen("p"), frozen("d"))
     report = run_conformance(composite, device="cpu", quick=True, only="G1", against=[])
     assert not report.passed and "replay 0 of a step captured" in str(report)
 

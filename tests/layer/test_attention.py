@@ -882,3 +882,28 @@ def test_validation_follows_the_variable_at_every_call(planning, monkeypatch) ->
     layer(q, k, v, cache, step)
     monkeypatch.delenv("ATTNLIB_VALIDATE")
     layer(q, k, v, cache, step)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"logits_soft_cap": 5.0}, {"batch_invariant": True}, {"sliding_window": 3}],
+    ids=["plain", "soft cap", "invariant", "window"],
+)
+@pytest.mark.parametrize("backend", ["torch", "triton", "prefill:torch,decode:torch"])
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_autocast_changes_no_bit(backend: str, changes: dict, low: torch.dtype) -> None:
+    """The products of a float32 layer stay in float32, also from the second call on."""
+    spec = SPEC.replace(head_size_v=8, **changes)
+    layer = attnlib.Attention(spec, backend=backend, device="cpu")
+    cache = attnlib.PagedKVCache.allocate(spec, 8, "cpu")
+    common = attnlib.CommonAttentionMetadata.from_lengths([1, 5], [4, 8], [[6], [1, 3]], 4, "cpu")
+    step = layer.backend.make_builder(spec, "cpu").build(0, common)
+    torch.manual_seed(0)
+    for part in (cache.key_cache, cache.value_cache):
+        part.normal_()
+    q, k, v = torch.randn(6, 4, 8), torch.randn(6, 2, 8), torch.randn(6, 2, 8)
+    expected = layer(q, k, v, cache, step)
+    with torch.autocast("cpu", low):
+        for _ in range(3):
+            assert torch.equal(layer(q, k, v, cache, step), expected)
+        assert torch.is_autocast_enabled("cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnlib.ops.autocast import without_autocast
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.request import KeySpan, QueryRows, attend_rows
 
@@ -12,6 +13,7 @@ __all__ = ["context_attention"]
 
 
 @torch.no_grad()
+@without_autocast
 def context_attention(
     query: Tensor,
     key: Tensor,

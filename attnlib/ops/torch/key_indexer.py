@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnlib.ops.autocast import without_autocast
 from attnlib.ops.torch.batch import Request, list_requests, on_host
 from attnlib.sparse.key_selection import KeySelection
 
@@ -16,6 +17,7 @@ heads if these are more."""
 
 
 @torch.no_grad()
+@without_autocast
 def select_keys(
     query: Tensor,
     weights: Tensor | None,

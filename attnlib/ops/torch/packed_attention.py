@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnlib.ops.autocast import without_autocast
 from attnlib.ops.block_sparse import BlockSparsePattern
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.cache_write import write_kv
@@ -21,6 +22,7 @@ __all__ = ["packed_decode", "packed_prefill", "packed_write"]
 
 
 @torch.no_grad()
+@without_autocast
 def packed_decode(
     query: Tensor,
     key_cache: Tensor,
@@ -67,6 +69,7 @@ def packed_decode(
 
 
 @torch.no_grad()
+@without_autocast
 def packed_prefill(
     query: Tensor,
     key: Tensor,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnlib.ops.autocast import without_autocast
 from attnlib.ops.packed_latents import (
     GROUP,
     LARGEST,
@@ -71,6 +72,7 @@ def unpack_latents(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
+@without_autocast
 def packed_latent_attention(
     query: Tensor,
     data: Tensor,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnlib.ops.autocast import without_autocast
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.batch import Request, clear_tail, list_requests, on_host
 from attnlib.ops.torch.decode_group import attend_group, group_requests
@@ -26,6 +27,7 @@ _MAX_BATCHED_QUERY_LEN = 8
 
 
 @torch.no_grad()
+@without_autocast
 def paged_decode(
     query: Tensor,
     key_cache: Tensor,

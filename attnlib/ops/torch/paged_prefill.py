@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnlib.ops.autocast import without_autocast
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.batch import clear_tail, list_requests, on_host
 from attnlib.ops.torch.page_formats import gather_pages
@@ -14,6 +15,7 @@ __all__ = ["paged_prefill"]
 
 
 @torch.no_grad()
+@without_autocast
 def paged_prefill(
     query: Tensor,
     key_cache: Tensor,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnlib.ops.autocast import without_autocast
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.batch import Request, clear_tail, list_requests, on_host
 from attnlib.ops.torch.mask import key_range, score_bias, visible_keys
@@ -26,6 +27,7 @@ _MAX_ELEMENTS = 1 << 24
 
 
 @torch.no_grad()
+@without_autocast
 def selected_attention(
     query: Tensor,
     key_cache: Tensor,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnlib.ops.autocast import without_autocast
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.shared_decode import ITEM_FIELDS, SEGMENT_FIELDS, DecodeItems
 from attnlib.ops.torch.softmax import merge_weights
@@ -14,6 +15,7 @@ __all__ = ["shared_decode"]
 
 
 @torch.no_grad()
+@without_autocast
 def shared_decode(
     query: Tensor,
     key_cache: Tensor,

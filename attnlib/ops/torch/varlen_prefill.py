@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnlib.ops.autocast import without_autocast
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.batch import clear_tail, list_requests, on_host
 from attnlib.ops.torch.invariant import attend_rows_invariant
@@ -15,6 +16,7 @@ __all__ = ["varlen_prefill"]
 
 
 @torch.no_grad()
+@without_autocast
 def varlen_prefill(
     query: Tensor,
     key: Tensor,
