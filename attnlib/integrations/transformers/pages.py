@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from attnlib.cache.storage import PagedKVCache
+from attnlib.integrations.transformers.growing_cache import capacity_of
 
 __all__ = ["token_pages", "token_table"]
 
@@ -21,6 +22,8 @@ def token_pages(key: torch.Tensor, value: torch.Tensor) -> tuple[PagedKVCache, i
     Keys and values are copied if block ids cannot express their strides: rows that are not a whole
     number of tokens apart, a head that is not contiguous, keys and values that disagree.
 
+    Views of a growing buffer (`growing_cache`) become a cache over all of it.
+
     Args:
         key: `[B, Hkv, S, D]`, any strides.
         value: `[B, Hkv, S, Dv]`, any strides.
@@ -28,11 +31,18 @@ def token_pages(key: torch.Tensor, value: torch.Tensor) -> tuple[PagedKVCache, i
     Returns:
         (the cache, the distance between two rows in block ids).
     """
+    capacity = capacity_of(key, value)
+    if capacity is not None:
+        # All of the buffers, so that the views of later tokens have the same shape.
+        rows = capacity if key.shape[0] == 1 else key.stride(0) // key.stride(2)
+        pages = (_as_pages(x, rows, capacity) for x in (key, value))
+        return PagedKVCache(*pages), rows
     ratio = _row_distance(key)
     if ratio is None or _row_distance(value) != ratio:
         key, value = key.contiguous(), value.contiguous()
         ratio = _row_distance(key) or 1
-    return PagedKVCache(_as_pages(key, ratio), _as_pages(value, ratio)), ratio
+    tokens = key.shape[2]
+    return PagedKVCache(_as_pages(key, ratio, tokens), _as_pages(value, ratio, tokens)), ratio
 
 
 def token_table(keys: np.ndarray, ratio: int) -> np.ndarray:
@@ -68,8 +78,8 @@ def _row_distance(tensor: torch.Tensor) -> int | None:
     return row // token if row > 0 and row % token == 0 else None
 
 
-def _as_pages(tensor: torch.Tensor, ratio: int) -> torch.Tensor:
-    batch, heads, tokens, head_size = tensor.shape
+def _as_pages(tensor: torch.Tensor, ratio: int, tokens: int) -> torch.Tensor:
+    batch, heads, _, head_size = tensor.shape
     row, head, token, element = tensor.stride()
     block = row if tokens == 1 else token  # a dimension of size 1 may have any stride
     blocks = (batch - 1) * ratio + tokens

@@ -24,6 +24,7 @@ from attnlib.integrations.transformers.batch_plan import BatchPlan, pack, run_la
 from attnlib.integrations.transformers.decode import attend_decode
 from attnlib.integrations.transformers.decode_on_device import attend_decode_on_device
 from attnlib.integrations.transformers.dense import attend_dense
+from attnlib.integrations.transformers.growing_cache import adopt
 from attnlib.integrations.transformers.layers import Call, builder_for, layer_for
 from attnlib.integrations.transformers.masks import read_mask
 from attnlib.integrations.transformers.packing import segment_lengths, with_callers_segments
@@ -76,6 +77,8 @@ def attend_plain(
     step.check(call.query, call.key)
     if bias is not None and is_zero(bias):
         bias = None
+    if step.q_length == 1:
+        adopt(call.key, call.value)
     if bias is None and kwargs.get("cu_seq_lens_q") is None:
         out = attend_decode(call, step)
         if out is not None:

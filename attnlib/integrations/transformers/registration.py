@@ -24,6 +24,7 @@ import torch
 from attnlib.errors import AttnlibError
 from attnlib.integrations.transformers.attention import attnlib_attention
 from attnlib.integrations.transformers.continuous import check_layers
+from attnlib.integrations.transformers.growing_cache import growing_update
 from attnlib.integrations.transformers.masks import attnlib_mask
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, CudaGraphSupport
@@ -59,7 +60,7 @@ def register() -> None:
     if "paged|sdpa" in AttentionInterface._global_mapping:
         AttentionInterface.register(_PAGED, attention)
     if not _replaced:
-        _patch_continuous_batching()
+        _patch()
 
 
 def unregister() -> None:
@@ -74,13 +75,17 @@ def unregister() -> None:
         setattr(owner, attribute, original)
 
 
-def _patch_continuous_batching() -> None:
+def _patch() -> None:
+    """Replace what has no public hook: checks of continuous batching, and how a cache grows."""
     for name in _MODULES:
         module = importlib.import_module(f"transformers.generation.continuous_batching.{name}")
         make = _is_requested_for_graphs if name == "initialization" else _is_requested
         _replace(module, _FLASH_CHECK, make)
         for attribute in _FAST_PATHS:
             _replace(module, attribute, _decode_path)
+    _replace(
+        importlib.import_module("transformers.cache_utils").DynamicLayer, "update", growing_update
+    )
     runner = importlib.import_module("transformers.generation.continuous_batching.model_runner")
     _replace(runner.ModelRunner, "compute_batch", _checked_step)
 

@@ -21,6 +21,7 @@ from torch import nn
 from attnlib.cache.storage import PagedKVCache
 from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY
 from attnlib.integrations.transformers.batch_plan import BatchPlan
+from attnlib.integrations.transformers.decode_batch import BoundCall, DecodeBatch
 from attnlib.integrations.transformers.layers import Call, tensor_version
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.layer import Attention
@@ -54,7 +55,7 @@ class _Arguments:
     sinks_version: int
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Repeat:
     """What the first layer of a step has found.
 
@@ -64,8 +65,8 @@ class _Repeat:
         fits: whether query, key and value have the shapes, strides and dtypes of that call.
         cache: its cache; the views of other layers have the same signature.
         key_view, value_view: shape and strides of the views of keys and values.
-        group: what layers of one plan have in common; None before a layer was repeated.
-        launch: the backend's launcher over the tensors of transformers, or None.
+        bound_call: the backend's launcher over the tensors of transformers.
+        batch: the batch, if other steps use it too.
     """
 
     layer: Attention
@@ -74,15 +75,20 @@ class _Repeat:
     cache: PagedKVCache
     key_view: tuple[tuple[int, ...], tuple[int, ...]]
     value_view: tuple[tuple[int, ...], tuple[int, ...]]
-    group: Any = None
-    launch: Callable[..., bool] | None = None
+    bound_call: BoundCall
+    batch: DecodeBatch | None
 
 
 _modules: WeakKeyDictionary[nn.Module, _Arguments] = WeakKeyDictionary()
 
 
 def remember(
-    call: Call, step: StepMask, layer: Attention, plan: BatchPlan, cache: PagedKVCache
+    call: Call,
+    step: StepMask,
+    layer: Attention,
+    plan: BatchPlan,
+    cache: PagedKVCache,
+    batch: DecodeBatch | None = None,
 ) -> None:
     """Keep what a call over pages of one token has found, for `attend_again`.
 
@@ -90,6 +96,7 @@ def remember(
         call, step: the call and its mask.
         layer, plan, cache: what served it. Nothing is kept if `cache` is a copy, if queries are
             left out, or if the mask outlives the step.
+        batch: the batch of `plan`, if other steps use it too.
     """
     key, value = cache.key_cache, cache.value_cache
     if plan.queries is not None or step.mask_function is None or call.query.shape[2] != 1:
@@ -107,6 +114,7 @@ def remember(
     step.plans["repeat", id(layer.spec)] = _Repeat(
         layer, plan.metadata, fits, cache,
         (key.shape, key.stride()), (value.shape, value.stride()),
+        BoundCall() if batch is None else batch.bound_call, batch,
     )  # fmt: skip
 
 
@@ -149,8 +157,11 @@ def attend_again(
         return None
     if not repeat.fits(query, key, value):
         return None
-    launch = repeat.launch
-    if launch is not None and repeat.group is layer.impl._group and not OBSERVERS:
+    if repeat.batch is not None and not repeat.batch.holds(step):
+        return None
+    bound = repeat.bound_call
+    launch = bound.launch
+    if launch is not None and bound.group is layer.impl._group and not OBSERVERS:
         out = query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])
         if launch(query, key, value, out, None, None, None):
             return out
@@ -159,17 +170,17 @@ def attend_again(
     )
     rows: torch.Tensor = layer(query.select(2, 0), None, None, cache, repeat.metadata)
     out = rows.unsqueeze(1)
-    if repeat.group is None:
-        _bind(repeat, query, out)
+    if bound.group is None:
+        _bind(bound, repeat.metadata, query, out)
     return out
 
 
-def _bind(repeat: _Repeat, query: torch.Tensor, out: torch.Tensor) -> None:
+def _bind(bound: BoundCall, metadata: Any, query: torch.Tensor, out: torch.Tensor) -> None:
     """Take the launcher of the call that has just run, for calls with these tensors. Layers with
     tensors of their own (sinks) have none."""
-    recent = repeat.metadata.recent_plan
+    recent = metadata.recent_plan
     if recent is None or recent.call is None or recent.per_head is not None:
         return
-    repeat.group = recent.group
+    bound.group = recent.group
     # The views of a cache begin where its keys and values do, and only addresses are read.
-    repeat.launch = recent.plan.bind_call(query, ..., ..., out, ..., None, None)
+    bound.launch = recent.plan.bind_call(query, ..., ..., out, ..., None, None)

@@ -17,6 +17,7 @@ from tests.integrations.tiny_models import (
     llama4,
     padded,
     prompts,
+    run,
     t5,
 )
 from tests.integrations.transformers.host_reads import HostReads
@@ -105,3 +106,30 @@ def test_host_reads_are_found(reads: HostReads, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(decode_on_device, "_reads_synchronize", lambda device: False)
     decode_logits(decoder("llama"), "attnlib", reads)
     assert set(reads.reads) == {"cpu", "numpy"}
+
+
+def test_interleaved_generations_have_their_own_keys() -> None:
+    """Two caches of equal shape and other padding take turns: a batch that outlives a step is
+    filled again."""
+    model = decoder("llama")
+    batches = [padded(prompts(6, 4), "left"), padded(prompts(3, 6, seed=1), "left")]
+
+    @torch.no_grad()
+    def call(model: Any) -> torch.Tensor:
+        masks = [batch["attention_mask"] for batch in batches]
+        caches = [model(**batch, use_cache=True).past_key_values for batch in batches]
+        found = []
+        for step in range(4):
+            for which in (0, 1):
+                masks[which] = torch.cat([masks[which], torch.ones(2, 1, dtype=torch.long)], 1)
+                out = model(
+                    torch.full((2, 1), 5 + step),
+                    attention_mask=masks[which],
+                    past_key_values=caches[which],
+                    use_cache=True,
+                )
+                found.append(out.logits)
+        return torch.cat(found)
+
+    expected = run(model, "eager", call)
+    torch.testing.assert_close(run(model, "attnlib", call), expected, atol=1e-4, rtol=1e-4)

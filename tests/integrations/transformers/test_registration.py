@@ -91,7 +91,7 @@ def test_a_paged_step_reaches_the_paged_model(monkeypatch: pytest.MonkeyPatch) -
     import types
 
     seen: list[dict[str, Any]] = []
-    fake = types.ModuleType("attnlib.integrations.transformers.paged_model")
+    fake = types.ModuleType("attnlib.integrations.transformers.paged_step")
 
     def attend(
         module: Any,

@@ -105,39 +105,12 @@ def gather_tile(
             that is one growing tensor.
     """
     BLOCK_N: gl.constexpr = ring.shape[1]
+    WIDTH: gl.constexpr = ring.shape[2]
     WARPS: gl.constexpr = gl.num_warps()
     # Block numbers of a later tile are prefetched, as in `tma_load.load_tile`: one lane per line.
     LINES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     ahead = later_tile * BLOCK_N + gl.arange(0, 32 * WARPS, LINES)
     prefetch_l1(table + gl.maximum(gl.minimum(ahead, seq_len - 1), 0) // BLOCK_SIZE)
-    stage = step % STAGES
-    # Wait until all consumers have released the tile that the stage held STAGES steps ago. The
-    # parity is inverted, so that the first pass over the ring does not wait.
-    mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-    first = cache.to(_BYTE_POINTER, bitcast=True) + _wide(kv_head) * _multiple(stride_h)
-    # Only the last tile has rows to leave out. The other copies take 4 instructions per row: the
-    # load of its page, two that add its offset to a common address, and the copy.
-    if (tile + 1) * BLOCK_N <= seq_len:
-        _copy_rows(
-            first, table, seq_len, tile, ring.index(stage), stride_b, stride_n, D, BLOCK_SIZE, True
-        )
-    else:
-        _copy_rows(
-            first, table, seq_len, tile, ring.index(stage), stride_b, stride_n, D, BLOCK_SIZE, False
-        )
-    arrive_after_copies(full.index(stage), increment_count=False)
-
-
-@gluon.jit
-def _copy_rows(
-    cache, table, seq_len, tile, buffer, stride_b, stride_n, D: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, ALL: gl.constexpr,
-):  # fmt: skip
-    """Issue the copies of a tile. `cache` points to the bytes of the KV head. ALL: no row is past
-    the end."""
-    BLOCK_N: gl.constexpr = buffer.shape[0]
-    WIDTH: gl.constexpr = buffer.shape[1]
-    WARPS: gl.constexpr = gl.num_warps()
     # A warp copies 128 bytes of 4 rows at a time. Other parts of a row are at constant offsets from
     # the first one, and need no address of their own.
     LANES: gl.constexpr = min(8, WIDTH // _ELEMENTS)
@@ -147,15 +120,19 @@ def _copy_rows(
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
     positions = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
     exists = positions < seq_len
-    if ALL:
-        page = gl.load(table + positions // BLOCK_SIZE)
-    else:
-        page = gl.load(table + positions // BLOCK_SIZE, mask=exists, other=0)
-    rows = cache + _wide(page) * _multiple(stride_b)
+    # The block numbers are loaded before the wait, which hides their latency.
+    page = gl.load(table + positions // BLOCK_SIZE, mask=exists, other=0)
+    stage = step % STAGES
+    # Wait until all consumers have released the tile that the stage held STAGES steps ago. The
+    # parity is inverted, so that the first pass over the ring does not wait.
+    mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+    first = cache.to(_BYTE_POINTER, bitcast=True) + _wide(kv_head) * _multiple(stride_h)
+    rows = first + _wide(page) * _multiple(stride_b)
     if BLOCK_SIZE > 1:
         rows += _wide(positions % BLOCK_SIZE) * _multiple(stride_n)
-    pointers = rows.to(gl.pointer_type(buffer.dtype), bitcast=True)[:, None] + columns
-    if ALL and D == WIDTH:
-        copy_to_shared(buffer, pointers)
-    else:
-        copy_to_shared(buffer, pointers, mask=exists[:, None] & (columns < D))
+    pointers = rows.to(gl.pointer_type(ring.dtype), bitcast=True)[:, None] + columns
+    mask = exists[:, None]
+    if D < WIDTH:
+        mask = mask & (columns < D)
+    copy_to_shared(ring.index(stage), pointers, mask=mask)
+    arrive_after_copies(full.index(stage), increment_count=False)

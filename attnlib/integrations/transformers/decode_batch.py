@@ -1,0 +1,152 @@
+"""Batches of decode steps on a GPU, made without reading the padding on the host.
+
+A host read in every step would wait for the GPU. The visible keys of each row are compacted into a
+block table on the device; sizes that the host needs are upper bounds. Over keys that grow in place
+(`growing_cache`) metadata, table and plans outlive a step: only values change.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+import torch
+
+from attnlib.integrations.transformers.layers import builder_for
+from attnlib.integrations.transformers.patterns import Pattern
+from attnlib.integrations.transformers.step_mask import StepMask, first_visible_key
+from attnlib.layer import Attention
+from attnlib.metadata.common import CommonAttentionMetadata
+
+__all__ = ["BoundCall", "DecodeBatch", "decode_batch"]
+
+_MAX_BATCHES = 64
+"""Batches of one thread."""
+
+_local = threading.local()
+
+
+@dataclass(eq=False)
+class BoundCall:
+    """The launcher of a batch over the tensors of transformers, once a layer has run.
+
+    Attributes:
+        group: what the layers of one plan have in common; None before.
+        launch: the launcher; None where the backend has none.
+    """
+
+    group: Any = None
+    launch: Callable[..., bool] | None = None
+
+
+@dataclass(eq=False)
+class DecodeBatch:
+    """One query per row over the keys that it sees.
+
+    Attributes:
+        metadata: what the metadata builder returned; it reads `table` and `lengths`.
+        table: `[B, bound + 1]` int32 block ids of the visible keys; hidden ones are written to the
+            last column, which the metadata does not have.
+        lengths: `[B]` int32 visible keys.
+        blocks: `[B, tokens]` int32 block id of each key.
+        bound_call: see `BoundCall`.
+    """
+
+    metadata: Any
+    table: torch.Tensor
+    lengths: torch.Tensor
+    blocks: torch.Tensor
+    bound_call: BoundCall = field(default_factory=BoundCall)
+    _step: ref[StepMask] | None = None
+
+    def holds(self, step: StepMask) -> bool:
+        """Whether table and lengths are those of a step."""
+        return self._step is not None and self._step() is step
+
+    def fill(self, step: StepMask, pattern: Pattern) -> None:
+        """Write table and lengths of a step. No host sync."""
+        visible, padding = step.padding(), step.attention_mask
+        assert visible is not None and padding is not None  # the caller has checked
+        blocks = self.blocks[:, : step.width]
+        if pattern.depends_on_distance:
+            first = first_visible_key(step, pattern, padding)
+            columns = self.blocks[0, : step.width]  # the first row begins at block 0
+            visible = visible & (columns >= (first if isinstance(first, int) else first[:, None]))
+        hidden = self.table.shape[1] - 1
+        rank = torch.where(visible, visible.cumsum(1) - 1, hidden)
+        self.table.scatter_(1, rank, blocks)
+        torch.sum(visible, 1, dtype=torch.int32, out=self.lengths)
+        self._step = ref(step)
+
+
+def decode_batch(
+    layer: Attention, step: StepMask, pattern: Pattern, ratio: int, capacity: int | None
+) -> DecodeBatch:
+    """The filled batch of a step.
+
+    Args:
+        layer: of the step.
+        step: its mask, with one query per row and padding.
+        pattern: of the mask.
+        ratio: distance between two rows in block ids (`token_pages`).
+        capacity: tokens of the buffers that the keys are in; None for keys of this step only.
+    """
+    device = step.attention_mask.device if step.attention_mask is not None else step.device
+    if capacity is None:
+        made = _make(layer, step, pattern, ratio, step.width, torch.device(device))
+        made.fill(step, pattern)
+        return made
+    kept: dict[Any, DecodeBatch] = _local.__dict__.setdefault("batches", {})
+    key = (
+        layer.backend, layer.spec, step.batch_size, ratio, capacity, pattern, device,
+        _stream(torch.device(device)),
+    )  # fmt: skip
+    found = kept.get(key)
+    if found is None:
+        if len(kept) >= _MAX_BATCHES:
+            kept.clear()
+        found = kept[key] = _make(layer, step, pattern, ratio, capacity, torch.device(device))
+    if not found.holds(step):
+        found.fill(step, pattern)
+    return found
+
+
+def _make(
+    layer: Attention,
+    step: StepMask,
+    pattern: Pattern,
+    ratio: int,
+    tokens: int,
+    device: torch.device,
+) -> DecodeBatch:
+    """A batch over up to `tokens` keys per row, without values."""
+    batch, left = step.batch_size, pattern.window.left
+    limits = (tokens, pattern.chunk, None if left is None else left + 1)
+    bound = min(limit for limit in limits if limit is not None)
+    with torch.inference_mode(False):  # writable in and outside of inference mode
+        rows = torch.arange(batch, dtype=torch.int32, device=device)[:, None] * ratio
+        blocks = rows + torch.arange(tokens, dtype=torch.int32, device=device)
+        table = torch.full((batch, bound + 1), -1, dtype=torch.int32, device=device)
+        lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        starts = torch.arange(batch + 1, dtype=torch.int32)
+        common = CommonAttentionMetadata(
+            query_start_loc=starts.to(device, non_blocking=True),
+            query_start_loc_cpu=starts,
+            seq_lens=lengths,
+            num_reqs=batch,
+            num_actual_tokens=batch,
+            max_query_len=1,
+            max_seq_len=bound,
+            block_table_tensor=table[:, :bound],
+            is_cross_attention=True,  # a row without tokens has more queries than keys
+        )
+        metadata = builder_for(layer.backend, layer.spec, device).build(0, common)
+    return DecodeBatch(metadata, table, lengths, blocks)
+
+
+def _stream(device: torch.device) -> int:
+    """The current stream: two streams have batches of their own."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

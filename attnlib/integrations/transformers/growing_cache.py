@@ -1,0 +1,140 @@
+"""Layers of a `DynamicCache` that append new keys and values in place.
+
+transformers concatenates: every token copies all keys and values of a layer, and their strides are
+other ones at every token. A layer whose keys attnlib has served in a decode keeps them in buffers
+with room for more tokens. It still hands out `[B, H, S, D]`, as views of the buffers. Layers of
+models with other attention implementations, and sliding windows, concatenate as before.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+
+__all__ = ["adopt", "capacity_of", "growing_update"]
+
+_LEAST_ROOM = 128
+"""Tokens that a new buffer has room for beyond those it holds, at least."""
+_ROOM = 8
+"""A new buffer has room for 1 / _ROOM of its tokens more."""
+_ATTRIBUTE = "_attnlib_capacity"
+
+_local = threading.local()
+
+
+@dataclass(frozen=True, eq=False)
+class _Buffers:
+    """Keys and values of a layer, `[B, H, capacity, D]` and `[B, H, capacity, Dv]`."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> _Buffers:
+        """Buffers that hold these keys and values and have room for `tokens` and more."""
+        capacity = tokens + max(_LEAST_ROOM, tokens // _ROOM)
+        with torch.inference_mode(False):  # writable in and outside of inference mode
+            made = [
+                torch.empty((*x.shape[:2], capacity, x.shape[3]), dtype=x.dtype, device=x.device)
+                for x in (keys, values)
+            ]
+        for buffer, given in zip(made, (keys, values), strict=True):
+            buffer[:, :, : given.shape[2]].copy_(given)
+        return cls(*made)
+
+    def hold(self, layer: Any) -> bool:
+        """Whether the layer's keys and values are the first tokens of the buffers, also after a
+        crop; not if they have been replaced (reordered, moved)."""
+        return all(
+            isinstance(own, torch.Tensor)
+            and own.dim() == 4
+            and own.data_ptr() == buffer.data_ptr()
+            and own.stride() == buffer.stride()
+            and own.shape[:2] == buffer.shape[:2]
+            and own.shape[3] == buffer.shape[3]
+            for own, buffer in ((layer.keys, self.keys), (layer.values, self.values))
+        )
+
+    def view(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first tokens of the buffers."""
+        keys, values = self.keys[:, :, :tokens], self.values[:, :, :tokens]
+        capacity = self.keys.shape[2]
+        setattr(keys, _ATTRIBUTE, capacity)
+        setattr(values, _ATTRIBUTE, capacity)
+        return keys, values
+
+
+_buffers: WeakKeyDictionary[Any, _Buffers] = WeakKeyDictionary()
+
+
+def capacity_of(key: torch.Tensor, value: torch.Tensor) -> int | None:
+    """Tokens of the buffers that two tensors of a growing layer are views of; None for others."""
+    capacity: int | None = getattr(key, _ATTRIBUTE, None)
+    return capacity if capacity == getattr(value, _ATTRIBUTE, None) else None
+
+
+def growing_update(update: Callable[..., Any]) -> Callable[..., Any]:
+    """`DynamicLayer.update` that appends in place where `adopt` has made buffers."""
+    from transformers.cache_utils import DynamicLayer
+
+    def append_or_update(
+        self: Any, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if torch.compiler.is_compiling() or type(self) is not DynamicLayer:
+            return update(self, key_states, value_states, *args, **kwargs)
+        buffers = _buffers.get(self)
+        if buffers is None or not _fits(buffers, self, key_states, value_states):
+            if buffers is not None:
+                del _buffers[self]
+            _local.updated = ref(self)
+            return update(self, key_states, value_states, *args, **kwargs)
+        begin = self.keys.shape[2]
+        end = begin + key_states.shape[2]
+        if end > buffers.keys.shape[2]:
+            buffers = _buffers[self] = _Buffers.of(self.keys, self.values, end)
+        buffers.keys[:, :, begin:end].copy_(key_states)
+        buffers.values[:, :, begin:end].copy_(value_states)
+        self.keys, self.values = buffers.view(end)
+        return self.keys, self.values
+
+    return append_or_update
+
+
+def adopt(key: torch.Tensor, value: torch.Tensor) -> None:
+    """Move the keys and values that a layer has just handed out to buffers with room for more. The
+    next tokens are appended there. Nothing happens to tensors of another origin.
+
+    Args:
+        key, value: `[B, H, S, D]` and `[B, H, S, Dv]` of an attention call.
+    """
+    last = getattr(_local, "updated", None)
+    layer = None if last is None else last()
+    if layer is None or layer.keys is not key or layer.values is not value:
+        return
+    _local.updated = None
+    if key.dim() != 4 or value.dim() != 4 or torch.is_grad_enabled():
+        return
+    buffers = _buffers[layer] = _Buffers.of(key, value, key.shape[2])
+    layer.keys, layer.values = buffers.view(key.shape[2])
+
+
+def _fits(
+    buffers: _Buffers, layer: Any, key_states: torch.Tensor, value_states: torch.Tensor
+) -> bool:
+    """Whether new states can be appended to the buffers of a layer."""
+    if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+        return False
+    if key_states.dim() != 4 or key_states.shape[2] != value_states.shape[2]:
+        return False
+    return buffers.hold(layer) and all(
+        new.dtype == buffer.dtype
+        and new.device == buffer.device
+        and new.shape[:2] == buffer.shape[:2]
+        and new.shape[3] == buffer.shape[3]
+        for new, buffer in ((key_states, buffers.keys), (value_states, buffers.values))
+    )

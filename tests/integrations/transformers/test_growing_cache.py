@@ -1,0 +1,141 @@
+"""A `DynamicCache` under attnlib appends in place, and its contents are those of transformers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from attnlib.integrations.transformers import growing_cache
+from tests.integrations.tiny_models import decoder, generated, padded, prompts, run
+from tests.integrations.transformers.test_repeated import MODELS, randomized
+
+
+@pytest.fixture(autouse=True)
+def small_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that are full after a few tokens."""
+    monkeypatch.setattr(growing_cache, "_LEAST_ROOM", 3)
+
+
+@torch.no_grad()
+def decoded(model: Any, cache: Any, tokens: list[int]) -> torch.Tensor:
+    """Logits of these tokens, one step each."""
+    found = []
+    for token in tokens:
+        out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        found.append(out.logits)
+    return torch.cat(found)
+
+
+def compared(call: Callable[[Any], torch.Tensor]) -> None:
+    """Compare attnlib with eager attention."""
+    model = randomized(MODELS["llama"]())
+    expected = run(model, "eager", call)
+    torch.testing.assert_close(run(model, "attnlib", call), expected, atol=1e-4, rtol=1e-4)
+
+
+def started(model: Any) -> Any:
+    """A cache after a prompt of 5 tokens."""
+    return model(torch.tensor(prompts(5)), use_cache=True, past_key_values=hf.DynamicCache())
+
+
+def test_tokens_are_appended_in_place() -> None:
+    """The address and the strides of a layer's keys change once per buffer, not at every token."""
+    model = randomized(MODELS["llama"]())
+    model.set_attn_implementation("attnlib")
+    with torch.no_grad():
+        cache = started(model).past_key_values
+    places = []
+    for token in range(4, 14):
+        decoded(model, cache, [token])
+        layer = cache.layers[0]
+        assert layer.keys.shape[2] == layer.get_seq_length() == token + 2
+        places.append((layer.keys.data_ptr(), layer.keys.stride(1)))
+    assert len(set(places)) <= 4
+
+
+@pytest.mark.parametrize("lengths", [(6,), (9, 4)], ids=["one", "padded"])
+def test_generate(lengths: tuple[int, ...]) -> None:
+    """More tokens than a buffer has room for, also with beams, whose caches are reordered."""
+    model = decoder("llama")
+    batch = padded(prompts(*lengths), "left")
+    for options in ({}, {"num_beams": 3}):
+        expected = generated(model, "eager", batch, 12, **options)
+        assert torch.equal(generated(model, "attnlib", batch, 12, **options), expected)
+
+
+def test_crop() -> None:
+    """Rejected tokens are overwritten, as in assisted decoding."""
+
+    def call(model: Any) -> torch.Tensor:
+        cache = started(model).past_key_values
+        first = decoded(model, cache, [7, 8, 9])
+        cache.crop(-2)
+        return torch.cat([first, decoded(model, cache, [3, 4, 5, 6])])
+
+    compared(call)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))],
+    ids=["deepcopy", "pickle"],
+)
+def test_copies_are_independent(copied: Callable[[Any], Any]) -> None:
+    """Two continuations of one prefix do not write to the same memory."""
+
+    def call(model: Any) -> torch.Tensor:
+        cache = started(model).past_key_values
+        decoded(model, cache, [7, 8])
+        other = copied(cache)
+        found = []
+        for one, two in ((9, 10), (11, 12), (13, 14)):
+            found += [decoded(model, cache, [one]), decoded(model, other, [two])]
+        return torch.cat(found)
+
+    compared(call)
+
+
+def test_shallow_copies_are_independent() -> None:
+    """A layer that shares its tensors with another one by a shallow copy."""
+
+    def call(model: Any) -> torch.Tensor:
+        cache = started(model).past_key_values
+        decoded(model, cache, [7, 8])
+        other = copy.copy(cache)
+        other.layers = [copy.copy(layer) for layer in cache.layers]
+        found = []
+        for one, two in ((9, 10), (11, 12), (13, 14)):
+            found += [decoded(model, cache, [one]), decoded(model, other, [two])]
+        return torch.cat(found)
+
+    compared(call)
+
+
+def test_between_inference_mode_and_no_grad() -> None:
+    """Buffers made in inference mode take tokens outside of it."""
+
+    def call(model: Any) -> torch.Tensor:
+        with torch.inference_mode():
+            cache = started(model).past_key_values
+            first = decoded(model, cache, [7, 8]).clone()
+        return torch.cat([first, decoded(model, cache, [9, 10])])
+
+    compared(call)
+
+
+def test_other_implementations_concatenate() -> None:
+    """Only layers that attnlib serves have buffers."""
+    model = decoder("llama")
+    model.set_attn_implementation("sdpa")
+    before = len(growing_cache._buffers)
+    with torch.no_grad():
+        cache = started(model).past_key_values
+    decoded(model, cache, [7, 8])
+    assert len(growing_cache._buffers) == before
+    assert cache.layers[0].keys.is_contiguous()
