@@ -29,11 +29,12 @@ from attnlib.ops.triton.hopper.common_reasons import CallFeatures
 from attnlib.ops.triton.hopper.sizes import INVARIANT_KERNELS, decode_rows
 from attnlib.ops.triton.hopper.support import invariant_unsupported_reasons
 from attnlib.ops.triton.kernels.invariant import invariant_combine_kernel, invariant_kernel
-from attnlib.ops.triton.launch.attention import Partials, PlainAttention
+from attnlib.ops.triton.launch.attention import PlainAttention
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.constants import attention_constants
+from attnlib.ops.triton.launch.partials import Partials
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
 
 __all__ = [

@@ -30,14 +30,14 @@ from attnlib.ops.triton.heuristics.splits import (
     paged_decode_workspace_bytes,
     visible_bound,
 )
-from attnlib.ops.triton.heuristics.tiles import next_power_of_2
 from attnlib.ops.triton.hopper.sizes import hopper_reads
-from attnlib.ops.triton.kernels.decode import combine_kernel, decode_kernel
-from attnlib.ops.triton.launch.attention import Partials, PlainAttention
+from attnlib.ops.triton.kernels.decode import decode_kernel
+from attnlib.ops.triton.launch.attention import PlainAttention
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.constants import page_strides
+from attnlib.ops.triton.launch.partials import Partials
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
 from attnlib.ops.triton.page_attention import element_constants
 
@@ -49,7 +49,6 @@ __all__ = [
     "prepare_plain_decode",
 ]
 
-_COMBINE_STEP = 16
 _MAX_REQUESTS = 65534
 """Limit of a grid's third dimension, less the programs for rows past the last request."""
 
@@ -244,12 +243,13 @@ def prepare_plain_decode(call: AttentionCall, schedule: DecodeSchedule) -> Plain
     shape, num_splits = call.shape, schedule.num_splits
     work = None if shape.page_format is not None else schedule.keys_per_sm
     tiling = decode_tiling(shape, call.limits, schedule.max_query_len, work)
-    partials = Partials(
+    overlap = programmatic_launch(call.limits)
+    partials = Partials.of_splits(
         num_splits,
-        _combine_launch(call) if num_splits > 1 else None,
-        paged_decode_workspace_bytes(
-            call.num_tokens, shape.num_heads, shape.head_size_v, num_splits
-        ),
+        *(call.num_tokens, shape.num_heads, shape.head_size_v),
+        has_sink=call.params.sinks is not None,
+        has_lse=call.lse is not None,
+        overlap=overlap,
     )
     splits = {
         "SPLIT": num_splits > 1,
@@ -261,7 +261,7 @@ def prepare_plain_decode(call: AttentionCall, schedule: DecodeSchedule) -> Plain
         "ONE_LOOP": True,
         **element_constants(call, tiling.tile),
         **tiling.packing,
-        **programmatic_launch(call.limits),
+        **overlap,
         **splits,
         **tiling.tile.constants,
     }
@@ -275,19 +275,3 @@ def prepare_plain_decode(call: AttentionCall, schedule: DecodeSchedule) -> Plain
     )
     kept: PlainAttention = LAUNCHES.keep(key, prepared)
     return kept
-
-
-def _combine_launch(call: AttentionCall) -> BoundLaunch:
-    """The launch of the kernel that combines splits."""
-    shape = call.shape
-    constants = {
-        "HAS_SINK": call.params.sinks is not None,
-        "HAS_LSE": call.lse is not None,
-        "DV": shape.head_size_v,
-        "DV_PAD": next_power_of_2(shape.head_size_v),
-        "STEP": _COMBINE_STEP,
-        "num_warps": 4,
-        "enable_fp_fusion": True,
-        **programmatic_launch(call.limits),
-    }
-    return BoundLaunch(combine_kernel, (call.num_tokens, shape.num_heads, 1), constants)

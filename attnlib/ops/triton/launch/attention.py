@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -11,6 +11,7 @@ from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.constants import attention_numbers, reads_bytes
+from attnlib.ops.triton.launch.partials import Partials
 from attnlib.ops.triton.launch.score import batch_score_values, score_arguments, tensor_sizes
 from attnlib.ops.triton.launch.sequence import (
     K_SCALE,
@@ -28,24 +29,10 @@ from attnlib.ops.triton.launch.sequence import (
     score_sources,
 )
 
-__all__ = ["Partials", "PlainAttention"]
+__all__ = ["PlainAttention"]
 
 _NUM_BATCH_VALUES = 6
 """Values of a batch that the plain kernels take, besides those of its score function."""
-
-
-class Partials(NamedTuple):
-    """How a kernel divides the keys of a request over programs, and what combines their results.
-
-    Attributes:
-        num_splits: programs that may share the keys of one request.
-        combine: the kernel that combines them; None where nothing is split.
-        workspace_bytes: bytes of partial results; 0 where nothing is split.
-    """
-
-    num_splits: int
-    combine: BoundLaunch | None
-    workspace_bytes: int
 
 
 class PlainAttention:
