@@ -22,7 +22,6 @@ from attnlib.ops.triton.heuristics.device import (
     device_guard,
     limits_of,
 )
-from attnlib.ops.triton.heuristics.packed_tiles import packed_tile
 from attnlib.ops.triton.kernels.packed import (
     packed_prefill_kernel,
     packed_write_kernel,
@@ -30,20 +29,15 @@ from attnlib.ops.triton.kernels.packed import (
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.config import with_config
-from attnlib.ops.triton.launch.packed import (
-    MAX_REQUESTS,
-    joined_addresses,
-    packed_constants,
-    readable_caches,
-    scale_arguments,
-    whole_vectors,
-)
-from attnlib.ops.triton.launch.scales import scale_kind, scale_signature
+from attnlib.ops.triton.launch.packed import PackedCall, joined_addresses, whole_vectors
+from attnlib.ops.triton.launch.scales import scale_kind
 from attnlib.ops.triton.packed_decode import packed_decode
 
 __all__ = ["packed_decode", "packed_prefill", "packed_write"]
 
 _ELEMENTS_PER_PROGRAM = 1024
+_MAX_ROWS = 128
+"""Query tokens of the largest tile."""
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -82,62 +76,65 @@ def packed_prefill(
     check_packed_cache(query, key_cache, value_cache, block_table, seq_lens, query_start_loc)
     if query.numel() == 0:
         return
-    limits = limits_of(query)
-    num_tokens, num_heads, head_size = query.shape
-    num_kv_heads, num_reqs = value_cache.shape[1], seq_lens.shape[0]
-    group = num_heads // num_kv_heads
-    rows = group * min(max(1, max_query_len), 128)
-    tile = packed_tile(
-        head_size, query.element_size(), key_cache.element_size(), rows, limits.shared_memory
-    )
-    tile_heads = min(group, tile.block_m)
-    tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(group, tile_heads)
-    token_tiles = triton.cdiv(max(1, max_query_len), tile_tokens)
-    tensors = (query, key, value, key_cache, value_cache, out, block_table, seq_lens)
-    signature = (
-        "packed prefill", *(tensor_signature(tensor) for tensor in tensors), query_start_loc.dtype,
-        token_tiles, tile, params.window[0] >= 0, params.alibi_slopes is None,
-        scale_signature(params.k_scale), scale_signature(params.v_scale),
-    )  # fmt: skip
-    found: tuple[DeviceLimits, BoundLaunch] | None = LAUNCHES.get(signature)
-    if found is None or found[0] is not limits:
-        for name, tensor in (("key", key), ("value", value)):
-            if tensor.stride(-1) != 1 or tensor.shape[1:] != (num_kv_heads, head_size):
-                raise ContractError(
-                    f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; it "
-                    f"must be [T, {num_kv_heads}, {head_size}] with last stride 1"
-                )
-        if num_reqs > MAX_REQUESTS:
-            raise ContractError(
-                f"a batch of {num_reqs} requests exceeds the limit of {MAX_REQUESTS}; split it "
-                "into several calls"
-            )
-        constants = packed_constants(query, key_cache, value_cache, out, params, limits) | {
-            "TILE_HEADS": tile_heads,
-            "TILE_TOKENS": tile_tokens,
-            "HEAD_BLOCKS": head_blocks,
-            "NUM_KV_HEADS": num_kv_heads,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "HAS_LEFT": params.window[0] >= 0,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-        }
-        grid = (token_tiles * num_kv_heads * head_blocks, 1, num_reqs + 1)
-        found = LAUNCHES.keep(
-            signature, (limits, BoundLaunch(packed_prefill_kernel, grid, with_config(constants)))
-        )
-    keys, values = readable_caches(key_cache, value_cache, limits)
+    tensors = (query, key_cache, value_cache, out, block_table, seq_lens)
+    call = PackedCall(*tensors, params, limits_of(query))
+    launch = _prepare_prefill(call, key, value, query_start_loc.dtype, max_query_len)
+    keys, values = call.caches()
     arguments = (
-        query, key, value, keys, values, out, query_start_loc, seq_lens, block_table,
-        params.alibi_slopes, *scale_arguments(params), float(params.scale),
-        int(params.window[0]), num_tokens, *query.stride()[:2], *key.stride()[:2],
-        *value.stride()[:2], *keys.stride()[:2], *values.stride()[:2], *out.stride()[:2],
-        block_table.stride(0),
-    )  # fmt: skip
+        *(query, key, value, keys, values, out, query_start_loc, seq_lens, block_table),
+        *(params.alibi_slopes, *call.scales(), float(params.scale), int(params.window[0])),
+        query.shape[0],
+        *(stride for rows in (query, key, value) for stride in rows.stride()[:2]),
+        *(*keys.stride()[:2], *values.stride()[:2], *out.stride()[:2], block_table.stride(0)),
+    )
     with device_guard(query):
         addresses = joined_addresses(query, key, value, keys, values, out)
-        found[1].run(arguments, addresses, query.get_device())
+        launch.run(arguments, addresses, query.get_device())
+
+
+def _prepare_prefill(
+    call: PackedCall, key: Tensor, value: Tensor, index_dtype: torch.dtype, max_query_len: int
+) -> BoundLaunch:
+    """The launch of a prefill. Cached.
+
+    Args:
+        call: the queries and the caches.
+        key, value: the new keys and values.
+        index_dtype: of `query_start_loc`.
+        max_query_len: upper bound of the query lengths.
+
+    Raises:
+        ContractError: shapes or strides that the kernel cannot address.
+    """
+    tile = call.tile(call.group * min(max(1, max_query_len), _MAX_ROWS))
+    tile_heads = min(call.group, tile.block_m)
+    tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(call.group, tile_heads)
+    token_tiles = triton.cdiv(max(1, max_query_len), tile_tokens)
+    new = (tensor_signature(key), tensor_signature(value), index_dtype, token_tiles, tile)
+    name = ("packed prefill", call.signature, *new)
+    found: tuple[DeviceLimits, BoundLaunch] | None = LAUNCHES.get(name)
+    if found is not None and found[0] is call.limits:
+        return found[1]
+    form = (call.num_kv_heads, call.query.shape[2])
+    for label, tensor in (("key", key), ("value", value)):
+        if tensor.stride(-1) != 1 or tensor.shape[1:] != form:
+            raise ContractError(
+                f"{label} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; it must "
+                f"be [T, {form[0]}, {form[1]}] with last stride 1"
+            )
+    call.check_requests()
+    constants = {
+        **call.constants(),
+        "TILE_HEADS": tile_heads,
+        "TILE_TOKENS": tile_tokens,
+        "HEAD_BLOCKS": head_blocks,
+        "NUM_KV_HEADS": call.num_kv_heads,
+        "HAS_LEFT": call.params.window[0] >= 0,
+        **tile.constants,
+    }
+    grid = (token_tiles * call.num_kv_heads * head_blocks, 1, call.seq_lens.shape[0] + 1)
+    launch = BoundLaunch(packed_prefill_kernel, grid, with_config(constants))
+    return LAUNCHES.keep(name, (call.limits, launch))[1]  # type: ignore[no-any-return]
 
 
 def packed_write(

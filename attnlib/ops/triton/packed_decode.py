@@ -12,11 +12,9 @@ import torch
 import triton
 from torch import Tensor
 
-from attnlib.errors import ContractError
 from attnlib.ops.block_sparse import BlockSparsePattern
 from attnlib.ops.packed_cache import check_packed_cache
 from attnlib.ops.params import AttentionParams
-from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton import hopper
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
@@ -26,30 +24,22 @@ from attnlib.ops.triton.heuristics.device import (
     limits_of,
     programmatic_launch,
 )
-from attnlib.ops.triton.heuristics.packed_tiles import packed_shared_bytes, packed_tile
+from attnlib.ops.triton.heuristics.packed_tiles import packed_shared_bytes
 from attnlib.ops.triton.heuristics.splits import (
     MAX_CTAS_PER_SM,
     MAX_SPLITS,
     MIN_TILES_PER_SPLIT,
     choose_num_splits,
-    paged_decode_workspace_bytes,
 )
 from attnlib.ops.triton.heuristics.tile_table import relevant_work_class
-from attnlib.ops.triton.heuristics.tiles import next_power_of_2
-from attnlib.ops.triton.kernels.decode import combine_kernel
+from attnlib.ops.triton.heuristics.tiles import Tile, next_power_of_2
 from attnlib.ops.triton.kernels.packed import clear_counters_kernel, packed_decode_kernel
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.config import with_config
-from attnlib.ops.triton.launch.packed import (
-    MAX_REQUESTS,
-    joined_addresses,
-    packed_constants,
-    readable_caches,
-    scale_arguments,
-)
+from attnlib.ops.triton.launch.packed import PackedCall, joined_addresses
+from attnlib.ops.triton.launch.partials import Partials
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
-from attnlib.ops.triton.launch.scales import scale_signature
 
 __all__ = ["cleared_counters", "packed_decode"]
 
@@ -90,111 +80,123 @@ def packed_decode(
     check_packed_cache(query, key_cache, value_cache, block_table, seq_lens)
     if query.numel() == 0:
         return
-    limits = limits_of(query)
     tensors = (query, key_cache, value_cache, out, block_table, seq_lens)
-    if limits.capability[0] == 9 and pattern is None and kernels != "portable":
-        hopper_decode = _hopper_decode(*tensors, params, limits, max_seq_len)
+    call = PackedCall(*tensors, params, limits_of(query))
+    if call.limits.capability[0] == 9 and pattern is None and kernels != "portable":
+        hopper_decode = _hopper_decode(call, max_seq_len)
         if hopper_decode is not None and not joined_addresses(*tensors[:4]) & ALIGNMENT:
             batch = BatchTensors(seq_lens, seq_lens, block_table, max_query_len=1)
             if len(hopper_decode.kernels) == 1:  # it combines splits itself
-                batch = batch._replace(counters=cleared_counters(query, limits))
-            call = AttentionCall(*tensors[:4], None, batch, params, limits, ())
-            run_attention(hopper_decode, call)
+                batch = batch._replace(counters=cleared_counters(query, call.limits))
+            like = AttentionCall(*tensors[:4], None, batch, params, call.limits, ())
+            run_attention(hopper_decode, like)
             return
-    num_reqs, num_heads, head_size = query.shape
-    num_kv_heads = value_cache.shape[1]
-    tile = packed_tile(
-        head_size, query.element_size(), key_cache.element_size(), num_heads // num_kv_heads,
-        limits.shared_memory,
-    )  # fmt: skip
-    tile_heads = min(num_heads // num_kv_heads, tile.block_m)
-    ctas = num_kv_heads * triton.cdiv(num_heads // num_kv_heads, tile_heads)
-    need = packed_shared_bytes(
-        replace(tile, num_stages=max(1, tile.num_stages - 1)), head_size, query.element_size(),
-        key_cache.element_size(),
-    )  # fmt: skip
-    most = MAX_CTAS_PER_SM * max(1, 4 // tile.num_warps)
-    resident = max(1, min(most, limits.shared_memory_per_sm // need)) * limits.num_sms
-    num_splits = choose_num_splits(num_reqs, ctas, max_seq_len, tile.block_n, resident)
-    key = (
-        "packed decode", *(tensor_signature(tensor) for tensor in tensors), num_splits, pattern,
-        params.alibi_slopes is None, scale_signature(params.k_scale),
-        scale_signature(params.v_scale),
-    )  # fmt: skip
-    found: tuple[DeviceLimits, BoundLaunch, BoundLaunch | None] | None = LAUNCHES.get(key)
-    if found is None or found[0] is not limits:
-        if num_reqs > MAX_REQUESTS:
-            raise ContractError(
-                f"a decode batch of {num_reqs} requests exceeds the limit of {MAX_REQUESTS}; "
-                "split it into several calls"
-            )
-        constants = packed_constants(query, key_cache, value_cache, out, params, limits) | {
-            **programmatic_launch(limits),
-            "SPLIT": num_splits > 1,
-            "MIN_TILES": MIN_TILES_PER_SPLIT,
-            "MAX_SPLITS": MAX_SPLITS,
-            "TILE_HEADS": tile_heads,
-            "TILE_TOKENS": 1,
-            "HEAD_BLOCKS": ctas // num_kv_heads,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "SPARSE": pattern is not None,
-            "STRIPES_PER_QUERY_HEAD": pattern is None or pattern.head_sliding_step >= 0,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-        }
-        attend = BoundLaunch(
-            packed_decode_kernel, (ctas, num_splits, num_reqs), with_config(constants)
-        )
-        combine = _combine_launch(query, limits) if num_splits > 1 else None
-        found = LAUNCHES.keep(key, (limits, attend, combine))
-    _, attend, combine = found
-    space = paged_decode_workspace_bytes(num_reqs, num_heads, head_size, num_splits)
-    partials = None
-    if space:
-        partials = torch.empty(space // 4, dtype=torch.float32, device=query.device)
-    keys, values = readable_caches(key_cache, value_cache, limits)
-    arguments = (
-        query, keys, values, out, partials, seq_lens, block_table, params.alibi_slopes,
-        *scale_arguments(params), float(params.scale), num_reqs, num_heads, *query.stride()[:2],
-        *keys.stride()[:2], *values.stride()[:2], *out.stride()[:2], block_table.stride(0),
-        num_splits, ctas / resident, *_pattern_numbers(pattern),
-    )  # fmt: skip
     with device_guard(query):
-        attend.run(
-            arguments, joined_addresses(query, keys, values, out, partials), query.get_device()
+        _prepare_portable(call, max_seq_len, pattern).run(call, pattern)
+
+
+class _PortableDecode:
+    """The launches of the portable kernel for one call signature.
+
+    Args:
+        limits: the chip.
+        attend: the attention kernel.
+        partials: how requests are split.
+        waves: programs of a request and split, in programs that the chip runs at a time.
+    """
+
+    def __init__(
+        self, limits: DeviceLimits, attend: BoundLaunch, partials: Partials, waves: float
+    ) -> None:
+        self.limits = limits
+        self._attend = attend
+        self._partials = partials
+        self._waves = waves
+
+    def run(self, call: PackedCall, pattern: BlockSparsePattern | None) -> None:
+        """Launch on the current stream of the current device."""
+        query, out, params = call.query, call.out, call.params
+        space = self._partials.allocate(query)
+        keys, values = call.caches()
+        arguments = (
+            *(query, keys, values, out, space, call.seq_lens, call.block_table),
+            *(params.alibi_slopes, *call.scales(), float(params.scale)),
+            *(*query.shape[:2], *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2]),
+            *(*out.stride()[:2], call.block_table.stride(0)),
+            *(self._partials.num_splits, self._waves, *_pattern_numbers(pattern)),
         )
-        if combine is not None and partials is not None:
-            combine.run(
-                (partials, None, out, None, num_splits, num_reqs, num_heads, *out.stride()[:2], 0),
-                joined_addresses(partials, out),
-                query.get_device(),
-            )
+        addresses = joined_addresses(query, keys, values, out, space)
+        self._attend.run(arguments, addresses, query.get_device())
+        self._partials.run(space, None, out, None)
 
 
-def _hopper_decode(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, block_table: Tensor, seq_lens: Tensor,
-    params: AttentionParams, limits: DeviceLimits, max_seq_len: int,
-) -> PreparedAttention | None:  # fmt: skip
+def _prepare_portable(
+    call: PackedCall, max_seq_len: int, pattern: BlockSparsePattern | None
+) -> _PortableDecode:
+    """The portable launches of a call. Cached.
+
+    Raises:
+        ContractError: too many requests for one grid.
+    """
+    num_reqs, num_heads, head_size = call.query.shape
+    tile = call.tile(call.group)
+    tile_heads = min(call.group, tile.block_m)
+    head_blocks = triton.cdiv(call.group, tile_heads)
+    ctas, resident = call.num_kv_heads * head_blocks, _resident(call, tile)
+    num_splits = choose_num_splits(num_reqs, ctas, max_seq_len, tile.block_n, resident)
+    key = ("packed decode", call.signature, num_splits, pattern)
+    found: _PortableDecode | None = LAUNCHES.get(key)
+    if found is not None and found.limits is call.limits:
+        return found
+    call.check_requests()
+    overlap = programmatic_launch(call.limits)
+    constants = {
+        **call.constants(),
+        **overlap,
+        "SPLIT": num_splits > 1,
+        "MIN_TILES": MIN_TILES_PER_SPLIT,
+        "MAX_SPLITS": MAX_SPLITS,
+        "TILE_HEADS": tile_heads,
+        "TILE_TOKENS": 1,
+        "HEAD_BLOCKS": head_blocks,
+        "SPARSE": pattern is not None,
+        "STRIPES_PER_QUERY_HEAD": pattern is None or pattern.head_sliding_step >= 0,
+        **tile.constants,
+    }
+    grid = (ctas, num_splits, num_reqs)
+    attend = BoundLaunch(packed_decode_kernel, grid, with_config(constants))
+    partials = Partials.of_splits(num_splits, num_reqs, num_heads, head_size, overlap=overlap)
+    prepared = _PortableDecode(call.limits, attend, partials, ctas / resident)
+    kept: _PortableDecode = LAUNCHES.keep(key, prepared)
+    return kept
+
+
+def _resident(call: PackedCall, tile: Tile) -> int:
+    """Programs that the chip runs at a time."""
+    sizes = (call.query.shape[2], call.query.element_size(), call.key.element_size())
+    need = packed_shared_bytes(replace(tile, num_stages=max(1, tile.num_stages - 1)), *sizes)
+    most = MAX_CTAS_PER_SM * max(1, 4 // tile.num_warps)
+    limits = call.limits
+    return max(1, min(most, limits.shared_memory_per_sm // need)) * limits.num_sms
+
+
+def _hopper_decode(call: PackedCall, max_seq_len: int) -> PreparedAttention | None:
     """The Hopper decode for calls of this signature; None where the portable kernel serves them."""
-    tensors = (query, key, value, out, block_table, seq_lens)
+    limits, seq_lens = call.limits, call.seq_lens
     work = relevant_work_class(
-        "hopper_decode", seq_lens.shape[0], value.shape[1], max_seq_len, limits.num_sms,
-        limits.tuned,
-    )  # fmt: skip
-    signature = (
-        "packed hopper decode", *(tensor_signature(tensor) for tensor in tensors), work,
-        float(params.scale), params.alibi_slopes is None, scale_signature(params.k_scale),
-        scale_signature(params.v_scale),
-    )  # fmt: skip
-    found: tuple[DeviceLimits, PreparedAttention | None] | None = LAUNCHES.get(signature)
+        "hopper_decode",
+        *(seq_lens.shape[0], call.num_kv_heads, max_seq_len, limits.num_sms, limits.tuned),
+    )
+    key = ("packed hopper decode", call.signature, work, float(call.params.scale))
+    found: tuple[DeviceLimits, PreparedAttention | None] | None = LAUNCHES.get(key)
     if found is None or found[0] is not limits:
         prepared = None
         if (dispatch := hopper.load()) is not None:
-            batch = BatchTensors(seq_lens, seq_lens, block_table, max_query_len=1)
-            call = AttentionCall(query, key, value, out, None, batch, params, limits, signature)
-            prepared = dispatch.select_packed_decode(call, work)
-        found = LAUNCHES.keep(signature, (limits, prepared))
+            batch = BatchTensors(seq_lens, seq_lens, call.block_table, max_query_len=1)
+            tensors = (call.query, call.key, call.value, call.out)
+            like = AttentionCall(*tensors, None, batch, call.params, limits, key)
+            prepared = dispatch.select_packed_decode(like, work)
+        found = LAUNCHES.keep(key, (limits, prepared))
     return found[1]
 
 
@@ -216,21 +218,6 @@ def cleared_counters(query: Tensor, limits: DeviceLimits) -> Tensor:
     with device_guard(query):
         launch.run((counters, number), counters.data_ptr(), index)
     return counters
-
-
-def _combine_launch(query: Tensor, limits: DeviceLimits) -> BoundLaunch:
-    """The launch of the kernel that combines splits."""
-    constants = {
-        "HAS_SINK": False,
-        "HAS_LSE": False,
-        "DV": query.shape[2],
-        "DV_PAD": next_power_of_2(query.shape[2]),
-        "STEP": 16,
-        "num_warps": 4,
-        "enable_fp_fusion": True,
-        **programmatic_launch(limits),
-    }
-    return BoundLaunch(combine_kernel, (query.shape[0], query.shape[1], 1), constants)
 
 
 def _pattern_numbers(pattern: BlockSparsePattern | None) -> tuple[int, int, int, int, int]:
