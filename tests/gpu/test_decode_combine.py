@@ -118,7 +118,7 @@ def _counters() -> torch.Tensor:
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_splits_are_combined_as_by_a_second_kernel(lengths: str, kind: str) -> None:
-    from attnlib.ops.triton.hopper.decode_plan import HopperDecode
+    from attnlib.ops.triton.hopper.decode_launches import HopperDecode
     from attnlib.ops.triton.launch.cache import LAUNCHES
 
     step, counters = Step(LENGTHS[lengths], **KINDS[kind]), _counters()

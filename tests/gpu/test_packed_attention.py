@@ -11,7 +11,7 @@ from attnlib.ops.block_sparse import BlockSparsePattern
 from attnlib.ops.paged_attention import PagedAttention
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.packed_attention import packed_decode, packed_prefill
-from attnlib.ops.triton.hopper.decode_plan import HopperDecode
+from attnlib.ops.triton.hopper.decode_launches import HopperDecode
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from tests.gpu.devices import needs_gpu
 from tests.ops.triton.test_packed_attention import Case

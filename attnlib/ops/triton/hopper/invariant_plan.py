@@ -13,12 +13,15 @@ import triton
 from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile, padded_width
 from attnlib.ops.triton.heuristics.invariant_tiles import segment_keys
 from attnlib.ops.triton.heuristics.tiles import next_power_of_2
-from attnlib.ops.triton.hopper.decode_plan import HopperDecode, unbounded, workers_per_head
+from attnlib.ops.triton.hopper.decode_grid import decode_columns, workers_per_head
+from attnlib.ops.triton.hopper.decode_launches import HopperDecode, call_numbers
+from attnlib.ops.triton.hopper.decode_plan import decode_config
 from attnlib.ops.triton.hopper.descriptors import CacheView
 from attnlib.ops.triton.hopper.kernels.decode_call import DecodeConfig
 from attnlib.ops.triton.hopper.kernels.invariant_decode import invariant_decode_kernel
@@ -35,6 +38,9 @@ __all__ = [
 _THREE_CONSUMERS = triton.__version__.startswith("3.6.")
 """Whether prefills with narrow heads have three consumer warpgroups. Triton 3.9 compiles them with
 spills in the loops over keys."""
+
+_PDL = {"enable_fp_fusion": True, "launch_pdl": True}
+"""Options of all kernels: a kernel may start before the previous one has ended."""
 
 _FEW_KEYS = 256
 """Visible keys up to which a layer has tiles of 64 keys."""
@@ -131,43 +137,80 @@ def prepare_hopper_invariant_prefill(
 
 
 def prepare_hopper_invariant_decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    batch: BatchTensors,
-    params: AttentionParams,
-    limits: DeviceLimits,
-    max_query_len: int,
-    num_segments: int,
-    max_ctas: int | None = None,
+    call: AttentionCall, max_query_len: int, num_segments: int, max_ctas: int | None = None
 ) -> HopperDecode:
     """The launches of decodes like this one.
 
     Args:
+        call: over 16-bit pages.
         max_query_len: upper bound of the query lengths, at least 1.
         num_segments: upper bound of the segments of a request.
         max_ctas: CTAs that may run at a time; None means one per SM.
     """
-    num_tokens, num_heads, head_size = query.shape
-    num_blocks, block_size, num_kv_heads, head_size_v = value.shape
-    table = batch.block_table
-    assert table is not None and not isinstance(params.k_scale, Tensor)
-    group, (left, right) = num_heads // num_kv_heads, params.window
-    width, width_v = padded_width(head_size), padded_width(head_size_v)
-    rows = group * max_query_len
-    columns = max(8, 1 << (rows - 1).bit_length())
-    workers = _workers(num_kv_heads, max_ctas or limits.num_sms)
-    num_reqs = batch.seq_lens.shape[0]
+    params, limits = call.params, call.limits
+    assert call.is_paged and not isinstance(params.k_scale, Tensor)
+    num_blocks, _, num_kv_heads, head_size_v = call.value.shape
+    config = _config(call, max_query_len)
+    rows, workers = config.GROUP * max_query_len, _workers(num_kv_heads, max_ctas or limits.num_sms)
     slots = _slots(num_segments, limits)
     partials = workers * (slots + 1) * rows
-    chunk, cap = params.attention_chunk_size, params.logits_soft_cap
-    block_n = _block_n((head_size, head_size_v), params)
-    box, widest = min(block_size, block_n), max(width, width_v)
-    # Queries that see few keys: dividing these and adding partial results would take longer.
-    whole = block_n == 64 and widest <= 128
-    config = DecodeConfig(
+    whole, options = _computes_whole_requests(config), {"num_warps": 4, **_PDL}
+    attend = BoundLaunch(
+        invariant_decode_kernel, (workers, 1, 1), {"CONFIG": config, "maxnreg": 240, **options}
+    )
+    if whole:
+        # The grid must not be empty.
+        grid = (max(1, call.num_reqs) * num_kv_heads, 1, 1)
+        attend = BoundLaunch(invariant_window_kernel, grid, {"CONFIG": config, **options})
+    box = min(config.BLOCK_SIZE, config.BLOCK_N)
+    return HopperDecode(
+        limits=limits,
+        index=call.query.get_device(),
+        views=(
+            CacheView.of(call.key, box, config.WIDTH),
+            CacheView.of(call.value, box, config.WIDTH_V),
+        ),
+        packed=False,
+        scale=params.scale * float(params.k_scale),
+        is_quantized=False,
+        score_sizes=(),
+        last_strides=(),
+        numbers=(*call_numbers(call, num_blocks, rows), slots),
+        combine_tail=(
+            call.num_reqs, rows, slots, workers, *call.out.stride()[:2], call.lse_stride,
+        ),
+        lse_offset=partials * head_size_v,
+        header_offset=partials * (head_size_v + 2),
+        workspace_bytes=hopper_invariant_bytes(
+            call.num_tokens,
+            call.query.shape[1],
+            num_kv_heads,
+            head_size_v,
+            max_query_len,
+            num_segments,
+            limits,
+        ),
+        attend=attend,
+        combine=None if whole else _split_launch(call, config, slots),
+    )  # fmt: skip
+
+
+def _computes_whole_requests(config: DecodeConfig) -> bool:
+    """Whether a CTA computes a request: its queries see so few keys that dividing these and adding
+    partial results would take longer."""
+    return config.BLOCK_N == 64 and max(config.WIDTH, config.WIDTH_V) <= 128
+
+
+def _config(call: AttentionCall, max_query_len: int) -> DecodeConfig:
+    """The constants of both kernels."""
+    _, block_size, num_kv_heads, head_size_v = call.value.shape
+    _, num_heads, head_size = call.query.shape
+    group = num_heads // num_kv_heads
+    width, width_v = padded_width(head_size), padded_width(head_size_v)
+    columns = decode_columns(group * max_query_len)
+    config = decode_config(
+        call.params,
+        call.lse is not None,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         D=head_size,
@@ -175,58 +218,28 @@ def prepare_hopper_invariant_decode(
         WIDTH=width,
         WIDTH_V=width_v,
         TILE_TOKENS=columns // group,
-        BLOCK_N=block_n,
+        BLOCK_N=_block_n((head_size, head_size_v), call.params),
         BLOCK_SIZE=block_size,
         ROWS=columns,
-        # A window of 128 keys lies in up to three tiles.
-        STAGES=3 if whole or widest <= 64 else 2,
-        CAUSAL=bool(params.causal),
-        HAS_LEFT=left >= 0,
-        HAS_RIGHT=right >= 0,
-        HAS_CHUNK=chunk > 0,
-        HAS_CAP=cap > 0,
-        HAS_SINK=params.sinks is not None,
-        HAS_LSE=lse is not None,
+        STAGES=3 if max(width, width_v) <= 64 else 2,
     )
-    options = {"enable_fp_fusion": True, "launch_pdl": True}
-    attend = {"CONFIG": config, "num_warps": 4, **options}
-    launch = BoundLaunch(invariant_decode_kernel, (workers, 1, 1), {**attend, "maxnreg": 240})
-    if whole:
-        # The grid must not be empty.
-        grid = (max(1, num_reqs) * num_kv_heads, 1, 1)
-        launch = BoundLaunch(invariant_window_kernel, grid, attend)
-    split: dict[str, Any] = {
-        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "DV": head_size_v,
-        "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None, **options,
-        **_split_tile(num_tokens * num_heads, group, head_size_v, slots),
-    }  # fmt: skip
-    stride_lt = 0 if lse is None else lse.stride(0)
-    return HopperDecode(
-        limits=limits,
-        index=query.get_device(),
-        views=(CacheView.of(key, box, width), CacheView.of(value, box, width_v)),
-        packed=False,
-        scale=params.scale * float(params.k_scale),
-        is_quantized=False,
-        score_sizes=(),
-        last_strides=(),
-        numbers=(
-            float(cap), unbounded(left), unbounded(right), unbounded(chunk),
-            num_reqs, num_tokens, num_blocks, rows, query.stride(0), query.stride(1),
-            out.stride(0), out.stride(1), stride_lt, table.stride(0), slots,
-        ),
-        combine_tail=(
-            num_reqs, rows, slots, workers, out.stride(0), out.stride(1), stride_lt
-        ),
-        lse_offset=partials * head_size_v,
-        header_offset=partials * (head_size_v + 2),
-        workspace_bytes=hopper_invariant_bytes(
-            num_tokens, num_heads, num_kv_heads, head_size_v, max_query_len, num_segments, limits
-        ),
-        attend=launch,
-        combine=None if whole else BoundLaunch(
-            invariant_split_kernel,
-            (num_tokens, num_heads // split["HEADS"], -(-head_size_v // split["COLUMNS"])),
-            split,
-        ),
-    )  # fmt: skip
+    # A window of 128 keys lies in up to three tiles.
+    return config._replace(STAGES=3) if _computes_whole_requests(config) else config
+
+
+def _split_launch(call: AttentionCall, config: DecodeConfig, slots: int) -> BoundLaunch:
+    """The launch of the kernel that adds partial results."""
+    num_heads = call.query.shape[1]
+    tile = _split_tile(call.num_tokens * num_heads, config.GROUP, config.DV, slots)
+    options: dict[str, Any] = {
+        "NUM_KV_HEADS": config.NUM_KV_HEADS,
+        "GROUP": config.GROUP,
+        "DV": config.DV,
+        "HAS_SINK": config.HAS_SINK,
+        "HAS_LSE": config.HAS_LSE,
+        **tile,
+        **_PDL,
+    }
+    blocks = -(-config.DV // tile["COLUMNS"])
+    grid = (call.num_tokens, num_heads // tile["HEADS"], blocks)
+    return BoundLaunch(invariant_split_kernel, grid, options)

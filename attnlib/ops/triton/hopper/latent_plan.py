@@ -1,7 +1,7 @@
 """Host side of the Hopper decode over latents: which calls it serves, grid and constants.
 
-Launches, workspace and argument order are those of `decode_plan.HopperDecode`, with blocks of up to
-64 query heads in the place of KV heads.
+Launches, workspace and argument order are those of `decode_launches.HopperDecode`, with blocks of
+up to 64 query heads in the place of KV heads.
 """
 
 from __future__ import annotations
@@ -13,12 +13,8 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
-from attnlib.ops.triton.hopper.decode_plan import (
-    HopperDecode,
-    hopper_decode_workspace_bytes,
-    unbounded,
-    workers_per_head,
-)
+from attnlib.ops.triton.hopper.decode_grid import hopper_decode_workspace_bytes, workers_per_head
+from attnlib.ops.triton.hopper.decode_launches import HopperDecode, unbounded
 from attnlib.ops.triton.hopper.descriptors import CacheView
 from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.latent_decode import hopper_latent_decode_kernel
@@ -56,7 +52,7 @@ def latent_decode_workspace_bytes(
 def _combine_tile(
     num_reqs: int, num_rows: int, group: int, head_size_v: int, num_ranges: int
 ) -> dict[str, int]:
-    """Return the tile of the combine kernel, as `decode_plan.combine_tile`.
+    """Return the tile of the combine kernel, as `decode_grid.combine_tile`.
 
     With few rows, up to four programs share a row. Each loads the splits that requests of equal
     lengths have together, in at most 64 registers of each thread. The number of requests counts as

@@ -20,7 +20,8 @@ from attnlib.ops.triton.heuristics.hopper_decode_tiles import (
 from attnlib.ops.triton.heuristics.hopper_tiles import padded_width
 from attnlib.ops.triton.hopper.common_reasons import CallFeatures
 from attnlib.ops.triton.hopper.decode_bounds import num_counters
-from attnlib.ops.triton.hopper.decode_plan import HopperDecode, prepare_hopper_decode
+from attnlib.ops.triton.hopper.decode_launches import HopperDecode
+from attnlib.ops.triton.hopper.decode_plan import prepare_hopper_decode
 from attnlib.ops.triton.hopper.invariant_plan import (
     prepare_hopper_invariant_decode,
     prepare_hopper_invariant_prefill,
@@ -60,17 +61,12 @@ def select_decode(call: AttentionCall, schedule: DecodeSchedule) -> HopperDecode
     features, max_query_len = CallFeatures.of(params), schedule.max_query_len
     if decode_unsupported_reasons(shape, features, limits, max_query_len):
         return None
-    tensors = (call.query, call.key, call.value, call.out)
-    if not are_readable(*tensors, params):
+    if not are_readable(call.query, call.key, call.value, call.out, params):
         return None
     counters = call.batch.counters
     return prepare_hopper_decode(
-        *tensors,
-        call.lse,
-        call.batch,
-        params,
+        call,
         _choose_tile(call, schedule),
-        limits,
         max_query_len,
         schedule.max_ctas,
         num_counters=0 if counters is None else counters.numel(),
@@ -149,9 +145,7 @@ def select_packed_decode(call: AttentionCall, keys_per_sm: int | None) -> Hopper
         return None
     width = padded_width(head_size)  # the rows of narrower heads are not apart in a packed cache
     tile = choose_hopper_decode_tile(width, width, keys_per_sm=keys_per_sm, tuned=limits.tuned)
-    tensors = (query, key, value, call.out, None, call.batch)
-    counters = num_counters(limits)
-    return prepare_hopper_decode(*tensors, params, tile, limits, 1, num_counters=counters)
+    return prepare_hopper_decode(call, tile, 1, num_counters=num_counters(limits))
 
 
 def select_invariant(
@@ -180,9 +174,7 @@ def select_invariant(
     max_query_len = max(1, call.max_query_len)
     if num_segments is None or shape.group * max_query_len > decode_rows(shape.head_size_v):
         return prepare_hopper_invariant_prefill(*tensors, params, limits)
-    return prepare_hopper_invariant_decode(
-        *tensors, params, limits, max_query_len, num_segments, max_ctas
-    )
+    return prepare_hopper_invariant_decode(call, max_query_len, num_segments, max_ctas)
 
 
 def select_shared_decode(

@@ -39,7 +39,7 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
 )
 from attnlib.ops.triton.heuristics.tile_table import TileEntry, shipped_tables
 from attnlib.ops.triton.hopper.converted_prefill import FLOAT8_TILE
-from attnlib.ops.triton.hopper.decode_plan import launch_hopper_decode
+from attnlib.ops.triton.hopper.decode_plan import prepare_hopper_decode
 from attnlib.ops.triton.hopper.descriptors import TransposedView
 from attnlib.ops.triton.hopper.invariant_plan import (
     prepare_hopper_invariant_decode,
@@ -392,7 +392,8 @@ def _compile_invariant(options: dict[str, Any]) -> dict[str, Any]:
     def run() -> None:
         prepared: Any = prepare_hopper_invariant_prefill(*tensors, limits)
         if decode:
-            prepared = prepare_hopper_invariant_decode(*tensors, limits, options.get("query", 1), 8)
+            call = AttentionCall.of(*tensors)
+            prepared = prepare_hopper_invariant_decode(call, options.get("query", 1), 8)
         run_attention(prepared, AttentionCall.of(*tensors))
 
     (launch, *_), facts = _compiled(run)
@@ -706,14 +707,18 @@ def compile_case(name: str) -> dict[str, Any]:
 
     def run() -> None:
         if decode:
-            launch_hopper_decode(
-                *shapes,
-                params,
-                tile,
-                max_query_len=options.get("query", 1),
-                workspace=torch.empty(1 << 24),
-                counters=counters,
-                **outputs,
+            query, keys, values, table, starts, lens = shapes
+            batch = BatchTensors(
+                starts, lens, table, workspace=torch.empty(1 << 24), counters=counters,
+                score_tensors=params.batch_score_tensors(),
+            )  # fmt: skip
+            call = AttentionCall.of(query, keys, values, *outputs.values(), batch, params)
+            num_counters = 0 if counters is None else counters.numel()
+            run_attention(
+                prepare_hopper_decode(
+                    call, tile, options.get("query", 1), num_counters=num_counters
+                ),
+                call,
             )
         elif options.get("unpaged"):
             # Copies of a quantized cache, whose scales are tensors.

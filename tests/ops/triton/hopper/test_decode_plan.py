@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnlib.ops.triton.hopper.decode_plan import whole_requests
+from attnlib.ops.triton.hopper.decode_grid import whole_requests
 
 
 @pytest.mark.parametrize(

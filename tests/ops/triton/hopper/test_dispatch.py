@@ -17,7 +17,7 @@ from attnlib.ops.triton.decode_schedule import DecodeSchedule
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_tiles import SHORT_CONTEXT
 from attnlib.ops.triton.hopper.converted_prefill import ConvertedPrefill
-from attnlib.ops.triton.hopper.decode_plan import HopperDecode
+from attnlib.ops.triton.hopper.decode_launches import HopperDecode
 from attnlib.ops.triton.hopper.dispatch import (
     decode_workspace_bytes,
     select_decode,

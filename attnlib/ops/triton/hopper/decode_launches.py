@@ -1,0 +1,208 @@
+"""The launches of a Hopper decode, bound to everything but addresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
+from attnlib.ops.triton.heuristics.device import DeviceLimits
+from attnlib.ops.triton.hopper.descriptors import (
+    CacheView,
+    PackedKeyView,
+    PackedValueView,
+    described,
+    descriptor_arguments,
+    encode_views,
+    encoded_descriptors,
+)
+from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
+from attnlib.ops.triton.launch.cache import LaunchCache
+from attnlib.ops.triton.launch.score import batch_score_values, score_arguments
+from attnlib.ops.triton.launch.sequence import (
+    K_SCALE,
+    KEY_CACHE,
+    KEY_MAP,
+    LSE,
+    OUT,
+    QUERY,
+    SINKS,
+    V_SCALE,
+    VALUE_CACHE,
+    VALUE_MAP,
+    Launches,
+    Lookup,
+    batch_sources,
+    bind_step,
+    score_sources,
+)
+
+__all__ = ["HopperDecode", "call_numbers", "unbounded"]
+
+_NUM_BATCH_VALUES = 7
+"""Values of a batch that the kernels take, besides those of its score function."""
+_UNBOUNDED = 1 << 30
+
+
+def unbounded(number: int) -> int:
+    """A side of a window or a chunk as the kernels take it; larger numbers have no effect."""
+    return min(number, _UNBOUNDED)
+
+
+def call_numbers(call: AttentionCall, num_blocks: int, rows: int) -> tuple[float | int, ...]:
+    """The runtime numbers of a decode kernel from its soft cap to the stride of the block table.
+
+    Args:
+        num_blocks: blocks of the cache.
+        rows: query heads of a group times the largest query length.
+    """
+    query, out, params = call.query, call.out, call.params
+    limits = (*params.window, params.attention_chunk_size)
+    sizes = (call.num_reqs, call.num_tokens, num_blocks, rows)
+    strides = (*query.stride()[:2], *out.stride()[:2], call.lse_stride, call.table_stride)
+    return (float(params.logits_soft_cap), *map(unbounded, limits), *sizes, *strides)
+
+
+@dataclass(frozen=True, eq=False)
+class HopperDecode:
+    """The launches of one call signature of the Hopper decode, without addresses.
+
+    Attributes:
+        limits: the chip that tile and grid were chosen for.
+        index: the device index.
+        views: the key and value cache as TMA reads them.
+        packed: whether they are the packed caches of vLLM's PagedAttention. Requests have one query
+            token each then, and `query_start_loc` of a batch is not read.
+        scale: softmax scale; times `k_scale` where the cache is not quantized.
+        is_quantized: whether the cache has elements of 8 bits.
+        numbers: the attention kernel's runtime numbers after its scale.
+        score_sizes: sizes of the layer tensors of the score function.
+        combine_tail: the combine kernel's runtime numbers.
+        lse_offset, header_offset: in the workspace, in float32 elements, after the partial outputs.
+        workspace_bytes: size of the workspace.
+        attend: the attention kernel.
+        combine: the combine kernel; None where the attention kernel combines.
+        num_batch_tensors: number of batch tensors of the score function.
+        last_strides: the kernel's last arguments. Strides of blocks, positions and heads, of the
+            keys and of the values: those of the scales in the pages (M16), or of the caches in
+            bytes where the kernel gathers their rows; else None. Other kernels have
+            other strides or none.
+        gathers: the kernel reads the caches by address instead of descriptors.
+        reads_address: it takes the address of the keys after the descriptors.
+    """
+
+    limits: DeviceLimits
+    index: int
+    views: tuple[CacheView, CacheView] | tuple[PackedKeyView, PackedValueView]
+    packed: bool
+    scale: float
+    is_quantized: bool
+    score_sizes: tuple[int, ...]
+    numbers: tuple[float | int, ...]
+    combine_tail: tuple[int, ...]
+    lse_offset: int
+    header_offset: int
+    workspace_bytes: int
+    attend: BoundLaunch
+    combine: BoundLaunch | None
+    num_batch_tensors: int = 0
+    last_strides: tuple[int | None, ...] = (None,) * 6
+    gathers: bool = False
+    reads_address: bool = False
+
+    needs_alignment: ClassVar[bool] = True
+    """TMA and 16-byte loads require aligned tensors, also for launches by Triton."""
+    as_bytes: ClassVar[bool] = False
+
+    @property
+    def kernels(self) -> tuple[BoundLaunch, ...]:
+        """The kernels that `run` launches."""
+        return (self.attend,) if self.combine is None else (self.attend, self.combine)
+
+    @property
+    def num_batch_values(self) -> int:
+        """The number of values of a batch."""
+        return _NUM_BATCH_VALUES + 3 * self.num_batch_tensors
+
+    def launches(self, direct: bool, aligned: bool = True) -> Launches:
+        """The launches of both kernels. The order of their arguments is written here.
+
+        Args:
+            direct: launch without Triton, on addresses.
+            aligned: for launches by Triton, whether all tensors are aligned.
+        """
+        caches, maps = (KEY_CACHE, VALUE_CACHE), (KEY_MAP, VALUE_MAP)
+        lookups: tuple[Lookup, ...] = ()
+        sources: tuple[Any, ...] = caches
+        if not self.gathers:
+            sources = descriptor_arguments(self.views, maps, direct)
+            if self.reads_address:
+                sources = (*sources, KEY_CACHE)
+            lookups = (
+                Lookup(caches, self._descriptors, self._encode, maps)
+                if direct
+                else described(self.views, caches, maps),
+            )
+        starts, lens, table, outputs, lses, headers, counters = batch_sources(_NUM_BATCH_VALUES)
+        pointers, sizes = score_arguments(
+            self.score_sizes, self.num_batch_tensors, _NUM_BATCH_VALUES
+        )
+        layer_tensors = score_sources(len(self.score_sizes) // 2)
+        scales = (K_SCALE, V_SCALE) if self.is_quantized else (None, None)
+        tensors = (*sources, QUERY, OUT, LSE, SINKS, *scales, *layer_tensors, *pointers)
+        space = (outputs, lses, headers, counters)
+        numbers = (self.scale, *self.numbers, *sizes, *self.last_strides)
+        arguments = (*tensors, starts, lens, table, *space, *numbers)
+        steps = [bind_step(self.attend, direct, aligned, arguments)]
+        if self.combine is not None:
+            arguments = (outputs, lses, headers, starts, SINKS, OUT, LSE, *self.combine_tail)
+            steps.append(bind_step(self.combine, direct, aligned, arguments))
+        return Launches(tuple(steps), lookups)
+
+    @cached_property
+    def direct(self) -> Launches:
+        """The direct launches, made once."""
+        return self.launches(True)
+
+    def with_scratch(self, batch: BatchTensors) -> BatchTensors:
+        """The batch: without counters the combine kernel runs."""
+        return batch
+
+    def addresses(self, batch: BatchTensors) -> tuple[Any, ...] | None:
+        """The values of a batch for direct launches; None if its workspace is not aligned.
+        `workspace` holds at least `workspace_bytes`."""
+        starts, lens, table, _, _, space, counters = batch[:7]
+        assert space is not None and table is not None
+        outputs, score = space.data_ptr(), batch.score_tensors
+        if outputs & ALIGNMENT:
+            return None
+        lists = (None if self.packed else starts.data_ptr(), lens.data_ptr(), table.data_ptr())
+        partials = (outputs, outputs + 4 * self.lse_offset, outputs + 4 * self.header_offset)
+        counted = None if counters is None or self.combine is not None else counters.data_ptr()
+        return (*lists, *partials, counted, *(batch_score_values(score, True) if score else ()))
+
+    def tensors(self, batch: BatchTensors) -> tuple[Any, ...]:
+        """The values of a batch for launches by Triton."""
+        partials = batch.workspace
+        assert partials is not None
+        if partials.dtype != torch.float32:
+            partials = partials.view(torch.float32)
+        lses, headers = partials[self.lse_offset :], partials[self.header_offset :]
+        starts = None if self.packed else batch.query_start_loc
+        counters = batch.counters if self.combine is None else None
+        lists = (starts, batch.seq_lens, batch.block_table)
+        scores = batch_score_values(batch.score_tensors, False)
+        return (*lists, partials, lses, headers.view(torch.int32), counters, *scores)
+
+    @cached_property
+    def _descriptors(self) -> LaunchCache:
+        """Encoded descriptors of caches like this one; known once the kernel has been launched."""
+        return encoded_descriptors(self.views, self.attend)
+
+    def _encode(self, key: int, value: int) -> tuple[Any, ...]:
+        """Encode and keep the descriptors of the caches at these addresses."""
+        return encode_views(self._descriptors, self.attend, self.views, (key, value))
