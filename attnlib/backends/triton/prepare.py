@@ -25,9 +25,9 @@ from attnlib.ops.triton.launch.sequence import (
     V_SCALE,
     Source,
 )
-from attnlib.ops.triton.paged_decode import prepare_decode
 from attnlib.ops.triton.paged_mixed import can_run_concurrently
 from attnlib.ops.triton.paged_prefill import prepare_prefill
+from attnlib.ops.triton.prepare_decode import prepare_decode
 
 __all__ = ["Step", "prepare_step"]
 

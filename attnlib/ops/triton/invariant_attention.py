@@ -8,6 +8,8 @@ same as without. On Hopper, Gluon kernels serve the layers that they support
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 
 from attnlib.errors import ContractError
@@ -31,16 +33,18 @@ from attnlib.ops.triton.hopper.support import invariant_unsupported_reasons
 from attnlib.ops.triton.kernels.invariant import invariant_combine_kernel, invariant_kernel
 from attnlib.ops.triton.launch.attention import PlainAttention
 from attnlib.ops.triton.launch.bound import BoundLaunch
-from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.constants import attention_constants
 from attnlib.ops.triton.launch.partials import Partials
 from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
 
 __all__ = [
-    "prepare_invariant", "run_invariant_decode", "run_invariant_prefill", "visible_segments",
+    "InvariantDecode",
+    "InvariantPrefill",
+    "prepare_invariant",
+    "visible_segments",
     "workspace_bytes",
-]  # fmt: skip
+]
 
 _STEP = 8
 """Segments that the combine kernel loads at a time."""
@@ -117,41 +121,53 @@ def prepare_invariant(
         ContractError: tensors that the kernel cannot address, or sequences with too many segments.
         UnsupportedConfigError: head sizes for which no tile fits the chip.
     """
-    batch, limits = call.batch, call.limits
-    form = (call.is_paged, num_segments, kernels, max_ctas)
-    key = ("invariant", call.signature, batch.form(), *form)
-    found: PreparedAttention | None = LAUNCHES.get(key)
-    if found is not None and found.limits is limits:
-        return found
-    batch.check()
+    query_len = None if num_segments is None else call.max_query_len  # prefills do not depend on it
+    form = (call.is_paged, query_len, num_segments, kernels, max_ctas)
+    found: PreparedAttention = call.prepared(
+        "invariant", form, lambda: _select(call, num_segments, kernels, max_ctas)
+    )
+    return found
+
+
+def _select(
+    call: AttentionCall, num_segments: int | None, kernels: str, max_ctas: int | None
+) -> PreparedAttention:
+    """The Gluon kernels where they are wanted and support the layer, else the plain kernel."""
+    limits = call.limits
     if num_segments is not None and num_segments > _MAX_SEGMENTS:
         raise ContractError(
             f"a decode of sequences with {num_segments} segments of {segment_keys(limits)} keys "
             f"exceeds the limit of {_MAX_SEGMENTS}; lower max_seq_len"
         )
-    prepared: PreparedAttention | None = None
     wanted = limits.capability[0] == 9 and kernels in INVARIANT_KERNELS
+    prepared: PreparedAttention | None = None
     if wanted and (dispatch := hopper.load()) is not None:
         prepared = dispatch.select_invariant(call, num_segments, max_ctas)
-    if prepared is None:
-        prepared = _prepare_plain(call, num_segments or 1)
-    kept: PreparedAttention = LAUNCHES.keep(key, prepared)
-    return kept
+    return _prepare_plain(call, num_segments or 1) if prepared is None else prepared
 
 
-def run_invariant_decode(call: AttentionCall, kernels: str = "auto") -> None:
-    """`paged_decode` with `batch_invariant`: segments are divided over programs."""
-    params, batch = call.params, call.batch
-    bounds, causal = (batch.max_query_len, batch.max_seq_len), params.causal is True
-    num_segments = visible_segments(
-        *bounds, params.window, causal, params.attention_chunk_size, call.limits
-    )
-    run_attention(prepare_invariant(call, num_segments, kernels), call)
+class InvariantDecode(NamedTuple):
+    """Batch-invariant decodes: segments are divided over programs."""
+
+    kernels: str = "auto"
+
+    def run(self, call: AttentionCall) -> None:
+        """See `KernelFamily.run`."""
+        params, batch = call.params, call.batch
+        bounds = (batch.max_query_len, batch.max_seq_len)
+        causal, chunk = params.causal is True, params.attention_chunk_size
+        num_segments = visible_segments(*bounds, params.window, causal, chunk, call.limits)
+        run_attention(prepare_invariant(call, num_segments, self.kernels), call)
 
 
-def run_invariant_prefill(call: AttentionCall, kernels: str = "auto") -> None:
-    """`paged_prefill` and `varlen_prefill` with `batch_invariant`."""
-    run_attention(prepare_invariant(call, kernels=kernels), call)
+class InvariantPrefill(NamedTuple):
+    """Batch-invariant prefills, also over packed keys: one program adds all segments."""
+
+    kernels: str = "auto"
+
+    def run(self, call: AttentionCall) -> None:
+        """See `KernelFamily.run`."""
+        run_attention(prepare_invariant(call, kernels=self.kernels), call)
 
 
 def _prepare_plain(call: AttentionCall, num_segments: int) -> PlainAttention:

@@ -5,6 +5,8 @@ On Hopper, a Gluon kernel (`hopper/`) serves the calls that it supports.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 from torch import Tensor
 
@@ -17,10 +19,9 @@ from attnlib.ops.triton.heuristics.tiles import next_power_of_2
 from attnlib.ops.triton.kernels.prefill import prefill_kernel
 from attnlib.ops.triton.launch.attention import PlainAttention
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
-from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.constants import page_strides
-from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
+from attnlib.ops.triton.launch.run import KernelFamily, PreparedAttention, run_attention
 from attnlib.ops.triton.launch.score import has_head_bounds, range_constants
 from attnlib.ops.triton.page_attention import element_constants
 
@@ -58,7 +59,7 @@ def paged_prefill(
     Args:
         query: `[T, Hq, D]` float16, bfloat16 or float32, last stride 1.
         key_cache: `[B, N, Hkv, D]`, any strides but the last (P1); float8 holds key / k_scale.
-        value_cache: `[B, N, Hkv, Dv]`, likewise.
+        value_cache: `[B, N, Hkv, Dv]`, stored in the same way.
         block_table: `[R, M]` int32; entries at or past ceil(seq_len / N) are never read (P3).
         query_start_loc: `[R + 1]` int32, where each request's tokens start.
         seq_lens: `[R]` int32, context and this step's tokens.
@@ -67,8 +68,7 @@ def paged_prefill(
         max_seq_len: upper bound of the sequence lengths.
         out: `[T, Hq, Dv]`, written; rows at or past `query_start_loc[-1]` become 0 (M6).
         lse: `[T, Hq]` float32, written when given: natural log of the softmax denominator (M5).
-        query_start_loc_cpu: ignored; see `attnlib.ops.torch.paged_prefill`.
-        seq_lens_cpu: ignored, likewise.
+        query_start_loc_cpu, seq_lens_cpu: ignored; see `attnlib.ops.torch.paged_prefill`.
         batch_invariant: the bits of a row depend on that row and its keys only (M15).
         kernels: "auto" uses the Hopper prefill where it supports the call, "portable" never.
         counters: int32 zeros. The Hopper prefill distributes work by the first two and leaves
@@ -90,15 +90,29 @@ def paged_prefill(
         counters=counters,
     )
     call = AttentionCall.of(query, key_cache, value_cache, out, lse, batch, params)
-    if batch_invariant:
-        from attnlib.ops.triton.invariant_attention import run_invariant_prefill
+    _family(batch_invariant, kernels).run(call)
 
-        run_invariant_prefill(call, kernels)
-        return
-    prepared = prepare_prefill(call, kernels)
-    if prepared.needs_alignment and call.addresses & ALIGNMENT:
-        prepared = prepare_plain_prefill(call)
-    run_attention(prepared, call)
+
+def _family(batch_invariant: bool, kernels: str) -> KernelFamily:
+    """The kernels that serve the calls."""
+    if batch_invariant:
+        from attnlib.ops.triton.invariant_attention import InvariantPrefill
+
+        return InvariantPrefill(kernels)
+    return _Prefill(kernels)
+
+
+class _Prefill(NamedTuple):
+    """The Hopper prefill and the plain kernel, which also reads unaligned tensors."""
+
+    kernels: str
+
+    def run(self, call: AttentionCall) -> None:
+        """See `KernelFamily.run`."""
+        prepared = prepare_prefill(call, self.kernels)
+        if prepared.needs_alignment and call.addresses & ALIGNMENT:
+            prepared = prepare_plain_prefill(call)
+        run_attention(prepared, call)
 
 
 def prepare_prefill(call: AttentionCall, kernels: str) -> PreparedAttention:
@@ -107,28 +121,25 @@ def prepare_prefill(call: AttentionCall, kernels: str) -> PreparedAttention:
 
     Args:
         call: over pages.
-        kernels: "auto", "hopper" or "portable", as in `paged_prefill`.
+        kernels: "auto", "hopper" or "portable"; see `paged_prefill`.
 
     Raises:
         ContractError: tensors that the kernel cannot address.
     """
-    batch, limits = call.batch, call.limits
-    lengths = batch.max_query_len, batch.length_class(call.key)
-    key = ("prefill", call.signature, batch.form(), lengths, kernels)
-    found: PreparedAttention | None = LAUNCHES.get(key)
-    if found is not None and found.limits is limits:
-        return found
-    batch.check()
+    form = (call.max_query_len, call.batch.length_class(call.key), kernels)
+    found: PreparedAttention = call.prepared("prefill", form, lambda: _select(call, kernels))
+    return found
+
+
+def _select(call: AttentionCall, kernels: str) -> PreparedAttention:
+    """The Hopper prefill where it supports the call, else the plain kernel."""
+    wanted = call.limits.capability[0] == 9 and kernels != "portable"
     prepared: PreparedAttention | None = None
-    wanted = limits.capability[0] == 9 and kernels != "portable"
     if wanted and (dispatch := hopper.load()) is not None:
         in_pages = call.params.scales_in_page
         select = dispatch.select_page_prefill if in_pages else dispatch.select_prefill
         prepared = select(call)
-    if prepared is None:
-        prepared = prepare_plain_prefill(call)
-    kept: PreparedAttention = LAUNCHES.keep(key, prepared)
-    return kept
+    return prepare_plain_prefill(call) if prepared is None else prepared
 
 
 def prepare_plain_prefill(call: AttentionCall) -> PlainAttention:
@@ -138,19 +149,15 @@ def prepare_plain_prefill(call: AttentionCall) -> PlainAttention:
         ContractError: tensors that the kernel cannot address.
         UnsupportedConfigError: head sizes for which no tile fits the chip.
     """
-    batch, params = call.batch, call.params
-    one_head = has_head_bounds(params)
+    one_head = has_head_bounds(call.params)
     # Row counts that choose the same tile share a launch.
     heads = 1 if one_head else call.query.shape[1] // max(1, call.key.shape[-2])
-    rows = min(_MAX_ROWS, next_power_of_2(heads * batch.max_query_len))
-    key = ("plain prefill", call.signature, batch.form(), rows, call.is_paged)
-    found: PlainAttention | None = LAUNCHES.get(key)
-    if found is not None and found.limits is call.limits:
-        return found
-    batch.check()
-    prepared = _plain_launch(call, rows, one_head)
-    kept: PlainAttention = LAUNCHES.keep(key, prepared)
-    return kept
+    rows = min(_MAX_ROWS, next_power_of_2(heads * call.max_query_len))
+    form = (rows, call.is_paged)
+    found: PlainAttention = call.prepared(
+        "plain prefill", form, lambda: _plain_launch(call, rows, one_head)
+    )
+    return found
 
 
 def _plain_launch(call: AttentionCall, rows: int, one_head: bool) -> PlainAttention:

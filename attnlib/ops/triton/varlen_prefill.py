@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.launch.bound import ALIGNMENT
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
+from attnlib.ops.triton.launch.run import KernelFamily, PreparedAttention, run_attention
 from attnlib.ops.triton.paged_prefill import prepare_plain_prefill
 
 __all__ = ["varlen_prefill"]
@@ -60,21 +61,43 @@ def varlen_prefill(
     """
     if query.numel() == 0:
         return
-    batch = BatchTensors.of(params, cu_seqlens_q, cu_seqlens_k, None, max_query_len=max_seqlen_q)
+    batch = BatchTensors.of(
+        params,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        None,
+        max_query_len=max_seqlen_q,
+        max_seq_len=max_seqlen_k,
+    )
     call = AttentionCall.of(query, key, value, out, lse, batch, params)
-    if batch_invariant:
-        from attnlib.ops.triton.invariant_attention import run_invariant_prefill
+    _family(batch_invariant, kernels).run(call)
 
-        run_invariant_prefill(call)
-        return
-    if call.limits.capability[0] == 9 and kernels != "portable" and not call.addresses & ALIGNMENT:
-        # The first rows of the keys take the place of a block table.
-        starts = cu_seqlens_k.unsqueeze(1)
-        packed = replace(call, batch=batch._replace(block_table=starts, max_seq_len=max_seqlen_k))
-        if found := _hopper_prefill(packed):
-            run_attention(found, packed)
-            return
-    run_attention(prepare_plain_prefill(call), call)
+
+def _family(batch_invariant: bool, kernels: str) -> KernelFamily:
+    """The kernels that serve the calls."""
+    if batch_invariant:
+        from attnlib.ops.triton.invariant_attention import InvariantPrefill
+
+        return InvariantPrefill()
+    return _Prefill(kernels)
+
+
+class _Prefill(NamedTuple):
+    """The Hopper prefill over packed keys, and the plain kernel."""
+
+    kernels: str
+
+    def run(self, call: AttentionCall) -> None:
+        """See `KernelFamily.run`."""
+        is_hopper = call.limits.capability[0] == 9 and self.kernels != "portable"
+        if is_hopper and not call.addresses & ALIGNMENT:
+            # The first rows of the keys take the place of a block table.
+            starts = call.batch.seq_lens.unsqueeze(1)
+            packed = replace(call, batch=call.batch._replace(block_table=starts))
+            if found := _hopper_prefill(packed):
+                run_attention(found, packed)
+                return
+        run_attention(prepare_plain_prefill(call), call)
 
 
 def _hopper_prefill(call: AttentionCall) -> PreparedAttention | None:

@@ -45,6 +45,7 @@ from attnlib.ops.triton import (
 from attnlib.ops.triton.heuristics import device
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.hopper import converted_prefill, decode_plan, dispatch, prefill_plan
+from attnlib.ops.triton.kernels.decode import decode_kernel
 from attnlib.ops.triton.launch import bound as launch
 from attnlib.ops.triton.launch.cache import LAUNCHES, LaunchCache
 from attnlib.score_functions.builtin import alibi_sqrt
@@ -408,11 +409,11 @@ def check_hooks_and_knobs_take_effect() -> None:
             setattr(holder, name, before)
         assert not recorded(call)[1]
     seen: list[Any] = []
-    paged_decode.decode_kernel.pre_run_hooks.append(lambda *args, **kwargs: seen.append(args))
+    decode_kernel.pre_run_hooks.append(lambda *args, **kwargs: seen.append(args))
     try:
         assert recorded(call)[1] == ["decode_kernel", "combine_kernel"] and len(seen) == 1
     finally:
-        paged_decode.decode_kernel.pre_run_hooks.clear()
+        decode_kernel.pre_run_hooks.clear()
 
 
 def check_unknown_versions_use_triton() -> None:

@@ -21,9 +21,25 @@ from attnlib.ops.triton.launch.bound import (
 from attnlib.ops.triton.launch.sequence import KEY_CACHE, VALUE_CACHE, Launches
 
 __all__ = [
-    "PreparedAttention", "PreparedConcurrentPrefill", "is_direct", "run_attention",
+    "KernelFamily",
+    "PreparedAttention",
+    "PreparedConcurrentPrefill",
+    "is_direct",
+    "run_attention",
     "with_workspace",
-]  # fmt: skip
+]
+
+
+class KernelFamily(Protocol):
+    """Kernels that serve the calls of an operation: the usual ones, or batch-invariant ones."""
+
+    def run(self, call: AttentionCall) -> None:
+        """Choose the kernels of a call and launch them on the current stream.
+
+        Raises:
+            ContractError: tensors that the kernels cannot address.
+            UnsupportedConfigError: head sizes for which no tile fits the chip.
+        """
 
 
 class PreparedAttention(Protocol):
