@@ -23,8 +23,9 @@ The few rows of a request (query heads of a group times query tokens) are the N 
 products, K @ Q^T and V^T @ P^T, because WGMMA needs M = 64 but allows N = 8.
 
 Files: `decode_worker` has the shared memory of a worker, `decode_loader` its loaders and its range,
-`decode_consumer` the prologue, the main loop and the epilogue of a split, with `decode_queries`,
-`decode_products`, `column_softmax` (the softmax) and `decode_output`.
+`decode_consumer` the consumer, which calls `decode_queries`, `decode_steps` (the first tile, the
+main loop's step and the last tile of a split, with `decode_products` and `column_softmax`) and
+`decode_output`.
 
 Lengths are read on the device only, so a captured CUDA graph replays correctly with other lengths.
 FlashAttention-3 and FlashInfer plan a similar distribution before the launch.

@@ -13,12 +13,8 @@ from attnlib.ops.triton.hopper.kernels.int4 import (
     int4_value_rows,
     repeat_columns,
 )
-from attnlib.ops.triton.hopper.kernels.quantized import (
-    TileScales,
-    float16_keys,
-    float16_values,
-    value_rows,
-)
+from attnlib.ops.triton.hopper.kernels.quantized import float16_keys, float16_values, value_rows
+from attnlib.ops.triton.hopper.kernels.token_scales import TileScales
 from attnlib.ops.triton.kernels.quant import KV_INT4, KV_PLAIN
 
 __all__ = [

@@ -7,8 +7,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from attnlib.ops.triton.hopper.kernels.cache_tiles import allocate_rings
 from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate, arrive_after_copies
 from attnlib.ops.triton.hopper.kernels.gather import GATHER_THREADS
-from attnlib.ops.triton.hopper.kernels.quantized import TokenScales, allocate_token_scales
 from attnlib.ops.triton.hopper.kernels.ring import ring_pair
+from attnlib.ops.triton.hopper.kernels.token_scales import TokenScales, allocate_token_scales
 from attnlib.ops.triton.kernels.quant import KV_INT4, KV_PLAIN, SCALE_PER_TOKEN
 
 __all__ = ["Worker", "allocate_worker", "release_by_thread"]

@@ -32,16 +32,18 @@ from attnlib.ops.triton.hopper.kernels.decode_queries import load_plain_queries
 from attnlib.ops.triton.hopper.kernels.decode_worker import allocate_worker
 from attnlib.ops.triton.hopper.kernels.schedule import Batch, KeyTiles, Mask
 from attnlib.ops.triton.hopper.kernels.segment_columns import (
+    first_weights,
+    last_values,
+    segment_step,
+)
+from attnlib.ops.triton.hopper.kernels.segment_rows import (
     ColumnRows,
     Segment,
     SegmentSlots,
     add_segment,
     columns_of,
-    first_weights,
-    last_values,
     load_sinks,
     no_totals,
-    segment_step,
     store_outputs,
 )
 from attnlib.ops.triton.hopper.kernels.segments import segment_bits, segment_tiles

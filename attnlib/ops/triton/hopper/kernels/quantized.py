@@ -25,15 +25,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from attnlib.ops.triton.hopper.kernels.compat import (
-    Value,
-    aggregate,
-    arrive_after_copies,
-    copy_to_shared,
     partition_barrier,
 )
 from attnlib.ops.triton.kernels.quant import (
     KV_E5M2_BYTES,
-    KV_INT4,
     KV_INT8,
     SCALE_PER_HEAD,
     SCALE_PER_TOKEN,
@@ -43,11 +38,7 @@ from attnlib.ops.triton.kernels.quant import (
 __all__ = [
     "WEIGHT_EXPONENT",
     "WEIGHT_SCALE",
-    "TileScales",
-    "TokenScales",
-    "allocate_token_scales",
     "alternate_ptx",
-    "copy_token_scales",
     "float16_keys",
     "float16_pairs",
     "float16_values",
@@ -82,99 +73,6 @@ def load_kv_scale(scale, head, KIND: gl.constexpr):
     else:
         value = scale
     return value
-
-
-@aggregate
-class TileScales:
-    """The scales of the keys and of the values of a tile; None where pages hold none."""
-
-    keys: Value
-    values: Value
-
-
-@aggregate
-class TokenScales:
-    """The scales of pages that hold them (M16), and the ring for those of the tiles.
-
-    Fields:
-        keys, values: pointers to the scales.
-        stride_kb, stride_kn, stride_kh: strides of blocks, positions and heads of those of keys.
-        stride_vb, stride_vn, stride_vh: of those of values.
-        ring: [2 * stages, keys], the scales of the keys and of the values of each stage. The four
-            scales of a head of 4-bit integers are one number.
-    """
-
-    keys: Value
-    values: Value
-    stride_kb: Value
-    stride_kn: Value
-    stride_kh: Value
-    stride_vb: Value
-    stride_vn: Value
-    stride_vh: Value
-    ring: Value
-
-    @gluon.jit
-    def load(self, stage, LAYOUT: gl.constexpr):
-        """Return the `TileScales` of a stage."""
-        keys = self.ring.index(2 * stage).load(LAYOUT)
-        return TileScales(keys, self.ring.index(2 * stage + 1).load(LAYOUT))
-
-    @gluon.jit
-    def copy(self, block, position, inside, kv_head, stage, KV_KIND: gl.constexpr):
-        """Issue the copies of the scales of keys in these blocks and positions; 0 outside."""
-        keys = self.keys
-        values = self.values
-        if KV_KIND == KV_INT4:
-            keys = keys.to(gl.pointer_type(gl.int64))
-            values = values.to(gl.pointer_type(gl.int64))
-        block = block.to(gl.int64)
-        k_offsets = block * self.stride_kb + (position * self.stride_kn + kv_head * self.stride_kh)
-        v_offsets = block * self.stride_vb + (position * self.stride_vn + kv_head * self.stride_vh)
-        copy_to_shared(self.ring.index(2 * stage), keys + k_offsets, mask=inside)
-        copy_to_shared(self.ring.index(2 * stage + 1), values + v_offsets, mask=inside)
-
-
-@gluon.jit
-def allocate_token_scales(STAGES: gl.constexpr, BLOCK_N: gl.constexpr, KV_KIND: gl.constexpr):
-    """Return shared memory for `TokenScales.ring`."""
-    DTYPE: gl.constexpr = gl.int64 if KV_KIND == KV_INT4 else gl.float32
-    return gl.allocate_shared_memory(
-        DTYPE, [2 * STAGES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
-
-
-@gluon.jit
-def copy_token_scales(
-    scales,
-    table,
-    pages,
-    num_blocks,
-    kv_head,
-    tile,
-    stage,
-    full,
-    BLOCK_SIZE: gl.constexpr,
-    KV_KIND: gl.constexpr,
-):
-    """Issue the copies of the scales of a tile's keys and values into shared memory. One warp.
-
-    Each of its 32 threads arrives on the stage of `full` when its copies are complete. Scales of
-    positions without a block are 0.
-
-    Args:
-        scales: `TokenScales`.
-        table: the request's row of the block table.
-        pages: entries of `table` that may be read.
-    """
-    KEYS: gl.constexpr = scales.ring.shape[1]
-    keys = tile * KEYS + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [1], [0]))
-    # Unsigned numbers take fewer instructions.
-    column = (keys.to(gl.uint32) // BLOCK_SIZE).to(gl.int32)
-    block = gl.load(table + column, mask=column < pages, other=-1)
-    inside = (block >= 0) & (block < num_blocks)
-    scales.copy(block, keys % BLOCK_SIZE, inside, kv_head, stage, KV_KIND)
-    arrive_after_copies(full.index(stage), increment_count=False)
 
 
 @gluon.constexpr_function

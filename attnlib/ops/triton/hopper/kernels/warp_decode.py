@@ -17,7 +17,6 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     aggregate,
     launch_dependent_grids,
     partition_barrier,
-    store_in_l2,
     wait_on_dependent_grids,
 )
 from attnlib.ops.triton.hopper.kernels.decode_call import (
@@ -31,22 +30,22 @@ from attnlib.ops.triton.hopper.kernels.decode_call import (
 from attnlib.ops.triton.hopper.kernels.quantized import load_kv_scale
 from attnlib.ops.triton.hopper.kernels.ranges import worker_range
 from attnlib.ops.triton.hopper.kernels.schedule import Batch, KeyTiles, Mask
-from attnlib.ops.triton.hopper.kernels.softmax import add_sink, score_factor
+from attnlib.ops.triton.hopper.kernels.softmax import score_factor
 from attnlib.ops.triton.hopper.kernels.warp_operands import (
     PRODUCTS,
     load_warp_queries,
-    num_parts,
-    value_elements,
 )
+from attnlib.ops.triton.hopper.kernels.warp_output import store_split
 from attnlib.ops.triton.hopper.kernels.warp_products import (
     WarpRows,
     multiply_tile,
-    scale_parts,
     zero_sums,
 )
 from attnlib.ops.triton.hopper.kernels.warp_tiles import allocate_warp_tiles, tile_blocks
 
-__all__ = ["hopper_warp_decode_kernel"]
+__all__ = [
+    "hopper_warp_decode_kernel",
+]
 
 
 @aggregate
@@ -155,71 +154,6 @@ def _multiply_split(call, split, rows, table, pages, step):
     return sums
 
 
-@gluon.jit
-def _store_split(call, split, sums, num_splits, skipped, follows):
-    """Write the outputs of a request that has one split, else the partial results of this one.
-
-    Args:
-        skipped: tiles of the request before the split.
-        follows: the split is not the first one of the range of this CTA.
-    """
-    config: gl.constexpr = call.config
-    partials = call.partials
-    PARTS: gl.constexpr = num_parts(config.KV_KIND)
-    WORDS: gl.constexpr = config.WIDTH_V // PARTS
-    ROWS: gl.constexpr = config.ROWS
-    COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCTS)
-    row = gl.arange(0, config.ROWS, COLUMN)
-    token = row // config.GROUP
-    head = split.kv_head * config.GROUP + row % config.GROUP
-    valid = (row < config.TILE_TOKENS * config.GROUP) & (token < split.query_len)
-    partial_index = 2 * gl.program_id(0) + follows.to(gl.int32)
-    if skipped == 0:
-        # The CTA with a request's first tile tells the combine kernel how many splits there are and
-        # where the first partial result is.
-        header = (partial_index << 15) | (token * config.GROUP << 9) | num_splits
-        gl.store(
-            partials.headers + (split.start + token) * config.NUM_KV_HEADS + split.kv_head,
-            header,
-            mask=valid & (row % config.GROUP == 0),
-        )
-    row_max = sums.row_max
-    final_sum = gl.convert_layout(gl.sum(sums.row_sum, 0), COLUMN) * (2.0**-14)
-    finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
-    acc_scale = gl.full([ROWS], 1.0, gl.float32, COLUMN)
-    if config.HAS_SINK:
-        if num_splits == 1:
-            # Otherwise the sink counts when the splits are combined (M4).
-            sink = gl.load(call.outputs.sinks + head, mask=valid, other=0.0)
-            finite_max, acc_scale, final_sum = add_sink(row_max, final_sum, sink)
-    empty = final_sum == 0.0
-    safe_sum = gl.where(empty, 1.0, final_sum)
-    base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
-    acc = scale_parts(sums.acc, acc_scale / safe_sum * (call.value_scale * 2.0**-14))
-    index = gl.arange(0, WORDS, gl.SliceLayout(1, PRODUCTS))
-    if num_splits == 1:
-        offsets = call.outputs.offsets(split.start + token, head)
-        for part in gl.static_range(PARTS):
-            lanes = value_elements(index, part, WORDS, config.KV_KIND)
-            gl.store(
-                call.outputs.pointer + offsets[None, :] + lanes[:, None],
-                acc[part].to(call.outputs.pointer.dtype.element_ty),
-                mask=valid[None, :] & (lanes < config.DV)[:, None],
-            )
-        if config.HAS_LSE:
-            call.outputs.store_lses(split.start + token, head, base2, valid)
-    else:
-        for part in gl.static_range(PARTS):
-            lanes = value_elements(index, part, WORDS, config.KV_KIND)
-            places = partial_index * partials.rows + row
-            store_in_l2(
-                partials.values + (places * config.DV)[None, :] + lanes[:, None],
-                acc[part],
-                valid[None, :] & (lanes < config.DV)[:, None],
-            )
-        gl.store(partials.lses + partial_index * partials.rows + row, base2, mask=valid)
-
-
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def hopper_warp_decode_kernel(
     key_desc, value_desc, query, out, lse, sinks, k_scale, v_scale, aux0, aux1, aux2, aux3,
@@ -287,7 +221,7 @@ def hopper_warp_decode_kernel(
             sums = _multiply_split(call, split, split_rows, table, pages, step)
             step += count
             num_splits = (request_end - 1) // own.length - before // own.length + 1
-            _store_split(call, split, sums, num_splits, skipped, position > own.begin)
+            store_split(call, split, sums, num_splits, skipped, position > own.begin)
             position += count
         before = request_end
         position = gl.maximum(position, before)

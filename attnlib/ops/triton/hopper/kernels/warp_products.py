@@ -24,7 +24,7 @@ from attnlib.ops.triton.kernels.quant import KV_INT4, KV_INT8
 
 __all__ = ["WarpRows", "WarpSums", "multiply_tile", "scale_parts", "zero_sums"]
 
-SUMS = gl.constexpr(
+_SUMS = gl.constexpr(
     gl.DistributedLinearLayout([[0, 1]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [8, 8])
 )
 """Layout of [8, rows]: the sums over the keys that a thread holds."""
@@ -70,7 +70,7 @@ def zero_sums(config):
     ROWS: gl.constexpr = config.ROWS
     WORDS: gl.constexpr = config.WIDTH_V // PARTS
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, PRODUCTS))
-    row_sum = gl.zeros([8, ROWS], gl.float32, SUMS)
+    row_sum = gl.zeros([8, ROWS], gl.float32, _SUMS)
     none = gl.zeros([WORDS, ROWS], gl.float32, PRODUCTS)
     if PARTS == 4:
         acc = (none, none, none, none)
@@ -168,7 +168,7 @@ def _fold(weights):
     KEYS: gl.constexpr = weights.shape[0]
     ROWS: gl.constexpr = weights.shape[1]
     folded = gl.sum(gl.reshape(weights, [KEYS // 8, 8, ROWS]), 0)
-    return gl.convert_layout(folded, SUMS, assert_trivial=True)
+    return gl.convert_layout(folded, _SUMS, assert_trivial=True)
 
 
 @gluon.jit
@@ -216,7 +216,7 @@ def multiply_tile(tiles, stage, scales, rows, sums, tile, seq_len, MASKED: gl.co
     weights = exp2(scores - (finite_max - WEIGHT_EXPONENT)[None, :])
     acc_scale = exp2(sums.row_max - finite_max)
     # Sums over the keys that a thread holds.
-    sum_scale = gl.convert_layout(acc_scale, gl.SliceLayout(0, SUMS), assert_trivial=True)
+    sum_scale = gl.convert_layout(acc_scale, gl.SliceLayout(0, _SUMS), assert_trivial=True)
     row_sum = sums.row_sum * sum_scale[None, :] + _fold(weights)
     acc = scale_parts(sums.acc, acc_scale)
     acc = _add_values(values, acc, weights, v_scales, valid, MASKED, KV_KIND)

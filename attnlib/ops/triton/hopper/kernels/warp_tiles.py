@@ -11,7 +11,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     load_box,
     prefetch_l1,
 )
-from attnlib.ops.triton.hopper.kernels.quantized import (
+from attnlib.ops.triton.hopper.kernels.token_scales import (
     TileScales,
     TokenScales,
     allocate_token_scales,
