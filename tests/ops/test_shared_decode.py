@@ -13,8 +13,8 @@ from attnlib.ops.shared_decode import (
     SEGMENT_FIELDS,
     ItemLists,
     Segment,
-    schedule_items,
 )
+from attnlib.ops.shared_decode_schedule import schedule_items
 
 GROUP, BLOCK = 16, 4
 MOST = PRODUCT_ROWS // GROUP  # tokens of an item that both consumers compute in turn

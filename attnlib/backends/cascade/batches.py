@@ -14,7 +14,8 @@ from attnlib.backends.cascade.schedule import PrefixPart, decode_segments
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.shared_prefix import SharedPrefix
-from attnlib.ops.shared_decode import DecodeItems, schedule_items
+from attnlib.ops.shared_decode import DecodeItems
+from attnlib.ops.shared_decode_schedule import schedule_items
 from attnlib.spec import AttentionSpec
 
 __all__ = ["PrefixBatch", "decode_items", "prefix_batch", "suffix_batch"]

@@ -19,8 +19,8 @@ from attnlib.ops.shared_decode import (
     SEGMENT_FIELDS,
     DecodeItems,
     padded_size,
-    schedule_items,
 )
+from attnlib.ops.shared_decode_schedule import schedule_items
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
 

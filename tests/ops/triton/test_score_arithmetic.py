@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnlib.ops.triton.launch.score_compile import device_source
+from attnlib.ops.triton.launch.score_source import device_source
 from attnlib.score_functions import ScoreFunction, lookup, sqrt, where
 from attnlib.testing.score_functions import SUITE, load_score_function, make_score_tensors
 from tests.ops.triton.test_score_functions import drawn_source

@@ -13,13 +13,12 @@ from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.hopper.descriptors import (
     CacheView,
-    PackedKeyView,
-    PackedValueView,
     described,
     descriptor_arguments,
     encode_views,
     encoded_descriptors,
 )
+from attnlib.ops.triton.hopper.packed_views import PackedKeyView, PackedValueView
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LaunchCache
 from attnlib.ops.triton.launch.score import batch_score_values, score_arguments

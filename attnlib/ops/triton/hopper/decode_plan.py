@@ -26,8 +26,6 @@ from attnlib.ops.triton.hopper.decode_grid import (
 from attnlib.ops.triton.hopper.decode_launches import HopperDecode, call_numbers
 from attnlib.ops.triton.hopper.descriptors import (
     CacheView,
-    PackedKeyView,
-    PackedValueView,
     gathered_strides,
 )
 from attnlib.ops.triton.hopper.kernels.cache_tiles import box_keys
@@ -35,6 +33,7 @@ from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
 from attnlib.ops.triton.hopper.kernels.decode_call import DecodeConfig
 from attnlib.ops.triton.hopper.kernels.warp_decode import hopper_warp_decode_kernel
+from attnlib.ops.triton.hopper.packed_views import PackedKeyView, PackedValueView
 from attnlib.ops.triton.hopper.sizes import gathers
 from attnlib.ops.triton.kernels.quant import KV_INT4, KV_PLAIN
 from attnlib.ops.triton.launch.bound import BoundLaunch

@@ -7,7 +7,7 @@ of one page and one KV head. A descriptor holds an address and keeps no tensor a
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton.language as tl
@@ -20,15 +20,24 @@ from attnlib.ops.triton.launch.cache import LAUNCHES, LaunchCache
 from attnlib.ops.triton.launch.sequence import Lookup, Source
 
 __all__ = [
-    "CacheView", "PackedKeyView", "PackedValueView", "QueryView", "TransposedView", "described",
-    "descriptor_arguments", "encode_views", "encoded_descriptors", "gathered_strides",
-]  # fmt: skip
+    "Address",
+    "CacheView",
+    "QueryView",
+    "TransposedView",
+    "View",
+    "described",
+    "descriptor_arguments",
+    "encode_views",
+    "encoded_descriptors",
+    "gathered_strides",
+    "tma_strides",
+]
 
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.int16: tl.int16}
 _BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 
 
-class _Address:
+class Address:
     """The part of a tensor that a descriptor reads."""
 
     __slots__ = ("_pointer", "dtype")
@@ -41,10 +50,21 @@ class _Address:
         return self._pointer
 
 
-def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
+def tma_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
     """The strides for a descriptor: a dimension of size 1 has any stride (P1), but TMA requires a
     multiple of 16 bytes."""
     return [8 if n == 1 else s for n, s in zip(shape, strides, strict=False)]
+
+
+class View(Protocol):
+    """What a descriptor follows from besides the address of its tensor."""
+
+    @property
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Shape and strides of the descriptor."""
+
+    def describe(self, pointer: int) -> TensorDescriptor:
+        """The descriptor of a tensor at this address."""
 
 
 class CacheView(NamedTuple):
@@ -78,88 +98,17 @@ class CacheView(NamedTuple):
     def sizes(self) -> tuple[list[int], list[int]]:
         """Shape and strides of the descriptor."""
         blocks, positions, heads, size = self.shape
-        block, position, head = _strides(self.shape[:3], self.strides)
+        block, position, head = tma_strides(self.shape[:3], self.strides)
         return [blocks, heads, positions, size], [block, head, position, 1]
 
     def describe(self, pointer: int) -> TensorDescriptor:
         """The descriptor of a cache at this address."""
         layout = gl.NVMMASharedLayout.get_default_for([self.rows, self.width], _DTYPES[self.dtype])
         return TensorDescriptor(
-            _Address(pointer, self.dtype),
+            Address(pointer, self.dtype),
             *self.sizes,
             [1, 1, self.rows, self.width],
             gl.NVMMASharedLayout(layout.swizzle_byte_width, 16, 4),
-        )
-
-
-class PackedKeyView(NamedTuple):
-    """The same of a packed key cache `[B, Hkv, D / 8, N, 8]`, described as
-    `[B, Hkv, N / 8, D / 8, 64]`: TMA writes units of 8 keys one after the other, see `cache_tiles`.
-
-    Attributes:
-        dtype, shape, strides: of the cache.
-        rows: positions of one TMA box, a multiple of 8.
-        width: head size of one box, >= D. Elements past D and pages past B read as zero.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    rows: int
-    width: int
-
-    @classmethod
-    def of(cls, cache: Tensor, rows: int, width: int) -> PackedKeyView:
-        """The view of a cache tensor."""
-        return cls(cache.dtype, tuple(cache.shape), tuple(cache.stride()), rows, width)
-
-    @property
-    def sizes(self) -> tuple[list[int], list[int]]:
-        """Shape and strides of the descriptor."""
-        blocks, heads, groups, positions, _ = self.shape
-        block, head = _strides(self.shape[:2], self.strides)
-        return [blocks, heads, positions // 8, groups, 64], [block, head, 64, 8 * positions, 1]
-
-    def describe(self, pointer: int) -> TensorDescriptor:
-        """The descriptor of a cache at this address."""
-        box = [1, 1, self.rows // 8, self.width // 8, 64]
-        return TensorDescriptor(
-            _Address(pointer, self.dtype), *self.sizes, box, gl.NVMMASharedLayout(0, 16, 5)
-        )
-
-
-class PackedValueView(NamedTuple):
-    """The same of a packed value cache `[B, Hkv, D, N]`.
-
-    Attributes:
-        dtype, shape, strides: of the cache.
-        rows: positions of one TMA box, at most 64.
-        width: head size of one box, >= D. Elements past D and pages past B read as zero.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    rows: int
-    width: int
-
-    @classmethod
-    def of(cls, cache: Tensor, rows: int, width: int) -> PackedValueView:
-        """The view of a cache tensor."""
-        return cls(cache.dtype, tuple(cache.shape), tuple(cache.stride()), rows, width)
-
-    @property
-    def sizes(self) -> tuple[list[int], list[int]]:
-        """Shape and strides of the descriptor."""
-        return list(self.shape), [*_strides(self.shape[:3], self.strides), 1]
-
-    def describe(self, pointer: int) -> TensorDescriptor:
-        """The descriptor of a cache at this address."""
-        return TensorDescriptor(
-            _Address(pointer, self.dtype),
-            *self.sizes,
-            [1, 1, self.width, self.rows],
-            gl.NVMMASharedLayout(2 * self.rows, 16, 4),
         )
 
 
@@ -182,14 +131,14 @@ class QueryView(NamedTuple):
     @property
     def sizes(self) -> tuple[list[int], list[int]]:
         """Shape and strides of the descriptor."""
-        return list(self.shape), [*_strides(self.shape[:2], self.strides), 1]
+        return list(self.shape), [*tma_strides(self.shape[:2], self.strides), 1]
 
     def describe(self, pointer: int) -> TensorDescriptor:
         """The descriptor of queries at this address."""
         rows = self.tokens * self.heads
         layout = gl.NVMMASharedLayout.get_default_for([rows, self.width], _DTYPES[self.dtype])
         return TensorDescriptor(
-            _Address(pointer, self.dtype),
+            Address(pointer, self.dtype),
             *self.sizes,
             [self.tokens, self.heads, self.width],
             gl.NVMMASharedLayout(layout.swizzle_byte_width, 16, 3),
@@ -197,8 +146,8 @@ class QueryView(NamedTuple):
 
 
 class TransposedView(NamedTuple):
-    """The same of transposed float8 values `[rows, columns]`, described as 16-bit words of two
-    neighboring columns.
+    """What the descriptor of transposed float8 values `[rows, columns]` follows from besides their
+    address. They are described as 16-bit words of two neighboring columns.
 
     Attributes:
         shape: rows and columns of the tensor, which is contiguous.
@@ -218,14 +167,11 @@ class TransposedView(NamedTuple):
         """The descriptor of values at this address."""
         box = [self.box[0], self.box[1] // 2]
         layout = gl.NVMMASharedLayout.get_default_for(box, tl.int16)
-        return TensorDescriptor(_Address(pointer, torch.int16), *self.sizes, box, layout)
-
-
-_View = CacheView | PackedKeyView | PackedValueView | QueryView | TransposedView
+        return TensorDescriptor(Address(pointer, torch.int16), *self.sizes, box, layout)
 
 
 def descriptor_arguments(
-    views: tuple[_View, ...], sources: tuple[Source, ...], direct: bool
+    views: tuple[View, ...], sources: tuple[Source, ...], direct: bool
 ) -> tuple[Any, ...]:
     """The arguments in place of descriptors, for `bind_step`: each call gives the descriptors. A
     direct launch also takes their shapes and strides, which do not change."""
@@ -239,7 +185,7 @@ def descriptor_arguments(
 
 
 def described(
-    views: tuple[_View, ...], sources: tuple[Source, ...], maps: tuple[Source, ...]
+    views: tuple[View, ...], sources: tuple[Source, ...], maps: tuple[Source, ...]
 ) -> Lookup:
     """For launches by Triton, which encodes a descriptor in each call: the descriptors `maps` of
     the tensors `sources`."""
@@ -267,7 +213,7 @@ def encoded_descriptors(facts: Hashable, launch: BoundLaunch) -> LaunchCache:
 def encode_views(
     encoded: LaunchCache,
     launch: BoundLaunch,
-    views: tuple[_View, ...],
+    views: tuple[View, ...],
     addresses: Any,
     first: int = 0,
 ) -> tuple[Any, ...]:

@@ -7,11 +7,8 @@ and functions that it calls by such copies.
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
-import linecache
-import textwrap
 from collections import deque
 from collections.abc import Callable, Mapping
 from types import FunctionType, ModuleType
@@ -21,19 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
-from attnlib.errors import UnsupportedConfigError
 from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.kernels import score as device_code
-from attnlib.ops.triton.launch.score_arithmetic import simplify_arithmetic
-from attnlib.ops.triton.launch.score_products import (
-    INVERSE_SCALE,
-    differentiate,
-    take_raw_products,
-)
+from attnlib.ops.triton.launch.score_source import device_source
 from attnlib.score_functions.function import ScoreFunction
 from attnlib.score_functions.operators import OPERATORS, TORCH_OPERATORS
 
-__all__ = ["CompiledScore", "compile_score", "device_source"]
+__all__ = ["CompiledScore", "compile_score"]
 
 _TEMPLATES: dict[str, Any] = {
     "score": device_code.apply_score,
@@ -45,8 +36,6 @@ _RAW_TEMPLATES: dict[str, Any] = {
     "score_mod": device_code.apply_raw_score_mod,
     "mask_mod": device_code.apply_raw_mask_mod,
 }
-_RESERVED = frozenset({"distance", INVERSE_SCALE})
-"""Globals with these names are left alone: functions that have one are compiled as they are."""
 _KEEP: deque[dict[str, Any]] = deque(maxlen=1024)
 """Globals of copies: Triton identifies globals by the id of their dictionary, so that the id of a
 recent one must not be reused. Functions in the cache of `compile_score` hold theirs themselves."""
@@ -165,7 +154,7 @@ class _Converter:
         Args:
             function: a Python function.
             form: `ScoreFunction.form` of a function whose arithmetic may be simplified, else None.
-            variant: as in `device_source`.
+            variant: see `device_source`.
 
         Returns:
             The device function; None if the function has no such variant.
@@ -213,72 +202,3 @@ class _Converter:
         copy = FunctionType(function.__code__, values, function.__name__, function.__defaults__)
         copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
         return self._language.jit(copy)
-
-
-def device_source(
-    function: Callable[..., Any],
-    used: Mapping[str, Any],
-    form: str | None,
-    variant: str = "scores",
-) -> Any:
-    """A copy of a function whose source has no type annotations.
-
-    Args:
-        function: the function.
-        used: the globals that it uses.
-        form: `ScoreFunction.form`, to simplify the arithmetic too; None to leave it.
-        variant: "scores"; with a form also "products" for a function that takes raw products
-            (`take_raw_products`), and "slope" for its derivative (`differentiate`).
-
-    Returns:
-        The copy; None if the function has no such variant.
-
-    Raises:
-        UnsupportedConfigError: the source of the function is not available.
-    """
-    name = f"{function.__module__}.{function.__qualname__}"
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError):
-        raise UnsupportedConfigError(
-            f"the source of score function {name} is not available, and kernels are compiled from "
-            "it: define it with def in a file",
-            backend="triton",
-        ) from None
-    definition = tree.body[0]
-    assert isinstance(definition, ast.FunctionDef)  # `ScoreFunction` has checked it
-    for argument in definition.args.args:
-        argument.annotation = None
-    definition.returns, definition.decorator_list = None, []
-    operator_of = functools.partial(_operator_of, used=used)
-    exists = variant == "scores"
-    if form is not None and not _RESERVED & used.keys():
-        simplify_arithmetic(definition, form, operator_of)
-        exists = exists or take_raw_products(definition, form, operator_of)
-        if variant == "slope":
-            exists = exists and differentiate(definition, form, operator_of)
-    if not exists:
-        return None
-    source = ast.unparse(ast.fix_missing_locations(tree)) + "\n"
-    # Triton reads the source of a function through `inspect`, which asks `linecache`.
-    file = f"<attnlib score function {name}{'' if form is None else f', {variant}'}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    namespace: dict[str, Any] = {}
-    exec(compile(source, file, "exec"), namespace)
-    copy = namespace[definition.name]
-    copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
-    return copy
-
-
-def _operator_of(called: ast.expr, used: Mapping[str, Any]) -> str | None:
-    """The name of the operator that an expression denotes in a function; None if it is another."""
-    value: Any = None
-    if isinstance(called, ast.Name):
-        value = abs if called.id == "abs" else used.get(called.id)
-    elif isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
-        value = getattr(used.get(called.value.id), called.attr, None)
-    if value is abs:
-        return "absolute"
-    if not callable(value):
-        return None
-    return OPERATORS.get(value) or TORCH_OPERATORS.get(value)

@@ -22,7 +22,8 @@ from triton.runtime.cache import get_cache_manager
 
 from attnlib.backends.triton.tune import parse_tiles
 from attnlib.ops.params import AttentionParams
-from attnlib.ops.shared_decode import Segment, schedule_items
+from attnlib.ops.shared_decode import Segment
+from attnlib.ops.shared_decode_schedule import schedule_items
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import limits_of
