@@ -57,56 +57,56 @@ def context_attention(
     num_reqs = seq_lens.shape[0]
     if query.numel() == 0 or num_reqs == 0 or max_seq_len < 1:
         return
-    limits = limits_of(query)
-    group = query.shape[1] // max(1, key.shape[1])
-    rows = min(_MAX_ROWS, next_power_of_2(group * max_seq_len))
-    signature = (
-        "context attention", *(tensor_signature(tensor) for tensor in (query, key, value, out)),
-        start_loc.dtype, seq_lens.dtype, num_reqs, max_seq_len, params.causal is True,
-        params.window[0] >= 0, params.window[1] >= 0, params.scale > 0,
-    )  # fmt: skip
-    found: tuple[DeviceLimits, BoundLaunch] | None = LAUNCHES.get(signature)
-    if found is None or found[0] is not limits:
-        for name, tensor in (("start_loc", start_loc), ("seq_lens", seq_lens)):
-            if not tensor.is_contiguous():
-                raise ContractError(f"{name} is strided; call .contiguous()", rule="M1")
-        if num_reqs > _MAX_REQUESTS:
-            raise ContractError(
-                f"a batch of {num_reqs} sequences exceeds the limit of {_MAX_REQUESTS}; split it "
-                "into several calls"
-            )
-        batch = BatchTensors.of(params, start_loc, seq_lens, None, max_query_len=max_seq_len)
-        call = AttentionCall(query, key, value, out, None, batch, params, limits, signature)
-        shared = attention_constants(call)
-        constants = {name: x for name, x in shared.items() if name not in ("SCORE", "BOUNDS")}
-        tile = prefill_tile(call.shape, limits, rows)
-        tile_heads = min(group, tile.block_m)
-        element = query.element_size()
-        sizes = (query.shape[2], value.shape[2])
-        constants |= {
-            "PAGED": False,
-            **key_chunks(sizes, tile, element, limits.products),
-            "TILE_HEADS": tile_heads,
-            "TILE_TOKENS": tile.block_m // tile_heads,
-            "HEAD_BLOCKS": triton.cdiv(group, tile_heads),
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-            "enable_fp_fusion": True,
-        }
-        tiles = triton.cdiv(max_seq_len, constants["TILE_TOKENS"])
-        grid = (tiles, key.shape[1] * constants["HEAD_BLOCKS"], num_reqs)
-        launch = BoundLaunch(context_attention_kernel, grid, with_config(constants))
-        found = LAUNCHES.keep(signature, (limits, launch))
-    addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr()
+    name = (
+        "context attention",
+        *(tensor_signature(tensor) for tensor in (query, key, value, out)),
+        *(start_loc.dtype, seq_lens.dtype, num_reqs, max_seq_len, params.causal is True),
+        *(params.window[0] >= 0, params.window[1] >= 0, params.scale > 0),
+    )
+    batch = BatchTensors.of(params, start_loc, seq_lens, None, max_query_len=max_seq_len)
+    call = AttentionCall(query, key, value, out, None, batch, params, limits_of(query), name)
+    found: tuple[DeviceLimits, BoundLaunch] | None = LAUNCHES.get(name)
+    if found is None or found[0] is not call.limits:
+        found = LAUNCHES.keep(name, (call.limits, _prepare(call, num_reqs)))
+    arguments = (
+        *(query, key, value, out, start_loc, seq_lens, float(params.scale)),
+        *(int(n) for n in params.window),
+        *(stride for x in (query, key, value, out) for stride in x.stride()[:2]),
+    )
     with device_guard(query):
-        found[1].run(
-            (
-                query, key, value, out, start_loc, seq_lens, float(params.scale),
-                int(params.window[0]), int(params.window[1]), *query.stride()[:2],
-                *key.stride()[:2], *value.stride()[:2], *out.stride()[:2],
-            ),
-            addresses,
-            query.get_device(),
-        )  # fmt: skip
+        found[1].run(arguments, call.addresses, query.get_device())
+
+
+def _prepare(call: AttentionCall, num_reqs: int) -> BoundLaunch:
+    """The launch for calls of this signature.
+
+    Raises:
+        ContractError: tensors that the kernel cannot address.
+        UnsupportedConfigError: head sizes for which no tile fits the device.
+    """
+    batch, shape, limits = call.batch, call.shape, call.limits
+    for name, tensor in (("start_loc", batch.query_start_loc), ("seq_lens", batch.seq_lens)):
+        if not tensor.is_contiguous():
+            raise ContractError(f"{name} is strided; call .contiguous()", rule="M1")
+    if num_reqs > _MAX_REQUESTS:
+        raise ContractError(
+            f"a batch of {num_reqs} sequences exceeds the limit of {_MAX_REQUESTS}; split it into "
+            "several calls"
+        )
+    rows = min(_MAX_ROWS, next_power_of_2(shape.group * batch.max_query_len))
+    tile = prefill_tile(shape, limits, rows)
+    tile_heads = min(shape.group, tile.block_m)
+    tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(shape.group, tile_heads)
+    shared = attention_constants(call)
+    constants = {
+        **{name: value for name, value in shared.items() if name not in ("SCORE", "BOUNDS")},
+        **key_chunks(shape.head_sizes, tile, shape.query_dtype.itemsize, limits.products),
+        "PAGED": False,
+        "TILE_HEADS": tile_heads,
+        "TILE_TOKENS": tile_tokens,
+        "HEAD_BLOCKS": head_blocks,
+        **tile.constants,
+    }
+    tiles = triton.cdiv(batch.max_query_len, tile_tokens)
+    grid = (tiles, shape.num_kv_heads * head_blocks, num_reqs)
+    return BoundLaunch(context_attention_kernel, grid, with_config(constants))

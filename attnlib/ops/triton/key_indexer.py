@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -10,7 +12,11 @@ from torch import Tensor
 from attnlib.errors import ContractError
 from attnlib.ops.triton.heuristics.device import device_guard, limits_of
 from attnlib.ops.triton.heuristics.tiles import next_power_of_2
-from attnlib.ops.triton.kernels.key_indexer import index_scores_kernel, index_select_kernel
+from attnlib.ops.triton.kernels.key_indexer import (
+    IndexConfig,
+    index_scores_kernel,
+    index_select_kernel,
+)
 from attnlib.ops.triton.launch.constants import reads_bytes
 from attnlib.ops.triton.launch.scales import kv_kind
 from attnlib.sparse.key_selection import KeySelection
@@ -64,19 +70,81 @@ def select_keys(
             a `max_seq_len` of more than 65535 tiles of keys (8 million tokens, where 128 is a
             multiple of the block size).
     """
-    num_tokens, num_heads, size = query.shape
+    num_tokens = query.shape[0]
     if num_tokens == 0 or out.shape[1] == 0:
         return
     _check(query, key_cache, block_table, out, selection)
-    limits = limits_of(query)
-    select = selection.block_size
-    columns = max(1, triton.cdiv(max_seq_len, select))
-    list_heads = out.shape[1]
-    scores_of_token = list_heads * columns
+    chunks = _divide(
+        query_start_loc, num_tokens, out.shape[1], selection, max_query_len, max_seq_len
+    )
+    size = chunks.tiles * chunks.tile_tokens * chunks.scores_of_token
+    workspace = torch.empty(size, dtype=torch.float32, device=query.device)
+    keys, limits = key_cache, limits_of(query)
+    if reads_bytes(key_cache.dtype, limits):
+        keys = key_cache.view(torch.uint8)
+    config = _score_config(query, keys, weights, key_scales, key_cache.dtype, chunks, selection)
+    select_config = _select_config(out, chunks, selection)
+    batch, num_reqs = (query_start_loc, seq_lens), query_start_loc.shape[0] - 1
+    with device_guard(query):
+        for first in range(0, chunks.all_tiles, chunks.tiles):
+            count = min(chunks.tiles, chunks.all_tiles - first)
+            index_scores_kernel[(count, chunks.key_tiles)](
+                *(query, keys, workspace, *batch, block_table, weights, key_scales),
+                *(num_reqs, first, local_blocks, chunks.columns),
+                *(block_table.stride(0), *query.stride()[:2]),
+                0 if weights is None else weights.stride(0),
+                *keys.stride()[:2],
+                *((0, 0) if key_scales is None else key_scales.stride()),
+                CONFIG=config,
+                num_warps=4 if config.BLOCKS * config.SELECT_PAD <= 128 else 8,
+                num_stages=3,
+            )
+            index_select_kernel[(count * chunks.tile_tokens, out.shape[1])](
+                *(workspace, out, *batch, num_reqs, first, chunks.columns, num_tokens),
+                *(out.shape[2], *out.stride()[:2]),
+                CONFIG=select_config,
+                num_warps=8,
+            )
+
+
+class _Chunks(NamedTuple):
+    """How the scores of a batch are divided over launches and programs.
+
+    Attributes:
+        columns: blocks of keys of the longest request.
+        scores_of_token: lists of a token times `columns`.
+        tile_tokens: query tokens of a tile.
+        all_tiles, tiles: tiles of query tokens, and those of one launch.
+        blocks, key_tiles: blocks of keys of a program, and programs for `columns`.
+    """
+
+    columns: int
+    scores_of_token: int
+    tile_tokens: int
+    all_tiles: int
+    tiles: int
+    blocks: int
+    key_tiles: int
+
+
+def _divide(
+    query_start_loc: Tensor,
+    num_tokens: int,
+    num_lists: int,
+    selection: KeySelection,
+    max_query_len: int,
+    max_seq_len: int,
+) -> _Chunks:
+    """Divide the scores of a batch.
+
+    Raises:
+        ContractError: a bound of the lengths that needs more programs than a grid has.
+    """
+    columns = max(1, triton.cdiv(max_seq_len, selection.block_size))
+    scores_of_token = num_lists * columns
     tile_tokens = _tokens_of_tile(scores_of_token, max_query_len)
-    num_tiles = num_tokens // tile_tokens + query_start_loc.shape[0]
-    select_pad = next_power_of_2(select)
-    blocks = max(1, _TILE_KEYS // select_pad)
+    all_tiles = num_tokens // tile_tokens + query_start_loc.shape[0]
+    blocks = max(1, _TILE_KEYS // next_power_of_2(selection.block_size))
     key_tiles = triton.cdiv(columns, blocks)
     if key_tiles > _MAX_GRID:
         raise ContractError(
@@ -84,35 +152,48 @@ def select_keys(
             f"take at most {_MAX_GRID}: pass a smaller bound",
             rule="M14",
         )
-    scores_of_tile = tile_tokens * scores_of_token
-    tiles_of_chunk = max(1, min(num_tiles, _MAX_SCORES // scores_of_tile))
-    workspace = torch.empty(
-        tiles_of_chunk * scores_of_tile, dtype=torch.float32, device=query.device
+    tiles = max(1, min(all_tiles, _MAX_SCORES // (tile_tokens * scores_of_token)))
+    return _Chunks(columns, scores_of_token, tile_tokens, all_tiles, tiles, blocks, key_tiles)
+
+
+def _score_config(
+    query: Tensor,
+    keys: Tensor,
+    weights: Tensor | None,
+    key_scales: Tensor | None,
+    cache_dtype: torch.dtype,
+    chunks: _Chunks,
+    selection: KeySelection,
+) -> IndexConfig:
+    """The constants of the kernel that writes scores."""
+    num_heads, size = query.shape[1:]
+    return IndexConfig(
+        HEADS=num_heads,
+        HEADS_PAD=max(16, next_power_of_2(num_heads)),
+        SIZE=size,
+        SIZE_PAD=max(16, next_power_of_2(size)),
+        SELECT=selection.block_size,
+        SELECT_PAD=next_power_of_2(selection.block_size),
+        BLOCK_SIZE=keys.shape[1],
+        BLOCKS=chunks.blocks,
+        TILE_TOKENS=chunks.tile_tokens,
+        HAS_WEIGHTS=weights is not None,
+        HAS_SCALES=key_scales is not None,
+        KV_KIND=kv_kind(cache_dtype, limits_of(query).has_fp8),
+        COMPUTE=_COMPUTE[query.dtype],
+        VEC_Q=_vector(query),
+        VEC_K=_vector(keys),
     )
-    keys = key_cache.view(torch.uint8) if reads_bytes(key_cache.dtype, limits) else key_cache
-    lanes = min(4096, max(256, next_power_of_2(columns)))
-    with device_guard(query):
-        for first in range(0, num_tiles, tiles_of_chunk):
-            count = min(tiles_of_chunk, num_tiles - first)
-            index_scores_kernel[(count, key_tiles)](
-                query, keys, workspace, query_start_loc, seq_lens, block_table, weights,
-                key_scales, query_start_loc.shape[0] - 1, first, local_blocks, columns,
-                block_table.stride(0), *query.stride()[:2],
-                0 if weights is None else weights.stride(0), *keys.stride()[:2],
-                *((0, 0) if key_scales is None else key_scales.stride()),
-                HAS_WEIGHTS=weights is not None, HAS_SCALES=key_scales is not None,
-                HEADS=num_heads, HEADS_PAD=max(16, next_power_of_2(num_heads)), SIZE=size,
-                SIZE_PAD=max(16, next_power_of_2(size)), SELECT=select, SELECT_PAD=select_pad,
-                BLOCK_SIZE=key_cache.shape[1], BLOCKS=blocks, TILE_TOKENS=tile_tokens,
-                KV_KIND=kv_kind(key_cache.dtype, limits.has_fp8),
-                COMPUTE=_COMPUTE[query.dtype], VEC_Q=_vector(query), VEC_K=_vector(keys),
-                num_warps=4 if blocks * select_pad <= 128 else 8, num_stages=3,
-            )  # fmt: skip
-            index_select_kernel[(count * tile_tokens, list_heads)](
-                workspace, out, query_start_loc, seq_lens, query_start_loc.shape[0] - 1, first,
-                columns, num_tokens, out.shape[2], *out.stride()[:2], HEADS=list_heads,
-                SELECT=select, TILE_TOKENS=tile_tokens, LANES=lanes, num_warps=8,
-            )  # fmt: skip
+
+
+def _select_config(out: Tensor, chunks: _Chunks, selection: KeySelection) -> IndexConfig:
+    """The constants of the kernel that selects."""
+    return IndexConfig(
+        HEADS=out.shape[1],
+        SELECT=selection.block_size,
+        TILE_TOKENS=chunks.tile_tokens,
+        LANES=min(4096, max(256, next_power_of_2(chunks.columns))),
+    )
 
 
 def _tokens_of_tile(scores_of_token: int, max_query_len: int) -> int:

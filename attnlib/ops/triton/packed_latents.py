@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -16,17 +14,16 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import device_guard, limits_of
 from attnlib.ops.triton.heuristics.splits import (
     choose_uniform_splits,
-    paged_decode_workspace_bytes,
     visible_bound,
 )
 from attnlib.ops.triton.heuristics.tiles import next_power_of_2
 from attnlib.ops.triton.kernels.arguments import AttentionConfig
-from attnlib.ops.triton.kernels.decode import combine_kernel
 from attnlib.ops.triton.kernels.packed_latents import (
     packed_latent_kernel,
     packed_latent_write_kernel,
 )
 from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES, KV_NATIVE
+from attnlib.ops.triton.launch.partials import Partials
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys, SelectionScope
 
 __all__ = ["packed_latent_attention", "write_packed_latents"]
@@ -106,49 +103,79 @@ def packed_latent_attention(
     num_tokens, num_heads = query.shape[:2]
     indices = None if selection is None or selected is None else selected.indices
     entries = 0 if indices is None else indices.shape[2]
-    left, right = params.window
-    visible = visible_bound(
-        max_query_len, max_seq_len, params.window, params.causal is True,
-        params.attention_chunk_size,
-    )  # fmt: skip
+    bounds, causal = (max_query_len, max_seq_len), params.causal is True
+    visible = visible_bound(*bounds, params.window, causal, params.attention_chunk_size)
     if selection is not None:
         visible = entries * selection.block_size
-    block_m = min(_MOST_HEADS, max(16, next_power_of_2(num_heads)))
-    head_blocks = triton.cdiv(num_heads, block_m)
-    splits = choose_uniform_splits(
-        num_tokens * head_blocks, visible, _BLOCK_N, 2 * limits.num_sms
-    )  # fmt: skip
-    partials = None
-    if need := paged_decode_workspace_bytes(num_tokens, num_heads, LATENT, splits):
-        partials = torch.empty(need // 4, dtype=torch.float32, device=query.device)
+    head_blocks = triton.cdiv(num_heads, _tile_heads(num_heads))
+    programs = num_tokens * head_blocks
+    splits = choose_uniform_splits(programs, visible, _BLOCK_N, 2 * limits.num_sms)
+    partials = Partials.of_splits(
+        *(splits, num_tokens, num_heads, LATENT),
+        has_sink=params.sinks is not None,
+        has_lse=lse is not None,
+    )
+    space = partials.allocate(query)
     elements = parts.elements if limits.has_fp8 else parts.elements.view(torch.uint8)
-    flags: dict[str, Any] = {"HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None}
-    stride_lt = 0 if lse is None else lse.stride(0)
-    config = AttentionConfig(
-        BLOCK_M=block_m, BLOCK_N=_BLOCK_N, TILE_HEADS=block_m, TILE_TOKENS=1,
-        HEAD_BLOCKS=head_blocks, GROUP=num_heads, COMPUTE=_COMPUTE[query.dtype],
-        BLOCK_SIZE=data.shape[1], D=LATENT + ROTARY, D0=LATENT, D1=ROTARY, DV=LATENT, DV0=LATENT,
-        LATENT=True, KV_KIND=int((KV_NATIVE if limits.has_fp8 else KV_E4M3_BYTES).value),
-        CAUSAL=int(params.causal), HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0,
-        HAS_CHUNK=params.attention_chunk_size > 0, HAS_CAP=params.logits_soft_cap > 0,
-        SPLIT=splits > 1, SELECT=0 if selection is None else selection.block_size, **flags,
-    )  # fmt: skip
     with device_guard(query):
         packed_latent_kernel[(num_tokens, head_blocks, splits)](
-            query, elements, parts.scales, parts.rotary, out, partials, query_start_loc, seq_lens,
-            block_table, indices, params.sinks, lse, float(params.scale),
-            float(params.logits_soft_cap), int(left), int(right), int(params.attention_chunk_size),
-            query_start_loc.shape[0] - 1, num_tokens, num_heads, entries, splits,
-            0 if indices is None else indices.stride(0), block_table.stride(0),
-            *query.stride()[:2], *elements.stride()[:2], *parts.scales.stride()[:2],
-            *parts.rotary.stride()[:2], *out.stride()[:2], stride_lt,
-            CONFIG=config, num_warps=8, num_stages=2,
+            *(query, elements, parts.scales, parts.rotary, out, space, query_start_loc, seq_lens),
+            *(block_table, indices, params.sinks, lse),
+            *(float(params.scale), float(params.logits_soft_cap)),
+            *(int(n) for n in (*params.window, params.attention_chunk_size)),
+            *(query_start_loc.shape[0] - 1, num_tokens, num_heads, entries, splits),
+            *(0 if indices is None else indices.stride(0), block_table.stride(0)),
+            *(stride for x in (query, elements, parts.scales, parts.rotary, out)
+              for stride in x.stride()[:2]),
+            0 if lse is None else lse.stride(0),
+            CONFIG=_config(query, data, params, selection, splits, lse is not None),
+            num_warps=8,
+            num_stages=2,
         )  # fmt: skip
-        if partials is not None:
-            combine_kernel[(num_tokens, num_heads)](
-                partials, params.sinks, out, lse, splits, num_tokens, num_heads, *out.stride()[:2],
-                stride_lt, DV=LATENT, DV_PAD=LATENT, STEP=16, PDL=False, num_warps=4, **flags,
-            )  # fmt: skip
+        partials.run(space, params.sinks, out, lse)
+
+
+def _tile_heads(num_heads: int) -> int:
+    return min(_MOST_HEADS, max(16, next_power_of_2(num_heads)))
+
+
+def _config(
+    query: Tensor,
+    data: Tensor,
+    params: AttentionParams,
+    selection: KeySelection | None,
+    splits: int,
+    has_lse: bool,
+) -> AttentionConfig:
+    """The constants of the attention kernel."""
+    num_heads, left, right = query.shape[1], *params.window
+    block_m, has_fp8 = _tile_heads(num_heads), limits_of(query).has_fp8
+    return AttentionConfig(
+        BLOCK_M=block_m,
+        BLOCK_N=_BLOCK_N,
+        TILE_HEADS=block_m,
+        TILE_TOKENS=1,
+        HEAD_BLOCKS=triton.cdiv(num_heads, block_m),
+        GROUP=num_heads,
+        COMPUTE=_COMPUTE[query.dtype],
+        BLOCK_SIZE=data.shape[1],
+        D=LATENT + ROTARY,
+        D0=LATENT,
+        D1=ROTARY,
+        DV=LATENT,
+        DV0=LATENT,
+        LATENT=True,
+        KV_KIND=int((KV_NATIVE if has_fp8 else KV_E4M3_BYTES).value),
+        CAUSAL=int(params.causal),
+        HAS_LEFT=left >= 0,
+        HAS_RIGHT=right >= 0,
+        HAS_CHUNK=params.attention_chunk_size > 0,
+        HAS_CAP=params.logits_soft_cap > 0,
+        HAS_SINK=params.sinks is not None,
+        HAS_LSE=has_lse,
+        SPLIT=splits > 1,
+        SELECT=0 if selection is None else selection.block_size,
+    )
 
 
 def _check_supported(params: AttentionParams, selection: KeySelection | None) -> None:

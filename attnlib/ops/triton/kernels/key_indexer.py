@@ -10,6 +10,8 @@ loads its keys once. Selection: one program per row of the workspace and head.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -17,7 +19,7 @@ from attnlib.ops.triton.kernels.chunks import aligned
 from attnlib.ops.triton.kernels.quant import decode_kv
 from attnlib.ops.triton.kernels.schedule import find_request
 
-__all__ = ["index_scores_kernel", "index_select_kernel"]
+__all__ = ["IndexConfig", "index_scores_kernel", "index_select_kernel"]
 
 _UNSPECIALIZED = [
     "num_reqs", "first_tile", "local_blocks", "columns", "num_tokens", "num_entries",
@@ -25,6 +27,40 @@ _UNSPECIALIZED = [
     "stride_sn", "stride_ot", "stride_oh",
 ]  # fmt: skip
 _UNALIGNED = ["query_start_loc", "seq_lens", "block_table", "weights", "scales", "out"]
+
+
+class IndexConfig(NamedTuple):
+    """Constants of both kernels; the second one has HEADS, SELECT, TILE_TOKENS and LANES.
+
+    Attributes:
+        HEADS, HEADS_PAD: index heads, or lists of a token, and the rows of a product.
+        SIZE, SIZE_PAD: elements of an index key.
+        SELECT, SELECT_PAD: keys of an entry of the lists.
+        BLOCK_SIZE: tokens per block of the cache.
+        BLOCKS: entries of a program.
+        TILE_TOKENS: query tokens of a tile.
+        HAS_WEIGHTS, HAS_SCALES: weights of the heads, scales of the keys.
+        KV_KIND, COMPUTE: elements of the cache, dtype of the products.
+        VEC_Q, VEC_K: elements of which the offsets of rows are multiples.
+        LANES: scores that a program examines at the same time.
+    """
+
+    HEADS: int
+    SELECT: int
+    TILE_TOKENS: int
+    LANES: int = 0
+    HEADS_PAD: int = 0
+    SIZE: int = 0
+    SIZE_PAD: int = 0
+    SELECT_PAD: int = 0
+    BLOCK_SIZE: int = 0
+    BLOCKS: int = 0
+    HAS_WEIGHTS: bool = False
+    HAS_SCALES: bool = False
+    KV_KIND: int = 0
+    COMPUTE: Any = None
+    VEC_Q: int = 1
+    VEC_K: int = 1
 
 
 @triton.jit
@@ -46,72 +82,72 @@ def _row_span(query_start_loc, seq_lens, tile, num_reqs, TILE_TOKENS: tl.constex
 def index_scores_kernel(
     query, key, workspace, query_start_loc, seq_lens, block_table, weights, scales, num_reqs,
     first_tile, local_blocks, columns, stride_table, stride_qt, stride_qh, stride_wt, stride_kb,
-    stride_kn, stride_sb, stride_sn, HAS_WEIGHTS: tl.constexpr, HAS_SCALES: tl.constexpr,
-    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
-    SELECT: tl.constexpr, SELECT_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr, TILE_TOKENS: tl.constexpr, KV_KIND: tl.constexpr,
-    COMPUTE: tl.constexpr, VEC_Q: tl.constexpr, VEC_K: tl.constexpr,
+    stride_kn, stride_sb, stride_sn, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Write scores [tokens of the chunk, heads, columns] of BLOCKS blocks of SELECT keys.
 
     The keys of a program are [BLOCKS, SELECT_PAD] positions. Only visible keys are read.
     Grid: (tiles of the chunk, tiles of blocks).
     """
+    BLOCKS: tl.constexpr = CONFIG.BLOCKS
+    SELECT_PAD: tl.constexpr = CONFIG.SELECT_PAD
+    HEADS_PAD: tl.constexpr = CONFIG.HEADS_PAD
     tile = first_tile + tl.program_id(0)
     request, start, first_token, query_len, seq_len = _row_span(
-        query_start_loc, seq_lens, tile, num_reqs, TILE_TOKENS
+        query_start_loc, seq_lens, tile, num_reqs, CONFIG.TILE_TOKENS
     )
     if first_token >= query_len:
         return
     origin = seq_len - query_len
-    end_token = tl.minimum(first_token + TILE_TOKENS, query_len)
+    end_token = tl.minimum(first_token + CONFIG.TILE_TOKENS, query_len)
     last = origin + end_token  # keys from here on are visible to no token of the tile
     first_block = tl.program_id(1) * BLOCKS
-    if first_block * SELECT >= last:
+    if first_block * CONFIG.SELECT >= last:
         return
     lanes = tl.arange(0, BLOCKS * SELECT_PAD)
     blocks = first_block + lanes // SELECT_PAD
-    positions = blocks * SELECT + lanes % SELECT_PAD
-    inside = (lanes % SELECT_PAD < SELECT) & (positions < last)
+    positions = blocks * CONFIG.SELECT + lanes % SELECT_PAD
+    inside = (lanes % SELECT_PAD < CONFIG.SELECT) & (positions < last)
     pages = tl.load(
         block_table
         + request.to(tl.int64) * stride_table
-        + (positions.to(tl.uint32) // BLOCK_SIZE).to(tl.int32),
+        + (positions.to(tl.uint32) // CONFIG.BLOCK_SIZE).to(tl.int32),
         mask=inside,
         other=0,
     ).to(tl.int64)
-    within = (positions.to(tl.uint32) % BLOCK_SIZE).to(tl.int64)
-    elements = tl.arange(0, SIZE_PAD)
-    offsets = aligned(pages * stride_kb + within * stride_kn, VEC_K)
+    within = (positions.to(tl.uint32) % CONFIG.BLOCK_SIZE).to(tl.int64)
+    elements = tl.arange(0, CONFIG.SIZE_PAD)
+    offsets = aligned(pages * stride_kb + within * stride_kn, CONFIG.VEC_K)
     keys = tl.load(
         key + offsets[:, None] + elements[None, :],
-        mask=inside[:, None] & (elements < SIZE)[None, :],
+        mask=inside[:, None] & (elements < CONFIG.SIZE)[None, :],
         other=0.0,
     )
-    keys = decode_kv(keys, KV_KIND, COMPUTE)
+    keys = decode_kv(keys, CONFIG.KV_KIND, CONFIG.COMPUTE)
     factor = tl.full([BLOCKS * SELECT_PAD], 1.0, tl.float32)
-    if HAS_SCALES:
+    if CONFIG.HAS_SCALES:
         factor = tl.load(scales + pages * stride_sb + within * stride_sn, mask=inside, other=0.0)
     heads = tl.arange(0, HEADS_PAD)
-    row = (tl.program_id(0) * TILE_TOKENS).to(tl.int64)
+    row = (tl.program_id(0) * CONFIG.TILE_TOKENS).to(tl.int64)
     own_blocks = first_block + tl.arange(0, BLOCKS)
     for token in range(first_token, end_token):
         offset = (start + token).to(tl.int64) * stride_qt + heads.to(tl.int64) * stride_qh
         q = tl.load(
-            query + aligned(offset, VEC_Q)[:, None] + elements[None, :],
-            mask=(heads < HEADS)[:, None] & (elements < SIZE)[None, :],
+            query + aligned(offset, CONFIG.VEC_Q)[:, None] + elements[None, :],
+            mask=(heads < CONFIG.HEADS)[:, None] & (elements < CONFIG.SIZE)[None, :],
             other=0.0,
-        ).to(COMPUTE)
+        ).to(CONFIG.COMPUTE)
         scores = (
             tl.dot(keys, tl.trans(q), input_precision="ieee") * factor[:, None]
         )  # [keys, heads]
         position = origin + token
         visible = inside & (positions <= position)
-        local = (own_blocks * SELECT <= position) & (own_blocks > position // SELECT - local_blocks)
-        if HAS_WEIGHTS:
+        nearest = position // CONFIG.SELECT - local_blocks
+        local = (own_blocks * CONFIG.SELECT <= position) & (own_blocks > nearest)
+        if CONFIG.HAS_WEIGHTS:
             w = tl.load(
                 weights + (start + token).to(tl.int64) * stride_wt + heads,
-                mask=heads < HEADS,
+                mask=heads < CONFIG.HEADS,
                 other=0.0,
             )
             total = tl.sum(
@@ -129,11 +165,11 @@ def index_scores_kernel(
             scores = tl.where(visible[:, None] & (scores == scores), scores, float("-inf"))
             best = tl.max(tl.reshape(scores, [BLOCKS, SELECT_PAD, HEADS_PAD]), 1)
             best = tl.where(local[:, None], float("inf"), best)
-            target = ((row + token - first_token) * HEADS + heads)[None, :] * columns
+            target = ((row + token - first_token) * CONFIG.HEADS + heads)[None, :] * columns
             tl.store(
                 workspace + target + own_blocks[:, None],
                 best,
-                mask=(own_blocks < columns)[:, None] & (heads < HEADS)[None, :],
+                mask=(own_blocks < columns)[:, None] & (heads < CONFIG.HEADS)[None, :],
             )
 
 
@@ -148,20 +184,19 @@ def _ordered(scores):
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
 def index_select_kernel(
     workspace, out, query_start_loc, seq_lens, num_reqs, first_tile, columns, num_tokens,
-    num_entries, stride_ot, stride_oh, HEADS: tl.constexpr, SELECT: tl.constexpr,
-    TILE_TOKENS: tl.constexpr, LANES: tl.constexpr,
+    num_entries, stride_ot, stride_oh, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Write the blocks with the largest scores of one row and head, in ascending order.
 
     Grid: (rows of the chunk, heads).
     """
     head = tl.program_id(1)
-    tile = first_tile + tl.program_id(0) // TILE_TOKENS
+    tile = first_tile + tl.program_id(0) // CONFIG.TILE_TOKENS
     request, start, first_token, query_len, seq_len = _row_span(
-        query_start_loc, seq_lens, tile, num_reqs, TILE_TOKENS
+        query_start_loc, seq_lens, tile, num_reqs, CONFIG.TILE_TOKENS
     )
-    token = first_token + tl.program_id(0) % TILE_TOKENS
-    lanes = tl.arange(0, LANES)
+    token = first_token + tl.program_id(0) % CONFIG.TILE_TOKENS
+    lanes = tl.arange(0, CONFIG.LANES)
     limit = query_len
     if request == num_reqs:
         limit = num_tokens - start  # rows past the last request get empty lists
@@ -169,27 +204,27 @@ def index_select_kernel(
         return
     entries = out + (start + token).to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
     position = seq_len - query_len + token
-    count = tl.where(query_len > 0, tl.maximum((position + SELECT) // SELECT, 0), 0)
+    count = tl.where(query_len > 0, tl.maximum((position + CONFIG.SELECT) // CONFIG.SELECT, 0), 0)
     if position < 0:
         count = 0
     if request == num_reqs:
         count = 0
     if count <= num_entries:
-        for base in range(0, num_entries, LANES):
+        for base in range(0, num_entries, CONFIG.LANES):
             places = base + lanes
             tl.store(
                 entries + places, tl.where(places < count, places, -1), mask=places < num_entries
             )
         return
 
-    scores = workspace + (tl.program_id(0).to(tl.int64) * HEADS + head) * columns
+    scores = workspace + (tl.program_id(0).to(tl.int64) * CONFIG.HEADS + head) * columns
     # The largest number that at least `num_entries` scores reach, 8 bits at a time.
     threshold = tl.full([1], 0, tl.uint32)
     remaining = num_entries
     bins = tl.arange(0, 256)
     for shift in tl.static_range(24, -8, -8):
         histogram = tl.zeros([256], tl.int32)
-        for base in range(0, count, LANES):
+        for base in range(0, count, CONFIG.LANES):
             places = base + lanes
             exists = places < count
             number = _ordered(tl.load(scores + places, mask=exists, other=0.0))
@@ -204,7 +239,7 @@ def index_select_kernel(
     # All scores above the threshold, and the first `remaining` of those equal to it.
     taken = 0
     equal_before = 0
-    for base in range(0, count, LANES):
+    for base in range(0, count, CONFIG.LANES):
         places = base + lanes
         exists = places < count
         number = _ordered(tl.load(scores + places, mask=exists, other=0.0))
