@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from attnlib.ops.shared_decode import (
-    ITEM_FIELDS,
     PRODUCT_ROWS,
     SEGMENT_FIELDS,
     ItemLists,
@@ -139,7 +138,7 @@ def schedule_items(
     line = _Line(cuts, num_tokens, block_size, tile_keys)
     for item in items:
         line.add(item)
-    return line.lists(num_ranges)
+    return line.lists()
 
 
 class _Line:
@@ -163,52 +162,54 @@ class _Line:
         self._segments: list[int] = []
         self._items: list[int] = []
         self._tokens: list[int] = []
-        self._tiles = 0
-        self._partials = 0
-        self._range = 0
-        """The range of the next tile."""
+        self._num_ranges, self._num_items = len(cuts) - 1, 0
+        self._tiles = self._partials = 0
+        self._range = 0  # of the next tile
+        self._begun = 0  # ranges of which the first tile was added
 
     def add(self, item: _Item) -> None:
         """Add the tiles of an item."""
         members, begin, first_token = len(item.tokens), self._tiles, item.tokens[0]
-        self._advance()
+        while self._cuts[self._range + 1] <= begin:
+            self._range += 1
         first_range = self._range
         for segment, place in item.segments:
             self._add_segment(segment, place, members, first_range)
         consecutive = item.tokens == list(range(first_token, first_token + members))
-        tiles = self._tiles - begin
-        self._items += (begin, tiles, len(self._tokens), members, self._partials)
+        first, rows = len(self._tokens), self._partials
+        self._items += (begin, self._tiles - begin, first, members, rows)
         self._items += (first_token, consecutive, first_range)
         self._tokens += item.tokens
+        self._num_items += 1
         self._partials += (self._range - first_range + 1) * members
 
     def _add_segment(self, segment: Segment, place: int, members: int, first_range: int) -> None:
-        count, cuts = -(-segment.keys // self._tile_keys), self._cuts
-        column, seeing = segment.start // self._block_size, len(segment.tokens)
-        number, item = len(self._segments) // SEGMENT_FIELDS, len(self._items) // ITEM_FIELDS
-        self._segments += (self._tiles, count, segment.request, column, segment.keys, place)
-        self._segments += (seeing, 0)
-        end = self._tiles + count
-        num_ranges = len(cuts) - 1
-        while len(self._ranges) < 4 * num_ranges and cuts[len(self._ranges) // 4] < end:
-            index = len(self._ranges) // 4
-            self._ranges += (cuts[index], cuts[index + 1], item, number)
-        while self._tiles < end:
-            self._advance()
-            first_row = self._partials + (self._range - first_range) * members + place
-            for row, token in enumerate(segment.tokens, first_row):
+        request, start, keys, tokens = segment
+        tiles, this, cuts, of_token = self._tiles, self._range, self._cuts, self._of_token
+        count, column = -(-keys // self._tile_keys), start // self._block_size
+        end, begun = tiles + count, self._begun
+        while begun < self._num_ranges and cuts[begun] < end:
+            number = len(self._segments) // SEGMENT_FIELDS
+            self._ranges += (cuts[begun], cuts[begun + 1], self._num_items, number)
+            begun += 1
+        self._begun = begun
+        self._segments += (tiles, count, request, column, keys, place, len(tokens), 0)
+        while tiles < end:
+            while cuts[this + 1] <= tiles:
+                this += 1
+            row = self._partials + (this - first_range) * members + place
+            for token in tokens:
                 # Segments of a split add to the same partial results.
-                if row not in self._of_token[token][-1:]:
-                    self._of_token[token].append(row)
-            self._tiles = min(end, cuts[self._range + 1])
+                found = of_token[token]
+                if row not in found[-1:]:
+                    found.append(row)
+                row += 1
+            tiles = min(end, cuts[this + 1])
+        self._tiles, self._range = tiles, this
 
-    def _advance(self) -> None:
-        """Find the range of the next tile."""
-        while self._cuts[self._range + 1] <= self._tiles:
-            self._range += 1
-
-    def lists(self, num_ranges: int) -> ItemLists:
+    def lists(self) -> ItemLists:
         """The items of all tiles that were added."""
+        num_ranges = self._num_ranges
         ranges = self._ranges + [0] * (4 * num_ranges - len(self._ranges))  # without tiles
         starts = list(accumulate(map(len, self._of_token), initial=0))
         entries = [row for rows in self._of_token for row in rows]
