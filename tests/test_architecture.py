@@ -17,7 +17,7 @@ LAYERS = (
     ("ops",),
     ("cache", "workspace", "tuning"),
     ("metadata",),
-    ("backends.step_plan",),
+    ("backends.step_plan", "backends.per_head_tensors"),
     ("backends.attention_impl",),
     ("backends.base", "backends.builtin", "backends.plugins", "backends._foreign"),
     ("backends.loading", "backends._pairs", "backends._two_streams"),

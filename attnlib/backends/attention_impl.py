@@ -9,11 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 
-from attnlib.backends.step_plan import LayerGroup, StepPlan
+from attnlib.backends.per_head_tensors import check_per_head
+from attnlib.backends.step_plan import LayerGroup, StepPlan, group_of
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.metadata.compressed import CompressedKeys
@@ -24,9 +24,6 @@ from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 
 __all__ = ["AttentionImpl", "check_in_place", "score_attribute"]
-
-
-_groups: WeakValueDictionary[Any, LayerGroup] = WeakValueDictionary()
 
 
 class AttentionImpl(ABC):
@@ -66,8 +63,8 @@ class AttentionImpl(ABC):
     ) -> None:
         self.spec = spec
         self.scale = spec.head_size**-0.5 if scale is None else float(scale)
-        _check_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, "has_alibi", spec.num_heads)
-        _check_per_head("sinks", sinks, spec.has_sink, "has_sink", spec.num_heads)
+        check_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, "has_alibi", spec.num_heads)
+        check_per_head("sinks", sinks, spec.has_sink, "has_sink", spec.num_heads)
         function = spec.score_function
         if function is not None:
             function.check_tensors(score_tensors, function.layer_tensors, "layer")
@@ -128,22 +125,7 @@ class AttentionImpl(ABC):
         config. An impl whose methods were replaced on the instance has a group of its own."""
         found: LayerGroup | None = self._group
         if found is None:
-            key = (type(self), self.spec, self.scale, tuple(sorted(self.config.items())))
-            methods = {"forward", "write_kv", "forward_unpaged", "plan", "rotate_and_write_kv"}
-            replaced = methods & self.__dict__.keys()
-            rotates = _is_current(type(self), "rotate_and_write_kv", "write_kv")
-            plans = _is_current(type(self), "plan_rotary_write", "rotate_and_write_kv", "write_kv")
-            found = LayerGroup(
-                not replaced and _has_current_plan(type(self)),
-                "rotate_and_write_kv" in replaced or ("write_kv" not in replaced and rotates),
-                not replaced and plans,
-            )
-            if not replaced:
-                try:
-                    found = _groups.setdefault(key, found)
-                except TypeError:  # the config has a value that cannot be hashed
-                    pass
-            self.__dict__["_group"] = found
+            found = self.__dict__["_group"] = group_of(self)
         return found
 
     def attention_params(self, metadata: Any, cache: PagedKVCache | None = None) -> AttentionParams:
@@ -413,40 +395,6 @@ def check_in_place(impl: AttentionImpl, result: object) -> None:
             f"{type(impl).__name__}.forward returned a {type(result).__name__}; it must write its "
             "result to `output` in place and return None"
         )
-
-
-def _has_current_plan(cls: type[AttentionImpl]) -> bool:
-    """Whether no class below the one that defines `plan` defines `forward` or `write_kv`."""
-    return cls.plan is not AttentionImpl.plan and _is_current(cls, "plan", "forward", "write_kv")
-
-
-def _is_current(cls: type[AttentionImpl], name: str, *replaced: str) -> bool:
-    """Whether no class below the one that defines method `name` defines one that it replaces."""
-    first, *others = (
-        next(place for place, base in enumerate(cls.__mro__) if method in vars(base))
-        for method in (name, *replaced)
-    )
-    return first <= min(others)
-
-
-def _check_per_head(
-    name: str, values: torch.Tensor | None, declared: bool, flag: str, num_heads: int
-) -> None:
-    if (values is not None) != declared:
-        given = "given" if values is not None else "missing"
-        raise ContractError(
-            f"{name} {given}, but the spec says {flag}={declared}: the spec selects the backend, "
-            "so both must agree"
-        )
-    if values is None:
-        return
-    if values.shape != (num_heads,) or not values.is_floating_point():
-        raise ContractError(
-            f"{name} is {values.dtype} {tuple(values.shape)}; it must be floating-point "
-            f"[{num_heads}], one value per query head"
-        )
-    if values.stride(0) != 1 and num_heads > 1:
-        raise ContractError(f"{name} has stride {values.stride(0)}; call .contiguous() on it")
 
 
 def _as_float32(values: torch.Tensor | None) -> torch.Tensor | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
-__all__ = ["LayerGroup", "StepPlan"]
+__all__ = ["LayerGroup", "StepPlan", "group_of"]
 
 
 class StepPlan(Protocol):
@@ -62,3 +63,42 @@ class LayerGroup:
         self.has_plan = has_plan
         self.has_rotary_write = has_rotary_write
         self.has_rotary_plan = has_rotary_plan
+
+
+_groups: WeakValueDictionary[Any, LayerGroup] = WeakValueDictionary()
+
+_METHODS = frozenset({"forward", "write_kv", "forward_unpaged", "plan", "rotate_and_write_kv"})
+"""Methods that make an impl different from others of its class if they are replaced on it."""
+
+
+def group_of(impl: Any) -> LayerGroup:
+    """The group of an `AttentionImpl`: that of all impls of its class with equal spec, scale and
+    config. An impl whose methods were replaced on the instance has a group of its own."""
+    cls, replaced = type(impl), _METHODS & impl.__dict__.keys()
+    rotates = _is_current(cls, "rotate_and_write_kv", "write_kv")
+    found = LayerGroup(
+        not replaced and _has_current_plan(cls),
+        "rotate_and_write_kv" in replaced or ("write_kv" not in replaced and rotates),
+        not replaced and _is_current(cls, "plan_rotary_write", "rotate_and_write_kv", "write_kv"),
+    )
+    if replaced:
+        return found
+    key = (cls, impl.spec, impl.scale, tuple(sorted(impl.config.items())))
+    try:
+        return _groups.setdefault(key, found)
+    except TypeError:  # the config has a value that cannot be hashed
+        return found
+
+
+def _has_current_plan(cls: type[Any]) -> bool:
+    """Whether no class below the one that defines `plan` defines `forward` or `write_kv`."""
+    return _is_current(cls, "plan", "forward", "write_kv")
+
+
+def _is_current(cls: type[Any], name: str, *replaced: str) -> bool:
+    """Whether no class below the one that defines method `name` defines one that it replaces."""
+    first, *others = (
+        next(place for place, base in enumerate(cls.__mro__) if method in vars(base))
+        for method in (name, *replaced)
+    )
+    return first <= min(others)
