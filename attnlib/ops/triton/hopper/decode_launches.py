@@ -92,6 +92,7 @@ class HopperDecode:
             other strides or none.
         gathers: the kernel reads the caches by address instead of descriptors.
         reads_address: it takes the address of the keys after the descriptors.
+        takes_scores: it takes scales of the cache, tensors of a score function and counters.
     """
 
     limits: DeviceLimits
@@ -112,6 +113,7 @@ class HopperDecode:
     last_strides: tuple[int | None, ...] = (None,) * 6
     gathers: bool = False
     reads_address: bool = False
+    takes_scores: bool = True
 
     needs_alignment: ClassVar[bool] = True
     """TMA and 16-byte loads require aligned tensors, also for launches by Triton."""
@@ -152,8 +154,11 @@ class HopperDecode:
         )
         layer_tensors = score_sources(len(self.score_sizes) // 2)
         scales = (K_SCALE, V_SCALE) if self.is_quantized else (None, None)
-        tensors = (*sources, QUERY, OUT, LSE, SINKS, *scales, *layer_tensors, *pointers)
-        space = (outputs, lses, headers, counters)
+        extras: tuple[Any, ...] = (*scales, *layer_tensors, *pointers)
+        space: tuple[Any, ...] = (outputs, lses, headers, counters)
+        if not self.takes_scores:
+            extras, space, sizes = (), space[:3], ()
+        tensors = (*sources, QUERY, OUT, LSE, SINKS, *extras)
         numbers = (self.scale, *self.numbers, *sizes, *self.last_strides)
         arguments = (*tensors, starts, lens, table, *space, *numbers)
         steps = [bind_step(self.attend, direct, aligned, arguments)]

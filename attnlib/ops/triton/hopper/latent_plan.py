@@ -1,7 +1,7 @@
-"""Host side of the Hopper decode over latents: which calls it serves, grid and constants.
+"""Host side of the Hopper decode over latents: grid and constants.
 
-Launches, workspace and argument order are those of `decode_launches.HopperDecode`, with blocks of
-up to 64 query heads in the place of KV heads.
+It is launched as a `decode_launches.HopperDecode`, with blocks of up to 64 query heads in the place
+of KV heads.
 """
 
 from __future__ import annotations
@@ -9,32 +9,31 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.attention_call import AttentionCall
-from attnlib.ops.triton.batch_tensors import BatchTensors
-from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
 from attnlib.ops.triton.hopper.decode_grid import hopper_decode_workspace_bytes, workers_per_head
 from attnlib.ops.triton.hopper.decode_launches import HopperDecode, unbounded
 from attnlib.ops.triton.hopper.descriptors import CacheView
 from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.latent_decode import hopper_latent_decode_kernel
-from attnlib.ops.triton.hopper.kernels.latent_few_heads import hopper_latent_few_heads_kernel
+from attnlib.ops.triton.hopper.kernels.latent_splits import LatentConfig
+from attnlib.ops.triton.hopper.kernels.latent_swap_ab import hopper_latent_swap_ab_kernel
 from attnlib.ops.triton.hopper.sizes import LATENT_ROWS, LATENT_SIZES, latent_head_blocks
 from attnlib.ops.triton.launch.bound import BoundLaunch
-from attnlib.ops.triton.launch.run import run_attention
 
-__all__ = ["latent_decode_workspace_bytes", "launch_latent_decode", "prepare_latent_decode"]
+__all__ = ["latent_decode_workspace_bytes", "prepare_latent_decode"]
 
 _TILE = 64
 """Latents of a tile: two tiles and the queries fill the shared memory."""
-_FEW_ROWS = 16
+_SWAPPED_ROWS = 16
 """Query rows up to which latents are the rows of the products."""
 _LEAST_TILES = 2
 """Units of work of a range, at least: with shorter ones, combining takes longer than it saves."""
 _FEW_RESULTS = 1024
 """Rows of the output up to which one is combined by several programs."""
-_REGISTERS = {"CONSUMER_REGISTERS": 224, "LOADER_REGISTERS": 40}
-_FEW_ROWS_REGISTERS = {"LOADER_REGISTERS": 32, "maxnreg": 128}
+_CONSUMER_REGISTERS = 224
+_LOADER_REGISTERS = 40
+_SWAPPED_LOADER_REGISTERS = 32
+_SWAPPED_MAX_REGISTERS = 128
 """The consumer gets what the others leave. With 168 registers instead of 128, 64 requests of 16k
 latents take 282.5 us instead of 281.2 on an H200."""
 
@@ -42,7 +41,7 @@ latents take 282.5 us instead of 281.2 on an H200."""
 def latent_decode_workspace_bytes(
     num_tokens: int, num_heads: int, max_query_len: int, num_sms: int
 ) -> int:
-    """Workspace in bytes, as `hopper_decode_workspace_bytes`."""
+    """Workspace in bytes: partial results with LSEs, and headers by token and block of heads."""
     blocks = latent_head_blocks(num_heads)
     return hopper_decode_workspace_bytes(
         num_tokens, blocks, num_heads // blocks, max_query_len, LATENT_SIZES[1], num_sms
@@ -52,7 +51,7 @@ def latent_decode_workspace_bytes(
 def _combine_tile(
     num_reqs: int, num_rows: int, group: int, head_size_v: int, num_ranges: int
 ) -> dict[str, int]:
-    """Return the tile of the combine kernel, as `decode_grid.combine_tile`.
+    """Return the tile of the combine kernel: heads, elements, splits loaded together, warps.
 
     With few rows, up to four programs share a row. Each loads the splits that requests of equal
     lengths have together, in at most 64 registers of each thread. The number of requests counts as
@@ -67,7 +66,7 @@ def _combine_tile(
     # Measured with two ranges for each SM: 32 requests of 16 heads take 50.3 us with one program
     # for each row, and 51.0 with four; 16 requests 33.3 and 32.5 us. 64 requests of 16k latents
     # take 292.7 us with a step of 8 and two warps, and 294.5 with 16 and four.
-    whole_rows = group <= _FEW_ROWS and num_rows > _FEW_RESULTS // 4
+    whole_rows = group <= _SWAPPED_ROWS and num_rows > _FEW_RESULTS // 4
     step = min(64, max(8 if whole_rows else 16, triton.next_power_of_2(splits)))
     parts = 1 if whole_rows and step <= 16 else 4
     return {
@@ -77,109 +76,108 @@ def _combine_tile(
 
 
 def prepare_latent_decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    batch: BatchTensors,
-    params: AttentionParams,
-    limits: DeviceLimits,
-    max_query_len: int,
-    max_ctas: int | None = None,
+    call: AttentionCall, max_query_len: int, max_ctas: int | None = None
 ) -> HopperDecode:
     """Prepare the launches of calls like this one; at least one query and block.
 
     Args:
+        max_query_len: upper bound of the query lengths, in tokens.
         max_ctas: CTAs that may run at a time; None means one per SM.
     """
-    num_tokens, num_heads, head_size = query.shape
-    num_blocks, block_size = key.shape[:2]
-    assert batch.block_table is not None and not isinstance(params.k_scale, Tensor)
-    head_size_v, head_blocks = value.shape[3], latent_head_blocks(num_heads)
-    group = num_heads // head_blocks
+    query, key, out, params, shape = call.query, call.key, call.out, call.params, call.shape
+    head_blocks = latent_head_blocks(shape.num_heads)
+    group = shape.num_heads // head_blocks
     rows, (left, right) = group * max_query_len, params.window
-    num_reqs = batch.query_start_loc.shape[0] - 1
-    chunk, cap = params.attention_chunk_size, params.logits_soft_cap
-    few = rows <= _FEW_ROWS
-    resident = max_ctas or limits.num_sms
+    swaps = rows <= _SWAPPED_ROWS
+    resident = max_ctas or call.limits.num_sms
     ctas = workers_per_head(resident, head_blocks, 1) * head_blocks
-    num_partials, stride_lt = 2 * ctas * rows, 0 if lse is None else lse.stride(0)
-    box, adjacent = min(block_size, _TILE), key.stride(1) == head_size
-    shared = {
-        "NUM_KV_HEADS": head_blocks, "GROUP": group, "DV": head_size_v,
-        "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
-        "enable_fp_fusion": True, "launch_pdl": True,
-    }  # fmt: skip
-    attend = {
-        **shared, "ROTARY": head_size - head_size_v,
-        "TILE_TOKENS": (_FEW_ROWS if few else LATENT_ROWS) // group,
-        "BLOCK_SIZE": block_size, "ROWS": _FEW_ROWS if few else LATENT_ROWS,
-        "CAUSAL": bool(params.causal), "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
-        "HAS_CHUNK": chunk > 0, "HAS_CAP": cap > 0, "num_warps": 4,
-        "LEAST": _LEAST_TILES, **(_FEW_ROWS_REGISTERS if few else _REGISTERS),
-    }  # fmt: skip
-    kernel = hopper_latent_few_heads_kernel if few else hopper_latent_decode_kernel
-    combine = {
-        **shared,
-        **_combine_tile(num_reqs, num_tokens * num_heads, group, head_size_v, ctas // head_blocks),
-    }  # fmt: skip
-    programs = triton.cdiv(group, combine["HEADS"]) * combine["PARTS"]
+    num_partials, (size, size_v) = 2 * ctas * rows, shape.head_sizes
+    assert not isinstance(params.k_scale, Tensor)
     return HopperDecode(
-        limits=limits,
+        limits=call.limits,
         index=query.get_device(),
         packed=False,
         is_quantized=False,
-        reads_address=not few,
-        last_strides=() if few else (adjacent * key.stride(0),),
-        views=(
-            CacheView.of(key, box, head_size - head_size_v),
-            CacheView.of(value, box, head_size_v // 4),
-        ),
+        reads_address=not swaps,
+        takes_scores=False,
+        last_strides=() if swaps else ((key.stride(1) == size) * key.stride(0),),
+        views=_views(call),
         scale=params.scale * float(params.k_scale),
         score_sizes=(),
         numbers=(
-            float(cap), unbounded(left), unbounded(right), unbounded(chunk), num_reqs, num_tokens,
-            num_blocks, rows, query.stride(0), query.stride(1), out.stride(0), out.stride(1),
-            stride_lt, batch.block_table.stride(0),
+            float(params.logits_soft_cap), unbounded(left), unbounded(right),
+            unbounded(params.attention_chunk_size), call.num_reqs, call.num_tokens, key.shape[0],
+            rows, *query.stride()[:2], *out.stride()[:2], call.lse_stride, call.table_stride,
         ),
-        combine_tail=(num_reqs, rows, out.stride(0), out.stride(1), stride_lt),
-        lse_offset=num_partials * head_size_v,
-        header_offset=num_partials * (head_size_v + 1),
+        combine_tail=(call.num_reqs, rows, *out.stride()[:2], call.lse_stride),
+        lse_offset=num_partials * size_v,
+        header_offset=num_partials * (size_v + 1),
         workspace_bytes=hopper_decode_workspace_bytes(
-            num_tokens, head_blocks, group, max_query_len, head_size_v, resident
+            call.num_tokens, head_blocks, group, max_query_len, size_v, resident
         ),
-        attend=BoundLaunch(kernel, (ctas, 1, 1), attend),
-        combine=BoundLaunch(
-            hopper_combine_kernel, (num_tokens, head_blocks, programs), combine
-        ),
+        attend=_attend_launch(call, group, swaps, ctas),
+        combine=_combine_launch(call, group, ctas // head_blocks),
     )  # fmt: skip
 
 
-def launch_latent_decode(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    params: AttentionParams,
-    *,
-    max_query_len: int,
-    out: Tensor,
-    lse: Tensor | None = None,
-    workspace: Tensor,
-) -> None:
-    """Run the kernel once; arguments as in `paged_decode`.
+def _views(call: AttentionCall) -> tuple[CacheView, CacheView]:
+    """The cache as TMA reads it: the elements after those of the values, and the values."""
+    size, size_v = call.shape.head_sizes
+    box = min(call.shape.block_size, _TILE)
+    return CacheView.of(call.key, box, size - size_v), CacheView.of(call.value, box, size_v // 4)
 
-    Raises:
-        ContractError: tensors off 16-byte boundaries, or a workspace that is too small.
+
+def _attend_launch(call: AttentionCall, group: int, swaps: bool, ctas: int) -> BoundLaunch:
+    """The attention kernel.
+
+    Args:
+        group: query heads of a CTA.
+        swaps: latents are the rows of the products.
+        ctas: of the grid.
     """
-    if query.numel() == 0:
-        return
-    batch = BatchTensors(query_start_loc, seq_lens, block_table, workspace=workspace)
-    prepared = prepare_latent_decode(
-        query, key_cache, value_cache, out, lse, batch, params, limits_of(query), max_query_len
+    shape, params, (left, right) = call.shape, call.params, call.params.window
+    rows = _SWAPPED_ROWS if swaps else LATENT_ROWS
+    config = LatentConfig(
+        HEAD_BLOCKS=shape.num_heads // group,
+        GROUP=group,
+        DV=shape.head_size_v,
+        ROTARY=shape.head_size - shape.head_size_v,
+        TILE_TOKENS=rows // group,
+        BLOCK_SIZE=shape.block_size,
+        ROWS=rows,
+        CAUSAL=bool(params.causal),
+        HAS_LEFT=left >= 0,
+        HAS_RIGHT=right >= 0,
+        HAS_CHUNK=params.attention_chunk_size > 0,
+        HAS_CAP=params.logits_soft_cap > 0,
+        HAS_SINK=params.sinks is not None,
+        HAS_LSE=call.lse is not None,
+        LEAST=_LEAST_TILES,
+        CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
+        LOADER_REGISTERS=_SWAPPED_LOADER_REGISTERS if swaps else _LOADER_REGISTERS,
     )
-    call = AttentionCall.of(query, key_cache, value_cache, out, lse, batch, params)
-    run_attention(prepared, call)
+    options = {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True, "CONFIG": config}
+    if not swaps:
+        return BoundLaunch(hopper_latent_decode_kernel, (ctas, 1, 1), options)
+    options["maxnreg"] = _SWAPPED_MAX_REGISTERS
+    return BoundLaunch(hopper_latent_swap_ab_kernel, (ctas, 1, 1), options)
+
+
+def _combine_launch(call: AttentionCall, group: int, num_ranges: int) -> BoundLaunch:
+    """The kernel that combines splits.
+
+    Args:
+        group: query heads of a CTA.
+        num_ranges: ranges of the line of all tiles.
+    """
+    num_heads, size_v = call.shape.num_heads, call.shape.head_size_v
+    num_rows = call.num_tokens * num_heads
+    tile = _combine_tile(call.num_reqs, num_rows, group, size_v, num_ranges)
+    options = {
+        "NUM_KV_HEADS": num_heads // group, "GROUP": group, "DV": size_v,
+        "HAS_SINK": call.params.sinks is not None, "HAS_LSE": call.lse is not None,
+        "enable_fp_fusion": True, "launch_pdl": True, **tile,
+    }  # fmt: skip
+    programs = triton.cdiv(group, tile["HEADS"]) * tile["PARTS"]
+    grid = (call.num_tokens, num_heads // group, programs)
+    return BoundLaunch(hopper_combine_kernel, grid, options)

@@ -105,9 +105,7 @@ def _select_latent_decode(call: AttentionCall, schedule: DecodeSchedule) -> Hopp
     tensors = (call.query, call.key, call.value, call.out)
     if features.score_function or not are_readable(*tensors, params):
         return None
-    return prepare_latent_decode(
-        *tensors, call.lse, call.batch, params, limits, max_query_len, schedule.max_ctas
-    )
+    return prepare_latent_decode(call, max_query_len, schedule.max_ctas)
 
 
 def select_packed_decode(call: AttentionCall, keys_per_sm: int | None) -> HopperDecode | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from attnlib.ops.latent import values_are_prefix
@@ -11,8 +13,9 @@ from attnlib.ops.scales import MIN_LATE_SCALE
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.splits import choose_uniform_splits
 from attnlib.ops.triton.hopper.common_reasons import CallFeatures
-from attnlib.ops.triton.hopper.kernels.selected_few_heads import hopper_selected_few_heads_kernel
 from attnlib.ops.triton.hopper.kernels.selected_latents import hopper_selected_latents_kernel
+from attnlib.ops.triton.hopper.kernels.selected_lists import SelectedConfig
+from attnlib.ops.triton.hopper.kernels.selected_swap_ab import hopper_selected_swap_ab_kernel
 from attnlib.ops.triton.hopper.sizes import latent_head_blocks
 from attnlib.ops.triton.hopper.support import selected_latents_unsupported_reasons
 from attnlib.ops.triton.launch.bound import BoundLaunch
@@ -22,10 +25,11 @@ __all__ = ["HopperSelectedLatents", "selected_latents_reasons"]
 
 _TILE = 64
 """Latents of a tile."""
-_FEW_HEADS = 16
+_SWAPPED_HEADS = 16
 """Query heads up to which latents are the rows of the products."""
 _CONSUMER_REGISTERS = 216
-_FEW_HEADS_REGISTERS = {"GATHERER_REGISTERS": 64, "maxnreg": 128}
+_GATHERER_REGISTERS = 64
+_MAX_REGISTERS = 128
 """Two CTAs of 8 warps share the registers of a multiprocessor; the warps that multiply get what
 those that gather leave."""
 
@@ -80,37 +84,28 @@ class HopperSelectedLatents:
     ) -> None:
         num_tokens, num_heads = query.shape[:2]
         blocks = latent_head_blocks(num_heads)
-        few = num_heads <= _FEW_HEADS
-        step, resident = (_TILE, 2 * limits.num_sms) if few else (2 * _TILE, limits.num_sms)
+        swaps = num_heads <= _SWAPPED_HEADS
+        step, resident = (_TILE, 2 * limits.num_sms) if swaps else (2 * _TILE, limits.num_sms)
         self.num_splits = choose_uniform_splits(
             num_tokens * blocks, num_entries * selection.block_size, step, resident
         )
-        left, right = params.window
-        constants = {
-            "SELECT": selection.block_size, "BLOCK_SIZE": key.shape[1],
-            "HEADS": num_heads // blocks, "HEAD_BLOCKS": blocks, "DV": value.shape[3],
-            "ROTARY": key.shape[3] - value.shape[3], "SPLIT": self.num_splits > 1,
-            "CAUSAL": bool(params.causal), "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
-            "HAS_CHUNK": params.attention_chunk_size > 0, "HAS_CAP": params.logits_soft_cap > 0,
-            "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
-            "num_warps": 4, "enable_fp_fusion": True,
-        }  # fmt: skip
+        config = _config(query, key, value, lse, params, selection)
+        config = config._replace(SPLIT=self.num_splits > 1)
+        options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
         programs = num_tokens * blocks
-        kernel = hopper_selected_few_heads_kernel
+        kernel = hopper_selected_latents_kernel
         self._repeat: BoundLaunch | None = None
-        if few:
-            constants |= _FEW_HEADS_REGISTERS
+        if swaps:
+            kernel = hopper_selected_swap_ab_kernel
+            options["maxnreg"] = _MAX_REGISTERS
             # One wave of CTAs ends with its longest list, and a second launch would come on top.
             # Lists of blocks often have entries with hidden keys, which a first launch leaves.
-            two = programs > resident and selection.block_size == 1
-            constants |= {"RUNNING": not two, "REPEAT": False}
-            if two:
-                again = constants | {"RUNNING": True, "REPEAT": True}
+            if programs > resident and selection.block_size == 1:
+                config = config._replace(RUNNING=False)
+                again = options | {"CONFIG": config._replace(RUNNING=True, REPEAT=True)}
                 self._repeat = BoundLaunch(kernel, (resident, 1, 1), again)
-        else:
-            kernel = hopper_selected_latents_kernel
-            constants["CONSUMER_REGISTERS"] = _CONSUMER_REGISTERS
-        self._launch = BoundLaunch(kernel, (programs, self.num_splits, 1), constants)
+        grid = (programs, self.num_splits, 1)
+        self._launch = BoundLaunch(kernel, grid, options | {"CONFIG": config})
 
     def run(
         self,
@@ -146,3 +141,33 @@ class HopperSelectedLatents:
         self._launch.run(arguments, 0, device)
         if self._repeat is not None:
             self._repeat.run(arguments, 0, device)
+
+
+def _config(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lse: Tensor | None,
+    params: AttentionParams,
+    selection: KeySelection,
+) -> SelectedConfig:
+    """The constants of a kernel without splits and with one launch."""
+    num_heads, (left, right) = query.shape[1], params.window
+    blocks = latent_head_blocks(num_heads)
+    return SelectedConfig(
+        SELECT=selection.block_size,
+        BLOCK_SIZE=key.shape[1],
+        HEADS=num_heads // blocks,
+        HEAD_BLOCKS=blocks,
+        DV=value.shape[3],
+        ROTARY=key.shape[3] - value.shape[3],
+        SPLIT=False,
+        CAUSAL=bool(params.causal),
+        HAS_LEFT=left >= 0,
+        HAS_RIGHT=right >= 0,
+        HAS_CHUNK=params.attention_chunk_size > 0,
+        HAS_CAP=params.logits_soft_cap > 0,
+        HAS_SINK=params.sinks is not None,
+        HAS_LSE=lse is not None,
+        REGISTERS=_GATHERER_REGISTERS if num_heads <= _SWAPPED_HEADS else _CONSUMER_REGISTERS,
+    )

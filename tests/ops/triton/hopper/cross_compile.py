@@ -46,7 +46,7 @@ from attnlib.ops.triton.hopper.invariant_plan import (
     prepare_hopper_invariant_decode,
     prepare_hopper_invariant_prefill,
 )
-from attnlib.ops.triton.hopper.latent_plan import launch_latent_decode
+from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
 from attnlib.ops.triton.hopper.prefill_plan import launch_hopper_prefill, prepare_hopper_prefill
 from attnlib.ops.triton.hopper.shared_decode_plan import prepare_shared_decode, shared_decode_tile
 from attnlib.ops.triton.launch.run import run_attention
@@ -593,12 +593,11 @@ def _compile_latent(options: dict[str, Any]) -> dict[str, Any]:
             lists = torch.zeros(tokens, 1, selection.max_blocks, dtype=torch.int32)
             selected_attention(*inputs, selection, SelectedKeys(lists), kernels="hopper", **outputs)
         else:
-            launch_latent_decode(
-                *inputs,
-                max_query_len=options.get("query", 1),
-                workspace=torch.empty(1 << 25),
-                **outputs,
-            )
+            query, key, value, table, starts, lens, params = inputs
+            batch = BatchTensors(starts, lens, table, workspace=torch.empty(1 << 25))
+            tensors = (query, key, value, outputs["out"], outputs["lse"])
+            call = AttentionCall.of(*tensors, batch, params)
+            run_attention(prepare_latent_decode(call, options.get("query", 1)), call)
 
     (_, *repeats), facts = _compiled(run)
     cubins = [launch.kernel.asm["cubin"] for launch in repeats if "cubin" in launch.kernel.asm]

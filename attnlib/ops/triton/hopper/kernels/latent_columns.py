@@ -1,11 +1,12 @@
 """Attention of up to 16 query rows over one tile of latents, with the latents as the rows of the
 products (P10).
 
-WGMMA multiplies at least 64 rows. With few query heads the operands of both products are swapped,
-as in `decode`: scores are [latents, query rows] and accumulators [elements of a value, query rows],
+WGMMA multiplies at least 64 rows. With few query heads the operands of both products are swapped
+("swap AB"): scores are [latents, query rows] and accumulators [elements of a value, query rows],
 and no row of a product is padding. Accumulators take 64 registers of each thread.
 
-Addresses of tiles should contain a value that the compiler does not see, as in `latent_tiles`.
+Addresses of tiles should contain a value that the compiler does not see (`opaque_zero`): it would
+otherwise compute the descriptors of all products before the loop.
 """
 
 from __future__ import annotations

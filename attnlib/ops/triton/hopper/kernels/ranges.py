@@ -164,18 +164,18 @@ class TileRange:
 
     Fields:
         begin, end: positions of the line.
-        request: the request that has the first position.
-        before: positions before that request.
         length: positions of a range; None if ranges are even.
         total: positions of the line; None unless ranges are even.
+        request: the request that has the first position.
+        before: positions before that request.
     """
 
     begin: Value
     end: Value
-    request: Value
-    before: Value
     length: Value
     total: Value
+    request: Value
+    before: Value
 
 
 @gluon.jit
@@ -190,7 +190,7 @@ def worker_range(keys, index, num_ranges, gap=0, LEAST: gl.constexpr = 0):
     total, longest, request, before = _first_request(keys, index, num_ranges, gap, LEAST, False)
     length = _range_length(total, longest, keys.batch.num_reqs, num_ranges, LEAST)
     begin = index * length
-    return TileRange(begin, gl.minimum(begin + length, total), request, before, length, None)
+    return TileRange(begin, gl.minimum(begin + length, total), length, None, request, before)
 
 
 @gluon.jit
@@ -200,7 +200,7 @@ def even_worker_range(keys, index, num_ranges, gap):
     total, _, request, before = _first_request(keys, index, num_ranges, gap, 0, True)
     begin = even_begin(index, total, num_ranges, keys.batch.num_reqs)
     end = even_begin(index + 1, total, num_ranges, keys.batch.num_reqs)
-    return TileRange(begin, end, request, before, None, total)
+    return TileRange(begin, end, None, total, request, before)
 
 
 @gluon.jit
