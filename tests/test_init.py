@@ -1,5 +1,7 @@
 """The public names of the package."""
 
+import importlib
+
 import pytest
 
 import attnlib
@@ -64,3 +66,33 @@ METHODS = {
 def test_methods_that_engines_for_vllm_call(name: str) -> None:
     for method in METHODS[name].split():
         assert hasattr(getattr(attnlib, name), method), f"{name}.{method}"
+
+
+@pytest.mark.parametrize("package", ["attnlib.backends", "attnlib.metadata", "attnlib.ops"])
+def test_packages_export_their_public_classes(package: str) -> None:
+    """As vLLM's packages do: `from attnlib.backends import AttentionBackend`."""
+    module = importlib.import_module(package)
+    assert dir(module) == module.__all__ == sorted(module._PUBLIC)
+    for name in module.__all__:
+        assert getattr(module, name).__module__.startswith("attnlib.")
+        assert getattr(module, name) is getattr(attnlib, name, getattr(module, name))
+    with pytest.raises(AttributeError, match=module.__all__[0]):
+        module.Missing  # noqa: B018  # the attribute access is the test
+
+
+def test_names_that_users_of_vllm_look_for() -> None:
+    from attnlib.backends import AttentionBackend, AttentionImpl
+    from attnlib.metadata import (
+        AttentionMetadata,
+        AttentionMetadataBuilder,
+        CommonAttentionMetadata,
+    )
+
+    for found in (
+        AttentionBackend,
+        AttentionImpl,
+        AttentionMetadata,
+        AttentionMetadataBuilder,
+        CommonAttentionMetadata,
+    ):
+        assert found is getattr(attnlib, found.__name__)

@@ -27,6 +27,7 @@ def test_import_and_selection_load_no_heavy_package_and_do_not_initialize_cuda()
     """H2: selection on a CPU imports declarations only."""
     spec = "attnlib.AttentionSpec(num_heads=4, head_size=64, dtype=torch.float32)"
     statement = (
+        "import attnlib.backends, attnlib.metadata\n"
         f"import attnlib; attnlib.get_attn_backend({spec}, device='cpu')\n"
         f"attnlib.explain({spec}, device='cpu')"
     )

@@ -8,12 +8,14 @@ of the format alone; it contains no rounding of a kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from attnlib.cache.storage import PagedKVCache, Scale
+from attnlib.debug.format_errors import FormatErrors as FormatErrors
+from attnlib.debug.format_errors import KVAudit as KVAudit
 from attnlib.debug.fp8_queries import (
     attend_with_rounded_weights,
     round_queries,
@@ -23,7 +25,6 @@ from attnlib.errors import ContractError
 from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.layer import Attention
 from attnlib.ops.scales import scale_for, valid_scale
-from attnlib.spec import AttentionSpec
 from attnlib.testing.layouts import read_slots
 from attnlib.testing.materialized_case import MaterializedCase
 
@@ -60,108 +61,6 @@ AUDIT_FORMATS: tuple[AuditFormat, ...] = (
     *(AuditFormat(name, name) for name in PAGE_FORMATS),
 )
 """The formats that `audit_call` compares by default."""
-
-
-@dataclass
-class FormatErrors:
-    """Sums over calls of the errors of one format in one layer.
-
-    Attributes:
-        bytes_per_token: bytes of the keys and values of a token.
-        squared_error, squared_output: sums over the elements of outputs.
-        max_error, max_output: largest magnitudes of the error and of the output.
-        lse_error, max_lse_error: sum and maximum of the magnitudes of LSE errors.
-        lse_count: rows that see a key.
-        saturated, stored: elements of keys and values that are clipped, and all.
-        reason: why the format was not computed; "" if it was.
-    """
-
-    bytes_per_token: int = 0
-    squared_error: float = 0.0
-    squared_output: float = 0.0
-    max_error: float = 0.0
-    max_output: float = 0.0
-    lse_error: float = 0.0
-    max_lse_error: float = 0.0
-    lse_count: int = 0
-    saturated: int = 0
-    stored: int = 0
-    reason: str = ""
-
-    @property
-    def output_error(self) -> float:
-        """Root of the mean squared error of the output, relative to that of the output."""
-        return (self.squared_error / self.squared_output) ** 0.5 if self.squared_output else 0.0
-
-    @property
-    def mean_lse_error(self) -> float:
-        """Mean magnitude of the error of the LSE."""
-        return self.lse_error / self.lse_count if self.lse_count else 0.0
-
-    @property
-    def saturation(self) -> float:
-        """Share of the keys and values that are clipped."""
-        return self.saturated / self.stored if self.stored else 0.0
-
-    def add(self, other: FormatErrors) -> None:
-        """Add the errors of further calls."""
-        for name in ("squared_error", "squared_output", "lse_error", "lse_count", "saturated",
-                     "stored"):  # fmt: skip
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("max_error", "max_output", "max_lse_error"):
-            setattr(self, name, max(getattr(self, name), getattr(other, name)))
-        self.bytes_per_token = other.bytes_per_token
-        self.reason = self.reason or other.reason
-
-
-@dataclass
-class KVAudit:
-    """The errors of formats, by layer.
-
-    Attributes:
-        layers: layer name -> format label -> errors.
-        bytes_per_token: layer name -> bytes of a token in the dtype of the model.
-    """
-
-    layers: dict[str, dict[str, FormatErrors]] = field(default_factory=dict)
-    bytes_per_token: dict[str, int] = field(default_factory=dict)
-
-    def add(self, layer: str, call: dict[str, FormatErrors], spec: AttentionSpec) -> None:
-        """Add the errors of one call of a layer."""
-        known = self.layers.setdefault(layer, {})
-        for label, errors in call.items():
-            known.setdefault(label, FormatErrors()).add(errors)
-        self.bytes_per_token[layer] = spec.replace(kv_cache_dtype="auto").kv_bytes_per_token
-
-    def total(self, label: str) -> FormatErrors:
-        """The errors of a format over all layers; `bytes_per_token` is that of the model."""
-        total, num_bytes = FormatErrors(), 0
-        for formats in self.layers.values():
-            total.add(formats[label])
-            num_bytes += formats[label].bytes_per_token
-        total.bytes_per_token = num_bytes
-        return total
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {
-            layer: {
-                label: {
-                    "output_error": errors.output_error,
-                    "max_output_error": errors.max_error,
-                    "max_output": errors.max_output,
-                    "mean_lse_error": errors.mean_lse_error,
-                    "max_lse_error": errors.max_lse_error,
-                    "saturation": errors.saturation,
-                    "bytes_per_token": errors.bytes_per_token,
-                    "memory_saved": 1 - errors.bytes_per_token / self.bytes_per_token[layer],
-                }
-                if not errors.reason
-                else {"unsupported": errors.reason}
-                for label, errors in formats.items()
-            }
-            for layer, formats in self.layers.items()
-        }
 
 
 def audit_call(

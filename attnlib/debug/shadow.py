@@ -22,9 +22,12 @@ import torch
 
 from attnlib import env
 from attnlib.backends.base import AttentionBackend
-from attnlib.debug.record import capture_layer_call, save_recording
+from attnlib.debug.capture import capture_layer_call
+from attnlib.debug.counted_calls import CountedCalls, new_path
+from attnlib.debug.recording import save_recording
 from attnlib.errors import ContractError
 from attnlib.instrumentation import OBSERVERS
+from attnlib.metadata.base import AttentionMetadata
 from attnlib.testing.backend_under_test import load_backend
 from attnlib.testing.materialized_case import MaterializedCase
 from attnlib.testing.report import format_table
@@ -124,10 +127,11 @@ def shadow_call(
     key: torch.Tensor | None,
     value: torch.Tensor | None,
     cache: Any,
-    metadata: Any,
+    metadata: AttentionMetadata,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
     *,
+    name: str = "",
     number: int = 0,
     dump_dir: str | Path | None = None,
 ) -> ShadowRecord:
@@ -140,10 +144,11 @@ def shadow_call(
         cache, metadata: inputs of the call.
         out: output of the call, [T, Hq, Dv].
         lse: LSE of the call, [T, Hq] float32, or None.
+        name: of the layer in the record; by default its prefix.
         number: number of the call in this layer.
         dump_dir: folder for recordings; None means ATTNLIB_DUMP_DIR.
     """
-    name = layer.prefix or type(layer).__name__
+    name = name or layer.prefix or type(layer).__name__
     if cache is None:
         return ShadowRecord(name, number, skipped="calls without a cache are not compared")
     try:
@@ -181,7 +186,7 @@ def _compare(
     message = compare_with_oracle(step.case, live, live.out.device, reference=step)
     if not message:
         return ShadowRecord(name, number, out_error, lse_error)
-    path = save_recording(step, folder / f"{name.replace('/', '_')}-{number}.pt")
+    path = save_recording(step, new_path(folder, name, number))
     return ShadowRecord(name, number, out_error, lse_error, message, path)
 
 
@@ -210,14 +215,14 @@ def shadow(
     if every < 1:
         raise ContractError(f"every={every} must be at least 1 (1 compares every call)")
     loaded = load_backend(backend)
-    log, num_calls = ShadowLog(loaded.get_name()), dict[int, int]()
+    log, counted = ShadowLog(loaded.get_name()), CountedCalls()
 
     def observe(layer: Any, *call: Any) -> None:
-        count = num_calls.get(id(layer), 0)
-        num_calls[id(layer)] = count + 1
+        name, number = counted.next(layer)
         log.calls += 1
-        if count % every == 0:
-            log.records.append(shadow_call(layer, loaded, *call, number=count, dump_dir=dump_dir))
+        if number % every == 0:
+            record = shadow_call(layer, loaded, *call, name=name, number=number, dump_dir=dump_dir)
+            log.records.append(record)
 
     OBSERVERS.append(observe)
     try:

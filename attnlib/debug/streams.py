@@ -24,7 +24,7 @@ _last_use: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
 """Address of a workspace or of counters -> stream of the last launches, and an event after them."""
 
 
-def check_stream(metadata: Any, device: torch.device) -> Callable[[], None] | None:
+def check_stream(metadata: object, device: torch.device) -> Callable[[], None] | None:
     """Refuse a call whose workspace is in use on another stream.
 
     Args:

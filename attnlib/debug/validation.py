@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from attnlib.cache.storage import PagedKVCache, Scale
 from attnlib.debug.streams import check_stream
 from attnlib.errors import ContractError
+from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.metadata.values import BatchValues, check_values
 from attnlib.ops.scales import MAX_KV_SCALE, MIN_KV_SCALE
@@ -31,7 +32,7 @@ def check_call_values(
     key: torch.Tensor | None,
     value: torch.Tensor | None,
     cache: PagedKVCache | None,
-    metadata: Any,
+    metadata: AttentionMetadata,
     extra: SelectedKeys | CompressedKeys | None = None,
 ) -> Callable[[], None] | None:
     """Check the values of a batch, the scales of the cache, and slopes and sinks of the layer. Warn
@@ -65,7 +66,7 @@ def check_call_values(
     if cache is not None and scales_outside:
         for which in ("k_scale", "v_scale"):
             _check_scale(which, getattr(cache, which), name)
-        slots = getattr(metadata, "slot_mapping", None)
+        slots = metadata.slot_mapping
         if layer.writes and slots is not None:
             _warn_about_saturation("keys", "k_scale", key, cache.k_scale, slots, layer, name)
             _warn_about_saturation("values", "v_scale", value, cache.v_scale, slots, layer, name)
@@ -73,7 +74,7 @@ def check_call_values(
 
 
 def _check_batch(
-    layer: Attention, query: torch.Tensor, cache: PagedKVCache | None, metadata: Any
+    layer: Attention, query: torch.Tensor, cache: PagedKVCache | None, metadata: AttentionMetadata
 ) -> None:
     exact = layer.backend.get_builder_cls().needs_host_lengths
     num_blocks = None if cache is None else cache.num_blocks
@@ -91,12 +92,11 @@ def _check_batch(
     _check_split(metadata, values)
 
 
-def _check_split(metadata: Any, values: BatchValues) -> None:
+def _check_split(metadata: AttentionMetadata, values: BatchValues) -> None:
     """The decode part of the batch against its lengths."""
-    count = getattr(metadata, "num_decodes", 0)
-    tokens = getattr(metadata, "num_decode_tokens", 0)
-    prefills = getattr(metadata, "num_prefills", 0)
-    if not count or not prefills:
+    facts, tokens = metadata.facts, metadata.num_decode_tokens
+    count = facts.num_decodes
+    if not count or not metadata.num_prefills:
         return  # one part
     if count > len(values.seq_lens) or values.starts[count] != tokens:
         end = values.starts[min(count, len(values.seq_lens))]
@@ -106,14 +106,14 @@ def _check_split(metadata: Any, values: BatchValues) -> None:
             rule="M1",
         )
     longest = max(values.query_lens[:count], default=0)
-    bound = getattr(metadata, "max_decode_query_len", longest)
-    if longest > bound:
+    bound = facts.max_decode_query_len
+    if bound is not None and longest > bound:
         raise ContractError(
             f"max_decode_query_len={bound} is below the query length {longest} of request "
             f"{values.query_lens.index(longest)}: it must be an upper bound",
             rule="M1",
         )
-    rest = getattr(metadata, "prefill_query_start_loc", None)
+    rest = facts.prefill_query_start_loc
     expected = [start - tokens for start in values.starts[count:]]
     if rest is not None and rest.tolist() != expected:
         raise ContractError(
@@ -140,11 +140,15 @@ def _check_per_head(layer: Attention, name: str) -> None:
             )
 
 
-def _check_lists(layer: Attention, selected: SelectedKeys, metadata: Any, name: str) -> None:
+def _check_lists(
+    layer: Attention, selected: SelectedKeys, metadata: AttentionMetadata, name: str
+) -> None:
     """Lists of distinct entries, one for each block of queries (M11)."""
     selection = layer.spec.key_selection
     assert selection is not None  # checked with the call
-    starts = metadata.query_start_loc.tolist()
+    query_start_loc = metadata.facts.query_start_loc
+    assert query_start_loc is not None  # checked with the call
+    starts = query_start_loc.tolist()
     query_lens = [end - start for start, end in zip(starts, starts[1:], strict=False)]
     count = starts[-1] if starts else 0
     if selected.list_start_loc is not None:

@@ -53,7 +53,7 @@ def check_call(layer: Attention, call: LayerCall) -> None:
             f"attn_type={spec.attn_type.value} caches nothing, so key and value must be given with "
             "every call"
         )
-    elif call.key.shape[0] < facts.num_actual_tokens:
+    elif call.key.shape[0] < (facts.num_actual_tokens or 0):
         raise ContractError(
             f"key has {call.key.shape[0]} rows, but the batch has {facts.num_actual_tokens} tokens"
         )
@@ -85,7 +85,7 @@ def _check_tensors(layer: Attention, call: LayerCall, facts: BatchFacts) -> None
     """Shapes, dtypes and rows of query, key and value."""
     spec, (query, key, value) = layer.spec, call[:3]
     _check_tensor("query", query, (spec.num_heads, spec.head_size), spec.dtype, query.device)
-    if query.shape[0] < facts.num_actual_tokens:
+    if query.shape[0] < (facts.num_actual_tokens or 0):
         raise ContractError(
             f"query has {query.shape[0]} rows, but the batch has {facts.num_actual_tokens} tokens",
             rule="M6",

@@ -138,7 +138,7 @@ def check_extra_keys(spec: AttentionSpec, call: LayerCall) -> None:
             "compressed_keys, an attnlib.metadata.compressed.CompressedKeys",
             rule="M17",
         )
-    extra.check(spec, call.query, facts.num_actual_tokens)
+    extra.check(spec, call.query, facts.num_actual_tokens or 0)
 
 
 def _check_selected_keys(
@@ -166,6 +166,6 @@ def _check_selected_keys(
         spec.num_heads,
         spec.num_kv_heads,
         0 if starts is None else starts.shape[0] - 1,
-        facts.num_actual_tokens,
+        facts.num_actual_tokens or 0,
         query.device,
     )

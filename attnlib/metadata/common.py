@@ -30,6 +30,7 @@ __all__ = ["CommonAttentionMetadata", "refuse_strided"]
 @dataclass(kw_only=True)
 class CommonAttentionMetadata:
     """One batch, shared by layers and backends. Builders convert it to metadata of their backend.
+    All arguments are keywords; `attnlib.compat.vllm.CommonAttentionMetadata` takes vLLM's list.
 
     Dtypes, shapes, devices and upper bounds are checked once, here.
 

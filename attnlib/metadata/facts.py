@@ -31,7 +31,7 @@ class BatchFacts(Protocol):
         """The spec that the batch was built for."""
 
     @property
-    def num_actual_tokens(self) -> int:
+    def num_actual_tokens(self) -> int | None:
         """T."""
 
     @property
@@ -100,7 +100,7 @@ class FoundFacts:
     """The facts that the metadata of a backend has under the names of `BatchFacts`."""
 
     spec: AttentionSpec | None = None
-    num_actual_tokens: int = 0
+    num_actual_tokens: int | None = None
     query_start_loc: torch.Tensor | None = None
     query_start_loc_cpu: torch.Tensor | None = None
     seq_lens: torch.Tensor | None = None

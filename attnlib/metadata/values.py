@@ -7,12 +7,14 @@ may change between the two. Both read the same fields.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.metadata.batch_metadata import AttentionMetadata
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.facts import BatchFacts
 
 __all__ = ["BatchValues", "check_values"]
 
@@ -54,58 +56,65 @@ class BatchValues(NamedTuple):
     @classmethod
     def of_batch(cls, common: CommonAttentionMetadata, block_size: int, exact: bool) -> BatchValues:
         """The values of a batch. Synchronizes."""
-        computed = common.num_computed_tokens_cpu
-        return cls._of(common, common.block_table_tensor, computed, block_size, None, exact)
+        table, slots = common.block_table_tensor, common.slot_mapping
+        values = cls._of(common, table, slots, block_size, exact)
+        return values._replace(computed_cpu=_numbers(common.num_computed_tokens_cpu))
 
     @classmethod
     def of_metadata(
-        cls, metadata: Any, block_size: int, num_blocks: int | None, exact: bool
+        cls,
+        metadata: AttentionMetadata,
+        block_size: int,
+        num_blocks: int | None,
+        exact: bool,
     ) -> BatchValues | None:
         """The values of a backend's metadata; None if it stores lengths in another form.
         Synchronizes."""
-        names = ("query_start_loc", "seq_lens")
-        if any(not isinstance(getattr(metadata, name, None), torch.Tensor) for name in names):
+        facts, slots = metadata.facts, metadata.slot_mapping
+        if facts.query_start_loc is None or facts.seq_lens is None:
             return None
-        table = getattr(metadata, "block_table", None)
-        return cls._of(metadata, table, None, block_size, num_blocks, exact)
+        values = cls._of(facts, facts.block_table, slots, block_size, exact)
+        return values._replace(num_blocks=num_blocks)
 
     @classmethod
     def _of(
         cls,
-        source: Any,
-        table: Any,
-        computed: Any,
+        source: CommonAttentionMetadata | BatchFacts,
+        table: torch.Tensor | None,
+        slots: torch.Tensor | None,
         block_size: int,
-        num_blocks: int | None,
         exact: bool,
     ) -> BatchValues:
-        def numbers(name: str) -> Any:
-            value = getattr(source, name, None)
-            return value.tolist() if isinstance(value, torch.Tensor) else None
-
-        bias = getattr(source, "query_bias", None)
+        bias = source.query_bias
         return cls(
-            starts=source.query_start_loc.tolist(),
-            seq_lens=source.seq_lens.tolist(),
-            starts_cpu=numbers("query_start_loc_cpu"),
-            seq_lens_cpu=numbers("seq_lens_cpu"),
-            computed_cpu=None if computed is None else computed.tolist(),
-            num_tokens=getattr(source, "num_actual_tokens", None),
-            max_query_len=getattr(source, "max_query_len", None),
-            max_seq_len=getattr(source, "max_seq_len", None),
+            starts=_numbers(source.query_start_loc) or [],
+            seq_lens=_numbers(source.seq_lens) or [],
+            starts_cpu=_numbers(source.query_start_loc_cpu),
+            seq_lens_cpu=_numbers(source.seq_lens_cpu),
+            computed_cpu=None,
+            num_tokens=source.num_actual_tokens,
+            max_query_len=source.max_query_len,
+            max_seq_len=source.max_seq_len,
             table=None if table is None else table.tolist(),
-            slots=numbers("slot_mapping"),
+            slots=_numbers(slots),
             query_bias=None if bias is None else bias.detach().cpu(),
             block_size=block_size,
-            num_blocks=num_blocks,
+            num_blocks=None,
             exact=exact,
-            is_cross=bool(getattr(source, "is_cross_attention", False)),
+            is_cross=source.is_cross_attention,
         )
 
     @property
     def query_lens(self) -> list[int]:
         """New tokens of each request."""
         return [end - start for start, end in zip(self.starts, self.starts[1:], strict=False)]
+
+
+def _numbers(tensor: torch.Tensor | None) -> list[int] | None:
+    if tensor is None:
+        return None
+    numbers: list[int] = tensor.tolist()
+    return numbers
 
 
 def check_values(batch: BatchValues) -> None:

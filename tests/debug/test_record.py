@@ -68,11 +68,11 @@ def test_only_used_blocks_are_kept_and_strides_are_preserved(tmp_path: Path) -> 
 
 
 def test_metadata_without_lengths_is_rejected() -> None:
-    step = CASES["mixed"].materialize()
+    step, bare = CASES["mixed"].materialize(), attnlib.AttentionMetadata(slot_mapping=None)
     with pytest.raises(
-        ContractError, match="object does not have query_start_loc, seq_lens and block_table"
+        ContractError, match="AttentionMetadata does not have query_start_loc, seq_lens and"
     ):
-        capture_call(step.spec, step.inputs.query, None, None, step.cache(), object(), scale=1.0)
+        capture_call(step.spec, step.inputs.query, None, None, step.cache(), bare, scale=1.0)
 
 
 def test_a_score_function_is_recorded_by_name_and_with_its_tensors(tmp_path: Path) -> None:
@@ -173,3 +173,24 @@ def test_a_block_records_the_calls_of_each_layer(tmp_path: Path) -> None:
         record_calls("", every=0),
     ):
         pass
+
+
+def test_layers_of_one_prefix_and_earlier_files_are_not_overwritten(tmp_path: Path) -> None:
+    """Two models in one process, a second run, and names that become one file name."""
+    spec = attnlib.AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32)
+    batch = attnlib.CommonAttentionMetadata.from_lengths([1], [9], [[3]], 16, "cpu")
+    layers = [
+        attnlib.Attention(spec, backend="torch", scale=scale, prefix=prefix, device="cpu")
+        for scale, prefix in ((0.5, "a/b"), (0.25, "a/b"), (0.125, "a_b"), (1.0, ""), (2.0, ""))
+    ]
+    cache = attnlib.PagedKVCache.allocate(spec, num_blocks=4, device="cpu")
+    metadata = layers[0].backend.make_builder(spec, "cpu").build(0, batch)
+    found = []
+    for _ in range(2):
+        with record_calls(tmp_path) as files:
+            for layer in layers:
+                layer(torch.randn(1, 4, 16), None, None, cache, metadata)
+        found += files
+    assert len(set(found)) == len(list(tmp_path.iterdir())) == 10
+    scales = [load_recording(path).params.scale for path in found]
+    assert scales == [0.5, 0.25, 0.125, 1.0, 2.0] * 2

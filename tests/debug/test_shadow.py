@@ -171,3 +171,26 @@ def test_calls_with_a_score_function_are_compared(tmp_path: Path) -> None:
         layer(inputs.query, inputs.key, inputs.value, step.cache(), metadata)
     assert log.calls == 1 and log.passed
     assert 0 < log.records[0].out_error < 1e-5
+
+
+def test_calls_are_counted_by_layer_not_by_address(tmp_path: Path) -> None:
+    """A layer that is made where another one was freed begins at its first call, and layers of one
+    prefix have rows and files of their own."""
+    step = CASE.materialize(kv_written=False)
+    inputs = step.inputs
+    wrong = toy_with(OffByOneWindow)
+
+    def call() -> Attention:
+        layer = Attention(step.spec, backend=wrong, prefix="layers.0", device="cpu")
+        metadata = layer.backend.make_builder(step.spec, "cpu").build(0, step.common())
+        layer(inputs.query, inputs.key, inputs.value, step.cache(), metadata)
+        return layer
+
+    with shadow("torch", every=2, dump_dir=tmp_path) as log:
+        for _ in range(4):  # each is freed at once
+            call()
+        kept = [call(), call()]
+    assert len(kept) == 2 and [record.call for record in log.records] == [0] * 6
+    assert len({record.layer for record in log.records}) == 6
+    paths = {record.path for record in log.records}
+    assert len(paths) == 6 and paths == set(tmp_path.iterdir())

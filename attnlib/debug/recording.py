@@ -1,0 +1,209 @@
+"""Files of recorded attention calls: tensors and plain values only.
+
+They are read with `torch.load(..., weights_only=True)`. A score function is recorded by the names
+of its Python functions, which are imported when the file is read, and by its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from enum import Enum
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from attnlib.errors import ContractError
+from attnlib.score_functions import ScoreFunction
+from attnlib.spec import AttentionSpec, Window
+from attnlib.testing.batch_spec import parse_batch
+from attnlib.testing.block_placement import BlockPlacement
+from attnlib.testing.case import Case
+from attnlib.testing.inputs import StepInputs
+from attnlib.testing.layouts import CacheViews, allocate_views
+from attnlib.testing.materialized_case import MaterializedCase
+from attnlib.testing.object_path import load_object
+from attnlib.testing.oracle import OracleParams
+from attnlib.testing.score_functions import oracle_score
+from attnlib.testing.tensor_io import (
+    pack_cache_views,
+    pack_tensor,
+    unpack_cache_views,
+    unpack_tensor,
+)
+
+__all__ = ["load_recording", "save_recording", "score_fields"]
+
+_VERSION = 2
+_TENSORS = (
+    "query",
+    "key",
+    "value",
+    "out",
+    "block_table",
+    "query_start_loc",
+    "seq_lens",
+    "slot_mapping",
+)
+
+
+def save_recording(step: MaterializedCase, path: str | Path) -> Path:
+    """Write a step to a file and create its folder if necessary.
+
+    Returns:
+        The path of the file.
+    """
+    inputs = step.inputs
+    blocks = torch.arange(inputs.placement.num_blocks, device=inputs.cache.key.device)
+    params = {field.name: getattr(step.params, field.name) for field in fields(OracleParams)}
+    data = {
+        "attnlib_recording": _VERSION,
+        "case": {name: _plain(value) for name, value in asdict(step.case).items()},
+        "spec": {
+            field.name: _plain(getattr(step.spec, field.name)) for field in fields(AttentionSpec)
+        },
+        "params": {
+            name: value.cpu() if isinstance(value, torch.Tensor) else value
+            for name, value in params.items()
+            # The score follows from the score function and its tensors; pages hold their scales.
+            if name != "score" and not (name.endswith("_scale") and inputs.cache.scales)
+        },
+        "score_tensors": {
+            name: tensor.cpu()
+            for kind in ("layer_tensors", "batch_tensors")
+            for name, tensor in step.score_tensors(kind).items()
+        },
+        "batch": str(inputs.batch),
+        "blocks": [list(row) for row in inputs.placement.blocks],
+        "num_blocks": inputs.placement.num_blocks,
+        "kv_written": inputs.kv_written,
+        "cache": {"pages": inputs.cache.storage[0].cpu()}
+        if inputs.cache.scales
+        else pack_cache_views(inputs.cache.key, inputs.cache.value, blocks),
+        "layout": inputs.cache.layout,
+        **{name: pack_tensor(getattr(inputs, name)) for name in _TENSORS},
+    }
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(data, target)
+    return target
+
+
+def load_recording(path: str | Path, device: torch.device | str = "cpu") -> MaterializedCase:
+    """Read a recording.
+
+    Args:
+        path: the file.
+        device: where to allocate the tensors.
+
+    Raises:
+        ContractError: the file is not a recording of this version, or its score function cannot be
+            imported.
+    """
+    data = torch.load(Path(path), weights_only=True, map_location="cpu")
+    if not isinstance(data, dict) or data.get("attnlib_recording") != _VERSION:
+        found = data.get("attnlib_recording") if isinstance(data, dict) else type(data).__name__
+        raise ContractError(
+            f"{path} is not an attnlib recording of version {_VERSION} (found {found}): record the "
+            "call again"
+        )
+    spec = AttentionSpec(**_spec_fields(data["spec"]))
+    case = Case(**data["case"])
+    inputs = _inputs(data, case, device)
+    params: dict[str, Any] = {
+        name: v.to(device) if isinstance(v, torch.Tensor) else v
+        for name, v in data["params"].items()
+    }
+    if inputs.cache.scales is not None:
+        params |= {"k_scale": inputs.cache.scales[0], "v_scale": inputs.cache.scales[1]}
+    score_tensors = None
+    if spec.score_function is not None:
+        score_tensors = {name: tensor.to(device) for name, tensor in data["score_tensors"].items()}
+        params["score"] = oracle_score(spec.score_function, score_tensors, device)
+    return MaterializedCase(case, spec, inputs, OracleParams(**params), score_tensors)
+
+
+def _spec_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a spec from plain values."""
+    spec_fields = dict(plain)
+    for name in ("dtype", "kv_cache_dtype"):
+        if str(spec_fields[name]).startswith("torch."):
+            spec_fields[name] = getattr(torch, spec_fields[name].removeprefix("torch."))
+    if spec_fields["window"] is not None:
+        spec_fields["window"] = Window(*spec_fields["window"])
+    if spec_fields["score_function"] is not None:
+        spec_fields["score_function"] = _score_function(spec_fields["score_function"])
+    return spec_fields
+
+
+def _inputs(data: Mapping[str, Any], case: Case, device: torch.device | str) -> StepInputs:
+    """The tensors of a call."""
+    table = unpack_tensor(data["block_table"], "cpu")
+    if "pages" in data["cache"]:
+        blocks = max(1, data["num_blocks"])
+        cache = allocate_views(case.dimensions, blocks, data["layout"], device)
+        cache.storage[0].copy_(data["cache"]["pages"])
+    else:
+        cache = CacheViews(*unpack_cache_views(data["cache"], device), (), data["layout"])
+    return StepInputs(
+        batch=parse_batch(data["batch"]),
+        dims=case.dimensions,
+        placement=BlockPlacement(
+            tuple(tuple(row) for row in data["blocks"]), data["num_blocks"], table
+        ),
+        seed=case.seed,
+        kv_written=data["kv_written"],
+        cache=cache,
+        **{name: unpack_tensor(data[name], device) for name in _TENSORS},
+    )
+
+
+def score_fields(function: ScoreFunction) -> dict[str, Any]:
+    """A score function as plain values; functions as "module:name".
+
+    Raises:
+        ContractError: a function is defined in `__main__`.
+    """
+    values = {field.name: getattr(function, field.name) for field in fields(ScoreFunction)}
+    for name, value in values.items():
+        if isinstance(value, FunctionType):
+            if value.__module__ == "__main__":
+                raise ContractError(
+                    f"a call with score function {function} cannot be recorded: {name} is defined "
+                    "in __main__, which a replay cannot import; define it in a module of its own"
+                )
+            values[name] = f"{value.__module__}:{value.__qualname__}"
+    return values
+
+
+def _score_function(values: Mapping[str, Any]) -> ScoreFunction:
+    """The score function of `score_fields`.
+
+    Raises:
+        ContractError: a function cannot be imported.
+    """
+    made = dict(values)
+    for name in ("function", "bounds", "head_bounds", "examples"):
+        if made.get(name) is None:  # recordings of earlier versions have no head_bounds
+            continue
+        try:
+            made[name] = load_object(made[name])
+        except (ImportError, AttributeError) as error:
+            raise ContractError(
+                f"the recorded call has the score function {values['function']}, and {made[name]} "
+                f"cannot be imported ({error}): make the module importable, for example by "
+                "PYTHONPATH, and replay again"
+            ) from None
+    return ScoreFunction(**made)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, ScoreFunction):
+        return score_fields(value)
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, torch.dtype):
+        return str(value)
+    return tuple(value) if isinstance(value, tuple) else value
