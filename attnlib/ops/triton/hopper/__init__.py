@@ -4,9 +4,10 @@
     support       which layers the kernels implement; also read by `explain`
     preference    from how many keys on the decodes are faster than the portable ones
     dispatch      what the rest of `ops.triton` uses: whether a kernel serves a call, and how
-    decode_plan   grid, workspace and arguments of the decode
+    decode_plan   constants and launches of the decode; decode_grid its workers and workspace
     prefill_plan  grid, descriptors and arguments of the prefill
     invariant_plan  both kernels of batch-invariant layers
+    shared_decode_plan  constants and launches of decodes of shared prefixes
     descriptors   TMA descriptors of caches and queries
     kernels/      device code
 

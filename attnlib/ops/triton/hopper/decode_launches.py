@@ -40,7 +40,10 @@ from attnlib.ops.triton.launch.sequence import (
     score_sources,
 )
 
-__all__ = ["HopperDecode", "call_numbers", "unbounded"]
+__all__ = ["PDL_OPTIONS", "HopperDecode", "call_numbers", "unbounded"]
+
+PDL_OPTIONS = {"enable_fp_fusion": True, "launch_pdl": True}
+"""Options of all kernels: a kernel may start before the previous one has ended."""
 
 _NUM_BATCH_VALUES = 7
 """Values of a batch that the kernels take, besides those of its score function."""

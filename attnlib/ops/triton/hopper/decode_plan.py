@@ -23,7 +23,7 @@ from attnlib.ops.triton.hopper.decode_grid import (
     decode_columns,
     hopper_decode_workspace_bytes,
 )
-from attnlib.ops.triton.hopper.decode_launches import HopperDecode, call_numbers
+from attnlib.ops.triton.hopper.decode_launches import PDL_OPTIONS, HopperDecode, call_numbers
 from attnlib.ops.triton.hopper.descriptors import (
     CacheView,
     gathered_strides,
@@ -41,9 +41,6 @@ from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
 from attnlib.ops.triton.launch.score import score_constants, tensor_sizes
 
 __all__ = ["decode_config", "prepare_hopper_decode"]
-
-_PDL = {"enable_fp_fusion": True, "launch_pdl": True}
-"""Options of all kernels: a kernel may start before the previous one has ended."""
 
 _FEW_REGISTERS, _MANY_REGISTERS = 168, 240
 """Registers per thread. A CTA has 256 threads (two warps idle), so either value takes more than
@@ -185,7 +182,7 @@ def _attend(
     ctas = (grid.workers // max(1, tile.consumers), 1, 1)
     if tile.warps:
         registers = min(255, 65536 // (32 * tile.warps) // 8 * 8)
-        options = {"CONFIG": config, "num_warps": 1, "maxnreg": registers, **_PDL}
+        options = {"CONFIG": config, "num_warps": 1, "maxnreg": registers, **PDL_OPTIONS}
         return BoundLaunch(hopper_warp_decode_kernel, ctas, options)
     is_quantized = call.key.dtype.itemsize == 1
     most = _FEW_ELEMENTS // 2 if is_quantized else _FEW_ELEMENTS
@@ -194,7 +191,7 @@ def _attend(
     # With 384 threads, `setmaxnreg` gives the consumers more.
     few = few or tile.consumers == 2 or config.GATHERS
     registers = _FEW_REGISTERS if few else _MANY_REGISTERS
-    options = {"CONFIG": config, "num_warps": 4, "maxnreg": registers, **_PDL}
+    options = {"CONFIG": config, "num_warps": 4, "maxnreg": registers, **PDL_OPTIONS}
     return BoundLaunch(hopper_decode_kernel, ctas, options | score_constants(call.params, "gluon"))
 
 
@@ -209,7 +206,7 @@ def _combine(call: AttentionCall, sizes: DecodeSizes) -> BoundLaunch:
         "HAS_SINK": call.params.sinks is not None,
         "HAS_LSE": call.lse is not None,
         **combine_tile(num_rows, sizes.group, sizes.head_size_v),
-        **_PDL,
+        **PDL_OPTIONS,
     }
     programs = triton.cdiv(sizes.group, options["HEADS"])
     grid = (call.num_tokens, sizes.num_kv_heads, programs)

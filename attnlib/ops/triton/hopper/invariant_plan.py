@@ -5,7 +5,6 @@ A layer uses them for all batches or for none, because other kernels give other 
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,72 +16,32 @@ from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile, padded_width
-from attnlib.ops.triton.heuristics.invariant_tiles import segment_keys
-from attnlib.ops.triton.heuristics.tiles import next_power_of_2
-from attnlib.ops.triton.hopper.decode_grid import decode_columns, workers_per_head
-from attnlib.ops.triton.hopper.decode_launches import HopperDecode, call_numbers
+from attnlib.ops.triton.hopper.decode_grid import decode_columns
+from attnlib.ops.triton.hopper.decode_launches import PDL_OPTIONS, HopperDecode, call_numbers
 from attnlib.ops.triton.hopper.decode_plan import decode_config
 from attnlib.ops.triton.hopper.descriptors import CacheView
+from attnlib.ops.triton.hopper.invariant_grid import (
+    invariant_block_n,
+    invariant_slots,
+    invariant_workers,
+    split_tile,
+)
 from attnlib.ops.triton.hopper.kernels.decode_call import DecodeConfig
 from attnlib.ops.triton.hopper.kernels.invariant_decode import invariant_decode_kernel
 from attnlib.ops.triton.hopper.kernels.invariant_split import invariant_split_kernel
 from attnlib.ops.triton.hopper.kernels.invariant_window import invariant_window_kernel
-from attnlib.ops.triton.hopper.kernels.segments import MOST_QUERY_ROWS, SEGMENTS
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper_prefill
 from attnlib.ops.triton.launch.bound import BoundLaunch
 
 __all__ = [
-    "hopper_invariant_bytes", "prepare_hopper_invariant_decode", "prepare_hopper_invariant_prefill",
-]  # fmt: skip
+    "hopper_invariant_bytes",
+    "prepare_hopper_invariant_decode",
+    "prepare_hopper_invariant_prefill",
+]
 
 _THREE_CONSUMERS = triton.__version__.startswith("3.6.")
 """Whether prefills with narrow heads have three consumer warpgroups. Triton 3.9 compiles them with
 spills in the loops over keys."""
-
-_PDL = {"enable_fp_fusion": True, "launch_pdl": True}
-"""Options of all kernels: a kernel may start before the previous one has ended."""
-
-_FEW_KEYS = 256
-"""Visible keys up to which a layer has tiles of 64 keys."""
-_FEW_ROWS, _MANY_ROWS = 256, 1024
-"""Rows (tokens times query heads) up to which the second kernel has programs of 32 elements of the
-values, for the most parallel loads, and of one head. With more rows, most have nothing to add."""
-
-
-def _block_n(head_sizes: tuple[int, int], params: AttentionParams) -> int:
-    """Keys of a tile, in both kernels: the sums of weights are written for 128 and 64."""
-    left, right = params.window[0], 0 if params.causal is True else params.window[1]
-    few = left >= 0 and right >= 0 and left + right < _FEW_KEYS
-    return (
-        64 if few or 0 < params.attention_chunk_size <= _FEW_KEYS or max(head_sizes) > 128 else 128
-    )
-
-
-def _workers(num_kv_heads: int, max_ctas: int) -> int:
-    return workers_per_head(max_ctas, num_kv_heads, 1) * num_kv_heads
-
-
-def _slots(num_segments: int, limits: DeviceLimits) -> int:
-    """Upper bound of the segments of a row, given that of segments of `segment_keys`: the first
-    queries of a request have shorter ones."""
-    shorter = [
-        (position + MOST_QUERY_ROWS) // keys + 1
-        for position, keys in SEGMENTS
-        if keys < segment_keys(limits)
-    ]
-    return max([num_segments, *shorter])
-
-
-def _split_tile(num_rows: int, group: int, head_size_v: int, slots: int) -> dict[str, int]:
-    """Tile of the kernel that adds partial results: heads of a program, elements of a value, and
-    partial results that it loads at a time."""
-    step = 8 if slots <= 12 else 16 if slots <= 17 else 32
-    if num_rows <= _FEW_ROWS:
-        return {"HEADS": 1, "COLUMNS": 32, "STEP": step, "num_warps": 1}
-    columns = max(32, next_power_of_2(head_size_v))
-    if num_rows <= _MANY_ROWS:
-        return {"HEADS": 1, "COLUMNS": columns, "STEP": min(step, 16), "num_warps": 1}
-    return {"HEADS": math.gcd(group, 4), "COLUMNS": columns, "STEP": 8, "num_warps": 1}
 
 
 def hopper_invariant_bytes(
@@ -103,7 +62,8 @@ def hopper_invariant_bytes(
         limits: the chip.
     """
     rows = num_heads // num_kv_heads * max_query_len
-    partials = _workers(num_kv_heads, limits.num_sms) * (_slots(num_segments, limits) + 1) * rows
+    workers = invariant_workers(num_kv_heads, limits.num_sms)
+    partials = workers * (invariant_slots(num_segments, limits) + 1) * rows
     return 4 * (partials * (head_size_v + 2) + 8 * num_tokens * num_kv_heads)
 
 
@@ -121,7 +81,7 @@ def prepare_hopper_invariant_prefill(
     # Wide heads have one query tile: the sums over earlier segments take the place of the second.
     head_sizes = key.shape[3], value.shape[3]
     q_stages = 2 if max(head_sizes) <= 64 else 1
-    block_n, group = _block_n(head_sizes, params), query.shape[1] // key.shape[2]
+    block_n, group = invariant_block_n(head_sizes, params), query.shape[1] // key.shape[2]
     stages = 2 if max(head_sizes) > 128 else 256 // block_n
     tile = HopperTile(block_n, stages, staged_store=True, persistent=True, q_stages=q_stages)
     if block_n == 64 and max(head_sizes) <= 64 and 64 % group == 0:
@@ -151,10 +111,13 @@ def prepare_hopper_invariant_decode(
     assert call.is_paged and not isinstance(params.k_scale, Tensor)
     num_blocks, _, num_kv_heads, head_size_v = call.value.shape
     config = _config(call, max_query_len)
-    rows, workers = config.GROUP * max_query_len, _workers(num_kv_heads, max_ctas or limits.num_sms)
-    slots = _slots(num_segments, limits)
+    rows, workers = (
+        config.GROUP * max_query_len,
+        invariant_workers(num_kv_heads, max_ctas or limits.num_sms),
+    )
+    slots = invariant_slots(num_segments, limits)
     partials = workers * (slots + 1) * rows
-    whole, options = _computes_whole_requests(config), {"num_warps": 4, **_PDL}
+    whole, options = _computes_whole_requests(config), {"num_warps": 4, **PDL_OPTIONS}
     attend = BoundLaunch(
         invariant_decode_kernel, (workers, 1, 1), {"CONFIG": config, "maxnreg": 240, **options}
     )
@@ -177,7 +140,12 @@ def prepare_hopper_invariant_decode(
         last_strides=(),
         numbers=(*call_numbers(call, num_blocks, rows), slots),
         combine_tail=(
-            call.num_reqs, rows, slots, workers, *call.out.stride()[:2], call.lse_stride,
+            call.num_reqs,
+            rows,
+            slots,
+            workers,
+            *call.out.stride()[:2],
+            call.lse_stride,
         ),
         lse_offset=partials * head_size_v,
         header_offset=partials * (head_size_v + 2),
@@ -192,7 +160,7 @@ def prepare_hopper_invariant_decode(
         ),
         attend=attend,
         combine=None if whole else _split_launch(call, config, slots),
-    )  # fmt: skip
+    )
 
 
 def _computes_whole_requests(config: DecodeConfig) -> bool:
@@ -218,7 +186,7 @@ def _config(call: AttentionCall, max_query_len: int) -> DecodeConfig:
         WIDTH=width,
         WIDTH_V=width_v,
         TILE_TOKENS=columns // group,
-        BLOCK_N=_block_n((head_size, head_size_v), call.params),
+        BLOCK_N=invariant_block_n((head_size, head_size_v), call.params),
         BLOCK_SIZE=block_size,
         ROWS=columns,
         STAGES=3 if max(width, width_v) <= 64 else 2,
@@ -230,7 +198,7 @@ def _config(call: AttentionCall, max_query_len: int) -> DecodeConfig:
 def _split_launch(call: AttentionCall, config: DecodeConfig, slots: int) -> BoundLaunch:
     """The launch of the kernel that adds partial results."""
     num_heads = call.query.shape[1]
-    tile = _split_tile(call.num_tokens * num_heads, config.GROUP, config.DV, slots)
+    tile = split_tile(call.num_tokens * num_heads, config.GROUP, config.DV, slots)
     options: dict[str, Any] = {
         "NUM_KV_HEADS": config.NUM_KV_HEADS,
         "GROUP": config.GROUP,
@@ -238,7 +206,7 @@ def _split_launch(call: AttentionCall, config: DecodeConfig, slots: int) -> Boun
         "HAS_SINK": config.HAS_SINK,
         "HAS_LSE": config.HAS_LSE,
         **tile,
-        **_PDL,
+        **PDL_OPTIONS,
     }
     blocks = -(-config.DV // tile["COLUMNS"])
     grid = (call.num_tokens, num_heads // tile["HEADS"], blocks)

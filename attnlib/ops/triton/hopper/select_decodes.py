@@ -28,11 +28,8 @@ from attnlib.ops.triton.hopper.invariant_plan import (
 )
 from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill
-from attnlib.ops.triton.hopper.shared_decode_plan import (
-    HopperSharedDecode,
-    prepare_shared_decode,
-    shared_decode_tile,
-)
+from attnlib.ops.triton.hopper.shared_decode_launches import HopperSharedDecode
+from attnlib.ops.triton.hopper.shared_decode_plan import prepare_shared_decode, shared_decode_tile
 from attnlib.ops.triton.hopper.sizes import PACKED_DECODE_ROWS, SMALL_SIZES, decode_rows
 from attnlib.ops.triton.hopper.support import (
     decode_unsupported_reasons,

@@ -66,9 +66,14 @@ def _core_matrices(keys, width):
 
 @gluon.jit
 def allocate_rings(
-    DTYPE: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr,
-    WIDTH_V: gl.constexpr, BLOCK_SIZE: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
+    DTYPE: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    WIDTH: gl.constexpr,
+    WIDTH_V: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    PACKED: gl.constexpr,
+):
     """Return the rings of key and value tiles of 16-bit elements."""
     if PACKED:
         SWIZZLE: gl.constexpr = 2 * box_keys(BLOCK_SIZE, BLOCK_N, "packed_values")

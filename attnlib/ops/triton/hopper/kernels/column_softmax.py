@@ -17,9 +17,14 @@ from attnlib.ops.triton.hopper.kernels.softmax import LOG2E
 from attnlib.ops.triton.kernels.quant import KV_INT4, KV_PLAIN
 
 __all__ = [
-    "add_weights", "column_sum", "load_columns", "mask_columns", "softmax_columns",
-    "store_columns", "store_weights",
-]  # fmt: skip
+    "add_weights",
+    "column_sum",
+    "load_columns",
+    "mask_columns",
+    "softmax_columns",
+    "store_columns",
+    "store_weights",
+]
 
 
 @gluon.constexpr_function
@@ -110,7 +115,7 @@ def _unit(v_scales):
 @gluon.jit
 def _scaled_softmax(
     scores, factor, row_max, v_scales, max_tile, MASKED: gl.constexpr, HAS_CAP: gl.constexpr
-):  # fmt: skip
+):
     """As `_online_softmax`, for values with a scale per key.
 
     `row_max` is that of the scores plus the base-2 logarithms of the scales of the values, so that
@@ -143,9 +148,15 @@ def mask_columns(scores, row_first, row_last, tile_start, CHECK_FIRST: gl.conste
 
 @gluon.jit
 def softmax_columns(
-    scores, factor, row_max, v_scales, SCORE: gl.constexpr, MASKED: gl.constexpr,
-    HAS_CAP: gl.constexpr, max_tile=None,
-):  # fmt: skip
+    scores,
+    factor,
+    row_max,
+    v_scales,
+    SCORE: gl.constexpr,
+    MASKED: gl.constexpr,
+    HAS_CAP: gl.constexpr,
+    max_tile=None,
+):
     """Return (weights, factor of what was accumulated before, new row_max) of scores [keys, rows];
     `v_scales` is None where all values have the same scale."""
     if v_scales is not None:

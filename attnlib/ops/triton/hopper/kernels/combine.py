@@ -140,15 +140,36 @@ def clear_rows(outputs, batch, num_tokens, worker, num_workers, config):
 @triton.jit(
     do_not_specialize=["num_reqs", "rows", "stride_ot", "stride_oh", "stride_lt"],
     do_not_specialize_on_alignment=[
-        "sinks", "lse", "query_start_loc", "split_headers", "partial_lses",
+        "sinks",
+        "lse",
+        "query_start_loc",
+        "split_headers",
+        "partial_lses",
     ],
-)  # fmt: skip
+)
 def hopper_combine_kernel(
-    partials, partial_lses, split_headers, query_start_loc, sinks, out, lse, num_reqs, rows,
-    stride_ot, stride_oh, stride_lt, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, STEP: tl.constexpr,
-    HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, PARTS: tl.constexpr = 1,
-):  # fmt: skip
+    partials,
+    partial_lses,
+    split_headers,
+    query_start_loc,
+    sinks,
+    out,
+    lse,
+    num_reqs,
+    rows,
+    stride_ot,
+    stride_oh,
+    stride_lt,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    STEP: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    PARTS: tl.constexpr = 1,
+):
     """Combine the splits of HEADS query heads of one token and KV head.
 
     Grid: (tokens, KV heads, blocks of HEADS in a group times PARTS). Rows after the last request

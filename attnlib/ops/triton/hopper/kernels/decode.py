@@ -84,8 +84,19 @@ def hopper_decode_kernel(
     """
     CACHE: gl.constexpr = key_desc.dtype.element_ty if CONFIG.GATHERS else key_desc.dtype
     aux = (
-        aux0, rows0, columns0, aux1, rows1, columns1, aux2, rows2, columns2, aux3, rows3, columns3,
-    )  # fmt: skip
+        aux0,
+        rows0,
+        columns0,
+        aux1,
+        rows1,
+        columns1,
+        aux2,
+        rows2,
+        columns2,
+        aux3,
+        rows3,
+        columns3,
+    )
     mask = Mask(
         left, right, chunk, CONFIG.CAUSAL, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, CONFIG.HAS_CHUNK
     )

@@ -147,7 +147,11 @@ def consumer(call, worker, WORKER: gl.constexpr):
     if config.COMBINE_IN_KERNEL:
         # Without a combine kernel, the rows after the last request are cleared here.
         clear_rows(
-            call.outputs, keys.batch, call.queries.num_tokens, share.worker, share.num_workers,
+            call.outputs,
+            keys.batch,
+            call.queries.num_tokens,
+            share.worker,
+            share.num_workers,
             call.config,
-        )  # fmt: skip
+        )
         launch_dependent_grids()

@@ -94,15 +94,29 @@ def _load_split(
         later = tile * config.BLOCK_N // BLOCK_SIZE + 32
         if config.GATHERS and KEYS:
             rows = RequestRows(
-                caches.keys, table, split.seq_len, split.kv_head, caches.stride_kb,
-                caches.stride_kn, caches.stride_kh, config.D, BLOCK_SIZE,
-            )  # fmt: skip
+                caches.keys,
+                table,
+                split.seq_len,
+                split.kv_head,
+                caches.stride_kb,
+                caches.stride_kn,
+                caches.stride_kh,
+                config.D,
+                BLOCK_SIZE,
+            )
             rows.load(worker.keys, step, tile, tile + _GATHER_AHEAD)
         elif config.GATHERS:
             rows = RequestRows(
-                caches.values, table, split.seq_len, split.kv_head, caches.stride_vb,
-                caches.stride_vn, caches.stride_vh, config.DV, BLOCK_SIZE,
-            )  # fmt: skip
+                caches.values,
+                table,
+                split.seq_len,
+                split.kv_head,
+                caches.stride_vb,
+                caches.stride_vn,
+                caches.stride_vh,
+                config.DV,
+                BLOCK_SIZE,
+            )
             rows.load(worker.values, step, tile, tile + _GATHER_AHEAD)
         else:
             if KEYS:
@@ -113,9 +127,17 @@ def _load_split(
                 if worker.scales is not None:
                     # The stage is free: the loads of the tile have waited for it.
                     copy_token_scales(
-                        worker.scales, table, pages, num_blocks, split.kv_head, tile,
-                        worker.keys.stage(step), worker.keys.full, BLOCK_SIZE, config.KV_KIND,
-                    )  # fmt: skip
+                        worker.scales,
+                        table,
+                        pages,
+                        num_blocks,
+                        split.kv_head,
+                        tile,
+                        worker.keys.stage(step),
+                        worker.keys.full,
+                        BLOCK_SIZE,
+                        config.KV_KIND,
+                    )
             if VALUES:
                 values = RequestPages(
                     caches.values, table, pages, num_blocks, split.kv_head, BLOCK_SIZE, V_LAYOUT

@@ -85,9 +85,18 @@ def _transform(call, scores, rows, tile, request, MASKED: gl.constexpr, SCORE: g
     if SCORE is not None:
         keys = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, scores.type.layout))
         scores = apply_function(
-            scores, call.scale, rows.factor, call.soft_cap, rows.positions[None, :], keys[:, None],
-            rows.heads[None, :], request, call.keys.aux, SCORE, config.HAS_CAP,
-        )  # fmt: skip
+            scores,
+            call.scale,
+            rows.factor,
+            call.soft_cap,
+            rows.positions[None, :],
+            keys[:, None],
+            rows.heads[None, :],
+            request,
+            call.keys.aux,
+            SCORE,
+            config.HAS_CAP,
+        )
     else:
         scores = transform_scores(scores, rows.factor, call.soft_cap, config.HAS_CAP)
     if MASKED:
@@ -125,9 +134,15 @@ def first_tile(call, worker, split, rows, row_max, acc, step):
     _release_keys(worker, stage, call.config)
     scores = _transform(call, scores, rows, tile, split.request, True, call.SCORE)
     weights, _, row_max = softmax_columns(
-        scores, rows.factor, row_max, scales.values, call.SCORE, True, config.HAS_CAP,
+        scores,
+        rows.factor,
+        row_max,
+        scales.values,
+        call.SCORE,
+        True,
+        config.HAS_CAP,
         worker.columns,
-    )  # fmt: skip
+    )
     row_sum = weights
     if ROWS > 16:
         row_sum = gl.sum(weights, 0)
@@ -178,9 +193,15 @@ def decode_step(
         mbarrier.arrive(keys.empty.index(stage), count=1)
     scores = _transform(call, scores, rows, tile, request, MASKED, SCORE)
     weights, acc_scale, row_max = softmax_columns(
-        scores, rows.factor, sums.row_max, scales.values, SCORE, MASKED, config.HAS_CAP,
+        scores,
+        rows.factor,
+        sums.row_max,
+        scales.values,
+        SCORE,
+        MASKED,
+        config.HAS_CAP,
         worker.columns,
-    )  # fmt: skip
+    )
     row_sum = add_weights(sums.row_sum, acc_scale, weights)
     # V^T @ P^T is complete: its stage and p_tile are free, and the accumulator may be rescaled.
     acc = finish_values(acc, KV_KIND)

@@ -15,6 +15,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     copy_to_shared,
     prefetch_l1,
 )
+from attnlib.ops.triton.hopper.kernels.ring import Ring
 
 __all__ = ["GATHER_THREADS", "RequestRows", "gather_tile"]
 
@@ -52,7 +53,9 @@ class RequestRows:
         table: the request's row of the block table.
         seq_len: keys of the request.
         kv_head: KV head.
-        stride_b, stride_n, stride_h: strides of blocks, rows and heads, in bytes.
+        stride_b, stride_n, stride_h: strides of blocks, rows and heads, in bytes, multiples of 16.
+            They are no constants, because they change at every token of a cache that is one
+            growing tensor.
         D: head size.
         BLOCK_SIZE: positions of a page.
     """
@@ -69,15 +72,51 @@ class RequestRows:
 
     @gluon.jit
     def load(self, ring, step, tile, later_tile):
-        """Issue the copies of key tile `tile` as tile number `step` of a `Ring`.
+        """Issue the copies of a tile as tile number `step` of a ring. 4 warps.
 
-        `later_tile` is one that a later step needs.
+        Rows past the sequence's end and columns past the head size become 0.
+
+        Args:
+            ring: `Ring` whose `full` barriers count GATHER_THREADS arrivals.
+            tile: number of the tile in the request, in units of BLOCK_N positions.
+            later_tile: a tile that a later step needs.
         """
-        gather_tile(
-            self.cache, self.table, self.seq_len, self.kv_head, tile, later_tile, ring.memory,
-            ring.full, ring.empty, step, self.stride_b, self.stride_n, self.stride_h, self.D,
-            self.BLOCK_SIZE, ring.STAGES,
-        )  # fmt: skip
+        BLOCK_N: gl.constexpr = ring.memory.shape[1]
+        WIDTH: gl.constexpr = ring.memory.shape[2]
+        WARPS: gl.constexpr = gl.num_warps()
+        # Block numbers of a later tile are prefetched, one lane per line.
+        LINES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        ahead = later_tile * BLOCK_N + gl.arange(0, 32 * WARPS, LINES)
+        prefetch_l1(
+            self.table + gl.maximum(gl.minimum(ahead, self.seq_len - 1), 0) // self.BLOCK_SIZE
+        )
+        # A warp copies 128 bytes of 4 rows at a time. Other parts of a row are at constant offsets
+        # from the first one, and need no address of their own.
+        LANES: gl.constexpr = min(8, WIDTH // _ELEMENTS)
+        LAYOUT: gl.constexpr = gl.BlockedLayout(
+            [1, _ELEMENTS], [32 // LANES, LANES], [WARPS, 1], [1, 0]
+        )
+        columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
+        positions = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+        exists = positions < self.seq_len
+        # The block numbers are loaded before the wait, which hides their latency.
+        page = gl.load(self.table + positions // self.BLOCK_SIZE, mask=exists, other=0)
+        stage = step % ring.STAGES
+        # Wait until all consumers have released the tile that the stage held STAGES steps ago. The
+        # parity is inverted, so that the first pass over the ring does not wait.
+        mbarrier.wait(ring.empty.index(stage), ((step // ring.STAGES) & 1) ^ 1)
+        first = self.cache.to(_BYTE_POINTER, bitcast=True) + _wide(self.kv_head) * _multiple(
+            self.stride_h
+        )
+        rows = first + _wide(page) * _multiple(self.stride_b)
+        if self.BLOCK_SIZE > 1:
+            rows += _wide(positions % self.BLOCK_SIZE) * _multiple(self.stride_n)
+        pointers = rows.to(gl.pointer_type(ring.memory.dtype), bitcast=True)[:, None] + columns
+        mask = exists[:, None]
+        if self.D < WIDTH:
+            mask = mask & (columns < self.D)
+        copy_to_shared(ring.memory.index(stage), pointers, mask=mask)
+        arrive_after_copies(ring.full.index(stage), increment_count=False)
 
 
 @gluon.jit
@@ -85,54 +124,6 @@ def gather_tile(
     cache, table, seq_len, kv_head, tile, later_tile, ring, full, empty, step, stride_b, stride_n,
     stride_h, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Issue the copies of key tile `tile` into stage `step % STAGES` of the ring. 4 warps.
-
-    Rows past the sequence's end and columns past the head size become 0.
-
-    Args:
-        cache: pointer to the key or value cache [B, N, Hkv, D].
-        table: the request's row of the block table.
-        seq_len: keys of the request.
-        kv_head: KV head.
-        tile: number of the tile in the request, in units of BLOCK_N positions.
-        later_tile: a tile that a later step needs.
-        ring: shared memory [STAGES, BLOCK_N, width].
-        full: mbarriers that count GATHER_THREADS arrivals.
-        empty: mbarriers that count the consumers that have released a stage.
-        step: number of tiles that this loader has loaded.
-        stride_b, stride_n, stride_h: strides of the cache in blocks, rows and heads, in bytes, and
-            multiples of 16. They are no constants, because they change at every token of a cache
-            that is one growing tensor.
-    """
-    BLOCK_N: gl.constexpr = ring.shape[1]
-    WIDTH: gl.constexpr = ring.shape[2]
-    WARPS: gl.constexpr = gl.num_warps()
-    # Block numbers of a later tile are prefetched, as in `tma_load.load_tile`: one lane per line.
-    LINES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    ahead = later_tile * BLOCK_N + gl.arange(0, 32 * WARPS, LINES)
-    prefetch_l1(table + gl.maximum(gl.minimum(ahead, seq_len - 1), 0) // BLOCK_SIZE)
-    # A warp copies 128 bytes of 4 rows at a time. Other parts of a row are at constant offsets from
-    # the first one, and need no address of their own.
-    LANES: gl.constexpr = min(8, WIDTH // _ELEMENTS)
-    LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, _ELEMENTS], [32 // LANES, LANES], [WARPS, 1], [1, 0]
-    )
-    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
-    positions = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
-    exists = positions < seq_len
-    # The block numbers are loaded before the wait, which hides their latency.
-    page = gl.load(table + positions // BLOCK_SIZE, mask=exists, other=0)
-    stage = step % STAGES
-    # Wait until all consumers have released the tile that the stage held STAGES steps ago. The
-    # parity is inverted, so that the first pass over the ring does not wait.
-    mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-    first = cache.to(_BYTE_POINTER, bitcast=True) + _wide(kv_head) * _multiple(stride_h)
-    rows = first + _wide(page) * _multiple(stride_b)
-    if BLOCK_SIZE > 1:
-        rows += _wide(positions % BLOCK_SIZE) * _multiple(stride_n)
-    pointers = rows.to(gl.pointer_type(ring.dtype), bitcast=True)[:, None] + columns
-    mask = exists[:, None]
-    if D < WIDTH:
-        mask = mask & (columns < D)
-    copy_to_shared(ring.index(stage), pointers, mask=mask)
-    arrive_after_copies(full.index(stage), increment_count=False)
+    """`RequestRows.load` with the fields of the rows and the ring as arguments."""
+    rows = RequestRows(cache, table, seq_len, kv_head, stride_b, stride_n, stride_h, D, BLOCK_SIZE)
+    rows.load(Ring(ring, full, empty, STAGES), step, tile, later_tile)

@@ -21,10 +21,16 @@ from attnlib.ops.triton.hopper.kernels.quantized import key_layout, value_layout
 from attnlib.ops.triton.kernels.page_formats import PAGE_INT4, unpack_ptx
 
 __all__ = [
-    "float32_scale", "int4_key_products", "int4_query_columns", "int4_result",
-    "int4_value_products", "int4_value_rows", "largest_scale", "repeat_columns",
+    "float32_scale",
+    "int4_key_products",
+    "int4_query_columns",
+    "int4_result",
+    "int4_value_products",
+    "int4_value_rows",
+    "largest_scale",
+    "repeat_columns",
     "store_pairs",
-]  # fmt: skip
+]
 
 
 @gluon.jit
@@ -72,15 +78,35 @@ def int4_key_products(tile, q_tile, zeros):
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, zeros.type.layout, 2)
     x0, x1, x2, x3 = _unpack(tile.load(key_layout(tile.shape[0], tile.shape[1])))
     return (
-        warpgroup_mma(_key_operand(x0, OPERAND), q_tile.index(0).permute((1, 0)), zeros,
-            use_acc=False, is_async=True),
-        warpgroup_mma(_key_operand(x1, OPERAND), q_tile.index(1).permute((1, 0)), zeros,
-            use_acc=False, is_async=True),
-        warpgroup_mma(_key_operand(x2, OPERAND), q_tile.index(2).permute((1, 0)), zeros,
-            use_acc=False, is_async=True),
-        warpgroup_mma(_key_operand(x3, OPERAND), q_tile.index(3).permute((1, 0)), zeros,
-            use_acc=False, is_async=True),
-    )  # fmt: skip
+        warpgroup_mma(
+            _key_operand(x0, OPERAND),
+            q_tile.index(0).permute((1, 0)),
+            zeros,
+            use_acc=False,
+            is_async=True,
+        ),
+        warpgroup_mma(
+            _key_operand(x1, OPERAND),
+            q_tile.index(1).permute((1, 0)),
+            zeros,
+            use_acc=False,
+            is_async=True,
+        ),
+        warpgroup_mma(
+            _key_operand(x2, OPERAND),
+            q_tile.index(2).permute((1, 0)),
+            zeros,
+            use_acc=False,
+            is_async=True,
+        ),
+        warpgroup_mma(
+            _key_operand(x3, OPERAND),
+            q_tile.index(3).permute((1, 0)),
+            zeros,
+            use_acc=False,
+            is_async=True,
+        ),
+    )
 
 
 @gluon.jit

@@ -38,18 +38,46 @@ def _shared_value(memory, number: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "num_reqs", "rows", "slots", "grid", "stride_ot", "stride_oh", "stride_lt",
+        "num_reqs",
+        "rows",
+        "slots",
+        "grid",
+        "stride_ot",
+        "stride_oh",
+        "stride_lt",
     ],
     do_not_specialize_on_alignment=[
-        "sinks", "lse", "query_start_loc", "split_headers", "partial_lses",
+        "sinks",
+        "lse",
+        "query_start_loc",
+        "split_headers",
+        "partial_lses",
     ],
-)  # fmt: skip
+)
 def invariant_split_kernel(
-    partials, partial_lses, split_headers, query_start_loc, sinks, out, lse, num_reqs, rows, slots,
-    grid, stride_ot, stride_oh, stride_lt, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    DV: gl.constexpr, HEADS: gl.constexpr, COLUMNS: gl.constexpr, STEP: gl.constexpr,
-    HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
-):  # fmt: skip
+    partials,
+    partial_lses,
+    split_headers,
+    query_start_loc,
+    sinks,
+    out,
+    lse,
+    num_reqs,
+    rows,
+    slots,
+    grid,
+    stride_ot,
+    stride_oh,
+    stride_lt,
+    NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    DV: gl.constexpr,
+    HEADS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STEP: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+):
     """Add the partial results of a row in the order of the line: COLUMNS of the values of HEADS
     query heads of a group, one after the other. One warp.
 

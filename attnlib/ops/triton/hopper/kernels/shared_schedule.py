@@ -168,9 +168,16 @@ def _work_item(fields):
     consecutive = gl.load(fields + 6)
     first_range = gl.load(fields + 7)
     return WorkItem(
-        fields, begin, tiles, first, num_tokens, partial_begin, first_token, consecutive,
+        fields,
+        begin,
+        tiles,
+        first,
+        num_tokens,
+        partial_begin,
+        first_token,
+        consecutive,
         first_range,
-    )  # fmt: skip
+    )
 
 
 @aggregate

@@ -11,6 +11,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     load_box,
     prefetch_l1,
 )
+from attnlib.ops.triton.hopper.kernels.ring import Ring
 
 __all__ = ["RequestPages", "load_tile"]
 
@@ -21,7 +22,8 @@ class RequestPages:
 
     Fields:
         cache: TMA descriptor, one box per page or per tile in a page.
-        table: the request's row of the block table.
+        table: the request's row of the block table; with BLOCK_SIZE 0, which stands for keys
+            without pages, a pointer to the request's first row of `cache`, [1, rows, Hkv, D].
         pages: entries of `table` that may be read.
         num_blocks: blocks of the cache.
         kv_head: KV head.
@@ -38,15 +40,21 @@ class RequestPages:
     LAYOUT: gl.constexpr
 
     @gluon.jit
-    def load(self, ring, step, tile, later_page):
-        """Issue the loads of key tile `tile` as tile number `step` of a `Ring`.
+    def load(self, ring, step, tile, later_page, PARTS: gl.constexpr = 1, SPARE: gl.constexpr = 0):
+        """Issue the loads of a tile as tile number `step` of a ring.
 
-        `later_page` is a column of the block table that a later step needs.
+        Args:
+            ring: `Ring` of tiles [BLOCK_N, width], or as in `cache_tiles.allocate_rings`.
+            tile: number of the tile in the request, in units of BLOCK_N positions.
+            later_page: column of `table` that a later step needs.
+            PARTS: a stage has PARTS + SPARE tiles [BLOCK_N, width], and a row has PARTS * width
+                elements.
+            SPARE: tiles of a stage that are not loaded.
         """
-        load_tile(
-            self.cache, self.table, self.pages, self.num_blocks, self.kv_head, tile, later_page,
-            ring.memory, ring.full, ring.empty, step, self.BLOCK_SIZE, ring.STAGES, self.LAYOUT,
-        )  # fmt: skip
+        if self.BLOCK_SIZE == 0:
+            _load_rows(self, ring, step, tile, PARTS, SPARE)
+        else:
+            _load_pages(self, ring, step, tile, later_page, PARTS, SPARE)
 
 
 @gluon.jit
@@ -55,116 +63,86 @@ def load_tile(
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
     PARTS: gl.constexpr = 1, SPARE: gl.constexpr = 0,
 ):  # fmt: skip
-    """Issue the TMA loads of key tile `tile` into stage `step % STAGES` of the ring.
-
-    Args:
-        cache: TMA descriptor of the key or value cache, one box per page or per tile in a page.
-        table: the request's row of the block table; with BLOCK_SIZE 0, which stands for keys
-            without pages, a pointer to the request's first row of `cache`, [1, rows, Hkv, D].
-        pages: entries of `table` that may be read.
-        num_blocks: blocks of the cache.
-        kv_head: KV head.
-        tile: number of the tile in the request, in units of BLOCK_N positions.
-        later_page: column of `table` that a later step needs.
-        ring: shared memory [STAGES, BLOCK_N, width], or as in `cache_tiles.allocate_rings`.
-        full: mbarriers that count the bytes of a stage.
-        empty: mbarriers that count the consumers that have released a stage.
-        step: number of tiles that this loader has loaded.
-        LAYOUT: of the cache, see `cache_tiles`.
-        PARTS: the ring is [STAGES * (PARTS + SPARE), BLOCK_N, width], and a row has PARTS * width
-            elements.
-        SPARE: tiles of a stage that are not loaded.
-    """
-    if BLOCK_SIZE == 0:
-        _load_rows(cache, table, kv_head, tile, ring, full, empty, step, STAGES, PARTS, SPARE)
-    else:
-        _load_pages(
-            cache, table, pages, num_blocks, kv_head, tile, later_page, ring, full, empty, step,
-            BLOCK_SIZE, STAGES, LAYOUT, PARTS, SPARE)  # fmt: skip
+    """`RequestPages.load` with the fields of the pages and the ring as arguments."""
+    source = RequestPages(cache, table, pages, num_blocks, kv_head, BLOCK_SIZE, LAYOUT)
+    source.load(Ring(ring, full, empty, STAGES), step, tile, later_page, PARTS, SPARE)
 
 
 @gluon.jit
-def _load_rows(
-    cache, table, kv_head, tile, ring, full, empty, step, STAGES: gl.constexpr,
-    PARTS: gl.constexpr, SPARE: gl.constexpr,
-):  # fmt: skip
+def _load_rows(pages, ring, step, tile, PARTS: gl.constexpr, SPARE: gl.constexpr):
     """Issue the loads of a tile of keys without pages. Rows past the request's last one are those
     of the next request."""
-    BLOCK_N: gl.constexpr = ring.shape[1]
-    BYTES: gl.constexpr = PARTS * tile_bytes(ring.shape)
-    row = gl.load(table) + tile * BLOCK_N
-    stage = step % STAGES
-    # As in `_load_pages`.
-    mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-    mbarrier.expect(full.index(stage), BYTES)
+    BLOCK_N: gl.constexpr = ring.memory.shape[1]
+    BYTES: gl.constexpr = PARTS * tile_bytes(ring.memory.shape)
+    row = gl.load(pages.table) + tile * BLOCK_N
+    stage = step % ring.STAGES
+    # The parity is inverted, so that the first pass over the ring does not wait.
+    mbarrier.wait(ring.empty.index(stage), ((step // ring.STAGES) & 1) ^ 1)
+    mbarrier.expect(ring.full.index(stage), BYTES)
     for part in gl.static_range(PARTS):
         load_box(
-            cache,
-            [0, kv_head, row, part * ring.shape[2]],
-            full.index(stage),
-            ring.index(stage * (PARTS + SPARE) + part),
+            pages.cache,
+            [0, pages.kv_head, row, part * ring.memory.shape[2]],
+            ring.full.index(stage),
+            ring.memory.index(stage * (PARTS + SPARE) + part),
         )
 
 
 @gluon.jit
-def _load_pages(
-    cache, table, pages, num_blocks, kv_head, tile, later_page, ring, full, empty, step,
-    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
-    PARTS: gl.constexpr, SPARE: gl.constexpr,
-):  # fmt: skip
+def _load_pages(pages, ring, step, tile, later_page, PARTS: gl.constexpr, SPARE: gl.constexpr):
     """Issue the loads of a tile, a box for each page or for the part of a page."""
-    BLOCK_N: gl.constexpr = tile_keys(ring.shape, LAYOUT)
-    BOX: gl.constexpr = box_keys(BLOCK_SIZE, BLOCK_N, LAYOUT)
+    BLOCK_N: gl.constexpr = tile_keys(ring.memory.shape, pages.LAYOUT)
+    BOX: gl.constexpr = box_keys(pages.BLOCK_SIZE, BLOCK_N, pages.LAYOUT)
     BOXES: gl.constexpr = BLOCK_N // BOX
-    BYTES: gl.constexpr = PARTS * tile_bytes(ring.shape)
-    first_page = tile * BLOCK_N // BLOCK_SIZE
-    inside = tile * BLOCK_N % BLOCK_SIZE
+    BYTES: gl.constexpr = PARTS * tile_bytes(ring.memory.shape)
+    first_page = tile * BLOCK_N // pages.BLOCK_SIZE
+    inside = tile * BLOCK_N % pages.BLOCK_SIZE
     # A loader that waits for global memory before it knows its pages falls behind the consumers, so
     # the block table is prefetched into L1 a few steps ahead.
-    prefetch_l1(table + gl.maximum(gl.minimum(later_page, pages - 1), 0))
+    prefetch_l1(pages.table + gl.maximum(gl.minimum(later_page, pages.pages - 1), 0))
     blocks = ()
     for box in gl.static_range(BOXES):
         # Pages past the last one become block `num_blocks`, which is out of bounds: TMA fills their
         # boxes with zeros, and the barrier still receives all BYTES.
-        column = first_page + box * BOX // BLOCK_SIZE
-        page = gl.load(table + column, mask=column < pages, other=num_blocks)
+        column = first_page + box * BOX // pages.BLOCK_SIZE
+        page = gl.load(pages.table + column, mask=column < pages.pages, other=pages.num_blocks)
         blocks = blocks + (page,)
-    stage = step % STAGES
+    stage = step % ring.STAGES
     if PARTS + SPARE == 1:
-        buffer = ring.index(stage)
+        buffer = ring.memory.index(stage)
     else:
-        buffer = ring.index(stage * (PARTS + SPARE))
+        buffer = ring.memory.index(stage * (PARTS + SPARE))
     # Wait until all consumers have released the tile that the stage held STAGES steps ago. The
     # parity is inverted, so that the first pass over the ring does not wait.
-    mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-    mbarrier.expect(full.index(stage), BYTES)
+    mbarrier.wait(ring.empty.index(stage), ((step // ring.STAGES) & 1) ^ 1)
+    mbarrier.expect(ring.full.index(stage), BYTES)
     for box in gl.static_range(BOXES):
-        first = inside + box * BOX % BLOCK_SIZE
-        if LAYOUT == "packed_keys":
+        first = inside + box * BOX % pages.BLOCK_SIZE
+        if pages.LAYOUT == "packed_keys":
             load_box(
-                cache,
-                [blocks[box], kv_head, first // 8, 0, 0],
-                full.index(stage),
+                pages.cache,
+                [blocks[box], pages.kv_head, first // 8, 0, 0],
+                ring.full.index(stage),
                 buffer.slice(box * BOX // 8, BOX // 8, 0),
             )
-        elif LAYOUT == "packed_values":
+        elif pages.LAYOUT == "packed_values":
             load_box(
-                cache,
-                [blocks[box], kv_head, 0, first],
-                full.index(stage),
+                pages.cache,
+                [blocks[box], pages.kv_head, 0, first],
+                ring.full.index(stage),
                 buffer.slice(box * BOX, BOX, 1),
             )
         else:
             load_box(
-                cache,
-                [blocks[box], kv_head, first, 0],
-                full.index(stage),
+                pages.cache,
+                [blocks[box], pages.kv_head, first, 0],
+                ring.full.index(stage),
                 buffer.slice(box * BOX, BOX, 0),
             )
             for part in gl.static_range(1, PARTS):
                 load_box(
-                    cache,
-                    [blocks[box], kv_head, first, part * ring.shape[2]],
-                    full.index(stage),
-                    ring.index(stage * (PARTS + SPARE) + part).slice(box * BOX, BOX, 0),
+                    pages.cache,
+                    [blocks[box], pages.kv_head, first, part * ring.memory.shape[2]],
+                    ring.full.index(stage),
+                    ring.memory.index(stage * (PARTS + SPARE) + part).slice(box * BOX, BOX, 0),
                 )

@@ -22,9 +22,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from attnlib.ops.triton.hopper.kernels.compat import consumers_sync, partition_barrier
 
 __all__ = [
-    "PART_ELEMENTS", "PART_KEYS", "check_offset", "clear_value_parts", "first_columns",
-    "multiply_value_parts", "product_columns", "shared_memory_offset", "store_ones",
-]  # fmt: skip
+    "PART_ELEMENTS",
+    "PART_KEYS",
+    "check_offset",
+    "clear_value_parts",
+    "first_columns",
+    "multiply_value_parts",
+    "product_columns",
+    "shared_memory_offset",
+    "store_ones",
+]
 
 PART_ELEMENTS = gl.constexpr(32)
 """Elements of a part: 64 bytes, the width of its swizzle."""
@@ -91,7 +98,7 @@ def _constraints():
 @gluon.jit
 def multiply_value_parts(
     words, v_ring, stage, acc, COLUMNS: gl.constexpr, STAGES: gl.constexpr, OFFSET: gl.constexpr
-):  # fmt: skip
+):
     """Issue P @ V + acc over the first COLUMNS columns of a stage; one group of WGMMA.
 
     Args:
@@ -111,9 +118,7 @@ def multiply_value_parts(
     tile = gl.full([64, PART_KEYS], 0, gl.int32, LAYOUT) + stage * STAGE_BYTES
     ASM: gl.constexpr = _product(COLUMNS, OFFSET, DTYPE == gl.bfloat16)
     CONSTRAINTS: gl.constexpr = _constraints()
-    return gl.inline_asm_elementwise(
-        ASM, CONSTRAINTS, [acc, weights, tile], gl.float32, False, 64
-    )  # fmt: skip
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [acc, weights, tile], gl.float32, False, 64)
 
 
 @gluon.jit
@@ -143,9 +148,14 @@ def store_ones(v_ring, PARTS: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def clear_value_parts(
-    v_ring, stage, valid, WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr,
+    v_ring,
+    stage,
+    valid,
+    WARPGROUP: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    PARTS: gl.constexpr,
     STAGES: gl.constexpr,
-):  # fmt: skip
+):
     """`prefill.clear_values` for values in parts; ones stay."""
     ROWS: gl.constexpr = PART_KEYS // 2
     UNITS: gl.constexpr = v_ring.shape[0] // STAGES

@@ -169,9 +169,16 @@ def hopper_warp_decode_kernel(
     A combine kernel follows.
     """
     tiles = allocate_warp_tiles(
-        k_scale, v_scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+        k_scale,
+        v_scale,
+        stride_kb,
+        stride_kn,
+        stride_kh,
+        stride_vb,
+        stride_vn,
+        stride_vh,
         CONFIG,
-    )  # fmt: skip
+    )
     mask = Mask(
         left, right, chunk, CONFIG.CAUSAL, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, CONFIG.HAS_CHUNK
     )

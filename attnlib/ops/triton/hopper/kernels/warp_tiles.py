@@ -114,9 +114,16 @@ def allocate_warp_tiles(
     scales = None
     if HAS_SCALES:
         scales = TokenScales(
-            k_scale, v_scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
-            stride_vh, allocate_token_scales(STAGES, BLOCK_N, config.KV_KIND),
-        )  # fmt: skip
+            k_scale,
+            v_scale,
+            stride_kb,
+            stride_kn,
+            stride_kh,
+            stride_vb,
+            stride_vn,
+            stride_vh,
+            allocate_token_scales(STAGES, BLOCK_N, config.KV_KIND),
+        )
     return WarpTiles(keys, values, full, scales, STAGES, config.BLOCK_SIZE, config.KV_KIND)
 
 
