@@ -99,7 +99,8 @@ class RequestRows:
         columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
         positions = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
         exists = positions < self.seq_len
-        # The block numbers are loaded before the wait, which hides their latency.
+        # The block numbers are loaded before the wait, which hides their latency. Only the last
+        # tile has rows to leave out; copies without a mask take fewer instructions.
         page = gl.load(self.table + positions // self.BLOCK_SIZE, mask=exists, other=0)
         stage = step % ring.STAGES
         # Wait until all consumers have released the tile that the stage held STAGES steps ago. The
@@ -112,10 +113,13 @@ class RequestRows:
         if self.BLOCK_SIZE > 1:
             rows += _wide(positions % self.BLOCK_SIZE) * _multiple(self.stride_n)
         pointers = rows.to(gl.pointer_type(ring.memory.dtype), bitcast=True)[:, None] + columns
-        mask = exists[:, None]
-        if self.D < WIDTH:
-            mask = mask & (columns < self.D)
-        copy_to_shared(ring.memory.index(stage), pointers, mask=mask)
+        if (tile + 1) * BLOCK_N > self.seq_len:
+            mask = exists[:, None] & (columns < self.D)
+            copy_to_shared(ring.memory.index(stage), pointers, mask=mask)
+        elif self.D < WIDTH:
+            copy_to_shared(ring.memory.index(stage), pointers, mask=columns < self.D)
+        else:
+            copy_to_shared(ring.memory.index(stage), pointers)
         arrive_after_copies(ring.full.index(stage), increment_count=False)
 
 
