@@ -29,6 +29,7 @@ __all__ = [
     "State",
     "Tile",
     "View",
+    "Work",
 ]
 
 
@@ -239,6 +240,26 @@ class View(NamedTuple):
     positions: Any
     row_first: Any
     row_last: Any
+
+
+class Work(NamedTuple):
+    """What all key tiles of a program share.
+
+    Attributes:
+        queries: the loaded queries, in chunks or parts.
+        rows: `Rows`.
+        request: number of the request.
+        cache: opened `Cache`.
+        logits: `Logits`, with the scale and factor of each row.
+        view: `View`.
+    """
+
+    queries: Any
+    rows: Any
+    request: Any
+    cache: Any
+    logits: Any
+    view: Any
 
 
 class State(NamedTuple):

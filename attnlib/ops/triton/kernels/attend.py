@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.arguments import Logits, State, View
+from attnlib.ops.triton.kernels.arguments import Logits, State, View, Work
 from attnlib.ops.triton.kernels.chunks import (
     add_chunks,
     empty_chunks,
@@ -69,29 +69,27 @@ def view_rows(tile, rows, mask, CONFIG: tl.constexpr):
 @triton.jit
 def attend_tile(
     state,
-    queries,
-    cache,
+    work,
     blocks,
     start,
     first,
     last,
-    rows,
-    view,
-    logits,
-    request,
     SCORE: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
     """Return the softmax with the key tile at `start`; rows see keys of [first, last) only."""
+    cache = work.cache
+    logits = work.logits
+    view = work.view
     keys = start + tl.arange(0, CONFIG.BLOCK_N)
     inside = (keys >= first) & (keys < last)
     if CONFIG.PAGE_KIND is None:
         offsets = key_offsets(blocks, start, cache.stride_kb, cache.stride_kn, CONFIG.VEC_K, CONFIG)
-        qk, k0 = multiply_chunks(queries, cache.key, offsets, inside, MASKED, CONFIG)
+        qk, k0 = multiply_chunks(work.queries, cache.key, offsets, inside, MASKED, CONFIG)
     else:
-        qk = multiply_parts(queries, cache, blocks, start, inside, MASKED, CONFIG)
+        qk = multiply_parts(work.queries, cache, blocks, start, inside, MASKED, CONFIG)
         k0 = 0.0
 
     if CONFIG.SCALE_LATE:
@@ -108,7 +106,16 @@ def attend_tile(
                 other=0.0,
             )
         scores = transform_scores(
-            qk, logits, view.positions, keys, bias, rows.head, request, SCORE, HAS_BIAS, CONFIG
+            qk,
+            logits,
+            view.positions,
+            keys,
+            bias,
+            work.rows.head,
+            work.request,
+            SCORE,
+            HAS_BIAS,
+            CONFIG,
         )
     if MASKED:
         row_first = view.row_first[:, None]
@@ -217,41 +224,36 @@ def attend(
         row_last = tl.minimum(view.row_last, row_high)
         view = View(view.origin, view.positions, row_first, row_last)
     span, span_b = _find_spans(tile, logits, bound_head, mask, BOUNDS, CONFIG)
+    work = Work(queries, rows, tile.request, cache, logits, view)
     if CONFIG.ONE_LOOP:
         begin = span[0] // CONFIG.BLOCK_N * CONFIG.BLOCK_N
         end = span[1]
         if CONFIG.SPLIT:
             begin = tl.maximum(begin, split_begin)
             end = tl.minimum(end, split_end)
-        state = _attend_masked(
-            queries, rows, tile.request, cache, logits, view, span, begin, end, SCORE, CONFIG
-        )
+        state = _attend_masked(work, span, begin, end, SCORE, CONFIG)
     else:
         CALLED: tl.constexpr = None if CONFIG.EXACT else SCORE
         FULL_SCORE: tl.constexpr = None if BOUNDS is not None else SCORE
-        state = _attend_spans(
-            queries, rows, tile.request, cache, logits, view, span, span_b, CALLED, FULL_SCORE,
-            CONFIG)  # fmt: skip
+        state = _attend_spans(work, span, span_b, CALLED, FULL_SCORE, CONFIG)
     return state
 
 
 @triton.jit
-def _attend_masked(
-    queries, rows, request, cache, logits, view, span, begin, end, SCORE: tl.constexpr,
-    CONFIG: tl.constexpr,
-):  # fmt: skip
+def _attend_masked(work, span, begin, end, SCORE: tl.constexpr, CONFIG: tl.constexpr):
     """Visit the tiles in [begin, end), all of them masked: short runs of tiles, as decodes have,
     are then in one software pipeline."""
+    table = work.cache.table
     state = empty_state(CONFIG)
     first, last, _, _ = span
-    blocks = load_blocks(cache.table, begin, first, last, CONFIG)
+    blocks = load_blocks(table, begin, first, last, CONFIG)
     for start in range(begin, end, CONFIG.BLOCK_N):
         # The next tile's blocks are loaded one step ahead, so that the loads of its keys and
         # values never wait for the block table.
-        next_blocks = load_blocks(cache.table, start + CONFIG.BLOCK_N, first, end, CONFIG)
+        next_blocks = load_blocks(table, start + CONFIG.BLOCK_N, first, end, CONFIG)
         state = attend_tile(
-            state, queries, cache, blocks, start, first, last, rows, view, logits, request, SCORE,
-            True, CONFIG.HAS_BIAS, CONFIG)  # fmt: skip
+            state, work, blocks, start, first, last, SCORE, True, CONFIG.HAS_BIAS, CONFIG
+        )
         blocks = next_blocks
     return state
 
@@ -270,17 +272,17 @@ def _full_tiles(span, begin, top, origin, CONFIG: tl.constexpr):
 
 @triton.jit
 def _attend_spans(
-    queries, rows, request, cache, logits, view, span, span_b, CALLED: tl.constexpr,
-    FULL_SCORE: tl.constexpr, CONFIG: tl.constexpr,
-):  # fmt: skip
+    work, span, span_b, CALLED: tl.constexpr, FULL_SCORE: tl.constexpr, CONFIG: tl.constexpr
+):
     """Visit the tiles of one or two spans: those that are entirely visible to all rows need no mask
     and come first; the masked tiles at the ends follow."""
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    table = work.cache.table
     first, last, _, _ = span
     begin = first // BLOCK_N * BLOCK_N
     end = last
     top = tl.maximum(begin, (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
-    full_begin, full_end = _full_tiles(span, begin, top, view.origin, CONFIG)
+    full_begin, full_end = _full_tiles(span, begin, top, work.view.origin, CONFIG)
     full_start = full_begin
     full_stop = full_end
     full_limit = full_end
@@ -290,7 +292,7 @@ def _attend_spans(
         first_b, last_b, _, _ = span_b
         begin_b = tl.maximum(first_b // BLOCK_N * BLOCK_N, top)
         top_b = tl.maximum(begin_b, (last_b + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
-        full_begin_b, full_end_b = _full_tiles(span_b, begin_b, top_b, view.origin, CONFIG)
+        full_begin_b, full_end_b = _full_tiles(span_b, begin_b, top_b, work.view.origin, CONFIG)
         skipped_b = full_end_b - full_begin_b
         full_start = _skip(full_begin, full_end, full_begin_b - full_end)
         full_stop += skipped_b
@@ -299,17 +301,17 @@ def _attend_spans(
         end = last
         full_limit = last
     state = empty_state(CONFIG)
-    blocks = load_blocks(cache.table, full_start, first, full_limit, CONFIG)
+    blocks = load_blocks(table, full_start, first, full_limit, CONFIG)
     for unshifted in range(full_begin, full_stop, BLOCK_N):
         start = unshifted
         after = unshifted + BLOCK_N
         if CONFIG.RANGES == 2:
             start = _skip(start, full_end, full_begin_b - full_end)
             after = _skip(after, full_end, full_begin_b - full_end)
-        next_blocks = load_blocks(cache.table, after, first, full_limit, CONFIG)
+        next_blocks = load_blocks(table, after, first, full_limit, CONFIG)
         state = attend_tile(
-            state, queries, cache, blocks, start, first, last, rows, view, logits, request,
-            FULL_SCORE, False, False, CONFIG)  # fmt: skip
+            state, work, blocks, start, first, last, FULL_SCORE, False, False, CONFIG
+        )
         blocks = next_blocks
     # One loop for the masked tiles of all ends, which halves the code: the loop variable counts as
     # if the unmasked tiles did not exist.
@@ -320,7 +322,7 @@ def _attend_spans(
         masked_end += top_b - begin_b - skipped_b
         masked_first = _skip(masked_first, top, begin_b - top)
         masked_first = _skip(masked_first, full_begin_b, skipped_b)
-    blocks = load_blocks(cache.table, masked_first, first, end, CONFIG)
+    blocks = load_blocks(table, masked_first, first, end, CONFIG)
     for unshifted in range(begin, masked_end, BLOCK_N):
         start = tl.where(unshifted < full_begin, unshifted, unshifted + skipped)
         after = unshifted + BLOCK_N
@@ -328,9 +330,9 @@ def _attend_spans(
         if CONFIG.RANGES == 2:
             start = _skip(_skip(start, top, begin_b - top), full_begin_b, skipped_b)
             after = _skip(_skip(after, top, begin_b - top), full_begin_b, skipped_b)
-        next_blocks = load_blocks(cache.table, after, first, end, CONFIG)
+        next_blocks = load_blocks(table, after, first, end, CONFIG)
         state = attend_tile(
-            state, queries, cache, blocks, start, first, last, rows, view, logits, request, CALLED,
-            True, CONFIG.HAS_BIAS, CONFIG)  # fmt: skip
+            state, work, blocks, start, first, last, CALLED, True, CONFIG.HAS_BIAS, CONFIG
+        )
         blocks = next_blocks
     return state

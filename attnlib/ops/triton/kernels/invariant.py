@@ -29,6 +29,7 @@ from attnlib.ops.triton.kernels.arguments import (
     Output,
     Query,
     State,
+    Work,
 )
 from attnlib.ops.triton.kernels.attend import attend_tile, empty_state, load_rows, view_rows
 from attnlib.ops.triton.kernels.chunks import load_blocks, store_chunks
@@ -127,20 +128,18 @@ def _find_keys(tile, mask, aux, BOUNDS: tl.constexpr, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def _attend_segment(
-    queries, rows, request, cache, logits, view, first, last, begin, segment, SCORE: tl.constexpr,
-    CONFIG: tl.constexpr,
-):  # fmt: skip
+def _attend_segment(work, first, last, begin, segment, SCORE: tl.constexpr, CONFIG: tl.constexpr):
     """Return the softmax of one segment: `begin` is that of the first tile with a visible key."""
+    table = work.cache.table
     part = empty_state(CONFIG)
     part_begin = tl.maximum(begin, segment * CONFIG.SEGMENT)
     part_end = tl.minimum(last, segment * CONFIG.SEGMENT + CONFIG.SEGMENT)
-    blocks = load_blocks(cache.table, part_begin, first, last, CONFIG)
+    blocks = load_blocks(table, part_begin, first, last, CONFIG)
     for start in range(part_begin, part_end, CONFIG.BLOCK_N):
-        next_blocks = load_blocks(cache.table, start + CONFIG.BLOCK_N, first, part_end, CONFIG)
+        next_blocks = load_blocks(table, start + CONFIG.BLOCK_N, first, part_end, CONFIG)
         part = attend_tile(
-            part, queries, cache, blocks, start, first, last, rows, view, logits, request, SCORE,
-            True, CONFIG.HAS_BIAS, CONFIG)  # fmt: skip
+            part, work, blocks, start, first, last, SCORE, True, CONFIG.HAS_BIAS, CONFIG
+        )
         blocks = next_blocks
     return part
 
@@ -204,11 +203,10 @@ def invariant_kernel(
         stride_vn, stride_vh, k_scale, v_scale, None, None, None, None, None, None)  # fmt: skip
     cache = open_cache(cache, tile, batch, CONFIG)
     v_factor = value_scale(v_scale, tile.kv_head, CONFIG)
+    work = Work(queries, rows, tile.request, cache, logits, view)
     total = empty_state(CONFIG)
     for segment in range(first_segment, end_segment):
-        part = _attend_segment(
-            queries, rows, tile.request, cache, logits, view, first, last, begin, segment, SCORE,
-            CONFIG)  # fmt: skip
+        part = _attend_segment(work, first, last, begin, segment, SCORE, CONFIG)
         total, part = _fold_segment(total, part, v_factor, CONFIG)
         if CONFIG.SPLIT:
             if num_segments > 1:

@@ -25,6 +25,7 @@ from attnlib.ops.triton.kernels.arguments import (
     Output,
     Query,
     State,
+    Work,
 )
 from attnlib.ops.triton.kernels.attend import empty_state, load_rows, view_rows
 from attnlib.ops.triton.kernels.chunks import add_chunks, aligned, multiply_chunks
@@ -139,20 +140,21 @@ def _locate(entries, table, start, end, first, last, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def _attend_slots(
-    state, queries, keys, blocks, cache, rows, request, view, logits, CONFIG: tl.constexpr
-):
+def _attend_slots(state, work, keys, blocks, CONFIG: tl.constexpr):
     """Return the softmax with a tile of key slots, at the positions `keys`."""
+    cache = work.cache
+    logits = work.logits
+    view = work.view
     inside = keys >= 0
     within = (keys.to(tl.uint32) % CONFIG.BLOCK_SIZE).to(tl.int64)
     blocks = blocks.to(tl.int64)
     offsets = aligned(blocks * cache.stride_kb + within * cache.stride_kn, CONFIG.VEC_K)
-    qk, k0 = multiply_chunks(queries, cache.key, offsets, inside, True, CONFIG)
+    qk, k0 = multiply_chunks(work.queries, cache.key, offsets, inside, True, CONFIG)
     if CONFIG.SCALE_LATE:
         scores = qk
     else:
         scores = transform_scores(
-            qk, logits, view.positions, keys, 0.0, rows.head, request, None, False, CONFIG
+            qk, logits, view.positions, keys, 0.0, work.rows.head, work.request, None, False, CONFIG
         )
     row_first = tl.maximum(view.row_first, 0)
     visible = (keys[None, :] >= row_first[:, None]) & (keys[None, :] < view.row_last[:, None])
@@ -223,6 +225,7 @@ def selected_kernel(
         key, value, block_table, stride_table, stride_kb, stride_kn, stride_kh, stride_vb,
         stride_vn, stride_vh, k_scale, v_scale, None, None, None, None, None, None)  # fmt: skip
     cache = open_cache(cache, tile, batch, CONFIG)
+    work = Work(queries, rows, tile.request, cache, logits, view)
     state = empty_state(CONFIG)
     keys, blocks = _locate(entries, cache.table, begin, end, first, last, CONFIG)
     for slot in range(begin, end, CONFIG.BLOCK_N):
@@ -231,9 +234,7 @@ def selected_kernel(
         next_keys, next_blocks = _locate(
             entries, cache.table, slot + CONFIG.BLOCK_N, end, first, last, CONFIG
         )
-        state = _attend_slots(
-            state, queries, keys, blocks, cache, rows, tile.request, view, logits, CONFIG
-        )
+        state = _attend_slots(state, work, keys, blocks, CONFIG)
         keys = next_keys
         blocks = next_blocks
 
