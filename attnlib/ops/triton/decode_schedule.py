@@ -15,7 +15,6 @@ from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.layer_tiles import decode_tile
 from attnlib.ops.triton.heuristics.page_tiles import (
-    choose_page_decode_tile,
     page_ctas_per_sm,
     page_shared_bytes,
 )
@@ -64,24 +63,13 @@ def decode_tiling(
     Raises:
         UnsupportedConfigError: head sizes for which no tile fits the chip.
     """
-    tile = _choose_tile(shape, limits, shape.group * max_query_len, keys_per_sm)
+    tile = decode_tile(shape, limits, shape.group * max_query_len, keys_per_sm)
     tile_heads = min(shape.group, tile.block_m)
     tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(shape.group, tile_heads)
     per_sm = _programs_per_sm(tile, shape, limits)
     ctas = shape.num_kv_heads * head_blocks * triton.cdiv(max_query_len, tile_tokens)
     packing = {"TILE_HEADS": tile_heads, "TILE_TOKENS": tile_tokens, "HEAD_BLOCKS": head_blocks}
     return DecodeTiling(tile, ctas, limits.num_sms * per_sm, packing)
-
-
-def _choose_tile(
-    shape: LayerShape, limits: DeviceLimits, rows: int, keys_per_sm: int | None
-) -> Tile:
-    if shape.page_format is not None:
-        query_bytes = shape.query_dtype.itemsize
-        return choose_page_decode_tile(
-            rows, shape.page_format, *shape.head_sizes, query_bytes, limits
-        )
-    return decode_tile(shape, limits, rows, keys_per_sm)
 
 
 def _programs_per_sm(tile: Tile, shape: LayerShape, limits: DeviceLimits) -> int:

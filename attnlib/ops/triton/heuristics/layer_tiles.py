@@ -10,6 +10,10 @@ from attnlib.ops.triton.heuristics.choose_tiles import (
     choose_prefill_tile,
 )
 from attnlib.ops.triton.heuristics.device import DeviceLimits
+from attnlib.ops.triton.heuristics.page_tiles import (
+    choose_page_decode_tile,
+    choose_page_prefill_tile,
+)
 from attnlib.ops.triton.heuristics.tiles import Tile, latents_in_place
 
 __all__ = ["decode_tile", "prefill_tile", "tile_request"]
@@ -38,7 +42,7 @@ def tile_request(shape: LayerShape, limits: DeviceLimits, rows: int) -> TileRequ
 def decode_tile(
     shape: LayerShape, limits: DeviceLimits, rows: int, keys_per_sm: int | None = None
 ) -> Tile:
-    """The tile of a decode, also over latents.
+    """The tile of a decode, also over latents and over pages that hold their scales.
 
     Args:
         shape, limits, rows: see `tile_request`.
@@ -47,6 +51,10 @@ def decode_tile(
     Raises:
         UnsupportedConfigError: even the smallest tile does not fit.
     """
+    if shape.page_format is not None:
+        return choose_page_decode_tile(
+            rows, shape.page_format, *shape.head_sizes, shape.query_dtype.itemsize, limits
+        )
     request = tile_request(shape, limits, rows)
     if shape.latent:
         return choose_latent_tile(request, _in_place(shape, limits))
@@ -56,7 +64,7 @@ def decode_tile(
 def prefill_tile(
     shape: LayerShape, limits: DeviceLimits, rows: int, lookups: int = 0, has_score: bool = False
 ) -> Tile:
-    """The tile of a prefill, also over latents.
+    """The tile of a prefill, also over latents and over pages that hold their scales.
 
     Args:
         shape, limits, rows: see `tile_request`.
@@ -65,6 +73,10 @@ def prefill_tile(
     Raises:
         UnsupportedConfigError: even the smallest tile does not fit.
     """
+    if shape.page_format is not None:
+        return choose_page_prefill_tile(
+            rows, shape.page_format, *shape.head_sizes, shape.query_dtype.itemsize, limits
+        )
     request = tile_request(shape, limits, rows)
     if shape.latent:
         return choose_latent_tile(request, _in_place(shape, limits))
