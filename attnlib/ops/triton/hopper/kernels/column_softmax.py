@@ -59,7 +59,10 @@ def _column_max(scores, max_tile):
 
 @gluon.jit
 def column_sum(sums, tile):
-    """Return the sum of each column of sums [keys, rows]; `tile` as in `_column_max`."""
+    """Return the sum of each column of sums [keys, rows].
+
+    `tile` is shared memory [4, rows] for the exchange between the warps; None for that of `gl.sum`.
+    """
     if tile is None:
         return gl.sum(sums, 0)
     else:

@@ -43,7 +43,7 @@ def _begin_split(call, worker, split, number, factor, key_scale, share, position
 
     Args:
         number: number of splits before this one.
-        factor: as in `DecodeRows`.
+        factor: softmax scale in base 2, or what the soft cap needs.
         key_scale: scale of the keys of this head; over quantized caches.
         share: `WorkerShare`, in whose range the split is at `position` of the line.
     """

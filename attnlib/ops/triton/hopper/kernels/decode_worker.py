@@ -101,7 +101,7 @@ def allocate_worker(CACHE: gl.constexpr, k_scale, v_scale, caches, config):
 
     Args:
         CACHE: dtype of the words of the caches.
-        k_scale, v_scale: as in `hopper_decode_kernel`.
+        k_scale, v_scale: of a quantized cache, as `SCALE_KIND` of each says; else None.
         caches: `Caches`, with the strides of scales where the pages hold them.
         config: `DecodeConfig`.
     """

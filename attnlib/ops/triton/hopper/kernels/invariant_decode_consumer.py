@@ -62,7 +62,7 @@ class InvariantCall:
 
 @gluon.jit
 def _write_header(call, split, rows, bottom, before, length, most_tiles):
-    """Tell the kernel that adds partial results where they are; see there.
+    """Write the header from which `invariant_split_kernel` finds the partial results of a request.
 
     Args:
         bottom: first tile that this CTA has added; those before it follow as partial results.

@@ -143,11 +143,11 @@ def invariant_split_kernel(
             live = slot >= 0
             # The range that has the segment's end, moved to the end of a longest one.
             end = ((first_segment + slot + 1) * tiles + most_tiles - 1) & -most_tiles
-            section = _divide(line_end - end, per_range, reciprocal)
-            index = ((section * NUM_KV_HEADS + kv_head) * (slots + 1) + slot) * rows + row
+            owner = _divide(line_end - end, per_range, reciprocal)
+            index = ((owner * NUM_KV_HEADS + kv_head) * (slots + 1) + slot) * rows + row
             end = ((first_segment + slot + 2) * tiles + most_tiles - 1) & -most_tiles
-            section = _divide(line_end - end, per_range, reciprocal)
-            before = ((section * NUM_KV_HEADS + kv_head) * (slots + 1) + slot + 1) * rows + row
+            owner = _divide(line_end - end, per_range, reciprocal)
+            before = ((owner * NUM_KV_HEADS + kv_head) * (slots + 1) + slot + 1) * rows + row
             # Segments past the last one have no key and leave the sums unchanged.
             part_max = gl.load(maxima + index, mask=live, other=float("-inf"))
             part_sum = gl.load(sums + index, mask=live, other=0.0)

@@ -64,7 +64,7 @@ def even_begin(index, total, num_ranges, num_reqs):
     """Return where a range of a line of `total` positions begins; `total` for `num_ranges`.
 
     Ranges differ by at most one position, and with fewer positions than ranges the first ones have
-    one each. The positions of one request are divided as in `worker_range`, which takes less time:
+    one each. The positions of one request are divided by one rounded length, which takes less time:
     no key is loaded before this number is known. Products fit in 32 bits up to 16 million
     positions in 264 ranges.
     """
@@ -93,7 +93,7 @@ def even_index(position, total, num_ranges, num_reqs):
 def _range_begin(
     index, total, longest, num_reqs, num_ranges, LEAST: gl.constexpr, EVEN: gl.constexpr
 ):  # fmt: skip
-    """Return where a range begins; arguments as in `_first_request`."""
+    """Return where the range with a number begins."""
     if EVEN:
         return even_begin(index, total, num_ranges, num_reqs)
     else:
@@ -196,7 +196,7 @@ def worker_range(keys, index, num_ranges, gap=0, LEAST: gl.constexpr = 0):
 @gluon.jit
 def even_worker_range(keys, index, num_ranges, gap):
     """Return the `TileRange` of a worker, whose length differs from that of others by at most one;
-    `gap` as in `worker_range`."""
+    `gap` empty positions of the line follow the tiles of a request."""
     total, _, request, before = _first_request(keys, index, num_ranges, gap, 0, True)
     begin = even_begin(index, total, num_ranges, keys.batch.num_reqs)
     end = even_begin(index + 1, total, num_ranges, keys.batch.num_reqs)

@@ -1,7 +1,7 @@
-"""Map work items to query tiles, and query tiles to the key tiles that they visit.
+"""Map work tiles to query tiles, and query tiles to the key tiles that they visit.
 
-Each warp partition computes this on the device for itself. The number of items follows from upper
-bounds alone, so a captured CUDA graph replays correctly with other sequence lengths.
+Each warp partition computes this on the device for itself. The number of work tiles follows
+from upper bounds alone, so a captured CUDA graph replays correctly with other sequence lengths.
 """
 
 from triton.experimental import gluon
@@ -195,21 +195,28 @@ class KeyTiles:
 
 @gluon.jit
 def find_tile(
-    item, query_start_loc, num_reqs, num_tiles, section,
-    NUM_KV_HEADS: gl.constexpr, TILE_TOKENS: gl.constexpr, PARTIAL: gl.constexpr = 1,
-):  # fmt: skip
-    """Return (request, its first row, first token of the tile in the request, KV head) of an item.
+    number,
+    query_start_loc,
+    num_reqs,
+    num_tiles,
+    l2_heads,
+    NUM_KV_HEADS: gl.constexpr,
+    TILE_TOKENS: gl.constexpr,
+    PARTIAL: gl.constexpr = 1,
+):
+    """Return (request, its first row, first token of the tile in the request, KV head) of the work
+    tile with a number.
 
-    Items come in sections of `section` KV heads whose keys and values fit in the L2 cache together.
-    Within a section they run from the last tile to the first with all heads of a tile adjacent, so
-    that under a causal mask the longest rows start first. Request r owns the tiles from
-    start[r] // TILE_TOKENS + PARTIAL * r on, of which at most PARTIAL are incomplete; `num_reqs`
-    denotes the rows after the last request.
+    The KV heads are divided into groups of `l2_heads`, whose keys and values fit in the L2 cache
+    together. Within a group work tiles run from the last query tile to the first with all heads of
+    a query tile adjacent, so that under a causal mask the longest rows start first. Request r owns
+    the query tiles from start[r] // TILE_TOKENS + PARTIAL * r on, of which at most PARTIAL are
+    incomplete; `num_reqs` denotes the rows after the last request.
     """
-    per_section = num_tiles * section
-    within = item % per_section
-    tile = num_tiles - 1 - within // section
-    kv_head = item // per_section * section + within % section
+    per_group = num_tiles * l2_heads
+    within = number % per_group
+    tile = num_tiles - 1 - within // l2_heads
+    kv_head = number // per_group * l2_heads + within % l2_heads
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = 128
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])

@@ -36,7 +36,7 @@ class SharedDecodeCall:
     Fields:
         query, num_rows, stride_qt, stride_qh: `queries`.
         schedule: `Schedule`.
-        partial_out, partial_lse: as in `hopper_shared_decode_kernel`.
+        partial_out, partial_lse: float32 partial results, [P, Hq, DV] and [P, Hq].
         scale, soft_cap: of the softmax.
         keys, values: `Ring` of each.
         exchange: `Exchange`.
