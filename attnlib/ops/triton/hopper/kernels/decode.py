@@ -35,7 +35,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from attnlib.ops.triton.hopper.kernels.cache_tiles import clear_tile
 from attnlib.ops.triton.hopper.kernels.decode_call import (
     UNALIGNED,
     UNSPECIALIZED,
@@ -50,7 +49,7 @@ from attnlib.ops.triton.hopper.kernels.decode_loader import loader
 from attnlib.ops.triton.hopper.kernels.decode_worker import allocate_worker
 from attnlib.ops.triton.hopper.kernels.schedule import Batch, KeyTiles, Mask
 
-__all__ = ["UNALIGNED", "UNSPECIALIZED", "clear_tile", "hopper_decode_kernel"]
+__all__ = ["hopper_decode_kernel"]
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)

@@ -30,7 +30,7 @@ class LatentConfig(NamedTuple):
         ROWS: query rows of a CTA; those after TILE_TOKENS * GROUP do not exist.
         CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK: see `Mask`.
         HAS_CAP, HAS_SINK, HAS_LSE: whether there are a soft cap, sinks and an LSE.
-        LEAST: units of work of a range, at least (`tile_range`).
+        LEAST: units of work of a range, at least (`ranges.worker_range`).
         CONSUMER_REGISTERS: of a thread in the second consumer warpgroup, if there is one.
         LOADER_REGISTERS: of a thread in the loader warp.
     """

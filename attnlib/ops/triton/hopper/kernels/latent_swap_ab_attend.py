@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnlib.ops.triton.hopper.kernels.cache_tiles import clear_tile
 from attnlib.ops.triton.hopper.kernels.column_softmax import (
     mask_columns,
     softmax_columns,
@@ -17,7 +18,6 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     partition_barrier,
     store_in_l2,
 )
-from attnlib.ops.triton.hopper.kernels.decode import clear_tile
 from attnlib.ops.triton.hopper.kernels.latent_columns import (
     COLUMNS,
     LATENTS,

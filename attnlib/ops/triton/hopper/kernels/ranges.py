@@ -13,16 +13,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate
-from attnlib.ops.triton.hopper.kernels.schedule import Batch, KeyTiles, Mask
 
 __all__ = [
     "TileRange",
     "even_begin",
     "even_index",
-    "even_range",
     "even_worker_range",
-    "num_key_tiles",
-    "tile_range",
     "worker_range",
 ]
 
@@ -92,7 +88,7 @@ def even_index(position, total, num_ranges, num_reqs):
 @gluon.jit
 def _range_begin(
     index, total, longest, num_reqs, num_ranges, LEAST: gl.constexpr, EVEN: gl.constexpr
-):  # fmt: skip
+):
     """Return where the range with a number begins."""
     if EVEN:
         return even_begin(index, total, num_ranges, num_reqs)
@@ -201,57 +197,3 @@ def even_worker_range(keys, index, num_ranges, gap):
     begin = even_begin(index, total, num_ranges, keys.batch.num_reqs)
     end = even_begin(index + 1, total, num_ranges, keys.batch.num_reqs)
     return TileRange(begin, end, None, total, request, before)
-
-
-@gluon.jit
-def _key_tiles(
-    query_start_loc, seq_lens, num_reqs, left, right, chunk, aux, BOUNDS: gl.constexpr,
-    BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_CHUNK: gl.constexpr,
-):  # fmt: skip
-    mask = Mask(left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
-    batch = Batch(query_start_loc, seq_lens, None, num_reqs, None, None)
-    return KeyTiles(batch, mask, aux, BOUNDS, 0, BLOCK_N)
-
-
-@gluon.jit
-def num_key_tiles(
-    query_start_loc, seq_lens, request, mask, left, right, chunk, aux, BOUNDS: gl.constexpr,
-    BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_CHUNK: gl.constexpr,
-):  # fmt: skip
-    """`KeyTiles.count` with the fields of the tiles as arguments."""
-    keys = _key_tiles(
-        query_start_loc, seq_lens, 0, left, right, chunk, aux, BOUNDS, BLOCK_N, CAUSAL, HAS_LEFT,
-        HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-    return keys.count(request, mask)
-
-
-@gluon.jit
-def tile_range(
-    query_start_loc, seq_lens, left, right, chunk, num_reqs, range_index, num_ranges, aux,
-    BOUNDS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr, gap=0, LEAST: gl.constexpr = 0,
-):  # fmt: skip
-    """(begin, end, length, request, before) of `worker_range`, with the fields of the tiles as
-    arguments."""
-    keys = _key_tiles(
-        query_start_loc, seq_lens, num_reqs, left, right, chunk, aux, BOUNDS, BLOCK_N, CAUSAL,
-        HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-    found = worker_range(keys, range_index, num_ranges, gap, LEAST)
-    return found.begin, found.end, found.length, found.request, found.before
-
-
-@gluon.jit
-def even_range(
-    query_start_loc, seq_lens, left, right, chunk, num_reqs, range_index, num_ranges, aux, gap,
-    BOUNDS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
-):  # fmt: skip
-    """(begin, end, total, request, before) of `even_worker_range`, with the fields of the tiles as
-    arguments."""
-    keys = _key_tiles(
-        query_start_loc, seq_lens, num_reqs, left, right, chunk, aux, BOUNDS, BLOCK_N, CAUSAL,
-        HAS_LEFT, HAS_RIGHT, HAS_CHUNK)  # fmt: skip
-    found = even_worker_range(keys, range_index, num_ranges, gap)
-    return found.begin, found.end, found.total, found.request, found.before
