@@ -161,6 +161,8 @@ class BlockTable:
 
 def _integers(block_ids: Sequence[int], index: int) -> torch.Tensor:
     """Block ids as int64 `[n]` on the CPU; torch would truncate fractions."""
+    if isinstance(block_ids, list | tuple) and bool in map(type, block_ids):
+        block_ids = [as_id(f"row {index}: block id", *x[::-1]) for x in enumerate(block_ids)]
     try:
         row = torch.as_tensor(block_ids, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):

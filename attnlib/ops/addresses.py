@@ -75,8 +75,15 @@ def check_block_table(
         what: name of `lengths`, for messages.
 
     Raises:
-        ContractError: a negative length, a row that is too short, or an id outside the pool.
+        ContractError: another number of rows, a negative length, a row that is too short, or an id
+            outside the pool.
     """
+    if table.dim() != 2 or lengths.dim() != 1 or table.shape[0] != lengths.shape[0]:
+        raise ContractError(
+            f"block_table has shape {tuple(table.shape)} and {what} {tuple(lengths.shape)}; they "
+            "must be [R, blocks] and [R]",
+            rule="P3",
+        )
     if not lengths.numel() or not (are_readable(table) and are_readable(lengths)):
         return
     least, most = (int(x) for x in lengths.aminmax())

@@ -14,6 +14,7 @@ from torch import Tensor
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import (
     are_readable,
+    as_count,
     check_block_table,
     check_slot_values,
     check_starts,
@@ -118,6 +119,7 @@ def check_batch(
         ContractError: tensors of other shapes, dtypes or devices; on a CPU also offsets that
             decrease or end past the queries, and blocks outside of the cache.
     """
+    as_count("max_seq_len", max_seq_len)
     requests = seq_lens.shape[0] if seq_lens.dim() else 0
     for name, tensor, shape in (
         ("block_table", block_table, (requests, *block_table.shape[1:2])),
@@ -172,6 +174,10 @@ def check_query(query: Tensor) -> None:
             f"query is {tuple(query.shape)}; packed latents need [tokens, heads, "
             f"{LATENT + ROTARY}]",
             rule="M12",
+        )
+    if query.stride(2) != 1:
+        raise ContractError(
+            f"query has last stride {query.stride(2)}; it must be 1: call .contiguous()", rule="P9"
         )
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ContractError(

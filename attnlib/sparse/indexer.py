@@ -116,10 +116,16 @@ class KeyIndexer:
         metadata: Any,
     ) -> None:
         size = cache.keys.shape[2]
-        if query.dim() != 3 or query.shape[2] != size or query.stride(2) != 1:
+        if (
+            query.dim() != 3
+            or query.shape[2] != size
+            or query.stride(2) != 1
+            or not query.is_floating_point()
+        ):
             raise ContractError(
-                f"index queries have shape {tuple(query.shape)} and strides {query.stride()}; they "
-                f"must be [tokens, heads, {size}] with last stride 1",
+                f"index queries are {query.dtype} of shape {tuple(query.shape)} and strides "
+                f"{query.stride()}; they must be floating point [tokens, heads, {size}] with last "
+                "stride 1",
                 rule="M14",
             )
         if query.shape[0] < metadata.num_actual_tokens:
@@ -177,7 +183,22 @@ def _check_addresses(
     query: torch.Tensor, key: torch.Tensor | None, cache: IndexKeyCache, metadata: Any
 ) -> None:
     """Whether the requests, their blocks and the slots of new keys exist."""
-    check_starts("query_start_loc", metadata.query_start_loc, query.shape[0])
+    for name in ("block_table", "query_start_loc", "seq_lens"):
+        tensor = getattr(metadata, name)
+        if tensor.dtype != torch.int32 or tensor.device != query.device:
+            raise ContractError(
+                f"{name} of the indexer's metadata is {tensor.dtype} on {tensor.device}; it must "
+                f"be torch.int32 on {query.device}",
+                rule="M14",
+            )
+    starts, requests = metadata.query_start_loc, metadata.seq_lens.shape[0]
+    if starts.shape != (requests + 1,):
+        raise ContractError(
+            f"query_start_loc has shape {tuple(starts.shape)}, but seq_lens has {requests} "
+            f"requests; it must be [{requests + 1}]",
+            rule="M1",
+        )
+    check_starts("query_start_loc", starts, query.shape[0])
     blocks, size = cache.keys.shape[:2]
     check_block_table(metadata.block_table, metadata.seq_lens, size, blocks)
     slots = getattr(metadata, "slot_mapping", None)

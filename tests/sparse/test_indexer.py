@@ -135,7 +135,7 @@ def test_inputs_of_another_form_are_refused_before_anything_is_written() -> None
     indexer, before = KeyIndexer(TOKENS), cache.keys.clone()
     query, weights, key = torch.randn(4, 3, 16), torch.randn(4, 3), torch.randn(4, 16)
     for arguments, message in (
-        ((torch.randn(4, 3, 8), weights, key), r"must be \[tokens, heads, 16\]"),
+        ((torch.randn(4, 3, 8), weights, key), r"floating point .tokens, heads, 16."),
         ((query[:3], weights[:3], key), "3 rows, but the batch has 4 tokens"),
         ((query, weights.double(), key), "weights of the index heads are torch.float64"),
         ((query, weights, torch.randn(4, 8)), r"floating point .tokens, 16."),

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 
 from attnlib.cache.storage import PagedKVCache
-from attnlib.compat.flash_attn.options import FlashAttentionArgumentError, Options
+from attnlib.compat.flash_attn.options import (
+    FlashAttentionArgumentError,
+    Options,
+    argument_errors,
+)
 from attnlib.compat.flash_attn.prepared import (
     Batch,
     Execution,
@@ -16,6 +20,7 @@ from attnlib.compat.flash_attn.prepared import (
     layer_for,
 )
 from attnlib.compat.flash_attn.views import BlockView, block_views, token_views
+from attnlib.ops.addresses import check_block_table
 
 __all__ = ["KVCacheCall"]
 
@@ -50,6 +55,7 @@ class KVCacheCall:
         self._requests = requests = q.shape[0] if starts is None else starts.shape[0] - 1
         self._new = 0 if k is None else k.shape[1]
         self._capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+        self._num_blocks = None if table is None else k_cache.shape[0]
         self.view = _view(k_cache, v_cache, table, leftpad)
         self._rows: torch.Tensor | None = None
         self._table = self._block_table(table, index, leftpad)
@@ -102,18 +108,27 @@ class KVCacheCall:
         return self._lens
 
     def check_capacity(self) -> None:
-        """Compare lengths on a CPU with the cache.
+        """Compare lengths and blocks on a CPU with the cache.
 
         Raises:
             FlashAttentionArgumentError: they exceed it.
         """
-        longest = int(self._lens.max()) + self._new if self._requests else 0
-        if longest > self._capacity:
+        if not self._requests:
+            return
+        least, most = (int(x) for x in self._lens.aminmax())
+        longest = most + self._new
+        if least < 0 or longest > self._capacity:
             raise FlashAttentionArgumentError(
-                f"cache_seqlens with {self._new} new tokens reaches {longest}, but the block_table "
-                f"or the cache holds {self._capacity} tokens per request",
+                f"cache_seqlens from {least} on, with {self._new} new tokens, reaches {longest}, "
+                f"but the block_table or the cache holds 0 to {self._capacity} tokens per request",
                 rule="P3",
             )
+        if self._num_blocks is not None:
+            with argument_errors():
+                check_block_table(
+                    self._table, self._lens + self._new, self.view.block_size, self._num_blocks,
+                    what="cache_seqlens",
+                )  # fmt: skip
 
     def attend(
         self,

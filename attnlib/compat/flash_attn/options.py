@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +13,8 @@ from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind, Window
 
 __all__ = [
-    "FlashAttentionArgumentError", "Options", "check_tensor", "last_stride_1", "refuse",
-    "refuse_gradients", "slopes_of",
+    "FlashAttentionArgumentError", "Options", "argument_errors", "check_tensor", "integer",
+    "last_stride_1", "refuse", "refuse_gradients", "slopes_of",
 ]  # fmt: skip
 
 
@@ -98,9 +100,7 @@ class Options(NamedTuple):
             raise FlashAttentionArgumentError(
                 f"window_size={window_size!r} must be a pair (left, right), with -1 for unbounded"
             )
-        left, right = (int(side) for side in window_size)
-        if min(left, right) < -1:
-            left, right = max(left, -1), max(right, -1)
+        left, right = (max(integer("window_size", side), -1) for side in window_size)
         scale = head_size**-0.5 if softmax_scale is None else float(softmax_scale)
         if left >= max_seq_len:
             left = -1
@@ -112,7 +112,8 @@ class Options(NamedTuple):
             right = -1
         cap = max(float(softcap), 0.0)
         has_alibi = alibi_slopes is not None
-        return cls(scale, bool(causal), (left, right), cap, int(chunk), has_alibi, return_lse)
+        chunk = integer("attention_chunk", chunk)
+        return cls(scale, bool(causal), (left, right), cap, chunk, has_alibi, return_lse)
 
     def spec(
         self,
@@ -152,6 +153,36 @@ class Options(NamedTuple):
             has_alibi=self.alibi,
             needs_lse=self.lse,
         )
+
+
+def integer(name: str, value: Any, least: int | None = None) -> int:
+    """An argument that is an integer; a tensor of one element is read.
+
+    Raises:
+        FlashAttentionArgumentError: it is none, or below `least`.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        found = operator.index(value)
+    except TypeError:
+        raise FlashAttentionArgumentError(f"{name}={value!r} must be an integer") from None
+    if least is not None and found < least:
+        raise FlashAttentionArgumentError(f"{name}={found} must be at least {least}")
+    return found
+
+
+@contextmanager
+def argument_errors() -> Iterator[None]:
+    """Raise the ContractErrors of the checks inside as FlashAttentionArgumentErrors."""
+    try:
+        yield
+    except FlashAttentionArgumentError:
+        raise
+    except ContractError as error:
+        raise FlashAttentionArgumentError(str(error)) from None
 
 
 def check_tensor(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from importlib import import_module
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,21 +13,15 @@ from attnlib.compat.flash_attn.options import (
     FlashAttentionArgumentError,
     Options,
     check_tensor,
-    last_stride_1,
+    integer,
     refuse,
     refuse_gradients,
     slopes_of,
 )
+from attnlib.compat.flash_attn.packed_keys import attend_packed, check_packed, rows_of
 from attnlib.compat.flash_attn.prepared import address, execution, prepared
-from attnlib.errors import UnsupportedConfigError
-from attnlib.ops.params import AttentionParams
-from attnlib.selection import get_attn_backend
-from attnlib.spec import AttentionSpec
 
 __all__ = ["flash_attn_varlen_func"]
-
-_OPERATIONS = ("torch", "triton")
-"""Backends whose operation attends over packed keys with lengths of their own."""
 
 
 def flash_attn_varlen_func(
@@ -108,10 +99,13 @@ def flash_attn_varlen_func(
     )
     refuse_gradients(q, k, v)
     check_tensor("q", q, 3, "[tokens, heads, headdim]", q)
+    check_tensor("cu_seqlens_q", cu_seqlens_q, 1, "[batch + 1]", q, torch.int32)
     requests = cu_seqlens_q.shape[0] - 1
     _check_starts("cu_seqlens_q", cu_seqlens_q, requests, q)
     if cu_seqlens_k is not None:
         _check_starts("cu_seqlens_k", cu_seqlens_k, requests, q)
+    max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
+    max_seqlen_k = integer("max_seqlen_k", max_seqlen_k, 0)
     options = Options.of(
         q.shape[-1], softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
         max_query_len=max_seqlen_q, max_seq_len=max_seqlen_k, chunk=attention_chunk,
@@ -122,7 +116,7 @@ def flash_attn_varlen_func(
                           "cu_seqlens_k"))  # fmt: skip
         if cu_seqlens_k is None:
             raise FlashAttentionArgumentError("cu_seqlens_k=None without a block_table: pass both")
-        result = _attend_packed(
+        result = attend_packed(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, slopes
         )
     else:
@@ -177,6 +171,8 @@ def _attend_paged(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Keys in blocks: a call of `flash_attn_with_kvcache`, or one per sequence."""
 
+    check_packed("cu_seqlens_q", starts, q.shape[0], max_seqlen_q)
+
     def attend(query: torch.Tensor, requests: slice, **others: Any) -> Any:
         return flash_attn_with_kvcache(
             query, k, v, cache_seqlens=lengths[requests], block_table=block_table[requests],
@@ -193,7 +189,7 @@ def _attend_paged(
         return (result[0], result[1].T) if options.lse else (result, None)
     output = q.new_zeros(*q.shape[:2], v.shape[-1])
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32) if options.lse else None
-    for request, rows in enumerate(_rows(starts)):
+    for request, rows in enumerate(rows_of(starts)):
         if rows.start == rows.stop:
             continue
         one = slice(request, request + 1)
@@ -202,75 +198,3 @@ def _attend_paged(
         if lse is not None:
             lse[rows] = result[1][0].T
     return output, lse
-
-
-def _attend_packed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    starts: torch.Tensor,
-    key_starts: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    options: Options,
-    slopes: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Keys without a cache: the operation of the selected backend, once or once per sequence."""
-    for name, tensor in (("k", k), ("v", v)):
-        check_tensor(name, tensor, 3, "[tokens, KV heads, headdim]", q)
-    if k.shape[:2] != v.shape[:2] or k.shape[2] != q.shape[2]:
-        raise FlashAttentionArgumentError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must agree: k and v in "
-            "tokens and heads, q and k in headdim"
-        )
-    query, key, value = (last_stride_1(tensor) for tensor in (q, k, v))
-    spec = options.spec(q.dtype, q.shape[1], k.shape[1], (q.shape[2], v.shape[2]), None)
-    attend = _operation(spec, q.device)
-    output = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
-    lse = None
-    if options.lse:
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    params = AttentionParams(
-        scale=options.scale, causal=options.causal, window=spec.visible_window.as_kernel_args(),
-        attention_chunk_size=options.chunk, logits_soft_cap=options.softcap,
-        alibi_slopes=None if slopes is None else slopes[0],
-    )  # fmt: skip
-    bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    if slopes is None or slopes.shape[0] == 1:
-        attend(query, key, value, starts, key_starts, params, **bounds, out=output, lse=lse)
-        return output, lse
-    output.zero_()
-    for request, (rows, keys) in enumerate(zip(_rows(starts), _rows(key_starts), strict=True)):
-        own, ends = replace(params, alibi_slopes=slopes[request]), slice(request, request + 2)
-        begin, key_begin = (x[ends] - x[request] for x in (starts, key_starts))
-        attend(
-            query[rows], key[keys], value[keys], begin, key_begin, own, **bounds, out=output[rows],
-            lse=None if lse is None else lse[rows],
-        )  # fmt: skip
-    return output, lse
-
-
-def _rows(starts: torch.Tensor) -> list[slice]:
-    """The rows of each sequence; reads `starts` on the host."""
-    bounds = starts.tolist()
-    return [slice(first, end) for first, end in pairwise(bounds)]
-
-
-def _operation(spec: AttentionSpec, device: torch.device) -> Callable[..., None]:
-    """`varlen_prefill` of the selected backend.
-
-    Raises:
-        UnsupportedConfigError: the selected backend has no such operation.
-    """
-    name = get_attn_backend(spec, None, device).get_name()
-    if name not in _OPERATIONS:
-        raise UnsupportedConfigError(
-            f"backend {name} cannot attend over packed keys with lengths of their own: use "
-            f"{' or '.join(_OPERATIONS)}, or pass paged keys with a block_table",
-            backend=name,
-            reasons=["cu_seqlens_k"],
-        )
-    operation: Callable[..., None] = import_module(
-        f"attnlib.ops.{name}.varlen_prefill"
-    ).varlen_prefill
-    return operation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnlib.errors import ContractError, LayoutMismatchError
-from attnlib.ops.addresses import check_starts
+from attnlib.ops.addresses import are_readable, check_starts
 
 __all__ = [
     "cache_views",
@@ -120,7 +120,8 @@ def get_seq_lens(
         `[R]`; 0 for a request without pages.
 
     Raises:
-        ContractError: the lists disagree; on a CPU also offsets that decrease.
+        ContractError: the lists disagree; on a CPU also offsets that decrease, and a last page that
+            is empty or longer than a page.
     """
     check_list("kv_last_page_len", kv_last_page_len)
     check_list("kv_indptr", kv_indptr, kv_last_page_len.shape[0] + 1, kv_last_page_len.device)
@@ -128,4 +129,18 @@ def get_seq_lens(
         raise ContractError(f"page_size={page_size!r} must be an integer of at least 1")
     check_starts("kv_indptr", kv_indptr, None)
     pages = kv_indptr[1:] - kv_indptr[:-1]
+    if are_readable(pages):
+        _check_last_pages(pages, kv_last_page_len, page_size)
     return torch.where(pages > 0, (pages - 1) * page_size + kv_last_page_len, 0)
+
+
+def _check_last_pages(pages: torch.Tensor, last: torch.Tensor, page_size: int) -> None:
+    # A request without pages has no last page, and its length there is not read.
+    wrong = (pages > 0) & ((last < 1) | (last > page_size))
+    if bool(wrong.any()):
+        request = int(wrong.int().argmax())
+        raise ContractError(
+            f"last_page_len[{request}]={int(last[request])} must be from 1 to "
+            f"page_size={page_size}: the last page of a request holds at least one token",
+            rule="P3",
+        )

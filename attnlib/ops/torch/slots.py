@@ -40,7 +40,9 @@ def compute_slot_mapping(
         return slots.fill_(-1)
     starts = query_start_loc.long()
     tokens = torch.arange(num_tokens, device=device)
-    request = (torch.searchsorted(starts, tokens, right=True) - 1).clamp_(0, num_requests - 1)
+    request = (torch.searchsorted(starts.contiguous(), tokens, right=True) - 1).clamp_(
+        0, num_requests - 1
+    )
     first_position = seq_lens.long() - (starts[1:] - starts[:-1])
     position = first_position[request] + tokens - starts[request]
     column = torch.div(position, block_size, rounding_mode="floor")

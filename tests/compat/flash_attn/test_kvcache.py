@@ -383,7 +383,7 @@ def test_arguments_that_do_not_fit(backend: str) -> None:
             case.call(**changes)
     if DEVICE == "cpu":
         for lens in ([48, 1, 1], [0, 1, 2**30]):
-            with pytest.raises(RuntimeError, match="block_table or the cache holds 48"):
+            with pytest.raises(RuntimeError, match="block_table or the cache holds 0 to 48"):
                 case.call(cache_seqlens=ints(lens))
     for after, cache in zip(before, case.paged or (), strict=True):
         assert torch.equal(after, cache)
@@ -456,3 +456,39 @@ def test_a_call_follows_the_backend_that_is_requested_now(
                 flash_attn_with_kvcache(q, *caches, cache_seqlens=lens)
         names = [layer.backend.get_name() for layer in STATE.layers.values()]
         assert sorted(names) == (["torch"] if count < 2 else ["torch", "triton"])
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="values on a GPU are checked under ATTNLIB_VALIDATE")
+@pytest.mark.parametrize("new", [0, 1])
+def test_values_that_change_in_place_are_checked_in_every_call(new: int) -> None:
+    """The quick path of equal calls reads lengths and tables as the first call does."""
+    q = torch.randn(1, 1, 4, 16)
+    caches = [torch.randn(4, 4, 2, 16) for _ in range(2)]
+    keys = [torch.randn(1, 1, 2, 16) for _ in range(2)] if new else [None, None]
+    lens, table = torch.tensor([5], dtype=torch.int32), torch.tensor([[3, 1]], dtype=torch.int32)
+    call = lambda: flash_attn_with_kvcache(  # noqa: E731  # short
+        q, *caches, *keys, cache_seqlens=lens, block_table=table
+    )
+    with attnlib.use_backend("torch"):
+        for _ in range(3):
+            call()
+        before = [cache.clone() for cache in caches]
+        for tensor, place, value in ((table, (0, 1), 4), (table, (0, 0), -1), (lens, 0, -1),
+                                     (lens, 0, 9)):  # fmt: skip
+            old = int(tensor[place])
+            tensor[place] = value
+            with pytest.raises(FlashAttentionArgumentError):
+                call()
+            tensor[place] = old
+        assert all(torch.equal(*pair) for pair in zip(caches, before, strict=True))
+        call()
+
+
+@pytest.mark.parametrize(
+    "options", [{"window_size": (2.5, 0)}, {"window_size": ("2", 0)}, {"attention_chunk": 1.5}]
+)
+def test_windows_and_chunks_are_integers(options: dict[str, Any]) -> None:
+    """Fractions would be truncated."""
+    q, cache = torch.randn(1, 1, 4, 16, device=DEVICE), torch.randn(1, 8, 2, 16, device=DEVICE)
+    with pytest.raises(FlashAttentionArgumentError, match="must be an integer"):
+        flash_attn_with_kvcache(q, cache, cache, causal=True, **options)
