@@ -62,18 +62,13 @@ def attend_two_streams(
     )
     part = torch.empty(output.shape, dtype=output.dtype, device=output.device)
     part_lse = torch.empty_like(lse)
-    inputs = (
-        query, entries.key_cache, entries.value_cache, batch.block_table, batch.query_start_loc,
-        batch.num_entries, params,
-    )  # fmt: skip
+    caches = (entries.key_cache, entries.value_cache, batch.block_table)
+    inputs = (query, *caches, batch.query_start_loc, batch.num_entries, params)
+    results = {"out": part, "lse": part_lse, "kernels": kernels}
     if compressed.selected is None:
-        operations.paged_decode(
-            *inputs, max_query_len=1, max_seq_len=batch.max_entries, out=part, lse=part_lse,
-            kernels=kernels,
-        )  # fmt: skip
+        bounds = {"max_query_len": 1, "max_seq_len": batch.max_entries}
+        operations.paged_decode(*inputs, **bounds, **results)
     else:
-        operations.selected_attention(
-            *inputs, spec.compressed_entries.selection, compressed.selected, out=part,
-            lse=part_lse, kernels=kernels,
-        )  # fmt: skip
+        lists = (spec.compressed_entries.selection, compressed.selected)
+        operations.selected_attention(*inputs, *lists, **results)
     operations.merge_states(output, lse, part, part_lse, output, lse)

@@ -191,7 +191,7 @@ class AttentionImpl(ABC):
 
         Args:
             key: `[T, Hkv, D]`, strided; may be longer than `slot_mapping`.
-            value: `[T, Hkv, Dv]`, likewise.
+            value: `[T, Hkv, Dv]`, strided.
             cache: the cache of this layer.
             slot_mapping: `[T]` int64; -1 writes nothing.
         """
@@ -228,10 +228,10 @@ class AttentionImpl(ABC):
 
         Args:
             query: `[T, Hq, D]` before normalization and rotation, strided.
-            key: `[T, Hkv, D]`, likewise; None where nothing is written (P8).
+            key: `[T, Hkv, D]` before both, strided; None where nothing is written (P8).
             value: `[T, Hkv, Dv]`; None with `key`.
             cache: the cache of this layer.
-            slot_mapping: as in `write_kv`; None where nothing is written.
+            slot_mapping: `[T]` int64, -1 writes nothing; None where nothing is written.
             cos, sin: `[T, half]`, the angles of each token, or None without a rotation.
             interleaved: which elements of a head form a pair (`ops.rotary`).
             q_norm, k_norm: RMSNorm of query and key heads, or None.
@@ -320,7 +320,7 @@ class AttentionImpl(ABC):
 
         Args:
             selected_keys: the lists of this call; shapes and dtypes are checked.
-            query, cache, metadata, output, lse: as in `forward`.
+            query, cache, metadata, output, lse: see `forward`.
 
         Raises:
             UnsupportedConfigError: the backend does not support selected keys.
@@ -344,7 +344,7 @@ class AttentionImpl(ABC):
 
         Args:
             compressed_keys: the entries of this call; sizes and dtypes are checked.
-            query, cache, metadata, output, lse: as in `forward`.
+            query, cache, metadata, output, lse: see `forward`.
 
         Raises:
             UnsupportedConfigError: the backend does not support compressed entries.
@@ -368,7 +368,7 @@ class AttentionImpl(ABC):
         Args:
             query: `[T, Hq, D]`, strided (P9).
             key, value: `[Tk, Hkv, D]` and `[Tk, Hkv, Dv]`, packed like the queries.
-            metadata, output, lse: as in `forward`.
+            metadata, output, lse: see `forward`.
 
         Raises:
             UnsupportedConfigError: the backend supports paged keys only.

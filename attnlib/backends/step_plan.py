@@ -51,9 +51,9 @@ class LayerGroup:
         has_plan: whether `AttentionImpl.plan` is equivalent to `write_kv` and `forward` of these
             layers. False where a subclass or an assignment replaced one of these two and kept an
             inherited `plan`.
-        has_rotary_write: likewise, whether `rotate_and_write_kv` is equivalent to a rotation and
+        has_rotary_write: whether `rotate_and_write_kv` is equivalent to a rotation and
             `write_kv`.
-        has_rotary_plan: likewise, whether `plan_rotary_write` is equivalent to
+        has_rotary_plan: whether `plan_rotary_write` is equivalent to
             `rotate_and_write_kv`.
     """
 

@@ -55,9 +55,13 @@ class CapturedItems:
         # A split more for each range at most, with up to two products of partial results.
         self._num_partials = 2 * rows * (items + shape[1])
         self._sizes = [
-            4 * shape[1], SEGMENT_FIELDS * (reqs + self._max_items), ITEM_FIELDS * items,
-            reqs + 2 * rows * self._max_items, tokens + 1, self._num_partials,
-        ]  # fmt: skip
+            4 * shape[1],
+            SEGMENT_FIELDS * (reqs + self._max_items),
+            ITEM_FIELDS * items,
+            reqs + 2 * rows * self._max_items,
+            tokens + 1,
+            self._num_partials,
+        ]
         total = sum(map(padded_size, self._sizes))
         self._packed = torch.zeros(total, dtype=torch.int32, device=device)
         self._sources: set[tuple[int, int, int]] = set()

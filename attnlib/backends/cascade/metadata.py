@@ -27,8 +27,8 @@ class CascadeMetadata(AttentionMetadata):
     Attributes:
         num_actual_tokens: T.
         query_start_loc: `[R + 1]` int32 device, of the whole batch, for validation and recording.
-        seq_lens: `[R]` int32 device, likewise.
-        block_table: `[R, max_blocks]` int32 device, likewise, or None.
+        seq_lens: `[R]` int32 device, of the whole batch.
+        block_table: `[R, max_blocks]` int32 device, of the whole batch, or None.
         shared_prefixes: the prefixes that are computed once; empty if there are none.
         suffix: the suffix backend's metadata: of each request without its shared prefixes; with
             `items` of whole requests, for tensors that the kernel of the items cannot read.

@@ -29,8 +29,8 @@ class CompositeMetadata(AttentionMetadata):
         num_actual_tokens: T.
         num_decodes: leading requests that the decode child computes.
         query_start_loc: `[R + 1]` int32, of the whole batch, for validation and recording.
-        seq_lens: `[R]` int32, likewise.
-        block_table: `[R, max_blocks]` int32, likewise, or None.
+        seq_lens: `[R]` int32, of the whole batch.
+        block_table: `[R, max_blocks]` int32, of the whole batch, or None.
         decode: the decode child's metadata, or None without decodes.
         prefill: the prefill child's metadata, or None without prefills.
     """
@@ -104,7 +104,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> CompositeMetadata:
-        """As `build`, with `build_for_cudagraph_capture` of the children.
+        """The metadata of both children, each from its `build_for_cudagraph_capture`.
 
         Raises:
             ContractError: the batch has strided metadata.
@@ -117,7 +117,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> CompositeMetadata:
-        """As `build`, with `build_for_drafting` of the children."""
+        """The metadata of both children, each from its `build_for_drafting`."""
         return self._build(
             common_attn_metadata,
             lambda builder, part: builder.build_for_drafting(part, draft_index),

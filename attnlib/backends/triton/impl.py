@@ -47,16 +47,9 @@ class TritonImpl(AttentionImpl):
         cache: PagedKVCache,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """See `AttentionImpl.write_kv`."""
-        write_kv(
-            key,
-            value,
-            cache.key_cache,
-            cache.value_cache,
-            slot_mapping,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
-        )
+        """See `AttentionImpl.write_kv`; by Triton also under the interpreter."""
+        pages, scales = (cache.key_cache, cache.value_cache), (cache.k_scale, cache.v_scale)
+        write_kv(key, value, *pages, slot_mapping, k_scale=scales[0], v_scale=scales[1])
 
     def rotate_and_write_kv(
         self,
@@ -76,9 +69,17 @@ class TritonImpl(AttentionImpl):
         scales."""
         if cache.page_format is not None:
             return super().rotate_and_write_kv(
-                query, key, value, cache, slot_mapping, cos, sin, interleaved=interleaved,
-                q_norm=q_norm, k_norm=k_norm,
-            )  # fmt: skip
+                query,
+                key,
+                value,
+                cache,
+                slot_mapping,
+                cos,
+                sin,
+                interleaved=interleaved,
+                q_norm=q_norm,
+                k_norm=k_norm,
+            )
         if key is None or value is None or slot_mapping is None:
             return rotate(query, cos, sin, interleaved=interleaved, norm=q_norm)
         return rotate_and_write(
@@ -124,9 +125,15 @@ class TritonImpl(AttentionImpl):
         bound = bind_rotation(query, write, cos, sin, interleaved, q_norm, k_norm, scales)
 
         def run(
-            query: torch.Tensor, key: Any, value: Any, cache: PagedKVCache, cos: Any, sin: Any,
-            q_norm: HeadNorm | None, k_norm: HeadNorm | None,
-        ) -> torch.Tensor:  # fmt: skip
+            query: torch.Tensor,
+            key: Any,
+            value: Any,
+            cache: PagedKVCache,
+            cos: Any,
+            sin: Any,
+            q_norm: HeadNorm | None,
+            k_norm: HeadNorm | None,
+        ) -> torch.Tensor:
             write, scales = written(key, value, cache), (cache.k_scale, cache.v_scale)
             return bound.run(query, write, cos, sin, q_norm, k_norm, scales)
 
@@ -163,9 +170,8 @@ class TritonImpl(AttentionImpl):
             return
         layer = (*self.per_head_tensors, *self.layer_score_tensors)
         own = (None if x is None else tensor_signature(x) for x in (*layer, lse))
-        signature = (
-            self.group, cache.signature, tensor_signature(query), tensor_signature(output), *own
-        )  # fmt: skip
+        shapes = (tensor_signature(query), tensor_signature(output), *own)
+        signature = (self.group, cache.signature, *shapes)
         plan = metadata.plans.get(signature)
         if plan is None:
             plan = self.plan(signature, query, None, None, cache, metadata, output, lse)

@@ -112,9 +112,8 @@ class StepLaunches:
         self.workspace_bytes = 0 if decode is None else decode.workspace_bytes
         parts = [part for part in (decode, prefill) if part is not None]
         writes = () if write is None or write.launch is None else (write.launch,)
-        self._kernels: tuple[BoundLaunch, ...] = (
-            *writes, *(kernel for part in parts for kernel in part.kernels),
-        )  # fmt: skip
+        of_parts = (kernel for part in parts for kernel in part.kernels)
+        self._kernels: tuple[BoundLaunch, ...] = (*writes, *of_parts)
         self.hooks = [kernel.hooks for kernel in self._kernels]
         self.needs_alignment = any(part.needs_alignment for part in parts)
         self.as_bytes = any(part.as_bytes for part in parts)

@@ -172,7 +172,7 @@ class Batch(NamedTuple):
 
     Attributes:
         decodes: of the decode part; None for an empty part.
-        prefills: of the prefill part, likewise.
+        prefills: of the prefill part; None for an empty part.
         slots: `[T]` int64, the slots of the new keys; None where nothing is written.
     """
 

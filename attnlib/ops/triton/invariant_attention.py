@@ -174,13 +174,7 @@ def _prepare_plain(call: AttentionCall, num_segments: int) -> PlainAttention:
     """The launches of the plain kernel."""
     constants, shape, limits = attention_constants(call), call.shape, call.limits
     element = shape.query_dtype.itemsize
-    tile = choose_invariant_tile(
-        *shape.head_sizes,
-        *shape.element_bytes,
-        limits,
-        score_tiles=shape.score_tiles,
-        latent=shape.latent,
-    )
+    tile = choose_invariant_tile(shape, limits)
     tile_heads = min(shape.group, tile.block_m)
     tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(shape.group, tile_heads)
     constants |= {

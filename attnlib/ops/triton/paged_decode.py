@@ -49,7 +49,7 @@ def paged_decode_num_splits(
 
     Args:
         query: any tensor `[*, Hq, D]` of the dtype and on the device that will be used.
-        key_cache: any cache `[*, N, Hkv, D]`, likewise.
+        key_cache: any cache `[*, N, Hkv, D]` of the dtype that will be used.
         head_size_v: Dv.
         num_reqs: requests of the batch.
         max_query_len: upper bound of the query lengths.

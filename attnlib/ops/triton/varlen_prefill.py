@@ -51,13 +51,13 @@ def varlen_prefill(
         max_seqlen_k: upper bound of the key lengths.
         out: `[T, Hq, Dv]`, written; rows at or past `cu_seqlens_q[-1]` become 0 (M6).
         lse: `[T, Hq]` float32, written when given.
-        cu_seqlens_q_cpu: ignored; see `attnlib.ops.torch.varlen_prefill`.
-        cu_seqlens_k_cpu: ignored, likewise.
+        cu_seqlens_q_cpu, cu_seqlens_k_cpu: ignored; see `attnlib.ops.torch.varlen_prefill`.
         batch_invariant: the bits of a row depend on that row and its keys only (M15).
         kernels: "auto" uses the Hopper prefill where it supports the call, "portable" never.
 
     Raises:
-        ContractError, UnsupportedConfigError: as `paged_prefill`.
+        ContractError: tensors that the kernel cannot address.
+        UnsupportedConfigError: head sizes for which no tile fits the device.
     """
     if query.numel() == 0:
         return

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.invariant_tiles import (
     choose_invariant_tile,
@@ -126,11 +127,12 @@ def test_tiles_and_segments() -> None:
     """Tiles follow from the layer and the chip; every tile divides a segment."""
     sizes = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512), (80, 40)]
     for head_sizes in sizes:
-        for element in (2, 4):
-            tile = choose_invariant_tile(*head_sizes, element, element, HOPPER)
+        for dtype in (torch.bfloat16, torch.float32):
+            tile = choose_invariant_tile(LayerShape(8, 2, *head_sizes, dtype, dtype), HOPPER)
             assert segment_keys(HOPPER) % tile.block_n == 0
     with pytest.raises(UnsupportedConfigError, match="batch_invariant=True with head sizes"):
-        choose_invariant_tile(4096, 4096, 4, 4, HOPPER)
+        large = LayerShape(8, 2, 4096, 4096, torch.float32, torch.float32)
+        choose_invariant_tile(large, HOPPER)
     size = segment_keys(HOPPER)
     assert [count_segments(n, False, HOPPER) for n in (0, 1, size, size + 1)] == [1, 1, 1, 2]
     assert [count_segments(n, True, HOPPER) for n in (1, 2, size)] == [1, 2, 2]

@@ -84,7 +84,7 @@ def limits_of(tensor: Tensor) -> DeviceLimits:
     """Return the limits of the tensor's device.
 
     Raises:
-        BackendUnavailableError: as `device_limits`.
+        BackendUnavailableError: a tensor on a CPU in a process that does not interpret Triton.
     """
     if tensor.is_cuda:
         return _limits.get(tensor.get_device()) or _cuda_limits(tensor.get_device())

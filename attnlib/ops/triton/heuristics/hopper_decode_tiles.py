@@ -99,7 +99,8 @@ def choose_hopper_decode_tile(
         scales_in_page: whether its pages hold their scales (M16).
         rows: query heads of a group times query tokens, an upper bound.
         keys_per_sm: `tile_table.work_class`; None matches no entry with a condition on it.
-        pairs_per_sm: (request, KV head) pairs per multiprocessor, rounded up; None likewise.
+        pairs_per_sm: (request, KV head) pairs per multiprocessor, rounded up; None matches no
+            entry with a condition on it.
         one_warp: whether CTAs of one warp may serve the calls (`supports_one_warp`).
         tuned: the user's table for the chip, which precedes the shipped ones.
 

@@ -6,6 +6,7 @@ No number of a batch enters here, because the bits of a row depend on the shape 
 from __future__ import annotations
 
 from attnlib.errors import UnsupportedConfigError
+from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.tiles import (
     Tile,
@@ -15,9 +16,12 @@ from attnlib.ops.triton.heuristics.tiles import (
 )
 
 __all__ = [
-    "choose_invariant_tile", "combine_columns", "count_segments", "invariant_workspace_bytes",
+    "choose_invariant_tile",
+    "combine_columns",
+    "count_segments",
+    "invariant_workspace_bytes",
     "segment_keys",
-]  # fmt: skip
+]
 
 _TILES = {
     128: (Tile(64, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
@@ -31,7 +35,7 @@ _INTERPRETED = (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 _SEGMENT_KEYS = 512
 """Keys of a segment. Fewer let one request use more multiprocessors; more cost prefills less."""
 _INTERPRETED_SEGMENT_KEYS = 64
-"""The same under the interpreter, so that short test sequences span several segments."""
+"""Keys of a segment under the interpreter, so that short test sequences span several segments."""
 
 
 def segment_keys(limits: DeviceLimits) -> int:
@@ -39,45 +43,38 @@ def segment_keys(limits: DeviceLimits) -> int:
     return _INTERPRETED_SEGMENT_KEYS if _is_interpreter(limits) else _SEGMENT_KEYS
 
 
-def choose_invariant_tile(
-    head_size: int,
-    head_size_v: int,
-    query_bytes: int,
-    cache_bytes: int,
-    limits: DeviceLimits,
-    *,
-    score_tiles: int = 0,
-    latent: bool = False,
-) -> Tile:
+def choose_invariant_tile(shape: LayerShape, limits: DeviceLimits) -> Tile:
     """Return the tile of all decodes and prefills of a layer.
 
     Args:
-        head_size: D, of queries and keys.
-        head_size_v: Dv.
-        query_bytes: bytes per element of the products' operands (4 for float32).
-        cache_bytes: bytes per element of the cache.
+        shape: sizes and dtypes of the layer.
         limits: the chip.
-        score_tiles, latent: as in `tiles.shared_bytes`.
 
     Raises:
         UnsupportedConfigError: even the smallest tile does not fit the chip.
     """
+    head_size, head_size_v = shape.head_sizes
     width = max(sum(split_head_size(head_size)), sum(split_head_size(head_size_v)))
     widest = 128 if width <= 128 else 256
     tiles: tuple[Tile, ...] = (
-        *(_TILES[widest] if width <= 256 and query_bytes < 4 else ()),
+        *(_TILES[widest] if width <= 256 and shape.query_dtype.itemsize < 4 else ()),
         *_LARGE,
     )
-    if latent:
+    if shape.latent:
         tiles = _LARGE
     if _is_interpreter(limits):
         tiles = _INTERPRETED
     need = 0
     for tile in tiles:
         need = shared_bytes(
-            tile, head_size, head_size_v, query_bytes, cache_bytes, limits.products, score_tiles,
-            latent, limits.has_fp8,
-        )  # fmt: skip
+            tile,
+            *shape.head_sizes,
+            *shape.element_bytes,
+            limits.products,
+            shape.score_tiles,
+            latent=shape.latent,
+            native_fp8=limits.has_fp8,
+        )
         if need <= limits.shared_memory:
             return tile
     raise UnsupportedConfigError(

@@ -9,8 +9,11 @@ from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.tiles import Tile, next_power_of_2
 
 __all__ = [
-    "choose_page_decode_tile", "choose_page_prefill_tile", "page_ctas_per_sm", "page_shared_bytes",
-]  # fmt: skip
+    "choose_page_decode_tile",
+    "choose_page_prefill_tile",
+    "page_ctas_per_sm",
+    "page_shared_bytes",
+]
 
 _WARPS_PER_SM = 16
 """Warps that hide the latency of each other's conversions."""

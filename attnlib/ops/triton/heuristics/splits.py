@@ -8,10 +8,17 @@ may therefore be generous for ragged batches, without cutting uniform batches in
 from __future__ import annotations
 
 __all__ = [
-    "MAX_CTAS_PER_SM", "MAX_SPLITS", "MIN_TILES_PER_SPLIT", "choose_num_splits",
-    "choose_uniform_splits", "most_splits",
-    "paged_decode_workspace_bytes", "splits_of_keys", "splits_per_load", "visible_bound",
-]  # fmt: skip
+    "MAX_CTAS_PER_SM",
+    "MAX_SPLITS",
+    "MIN_TILES_PER_SPLIT",
+    "choose_num_splits",
+    "choose_uniform_splits",
+    "most_splits",
+    "paged_decode_workspace_bytes",
+    "splits_of_keys",
+    "splits_per_load",
+    "visible_bound",
+]
 
 # The next four numbers are not tuned: they were chosen when the kernel was written (commits 009da5a
 # and 9964770), each for the reason given. The decodes of benchmarks/results/h200 were measured with
@@ -89,7 +96,11 @@ def choose_num_splits(
 
 
 def most_splits(num_reqs: int, num_blocks: int, max_resident_ctas: int) -> int:
-    """Return the splits of requests with very many keys; arguments as in `choose_num_splits`."""
+    """Return the splits of requests with very many keys.
+
+    Args:
+        num_reqs, num_blocks, max_resident_ctas: see `choose_num_splits`.
+    """
     alone = -(-max_resident_ctas // max(1, num_blocks))
     together = -(-_MAX_WAVES * max_resident_ctas // max(1, num_reqs * num_blocks))
     return max(1, min(alone, together, MAX_SPLITS))

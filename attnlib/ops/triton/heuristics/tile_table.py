@@ -38,10 +38,24 @@ from attnlib.ops.triton.heuristics.tile_entries import (
 )
 
 __all__ = [
-    "CONDITIONS", "ELEMENTS", "OPS", "PRODUCTS", "VISIBLE_EDGES", "TileEntry", "TileProblem",
-    "TileTable", "depends_on_work", "matching", "parse_table", "read_table",
-    "relevant_work_class", "shipped_tables", "visible_class", "work_bounds", "work_class",
-]  # fmt: skip
+    "CONDITIONS",
+    "ELEMENTS",
+    "OPS",
+    "PRODUCTS",
+    "VISIBLE_EDGES",
+    "TileEntry",
+    "TileProblem",
+    "TileTable",
+    "depends_on_work",
+    "matching",
+    "parse_table",
+    "read_table",
+    "relevant_work_class",
+    "shipped_tables",
+    "visible_class",
+    "work_bounds",
+    "work_class",
+]
 
 VISIBLE_EDGES = (256, 512, 1024)
 """Upper ends of the window classes. Bounds on `visible` in the shipped tables are among them."""
@@ -101,7 +115,7 @@ def relevant_work_class(
 
     Args:
         op: operation of the tables.
-        num_reqs, num_kv_heads, visible, num_sms: as in `work_class`.
+        num_reqs, num_kv_heads, visible, num_sms: see `work_class`.
         tuned: the user's table for the chip.
     """
     if depends_on_work(op, tuned):

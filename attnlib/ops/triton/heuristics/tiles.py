@@ -106,7 +106,7 @@ def key_chunks(
     """
     if latent:
         rest = sizes[0] - sizes[1]
-        # Chunks of one swizzle width for asynchronous products, as in `head_chunks`.
+        # Chunks of one swizzle width for asynchronous products (`head_chunks`).
         least = (64, 64) if _uses_wgmma(tile, query_bytes, products) else (16, 32)
         first = max(least[0], next_power_of_2(sizes[1]))
         second = max(least[1], next_power_of_2(rest)) if rest else 0

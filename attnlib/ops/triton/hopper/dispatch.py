@@ -1,7 +1,7 @@
 """What the rest of `ops.triton` uses of the Hopper kernels; `hopper.load()` imports this module.
 
 select_prefills  whether a prefill serves a call, and with which tile
-select_decodes   the same of decodes and of the batch-invariant kernels
+select_decodes   whether a decode or a batch-invariant kernel serves a call, and with which tile
 decode_bounds    support, workspace and counters of layers, before there is a call
 """
 

@@ -77,7 +77,8 @@ COPIED_TOKENS = 4096
 GATHERED_SIZES are copied to 16-bit rows before the prefill. Warm-ups run such a batch."""
 
 COPIED_GROUP = 2
-"""Query heads per KV head, likewise: one copy of a KV head serves all of them."""
+"""Query heads per KV head from which keys and values are copied: one copy of a KV head serves all
+of them."""
 
 COPIED_BYTES = 256 * 1024 * 1024
 """Scratch memory for these copies, at most."""

@@ -87,11 +87,16 @@ class PlainAttention:
             self._score_sizes, self._num_batch_tensors, _NUM_BATCH_VALUES
         )
         layer_tensors = score_sources(len(self._score_sizes) // 2)
+        caches, scales = (KEY_CACHE, VALUE_CACHE), (K_SCALE, V_SCALE)
+        of_batch = (starts, lens, flags, SLOPES, SINKS, bias)
+        partials = (space,) if self._takes_partials else ()
         arguments = (
-            QUERY, KEY_CACHE, VALUE_CACHE, OUT, LSE, starts, lens, flags, SLOPES, SINKS, bias,
-            K_SCALE, V_SCALE, *layer_tensors, *pointers, *self._numbers, table, self._table_stride,
-            *((space,) if self._takes_partials else ()), *self._last, *sizes,
-        )  # fmt: skip
+            *(QUERY, *caches, OUT, LSE),
+            *of_batch,
+            *(*scales, *layer_tensors, *pointers),
+            *(*self._numbers, table, self._table_stride),
+            *(*partials, *self._last, *sizes),
+        )
         steps = [bind_step(self.attend, direct, aligned, arguments)]
         if self.combine is not None:
             arguments = (space, SINKS, OUT, LSE, *self._combine_tail)
@@ -118,10 +123,14 @@ class PlainAttention:
                 return None
         score = batch.score_tensors
         return (
-            starts.data_ptr(), lens.data_ptr(), None if flags is None else flags.data_ptr(),
-            None if bias is None else bias.data_ptr(), None if table is None else table.data_ptr(),
-            partials, *(batch_score_values(score, True) if score else ()),
-        )  # fmt: skip
+            starts.data_ptr(),
+            lens.data_ptr(),
+            None if flags is None else flags.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            None if table is None else table.data_ptr(),
+            partials,
+            *(batch_score_values(score, True) if score else ()),
+        )
 
     def tensors(self, batch: BatchTensors) -> tuple[Any, ...]:
         """The values of a batch for launches by Triton."""
@@ -131,6 +140,7 @@ class PlainAttention:
         if flags is not None and flags.dtype != torch.uint8:
             flags = flags.view(torch.uint8)
         return (
-            batch.query_start_loc, batch.seq_lens, flags, batch.query_bias, batch.block_table,
-            partials, *batch_score_values(batch.score_tensors, False),
-        )  # fmt: skip
+            *(batch.query_start_loc, batch.seq_lens, flags),
+            *(batch.query_bias, batch.block_table, partials),
+            *batch_score_values(batch.score_tensors, False),
+        )

@@ -39,10 +39,13 @@ _KNOBS: Any = getattr(triton, "knobs", None)
 _KNOWN = _JIT_RUN is not None and all(
     hasattr(getattr(_KNOBS, group, None), name)
     for group, name in (
-        ("runtime", "launch_enter_hook"), ("runtime", "launch_exit_hook"), ("runtime", "debug"),
-        ("runtime", "add_stages_inspection_hook"), ("compilation", "instrumentation_mode"),
+        ("runtime", "launch_enter_hook"),
+        ("runtime", "launch_exit_hook"),
+        ("runtime", "debug"),
+        ("runtime", "add_stages_inspection_hook"),
+        ("compilation", "instrumentation_mode"),
     )
-)  # fmt: skip
+)
 """Whether `launches_observed` can read everything that it has to."""
 
 
@@ -139,7 +142,7 @@ class BoundLaunch:
                 descriptor is its encoded form, its shape and its strides. Otherwise they are
                 tensors and descriptors, and Triton launches on the current stream, whatever
                 `stream` is given.
-            aligned: for launches by Triton, as in `by_triton`.
+            aligned: for launches by Triton, whether every address is a multiple of 16.
             arguments: all runtime arguments, a `Source` for those of a call.
         """
         if direct:

@@ -35,10 +35,9 @@ CHANGES = Source(-100)
 
 _VERSIONS = ("3.6.", "3.9.")
 _KINDS = {
-    "i1": b"i", "i8": b"i", "i16": b"i", "i32": b"i", "i64": b"l",
-    "u1": b"i", "u8": b"i", "u16": b"i", "u32": b"i",
-    "fp32": b"f", "f32": b"f", "fp64": b"d", "nvTmaDesc": b"t", "constexpr": b"x",
-}  # fmt: skip
+    **dict.fromkeys(("i1", "i8", "i16", "i32", "u1", "u8", "u16", "u32"), b"i"),
+    **{"i64": b"l", "fp32": b"f", "f32": b"f", "fp64": b"d", "nvTmaDesc": b"t", "constexpr": b"x"},
+}
 """How `native.c` passes an argument, by Triton's type. Others are left to Triton."""
 _LARGEST_SHARED = 228 * 1024
 """Bytes of shared memory above which Triton sets one more launch attribute."""
@@ -118,10 +117,15 @@ def direct_launch(compiled: Any, num_arguments: int) -> DirectLaunch | None:
     if num_ctas != 1 or shared > _LARGEST_SHARED or kinds is None or new_launch() is None:
         return None
     return DirectLaunch(
-        function, 32 * num_warps, shared, bool(launcher.launch_cooperative_grid),
-        bool(launcher.launch_pdl), kinds, functools.partial(_encode, layouts) if layouts else None,
-        repr(layouts),
-    )  # fmt: skip
+        function,
+        threads=32 * num_warps,
+        shared=shared,
+        cooperative=bool(launcher.launch_cooperative_grid),
+        pdl=bool(launcher.launch_pdl),
+        kinds=kinds,
+        encode=functools.partial(_encode, layouts) if layouts else None,
+        descriptor_layout=repr(layouts),
+    )
 
 
 def _kinds(types: list[Any], encoded: bool) -> bytes | None:

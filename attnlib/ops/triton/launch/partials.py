@@ -64,8 +64,8 @@ class Partials(NamedTuple):
             **(overlap or {"PDL": False}),
         }
         space = paged_decode_workspace_bytes(num_tokens, num_heads, head_size_v, num_splits)
-        return cls(num_splits, BoundLaunch(combine_kernel, (num_tokens, num_heads, 1), constants),
-                   space)  # fmt: skip
+        combine = BoundLaunch(combine_kernel, (num_tokens, num_heads, 1), constants)
+        return cls(num_splits, combine, space)
 
     def allocate(self, like: Tensor) -> Tensor | None:
         """The workspace on the device of a tensor; None where nothing is split."""

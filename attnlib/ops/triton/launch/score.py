@@ -32,7 +32,7 @@ def score_constants(
 
     Args:
         params: parameters of the call.
-        language: as in `compile_score`.
+        language: "triton" or "gluon".
         has_raw: the kernel has the arguments RAW_SCORE and KEY_SLOPE.
         takes_raw: it may be given a function of raw products. Over a float8 cache, products have a
             scale per row besides the softmax scale.
@@ -46,9 +46,8 @@ def score_constants(
     constants |= {"SCORE": compiled.apply, "BOUNDS": compiled.bounds}
     in_products = takes_raw and not params.logits_soft_cap and params.scale > 0
     if has_raw and in_products and compiled.apply_raw is not None:
-        constants |= {
-            "SCORE": compiled.apply_raw, "RAW_SCORE": True, "KEY_SLOPE": compiled.key_slope,
-        }  # fmt: skip
+        constants |= {"SCORE": compiled.apply_raw, "RAW_SCORE": True}
+        constants["KEY_SLOPE"] = compiled.key_slope
     return constants
 
 
@@ -62,7 +61,7 @@ def range_constants(
 
     Args:
         params: parameters of the call.
-        language: as in `compile_score`.
+        language: "triton" or "gluon".
         one_head: a tile has the rows of one query head (`has_head_bounds`).
     """
     function = params.score_function

@@ -49,7 +49,8 @@ class CompiledScore(NamedTuple):
         bounds: `bounds(q_first, q_last, seq_len, request, aux)` returns one range; or None.
         ranges: `ranges(q_first, q_last, seq_len, head, request, aux)` returns all ranges of
             `ScoreFunction.bounds`; or None.
-        head_ranges: the same of `ScoreFunction.head_bounds`; or None.
+        head_ranges: all ranges of `ScoreFunction.head_bounds`, with the parameters of `ranges`; or
+            None.
         apply_raw: `apply_raw(product, q_pos, k_pos, head, request, aux, inverse_scale)` takes and
             returns products q . k, not scaled; None if the function cannot or the language is not
             Gluon.
@@ -140,7 +141,7 @@ class _Converter:
             template: the function of `kernels.score`.
             function: a Python function.
             extra: further globals of the copy.
-            form, variant: as in `convert`.
+            form, variant: see `convert`.
         """
         converted = self.convert(function, form, variant)
         values = {**template.fn.__globals__, "FUNCTION": converted, **extra}

@@ -28,7 +28,7 @@ def take_raw_products(
 
     Args:
         definition: the function, changed by `simplify_arithmetic`.
-        form, operator_of: likewise.
+        form, operator_of: see `simplify_arithmetic`.
 
     Returns:
         Whether it was possible. If not, the function may be half changed.

@@ -20,11 +20,31 @@ from attnlib.ops.triton.launch.bound import BoundLaunch, Submit, launches_observ
 from attnlib.ops.triton.launch.driver import Source
 
 __all__ = [
-    "KEY", "KEY_CACHE", "KEY_MAP", "K_SCALE", "LSE", "NUM_VALUES", "OUT", "QUERY", "QUERY_MAP",
-    "SINKS", "SLOPES", "VALUE", "VALUE_CACHE", "VALUE_MAP", "V_SCALE", "Launches", "Lookup", "Part",
-    "Source", "Step", "batch_sources", "bind_step", "prepare_sequence",
+    "KEY",
+    "KEY_CACHE",
+    "KEY_MAP",
+    "K_SCALE",
+    "LSE",
+    "NUM_VALUES",
+    "OUT",
+    "QUERY",
+    "QUERY_MAP",
+    "SINKS",
+    "SLOPES",
+    "VALUE",
+    "VALUE_CACHE",
+    "VALUE_MAP",
+    "V_SCALE",
+    "Launches",
+    "Lookup",
+    "Part",
+    "Source",
+    "Step",
+    "batch_sources",
+    "bind_step",
+    "prepare_sequence",
     "score_sources",
-]  # fmt: skip
+]
 
 
 QUERY, KEY_CACHE, VALUE_CACHE, OUT, LSE, KEY, VALUE, SLOPES, SINKS, K_SCALE, V_SCALE = map(
@@ -115,7 +135,7 @@ class Launches(NamedTuple):
             yield submit, [given[source] for source in sources]
 
     def run(self, stream: int, values: Sequence[Any], of_batch: Sequence[Any] = ()) -> None:
-        """Launch on `stream`, for values as in `calls`."""
+        """Launch on `stream`; see `calls` for the values."""
         for submit, changing in self.calls(values, of_batch):
             submit(stream, *changing)
 
@@ -170,23 +190,49 @@ def prepare_sequence(
             of the sources, as tensors or None.
         num_batch_values: values of a batch, of all parts.
     """
-    given = [number for number in range(num_values) if number not in fixed]
-    numbers: dict[int, int] = {source: number for number, source in enumerate(given)}
-    roles, num_found = bytearray(len(given)), 0
-    lookups: list[tuple[Any, ...]] = []
-    steps: list[tuple[Any, ...]] = []
-    for launches, offsets, first in parts:
+    template = _Template(num_values, fixed)
+    for part in parts:
+        template.add(part)
+    functions = (
+        chips.current_device,
+        triton.runtime.driver.active.get_current_stream,
+        launches_observed,
+    )
+    lists = (bytes(template.roles), tuple(template.lookups), tuple(template.steps))
+    return driver.compile_native().Template(functions, index, *lists, num_batch_values)
+
+
+class _Template:
+    """Where each argument of each launch comes from, as `sequence.c` reads it.
+
+    Attributes:
+        roles: of each given tensor: whether its address must be a multiple of 16.
+        lookups: the descriptors, by the tensors whose addresses they are found by.
+        steps: the launches, each with the origin of every argument that a call gives.
+    """
+
+    def __init__(self, num_values: int, fixed: dict[Source, Any]) -> None:
+        given = [number for number in range(num_values) if number not in fixed]
+        self._numbers: dict[int, int] = {source: number for number, source in enumerate(given)}
+        self._fixed = fixed
+        self._num_found = 0
+        self.roles = bytearray(len(given))
+        self.lookups: list[tuple[Any, ...]] = []
+        self.steps: list[tuple[Any, ...]] = []
+
+    def add(self, part: Part) -> None:
+        """Add the launches of a part. One loop: every new form of a call passes through it."""
+        numbers, fixed, roles = self._numbers, self._fixed, self.roles
+        launches, offsets, first = part
         maps: dict[Source, int] = {}
         for sources, table, encode, gives in launches.lookups:
-            keys = []
+            keys = tuple((numbers[source], offsets.get(source, 0)) for source in sources)
             for source in sources:
-                number = numbers[source]
-                roles[number] = _MULTIPLE_OF_16 if source in _ALIGNED else _ANY
-                keys.append((number, offsets.get(source, 0)))
-            lookups.append((tuple(keys), table, encode, len(gives)))
+                roles[numbers[source]] = _MULTIPLE_OF_16 if source in _ALIGNED else _ANY
+            self.lookups.append((keys, table, encode, len(gives)))
             for source in gives:
-                maps[source] = len(given) + num_found
-                num_found += 1
+                maps[source] = len(numbers) + self._num_found
+                self._num_found += 1
         for submit, sources in launches.steps:
             uses: list[tuple[int, Any]] = []
             for source in sources:
@@ -200,10 +246,4 @@ def prepare_sequence(
                     number = numbers[source]
                     roles[number] = _MULTIPLE_OF_16 if source in _ALIGNED else _ANY
                     uses.append((number, offsets.get(source, 0)))
-            steps.append((submit, tuple(uses)))
-    functions = (
-        chips.current_device, triton.runtime.driver.active.get_current_stream, launches_observed
-    )  # fmt: skip
-    return driver.compile_native().Template(
-        functions, index, bytes(roles), tuple(lookups), tuple(steps), num_batch_values
-    )
+            self.steps.append((submit, tuple(uses)))

@@ -16,19 +16,24 @@ __all__ = ["call_signature"]
 
 
 def call_signature(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
     params: AttentionParams,
-) -> tuple[Any, ...]:  # fmt: skip
-    """The signature of a call made without a layer; a layer passes its own (`layer.py`)."""
+) -> tuple[Any, ...]:
+    """The signature of a call made without a layer; a layer passes its own (`layer/call.py`)."""
     causal, alibi, sinks = params.causal, params.alibi_slopes, params.sinks
     return (
-        tensor_signature(query), tensor_signature(key), tensor_signature(value),
-        values_are_prefix(key, value), tensor_signature(out),
+        *(tensor_signature(query), tensor_signature(key), tensor_signature(value)),
+        *(values_are_prefix(key, value), tensor_signature(out)),
         None if lse is None else tensor_signature(lse),
-        params.scale, params.window, params.attention_chunk_size, params.logits_soft_cap,
-        params.allow_fp8_queries,
+        *(params.scale, params.window, params.attention_chunk_size),
+        *(params.logits_soft_cap, params.allow_fp8_queries),
         causal if isinstance(causal, bool) else "per request",
         None if alibi is None else tensor_signature(alibi),
         None if sinks is None else tensor_signature(sinks),
-        scale_signature(params.k_scale), scale_signature(params.v_scale), score_signature(params),
-    )  # fmt: skip
+        *(scale_signature(params.k_scale), scale_signature(params.v_scale)),
+        score_signature(params),
+    )
