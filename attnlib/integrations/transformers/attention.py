@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.transformers.autocast import as_eager_casts
 from attnlib.integrations.transformers.continuous import (
     attend_continuous,
     cache_of_step,
@@ -22,6 +23,7 @@ from attnlib.integrations.transformers.dense import dense_weights
 from attnlib.integrations.transformers.layers import Call, layer_name
 from attnlib.integrations.transformers.masks import known_step, read_mask, refuse_export
 from attnlib.integrations.transformers.plain import attend_plain, mask_of
+from attnlib.integrations.transformers.recorded_weights import weights_are_recorded
 from attnlib.integrations.transformers.repeated import attend_again
 from attnlib.integrations.transformers.selected import (
     SELECTIONS,
@@ -79,6 +81,7 @@ def attnlib_attention(
         from attnlib.integrations.transformers.paged_step import attend
 
         step = kwargs.pop("attnlib_step")
+        query, key, value = as_eager_casts(query, key, value)
         result: tuple[torch.Tensor, torch.Tensor | None] = attend(
             module, query, key, value, step, attention_mask=attention_mask, scaling=scale, **kwargs
         )
@@ -86,6 +89,7 @@ def attnlib_attention(
     cache = cache_of_step(key, value, kwargs)
     if cache is None:
         refuse_plain_call(module)
+        query, key, value = as_eager_casts(query, key, value)
     with torch.no_grad():
         call = _call(module, query, key, value, scale, kwargs)
         if cache is not None:
@@ -98,7 +102,7 @@ def attnlib_attention(
             out = attend_two_streams(call, attention_mask)
         if out is None:
             out = attend_plain(call, attention_mask, bias, kwargs)
-        weights = _weights(call, attention_mask, bias) if kwargs.get("output_attentions") else None
+        weights = _weights(call, attention_mask, bias) if weights_are_recorded(kwargs) else None
     if torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)):
         out = _InferenceOnly.apply(out, query, key, value)  # type: ignore[no-untyped-call]  # untyped in torch
     return out, weights
@@ -170,7 +174,7 @@ def _refuse_selection(module: nn.Module, kwargs: dict[str, Any]) -> None:
                 f"{layer_name(module)}: {given}= selects keys per query, which attnlib does not "
                 f"support {what}; {action}"
             )
-    if kwargs.get("output_attentions"):
+    if weights_are_recorded(kwargs):
         raise UnsupportedConfigError(
             f"{layer_name(module)}: {given}= selects keys per query, whose weights attnlib does "
             f"not return; {eager}"

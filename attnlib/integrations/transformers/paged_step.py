@@ -139,6 +139,8 @@ def attend(
     layer, cache = paged.layer_of(module, query, value, options)
     metadata = attnlib_step.metadata_for(layer, paged.group_of(module))
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    if torch.is_autocast_enabled(query.device.type):  # steps with and without it share a cache
+        q, k, v = (states.to(layer.spec.dtype) for states in (q, k, v))
     if layer.writes:
         out: torch.Tensor = layer(q, k, v, cache, metadata)
     else:  # P8: the keys are in the cache already

@@ -23,6 +23,7 @@ from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY
 from attnlib.integrations.transformers.batch_plan import BatchPlan
 from attnlib.integrations.transformers.decode_batch import BoundCall, DecodeBatch
 from attnlib.integrations.transformers.layers import Call, tensor_version
+from attnlib.integrations.transformers.recorded_weights import weights_are_recorded
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.layer import Attention
 from attnlib.ops.signature import tensor_check
@@ -30,8 +31,8 @@ from attnlib.ops.signature import tensor_check
 __all__ = ["attend_again", "remember"]
 
 _REFUSED = (
-    "attnlib_step", "write_index", "cu_seq_lens_q", "position_bias", "output_attentions",
-    "indices", "block_indices",
+    "attnlib_step", "write_index", "cu_seq_lens_q", "position_bias", "indices",
+    "block_indices",
 )  # fmt: skip
 """Arguments of calls that are never repeated."""
 
@@ -148,6 +149,8 @@ def attend_again(
     for name in _REFUSED:
         if get(name):
             return None
+    if weights_are_recorded(kwargs):
+        return None
     causal, sinks = get("is_causal"), get("s_aux")
     sinks = get("sinks") if sinks is None else sinks
     values = (get("softcap"), get("sliding_window"), None if causal is None else bool(causal))

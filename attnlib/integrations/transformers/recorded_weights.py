@@ -1,0 +1,29 @@
+"""Whether the caller of a model wants attention weights.
+
+Most models pass `output_attentions` down to the attention. Some (GPT-2) do not: transformers
+records the second output of each attention module by hooks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["weights_are_recorded"]
+
+
+def weights_are_recorded(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of the attention function has to return weights.
+
+    Args:
+        kwargs: of the call.
+    """
+    if kwargs.get("output_attentions"):
+        return True
+    # Private to transformers: what the hooks of this forward collect. Models that collect outputs
+    # have imported the module.
+    module = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(module, "_active_collector", None)
+    collected = None if collector is None else collector.get()
+    return any("attentions" in name for name in collected or ())
