@@ -7,10 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from attnlib.ops.latent import values_are_prefix
-from attnlib.ops.layer_shape import LayerShape
-from attnlib.ops.params import AttentionParams
 from attnlib.ops.scales import MIN_LATE_SCALE
-from attnlib.ops.triton.heuristics.device import DeviceLimits
+from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.heuristics.splits import choose_uniform_splits
 from attnlib.ops.triton.hopper.common_reasons import CallFeatures
 from attnlib.ops.triton.hopper.kernels.selected_latents import hopper_selected_latents_kernel
@@ -34,24 +32,15 @@ _MAX_REGISTERS = 128
 those that gather leave."""
 
 
-def selected_latents_reasons(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    params: AttentionParams,
-    selection: KeySelection,
-    limits: DeviceLimits,
-) -> list[str]:
+def selected_latents_reasons(call: AttentionCall, selection: KeySelection) -> list[str]:
     """Return why the kernel does not serve a call with aligned addresses; empty if it does."""
+    query, key, out, params = call.query, call.key, call.out, call.params
     one_list = selection.query_block_size == 1 and selection.scope != SelectionScope.QUERY_HEAD
-    reasons = selected_latents_unsupported_reasons(
-        LayerShape.of(query, key, value, params), CallFeatures.of(params), limits, one_list
-    )
-    if not values_are_prefix(key, value):
+    features = CallFeatures.of(params)
+    reasons = selected_latents_unsupported_reasons(call.shape, features, call.limits, one_list)
+    if not values_are_prefix(key, call.value):
         reasons.append("values that are not the first elements of the keys")
-    rows = ((query, (0, 1)), (key, (0, 1)), (out, (0, 1)))
-    if any(t.stride(dim) % 8 for t, dims in rows for dim in dims) or any(
+    if any(stride % 8 for t in (query, key, out) for stride in t.stride()[:2]) or any(
         t.stride(-1) != 1 for t in (query, key, out)
     ):
         reasons.append("rows that do not begin at multiples of 16 bytes")
@@ -65,34 +54,27 @@ def selected_latents_reasons(
 
 
 class HopperSelectedLatents:
-    """The launch of one call signature.
+    """The launches of one call signature.
+
+    Args:
+        call: a call of this signature, of which no tensor is kept.
+        selection: how entries select keys.
+        num_entries: entries of each list.
 
     Attributes:
         num_splits: splits of each list.
     """
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        lse: Tensor | None,
-        params: AttentionParams,
-        selection: KeySelection,
-        num_entries: int,
-        limits: DeviceLimits,
-    ) -> None:
-        num_tokens, num_heads = query.shape[:2]
-        blocks = latent_head_blocks(num_heads)
+    def __init__(self, call: AttentionCall, selection: KeySelection, num_entries: int) -> None:
+        num_heads, num_sms = call.shape.num_heads, call.limits.num_sms
+        programs = call.num_tokens * latent_head_blocks(num_heads)
         swaps = num_heads <= _SWAPPED_HEADS
-        step, resident = (_TILE, 2 * limits.num_sms) if swaps else (2 * _TILE, limits.num_sms)
+        step, resident = (_TILE, 2 * num_sms) if swaps else (2 * _TILE, num_sms)
         self.num_splits = choose_uniform_splits(
-            num_tokens * blocks, num_entries * selection.block_size, step, resident
+            programs, num_entries * selection.block_size, step, resident
         )
-        config = _config(query, key, value, lse, params, selection)
-        config = config._replace(SPLIT=self.num_splits > 1)
+        config = _config(call, selection)._replace(SPLIT=self.num_splits > 1)
         options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
-        programs = num_tokens * blocks
         kernel = hopper_selected_latents_kernel
         self._repeat: BoundLaunch | None = None
         if swaps:
@@ -107,60 +89,42 @@ class HopperSelectedLatents:
         grid = (programs, self.num_splits, 1)
         self._launch = BoundLaunch(kernel, grid, options | {"CONFIG": config})
 
-    def run(
-        self,
-        query: Tensor,
-        key: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        partials: Tensor | None,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        block_table: Tensor,
-        indices: Tensor,
-        params: AttentionParams,
-    ) -> None:
+    def run(self, call: AttentionCall, partials: Tensor | None, indices: Tensor) -> None:
         """Launch on the current stream of the current device; all addresses are aligned.
 
         Args:
-            query, key, out, lse, query_start_loc, seq_lens, block_table, params: as in
-                `selected_attention`.
+            call: its tensors and parameters.
             partials: float32 workspace of `paged_decode_workspace_bytes`; None with one split.
             indices: `[T, H, max_blocks]` int32; the first of the H lists is used.
         """
-        left, right = params.window
+        batch, params, (left, right) = call.batch, call.params, call.params.window
+        assert not isinstance(params.k_scale, Tensor)
         arguments = (
-            query, key, out, partials, query_start_loc, seq_lens, block_table, indices,
-            params.sinks, lse, float(params.scale) * float(params.k_scale),
-            float(params.logits_soft_cap), int(left), int(right), int(params.attention_chunk_size),
-            query_start_loc.shape[0] - 1, query.shape[0], query.shape[1], indices.shape[2],
-            self.num_splits, indices.stride(0), block_table.stride(0), *query.stride()[:2],
-            *key.stride()[:2], *out.stride()[:2], 0 if lse is None else lse.stride(0),
-        )  # fmt: skip
-        device = query.get_device()
+            *(call.query, call.key, call.out, partials, batch.query_start_loc, batch.seq_lens),
+            *(batch.block_table, indices, params.sinks, call.lse),
+            *(float(params.scale) * float(params.k_scale), float(params.logits_soft_cap)),
+            *(int(left), int(right), int(params.attention_chunk_size)),
+            *(call.num_reqs, call.num_tokens, call.shape.num_heads, indices.shape[2]),
+            *(self.num_splits, indices.stride(0), call.table_stride, *call.query.stride()[:2]),
+            *(*call.key.stride()[:2], *call.out.stride()[:2], call.lse_stride),
+        )
+        device = call.query.get_device()
         self._launch.run(arguments, 0, device)
         if self._repeat is not None:
             self._repeat.run(arguments, 0, device)
 
 
-def _config(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lse: Tensor | None,
-    params: AttentionParams,
-    selection: KeySelection,
-) -> SelectedConfig:
+def _config(call: AttentionCall, selection: KeySelection) -> SelectedConfig:
     """The constants of a kernel without splits and with one launch."""
-    num_heads, (left, right) = query.shape[1], params.window
-    blocks = latent_head_blocks(num_heads)
+    shape, params, (left, right) = call.shape, call.params, call.params.window
+    blocks, swaps = latent_head_blocks(shape.num_heads), shape.num_heads <= _SWAPPED_HEADS
     return SelectedConfig(
         SELECT=selection.block_size,
-        BLOCK_SIZE=key.shape[1],
-        HEADS=num_heads // blocks,
+        BLOCK_SIZE=shape.block_size,
+        HEADS=shape.num_heads // blocks,
         HEAD_BLOCKS=blocks,
-        DV=value.shape[3],
-        ROTARY=key.shape[3] - value.shape[3],
+        DV=shape.head_size_v,
+        ROTARY=shape.head_size - shape.head_size_v,
         SPLIT=False,
         CAUSAL=bool(params.causal),
         HAS_LEFT=left >= 0,
@@ -168,6 +132,6 @@ def _config(
         HAS_CHUNK=params.attention_chunk_size > 0,
         HAS_CAP=params.logits_soft_cap > 0,
         HAS_SINK=params.sinks is not None,
-        HAS_LSE=lse is not None,
-        REGISTERS=_GATHERER_REGISTERS if num_heads <= _SWAPPED_HEADS else _CONSUMER_REGISTERS,
+        HAS_LSE=call.lse is not None,
+        REGISTERS=_GATHERER_REGISTERS if swaps else _CONSUMER_REGISTERS,
     )

@@ -61,13 +61,7 @@ class SelectedLaunch:
         """Launch on the current stream of the current device."""
         space = self._partials.allocate(call.query)
         if isinstance(self._attend, HopperSelectedLatents):
-            batch = call.batch
-            assert batch.block_table is not None
-            self._attend.run(
-                *(call.query, call.key, call.out, call.lse, space),
-                *(batch.query_start_loc, batch.seq_lens, batch.block_table),
-                *(selected.indices, call.params),
-            )
+            self._attend.run(call, space, selected.indices)
         else:
             arguments, addresses = self._arguments(call, selected, space)
             self._attend.run(arguments, addresses, call.query.get_device())
@@ -116,10 +110,7 @@ def prepare_selected(
     if found is not None and found.limits is call.limits:
         return found
     call.batch.check()
-    tensors = (call.query, call.key, call.value, call.out)
-    if kernels != "portable" and not selected_latents_reasons(
-        *tensors, call.params, selection, call.limits
-    ):
+    if kernels != "portable" and not selected_latents_reasons(call, selection):
         prepared = _hopper_launch(call, selection, num_entries)
     else:
         prepared = _portable_launch(call, selection, num_entries)
@@ -168,10 +159,7 @@ def _hopper_launch(
     call: AttentionCall, selection: KeySelection, num_entries: int
 ) -> SelectedLaunch:
     """The launches of the Hopper kernel over selected latents."""
-    attend = HopperSelectedLatents(
-        *(call.query, call.key, call.value, call.lse, call.params),
-        *(selection, num_entries, call.limits),
-    )
+    attend = HopperSelectedLatents(call, selection, num_entries)
     return SelectedLaunch(call, attend, 0, _partials(call, attend.num_splits))
 
 
