@@ -22,10 +22,8 @@ from attnlib.ops.triton.heuristics.device import (
     device_guard,
     limits_of,
 )
-from attnlib.ops.triton.kernels.packed import (
-    packed_prefill_kernel,
-    packed_write_kernel,
-)
+from attnlib.ops.triton.kernels.packed import packed_prefill_kernel
+from attnlib.ops.triton.kernels.packed_write import packed_write_kernel
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.config import with_config

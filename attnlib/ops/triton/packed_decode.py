@@ -33,7 +33,8 @@ from attnlib.ops.triton.heuristics.splits import (
 )
 from attnlib.ops.triton.heuristics.tile_table import relevant_work_class
 from attnlib.ops.triton.heuristics.tiles import Tile, next_power_of_2
-from attnlib.ops.triton.kernels.packed import clear_counters_kernel, packed_decode_kernel
+from attnlib.ops.triton.kernels.packed import packed_decode_kernel
+from attnlib.ops.triton.kernels.packed_write import clear_counters_kernel
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.config import with_config

@@ -14,13 +14,12 @@ __all__ = ["append_kv_kernel"]
 
 # Lengths and tables are read one element at a time: their alignment must not select a compilation.
 @triton.jit(
-    do_not_specialize=[
-        "new_tokens", "max_blocks", "stride_table", "stride_kr", "stride_kt", "stride_kh",
-        "stride_vr", "stride_vt", "stride_vh", "stride_kcb", "stride_kcn", "stride_kch",
-        "stride_vcb", "stride_vcn", "stride_vch",
-    ],
+    do_not_specialize="""
+        new_tokens max_blocks stride_table stride_kr stride_kt stride_kh stride_vr stride_vt
+        stride_vh stride_kcb stride_kcn stride_kch stride_vcb stride_vcn stride_vch
+    """.split(),
     do_not_specialize_on_alignment=["cache_seqlens", "block_table", "seq_lens"],
-)  # fmt: skip
+)
 def append_kv_kernel(
     key, value, key_cache, value_cache, cache_seqlens, block_table, seq_lens, num_heads, new_tokens,
     max_blocks, stride_table, stride_kr, stride_kt, stride_kh, stride_vr, stride_vt, stride_vh,

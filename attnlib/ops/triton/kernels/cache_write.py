@@ -108,12 +108,12 @@ def store_heads(
 # Slices with arbitrary offsets, read one element at a time: their alignment must not select a
 # compilation.
 @triton.jit(
-    do_not_specialize=[
-        "stride_kt", "stride_kh", "stride_vt", "stride_vh", "stride_kcb", "stride_kcn",
-        "stride_kch", "stride_vcb", "stride_vcn", "stride_vch",
-    ],
+    do_not_specialize="""
+        stride_kt stride_kh stride_vt stride_vh stride_kcb stride_kcn stride_kch stride_vcb
+        stride_vcn stride_vch
+    """.split(),
     do_not_specialize_on_alignment=["slot_mapping", "k_scale", "v_scale"],
-)  # fmt: skip
+)
 def write_kv_kernel(
     key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, num_heads, stride_kt,
     stride_kh, stride_vt, stride_vh, stride_kcb, stride_kcn, stride_kch, stride_vcb, stride_vcn,

@@ -18,12 +18,12 @@ __all__ = ["context_attention_kernel"]
 
 
 @triton.jit(
-    do_not_specialize=[
-        "left", "right", "stride_qt", "stride_qh", "stride_kn", "stride_kh", "stride_vn",
-        "stride_vh", "stride_ot", "stride_oh",
-    ],
+    do_not_specialize="""
+        left right stride_qt stride_qh stride_kn stride_kh stride_vn stride_vh stride_ot
+        stride_oh
+    """.split(),
     do_not_specialize_on_alignment=["b_start_loc", "b_seq_len"],
-)  # fmt: skip
+)
 def context_attention_kernel(
     query, key, value, out, b_start_loc, b_seq_len, scale, left, right, stride_qt, stride_qh,
     stride_kn, stride_kh, stride_vn, stride_vh, stride_ot, stride_oh, CONFIG: tl.constexpr,

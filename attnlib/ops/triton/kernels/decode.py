@@ -154,11 +154,11 @@ def decode_kernel(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "num_splits", "num_tokens", "num_heads", "stride_ot", "stride_oh", "stride_lt",
-    ],
+    do_not_specialize="""
+        num_splits num_tokens num_heads stride_ot stride_oh stride_lt
+    """.split(),
     do_not_specialize_on_alignment=["sinks", "lse"],
-)  # fmt: skip
+)
 def combine_kernel(
     partials, sinks, out, lse, num_splits, num_tokens, num_heads, stride_ot, stride_oh, stride_lt,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,

@@ -11,13 +11,12 @@ __all__ = ["float8_copy_kernel"]
 
 
 @triton.jit(
-    do_not_specialize=[
-        "num_reqs", "num_rows", "stride_table",
-        "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh", "stride_ksb",
-        "stride_ksn", "stride_ksh", "stride_vsb", "stride_vsn", "stride_vsh",
-    ],
+    do_not_specialize="""
+        num_reqs num_rows stride_table stride_kb stride_kn stride_kh stride_vb stride_vn
+        stride_vh stride_ksb stride_ksn stride_ksh stride_vsb stride_vsn stride_vsh
+    """.split(),
     do_not_specialize_on_alignment=["seq_lens", "block_table", "starts", "k_scale", "v_scale"],
-)  # fmt: skip
+)
 def float8_copy_kernel(
     key, value, k_scale, v_scale, key_out, value_out, starts, seq_lens, block_table, num_reqs,
     num_rows, stride_table, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,

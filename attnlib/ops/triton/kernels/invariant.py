@@ -222,11 +222,11 @@ def invariant_kernel(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "num_splits", "num_tokens", "num_heads", "stride_ot", "stride_oh", "stride_lt",
-    ],
+    do_not_specialize="""
+        num_splits num_tokens num_heads stride_ot stride_oh stride_lt
+    """.split(),
     do_not_specialize_on_alignment=["sinks", "lse"],
-)  # fmt: skip
+)
 def invariant_combine_kernel(
     partials, sinks, out, lse, num_splits, num_tokens, num_heads, stride_ot, stride_oh, stride_lt,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr,

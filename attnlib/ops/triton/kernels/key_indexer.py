@@ -21,11 +21,10 @@ from attnlib.ops.triton.kernels.schedule import find_request
 
 __all__ = ["IndexConfig", "index_scores_kernel", "index_select_kernel"]
 
-_UNSPECIALIZED = [
-    "num_reqs", "first_tile", "local_blocks", "columns", "num_tokens", "num_entries",
-    "stride_table", "stride_qt", "stride_qh", "stride_wt", "stride_kb", "stride_kn", "stride_sb",
-    "stride_sn", "stride_ot", "stride_oh",
-]  # fmt: skip
+_UNSPECIALIZED = """
+    num_reqs first_tile local_blocks columns num_tokens num_entries stride_table stride_qt
+    stride_qh stride_wt stride_kb stride_kn stride_sb stride_sn stride_ot stride_oh
+""".split()
 _UNALIGNED = ["query_start_loc", "seq_lens", "block_table", "weights", "scales", "out"]
 
 

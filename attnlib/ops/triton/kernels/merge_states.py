@@ -16,11 +16,11 @@ __all__ = ["merge_partial_rows_kernel", "merge_states_kernel"]
 
 
 @triton.jit(
-    do_not_specialize=[
-        "stride_at", "stride_ah", "stride_bt", "stride_bh", "stride_ot", "stride_oh", "stride_la",
-        "stride_lb", "stride_lo",
-    ],
-)  # fmt: skip
+    do_not_specialize="""
+        stride_at stride_ah stride_bt stride_bh stride_ot stride_oh stride_la stride_lb
+        stride_lo
+    """.split(),
+)
 def merge_states_kernel(
     out_a, lse_a, out_b, lse_b, out, lse, num_heads, stride_at, stride_ah, stride_bt, stride_bh,
     stride_ot, stride_oh, stride_la, stride_lb, stride_lo, HAS_LSE: tl.constexpr, DV: tl.constexpr,
@@ -63,10 +63,10 @@ def merge_states_kernel(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "stride_ot", "stride_oh", "stride_lo", "stride_pt", "stride_ph", "stride_lp",
-    ],
-)  # fmt: skip
+    do_not_specialize="""
+        stride_ot stride_oh stride_lo stride_pt stride_ph stride_lp
+    """.split(),
+)
 def merge_partial_rows_kernel(
     out, lse, partial_out, partial_lse, partial_starts, partial_rows, num_heads, stride_ot,
     stride_oh, stride_lo, stride_pt, stride_ph, stride_lp, DV: tl.constexpr, DV_PAD: tl.constexpr,

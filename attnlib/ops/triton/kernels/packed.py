@@ -1,4 +1,4 @@
-"""Attention over the packed cache of vLLM's PagedAttention, and its cache write.
+"""Attention over the packed cache of vLLM's PagedAttention.
 
 A block of one KV head is contiguous in memory: keys `[D / X, N, X]`, where X elements are
 16 bytes, and values `[D, N]`. A tile of keys is loaded as `[pages, D / X, N, X]` and a tile of
@@ -25,6 +25,8 @@ from attnlib.ops.triton.kernels.arguments import (
     Rows,
     State,
     Tile,
+    View,
+    Work,
 )
 from attnlib.ops.triton.kernels.attend import empty_state, load_rows
 from attnlib.ops.triton.kernels.chunks import (
@@ -43,16 +45,11 @@ from attnlib.ops.triton.kernels.program import (
     store_results,
     value_scale,
 )
-from attnlib.ops.triton.kernels.quant import decode_kv, encode_fp8, load_scale
+from attnlib.ops.triton.kernels.quant import decode_kv
 from attnlib.ops.triton.kernels.schedule import balanced_tiles
 from attnlib.ops.triton.kernels.softmax import LOG2E, of_rows, online_softmax
 
-__all__ = [
-    "clear_counters_kernel",
-    "packed_decode_kernel",
-    "packed_prefill_kernel",
-    "packed_write_kernel",
-]
+__all__ = ["packed_decode_kernel", "packed_prefill_kernel"]
 
 
 class PackedCache(NamedTuple):
@@ -63,6 +60,15 @@ class PackedCache(NamedTuple):
     table: Any
     stride_kb: Any
     stride_vb: Any
+
+
+class NewTokens(NamedTuple):
+    """New keys and values of one KV head, and the strides of their tokens."""
+
+    key: Any
+    value: Any
+    stride_kt: Any
+    stride_vt: Any
 
 
 class Pattern(NamedTuple):
@@ -141,18 +147,16 @@ def _load_values(
 
 
 @triton.jit
-def _add_tile(
-    state, queries, k0, k1, v0, v1, keys, positions, visible, logits, MASKED: tl.constexpr,
-    CONFIG: tl.constexpr,
-):  # fmt: skip
-    """Return the softmax with one tile of keys and values [keys, D]."""
-    qk = tl.dot(queries[0], tl.trans(k0), input_precision="ieee")
+def _add_tile(state, work, elements, keys, visible, MASKED: tl.constexpr, CONFIG: tl.constexpr):
+    """Return the softmax with one tile: the chunks of its keys and of its values, [keys, D]."""
+    k0, k1, v0, v1 = elements
+    qk = tl.dot(work.queries[0], tl.trans(k0), input_precision="ieee")
     if CONFIG.D1 > 0:
-        qk = tl.dot(queries[1], tl.trans(k1), qk, input_precision="ieee")
-    scores = qk * of_rows(logits.scale)
+        qk = tl.dot(work.queries[1], tl.trans(k1), qk, input_precision="ieee")
+    scores = qk * of_rows(work.logits.scale)
     if CONFIG.HAS_ALIBI:
-        distance = tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
-        scores -= logits.slopes[:, None] * distance
+        distance = tl.abs(work.view.positions[:, None] - keys[None, :]).to(tl.float32)
+        scores -= work.logits.slopes[:, None] * distance
     scores = scores * LOG2E
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
@@ -169,13 +173,23 @@ def _add_tile(
 
 @triton.jit
 def _cached_tile(
-    state, queries, cache, pages, live, start, first, last, positions, visible, logits,
-    MASKED: tl.constexpr, ENDS: tl.constexpr, CONFIG: tl.constexpr,
-):  # fmt: skip
+    state,
+    work,
+    pages,
+    live,
+    start,
+    first,
+    last,
+    visible,
+    MASKED: tl.constexpr,
+    ENDS: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
     """Return the softmax with the cached key tile at `start`.
 
     MASKED: `visible` hides keys. ENDS: the tile has keys outside [first, last).
     """
+    cache = work.cache
     keys = start + tl.arange(0, CONFIG.BLOCK_N)
     inside = ((keys >= first) & (keys < last))[:, None]
     k0 = _load_keys(cache, pages, live, start, 0, CONFIG.D0, CONFIG)
@@ -190,9 +204,7 @@ def _cached_tile(
         v1 = _load_values(cache, pages, live, start, CONFIG.D0, CONFIG.D1, CONFIG)
         if ENDS:
             v1 = tl.where(inside, v1, 0.0)
-    return _add_tile(
-        state, queries, k0, k1, v0, v1, keys, positions, visible, logits, MASKED, CONFIG
-    )
+    return _add_tile(state, work, (k0, k1, v0, v1), keys, visible, MASKED, CONFIG)
 
 
 @triton.jit
@@ -247,49 +259,45 @@ def _open_cache(
 
 
 @triton.jit
-def _attend_split(
-    queries, rows, cache, logits, begin, end, seq_len, stripe, pattern, CONFIG: tl.constexpr
-):
+def _attend_split(work, begin, end, seq_len, stripe, pattern, CONFIG: tl.constexpr):
     """Return the softmax of the rows of a decode over the keys [begin, end)."""
-    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
-    positions = tl.zeros([BLOCK_M], tl.int32) + (seq_len - 1)
+    table = work.cache.table
     state = empty_state(CONFIG)
     # Whole tiles need no mask. The last tile of the request is masked and follows the loop.
     whole_end = end // BLOCK_N * BLOCK_N
-    pages, live = _load_pages(cache.table, begin, 0, end, CONFIG)
+    pages, live = _load_pages(table, begin, 0, end, CONFIG)
     for start in range(begin, whole_end, BLOCK_N):
         # Blocks are loaded one step ahead, so that keys and values never wait for the table.
-        next_pages, next_live = _load_pages(cache.table, start + BLOCK_N, 0, end, CONFIG)
+        next_pages, next_live = _load_pages(table, start + BLOCK_N, 0, end, CONFIG)
         keys = start + tl.arange(0, BLOCK_N)
         visible = (keys < end)[None, :]
         if CONFIG.SPARSE:
             visible = _sparse_visible(keys, stripe, seq_len, pattern)
         state = _cached_tile(
-            state, queries, cache, pages, live, start, 0, end, positions, visible, logits,
-            CONFIG.SPARSE, False, CONFIG)  # fmt: skip
+            state, work, pages, live, start, 0, end, visible, CONFIG.SPARSE, False, CONFIG
+        )
         pages = next_pages
         live = next_live
     if whole_end < end:
         # Loaded again: a use of the loop's last blocks would make each of its steps wait for the
         # blocks that it loads ahead.
-        pages, live = _load_pages(cache.table, whole_end, 0, end, CONFIG)
+        pages, live = _load_pages(table, whole_end, 0, end, CONFIG)
         keys = whole_end + tl.arange(0, BLOCK_N)
         visible = (keys < end)[None, :]
         if CONFIG.SPARSE:
             visible = visible & _sparse_visible(keys, stripe, seq_len, pattern)
         state = _cached_tile(
-            state, queries, cache, pages, live, whole_end, 0, end, positions, visible, logits, True,
-            True, CONFIG)  # fmt: skip
+            state, work, pages, live, whole_end, 0, end, visible, True, True, CONFIG
+        )
     return state
 
 
-_UNSPECIALIZED = [
-    "left", "num_reqs", "num_tokens", "stride_qt", "stride_qh", "stride_kt", "stride_kth",
-    "stride_vt", "stride_vth", "stride_kb", "stride_kh", "stride_vb", "stride_vh", "stride_ot",
-    "stride_oh", "stride_table", "num_splits", "num_heads", "sparse_local", "sparse_stride",
-    "sparse_block", "sparse_step", "sparse_first",
-]  # fmt: skip
+_UNSPECIALIZED = """
+    left num_reqs num_tokens stride_qt stride_qh stride_kt stride_kth stride_vt stride_vth
+    stride_kb stride_kh stride_vb stride_vh stride_ot stride_oh stride_table num_splits num_heads
+    sparse_local sparse_stride sparse_block sparse_step sparse_first
+""".split()
 _UNALIGNED = ["query_start_loc", "seq_lens", "block_table", "alibi_slopes", "k_scale", "v_scale"]
 
 
@@ -335,9 +343,11 @@ def packed_decode_kernel(
     cache = _open_cache(
         key, value, block_table, request, kv_head, stride_kb, stride_kh, stride_vb, stride_vh,
         stride_table, CONFIG)  # fmt: skip
-    state = _attend_split(
-        queries, rows, cache, logits, begin, end, seq_len, stripe, pattern, CONFIG
-    )
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    positions = tl.zeros([BLOCK_M], tl.int32) + (seq_len - 1)
+    view = View(seq_len - 1, positions, 0, 0)
+    work = Work(queries, rows, request, cache, logits, view)
+    state = _attend_split(work, begin, end, seq_len, stripe, pattern, CONFIG)
     v_factor = value_scale(v_scale, kv_head, CONFIG)
     parts = divide_results(partials, num_reqs, num_heads, num_splits, 1, CONFIG)
     if CONFIG.SPLIT:
@@ -353,22 +363,19 @@ def packed_decode_kernel(
 
 
 @triton.jit
-def _attend_context(
-    state, queries, rows, cache, logits, positions, row_first, first, context, CONFIG: tl.constexpr
-):
+def _attend_context(state, work, first, context, CONFIG: tl.constexpr):
     """Return the softmax with the cached context: every row sees all of it, unless a window hides
     its beginning."""
+    table = work.cache.table
     begin = first // CONFIG.BLOCK_N * CONFIG.BLOCK_N
-    pages, live = _load_pages(cache.table, begin, first, context, CONFIG)
+    pages, live = _load_pages(table, begin, first, context, CONFIG)
     for start in range(begin, context, CONFIG.BLOCK_N):
-        next_pages, next_live = _load_pages(
-            cache.table, start + CONFIG.BLOCK_N, first, context, CONFIG
-        )
+        next_pages, next_live = _load_pages(table, start + CONFIG.BLOCK_N, first, context, CONFIG)
         keys = start + tl.arange(0, CONFIG.BLOCK_N)
-        visible = (keys[None, :] >= row_first[:, None]) & (keys < context)[None, :]
+        visible = (keys[None, :] >= work.view.row_first[:, None]) & (keys < context)[None, :]
         state = _cached_tile(
-            state, queries, cache, pages, live, start, first, context, positions, visible, logits,
-            True, True, CONFIG)  # fmt: skip
+            state, work, pages, live, start, first, context, visible, True, True, CONFIG
+        )
         pages = next_pages
         live = next_live
     return state
@@ -386,29 +393,26 @@ def _load_new(
 
 
 @triton.jit
-def _attend_new(
-    state, queries, tile, new_keys, new_values, stride_kt, stride_vt, logits, positions, row_first,
-    first, context, CONFIG: tl.constexpr,
-):  # fmt: skip
+def _attend_new(state, work, tile, new, first, context, CONFIG: tl.constexpr):
     """Return the softmax with the new tokens, up to the last one of this tile."""
+    view = work.view
     new_end = tl.minimum(tile.first_token + CONFIG.TILE_TOKENS, tile.query_len)
     new_begin = tl.maximum(first - context, 0) // CONFIG.BLOCK_N * CONFIG.BLOCK_N
     for start in range(new_begin, new_end, CONFIG.BLOCK_N):
         index = start + tl.arange(0, CONFIG.BLOCK_N)
         inside = index < new_end
         new_rows = (tile.start + index).to(tl.int64)
-        k0 = _load_new(new_keys, new_rows, stride_kt, inside, 0, CONFIG.D0, CONFIG)
-        v0 = _load_new(new_values, new_rows, stride_vt, inside, 0, CONFIG.D0, CONFIG)
+        k0 = _load_new(new.key, new_rows, new.stride_kt, inside, 0, CONFIG.D0, CONFIG)
+        v0 = _load_new(new.value, new_rows, new.stride_vt, inside, 0, CONFIG.D0, CONFIG)
         k1 = k0
         v1 = v0
         if CONFIG.D1 > 0:
-            k1 = _load_new(new_keys, new_rows, stride_kt, inside, CONFIG.D0, CONFIG.D1, CONFIG)
-            v1 = _load_new(new_values, new_rows, stride_vt, inside, CONFIG.D0, CONFIG.D1, CONFIG)
+            k1 = _load_new(new.key, new_rows, new.stride_kt, inside, CONFIG.D0, CONFIG.D1, CONFIG)
+            v1 = _load_new(new.value, new_rows, new.stride_vt, inside, CONFIG.D0, CONFIG.D1, CONFIG)
         keys = context + index
-        visible = (keys[None, :] >= row_first[:, None]) & (keys[None, :] <= positions[:, None])
-        state = _add_tile(
-            state, queries, k0, k1, v0, v1, keys, positions, visible, logits, True, CONFIG
-        )
+        visible = keys[None, :] >= view.row_first[:, None]
+        visible = visible & (keys[None, :] <= view.positions[:, None])
+        state = _add_tile(state, work, (k0, k1, v0, v1), keys, visible, True, CONFIG)
     return state
 
 
@@ -452,9 +456,7 @@ def packed_prefill_kernel(
     if first_token >= query_len:
         return
     context = tl.load(seq_lens + request).to(tl.int32) - query_len
-    tile = Tile(
-        request, kv_head, head_offset, start_token, first_token, 0, query_len, context + query_len,
-        0)  # fmt: skip
+    tile = Tile(request, kv_head, head_offset, start_token, first_token, 0, query_len, 0, 0)
     rows = make_rows(tile, query_len, CONFIG)
     cached_scale, slopes, _ = row_scores(
         rows, kv_head, scale, k_scale, alibi_slopes, None, 0, CONFIG
@@ -474,81 +476,16 @@ def packed_prefill_kernel(
     cache = _open_cache(
         key, value, block_table, request, kv_head, stride_kb, stride_kh, stride_vb, stride_vh,
         stride_table, CONFIG)  # fmt: skip
-    state = _attend_context(
-        empty_state(CONFIG), queries, rows, cache, cached, positions, row_first, first, context,
-        CONFIG)  # fmt: skip
+    view = View(context, positions, row_first, 0)
+    work = Work(queries, rows, request, cache, cached, view)
+    state = _attend_context(empty_state(CONFIG), work, first, context, CONFIG)
     v_factor = value_scale(v_scale, kv_head, CONFIG)
     acc0, acc1 = state.sums
     state = State((acc0 * v_factor, acc1 * v_factor), state.row_max, state.row_sum)
     kv_head64 = kv_head.to(tl.int64)
-    state = _attend_new(
-        state, queries, tile, new_key + kv_head64 * stride_kth, new_value + kv_head64 * stride_vth,
-        stride_kt, stride_vt, logits, positions, row_first, first, context, CONFIG)  # fmt: skip
+    new_key += kv_head64 * stride_kth
+    new_value += kv_head64 * stride_vth
+    new = NewTokens(new_key, new_value, stride_kt, stride_vt)
+    work = Work(queries, rows, request, cache, logits, view)
+    state = _attend_new(state, work, tile, new, first, context, CONFIG)
     store_results(output, rows, state, None, 1.0, CONFIG)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "stride_kt", "stride_kth", "stride_vt", "stride_vth", "stride_kb", "stride_kh", "stride_vb",
-        "stride_vh",
-    ],
-    do_not_specialize_on_alignment=["slot_mapping", "k_scale", "v_scale"],
-)  # fmt: skip
-def packed_write_kernel(
-    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, num_elements, stride_kt,
-    stride_kth, stride_vt, stride_vth, stride_kb, stride_kh, stride_vb, stride_vh,
-    BLOCK_SIZE: tl.constexpr, D: tl.constexpr, X: tl.constexpr, BLOCK: tl.constexpr,
-    K_SCALE_KIND: tl.constexpr, V_SCALE_KIND: tl.constexpr, FP8: tl.constexpr, E5M2: tl.constexpr,
-    VEC_K: tl.constexpr, VEC_V: tl.constexpr, VEC_KC: tl.constexpr, VEC_VC: tl.constexpr,
-):  # fmt: skip
-    """Write keys and values of one token. Grid: (tokens, blocks of BLOCK elements)."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token).to(tl.int64)
-    # A negative slot writes nothing (P4).
-    if slot >= 0:
-        block = slot // BLOCK_SIZE
-        within = slot % BLOCK_SIZE
-        elements = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        mask = elements < num_elements
-        heads = (elements // D).to(tl.int64)
-        lanes = elements % D
-        rows = aligned(token * stride_kt + heads * stride_kth, VEC_K)
-        k = tl.load(key + rows + lanes, mask=mask, other=0.0)
-        rows = aligned(token * stride_vt + heads * stride_vth, VEC_V)
-        v = tl.load(value + rows + lanes, mask=mask, other=0.0)
-        k_target = key_cache + aligned(block * stride_kb + heads * stride_kh, VEC_KC)
-        k_target += lanes // X * (BLOCK_SIZE * X) + within * X + lanes % X
-        v_target = value_cache + aligned(block * stride_vb + heads * stride_vh, VEC_VC)
-        v_target += lanes * BLOCK_SIZE + within
-        if FP8:
-            # Round-to-nearest division: the stored bits are then the same on every chip.
-            k_divisor = _scales(k_scale, heads, mask, K_SCALE_KIND)
-            v_divisor = _scales(v_scale, heads, mask, V_SCALE_KIND)
-            k = encode_fp8(tl.math.div_rn(k.to(tl.float32), k_divisor), E5M2)
-            v = encode_fp8(tl.math.div_rn(v.to(tl.float32), v_divisor), E5M2)
-            tl.store(k_target, k, mask=mask)
-            tl.store(v_target, v, mask=mask)
-        else:
-            tl.store(k_target, k.to(key_cache.dtype.element_ty), mask=mask)
-            tl.store(v_target, v.to(value_cache.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _scales(scale, heads, mask, KIND: tl.constexpr):
-    """Return the scale of each element's head."""
-    if KIND == 2:
-        values = tl.load(scale + heads, mask=mask, other=1.0)
-    else:
-        values = tl.zeros(heads.shape, tl.float32) + load_scale(scale, 0, KIND)
-    return values
-
-
-@triton.jit(do_not_specialize=["number"])
-def clear_counters_kernel(counters, number, SIZE: tl.constexpr, PDL: tl.constexpr):
-    """Set the counters of the Hopper decode to 0. One program."""
-    if PDL:
-        # The grid before may still use this memory; the decode waits for the zeros by itself.
-        gdc_wait()
-        gdc_launch_dependents()
-    lanes = tl.arange(0, SIZE)
-    tl.store(counters + lanes, tl.zeros([SIZE], tl.int32), mask=lanes < number)

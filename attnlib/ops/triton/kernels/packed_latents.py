@@ -41,11 +41,11 @@ _GROUPS: tl.constexpr = tl.constexpr(4)
 
 
 @triton.jit(
-    do_not_specialize=[
-        "stride_t", "stride_eb", "stride_en", "stride_sb", "stride_sn", "stride_rb", "stride_rn",
-    ],
+    do_not_specialize="""
+        stride_t stride_eb stride_en stride_sb stride_sn stride_rb stride_rn
+    """.split(),
     do_not_specialize_on_alignment=["slot_mapping"],
-)  # fmt: skip
+)
 def packed_latent_write_kernel(
     latents, elements, scales, rotary, slot_mapping, stride_t, stride_eb, stride_en, stride_sb,
     stride_sn, stride_rb, stride_rn, BLOCK_SIZE: tl.constexpr, VEC: tl.constexpr,
@@ -166,16 +166,15 @@ def _attend_latents(state, queries, cache, keys, rows, request, logits, CONFIG: 
 
 
 @triton.jit(
-    do_not_specialize=[
-        "left", "right", "chunk", "num_reqs", "num_tokens", "num_heads", "num_entries",
-        "num_splits", "stride_lists", "stride_table", "stride_qt", "stride_qh", "stride_eb",
-        "stride_en", "stride_sb", "stride_sn", "stride_rb", "stride_rn", "stride_ot", "stride_oh",
-        "stride_lt",
-    ],
-    do_not_specialize_on_alignment=[
-        "query_start_loc", "seq_lens", "block_table", "indices", "sinks", "lse",
-    ],
-)  # fmt: skip
+    do_not_specialize="""
+        left right chunk num_reqs num_tokens num_heads num_entries num_splits stride_lists
+        stride_table stride_qt stride_qh stride_eb stride_en stride_sb stride_sn stride_rb
+        stride_rn stride_ot stride_oh stride_lt
+    """.split(),
+    do_not_specialize_on_alignment="""
+        query_start_loc seq_lens block_table indices sinks lse
+    """.split(),
+)
 def packed_latent_kernel(
     query, elements, scales, rotary, out, partials, query_start_loc, seq_lens, block_table, indices,
     sinks, lse, scale, soft_cap, left, right, chunk, num_reqs, num_tokens, num_heads, num_entries,

@@ -235,13 +235,12 @@ def _slot(base, slot, stride_b, stride_n, VEC: tl.constexpr, CONFIG: tl.constexp
 
 
 @triton.jit(
-    do_not_specialize=[
-        "stride_kt", "stride_kh", "stride_vt", "stride_vh", "stride_kcb", "stride_kcn",
-        "stride_kch", "stride_vcb", "stride_vcn", "stride_vch", "stride_ksb", "stride_ksn",
-        "stride_ksh", "stride_vsb", "stride_vsn", "stride_vsh",
-    ],
+    do_not_specialize="""
+        stride_kt stride_kh stride_vt stride_vh stride_kcb stride_kcn stride_kch stride_vcb
+        stride_vcn stride_vch stride_ksb stride_ksn stride_ksh stride_vsb stride_vsn stride_vsh
+    """.split(),
     do_not_specialize_on_alignment=["slot_mapping", "k_scale", "v_scale"],
-)  # fmt: skip
+)
 def write_pages_kernel(
     key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, num_heads, stride_kt,
     stride_kh, stride_vt, stride_vh, stride_kcb, stride_kcn, stride_kch, stride_vcb, stride_vcn,

@@ -36,20 +36,19 @@ __all__ = [
     "value_scale",
 ]
 
-UNSPECIALIZED = [
-    "num_reqs", "num_tokens", "left", "right", "chunk", "stride_qt", "stride_qh", "stride_kb",
-    "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh", "stride_ot", "stride_oh",
-    "stride_lt", "stride_bt", "stride_table", "num_splits", "num_tiles", "num_heads",
-    "stride_ksb", "stride_ksn", "stride_ksh", "stride_vsb", "stride_vsn", "stride_vsh",
-    "rows0", "columns0", "rows1", "columns1", "rows2", "columns2", "rows3", "columns3",
-]  # fmt: skip
+UNSPECIALIZED = """
+    num_reqs num_tokens left right chunk stride_qt stride_qh stride_kb stride_kn stride_kh
+    stride_vb stride_vn stride_vh stride_ot stride_oh stride_lt stride_bt stride_table num_splits
+    num_tiles num_heads stride_ksb stride_ksn stride_ksh stride_vsb stride_vsn stride_vsh rows0
+    columns0 rows1 columns1 rows2 columns2 rows3 columns3
+""".split()
 """Parameters of the attention kernels whose values must not select a compilation, because they
 change from step to step."""
 
-UNALIGNED = [
-    "query_start_loc", "seq_lens", "causal_flags", "block_table", "alibi_slopes", "sinks", "bias",
-    "k_scale", "v_scale", "lse", "aux0", "aux1", "aux2", "aux3",
-]  # fmt: skip
+UNALIGNED = """
+    query_start_loc seq_lens causal_flags block_table alibi_slopes sinks bias k_scale v_scale lse
+    aux0 aux1 aux2 aux3
+""".split()
 """Pointers whose alignment must not select a compilation: slices of a batch with arbitrary
 offsets."""
 

@@ -170,13 +170,13 @@ def _rotate_heads(
 # Slices with arbitrary offsets, read one element at a time: their alignment must not select a
 # compilation.
 @triton.jit(
-    do_not_specialize=[
-        "num_slots", "stride_qt", "stride_qh", "stride_kt", "stride_kh", "stride_vt", "stride_vh",
-        "stride_ot", "stride_oh", "stride_ct", "stride_nt", "stride_kcb", "stride_kcn",
-        "stride_kch", "stride_vcb", "stride_vcn", "stride_vch",
-    ],
+    do_not_specialize="""
+        num_slots stride_qt stride_qh stride_kt stride_kh stride_vt stride_vh stride_ot
+        stride_oh stride_ct stride_nt stride_kcb stride_kcn stride_kch stride_vcb stride_vcn
+        stride_vch
+    """.split(),
     do_not_specialize_on_alignment=["slot_mapping", "k_scale", "v_scale"],
-)  # fmt: skip
+)
 def rotate_and_write_kernel(
     query, key, value, out, key_cache, value_cache, slot_mapping, cos, sin, q_weight, k_weight,
     k_scale, v_scale, q_eps, k_eps, num_slots, num_heads, num_kv_heads, stride_qt, stride_qh,

@@ -48,12 +48,11 @@ from attnlib.ops.triton.kernels.softmax import online_softmax, transform_scores
 
 __all__ = ["selected_kernel"]
 
-_UNSPECIALIZED = [
-    "num_reqs", "num_tokens", "num_heads", "num_entries", "num_tiles", "num_splits", "left",
-    "right", "chunk", "stride_lists", "stride_list_head", "stride_table", "stride_qt", "stride_qh",
-    "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh", "stride_ot",
-    "stride_oh", "stride_lt",
-]  # fmt: skip
+_UNSPECIALIZED = """
+    num_reqs num_tokens num_heads num_entries num_tiles num_splits left right chunk stride_lists
+    stride_list_head stride_table stride_qt stride_qh stride_kb stride_kn stride_kh stride_vb
+    stride_vn stride_vh stride_ot stride_oh stride_lt
+""".split()
 _UNALIGNED = [
     "query_start_loc", "seq_lens", "causal_flags", "block_table", "indices", "list_starts",
     "alibi_slopes", "sinks", "k_scale", "v_scale", "lse",
