@@ -16,8 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import check_starts
 from attnlib.ops.dispatch import operation
-from attnlib.ops.minivllm import flash_attention_prefill, paged_attention_decode, store_kvcache
+from attnlib.ops.minivllm import (
+    check_cache,
+    check_table,
+    flash_attention_prefill,
+    paged_attention_decode,
+    store_kvcache,
+)
 from attnlib.ops.params import AttentionParams
 
 __all__ = [
@@ -139,6 +146,7 @@ class Attention(nn.Module):
         k = k.view(-1, self.num_kv_heads, self.head_dim)
         v = v.view(-1, self.num_kv_heads, self.head_dim)
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
+        self._check_step(q, context)
         if self.k_cache.numel() and context.slot_mapping is not None:
             store_kvcache(k, v, self.k_cache, self.v_cache, context.slot_mapping, self.block_size)
         if context.is_prefill and context.block_tables is not None:
@@ -153,6 +161,28 @@ class Attention(nn.Module):
                 self.block_size,
             )  # fmt: skip
         return output.flatten(1)
+
+    def _check_step(self, q: Tensor, context: Context) -> None:
+        """Check what is read from the cache before anything is written to it."""
+        if context.is_prefill and context.block_tables is None:
+            starts = _required("cu_seqlens_q", context.cu_seqlens_q)
+            check_starts("cu_seqlens_q", starts, q.shape[0])
+            return
+        table, requests, lengths = context.block_tables, q.shape[0], context.context_lens
+        if context.is_prefill:
+            starts = _required("cu_seqlens_q", context.cu_seqlens_q)
+            ends = starts if context.cu_seqlens_k is None else context.cu_seqlens_k
+            if starts.dim() != 1 or starts.shape != ends.shape or not starts.shape[0]:
+                raise ContractError(
+                    f"cu_seqlens_q {tuple(starts.shape)} and cu_seqlens_k {tuple(ends.shape)} must "
+                    "be [R + 1]"
+                )
+            check_starts("cu_seqlens_q", starts, q.shape[0])
+            check_starts("cu_seqlens_k", ends, None)
+            requests, lengths = starts.shape[0] - 1, ends[1:] - ends[:-1]
+        check_cache(self.k_cache, self.v_cache, self.block_size)
+        table, lengths = _required("block_tables", table), _required("context_lens", lengths)
+        check_table(self.k_cache, requests, table, lengths)
 
     def _prefill_over_cache(self, q: Tensor, context: Context) -> Tensor:
         """New tokens over a cached prefix and each other, which the cache holds already."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import are_readable, check_lengths
 from attnlib.ops.dispatch import operation
 from attnlib.ops.params import AttentionParams
 
@@ -47,7 +48,8 @@ def context_attention_fwd(
         sliding_window_k: how far after its own position a token sees; None or 0 is unbounded.
 
     Raises:
-        ContractError: tensors whose shapes do not fit each other.
+        ContractError: tensors whose shapes do not fit each other, or, on a CPU and under
+            ATTNLIB_VALIDATE, sequences outside of the tokens or longer than `max_input_len`.
     """
     tokens, num_heads, head_size = q.shape
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, o {tuple(o.shape)}"
@@ -66,6 +68,7 @@ def context_attention_fwd(
             f"b_start_loc {tuple(b_start_loc.shape)} and b_seq_len {tuple(b_seq_len.shape)} must "
             "have one element per sequence, [R]"
         )
+    _check_sequences(b_start_loc, b_seq_len, tokens, max_input_len)
     params = AttentionParams(
         scale=head_size**-0.5 if softmax_scale is None else softmax_scale,
         causal=is_causal,
@@ -74,6 +77,19 @@ def context_attention_fwd(
     operation("context_attention", "context_attention", q)(
         q, k, v, b_start_loc, b_seq_len, params, max_seq_len=max_input_len, out=o
     )
+
+
+def _check_sequences(starts: Tensor, lengths: Tensor, tokens: int, longest: int) -> None:
+    """Whether every sequence is inside the tokens and its bound."""
+    if starts.is_floating_point() or lengths.is_floating_point():
+        raise ContractError(
+            f"b_start_loc is {starts.dtype} and b_seq_len {lengths.dtype}; both must be integers"
+        )
+    check_lengths("b_seq_len", lengths, longest, "max_input_len")
+    check_lengths("b_start_loc", starts, tokens, "the tokens")
+    if are_readable(starts):
+        ends = starts + lengths
+        check_lengths("b_start_loc + b_seq_len", ends, tokens, "the tokens")
 
 
 def get_block_size(dtype: torch.dtype) -> int:

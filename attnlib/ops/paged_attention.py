@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.block_moves import swap_tensor_blocks
+from attnlib.ops.addresses import check_block_table, check_slot_values, check_starts
+from attnlib.ops.block_moves import checked_pairs, swap_tensor_blocks
 from attnlib.ops.block_sparse import BlockSparsePattern
 from attnlib.ops.dispatch import operation
 from attnlib.ops.packed_cache import typed_cache
@@ -104,11 +105,15 @@ class PagedAttention:
             kv_cache_dtype: what uint8 caches hold: "fp8", "fp8_e4m3" or "fp8_e5m2".
             k_scale: scale of a float8 key cache, a float, a 0-d or `[Hkv]` tensor.
             v_scale: the same for values.
+
+        Raises:
+            ContractError: on a CPU and under ATTNLIB_VALIDATE, a slot past the cache.
         """
         key_cache = typed_cache(key_cache, kv_cache_dtype)
         value_cache = typed_cache(value_cache, kv_cache_dtype)
         if key_cache.dtype.itemsize > 1:
             k_scale = v_scale = 1.0  # a plain cache has no scales
+        check_slot_values(slot_mapping.flatten(), value_cache.shape[0] * value_cache.shape[3])
         operation("packed_attention", "packed_write", key)(
             key, value, key_cache, value_cache, slot_mapping.flatten().long(),
             k_scale=k_scale, v_scale=v_scale,
@@ -159,10 +164,12 @@ class PagedAttention:
             `[R, Hq, D]`.
 
         Raises:
-            ContractError: a sparse block that is not a whole number of cache blocks.
+            ContractError: a sparse block that is not a whole number of cache blocks, or, on a CPU
+                and under ATTNLIB_VALIDATE, blocks outside of the cache.
         """
         key_cache = typed_cache(key_cache, kv_cache_dtype)
         value_cache = typed_cache(value_cache, kv_cache_dtype)
+        _check_blocks(value_cache, block_tables, seq_lens)
         pattern = None
         if (blocksparse_vert_stride or 0) > 1:
             pattern = BlockSparsePattern(
@@ -216,9 +223,15 @@ class PagedAttention:
 
         Returns:
             `[T, Hq, D]`; rows at or past `query_start_loc[-1]` are 0.
+
+        Raises:
+            ContractError: on a CPU and under ATTNLIB_VALIDATE, blocks outside of the cache, and
+                offsets that decrease or end past the queries.
         """
         key_cache = typed_cache(key_cache, kv_cache_dtype)
         value_cache = typed_cache(value_cache, kv_cache_dtype)
+        _check_blocks(value_cache, block_tables, seq_lens_tensor)
+        check_starts("query_start_loc", query_start_loc, query.shape[0])
         left = sliding_window - 1 if sliding_window is not None and sliding_window > 0 else -1
         scale = float(query.shape[-1] ** -0.5)
         out = torch.empty_like(query)
@@ -248,8 +261,15 @@ class PagedAttention:
     @staticmethod
     def copy_blocks(kv_caches: list[Tensor], src_to_dists: Tensor) -> None:
         """Copy whole blocks within the cache of each layer; see `swap_blocks`."""
+        for kv_cache in kv_caches:  # all are checked before the first is written
+            checked_pairs(src_to_dists, kv_cache.shape[1], kv_cache.shape[1])
         for kv_cache in kv_caches:
             PagedAttention.swap_blocks(kv_cache, kv_cache, src_to_dists)
+
+
+def _check_blocks(value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor) -> None:
+    """Whether the blocks of sequences exist; values on a CPU and under ATTNLIB_VALIDATE."""
+    check_block_table(block_tables, seq_lens, value_cache.shape[3], value_cache.shape[0])
 
 
 def _params(

@@ -107,3 +107,21 @@ def test_shapes_that_do_not_fit() -> None:
         context_attention_fwd(q, k, k, q.clone(), lens, lens, 4)
     with pytest.raises(ContractError, match="one element per sequence"):
         context_attention_fwd(q, q, q, q.clone(), torch.tensor([0, 1]), lens, 4)
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "message"),
+    [
+        ([0, 5], [4, 4], r"b_start_loc \+ b_seq_len\[1\]=9 must be from 0 to 8"),
+        ([0, -1], [4, 4], r"b_start_loc\[1\]=-1"),
+        ([0, 4], [4, -1], r"b_seq_len\[1\]=-1"),
+        ([0, 0], [4, 8], r"b_seq_len\[1\]=8 must be from 0 to 6, max_input_len"),
+    ],
+)
+def test_sequences_outside_of_the_tokens_are_refused(
+    start: list[int], length: list[int], message: str
+) -> None:
+    q, kv, out = torch.zeros(8, HEADS, 16), torch.zeros(8, KV_HEADS, 16), torch.ones(8, HEADS, 16)
+    with pytest.raises(ContractError, match=message):
+        context_attention_fwd(q, kv, kv, out, torch.tensor(start), torch.tensor(length), 6)
+    assert bool((out == 1).all())

@@ -103,3 +103,28 @@ def test_wrong_sizes_are_refused_by_name() -> None:
         paged_attention_decode(
             query, cache, cache, table, lens.int(), 1.0, HEADS, KV_HEADS, 64, BLOCK
         )
+
+
+def test_addresses_outside_of_the_cache_are_refused() -> None:
+    """P3, P4: on a CPU before anything is written."""
+    cache = torch.zeros(2, BLOCKS, BLOCK, KV_HEADS, SIZE)
+    key, query = torch.ones(2, KV_HEADS, SIZE), torch.zeros(2, HEADS, SIZE)
+    for slots, message in (([0, BLOCKS * BLOCK], "is outside the cache of 80"), ([0, 1, 2], "has")):
+        with pytest.raises(ContractError, match=message):
+            store_kvcache(key, key, *cache, torch.tensor(slots), BLOCK)
+    with pytest.raises(ContractError, match="value has shape"):
+        store_kvcache(key, key[..., :4], *cache, torch.tensor([0, 1]), BLOCK)
+    assert not cache.any()
+    with pytest.raises(ContractError, match="cu_seqlens ends at 3, past the 2 rows"):
+        flash_attention_prefill(query, key, key, starts(3), 1.0, HEADS, KV_HEADS, SIZE)
+    for table, lens, message in (
+        ([[0], [BLOCKS]], [1, 1], r"block_table\[1\]\[0\]=10 is outside"),
+        ([[0], [-1]], [1, 1], r"block_table\[1\]\[0\]=-1 is outside"),
+        ([[0], [1]], [1, 9], r"context_lens\[1\]=9 needs 2 blocks"),
+        ([[0]], [1], r"must be \[2, blocks\]"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            paged_attention_decode(
+                query, *cache, torch.tensor(table), torch.tensor(lens), 1.0, HEADS, KV_HEADS, SIZE,
+                BLOCK,
+            )  # fmt: skip

@@ -346,3 +346,28 @@ def test_naive_reference_agrees_with_torch() -> None:
         ~mask, -math.inf
     )
     torch.testing.assert_close(lse, torch.logsumexp(scores, -1).t(), atol=1e-12, rtol=1e-12)
+
+
+def test_addresses_outside_of_the_cache_are_refused() -> None:
+    """P3, P4: on a CPU before anything is written."""
+    shape = PagedAttention.get_kv_cache_shape(2, BLOCK, KV_HEADS, SIZE)
+    cache = torch.zeros(shape)
+    views = PagedAttention.split_kv_cache(cache, KV_HEADS, SIZE)
+    key = torch.ones(1, KV_HEADS, SIZE)
+    with pytest.raises(ContractError, match=r"slot_mapping\[0\]=16 is outside the cache of 16"):
+        PagedAttention.write_to_paged_cache(key, key, *views, torch.tensor([16]), "auto", 1.0, 1.0)
+    table, lens = torch.tensor([[0, 2]]), torch.tensor([9])
+    query = torch.zeros(1, HEADS, SIZE)
+    with pytest.raises(ContractError, match=r"block_table\[0\]\[1\]=2 is outside the pool of 2"):
+        PagedAttention.forward_decode(
+            query, *views, table, lens, 9, "auto", KV_HEADS, 1.0, None, 1.0, 1.0
+        )
+    with pytest.raises(ContractError, match="query_start_loc ends at 2, past the 1 rows"):
+        PagedAttention.forward_prefix(
+            query, key, key, "auto", *views, torch.tensor([[0, 1]]), torch.tensor([0, 2]), lens, 2,
+            None, None, 1.0, 1.0,
+        )  # fmt: skip
+    other = torch.ones(2, 1, *shape[2:])
+    with pytest.raises(ContractError, match="block 1 .* is outside the pool of 1"):
+        PagedAttention.copy_blocks([cache, other], torch.tensor([[0, 1]]))
+    assert not cache.any()
