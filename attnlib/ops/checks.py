@@ -58,6 +58,10 @@ def vector_elements(name: str, tensor: Tensor) -> int:
             f"{name} has last stride {strides[-1]}; make its last dimension dense", rule="P1"
         )
     elements = 16 // tensor.element_size()
-    outer = [stride for stride, size in zip(strides[-3:-1], shape[-3:-1], strict=True) if size > 1]
-    blocks = strides[:-3]
-    return elements if all(stride % elements == 0 for stride in (*blocks, *outer)) else 1
+    for stride in strides[:-3]:
+        if stride % elements:
+            return 1
+    for stride, size in zip(strides[-3:-1], shape[-3:-1], strict=True):
+        if size > 1 and stride % elements:
+            return 1
+    return elements

@@ -112,7 +112,7 @@ class StepLaunches:
         self.workspace_bytes = 0 if decode is None else decode.workspace_bytes
         parts = [part for part in (decode, prefill) if part is not None]
         writes = () if write is None or write.launch is None else (write.launch,)
-        of_parts = (kernel for part in parts for kernel in part.kernels)
+        of_parts = [kernel for part in parts for kernel in part.kernels]
         self._kernels: tuple[BoundLaunch, ...] = (*writes, *of_parts)
         self.hooks = [kernel.hooks for kernel in self._kernels]
         self.needs_alignment = any(part.needs_alignment for part in parts)
@@ -123,8 +123,8 @@ class StepLaunches:
         self.rows_aligned = not any(self.row_offsets.get(x, 0) & ALIGNMENT for x in (QUERY, OUT))
         self._fixed = fixed
         self._num_values = num_values
-        given = tuple(number for number in range(num_values) if number not in fixed)
-        self.of_layer = given[VALUE + 1 :]
+        given = [number for number in range(num_values) if number not in fixed]
+        self.of_layer = tuple(given[VALUE + 1 :])
         self.template: Any = None
 
     def make_template(self, written: Launches | None = None) -> Any:

@@ -149,10 +149,13 @@ class BoundLaunch:
             assert self._direct is not None  # the caller has checked `is_direct`
             return self._direct.bind(self._grid, arguments)
 
+        slots = [number for number, x in enumerate(arguments) if isinstance(x, Source)]
+
         def by_triton(stream: int, *changing: Any) -> None:
-            given = iter(changing)
-            filled = tuple(next(given) if isinstance(x, Source) else x for x in arguments)
-            self.by_triton(filled, aligned)
+            filled = list(arguments)
+            for slot, value in zip(slots, changing, strict=True):
+                filled[slot] = value
+            self.by_triton(tuple(filled), aligned)
 
         return by_triton
 
