@@ -610,8 +610,9 @@ def _convert(format_name: str | None = None) -> None:
         *views, *(scales if format_name else (None, None)), *outputs, lengths, lengths[:2], table,
         2, 32, 4, *views[0].stride()[:3], *views[1].stride()[:3], *strides, NUM_KV_HEADS=heads,
         D=size, DV=size, D_PAD=size, DV_PAD=size, WORDS=words[0], WORDS_PAD=words[1],
-        DV_WORDS=words[0], DV_WORDS_PAD=words[1], BLOCK_SIZE=16, KIND=kind, PTX=0, VEC_K=8,
-        VEC_V=8, TOKENS=32, num_warps=4,
+        DV_WORDS=words[0], DV_WORDS_PAD=words[1], BLOCK_SIZE=16, KIND=kind, PTX=0,
+        VEC_K=16 // views[0].element_size(), VEC_V=16 // views[1].element_size(), TOKENS=32,
+        num_warps=4,
     )  # fmt: skip
 
 

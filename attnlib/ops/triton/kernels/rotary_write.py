@@ -31,7 +31,7 @@ class RotaryConfig(NamedTuple):
         Q_BLOCKS, KV_BLOCKS: programs of the query heads and of the KV heads of a token.
         INTERLEAVED: neighboring elements rotate.
         Q_NORM, K_NORM, Q_WEIGHT_OFFSET, K_WEIGHT_OFFSET: the norms (`NORM_*`).
-        VEC_Q, VEC_O: as `WriteConfig.VEC_K`, for queries and their results.
+        VEC_Q, VEC_O, VEC_A: as `WriteConfig.VEC_K`, for queries, their results and angles.
     """
 
     BLOCK_SIZE: int
@@ -56,6 +56,7 @@ class RotaryConfig(NamedTuple):
     E5M2: bool
     VEC_Q: int
     VEC_O: int
+    VEC_A: int
     VEC_K: int
     VEC_V: int
     VEC_KC: int
@@ -133,8 +134,9 @@ def _rotate_heads(
     if HALF > 0:
         lanes = tl.arange(0, HALF_PAD)
         inside = lanes < HALF
-        cos_row = angles.cos + token.to(tl.int64) * angles.stride_ct + lanes
-        sin_row = angles.sin + token.to(tl.int64) * angles.stride_nt + lanes
+        token64 = token.to(tl.int64)
+        cos_row = angles.cos + aligned(token64 * angles.stride_ct, CONFIG.VEC_A) + lanes
+        sin_row = angles.sin + aligned(token64 * angles.stride_nt, CONFIG.VEC_A) + lanes
         DTYPE: tl.constexpr = (
             tl.float32
             if angles.cos.dtype.element_ty == tl.float32

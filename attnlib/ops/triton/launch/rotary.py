@@ -77,6 +77,7 @@ def prepare_rotation(
         "INTERLEAVED": interleaved,
         **_norm_constants(q_norm, k_norm),
         "VEC_Q": vector_elements("query", query),
+        "VEC_A": _angle_vector(cos, sin),
         "VEC_O": _dense_vector(query) if out is None else vector_elements("out", out),
         "num_warps": 4 if triton.next_power_of_2(size) * block_h > 512 else 1,
         # One rounding of `a * b + c` would differ from the two that P11 defines.
@@ -96,6 +97,14 @@ def prepare_rotation(
     if rows and grid[1]:
         launch = BoundLaunch(rotate_and_write_kernel, grid, with_config(constants, RotaryConfig))
     return PreparedRotation(launch, numbers, constants["FP8"])
+
+
+def _angle_vector(cos: Tensor | None, sin: Tensor | None) -> int:
+    """`vector_elements` of rows of angles."""
+    if cos is None or sin is None:
+        return 1
+    elements = 16 // cos.element_size()
+    return elements if not (cos.stride(0) % elements or sin.stride(0) % elements) else 1
 
 
 def _dense_vector(like: Tensor) -> int:
