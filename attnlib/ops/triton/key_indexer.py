@@ -74,17 +74,15 @@ def select_keys(
     if num_tokens == 0 or out.shape[1] == 0:
         return
     _check(query, key_cache, block_table, out, selection)
-    chunks = _divide(
-        query_start_loc, num_tokens, out.shape[1], selection, max_query_len, max_seq_len
-    )
-    size = chunks.tiles * chunks.tile_tokens * chunks.scores_of_token
-    workspace = torch.empty(size, dtype=torch.float32, device=query.device)
-    keys, limits = key_cache, limits_of(query)
-    if reads_bytes(key_cache.dtype, limits):
-        keys = key_cache.view(torch.uint8)
+    bounds = (max_query_len, max_seq_len)
+    chunks = _divide(query_start_loc, num_tokens, out.shape[1], selection, *bounds)
+    workspace = torch.empty(chunks.scores, dtype=torch.float32, device=query.device)
+    as_bytes = reads_bytes(key_cache.dtype, limits_of(query))
+    keys = key_cache.view(torch.uint8) if as_bytes else key_cache
     config = _score_config(query, keys, weights, key_scales, key_cache.dtype, chunks, selection)
     select_config = _select_config(out, chunks, selection)
     batch, num_reqs = (query_start_loc, seq_lens), query_start_loc.shape[0] - 1
+    scale_strides = (0, 0) if key_scales is None else key_scales.stride()
     with device_guard(query):
         for first in range(0, chunks.all_tiles, chunks.tiles):
             count = min(chunks.tiles, chunks.all_tiles - first)
@@ -92,9 +90,7 @@ def select_keys(
                 *(query, keys, workspace, *batch, block_table, weights, key_scales),
                 *(num_reqs, first, local_blocks, chunks.columns),
                 *(block_table.stride(0), *query.stride()[:2]),
-                0 if weights is None else weights.stride(0),
-                *keys.stride()[:2],
-                *((0, 0) if key_scales is None else key_scales.stride()),
+                *(0 if weights is None else weights.stride(0), *keys.stride()[:2], *scale_strides),
                 CONFIG=config,
                 num_warps=4 if config.BLOCKS * config.SELECT_PAD <= 128 else 8,
                 num_stages=3,
@@ -125,6 +121,11 @@ class _Chunks(NamedTuple):
     tiles: int
     blocks: int
     key_tiles: int
+
+    @property
+    def scores(self) -> int:
+        """Scores of one launch."""
+        return self.tiles * self.tile_tokens * self.scores_of_token
 
 
 def _divide(

@@ -108,15 +108,11 @@ def packed_latent_attention(
     if selection is not None:
         visible = entries * selection.block_size
     head_blocks = triton.cdiv(num_heads, _tile_heads(num_heads))
-    programs = num_tokens * head_blocks
-    splits = choose_uniform_splits(programs, visible, _BLOCK_N, 2 * limits.num_sms)
-    partials = Partials.of_splits(
-        *(splits, num_tokens, num_heads, LATENT),
-        has_sink=params.sinks is not None,
-        has_lse=lse is not None,
-    )
-    space = partials.allocate(query)
+    partials = _divide(query, params, visible, head_blocks, lse is not None)
+    splits, space = partials.num_splits, partials.allocate(query)
     elements = parts.elements if limits.has_fp8 else parts.elements.view(torch.uint8)
+    strided = (query, elements, parts.scales, parts.rotary, out)
+    strides = [stride for x in strided for stride in x.stride()[:2]]
     with device_guard(query):
         packed_latent_kernel[(num_tokens, head_blocks, splits)](
             *(query, elements, parts.scales, parts.rotary, out, space, query_start_loc, seq_lens),
@@ -125,14 +121,25 @@ def packed_latent_attention(
             *(int(n) for n in (*params.window, params.attention_chunk_size)),
             *(query_start_loc.shape[0] - 1, num_tokens, num_heads, entries, splits),
             *(0 if indices is None else indices.stride(0), block_table.stride(0)),
-            *(stride for x in (query, elements, parts.scales, parts.rotary, out)
-              for stride in x.stride()[:2]),
+            *strides,
             0 if lse is None else lse.stride(0),
             CONFIG=_config(query, data, params, selection, splits, lse is not None),
             num_warps=8,
             num_stages=2,
-        )  # fmt: skip
+        )
         partials.run(space, params.sinks, out, lse)
+
+
+def _divide(
+    query: Tensor, params: AttentionParams, visible: int, head_blocks: int, has_lse: bool
+) -> Partials:
+    """How the positions of a query token, at most `visible`, are divided over programs."""
+    num_tokens, num_heads = query.shape[:2]
+    most = 2 * limits_of(query).num_sms
+    splits = choose_uniform_splits(num_tokens * head_blocks, visible, _BLOCK_N, most)
+    has_sink = params.sinks is not None
+    sizes = (splits, num_tokens, num_heads, LATENT)
+    return Partials.of_splits(*sizes, has_sink=has_sink, has_lse=has_lse)
 
 
 def _tile_heads(num_heads: int) -> int:
