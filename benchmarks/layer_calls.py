@@ -105,7 +105,7 @@ class LayerCall:
         from attnlib.ops.triton.launch.sequence import Source
 
         ((plan, _),) = self.metadata.plans.values()
-        launches, batch = plan.launches, plan.batch
+        launches, batch = plan._launches, plan._batch
         (query, key, value), cache, impl = self.tensors, self.cache, self.layer.impl
         values = [
             x.data_ptr() if isinstance(x, torch.Tensor) else x

@@ -97,7 +97,7 @@ def test_concurrent_parts_equal_sequential_parts(
     )
     _attend(layer, cache, metadata, query, out, lse)
     plans = list(metadata.plans.values())
-    assert plans and all(plan.launches.concurrent for plan in plans)
+    assert plans and all(plan._launches.concurrent for plan in plans)
 
     with monkeypatch.context() as patched:
         patched.setattr(prepare, "can_run_concurrently", lambda *_: False)

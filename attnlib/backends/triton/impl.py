@@ -10,6 +10,7 @@ import torch
 
 from attnlib.backends._two_streams import EntryOperations, attend_two_streams
 from attnlib.backends.base import AttentionImpl, StepPlan
+from attnlib.backends.triton.launches import LayerCall
 from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.backends.triton.plan import TritonPlan
 from attnlib.cache.storage import PagedKVCache
@@ -153,9 +154,8 @@ class TritonImpl(AttentionImpl):
         """See `AttentionImpl.plan`. Calls without query rows have no launches and no plan."""
         if query.shape[0] == 0 or not cache.key_cache.shape[0]:
             return None
-        return TritonPlan(
-            self, signature, query, key, value, cache, metadata, output, lse, self._kernels
-        )
+        call = LayerCall(query, key, value, cache, output, lse)
+        return TritonPlan(self, signature, call, metadata, self._kernels)
 
     def forward(
         self,

@@ -148,9 +148,15 @@ class StepLaunches:
         total = counts[True] + (0 if self.prefill is None else self.prefill.num_batch_values)
         return prepare_sequence(parts, self._index, self._num_values, self._fixed, total)
 
-    def run_by_triton(
-        self, call: LayerCall, impl: AttentionImpl, batch: Batch, split: int, aligned: bool
-    ) -> None:
+    def reads(self, call: LayerCall) -> bool:
+        """Whether the kernels read tensors at these addresses."""
+        return not self.needs_alignment or self._is_aligned(call)
+
+    def _is_aligned(self, call: LayerCall) -> bool:
+        """Whether queries, caches and output begin on 16-byte boundaries, in both parts."""
+        return self.rows_aligned and not call.addresses & ALIGNMENT
+
+    def run_by_triton(self, call: LayerCall, impl: AttentionImpl, batch: Batch, split: int) -> None:
         """Launch everything by Triton, on tensors.
 
         Args:
@@ -158,11 +164,10 @@ class StepLaunches:
             impl: of the calling layer.
             batch: its batch.
             split: query tokens of the decode part, if there are two parts; else 0.
-            aligned: whether queries, caches and output begin on 16-byte boundaries.
         """
         # Scratch memory that is not aligned needs other kernels as well.
         parts = ((self.decode, batch.decodes), (self.prefill, batch.prefills))
-        aligned = aligned and all(
+        aligned = self._is_aligned(call) and all(
             part is None or tensors is None or part.addresses(tensors) is not None
             for part, tensors in parts
         )

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from attnlib.backends.base import AttentionImpl
-from attnlib.backends.triton.by_triton import run_by_triton
 from attnlib.backends.triton.launches import LayerCall, StepLaunches
 from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.backends.triton.prepare import Step, prepare_step
 from attnlib.cache.storage import PagedKVCache
+from attnlib.errors import ContractError
 from attnlib.metadata.paged import PartTensors
 from attnlib.ops.triton.append_kv import BoundAppend
 from attnlib.ops.triton.batch_tensors import Batch, BatchTensors
@@ -39,16 +39,9 @@ class TritonPlan:
     Args:
         impl: of the first layer that makes such a call.
         signature: of the call.
-        query, key, value, cache, output, lse: of the call, per head.
+        call: its tensors, per head.
         metadata: the batch.
         kernels: "auto", "hopper" or "portable".
-
-    Attributes:
-        spec, signature: of the layers and of the call.
-        metadata: a weak reference to the batch, which owns its plans.
-        split: query tokens of the decode part of a batch with two parts; else 0.
-        launches, batch: the launches, and the tensors that they read.
-        plain: the plan with the plain kernels only, once it was needed.
 
     Raises:
         ContractError: tensors that the kernels cannot address.
@@ -66,32 +59,26 @@ class TritonPlan:
         self,
         impl: AttentionImpl,
         signature: Any,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: PagedKVCache,
+        call: LayerCall,
         metadata: TritonMetadata,
-        output: Tensor,
-        lse: Tensor | None,
         kernels: str,
     ) -> None:
-        self.spec = impl.spec
-        self.signature = signature
-        self.metadata = weakref.ref(metadata)
-        self.split = metadata.num_decode_tokens if metadata.num_prefills else 0
+        self._spec = impl.spec
+        self._signature = signature
+        self._metadata = weakref.ref(metadata)  # the batch owns its plans
+        self._split = metadata.num_decode_tokens if metadata.num_prefills else 0
         batch = _batch_of(metadata)
-        call = LayerCall(query, key, value, cache, output, lse)
         step = Step(impl, signature, call, metadata, batch, kernels)
-        self.launches = launches = _find_launches(step)
+        self._launches = launches = _find_launches(step)
         if launches.workspace_bytes:
             batch = batch.with_workspace(launches.workspace_bytes)
         if batch.prefills is not None and launches.prefill is not None:
             batch = batch._replace(prefills=launches.prefill.with_scratch(batch.prefills))
-        self.batch = batch
+        self._batch = batch
         self._append: BoundAppend | None = None
         self._submit: Callable[..., bool] | None = None
         self.direct = None
-        self.plain: TritonPlan | None = None
+        self._plain: TritonPlan | None = None
         self._storages: list[torch.UntypedStorage] = []
         self._bind()
 
@@ -112,15 +99,38 @@ class TritonPlan:
                 return
         elif self._submit is not None:
             values = LayerCall(query, key, value, cache, output, lse).values(impl)
-            of_layer = self.launches.of_layer
+            of_layer = self._launches.of_layer
             if self._submit(*values[: VALUE + 1], *(values[n] for n in of_layer)):
                 return
         if self._append is not None and key is not None and value is not None:
             self._append.run(key, value, cache.key_cache, cache.value_cache)
             key = value = None
-        run_by_triton(self, impl, LayerCall(query, key, value, cache, output, lse))
+        call = LayerCall(query, key, value, cache, output, lse).per_head(self._spec)
+        if not self._launches.reads(call):
+            self._plain_plan(impl, call).run(impl, query, key, value, cache, output, lse)
+            return
+        self._launches.run_by_triton(call, impl, self._batch, self._split)
         if self._submit is None:
             self._bind()
+
+    def _plain_plan(self, impl: AttentionImpl, call: LayerCall) -> TritonPlan:
+        """The plan of the same calls with the plain kernels only, which read unaligned tensors.
+
+        Raises:
+            ContractError: a batch-invariant layer, whose bits depend on the kernel (M15).
+        """
+        if self._spec.batch_invariant:
+            raise ContractError(
+                "query, output and caches of a layer with batch_invariant=True must start on "
+                "16-byte boundaries: other kernels would give other bits; copy them, or "
+                'configure the backend with kernels="portable"',
+                rule="M15",
+            )
+        if self._plain is None:
+            metadata = self._metadata()
+            assert metadata is not None  # the caller holds the batch
+            self._plain = TritonPlan(impl, self._signature, call, metadata, "portable")
+        return self._plain
 
     @property
     def is_bound(self) -> bool:
@@ -132,7 +142,7 @@ class TritonPlan:
     ) -> Callable[..., bool] | None:
         """See `StepPlan`. Further tensors in `like` must be at the same addresses in each call."""
         submit: Any = self._submit
-        if submit is None or len(own) != len(self.launches.of_layer):  # scales that are tensors
+        if submit is None or len(own) != len(self._launches.of_layer):  # scales that are tensors
             return None
         count = VALUE + 1
         values = (*like[:count], *own, *like[count:])
@@ -149,7 +159,7 @@ class TritonPlan:
 
     def _bind(self) -> None:
         """Bind the direct launches, if every kernel has been launched by Triton before."""
-        launches, append = self.launches, self._append
+        launches, append = self._launches, self._append
         template = launches.template
         if append is not None:
             template = launches.make_template(append.bind()) if append.is_direct else None
@@ -157,11 +167,11 @@ class TritonPlan:
             template = launches.template = launches.make_template()
         if template is None or any(launches.hooks):
             return
-        addresses = _addresses(launches, self.batch)
+        addresses = _addresses(launches, self._batch)
         if addresses is None:
             return
         # The launches hold addresses: keep the memory behind them, even if a tensor is resized.
-        self._storages = self.batch.storages()
+        self._storages = self._batch.storages()
         if append is not None:
             self._storages += [x.untyped_storage() for x in append.batch if x is not None]
         self._submit = template.bind(addresses)
@@ -190,14 +200,8 @@ def _tensors_of(
     flags = part.causal if isinstance(part.causal, Tensor) else None
     score = part.score_tensors
     return BatchTensors(
-        part.query_start_loc,
-        part.seq_lens,
-        part.block_table,
-        flags,
-        part.query_bias,
-        metadata.workspace,
-        metadata.counters,
-        metadata.max_seq_len,
+        *(part.query_start_loc, part.seq_lens, part.block_table, flags, part.query_bias),
+        *(metadata.workspace, metadata.counters, metadata.max_seq_len),
         tuple(score.values()) if score else (),
         max_query_len,
     )
