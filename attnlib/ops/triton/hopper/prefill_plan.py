@@ -34,6 +34,7 @@ from attnlib.ops.triton.hopper.descriptors import (
 )
 from attnlib.ops.triton.hopper.kernels.mainloop import BOUNDED
 from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
+from attnlib.ops.triton.hopper.kernels.prefill_call import PrefillConfig
 from attnlib.ops.triton.hopper.kernels.value_columns import PART_ELEMENTS, PART_KEYS
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
 from attnlib.ops.triton.hopper.sizes import gathers
@@ -337,45 +338,72 @@ def prepare_hopper_prefill(
         and params.score_function is None
         and not invariant
     )
-    constants = {
-        "NUM_KV_HEADS": num_kv_heads, "SHARED": shared, "GROUP": group, "D": head_size, "DV":
-        head_size_v, "WIDTH": width, "WIDTH_V": width_v, "TILE_TOKENS": tile_tokens, "BLOCK_N":
-        tile.block_n, "BLOCK_SIZE": block_size, "STAGES": tile.stages, "Q_STAGES": tile.q_stages,
-        "CONSUMERS": tile.consumers, "LOAD_QUERY": load_query, "PERSISTENT": tile.persistent,
-        "STAGED_STORE": tile.staged_store and width == width_v and not split, "CONSUMER_REGISTERS":
-        tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers, "CAUSAL":
-        bool(params.causal),
-        "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "HAS_CHUNK": chunk > 0,
-        "HAS_CAP": BOUNDED.value if bounded else cap > 0,
-        "GATHERS": gathers(block_size), "SPLIT_V": split,
-        "HAS_SINK": params.sinks is not None, "HAS_LSE": lse is not None,
-        "KV_KIND": kv_kind(key.dtype, has_fp8=False),
-        "K_SCALE_KIND": scale_kind("k_scale", params.k_scale),
-        "V_SCALE_KIND": scale_kind("v_scale", params.v_scale), "BYTE_STAGES": tile.byte_stages,
-        "CONVERTER_WARPS": tile.converter_warps, "QUERY_REGISTERS": tile.query_registers,
-        "KEY_PARTS": parts, "VALUE_PARTS": 0, "CONVERTER_REGISTERS": tile.converter_registers,
-        "num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True,
-        **score_constants(params, "gluon", True, key.dtype.itemsize > 1),
-        **(ranges := range_constants(params, "gluon", one_head)),
-    }  # fmt: skip
+    functions = score_constants(params, "gluon", True, key.dtype.itemsize > 1)
+    functions |= (ranges := range_constants(params, "gluon", one_head))
     if ranges["EXACT"]:
-        constants |= {"SCORE": None, "RAW_SCORE": False, "KEY_SLOPE": None}
+        functions |= {"SCORE": None, "RAW_SCORE": False, "KEY_SLOPE": None}
+    config = PrefillConfig(
+        NUM_KV_HEADS=num_kv_heads,
+        SHARED=shared,
+        GROUP=group,
+        D=head_size,
+        DV=head_size_v,
+        WIDTH=width,
+        WIDTH_V=width_v,
+        TILE_TOKENS=tile_tokens,
+        BLOCK_N=tile.block_n,
+        BLOCK_SIZE=block_size,
+        STAGES=tile.stages,
+        Q_STAGES=tile.q_stages,
+        CONSUMERS=tile.consumers,
+        LOAD_QUERY=load_query,
+        PERSISTENT=tile.persistent,
+        STAGED_STORE=tile.staged_store and width == width_v and not split,
+        CONSUMER_REGISTERS=tile.consumer_registers,
+        PRODUCER_REGISTERS=tile.producer_registers,
+        CAUSAL=bool(params.causal),
+        HAS_LEFT=left >= 0,
+        HAS_RIGHT=right >= 0,
+        HAS_CHUNK=chunk > 0,
+        HAS_CAP=BOUNDED.value if bounded else cap > 0,
+        HAS_SINK=params.sinks is not None,
+        HAS_LSE=lse is not None,
+        KV_KIND=kv_kind(key.dtype, has_fp8=False),
+        K_SCALE_KIND=scale_kind("k_scale", params.k_scale),
+        V_SCALE_KIND=scale_kind("v_scale", params.v_scale),
+        RANGES=ranges["RANGES"],
+        EXACT=ranges["EXACT"],
+        RAW_SCORE=functions["RAW_SCORE"],
+        GATHERS=gathers(block_size),
+        SPLIT_V=split,
+        KEY_PARTS=parts,
+        BYTE_STAGES=tile.byte_stages,
+        CONVERTER_WARPS=tile.converter_warps,
+        CONVERTER_REGISTERS=tile.converter_registers,
+        QUERY_REGISTERS=tile.query_registers,
+    )
+    options = {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True}
     kernel, totals_bytes, value_parts = hopper_prefill_kernel, None, 0
     if invariant:
-        kernel, constants = _invariant(constants)
+        kernel, constants = _invariant(config)
         if tile.ctas_per_sm > 1:
             threads = tile.ctas_per_sm * 128 * (tile.consumers + 1)
-            constants["maxnreg"] = _REGISTERS // threads // 8 * 8
+            options["maxnreg"] = _REGISTERS // threads // 8 * 8
         # For each CTA, which has one work item at a time.
         totals_bytes = 4 * rows * width_v * limits.num_sms if width_v > 128 else 0
     elif transposed is not None:
         assert load_query
-        kernel, constants = _float8(constants)
-    elif ranges["EXACT"] and _has_range_kernel(constants):
-        kernel, constants = _range(constants)
+        kernel, constants = _float8(config)
+    elif ranges["EXACT"] and _has_range_kernel(config):
+        kernel, constants = _range(config, ranges["BOUNDS"])
     else:
-        constants["VALUE_PARTS"] = value_parts = _value_parts(constants)
-        constants["LEADS"] = tile.leads and _can_lead(constants, query.dtype)
+        value_parts = _value_parts(config)
+        config = config._replace(VALUE_PARTS=value_parts)
+        if tile.leads and _has_sign_softmax(config, query.dtype, functions["SCORE"]):
+            config = config._replace(SIGN_SOFTMAX=True)
+        constants = {name: functions[name] for name in ("SCORE", "KEY_SLOPE", "BOUNDS")}
+        constants["CONFIG"] = config
+    constants |= options
     query_view = None
     if load_query:
         shape, strides = tuple(query.shape), tuple(query.stride())
@@ -416,23 +444,22 @@ def prepare_hopper_prefill(
     )  # fmt: skip
 
 
-def _value_parts(constants: dict[str, Any]) -> int:
+def _value_parts(config: PrefillConfig) -> int:
     """The parts of 32 elements that the kernel keeps values in; 0 where it keeps them undivided."""
-    size = constants["DV"]
     divided = (
-        size < PART_KEYS.value == constants["BLOCK_N"]
-        and constants["KV_KIND"] == KV_PLAIN
-        and not constants["GATHERS"]
-        and constants["KEY_PARTS"] == 1
-        and not constants["SPLIT_V"]
+        config.DV < PART_KEYS.value == config.BLOCK_N
+        and config.KV_KIND == KV_PLAIN
+        and not config.GATHERS
+        and config.KEY_PARTS == 1
+        and not config.SPLIT_V
     )
-    return -(-size // PART_ELEMENTS.value) if divided else 0
+    return -(-config.DV // PART_ELEMENTS.value) if divided else 0
 
 
-def _can_lead(constants: dict[str, Any], dtype: torch.dtype) -> bool:
+def _has_sign_softmax(config: PrefillConfig, dtype: torch.dtype, score: Any) -> bool:
     """Whether the kernel can look for rising maxima by signs. Weights of float16 would be
     subnormal."""
-    sizes = tuple(constants[name] for name in ("KEY_PARTS", "WIDTH", "CONSUMERS", "BLOCK_N"))
+    sizes = (config.KEY_PARTS, config.WIDTH, config.CONSUMERS, config.BLOCK_N)
     return (
         dtype == torch.bfloat16
         and sizes
@@ -440,13 +467,13 @@ def _can_lead(constants: dict[str, Any], dtype: torch.dtype) -> bool:
             (1, 128, 2, 128),
             (3, 64, 3, 64),  # parts of 64 elements
         )
-        and constants["WIDTH_V"] == 128
-        and constants["VALUE_PARTS"] == 0
-        and constants["KV_KIND"] == KV_PLAIN
-        and not constants["GATHERS"]
-        and constants["SCORE"] is None
-        and constants["RANGES"] == 0
-        and constants["HAS_CAP"] != BOUNDED.value
+        and config.WIDTH_V == 128
+        and config.VALUE_PARTS == 0
+        and config.KV_KIND == KV_PLAIN
+        and not config.GATHERS
+        and score is None
+        and config.RANGES == 0
+        and config.HAS_CAP != BOUNDED.value
     )
 
 
@@ -474,67 +501,37 @@ def _is_one(scale: float | Tensor) -> bool:
     return not isinstance(scale, Tensor) and scale == 1.0
 
 
-def _invariant(constants: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _invariant(config: PrefillConfig) -> tuple[Any, dict[str, Any]]:
     """The batch-invariant kernel and its compile-time arguments."""
     from attnlib.ops.triton.hopper.kernels.invariant_prefill import invariant_prefill_kernel
 
-    names = (
-        "NUM_KV_HEADS", "GROUP", "D", "DV", "WIDTH", "WIDTH_V", "TILE_TOKENS", "BLOCK_N",
-        "BLOCK_SIZE", "STAGES", "Q_STAGES", "CONSUMERS", "LOAD_QUERY", "PERSISTENT",
-        "STAGED_STORE", "CONSUMER_REGISTERS", "PRODUCER_REGISTERS", "CAUSAL", "HAS_LEFT",
-        "HAS_RIGHT", "HAS_CHUNK", "HAS_CAP", "HAS_SINK", "HAS_LSE", "num_warps",
-        "enable_fp_fusion", "launch_pdl",
-    )  # fmt: skip
-    kept = {name: constants[name] for name in names}
-    return invariant_prefill_kernel, kept | {
-        name: value for name, value in constants.items() if name == "maxnreg"
-    }
+    return invariant_prefill_kernel, {"CONFIG": config}
 
 
-_RANGE_CONSTANTS = (
-    "BOUNDS", "SHARED", "NUM_KV_HEADS", "GROUP", "DV", "WIDTH", "WIDTH_V", "TILE_TOKENS", "BLOCK_N",
-    "BLOCK_SIZE", "STAGES", "Q_STAGES", "CONSUMERS", "PERSISTENT", "CONSUMER_REGISTERS",
-    "PRODUCER_REGISTERS", "CAUSAL", "HAS_LEFT", "HAS_RIGHT", "HAS_CHUNK", "HAS_CAP", "HAS_SINK",
-    "HAS_LSE", "num_warps", "enable_fp_fusion", "launch_pdl",
-)  # fmt: skip
-
-
-def _has_range_kernel(constants: dict[str, Any]) -> bool:
+def _has_range_kernel(config: PrefillConfig) -> bool:
     """Whether `range_prefill_kernel` takes a layer with exact bounds."""
     return (
-        constants["KV_KIND"] == KV_PLAIN
-        and not constants["GATHERS"]
-        and constants["CONSUMERS"] == 2
-        and constants["Q_STAGES"] >= 2
-        and constants["KEY_PARTS"] == 1
-        and bool(constants["LOAD_QUERY"] and constants["STAGED_STORE"])
+        config.KV_KIND == KV_PLAIN
+        and not config.GATHERS
+        and config.CONSUMERS == 2
+        and config.Q_STAGES >= 2
+        and config.KEY_PARTS == 1
+        and bool(config.LOAD_QUERY and config.STAGED_STORE)
     )
 
 
-_FLOAT8_CONSTANTS = (
-    "NUM_KV_HEADS", "GROUP", "WIDTH", "WIDTH_V", "TILE_TOKENS", "BLOCK_N", "STAGES", "Q_STAGES",
-    "CONSUMERS", "PERSISTENT", "CONSUMER_REGISTERS", "PRODUCER_REGISTERS", "CAUSAL", "HAS_LEFT",
-    "HAS_RIGHT", "HAS_CHUNK", "HAS_LSE", "K_SCALE_KIND", "V_SCALE_KIND", "num_warps",
-    "enable_fp_fusion", "launch_pdl",
-)  # fmt: skip
-
-
-def _float8(constants: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _float8(config: PrefillConfig) -> tuple[Any, dict[str, Any]]:
     """The kernel with float8 products and its compile-time arguments."""
     from attnlib.ops.triton.hopper.kernels.float8_prefill import float8_prefill_kernel
 
-    return float8_prefill_kernel, {name: constants[name] for name in _FLOAT8_CONSTANTS}
+    return float8_prefill_kernel, {"CONFIG": config}
 
 
-def _range(constants: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _range(config: PrefillConfig, bounds: Any) -> tuple[Any, dict[str, Any]]:
     """The kernel for one range of keys per query and its compile-time arguments."""
     from attnlib.ops.triton.hopper.kernels.range_prefill import range_prefill_kernel
 
-    tokens = constants["TILE_TOKENS"] // constants["CONSUMERS"]
-    return range_prefill_kernel, {
-        **{name: constants[name] for name in _RANGE_CONSTANTS},
-        "SKIP": tokens >= constants["BLOCK_N"],
-    }  # fmt: skip
+    return range_prefill_kernel, {"BOUNDS": bounds, "CONFIG": config}
 
 
 def launch_hopper_prefill(

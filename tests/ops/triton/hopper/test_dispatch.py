@@ -95,7 +95,7 @@ def test_prefills_of_long_requests_look_at_signs(max_seq_len: int) -> None:
     """By the bound of the batch, which also tells the launches apart: a captured kernel stays."""
     is_long = max_seq_len > SHORT_CONTEXT
     assert [
-        _prefill(seq_len=max_seq_len, block_size=size).attend._constants["LEADS"]
+        _prefill(seq_len=max_seq_len, block_size=size).attend._constants["CONFIG"].SIGN_SOFTMAX
         for size in (16, 128)
     ] == [is_long, is_long]
     cache = torch.empty(5, 16, 2, 128, dtype=BF16)
@@ -107,7 +107,7 @@ def test_prefills_of_long_requests_look_at_signs(max_seq_len: int) -> None:
 @pytest.mark.parametrize("seq_len", [600, 1 << 20])
 def test_expanded_latents_look_at_signs_at_every_length(seq_len: int) -> None:
     found = _prefill(head_size=192, head_size_v=128, block_size=128, seq_len=seq_len)
-    assert found.attend._constants["LEADS"]
+    assert found.attend._constants["CONFIG"].SIGN_SOFTMAX
 
 
 @pytest.mark.parametrize("seq_len", [SHORT_CONTEXT, SHORT_CONTEXT + 1])
@@ -115,7 +115,7 @@ def test_prefills_over_copies_of_long_requests_look_at_signs(seq_len: int) -> No
     """Classes of lengths, which share a launch, are on one side of the limit."""
     found = _long_prefill(seq_len=seq_len)
     assert isinstance(found, ConvertedPrefill)
-    assert found.prefill.attend._constants["LEADS"] == (seq_len > SHORT_CONTEXT)
+    assert found.prefill.attend._constants["CONFIG"].SIGN_SOFTMAX == (seq_len > SHORT_CONTEXT)
     assert SHORT_CONTEXT % LENGTH_STEP == 0
 
 
@@ -137,7 +137,7 @@ def test_prefills_over_copies_of_long_requests_look_at_signs(seq_len: int) -> No
 def test_prefills_that_compute_maxima_at_every_length(changes: dict[str, Any]) -> None:
     if function := changes.get("score_function"):
         changes = {**changes, "score_tensors": function.examples(8, [600])}
-    assert not _prefill(seq_len=1 << 20, **changes).attend._constants["LEADS"]
+    assert not _prefill(seq_len=1 << 20, **changes).attend._constants["CONFIG"].SIGN_SOFTMAX
 
 
 def _long_prefill(**changes: Any) -> Any:
@@ -160,8 +160,8 @@ def test_keys_of_long_prompts_are_copied_once() -> None:
     found = _long_prefill(k_scale=2.0, v_scale=scale)
     assert isinstance(found, ConvertedPrefill) and found.rows == 2 * 8192
     inner = found.prefill
-    assert inner.attend._constants["KV_KIND"] == KV_PLAIN.value
-    assert inner.attend._constants["BLOCK_SIZE"] == 0
+    assert inner.attend._constants["CONFIG"].KV_KIND == KV_PLAIN.value
+    assert inner.attend._constants["CONFIG"].BLOCK_SIZE == 0
     assert inner.views[0].shape == (1, 2 * 8192, 2, 128) and inner.views[0].dtype == BF16
     assert (inner.scale, inner.scales) == (0.2, (None, V_SCALE))
     assert _long_prefill(k_scale=scale).prefill.scales == (K_SCALE, None)
@@ -215,7 +215,7 @@ def test_rows_of_small_blocks_are_gathered(block_size: int) -> None:
     found = _prefill(block_size=block_size)
     gathered = block_size < 8
     assert found.gathers is gathered
-    assert found.attend._constants["GATHERS"] is gathered
+    assert found.attend._constants["CONFIG"].GATHERS is gathered
     # Of blocks, rows and heads, in bytes.
     strides = (block_size * 512, 512, 256) * 2 if gathered else (None,) * 6
     assert found.cache_strides == strides
@@ -250,13 +250,13 @@ def test_tiles_are_small_where_ranges_are_short(
     causal = not function.needs_bidirectional
     found = _prefill(score_function=function, score_tensors=tensors, causal=causal)
     assert (found.tile.block_n, found.tile.stages) == (block_n, 256 // block_n)
-    assert ("SKIP" in found.attend._constants) is own_kernel
+    assert (found.attend._kernel.__name__ == "range_prefill_kernel") is own_kernel
 
 
 def test_wide_heads_share_rows_between_consumers() -> None:
-    wide, usual = (_prefill(head_size=size).attend._constants for size in (512, 256))
-    assert (wide["SPLIT_V"], usual["SPLIT_V"]) == (True, False)
-    assert wide["TILE_TOKENS"] * 2 == usual["TILE_TOKENS"] and not wide["STAGED_STORE"]
+    wide, usual = (_prefill(head_size=size).attend._constants["CONFIG"] for size in (512, 256))
+    assert (wide.SPLIT_V, usual.SPLIT_V) == (True, False)
+    assert wide.TILE_TOKENS * 2 == usual.TILE_TOKENS and not wide.STAGED_STORE
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_soft_caps_whose_weights_fit_need_no_running_maximum(
     cap: float, dtype: torch.dtype, has_cap: bool | int
 ) -> None:
     """bfloat16 has the range of float32; float16 has not."""
-    found = _prefill(dtype=dtype, logits_soft_cap=cap).attend._constants["HAS_CAP"]
+    found = _prefill(dtype=dtype, logits_soft_cap=cap).attend._constants["CONFIG"].HAS_CAP
     assert found == has_cap and type(found) is type(has_cap)
 
 
@@ -294,7 +294,7 @@ def test_packed_keys_are_read_by_the_hopper_prefill() -> None:
         return select_unpaged(_call(query, key, key.clone(), out, batch, params))
 
     found = select(AttentionParams(scale=0.1, causal=False), key)
-    assert found is not None and found.attend._constants["BLOCK_SIZE"] == 0
+    assert found is not None and found.attend._constants["CONFIG"].BLOCK_SIZE == 0
     assert found.views[0].shape == (1, 700, 2, 128) and found.views[0].rows == 128
     assert select(AttentionParams(scale=0.1, alibi_slopes=torch.ones(8)), key) is None
     assert select(AttentionParams(scale=0.1), key.to(torch.float8_e4m3fn)) is None

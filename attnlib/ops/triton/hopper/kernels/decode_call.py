@@ -128,10 +128,14 @@ class Outputs:
         return tokens + head.to(gl.int64) * self.stride_head
 
     @gluon.jit
+    def lses(self, token, head):
+        """Return pointers to the LSEs of rows."""
+        return self.lse + token.to(gl.int64) * self.stride_lse + head
+
+    @gluon.jit
     def store_lses(self, token, head, base2, mask):
         """Store the LSEs of rows, given in base 2."""
-        lses = self.lse + token.to(gl.int64) * self.stride_lse + head
-        gl.store(lses, base2 * LN2, mask=mask)
+        gl.store(self.lses(token, head), base2 * LN2, mask=mask)
 
 
 @aggregate

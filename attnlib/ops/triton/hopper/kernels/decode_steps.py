@@ -26,7 +26,7 @@ from attnlib.ops.triton.hopper.kernels.decode_products import (
     tile_scales,
 )
 from attnlib.ops.triton.hopper.kernels.decode_worker import release_by_thread
-from attnlib.ops.triton.hopper.kernels.mainloop import hidden_zero, wait_for_tile
+from attnlib.ops.triton.hopper.kernels.prefill_products import hidden_zero, wait_for_tile
 from attnlib.ops.triton.hopper.kernels.softmax import (
     apply_function,
     transform_scores,

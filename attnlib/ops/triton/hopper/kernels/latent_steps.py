@@ -33,6 +33,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     opaque_zero,
     partition_barrier,
 )
+from attnlib.ops.triton.hopper.kernels.lanes import rescale
 from attnlib.ops.triton.hopper.kernels.latent_tiles import (
     HIGH,
     LOW,
@@ -40,7 +41,6 @@ from attnlib.ops.triton.hopper.kernels.latent_tiles import (
     TILE,
     half_load,
 )
-from attnlib.ops.triton.hopper.kernels.softmax import rescale
 
 __all__ = ["attend_both", "attend_other", "attend_own", "total_sum"]
 

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.ops.triton.hopper.kernels.cache_tiles import clear_tile
 from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate
-from attnlib.ops.triton.hopper.kernels.mainloop import pack_weights, unpack_weights
+from attnlib.ops.triton.hopper.kernels.prefill_products import pack_weights, unpack_weights
 from attnlib.ops.triton.hopper.kernels.shared_sums import ROWS, RowSums
 from attnlib.ops.triton.hopper.kernels.softmax import (
     mask_scores,
