@@ -19,13 +19,10 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.layer import Attention
-from attnlib.layer.call import LayerCall
-from attnlib.layer.checks import check_call
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.paged import PagedMetadata
+from attnlib.mla.expanded import attend_expanded
 from attnlib.ops.autocast import without_autocast
-from attnlib.ops.dispatch import operation
-from attnlib.ops.params import AttentionParams
 from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec, MaskKind
 
@@ -39,9 +36,6 @@ EXPAND_FROM = 256
 _CONTEXT_TOKENS = 16384
 """Latents of the context that are expanded at a time; with 128 heads of 192 and 128, 1.2 GiB in 16
 bits."""
-
-_BLOCK = 128
-"""Block size of expanded keys, a multiple of which each request occupies."""
 
 
 class LatentAttention(nn.Module):
@@ -66,6 +60,7 @@ class LatentAttention(nn.Module):
 
     Attributes:
         layer: the `Attention` over latents.
+        projection: the weights.
 
     Raises:
         ContractError: sizes that do not agree.
@@ -98,7 +93,7 @@ class LatentAttention(nn.Module):
         )
         self.key_size, self.head_size_v = key_size, projection.shape[1] - key_size
         self.expand_from, self.context_tokens = expand_from, context_tokens
-        self._projection = projection
+        self.projection = projection
 
     @property
     def spec(self) -> AttentionSpec:
@@ -143,7 +138,8 @@ class LatentAttention(nn.Module):
             rows = slice(None, split)
             out[rows] = self._absorbed(query[rows], latent[rows], cache, decodes)
         end = split + prefills.num_actual_tokens
-        self._expanded(query[split:end], latent[split:end], cache, prefills, out[split:end])
+        new = slice(split, end)
+        attend_expanded(self, query[new], latent[new], cache, prefills, out[new])
         return out
 
     def _check(self, query: Tensor, latent: Tensor) -> None:
@@ -171,7 +167,7 @@ class LatentAttention(nn.Module):
         selected_keys: SelectedKeys | None = None,
     ) -> Tensor:
         size, heads = self.spec.head_size_v, query.transpose(0, 1)
-        weights = self._projection
+        weights = self.projection
         to_latent, to_value = weights[:, : self.key_size], weights[:, self.key_size :]
         in_latent = torch.bmm(heads[..., : self.key_size], to_latent).transpose(0, 1)
         absorbed = torch.cat((in_latent, query[..., self.key_size :]), dim=-1)
@@ -200,101 +196,6 @@ class LatentAttention(nn.Module):
         ):
             return None
         return metadata.prefill_metadata
-
-    def _expanded(
-        self, query: Tensor, latent: Tensor, cache: PagedKVCache, batch: PagedMetadata, out: Tensor
-    ) -> None:
-        spec, layer, key = self.spec, self.layer, latent[:, None]
-        value = key[..., : spec.head_size_v]
-        absorbed = query.as_strided((query.shape[0], spec.num_heads, spec.head_size), (0, 0, 1))
-        if batch.slot_mapping is None:
-            check_call(layer, LayerCall(absorbed, None, None, cache, batch))
-        else:
-            check_call(layer, LayerCall(absorbed, key, value, cache, batch))
-            layer.impl.write_kv(key, value, cache, batch.slot_mapping)
-        assert batch.block_table is not None
-        assert batch.query_start_loc_cpu is not None and batch.seq_lens_cpu is not None
-        starts, seq_lens = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu.tolist()
-        counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
-        contexts = [length - count for length, count in zip(seq_lens, counts, strict=True)]
-        sinks = layer.impl.per_head_tensors[1]
-        params = AttentionParams(
-            scale=layer.impl.scale, logits_soft_cap=spec.logits_soft_cap or 0.0, sinks=sinks
-        )
-        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
-        rows = _Rows(starts[:-1], counts, query.device)
-        self._attend(query, latent[rows.index], rows, batch, params, out, lse)
-        # A sink counts once (M4): it is part of the state of the new tokens.
-        params = AttentionParams(
-            scale=params.scale, logits_soft_cap=params.logits_soft_cap, causal=False
-        )
-        longest = max(contexts, default=0)
-        step = max(1, self.context_tokens // max(1, sum(length > 0 for length in contexts)))
-        part = torch.empty_like(out), torch.empty_like(lse)
-        merge = operation("merge_states", "merge_states", query)
-        for first in range(0, longest, step):
-            lengths = [min(max(length - first, 0), step) for length in contexts]
-            rows = _Rows([first] * len(lengths), lengths, query.device)
-            blocks = batch.block_table[rows.requests, rows.index // cache.block_size].long()
-            latents = cache.key_cache[blocks, rows.index % cache.block_size, 0]
-            self._attend(query, latents, rows, batch, params, *part)
-            merge(out, lse, *part, out, lse)
-
-    def _attend(
-        self, query: Tensor, latents: Tensor, rows: _Rows, batch: PagedMetadata,
-        params: AttentionParams, out: Tensor, lse: Tensor,
-    ) -> None:  # fmt: skip
-        """Attention to the keys and values of some latents of every request."""
-        size, heads = self.spec.head_size_v, self.spec.num_heads
-        both = nn.functional.linear(latents[:, :size], self._projection.flatten(0, 1))
-        both = both.view(-1, heads, self._projection.shape[1])
-        keys, values = both[..., : self.key_size], both[..., self.key_size :]
-        rotary = latents[:, None, size:].expand(-1, heads, -1)
-        keys = torch.cat((keys, rotary), dim=-1).view(-1, _BLOCK, heads, query.shape[2])
-        values = values.view(-1, _BLOCK, heads, self.head_size_v)
-        operation("paged_prefill", "paged_prefill", query)(
-            query, keys, values, rows.table, batch.query_start_loc,
-            rows.lengths, params, max_query_len=batch.max_query_len, max_seq_len=rows.longest,
-            out=out, lse=lse, query_start_loc_cpu=batch.query_start_loc_cpu,
-            seq_lens_cpu=rows.lengths_cpu,
-        )  # fmt: skip
-
-
-class _Rows:
-    """Rows of several requests in blocks: each request begins a block, and the rest of its last
-    block repeats its first row.
-
-    Args:
-        firsts: index of the first row of each request.
-        lengths: rows of each request.
-        device: of the tensors.
-
-    Attributes:
-        index: `[blocks * _BLOCK]` int64, the index of each row.
-        requests: `[blocks * _BLOCK]` int64, the request of each row.
-        table: `[R, most blocks]` int32.
-        lengths: `[R]` int32; `lengths_cpu` is its host copy.
-        longest: the longest request.
-    """
-
-    def __init__(self, firsts: list[int], lengths: list[int], device: torch.device) -> None:
-        blocks = [-(-length // _BLOCK) for length in lengths]
-        self.longest = max(lengths, default=0)
-        table = torch.zeros(len(lengths), max([1, *blocks]), dtype=torch.int32)
-        index, requests, used = [], [], 0
-        for request, (first, length, count) in enumerate(zip(firsts, lengths, blocks, strict=True)):
-            table[request, :count] = torch.arange(used, used + count)
-            used += count
-            offsets = torch.arange(count * _BLOCK)
-            index.append(first + torch.where(offsets < length, offsets, 0))
-            requests.append(torch.full((count * _BLOCK,), request))
-        if not used:  # one block that nobody reads
-            index, requests = [torch.zeros(_BLOCK).long()], [torch.zeros(_BLOCK).long()]
-        self.lengths_cpu = torch.tensor(lengths, dtype=torch.int32)
-        self.index = torch.cat(index).to(device, non_blocking=True)
-        self.requests = torch.cat(requests).to(device, non_blocking=True)
-        self.table = table.to(device, non_blocking=True)
-        self.lengths = self.lengths_cpu.to(device, non_blocking=True)
 
 
 def _keeps_rows_apart(spec: AttentionSpec) -> bool:

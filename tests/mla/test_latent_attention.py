@@ -55,7 +55,7 @@ def _expected(
     module: LatentAttention, query: Tensor, query_lens: list[int], latents: list[Tensor]
 ) -> Tensor:
     """In float64, over the keys and values of every head."""
-    weights, sinks = module._projection.double(), module.layer.sinks
+    weights, sinks = module.projection.double(), module.layer.sinks
     parts, begin = [], 0
     for rows, count in zip(latents, query_lens, strict=True):
         both = torch.einsum("hnr,tr->thn", weights, rows[:, :LATENT].double())

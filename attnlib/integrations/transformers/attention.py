@@ -14,14 +14,12 @@ from torch import nn
 
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.autocast import as_eager_casts
-from attnlib.integrations.transformers.continuous import (
-    attend_continuous,
-    cache_of_step,
-    refuse_plain_call,
-)
+from attnlib.integrations.transformers.continuous import attend_continuous
 from attnlib.integrations.transformers.dense import dense_weights
 from attnlib.integrations.transformers.layers import Call, layer_name
-from attnlib.integrations.transformers.masks import known_step, read_mask, refuse_export
+from attnlib.integrations.transformers.mask_tensor import known_step, read_mask
+from attnlib.integrations.transformers.masks import refuse_export
+from attnlib.integrations.transformers.paged_calls import cache_of_step, refuse_plain_call
 from attnlib.integrations.transformers.plain import attend_plain, mask_of
 from attnlib.integrations.transformers.recorded_weights import weights_are_recorded
 from attnlib.integrations.transformers.repeated import attend_again

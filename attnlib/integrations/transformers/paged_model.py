@@ -19,11 +19,12 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.cache.hybrid import HybridKVCache, KVCacheGroup
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError, UnsupportedConfigError
-from attnlib.integrations.transformers.continuous import paged_forward
 from attnlib.integrations.transformers.discovery import DiscoveryStep, create_layers
 from attnlib.integrations.transformers.latents import LatentWeights, unexpanded
 from attnlib.integrations.transformers.layers import layer_name
+from attnlib.integrations.transformers.paged_calls import paged_forward
 from attnlib.integrations.transformers.paged_latents import LatentLayers
+from attnlib.integrations.transformers.paged_refusals import refuse_model, shares_keys
 from attnlib.integrations.transformers.paged_step import LayerGroupKey, PagedStep, attend
 from attnlib.integrations.transformers.registration import NAME, register
 from attnlib.integrations.transformers.shared_layers import (
@@ -88,7 +89,7 @@ class PagedModel:
         latents: bool | None = None,
         hybrid: bool = False,
     ) -> None:
-        _refuse_model(model)
+        refuse_model(model)
         if hybrid and latents:
             raise UnsupportedConfigError(
                 "hybrid=True has no groups of latents: leave out latents=True"
@@ -106,7 +107,7 @@ class PagedModel:
         self._groups: dict[nn.Module, str] = {}
         self._shared_layers: list[nn.Module] = []
         # The lazy creation of layers knows neither groups nor who shares keys.
-        self._shares = any(map(_shares_keys, model.modules()))
+        self._shares = any(map(shares_keys, model.modules()))
         self._is_prepared = not hybrid and not self._shares
         wanted = False if hybrid else latents
         self.latents = LatentLayers(self, model.modules(), wanted)
@@ -339,40 +340,3 @@ class PagedModel:
             "prefix": layer_name(module),
             "device": query.device,
         }
-
-
-def _shares_keys(module: nn.Module) -> bool:
-    """Whether an attention module declares that it has no keys of its own."""
-    return bool(getattr(module, "is_kv_shared_layer", False))
-
-
-_OUTSIDE_THE_CACHE = {
-    **dict.fromkeys(
-        ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"), "states"
-    ),
-    **dict.fromkeys(
-        ("indexed_attention", "deepseek_sparse_attention", "minimax_m3_sparse"), "index keys"
-    ),
-    **dict.fromkeys(
-        ("compressed_sparse_attention", "heavily_compressed_attention"), "compressed entries"
-    ),
-}
-"""Layer types of transformers, and what these layers keep that a paged KV cache does not hold."""
-
-
-def _refuse_model(model: nn.Module) -> None:
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for kind in getattr(text, "layer_types", None) or ():
-        if kind in _OUTSIDE_THE_CACHE:
-            raise UnsupportedConfigError(
-                f"{type(model).__name__} has layers of type {kind}, whose "
-                f"{_OUTSIDE_THE_CACHE[kind]} are not in a paged KV cache: use generate with "
-                "attn_implementation='attnlib'"
-            )
-    if getattr(text, "attn_temperature_tuning", False):
-        raise UnsupportedConfigError(
-            f"{type(model).__name__} scales queries by their index in the row "
-            f"(attn_temperature_tuning), which is not their position in a packed row: set it to "
-            f"False if the model allows it, or use generate with attn_implementation='attnlib'"
-        )

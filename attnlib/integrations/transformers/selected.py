@@ -16,9 +16,10 @@ from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.batch_plan import BatchPlan, run_layer
 from attnlib.integrations.transformers.dense import attend_dense
 from attnlib.integrations.transformers.layers import Call, layer_for, layer_name
-from attnlib.integrations.transformers.masks import read_mask
+from attnlib.integrations.transformers.mask_tensor import read_mask
 from attnlib.integrations.transformers.pages import token_pages
-from attnlib.integrations.transformers.plain import mask_of, paged_plan
+from attnlib.integrations.transformers.plain import mask_of
+from attnlib.integrations.transformers.step_batches import paged_plan
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys, SelectionScope
 

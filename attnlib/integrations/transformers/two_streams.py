@@ -16,9 +16,10 @@ import torch
 
 from attnlib.integrations.transformers.batch_plan import BatchPlan, run_layer
 from attnlib.integrations.transformers.layers import Call, layer_for
-from attnlib.integrations.transformers.masks import MaskTensor
+from attnlib.integrations.transformers.mask_kinds import is_plain_window
+from attnlib.integrations.transformers.mask_tensor import MaskTensor
 from attnlib.integrations.transformers.pages import token_pages
-from attnlib.integrations.transformers.plain import is_plain_window, paged_plan
+from attnlib.integrations.transformers.step_batches import paged_plan
 from attnlib.metadata.compressed import CompressedKeys, EntryBatch
 from attnlib.sparse.compressed_entries import CompressedEntries
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys

@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching import (
 )
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.integrations.transformers import continuous
+from attnlib.integrations.transformers import continuous, continuous_batch
 from tests.integrations.tiny_models import (
     DECODERS,
     decoder,
@@ -181,7 +181,7 @@ def test_padded_batches_of_graphs(backend: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(model_runner.ModelRunner, "__init__", padding)
     monkeypatch.setattr(model_runner.ModelRunner, "warmup", lambda self, model: None)
     if backend == "triton":
-        monkeypatch.setattr(continuous, "_needs_host_lengths", lambda layer, starts: False)
+        monkeypatch.setattr(continuous_batch, "_needs_host_lengths", lambda layer, starts: False)
     inputs = prompts(*LENGTHS[backend])
     for name in ("llama", "gemma2"):
         model = decoder(name)
@@ -194,13 +194,13 @@ def test_padded_batches_of_graphs(backend: str, monkeypatch: pytest.MonkeyPatch)
 def test_the_decode_path_passes_block_tables(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """P3: decode-only batches have the table of transformers, from which slots are computed."""
     monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *args: None)
-    attend, tables = continuous._placement, []
+    attend, tables = continuous.placement, []
 
     def watching(storage: Any, lengths: Any, kwargs: dict[str, Any], num_tokens: int) -> Any:
         tables.append(kwargs.get("block_table"))
         return attend(storage, lengths, kwargs, num_tokens)
 
-    monkeypatch.setattr(continuous, "_placement", watching)
+    monkeypatch.setattr(continuous, "placement", watching)
     model, inputs = decoder("llama"), prompts(*LENGTHS[backend])
     assert batch_tokens(model, inputs, TOKENS[backend], max_blocks_per_request=8) == eager_tokens(
         model, inputs, TOKENS[backend]
@@ -214,17 +214,17 @@ def test_a_backend_that_needs_the_host_refuses_capture() -> None:
     class Layer:
         from attnlib.backends.torch import TorchBackend as backend
 
-    step = continuous._Step(torch.tensor([0, 1], dtype=torch.int32), capturing=True)
+    step = continuous.Step(torch.tensor([0, 1], dtype=torch.int32), capturing=True)
     with pytest.raises(
         UnsupportedConfigError, match=r"torch needs lengths on the host.*use_cuda_graph=False"
     ):
-        continuous._common(Layer(), step, torch.tensor([1]), {"max_length_q": 1}, 1, 1)  # type: ignore[arg-type]
+        continuous.common_of_step(Layer(), step, torch.tensor([1]), {"max_length_q": 1}, 1, 1)  # type: ignore[arg-type]
 
 
 def test_a_wrong_page_changes_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verifies the tests above: with a block table that is one page off, tokens differ."""
     monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
-    placement = continuous._placement
+    placement = continuous.placement
 
     def shifted(*args: Any) -> Any:
         table, slots, longest = placement(*args)
@@ -232,7 +232,7 @@ def test_a_wrong_page_changes_the_tokens(monkeypatch: pytest.MonkeyPatch) -> Non
 
     model, inputs = decoder("llama"), prompts(20, 30)
     expected = eager_tokens(model, inputs, 6)
-    monkeypatch.setattr(continuous, "_placement", shifted)
+    monkeypatch.setattr(continuous, "placement", shifted)
     assert batch_tokens(model, inputs, 6) != expected
 
 

@@ -23,7 +23,7 @@ from attnlib.backends.torch import TorchBackend
 from attnlib.backends.triton import TritonBackend
 from attnlib.capabilities import Sizes
 from attnlib.device import DeviceInfo
-from attnlib.integrations.transformers import continuous
+from attnlib.integrations.transformers import continuous, continuous_batch
 from attnlib.selection import unregister_backend
 from tests.backends import fake_flashinfer
 from tests.integrations.tiny_models import decoder, prompts
@@ -80,7 +80,7 @@ def test_builders_that_need_lengths_on_the_host() -> None:
     on_device = torch.empty(3, device="meta")
     pairs = [make_composite(x, TritonBackend) for x in (FlashInferBackend, FlashAttnBackend)]
     needs = {
-        backend: continuous._needs_host_lengths(_Layer(backend), on_device)  # type: ignore[arg-type]
+        backend: continuous_batch._needs_host_lengths(_Layer(backend), on_device)  # type: ignore[arg-type]
         for backend in (FlashInferBackend, TorchBackend, FlashAttnBackend, TritonBackend, *pairs)
     }
     assert list(needs.values()) == [True, True, False, False, True, False]
@@ -90,7 +90,7 @@ def test_flashinfer_plans_with_true_lengths(
     monkeypatch: pytest.MonkeyPatch, record: fake_flashinfer.Recorder
 ) -> None:
     """Mixed batches: tokens equal eager, decodes use the decode wrapper, and no plan is empty."""
-    monkeypatch.setattr(continuous, "_needs_host_lengths", _as_on_a_gpu)
+    monkeypatch.setattr(continuous_batch, "_needs_host_lengths", _as_on_a_gpu)
     model, inputs = decoder("llama"), prompts(5, 9, 33, 18)
     assert batch_tokens(model, inputs, 10) == eager_tokens(model, inputs, 10)
     assert {run["kind"] for run in record.runs} >= {"decode", "fa3"}
@@ -101,7 +101,7 @@ def test_one_copy_for_each_batch(
     monkeypatch: pytest.MonkeyPatch, record: fake_flashinfer.Recorder
 ) -> None:
     """Offsets and lengths are copied to the host together, once for all layers of a step."""
-    monkeypatch.setattr(continuous, "_needs_host_lengths", _as_on_a_gpu)
+    monkeypatch.setattr(continuous_batch, "_needs_host_lengths", _as_on_a_gpu)
     copies: list[int] = []
     to_host = torch.Tensor.cpu
 
@@ -109,7 +109,7 @@ def test_one_copy_for_each_batch(
         copies.append(self.numel())
         return to_host(self, *args, **kwargs)
 
-    common = continuous._common
+    common = continuous.common_of_step
     built: list[int] = []
 
     def watching(*args: Any) -> Any:
@@ -119,7 +119,7 @@ def test_one_copy_for_each_batch(
         return result
 
     monkeypatch.setattr(torch.Tensor, "cpu", counting)
-    monkeypatch.setattr(continuous, "_common", watching)
+    monkeypatch.setattr(continuous, "common_of_step", watching)
     batch_tokens(decoder("llama"), prompts(5, 9), 4)
     assert built and set(built) == {1}
 
@@ -128,7 +128,7 @@ def test_without_them_a_cpu_reads_the_tensors_of_the_batch(
     monkeypatch: pytest.MonkeyPatch, record: fake_flashinfer.Recorder
 ) -> None:
     """The builder takes the lengths from the batch, which is on the host already."""
-    monkeypatch.setattr(continuous, "_needs_host_lengths", lambda layer, starts: False)
+    monkeypatch.setattr(continuous_batch, "_needs_host_lengths", lambda layer, starts: False)
     model, inputs = decoder("llama"), prompts(5, 9)
     assert batch_tokens(model, inputs, 6) == eager_tokens(model, inputs, 6)
     assert record.plans

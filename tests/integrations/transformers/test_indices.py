@@ -17,7 +17,7 @@ __all__ = ["pytestmark"]  # as there: slow, and only where transformers finds me
 
 def test_converted_indices_place_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table and the slots that the integration computes, at every step of `generate_batch`."""
-    placement, read_before = continuous._placement, []
+    placement, read_before = continuous.placement, []
 
     def checked(storage: Any, lengths: torch.Tensor, kwargs: Any, num_tokens: int) -> Any:
         table, slots, longest = placement(storage, lengths, kwargs, num_tokens)
@@ -43,6 +43,6 @@ def test_converted_indices_place_the_batch(monkeypatch: pytest.MonkeyPatch) -> N
         return table, slots, longest
 
     monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
-    monkeypatch.setattr(continuous, "_placement", checked)
+    monkeypatch.setattr(continuous, "placement", checked)
     batch_tokens(decoder("llama"), prompts(5, 9, 33, 18), 6)
     assert any(read_before)
