@@ -55,7 +55,7 @@ class DiscoveryStep(PagedStep):
         options: dict[str, Any],
     ) -> torch.Tensor:  # fmt: skip
         """Record a module; returns zeros in place of its output."""
-        spec, layer_options = self.paged.describe(module, query, value, options)
+        spec, layer_options = self.paged.attention.describe(module, query, value, options)
         # A module that shares keys passes on the very tensor of another one.
         owner = next((one for tensor, one in self._keys if tensor is key), None)
         producer = None if owner is None or owner.spec != spec else owner.module

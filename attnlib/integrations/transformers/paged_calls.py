@@ -1,4 +1,4 @@
-"""Attention calls over the paged cache of transformers, and the updates of the cache before them."""
+"""Attention calls over the paged cache of transformers, and updates of the cache before them."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class LatentLayers:
         if wanted and not self.modules:
             raise UnsupportedConfigError(
                 f"{type(paged.model).__name__}: no attention module has latents that "
-                f"{paged.backend or 'a backend'} supports; leave out latents=True"
+                f"{paged.attention.backend or 'a backend'} supports; leave out latents=True"
             )
 
     def attend(
@@ -71,21 +71,21 @@ class LatentLayers:
             query: `[1, Hq, T, P + rotary part]`.
             key: `[1, 1, T, R + rotary part]`, the latents.
             step: the step.
-            options: as in `PagedModel.layer_of`.
+            options: as in `PagedLayers.layer_of`.
 
         Returns:
             `[T, Hq, V]`.
         """
         if module not in self.modules:
             return None
-        paged, layer = self._paged, self._layers.get(module)
+        paged, layer = self._paged.attention, self._layers.get(module)
         if layer is None:
             spec = LatentWeights(module).spec(**paged.spec_fields(options))
             layer = self._layers[module] = make_latent_attention(
                 module, spec, **paged.layer_options(module, query, options)
             )
             cache = PagedKVCache.allocate(spec, paged.num_blocks, query.device)
-            paged.add_layer(module, layer.layer, cache)
+            paged.by_module[module] = (layer.layer, cache)
         _, cache = paged.layer_of(module, query, key, options)
         metadata = step.metadata_for(layer.layer)
         out: torch.Tensor = layer(query[0].transpose(0, 1), key[0, 0], cache, metadata)
@@ -95,7 +95,7 @@ class LatentLayers:
         """Whether a module has latents, and the backend supports a cache of them."""
         if not has_latents(module):
             return False
-        paged = self._paged
+        paged = self._paged.attention
         spec = LatentWeights(module).spec(
             kv_cache_dtype=paged.kv_cache_dtype, block_size=paged.block_size
         )

@@ -18,14 +18,14 @@ from torch import nn
 from attnlib.backends.base import AttentionBackend
 from attnlib.cache.hybrid import HybridKVCache, KVCacheGroup
 from attnlib.cache.storage import PagedKVCache
-from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.discovery import DiscoveryStep, create_layers
-from attnlib.integrations.transformers.latents import LatentWeights, unexpanded
-from attnlib.integrations.transformers.layers import layer_name
+from attnlib.integrations.transformers.latents import unexpanded
 from attnlib.integrations.transformers.paged_calls import paged_forward
 from attnlib.integrations.transformers.paged_latents import LatentLayers
+from attnlib.integrations.transformers.paged_layers import PagedLayers
 from attnlib.integrations.transformers.paged_refusals import refuse_model, shares_keys
-from attnlib.integrations.transformers.paged_step import LayerGroupKey, PagedStep, attend
+from attnlib.integrations.transformers.paged_step import PagedStep, attend, one_batch
 from attnlib.integrations.transformers.registration import NAME, register
 from attnlib.integrations.transformers.shared_layers import (
     computed_for,
@@ -35,7 +35,7 @@ from attnlib.integrations.transformers.shared_layers import (
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
-from attnlib.spec import AttentionSpec, MaskKind
+from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
 
 __all__ = ["PagedModel", "PagedStep", "attend"]
@@ -67,7 +67,7 @@ class PagedModel:
             each group of a step has a batch of its own. Latents are not supported.
 
     Attributes:
-        pool: the pool of a hybrid model; None before `prepare`, and for other models.
+        attention: the layers, caches and builders of its attention modules.
         latents: the modules that cache latents.
 
     Raises:
@@ -95,16 +95,9 @@ class PagedModel:
                 "hybrid=True has no groups of latents: leave out latents=True"
             )
         self.model = model
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.backend = backend
-        self.kv_cache_dtype = kv_cache_dtype
-        self.limits = limits
-        self._layers: dict[nn.Module, tuple[Attention, PagedKVCache]] = {}
-        self._builders: dict[LayerGroupKey, AttentionMetadataBuilder[Any]] = {}
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.attention = PagedLayers(num_blocks, block_size, backend, kv_cache_dtype, limits)
         self.hybrid = hybrid
-        self.pool: HybridKVCache | None = None
-        self._groups: dict[nn.Module, str] = {}
         self._shared_layers: list[nn.Module] = []
         # The lazy creation of layers knows neither groups nor who shares keys.
         self._shares = any(map(shares_keys, model.modules()))
@@ -113,33 +106,29 @@ class PagedModel:
         self.latents = LatentLayers(self, model.modules(), wanted)
 
     @property
+    def pool(self) -> HybridKVCache | None:
+        """The pool of a hybrid model; None before `prepare`, and for other models."""
+        return self.attention.pool
+
+    @property
     def specs(self) -> Counter[AttentionSpec]:
         """Number of layers for each spec; empty before the first step."""
-        return Counter(layer.spec for layer, _ in self._layers.values())
+        return self.attention.specs
 
     @property
     def cache_bytes(self) -> int:
         """Total size of the caches in bytes; a shared cache counts once."""
-        if self.pool is not None:
-            return self.pool.nbytes
-        caches = {id(cache): cache for _, cache in self._layers.values()}
-        return sum(cache.nbytes for cache in caches.values())
+        return self.attention.cache_bytes
 
     @property
     def expanded_cache_bytes(self) -> int:
         """What `cache_bytes` would be with the keys and values of every head in place of latents,
         as with `latents=False`."""
-        total = self.cache_bytes
-        for module in self.latents.modules:
-            if module in self._layers:
-                (layer, cache), weights = self._layers[module], LatentWeights(module)
-                expanded = cache.nbytes // layer.spec.head_size * weights.expanded_size
-                total += expanded - cache.nbytes
-        return total
+        return self.attention.expanded_bytes(self.latents.modules)
 
     def layers(self) -> list[tuple[Attention, PagedKVCache]]:
         """Layers and caches in the order of execution; empty before the first step."""
-        return list(self._layers.values())
+        return list(self.attention.by_module.values())
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -186,8 +175,11 @@ class PagedModel:
                 f"{type(model).__name__}: no attention layer received the step; use generate with "
                 "attn_implementation='attnlib'"
             )
-        created = create_layers(discovery.found, self.num_blocks, self.hybrid, token.device)
-        self._layers, self._groups, self.pool = created
+        created = create_layers(
+            discovery.found, self.attention.num_blocks, self.hybrid, token.device
+        )
+        found = self.attention
+        found.by_module, found.groups, found.pool = created
         shared = {one.module for one in discovery.found if one.producer is not None}
         modules = [one.module for one in discovery.found]
         self._shared_layers = shared_suffix(model, modules, shared)
@@ -220,7 +212,7 @@ class PagedModel:
         """
         self.prepare()
         model, device = self.model, input_ids.device
-        one = self._one_of(batch)
+        one = one_batch(batch, self.groups if self.hybrid else None)
         needed = None
         if self._shares and rows is None:
             # Gemma 4 would replace the mask by a slice of it if it got no tensor.
@@ -242,101 +234,16 @@ class PagedModel:
                 attnlib_step=step,
                 **selected,
             )
-        if not step.reached or step.reached != set(self._layers):
+        known = self.attention.by_module
+        if not step.reached or step.reached != set(known):
             raise UnsupportedConfigError(
                 f"{type(self.model).__name__}: the step reached {len(step.reached)} of "
-                f"{len(self._layers) or 'its'} attention layers, so the logits would be wrong: use "
+                f"{len(known) or 'its'} attention layers, so the logits would be wrong: use "
                 f"generate with attn_implementation='attnlib'"
             )
         logits: torch.Tensor = out.logits[0]
         return logits if needed is None else logits[needed.kept]
 
-    def _one_of(
-        self, batch: CommonAttentionMetadata | Mapping[str, CommonAttentionMetadata]
-    ) -> CommonAttentionMetadata:
-        """A batch with the lengths of the step."""
-        if isinstance(batch, CommonAttentionMetadata) and not self.hybrid:
-            return batch
-        names = set() if isinstance(batch, CommonAttentionMetadata) else set(batch)
-        if not self.hybrid or names != set(self.groups):
-            raise ContractError(
-                f"the step has batches for {', '.join(sorted(names)) or 'no group'}, the model "
-                f"{'needs ' + ', '.join(self.groups) if self.hybrid else 'is not hybrid'}: pass "
-                f"{'one batch per group' if self.hybrid else 'a single batch'}"
-            )
-        found: CommonAttentionMetadata = next(iter(batch.values()))  # type: ignore[union-attr]  # checked
-        return found
-
-    def group_of(self, module: nn.Module) -> str | None:
-        """The group of a module's cache; None if the model is not hybrid."""
-        return self._groups.get(module)
-
-    def describe(
-        self, module: nn.Module, query: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
-    ) -> tuple[AttentionSpec, dict[str, Any]]:
-        """The spec of a module's attention and the keyword arguments of its layer. Arguments as in
-        `layer_of`."""
-        spec = AttentionSpec(
-            num_heads=query.shape[1],
-            num_kv_heads=value.shape[1],
-            head_size=query.shape[3],
-            head_size_v=value.shape[3],
-            dtype=query.dtype,
-            **self.spec_fields(options),
-        )
-        return spec, self.layer_options(module, query, options)
-
-    def add_layer(self, module: nn.Module, layer: Attention, cache: PagedKVCache) -> None:
-        """Add the layer of a module that was created elsewhere."""
-        self._layers[module] = (layer, cache)
-
-    def layer_of(
-        self, module: nn.Module, query: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
-    ) -> tuple[Attention, PagedKVCache]:
-        """The attnlib layer and the cache of an attention module.
-
-        Args:
-            module: the attention module.
-            query: `[1, Hq, T, D]`.
-            value: `[1, Hkv, T, Dv]`.
-            options: scaling, sliding_window, chunk, softcap and s_aux of the call.
-        """
-        found = self._layers.get(module)
-        if found is None:
-            spec, layer_options = self.describe(module, query, value, options)
-            cache = PagedKVCache.allocate(spec, self.num_blocks, query.device)
-            found = self._layers[module] = (Attention(spec, **layer_options), cache)
-        return found
-
     def builder_of(self, layer: Attention) -> AttentionMetadataBuilder[Any]:
         """The metadata builder that all layers of one spec and backend share."""
-        group = (layer.backend, layer.spec)
-        if group not in self._builders:
-            self._builders[group] = layer.backend.make_builder(
-                layer.spec, next(self.model.parameters()).device, limits=self.limits
-            )
-        return self._builders[group]
-
-    def spec_fields(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The fields of a spec that follow from the options of the call and of this model."""
-        return {
-            "kv_cache_dtype": self.kv_cache_dtype,
-            "block_size": self.block_size,
-            "mask_kind": MaskKind.CAUSAL,
-            "sliding_window": options["sliding_window"],
-            "attention_chunk_size": options["chunk"],
-            "logits_soft_cap": options["softcap"],
-            "has_sink": options["s_aux"] is not None,
-        }
-
-    def layer_options(
-        self, module: nn.Module, query: torch.Tensor, options: dict[str, Any]
-    ) -> dict[str, Any]:
-        """The keyword arguments of a layer."""
-        return {
-            "backend": self.backend,
-            "scale": options["scaling"],
-            "sinks": options["s_aux"],
-            "prefix": layer_name(module),
-            "device": query.device,
-        }
+        return self.attention.builder_of(layer, next(self.model.parameters()).device)

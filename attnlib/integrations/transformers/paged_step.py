@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from attnlib.backends.base import AttentionBackend
-from attnlib.errors import UnsupportedConfigError
+from attnlib.cache.hybrid import KVCacheGroup
+from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.integrations.transformers.layers import layer_name
 from attnlib.integrations.transformers.mask_tensor import read_mask
 from attnlib.integrations.transformers.shared_layers import NeededRows
@@ -21,7 +22,7 @@ from attnlib.spec import AttentionSpec
 if TYPE_CHECKING:
     from attnlib.integrations.transformers.paged_model import PagedModel
 
-__all__ = ["LayerGroupKey", "PagedStep", "attend"]
+__all__ = ["LayerGroupKey", "PagedStep", "attend", "one_batch"]
 
 LayerGroupKey = tuple[type[AttentionBackend], AttentionSpec]
 """Layers of one group share a builder and the metadata of a step."""
@@ -136,8 +137,8 @@ def attend(
     if latent is not None:
         return latent[None], None
     paged = attnlib_step.paged
-    layer, cache = paged.layer_of(module, query, value, options)
-    metadata = attnlib_step.metadata_for(layer, paged.group_of(module))
+    layer, cache = paged.attention.layer_of(module, query, value, options)
+    metadata = attnlib_step.metadata_for(layer, paged.attention.groups.get(module))
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     if torch.is_autocast_enabled(query.device.type):  # steps with and without it share a cache
         q, k, v = (states.to(layer.spec.dtype) for states in (q, k, v))
@@ -183,3 +184,31 @@ def _refuse_call(module: nn.Module, kwargs: dict[str, Any]) -> None:
             f"{layer_name(module)}: position_bias= covers the tokens of the packed row, but not "
             f"the keys in the cache; use generate with attn_implementation='attnlib'"
         )
+
+
+def one_batch(
+    batch: CommonAttentionMetadata | Mapping[str, CommonAttentionMetadata],
+    groups: Mapping[str, KVCacheGroup] | None,
+) -> CommonAttentionMetadata:
+    """A batch with the lengths of a step.
+
+    Args:
+        batch: of the step; for a hybrid model one for each group.
+        groups: of a hybrid model, or None.
+
+    Raises:
+        ContractError: a hybrid model and a single batch, or a group without a batch.
+    """
+    if isinstance(batch, CommonAttentionMetadata):
+        if groups is None:
+            return batch
+        names: set[str] = set()
+    else:
+        names = set(batch)
+        if groups is not None and names == set(groups):
+            return next(iter(batch.values()))
+    needs = "is not hybrid" if groups is None else "needs " + ", ".join(groups)
+    raise ContractError(
+        f"the step has batches for {', '.join(sorted(names)) or 'no group'}, the model {needs}: "
+        f"pass {'a single batch' if groups is None else 'one batch per group'}"
+    )
