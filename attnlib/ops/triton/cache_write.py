@@ -168,7 +168,7 @@ def _write_pages(
     scales: _Scales,
 ) -> CacheWrite:
     """The launch over pages that hold their scales (M16)."""
-    from attnlib.ops.triton.page_attention import page_write
+    from attnlib.ops.triton.quantized_pages import page_write
 
     numbers, launch = page_write(key, value, key_cache, value_cache, slot_mapping.shape[0], scales)
     return CacheWrite(limits_of(key_cache), key.get_device(), numbers, True, launch)

@@ -23,7 +23,7 @@ from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.constants import page_strides
 from attnlib.ops.triton.launch.run import KernelFamily, PreparedAttention, run_attention
 from attnlib.ops.triton.launch.score import has_head_bounds, range_constants
-from attnlib.ops.triton.page_attention import element_constants
+from attnlib.ops.triton.quantized_pages import element_constants
 
 __all__ = ["paged_prefill", "prepare_plain_prefill", "prepare_prefill"]
 

@@ -28,7 +28,7 @@ from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.constants import page_strides
 from attnlib.ops.triton.launch.partials import Partials
 from attnlib.ops.triton.launch.run import PreparedAttention
-from attnlib.ops.triton.page_attention import element_constants
+from attnlib.ops.triton.quantized_pages import element_constants
 
 __all__ = ["prepare_decode", "prepare_plain_decode"]
 

@@ -41,7 +41,7 @@ from attnlib.ops.triton.kernels.float8_copy import float8_copy_kernel
 from attnlib.ops.triton.kernels.packed_latents import packed_latent_kernel
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.score_compile import compile_score
-from attnlib.ops.triton.page_attention import page_kind, page_words
+from attnlib.ops.triton.quantized_pages import page_kind, page_words
 from attnlib.testing.score_functions import SUITE, load_score_function, make_score_tensors
 from tests.fresh_process import run_module
 from tests.ops.calls import call_operation, split_options

@@ -43,7 +43,7 @@ from attnlib.ops.triton.launch.sequence import (
     batch_sources,
     bind_step,
 )
-from attnlib.ops.triton.page_attention import page_kind, page_words
+from attnlib.ops.triton.quantized_pages import page_kind, page_words
 
 __all__ = [
     "FLOAT8_TILE", "ConvertedPrefill", "copied_rows", "copied_sizes", "multiplies_float8",

@@ -9,7 +9,7 @@ from attnlib import AttentionSpec, PagedKVCache
 from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.ops.torch.cache_write import write_kv
 from attnlib.ops.triton.kernels.convert_cache import NO_SCALES, convert_cache_kernel
-from attnlib.ops.triton.page_attention import page_kind, page_words
+from attnlib.ops.triton.quantized_pages import page_kind, page_words
 from attnlib.testing.page_formats import dequantize_tokens
 
 HEADS, D, DV, BLOCK_SIZE = 2, 64, 24, 4

@@ -1,7 +1,7 @@
-"""Launches over pages that hold their scales (M16): cache write, decode and prefill.
+"""Quantized pages, which hold the scales of their elements (M16): cache write, and the constants of
+attention kernels by the elements of the cache.
 
-The operations `write_kv`, `paged_decode` and `paged_prefill` and step plans come here when
-`k_scale` and `v_scale` are the views of the scales in the pages.
+`write_kv` and the launches of decodes and prefills come here.
 """
 
 from __future__ import annotations
