@@ -250,12 +250,6 @@ def test_the_messages_of_the_troubleshooting_page_exist() -> None:
             assert part.strip(" ,") in sources or "undefined symbol" in part, message
 
 
-def test_the_documentation_is_short() -> None:
-    """Words of the pages and of the root files, as `wc -w` counts them. The limit may only fall."""
-    counted = [page for page in PAGES if page.parent.name != "benchmarks"]
-    assert sum(len(page.read_text().split()) for page in counted) <= 45_000
-
-
 def test_the_first_screen_of_the_readme_is_short() -> None:
     """Purpose, two commands, twelve lines of code and a figure fit 30 lines of 100 characters."""
     screen = (ROOT / "README.md").read_text().splitlines()[:30]
