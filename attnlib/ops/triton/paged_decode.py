@@ -118,9 +118,8 @@ def paged_decode(
         batch_invariant: the bits of a row depend on that row and its keys only (M15).
         num_splits: programs that share a request's keys. None: long requests get more. A number
             splits every request into that many. Not read with `batch_invariant`.
-        workspace: contiguous float32 or uint8, `paged_decode_workspace_bytes(...)` bytes; allocated
-            when None and needed. The Hopper decode is not used with less than
-            `hopper.dispatch.decode_workspace_bytes`.
+        workspace: float32 or uint8, `paged_decode_workspace_bytes(...)` bytes; None allocates it.
+            With less than `hopper.dispatch.decode_workspace_bytes` the Hopper decode is not used.
         counters: int32 zeros, `hopper.dispatch.num_counters`. With them the Hopper decode combines
             splits itself and leaves zeros. Concurrent calls need counters of their own.
         kernels: "auto" uses the Hopper decode where it supports the call and is faster, "hopper"
