@@ -133,7 +133,7 @@ CASES = {
     "score_function": (
         {"score_function": alibi_sqrt()},
         {"score_function": False},
-        "score_function=attnlib.score_functions.builtin._alibi_sqrt: not supported",
+        "score_function=attnlib.score_functions.biases._alibi_sqrt: not supported",
     ),
     "key_selection": (
         {"key_selection": KeySelection(max_blocks=16, block_size=128, scope="kv_head")},

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attnlib.cache.engine_tensors import by_token, check_shape, keys_and_values, not_paged, typed
 from attnlib.errors import ContractError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class EngineLayouts:
         Raises:
             ContractError: another shape, or an ambiguous one.
         """
-        kv = _typed("kv_cache", kv_cache, dtype)
+        kv = typed("kv_cache", kv_cache, dtype)
         if kv.dim() == 4:
             size = kv.shape[3] // 2 if head_size is None else head_size
             if (head_size is None and kv.shape[3] % 2) or not 0 < size < kv.shape[3]:
@@ -78,7 +79,7 @@ class EngineLayouts:
             by_token = kv.transpose(1, 2)
             key, value = by_token[..., :size], by_token[..., size:]
         else:
-            _check_shape("kv_cache", kv, 5, "[2, B, N, Hkv, D], [B, 2, N, Hkv, D] or packed 4-D")
+            check_shape("kv_cache", kv, 5, "[2, B, N, Hkv, D], [B, 2, N, Hkv, D] or packed 4-D")
             found = [dim for dim in (0, 1) if kv.shape[dim] == 2 and kv_dim in (None, dim)]
             if len(found) != 1:
                 problem = "are both 2" if found else f"are not 2 (kv_dim={kv_dim})"
@@ -116,15 +117,15 @@ class EngineLayouts:
         """
         views = []
         for name, buffer in (("k_buffer", k_buffer), ("v_buffer", v_buffer)):
-            _check_shape(name, buffer, 3, "[slots, Hkv, D]")
+            check_shape(name, buffer, 3, "[slots, Hkv, D]")
             if not 1 <= page_size <= buffer.shape[0]:
                 raise ContractError(
                     f"page_size={page_size} must be from 1 to the {buffer.shape[0]} rows of {name}",
                     rule="P1",
                 )
-            typed = _typed(name, buffer, dtype)
+            tokens = typed(name, buffer, dtype)
             pages = buffer.shape[0] // page_size
-            views.append(typed[: pages * page_size].view(pages, page_size, *buffer.shape[1:]))
+            views.append(tokens[: pages * page_size].view(pages, page_size, *buffer.shape[1:]))
         return cls.from_views(views[0], views[1], k_scale=k_scale, v_scale=v_scale)
 
     @classmethod
@@ -150,13 +151,13 @@ class EngineLayouts:
             ContractError: another shape or layout.
         """
         if isinstance(paged_kv_cache, torch.Tensor):
-            key, value = _keys_and_values("paged_kv_cache", paged_kv_cache)
+            key, value = keys_and_values("paged_kv_cache", paged_kv_cache)
         else:
             key, value = paged_kv_cache
             for name, view in (("paged_k_cache", key), ("paged_v_cache", value)):
-                _check_shape(name, view, 4, "[B, N, Hkv, D] or [B, Hkv, N, D]")
+                check_shape(name, view, 4, "[B, N, Hkv, D] or [B, Hkv, N, D]")
         key, value = (
-            _by_token(_typed("paged_kv_cache", view, dtype), kv_layout) for view in (key, value)
+            by_token(typed("paged_kv_cache", view, dtype), kv_layout) for view in (key, value)
         )
         return cls.from_views(key, value, k_scale=k_scale, v_scale=v_scale)
 
@@ -186,7 +187,7 @@ class EngineLayouts:
         Raises:
             ContractError: another shape or layout.
         """
-        pool = _typed("buffer", buffer, dtype)
+        pool = typed("buffer", buffer, dtype)
         if pool.dim() == 3:
             per_token = (num_kv_heads or 0) * (head_size or 0)
             if per_token < 1 or pool.shape[2] % per_token:
@@ -199,7 +200,7 @@ class EngineLayouts:
             tokens, heads, size = pool.shape[2] // per_token, num_kv_heads or 0, head_size or 0
             inner = (tokens, heads, size) if kv_layout == "NHD" else (heads, tokens, size)
             pool = pool.view(*pool.shape[:2], *inner)
-        key, value = (_by_token(view, kv_layout) for view in _keys_and_values("buffer", pool))
+        key, value = (by_token(view, kv_layout) for view in keys_and_values("buffer", pool))
         return cls.from_views(key, value, k_scale=k_scale, v_scale=v_scale)
 
     @classmethod
@@ -218,59 +219,11 @@ class EngineLayouts:
         if hasattr(paged_cache, "layer_to_allocator"):  # from 5.18: one tensor for all layers
             allocator = paged_cache.layer_to_allocator.get(layer_idx)
             if allocator is None or not allocator.supports_block_table:
-                raise ContractError(_not_paged(layer_idx, allocator is None))
+                raise ContractError(not_paged(layer_idx, allocator is None))
             return cls.from_views(*allocator.get_cache_for_block_table(layer_idx))
         group_and_index = paged_cache.layer_index_to_group_indices.get(layer_idx)
         if group_and_index is None or paged_cache.sliding_windows[layer_idx] != 1:  # 1: no window
-            raise ContractError(_not_paged(layer_idx, group_and_index is None))
+            raise ContractError(not_paged(layer_idx, group_and_index is None))
         index = group_and_index[1]
         buffers = paged_cache.key_cache[index], paged_cache.value_cache[index]
         return cls.from_sglang(*buffers, paged_cache.block_size)
-
-
-def _typed(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """The tensor with the dtype of its elements."""
-    if dtype is None:
-        if tensor.dtype == torch.uint8:
-            raise ContractError(
-                f"{name} is {tensor.dtype}: pass the dtype that the bytes hold, for example "
-                "dtype=torch.float8_e4m3fn",
-                rule="P1",
-            )
-        return tensor
-    if dtype.itemsize != tensor.dtype.itemsize:
-        raise ContractError(
-            f"{name} is {tensor.dtype} and cannot be viewed as dtype={dtype}: the sizes differ",
-            rule="P1",
-        )
-    return tensor.view(dtype)
-
-
-def _check_shape(name: str, tensor: torch.Tensor, dims: int, expected: str) -> None:
-    if tensor.dim() != dims:
-        raise ContractError(
-            f"{name} has shape {tuple(tensor.shape)}; it must be {expected}", rule="P1"
-        )
-
-
-def _keys_and_values(name: str, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two halves along dimension 1."""
-    if kv.dim() != 5 or kv.shape[1] != 2:
-        raise ContractError(
-            f"{name} has shape {tuple(kv.shape)}; it must be [B, 2, N, Hkv, D] or "
-            "[B, 2, Hkv, N, D]",
-            rule="P1",
-        )
-    return kv[:, 0], kv[:, 1]
-
-
-def _by_token(view: torch.Tensor, kv_layout: str) -> torch.Tensor:
-    """`[B, N, Hkv, D]` of a view in a layout."""
-    if kv_layout not in ("NHD", "HND"):
-        raise ContractError(f"kv_layout={kv_layout!r} must be 'NHD' or 'HND'", rule="P2")
-    return view if kv_layout == "NHD" else view.transpose(1, 2)
-
-
-def _not_paged(layer_idx: int, unknown: bool) -> str:
-    reason = "is not in this cache" if unknown else "is a sliding layer, stored as a ring buffer"
-    return f"layer {layer_idx} {reason}: pass the index of a full-attention layer"

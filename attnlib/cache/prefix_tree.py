@@ -8,18 +8,33 @@ is all that layers with a window need.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import index
 
 import torch
 
 from attnlib.errors import ContractError
 
-__all__ = ["PrefixNode", "PrefixTree", "TokenIds", "as_tokens", "chunks"]
+__all__ = ["PrefixHit", "PrefixNode", "PrefixTree", "TokenIds", "as_tokens", "chunks"]
 
 TokenIds = Sequence[int] | torch.Tensor
 """Token ids: a sequence of integers (0-d integer tensors included) or an integer tensor `[T]`."""
 
 Chunk = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PrefixHit:
+    """The result of `BlockAllocator.acquire_prefix`.
+
+    Attributes:
+        block_ids: blocks that hold the first `num_tokens` tokens; the caller owns one reference
+            to each.
+        num_tokens: number of cached tokens, a multiple of the block size.
+    """
+
+    block_ids: tuple[int, ...]
+    num_tokens: int
 
 
 class PrefixNode:

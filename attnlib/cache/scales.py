@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,7 +10,17 @@ from attnlib.errors import ContractError
 from attnlib.kv_dtype import KVFormat
 from attnlib.ops.scales import check_scale
 
-__all__ = ["Scale", "UNIT_SCALE", "check_equal_scales", "check_page_scales", "checked_scale"]
+if TYPE_CHECKING:
+    from attnlib.cache.storage import PagedKVCache
+
+__all__ = [
+    "UNIT_SCALE",
+    "Scale",
+    "check_equal_scales",
+    "check_page_scales",
+    "check_same_kind",
+    "checked_scale",
+]
 
 Scale = float | torch.Tensor
 
@@ -81,3 +91,22 @@ def check_equal_scales(name: str, source: Scale, destination: Scale) -> None:
             f"scales",
             rule="M9",
         )
+
+
+def check_same_kind(cache: PagedKVCache, other: PagedKVCache) -> None:
+    """Whether blocks of one cache can be blocks of another.
+
+    Raises:
+        ContractError: they differ in sizes, dtype or format, or in the scales of stored elements.
+    """
+    kind = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "page_format")
+    for name in kind:
+        mine, theirs = getattr(cache, name), getattr(other, name)
+        if mine != theirs:
+            raise ContractError(
+                f"swap_blocks needs caches of one kind: {name} is {mine} in the source and "
+                f"{theirs} in the destination"
+            )
+    if cache.dtype.itemsize == 1 and cache.page_format is None:
+        for name in ("k_scale", "v_scale"):
+            check_equal_scales(name, getattr(cache, name), getattr(other, name))

@@ -6,35 +6,29 @@ strides differ. `ops.block_moves` copies and zeroes whole blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from attnlib.cache.engine_layouts import EngineLayouts
-from attnlib.cache.layout import get_kv_cache_layout, layout_named
+from attnlib.cache.layout import get_kv_cache_layout
+from attnlib.cache.moves import BlockMoves, BlockPairs
 from attnlib.cache.pages import PAGE_LAYOUTS, page_sizes, page_views
-from attnlib.cache.scales import (
-    UNIT_SCALE,
-    Scale,
-    check_equal_scales,
-    check_page_scales,
-    checked_scale,
-)
-from attnlib.cache.views import CacheSignature, check_views, recognized_layout
+from attnlib.cache.pickling import picklable_state, restored_state
+from attnlib.cache.scales import UNIT_SCALE, Scale, check_page_scales, checked_scale
+from attnlib.cache.sizes import CacheSizes
+from attnlib.cache.views import CacheSignature, allocated_views, check_views, recognized_layout
 from attnlib.compile.objects import register_tensor_id
 from attnlib.errors import ContractError
 from attnlib.kv_dtype import KVFormat, page_format
-from attnlib.ops.addresses import as_count, as_id
-from attnlib.ops.block_moves import BlockPairs, check_ids, checked_pairs, move_blocks, zero_blocks
-from attnlib.ops.latent import values_are_prefix
+from attnlib.ops.addresses import as_count
 from attnlib.ops.signature import tensor_signature
 from attnlib.spec import AttentionSpec
 
 __all__ = ["BlockPairs", "PagedKVCache", "Scale", "UNIT_SCALE"]
 
 
-class PagedKVCache(EngineLayouts):
+class PagedKVCache(CacheSizes, BlockMoves, EngineLayouts):
     """The keys and values of one layer in blocks.
 
     Attributes:
@@ -102,28 +96,11 @@ class PagedKVCache(EngineLayouts):
         state[name] = value
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("handle", "_signature", "_assigned")
-        state = {name: value for name, value in self.__dict__.items() if name not in derived}
-        if self.pages is not None:  # the views share its memory
-            sizes = (self.block_size, self.num_kv_heads, self.head_size, self.head_size_v)
-            return {"pages": self.pages, "stored": (self.page_format, *sizes, self.layout)}
-        if self.dtype.itemsize == 1:  # torch pickles float8 tensors, but cannot load them
-            state["stored_dtype"] = self.dtype
-            for name in ("key_cache", "value_cache"):
-                state[name] = state[name].view(torch.uint8)
-        return state
+        sizes = (self.block_size, self.num_kv_heads, self.head_size, self.head_size_v)
+        return picklable_state(self.__dict__, sizes)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        if (stored := state.pop("stored", None)) is not None:
-            names = ("key_cache", "value_cache", "k_scale", "v_scale")
-            views = page_views(state["pages"], *stored)
-            state |= {**dict(zip(names, views, strict=True)), "layout": stored[-1]}
-            state["page_format"] = stored[0]
-        if (dtype := state.pop("stored_dtype", None)) is not None:
-            for name in ("key_cache", "value_cache"):
-                state[name] = state[name].view(dtype)
-        self.__dict__.update(state, _signature=None)
+        self.__dict__.update(restored_state(state), _signature=None)
         self.handle = register_tensor_id(self)  # a copy is another cache
 
     @property
@@ -194,22 +171,8 @@ class PagedKVCache(EngineLayouts):
             num_bytes = page_sizes(spec.kv_format, *_page_shape(spec)).num_bytes
             pages = torch.zeros(num_blocks, num_bytes, dtype=torch.uint8, device=device)
             return cls.from_pages(pages, spec, wanted)
-        order = layout_named(wanted or "NHD")
-        sizes = (num_blocks, spec.block_size, spec.num_kv_heads)
-        if spec.use_mla:
-            # One latent vector per token: the value is a prefix of the key and aliases its memory.
-            key = torch.zeros(*sizes, spec.head_size, dtype=spec.kv_dtype, device=device)
-            return cls(
-                key, key[..., : spec.head_size_v], layout="NHD", k_scale=k_scale, v_scale=v_scale
-            )
-        k_strides, v_strides, v_offset = order.strides(*sizes, spec.head_size, spec.head_size_v)
-        per_token = spec.num_kv_heads * (spec.head_size + spec.head_size_v)
-        pool = torch.zeros(
-            num_blocks * spec.block_size * per_token, dtype=spec.kv_dtype, device=device
-        )
-        key = pool.as_strided((*sizes, spec.head_size), k_strides)
-        value = pool.as_strided((*sizes, spec.head_size_v), v_strides, v_offset)
-        return cls(key, value, layout=order.name, k_scale=k_scale, v_scale=v_scale)
+        key, value, name = allocated_views(spec, num_blocks, wanted or "NHD", device)
+        return cls(key, value, layout=name, k_scale=k_scale, v_scale=v_scale)
 
     @classmethod
     def from_pages(
@@ -251,9 +214,8 @@ class PagedKVCache(EngineLayouts):
         k_scale: Scale = UNIT_SCALE,
         v_scale: Scale = UNIT_SCALE,
     ) -> PagedKVCache:
-        """A cache over existing memory, without a copy. `from_vllm`, `from_sglang`,
-        `from_flashinfer`, `from_tensorrt_llm` and `from_transformers` find the views in the cache
-        of an engine.
+        """A cache over existing memory, without a copy. `from_vllm` and others find the views in
+        the cache of an engine.
 
         Args:
             key_cache: `[B, N, Hkv, D]`, any strides, the last one 1.
@@ -269,59 +231,6 @@ class PagedKVCache(EngineLayouts):
         return cache
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks in the pool (B)."""
-        return self.key_cache.shape[0]
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in one block (N)."""
-        return self.key_cache.shape[1]
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Key and value heads (Hkv)."""
-        return self.key_cache.shape[2]
-
-    @property
-    def head_size(self) -> int:
-        """Elements of one key head (D)."""
-        stored = self.key_cache.shape[3]
-        return stored if self.page_format is None else self.page_format.head_size(stored)
-
-    @property
-    def head_size_v(self) -> int:
-        """Elements of one value head (Dv)."""
-        stored = self.value_cache.shape[3]
-        return stored if self.page_format is None else self.page_format.head_size(stored)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the stored elements."""
-        return self.key_cache.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the cache."""
-        return self.key_cache.device
-
-    @property
-    def num_slots(self) -> int:
-        """Capacity in tokens: B * N."""
-        return self.num_blocks * self.block_size
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks: elements, and scales in the page. Aliased values count once."""
-        views = self.block_views[:1] if self.values_alias_keys else self.block_views
-        return sum(view.numel() * view.element_size() for view in views)
-
-    @property
-    def values_alias_keys(self) -> bool:
-        """True if the values are a prefix of the keys (P10): writing the keys writes both."""
-        return values_are_prefix(self.key_cache, self.value_cache)
-
-    @property
     def block_views(self) -> tuple[torch.Tensor, ...]:
         """All memory of the blocks, `[B, ...]`: elements, and scales in the page."""
         self._check_assigned()
@@ -329,68 +238,6 @@ class PagedKVCache(EngineLayouts):
             return self.key_cache, self.value_cache
         scales = (self.k_scale, self.v_scale)
         return (self.key_cache, self.value_cache, *scales)  # type: ignore[return-value]  # views
-
-    def copy_blocks(self, pairs: BlockPairs) -> None:
-        """Copy whole blocks within this cache. Every source is read before any block is written.
-
-        Args:
-            pairs: (source, destination) block ids, or an integer tensor `[n, 2]`.
-
-        Raises:
-            ContractError: an id is out of range, or a destination occurs twice; nothing is written.
-        """
-        source, destination = checked_pairs(pairs, self.num_blocks, self.num_blocks)
-        move_blocks(self.block_views, self.block_views, source, destination)
-
-    def swap_blocks(self, other: PagedKVCache, pairs: BlockPairs) -> None:
-        """Copy whole blocks of this cache into `other` (swapping out and in).
-
-        The caches may differ in device and layout. Elements are copied as stored, so quantized
-        caches must have equal scales (M9); comparing scales that are distinct CUDA tensors
-        synchronizes.
-
-        Args:
-            other: the destination.
-            pairs: (block of this cache, block of `other`), or an integer tensor `[n, 2]`.
-
-        Raises:
-            ContractError: as `copy_blocks`, or `other` has another block shape, dtype or scale;
-                nothing is written.
-        """
-        kind = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "page_format")
-        for name in kind:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                raise ContractError(
-                    f"swap_blocks needs caches of one kind: {name} is {mine} in the source and "
-                    f"{theirs} in the destination"
-                )
-        if self.dtype.itemsize == 1 and self.page_format is None:
-            for name in ("k_scale", "v_scale"):
-                check_equal_scales(name, getattr(self, name), getattr(other, name))
-        source, destination = checked_pairs(pairs, self.num_blocks, other.num_blocks)
-        move_blocks(self.block_views, other.block_views, source, destination)
-
-    def zero_blocks(self, block_ids: Iterable[int]) -> None:
-        """Fill whole blocks with zeros.
-
-        Raises:
-            ContractError: an id is out of range; nothing is written.
-        """
-        ids = [as_id("block_ids", block, place) for place, block in enumerate(block_ids)]
-        check_ids("block_ids", ids, self.num_blocks)
-        zero_blocks(self.block_views, ids)
-
-    def __repr__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return (
-            f"PagedKVCache({self.num_blocks} blocks x {self.block_size} tokens x "
-            f"{self.num_kv_heads} heads x {self.head_size}"
-            f"{'' if self.head_size_v == self.head_size else f'/{self.head_size_v}'}, "
-            f"{self.page_format.name if self.page_format else dtype}, "
-            f"{self.layout or 'unknown layout'}, "
-            f"{self.device})"
-        )
 
 
 def _page_shape(spec: AttentionSpec) -> tuple[int, int, int, int]:

@@ -7,12 +7,13 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from attnlib.cache.layout import LAYOUTS
+from attnlib.cache.layout import LAYOUTS, layout_named
 from attnlib.cache.overlap import blocks_overlap
 from attnlib.errors import ContractError
 from attnlib.ops.latent import values_are_prefix
+from attnlib.spec import AttentionSpec
 
-__all__ = ["CacheSignature", "check_views", "recognized_layout"]
+__all__ = ["CacheSignature", "allocated_views", "check_views", "recognized_layout"]
 
 
 class CacheSignature:
@@ -76,3 +77,31 @@ def recognized_layout(key: torch.Tensor, value: torch.Tensor) -> str | None:
         if key.stride() == k_strides and value.stride() == v_strides:
             return layout.name
     return None
+
+
+def allocated_views(
+    spec: AttentionSpec, num_blocks: int, layout: str, device: torch.device | str | None
+) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Views of new memory, filled with zeros, and the name of their layout.
+
+    Args:
+        spec: heads, sizes, dtype and block size; without scales in the page.
+        num_blocks: blocks in the pool.
+        layout: name of a layout; latents have "NHD".
+        device: None for torch's default device.
+
+    Raises:
+        LayoutMismatchError: an unknown layout.
+    """
+    order = layout_named(layout)
+    sizes = (num_blocks, spec.block_size, spec.num_kv_heads)
+    if spec.use_mla:
+        # One latent vector per token: the value is a prefix of the key and aliases its memory.
+        key = torch.zeros(*sizes, spec.head_size, dtype=spec.kv_dtype, device=device)
+        return key, key[..., : spec.head_size_v], "NHD"
+    k_strides, v_strides, v_offset = order.strides(*sizes, spec.head_size, spec.head_size_v)
+    per_token = spec.num_kv_heads * (spec.head_size + spec.head_size_v)
+    pool = torch.zeros(num_blocks * spec.block_size * per_token, dtype=spec.kv_dtype, device=device)
+    key = pool.as_strided((*sizes, spec.head_size), k_strides)
+    value = pool.as_strided((*sizes, spec.head_size_v), v_strides, v_offset)
+    return key, value, order.name

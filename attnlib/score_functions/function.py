@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dis
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +11,21 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.score_functions.analysis import (
+    FAR,
+    bounds_far_from_the_start,
+    count_tile_lookups_of,
+    positions_are_read,
+    sample,
+)
 from attnlib.score_functions.checks import check_function, check_top_level
 from attnlib.score_functions.operators import observed_lookups
+from attnlib.score_functions.tensor_checks import check_names, check_score_tensors
 
 __all__ = ["MAX_TENSORS", "PARAMETERS", "ScoreFunction"]
 
 MAX_TENSORS = 4
 """Auxiliary tensors of one function: kernels have this many parameters for them."""
-
 PARAMETERS = {
     "score": ("score", "q_pos", "k_pos", "head", "request", "aux"),
     "score_mod": ("score", "b", "h", "q_idx", "kv_idx"),
@@ -30,7 +35,6 @@ PARAMETERS = {
 
 _BOUNDS = ("q_first", "q_last", "seq_len", "request", "aux")
 _HEAD_BOUNDS = ("q_first", "q_last", "seq_len", "head", "request", "aux")
-_MOST_RANGES = 2
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class ScoreFunction:
                 f"form={self.form!r} of a score function must be one of {', '.join(PARAMETERS)}",
                 rule="M10",
             )
-        self._check_names()
+        check_names(self, MAX_TENSORS)
         check_function(self.function, PARAMETERS[self.form])
         self._check_result()
         if self.bounds is not None:
@@ -124,7 +128,7 @@ class ScoreFunction:
         """Refuse a function that returns a number: kernels compute tiles of scores."""
         try:
             with observed_lookups():
-                result = _sample(self)
+                result = sample(self)
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
             return  # it needs other arguments than these; its first call shows the error
         if not isinstance(result, Tensor):
@@ -141,35 +145,6 @@ class ScoreFunction:
                 rule="M10",
             )
 
-    def _check_names(self) -> None:
-        names = [*self.tensor_names, *(name for name, _ in self.constants)]
-        for name in names:
-            if not isinstance(name, str) or not name.isidentifier() or names.count(name) > 1:
-                raise ContractError(
-                    f"{name!r} must be an identifier and name one constant or tensor of the score "
-                    f"function: rename it",
-                    rule="M10",
-                )
-        for name, value in self.constants:
-            if not isinstance(value, int | float):
-                raise ContractError(
-                    f"constant {name}={value!r} of a score function must be a number; pass tensors "
-                    "as layer_tensors or batch_tensors",
-                    rule="M10",
-                )
-        if len(self.tensor_names) > MAX_TENSORS:
-            raise ContractError(
-                f"a score function has {len(self.tensor_names)} tensors, and kernels take at most "
-                f"{MAX_TENSORS}: store several columns in one tensor",
-                rule="M10",
-            )
-        if self.form != "score" and names:
-            raise ContractError(
-                f"form={self.form!r} has no parameter for {', '.join(names)}: write the function "
-                "with the parameters of form='score'",
-                rule="M10",
-            )
-
     def __str__(self) -> str:
         return f"{self.function.__module__}.{self.function.__qualname__}"
 
@@ -182,7 +157,7 @@ class ScoreFunction:
     def reads_positions(self) -> bool:
         """Whether the result depends on positions of queries or keys: the function or its bounds
         read them."""
-        return self.bounds is not None or self.head_bounds is not None or _reads_positions(self)
+        return self.bounds is not None or self.head_bounds is not None or positions_are_read(self)
 
     def evaluate(
         self,
@@ -233,7 +208,7 @@ class ScoreFunction:
     def count_tile_lookups(self) -> int:
         """Lookups that depend on the query and on the key, so that a tile of scores has as many
         results as scores."""
-        return _count_tile_lookups(self)
+        return count_tile_lookups_of(self)
 
     def count_ranges(self, by_head: bool = False) -> int:
         """Ranges of keys that the bounds return, 1 or 2; 0 without bounds.
@@ -244,7 +219,7 @@ class ScoreFunction:
         Raises:
             ContractError: they return neither four nor eight values.
         """
-        return len(_bounds_far_from_the_start(self, by_head)) // 4
+        return len(bounds_far_from_the_start(self, by_head)) // 4
 
     def longest_range(self) -> int | None:
         """Most keys between the first one that `bounds` return for a query, and the last one or the
@@ -253,7 +228,7 @@ class ScoreFunction:
         `FAR` and more where nothing limits them. None without bounds and where they depend on the
         elements of a tensor.
         """
-        bounds = _bounds_far_from_the_start(self, False)
+        bounds = bounds_far_from_the_start(self, False)
         if not bounds or (isinstance(bounds[0], Tensor) and int(bounds[0]) <= 0):
             return None
         # A last position that a tensor has is 0 here, and not before the query.
@@ -272,92 +247,4 @@ class ScoreFunction:
         Raises:
             ContractError: a tensor is missing, or has a dtype or layout that kernels do not read.
         """
-        given = tensors or {}
-        if missing := [name for name in names if name not in given]:
-            raise ContractError(
-                f"score function {self} needs the {owner} tensor {missing[0]!r}: pass "
-                f"score_tensors={{{missing[0]!r}: ...}} with the {owner}",
-                rule="M10",
-            )
-        for name in names:
-            tensor = given[name]
-            integer = tensor.dtype == torch.int32
-            if not integer and (owner == "batch" or not tensor.is_floating_point()):
-                allowed = "int32" if owner == "batch" else "int32 or floating point"
-                raise ContractError(
-                    f"{owner} tensor {name!r} of score function {self} is {tensor.dtype}; it must "
-                    f"be {allowed}",
-                    rule="M10",
-                )
-            dims = (2,) if owner == "batch" else (1, 2)
-            if tensor.dim() not in dims or not tensor.is_contiguous() or 0 in tensor.shape[1:]:
-                raise ContractError(
-                    f"{owner} tensor {name!r} of score function {self} has shape "
-                    f"{tuple(tensor.shape)} and strides {tensor.stride()}; it must be contiguous, "
-                    + ("[requests, m]" if owner == "batch" else "[n] or [n, m]")
-                    + ", with at least one column: call .contiguous()",
-                    rule="M10",
-                )
-            if tensor.dtype.itemsize not in (2, 4) or tensor.numel() >= 1 << 31:
-                raise ContractError(
-                    f"{owner} tensor {name!r} of score function {self} has {tensor.numel()} "
-                    f"elements of {tensor.dtype}; kernels index up to 2^31 - 1 elements of 16 or "
-                    "32 bits",
-                    rule="M10",
-                )
-
-
-FAR = 1 << 20
-"""A position after which windows do not reach the first key."""
-
-
-@lru_cache(maxsize=256)
-def _bounds_far_from_the_start(function: ScoreFunction, by_head: bool) -> tuple[Any, ...]:
-    """What the bounds return for the query at `FAR`, the last one, with zeros for lookups; ()
-    without bounds."""
-    bounds = function.head_bounds if by_head else function.bounds
-    if bounds is None:
-        return ()
-    tables = dict.fromkeys(function.tensor_names, torch.zeros(1, dtype=torch.int32))
-    head = (0,) if by_head else ()
-    with observed_lookups():
-        values = bounds(FAR, FAR, FAR + 1, *head, 0, function.namespace(tables))
-    if not isinstance(values, tuple) or len(values) not in (4, 4 * _MOST_RANGES):
-        found = f"{len(values)} values" if isinstance(values, tuple) else type(values).__name__
-        raise ContractError(
-            f"{bounds.__qualname__} returns {found}: return four key positions (first, last, "
-            f"same_first, same_last), or eight for {_MOST_RANGES} ranges",
-            rule="M10",
-        )
-    return values
-
-
-@lru_cache(maxsize=256)
-def _reads_positions(function: ScoreFunction) -> bool:
-    """Whether the code of the function loads one of its parameters for positions."""
-    first = {"score": 1, "score_mod": 3, "mask_mod": 2}[function.form]
-    code = function.function.__code__
-    positions = set(code.co_varnames[first : first + 2])
-    for instruction in dis.get_instructions(code):
-        value = instruction.argval  # a tuple for instructions that load two variables
-        names = value if isinstance(value, tuple) else (value,)
-        if instruction.opname.startswith("LOAD_FAST") and not positions.isdisjoint(names):
-            return True
-    return False
-
-
-@lru_cache(maxsize=256)
-def _count_tile_lookups(function: ScoreFunction) -> int:
-    with observed_lookups() as shapes:
-        try:
-            _sample(function)
-        except (RuntimeError, TypeError):
-            return len(function.tensor_names)  # it needs values: count every tensor
-    return sum(shape == (3, 5) for shape in shapes)
-
-
-def _sample(function: ScoreFunction) -> Any:
-    """What the function returns for 3 queries and 5 keys, with zeros for lookups."""
-    rows, keys = torch.arange(3)[:, None], torch.arange(5)
-    tables = dict.fromkeys(function.tensor_names, torch.zeros(1))
-    return function._call(torch.zeros(3, 5), rows, keys, rows, 0, tables)
+        check_score_tensors(str(self), tensors, names, owner)

@@ -4,9 +4,9 @@
 Forward pass only.
 """
 
+from attnlib.compat.flash_attn.arguments import FlashAttentionArgumentError
 from attnlib.compat.flash_attn.dense import flash_attn_func
 from attnlib.compat.flash_attn.kvcache import flash_attn_with_kvcache
-from attnlib.compat.flash_attn.options import FlashAttentionArgumentError
 from attnlib.compat.flash_attn.stacked import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from attnlib.compat.flash_attn.kvcache import flash_attn_with_kvcache
-from attnlib.compat.flash_attn.options import (
+from attnlib.compat.flash_attn.arguments import (
     FlashAttentionArgumentError,
     last_stride_1,
     refuse,
     refuse_gradients,
 )
+from attnlib.compat.flash_attn.kvcache import flash_attn_with_kvcache
 
 __all__ = ["NO_DROPOUT", "flash_attn_func", "with_probabilities"]
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from attnlib.compat.flash_attn.kvcache_call import KVCacheCall
-from attnlib.compat.flash_attn.kvcache_checks import check_kvcache_call
-from attnlib.compat.flash_attn.options import (
+from attnlib.compat.flash_attn.arguments import (
     FlashAttentionArgumentError,
-    Options,
     last_stride_1,
     refuse,
     refuse_gradients,
-    slopes_of,
 )
-from attnlib.compat.flash_attn.prepared import STATE, address, execution, prepared, signature
+from attnlib.compat.flash_attn.execution import execution
+from attnlib.compat.flash_attn.kvcache_call import KVCacheCall
+from attnlib.compat.flash_attn.kvcache_checks import check_kvcache_call
+from attnlib.compat.flash_attn.options import Options, slopes_of
+from attnlib.compat.flash_attn.prepared import STATE, address, prepared, signature
 from attnlib.compat.flash_attn.recent_call import RecentCall
 from attnlib.compat.flash_attn.rotary import rotate_query_and_key
 from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY

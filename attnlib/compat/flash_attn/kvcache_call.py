@@ -8,17 +8,10 @@ from typing import Any
 import torch
 
 from attnlib.cache.storage import PagedKVCache
-from attnlib.compat.flash_attn.options import (
-    FlashAttentionArgumentError,
-    Options,
-    argument_errors,
-)
-from attnlib.compat.flash_attn.prepared import (
-    Batch,
-    Execution,
-    PreparedBatch,
-    layer_for,
-)
+from attnlib.compat.flash_attn.arguments import FlashAttentionArgumentError, argument_errors
+from attnlib.compat.flash_attn.execution import Execution
+from attnlib.compat.flash_attn.options import Options
+from attnlib.compat.flash_attn.prepared import Batch, PreparedBatch, layer_for
 from attnlib.compat.flash_attn.views import BlockView, block_views, token_views
 from attnlib.ops.addresses import check_block_table
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnlib.compat.flash_attn.options import FlashAttentionArgumentError, check_tensor
+from attnlib.compat.flash_attn.arguments import FlashAttentionArgumentError, check_tensor
 
 __all__ = ["check_kvcache_call"]
 

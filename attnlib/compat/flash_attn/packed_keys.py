@@ -9,13 +9,13 @@ from itertools import pairwise
 
 import torch
 
-from attnlib.compat.flash_attn.options import (
+from attnlib.compat.flash_attn.arguments import (
     FlashAttentionArgumentError,
-    Options,
     argument_errors,
     check_tensor,
     last_stride_1,
 )
+from attnlib.compat.flash_attn.options import Options
 from attnlib.errors import UnsupportedConfigError
 from attnlib.ops.addresses import are_readable, check_starts
 from attnlib.ops.params import AttentionParams

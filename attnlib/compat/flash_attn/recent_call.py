@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from attnlib.cache.storage import PagedKVCache
+from attnlib.compat.flash_attn.execution import same_execution
 from attnlib.compat.flash_attn.kvcache_call import KVCacheCall
-from attnlib.compat.flash_attn.prepared import same_execution
 from attnlib.layer.call import LayerCall
 from attnlib.layer.plans import find_plan
 from attnlib.ops.signature import tensor_check

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from attnlib.compat.flash_attn.arguments import refuse
 from attnlib.compat.flash_attn.dense import flash_attn_func
-from attnlib.compat.flash_attn.options import refuse
 from attnlib.compat.flash_attn.varlen import flash_attn_varlen_func
 from attnlib.errors import BackendUnavailableError, UnsupportedConfigError
 

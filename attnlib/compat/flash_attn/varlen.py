@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from attnlib.compat.flash_attn.dense import NO_DROPOUT, with_probabilities
-from attnlib.compat.flash_attn.kvcache import flash_attn_with_kvcache
-from attnlib.compat.flash_attn.options import (
+from attnlib.compat.flash_attn.arguments import (
     FlashAttentionArgumentError,
-    Options,
     check_tensor,
     integer,
     refuse,
     refuse_gradients,
-    slopes_of,
 )
+from attnlib.compat.flash_attn.dense import NO_DROPOUT, with_probabilities
+from attnlib.compat.flash_attn.execution import execution
+from attnlib.compat.flash_attn.kvcache import flash_attn_with_kvcache
+from attnlib.compat.flash_attn.options import Options, slopes_of
 from attnlib.compat.flash_attn.packed_keys import attend_packed, check_packed, rows_of
-from attnlib.compat.flash_attn.prepared import address, execution, prepared
+from attnlib.compat.flash_attn.prepared import address, prepared
 
 __all__ = ["flash_attn_varlen_func"]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnlib.compat.flash_attn.options import FlashAttentionArgumentError
+from attnlib.compat.flash_attn.arguments import FlashAttentionArgumentError
 
 __all__ = ["BlockView", "block_views", "token_views"]
 

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from attnlib.ops.torch.batch import Request
 from attnlib.ops.torch.fused import FusedQuery
-from attnlib.ops.torch.gather import BlockBuffer, Scratch
+from attnlib.ops.torch.gather import Scratch
+from attnlib.ops.torch.group_buffer import GroupBuffer, _block_bytes, _gather_bytes
 from attnlib.ops.torch.mask import score_bias, visible_keys
 from attnlib.ops.torch.paged import PagedInputs, visible_range
-from attnlib.ops.torch.request import score_dtype
+from attnlib.ops.torch.row_terms import score_dtype
 
 __all__ = ["attend_group", "group_requests"]
 
 # Bytes of K that one thread gathers at a time, and as many of V: sized for a level-2 cache.
-_GATHER_BYTES = 1 << 19
 # Factor of that limit when blocks are split by heads: short reads from each block cost more than
 # exceeding the level-2 cache.
 _HEAD_SPLIT_FACTOR = 4
@@ -177,7 +177,7 @@ class _Group:
         tables = [self.tables[:, split].reshape(-1) for split in splits]
         counts = sorted({table.numel() for table in tables}, reverse=True)
         buffers = {
-            count: _GroupBuffer(caches, count, len(self.requests), scratch) for count in counts
+            count: GroupBuffer(caches, count, len(self.requests), scratch) for count in counts
         }
         invisible = [self.invisible_keys(span) for span in spans]
         results = []
@@ -231,39 +231,6 @@ class _Group:
             keys = slice(begin - offset, request.seq_len - offset)
             result[member, :, keys] = query_bias[request.rows, columns]
         return result
-
-
-class _GroupBuffer:
-    """A block buffer, viewed per request."""
-
-    def __init__(
-        self, caches: list[Tensor], num_blocks: int, num_requests: int, scratch: Scratch
-    ) -> None:
-        self._blocks = BlockBuffer(caches, num_blocks, scratch)
-        key, value = (
-            rows.view(num_requests, -1, *rows.shape[1:]).transpose(1, 2)
-            for rows in self._blocks.rows
-        )
-        self._sides = key, value
-
-    def load(self, blocks: Tensor, hidden: list[tuple[int, slice]]) -> tuple[Tensor, Tensor]:
-        """Keys and values `[G, H, S, D]`, 0 where hidden; valid until the next load."""
-        self._blocks.load(blocks)
-        for member, keys in hidden:
-            for side in self._sides:
-                side[member, :, keys].zero_()
-        return self._sides
-
-
-def _gather_bytes() -> int:
-    return _GATHER_BYTES * torch.get_num_threads()
-
-
-def _block_bytes(inputs: PagedInputs) -> int:
-    """Bytes of one block of K or V, whichever is larger."""
-    return max(
-        cache[:1].numel() * cache.element_size() for cache in (inputs.key_cache, inputs.value_cache)
-    )
 
 
 def _of_heads(factor: float | Tensor, kv_heads: slice) -> float | Tensor:

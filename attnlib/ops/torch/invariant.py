@@ -18,14 +18,8 @@ from torch import Tensor
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.general import general_attention
 from attnlib.ops.torch.mask import key_range
-from attnlib.ops.torch.request import (
-    KeySpan,
-    QueryRows,
-    fill_empty_rows,
-    rows_bias,
-    rows_score,
-    score_dtype,
-)
+from attnlib.ops.torch.request import KeySpan, QueryRows, fill_empty_rows
+from attnlib.ops.torch.row_terms import rows_bias, rows_score, score_dtype
 
 __all__ = ["TILE", "attend_rows_invariant"]
 

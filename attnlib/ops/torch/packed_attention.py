@@ -16,7 +16,8 @@ from attnlib.ops.torch.cache_write import write_kv
 from attnlib.ops.torch.general import general_attention
 from attnlib.ops.torch.paged_decode import paged_decode
 from attnlib.ops.torch.quant import head_factor, is_quantized
-from attnlib.ops.torch.request import KeySpan, QueryRows, attend_rows, rows_bias, score_dtype
+from attnlib.ops.torch.request import KeySpan, QueryRows, attend_rows
+from attnlib.ops.torch.row_terms import rows_bias, score_dtype
 
 __all__ = ["packed_decode", "packed_prefill", "packed_write"]
 

@@ -9,7 +9,7 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.batch import list_requests, on_host
 from attnlib.ops.torch.general import attention_weights
 from attnlib.ops.torch.paged import PagedInputs
-from attnlib.ops.torch.request import rows_bias, rows_score
+from attnlib.ops.torch.row_terms import rows_bias, rows_score
 
 __all__ = ["attention_scores"]
 

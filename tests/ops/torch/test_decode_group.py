@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnlib.ops.torch import decode_group, gather
+from attnlib.ops.torch import gather, group_buffer
 from attnlib.ops.torch.paged_decode import paged_decode
 from attnlib.ops.torch.paged_prefill import paged_prefill
 from tests.ops.naive import gather_positions
@@ -72,12 +72,12 @@ def test_across_blocks(
 def test_gather_budget(budget: int, sinks: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """M4, M8: half precision is split by heads, with equal bits; float32 by keys, then combined."""
     for dtype, tolerance in ((torch.bfloat16, 0.0), (torch.float16, 0.0), (torch.float32, 1e-6)):
-        monkeypatch.setattr(decode_group, "_GATHER_BYTES", 1 << 20)
+        monkeypatch.setattr(group_buffer, "_GATHER_BYTES", 1 << 20)
         case = long_case(
             (1,) * 5, (90,) * 5, monkeypatch, num_kv_heads=4, num_heads=8, sinks=sinks, dtype=dtype
         )
         whole = case.run(paged_decode)
-        monkeypatch.setattr(decode_group, "_GATHER_BYTES", budget)
+        monkeypatch.setattr(group_buffer, "_GATHER_BYTES", budget)
         for got, wanted in zip(case.run(paged_decode), whole, strict=True):
             torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance)
 
@@ -88,7 +88,7 @@ def test_unused_scratch_memory_is_not_read(
     budget: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P5, M8: NaN in the scratch memory outside the gathered blocks changes no bit."""
-    monkeypatch.setattr(decode_group, "_GATHER_BYTES", budget)
+    monkeypatch.setattr(group_buffer, "_GATHER_BYTES", budget)
     case = long_case((1, 2, 1, 1, 2), (90, 41, 83, 33, 40), monkeypatch, dtype=dtype)
     clean = [case.run(operation) for operation in (paged_decode, paged_prefill)]
     take, taken = gather.Scratch.take, []
@@ -107,7 +107,7 @@ def test_unused_scratch_memory_is_not_read(
 @pytest.mark.parametrize("budget", [1, 1 << 12])
 def test_gather_budget_with_ragged_lengths(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups split by budget, query length and length differences: every row is correct."""
-    monkeypatch.setattr(decode_group, "_GATHER_BYTES", budget)
+    monkeypatch.setattr(group_buffer, "_GATHER_BYTES", budget)
     query_lens, seq_lens = (1, 3, 1, 1, 2, 1, 1), (70, 9, 5, 200, 44, 190, 16)
     slopes, scales = torch.tensor([0.5, 0.3, 0.2, 0.1]), torch.tensor([0.5, 2.0])
     case = make_case(

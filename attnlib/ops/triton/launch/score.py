@@ -10,7 +10,8 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.launch.score_compile import compile_score
 from attnlib.ops.triton.launch.sequence import Source, batch_sources
-from attnlib.score_functions.function import FAR, MAX_TENSORS
+from attnlib.score_functions.analysis import FAR
+from attnlib.score_functions.function import MAX_TENSORS
 
 __all__ = [
     "batch_score_values",

@@ -1,0 +1,90 @@
+"""The sizes of a cache, which follow from its views."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnlib.kv_dtype import KVFormat
+from attnlib.ops.latent import values_are_prefix
+
+__all__ = ["CacheSizes"]
+
+
+class CacheSizes:
+    """Sizes of `PagedKVCache`."""
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    page_format: KVFormat | None
+    layout: str | None
+
+    if TYPE_CHECKING:
+
+        @property
+        def block_views(self) -> tuple[torch.Tensor, ...]: ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool (B)."""
+        return self.key_cache.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in one block (N)."""
+        return self.key_cache.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads (Hkv)."""
+        return self.key_cache.shape[2]
+
+    @property
+    def head_size(self) -> int:
+        """Elements of one key head (D)."""
+        stored = self.key_cache.shape[3]
+        return stored if self.page_format is None else self.page_format.head_size(stored)
+
+    @property
+    def head_size_v(self) -> int:
+        """Elements of one value head (Dv)."""
+        stored = self.value_cache.shape[3]
+        return stored if self.page_format is None else self.page_format.head_size(stored)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the stored elements."""
+        return self.key_cache.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the cache."""
+        return self.key_cache.device
+
+    @property
+    def num_slots(self) -> int:
+        """Capacity in tokens: B * N."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks: elements, and scales in the page. Aliased values count once."""
+        views = self.block_views[:1] if self.values_alias_keys else self.block_views
+        return sum(view.numel() * view.element_size() for view in views)
+
+    @property
+    def values_alias_keys(self) -> bool:
+        """True if the values are a prefix of the keys (P10): writing the keys writes both."""
+        return values_are_prefix(self.key_cache, self.value_cache)
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"PagedKVCache({self.num_blocks} blocks x {self.block_size} tokens x "
+            f"{self.num_kv_heads} heads x {self.head_size}"
+            f"{'' if self.head_size_v == self.head_size else f'/{self.head_size_v}'}, "
+            f"{self.page_format.name if self.page_format else dtype}, "
+            f"{self.layout or 'unknown layout'}, "
+            f"{self.device})"
+        )
