@@ -13,6 +13,7 @@ import torch
 
 from attnlib.backends.base import AttentionImpl
 from attnlib.cache.storage import PagedKVCache
+from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.params import AttentionParams
 
@@ -32,7 +33,7 @@ def attend_two_streams(
     operations: EntryOperations,
     query: torch.Tensor,
     cache: PagedKVCache,
-    metadata: Any,
+    metadata: AttentionMetadata,
     compressed: CompressedKeys,
     output: torch.Tensor,
     lse: torch.Tensor | None,

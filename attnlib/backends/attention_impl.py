@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,22 @@ from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 
 __all__ = ["AttentionImpl", "check_in_place", "score_attribute"]
+
+
+class MaskedBatch(Protocol):
+    """What the parameters of attention follow from in a batch."""
+
+    @property
+    def causal(self) -> bool | torch.Tensor:
+        """For the batch, or `[R]` bool, per request."""
+
+    @property
+    def query_bias(self) -> torch.Tensor | None:
+        """`[T, >= max_query_len]` float32, added to the scores of the query span."""
+
+    @property
+    def score_tensors(self) -> Mapping[str, torch.Tensor] | None:
+        """Batch tensors of the score function by name."""
 
 
 class AttentionImpl(ABC):
@@ -128,11 +144,13 @@ class AttentionImpl(ABC):
             found = self.__dict__["_group"] = group_of(self)
         return found
 
-    def attention_params(self, metadata: Any, cache: PagedKVCache | None = None) -> AttentionParams:
+    def attention_params(
+        self, metadata: MaskedBatch, cache: PagedKVCache | None = None
+    ) -> AttentionParams:
         """The attention parameters of this layer for a batch, for the operations of `attnlib.ops`.
 
         Args:
-            metadata: has `causal` and `query_bias`, like `PagedMetadata`.
+            metadata: has `causal`, `query_bias` and `score_tensors`, like `PagedMetadata`.
             cache: source of the KV scales; None means scales of 1.
         """
         spec = self.spec
@@ -152,7 +170,7 @@ class AttentionImpl(ABC):
             v_scale=1.0 if cache is None else cache.v_scale,
         )
 
-    def _all_score_tensors(self, metadata: Any) -> dict[str, torch.Tensor]:
+    def _all_score_tensors(self, metadata: MaskedBatch) -> dict[str, torch.Tensor]:
         """The layer tensors and the batch tensors of the score function, by name."""
         if self.spec.score_function is None:
             return {}

@@ -9,6 +9,7 @@ import torch
 
 from attnlib.backends.base import AttentionBackend, AttentionImpl, check_in_place
 from attnlib.cache.storage import PagedKVCache
+from attnlib.metadata.base import AttentionMetadata
 from attnlib.spec import AttentionSpec
 
 __all__ = ["PairImpl", "PairPlan", "attend"]
@@ -116,7 +117,7 @@ def attend(
     child: AttentionImpl,
     query: torch.Tensor,
     cache: PagedKVCache,
-    metadata: Any,
+    metadata: AttentionMetadata,
     output: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from attnlib.backends.cascade.part_rows import PartRows
 from attnlib.backends.cascade.schedule import PrefixPart, decode_segments
-from attnlib.metadata.base import AttentionMetadataBuilder
+from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.shared_prefix import SharedPrefix
 from attnlib.ops.shared_decode import DecodeItems
@@ -36,7 +36,7 @@ class PrefixBatch:
         partial_rows: [P] int32 device, rows of this batch, grouped by token.
     """
 
-    metadata: Any
+    metadata: AttentionMetadata
     query_rows: torch.Tensor | None
     num_rows: int
     partial_starts: torch.Tensor

@@ -12,6 +12,7 @@ from attnlib.backends.base import AttentionImpl, StepPlan
 from attnlib.backends.cascade.batches import PrefixBatch
 from attnlib.backends.cascade.metadata import CascadeMetadata
 from attnlib.cache.storage import PagedKVCache
+from attnlib.metadata.base import AttentionMetadata
 from attnlib.ops.dispatch import operation
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.shared_decode import DecodeItems
@@ -140,7 +141,7 @@ class CascadePlan(PairPlan):
         self,
         spec: AttentionSpec,
         slot_mapping: torch.Tensor | None,
-        metadata: Any,
+        metadata: AttentionMetadata,
         suffix: StepPlan | None,
         partial: PartialStates | None,
     ) -> None:

@@ -11,6 +11,7 @@ from attnlib.backends._pairs.impl import PairImpl, PairPlan, attend
 from attnlib.backends.base import AttentionBackend, AttentionImpl, StepPlan
 from attnlib.backends.composite.metadata import CompositeMetadata
 from attnlib.cache.storage import PagedKVCache
+from attnlib.metadata.base import AttentionMetadata
 from attnlib.spec import AttentionSpec
 
 __all__ = ["CompositeImpl"]
@@ -80,7 +81,7 @@ class _Part(NamedTuple):
 
     child: str
     rows: slice
-    metadata: Any
+    metadata: AttentionMetadata
     plan: StepPlan | None
 
 
