@@ -14,10 +14,11 @@ import torch
 from attnlib.device import resolve_device
 from attnlib.metadata.batch_metadata import AttentionMetadata
 from attnlib.metadata.checks import check_block_size, check_limits
-from attnlib.metadata.common import CommonAttentionMetadata, refuse_strided
+from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.host_lengths import LengthsRead, with_host_lengths
 from attnlib.metadata.parameters import PerLayerParameters
 from attnlib.metadata.split import reorder_batch_to_split_decodes_and_prefills
+from attnlib.metadata.strides import refuse_strided
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 from attnlib.workspace import BatchLimits
 

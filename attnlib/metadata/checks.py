@@ -9,10 +9,11 @@ import torch
 
 from attnlib import env
 from attnlib.errors import ContractError
+from attnlib.metadata.batch_values import BatchValues
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.host_lengths import check_type
 from attnlib.metadata.shared_prefix import check_shared_blocks
-from attnlib.metadata.values import BatchValues, check_values
+from attnlib.metadata.values import check_values
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
 

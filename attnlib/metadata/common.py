@@ -24,7 +24,7 @@ from attnlib.metadata.lengths import (
 )
 from attnlib.metadata.shared_prefix import SharedPrefix
 
-__all__ = ["CommonAttentionMetadata", "refuse_strided"]
+__all__ = ["CommonAttentionMetadata"]
 
 
 @dataclass(kw_only=True)
@@ -236,27 +236,3 @@ class CommonAttentionMetadata:
         if part.seq_lens_cpu is not None:
             part.max_seq_len = min(self.max_seq_len, largest(part.seq_lens_cpu))
         return part
-
-
-def refuse_strided(common: CommonAttentionMetadata) -> None:
-    """Check a batch that is captured in a CUDA graph: its kernels read contiguous metadata.
-
-    Other batches are made contiguous when they are built. A replay would not repeat that copy.
-
-    Raises:
-        ContractError: metadata with other strides; the message names the tensor.
-    """
-    table = common.block_table_tensor
-    rows = None if table is None else table[:1]  # rows may be apart, entries of a row may not
-    for name, tensor in (
-        ("query_start_loc", common.query_start_loc),
-        ("seq_lens", common.seq_lens),
-        ("slot_mapping", common.slot_mapping),
-        ("block_table", rows),
-    ):
-        if tensor is not None and not tensor.is_contiguous():
-            raise ContractError(
-                f"{name} has strides {tensor.stride()}; a captured step needs it contiguous, "
-                "because a copy would not follow later changes: call .contiguous() on a persistent "
-                "buffer"
-            )

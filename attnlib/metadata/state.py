@@ -13,10 +13,10 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadataBuilder, M
-from attnlib.metadata.batch_slice import rows_of
-from attnlib.metadata.checks import check_block_size
 from attnlib.metadata.common import CommonAttentionMetadata
-from attnlib.spec import AttentionType, CudaGraphSupport
+from attnlib.metadata.graph_buffers import GraphBuffers
+from attnlib.metadata.state_checks import check_fits, check_size
+from attnlib.spec import CudaGraphSupport
 from attnlib.workspace import BatchLimits
 
 __all__ = ["AttentionState"]
@@ -62,19 +62,14 @@ class AttentionState(Generic[M]):
         self.builder = builder
         self.limits = limits
         self.cross_attention = cross_attention
-        self._is_cross = builder.spec.attn_type is AttentionType.ENCODER_DECODER
         self.max_blocks = max_blocks or -(-limits.max_seq_len // builder.spec.block_size)
-        device, reqs, tokens = builder.device, limits.max_num_reqs, limits.max_num_tokens
-        self._query_start_loc = torch.zeros(reqs + 1, dtype=torch.int32, device=device)
-        self._seq_lens = torch.zeros(reqs, dtype=torch.int32, device=device)
-        self._block_table = torch.zeros(reqs, self.max_blocks, dtype=torch.int32, device=device)
-        self._slot_mapping = torch.full((tokens,), -1, dtype=torch.int64, device=device)
-        self.score_columns = score_columns or limits.max_seq_len
-        function = builder.spec.score_function
-        self._score_tensors = {
-            name: torch.zeros(reqs, self.score_columns, dtype=torch.int32, device=device)
-            for name in (() if function is None else function.batch_tensors)
-        }
+        self.buffers = GraphBuffers(builder, limits, self.max_blocks, score_columns)
+        self.score_columns = self.buffers.score_columns
+
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """Names of the batch tensors that the score function reads."""
+        return tuple(self.buffers.score_tensors)
 
     def begin_forward(
         self,
@@ -100,28 +95,9 @@ class AttentionState(Generic[M]):
                 `query_bias` is a tensor.
         """
         common, tokens = common_attn_metadata, padded_num_reqs * query_len
-        self._check_fits(common, padded_num_reqs, query_len)
-        reqs = common.num_reqs
-        self._query_start_loc[: reqs + 1].copy_(common.query_start_loc, non_blocking=True)
-        self._query_start_loc[reqs + 1 : padded_num_reqs + 1].fill_(common.num_actual_tokens)
-        self._seq_lens[:reqs].copy_(common.seq_lens, non_blocking=True)
-        self._seq_lens[reqs:padded_num_reqs].fill_(0)
-        if common.block_table_tensor is not None:
-            width = common.block_table_tensor.shape[1]
-            self._block_table[:reqs, :width].copy_(common.block_table_tensor, non_blocking=True)
-        self._slot_mapping[:tokens].fill_(-1)
-        if common.slot_mapping is not None:
-            self._slot_mapping[: common.num_actual_tokens].copy_(
-                common.slot_mapping[: common.num_actual_tokens], non_blocking=True
-            )
-        for name, persistent in self._score_tensors.items():
-            given = (common.score_tensors or {})[name]
-            persistent[:reqs, : given.shape[1]].copy_(given, non_blocking=True)
-            # A lookup past the last column gives the last one, also in the wider tensor.
-            persistent[:reqs, given.shape[1] :].copy_(
-                given[:, -1:].expand(-1, self.score_columns - given.shape[1]), non_blocking=True
-            )
-        return self._padded(padded_num_reqs, query_len, common)
+        check_fits(self, common, padded_num_reqs, query_len)
+        self.buffers.fill(common, padded_num_reqs, tokens)
+        return self.buffers.batch(padded_num_reqs, query_len, common)
 
     def get_graph_input_buffers(
         self, attn_metadata: M | None = None, is_encoder_decoder_model: bool = False
@@ -138,24 +114,13 @@ class AttentionState(Generic[M]):
         Raises:
             ContractError: `is_encoder_decoder_model`, but the state has no `cross_attention`.
         """
-        cross = self._required_cross() if is_encoder_decoder_model else None
-        more = (
-            {}
-            if cross is None
-            else {
-                "encoder_seq_lens": cross._seq_lens,
-                "cross_block_table": cross._block_table,
-                "cross_slot_mapping": cross._slot_mapping,
-            }
-        )
-        return {
-            **more,
-            "query_start_loc": self._query_start_loc,
-            "seq_lens": self._seq_lens,
-            "block_table": self._block_table,
-            "slot_mapping": self._slot_mapping,
-            **{f"score_{name}": tensor for name, tensor in self._score_tensors.items()},
-        }
+        found = self.buffers.named()
+        if is_encoder_decoder_model:
+            of_cross = self._required_cross().buffers.named()
+            found["encoder_seq_lens"] = of_cross["seq_lens"]
+            found["cross_block_table"] = of_cross["block_table"]
+            found["cross_slot_mapping"] = of_cross["slot_mapping"]
+        return found
 
     def graph_capture_get_metadata_for_batch(
         self, batch_size: int, is_encoder_decoder_model: bool = False, *, query_len: int = 1
@@ -181,13 +146,9 @@ class AttentionState(Generic[M]):
                 "lengths on the host, which a graph would not read again; run steps without a "
                 "graph, or choose a backend whose capabilities declare cudagraph"
             )
-        starts = torch.arange(batch_size + 1, dtype=torch.int32) * query_len
-        lengths = torch.full((batch_size,), query_len, dtype=torch.int32)
-        self._check_size(batch_size, query_len)
-        self._query_start_loc[: batch_size + 1].copy_(starts, non_blocking=True)
-        self._seq_lens[:batch_size].copy_(lengths, non_blocking=True)
-        self._slot_mapping.fill_(-1)
-        captured = self._padded(batch_size, query_len, None)
+        check_size(self.limits, batch_size, query_len)
+        self.buffers.reset(batch_size, query_len)
+        captured = self.buffers.batch(batch_size, query_len, None)
         metadata = self.builder.build_for_cudagraph_capture(captured)
         if is_encoder_decoder_model:
             cross = self._required_cross()
@@ -232,95 +193,3 @@ class AttentionState(Generic[M]):
             builder, limits, max_blocks=self.max_blocks, score_columns=self.score_columns,
             cross_attention=None if cross is None else cross.graph_clone(batch_size),
         )  # fmt: skip
-
-    def _padded(
-        self, reqs: int, query_len: int, common: CommonAttentionMetadata | None
-    ) -> CommonAttentionMetadata:
-        """A batch of `reqs` rows over the buffers, with the upper bounds of the capture.
-
-        Host copies have the same values as the tensors on the device; None where the batch has
-        none.
-        """
-        starts: torch.Tensor | None = torch.arange(reqs + 1, dtype=torch.int32) * query_len
-        seq_lens: torch.Tensor | None = torch.full((reqs,), query_len, dtype=torch.int32)
-        extra: dict[str, Any] = {"is_cross_attention": self._is_cross}
-        if common is not None:
-            padding = reqs - common.num_reqs
-            starts, seq_lens = common.query_start_loc_cpu, common.seq_lens_cpu
-            if starts is not None:
-                starts = torch.cat([starts, starts[-1:].expand(padding)])
-            if seq_lens is not None:
-                seq_lens = torch.cat([seq_lens, torch.zeros(padding, dtype=torch.int32)])
-            extra = {
-                "causal": common.causal, "is_cross_attention": common.is_cross_attention,
-                "shared_prefixes": common.shared_prefixes,
-            }  # fmt: skip
-        computed = None
-        if starts is not None and seq_lens is not None:
-            computed = seq_lens - (starts[1:] - starts[:-1])
-        return CommonAttentionMetadata(
-            query_start_loc=self._query_start_loc[: reqs + 1],
-            query_start_loc_cpu=starts,
-            seq_lens=self._seq_lens[:reqs],
-            seq_lens_cpu=seq_lens,
-            num_computed_tokens_cpu=computed,
-            num_reqs=reqs,
-            num_actual_tokens=reqs * query_len,
-            max_query_len=query_len,
-            max_seq_len=self.limits.max_seq_len,
-            block_table_tensor=self._block_table[:reqs],
-            slot_mapping=None if self._is_cross else self._slot_mapping[: reqs * query_len],
-            score_tensors=rows_of(self._score_tensors or None, slice(0, reqs)),
-            block_size=self.builder.spec.block_size,
-            **extra,
-        )
-
-    def _check_fits(self, common: CommonAttentionMetadata, reqs: int, query_len: int) -> None:
-        self._check_size(reqs, query_len)
-        check_block_size(common, self.builder.spec)
-        if common.num_reqs > reqs or common.max_query_len > query_len:
-            raise ContractError(
-                f"{common.num_reqs} requests of up to {common.max_query_len} tokens do not fit a "
-                f"graph captured for {reqs} requests of {query_len}: capture a larger graph, or "
-                "run this batch without a graph"
-            )
-        for name, value in (("causal", common.causal), ("query_bias", common.query_bias)):
-            if isinstance(value, torch.Tensor):
-                raise ContractError(
-                    f"{name} is a tensor of this batch, and a captured graph would keep reading "
-                    "it: run such batches without a graph"
-                )
-        if common.is_cross_attention and common.slot_mapping is not None:
-            raise ContractError(
-                "a graph writes the keys of its own tokens only: write the keys of cross-attention "
-                "in a step without a graph, then replay with slot_mapping=None"
-            )
-        for name in self._score_tensors:
-            given = (common.score_tensors or {}).get(name)
-            if given is None or given.shape[1] > self.score_columns:
-                found = "missing" if given is None else f"{given.shape[1]} columns wide"
-                raise ContractError(
-                    f"the batch tensor {name!r} of the score function is {found}; the captured one "
-                    f"has {self.score_columns} columns: pass score_columns to AttentionState",
-                    rule="M10",
-                )
-        width = 0 if common.block_table_tensor is None else common.block_table_tensor.shape[1]
-        if width > self.max_blocks:
-            raise ContractError(
-                f"block_table has {width} columns, the captured one has {self.max_blocks}: "
-                "raise max_seq_len in the limits",
-                rule="P3",
-            )
-        if common.max_seq_len > self.limits.max_seq_len:
-            raise ContractError(
-                f"max_seq_len={common.max_seq_len} exceeds the {self.limits.max_seq_len} that "
-                "graphs are captured for: raise it in the limits"
-            )
-
-    def _check_size(self, reqs: int, query_len: int) -> None:
-        if reqs > self.limits.max_num_reqs or reqs * query_len > self.limits.max_num_tokens:
-            raise ContractError(
-                f"{reqs} requests of {query_len} tokens exceed the limits of "
-                f"{self.limits.max_num_reqs} requests and {self.limits.max_num_tokens} tokens: "
-                "raise the limits"
-            )

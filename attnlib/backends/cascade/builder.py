@@ -22,10 +22,11 @@ from attnlib.backends.cascade.warmup import warmup_batch, warmup_sizes
 from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.checks import check_batch
-from attnlib.metadata.common import CommonAttentionMetadata, refuse_strided
+from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.shared_prefix import (
     SharedPrefix,
 )
+from attnlib.metadata.strides import refuse_strided
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
 

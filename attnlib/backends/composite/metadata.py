@@ -12,8 +12,9 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.batch_slice import slice_batch
 from attnlib.metadata.checks import check_batch
-from attnlib.metadata.common import CommonAttentionMetadata, refuse_strided
+from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.split import leading_decodes
+from attnlib.metadata.strides import refuse_strided
 from attnlib.spec import AttentionSpec
 
 __all__ = ["CompositeMetadata", "CompositeMetadataBuilder"]

@@ -16,18 +16,15 @@ from attnlib.backends._foreign.outputs import (
     store_lse,
 )
 from attnlib.backends.base import AttentionImpl, StepPlan
+from attnlib.backends.flash_attn.descales import Descales
 from attnlib.backends.flash_attn.metadata import FlashAttnMetadata
 from attnlib.backends.flash_attn.probe import FlashKernel
-from attnlib.cache.storage import PagedKVCache, Scale
+from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
-from attnlib.ops.scales import valid_scale
 
 __all__ = ["FlashAttnImpl"]
 
 _ALIGNMENT_BYTES = 16
-_MAX_DESCALES = 64
-"""Scale tensors of one layer: one for each scale that its caches had."""
-_FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class FlashAttnImpl(AttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._rounded_sinks: _RoundedSinks | None = None
-        self._descales: dict[tuple[float, torch.device], torch.Tensor] = {}
+        self._descales = Descales()
         sinks = self.per_head_tensors[1]
         if sinks is not None and not sinks.is_meta:
             _ = self._sinks_bf16  # compare on the device here, not while a graph is captured
@@ -214,41 +211,7 @@ class FlashAttnImpl(AttentionImpl):
             if metadata.scheduler_metadata is not None:
                 arguments["scheduler_metadata"] = metadata.scheduler_metadata
             if spec.is_kv_quantized:
-                self._add_scales(arguments, query, cache, metadata.num_reqs)
-
-    def _add_scales(
-        self, arguments: dict[str, Any], query: torch.Tensor, cache: PagedKVCache, num_reqs: int
-    ) -> None:
-        """Quantize the query, which must be float8 for a float8 cache, and pass all scales.
-
-        The scale of the query maps its largest element to the largest float8 value.
-        """
-        scale = (query.abs().amax().float() / _FLOAT8_MAX).clamp(
-            min=torch.finfo(torch.float32).tiny
-        )
-        arguments["q"] = (query.float() / scale).to(torch.float8_e4m3fn)
-        shape = (num_reqs, self.spec.num_kv_heads)
-        arguments["q_descale"] = scale.view(1, 1).expand(shape)
-        k_scale = self._descale(cache.k_scale, query.device)
-        v_scale = self._descale(cache.v_scale, query.device)
-        if isinstance(cache.k_scale, torch.Tensor):
-            # The kernel may take a row whose scores are all NaN for an empty one.
-            v_scale = torch.where(k_scale.isnan(), k_scale, v_scale)
-        arguments["k_descale"] = k_scale.expand(shape)
-        arguments["v_descale"] = v_scale.expand(shape)
-
-    def _descale(self, scale: Scale, device: torch.device) -> torch.Tensor:
-        """A scale as a `[1, 1]` or `[1, Hkv]` tensor; floats are copied to the device once."""
-        if isinstance(scale, torch.Tensor):
-            return valid_scale(scale).view(1, -1)
-        known = self._descales.get((scale, device))
-        if known is None:
-            if len(self._descales) >= _MAX_DESCALES:
-                self._descales.clear()
-            known = self._descales[scale, device] = torch.full(
-                (1, 1), scale, dtype=torch.float32, device=device
-            )
-        return known
+                self._descales.add_to(arguments, query, cache, metadata.num_reqs)
 
 
 def _check_alignment(cache: PagedKVCache, prefix: str) -> None:

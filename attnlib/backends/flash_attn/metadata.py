@@ -16,8 +16,9 @@ from attnlib.backends.flash_attn.support import choose_kernel
 from attnlib.device import resolve_device
 from attnlib.errors import BackendUnavailableError, ContractError, UnsupportedConfigError
 from attnlib.metadata.base import AttentionMetadataBuilder
-from attnlib.metadata.common import CommonAttentionMetadata, refuse_strided
+from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.paged import PagedMetadata, paged_fields
+from attnlib.metadata.strides import refuse_strided
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 
 __all__ = ["FlashAttnMetadata", "FlashAttnMetadataBuilder"]

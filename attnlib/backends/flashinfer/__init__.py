@@ -16,7 +16,8 @@ import torch
 
 from attnlib.backends._foreign.imports import environment_facts, is_installed
 from attnlib.backends.base import AttentionBackend, AttentionImpl
-from attnlib.backends.flashinfer.probe import find_api, toolchain_problems
+from attnlib.backends.flashinfer.probe import find_api
+from attnlib.backends.flashinfer.toolchain import toolchain_problems
 from attnlib.capabilities import Capabilities, Sizes
 from attnlib.device import DeviceInfo
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder

@@ -16,7 +16,8 @@ from attnlib.backends._foreign.outputs import (
     rows_without_keys,
 )
 from attnlib.backends.base import AttentionImpl, StepPlan
-from attnlib.backends.flashinfer.metadata import FlashInferMetadata, plan_key
+from attnlib.backends.flashinfer.batch import plan_key
+from attnlib.backends.flashinfer.metadata import FlashInferMetadata
 from attnlib.backends.flashinfer.plans import Lease, PlanKey
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError, UnsupportedConfigError

@@ -6,61 +6,33 @@ decode wrapper, all other requests the prefill wrapper.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from attnlib.backends.flashinfer.batch import (
+    FlashInferMetadata,
+    check_batch_form,
+    graph_id,
+    leading_single_tokens,
+    plan_key,
+    scratch_bytes,
+)
 from attnlib.backends.flashinfer.plans import Lease, PageList, PlanKey, list_pages
 from attnlib.backends.flashinfer.probe import find_api
 from attnlib.backends.flashinfer.wrappers import Wrappers
 from attnlib.device import resolve_device
-from attnlib.errors import BackendUnavailableError, ContractError, UnsupportedConfigError
+from attnlib.errors import BackendUnavailableError, UnsupportedConfigError
 from attnlib.metadata.base import AttentionMetadataBuilder
-from attnlib.metadata.common import CommonAttentionMetadata, refuse_strided
-from attnlib.metadata.paged import PagedMetadata, paged_fields
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.paged import paged_fields
 from attnlib.metadata.parameters import PerLayerParameters, group_layers
+from attnlib.metadata.strides import refuse_strided
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 from attnlib.workspace import Workspace
 
-__all__ = ["FlashInferMetadata", "FlashInferMetadataBuilder", "plan_key", "scratch_bytes"]
-
-
-def plan_key(parameters: PerLayerParameters) -> PlanKey:
-    """The parameters of a layer that its plan depends on; the scale is an argument of `run`."""
-    return PlanKey(
-        parameters.window_left,
-        0 if parameters.window_right == 0 else -1,
-        parameters.logits_soft_cap or None,
-    )
-
-
-@dataclass(kw_only=True)
-class FlashInferMetadata(PagedMetadata):
-    """A batch for FlashInfer.
-
-    Attributes:
-        num_unpadded_tokens: tokens of requests, without the padding of a graph's batch; None if
-            only the device knows it (capture).
-        decode_plans: key -> planned decode wrapper for the first `num_decode_tokens` rows; empty
-            without decodes.
-        prefill_plans: key -> planned prefill wrapper for the other rows; empty without prefills.
-        common: the batch that it was built from, to plan again with other blocks.
-        scratch: uint8 on the device, for one layer's contiguous output and LSE; shared by all
-            layers.
-    """
-
-    fixed_fields: ClassVar[frozenset[str]] = frozenset(
-        {"query_start_loc", "seq_lens", "block_table", "causal", "max_query_len", "max_seq_len"}
-    )
-
-    num_unpadded_tokens: int | None
-    decode_plans: Mapping[PlanKey, Lease] = field(default_factory=dict)
-    prefill_plans: Mapping[PlanKey, Lease] = field(default_factory=dict)
-    common: CommonAttentionMetadata
-    scratch: torch.Tensor
+__all__ = ["FlashInferMetadata", "FlashInferMetadataBuilder"]
 
 
 class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
@@ -127,7 +99,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
                 "flashinfer captures graphs of single-token decodes only, not "
                 f"{common.num_reqs} requests of up to {common.max_query_len} tokens"
             )
-        graph = _graph_id(common)
+        graph = graph_id(common)
         if graph not in self._graphs:
             self._graphs[graph] = {
                 key: self._wrappers.graph_pool(common).take() for key in self._keys
@@ -154,10 +126,10 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         common = self.with_host_lengths(common)
         assert common.query_start_loc_cpu is not None and common.seq_lens_cpu is not None
         fields = paged_fields(common, self.spec, None)
-        _check(common)
+        check_batch_form(common)
         if replays:  # the batch may be one of a captured graph
-            graph = self._graphs.get(_graph_id(common))
-        decodes = _leading_single_tokens(common)
+            graph = self._graphs.get(graph_id(common))
+        decodes = leading_single_tokens(common)
         fields.update(
             num_decodes=decodes,
             num_decode_tokens=min(decodes, common.num_actual_tokens),
@@ -255,39 +227,3 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
                     backend="flashinfer",
                 )
         return tuple(dict.fromkeys(plan_key(parameters) for parameters in groups))
-
-
-def scratch_bytes(spec: AttentionSpec, num_tokens: int) -> int:
-    """Bytes for one layer's contiguous output and float32 LSE, both aligned to 256 bytes."""
-    rows = num_tokens * spec.num_heads
-    return -(-rows * spec.head_size_v * spec.dtype.itemsize // 256) * 256 + rows * 4
-
-
-def _graph_id(common: CommonAttentionMetadata) -> tuple[int, int]:
-    """Identifies a captured batch: its number of requests and the address of its `seq_lens`."""
-    return common.num_reqs, common.seq_lens.data_ptr()
-
-
-def _leading_single_tokens(common: CommonAttentionMetadata) -> int:
-    """The number of leading requests with exactly one query token.
-
-    In a padded batch of a graph (one row per request, empty requests last) all requests count.
-    """
-    lengths = common.query_lens_cpu.numpy()
-    others = np.flatnonzero(lengths != 1)
-    first = int(others[0]) if len(others) else len(lengths)
-    padded = common.num_actual_tokens == common.num_reqs and not lengths[first:].any()
-    return common.num_reqs if padded else first
-
-
-def _check(common: CommonAttentionMetadata) -> None:
-    if isinstance(common.causal, torch.Tensor):
-        raise ContractError(
-            "flashinfer takes one causal flag per batch, not one per request: "
-            "choose triton or torch for mask_kind=per_request"
-        )
-    if common.query_bias is not None:
-        raise ContractError(
-            "flashinfer does not support query_bias: "
-            "choose triton or torch for mask_kind=query_bias"
-        )

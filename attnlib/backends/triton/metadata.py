@@ -12,8 +12,9 @@ import torch
 from attnlib.backends.triton.scheduler import Scheduler
 from attnlib.backends.triton.tune import use_tuned_tiles
 from attnlib.metadata.base import AttentionMetadataBuilder
-from attnlib.metadata.common import CommonAttentionMetadata, refuse_strided
+from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.paged import PagedMetadata, paged_fields
+from attnlib.metadata.strides import refuse_strided
 from attnlib.ops.triton.decode_schedule import DecodeSchedule
 from attnlib.ops.triton.heuristics.splits import paged_decode_workspace_bytes
 from attnlib.ops.triton.heuristics.tile_table import work_bounds

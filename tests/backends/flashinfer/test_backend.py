@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnlib.backends.flashinfer import FlashInferBackend, probe
+from attnlib.backends.flashinfer import FlashInferBackend, toolchain
 from attnlib.backends.flashinfer.probe import find_api
 from attnlib.device import DeviceInfo
 from attnlib.spec import CudaGraphSupport, MaskKind, Window
@@ -62,20 +62,20 @@ def test_no_source_of_kernels(
     monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder, tmp_path: Any
 ) -> None:
     """J2: nvcc and ninja or matching prebuilt kernels; otherwise reasons with the next action."""
-    monkeypatch.setattr(probe, "_has_prebuilt_files", lambda: False)
+    monkeypatch.setattr(toolchain, "_has_prebuilt_files", lambda: False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     reasons = FlashInferBackend.unavailable(H200)
     assert (
         len(reasons) == 2 and str(tmp_path / "bin" / "nvcc") in reasons[0] and "ninja" in reasons[1]
     )
-    monkeypatch.setattr(probe, "package_version", lambda *names: "0.6.11+cu130")
+    monkeypatch.setattr(toolchain, "package_version", lambda *names: "0.6.11+cu130")
     assert (
         "0.6.11+cu130 does not match flashinfer 0.6.12" in FlashInferBackend.unavailable(H200)[-1]
     )
-    monkeypatch.setattr(probe, "package_version", lambda *names: "0.6.12+cu130")
+    monkeypatch.setattr(toolchain, "package_version", lambda *names: "0.6.12+cu130")
     assert FlashInferBackend.unavailable(H200) == []
-    monkeypatch.setattr(probe, "package_version", lambda *names: "")
+    monkeypatch.setattr(toolchain, "package_version", lambda *names: "")
     for tool in ("bin/nvcc", "ninja"):
         (tmp_path / tool).parent.mkdir(exist_ok=True)
         (tmp_path / tool).write_text("#!/bin/sh\n")

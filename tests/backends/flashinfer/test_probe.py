@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from attnlib.backends.flashinfer import probe
-from attnlib.backends.flashinfer.probe import toolchain_problems
+from attnlib.backends.flashinfer import toolchain
+from attnlib.backends.flashinfer.toolchain import toolchain_problems
 
 
 def test_cuda_home_has_precedence_over_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """FlashInfer prefers CUDA_HOME, so a wrong one is a reason even with nvcc on PATH."""
-    monkeypatch.setattr(probe, "_has_prebuilt_files", lambda: False)
+    monkeypatch.setattr(toolchain, "_has_prebuilt_files", lambda: False)
     for tool in ("nvcc", "ninja"):
         (tmp_path / tool).write_text("#!/bin/sh\n")
         (tmp_path / tool).chmod(0o755)
@@ -25,7 +25,7 @@ def test_cuda_home_has_precedence_over_path(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_malformed_cuda_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer uses CUDA_HOME=":/usr/local/cuda" as it is; the reason shows the path."""
-    monkeypatch.setattr(probe, "_has_prebuilt_files", lambda: False)
+    monkeypatch.setattr(toolchain, "_has_prebuilt_files", lambda: False)
     monkeypatch.setenv("CUDA_HOME", ":/usr/local/cuda")
     assert (
         "nvcc is not at :/usr/local/cuda/bin/nvcc: set CUDA_HOME" in toolchain_problems("0.6.12")[0]
