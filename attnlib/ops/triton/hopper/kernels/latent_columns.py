@@ -16,9 +16,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 __all__ = [
-    "COLUMNS", "LATENTS", "load_values", "multiply_keys", "multiply_loaded_values",
+    "COLUMNS",
+    "LATENTS",
+    "load_values",
+    "multiply_keys",
+    "multiply_loaded_values",
     "multiply_values",
-]  # fmt: skip
+]
 
 COLUMNS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 """Layout of [latents, query rows] and [elements of a value, query rows]."""

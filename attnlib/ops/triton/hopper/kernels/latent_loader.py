@@ -10,21 +10,13 @@ from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels.latent_pages import load_part
 from attnlib.ops.triton.hopper.kernels.latent_splits import split_at
-from attnlib.ops.triton.hopper.kernels.latent_tiles import (
-    HIGH,
-    LOADS,
-    LOW,
-    ROTARY_PART,
-    half_load,
-)
+from attnlib.ops.triton.hopper.kernels.latent_tiles import HIGH, LOADS, LOW, ROTARY_PART, half_load
 
 __all__ = ["load_range"]
 
 
 @gluon.jit
-def _load_half(
-    cache, blocks, offset, tiles, parity, INDEX: gl.constexpr, PART: gl.constexpr
-):  # fmt: skip
+def _load_half(cache, blocks, offset, tiles, parity, INDEX: gl.constexpr, PART: gl.constexpr):
     """Issue the TMA loads of half PART of the value elements of a tile, in two loads."""
     tiles.wait_free(PART, parity, INDEX)
     target = tiles.latents.part(PART).index(INDEX)

@@ -28,21 +28,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnlib.ops.triton.hopper.kernels.compat import (
-    exp2,
-    opaque_zero,
-    partition_barrier,
-)
+from attnlib.ops.triton.hopper.kernels.compat import exp2, opaque_zero, partition_barrier
 from attnlib.ops.triton.hopper.kernels.lanes import rescale
-from attnlib.ops.triton.hopper.kernels.latent_tiles import (
-    HIGH,
-    LOW,
-    ROTARY_PART,
-    TILE,
-    half_load,
-)
+from attnlib.ops.triton.hopper.kernels.latent_tiles import HIGH, LOW, ROTARY_PART, TILE, half_load
 
-__all__ = ["attend_both", "attend_other", "attend_own", "total_sum"]
+__all__ = ["attend_both", "attend_other", "attend_own"]
 
 _RESCALE_THRESHOLD = gl.constexpr(8)
 """How far a base-2 logit may exceed the running maximum before that follows it, so that
@@ -112,9 +102,17 @@ def _publish(tiles, weights, row_max, acc_scale, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _attend_to_tile(
-    scores, acc, row_max, row_sum, scale_before, keys, tiles, logits,
-    CONSUMER: gl.constexpr, FIRST: gl.constexpr,
-):  # fmt: skip
+    scores,
+    acc,
+    row_max,
+    row_sum,
+    scale_before,
+    keys,
+    tiles,
+    logits,
+    CONSUMER: gl.constexpr,
+    FIRST: gl.constexpr,
+):
     """Turn the scores of the own tile into weights, publish them and multiply by the own half.
 
     Args:
@@ -231,17 +229,3 @@ def attend_both(
     return _attend_to_tile(
         scores, acc, row_max, row_sum, scale, keys, tiles, logits, CONSUMER, FIRST=False
     )
-
-
-@gluon.jit
-def total_sum(row_sum, parity, tiles, CONSUMER: gl.constexpr):
-    """Add the row sums of both consumers.
-
-    Args:
-        parity: of the number of calls before.
-    """
-    tiles.sums.index(CONSUMER).store(row_sum)
-    partition_barrier()
-    mbarrier.arrive(tiles.summed.index(CONSUMER), count=1)
-    mbarrier.wait(tiles.summed.index(1 - CONSUMER), parity)
-    return row_sum + tiles.sums.index(1 - CONSUMER).load(row_sum.type.layout)

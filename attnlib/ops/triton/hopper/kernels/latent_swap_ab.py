@@ -9,14 +9,9 @@ a tile.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from attnlib.ops.triton.hopper.kernels.compat import (
-    launch_dependent_grids,
-    wait_on_dependent_grids,
-)
+from attnlib.ops.triton.hopper.kernels.compat import launch_dependent_grids, wait_on_dependent_grids
 from attnlib.ops.triton.hopper.kernels.decode_call import (
     UNALIGNED,
     UNSPECIALIZED,
@@ -24,18 +19,10 @@ from attnlib.ops.triton.hopper.kernels.decode_call import (
     Partials,
     Queries,
 )
-from attnlib.ops.triton.hopper.kernels.latent_columns import (
-    COLUMNS,
-    LATENTS,
-)
+from attnlib.ops.triton.hopper.kernels.latent_columns import COLUMNS, LATENTS
 from attnlib.ops.triton.hopper.kernels.latent_pages import LatentCache
-from attnlib.ops.triton.hopper.kernels.latent_rows import (
-    query_rows,
-)
-from attnlib.ops.triton.hopper.kernels.latent_splits import (
-    place_of,
-    split_at,
-)
+from attnlib.ops.triton.hopper.kernels.latent_rows import query_rows
+from attnlib.ops.triton.hopper.kernels.latent_splits import place_of, split_at
 from attnlib.ops.triton.hopper.kernels.latent_swap_ab_attend import (
     attend_to_split,
     copy_split_queries,

@@ -2,10 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from attnlib.ops.triton.hopper.kernels.cache_tiles import clear_tile
 from attnlib.ops.triton.hopper.kernels.column_softmax import (
@@ -13,11 +10,7 @@ from attnlib.ops.triton.hopper.kernels.column_softmax import (
     softmax_columns,
     store_weights,
 )
-from attnlib.ops.triton.hopper.kernels.compat import (
-    opaque_zero,
-    partition_barrier,
-    store_in_l2,
-)
+from attnlib.ops.triton.hopper.kernels.compat import opaque_zero, partition_barrier, store_in_l2
 from attnlib.ops.triton.hopper.kernels.latent_columns import (
     COLUMNS,
     LATENTS,

@@ -125,6 +125,19 @@ class LatentTiles:
         """Tell the loader that a part of tile A or B has been used."""
         mbarrier.arrive(self.empty.index(INDEX * PARTS + PART), count=1)
 
+    @gluon.jit
+    def total_sum(self, row_sum, parity, CONSUMER: gl.constexpr):
+        """Return the row sums of both consumers, from those of one.
+
+        Args:
+            parity: of the number of calls before.
+        """
+        self.sums.index(CONSUMER).store(row_sum)
+        partition_barrier()
+        mbarrier.arrive(self.summed.index(CONSUMER), count=1)
+        mbarrier.wait(self.summed.index(1 - CONSUMER), parity)
+        return row_sum + self.sums.index(1 - CONSUMER).load(row_sum.type.layout)
+
 
 @gluon.jit
 def _allocate_parts(
@@ -172,9 +185,19 @@ def allocate_tiles(
         mbarrier.init(weighed.index(tile), count=1)
         mbarrier.init(summed.index(tile), count=1)
     return LatentTiles(
-        queries, latents, weights, maxima, scales, sums, queries_full, full, empty, weighed, summed,
+        queries,
+        latents,
+        weights,
+        maxima,
+        scales,
+        sums,
+        queries_full,
+        full,
+        empty,
+        weighed,
+        summed,
         GATHERED,
-    )  # fmt: skip
+    )
 
 
 @gluon.jit

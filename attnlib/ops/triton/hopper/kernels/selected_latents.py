@@ -10,15 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attnlib.ops.triton.hopper.kernels.compat import (
-    arrive_after_copies,
-)
-from attnlib.ops.triton.hopper.kernels.latent_steps import (
-    attend_both,
-    attend_other,
-    attend_own,
-    total_sum,
-)
+from attnlib.ops.triton.hopper.kernels.compat import arrive_after_copies
+from attnlib.ops.triton.hopper.kernels.decode_call import Outputs
+from attnlib.ops.triton.hopper.kernels.latent_steps import attend_both, attend_other, attend_own
 from attnlib.ops.triton.hopper.kernels.latent_tiles import (
     HIGH,
     LOW,
@@ -28,14 +22,10 @@ from attnlib.ops.triton.hopper.kernels.latent_tiles import (
     allocate_tiles,
 )
 from attnlib.ops.triton.hopper.kernels.logits import logits_of
-from attnlib.ops.triton.hopper.kernels.schedule import Mask
+from attnlib.ops.triton.hopper.kernels.schedule import Batch, Mask
 from attnlib.ops.triton.hopper.kernels.selected_latents_store import store_half
 from attnlib.ops.triton.hopper.kernels.selected_latents_work import list_work
-from attnlib.ops.triton.hopper.kernels.selected_lists import (
-    UNALIGNED,
-    UNSPECIALIZED,
-    KeyLists,
-)
+from attnlib.ops.triton.hopper.kernels.selected_lists import UNALIGNED, UNSPECIALIZED, KeyLists
 from attnlib.ops.triton.hopper.kernels.selected_rows import (
     SelectedInputs,
     SelectedResults,
@@ -48,9 +38,15 @@ __all__ = ["hopper_selected_latents_kernel"]
 
 @gluon.jit
 def _gather_part(
-    inputs, offsets, exists, tiles, parity, START: gl.constexpr, PART: gl.constexpr,
+    inputs,
+    offsets,
+    exists,
+    tiles,
+    parity,
+    START: gl.constexpr,
+    PART: gl.constexpr,
     INDEX: gl.constexpr,
-):  # fmt: skip
+):
     """Copy a part of tile A or B into shared memory once its memory is free."""
     tiles.wait_free(PART, parity, INDEX)
     target = tiles.latents.part(PART).index(INDEX)
@@ -134,14 +130,19 @@ def _attend(work, tiles, logits, HALF: gl.constexpr, CONSUMER: gl.constexpr):
         if work.pairs > 0:
             parity = (work.pairs - 1) & 1
             acc, row_max, row_sum = attend_other(acc, row_max, row_sum, parity, tiles, CONSUMER)
-    return acc, row_max, total_sum(row_sum, 0, tiles, CONSUMER)
+    return acc, row_max, tiles.total_sum(row_sum, 0, CONSUMER)
 
 
 @gluon.jit
 def _consumer(
-    results, sinks, work, tiles, scale, soft_cap, CONFIG: gl.constexpr,
+    results,
+    work,
+    tiles,
+    scale,
+    soft_cap,
+    CONFIG: gl.constexpr,
     CONSUMER: gl.constexpr,
-):  # fmt: skip
+):
     """Compute and write one half of the value elements."""
     logits = logits_of(scale, soft_cap, CONFIG.HAS_CAP)
     acc, row_max, row_sum = _attend(work, tiles, logits, CONFIG.DV // 2, CONSUMER)
@@ -157,7 +158,7 @@ def _consumer(
             # Otherwise the sink counts when the splits are combined (M4). Rows after the last
             # request see none.
             seen = valid & work.exists
-            sink = gl.load(sinks + head, mask=seen, other=float("-inf"))
+            sink = gl.load(results.outputs.sinks + head, mask=seen, other=float("-inf"))
             finite_max, acc_scale, row_sum = add_sink(row_max, row_sum, sink)
     empty = row_sum == 0.0
     safe_sum = gl.where(empty, 1.0, row_sum)
@@ -189,23 +190,23 @@ def hopper_selected_latents_kernel(
     mask = Mask(
         left, right, chunk, CONFIG.CAUSAL, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, CONFIG.HAS_CHUNK
     )
+    batch = Batch(query_start_loc, seq_lens, block_table, num_reqs, None, stride_table)
     lists = KeyLists(
-        query_start_loc, seq_lens, block_table, indices, mask, num_reqs, num_entries, num_splits,
-        stride_lists, stride_table, CONFIG.SELECT, CONFIG.SPLIT,
-    )  # fmt: skip
+        batch, mask, indices, num_entries, num_splits, stride_lists, CONFIG.SELECT, CONFIG.SPLIT
+    )
     inputs = SelectedInputs(
         query, key, stride_qt, stride_qh, stride_kb, stride_kn, CONFIG.BLOCK_SIZE
     )
+    outputs = Outputs(out, lse, sinks, stride_ot, stride_oh, stride_lt)
     results = SelectedResults(
-        out, lse, partials, num_tokens, num_heads, num_splits, stride_ot, stride_oh, stride_lt,
-        CONFIG.HEADS, CONFIG.DV,
-    )  # fmt: skip
+        outputs, partials, num_tokens, num_heads, num_splits, CONFIG.HEADS, CONFIG.DV
+    )
     work, table = list_work(lists, CONFIG.HEADS, CONFIG.HEAD_BLOCKS)
     gl.warp_specialize(
         [
             (_gatherer, (inputs, work, table, tiles, CONFIG.HEADS)),
-            (_consumer, (results, sinks, work, tiles, scale, soft_cap, CONFIG, 0)),
-            (_consumer, (results, sinks, work, tiles, scale, soft_cap, CONFIG, 1)),
+            (_consumer, (results, work, tiles, scale, soft_cap, CONFIG, 0)),
+            (_consumer, (results, work, tiles, scale, soft_cap, CONFIG, 1)),
         ],
         [4, 4],
         [CONFIG.REGISTERS, CONFIG.REGISTERS],

@@ -3,12 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnlib.ops.triton.hopper.kernels.compat import (
-    partition_barrier,
-)
-from attnlib.ops.triton.hopper.kernels.latent_tiles import (
-    LOW,
-)
+from attnlib.ops.triton.hopper.kernels.compat import partition_barrier
+from attnlib.ops.triton.hopper.kernels.latent_tiles import LOW
 from attnlib.ops.triton.hopper.kernels.softmax import LN2
 
 __all__ = ["store_half"]
@@ -37,11 +33,14 @@ def store_half(
     if not CONFIG.SPLIT or (work.split == 0 and not work.exists):
         # No product reads this buffer any more.
         staging = tiles.latents.part(LOW + CONSUMER).index(0)
-        offset = token64 * results.stride_ot + work.head_offset.to(gl.int64) * results.stride_oh
+        offset = (
+            token64 * results.outputs.stride_token
+            + work.head_offset.to(gl.int64) * results.outputs.stride_head
+        )
         _store_rows(results, result, offset, staging, CONSUMER)
         if CONFIG.HAS_LSE:
             if CONSUMER == 0:
-                lses = results.lse + token64 * results.stride_lt + head
+                lses = results.outputs.lse + token64 * results.outputs.stride_lse + head
                 gl.store(lses, base2 * LN2, mask=valid)
 
 
@@ -60,9 +59,9 @@ def _store_rows(results, result, offset, staging, CONSUMER: gl.constexpr):
     row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     lanes = CONSUMER * HALF + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))
     # The launcher checks 16-byte alignment; the shifts tell the compiler.
-    offsets = ((offset + row.to(gl.int64) * results.stride_oh) >> 3) << 3
+    offsets = ((offset + row.to(gl.int64) * results.outputs.stride_head) >> 3) << 3
     mask = (row < results.HEADS)[:, None] & (lanes >= 0)[None, :]
-    pointers = results.out + offsets[:, None] + lanes[None, :]
+    pointers = results.outputs.pointer + offsets[:, None] + lanes[None, :]
     gl.store(pointers, staging.load(LAYOUT), mask=mask)
 
 

@@ -74,7 +74,17 @@ def list_work(lists, HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr):
     end = gl.minimum(slots.end, used)
     pairs = gl.maximum(end - slots.begin + 2 * TILE - 1, 0) // (2 * TILE)
     work = ListWork(
-        slots.entries, token, head_offset, visible.exists, slots.begin, end, has_holes,
-        visible.first, visible.last, pairs, split, lists.SELECT,
-    )  # fmt: skip
+        slots.entries,
+        token,
+        head_offset,
+        visible.exists,
+        slots.begin,
+        end,
+        has_holes,
+        visible.first,
+        visible.last,
+        pairs,
+        split,
+        lists.SELECT,
+    )
     return work, visible.table

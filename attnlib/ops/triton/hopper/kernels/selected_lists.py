@@ -23,10 +23,10 @@ __all__ = [
 ]
 
 UNSPECIALIZED = [
-    "left", "right", "chunk", "num_reqs", "num_tokens", "num_heads", "num_entries", "num_splits",
-    "stride_lists", "stride_table", "stride_qt", "stride_qh", "stride_kb", "stride_kn",
-    "stride_ot", "stride_oh", "stride_lt",
-]  # fmt: skip
+    *("left", "right", "chunk", "num_reqs", "num_tokens", "num_heads", "num_entries", "num_splits"),
+    *("stride_lists", "stride_table", "stride_qt", "stride_qh", "stride_kb", "stride_kn"),
+    *("stride_ot", "stride_oh", "stride_lt"),
+]
 """Parameters whose values must not select a compilation, because they change from step to step."""
 UNALIGNED = ["query_start_loc", "seq_lens", "block_table", "indices", "sinks", "lse"]
 """Pointers whose alignment must not select a compilation."""
@@ -158,28 +158,21 @@ class KeyLists:
     """The lists of a call and the requests of its tokens.
 
     Fields:
-        query_start_loc: int32 [requests + 1], the first query token of each request and the end.
-        seq_lens: int32 [requests].
-        block_table: int32 [requests, blocks].
-        indices: the lists, [tokens, ..., entries].
+        batch: the `Batch`.
         mask: the `Mask` of the layer.
-        num_reqs: requests.
+        indices: the lists, [tokens, ..., entries].
         num_entries: entries of a list.
         num_splits: splits of each list.
-        stride_lists, stride_table: elements from list to list, and from block table to block table.
+        stride_lists: elements from list to list.
         SELECT, SPLIT: see `SelectedConfig`.
     """
 
-    query_start_loc: Value
-    seq_lens: Value
-    block_table: Value
-    indices: Value
+    batch: Value
     mask: Value
-    num_reqs: Value
+    indices: Value
     num_entries: Value
     num_splits: Value
     stride_lists: Value
-    stride_table: Value
     SELECT: gl.constexpr
     SPLIT: gl.constexpr
 
@@ -206,18 +199,18 @@ class KeyLists:
         """Return the `VisibleKeys` of a token."""
         REQUESTS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         request = 0
-        for base in range(1, self.num_reqs + 1, 128):
+        for base in range(1, self.batch.num_reqs + 1, 128):
             lanes = base + gl.arange(0, 128, REQUESTS)
-            inside = lanes <= self.num_reqs
-            starts = gl.load(self.query_start_loc + lanes, mask=inside, other=0)
+            inside = lanes <= self.batch.num_reqs
+            starts = gl.load(self.batch.query_start_loc + lanes, mask=inside, other=0)
             request += gl.sum((inside & (starts <= token)).to(gl.int32), 0)
         # Tokens after the last request have no keys: their rows become 0 (M6).
-        exists = request < self.num_reqs
-        start = gl.load(self.query_start_loc + request)
-        query_len = gl.load(self.query_start_loc + request + 1, mask=exists, other=0) - start
-        seq_len = gl.load(self.seq_lens + request, mask=exists, other=0)
+        exists = request < self.batch.num_reqs
+        start = gl.load(self.batch.query_start_loc + request)
+        query_len = gl.load(self.batch.query_start_loc + request + 1, mask=exists, other=0) - start
+        seq_len = gl.load(self.batch.seq_lens + request, mask=exists, other=0)
         first, last = self.mask.span(seq_len - query_len + token - start, seq_len)
-        table = self.block_table + request.to(gl.int64) * self.stride_table
+        table = self.batch.table(request)
         return VisibleKeys(table, exists, gl.maximum(first, 0), gl.where(exists, last, 0))
 
 

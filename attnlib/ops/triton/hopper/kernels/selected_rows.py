@@ -71,26 +71,20 @@ class SelectedResults:
     """Where results are written.
 
     Fields:
-        out, lse: pointers to the results.
+        outputs: the `Outputs`.
         partials: pointer to float32 partial results, not used without SPLIT: outputs
             [tokens, heads, splits, DV], base-2 LSEs [tokens, heads, splits], numbers of splits
             [tokens].
         num_tokens, num_heads, num_splits: sizes of the partial results.
-        stride_ot, stride_oh: elements of `out` from token to token and from head to head.
-        stride_lt: elements of `lse` from token to token.
         HEADS: query heads of a CTA.
         DV: elements of a value.
     """
 
-    out: Value
-    lse: Value
+    outputs: Value
     partials: Value
     num_tokens: Value
     num_heads: Value
     num_splits: Value
-    stride_ot: Value
-    stride_oh: Value
-    stride_lt: Value
     HEADS: gl.constexpr
     DV: gl.constexpr
 

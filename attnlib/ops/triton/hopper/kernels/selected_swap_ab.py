@@ -22,7 +22,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attnlib.ops.triton.hopper.kernels.schedule import Mask
+from attnlib.ops.triton.hopper.kernels.decode_call import Outputs
+from attnlib.ops.triton.hopper.kernels.schedule import Batch, Mask
 from attnlib.ops.triton.hopper.kernels.selected_lists import UNALIGNED, UNSPECIALIZED, KeyLists
 from attnlib.ops.triton.hopper.kernels.selected_rows import SelectedInputs, SelectedResults
 from attnlib.ops.triton.hopper.kernels.selected_swap_ab_attend import attend_to_list
@@ -37,9 +38,9 @@ def _holds_nan(results, token):
     """Whether the first element of an output of a token is NaN."""
     head = gl.arange(0, 16, gl.BlockedLayout([1], [32], [4], [0]))
     first = gl.load(
-        results.out
-        + token.to(gl.int64) * results.stride_ot
-        + head.to(gl.int64) * results.stride_oh,
+        results.outputs.pointer
+        + token.to(gl.int64) * results.outputs.stride_token
+        + head.to(gl.int64) * results.outputs.stride_head,
         mask=head < results.HEADS,
         other=0.0,
     ).to(gl.float32)
@@ -56,11 +57,11 @@ def _any_holds_nan(results):
     for base in range(gl.program_id(0), results.num_tokens, TOKENS * gl.num_programs(0)):
         tokens = base + gl.num_programs(0) * gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT))
         offsets = (
-            tokens.to(gl.int64)[:, None] * results.stride_ot
-            + heads.to(gl.int64)[None, :] * results.stride_oh
+            tokens.to(gl.int64)[:, None] * results.outputs.stride_token
+            + heads.to(gl.int64)[None, :] * results.outputs.stride_head
         )
         mask = (tokens < results.num_tokens)[:, None] & (heads < results.HEADS)[None, :]
-        first = gl.load(results.out + offsets, mask=mask, other=0.0).to(gl.float32)
+        first = gl.load(results.outputs.pointer + offsets, mask=mask, other=0.0).to(gl.float32)
         found |= (first != first).to(gl.int32)
     return gl.max(gl.max(found, 1), 0) != 0
 
@@ -91,9 +92,7 @@ def _gatherer(inputs, lists, results, memory, repeated_tokens, CONFIG: gl.conste
 
 
 @gluon.jit
-def _consumer(
-    results, sinks, lists, memory, scale, soft_cap, repeated_tokens, CONFIG: gl.constexpr
-):
+def _consumer(results, lists, memory, scale, soft_cap, repeated_tokens, CONFIG: gl.constexpr):
     """Compute and write the results of the CTA's lists. Four warps."""
     number = 0
     done = 0
@@ -101,7 +100,7 @@ def _consumer(
     for token in range(gl.program_id(0), token_end, step):
         if not CONFIG.REPEAT or _holds_nan(results, token):
             done += attend_to_list(
-                results, sinks, lists, memory, scale, soft_cap, token, number, done, CONFIG
+                results, lists, memory, scale, soft_cap, token, number, done, CONFIG
             )
             number += 1
 
@@ -127,17 +126,17 @@ def hopper_selected_swap_ab_kernel(
     mask = Mask(
         left, right, chunk, CONFIG.CAUSAL, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, CONFIG.HAS_CHUNK
     )
+    batch = Batch(query_start_loc, seq_lens, block_table, num_reqs, None, stride_table)
     lists = KeyLists(
-        query_start_loc, seq_lens, block_table, indices, mask, num_reqs, num_entries, num_splits,
-        stride_lists, stride_table, CONFIG.SELECT, CONFIG.SPLIT,
-    )  # fmt: skip
+        batch, mask, indices, num_entries, num_splits, stride_lists, CONFIG.SELECT, CONFIG.SPLIT
+    )
     inputs = SelectedInputs(
         query, key, stride_qt, stride_qh, stride_kb, stride_kn, CONFIG.BLOCK_SIZE
     )
+    outputs = Outputs(out, lse, sinks, stride_ot, stride_oh, stride_lt)
     results = SelectedResults(
-        out, lse, partials, num_tokens, num_heads, num_splits, stride_ot, stride_oh, stride_lt,
-        CONFIG.HEADS, CONFIG.DV,
-    )  # fmt: skip
+        outputs, partials, num_tokens, num_heads, num_splits, CONFIG.HEADS, CONFIG.DV
+    )
     repeated_tokens = 0
     if CONFIG.REPEAT:
         repeated_tokens = gl.where(_any_holds_nan(results), num_tokens, 0)
@@ -145,7 +144,7 @@ def hopper_selected_swap_ab_kernel(
         [
             (
                 _consumer,
-                (results, sinks, lists, memory, scale, soft_cap, repeated_tokens, CONFIG),
+                (results, lists, memory, scale, soft_cap, repeated_tokens, CONFIG),
             ),
             (_gatherer, (inputs, lists, results, memory, repeated_tokens, CONFIG)),
         ],

@@ -2,25 +2,13 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attnlib.ops.triton.hopper.kernels.compat import (
-    Value,
-    aggregate,
-    partition_barrier,
-)
-from attnlib.ops.triton.hopper.kernels.latent_columns import (
-    COLUMNS,
-    LATENTS,
-)
+from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate, partition_barrier
+from attnlib.ops.triton.hopper.kernels.latent_columns import COLUMNS, LATENTS
 from attnlib.ops.triton.hopper.kernels.logits import logits_of
 from attnlib.ops.triton.hopper.kernels.selected_lists import Slots, count_slots
-from attnlib.ops.triton.hopper.kernels.selected_swap_ab_memory import (
-    NUMBER,
-)
+from attnlib.ops.triton.hopper.kernels.selected_swap_ab_memory import NUMBER
 from attnlib.ops.triton.hopper.kernels.selected_swap_ab_store import store_list
 from attnlib.ops.triton.hopper.kernels.selected_swap_ab_tiles import attend_to_tiles
 from attnlib.ops.triton.hopper.kernels.softmax import add_sink
@@ -88,7 +76,7 @@ def _divisor(row_sum, work, memory, number, RUNNING: gl.constexpr):
 
 @gluon.jit
 def attend_to_list(
-    results, sinks, lists, memory, scale, soft_cap, token, number, done, CONFIG: gl.constexpr
+    results, lists, memory, scale, soft_cap, token, number, done, CONFIG: gl.constexpr
 ):
     """Compute and write the results of a list; returns the number of tiles.
 
@@ -121,7 +109,7 @@ def attend_to_list(
             # Otherwise the sink counts when the splits are combined (M4). Rows after the last
             # request see none.
             seen = valid & work.visible.exists
-            sink = gl.load(sinks + head, mask=seen, other=float("-inf"))
+            sink = gl.load(results.outputs.sinks + head, mask=seen, other=float("-inf"))
             _, _, divisor = add_sink(row_max, divisor, sink)
             finite_max, out_scale, row_sum = add_sink(row_max, row_sum, sink)
     empty = divisor == 0.0

@@ -113,6 +113,18 @@ def allocate_memory(DV: gl.constexpr, ROTARY: gl.constexpr, DTYPE: gl.constexpr)
         mbarrier.init(empty.index(half), count=1)
         mbarrier.init(full.index(half), count=128)
     return GatherMemory(
-        queries, query_rotary, ring, rotary, weights, maxima, rounded_sums, num_tiles, listed,
-        summed, queries_full, queries_empty, full, empty,
-    )  # fmt: skip
+        queries,
+        query_rotary,
+        ring,
+        rotary,
+        weights,
+        maxima,
+        rounded_sums,
+        num_tiles,
+        listed,
+        summed,
+        queries_full,
+        queries_empty,
+        full,
+        empty,
+    )

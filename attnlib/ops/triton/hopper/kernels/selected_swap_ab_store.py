@@ -3,15 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnlib.ops.triton.hopper.kernels.compat import (
-    partition_barrier,
-)
-from attnlib.ops.triton.hopper.kernels.latent_columns import (
-    COLUMNS,
-)
-from attnlib.ops.triton.hopper.kernels.selected_swap_ab_memory import (
-    QUARTERS,
-)
+from attnlib.ops.triton.hopper.kernels.compat import partition_barrier
+from attnlib.ops.triton.hopper.kernels.latent_columns import COLUMNS
+from attnlib.ops.triton.hopper.kernels.selected_swap_ab_memory import QUARTERS
 from attnlib.ops.triton.hopper.kernels.softmax import LN2
 
 __all__ = ["store_list"]
@@ -42,10 +36,10 @@ def store_list(results, acc, normalizer, base2, head, work, memory, CONFIG: gl.c
         for quarter in gl.static_range(QUARTERS):
             result = acc[quarter] * normalizer
             staging = memory.queries.index(quarter)
-            offset = token64 * results.stride_ot
+            offset = token64 * results.outputs.stride_token
             _store_rows(results, result, staging, offset, quarter * WIDTH)
         if CONFIG.HAS_LSE:
-            lses = results.lse + token64 * results.stride_lt + head
+            lses = results.outputs.lse + token64 * results.outputs.stride_lse + head
             gl.store(lses, base2 * LN2, mask=head < CONFIG.HEADS)
 
 
@@ -64,9 +58,9 @@ def _store_rows(results, result, staging, offset, START: gl.constexpr):
     head = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
     lanes = START + gl.arange(0, result.shape[0], gl.SliceLayout(0, LAYOUT))
     # The launcher checks 16-byte alignment; the shifts tell the compiler.
-    offsets = ((offset + head.to(gl.int64) * results.stride_oh) >> 3) << 3
+    offsets = ((offset + head.to(gl.int64) * results.outputs.stride_head) >> 3) << 3
     mask = (head < results.HEADS)[:, None] & (lanes >= 0)[None, :]
-    pointers = results.out + offsets[:, None] + lanes[None, :]
+    pointers = results.outputs.pointer + offsets[:, None] + lanes[None, :]
     gl.store(pointers, target.load(LAYOUT), mask=mask)
 
 

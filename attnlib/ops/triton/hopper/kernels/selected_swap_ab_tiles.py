@@ -13,10 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnlib.ops.triton.hopper.kernels.column_softmax import softmax_columns, store_weights
-from attnlib.ops.triton.hopper.kernels.compat import (
-    exp2,
-    opaque_zero,
-)
+from attnlib.ops.triton.hopper.kernels.compat import exp2, opaque_zero
 from attnlib.ops.triton.hopper.kernels.latent_columns import (
     COLUMNS,
     LATENTS,
@@ -25,11 +22,7 @@ from attnlib.ops.triton.hopper.kernels.latent_columns import (
     multiply_loaded_values,
     multiply_values,
 )
-from attnlib.ops.triton.hopper.kernels.selected_swap_ab_memory import (
-    BACK,
-    FRONT,
-    QUARTERS,
-)
+from attnlib.ops.triton.hopper.kernels.selected_swap_ab_memory import BACK, FRONT, QUARTERS
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
 __all__ = ["attend_to_tiles"]
