@@ -87,7 +87,6 @@ def circles(
 
 LEFT = (
     ("attnlib.instrumentation", "attnlib.debug.shadow"),
-    ("attnlib.integrations.transformers.masks", "attnlib.integrations.transformers.two_streams"),
     ("attnlib.testing.conformance", "attnlib.testing.report"),
     ("attnlib.testing.case", "attnlib.testing.materialized_case"),
 )

@@ -14,16 +14,15 @@ from torch.utils._pytree import tree_map_only
 
 from attnlib.integrations.transformers.step_mask import StepMask
 
-__all__ = ["MaskTensor", "known_step", "read_mask"]
+__all__ = ["EntryMask", "MaskTensor", "known_step", "read_mask"]
 
 
 class MaskTensor(torch.Tensor):
     """The float mask `[B, 1, T, S]` of a `StepMask`, evaluated on first use.
 
     Shape, dtype and device are known without evaluation. A move to another device or floating
-    dtype, `clone` and `detach` keep the description; so do columns of entries that are appended
-    (`two_streams`). Every other operation computes with the
-    values: 0 where a key is visible, the lowest number of the dtype where it is hidden.
+    dtype, `clone`, `detach` and appended entries (`EntryMask`) keep the description. Every other
+    operation computes with the values: 0 for visible keys, the dtype's lowest number for others.
 
     Attributes:
         step: the description.
@@ -86,9 +85,7 @@ class MaskTensor(torch.Tensor):
             if copied is not None:
                 return copied
         if func in _APPENDS:
-            from attnlib.integrations.transformers.two_streams import extended_mask
-
-            extended = extended_mask(func, args, kwargs)
+            extended = _extended(func, args, kwargs)
             if extended is not None:
                 return extended
         args, kwargs = tree_map_only(MaskTensor, lambda mask: mask.evaluated(), (args, kwargs))
@@ -182,3 +179,72 @@ _COPIES = frozenset(
 )
 
 _APPENDS = frozenset([torch.cat, torch.nn.functional.pad])
+
+
+class EntryMask(MaskTensor):
+    """The mask `[B, 1, T, S + E]` of own keys and entries, evaluated on first use.
+
+    Attributes:
+        step: the description of the first S columns.
+        own: the mask of these columns.
+        bias: `[B, 1, T, E]`, 0 where an entry is visible and -inf where it is hidden; None where
+            all are visible.
+        num_entries: E.
+    """
+
+    own: MaskTensor
+    bias: torch.Tensor | None
+    num_entries: int
+
+    @staticmethod
+    def __new__(
+        cls: type[EntryMask], own: MaskTensor, bias: torch.Tensor | None, num_entries: int
+    ) -> EntryMask:
+        """The mask of `own` with further columns."""
+        size = (*own.shape[:-1], own.shape[-1] + num_entries)
+        made: EntryMask = torch.Tensor._make_wrapper_subclass(
+            cls, size, dtype=own.dtype, device=own.device
+        )
+        made.step, made._cached, made._cached_version = own.step, None, 0
+        made.own, made.bias, made.num_entries = own, bias, num_entries
+        return made
+
+    def evaluated(self) -> torch.Tensor:
+        """The values `[B, 1, T, S + E]`; computed once."""
+        if self._cached is None:
+            own, bias = self.own.evaluated(), self.bias
+            if bias is None:
+                bias = own.new_zeros((*own.shape[:-1], self.num_entries))
+            self._cached = torch.cat((own, bias), dim=-1)
+            self._cached_version = -1  # a write cannot be excluded
+        return self._cached
+
+    def _copied(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> MaskTensor | None:
+        return None
+
+
+def _extended(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> EntryMask | None:
+    """The mask that a model makes by appending columns of entries to the one of the step; None for
+    every other operation."""
+    if func is torch.cat and len(args) == 1 and kwargs == {"dim": -1} and len(args[0]) == 2:
+        own, bias = args[0]
+        if (
+            type(own) is MaskTensor
+            and own.modified() is None
+            and type(bias) is torch.Tensor
+            and bias.dim() == 4
+            and bias.shape[:3] == own.shape[:3]
+            and bias.dtype == own.dtype
+        ):
+            return EntryMask(own, bias, bias.shape[3])
+    if func is torch.nn.functional.pad and type(args[0]) is MaskTensor:
+        own, sizes = args[0], args[1]
+        options = {"mode": "constant", "value": 0.0} | kwargs
+        zeros = options == {"mode": "constant", "value": 0.0}
+        if zeros and own.modified() is None and len(sizes) == 2 and sizes[0] == 0 < sizes[1]:
+            return EntryMask(own, None, sizes[1])
+    return None

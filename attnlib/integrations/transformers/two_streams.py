@@ -8,7 +8,6 @@ entries by their numbers or as lists of selected ones. Other modules evaluate it
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,83 +16,14 @@ import torch
 from attnlib.integrations.transformers.batch_plan import BatchPlan, run_layer
 from attnlib.integrations.transformers.layers import Call, layer_for
 from attnlib.integrations.transformers.mask_kinds import is_plain_window
-from attnlib.integrations.transformers.mask_tensor import MaskTensor
+from attnlib.integrations.transformers.mask_tensor import EntryMask
 from attnlib.integrations.transformers.pages import token_pages
 from attnlib.integrations.transformers.step_batches import paged_plan
 from attnlib.metadata.compressed import CompressedKeys, EntryBatch
 from attnlib.sparse.compressed_entries import CompressedEntries
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 
-__all__ = ["EntryMask", "attend_two_streams", "extended_mask"]
-
-
-class EntryMask(MaskTensor):
-    """The mask `[B, 1, T, S + E]` of own keys and entries, evaluated on first use.
-
-    Attributes:
-        step: the description of the first S columns.
-        own: the mask of these columns.
-        bias: `[B, 1, T, E]`, 0 where an entry is visible and -inf where it is hidden; None where
-            all are visible.
-        num_entries: E.
-    """
-
-    own: MaskTensor
-    bias: torch.Tensor | None
-    num_entries: int
-
-    @staticmethod
-    def __new__(
-        cls: type[EntryMask], own: MaskTensor, bias: torch.Tensor | None, num_entries: int
-    ) -> EntryMask:
-        """The mask of `own` with further columns."""
-        size = (*own.shape[:-1], own.shape[-1] + num_entries)
-        made: EntryMask = torch.Tensor._make_wrapper_subclass(
-            cls, size, dtype=own.dtype, device=own.device
-        )
-        made.step, made._cached, made._cached_version = own.step, None, 0
-        made.own, made.bias, made.num_entries = own, bias, num_entries
-        return made
-
-    def evaluated(self) -> torch.Tensor:
-        """The values `[B, 1, T, S + E]`; computed once."""
-        if self._cached is None:
-            own, bias = self.own.evaluated(), self.bias
-            if bias is None:
-                bias = own.new_zeros((*own.shape[:-1], self.num_entries))
-            self._cached = torch.cat((own, bias), dim=-1)
-            self._cached_version = -1  # a write cannot be excluded
-        return self._cached
-
-    def _copied(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> MaskTensor | None:
-        return None
-
-
-def extended_mask(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> EntryMask | None:
-    """The mask that a model makes by appending columns of entries to the one of the step; None for
-    every other operation."""
-    if func is torch.cat and len(args) == 1 and kwargs == {"dim": -1} and len(args[0]) == 2:
-        own, bias = args[0]
-        if (
-            type(own) is MaskTensor
-            and own.modified() is None
-            and type(bias) is torch.Tensor
-            and bias.dim() == 4
-            and bias.shape[:3] == own.shape[:3]
-            and bias.dtype == own.dtype
-        ):
-            return EntryMask(own, bias, bias.shape[3])
-    if func is torch.nn.functional.pad and type(args[0]) is MaskTensor:
-        own, sizes = args[0], args[1]
-        options = {"mode": "constant", "value": 0.0} | kwargs
-        zeros = options == {"mode": "constant", "value": 0.0}
-        if zeros and own.modified() is None and len(sizes) == 2 and sizes[0] == 0 < sizes[1]:
-            return EntryMask(own, None, sizes[1])
-    return None
+__all__ = ["EntryMask", "attend_two_streams"]
 
 
 def attend_two_streams(call: Call, mask: EntryMask) -> torch.Tensor | None:
