@@ -33,13 +33,15 @@ def dynamic_cache(tokens: int, size: int, dtype: torch.dtype = DTYPE) -> torch.T
     return torch.zeros(1, KV_HEADS, tokens, size, dtype=dtype).permute(2, 0, 1, 3)
 
 
-def attention(tokens: int, size: int, decode: bool, invariant: bool = False) -> None:
+def attention(
+    tokens: int, size: int, decode: bool, invariant: bool = False, kernels: str = "portable"
+) -> None:
     """One row of one token, or the prefill of a whole prompt."""
     rows = 1 if decode else tokens
     query = torch.zeros(rows, HEADS, size, dtype=DTYPE)
-    options = {"kernels": "portable", "batch_invariant": invariant, "max_seq_len": tokens}
-    if decode:
-        options |= {"workspace": torch.zeros(1 << 16), "num_splits": 1}
+    options = {"kernels": kernels, "batch_invariant": invariant, "max_seq_len": tokens}
+    if decode and kernels == "portable":
+        options["num_splits"] = 1
     call_operation(
         paged_decode.paged_decode if decode else paged_prefill.paged_prefill,
         query,
@@ -97,6 +99,8 @@ OPERATIONS: dict[str, Callable[[int, int], None]] = {
     "prefill": lambda tokens, size: attention(tokens, size, False),
     "invariant decode": lambda tokens, size: attention(tokens, size, True, True),
     "invariant prefill": lambda tokens, size: attention(tokens, size, False, True),
+    "Hopper decode": lambda tokens, size: attention(tokens, size, True, kernels="hopper"),
+    "Hopper prefill": lambda tokens, size: attention(tokens, size, False, kernels="auto"),
     "write": write,
     "write float8": lambda tokens, size: write(tokens, size, torch.float8_e4m3fn),
     "append": append,
