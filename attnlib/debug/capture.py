@@ -74,17 +74,16 @@ def capture_call(
             "a call with selected keys or compressed entries cannot be recorded, because "
             "recordings hold neither: compare two backends in a test instead"
         )
-    facts, score = metadata.facts, None
+    facts, tensors, score = metadata.facts, None, None
     if spec.score_function is not None:
         score_fields(spec.score_function)  # refuses what a file cannot describe
-        score_tensors = {
-            name: tensor.detach().clone()
-            for name, tensor in {**(score_tensors or {}), **(facts.score_tensors or {})}.items()
-        }
-        score = oracle_score(spec.score_function, score_tensors, query.device)
+        both = {**(score_tensors or {}), **(facts.score_tensors or {})}
+        tensors = {name: tensor.detach().clone() for name, tensor in both.items()}
+        score = oracle_score(spec.score_function, tensors, query.device)
     inputs = _inputs(spec, query, key, value, cache, metadata, kv_written)
+    case = case_of(spec, inputs.batch)
     params = replace(
-        case_of(spec, inputs.batch).oracle_params(query.device),
+        case.oracle_params(query.device),
         scale=scale,
         causal=spec.is_causal if facts.causal is None else facts.causal,
         alibi_slopes=alibi_slopes,
@@ -94,13 +93,7 @@ def capture_call(
         v_scale=inputs.cache.scales[1] if inputs.cache.scales else cache.v_scale,
         score=score,
     )
-    return MaterializedCase(
-        case_of(spec, inputs.batch),
-        spec,
-        inputs,
-        params,
-        None if spec.score_function is None else score_tensors,
-    )
+    return MaterializedCase(case, spec, inputs, params, tensors)
 
 
 def _inputs(

@@ -175,8 +175,7 @@ def call_layer(
         and compressed_keys is None
         and not (self._forward_hooks or self._forward_pre_hooks)
         and not (_global_forward_hooks or _global_forward_pre_hooks)
-        and self._is_plain
-        and (cls := type(self)).forward is cls._own_forward
+        and (self._is_plain and (cls := type(self)).forward is cls._own_forward)
         and VALIDATE_KEY not in ENVIRONMENT
     ):
         group, cache_signature, with_lse, allocates, check, per_head, shape, plan, call = recent
@@ -193,10 +192,8 @@ def call_layer(
             and isinstance(query, Tensor)
         ):
             out = output
-            if out is None and shape is None:
-                out = empty_like(query)
-            elif out is None:
-                out = torch.empty(shape, dtype=query.dtype, device=query.device)
+            if out is None:
+                out = empty_like(query) if shape is None else new_output(query, shape)
             lse = new_lse(self.spec, query) if with_lse else None
             done = call is not None and call(
                 query, cache.key_cache, cache.value_cache, out, lse, key, value,
@@ -211,8 +208,8 @@ def call_layer(
                 if OBSERVERS:
                     notify(self, LayerCall(query, key, value, cache, metadata), out, lse)
                 return (out, lse) if with_lse else out
-    both = {"selected_keys": selected_keys, "compressed_keys": compressed_keys}
-    given = {name: keys for name, keys in both.items() if keys is not None}
+    both = (("selected_keys", selected_keys), ("compressed_keys", compressed_keys))
+    given = {name: keys for name, keys in both if keys is not None}
     return nn.Module.__call__(
         self, query, key, value, cache, metadata, return_lse, output=output, **given
     )

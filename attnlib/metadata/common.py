@@ -120,8 +120,7 @@ class CommonAttentionMetadata:
             block_size: tokens per block; required with a block table.
             device: where the kernels run; None means the default device of torch.
             causal, query_bias, score_tensors, is_cross_attention: see the attributes.
-            max_query_len, max_seq_len: upper bounds to store instead of the true maxima
-                (CUDA graphs).
+            max_query_len, max_seq_len: upper bounds to store in place of the maxima (CUDA graphs).
             new_key_lens: for cross-attention, the keys of each request that this batch writes: the
                 last ones of `seq_lens`, 0 where the encoder output is cached already. None writes
                 nothing.
@@ -131,47 +130,29 @@ class CommonAttentionMetadata:
                 lengths contradict each other or the upper bounds, or the block table is too narrow
                 for them. The message names the request.
         """
+        device = torch.get_default_device() if device is None else torch.device(device)
         queries, sequences = checked_lengths(query_lens, seq_lens, is_cross_attention)
-        max_query_len = upper_bound("max_query_len", max_query_len, "query_lens", queries)
-        max_seq_len = upper_bound("max_seq_len", max_seq_len, "seq_lens", sequences)
         starts = torch.zeros(len(queries) + 1, dtype=torch.int32, device="cpu")
         torch.cumsum(queries, 0, out=starts[1:])
-        device = torch.get_default_device() if device is None else torch.device(device)
-        key_starts, written = new_keys(
-            starts, queries, sequences, is_cross_attention, new_key_lens, block_table is not None
-        )
+        has_table = block_table is not None
+        keys = new_keys(starts, queries, sequences, is_cross_attention, new_key_lens, has_table)
         table = slots = None
         if block_table is not None:
-            if block_size is None or block_size < 1:
-                raise ContractError(
-                    f"block_size={block_size} must be given with a block table, and be at least 1"
-                )
+            writes = not is_cross_attention or new_key_lens is not None
             table, slots = table_and_slots(
-                block_table,
-                key_starts,
-                written,
-                sequences,
-                block_size,
-                device,
-                write=not is_cross_attention or new_key_lens is not None,
+                block_table, *keys, sequences, block_size, device, write=writes
             )
         return cls(
-            query_start_loc=starts.to(device, non_blocking=True),
-            query_start_loc_cpu=starts,
-            seq_lens=sequences.to(device, non_blocking=True),
-            seq_lens_cpu=sequences,
-            num_computed_tokens_cpu=(sequences - queries).clamp(min=0),
-            num_reqs=len(queries),
-            num_actual_tokens=int(starts[-1]),
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
+            **_lengths(device, starts, sequences),
+            max_query_len=upper_bound("max_query_len", max_query_len, "query_lens", queries),
+            max_seq_len=upper_bound("max_seq_len", max_seq_len, "seq_lens", sequences),
             block_table_tensor=table,
             slot_mapping=slots,
             causal=causal,
             query_bias=query_bias,
             score_tensors=score_tensors,
             is_cross_attention=is_cross_attention,
-            block_size=None if block_table is None else block_size,
+            block_size=block_size if has_table else None,
         )
 
     @property
@@ -236,3 +217,16 @@ class CommonAttentionMetadata:
         if part.seq_lens_cpu is not None:
             part.max_seq_len = min(self.max_seq_len, largest(part.seq_lens_cpu))
         return part
+
+
+def _lengths(device: torch.device, starts: torch.Tensor, sequences: torch.Tensor) -> dict[str, Any]:
+    """The fields that follow from starts `[R + 1]` and sequence lengths `[R]` on the host."""
+    return {
+        "query_start_loc": starts.to(device, non_blocking=True),
+        "query_start_loc_cpu": starts,
+        "seq_lens": sequences.to(device, non_blocking=True),
+        "seq_lens_cpu": sequences,
+        "num_computed_tokens_cpu": (sequences - starts[1:] + starts[:-1]).clamp(min=0),
+        "num_reqs": len(sequences),
+        "num_actual_tokens": int(starts[-1]),
+    }

@@ -105,7 +105,7 @@ def table_and_slots(
     starts: torch.Tensor,
     queries: torch.Tensor,
     sequences: torch.Tensor,
-    block_size: int,
+    block_size: int | None,
     device: torch.device,
     *,
     write: bool,
@@ -113,8 +113,13 @@ def table_and_slots(
     """The block table on the device, and the slots of the new tokens (None unless `write`).
 
     Raises:
-        ContractError: a table that is too narrow or holds no int32 ids where it is read.
+        ContractError: no block size, or a table that is too narrow or holds no int32 ids where it
+            is read.
     """
+    if block_size is None or block_size < 1:
+        raise ContractError(
+            f"block_size={block_size} must be given with a block table, and be at least 1"
+        )
     if isinstance(block_table, torch.Tensor) and block_table.device.type != "cpu":
         from attnlib.cache.slots import compute_slot_mapping
 

@@ -149,8 +149,18 @@ class SelectedKeys:
         Raises:
             ContractError: the message names the tensor, what it is and what it must be.
         """
-        indices, starts = self.indices, self.list_start_loc
-        heads = selection.num_lists_heads(num_heads, num_kv_heads)
+        self._check_indices(selection, selection.num_lists_heads(num_heads, num_kv_heads))
+        self._check_starts(selection, num_reqs, num_tokens)
+        for name, tensor in (("indices", self.indices), ("list_start_loc", self.list_start_loc)):
+            if tensor is not None and tensor.device != device:
+                raise ContractError(
+                    f"{name} of the selected keys is on {tensor.device}, query on {device}: move "
+                    "it to the device of the layer",
+                    rule="M11",
+                )
+
+    def _check_indices(self, selection: KeySelection, heads: int) -> None:
+        indices = self.indices
         if indices.dtype != torch.int32:
             raise ContractError(
                 f"indices of the selected keys are {indices.dtype}; they must be torch.int32",
@@ -172,6 +182,9 @@ class SelectedKeys:
                 "call .contiguous()",
                 rule="M11",
             )
+
+    def _check_starts(self, selection: KeySelection, num_reqs: int, num_tokens: int) -> None:
+        indices, starts = self.indices, self.list_start_loc
         shares = selection.query_block_size > 1
         if shares != (starts is not None):
             given = "missing" if starts is None else "given"
@@ -200,10 +213,3 @@ class SelectedKeys:
                 ".contiguous()",
                 rule="M11",
             )
-        for name, tensor in (("indices", indices), ("list_start_loc", starts)):
-            if tensor is not None and tensor.device != device:
-                raise ContractError(
-                    f"{name} of the selected keys is on {tensor.device}, query on {device}: move "
-                    "it to the device of the layer",
-                    rule="M11",
-                )

@@ -68,12 +68,9 @@ def attnlib_attention(
     """
     refuse_export()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if not dropout and not torch.is_grad_enabled():
-        known = known_step(attention_mask)
-        if known is not None:
-            again = attend_again(module, query, key, value, known, scale, kwargs)
-            if again is not None:
-                return again, None
+    if not dropout and not torch.is_grad_enabled() and (known := known_step(attention_mask)):
+        if (again := attend_again(module, query, key, value, known, scale, kwargs)) is not None:
+            return again, None
     _refuse(module, (query, key, value), dropout, kwargs)
     if kwargs.get("attnlib_step") is not None:
         from attnlib.integrations.transformers.paged_step import attend
@@ -85,13 +82,24 @@ def attnlib_attention(
         )
         return result
     cache = cache_of_step(key, value, kwargs)
-    if cache is None:
-        refuse_plain_call(module)
-        query, key, value = as_eager_casts(query, key, value)
-    with torch.no_grad():
-        call = _call(module, query, key, value, scale, kwargs)
-        if cache is not None:
+    if cache is not None:
+        with torch.no_grad():
+            call = _call(module, query, key, value, scale, kwargs)
             return attend_continuous(call, cache, kwargs), None
+    refuse_plain_call(module)
+    states = as_eager_casts(query, key, value)
+    call = _call(module, states[0], states[1], states[2], scale, kwargs)
+    out, weights = _attend_alone(call, attention_mask, kwargs)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        out = _InferenceOnly.apply(out, query, key, value)  # type: ignore[no-untyped-call]  # untyped in torch
+    return out, weights
+
+
+def _attend_alone(
+    call: Call, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention outside of paged steps, and the weights if the caller wants them."""
+    with torch.no_grad():
         bias = kwargs.get("position_bias")
         out = None
         if selects_keys(kwargs):
@@ -101,8 +109,6 @@ def attnlib_attention(
         if out is None:
             out = attend_plain(call, attention_mask, bias, kwargs)
         weights = _weights(call, attention_mask, bias) if weights_are_recorded(kwargs) else None
-    if torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)):
-        out = _InferenceOnly.apply(out, query, key, value)  # type: ignore[no-untyped-call]  # untyped in torch
     return out, weights
 
 

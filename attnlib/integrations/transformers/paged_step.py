@@ -142,10 +142,8 @@ def attend(
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     if torch.is_autocast_enabled(query.device.type):  # steps with and without it share a cache
         q, k, v = (states.to(layer.spec.dtype) for states in (q, k, v))
-    if layer.writes:
-        out: torch.Tensor = layer(q, k, v, cache, metadata)
-    else:  # P8: the keys are in the cache already
-        out = layer(q, None, None, cache, metadata)
+    new = (k, v) if layer.writes else (None, None)  # P8: the keys are in the cache already
+    out: torch.Tensor = layer(q, new[0], new[1], cache, metadata)
     return out[None], None
 
 
