@@ -69,10 +69,8 @@ def _combine_tile(
     whole_rows = group <= _SWAPPED_ROWS and num_rows > _FEW_RESULTS // 4
     step = min(64, max(8 if whole_rows else 16, triton.next_power_of_2(splits)))
     parts = 1 if whole_rows and step <= 16 else 4
-    return {
-        "HEADS": 1, "PARTS": parts, "DV_PAD": head_size_v // parts, "STEP": step,
-        "num_warps": step // (4 * parts),
-    }  # fmt: skip
+    size, warps = head_size_v // parts, step // (4 * parts)
+    return {"HEADS": 1, "PARTS": parts, "DV_PAD": size, "STEP": step, "num_warps": warps}
 
 
 def prepare_latent_decode(
@@ -105,9 +103,10 @@ def prepare_latent_decode(
         scale=params.scale * float(params.k_scale),
         score_sizes=(),
         numbers=(
-            float(params.logits_soft_cap), unbounded(left), unbounded(right),
-            unbounded(params.attention_chunk_size), call.num_reqs, call.num_tokens, key.shape[0],
-            rows, *query.stride()[:2], *out.stride()[:2], call.lse_stride, call.table_stride,
+            *(float(params.logits_soft_cap), unbounded(left), unbounded(right)),
+            *(unbounded(params.attention_chunk_size), call.num_reqs, call.num_tokens),
+            *(key.shape[0], rows, *query.stride()[:2], *out.stride()[:2]),
+            *(call.lse_stride, call.table_stride),
         ),
         combine_tail=(call.num_reqs, rows, *out.stride()[:2], call.lse_stride),
         lse_offset=num_partials * size_v,
@@ -117,7 +116,7 @@ def prepare_latent_decode(
         ),
         attend=_attend_launch(call, group, swaps, ctas),
         combine=_combine_launch(call, group, ctas // head_blocks),
-    )  # fmt: skip
+    )
 
 
 def _views(call: AttentionCall) -> tuple[CacheView, CacheView]:
@@ -174,10 +173,15 @@ def _combine_launch(call: AttentionCall, group: int, num_ranges: int) -> BoundLa
     num_rows = call.num_tokens * num_heads
     tile = _combine_tile(call.num_reqs, num_rows, group, size_v, num_ranges)
     options = {
-        "NUM_KV_HEADS": num_heads // group, "GROUP": group, "DV": size_v,
-        "HAS_SINK": call.params.sinks is not None, "HAS_LSE": call.lse is not None,
-        "enable_fp_fusion": True, "launch_pdl": True, **tile,
-    }  # fmt: skip
+        "NUM_KV_HEADS": num_heads // group,
+        "GROUP": group,
+        "DV": size_v,
+        "HAS_SINK": call.params.sinks is not None,
+        "HAS_LSE": call.lse is not None,
+        "enable_fp_fusion": True,
+        "launch_pdl": True,
+        **tile,
+    }
     programs = triton.cdiv(group, tile["HEADS"]) * tile["PARTS"]
     grid = (call.num_tokens, num_heads // group, programs)
     return BoundLaunch(hopper_combine_kernel, grid, options)
