@@ -32,7 +32,7 @@ from attnlib.ops.triton.hopper.descriptors import (
     encoded_descriptors,
     gathered_strides,
 )
-from attnlib.ops.triton.hopper.kernels.mainloop import BOUNDED
+from attnlib.ops.triton.hopper.kernels.consumer_state import BOUNDED
 from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
 from attnlib.ops.triton.hopper.kernels.prefill_call import PrefillConfig
 from attnlib.ops.triton.hopper.kernels.value_columns import PART_ELEMENTS, PART_KEYS

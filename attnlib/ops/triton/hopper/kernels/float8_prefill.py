@@ -21,19 +21,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
-from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate, load_box
+from attnlib.ops.triton.hopper.kernels.compat import load_box
 from attnlib.ops.triton.hopper.kernels.decode_call import Outputs
 from attnlib.ops.triton.hopper.kernels.float8_operands import (
     float8_queries,
-    float8_tile,
-    pack_float8_weights,
     quantize_queries,
     value_column,
 )
+from attnlib.ops.triton.hopper.kernels.float8_visits import WEIGHT_EXPONENT, Float8Rows, attend
 from attnlib.ops.triton.hopper.kernels.lanes import lane_sums
 from attnlib.ops.triton.hopper.kernels.prefill_call import (
     UNALIGNED,
@@ -42,7 +39,7 @@ from attnlib.ops.triton.hopper.kernels.prefill_call import (
     Scoring,
     mask_of,
 )
-from attnlib.ops.triton.hopper.kernels.prefill_loader import CacheSource, key_loader
+from attnlib.ops.triton.hopper.kernels.prefill_loader import key_loader
 from attnlib.ops.triton.hopper.kernels.prefill_rows import (
     stage_rows,
     store_empty_rows,
@@ -50,38 +47,16 @@ from attnlib.ops.triton.hopper.kernels.prefill_rows import (
     store_rows,
     work_rows,
 )
+from attnlib.ops.triton.hopper.kernels.prefill_sources import CacheSource
 from attnlib.ops.triton.hopper.kernels.prefill_storage import allocate_storage, allocate_tiles
 from attnlib.ops.triton.hopper.kernels.quantized import load_kv_scale
 from attnlib.ops.triton.hopper.kernels.schedule import Batch
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LN2,
     LOG2E,
-    mask_scores,
-    online_softmax_by_row,
 )
 
 __all__ = ["float8_prefill_kernel"]
-
-_WEIGHT_EXPONENT = gl.constexpr(8.0)
-"""Weights are at most 2^8; the largest e4m3 number is 448, and the least normal one 2^-6."""
-
-
-@aggregate
-class _Rows:
-    """The query rows of a consumer during a work tile.
-
-    Fields:
-        queries: [64, W] float8 elements in shared memory.
-        factor: [64], factor of the products of a row to base-2 logits.
-        first, last: [64], the keys that a row sees.
-        CHECK_FIRST: rows may see no key of the tiles at the left.
-    """
-
-    queries: Value
-    factor: Value
-    first: Value
-    last: Value
-    CHECK_FIRST: gl.constexpr
 
 
 @gluon.jit
@@ -109,95 +84,6 @@ def _value_loader(call, storage, value_desc):
 
 
 @gluon.jit
-def _weigh(rows, scores, tile, row_max, row_sum, MASKED: gl.constexpr):
-    """Turn raw products with the keys of `tile` into weights, relative to 2 ** (row_max - 8).
-
-    Returns:
-        (weights [M, N], factor [M] of what was accumulated before, row_max, row_sum by thread).
-    """
-    if MASKED:
-        start = tile * scores.shape[1]
-        scores = mask_scores(scores, rows.first, rows.last, start, rows.CHECK_FIRST)
-    return online_softmax_by_row(
-        scores, rows.factor, row_max, row_sum, _WEIGHT_EXPONENT, MASKED, True
-    )
-
-
-@gluon.jit
-def _multiply_keys(rows, key, S_LAYOUT: gl.constexpr):
-    """Wait for the keys of a stage and return their product with the queries."""
-    key.wait_full()
-    zeros = gl.zeros([64, key.ring.memory.shape[1]], gl.float32, S_LAYOUT)
-    tile = float8_tile(key.tile()).permute((1, 0))
-    scores = warpgroup_mma(rows.queries, tile, zeros, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    key.release()
-    return scores
-
-
-@gluon.jit
-def _multiply_values(value, weights, O_LAYOUT: gl.constexpr):
-    """Wait for the values of a stage and return their product with the weights."""
-    value.wait_full()
-    zeros = gl.zeros([64, value.ring.memory.shape[1]], gl.float32, O_LAYOUT)
-    tile = float8_tile(value.tile()).permute((1, 0))
-    added = warpgroup_mma(weights, tile, zeros, use_acc=False, is_async=True)
-    added = warpgroup_mma_wait(0, deps=[added])
-    value.release()
-    return added
-
-
-@gluon.jit
-def _step(storage, rows, step, row_max, row_sum, acc, scores, tile, MASKED: gl.constexpr):
-    """Weigh the values of `tile`, number `step`, then multiply by the keys of the next one.
-
-    Returns:
-        (row_max, row_sum, acc, scores of the next tile).
-    """
-    O_LAYOUT: gl.constexpr = acc.type.layout
-    S_LAYOUT: gl.constexpr = scores.type.layout
-    value = storage.values.at(step)
-    next_key = storage.keys.at(step + 1)
-    probs, acc_scale, row_max, row_sum = _weigh(rows, scores, tile, row_max, row_sum, MASKED)
-    weights = pack_float8_weights(probs, gl.DotOperandLayout(0, O_LAYOUT, 4))
-    added = _multiply_values(value, weights, O_LAYOUT)
-    acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, O_LAYOUT))[:, None] + added
-    return row_max, row_sum, acc, _multiply_keys(rows, next_key, S_LAYOUT)
-
-
-@gluon.jit
-def _attend(storage, rows, tiles, step, row_max, row_sum, acc, S_LAYOUT: gl.constexpr):
-    """Visit the tiles of a work tile: masked ones at the diagonal, unmasked ones, masked ones at
-    the left, and the first one. Returns (step, row_max, row_sum, acc)."""
-    O_LAYOUT: gl.constexpr = acc.type.layout
-    begin = tiles.begin
-    scores = _multiply_keys(rows, storage.keys.at(step), S_LAYOUT)
-    full_end = gl.minimum(gl.maximum(tiles.right_begin, begin + 1), tiles.end)
-    full_begin = gl.minimum(gl.maximum(tiles.left_end, begin + 1), full_end)
-    for back in range(0, tiles.end - full_end):
-        row_max, row_sum, acc, scores = _step(
-            storage, rows, step, row_max, row_sum, acc, scores, tiles.end - 1 - back, True
-        )
-        step += 1
-    for back in range(0, full_end - full_begin):
-        row_max, row_sum, acc, scores = _step(
-            storage, rows, step, row_max, row_sum, acc, scores, full_end - 1 - back, False
-        )
-        step += 1
-    if rows.CHECK_FIRST:
-        for back in range(0, full_begin - begin - 1):
-            row_max, row_sum, acc, scores = _step(
-                storage, rows, step, row_max, row_sum, acc, scores, full_begin - 1 - back, True
-            )
-            step += 1
-    probs, acc_scale, row_max, row_sum = _weigh(rows, scores, begin, row_max, row_sum, True)
-    weights = pack_float8_weights(probs, gl.DotOperandLayout(0, O_LAYOUT, 4))
-    added = _multiply_values(storage.values.at(step), weights, O_LAYOUT)
-    acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    return step + 1, row_max, row_sum, acc + added
-
-
-@gluon.jit
 def _finish(
     call, scoring, outputs, work, q_tile, token, head, valid, row_max, row_sum, acc,
     WARPGROUP: gl.constexpr,
@@ -212,7 +98,7 @@ def _finish(
     safe_sum = gl.where(empty, 1.0, row_sum)
     if call.config.HAS_LSE:
         finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
-        base2 = finite_max + gl.log2(safe_sum) - _WEIGHT_EXPONENT
+        base2 = finite_max + gl.log2(safe_sum) - WEIGHT_EXPONENT
         natural = gl.where(empty, float("-inf"), base2 * LN2)
         gl.store(outputs.lses(work.start + token, head), natural, mask=valid)
     normalizer = load_kv_scale(scoring.v_scale, work.kv_head, call.config.V_SCALE_KIND) / safe_sum
@@ -262,12 +148,14 @@ def _consumer(call, scoring, outputs, storage, WARPGROUP: gl.constexpr):
             row_factor = gl.where(row_factor < 2.0**-105, 2.0**-105, row_factor)
             token, head, valid = work_rows(call, work, WARPGROUP, ROW)
             first, last = call.mask.span(token + (work.seq_len - work.query_len), work.seq_len)
-            rows = _Rows(q_own, row_factor, first, last, call.mask.HAS_LEFT or call.mask.HAS_CHUNK)
+            rows = Float8Rows(
+                q_own, row_factor, first, last, call.mask.HAS_LEFT or call.mask.HAS_CHUNK
+            )
             row_max = gl.full([64], float("-inf"), gl.float32, ROW)
             row_sum = lane_sums(gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT))
             acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
             if tiles.end > tiles.begin:
-                step, row_max, row_sum, acc = _attend(
+                step, row_max, row_sum, acc = attend(
                     storage, rows, tiles, step, row_max, row_sum, acc, S_LAYOUT
                 )
             _finish(

@@ -15,9 +15,8 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     copy_to_shared,
     prefetch_l1,
 )
-from attnlib.ops.triton.hopper.kernels.ring import Ring
 
-__all__ = ["GATHER_THREADS", "RequestRows", "gather_tile"]
+__all__ = ["GATHER_THREADS", "RequestRows"]
 
 GATHER_THREADS = 128
 """Threads of a partition that gathers: the arrivals that its `full` barriers count."""
@@ -121,13 +120,3 @@ class RequestRows:
         else:
             copy_to_shared(ring.memory.index(stage), pointers)
         arrive_after_copies(ring.full.index(stage), increment_count=False)
-
-
-@gluon.jit
-def gather_tile(
-    cache, table, seq_len, kv_head, tile, later_tile, ring, full, empty, step, stride_b, stride_n,
-    stride_h, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """`RequestRows.load` with the fields of the rows and the ring as arguments."""
-    rows = RequestRows(cache, table, seq_len, kv_head, stride_b, stride_n, stride_h, D, BLOCK_SIZE)
-    rows.load(Ring(ring, full, empty, STAGES), step, tile, later_tile)

@@ -10,7 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels.decode_call import Outputs, Queries
-from attnlib.ops.triton.hopper.kernels.invariant_consumer import Totals, consumer
+from attnlib.ops.triton.hopper.kernels.invariant_consumer import consumer
+from attnlib.ops.triton.hopper.kernels.invariant_visits import Totals
 from attnlib.ops.triton.hopper.kernels.prefill_call import (
     UNALIGNED,
     UNSPECIALIZED,
@@ -18,11 +19,8 @@ from attnlib.ops.triton.hopper.kernels.prefill_call import (
     Scoring,
     mask_of,
 )
-from attnlib.ops.triton.hopper.kernels.prefill_loader import (
-    CacheSource,
-    key_loader,
-    value_loader,
-)
+from attnlib.ops.triton.hopper.kernels.prefill_loader import key_loader, value_loader
+from attnlib.ops.triton.hopper.kernels.prefill_sources import CacheSource
 from attnlib.ops.triton.hopper.kernels.prefill_storage import allocate_storage, allocate_tiles
 from attnlib.ops.triton.hopper.kernels.schedule import Batch
 from attnlib.ops.triton.hopper.kernels.segment_totals import by_thread

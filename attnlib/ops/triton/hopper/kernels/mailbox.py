@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate, partition_barrier
 
-__all__ = ["Mailbox", "TileRanges", "WorkTile", "read_field", "read_tiles"]
+__all__ = ["Mailbox", "TileRanges", "WorkTile"]
 
 _FIRST_TILE_FIELD: gl.constexpr = gl.constexpr(6)
 
@@ -67,13 +67,13 @@ class WorkTile:
 
 
 @gluon.jit
-def read_field(memory, index):
+def _read_field(memory, index):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.sum(memory.index(index).load(layout), 0)
 
 
 @gluon.jit
-def read_tiles(memory, slot, RANGES: gl.constexpr, FIELDS: gl.constexpr):
+def _read_tiles(memory, slot, RANGES: gl.constexpr, FIELDS: gl.constexpr):
     """Return the fields of `TileRanges` of a slot; 0 for those that were not published."""
     begin = 0
     left_end = 0
@@ -85,15 +85,15 @@ def read_tiles(memory, slot, RANGES: gl.constexpr, FIELDS: gl.constexpr):
     gap = 0
     if RANGES > 0:
         first = slot * FIELDS + _FIRST_TILE_FIELD
-        begin = read_field(memory, first)
-        left_end = read_field(memory, first + 1)
-        right_begin = read_field(memory, first + 2)
-        end = read_field(memory, first + 3)
+        begin = _read_field(memory, first)
+        left_end = _read_field(memory, first + 1)
+        right_begin = _read_field(memory, first + 2)
+        end = _read_field(memory, first + 3)
     if RANGES == 2:
-        left_b = read_field(memory, first + 4)
-        right_b = read_field(memory, first + 5)
-        after_gap = read_field(memory, first + 6)
-        gap = read_field(memory, first + 7)
+        left_b = _read_field(memory, first + 4)
+        right_b = _read_field(memory, first + 5)
+        after_gap = _read_field(memory, first + 6)
+        gap = _read_field(memory, first + 7)
     return begin, left_end, right_begin, end, left_b, right_b, after_gap, gap
 
 
@@ -153,19 +153,24 @@ class Mailbox:
         mbarrier.arrive(self.full.index(slot), count=1)
 
     @gluon.jit
-    def receive(self, number):
-        """Wait for work tile number `number`, copy it, and release its slot."""
+    def receive(self, number, ALL_WARPS: gl.constexpr = False):
+        """Wait for work tile number `number`, copy it, and release its slot.
+
+        With ALL_WARPS, all warps of the partition have copied it before it is released.
+        """
         slot = number % 2
         mbarrier.wait(self.full.index(slot), (number // 2) & 1)
-        request = read_field(self.memory, slot * self.FIELDS)
-        start = read_field(self.memory, slot * self.FIELDS + 1)
-        first_token = read_field(self.memory, slot * self.FIELDS + 2)
-        kv_head = read_field(self.memory, slot * self.FIELDS + 3)
-        query_len = read_field(self.memory, slot * self.FIELDS + 4)
-        seq_len = read_field(self.memory, slot * self.FIELDS + 5)
-        begin, left_end, right_begin, end, left_b, right_b, after_gap, gap = read_tiles(
+        request = _read_field(self.memory, slot * self.FIELDS)
+        start = _read_field(self.memory, slot * self.FIELDS + 1)
+        first_token = _read_field(self.memory, slot * self.FIELDS + 2)
+        kv_head = _read_field(self.memory, slot * self.FIELDS + 3)
+        query_len = _read_field(self.memory, slot * self.FIELDS + 4)
+        seq_len = _read_field(self.memory, slot * self.FIELDS + 5)
+        begin, left_end, right_begin, end, left_b, right_b, after_gap, gap = _read_tiles(
             self.memory, slot, self.RANGES, self.FIELDS
         )
+        if ALL_WARPS:
+            partition_barrier()
         mbarrier.arrive(self.empty.index(slot), count=1)
         tiles = TileRanges(
             begin, left_end, right_begin, end, left_b, right_b, after_gap, gap, self.RANGES

@@ -7,8 +7,9 @@ query token. The heads of a group are adjacent, so they share the same tiles of 
 |---|---|
 | `prefill_call` | constants, batch, scores |
 | `prefill_storage`, `ring`, `mailbox` | shared memory, barriers, published work tiles |
-| `prefill_loader` | selection of work tiles; loads of queries, keys and values |
-| `prefill_consumer`, `mainloop`, `prefill_products` | products and softmax of a work tile |
+| `prefill_loader`, `prefill_sources` | selection of work tiles; loads of queries, keys, values |
+| `prefill_consumer`, `prefill_queries`, `prefill_visits` | consumers, their rows and key tiles |
+| `mainloop`, `prefill_products`, `tile_weights`, `softmax` | one step: products and softmax |
 | `prefill_epilogue`, `prefill_rows` | sums, sinks, LSEs, stores |
 
 With `concurrent` the kernel starts while the previous one runs, on the multiprocessors that the
@@ -32,12 +33,8 @@ from attnlib.ops.triton.hopper.kernels.prefill_call import (
     mask_of,
 )
 from attnlib.ops.triton.hopper.kernels.prefill_consumer import consumer
-from attnlib.ops.triton.hopper.kernels.prefill_loader import (
-    CacheSource,
-    GatherSource,
-    key_loader,
-    value_loader,
-)
+from attnlib.ops.triton.hopper.kernels.prefill_loader import key_loader, value_loader
+from attnlib.ops.triton.hopper.kernels.prefill_sources import CacheSource, GatherSource
 from attnlib.ops.triton.hopper.kernels.prefill_storage import (
     PrefillStorage,
     allocate_storage,
@@ -112,26 +109,18 @@ def _float8_partitions(
     KV_STAGES: gl.constexpr = CONFIG.BYTE_STAGES
     H_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, CONFIG.WIDTH], gl.float16)
     q_tiles = storage.queries.ring.memory
-    q_halves = reinterpret(q_tiles, gl.float16, q_tiles.shape, H_SHARED)
+    Q_SHAPE: gl.constexpr = [CONFIG.Q_STAGES * CONFIG.CONSUMERS, 64, CONFIG.WIDTH]
+    q_halves = reinterpret(q_tiles, gl.float16, Q_SHAPE, H_SHARED)
     k_bytes = allocate_tiles(CACHE, KV_STAGES, CONFIG.BLOCK_N, CONFIG.WIDTH // 2)
     v_bytes = allocate_tiles(CACHE, KV_STAGES, CONFIG.BLOCK_N, CONFIG.WIDTH_V // 2)
     keys, values = ring_pair(k_bytes, v_bytes, KV_STAGES)
     fence_async_shared()
     stored = PrefillStorage(storage.mailbox, storage.queries, keys, values)
-    mailbox = storage.mailbox
     gl.warp_specialize(
         [
             (consumer, (call, scoring, queries, outputs, storage, q_halves, 0)),
             (consumer, (call, scoring, queries, outputs, storage, q_halves, 1)),
-            (converter, (
-                call.mask.left, call.mask.right, call.mask.chunk, call.batch.num_reqs,
-                mailbox.memory, keys.memory, values.memory, storage.keys.memory,
-                storage.values.memory,
-                mailbox.full, mailbox.empty, keys.full, keys.empty, values.full, values.empty,
-                storage.keys.full, storage.keys.empty, storage.values.full, storage.values.empty,
-                CONFIG.RANGES, CONFIG.TILE_TOKENS, CONFIG.STAGES, KV_STAGES, mailbox.FIELDS,
-                CONFIG.CAUSAL, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, CONFIG.HAS_CHUNK, CONFIG.KV_KIND,
-            )),
+            (converter, (call, stored, storage)),
             (key_loader, (call, stored, CacheSource(key_desc, 1, 0), query_desc)),
             (value_loader, (call, stored, CacheSource(value_desc, 1, 0))),
         ],

@@ -11,91 +11,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnlib.ops.triton.hopper.kernels.compat import (
-    Value,
-    aggregate,
     load_box,
     wait_on_dependent_grids,
 )
-from attnlib.ops.triton.hopper.kernels.gather import RequestRows
 from attnlib.ops.triton.hopper.kernels.mailbox import TileRanges, WorkTile
 from attnlib.ops.triton.hopper.kernels.schedule import bounded_tiles, find_tile
-from attnlib.ops.triton.hopper.kernels.tma_load import RequestPages
 from attnlib.ops.triton.hopper.kernels.work_counter import (
     atomic_increment,
     incremented,
     issue_increment,
 )
 
-__all__ = ["CacheSource", "GatherSource", "key_loader", "value_loader"]
+__all__ = ["key_loader", "value_loader"]
 
 _STEPS_AHEAD = gl.constexpr(4)
 """Steps before the end of a work tile at which the next one is claimed: early enough to hide the
 latency of the atomic, and no earlier, because idle CTAs cannot take a claimed tile."""
-
-_PREFETCHED_PAGES = gl.constexpr(32)
-"""Tiles go backwards: the 128-byte line of the block table before the current one is prefetched."""
-
-
-@aggregate
-class CacheSource:
-    """A key or value cache that TMA reads.
-
-    Fields:
-        desc: TMA descriptor.
-        PARTS: parts of a row in shared memory.
-        SPARE: tiles of a stage that are not loaded.
-    """
-
-    desc: Value
-    PARTS: gl.constexpr
-    SPARE: gl.constexpr
-
-    @gluon.jit
-    def load(self, call, work, table, pages, ring, tile, step):
-        """Issue the loads of a tile into the stage of `step`."""
-        PAGE: gl.constexpr = max(call.config.BLOCK_SIZE, 1)
-        source = RequestPages(
-            self.desc, table, pages, call.batch.num_blocks, work.kv_head // call.config.SHARED,
-            call.config.BLOCK_SIZE, "nhd",
-        )  # fmt: skip
-        later_page = tile * call.config.BLOCK_N // PAGE - _PREFETCHED_PAGES
-        source.load(ring, step, tile, later_page, self.PARTS, self.SPARE)
-
-
-@aggregate
-class GatherSource:
-    """Both caches, whose rows are copied one by one.
-
-    Fields:
-        key, value: pointers to the caches.
-        key_strides, value_strides: strides of blocks, rows and heads, in bytes.
-        values: ring of the values.
-    """
-
-    key: Value
-    value: Value
-    key_strides: Value
-    value_strides: Value
-    values: Value
-
-    @gluon.jit
-    def load_keys(self, call, work, table, ring, tile, step):
-        """Issue the copies of the keys of a tile."""
-        rows = RequestRows(
-            self.key, table, work.seq_len, work.kv_head // call.config.SHARED, self.key_strides[0],
-            self.key_strides[1], self.key_strides[2], call.config.D, call.config.BLOCK_SIZE,
-        )  # fmt: skip
-        rows.load(ring, step, tile, tile - 2)
-
-    @gluon.jit
-    def load_values(self, call, work, table, tile, later_tile, step):
-        """Issue the copies of the values of a tile."""
-        rows = RequestRows(
-            self.value, table, work.seq_len, work.kv_head // call.config.SHARED,
-            self.value_strides[0], self.value_strides[1], self.value_strides[2], call.config.DV,
-            call.config.BLOCK_SIZE,
-        )  # fmt: skip
-        rows.load(self.values, step, tile, later_tile)
 
 
 @gluon.jit
@@ -137,10 +68,8 @@ def _find_ranges(call, request, first_token, kv_head, query_len, seq_len):
     if call.config.RANGES > 0:
         if request < call.batch.num_reqs:
             begin, left_end, right_begin, end, left_b, right_b, after_gap, gap = bounded_tiles(
-                first_token, query_len, seq_len, call.mask.left, call.mask.right, call.mask.chunk,
-                kv_head, request, call.aux, call.BOUNDS, call.config.RANGES,
-                call.config.TILE_TOKENS, call.config.BLOCK_N, call.mask.CAUSAL,
-                call.mask.HAS_LEFT, call.mask.HAS_RIGHT, call.mask.HAS_CHUNK,
+                call.mask, first_token, query_len, seq_len, kv_head, request, call.aux, call.BOUNDS,
+                call.config.RANGES, call.config.TILE_TOKENS, call.config.BLOCK_N,
             )  # fmt: skip
     return TileRanges(
         begin, left_end, right_begin, end, left_b, right_b, after_gap, gap, call.config.RANGES

@@ -28,11 +28,7 @@ from attnlib.ops.triton.hopper.kernels.prefill_call import (
     Scoring,
     mask_of,
 )
-from attnlib.ops.triton.hopper.kernels.prefill_loader import (
-    CacheSource,
-    key_loader,
-    value_loader,
-)
+from attnlib.ops.triton.hopper.kernels.prefill_loader import key_loader, value_loader
 from attnlib.ops.triton.hopper.kernels.prefill_products import pack_weights, unpack_weights
 from attnlib.ops.triton.hopper.kernels.prefill_rows import (
     clear_values,
@@ -41,6 +37,7 @@ from attnlib.ops.triton.hopper.kernels.prefill_rows import (
     store_rows,
     work_rows,
 )
+from attnlib.ops.triton.hopper.kernels.prefill_sources import CacheSource
 from attnlib.ops.triton.hopper.kernels.prefill_storage import allocate_storage, allocate_tiles
 from attnlib.ops.triton.hopper.kernels.schedule import Batch, bounded_tiles
 from attnlib.ops.triton.hopper.kernels.softmax import (
@@ -97,9 +94,8 @@ def _receive(call, storage, mail, WARPGROUP: gl.constexpr, SKIP: gl.constexpr):
     own_end = end
     if SKIP:
         own_begin, left_end, right_begin, own_end, _, _, _, _ = bounded_tiles(
-            work.first_token + WARPGROUP * TOKENS, work.query_len, work.seq_len, call.mask.left,
-            call.mask.right, call.mask.chunk, work.kv_head, known, call.aux, call.BOUNDS, 1, TOKENS,
-            BLOCK_N, call.mask.CAUSAL, call.mask.HAS_LEFT, call.mask.HAS_RIGHT, call.mask.HAS_CHUNK,
+            call.mask, work.first_token + WARPGROUP * TOKENS, work.query_len, work.seq_len,
+            work.kv_head, known, call.aux, call.BOUNDS, 1, TOKENS, BLOCK_N,
         )  # fmt: skip
         # At most one at each end: a warpgroup that skips more would wait for keys that the other
         # one cannot release before it gets values from stages that this one still holds.
@@ -149,7 +145,8 @@ def _first_product(storage, current, loaded, step, WARPGROUP: gl.constexpr, S_LA
         mbarrier.wait(queries.ring.full.index(q_stage), queries.parity(loaded))
     if current.has_tiles:
         mbarrier.wait(keys.full.index(stage), (step // keys.STAGES) & 1)
-    zeros = gl.zeros([64, keys.memory.shape[1]], gl.float32, S_LAYOUT)
+    BLOCK_N: gl.constexpr = keys.memory.shape[1]
+    zeros = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
     return warpgroup_mma(
         queries.tile(q_stage * queries.BLOCKS + WARPGROUP),
         keys.memory.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True,
@@ -233,7 +230,8 @@ def _visit_tiles(
     end = current.end
     row_max = gl.full([64], float("-inf"), gl.float32, ROW)
     row_sum = gl.full([64], 0.0, gl.float32, ROW)
-    acc = gl.zeros([64, values.memory.shape[2]], gl.float32, O_LAYOUT)
+    WIDTH_V: gl.constexpr = values.memory.shape[2]
+    acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
     scores = transform_scores(scores, factor, scoring.soft_cap, HAS_CAP)
     scores = mask_scores(scores, row_first, row_last, (end - 1) * BLOCK_N, True)
     probs, _, row_max, row_sum = online_softmax(scores, factor, row_max, row_sum, True, HAS_CAP)

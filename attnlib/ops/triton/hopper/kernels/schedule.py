@@ -17,9 +17,6 @@ __all__ = [
     "bounded_tiles",
     "find_tile",
     "load_lengths",
-    "tile_at",
-    "visible_span",
-    "visited_tiles",
 ]
 
 
@@ -253,29 +250,6 @@ def load_lengths(query_start_loc, seq_lens, request, mask):
 
 
 @gluon.jit
-def visible_span(
-    position, seq_len, left, right, chunk,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
-):  # fmt: skip
-    """`Mask.span` with the fields of the mask as arguments."""
-    mask = Mask(left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
-    return mask.span(position, seq_len)
-
-
-@gluon.jit
-def visited_tiles(
-    first_token, query_len, seq_len, left, right, chunk, request, aux, BOUNDS: gl.constexpr,
-    TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
-):  # fmt: skip
-    """The fields of `KeyTiles.visited`, with those of the tiles and the mask as arguments."""
-    mask = Mask(left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
-    keys = KeyTiles(None, mask, aux, BOUNDS, TILE_TOKENS, BLOCK_N)
-    found = keys.visited(first_token, query_len, seq_len, request)
-    return found.begin, found.left_end, found.right_begin, found.end
-
-
-@gluon.jit
 def _tile_numbers(
     first_low, last_high, first_high, last_low, least, BLOCK_N: gl.constexpr
 ):  # fmt: skip
@@ -292,28 +266,23 @@ def _tile_numbers(
 
 @gluon.jit
 def bounded_tiles(
-    first_token, query_len, seq_len, left, right, chunk, head, request, aux, BOUNDS: gl.constexpr,
-    RANGES: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CHUNK: gl.constexpr,
+    mask, first_token, query_len, seq_len, head, request, aux, BOUNDS: gl.constexpr,
+    RANGES: gl.constexpr, TILE_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Return the key tiles of a query tile under a score function with one or two RANGES of keys.
 
-    Tiles are numbered as if those between the ranges did not exist. `tile_at` gives their true
-    numbers.
+    Tiles are numbered as if those between the ranges did not exist. `mailbox.TileRanges.at` gives
+    their true numbers.
 
     Returns:
-        (begin, left_end, right_begin, end) as `visited_tiles`, and (left_end, right_begin) of the
+        (begin, left_end, right_begin, end) as `VisitedTiles`, and (left_end, right_begin) of the
         tiles of the second range that need no mask, its first tile, and the tiles before it that
         are left out. The last four are 0 with one range.
     """
     last_token = gl.minimum(first_token + TILE_TOKENS, query_len) - 1
     shift = seq_len - query_len
-    first_low, last_low = visible_span(
-        first_token + shift, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
-    )
-    first_high, last_high = visible_span(
-        last_token + shift, seq_len, left, right, chunk, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
-    )
+    first_low, last_low = mask.span(first_token + shift, seq_len)
+    first_high, last_high = mask.span(last_token + shift, seq_len)
     left_b = 0
     right_b = 0
     after_gap = 0
@@ -340,12 +309,3 @@ def bounded_tiles(
         right_b -= gap
         end = end_b - gap
     return begin, left_end, right_begin, end, left_b, right_b, after_gap, gap
-
-
-@gluon.jit
-def tile_at(number, after_gap, gap, RANGES: gl.constexpr):
-    """Return the number of a tile in the request, from its number of `bounded_tiles`."""
-    tile = number
-    if RANGES == 2:
-        tile = gl.where(number < after_gap, number, number + gap)
-    return tile

@@ -11,9 +11,8 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     load_box,
     prefetch_l1,
 )
-from attnlib.ops.triton.hopper.kernels.ring import Ring
 
-__all__ = ["RequestPages", "load_tile"]
+__all__ = ["RequestPages"]
 
 
 @aggregate
@@ -55,17 +54,6 @@ class RequestPages:
             _load_rows(self, ring, step, tile, PARTS, SPARE)
         else:
             _load_pages(self, ring, step, tile, later_page, PARTS, SPARE)
-
-
-@gluon.jit
-def load_tile(
-    cache, table, pages, num_blocks, kv_head, tile, later_page, ring, full, empty, step,
-    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
-    PARTS: gl.constexpr = 1, SPARE: gl.constexpr = 0,
-):  # fmt: skip
-    """`RequestPages.load` with the fields of the pages and the ring as arguments."""
-    source = RequestPages(cache, table, pages, num_blocks, kv_head, BLOCK_SIZE, LAYOUT)
-    source.load(Ring(ring, full, empty, STAGES), step, tile, later_page, PARTS, SPARE)
 
 
 @gluon.jit
