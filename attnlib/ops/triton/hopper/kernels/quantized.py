@@ -171,8 +171,9 @@ def query_columns(WIDTH: gl.constexpr, layout: gl.constexpr):
     LINE: gl.constexpr = min(WIDTH // 2, 64)
     columns = gl.arange(0, WIDTH, layout)
     word = columns // 2 % LINE
+    line = columns // (2 * LINE) * (2 * LINE)
     place = (word % 4) * (LINE // 4) + word // 4
-    return columns // (2 * LINE) * (2 * LINE) + place * 2 + columns % 2
+    return line + place * 2 + columns % 2
 
 
 @gluon.jit
