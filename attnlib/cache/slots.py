@@ -41,6 +41,26 @@ def compute_slot_mapping(
             under ATTNLIB_VALIDATE also offsets that decrease or exceed `num_tokens`, requests with
             fewer tokens than new ones, and rows that are too short or name no block.
     """
+    _check_forms(query_start_loc, seq_lens, block_table, block_size)
+    num_tokens = int(query_start_loc[-1]) if num_tokens is None else num_tokens
+    as_count("num_tokens", num_tokens)
+    _check_out(out, num_tokens, query_start_loc.device)
+    check_new_tokens(query_start_loc, seq_lens, num_tokens)
+    check_block_table(block_table, seq_lens, block_size, None)
+    counterpart = "triton" if block_table.is_cuda else "torch"
+    kernels = import_module(f"attnlib.ops.{counterpart}.slots")
+    slots: torch.Tensor = kernels.compute_slot_mapping(
+        query_start_loc, seq_lens, block_table, block_size, num_tokens, out=out
+    )
+    return slots
+
+
+def _check_forms(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+) -> None:
     as_count("block_size", block_size, 1)
     check_indices(
         torch.int64,
@@ -60,23 +80,14 @@ def compute_slot_mapping(
             f"[R, max_blocks], [R] and [R+1]",
             rule="P3",
         )
-    num_tokens = int(query_start_loc[-1]) if num_tokens is None else num_tokens
-    as_count("num_tokens", num_tokens)
+
+
+def _check_out(out: torch.Tensor | None, num_tokens: int, device: torch.device) -> None:
     if out is not None and (
-        out.shape != (num_tokens,)
-        or out.dtype != torch.int64
-        or out.device != query_start_loc.device
+        out.shape != (num_tokens,) or out.dtype != torch.int64 or out.device != device
     ):
         raise ContractError(
             f"out is {out.dtype} {tuple(out.shape)} on {out.device}; it must be torch.int64 "
-            f"[{num_tokens}] on {query_start_loc.device}",
+            f"[{num_tokens}] on {device}",
             rule="P4",
         )
-    check_new_tokens(query_start_loc, seq_lens, num_tokens)
-    check_block_table(block_table, seq_lens, block_size, None)
-    counterpart = "triton" if block_table.is_cuda else "torch"
-    kernels = import_module(f"attnlib.ops.{counterpart}.slots")
-    slots: torch.Tensor = kernels.compute_slot_mapping(
-        query_start_loc, seq_lens, block_table, block_size, num_tokens, out=out
-    )
-    return slots

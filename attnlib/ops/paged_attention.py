@@ -9,39 +9,22 @@ of them. On a CPU, and for dtypes without kernels, plain torch serves it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.addresses import check_block_table, check_slot_values, check_starts
+from attnlib.ops.addresses import check_slot_values, check_starts
 from attnlib.ops.block_moves import checked_pairs, swap_tensor_blocks
 from attnlib.ops.block_sparse import BlockSparsePattern
 from attnlib.ops.dispatch import operation
 from attnlib.ops.packed_cache import typed_cache
-from attnlib.ops.params import AttentionParams
+from attnlib.ops.paged_attention_batch import PagedAttentionMetadata, check_blocks, params_of
 
 __all__ = ["PagedAttention", "PagedAttentionMetadata"]
 
 _PARTITION_SIZE = 512
 """Keys per partition of vLLM's kernels, for code that sizes buffers by it. The kernels of attnlib
 choose the splits of a request themselves, and any block size that is a power of two is allowed."""
-
-
-@dataclass
-class PagedAttentionMetadata:
-    """The batch as the interface describes it.
-
-    Attributes:
-        seq_lens_tensor: `[R]`, tokens of each sequence so far, or None.
-        max_decode_seq_len: length of the longest decode; 0 without decodes.
-        block_tables: `[R, max blocks]`, block ids, or None.
-    """
-
-    seq_lens_tensor: Tensor | None
-    max_decode_seq_len: int
-    block_tables: Tensor | None
 
 
 class PagedAttention:
@@ -150,15 +133,12 @@ class PagedAttention:
             max_seq_len: upper bound of `seq_lens`; the grid follows from it.
             kv_cache_dtype: what uint8 caches hold.
             num_kv_heads: Hkv.
-            scale: factor of q . k.
-            alibi_slopes: `[Hq]` float32, or None.
-            k_scale: scale of a float8 key cache.
-            v_scale: the same for values.
+            scale, alibi_slopes: factor of q . k; `[Hq]` float32, or None.
+            k_scale, v_scale: scales of a float8 cache.
             tp_rank: tensor-parallel rank, for the block-sparse pattern.
-            blocksparse_local_blocks: see `BlockSparsePattern.local_blocks`.
             blocksparse_vert_stride: above 1, attention is block-sparse with this stride.
-            blocksparse_block_size: see `BlockSparsePattern.block_size`.
-            blocksparse_head_sliding_step: see `BlockSparsePattern.head_sliding_step`.
+            blocksparse_local_blocks, blocksparse_block_size, blocksparse_head_sliding_step: see
+                `BlockSparsePattern`.
 
         Returns:
             `[R, Hq, D]`.
@@ -169,7 +149,7 @@ class PagedAttention:
         """
         key_cache = typed_cache(key_cache, kv_cache_dtype)
         value_cache = typed_cache(value_cache, kv_cache_dtype)
-        _check_blocks(value_cache, block_tables, seq_lens)
+        check_blocks(value_cache, block_tables, seq_lens)
         pattern = None
         if (blocksparse_vert_stride or 0) > 1:
             pattern = BlockSparsePattern(
@@ -180,7 +160,7 @@ class PagedAttention:
         out = torch.empty_like(query)
         operation("packed_attention", "packed_decode", query)(
             query, key_cache, value_cache, block_tables, seq_lens,
-            _params(key_cache, scale, alibi_slopes, k_scale, v_scale),
+            params_of(key_cache, scale, alibi_slopes, k_scale, v_scale),
             max_seq_len=max_seq_len, out=out, pattern=pattern,
         )  # fmt: skip
         return out
@@ -230,14 +210,14 @@ class PagedAttention:
         """
         key_cache = typed_cache(key_cache, kv_cache_dtype)
         value_cache = typed_cache(value_cache, kv_cache_dtype)
-        _check_blocks(value_cache, block_tables, seq_lens_tensor)
+        check_blocks(value_cache, block_tables, seq_lens_tensor)
         check_starts("query_start_loc", query_start_loc, query.shape[0])
         left = sliding_window - 1 if sliding_window is not None and sliding_window > 0 else -1
         scale = float(query.shape[-1] ** -0.5)
         out = torch.empty_like(query)
         operation("packed_attention", "packed_prefill", query)(
             query, key, value, key_cache, value_cache, block_tables, query_start_loc,
-            seq_lens_tensor, _params(key_cache, scale, alibi_slopes, k_scale, v_scale, left),
+            seq_lens_tensor, params_of(key_cache, scale, alibi_slopes, k_scale, v_scale, left),
             max_query_len=max_query_len, out=out,
         )  # fmt: skip
         return out
@@ -265,24 +245,3 @@ class PagedAttention:
             checked_pairs(src_to_dists, kv_cache.shape[1], kv_cache.shape[1])
         for kv_cache in kv_caches:
             PagedAttention.swap_blocks(kv_cache, kv_cache, src_to_dists)
-
-
-def _check_blocks(value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor) -> None:
-    """Whether the blocks of sequences exist; values on a CPU and under ATTNLIB_VALIDATE."""
-    check_block_table(block_tables, seq_lens, value_cache.shape[3], value_cache.shape[0])
-
-
-def _params(
-    cache: Tensor,
-    scale: float,
-    alibi_slopes: Tensor | None,
-    k_scale: float | Tensor,
-    v_scale: float | Tensor,
-    left: int = -1,
-) -> AttentionParams:
-    """The parameters of a call; a cache that is not float8 has no scales."""
-    if cache.dtype.itemsize > 1:
-        k_scale = v_scale = 1.0
-    return AttentionParams(
-        scale=scale, window=(left, -1), alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale
-    )

@@ -48,9 +48,7 @@ def flash_attn_func(
     FlashAttention 3.
 
     Args:
-        q: `[B, Sq, Hq, D]`.
-        k: `[B, Sk, Hkv, D]`.
-        v: `[B, Sk, Hkv, Dv]`.
+        q, k, v: `[B, Sq, Hq, D]`, `[B, Sk, Hkv, D]` and `[B, Sk, Hkv, Dv]`.
         dropout_p: must be 0.
         softmax_scale, causal, window_size, softcap, alibi_slopes, attention_chunk: as in
             `flash_attn_with_kvcache`.
@@ -69,24 +67,17 @@ def flash_attn_func(
         UnsupportedConfigError: dropout, gradients, or another argument that is not served.
     """
     refuse(dropout_p=(dropout_p, 0.0, NO_DROPOUT))
-    refuse_gradients(q, k, v)
-    if k.dim() != 4 or q.dim() != 4 or q.shape[0] != k.shape[0]:
-        raise FlashAttentionArgumentError(
-            f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; they must be "
-            "[batch, seqlen, heads, headdim] with one batch size"
-        )
+    _check_batch(q, k, v)
     if not k.shape[1] or not q.shape[0]:  # no key: a cache needs at least one token
-        output = q.new_zeros(*q.shape[:3], v.shape[-1])
-        lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
-        return with_probabilities((output, lse), q) if return_attn_probs else output
+        output = _without_keys(q, v)
+        return with_probabilities(output, q) if return_attn_probs else output[0]
     if v.data_ptr() == k.data_ptr() and v.stride() == k.stride():
         v = v.clone()  # a cache whose values are its keys is one of latent vectors
     result = flash_attn_with_kvcache(
         q, last_stride_1(k), last_stride_1(v), softmax_scale=softmax_scale, causal=causal,
-        window_size=window_size,
-        softcap=softcap, alibi_slopes=alibi_slopes, return_softmax_lse=return_attn_probs, qv=qv,
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        attention_chunk=attention_chunk,
+        window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, qv=qv,
+        return_softmax_lse=return_attn_probs, q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale, attention_chunk=attention_chunk,
     )  # fmt: skip
     return with_probabilities(result, q) if return_attn_probs else result
 
@@ -94,3 +85,19 @@ def flash_attn_func(
 def with_probabilities(result: Any, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """(output, LSE, empty tensor), FlashAttention's result for `return_attn_probs`."""
     return (*result, q.new_empty(0))
+
+
+def _check_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    refuse_gradients(q, k, v)
+    if k.dim() != 4 or q.dim() != 4 or q.shape[0] != k.shape[0]:
+        raise FlashAttentionArgumentError(
+            f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; they must be "
+            "[batch, seqlen, heads, headdim] with one batch size"
+        )
+
+
+def _without_keys(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output 0 and LSE -inf (M5)."""
+    output = q.new_zeros(*q.shape[:3], v.shape[-1])
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
+    return output, lse

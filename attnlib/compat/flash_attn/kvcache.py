@@ -9,14 +9,14 @@ import torch
 
 from attnlib.compat.flash_attn.arguments import (
     FlashAttentionArgumentError,
-    last_stride_1,
     refuse,
     refuse_gradients,
 )
 from attnlib.compat.flash_attn.execution import execution
+from attnlib.compat.flash_attn.kvcache_arguments import CallTensors, ScoreArguments
 from attnlib.compat.flash_attn.kvcache_call import KVCacheCall
 from attnlib.compat.flash_attn.kvcache_checks import check_kvcache_call
-from attnlib.compat.flash_attn.options import Options, slopes_of
+from attnlib.compat.flash_attn.options import slopes_of
 from attnlib.compat.flash_attn.prepared import STATE, address, prepared, signature
 from attnlib.compat.flash_attn.recent_call import RecentCall
 from attnlib.compat.flash_attn.rotary import rotate_query_and_key
@@ -140,45 +140,54 @@ def flash_attn_with_kvcache(
         rotary_seqlens=(rotary_seqlens, None, "positions follow from cache_seqlens"),
     )
     refuse_gradients(q, k, v, k_cache, v_cache)
-    if page_table is not None:
-        if block_table is not None:
-            raise FlashAttentionArgumentError(
-                "block_table and page_table are one argument: pass one"
-            )
-        block_table = page_table
-    given = (q, k_cache, v_cache, k, v, cache_seqlens, block_table)
-    q = last_stride_1(q)
-    k, v, table = (None if x is None else last_stride_1(x) for x in (k, v, block_table))
-    tensors = (q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, table)
-    packed = (cu_seqlens_q, max_seqlen_q)
-    check_kvcache_call(*tensors, *packed, rotary_cos)
-    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
-    longest = q.shape[1] if cu_seqlens_q is None else int(max_seqlen_q or 0)
-    options = Options.of(
-        q.shape[-1], softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse,
-        max_query_len=longest, max_seq_len=capacity, chunk=attention_chunk,
+    if page_table is not None and block_table is not None:
+        raise FlashAttentionArgumentError("block_table and page_table are one argument: pass one")
+    table = block_table if page_table is None else page_table
+    tensors = CallTensors(
+        q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, table,
+        cu_seqlens_q, max_seqlen_q,
     )  # fmt: skip
-    requests = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    slopes = slopes_of(alibi_slopes, q, requests)
+    scores = ScoreArguments(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, attention_chunk,
+        return_softmax_lse,
+    )  # fmt: skip
+    return _attend(tensors, scores, (rotary_cos, rotary_sin, rotary_interleaved))
+
+
+def _attend(
+    given: CallTensors,
+    scores: ScoreArguments,
+    rotary: tuple[torch.Tensor | None, torch.Tensor | None, bool],
+) -> Any:
+    """A call that is not like the one before."""
+    call_tensors = given.with_last_stride_1()
+    q, k_cache, v_cache, k, v, lens, index, leftpad, table, starts, longest = call_tensors
+    cos, sin, interleaved = rotary
+    check_kvcache_call(*call_tensors, cos)
+    options = scores.options(call_tensors)
+    slopes = slopes_of(scores.alibi_slopes, q, call_tensors.num_requests)
     where = execution(q.get_device())
     key = (
         "kvcache", options, *map(signature, (q, k_cache, v_cache, k, v)), q.device,
-        *map(address, (table, cache_batch_idx, cache_leftpad, cu_seqlens_q)), max_seqlen_q,
-        isinstance(cache_seqlens, int) or address(cache_seqlens),
+        *map(address, (table, index, leftpad, starts)), longest,
+        isinstance(lens, int) or address(lens),
     )  # fmt: skip
+    tensors, packed = call_tensors[:9], (starts, longest)
     call = prepared(key, where, lambda: KVCacheCall(options, where, tensors, packed))
-    lengths = call.lengths(cache_seqlens)
-    if rotary_cos is not None:
+    lengths = call.lengths(lens)
+    if cos is not None:
         assert k is not None  # `check_kvcache_call` refuses rotary embedding without new keys
-        local = bool(causal) or any(int(side) >= 0 for side in window_size)
+        local = bool(scores.causal) or any(int(side) >= 0 for side in scores.window_size)
         q, k = rotate_query_and_key(
-            q, k, rotary_cos, rotary_sin, lengths, interleaved=rotary_interleaved,
-            same_query_position=not local,
-        )  # fmt: skip
-    result = call.attend(q, k_cache, v_cache, k, v, cache_batch_idx, cache_leftpad, slopes)
-    if rotary_cos is None and call.is_simple:
-        arguments = (softmax_scale, causal, window_size, softcap, attention_chunk)
-        unchanged = (q, k_cache, v_cache, k, v, cache_seqlens, table)
-        if all(x is y for x, y in zip(given, unchanged, strict=True)):
-            STATE.recent = RecentCall.of(call, unchanged, (*arguments, return_softmax_lse))
+            q, k, cos, sin, lengths, interleaved=interleaved, same_query_position=not local
+        )
+    result = call.attend(q, k_cache, v_cache, k, v, index, leftpad, slopes)
+    if cos is None and call.is_simple:
+        unchanged = (q, k_cache, v_cache, k, v, lens, table)
+        before = (*given[:6], given.table)
+        if all(x is y for x, y in zip(before, unchanged, strict=True)):
+            STATE.recent = RecentCall.of(call, unchanged, (
+                scores.softmax_scale, scores.causal, scores.window_size, scores.softcap,
+                scores.attention_chunk, scores.return_softmax_lse,
+            ))  # fmt: skip
     return result

@@ -45,20 +45,7 @@ def check_kvcache_call(
             raise FlashAttentionArgumentError(
                 "k with cu_seqlens_q: new keys need queries [batch, seqlen, heads, headdim]"
             )
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check_tensor(name, cache, 4, f"[batch or blocks, tokens, KV heads, {heads}", q)
-        if cache.stride(3) != 1 and cache.shape[3] > 1:
-            raise FlashAttentionArgumentError(
-                f"{name} has last stride {cache.stride(3)}; it must be 1, because the cache is "
-                "not copied"
-            )
-    if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.shape[3] != q.shape[-1]:
-        raise FlashAttentionArgumentError(
-            f"k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)} and q "
-            f"{tuple(q.shape)} must agree in blocks, tokens, KV heads and headdim"
-        )
-    if not k_cache.shape[1]:
-        raise FlashAttentionArgumentError("k_cache has no token per sequence or block")
+    _check_caches(q, k_cache, v_cache)
     _check_rows(q, k_cache, index, leftpad, table, requests)
     if isinstance(lens, torch.Tensor):
         _check_per_request("cache_seqlens", lens, q, requests, (torch.int32,))
@@ -74,6 +61,23 @@ def check_kvcache_call(
         raise FlashAttentionArgumentError(
             "rotary_cos without k and v: the keys to rotate are new ones"
         )
+
+
+def _check_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(name, cache, 4, "[batch or blocks, tokens, KV heads, headdim]", q)
+        if cache.stride(3) != 1 and cache.shape[3] > 1:
+            raise FlashAttentionArgumentError(
+                f"{name} has last stride {cache.stride(3)}; it must be 1, because the cache is "
+                "not copied"
+            )
+    if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.shape[3] != q.shape[-1]:
+        raise FlashAttentionArgumentError(
+            f"k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)} and q "
+            f"{tuple(q.shape)} must agree in blocks, tokens, KV heads and headdim"
+        )
+    if not k_cache.shape[1]:
+        raise FlashAttentionArgumentError("k_cache has no token per sequence or block")
 
 
 def _check_rows(

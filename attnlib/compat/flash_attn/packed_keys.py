@@ -57,13 +57,7 @@ def attend_packed(
             or longer than their bounds.
         UnsupportedConfigError: the selected backend has no such operation.
     """
-    for name, tensor in (("k", k), ("v", v)):
-        check_tensor(name, tensor, 3, "[tokens, KV heads, headdim]", q)
-    if k.shape[:2] != v.shape[:2] or k.shape[2] != q.shape[2]:
-        raise FlashAttentionArgumentError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must agree: k and v in "
-            "tokens and heads, q and k in headdim"
-        )
+    _check_keys(q, k, v)
     check_packed("cu_seqlens_q", starts, q.shape[0], max_seqlen_q)
     check_packed("cu_seqlens_k", key_starts, k.shape[0], max_seqlen_k)
     query, key, value = (last_stride_1(tensor) for tensor in (q, k, v))
@@ -117,6 +111,16 @@ def _operation(spec: AttentionSpec, device: torch.device) -> Callable[..., None]
         f"attnlib.ops.{name}.varlen_prefill"
     ).varlen_prefill
     return operation
+
+
+def _check_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, tensor in (("k", k), ("v", v)):
+        check_tensor(name, tensor, 3, "[tokens, KV heads, headdim]", q)
+    if k.shape[:2] != v.shape[:2] or k.shape[2] != q.shape[2]:
+        raise FlashAttentionArgumentError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must agree: k and v in "
+            "tokens and heads, q and k in headdim"
+        )
 
 
 def check_packed(name: str, starts: torch.Tensor, rows: int, longest: int) -> None:

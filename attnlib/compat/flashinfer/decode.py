@@ -172,14 +172,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             q: `[R * q_len_per_req, Hq, D]`.
             paged_kv_cache: `[pages, 2, page_size, Hkv, D]` (NHD) or `[pages, 2, Hkv, page_size, D]`
                 (HND), or a pair of tensors without the second dimension.
-            q_scale: factor of the scores.
-            k_scale, v_scale: real key and value per stored one.
+            q_scale, k_scale, v_scale: factor of the scores; real key and value per stored one.
             out: `[R * q_len_per_req, Hq, D]`, written and returned.
             lse: `[R * q_len_per_req, Hq]` float32, written and returned with `return_lse`.
             return_lse: also return the base-2 LSE.
             enable_pdl: not read.
-            window_left: None, or the value of `plan`.
-            q_len_per_req: None, or the value of `plan`.
+            window_left, q_len_per_req: None, or the value of `plan`.
             args, sinks, skip_softmax_threshold_scale_factor, kv_cache_sf: refused.
 
         Returns:
@@ -205,12 +203,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
                 f"has {rows // planned} requests with q_len_per_req={planned}: pass "
                 f"[{rows}, heads, head_dim]"
             )
+        scales = (q_scale, k_scale, v_scale)
         return self._run(
-            RunArguments(
-                q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, window_left,
-                planned,
-            )
-        )  # fmt: skip
+            RunArguments(q, paged_kv_cache, *scales, out, lse, return_lse, window_left, planned)
+        )
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
