@@ -76,9 +76,15 @@ def bind_append(
     name = ("append", key.get_device(), *signature, cache_seqlens.dtype, seq_lens.dtype)
     launch = LAUNCHES.get(name) or LAUNCHES.keep(name, _launch(key, value, key_cache, value_cache))
     numbers = (
-        key.shape[2], key.shape[1], block_table.shape[1], block_table.stride(0),
-        *key.stride()[:3], *value.stride()[:3], *key_cache.stride()[:3], *value_cache.stride()[:3],
-    )  # fmt: skip
+        key.shape[2],
+        key.shape[1],
+        block_table.shape[1],
+        block_table.stride(0),
+        *key.stride()[:3],
+        *value.stride()[:3],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+    )
     batch = (cache_seqlens, block_table, seq_lens)
     return BoundAppend(launch, numbers, batch)
 

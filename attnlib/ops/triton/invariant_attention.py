@@ -96,9 +96,14 @@ def workspace_bytes(
     from attnlib.ops.triton.hopper.invariant_plan import hopper_invariant_bytes
 
     return hopper_invariant_bytes(
-        num_tokens, shape.num_heads, shape.num_kv_heads, shape.head_size_v, schedule.max_query_len,
-        schedule.num_splits, limits,
-    )  # fmt: skip
+        num_tokens,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_size_v,
+        schedule.max_query_len,
+        schedule.num_splits,
+        limits,
+    )
 
 
 def prepare_invariant(

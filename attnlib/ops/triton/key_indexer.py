@@ -80,17 +80,16 @@ def select_keys(
     as_bytes = reads_bytes(key_cache.dtype, limits_of(query))
     keys = key_cache.view(torch.uint8) if as_bytes else key_cache
     config = _score_config(query, keys, weights, key_scales, key_cache.dtype, chunks, selection)
-    select_config = _select_config(out, chunks, selection)
     batch, num_reqs = (query_start_loc, seq_lens), query_start_loc.shape[0] - 1
-    scale_strides = (0, 0) if key_scales is None else key_scales.stride()
+    strides = (block_table.stride(0), *query.stride()[:2])
+    strides += (0 if weights is None else weights.stride(0), *keys.stride()[:2])
+    strides += (0, 0) if key_scales is None else key_scales.stride()
     with device_guard(query):
         for first in range(0, chunks.all_tiles, chunks.tiles):
             count = min(chunks.tiles, chunks.all_tiles - first)
             index_scores_kernel[(count, chunks.key_tiles)](
                 *(query, keys, workspace, *batch, block_table, weights, key_scales),
-                *(num_reqs, first, local_blocks, chunks.columns),
-                *(block_table.stride(0), *query.stride()[:2]),
-                *(0 if weights is None else weights.stride(0), *keys.stride()[:2], *scale_strides),
+                *(num_reqs, first, local_blocks, chunks.columns, *strides),
                 CONFIG=config,
                 num_warps=4 if config.BLOCKS * config.SELECT_PAD <= 128 else 8,
                 num_stages=3,
@@ -98,7 +97,7 @@ def select_keys(
             index_select_kernel[(count * chunks.tile_tokens, out.shape[1])](
                 *(workspace, out, *batch, num_reqs, first, chunks.columns, num_tokens),
                 *(out.shape[2], *out.stride()[:2]),
-                CONFIG=select_config,
+                CONFIG=_select_config(out, chunks, selection),
                 num_warps=8,
             )
 
@@ -222,8 +221,11 @@ def _check(
             f"index queries are {query.dtype}; the kernels take float16, bfloat16 and float32"
         )
     for name, tensor in (
-        ("query", query), ("key_cache", key_cache), ("block_table", block_table), ("out", out),
-    ):  # fmt: skip
+        ("query", query),
+        ("key_cache", key_cache),
+        ("block_table", block_table),
+        ("out", out),
+    ):
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ContractError(
                 f"{name} of the indexer has last stride {tensor.stride(-1)}; it must be 1: call "

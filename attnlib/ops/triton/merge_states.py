@@ -70,10 +70,17 @@ def merge_states(
         ),
     )
     numbers = (
-        out.shape[1], out_a.stride(0), out_a.stride(1), out_b.stride(0), out_b.stride(1),
-        out.stride(0), out.stride(1),
-        lse_a.stride(0), lse_b.stride(0), target.stride(0),
-    )  # fmt: skip
+        out.shape[1],
+        out_a.stride(0),
+        out_a.stride(1),
+        out_b.stride(0),
+        out_b.stride(1),
+        out.stride(0),
+        out.stride(1),
+        lse_a.stride(0),
+        lse_b.stride(0),
+        target.stride(0),
+    )
     addresses = (
         out_a.data_ptr()
         | lse_a.data_ptr()
@@ -113,15 +120,24 @@ def merge_partial_rows(
     launch = LAUNCHES.get(key) or LAUNCHES.keep(
         key,
         _launch(
-            merge_partial_rows_kernel, out, _STEP_ELEMENTS, STEP=_STEP,
-            VEC_O=vector_elements("out", out), VEC_P=vector_elements("partial_out", partial_out),
+            merge_partial_rows_kernel,
+            out,
+            _STEP_ELEMENTS,
+            STEP=_STEP,
+            VEC_O=vector_elements("out", out),
+            VEC_P=vector_elements("partial_out", partial_out),
             **programmatic_launch(limits, out.shape[0] * out.shape[1]),
         ),
-    )  # fmt: skip
+    )
     numbers = (
-        out.shape[1], out.stride(0), out.stride(1), lse.stride(0),
-        partial_out.stride(0), partial_out.stride(1), partial_lse.stride(0),
-    )  # fmt: skip
+        out.shape[1],
+        out.stride(0),
+        out.stride(1),
+        lse.stride(0),
+        partial_out.stride(0),
+        partial_out.stride(1),
+        partial_lse.stride(0),
+    )
     addresses = 0
     for tensor in tensors:
         addresses |= tensor.data_ptr()

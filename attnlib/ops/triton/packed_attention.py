@@ -7,6 +7,8 @@ and a CUDA graph can capture all of them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -165,33 +167,40 @@ def packed_write(
     check_packed_cache(key, key_cache, value_cache)
     check_scale("k_scale", k_scale)
     check_scale("v_scale", v_scale)
-    num_tokens, (_, num_heads, head_size) = slot_mapping.shape[0], key.shape
-    if not num_tokens or not num_heads:
+    num_tokens, elements = slot_mapping.shape[0], key.shape[1] * key.shape[2]
+    if not num_tokens or not elements:
         return
-    fp8 = key_cache.dtype in _FP8
-    constants = {
-        "BLOCK_SIZE": value_cache.shape[3],
-        "D": head_size,
-        "X": key_cache.shape[4],
-        "BLOCK": _ELEMENTS_PER_PROGRAM,
+    constants = _write_constants(key, value, key_cache, value_cache)
+    kinds = {
         "K_SCALE_KIND": scale_kind("k_scale", k_scale),
         "V_SCALE_KIND": scale_kind("v_scale", v_scale),
+    }
+    if constants["FP8"]:
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+    grid = (num_tokens, triton.cdiv(elements, _ELEMENTS_PER_PROGRAM), 1)
+    scales = (x if isinstance(x, Tensor) else float(x) for x in (k_scale, v_scale))
+    tensors = (key, value, key_cache, value_cache)
+    strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
+    with device_guard(key_cache):
+        packed_write_kernel[grid](
+            *tensors, slot_mapping.contiguous(), *scales, elements, *strides, **constants, **kinds
+        )
+
+
+def _write_constants(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor
+) -> dict[str, Any]:
+    """The compile-time arguments of a write that follow from its tensors."""
+    return {
+        "BLOCK_SIZE": value_cache.shape[3],
+        "D": key.shape[2],
+        "X": key_cache.shape[4],
+        "BLOCK": _ELEMENTS_PER_PROGRAM,
         "VEC_K": whole_vectors(key),
         "VEC_V": whole_vectors(value),
         "VEC_KC": whole_vectors(key_cache),
         "VEC_VC": whole_vectors(value_cache),
-        "FP8": fp8,
+        "FP8": key_cache.dtype in _FP8,
         "E5M2": key_cache.dtype == torch.float8_e5m2,
         "num_warps": 4,
     }
-    if fp8:
-        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-    elements = num_heads * head_size
-    grid = (num_tokens, triton.cdiv(elements, _ELEMENTS_PER_PROGRAM), 1)
-    scales = (x if isinstance(x, Tensor) else float(x) for x in (k_scale, v_scale))
-    with device_guard(key_cache):
-        packed_write_kernel[grid](
-            key, value, key_cache, value_cache, slot_mapping.contiguous(), *scales, elements,
-            *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:2],
-            *value_cache.stride()[:2], **constants,
-        )  # fmt: skip

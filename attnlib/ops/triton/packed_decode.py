@@ -213,8 +213,10 @@ def cleared_counters(query: Tensor, limits: DeviceLimits) -> Tensor:
     launch: BoundLaunch | None = LAUNCHES.get(key)
     if launch is None:
         constants = {
-            "SIZE": next_power_of_2(number), "num_warps": 4, **programmatic_launch(limits),
-        }  # fmt: skip
+            "SIZE": next_power_of_2(number),
+            "num_warps": 4,
+            **programmatic_launch(limits),
+        }
         launch = LAUNCHES.keep(key, BoundLaunch(clear_counters_kernel, (1, 1, 1), constants))
     with device_guard(query):
         launch.run((counters, number), counters.data_ptr(), index)
@@ -228,6 +230,9 @@ def _pattern_numbers(pattern: BlockSparsePattern | None) -> tuple[int, int, int,
     per_query_head = pattern.head_sliding_step >= 0
     heads = pattern.num_heads if per_query_head else pattern.num_kv_heads
     return (
-        pattern.local_blocks, pattern.vert_stride, pattern.block_size,
-        abs(pattern.head_sliding_step), pattern.tp_rank * heads,
-    )  # fmt: skip
+        pattern.local_blocks,
+        pattern.vert_stride,
+        pattern.block_size,
+        abs(pattern.head_sliding_step),
+        pattern.tp_rank * heads,
+    )

@@ -62,11 +62,19 @@ def write_packed_latents(latents: Tensor, data: Tensor, slot_mapping: Tensor) ->
     elements = parts.elements.view(torch.uint8)
     with device_guard(data):
         packed_latent_write_kernel[(slot_mapping.shape[0],)](
-            latents, elements, parts.scales, parts.rotary, slot_mapping.contiguous(),
-            latents.stride(0), *elements.stride()[:2], *parts.scales.stride()[:2],
-            *parts.rotary.stride()[:2], BLOCK_SIZE=data.shape[1],
-            VEC=vector_elements("latents", latents[:, None]), num_warps=4,
-        )  # fmt: skip
+            latents,
+            elements,
+            parts.scales,
+            parts.rotary,
+            slot_mapping.contiguous(),
+            latents.stride(0),
+            *elements.stride()[:2],
+            *parts.scales.stride()[:2],
+            *parts.rotary.stride()[:2],
+            BLOCK_SIZE=data.shape[1],
+            VEC=vector_elements("latents", latents[:, None]),
+            num_warps=4,
+        )
 
 
 def packed_latent_attention(

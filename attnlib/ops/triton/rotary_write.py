@@ -13,7 +13,12 @@ from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.rotary import HeadNorm
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.heuristics.device import device_guard
-from attnlib.ops.triton.launch.bound import ALIGNMENT, current_stream, launches_observed
+from attnlib.ops.triton.launch.bound import (
+    ALIGNMENT,
+    BoundLaunch,
+    current_stream,
+    launches_observed,
+)
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.driver import CHANGES
 from attnlib.ops.triton.launch.rotary import PreparedRotation, Write, prepare_rotation
@@ -53,43 +58,38 @@ class BoundRotation:
             return out
         # Arguments that the kernel does not read stand for absent ones.
         key, value, key_cache, value_cache, slots = write or (query, query, out, out, query)
-        tensors = (
-            query, key, value, out, key_cache, value_cache, query if cos is None else cos,
-            query if sin is None else sin, query if q_norm is None else q_norm.weight,
-            query if k_norm is None else k_norm.weight,
-        )  # fmt: skip
+        angles = (query if x is None else x for x in (cos, sin))
+        weights = (query if norm is None else norm.weight for norm in (q_norm, k_norm))
+        tensors = (query, key, value, out, key_cache, value_cache, *angles, *weights)
         addresses = [tensor.data_ptr() for tensor in tensors]
         merged = 0
         for address in addresses:
             merged |= address
         aligned = not merged & ALIGNMENT
-        q_eps = 0.0 if q_norm is None else q_norm.eps
-        k_eps = 0.0 if k_norm is None else k_norm.eps
+        tail = (0.0 if q_norm is None else q_norm.eps, 0.0 if k_norm is None else k_norm.eps)
         with device_guard(query):
             if aligned and launch.is_direct and not launches_observed():
-                if self._submit is None or self._slots != slots.data_ptr():
-                    self._slots = slots.data_ptr()
-                    changing = (CHANGES,) * 8
-                    self._submit = launch.bind(
-                        True, True, (*changing[:6], self._slots, *changing, *numbers)
-                    )
-                k_scale, v_scale = (
-                    x.data_ptr() if isinstance(x, Tensor) else float(x) for x in scales
-                )
-                stream = current_stream(query.get_device())
-                self._submit(stream, *addresses, k_scale, v_scale, q_eps, k_eps)
+                given = (x.data_ptr() if isinstance(x, Tensor) else float(x) for x in scales)
+                submit = self._bind(launch, slots)
+                submit(current_stream(query.get_device()), *addresses, *given, *tail)
             else:
                 if as_bytes:
                     key_cache, value_cache = (
                         cache.view(torch.uint8) for cache in (key_cache, value_cache)
                     )
-                given = (x if isinstance(x, Tensor) else float(x) for x in scales)
-                launch.by_triton(
-                    (*tensors[:4], key_cache, value_cache, slots, *tensors[6:], *given, q_eps,
-                     k_eps, *numbers),
-                    aligned,
-                )  # fmt: skip
+                factors = (x if isinstance(x, Tensor) else float(x) for x in scales)
+                first = (*tensors[:4], key_cache, value_cache, slots, *tensors[6:])
+                launch.by_triton((*first, *factors, *tail, *numbers), aligned)
         return out
+
+    def _bind(self, launch: BoundLaunch, slots: Tensor) -> Callable[..., None]:
+        """The direct launch, which holds the address of the slots."""
+        if self._submit is None or self._slots != slots.data_ptr():
+            self._slots = slots.data_ptr()
+            changing = (CHANGES,) * 8
+            arguments = (*changing[:6], self._slots, *changing, *self._prepared.numbers)
+            self._submit = launch.bind(True, True, arguments)
+        return self._submit
 
 
 def rotate(
@@ -190,13 +190,19 @@ def bind_rotation(
         ContractError: as `rotate_and_write`.
     """
     signature = (
-        "rotary", tensor_signature(query), None if out is None else tensor_signature(out),
+        "rotary",
+        tensor_signature(query),
+        None if out is None else tensor_signature(out),
         None if write is None else tuple(map(tensor_signature, write)),
         None if write is None else values_are_prefix(write[2], write[3]),
         None if cos is None else tensor_signature(cos),
-        None if sin is None else tensor_signature(sin), interleaved, _norm_signature(q_norm),
-        _norm_signature(k_norm), scale_signature(scales[0]), scale_signature(scales[1]),
-    )  # fmt: skip
+        None if sin is None else tensor_signature(sin),
+        interleaved,
+        _norm_signature(q_norm),
+        _norm_signature(k_norm),
+        scale_signature(scales[0]),
+        scale_signature(scales[1]),
+    )
     prepared: PreparedRotation | None = LAUNCHES.get(signature)
     if prepared is None:
         given = (query, write, cos, sin, interleaved, q_norm, k_norm, scales, out)

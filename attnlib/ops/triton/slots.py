@@ -50,9 +50,18 @@ def compute_slot_mapping(
     limits_of(query_start_loc)
     BatchTensors(query_start_loc, seq_lens, block_table).check()
     key = (
-        "slot mapping", out.get_device(), query_start_loc.dtype, seq_lens.dtype, block_table.dtype,
-        out.dtype, seq_lens.shape, num_tokens, block_table.shape, block_table.stride(), block_size,
-    )  # fmt: skip
+        "slot mapping",
+        out.get_device(),
+        query_start_loc.dtype,
+        seq_lens.dtype,
+        block_table.dtype,
+        out.dtype,
+        seq_lens.shape,
+        num_tokens,
+        block_table.shape,
+        block_table.stride(),
+        block_size,
+    )
     launch = LAUNCHES.get(key) or LAUNCHES.keep(key, _launch(num_tokens, block_size))
     numbers = (seq_lens.shape[0], num_tokens, block_table.shape[1], block_table.stride(0))
     with device_guard(query_start_loc):
