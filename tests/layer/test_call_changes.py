@@ -31,12 +31,13 @@ class Setup(NamedTuple):
     cache: attnlib.PagedKVCache
     step: Any
     query: torch.Tensor
+    new: tuple[torch.Tensor, torch.Tensor]
     patch: pytest.MonkeyPatch
 
     def call(self, query: torch.Tensor | None = None) -> Any:
         """The output of the layer over the cache."""
         given = self.query if query is None else query
-        return self.layer(given, None, None, self.cache, self.step)
+        return self.layer(given, *self.new, self.cache, self.step)
 
 
 def _common(**changes: Any) -> attnlib.CommonAttentionMetadata:
@@ -44,7 +45,7 @@ def _common(**changes: Any) -> attnlib.CommonAttentionMetadata:
     common = attnlib.CommonAttentionMetadata.from_lengths(
         [1, 5], [9, 12], [[6, 2, 5], [1, 3, 4]], 4, "cpu", max_seq_len=12, score_tensors=more
     )
-    return common.replace(slot_mapping=None, **changes)
+    return common.replace(**changes) if changes else common
 
 
 def _setup(spec: attnlib.AttentionSpec, patch: pytest.MonkeyPatch) -> Setup:
@@ -58,9 +59,11 @@ def _setup(spec: attnlib.AttentionSpec, patch: pytest.MonkeyPatch) -> Setup:
         tensors = {"document_begin": torch.zeros(2, 12, dtype=torch.int32)}
     common = _common(score_tensors=tensors)
     step = layer.backend.make_builder(spec, "cpu").build(0, common)
-    found = Setup(layer, cache, step, torch.randn(6, 4, 8), patch)
+    new = torch.randn(6, 2, 8), torch.randn(6, 2, 8)
+    found = Setup(layer, cache, step, torch.randn(6, 4, 8), new, patch)
     for _ in range(3):
         found.call()
+    assert step.recent_plan is not None  # the next call takes the quick path
     return found
 
 
@@ -68,7 +71,7 @@ def _fresh(setup: Setup, common: attnlib.CommonAttentionMetadata) -> torch.Tenso
     """The output of a new layer with a new batch."""
     layer = attnlib.Attention(setup.layer.spec, backend="torch", device="cpu")
     step = layer.backend.make_builder(layer.spec, "cpu").build(0, common)
-    out: torch.Tensor = layer(setup.query, None, None, setup.cache, step)
+    out: torch.Tensor = layer(setup.query, *setup.new, setup.cache, step)
     return out
 
 
