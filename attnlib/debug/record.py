@@ -19,6 +19,7 @@ from attnlib.debug.counted_calls import CountedCalls, new_path
 from attnlib.debug.recording import load_recording, save_recording
 from attnlib.errors import ContractError
 from attnlib.instrumentation import OBSERVERS
+from attnlib.metadata.base import AttentionMetadata
 
 __all__ = [
     "capture_call",
@@ -53,8 +54,16 @@ def record_calls(folder: str | Path, *, every: int = 1) -> Iterator[list[Path]]:
     files: list[Path] = []
     counted = CountedCalls()
 
-    def observe(layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any,
-                output: Any, lse: Any) -> None:  # fmt: skip
+    def observe(
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        cache: Any,
+        metadata: AttentionMetadata,
+        output: Any,
+        lse: Any,
+    ) -> None:
         if cache is None:
             return
         name, number = counted.next(layer)

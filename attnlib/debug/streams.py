@@ -24,11 +24,11 @@ _last_use: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
 """Address of a workspace or of counters -> stream of the last launches, and an event after them."""
 
 
-def check_stream(metadata: object, device: torch.device) -> Callable[[], None] | None:
+def check_stream(batch: object, device: torch.device) -> Callable[[], None] | None:
     """Refuse a call whose workspace is in use on another stream.
 
     Args:
-        metadata: of the batch; `workspace`, `counters` and `scratch` are what batches of a
+        batch: its metadata; `workspace`, `counters` and `scratch` are what batches of a
             builder share.
         device: a CUDA device, whose current stream the call uses.
 
@@ -39,7 +39,7 @@ def check_stream(metadata: object, device: torch.device) -> Callable[[], None] |
         ContractError: launches on another stream use the same memory and are not complete.
     """
     names = ("decode_metadata", "prefill_metadata")  # the parts of a composite have their own
-    parts = [metadata, *(getattr(metadata, name, None) for name in names)]
+    parts = [batch, *(getattr(batch, name, None) for name in names)]
     shared = [getattr(part, name, None) for part in parts for name in _SHARED]
     addresses = {x.untyped_storage().data_ptr() for x in shared if isinstance(x, torch.Tensor)}
     if not addresses:

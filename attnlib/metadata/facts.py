@@ -55,6 +55,10 @@ class BatchFacts(Protocol):
         """`[R, max_blocks]` int32."""
 
     @property
+    def slot_mapping(self) -> torch.Tensor | None:
+        """`[T]` int64."""
+
+    @property
     def max_query_len(self) -> int | None:
         """An upper bound."""
 
@@ -106,6 +110,7 @@ class FoundFacts:
     seq_lens: torch.Tensor | None = None
     seq_lens_cpu: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
+    slot_mapping: torch.Tensor | None = None
     max_query_len: int | None = None
     max_seq_len: int | None = None
     num_decodes: int = 0
@@ -118,11 +123,11 @@ class FoundFacts:
     is_cross_attention: bool = False
 
     @classmethod
-    def of(cls, metadata: object) -> FoundFacts:
+    def of(cls, source: object) -> FoundFacts:
         """The facts of a batch."""
         found: dict[str, Any] = {}
         for field in fields(cls):
-            value = getattr(metadata, field.name, None)
+            value = getattr(source, field.name, None)
             if field.type == "torch.Tensor | None" and not isinstance(value, torch.Tensor):
                 continue  # a plug-in's metadata may keep a list under the name
             if value is not None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 
@@ -41,11 +40,11 @@ class GraphGuard:
         include_cpu: compare CPU tensors too, to test builders without a GPU.
     """
 
-    def __init__(self, metadata: Any, *, include_cpu: bool = False) -> None:
+    def __init__(self, metadata: object, *, include_cpu: bool = False) -> None:
         self._include_cpu = include_cpu
         self._captured = self._locations(metadata)
 
-    def moved(self, metadata: Any) -> list[str]:
+    def moved(self, metadata: object) -> list[str]:
         """Find the tensors that a graph would read at the wrong location.
 
         Args:
@@ -71,7 +70,7 @@ class GraphGuard:
                 )
         return findings
 
-    def check(self, metadata: Any) -> None:
+    def check(self, metadata: object) -> None:
         """Check that a graph reads the tensors of this metadata.
 
         Raises:
@@ -85,7 +84,7 @@ class GraphGuard:
                 f"AttentionState.begin_forward)"
             )
 
-    def _locations(self, metadata: Any) -> dict[str, _Location]:
+    def _locations(self, metadata: object) -> dict[str, _Location]:
         return {
             name: _Location(tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
             for name, tensor in tensor_addresses(metadata)
@@ -93,20 +92,20 @@ class GraphGuard:
         }
 
 
-def tensor_addresses(metadata: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensor_addresses(source: object, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors in a dataclass or mapping, with their dotted names.
 
     Host copies (`*_cpu`) and the batch that the metadata was built from (`common`) are skipped.
     """
-    if isinstance(metadata, torch.Tensor):
-        yield prefix, metadata
-    elif isinstance(metadata, Mapping):
-        for key, value in metadata.items():
+    if isinstance(source, torch.Tensor):
+        yield prefix, source
+    elif isinstance(source, Mapping):
+        for key, value in source.items():
             yield from tensor_addresses(value, f"{prefix}[{key!r}]")
-    elif dataclasses.is_dataclass(metadata) and not isinstance(metadata, type):
-        for field in dataclasses.fields(metadata):
+    elif dataclasses.is_dataclass(source) and not isinstance(source, type):
+        for field in dataclasses.fields(source):
             if not field.name.endswith("_cpu") and field.name != "common":
                 yield from tensor_addresses(
-                    getattr(metadata, field.name),
+                    getattr(source, field.name),
                     f"{prefix}.{field.name}" if prefix else field.name,
                 )

@@ -6,12 +6,15 @@ output = layer(query, key, value, cache, metadata, selected_keys=selected)
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from attnlib.cache.index_keys import IndexKeyCache
 from attnlib.errors import ContractError
+from attnlib.metadata.base import AttentionMetadata
+from attnlib.metadata.compressed import EntryBatch
+from attnlib.metadata.facts import FoundFacts
 from attnlib.ops.addresses import as_count, check_block_table, check_starts
 from attnlib.ops.dispatch import operation
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys
@@ -58,7 +61,7 @@ class KeyIndexer:
         weights: torch.Tensor | None,
         key: torch.Tensor | None,
         cache: IndexKeyCache,
-        metadata: Any,
+        metadata: AttentionMetadata | EntryBatch,
     ) -> SelectedKeys:
         """The selected keys of a batch.
 
@@ -80,12 +83,11 @@ class KeyIndexer:
             ContractError: tensors of another form; on a CPU and under ATTNLIB_VALIDATE also blocks
                 and slots outside of the cache. Nothing is written then.
         """
-        _check_metadata(metadata, cache)
-        self._check(query, weights, key, cache, metadata)
-        _check_addresses(query, key, cache, metadata)
-        slots = getattr(metadata, "slot_mapping", None)
-        if key is not None and slots is not None:
-            cache.write(key, slots)
+        batch = _batch_of(metadata, cache)
+        self._check(query, weights, key, cache, batch)
+        _check_addresses(query, key, cache, batch)
+        if key is not None and batch.slot_mapping is not None:
+            cache.write(key, batch.slot_mapping)
         heads = query.shape[1] if weights is None else 1
         shape = (query.shape[0], heads, self.selection.max_blocks)
         indices = torch.empty(shape, dtype=torch.int32, device=query.device)
@@ -94,16 +96,16 @@ class KeyIndexer:
             weights,
             cache.keys,
             cache.scales,
-            metadata.block_table,
-            metadata.query_start_loc,
-            metadata.seq_lens,
+            batch.block_table,
+            batch.query_start_loc,
+            batch.seq_lens,
             self.selection,
             local_blocks=self.local_blocks,
-            max_query_len=metadata.max_query_len,
-            max_seq_len=metadata.max_seq_len,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
             out=indices,
-            query_start_loc_cpu=getattr(metadata, "query_start_loc_cpu", None),
-            seq_lens_cpu=getattr(metadata, "seq_lens_cpu", None),
+            query_start_loc_cpu=batch.query_start_loc_cpu,
+            seq_lens_cpu=batch.seq_lens_cpu,
         )
         return SelectedKeys(indices)
 
@@ -113,7 +115,7 @@ class KeyIndexer:
         weights: torch.Tensor | None,
         key: torch.Tensor | None,
         cache: IndexKeyCache,
-        metadata: Any,
+        batch: _Batch,
     ) -> None:
         size = cache.keys.shape[2]
         if (
@@ -128,10 +130,10 @@ class KeyIndexer:
                 "stride 1",
                 rule="M14",
             )
-        if query.shape[0] < metadata.num_actual_tokens:
+        if query.shape[0] < batch.num_actual_tokens:
             raise ContractError(
                 f"index queries have {query.shape[0]} rows, but the batch has "
-                f"{metadata.num_actual_tokens} tokens",
+                f"{batch.num_actual_tokens} tokens",
                 rule="M14",
             )
         if weights is not None and (
@@ -154,44 +156,55 @@ class KeyIndexer:
                 )
 
 
-_FIELDS = (
-    "block_table", "query_start_loc", "seq_lens", "num_actual_tokens", "max_query_len",
-    "max_seq_len",
-)  # fmt: skip
+class _Batch(NamedTuple):
+    """What an indexer reads of a batch."""
+
+    block_table: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc_cpu: torch.Tensor | None
+    seq_lens_cpu: torch.Tensor | None
+    slot_mapping: torch.Tensor | None
 
 
-def _check_metadata(metadata: Any, cache: IndexKeyCache) -> None:
-    """Whether metadata describes requests in the blocks of an index cache."""
-    for name in _FIELDS:
-        if getattr(metadata, name, None) is None:
+def _batch_of(metadata: object, cache: IndexKeyCache) -> _Batch:
+    """The batch that metadata describes, in the blocks of an index cache."""
+    facts = FoundFacts.of(metadata)
+    fields = {name: getattr(facts, name) for name in _Batch._fields}
+    for name in _Batch._fields[:6]:
+        if fields[name] is None:
             what = "block table" if name == "block_table" else name
             raise ContractError(
                 f"metadata of the indexer, a {type(metadata).__name__}, has no {what}, by which "
                 "index keys are found: pass the metadata of the layer's batch",
                 rule="M14",
             )
-    made_for = getattr(metadata, "spec", None)
+    made_for = facts.spec
     if made_for is not None and made_for.block_size != cache.block_size:
         raise ContractError(
             f"the index cache has blocks of {cache.block_size} tokens, the batch has "
             f"block_size={made_for.block_size}: both use one block table",
             rule="M14",
         )
+    return _Batch(**fields)
 
 
 def _check_addresses(
-    query: torch.Tensor, key: torch.Tensor | None, cache: IndexKeyCache, metadata: Any
+    query: torch.Tensor, key: torch.Tensor | None, cache: IndexKeyCache, batch: _Batch
 ) -> None:
     """Whether the requests, their blocks and the slots of new keys exist."""
     for name in ("block_table", "query_start_loc", "seq_lens"):
-        tensor = getattr(metadata, name)
+        tensor = getattr(batch, name)
         if tensor.dtype != torch.int32 or tensor.device != query.device:
             raise ContractError(
                 f"{name} of the indexer's metadata is {tensor.dtype} on {tensor.device}; it must "
                 f"be torch.int32 on {query.device}",
                 rule="M14",
             )
-    starts, requests = metadata.query_start_loc, metadata.seq_lens.shape[0]
+    starts, requests = batch.query_start_loc, batch.seq_lens.shape[0]
     if starts.shape != (requests + 1,):
         raise ContractError(
             f"query_start_loc has shape {tuple(starts.shape)}, but seq_lens has {requests} "
@@ -200,7 +213,6 @@ def _check_addresses(
         )
     check_starts("query_start_loc", starts, query.shape[0])
     blocks, size = cache.keys.shape[:2]
-    check_block_table(metadata.block_table, metadata.seq_lens, size, blocks)
-    slots = getattr(metadata, "slot_mapping", None)
-    if key is not None and slots is not None:
-        cache.check_new(key, slots)
+    check_block_table(batch.block_table, batch.seq_lens, size, blocks)
+    if key is not None and batch.slot_mapping is not None:
+        cache.check_new(key, batch.slot_mapping)

@@ -9,6 +9,7 @@ import torch
 
 from attnlib.integrations.transformers.layers import Call
 from attnlib.layer import Attention
+from attnlib.metadata.base import AttentionMetadata
 
 __all__ = ["BatchPlan", "pack", "run_layer"]
 
@@ -22,7 +23,7 @@ class BatchPlan:
         queries: indices of the real queries among the B * T; None for all.
     """
 
-    metadata: Any
+    metadata: AttentionMetadata
     queries: torch.Tensor | None
 
 

@@ -19,6 +19,7 @@ from attnlib.integrations.transformers.layers import builder_for
 from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.integrations.transformers.step_mask import StepMask, first_visible_key
 from attnlib.layer import Attention
+from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.common import CommonAttentionMetadata
 
 __all__ = ["BoundCall", "DecodeBatch", "decode_batch"]
@@ -55,7 +56,7 @@ class DecodeBatch:
         bound_call: see `BoundCall`.
     """
 
-    metadata: Any
+    metadata: AttentionMetadata
     table: torch.Tensor
     lengths: torch.Tensor
     blocks: torch.Tensor

@@ -26,6 +26,7 @@ from attnlib.integrations.transformers.layers import Call, tensor_version
 from attnlib.integrations.transformers.recorded_weights import weights_are_recorded
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.layer import Attention
+from attnlib.metadata.base import AttentionMetadata
 from attnlib.ops.signature import tensor_check
 
 __all__ = ["attend_again", "remember"]
@@ -71,7 +72,7 @@ class _Repeat:
     """
 
     layer: Attention
-    metadata: Any
+    metadata: AttentionMetadata
     fits: Callable[..., bool]
     cache: PagedKVCache
     key_view: tuple[tuple[int, ...], tuple[int, ...]]
@@ -178,7 +179,9 @@ def attend_again(
     return out
 
 
-def _bind(bound: BoundCall, metadata: Any, query: torch.Tensor, out: torch.Tensor) -> None:
+def _bind(
+    bound: BoundCall, metadata: AttentionMetadata, query: torch.Tensor, out: torch.Tensor
+) -> None:
     """Take the launcher of the call that has just run, for calls with these tensors. Layers with
     tensors of their own (sinks) have none."""
     recent = metadata.recent_plan

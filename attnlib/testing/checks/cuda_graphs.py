@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
+from attnlib.metadata.base import AttentionMetadata
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.captured_step import CapturedStep
 from attnlib.testing.case import Case
@@ -91,7 +91,7 @@ def _replays(target: BackendUnderTest) -> Iterator[CheckCase]:
     yield CheckCase("always-q4-latent", partial(_check_replay, target, case, 4), case)
 
 
-def _addresses(metadata: Any) -> dict[str, int]:
+def _addresses(metadata: AttentionMetadata) -> dict[str, int]:
     return {
         name: value.data_ptr()
         for name, value in metadata.asdict_zerocopy().items()
