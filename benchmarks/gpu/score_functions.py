@@ -141,17 +141,17 @@ class GeneralRow(Row):
     """A row whose prefill with exact bounds runs in the general kernel (`kernels/prefill.py`)."""
 
     def __call__(self, number: int = 0) -> torch.Tensor:
-        from attnlib.ops.triton.hopper import prefill_plan
+        from attnlib.ops.triton.hopper import prefill_kernels
         from attnlib.ops.triton.launch.cache import LAUNCHES
 
         # Launches are kept by what a call looks like, which is equal for both kernels.
-        kept, usual = dict(LAUNCHES), prefill_plan._has_range_kernel
+        kept, usual = dict(LAUNCHES), prefill_kernels._has_range_kernel
         LAUNCHES.clear()
-        prefill_plan._has_range_kernel = lambda constants: False
+        prefill_kernels._has_range_kernel = lambda constants: False
         try:
             return super().__call__(number)
         finally:
-            prefill_plan._has_range_kernel = usual
+            prefill_kernels._has_range_kernel = usual
             LAUNCHES.clear()
             LAUNCHES.update(kept)
 

@@ -10,8 +10,11 @@ import torch
 
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.paged_prefill import paged_prefill as torch_prefill
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.hopper_tiles import choose_hopper_tile
-from attnlib.ops.triton.hopper.prefill_plan import launch_hopper_prefill
+from attnlib.ops.triton.hopper.prefill_plan import prepare_hopper_prefill
+from attnlib.ops.triton.launch.run import run_attention
 from attnlib.testing.batch_spec import parse_batch
 from tests.gpu.devices import needs_gpu
 
@@ -80,10 +83,9 @@ def test_it_agrees_with_torch(name: str) -> None:
     )  # fmt: skip
     rows = lengths.max_query_len * heads // kv_heads
     tile = choose_hopper_tile(size, size_v, rows=rows, block_size=block_size)
-    launch_hopper_prefill(
-        query, key, value, table, starts, seq_lens, params, tile,
-        max_seq_len=lengths.max_seq_len, out=out, lse=lse,
-    )  # fmt: skip
+    batch = BatchTensors(starts, seq_lens, table, max_seq_len=lengths.max_seq_len)
+    call = AttentionCall.of(query, key, value, out, lse, batch, params)
+    run_attention(prepare_hopper_prefill(call, tile), call)
     error = float((out.float() - expected.float()).abs().max())
     print(f"{name}: max {error:.2g} lse {float((lse - expected_lse).abs().max()):.2g}")
     assert error < (2e-2 if dtype == torch.bfloat16 else 4e-3)

@@ -5,7 +5,9 @@
     preference    from how many keys on the decodes are faster than the portable ones
     dispatch      what the rest of `ops.triton` uses: whether a kernel serves a call, and how
     decode_plan   constants and launches of the decode; decode_grid its workers and workspace
-    prefill_plan  grid, descriptors and arguments of the prefill
+    prefill_plan  constants of the prefill; prefill_geometry its work tiles, prefill_kernels the
+                  choice of its kernel, prefill_launches its arguments and descriptors
+    converted_prefill  prefills over copies of quantized caches and of small blocks
     invariant_plan  both kernels of batch-invariant layers
     shared_decode_plan  constants and launches of decodes of shared prefixes
     descriptors   TMA descriptors of caches and queries

@@ -11,9 +11,7 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.attention_call import AttentionCall
-from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile, padded_width
 from attnlib.ops.triton.hopper.decode_grid import decode_columns
@@ -67,17 +65,9 @@ def hopper_invariant_bytes(
     return 4 * (partials * (head_size_v + 2) + 8 * num_tokens * num_kv_heads)
 
 
-def prepare_hopper_invariant_prefill(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    batch: BatchTensors,
-    params: AttentionParams,
-    limits: DeviceLimits,
-) -> HopperPrefill:
+def prepare_hopper_invariant_prefill(call: AttentionCall) -> HopperPrefill:
     """The launch of prefills like this one."""
+    query, key, value, params = call.query, call.key, call.value, call.params
     # Wide heads have one query tile: the sums over earlier segments take the place of the second.
     head_sizes = key.shape[3], value.shape[3]
     q_stages = 2 if max(head_sizes) <= 64 else 1
@@ -91,9 +81,7 @@ def prepare_hopper_invariant_prefill(
     elif _THREE_CONSUMERS and max(head_sizes) <= 64 and block_n == 128 and 64 % group == 0:
         # Narrow heads leave registers for a third consumer. It changes no bits.
         tile = replace(tile, consumers=3, consumer_registers=160, producer_registers=24)
-    return prepare_hopper_prefill(
-        query, key, value, out, lse, batch, params, tile, limits, invariant=True
-    )
+    return prepare_hopper_prefill(call, tile, invariant=True)
 
 
 def prepare_hopper_invariant_decode(

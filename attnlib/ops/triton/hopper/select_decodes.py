@@ -165,10 +165,9 @@ def select_invariant(
     # The stride of the tokens counts for one token, too.
     if any(x.stride(0) * x.element_size() % 16 for x in (call.query, call.out)):
         return None
-    tensors = (call.query, call.key, call.value, call.out, call.lse, call.batch)
     max_query_len = max(1, call.max_query_len)
     if num_segments is None or shape.group * max_query_len > decode_rows(shape.head_size_v):
-        return prepare_hopper_invariant_prefill(*tensors, params, limits)
+        return prepare_hopper_invariant_prefill(call)
     return prepare_hopper_invariant_decode(call, max_query_len, num_segments, max_ctas)
 
 

@@ -49,21 +49,18 @@ def select_prefill(call: AttentionCall) -> HopperPrefill | ConvertedPrefill | No
     shape, params, limits = call.shape, call.params, call.limits
     if prefill_unsupported_reasons(shape, CallFeatures.of(params), limits):
         return None
-    query, key, value, out = call.query, call.key, call.value, call.out
-    lse, batch = call.lse, call.batch
-    if not are_readable(query, key, value, out, params):
+    key, batch = call.key, call.batch
+    if not are_readable(call.query, key, call.value, call.out, params):
         return None
     copied = 0
     if shape.cache_dtype.itemsize == 1 or gathers(shape.block_size):
         copied = copied_rows(key, shape.head_sizes, batch, params, call.max_query_len, shape.group)
-    if copied and multiplies_float8(query, key, value, params):
-        return prepare_float8_prefill(query, key, value, out, lse, batch, params, limits, copied)
+    if copied and multiplies_float8(call.query, key, call.value, params):
+        return prepare_float8_prefill(call, copied)
     tile = _choose_tile(call, cache_bytes=2, paged=False) if copied else _choose_tile(call)
     tile = with_leads(tile, batch.max_seq_len, shape.head_size)
     if copied:
-        return prepare_converted_prefill(
-            query, key, value, out, lse, batch, params, tile, limits, copied
-        )
+        return prepare_converted_prefill(call, tile, copied)
     has_score = params.score_function is not None
     if _QUERIES_IN_REGISTERS and limits.tuned is None and not has_score:
         tile = with_query_registers(tile)
@@ -71,9 +68,7 @@ def select_prefill(call: AttentionCall) -> HopperPrefill | ConvertedPrefill | No
     one_head = has_head_bounds(params) and call.max_query_len >= _LEAST_TOKENS_OF_ONE_HEAD
     if has_short_ranges(params, one_head):
         tile = with_short_ranges(tile)
-    return prepare_hopper_prefill(
-        query, key, value, out, lse, batch, params, tile, limits, one_head
-    )
+    return prepare_hopper_prefill(call, tile, one_head=one_head)
 
 
 def select_page_prefill(call: AttentionCall) -> ConvertedPrefill | None:
@@ -86,7 +81,7 @@ def select_page_prefill(call: AttentionCall) -> ConvertedPrefill | None:
     copies = _copied(shape)
     if shape.query_dtype.itemsize != 2 or prefill_unsupported_reasons(copies, features, limits):
         return None
-    query, key, value, out, batch = call.query, call.key, call.value, call.out, call.batch
+    query, key, out, batch = call.query, call.key, call.out, call.batch
     if unsupported_strides(query=query, out=out) or key.shape[0] == 0 or out.dtype != query.dtype:
         return None
     if params.scale < MIN_LATE_SCALE:
@@ -96,9 +91,7 @@ def select_page_prefill(call: AttentionCall) -> ConvertedPrefill | None:
         return None
     tile = _choose_tile(call, cache_bytes=2, paged=False)
     tile = with_leads(tile, batch.max_seq_len, shape.head_size)
-    return prepare_converted_prefill(
-        query, key, value, out, call.lse, batch, params, tile, limits, copied
-    )
+    return prepare_converted_prefill(call, tile, copied)
 
 
 def select_unpaged(call: AttentionCall) -> HopperPrefill | None:
@@ -116,9 +109,7 @@ def select_unpaged(call: AttentionCall) -> HopperPrefill | None:
         return None
     if not are_readable(call.query, call.key, call.value, call.out, params):
         return None
-    tensors = (call.query, call.key, call.value, call.out, call.lse, batch)
-    tile = _choose_tile(call, paged=False)
-    return prepare_hopper_prefill(*tensors, params, tile, call.limits, unpaged=True)
+    return prepare_hopper_prefill(call, _choose_tile(call, paged=False), unpaged=True)
 
 
 def _copied(shape: LayerShape) -> LayerShape:

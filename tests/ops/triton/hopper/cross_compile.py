@@ -26,7 +26,6 @@ from attnlib.ops.shared_decode import Segment
 from attnlib.ops.shared_decode_schedule import schedule_items
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
-from attnlib.ops.triton.heuristics.device import limits_of
 from attnlib.ops.triton.heuristics.hopper_decode_tiles import (
     choose_hopper_decode_tile,
     decode_shared_bytes,
@@ -47,7 +46,7 @@ from attnlib.ops.triton.hopper.invariant_plan import (
     prepare_hopper_invariant_prefill,
 )
 from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
-from attnlib.ops.triton.hopper.prefill_plan import launch_hopper_prefill, prepare_hopper_prefill
+from attnlib.ops.triton.hopper.prefill_plan import prepare_hopper_prefill
 from attnlib.ops.triton.hopper.shared_decode_plan import prepare_shared_decode, shared_decode_tile
 from attnlib.ops.triton.launch.run import run_attention
 from attnlib.ops.triton.launch.score import has_head_bounds, has_short_ranges
@@ -387,15 +386,14 @@ def _compile_invariant(options: dict[str, Any]) -> dict[str, Any]:
         sinks=torch.empty(heads) if options.get("sinks") else None,
     )
     lse = torch.empty(64, heads) if options.get("lse") else None
-    limits = TARGETS["sm_90"].limits
     tensors = (query, cache, cache, torch.empty_like(query), lse, batch, params)
 
     def run() -> None:
-        prepared: Any = prepare_hopper_invariant_prefill(*tensors, limits)
+        call = AttentionCall.of(*tensors)
+        prepared: Any = prepare_hopper_invariant_prefill(call)
         if decode:
-            call = AttentionCall.of(*tensors)
             prepared = prepare_hopper_invariant_decode(call, options.get("query", 1), 8)
-        run_attention(prepared, AttentionCall.of(*tensors))
+        run_attention(prepared, call)
 
     (launch, *_), facts = _compiled(run)
     return {
@@ -727,14 +725,16 @@ def compile_case(name: str) -> dict[str, Any]:
             batch = BatchTensors(starts, starts, starts.unsqueeze(1), max_seq_len=64)
             out, lse = outputs.values()
             transposed = TransposedView((kv_heads * dv, 1024), (dv, 128)) if float8 else None
-            prepared = prepare_hopper_prefill(
-                query, keys, values, out, lse, batch, params, tile, limits_of(query), unpaged=True,
-                transposed=transposed,
-            )  # fmt: skip
             call = AttentionCall.of(query, keys, values, out, lse, batch, params)
+            prepared = prepare_hopper_prefill(call, tile, unpaged=True, transposed=transposed)
             run_attention(prepared, call)
         else:
-            launch_hopper_prefill(*shapes, params, tile, max_seq_len=64, **outputs)
+            query, keys, values, table, starts, lens = shapes
+            score_tensors = params.batch_score_tensors()
+            batch = BatchTensors(starts, lens, table, max_seq_len=64, score_tensors=score_tensors)
+            call = AttentionCall.of(query, keys, values, *outputs.values(), batch, params)
+            one_head = has_head_bounds(params)
+            run_attention(prepare_hopper_prefill(call, tile, one_head=one_head), call)
 
     (launch, *_), facts = _compiled(run)
     return {

@@ -277,10 +277,10 @@ def test_soft_caps_whose_weights_fit_need_no_running_maximum(
     assert found == has_cap and type(found) is type(has_cap)
 
 
-def test_few_work_items_are_not_ordered_by_sections() -> None:
+def test_few_work_tiles_are_not_ordered_by_groups_of_heads() -> None:
     """Two chunks of 512 tokens over long contexts: one section of all heads."""
     few, many = _prefill(tokens=600, seq_len=1 << 20), _prefill(tokens=40000, seq_len=1 << 20)
-    assert few._section(1 << 20) == 2 and many._section(1 << 20) == 1
+    assert few._l2_heads(1 << 20) == 2 and many._l2_heads(1 << 20) == 1
 
 
 def test_packed_keys_are_read_by_the_hopper_prefill() -> None:
