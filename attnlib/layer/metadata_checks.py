@@ -12,7 +12,7 @@ from attnlib.layer.call import ExtraKeys, LayerCall
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.metadata.facts import BatchFacts
-from attnlib.ops.addresses import check_block_table
+from attnlib.ops.addresses import are_readable, check_block_table, check_starts
 from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_addresses",
     "check_extra_keys",
+    "check_extra_values",
     "check_metadata",
     "check_metadata_type",
     "extra_keys",
@@ -169,3 +170,38 @@ def _check_selected_keys(
         facts.num_actual_tokens or 0,
         query.device,
     )
+
+
+def check_extra_values(spec: AttentionSpec, call: LayerCall) -> None:
+    """Whether the lists and the blocks of further keys exist: in every call on a CPU, and elsewhere
+    under ATTNLIB_VALIDATE, because layers and steps pass other values under one signature.
+
+    Raises:
+        ContractError: offsets of lists that decrease or end past them, a request with fewer lists
+            than its queries need, or a block outside of the cache of the entries.
+    """
+    extra, entries = call.extra, spec.compressed_entries
+    if isinstance(extra, CompressedKeys) and entries is not None:
+        extra.check_blocks(entries.block_size)
+        return
+    starts = call.metadata.facts.query_start_loc
+    if isinstance(extra, SelectedKeys) and spec.key_selection is not None and starts is not None:
+        _check_list_starts(extra, starts, spec.key_selection.query_block_size)
+
+
+def _check_list_starts(selected: SelectedKeys, starts: torch.Tensor, block: int) -> None:
+    lists = selected.list_start_loc
+    if lists is None or not (are_readable(lists) and are_readable(starts)):
+        return
+    check_starts("list_start_loc", lists, selected.indices.shape[0])
+    needed = torch.div(starts.diff() + block - 1, block, rounding_mode="floor")
+    wrong = lists.diff() < needed
+    if bool(wrong.any()):
+        request = int(wrong.int().argmax())
+        first, end = (int(x) for x in lists[request : request + 2])
+        raise ContractError(
+            f"list_start_loc gives request {request} the lists [{first}, {end}), but its "
+            f"{int(starts.diff()[request])} queries need {int(needed[request])} lists of {block} "
+            "queries each",
+            rule="M11",
+        )

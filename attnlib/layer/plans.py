@@ -13,7 +13,12 @@ from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY, checke
 from attnlib.layer.cache_checks import check_cache_type, check_latent_scales
 from attnlib.layer.call import LayerCall, RecentPlan, call_signature, notify
 from attnlib.layer.checks import check_call, check_output, refuse_gradients
-from attnlib.layer.metadata_checks import check_addresses, check_extra_keys, check_metadata_type
+from attnlib.layer.metadata_checks import (
+    check_addresses,
+    check_extra_keys,
+    check_extra_values,
+    check_metadata_type,
+)
 from attnlib.layer.method_plan import MethodPlan
 from attnlib.layer.per_head import own_tensors, per_head_signature
 from attnlib.layer.scales import agree_on_scales, calculate_scales
@@ -73,6 +78,8 @@ def find_plan(layer: Attention, call: LayerCall) -> FoundPlan:
     known: FoundPlan | None = metadata.plans.get(signature)
     if known is None or not scales_agree(layer, cache):
         return _prepare(layer, signature, call)
+    if extra is not None:
+        check_extra_values(layer.spec, call)
     if cache is not None and extra is None:
         layer._memory.tensor_check = (), None  # it may have failed
         remember(layer, signature, *known, call)
@@ -216,6 +223,8 @@ def _check(layer: Attention, signature: tuple[Any, ...], call: LayerCall, heads:
     declares = spec.key_selection is not None or spec.compressed_entries is not None
     if call.extra is not None or declares:
         check_extra_keys(spec, call)
+        if call.extra is not None:
+            check_extra_values(spec, call)
     if call.cache is not None and call.query.is_cpu:
         check_addresses(metadata, call.cache)
 

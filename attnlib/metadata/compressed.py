@@ -143,8 +143,7 @@ class CompressedKeys:
         )
 
     def check(self, spec: AttentionSpec, query: Tensor, num_tokens: int) -> None:
-        """Check sizes, dtypes and devices against the layer, and on a CPU the blocks of the
-        entries.
+        """Check sizes, dtypes and devices against the layer; values are not read.
 
         Args:
             spec: of the layer.
@@ -177,10 +176,6 @@ class CompressedKeys:
                 f"be [{num_tokens}, blocks], one row for each token",
                 rule="M17",
             )
-        check_block_table(
-            batch.block_table, batch.num_entries, entries.block_size, self.cache.num_blocks,
-            what="num_entries",
-        )  # fmt: skip
         if (self.selected is None) != (entries.selection is None):
             given = "missing" if self.selected is None else "given"
             raise ContractError(
@@ -198,6 +193,19 @@ class CompressedKeys:
                 num_tokens,
                 query.device,
             )
+
+    def check_blocks(self, block_size: int) -> None:
+        """Check that the blocks of visible entries exist: on a CPU, and elsewhere under
+        ATTNLIB_VALIDATE.
+
+        Args:
+            block_size: entries per block.
+
+        Raises:
+            ContractError: names the row and the block.
+        """
+        table, count = self.batch.block_table, self.batch.num_entries
+        check_block_table(table, count, block_size, self.cache.num_blocks, what="num_entries")
 
     def _check_cache(self, spec: AttentionSpec, block_size: int, device: torch.device) -> None:
         cache = self.cache

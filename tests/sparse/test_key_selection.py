@@ -205,7 +205,7 @@ def test_values_of_lists_are_validated(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, cache, metadata, q = _step(shared)
     for starts, message in (
         ([0, 1, 2, 3], "gives request 1 the lists .1, 2., but its 5 queries need 2 lists"),
-        ([0, 1, 3, 5], "ends at 5, but indices have 4 lists"),
+        ([0, 1, 3, 5], "list_start_loc ends at 5, past the 4 rows"),
     ):
         selected = SelectedKeys(_lists(4, 1), torch.tensor(starts, dtype=torch.int32))
         with pytest.raises(ContractError, match=message):
@@ -270,3 +270,37 @@ def test_backends_without_selected_keys_say_so() -> None:
             composite(SPEC, name, "cpu")
     with pytest.raises(UnsupportedConfigError, match="batch_invariant"):
         composite(SPEC.replace(batch_invariant=True), "torch", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("starts", "lists", "message"),
+    [
+        ([0, 1, 2], 2, "gives request 0 the lists .0, 1., but its 4 queries need 2 lists"),
+        ([0, 2, 3], 2, "list_start_loc ends at 3, past the 2 rows"),
+        ([0, 5, 3], 9, "list_start_loc falls from 5 to 3"),
+        ([1, 3, 4], 4, r"list_start_loc\[0\]=1 must be 0"),
+    ],
+)
+def test_lists_past_their_end_are_refused_in_every_call(
+    starts: list[int], lists: int, message: str
+) -> None:
+    """M11: before the new keys are written, also in a call whose signature is known."""
+    selection = KeySelection(max_blocks=2, block_size=4, query_block_size=2)
+    spec = attnlib.AttentionSpec(
+        num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, key_selection=selection
+    )
+    layer = attnlib.Attention(spec, backend="torch", device="cpu")
+    common = attnlib.CommonAttentionMetadata.from_lengths([4, 2], [9, 5], [[2], [1]], 16, "cpu")
+    q, kv = torch.randn(6, 4, 16), torch.ones(6, 2, 16)
+    indices = torch.zeros(lists, 1, 2, dtype=torch.int32)
+    wrong = SelectedKeys(indices, torch.tensor(starts, dtype=torch.int32))
+    enough = torch.zeros(max(lists, 3), 1, 2, dtype=torch.int32)
+    right = SelectedKeys(enough, torch.tensor([0, 2, 3], dtype=torch.int32))
+    for known in (False, True):
+        metadata = layer.backend.make_builder(spec, "cpu").build(0, common)
+        cache = attnlib.PagedKVCache.allocate(spec, 4, "cpu")
+        if known:
+            layer(q, 0 * kv, kv, cache, metadata, selected_keys=right)
+        with pytest.raises(ContractError, match=message):
+            layer(q, kv, kv, cache, metadata, selected_keys=wrong)
+        assert not cache.key_cache.any()
