@@ -53,8 +53,16 @@ class PrefixNode:
     """
 
     __slots__ = (
-        "block", "children", "chunk", "dead", "depth", "key", "linked", "parent", "root",
-    )  # fmt: skip
+        "block",
+        "children",
+        "chunk",
+        "dead",
+        "depth",
+        "key",
+        "linked",
+        "parent",
+        "root",
+    )
 
     def __init__(self, parent: PrefixNode | None, chunk: Chunk = (), key: Hashable = None) -> None:
         self.parent = parent

@@ -86,9 +86,15 @@ def set_context(
     """Set the context of the next step; the arguments are the attributes of `Context`."""
     global _current  # the original has one context per process, too
     _current = Context(
-        is_prefill, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, slot_mapping,
-        context_lens, block_tables,
-    )  # fmt: skip
+        is_prefill,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        slot_mapping,
+        context_lens,
+        block_tables,
+    )
 
 
 def reset_context() -> None:
@@ -156,10 +162,15 @@ class Attention(nn.Module):
             output = flash_attention_prefill(q, k, v, starts, self.scale, *sizes)
         else:
             output = paged_attention_decode(
-                q, self.k_cache, self.v_cache, _required("block_tables", context.block_tables),
-                _required("context_lens", context.context_lens), self.scale, *sizes,
+                q,
+                self.k_cache,
+                self.v_cache,
+                _required("block_tables", context.block_tables),
+                _required("context_lens", context.context_lens),
+                self.scale,
+                *sizes,
                 self.block_size,
-            )  # fmt: skip
+            )
         return output.flatten(1)
 
     def _check_step(self, q: Tensor, context: Context) -> None:
@@ -190,10 +201,17 @@ class Attention(nn.Module):
         ends = starts if context.cu_seqlens_k is None else context.cu_seqlens_k.to(torch.int32)
         table, output = _required("block_tables", context.block_tables), torch.empty_like(q)
         operation("paged_prefill", "paged_prefill", q)(
-            q, self.k_cache, self.v_cache, table.to(torch.int32), starts, ends[1:] - ends[:-1],
-            AttentionParams(scale=self.scale), max_query_len=context.max_seqlen_q or q.shape[0],
-            max_seq_len=context.max_seqlen_k or table.shape[1] * self.block_size, out=output,
-        )  # fmt: skip
+            q,
+            self.k_cache,
+            self.v_cache,
+            table.to(torch.int32),
+            starts,
+            ends[1:] - ends[:-1],
+            AttentionParams(scale=self.scale),
+            max_query_len=context.max_seqlen_q or q.shape[0],
+            max_seq_len=context.max_seqlen_k or table.shape[1] * self.block_size,
+            out=output,
+        )
         return output
 
 

@@ -97,9 +97,16 @@ def flash_attention_prefill(
         )
     check_starts("cu_seqlens", starts, tokens)
     operation("varlen_prefill", "varlen_prefill", q)(
-        q, k, v, starts, starts, AttentionParams(scale=scale), max_seqlen_q=tokens,
-        max_seqlen_k=tokens, out=out,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        starts,
+        starts,
+        AttentionParams(scale=scale),
+        max_seqlen_q=tokens,
+        max_seqlen_k=tokens,
+        out=out,
+    )
     return out
 
 
@@ -142,10 +149,17 @@ def paged_attention_decode(
     num_reqs, out = query.shape[0], torch.empty_like(query)
     starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=query.device)
     operation("paged_decode", "paged_decode", query)(
-        query, k_cache, v_cache, _int32("block_tables", block_tables), starts,
-        _int32("context_lens", context_lens), AttentionParams(scale=scale), max_query_len=1,
-        max_seq_len=block_tables.shape[1] * block_size, out=out,
-    )  # fmt: skip
+        query,
+        k_cache,
+        v_cache,
+        _int32("block_tables", block_tables),
+        starts,
+        _int32("context_lens", context_lens),
+        AttentionParams(scale=scale),
+        max_query_len=1,
+        max_seq_len=block_tables.shape[1] * block_size,
+        out=out,
+    )
     return out
 
 

@@ -22,9 +22,19 @@ from attnlib.ops.addresses import (
 from attnlib.ops.checks import check_slots
 
 __all__ = [
-    "BYTES", "GROUP", "LATENT", "LARGEST", "ROTARY", "SMALLEST_SCALE", "PackedViews",
-    "check_batch", "check_latents", "check_queries", "check_query", "packed_views",
-]  # fmt: skip
+    "BYTES",
+    "GROUP",
+    "LATENT",
+    "LARGEST",
+    "ROTARY",
+    "SMALLEST_SCALE",
+    "PackedViews",
+    "check_batch",
+    "check_latents",
+    "check_queries",
+    "check_query",
+    "packed_views",
+]
 
 LATENT, ROTARY, GROUP = 512, 64, 128
 """Elements of a latent, of its rotary part, and of a group with one scale."""
@@ -141,9 +151,13 @@ def check_batch(
             rule="M5",
         )
     _check_devices(
-        data, query=query, block_table=block_table, query_start_loc=query_start_loc,
-        seq_lens=seq_lens, lse=lse,
-    )  # fmt: skip
+        data,
+        query=query,
+        block_table=block_table,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        lse=lse,
+    )
     check_starts("query_start_loc", query_start_loc, query.shape[0])
     check_block_table(block_table, seq_lens, data.shape[1], data.shape[0])
     if requests and are_readable(seq_lens) and int(seq_lens.max()) > max_seq_len:

@@ -26,7 +26,15 @@ from attnlib.score_functions.spans import (
 )
 
 __all__ = [
-    "alibi_sqrt", "bidirectional_spans", "block_diffusion", "document_tensors", "documents",
-    "head_windows", "multi_item", "prefix_lm", "relative_bias", "span_tensors",
+    "alibi_sqrt",
+    "bidirectional_spans",
+    "block_diffusion",
+    "document_tensors",
+    "documents",
+    "head_windows",
+    "multi_item",
+    "prefix_lm",
+    "relative_bias",
+    "span_tensors",
     "t5_relative_bias",
-]  # fmt: skip
+]

@@ -15,9 +15,21 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "OPERATORS", "TORCH_OPERATORS", "absolute", "exp", "exp2", "floor", "log", "log2", "lookup",
-    "maximum", "minimum", "observed_lookups", "sqrt", "where",
-]  # fmt: skip
+    "OPERATORS",
+    "TORCH_OPERATORS",
+    "absolute",
+    "exp",
+    "exp2",
+    "floor",
+    "log",
+    "log2",
+    "lookup",
+    "maximum",
+    "minimum",
+    "observed_lookups",
+    "sqrt",
+    "where",
+]
 
 _observed = threading.local()
 
@@ -126,9 +138,19 @@ def _dtype_beside(number: Any, other: Any) -> torch.dtype | None:
 OPERATORS: dict[Callable[..., Any], str] = {
     function: function.__name__
     for function in (
-        where, minimum, maximum, absolute, exp, exp2, log, log2, sqrt, floor, lookup,
+        where,
+        minimum,
+        maximum,
+        absolute,
+        exp,
+        exp2,
+        log,
+        log2,
+        sqrt,
+        floor,
+        lookup,
     )
-}  # fmt: skip
+}
 """Function -> the name of its counterpart in the kernels."""
 
 TORCH_OPERATORS: dict[Callable[..., Any], str] = {

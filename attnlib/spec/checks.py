@@ -22,9 +22,14 @@ _Kind = TypeVar("_Kind", bound=Enum)
 
 
 _FLAGS = (
-    "has_alibi", "has_sink", "allow_fp8_queries", "use_mla", "needs_lse", "kv_sharing",
+    "has_alibi",
+    "has_sink",
+    "allow_fp8_queries",
+    "use_mla",
+    "needs_lse",
+    "kv_sharing",
     "batch_invariant",
-)  # fmt: skip
+)
 
 
 def check_spec(spec: AttentionSpec) -> None:

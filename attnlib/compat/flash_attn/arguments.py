@@ -37,8 +37,9 @@ def refuse(**arguments: tuple[object, object, str]) -> None:
         UnsupportedConfigError: an argument has another value; the message has the reason.
     """
     for name, (value, neutral, reason) in arguments.items():
-        if value is not neutral and (value is None or isinstance(value, torch.Tensor) or
-                                     value != neutral):  # fmt: skip
+        if value is not neutral and (
+            value is None or isinstance(value, torch.Tensor) or value != neutral
+        ):
             shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
             raise UnsupportedConfigError(f"{name}={shown}: {reason}", reasons=[name])
 

@@ -63,9 +63,14 @@ class ScoreArguments(NamedTuple):
         """The options of a call with these tensors."""
         table, starts = tensors.table, tensors.cu_seqlens_q
         return Options.of(
-            tensors.q.shape[-1], self.softmax_scale, self.causal, self.window_size, self.softcap,
-            self.alibi_slopes, self.return_softmax_lse,
+            tensors.q.shape[-1],
+            self.softmax_scale,
+            self.causal,
+            self.window_size,
+            self.softcap,
+            self.alibi_slopes,
+            self.return_softmax_lse,
             max_query_len=tensors.q.shape[1] if starts is None else int(tensors.max_seqlen_q or 0),
             max_seq_len=tensors.k_cache.shape[1] * (1 if table is None else table.shape[1]),
             chunk=self.attention_chunk,
-        )  # fmt: skip
+        )

@@ -19,9 +19,16 @@ from attnlib.compat.flash_attn.arguments import (
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind, Window
 
 __all__ = [
-    "FlashAttentionArgumentError", "Options", "argument_errors", "check_tensor", "integer",
-    "last_stride_1", "refuse", "refuse_gradients", "slopes_of",
-]  # fmt: skip
+    "FlashAttentionArgumentError",
+    "Options",
+    "argument_errors",
+    "check_tensor",
+    "integer",
+    "last_stride_1",
+    "refuse",
+    "refuse_gradients",
+    "slopes_of",
+]
 
 
 class Options(NamedTuple):

@@ -25,10 +25,28 @@ class RecentCall:
     """
 
     __slots__ = (
-        "_append", "_bound", "_cache", "_call", "_check", "_fields", "_impl", "_index",
-        "_is_batched", "_lens", "_like_query", "_lse", "_new_keys", "_plan", "_plan_writes",
-        "_rows", "_shape", "_table", "_view", "_where", "arguments",
-    )  # fmt: skip
+        "_append",
+        "_bound",
+        "_cache",
+        "_call",
+        "_check",
+        "_fields",
+        "_impl",
+        "_index",
+        "_is_batched",
+        "_lens",
+        "_like_query",
+        "_lse",
+        "_new_keys",
+        "_plan",
+        "_plan_writes",
+        "_rows",
+        "_shape",
+        "_table",
+        "_view",
+        "_where",
+        "arguments",
+    )
 
     @classmethod
     def of(
@@ -151,9 +169,10 @@ class RecentCall:
         lse = None
         if self._lse:
             lse = torch.empty(
-                (self._shape[0] * self._shape[1], self._shape[2]), dtype=torch.float32,
+                (self._shape[0] * self._shape[1], self._shape[2]),
+                dtype=torch.float32,
                 device=q.device,
-            )  # fmt: skip
+            )
         # Direct launches read addresses, which are those of the views of the caches too.
         if bound is None or not bound(q, k_cache, v_cache, result, lse, k, v, lens, table):
             if not is_like and not self._accepts(q, k_cache, v_cache, k, v, lens, table):

@@ -46,9 +46,10 @@ def rotate_query_and_key(
     of_query = positions[:, :1] if same_query_position else positions[:, : query.shape[1]]
     return (
         _rotate(query, cos[of_query], sin[of_query], interleaved),
-        _rotate(key, cos[positions[:, : key.shape[1]]], sin[positions[:, : key.shape[1]]],
-                interleaved),
-    )  # fmt: skip
+        _rotate(
+            key, cos[positions[:, : key.shape[1]]], sin[positions[:, : key.shape[1]]], interleaved
+        ),
+    )
 
 
 def _rotate(

@@ -32,9 +32,18 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` of `qkv` `[B, S, 3, H, D]`. The rest as there."""
     q, k, v = qkv.unbind(2)
     return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
-        alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
 
 
 def flash_attn_kvpacked_func(
@@ -52,9 +61,18 @@ def flash_attn_kvpacked_func(
     """`flash_attn_func` of `kv` `[B, Sk, 2, Hkv, D]`. The rest as there."""
     k, v = kv.unbind(2)
     return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
-        alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -73,9 +91,22 @@ def flash_attn_varlen_qkvpacked_func(
     """`flash_attn_varlen_func` of `qkv` `[T, 3, H, D]`. The rest as there."""
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
-        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -97,6 +128,19 @@ def flash_attn_varlen_kvpacked_func(
     """`flash_attn_varlen_func` of `kv` `[Tk, 2, Hkv, D]`. The rest as there."""
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
-        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )

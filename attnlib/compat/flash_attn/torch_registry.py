@@ -115,9 +115,16 @@ def _scaled_dot_product_flash_attention(
     output, lse = _attend(query, key, value, dropout_p, is_causal, return_debug_mask, scale)
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return (
-        output, lse, None, None, query.shape[2], key.shape[2], state, state.new_zeros(()),
+        output,
+        lse,
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        state,
+        state.new_zeros(()),
         query.new_empty(0),
-    )  # fmt: skip
+    )
 
 
 def _attend(
@@ -138,9 +145,14 @@ def _attend(
             reasons=["is_causal"],
         )
     output, lse, _ = flash_attn_func(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), dropout_p, scale,
-        is_causal, return_attn_probs=True,
-    )  # fmt: skip
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        dropout_p,
+        scale,
+        is_causal,
+        return_attn_probs=True,
+    )
     return output.transpose(1, 2), lse
 
 
@@ -180,9 +192,17 @@ def _flash_attention_forward(
         output, lse, _ = flash_attn_func(query, key, value, **options)
     else:
         output, lse, _ = flash_attn_varlen_func(
-            query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, seqused_k=seqused_k,
-            block_table=block_table, **options,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            cum_seq_q,
+            cum_seq_k,
+            max_q,
+            max_k,
+            seqused_k=seqused_k,
+            block_table=block_table,
+            **options,
+        )
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return output, lse, state, state.new_zeros(()), query.new_empty(0)
 

@@ -28,6 +28,11 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         use_tensor_cores: bool = False,
     ) -> None:
         super().__init__(
-            workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer,
+            workspace_buffer,
+            kv_layout,
+            True,
+            use_tensor_cores,
+            indptr_buffer,
+            indices_buffer,
             last_page_len_buffer,
-        )  # fmt: skip
+        )

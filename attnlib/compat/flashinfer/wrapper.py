@@ -191,9 +191,12 @@ class PagedWrapper:
         if plan is None:
             return  # `run` raises
         form = replace(
-            plan.form, causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            plan.form,
+            causal=causal,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
-        )  # fmt: skip
+        )
         changed = plan.with_form(form)
         if changed.spec != plan.spec:
             self._metadata = None

@@ -25,8 +25,12 @@ __all__ = ["Attention"]
 
 _SPEC_FIELDS = {field.name for field in dataclasses.fields(AttentionSpec)}
 _LATENT_SIZES = (
-    "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim",
-)  # fmt: skip
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "qk_head_dim",
+    "v_head_dim",
+)
 """Sizes of multi-head latent attention that vLLM passes, but attention itself does not need."""
 
 
@@ -86,10 +90,22 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.layer = Layer.from_arguments(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, cache_config, None,
-            logits_soft_cap, per_layer_sliding_window, use_mla, prefix, attn_type,
-            kv_sharing_target_layer_name, attn_backend, **_layer_arguments(extra_impl_args),
-        )  # fmt: skip
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            cache_config,
+            None,
+            logits_soft_cap,
+            per_layer_sliding_window,
+            use_mla,
+            prefix,
+            attn_type,
+            kv_sharing_target_layer_name,
+            attn_backend,
+            **_layer_arguments(extra_impl_args),
+        )
         self.kv_cache: list[torch.Tensor | PagedKVCache] = [torch.empty(0)]
         self.calculate_kv_scales = bool(getattr(cache_config, "calculate_kv_scales", False))
         self.layer_name = prefix

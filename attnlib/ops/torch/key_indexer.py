@@ -102,8 +102,9 @@ def _block_scores(
     future = (places > positions[:, None])[:, None]
     size = selection.block_size
     padding = -keys.shape[0] % size
-    scores = torch.nn.functional.pad(scores.masked_fill(future, -torch.inf), (0, padding),
-                                     value=-torch.inf)  # fmt: skip
+    scores = torch.nn.functional.pad(
+        scores.masked_fill(future, -torch.inf), (0, padding), value=-torch.inf
+    )
     scores = scores.view(*scores.shape[:-1], -1, size).amax(-1)
     blocks = torch.arange(scores.shape[-1], device=keys.device)
     own = positions.div(size, rounding_mode="floor")[:, None]

@@ -121,6 +121,12 @@ def packed_latent_attention(
         )
         return
     paged_prefill(
-        query, key, key[..., :LATENT], *batch, max_query_len=max_query_len,
-        max_seq_len=max_seq_len, out=out, lse=lse,
-    )  # fmt: skip
+        query,
+        key,
+        key[..., :LATENT],
+        *batch,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        out=out,
+        lse=lse,
+    )

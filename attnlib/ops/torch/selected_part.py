@@ -103,9 +103,11 @@ class SelectedPart:
         if params.logits_soft_cap > 0:
             logits = torch.tanh(logits / params.logits_soft_cap) * params.logits_soft_cap
         logits = logits.view(num_lists, units * group, size, num_keys)
-        per_head = positions if list_heads == 1 else positions.repeat_interleave(
-            num_heads // list_heads, dim=1
-        )  # fmt: skip
+        per_head = (
+            positions
+            if list_heads == 1
+            else positions.repeat_interleave(num_heads // list_heads, dim=1)
+        )
         bias, hidden = self._bias(per_head, tokens, count, dtype)
         if bias is not None:
             logits = logits + bias

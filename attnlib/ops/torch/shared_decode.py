@@ -102,9 +102,13 @@ def _add(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
 
 
 def _merge(
-    partial_out: Tensor, partial_lse: Tensor, items: DecodeItems, params: AttentionParams,
-    out: Tensor, lse: Tensor | None,
-) -> None:  # fmt: skip
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    items: DecodeItems,
+    params: AttentionParams,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
     """Merge the partial results of each token; a sink counts once (M4)."""
     out.zero_()
     if lse is not None:
