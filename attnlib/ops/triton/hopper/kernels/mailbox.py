@@ -13,7 +13,7 @@ _FIRST_TILE_FIELD: gl.constexpr = gl.constexpr(6)
 
 @aggregate
 class TileRanges:
-    """The key tiles of a work tile, in one or two ranges (`schedule.bounded_tiles`).
+    """The key tiles of a work tile, in one or two ranges (`query_tiles.bounded_tiles`).
 
     Tiles are numbered as if those between the ranges did not exist; `at` gives their true numbers.
 

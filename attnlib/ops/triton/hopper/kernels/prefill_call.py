@@ -133,7 +133,7 @@ class PrefillCall:
             the first key of each request and the end.
         num_tokens: query tokens.
         num_tiles: query tiles, an upper bound.
-        l2_heads: KV heads that are worked on at a time (`schedule.find_tile`).
+        l2_heads: KV heads that are worked on at a time (`query_tiles.find_tile`).
         counters: two int32 zeros of a persistent grid.
         concurrent: 1 to run next to the previous kernel, 0 to wait for it first.
         mask: `Mask`.

@@ -15,7 +15,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     wait_on_dependent_grids,
 )
 from attnlib.ops.triton.hopper.kernels.mailbox import TileRanges, WorkTile
-from attnlib.ops.triton.hopper.kernels.schedule import bounded_tiles, find_tile
+from attnlib.ops.triton.hopper.kernels.query_tiles import bounded_tiles, find_tile
 from attnlib.ops.triton.hopper.kernels.work_counter import (
     atomic_increment,
     incremented,

@@ -39,7 +39,8 @@ from attnlib.ops.triton.hopper.kernels.prefill_rows import (
 )
 from attnlib.ops.triton.hopper.kernels.prefill_sources import CacheSource
 from attnlib.ops.triton.hopper.kernels.prefill_storage import allocate_storage, allocate_tiles
-from attnlib.ops.triton.hopper.kernels.schedule import Batch, bounded_tiles
+from attnlib.ops.triton.hopper.kernels.query_tiles import bounded_tiles
+from attnlib.ops.triton.hopper.kernels.schedule import Batch
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LN2,
     LOG2E,

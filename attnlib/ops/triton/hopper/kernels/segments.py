@@ -20,10 +20,21 @@ from attnlib.ops.triton.hopper.kernels.compat import exp2
 from attnlib.ops.triton.hopper.kernels.softmax import LOG2E
 
 __all__ = [
-    "MOST_QUERY_ROWS", "SEGMENTS", "add_column_sums", "add_row_sums", "cap_scores", "column_sums",
-    "fold_sums", "row_sums", "segment_bits", "segment_range", "segment_tiles", "softmax_factor",
-    "sum_columns", "sum_rows",
-]  # fmt: skip
+    "MOST_QUERY_ROWS",
+    "SEGMENTS",
+    "add_column_sums",
+    "add_row_sums",
+    "cap_scores",
+    "column_sums",
+    "fold_sums",
+    "row_sums",
+    "segment_bits",
+    "segment_range",
+    "segment_tiles",
+    "softmax_factor",
+    "sum_columns",
+    "sum_rows",
+]
 
 
 QUERY_ROWS = 128
@@ -67,9 +78,7 @@ def _logarithms(width_v, group, block_n):
 
 
 @gluon.jit
-def segment_bits(
-    position, WIDTH_V: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr
-):  # fmt: skip
+def segment_bits(position, WIDTH_V: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr):
     """Return the base-2 logarithm of the key tiles of a segment for queries at `position`.
 
     All queries of a query tile of the prefill have the same number. Short segments let a decode of
@@ -83,9 +92,7 @@ def segment_bits(
 
 
 @gluon.jit
-def segment_tiles(
-    position, WIDTH_V: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr
-):  # fmt: skip
+def segment_tiles(position, WIDTH_V: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr):
     """Return the key tiles of a segment for queries at `position`, a power of 2."""
     return 1 << segment_bits(position, WIDTH_V, BLOCK_N, GROUP)
 
@@ -93,7 +100,7 @@ def segment_tiles(
 @gluon.jit
 def segment_range(
     query_len, seq_len, WIDTH_V: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr
-):  # fmt: skip
+):
     """Return the least and the most tiles of a segment of the queries of a decode.
 
     Ends of the longest segments are ends of all, because lengths are powers of 2. A decode has too
