@@ -38,12 +38,11 @@ def _row(check: str, results: list[CaseResult]) -> tuple[str, ...]:
     )
 
 
-def render_report(report: ConformanceReport, *, failures: int = 20) -> str:
+def render_report(report: ConformanceReport) -> str:
     """The report as text: settings, one line per check, failures, skipped cases, coverage, summary.
 
-    Args:
-        report: the report.
-        failures: number of failures to print in full.
+    Each failed check has two lines, for its first failed case. Specific checks come first, in the
+    order of `CHECKS`.
     """
     by_check: dict[str, list[CaseResult]] = {}
     for result in report.results:
@@ -56,16 +55,48 @@ def render_report(report: ConformanceReport, *, failures: int = 20) -> str:
         f"base case: {report.base_case}",
         "",
         format_table(header, (_row(check, results) for check, results in by_check.items())),
+        *_failures(report),
+        "",
+        *_skips(report),
+        *_coverage(report),
+        "",
+        *_start_here(report),
+        summary_line(report),
     ]
-    for result in report.failures[:failures]:
+    return "\n".join(lines)
+
+
+def _first_failures(report: ConformanceReport) -> list[tuple[CaseResult, int]]:
+    """The first failed case of each check and the number of its failed cases, specific first."""
+    by_check: dict[str, list[CaseResult]] = {}
+    for result in report.failures:
+        by_check.setdefault(result.check, []).append(result)
+    order = list(_TITLES)
+    known = sorted(by_check, key=lambda check: order.index(check) if check in order else len(order))
+    return [(by_check[check][0], len(by_check[check])) for check in known]
+
+
+def _failures(report: ConformanceReport) -> list[str]:
+    lines = []
+    for result, count in _first_failures(report):
+        more = f" and {count - 1} more of {result.check}" if count > 1 else ""
         lines += [
             "",
-            f"FAIL {result.id}: {result.message}",
+            f"FAIL {result.id}{more}: {result.message}",
             f"     reproduce: {result.reproduce}",
         ]
-    if len(report.failures) > failures:
-        lines += ["", f"and {len(report.failures) - failures} more failures; --json lists them all"]
-    return "\n".join([*lines, "", *_skips(report), *_coverage(report), "", summary_line(report)])
+    return lines
+
+
+def _start_here(report: ConformanceReport) -> list[str]:
+    """The line that names the most specific of the failed checks; none without a failure."""
+    failures = _first_failures(report)
+    if not failures:
+        return []
+    first, title = failures[0][0], _TITLES.get(failures[0][0].check, "")
+    others = len(failures) - 1
+    of = f"; the most specific of {len(failures)} failed checks" if others else ""
+    return [f"start here: {first.id}{f' ({title})' if title else ''}{of}"]
 
 
 def _skips(report: ConformanceReport) -> list[str]:

@@ -24,6 +24,7 @@ __all__ = [
     "attend",
     "check_supported",
     "compare_with_oracle",
+    "equals_result_without",
     "find_operation",
     "make_impl",
     "run_case",
@@ -186,6 +187,29 @@ def compare_with_oracle(
     if actual.out[num_tokens:].any():
         errors.append(f"padding rows {num_tokens} and later must be exactly 0 (M6)")
     return f"{'; '.join(errors)} | case: {case}" if errors else ""
+
+
+def equals_result_without(
+    actual: AttentionOutput,
+    with_it: tuple[OracleResult, OracleResult],
+    without_it: tuple[OracleResult, OracleResult],
+    dtype: torch.dtype,
+) -> bool:
+    """True if a feature is ignored: the output is wrong with it and within budget without it.
+
+    The limit of each comparison is that of its own oracle. Otherwise the effect of the feature
+    would count as an error of the same-precision computation, and any error would be within it.
+
+    Args:
+        actual: the output of the backend.
+        with_it, without_it: the oracle in float64 and in `dtype`, with and without the feature.
+        dtype: the dtype of the case.
+    """
+    wrong, right = (
+        compare(actual.out, expected.out, same_precision.out, dtype)
+        for expected, same_precision in (with_it, without_it)
+    )
+    return right.passed and not wrong.passed
 
 
 def _oracle_results(reference: MaterializedCase) -> tuple[OracleResult, OracleResult]:

@@ -44,3 +44,37 @@ def test_each_check_that_runs_on_a_cpu_has_a_wrong_backend() -> None:
     cpu_checks = {check.id for check in CHECKS if not check.needs_gpu}
     assert {check for _, check in WRONG.values()} == cpu_checks
     assert len({backend for backend, _ in WRONG.values()}) >= 15
+
+
+@pytest.mark.parametrize("error", ["base-2 LSE", "interleaved heads"])
+def test_other_errors_do_not_count_as_an_ignored_parameter(error: str) -> None:
+    """The output without a parameter has its own limit: its effect is no error."""
+    report = run_conformance(WRONG[error][0], device="cpu", against=[], only="F1,S1,S2", quick=True)
+    assert {result.check for result in report.failures} == {"F1", "S1", "S2"}
+    assert not [result.id for result in report.failures if "is ignored" in result.message]
+
+
+@pytest.mark.parametrize(
+    ("error", "ignored"),
+    [
+        ("ignored soft cap", "soft_cap is ignored"),
+        ("ignored score function", "the score function is ignored"),
+        ("ignored selection", "the selection is ignored"),
+    ],
+)
+def test_an_ignored_parameter_is_named(error: str, ignored: str) -> None:
+    backend, check = WRONG[error]
+    report = run_conformance(backend, device="cpu", against=[], only=check, quick=True)
+    assert ignored in report.failures[0].message
+
+
+def test_the_kv_head_that_a_query_head_reads_is_named() -> None:
+    report = run_conformance(WRONG["interleaved heads"][0], device="cpu", against=[], quick=True)
+    text = str(report)
+    assert "start here: W3/group-2-decode (which KV head each query head reads)" in text
+    assert "query head 1 reads the values of KV head 1; expected 0" in text
+    assert "which is h % num_kv_heads" in text
+    keys = run_conformance(
+        WRONG["keys of interleaved heads"][0], device="cpu", against=[], quick=True, only="W3"
+    )
+    assert "query head 1 reads the keys of KV head 1; expected 0" in str(keys)

@@ -16,6 +16,7 @@ from attnlib.testing.conformance import count_cases, make_target, run_conformanc
 from attnlib.testing.outcome import CaseResult, NotRun, Outcome, UnsupportedCase
 from attnlib.testing.report import render_report, report_to_json
 from tests.testing.toy_backend import ToyBackend, ToyImpl, toy_with
+from tests.testing.wrong_backends import BaseTwoLse
 
 
 class Broken(ToyImpl):
@@ -111,14 +112,33 @@ def test_the_report_shows_failures_skipped_cases_and_the_counts() -> None:
     report = run_conformance(
         toy_with(Broken, sink=False), device="cpu", against=[], only="V2/batch-*,L3,G4", quick=True
     )
-    text = render_report(report, failures=2)
-    assert "FAIL V2/batch-decode: raised ValueError" in text
+    text = render_report(report)
+    assert "FAIL V2/batch-decode and 4 more of V2: raised ValueError" in text
     assert "     reproduce: run_conformance(Changed, " in text
-    assert "and 3 more failures" in text
+    assert text.count("FAIL ") == text.count("reproduce: ") == 1
+    assert text.splitlines()[-2].startswith("start here: V2/batch-decode (results within")
     assert "unsupported: attention sinks: not supported (L3/" in text
     assert "not run: needs a GPU, runs on cpu (G4/all)" in text
     assert "5 failed" in text.splitlines()[-1]
     assert text.splitlines()[-1].endswith("FAILED")
+
+
+def test_the_report_starts_with_the_most_specific_check() -> None:
+    """One failed case per check in two lines; the wrong base of the LSE fails many checks."""
+    report = run_conformance(toy_with(BaseTwoLse), device="cpu", against=[], quick=True)
+    lines = render_report(report).splitlines()
+    assert len(report.failures) > 20
+    failed = [line for line in lines if line.startswith("FAIL ")]
+    assert len(failed) == len(report.failed_checks()) > 2
+    assert failed[0].startswith("FAIL L1/decode and 6 more of L1: the LSE is a base-2 log")
+    (start,) = [line for line in lines if line.startswith("start here: ")]
+    assert start.startswith("start here: L1/decode (the LSE is the natural log")
+    assert f"the most specific of {len(failed)} failed checks" in start
+
+
+def test_a_report_without_failures_has_no_start() -> None:
+    report = run_conformance(ToyBackend, device="cpu", against=[], only="L1", quick=True)
+    assert "start here" not in render_report(report)
 
 
 def test_json_contains_all_results() -> None:

@@ -358,6 +358,24 @@ class WrongGroups(ToyImpl):
         return head // group if group & (group - 1) == 0 else head % self.spec.num_kv_heads
 
 
+class InterleavedHeads(ToyImpl):
+    """Maps query head h to KV head h % Hkv."""
+
+    def kv_head_of(self, head: int) -> int:
+        return head % self.spec.num_kv_heads
+
+
+class KeysOfInterleavedHeads(ToyImpl):
+    """Reads the values of the right KV head, and the keys of KV head h % Hkv."""
+
+    def logits(
+        self, query: torch.Tensor, keys: torch.Tensor, distance: torch.Tensor
+    ) -> torch.Tensor:
+        kv_heads = self.spec.num_kv_heads
+        first = [(h % kv_heads) * self.spec.group_size for h in range(self.spec.num_heads)]
+        return super().logits(query, keys[:, first], distance)
+
+
 class LeavesPaddingRows(ToyImpl):
     """Does not write the padding rows."""
 
@@ -914,6 +932,8 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
         "D1",
     ),
     "wrong groups for a ratio that is no power of two": (toy_with(WrongGroups), "V2"),
+    "interleaved heads": (toy_with(InterleavedHeads), "W3"),
+    "keys of interleaved heads": (toy_with(KeysOfInterleavedHeads), "W3"),
     "padding rows not written": (toy_with(LeavesPaddingRows), "N3"),
     "contiguous query assumed": (toy_with(AssumesPackedQuery), "K4"),
     "empty requests crash": (toy_with(FailsOnEmptyRequests), "N2"),

@@ -1,7 +1,9 @@
 """The checks of the conformance suite, one module for each group of requirements.
 
-The id of a check is the id of the requirement that it covers. `CHECKS` is sorted so that cheap
-checks with specific error messages run first.
+The id of a check is the id of the requirement that it covers. `CHECKS` is sorted from specific to
+general: the first failing check names the cause best, and reports show it first. A check whose
+message names the error (which keys, which head, which base) comes before one that only compares
+numbers with the oracle, and one over a single feature comes before one over all of them.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from attnlib.testing.checks import (
     host_overhead,
     key_indexer,
     key_selection,
+    kv_heads,
     kv_sharing,
     latent,
     layer_groups,
@@ -42,30 +45,31 @@ __all__ = ["CHECKS"]
 
 CHECKS: tuple[Check, ...] = (
     *visibility.CHECKS,
+    *kv_heads.CHECKS,
+    *lse.CHECKS,
+    *empty_batches.CHECKS,
+    *cache_write.CHECKS,
     *parameters.CHECKS,
     *score_functions.CHECKS,
     *key_selection.CHECKS,
     *key_indexer.CHECKS,
     *compressed_entries.CHECKS,
     *float8_queries.CHECKS,
-    *layer_groups.CHECKS,
-    *step_plans.CHECKS,
-    *accuracy.CHECKS,
     *latent.CHECKS,
     *packed_latents.CHECKS,
+    *rotary_write.CHECKS,
+    *page_formats.CHECKS,
     *unused_memory.CHECKS,
     *null_blocks.CHECKS,
-    *empty_batches.CHECKS,
-    *cache_write.CHECKS,
-    *page_formats.CHECKS,
     *strides.CHECKS,
-    *cache_exchange.CHECKS,
+    *layer_groups.CHECKS,
+    *step_plans.CHECKS,
     *kv_sharing.CHECKS,
-    *rotary_write.CHECKS,
-    *lse.CHECKS,
-    *addressing.CHECKS,
-    *determinism.CHECKS,
     *unsupported.CHECKS,
+    *determinism.CHECKS,
+    *accuracy.CHECKS,
+    *addressing.CHECKS,
+    *cache_exchange.CHECKS,
     *cuda_graphs.CHECKS,
     *host_overhead.CHECKS,
     *process_isolation.CHECKS,

@@ -15,7 +15,7 @@ from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.budget import compare
 from attnlib.testing.case import Case
 from attnlib.testing.check import Check, CheckCase
-from attnlib.testing.runner import compare_with_oracle, run_case
+from attnlib.testing.runner import compare_with_oracle, equals_result_without, run_case
 
 __all__ = ["CHECKS"]
 
@@ -58,16 +58,16 @@ def _check(target: BackendUnderTest, parameter: str, case: Case, without: dict[s
         **{name: getattr(Case(), name) for name in (*_PARAMETERS[parameter][0],)}
     ).replace(**without)
     off = plain.oracle_params(target.device)
-    expected_off = step.inputs.oracle(off)
-    expected_on, same_precision = step.oracle(), step.oracle(case.torch_dtype)
-    allowed = compare(output.out, expected_on.out, same_precision.out, case.torch_dtype)
-    moved = float((output.out.double() - expected_off.out).abs().nan_to_num().max())
+    with_it = step.oracle(), step.oracle(case.torch_dtype)
+    without_it = step.inputs.oracle(off), step.inputs.oracle(off, case.torch_dtype)
+    allowed = compare(output.out, with_it[0].out, with_it[1].out, case.torch_dtype)
+    moved = float((output.out.double() - without_it[0].out).abs().nan_to_num().max())
     if not error and moved < _FACTOR * allowed.max_allowed:
         return (
             f"{parameter} changes the output by {moved:.3g}, less than {_FACTOR} times the allowed "
             f"error {allowed.max_allowed:.3g} | case: {case}"
         )
-    if error and compare(output.out, expected_off.out, same_precision.out, case.torch_dtype).passed:
+    if error and equals_result_without(output, with_it, without_it, case.torch_dtype):
         return f"{parameter} is ignored: the output equals the one without it | case: {case}"
     return f"{parameter}: {error}" if error else ""
 

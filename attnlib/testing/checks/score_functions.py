@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from functools import partial
 
 from attnlib.testing.backend_under_test import BackendUnderTest
-from attnlib.testing.budget import compare
 from attnlib.testing.case import Case
 from attnlib.testing.check import Check, CheckCase
-from attnlib.testing.runner import compare_with_oracle, run_case
+from attnlib.testing.runner import compare_with_oracle, equals_result_without, run_case
 from attnlib.testing.score_functions import SUITE, load_score_function
 
 __all__ = ["CHECKS"]
@@ -47,11 +46,13 @@ def _check(target: BackendUnderTest, case: Case) -> str:
     error = compare_with_oracle(case, output, target.device)
     if not error:
         return ""
-    step = case.replace(score=None).materialize(target.device)
-    ignored = compare(
-        output.out, step.oracle().out, step.oracle(case.torch_dtype).out, case.torch_dtype
+    step, plain = (
+        changed.materialize(target.device) for changed in (case, case.replace(score=None))
     )
-    if ignored.passed:
+    with_it, without_it = (
+        (given.oracle(), given.oracle(case.torch_dtype)) for given in (step, plain)
+    )
+    if equals_result_without(output, with_it, without_it, case.torch_dtype):
         return f"the score function is ignored: the output equals the one without | case: {case}"
     return error
 
