@@ -1,7 +1,7 @@
 """Attention over the packed cache of vLLM's PagedAttention, and its cache write, in plain torch.
 
-The reference of `ops.triton.packed_attention`, for any device and dtype. The blocks in use are
-copied to the layout of the P-rules, so lengths are read on the host.
+The reference of `ops.triton.packed_attention`. The blocks in use are copied to the layout of the
+P-rules, so lengths are read on the host.
 """
 
 from __future__ import annotations
@@ -64,9 +64,8 @@ def packed_decode(
     for request, seq_len in enumerate(lengths.tolist()):
         pages = table[request].long()
         keys, values = (cache[pages].flatten(0, 1)[:seq_len] for cache in (key, value))
-        row = slice(request, request + 1)
-        rows = _block_sparse_decode(query[row], keys, values, params, pattern, *factors)
-        out[row] = rows.to(out.dtype)
+        own = query[request : request + 1]
+        out[request] = _block_sparse_decode(own, keys, values, params, pattern, *factors)[0]
 
 
 @torch.no_grad()
