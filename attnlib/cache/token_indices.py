@@ -120,7 +120,7 @@ def token_slots_to_write_indices(
     tokens = torch.arange(size, device=token_slots.device)
     if rows == 0 or width == 0:
         return torch.full_like(tokens, -1, dtype=dtype)
-    row = torch.searchsorted(starts[1:], tokens, right=True)
+    row = torch.searchsorted(starts[1:].contiguous(), tokens, right=True)
     request = row.clamp(max=rows - 1)
     position = seq_lens.long()[request] - starts[1:][request] + tokens
     exists = (row < rows) & (position >= 0) & (position < width)
