@@ -171,10 +171,17 @@ def capture_layer_call(
     spec, impl = layer.spec.replace(needs_lse=needs_lse), layer.impl
     names = () if spec.score_function is None else spec.score_function.layer_tensors
     return capture_call(
-        spec, query, key, value, cache, metadata, scale=impl.scale,
-        alibi_slopes=impl.alibi_slopes, sinks=impl.sinks,
+        spec,
+        query,
+        key,
+        value,
+        cache,
+        metadata,
+        scale=impl.scale,
+        alibi_slopes=impl.alibi_slopes,
+        sinks=impl.sinks,
         score_tensors=dict(zip(names, impl.layer_score_tensors, strict=True)),
-    )  # fmt: skip
+    )
 
 
 def _lengths(

@@ -53,8 +53,14 @@ class FormatErrors:
 
     def add(self, other: FormatErrors) -> None:
         """Add the errors of further calls."""
-        for name in ("squared_error", "squared_output", "lse_error", "lse_count", "saturated",
-                     "stored"):  # fmt: skip
+        for name in (
+            "squared_error",
+            "squared_output",
+            "lse_error",
+            "lse_count",
+            "saturated",
+            "stored",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("max_error", "max_output", "max_lse_error"):
             setattr(self, name, max(getattr(self, name), getattr(other, name)))

@@ -83,9 +83,13 @@ def attend_with_rounded_weights(
         for first in range(0, request.query_len, step):
             block = rows.select(first, min(first + step, request.query_len))
             weights = attention_weights(
-                block.query, span.key, rows_bias(block, start, end, params), params,
-                span.k_factor, rows_score(block, start, end, params),
-            )[0]  # fmt: skip
+                block.query,
+                span.key,
+                rows_bias(block, start, end, params),
+                params,
+                span.k_factor,
+                rows_score(block, start, end, params),
+            )[0]
             grouped = _round_weights(weights).view(value.shape[1], -1, *weights.shape[1:])
             begin, count = request.start + first, block.query.shape[0]
             out[begin : begin + count] = torch.einsum("hgls,shd->lhgd", grouped, value).flatten(

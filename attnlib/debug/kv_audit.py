@@ -123,30 +123,8 @@ def _attend(
     slots: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, PagedKVCache]:
     """Output and LSE in float32 over a cache of a format that holds these tokens."""
-    inputs, params = step.inputs, step.params
-    # Values that are a prefix of the keys (P10) are stored once, with one scale.
-    scales = _scales(one, key, value)
-    scales = (scales[0], scales[0]) if step.spec.use_mla else scales
-    spec = step.spec.replace(
-        dtype=torch.float32, kv_cache_dtype=one.kv_cache_dtype, kv_cache_layout=None,
-        needs_lse=True, batch_invariant=False, kv_sharing=False,
-        allow_fp8_queries=one.fp8_queries,
-        kv_scale_kind="head" if isinstance(scales[0], torch.Tensor) and scales[0].dim() else
-        "tensor",
-    )  # fmt: skip
-    device = key.device
-    outside: dict[str, Any] = {"k_scale": scales[0], "v_scale": scales[1]}
-    cache = PagedKVCache.allocate(
-        spec, max(1, inputs.placement.num_blocks), device,
-        **({} if spec.kv_format.scales_in_page else outside),
-    )  # fmt: skip
-    extra: dict[str, Any] = {}
-    if spec.score_function is not None:
-        extra["score_tensors"] = step.score_tensors()
-    layer = Attention(
-        spec, backend="torch", scale=params.scale, alibi_slopes=params.alibi_slopes,
-        sinks=params.sinks, device=device, **extra,
-    )  # fmt: skip
+    layer, cache = _layer_and_cache(step, one, key, value)
+    inputs, spec, device = step.inputs, layer.spec, key.device
     layer.impl.write_kv(key, value, cache, slots)
     metadata = layer.backend.make_builder(spec, device).build(0, step.common())
     # Not through the layer, whose observers may be running this audit.
@@ -164,6 +142,49 @@ def _attend(
     layer.impl.forward(query, cache, metadata, out, lse)
     attend_with_rounded_weights(query, cache, inputs.block_table, rounded, used, out)
     return out, lse, cache
+
+
+def _layer_and_cache(
+    step: MaterializedCase, one: AuditFormat, key: torch.Tensor, value: torch.Tensor
+) -> tuple[Attention, PagedKVCache]:
+    """The layer of a step in float32, and an empty cache of a format."""
+    inputs, params = step.inputs, step.params
+    # Values that are a prefix of the keys (P10) are stored once, with one scale.
+    scales = _scales(one, key, value)
+    scales = (scales[0], scales[0]) if step.spec.use_mla else scales
+    spec = step.spec.replace(
+        dtype=torch.float32,
+        kv_cache_dtype=one.kv_cache_dtype,
+        kv_cache_layout=None,
+        needs_lse=True,
+        batch_invariant=False,
+        kv_sharing=False,
+        allow_fp8_queries=one.fp8_queries,
+        kv_scale_kind="head"
+        if isinstance(scales[0], torch.Tensor) and scales[0].dim()
+        else "tensor",
+    )
+    device = key.device
+    outside: dict[str, Any] = {"k_scale": scales[0], "v_scale": scales[1]}
+    cache = PagedKVCache.allocate(
+        spec,
+        max(1, inputs.placement.num_blocks),
+        device,
+        **({} if spec.kv_format.scales_in_page else outside),
+    )
+    extra: dict[str, Any] = {}
+    if spec.score_function is not None:
+        extra["score_tensors"] = step.score_tensors()
+    layer = Attention(
+        spec,
+        backend="torch",
+        scale=params.scale,
+        alibi_slopes=params.alibi_slopes,
+        sinks=params.sinks,
+        device=device,
+        **extra,
+    )
+    return layer, cache
 
 
 def _scales(one: AuditFormat, key: torch.Tensor, value: torch.Tensor) -> tuple[Scale, Scale]:
@@ -204,8 +225,9 @@ def _count_clipped(
     """(elements beyond the largest number that their scale can store, all elements)."""
     clipped = 0
     for x, view, scale in (
-        (key, cache.key_cache, cache.k_scale), (value, cache.value_cache, cache.v_scale)
-    ):  # fmt: skip
+        (key, cache.key_cache, cache.k_scale),
+        (value, cache.value_cache, cache.v_scale),
+    ):
         stored = cache.page_format
         if stored is not None and isinstance(scale, torch.Tensor):
             factor = read_slots(scale, slots).float()

@@ -117,13 +117,18 @@ def call_signature(layer: Attention, call: LayerCall) -> tuple[Any, ...]:
     signature = (
         impl._group or impl.group,
         None if cache is None else cache._signature or cache.signature,
-        query.dtype, query.shape, query.stride(), query.device, query.requires_grad,
+        query.dtype,
+        query.shape,
+        query.stride(),
+        query.device,
+        query.requires_grad,
         None if key is None else (key.dtype, key.shape, key.stride(), key.device),
         None if value is None else (value.dtype, value.shape, value.stride(), value.device),
         None if output is None else (output.dtype, output.shape, output.stride(), output.device),
-        return_lse, torch.is_grad_enabled(),
+        return_lse,
+        torch.is_grad_enabled(),
         per_head_signature(layer) if layer._has_per_head else None,
-    )  # fmt: skip
+    )
     return signature if extra is None else (*signature, extra.signature)
 
 
@@ -195,10 +200,9 @@ def call_layer(
             if out is None:
                 out = empty_like(query) if shape is None else new_output(query, shape)
             lse = new_lse(self.spec, query) if with_lse else None
-            done = call is not None and call(
-                query, cache.key_cache, cache.value_cache, out, lse, key, value,
-                *(() if per_head is None else own_tensors(self)),
-            )  # fmt: skip
+            own = () if per_head is None else own_tensors(self)
+            keys, values = cache.key_cache, cache.value_cache
+            done = call is not None and call(query, keys, values, out, lse, key, value, *own)
             if not done and check is not None:
                 same = per_head is None or per_head == per_head_signature(self)
                 done = same and check(query, key, value, *(() if allocates else (output,)))

@@ -210,7 +210,16 @@ def rotate_opaquely(
         norms += [float(eps), float(offset), float(in_float32)]
     weights = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
     out: torch.Tensor = rotate_and_write_kv(
-        query, key, value, cos, sin, *weights, norms, interleaved, layer.handle, cache.handle,
+        query,
+        key,
+        value,
+        cos,
+        sin,
+        *weights,
+        norms,
+        interleaved,
+        layer.handle,
+        cache.handle,
         metadata.handle,
-    )  # fmt: skip
+    )
     return out

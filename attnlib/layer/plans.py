@@ -11,7 +11,7 @@ from attnlib.backends.step_plan import StepPlan
 from attnlib.cache.storage import UNIT_SCALE, PagedKVCache
 from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY, checker_for_level
 from attnlib.layer.cache_checks import check_cache_type, check_latent_scales
-from attnlib.layer.call import LayerCall, RecentPlan, call_signature, notify
+from attnlib.layer.call import LayerCall, RecentPlan, call_signature, new_lse, notify
 from attnlib.layer.checks import check_call, check_output, refuse_gradients
 from attnlib.layer.metadata_checks import (
     check_addresses,
@@ -122,10 +122,9 @@ def remember(
         layer._memory.tensor_check = signature, check
     if check is None and bound is None:
         return
-    metadata.__dict__["recent_plan"] = RecentPlan(
-        signature[0], signature[1], return_lse, output is None, check,
-        per_head_signature(layer) if layer._has_per_head else None, shape, plan, bound,
-    )  # fmt: skip
+    heads = per_head_signature(layer) if layer._has_per_head else None
+    kind = (signature[0], signature[1], return_lse, output is None)
+    metadata.__dict__["recent_plan"] = RecentPlan(*kind, check, heads, shape, plan, bound)
 
 
 def attend_into(
@@ -212,10 +211,14 @@ def _check(layer: Attention, signature: tuple[Any, ...], call: LayerCall, heads:
     facts = metadata if isinstance(metadata, PagedMetadata) else metadata.facts
     slots, lens = metadata.slot_mapping, facts.seq_lens
     accepted = (
-        signature, type(metadata), facts.spec, facts.num_actual_tokens,
+        signature,
+        type(metadata),
+        facts.spec,
+        facts.num_actual_tokens,
         None if slots is None else (slots.dtype, slots.shape, slots.device),
-        None if lens is None else lens.device, metadata.enable_kv_scales_calculation,
-    )  # fmt: skip
+        None if lens is None else lens.device,
+        metadata.enable_kv_scales_calculation,
+    )
     if accepted != layer._memory.accepted:
         check_call(layer, heads)
         check_output(spec, call)
@@ -246,9 +249,7 @@ def _plan(layer: Attention, signature: tuple[Any, ...], heads: LayerCall) -> Ste
             output = torch.empty(rows, dtype=query.dtype, device=query.device)
         elif output.dim() == 2:
             output = output.view(rows)
-        lse = None
-        if return_lse:
-            lse = torch.empty(rows[:2], dtype=torch.float32, device=query.device)
+        lse = new_lse(spec, query) if return_lse else None
         new = (key, value) if writes else (None, None)
         plan = layer.impl.plan(signature, query, *new, cache, metadata, output, lse)
         if plan is not None:

@@ -125,9 +125,15 @@ class _CheckedCall(NamedTuple):
         group, run = layer.impl.group, None
         if group.has_rotary_plan:
             run = layer.impl.plan_rotary_write(
-                *rows, cache, slots, cos, sin, interleaved=interleaved, q_norm=q_norm,
+                *rows,
+                cache,
+                slots,
+                cos,
+                sin,
+                interleaved=interleaved,
+                q_norm=q_norm,
                 k_norm=k_norm,
-            )  # fmt: skip
+            )
         return cls(group, cache.signature, flags, tensor_check(*tensors), run)
 
 

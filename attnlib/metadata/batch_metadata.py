@@ -21,8 +21,12 @@ __all__ = ["AttentionMetadata"]
 @functools.lru_cache(maxsize=256)
 def _cached_properties(cls: Any) -> tuple[str, ...]:
     """Names of the cached properties of a class: values derived from its fields."""
-    names = (name for base in cls.__mro__ for name, value in vars(base).items()
-             if isinstance(value, functools.cached_property))  # fmt: skip
+    names = (
+        name
+        for base in cls.__mro__
+        for name, value in vars(base).items()
+        if isinstance(value, functools.cached_property)
+    )
     return tuple(names)
 
 

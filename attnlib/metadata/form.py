@@ -26,8 +26,10 @@ def check_form(common: CommonAttentionMetadata) -> None:
         ContractError: the message names the tensor, what it is and what it must be.
     """
     table, slots, starts_cpu = (
-        common.block_table_tensor, common.slot_mapping, common.query_start_loc_cpu,
-    )  # fmt: skip
+        common.block_table_tensor,
+        common.slot_mapping,
+        common.query_start_loc_cpu,
+    )
     reqs, tokens, device = common.num_reqs, common.num_actual_tokens, common.query_start_loc.device
     if (
         _differs(common.query_start_loc, _INT32, (reqs + 1,))

@@ -107,9 +107,10 @@ class GraphBuffers:
             if seq_lens is not None:
                 seq_lens = torch.cat([seq_lens, torch.zeros(padding, dtype=torch.int32)])
             extra = {
-                "causal": common.causal, "is_cross_attention": common.is_cross_attention,
+                "causal": common.causal,
+                "is_cross_attention": common.is_cross_attention,
                 "shared_prefixes": common.shared_prefixes,
-            }  # fmt: skip
+            }
         computed = None
         if starts is not None and seq_lens is not None:
             computed = seq_lens - (starts[1:] - starts[:-1])

@@ -105,8 +105,11 @@ class PagedMetadata(AttentionMetadata):
         `prefill_query_start_loc` is None."""
         requests, tokens = self._rows_of_part(is_decode)
         causal, bias, table, score = (
-            self.causal, self.query_bias, self.block_table, self.score_tensors,
-        )  # fmt: skip
+            self.causal,
+            self.query_bias,
+            self.block_table,
+            self.score_tensors,
+        )
         return PartTensors(
             self.query_start_loc[: requests.stop + 1] if is_decode else self._prefill_starts(),
             self.seq_lens[requests],

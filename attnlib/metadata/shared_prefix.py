@@ -154,14 +154,16 @@ def check_shared_prefixes(
                 raise _error(prefix, f"names request {request} of {len(context_lens)}")
             if reached[request] != prefix.start:
                 raise _error(
-                    prefix, f"starts at {prefix.start}, but the prefixes of request {request} "
-                    f"end at {reached[request]}: list each prefix after the one that it continues"
-                )  # fmt: skip
+                    prefix,
+                    f"starts at {prefix.start}, but the prefixes of request {request} "
+                    f"end at {reached[request]}: list each prefix after the one that it continues",
+                )
             if prefix.end > context_lens[request]:
                 raise _error(
-                    prefix, f"ends past the {context_lens[request]} tokens that request {request} "
-                    "has in the cache before this step"
-                )  # fmt: skip
+                    prefix,
+                    f"ends past the {context_lens[request]} tokens that request {request} "
+                    "has in the cache before this step",
+                )
             reached[request] = prefix.end
     return reached
 

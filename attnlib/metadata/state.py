@@ -190,6 +190,9 @@ class AttentionState(Generic[M]):
         )
         cross = self.cross_attention
         return type(self)(
-            builder, limits, max_blocks=self.max_blocks, score_columns=self.score_columns,
+            builder,
+            limits,
+            max_blocks=self.max_blocks,
+            score_columns=self.score_columns,
             cross_attention=None if cross is None else cross.graph_clone(batch_size),
-        )  # fmt: skip
+        )

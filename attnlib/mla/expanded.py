@@ -109,11 +109,20 @@ def _attend(
     keys = torch.cat((keys, rotary), dim=-1).view(-1, _BLOCK, heads, query.shape[2])
     values = values.view(-1, _BLOCK, heads, latent_attention.head_size_v)
     operation("paged_prefill", "paged_prefill", query)(
-        query, keys, values, rows.table, batch.query_start_loc,
-        rows.lengths, params, max_query_len=batch.max_query_len, max_seq_len=rows.longest,
-        out=out, lse=lse, query_start_loc_cpu=batch.query_start_loc_cpu,
+        query,
+        keys,
+        values,
+        rows.table,
+        batch.query_start_loc,
+        rows.lengths,
+        params,
+        max_query_len=batch.max_query_len,
+        max_seq_len=rows.longest,
+        out=out,
+        lse=lse,
+        query_start_loc_cpu=batch.query_start_loc_cpu,
         seq_lens_cpu=rows.lengths_cpu,
-    )  # fmt: skip
+    )
 
 
 class _Rows:

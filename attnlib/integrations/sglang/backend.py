@@ -181,8 +181,10 @@ class AttnlibAttentionBackend(AttentionBackend):
             pages = (-1, self._page_size)
             scales = {}
             if spec.is_kv_quantized:
-                scales = {"k_scale": layer.k_scale_float or 1.0,
-                          "v_scale": layer.v_scale_float or 1.0}  # fmt: skip
+                scales = {
+                    "k_scale": layer.k_scale_float or 1.0,
+                    "v_scale": layer.v_scale_float or 1.0,
+                }
             cache = PagedKVCache.from_views(
                 keys.view(*pages, *keys.shape[1:]), values.view(*pages, *values.shape[1:]), **scales
             )

@@ -102,9 +102,15 @@ def decode_batch(
         return made
     kept: dict[Any, DecodeBatch] = _local.__dict__.setdefault("batches", {})
     key = (
-        layer.backend, layer.spec, step.batch_size, ratio, capacity, pattern, device,
+        layer.backend,
+        layer.spec,
+        step.batch_size,
+        ratio,
+        capacity,
+        pattern,
+        device,
         _stream(torch.device(device)),
-    )  # fmt: skip
+    )
     found = kept.get(key)
     if found is None:
         if len(kept) >= _MAX_BATCHES:

@@ -51,9 +51,13 @@ class DiscoveryStep(PagedStep):
         self._keys: list[tuple[torch.Tensor, FoundLayer]] = []
 
     def record(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
         options: dict[str, Any],
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Record a module; returns zeros in place of its output."""
         spec, layer_options = self.paged.attention.describe(module, query, value, options)
         # A module that shares keys passes on the very tensor of another one.

@@ -131,9 +131,14 @@ def layer_for(call: Call, spec: AttentionSpec) -> Attention:
     cached = layers.get((spec, device))
     if cached is None or not _is_current(cached, call, backend):
         layer = Attention(
-            spec, backend=backend, scale=call.scale, sinks=call.sinks, prefix=name, device=device,
+            spec,
+            backend=backend,
+            scale=call.scale,
+            sinks=call.sinks,
+            prefix=name,
+            device=device,
             score_tensors=_score_tensors(spec, device),
-        )  # fmt: skip
+        )
         cached = _CachedLayer(layer, call.scale, call.sinks, tensor_version(call.sinks))
         if len(layers) >= _MAX_LAYERS:
             layers.clear()

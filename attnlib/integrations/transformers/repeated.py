@@ -32,9 +32,13 @@ from attnlib.ops.signature import tensor_check
 __all__ = ["attend_again", "remember"]
 
 _REFUSED = (
-    "attnlib_step", "write_index", "cu_seq_lens_q", "position_bias", "indices",
+    "attnlib_step",
+    "write_index",
+    "cu_seq_lens_q",
+    "position_bias",
+    "indices",
     "block_indices",
-)  # fmt: skip
+)
 """Arguments of calls that are never repeated."""
 
 
@@ -114,10 +118,15 @@ def remember(
     if fits is None:
         return
     step.plans["repeat", id(layer.spec)] = _Repeat(
-        layer, plan.metadata, fits, cache,
-        (key.shape, key.stride()), (value.shape, value.stride()),
-        BoundCall() if batch is None else batch.bound_call, batch,
-    )  # fmt: skip
+        layer,
+        plan.metadata,
+        fits,
+        cache,
+        (key.shape, key.stride()),
+        (value.shape, value.stride()),
+        BoundCall() if batch is None else batch.bound_call,
+        batch,
+    )
 
 
 def attend_again(

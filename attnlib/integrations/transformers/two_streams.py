@@ -67,9 +67,14 @@ def attend_two_streams(call: Call, mask: EntryMask) -> torch.Tensor | None:
     plan: BatchPlan = step.plans[key]
     compressed = _entries_of(call, mask, entry_ratio, spec.compressed_entries)
     return run_layer(
-        layer, plan, own, None, None, cache,
+        layer,
+        plan,
+        own,
+        None,
+        None,
+        cache,
         compressed_keys=CompressedKeys(entry_cache, *compressed),
-    )  # fmt: skip
+    )
 
 
 def _entries_of(

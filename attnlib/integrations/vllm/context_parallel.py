@@ -155,8 +155,10 @@ class DistributedBuilder:
             raise ValueError(f"decode context parallelism needs layers of one kind, got {specs}")
         group = get_dcp_group()
         self._world_size, self._rank, self._interleave = (
-            group.world_size, group.rank_in_group, interleave,
-        )  # fmt: skip
+            group.world_size,
+            group.rank_in_group,
+            interleave,
+        )
         cached, new = _cached_spec(specs[0], group.world_size), _new_spec(specs[0])
         self._cached = select(cached).make_builder(cached, device, limits=limits)
         self._new = select(new).make_builder(new, device, limits=limits)

@@ -17,8 +17,12 @@ class AttnlibMLABackend(AttnlibBackend):
     """attnlib as a backend of latent attention in vLLM 0.26 and 0.33."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = [
-        "auto", "float16", "bfloat16", "fp8", "fp8_e4m3",
-    ]  # fmt: skip
+        "auto",
+        "float16",
+        "bfloat16",
+        "fp8",
+        "fp8_e4m3",
+    ]
 
     @classmethod
     def is_mla(cls) -> bool:

@@ -72,9 +72,14 @@ class FlashInferMLAImpl(AttentionImpl):
         if lse is not None or sinks is not None:
             logs = torch.empty(rows.shape[:2], dtype=torch.float32, device=rows.device)
         metadata.planned(self.scale).run(
-            rows[..., :size], rows[..., size:], latents[..., :size], latents[..., size:],
-            out=target, lse=logs, return_lse=logs is not None,
-        )  # fmt: skip
+            rows[..., :size],
+            rows[..., size:],
+            latents[..., :size],
+            latents[..., size:],
+            out=target,
+            lse=logs,
+            return_lse=logs is not None,
+        )
         if logs is not None:
             empty = rows_without_keys(metadata, slice(0, end), bool(metadata.causal))
             convert_base2_lse(logs, logs, empty)

@@ -58,10 +58,19 @@ class FlashInferMLAMetadata(PagedMetadata):
             rotary = spec.head_size - spec.head_size_v
             try:
                 lease.wrapper.plan(
-                    self.starts, self.pages.indptr, self.pages.indices, self.pages.seq_lens,
-                    spec.num_heads, spec.head_size_v, rotary, spec.block_size,
-                    bool(self.causal), scale, spec.dtype, spec.kv_dtype,
-                )  # fmt: skip
+                    self.starts,
+                    self.pages.indptr,
+                    self.pages.indices,
+                    self.pages.seq_lens,
+                    spec.num_heads,
+                    spec.head_size_v,
+                    rotary,
+                    spec.block_size,
+                    bool(self.causal),
+                    scale,
+                    spec.dtype,
+                    spec.kv_dtype,
+                )
             except Exception as error:
                 lines = compiler_errors(error)
                 if lines is None:
