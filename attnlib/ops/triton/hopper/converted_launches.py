@@ -80,8 +80,16 @@ class ConvertedPrefill:
         keys, values, starts, lens, table, *maps = batch_sources(7, self.prefill.num_batch_values)
         found = self.prefill.launches(direct, aligned, maps=(maps[0], maps[1]))
         arguments = (
-            KEY_CACHE, VALUE_CACHE, *self.scales, keys, values, starts, lens, table, *self.numbers,
-        )  # fmt: skip
+            KEY_CACHE,
+            VALUE_CACHE,
+            *self.scales,
+            keys,
+            values,
+            starts,
+            lens,
+            table,
+            *self.numbers,
+        )
         return found._replace(
             steps=(bind_step(self.convert, direct, aligned, arguments), *found.steps)
         )
@@ -116,9 +124,13 @@ class ConvertedPrefill:
             encoded = encoded_descriptors(views, attend)
             maps = encoded.get(copies) or encode_views(encoded, attend, views, copies)
         return (
-            *found, *copies, starts.data_ptr(), batch.seq_lens.data_ptr(),
-            batch.block_table.data_ptr(), *maps,
-        )  # fmt: skip
+            *found,
+            *copies,
+            starts.data_ptr(),
+            batch.seq_lens.data_ptr(),
+            batch.block_table.data_ptr(),
+            *maps,
+        )
 
     def tensors(self, batch: BatchTensors) -> tuple[Any, ...]:
         """The values of a batch for launches by Triton."""
@@ -128,9 +140,14 @@ class ConvertedPrefill:
             for view, copy in zip(self.prefill.views, (keys, values), strict=True)
         )
         return (
-            *self.prefill.tensors(packed), keys, values, starts, batch.seq_lens, batch.block_table,
+            *self.prefill.tensors(packed),
+            keys,
+            values,
+            starts,
+            batch.seq_lens,
+            batch.block_table,
             *maps,
-        )  # fmt: skip
+        )
 
     def _packed(self, batch: BatchTensors) -> tuple[BatchTensors, tuple[Tensor, Tensor, Tensor]]:
         """The batch of the prefill over the copies; the copies and the first rows of the requests.

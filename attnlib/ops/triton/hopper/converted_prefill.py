@@ -38,9 +38,14 @@ from attnlib.ops.triton.launch.sequence import (
 from attnlib.ops.triton.quantized_pages import page_kind, page_words
 
 __all__ = [
-    "FLOAT8_TILE", "ConvertedPrefill", "copied_rows", "copied_sizes", "multiplies_float8",
-    "prepare_converted_prefill", "prepare_float8_prefill",
-]  # fmt: skip
+    "FLOAT8_TILE",
+    "ConvertedPrefill",
+    "copied_rows",
+    "copied_sizes",
+    "multiplies_float8",
+    "prepare_converted_prefill",
+    "prepare_float8_prefill",
+]
 
 _TOKENS = 32
 """Tokens of a tile of the conversion."""
@@ -121,14 +126,23 @@ def prepare_converted_prefill(call: AttentionCall, tile: HopperTile, rows: int) 
         convert_cache_kernel,
         (_PROGRAMS_PER_SM * call.limits.num_sms, 1, 1),
         {
-            "NUM_KV_HEADS": num_kv_heads, "D": sizes[0], "DV": sizes[1],
-            "D_PAD": triton.next_power_of_2(sizes[0]), "DV_PAD": triton.next_power_of_2(sizes[1]),
-            "WORDS": words[0][0], "WORDS_PAD": words[0][1], "DV_WORDS": words[1][0],
-            "DV_WORDS_PAD": words[1][1], "BLOCK_SIZE": block_size, **format_, "TOKENS": _TOKENS,
+            "NUM_KV_HEADS": num_kv_heads,
+            "D": sizes[0],
+            "DV": sizes[1],
+            "D_PAD": triton.next_power_of_2(sizes[0]),
+            "DV_PAD": triton.next_power_of_2(sizes[1]),
+            "WORDS": words[0][0],
+            "WORDS_PAD": words[0][1],
+            "DV_WORDS": words[1][0],
+            "DV_WORDS_PAD": words[1][1],
+            "BLOCK_SIZE": block_size,
+            **format_,
+            "TOKENS": _TOKENS,
             "VEC_K": vector_elements("key_cache", key),
-            "VEC_V": vector_elements("value_cache", value), "num_warps": 4,
+            "VEC_V": vector_elements("value_cache", value),
+            "num_warps": 4,
         },
-    )  # fmt: skip
+    )
     numbers = (num_reqs, rows, call.table_stride)
     return ConvertedPrefill(
         prefill,
@@ -178,12 +192,16 @@ def prepare_float8_prefill(call: AttentionCall, rows: int) -> ConvertedPrefill:
         float8_copy_kernel,
         (4 * call.limits.num_sms, 1, 1),
         {
-            "NUM_KV_HEADS": num_kv_heads, "D": head_size, "DV": head_size_v,
-            "BLOCK_SIZE": block_size, "TOKENS": tile.block_n,
+            "NUM_KV_HEADS": num_kv_heads,
+            "D": head_size,
+            "DV": head_size_v,
+            "BLOCK_SIZE": block_size,
+            "TOKENS": tile.block_n,
             "VEC_K": vector_elements("key_cache", key),
-            "VEC_V": vector_elements("value_cache", value), "num_warps": 4,
+            "VEC_V": vector_elements("value_cache", value),
+            "num_warps": 4,
         },
-    )  # fmt: skip
+    )
     numbers = (num_reqs, rows, call.table_stride)
     return ConvertedPrefill(
         prefill,

@@ -66,9 +66,18 @@ class PrefillGeometry(NamedTuple):
         num_reqs = call.batch.query_start_loc.shape[0] - 1
         num_tiles = num_tokens // (rows // group) + incomplete * num_reqs + 1
         return cls(
-            block_size, shared, group, width, width_v, parts, split, rows, rows // group, num_tiles,
+            block_size,
+            shared,
+            group,
+            width,
+            width_v,
+            parts,
+            split,
+            rows,
+            rows // group,
+            num_tiles,
             num_tiles * num_kv_heads * shared,
-        )  # fmt: skip
+        )
 
     @property
     def loads_queries(self) -> bool:

@@ -112,7 +112,7 @@ class HopperPrefill:
 
     @property
     def num_batch_values(self) -> int:
-        """The number of values of a batch."""
+        """Values of a batch."""
         return _NUM_BATCH_VALUES + bool(self.totals_bytes) + 3 * self.num_batch_tensors
 
     def launches(
@@ -160,8 +160,7 @@ class HopperPrefill:
         return self.launches(True)
 
     def with_scratch(self, batch: BatchTensors) -> BatchTensors:
-        """The batch, with counters if it has none or too few for a persistent kernel, and with
-        memory for totals."""
+        """The batch, with memory for sums, and counters for a persistent kernel."""
         if self.totals_bytes:
             device = batch.query_start_loc.device
             space = torch.empty(self.totals_bytes // 4, dtype=torch.float32, device=device)

@@ -77,13 +77,7 @@ def prepare_hopper_prefill(
     config = _config(call, tile, sizes, functions, invariant)
     kernel, constants = choose_kernel(call, tile, config, functions, invariant, transposed)
     config = constants["CONFIG"]
-    query_view = None
-    if sizes.loads_queries:
-        shape, strides = tuple(query.shape), tuple(query.stride())
-        query_view = QueryView(query.dtype, shape, strides, *sizes.query_box, sizes.width)
-    assert query_view is not None or transposed is None
-    box = min(sizes.block_size or tile.block_n, tile.block_n)
-    width_v = PART_ELEMENTS.value if config.VALUE_PARTS else sizes.width_v
+    assert sizes.loads_queries or transposed is None
     scale, scales = _scales(key.dtype.itemsize == 1, params)
     ctas = tile.ctas_per_sm * call.limits.num_sms
     grid = (min(sizes.num_work_tiles, ctas) if tile.persistent else sizes.num_work_tiles, 1, 1)
@@ -93,11 +87,8 @@ def prepare_hopper_prefill(
         tile=tile,
         num_kv_heads=key.shape[2],
         shared=sizes.shared,
-        views=(
-            CacheView.of(key, box, sizes.width),
-            transposed or CacheView.of(value, box, width_v),
-        ),
-        query_view=query_view,
+        views=_views(call, tile, sizes, config, transposed),
+        query_view=_query_view(call, sizes),
         scale=scale,
         scales=scales,
         score_sizes=tensor_sizes(params.layer_score_tensors()),
@@ -119,6 +110,29 @@ def prepare_hopper_prefill(
         ),
         attend=BoundLaunch(kernel, grid, constants),
     )
+
+
+def _views(
+    call: AttentionCall,
+    tile: HopperTile,
+    sizes: PrefillGeometry,
+    config: PrefillConfig,
+    transposed: TransposedView | None,
+) -> tuple[CacheView, CacheView | TransposedView]:
+    """The key and value cache as TMA reads them."""
+    box = min(sizes.block_size or tile.block_n, tile.block_n)
+    width_v = PART_ELEMENTS.value if config.VALUE_PARTS else sizes.width_v
+    values = transposed or CacheView.of(call.value, box, width_v)
+    return CacheView.of(call.key, box, sizes.width), values
+
+
+def _query_view(call: AttentionCall, sizes: PrefillGeometry) -> QueryView | None:
+    """The queries as TMA reads them; None where the consumers load them."""
+    if not sizes.loads_queries:
+        return None
+    query = call.query
+    shape, strides = tuple(query.shape), tuple(query.stride())
+    return QueryView(query.dtype, shape, strides, *sizes.query_box, sizes.width)
 
 
 def _score_functions(call: AttentionCall, one_head: bool) -> dict[str, Any]:
@@ -202,10 +216,14 @@ def _numbers(call: AttentionCall, sizes: PrefillGeometry) -> tuple[float | int, 
     """The runtime numbers between the scale and `concurrent`."""
     params, (left, right) = call.params, call.params.window
     return (
-        float(params.logits_soft_cap), min(left, _UNBOUNDED), min(right, _UNBOUNDED),
-        min(params.attention_chunk_size, _UNBOUNDED), call.batch.query_start_loc.shape[0] - 1,
-        call.num_tokens, sizes.num_tiles,
-    )  # fmt: skip
+        float(params.logits_soft_cap),
+        min(left, _UNBOUNDED),
+        min(right, _UNBOUNDED),
+        min(params.attention_chunk_size, _UNBOUNDED),
+        call.batch.query_start_loc.shape[0] - 1,
+        call.num_tokens,
+        sizes.num_tiles,
+    )
 
 
 def _cache_strides(kernel: Any, key: Tensor, value: Tensor) -> tuple[int | None, ...]:

@@ -68,9 +68,12 @@ def pack_float8_weights(weights, OPERAND: gl.constexpr):
     return gl.inline_asm_elementwise(
         "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;"
         " cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
-        "=r,f,f,f,f", [gl.convert_layout(gl.reshape(pairs, [M, N]), OPERAND)], gl.float8e4nv, True,
+        "=r,f,f,f,f",
+        [gl.convert_layout(gl.reshape(pairs, [M, N]), OPERAND)],
+        gl.float8e4nv,
+        True,
         4,
-    )  # fmt: skip
+    )
 
 
 @gluon.jit

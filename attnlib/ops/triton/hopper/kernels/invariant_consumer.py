@@ -10,13 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.ops.triton.hopper.kernels.compat import partition_barrier
 from attnlib.ops.triton.hopper.kernels.invariant_epilogue import finish_rows, known_rows
-from attnlib.ops.triton.hopper.kernels.invariant_visits import (
-    InvariantRows,
-    Totals,
-    first_tile,
-    last_segment,
-    main_loop,
-)
+from attnlib.ops.triton.hopper.kernels.invariant_state import InvariantRows, Totals
+from attnlib.ops.triton.hopper.kernels.invariant_visits import first_tile, last_segment, main_loop
 from attnlib.ops.triton.hopper.kernels.prefill_rows import (
     aligned_offset,
     store_empty_rows,
@@ -57,9 +52,27 @@ def _receive_queries(call, queries, source, work, loaded, WARPGROUP: gl.constexp
 
 
 @gluon.jit
-def consumer(
-    call, scoring, source, outputs, storage, totals, WARPGROUP: gl.constexpr
-):  # fmt: skip
+def _clear_rows(call, outputs, work, DTYPE: gl.constexpr, WARPGROUP: gl.constexpr):
+    """Store the rows of a work tile after the last request."""
+    WIDTH_V: gl.constexpr = call.config.WIDTH_V
+    STORE: gl.constexpr = store_layout(WIDTH_V)
+    token, head, valid = known_rows(call, work, WARPGROUP, gl.SliceLayout(1, STORE))
+    store_empty_rows(
+        outputs,
+        work.start,
+        token,
+        head,
+        valid,
+        DTYPE,
+        STORE,
+        WIDTH_V,
+        call.config.DV,
+        call.config.HAS_LSE,
+    )
+
+
+@gluon.jit
+def consumer(call, scoring, source, outputs, storage, totals, WARPGROUP: gl.constexpr):
     """Compute the 64 rows of consumer warpgroup WARPGROUP of each published work tile.
 
     Args:
@@ -74,7 +87,6 @@ def consumer(
     CONSUMERS: gl.constexpr = call.config.CONSUMERS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
-    STORE: gl.constexpr = store_layout(WIDTH_V)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     factor = score_factor(scoring.scale, scoring.soft_cap, call.config.HAS_CAP)
     own = totals
@@ -91,11 +103,7 @@ def consumer(
         request = work.request
         mail += 1
         if request == call.batch.num_reqs:
-            token, head, valid = known_rows(call, work, WARPGROUP, gl.SliceLayout(1, STORE))
-            store_empty_rows(
-                outputs, work.start, token, head, valid, DTYPE, STORE, WIDTH_V, call.config.DV,
-                call.config.HAS_LSE,
-            )  # fmt: skip
+            _clear_rows(call, outputs, work, DTYPE, WARPGROUP)
         if (request >= 0) & (request < call.batch.num_reqs):
             tiles = call.tiles(work)
             q_stage = loaded % queries.ring.STAGES
@@ -106,11 +114,18 @@ def consumer(
             row_first, row_last = call.mask.span(token + position, work.seq_len)
             segment = segment_tiles(
                 work.first_token + position, WIDTH_V, BLOCK_N, call.config.GROUP
-            )  # fmt: skip
+            )
             rows = InvariantRows(
-                q_tile, row_first, row_last, factor, scoring.soft_cap, tiles.end, segment,
-                call.mask.HAS_LEFT or call.mask.HAS_CHUNK, call.config.HAS_CAP,
-            )  # fmt: skip
+                q_tile,
+                row_first,
+                row_last,
+                factor,
+                scoring.soft_cap,
+                tiles.end,
+                segment,
+                call.mask.HAS_LEFT or call.mask.HAS_CHUNK,
+                call.config.HAS_CAP,
+            )
             total_max = gl.full([64], float("-inf"), gl.float32, ROW)
             total_sum = gl.full([64], 0.0, gl.float32, ROW)
             acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
@@ -121,19 +136,47 @@ def consumer(
                 )
                 step += 1
                 step, total_max, total_sum, acc, row_max, sums, weights = main_loop(
-                    storage, rows, own, tiles, step, total_max, total_sum, acc, row_max, sums,
+                    storage,
+                    rows,
+                    own,
+                    tiles,
+                    step,
+                    total_max,
+                    total_sum,
+                    acc,
+                    row_max,
+                    sums,
                     weights,
-                )  # fmt: skip
+                )
                 if call.config.LOAD_QUERY:
                     # All products with the queries are complete: the next ones may arrive by TMA.
                     mbarrier.arrive(queries.ring.empty.index(q_stage), count=1)
                 total_max, total_sum, acc = last_segment(
-                    storage, rows, own, tiles.begin, step, total_max, total_sum, acc, row_max,
-                    sums, weights,
-                )  # fmt: skip
+                    storage,
+                    rows,
+                    own,
+                    tiles.begin,
+                    step,
+                    total_max,
+                    total_sum,
+                    acc,
+                    row_max,
+                    sums,
+                    weights,
+                )
             elif call.config.LOAD_QUERY:
                 mbarrier.arrive(queries.ring.empty.index(q_stage), count=1)
             finish_rows(
-                call, outputs, own, work, token, head, valid, total_max, total_sum, acc, DTYPE,
+                call,
+                outputs,
+                own,
+                work,
+                token,
+                head,
+                valid,
+                total_max,
+                total_sum,
+                acc,
+                DTYPE,
                 WARPGROUP,
-            )  # fmt: skip
+            )

@@ -48,9 +48,19 @@ def _store_staged(call, outputs, work, staged, tile, COLUMN: gl.constexpr, WARPG
 
 @gluon.jit
 def finish_rows(
-    call, outputs, totals, work, token, head, valid, total_max, total_sum, acc,
-    DTYPE: gl.constexpr, WARPGROUP: gl.constexpr,
-):  # fmt: skip
+    call,
+    outputs,
+    totals,
+    work,
+    token,
+    head,
+    valid,
+    total_max,
+    total_sum,
+    acc,
+    DTYPE: gl.constexpr,
+    WARPGROUP: gl.constexpr,
+):
     """Normalize the sums of a work tile and store outputs [64, WIDTH_V] of DTYPE, and LSEs."""
     O_LAYOUT: gl.constexpr = acc.type.layout
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels.decode_call import Outputs, Queries
 from attnlib.ops.triton.hopper.kernels.invariant_consumer import consumer
-from attnlib.ops.triton.hopper.kernels.invariant_visits import Totals
+from attnlib.ops.triton.hopper.kernels.invariant_state import Totals
 from attnlib.ops.triton.hopper.kernels.prefill_call import (
     UNALIGNED,
     UNSPECIALIZED,

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate, exp2
+from attnlib.ops.triton.hopper.kernels.compat import exp2
 from attnlib.ops.triton.hopper.kernels.instruction_order import before_wait
 from attnlib.ops.triton.hopper.kernels.prefill_products import pack_weights, unpack_weights
 from attnlib.ops.triton.hopper.kernels.prefill_rows import clear_values
@@ -17,48 +17,7 @@ from attnlib.ops.triton.hopper.kernels.segments import (
 )
 from attnlib.ops.triton.hopper.kernels.softmax import mask_scores
 
-__all__ = ["InvariantRows", "Totals", "first_tile", "last_segment", "main_loop"]
-
-
-@aggregate
-class Totals:
-    """Memory of a consumer for the sums of values of its segments.
-
-    Fields:
-        memory: [64, WIDTH_V] float32 in shared memory, or with GLOBAL a pointer to the memory of
-            all consumers.
-        staging: shared memory for outputs; with GLOBAL for half of their columns.
-        GLOBAL: sums are in global memory.
-    """
-
-    memory: Value
-    staging: Value
-    GLOBAL: gl.constexpr
-
-
-@aggregate
-class InvariantRows:
-    """The query rows of a consumer during a work tile.
-
-    Fields:
-        tile: the queries in shared memory.
-        first, last: [64], the keys that a row sees.
-        factor, soft_cap: as in `softmax.score_factor`.
-        end: end of the visited tiles.
-        segment: tiles of a segment.
-        CHECK_FIRST: rows may see no key of the tiles at the left.
-        HAS_CAP: there is a soft cap.
-    """
-
-    tile: Value
-    first: Value
-    last: Value
-    factor: Value
-    soft_cap: Value
-    end: Value
-    segment: Value
-    CHECK_FIRST: gl.constexpr
-    HAS_CAP: gl.constexpr
+__all__ = ["first_tile", "last_segment", "main_loop"]
 
 
 @gluon.jit
@@ -80,9 +39,19 @@ def _weigh(rows, scores, tile, row_max, MASKED: gl.constexpr):
 
 @gluon.jit
 def _step(
-    storage, rows, totals, step, total_max, total_sum, acc, row_max, sums, weights, tile,
+    storage,
+    rows,
+    totals,
+    step,
+    total_max,
+    total_sum,
+    acc,
+    row_max,
+    sums,
+    weights,
+    tile,
     MASKED: gl.constexpr,
-):  # fmt: skip
+):
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
 
     Where `tile` begins a segment, the complete one is added to those before it.
@@ -108,9 +77,12 @@ def _step(
     value.wait_full()
     # The first product of a segment begins from 0.
     acc = warpgroup_mma(
-        unpack_weights(weights, DTYPE, gl.DotOperandLayout(0, O_LAYOUT, 2)), value.tile(), acc,
-        use_acc=((tile + 2) & (segment - 1)) != 0, is_async=True,
-    )  # fmt: skip
+        unpack_weights(weights, DTYPE, gl.DotOperandLayout(0, O_LAYOUT, 2)),
+        value.tile(),
+        acc,
+        use_acc=((tile + 2) & (segment - 1)) != 0,
+        is_async=True,
+    )
     # One group may stay in flight: Q @ K^T is complete, P @ V overlaps with the softmax.
     scores = warpgroup_mma_wait(1, deps=[scores])
     if not ORDERED:
@@ -134,9 +106,17 @@ def _step(
     acc = acc * gl.convert_layout(kept, gl.SliceLayout(1, O_LAYOUT))[:, None]
     if begins:
         acc, total_max, total_sum = add_segment(
-            totals.memory, acc, total_max, total_sum, row_max, sums,
-            tile + 1 + segment >= rows.end, False, O_LAYOUT, totals.GLOBAL,
-        )  # fmt: skip
+            totals.memory,
+            acc,
+            total_max,
+            total_sum,
+            row_max,
+            sums,
+            tile + 1 + segment >= rows.end,
+            False,
+            O_LAYOUT,
+            totals.GLOBAL,
+        )
     sums = add_row_sums(sums, acc_scale, more)
     return total_max, total_sum, acc, next_max, sums, packed
 
@@ -176,7 +156,7 @@ def first_tile(call, storage, rows, work, step, row_max, WARPGROUP: gl.constexpr
 @gluon.jit
 def main_loop(
     storage, rows, totals, tiles, step, total_max, total_sum, acc, row_max, sums, weights
-):  # fmt: skip
+):
     """Visit all tiles but the last one: masked ones at the diagonal, unmasked ones, masked ones at
     the left. Returns (step, total_max, total_sum, acc, row_max, sums, weights)."""
     end = tiles.end
@@ -184,22 +164,52 @@ def main_loop(
     full_begin = gl.minimum(tiles.left_end, full_end)
     for back in range(0, end - 1 - full_end):
         total_max, total_sum, acc, row_max, sums, weights = _step(
-            storage, rows, totals, step, total_max, total_sum, acc, row_max, sums, weights,
-            end - 2 - back, True,
-        )  # fmt: skip
+            storage,
+            rows,
+            totals,
+            step,
+            total_max,
+            total_sum,
+            acc,
+            row_max,
+            sums,
+            weights,
+            end - 2 - back,
+            True,
+        )
         step += 1
     for back in range(0, full_end - full_begin):
         total_max, total_sum, acc, row_max, sums, weights = _step(
-            storage, rows, totals, step, total_max, total_sum, acc, row_max, sums, weights,
-            full_end - 1 - back, False,
-        )  # fmt: skip
+            storage,
+            rows,
+            totals,
+            step,
+            total_max,
+            total_sum,
+            acc,
+            row_max,
+            sums,
+            weights,
+            full_end - 1 - back,
+            False,
+        )
         step += 1
     if rows.CHECK_FIRST:
         for back in range(0, full_begin - tiles.begin):
             total_max, total_sum, acc, row_max, sums, weights = _step(
-                storage, rows, totals, step, total_max, total_sum, acc, row_max, sums, weights,
-                full_begin - 1 - back, True,
-            )  # fmt: skip
+                storage,
+                rows,
+                totals,
+                step,
+                total_max,
+                total_sum,
+                acc,
+                row_max,
+                sums,
+                weights,
+                full_begin - 1 - back,
+                True,
+            )
             step += 1
     return step, total_max, total_sum, acc, row_max, sums, weights
 
@@ -207,7 +217,7 @@ def main_loop(
 @gluon.jit
 def last_segment(
     storage, rows, totals, begin, step, total_max, total_sum, acc, row_max, sums, weights
-):  # fmt: skip
+):
     """Multiply by the values of the first tile, the last one visited, and add its segment to those
     before it. Returns (total_max, total_sum, acc)."""
     segment = rows.segment
@@ -216,14 +226,25 @@ def last_segment(
     value.wait_full()
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     acc = warpgroup_mma(
-        unpack_weights(weights, storage.keys.memory.dtype, OPERAND), value.tile(), acc,
-        use_acc=((begin + 1) & (segment - 1)) != 0, is_async=True,
-    )  # fmt: skip
+        unpack_weights(weights, storage.keys.memory.dtype, OPERAND),
+        value.tile(),
+        acc,
+        use_acc=((begin + 1) & (segment - 1)) != 0,
+        is_async=True,
+    )
     acc = warpgroup_mma_wait(0, deps=[acc])
     value.release()
     first = (rows.end - 1) // segment * segment <= begin
     acc, total_max, total_sum = add_segment(
-        totals.memory, acc, total_max, total_sum, row_max, sums, first, True, O_LAYOUT,
+        totals.memory,
+        acc,
+        total_max,
+        total_sum,
+        row_max,
+        sums,
+        first,
+        True,
+        O_LAYOUT,
         totals.GLOBAL,
-    )  # fmt: skip
+    )
     return total_max, total_sum, acc

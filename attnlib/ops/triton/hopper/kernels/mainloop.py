@@ -32,8 +32,9 @@ __all__ = ["key_product", "overlapped_step", "value_product"]
 
 
 @gluon.jit
-def key_product(scoring, consumer, rows, keys, stage, operand, KEY_PARTS: gl.constexpr,
-                HAS_SLOPE: gl.constexpr):  # fmt: skip
+def key_product(
+    scoring, consumer, rows, keys, stage, operand, KEY_PARTS: gl.constexpr, HAS_SLOPE: gl.constexpr
+):
     """Issue Q @ K^T with the keys of a stage, plus the slopes of a score function."""
     BLOCK_N: gl.constexpr = keys.memory.shape[1]
     zeros = gl.zeros([64, BLOCK_N], gl.float32, consumer.S_LAYOUT)
@@ -52,9 +53,14 @@ def value_product(consumer, values, stage, weights, acc, DTYPE: gl.constexpr):
     """Issue P @ V + acc with the values of a stage and packed weights."""
     if consumer.V_COLUMNS > 0:
         return multiply_value_parts(
-            weights, values.memory, stage, acc, consumer.V_COLUMNS, values.STAGES,
+            weights,
+            values.memory,
+            stage,
+            acc,
+            consumer.V_COLUMNS,
+            values.STAGES,
             consumer.V_OFFSET,
-        )  # fmt: skip
+        )
     else:
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, consumer.O_LAYOUT, 2)
         operand = unpack_weights(weights, DTYPE, OPERAND)
@@ -63,9 +69,20 @@ def value_product(consumer, values, stage, weights, acc, DTYPE: gl.constexpr):
 
 @gluon.jit
 def overlapped_step(
-    call, scoring, consumer, rows, storage, step, row_max, row_sum, acc, weights, tile,
-    MASKED: gl.constexpr, UNCHANGED: gl.constexpr = False,
-):  # fmt: skip
+    call,
+    scoring,
+    consumer,
+    rows,
+    storage,
+    step,
+    row_max,
+    row_sum,
+    acc,
+    weights,
+    tile,
+    MASKED: gl.constexpr,
+    UNCHANGED: gl.constexpr = False,
+):
     """Multiply by the keys of `tile` and by the values of the tile before it, then do the softmax.
 
     Args:

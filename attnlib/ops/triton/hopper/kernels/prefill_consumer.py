@@ -92,9 +92,7 @@ def _constants(call, storage, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def consumer(
-    call, scoring, source, outputs, storage, q_halves, WARPGROUP: gl.constexpr
-):  # fmt: skip
+def consumer(call, scoring, source, outputs, storage, q_halves, WARPGROUP: gl.constexpr):
     """Compute the 64 rows of consumer warpgroup WARPGROUP of each published work tile.
 
     Args:
@@ -122,11 +120,19 @@ def consumer(
             EMPTY: gl.constexpr = store_layout(warpgroup.WIDTH_V)
             token, head, valid = work_rows(
                 call, work, warpgroup.ROW_BLOCK, gl.SliceLayout(1, EMPTY)
-            )  # fmt: skip
+            )
             store_empty_rows(
-                outputs, work.start, token, head, valid, queries.ring.memory.dtype, EMPTY,
-                warpgroup.WIDTH_V, call.config.DV, call.config.HAS_LSE and warpgroup.PART <= 0,
-            )  # fmt: skip
+                outputs,
+                work.start,
+                token,
+                head,
+                valid,
+                queries.ring.memory.dtype,
+                EMPTY,
+                warpgroup.WIDTH_V,
+                call.config.DV,
+                call.config.HAS_LSE and warpgroup.PART <= 0,
+            )
         if (request >= 0) & (request < call.batch.num_reqs):
             tiles = call.tiles(work)
             q_stage = loaded % queries.ring.STAGES
@@ -135,7 +141,7 @@ def consumer(
             loaded += 1
             rows, v_factor = row_state(
                 call, scoring, queries, q_halves, work, q_stage, warpgroup, q_tile, factor
-            )  # fmt: skip
+            )
             row_max = gl.full([64], float("-inf"), gl.float32, ROW)
             row_sum = gl.full([64], 0.0, gl.float32, ROW)
             if warpgroup.THRESHOLD > 0:
@@ -152,22 +158,50 @@ def consumer(
                     mbarrier.arrive(queries.ring.empty.index(q_barrier), count=1)
             if tiles.end > tiles.begin:
                 row_max, row_sum, acc, weights = first_tile(
-                    call, scoring, warpgroup, rows, storage, work, tiles, step, row_max, row_sum,
-                    acc, sink,
-                )  # fmt: skip
+                    call,
+                    scoring,
+                    warpgroup,
+                    rows,
+                    storage,
+                    work,
+                    tiles,
+                    step,
+                    row_max,
+                    row_sum,
+                    acc,
+                    sink,
+                )
                 step += 1
                 step, row_max, row_sum, acc, weights = main_loop(
-                    call, scoring, warpgroup, rows, storage, tiles, step, row_max, row_sum, acc,
+                    call,
+                    scoring,
+                    warpgroup,
+                    rows,
+                    storage,
+                    tiles,
+                    step,
+                    row_max,
+                    row_sum,
+                    acc,
                     weights,
-                )  # fmt: skip
+                )
                 if OWN_QUERIES:
                     # The next queries arrive during the rest of this work tile.
                     mbarrier.arrive(queries.ring.empty.index(q_barrier), count=1)
                 acc = last_values(call, warpgroup, storage, step, acc, weights)
             finish_rows(
-                call, scoring, warpgroup, rows, outputs, work, row_max, row_sum, acc, v_factor,
+                call,
+                scoring,
+                warpgroup,
+                rows,
+                outputs,
+                work,
+                row_max,
+                row_sum,
+                acc,
+                v_factor,
                 OWN_QUERIES,
-            )  # fmt: skip
+            )
             if call.config.LOAD_QUERY and not OWN_QUERIES:
                 # The next queries arrive here by TMA, after the staged output has been read.
                 fence_async_shared()

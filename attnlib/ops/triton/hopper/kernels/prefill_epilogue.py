@@ -21,9 +21,18 @@ __all__ = ["finish_rows"]
 
 @gluon.jit
 def finish_rows(
-    call, scoring, consumer, rows, outputs, work, row_max, row_sum, acc, v_factor,
+    call,
+    scoring,
+    consumer,
+    rows,
+    outputs,
+    work,
+    row_max,
+    row_sum,
+    acc,
+    v_factor,
     OWN_QUERIES: gl.constexpr,
-):  # fmt: skip
+):
     """Normalize the accumulator of a work tile and store outputs and LSEs.
 
     Args:

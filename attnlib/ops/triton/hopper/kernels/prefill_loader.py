@@ -15,65 +15,18 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     wait_on_dependent_grids,
 )
 from attnlib.ops.triton.hopper.kernels.mailbox import TileRanges, WorkTile
-from attnlib.ops.triton.hopper.kernels.query_tiles import bounded_tiles, find_tile
 from attnlib.ops.triton.hopper.kernels.work_counter import (
     atomic_increment,
     incremented,
     issue_increment,
 )
+from attnlib.ops.triton.hopper.kernels.work_tiles import find_ranges, find_work, last_work
 
 __all__ = ["key_loader", "value_loader"]
 
 _STEPS_AHEAD = gl.constexpr(4)
 """Steps before the end of a work tile at which the next one is claimed: early enough to hide the
 latency of the atomic, and no earlier, because idle CTAs cannot take a claimed tile."""
-
-
-@gluon.jit
-def _find_work(call, number, ALIGNED: gl.constexpr):
-    """Return (request, start, first_token, kv_head, query_len, seq_len) of a work tile."""
-    request, start, first_token, kv_head = find_tile(
-        number, call.batch.query_start_loc, call.batch.num_reqs, call.num_tiles, call.l2_heads,
-        call.config.NUM_KV_HEADS * call.config.SHARED, call.config.TILE_TOKENS,
-        2 if ALIGNED else 1,
-    )  # fmt: skip
-    query_len = call.num_tokens - start
-    seq_len = 0
-    if request < call.batch.num_reqs:
-        query_len = gl.load(call.batch.query_start_loc + request + 1) - start
-        seq_len = gl.load(call.batch.seq_lens + request)
-        if call.config.BLOCK_SIZE == 0:
-            # Keys without pages: `seq_lens` are the first rows of the requests.
-            seq_len = gl.load(call.batch.seq_lens + request + 1) - seq_len
-        if ALIGNED:
-            context = gl.where(query_len > 0, gl.maximum(seq_len - query_len, 0), 0)
-            first_token -= context % call.config.TILE_TOKENS
-    return request, start, first_token, kv_head, query_len, seq_len
-
-
-@gluon.jit
-def _find_ranges(call, request, first_token, kv_head, query_len, seq_len):
-    """Return the `TileRanges` of a work tile with bounds; empty ones without bounds.
-
-    Bounds may look tensors up, so they are evaluated here for all partitions.
-    """
-    begin = 0
-    end = 0
-    after_gap = 0
-    gap = 0
-    left_end = 0
-    right_begin = 0
-    left_b = 0
-    right_b = 0
-    if call.config.RANGES > 0:
-        if request < call.batch.num_reqs:
-            begin, left_end, right_begin, end, left_b, right_b, after_gap, gap = bounded_tiles(
-                call.mask, first_token, query_len, seq_len, kv_head, request, call.aux, call.BOUNDS,
-                call.config.RANGES, call.config.TILE_TOKENS, call.config.BLOCK_N,
-            )  # fmt: skip
-    return TileRanges(
-        begin, left_end, right_begin, end, left_b, right_b, after_gap, gap, call.config.RANGES
-    )
 
 
 @gluon.jit
@@ -103,9 +56,11 @@ def _load_queries(call, queries, query_desc, work, loaded):
                 row = first_row
                 head = work.kv_head * GROUP + block * 64
             load_box(
-                query_desc, [row, head, column], ring.full.index(barrier),
+                query_desc,
+                [row, head, column],
+                ring.full.index(barrier),
                 queries.tile(stage * queries.BLOCKS + block, part),
-            )  # fmt: skip
+            )
 
 
 @gluon.jit
@@ -157,14 +112,14 @@ def key_loader(call, storage, source, query_desc, ALIGNED: gl.constexpr = False)
     loaded = 0
     step = 0
     while number < count:
-        request, start, first_token, kv_head, query_len, seq_len = _find_work(call, number, ALIGNED)
+        request, start, first_token, kv_head, query_len, seq_len = find_work(call, number, ALIGNED)
         begin = 0
         end = 0
         second_begin = 0
         gap = 0
         # The number of tiles is an upper bound: tiles past a request's last token are skipped.
         if first_token < query_len:
-            found = _find_ranges(call, request, first_token, kv_head, query_len, seq_len)
+            found = find_ranges(call, request, first_token, kv_head, query_len, seq_len)
             begin = found.begin
             end = found.end
             second_begin = found.second_begin
@@ -231,7 +186,7 @@ def key_loader(call, storage, source, query_desc, ALIGNED: gl.constexpr = False)
                 source.load_values(call, work, table, tiles.at(begin), 0, step - 1)
         if PERSISTENT and FEW_TILES:
             number = first_counted + incremented(claimed)
-    storage.mailbox.publish(mail, _last_work(call.config.RANGES))
+    storage.mailbox.publish(mail, last_work(call.config.RANGES))
     if PERSISTENT:
         # The last CTA to run out of work resets both counters for the next launch.
         if atomic_increment(call.counters + 1, "relaxed") == gl.num_programs(0) - 1:
@@ -240,12 +195,6 @@ def key_loader(call, storage, source, query_desc, ALIGNED: gl.constexpr = False)
     if call.concurrent != 0:
         # A kernel that waits for this one may rely on the previous one's results, too.
         wait_on_dependent_grids()
-
-
-@gluon.jit
-def _last_work(RANGES: gl.constexpr):
-    """Return the `WorkTile` that ends the loops of all partitions."""
-    return WorkTile(-1, 0, 0, 0, 0, 0, TileRanges(0, 0, 0, 0, 0, 0, 0, 0, RANGES))
 
 
 @gluon.jit

@@ -74,7 +74,7 @@ def hidden_zero(step):
 @gluon.jit
 def _multiply_part(
     q_operand, k_tile, scores, HALF: gl.constexpr, REST: gl.constexpr, SIZE: gl.constexpr
-):  # fmt: skip
+):
     """Issue the product over the SIZE elements that are a part of the REST after HALF, if any."""
     START: gl.constexpr = HALF + REST // (2 * SIZE) * (2 * SIZE)
     if REST % (2 * SIZE) >= SIZE:
@@ -95,8 +95,12 @@ def multiply_keys(q_operand, k_tile, zeros, ELEMENTS: gl.constexpr):
         # The rest after the first half in parts of powers of two.
         HALF: gl.constexpr = WIDTH // 2
         scores = warpgroup_mma(
-            q_operand.slice(0, HALF, 1), k_tile.slice(0, HALF, 1).permute((1, 0)), zeros,
-            use_acc=False, is_async=True)  # fmt: skip
+            q_operand.slice(0, HALF, 1),
+            k_tile.slice(0, HALF, 1).permute((1, 0)),
+            zeros,
+            use_acc=False,
+            is_async=True,
+        )
         for bit in gl.static_range(4):
             scores = _multiply_part(q_operand, k_tile, scores, HALF, ELEMENTS - HALF, 128 >> bit)
     return scores

@@ -28,9 +28,7 @@ def receive_queries(call, queries, source, work, loaded, warpgroup):
     else:
         WIDTH: gl.constexpr = queries.ring.memory.shape[2]
         LAYOUT: gl.constexpr = store_layout(WIDTH)
-        token, head, valid = work_rows(
-            call, work, warpgroup.ROW_BLOCK, gl.SliceLayout(1, LAYOUT)
-        )  # fmt: skip
+        token, head, valid = work_rows(call, work, warpgroup.ROW_BLOCK, gl.SliceLayout(1, LAYOUT))
         tokens = (work.start + token).to(gl.int64) * source.stride_token
         offsets = aligned_offset(tokens + head.to(gl.int64) * source.stride_head)
         columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
@@ -96,14 +94,10 @@ def row_state(call, scoring, queries, q_halves, work, stage, warpgroup, tile, fa
         k_factor = k_factor * load_kv_scale(scoring.k_scale, kv_head, call.config.K_SCALE_KIND)
         # Masked scores are -inf, and -inf * 0 would be NaN.
         k_factor = gl.where(k_factor < 2.0**-105, 2.0**-105, k_factor)
-        v_factor = (
-            load_kv_scale(scoring.v_scale, kv_head, call.config.V_SCALE_KIND) / WEIGHT_SCALE
-        )  # fmt: skip
+        v_factor = load_kv_scale(scoring.v_scale, kv_head, call.config.V_SCALE_KIND) / WEIGHT_SCALE
     elif scoring.k_scale is not None:
         # Copies of a float8 cache, whose scale is not a number.
-        k_scaled = scoring.scale * load_kv_scale(
-            scoring.k_scale, kv_head, call.config.K_SCALE_KIND
-        )  # fmt: skip
+        k_scaled = scoring.scale * load_kv_scale(scoring.k_scale, kv_head, call.config.K_SCALE_KIND)
         k_scaled = gl.where(k_scaled < 2.0**-105, 2.0**-105, k_scaled)
         factor = score_factor(k_scaled, scoring.soft_cap, call.config.HAS_CAP)
     slopes = 0.0  # not used
@@ -119,7 +113,17 @@ def row_state(call, scoring, queries, q_halves, work, stage, warpgroup, tile, fa
         row_first = gl.maximum(row_first, low)
         row_last = gl.minimum(row_last, high)
     rows = RowState(
-        tile, operand, slopes, row_first, row_last, token, positions, head, valid, work.request,
-        factor, k_factor,
-    )  # fmt: skip
+        tile,
+        operand,
+        slopes,
+        row_first,
+        row_last,
+        token,
+        positions,
+        head,
+        valid,
+        work.request,
+        factor,
+        k_factor,
+    )
     return rows, v_factor

@@ -71,9 +71,17 @@ def store_rows(out, offsets, tile, valid, head_size):
 
 @gluon.jit
 def store_empty_rows(
-    outputs, start, token, head, valid, DTYPE: gl.constexpr, LAYOUT: gl.constexpr,
-    WIDTH: gl.constexpr, DV: gl.constexpr, HAS_LSE: gl.constexpr,
-):  # fmt: skip
+    outputs,
+    start,
+    token,
+    head,
+    valid,
+    DTYPE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    WIDTH: gl.constexpr,
+    DV: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+):
     """Store rows after the last request: outputs of 0 (M6) and LSEs of -inf."""
     offsets = outputs.offsets(start + token, head)
     zeros = gl.zeros([64, WIDTH], DTYPE, LAYOUT)

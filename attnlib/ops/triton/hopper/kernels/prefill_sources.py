@@ -32,9 +32,14 @@ class CacheSource:
         """Issue the loads of a tile into the stage of `step`."""
         PAGE: gl.constexpr = max(call.config.BLOCK_SIZE, 1)
         source = RequestPages(
-            self.desc, table, pages, call.batch.num_blocks, work.kv_head // call.config.SHARED,
-            call.config.BLOCK_SIZE, "nhd",
-        )  # fmt: skip
+            self.desc,
+            table,
+            pages,
+            call.batch.num_blocks,
+            work.kv_head // call.config.SHARED,
+            call.config.BLOCK_SIZE,
+            "nhd",
+        )
         later_page = tile * call.config.BLOCK_N // PAGE - _PREFETCHED_PAGES
         source.load(ring, step, tile, later_page, self.PARTS, self.SPARE)
 
@@ -59,17 +64,30 @@ class GatherSource:
     def load_keys(self, call, work, table, ring, tile, step):
         """Issue the copies of the keys of a tile."""
         rows = RequestRows(
-            self.key, table, work.seq_len, work.kv_head // call.config.SHARED, self.key_strides[0],
-            self.key_strides[1], self.key_strides[2], call.config.D, call.config.BLOCK_SIZE,
-        )  # fmt: skip
+            self.key,
+            table,
+            work.seq_len,
+            work.kv_head // call.config.SHARED,
+            self.key_strides[0],
+            self.key_strides[1],
+            self.key_strides[2],
+            call.config.D,
+            call.config.BLOCK_SIZE,
+        )
         rows.load(ring, step, tile, tile - 2)
 
     @gluon.jit
     def load_values(self, call, work, table, tile, later_tile, step):
         """Issue the copies of the values of a tile."""
         rows = RequestRows(
-            self.value, table, work.seq_len, work.kv_head // call.config.SHARED,
-            self.value_strides[0], self.value_strides[1], self.value_strides[2], call.config.DV,
+            self.value,
+            table,
+            work.seq_len,
+            work.kv_head // call.config.SHARED,
+            self.value_strides[0],
+            self.value_strides[1],
+            self.value_strides[2],
+            call.config.DV,
             call.config.BLOCK_SIZE,
-        )  # fmt: skip
+        )
         rows.load(self.values, step, tile, later_tile)

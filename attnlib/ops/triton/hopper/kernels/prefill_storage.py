@@ -81,9 +81,14 @@ def allocate_tiles(
 
 @gluon.jit
 def allocate_storage(
-    q_tiles, k_tiles, v_tiles, CONFIG: gl.constexpr, READERS: gl.constexpr,
-    LOADERS: gl.constexpr = 1, OWN_QUERIES: gl.constexpr = False,
-):  # fmt: skip
+    q_tiles,
+    k_tiles,
+    v_tiles,
+    CONFIG: gl.constexpr,
+    READERS: gl.constexpr,
+    LOADERS: gl.constexpr = 1,
+    OWN_QUERIES: gl.constexpr = False,
+):
     """Return the storage with these tiles, a mailbox and initialized barriers.
 
     Args:
@@ -123,9 +128,12 @@ def allocate_storage(
     return PrefillStorage(
         Mailbox(mailbox, mail_full, mail_empty, FIELDS, CONFIG.RANGES),
         QueryTiles(
-            Ring(q_tiles, q_full, q_empty, CONFIG.Q_STAGES), BLOCKS, CONFIG.KEY_PARTS, OWN_QUERIES,
+            Ring(q_tiles, q_full, q_empty, CONFIG.Q_STAGES),
+            BLOCKS,
+            CONFIG.KEY_PARTS,
+            OWN_QUERIES,
             CONSUMERS,
         ),
         Ring(k_tiles, k_full, k_empty, STAGES),
         Ring(v_tiles, v_full, v_empty, STAGES),
-    )  # fmt: skip
+    )

@@ -18,8 +18,19 @@ __all__ = ["first_tile", "last_values", "main_loop"]
 
 @gluon.jit
 def first_tile(
-    call, scoring, warpgroup, rows, storage, work, tiles, step, row_max, row_sum, acc, sink,
-):  # fmt: skip
+    call,
+    scoring,
+    warpgroup,
+    rows,
+    storage,
+    work,
+    tiles,
+    step,
+    row_max,
+    row_sum,
+    acc,
+    sink,
+):
     """Weigh the last tile, the first one visited, which has no values of an earlier one to multiply
     by; clear its values past the end of the request.
 
@@ -67,21 +78,28 @@ def first_tile(
             if warpgroup.V_COLUMNS > 0:
                 PARTS: gl.constexpr = (call.config.DV + 31) // 32
                 clear_value_parts(
-                    values.memory, stage, past_end, warpgroup.WARPGROUP, call.config.CONSUMERS,
-                    PARTS, values.STAGES,
-                )  # fmt: skip
+                    values.memory,
+                    stage,
+                    past_end,
+                    warpgroup.WARPGROUP,
+                    call.config.CONSUMERS,
+                    PARTS,
+                    values.STAGES,
+                )
             else:
                 clear_values(
-                    values.memory.index(stage), past_end, warpgroup.WARPGROUP,
+                    values.memory.index(stage),
+                    past_end,
+                    warpgroup.WARPGROUP,
                     call.config.CONSUMERS,
-                )  # fmt: skip
+                )
     return row_max, row_sum, acc, weights
 
 
 @gluon.jit
 def _second_range(
     call, scoring, warpgroup, rows, storage, tiles, step, row_max, row_sum, acc, weights
-):  # fmt: skip
+):
     """Visit the tiles of the second range, which lies at the right of the first one.
 
     Returns:
@@ -93,23 +111,42 @@ def _second_range(
     full_begin = gl.minimum(tiles.second_left_end, full_end)
     for back in range(0, end - 1 - full_end):
         row_max, row_sum, acc, weights = overlapped_step(
-            call, scoring, warpgroup, rows, storage, step, row_max, row_sum, acc, weights,
-            tiles.at(end - 2 - back), True,
-        )  # fmt: skip
+            call,
+            scoring,
+            warpgroup,
+            rows,
+            storage,
+            step,
+            row_max,
+            row_sum,
+            acc,
+            weights,
+            tiles.at(end - 2 - back),
+            True,
+        )
         step += 1
     for back in range(0, full_end - full_begin):
         row_max, row_sum, acc, weights = overlapped_step(
-            call, scoring, warpgroup, rows, storage, step, row_max, row_sum, acc, weights,
-            tiles.at(full_end - 1 - back), False, True,
-        )  # fmt: skip
+            call,
+            scoring,
+            warpgroup,
+            rows,
+            storage,
+            step,
+            row_max,
+            row_sum,
+            acc,
+            weights,
+            tiles.at(full_end - 1 - back),
+            False,
+            True,
+        )
         step += 1
     return step, row_max, row_sum, acc, weights, full_begin + 1
 
 
 @gluon.jit
-def main_loop(
-    call, scoring, warpgroup, rows, storage, tiles, step, row_max, row_sum, acc, weights
-):  # fmt: skip
+def main_loop(call, scoring, warpgroup, rows, storage, tiles, step, row_max, row_sum, acc, weights):
     """Visit all tiles but the last one. Returns (step, row_max, row_sum, acc, weights)."""
     ROW: gl.constexpr = gl.SliceLayout(1, warpgroup.S_LAYOUT)
     # With bounds, unmasked tiles have scores that the function does not change.
@@ -123,27 +160,58 @@ def main_loop(
     full_begin = gl.minimum(tiles.left_end, full_end)
     for back in range(0, end - 1 - full_end):
         row_max, row_sum, acc, weights = overlapped_step(
-            call, scoring, warpgroup, rows, storage, step, row_max, row_sum, acc, weights,
-            tiles.at(end - 2 - back), True,
-        )  # fmt: skip
+            call,
+            scoring,
+            warpgroup,
+            rows,
+            storage,
+            step,
+            row_max,
+            row_sum,
+            acc,
+            weights,
+            tiles.at(end - 2 - back),
+            True,
+        )
         step += 1
     if call.config.SIGN_SOFTMAX:
         LANES: gl.constexpr = row_sum.type.layout
         row_max = lane_references(row_max, LANES)
     for back in range(0, full_end - full_begin):
         row_max, row_sum, acc, weights = overlapped_step(
-            call, scoring, warpgroup, rows, storage, step, row_max, row_sum, acc, weights,
-            full_end - 1 - back, False, BOUNDS,
-        )  # fmt: skip
+            call,
+            scoring,
+            warpgroup,
+            rows,
+            storage,
+            step,
+            row_max,
+            row_sum,
+            acc,
+            weights,
+            full_end - 1 - back,
+            False,
+            BOUNDS,
+        )
         step += 1
     if call.config.SIGN_SOFTMAX:
         row_max = row_references(row_max, ROW)
     if warpgroup.CHECK_FIRST or BOUNDS:
         for back in range(0, full_begin - tiles.begin):
             row_max, row_sum, acc, weights = overlapped_step(
-                call, scoring, warpgroup, rows, storage, step, row_max, row_sum, acc, weights,
-                full_begin - 1 - back, True,
-            )  # fmt: skip
+                call,
+                scoring,
+                warpgroup,
+                rows,
+                storage,
+                step,
+                row_max,
+                row_sum,
+                acc,
+                weights,
+                full_begin - 1 - back,
+                True,
+            )
             step += 1
     return step, row_max, row_sum, acc, weights
 
@@ -153,12 +221,8 @@ def last_values(call, warpgroup, storage, step, acc, weights):
     """Multiply by the values of the first tile, the last one visited."""
     values = storage.values
     stage = (step - 1) % values.STAGES
-    wait_for_tile(
-        values.full, stage, ((step - 1) // values.STAGES) & 1, call.config.GATHERS
-    )  # fmt: skip
-    acc = value_product(
-        warpgroup, values, stage, weights, acc, storage.keys.memory.dtype
-    )  # fmt: skip
+    wait_for_tile(values.full, stage, ((step - 1) // values.STAGES) & 1, call.config.GATHERS)
+    acc = value_product(warpgroup, values, stage, weights, acc, storage.keys.memory.dtype)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(values.empty.index(stage), count=1)
     return acc

@@ -23,9 +23,17 @@ def by_thread(width):
 
 @gluon.jit
 def add_segment(
-    total_tile, acc, total_max, total_sum, row_max, sums, first, last, O_LAYOUT: gl.constexpr,
+    total_tile,
+    acc,
+    total_max,
+    total_sum,
+    row_max,
+    sums,
+    first,
+    last,
+    O_LAYOUT: gl.constexpr,
     GLOBAL: gl.constexpr,
-):  # fmt: skip
+):
     """Add a complete segment to those before it.
 
     Args:

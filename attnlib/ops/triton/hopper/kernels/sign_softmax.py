@@ -135,8 +135,13 @@ def softmax_by_sign(scores, factor, references, row_sum, LEAD: gl.constexpr):
     LAYOUT: gl.constexpr = scores.type.layout
     wide = spread(references, N, LAYOUT)
     logits, wide, factors = gl.inline_asm_elementwise(
-        ASM, CONSTRAINTS, [scores * factor - wide, wide], (gl.float32, gl.float32, gl.float32),
-        True, ELEMENTS)  # fmt: skip
+        ASM,
+        CONSTRAINTS,
+        [scores * factor - wide, wide],
+        (gl.float32, gl.float32, gl.float32),
+        True,
+        ELEMENTS,
+    )
     weights = exp2(logits)
     references = gl.convert_layout(_first_elements(wide), LANES)
     factors = gl.convert_layout(_first_elements(factors), LANES)

@@ -50,9 +50,22 @@ def slope_operand(slope):
 
 @gluon.jit
 def softmax_with_slope(
-    scores, scale, factor, positions, tile_start, heads, request, aux, row_first, row_last, row_max,
-    row_sum, SCORE: gl.constexpr, MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr,
-):  # fmt: skip
+    scores,
+    scale,
+    factor,
+    positions,
+    tile_start,
+    heads,
+    request,
+    aux,
+    row_first,
+    row_last,
+    row_max,
+    row_sum,
+    SCORE: gl.constexpr,
+    MASKED: gl.constexpr,
+    CHECK_FIRST: gl.constexpr,
+):
     """Mask and softmax of a tile whose score function adds a slope times the key's position.
 
     The slope times the column is part of the products already (`slope_operand`), and SCORE is

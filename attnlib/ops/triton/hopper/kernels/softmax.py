@@ -53,9 +53,19 @@ def transform_scores(scores, factor, soft_cap, HAS_CAP: gl.constexpr):
 
 @gluon.jit
 def apply_function(
-    scores, scale, factor, soft_cap, positions, keys, heads, request, aux, SCORE: gl.constexpr,
-    HAS_CAP: gl.constexpr, RAW_SCORE: gl.constexpr = False,
-):  # fmt: skip
+    scores,
+    scale,
+    factor,
+    soft_cap,
+    positions,
+    keys,
+    heads,
+    request,
+    aux,
+    SCORE: gl.constexpr,
+    HAS_CAP: gl.constexpr,
+    RAW_SCORE: gl.constexpr = False,
+):
     """Return the scores after scale, soft cap and score function (M3).
 
     They are raw products as before with RAW_SCORE, otherwise in natural units. `positions`, `keys`
@@ -99,9 +109,15 @@ def mask_scores(scores, row_first, row_last, tile_start, CHECK_FIRST: gl.constex
 
 @gluon.jit
 def online_softmax(
-    scores, factor, row_max, row_sum, MASKED: gl.constexpr, HAS_CAP: gl.constexpr,
-    THRESHOLD: gl.constexpr = 0, AHEAD: gl.constexpr = False,
-):  # fmt: skip
+    scores,
+    factor,
+    row_max,
+    row_sum,
+    MASKED: gl.constexpr,
+    HAS_CAP: gl.constexpr,
+    THRESHOLD: gl.constexpr = 0,
+    AHEAD: gl.constexpr = False,
+):
     """Add one tile of scores [M, N] to the running softmax.
 
     Args:
@@ -152,9 +168,18 @@ def _tanh(x):
 
 @gluon.jit
 def bounded_softmax(
-    scores, factor, soft_cap, row_first, row_last, tile_start, row_max, row_sum,
-    MASKED: gl.constexpr, CHECK_FIRST: gl.constexpr, FIRST: gl.constexpr,
-):  # fmt: skip
+    scores,
+    factor,
+    soft_cap,
+    row_first,
+    row_last,
+    tile_start,
+    row_max,
+    row_sum,
+    MASKED: gl.constexpr,
+    CHECK_FIRST: gl.constexpr,
+    FIRST: gl.constexpr,
+):
     """Cap, mask and exponentiate one tile of raw products [M, N], without a running maximum.
 
     Logits are at most `soft_cap`, so that weights relative to the maximum of the first tile are
@@ -182,9 +207,14 @@ def bounded_softmax(
 
 @gluon.jit
 def online_softmax_by_row(
-    scores, row_factor, row_max, row_sum, exponent, MASKED: gl.constexpr,
+    scores,
+    row_factor,
+    row_max,
+    row_sum,
+    exponent,
+    MASKED: gl.constexpr,
     BY_LANE: gl.constexpr = False,
-):  # fmt: skip
+):
     """Add one tile of scores [M, N] to the running softmax, as `online_softmax`.
 
     Args:

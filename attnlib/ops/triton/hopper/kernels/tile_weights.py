@@ -23,9 +23,18 @@ __all__ = ["weigh_tile"]
 
 @gluon.jit
 def weigh_tile(
-    call, scoring, consumer, rows, scores, tile, row_max, row_sum, MASKED: gl.constexpr,
-    UNCHANGED: gl.constexpr = False, FIRST: gl.constexpr = False,
-):  # fmt: skip
+    call,
+    scoring,
+    consumer,
+    rows,
+    scores,
+    tile,
+    row_max,
+    row_sum,
+    MASKED: gl.constexpr,
+    UNCHANGED: gl.constexpr = False,
+    FIRST: gl.constexpr = False,
+):
     """Turn raw products with the keys of `tile` into weights.
 
     With KEY_SLOPE, products contain the slope of the score function times the column. Over a float8
@@ -49,15 +58,36 @@ def weigh_tile(
     BLOCK_N: gl.constexpr = scores.shape[1]
     if KEY_SLOPE is not None:
         return softmax_with_slope(
-            scores, scoring.scale, rows.factor, rows.positions, tile * BLOCK_N, rows.heads,
-            rows.request, call.aux, rows.first, rows.last, row_max, row_sum, SCORE, MASKED,
+            scores,
+            scoring.scale,
+            rows.factor,
+            rows.positions,
+            tile * BLOCK_N,
+            rows.heads,
+            rows.request,
+            call.aux,
+            rows.first,
+            rows.last,
+            row_max,
+            row_sum,
+            SCORE,
+            MASKED,
             CHECK_FIRST,
-        )  # fmt: skip
+        )
     elif HAS_CAP == BOUNDED:
         weights, row_max, row_sum = bounded_softmax(
-            scores, rows.factor, scoring.soft_cap, rows.first, rows.last, tile * BLOCK_N, row_max,
-            row_sum, MASKED, CHECK_FIRST, FIRST,
-        )  # fmt: skip
+            scores,
+            rows.factor,
+            scoring.soft_cap,
+            rows.first,
+            rows.last,
+            tile * BLOCK_N,
+            row_max,
+            row_sum,
+            MASKED,
+            CHECK_FIRST,
+            FIRST,
+        )
         return weights, 1.0, row_max, row_sum
     else:
         QUANTIZED: gl.constexpr = call.config.KV_KIND != KV_PLAIN
@@ -67,10 +97,19 @@ def weigh_tile(
         if SCORE is not None:
             keys = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores.type.layout))
             scores = apply_function(
-                scores, scoring.scale, rows.factor, scoring.soft_cap, rows.positions[:, None],
-                keys[None, :], rows.heads[:, None], rows.request, call.aux, SCORE, HAS_CAP,
+                scores,
+                scoring.scale,
+                rows.factor,
+                scoring.soft_cap,
+                rows.positions[:, None],
+                keys[None, :],
+                rows.heads[:, None],
+                rows.request,
+                call.aux,
+                SCORE,
+                HAS_CAP,
                 call.config.RAW_SCORE,
-            )  # fmt: skip
+            )
         else:
             scores = transform_scores(scores, rows.factor, scoring.soft_cap, HAS_CAP)
         if MASKED:
@@ -79,9 +118,13 @@ def weigh_tile(
         CAN_HIDE: gl.constexpr = MASKED or SCORE is not None
         if QUANTIZED:
             return online_softmax_by_row(
-                scores, _row_factor(rows, SCORE is not None, HAS_CAP), row_max, row_sum,
-                WEIGHT_EXPONENT, CAN_HIDE,
-            )  # fmt: skip
+                scores,
+                _row_factor(rows, SCORE is not None, HAS_CAP),
+                row_max,
+                row_sum,
+                WEIGHT_EXPONENT,
+                CAN_HIDE,
+            )
         elif SCORE is not None and not call.config.RAW_SCORE:
             return online_softmax(scores, LOG2E, row_max, row_sum, CAN_HIDE, False)
         elif SIGNS and not CAN_HIDE:
