@@ -7,6 +7,7 @@ setting silently would be worse. `docs/environment.md` is generated from this ta
 
 from __future__ import annotations
 
+import difflib
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -22,7 +23,8 @@ __all__ = [
     "raw",
     "raw_reader",
     "read",
-    "warn_about_foreign_variables",
+    "unknown_variables",
+    "warn_about_unread_variables",
 ]
 
 
@@ -79,10 +81,11 @@ ENVIRONMENT: Mapping[str, EnvironmentVariable] = {
         EnvironmentVariable(
             "ATTNLIB_BACKEND",
             "auto",
-            "a name, `prefill:NAME,decode:NAME`, `prefix:NAME,suffix:NAME`, `-NAME[,-NAME]`, or "
+            "NAME, `prefill:NAME,decode:NAME`, `prefix:NAME,suffix:NAME`, `-NAME[,-NAME]`, or "
             "`auto`",
-            "Selects the attention backend. A name is never replaced by another backend; a "
-            "leading `-` excludes a backend from auto.",
+            "Selects the attention backend. NAME is registered, or `module:Class`, or "
+            "`path/to/file.py:Class`. It is never replaced by another backend, and raises "
+            "`UnknownBackendError` if there is none; a leading `-` excludes a backend from auto.",
             _text,
         ),
         EnvironmentVariable(
@@ -203,14 +206,33 @@ def _encode(name: str) -> object:
 _KEYS: Mapping[str, object] = {name: _encode(name) for name in (*ENVIRONMENT, "TRITON_INTERPRET")}
 
 
-def warn_about_foreign_variables() -> None:
-    """Warn once for each variable in `FOREIGN_VARIABLES` that is set."""
+def unknown_variables() -> dict[str, str]:
+    """The variables of the environment that begin with ATTNLIB_ and are not in the table, each
+    with the most similar name of the table, or ""."""
+    found = {}
+    for name in sorted(os.environ):
+        if name.upper().startswith("ATTNLIB_") and name not in ENVIRONMENT:
+            nearest = difflib.get_close_matches(name.upper(), ENVIRONMENT, n=1)
+            found[name] = nearest[0] if nearest else ""
+    return found
+
+
+def warn_about_unread_variables() -> None:
+    """Warn once for each variable that is set and that attnlib does not read: those in
+    `FOREIGN_VARIABLES`, and unknown ones that begin with ATTNLIB_."""
     for name in FOREIGN_VARIABLES:
-        if name in os.environ and name not in _warned:
-            _warned.add(name)
+        if name in os.environ:
             ours = "ATTNLIB_KV_CACHE_LAYOUT" if "LAYOUT" in name else "ATTNLIB_BACKEND"
-            warnings.warn(
-                f"{name}={os.environ[name]!r} is set, but attnlib does not read it; it reads "
-                f"{ours}.",
-                stacklevel=3,
-            )
+            _warn_once(name, f"it reads {ours}.")
+    for name, nearest in unknown_variables().items():
+        hint = f"did you mean {nearest}?" if nearest else f"it reads {', '.join(ENVIRONMENT)}."
+        _warn_once(name, hint)
+
+
+def _warn_once(name: str, hint: str) -> None:
+    if name not in _warned:
+        _warned.add(name)
+        warnings.warn(
+            f"{name}={os.environ[name]!r} is set, but attnlib does not read it; {hint}",
+            stacklevel=4,
+        )

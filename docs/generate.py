@@ -112,7 +112,8 @@ def environment() -> str:
         "| variable | default | values | purpose |\n|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
         "attnlib does not read these variables of other systems and warns once if one is set: "
         + ", ".join(f"`{name}`" for name in FOREIGN_VARIABLES)
-        + ".\n"
+        + ". It also\nwarns once, with the nearest name, for each other variable that begins with "
+        "`ATTNLIB_`.\n"
     )
 
 

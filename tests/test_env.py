@@ -5,8 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+import attnlib
 from attnlib import env
+from attnlib.cli import main
 from attnlib.errors import EnvironmentVariableError
 
 
@@ -70,3 +73,27 @@ def test_an_empty_value_means_the_default(value: str, monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, value)
     assert env.read("ATTNLIB_VALIDATE") == 0 and env.read("ATTNLIB_PLUGINS") is True
     assert env.read("ATTNLIB_BACKEND") == "auto" and env.read("ATTNLIB_TUNING") == ""
+
+
+def test_an_unknown_variable_causes_one_warning_with_the_nearest_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """D4: `ATTNLIB_BACKND=torch` is not ignored silently, in selection or in a command."""
+    spec = attnlib.AttentionSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    monkeypatch.setattr(env, "_warned", set())
+    monkeypatch.setenv("ATTNLIB_BACKND", "torch")
+    monkeypatch.setenv("ATTNLIB_COLOR_OF_PAGES", "1")
+    with pytest.warns(UserWarning) as caught:
+        attnlib.get_attn_backend(spec, device="cpu")
+        attnlib.get_attn_backend(spec.replace(num_heads=4), device="cpu")
+    backend, other = [str(one.message) for one in caught]
+    assert "ATTNLIB_BACKND='torch' is set, but" in backend
+    assert "did you mean ATTNLIB_BACKEND?" in backend
+    assert "it reads ATTNLIB_BACKEND, ATTNLIB_KV_CACHE_LAYOUT, " in other
+    env._warned.clear()
+    with pytest.warns(UserWarning, match="did you mean ATTNLIB_BACKEND?"):
+        assert main(["list", "--device", "cpu"]) == 0
+    assert env.unknown_variables() == {
+        "ATTNLIB_BACKND": "ATTNLIB_BACKEND",
+        "ATTNLIB_COLOR_OF_PAGES": "",
+    }

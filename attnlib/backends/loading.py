@@ -8,7 +8,6 @@ import threading
 from abc import ABCMeta
 from collections.abc import Mapping
 from enum import Enum
-from importlib import import_module
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -18,6 +17,7 @@ from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.capabilities import Capabilities
 from attnlib.errors import RegistrationError
 from attnlib.metadata.base import AttentionMetadata
+from attnlib.object_path import load_object
 
 __all__ = ["check_backend_class", "check_backend_interface", "configured", "import_backend"]
 
@@ -28,20 +28,21 @@ _FORWARD_PARAMETERS = ("self", "query", "cache", "metadata", "output", "lse")
 
 
 def import_backend(path: str) -> Backend:
-    """Import the class at "module:Class"; dots after the colon reach nested classes.
+    """Import the class at `module:Class` or `path/to/file.py:Class`; dots after the colon reach
+    nested classes.
 
     Raises:
         RegistrationError: the path has another form, or the object there is not a backend class.
+        ContractError: there is no such file, module or class.
         Exception: whatever importing the module raises.
     """
-    module, colon, qualified = path.partition(":")
-    if not colon or not module or not qualified:
+    module, _, qualified = path.rpartition(":")
+    if not module or not qualified:
         raise RegistrationError(
-            f"{path!r} is not a path to a backend; write it as 'package.module:Class'"
+            f"{path!r} is not a path to a backend; write it as 'package.module:Class' or "
+            "'path/to/file.py:Class'"
         )
-    found: Any = import_module(module)
-    for attribute in qualified.split("."):
-        found = getattr(found, attribute)
+    found: Any = load_object(path)
     check_backend_class(found, path)
     backend: Backend = found
     return backend

@@ -16,8 +16,9 @@ import torch
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.loading import configured
 from attnlib.device import resolve_device
-from attnlib.errors import AttnlibError, ContractError
+from attnlib.errors import ContractError
 from attnlib.selection.registry import availability, registrations
+from attnlib.selection.request import has_role
 from attnlib.testing.backend_under_test import load_backend
 
 __all__ = [
@@ -62,22 +63,31 @@ def is_baseline(label: str) -> bool:
 
 
 def split_names(text: str) -> list[str]:
-    """Names separated by commas; commas within brackets do not separate."""
-    return [name.strip() for name in re.split(r",(?![^\[]*\])", text) if name.strip()]
+    """Names separated by commas; commas within brackets, and the one of a pair such as
+    `prefill:NAME,decode:NAME`, do not separate."""
+    names: list[str] = []
+    for part in (name.strip() for name in re.split(r",(?![^\[]*\])", text)):
+        opened = bool(names) and has_role(names[-1]) and "," not in names[-1]
+        if opened and has_role(part):
+            names[-1] += f",{part}"
+        elif part:
+            names.append(part)
+    return names
 
 
 def find_backends(names: list[str] | None, device: torch.device) -> list[BenchBackend]:
     """The backends of a run, in the order of `names`.
 
     Args:
-        names: names, `module:Class` paths, or names with settings. None means all that can run on
-            the device except, on a GPU, `torch` (the slow reference) and, on a CPU, `triton` (which
-            is interpreted there).
+        names: requests in the syntax of ATTNLIB_BACKEND, with or without settings. None means all
+            that can run on the device except, on a GPU, `torch` (the slow reference) and, on a CPU,
+            `triton` (which is interpreted there).
         device: where they run.
 
     Raises:
-        ContractError: a name that does not parse, or a path that cannot be imported.
-        UnknownBackendError: no backend has this name.
+        ContractError: settings that do not parse.
+        UnknownBackendError: no backend has this name, or there is no class at a path.
+        BackendUnavailableError: the module of a path cannot be imported.
     """
     if names is None:
         left_out = ("torch",) if device.type == "cuda" else (PRIMARY,)
@@ -105,24 +115,17 @@ def _named(text: str, device: torch.device) -> BenchBackend:
     match = _NAME.fullmatch(text)
     if match is None:
         raise ContractError(
-            f"--backends {text!r} does not parse: write NAME, module:Class, or NAME[KEY=VALUE;...]"
+            f"--backends {text!r} does not parse: write NAME, module:Class, path/to/file.py:Class, "
+            "or one of these with [KEY=VALUE;...]"
         )
     path, settings = match["path"].strip(), _settings(text, match["settings"] or "")
     if path.lower() in registrations():
         found = _registered(path.lower(), device)
         backend, reasons, label = found.backend, found.unavailable_reasons, text.lower()
     else:
-        backend, reasons, label = _load(path), (), text
+        backend, label = load_backend(path), text
+        reasons = tuple(backend.unavailable(resolve_device(device)))
     return BenchBackend(label, None if backend is None else configured(backend, settings), reasons)
-
-
-def _load(path: str) -> type[AttentionBackend]:
-    try:
-        return load_backend(path)
-    except AttnlibError:
-        raise
-    except (ImportError, AttributeError) as error:
-        raise ContractError(f"--backends {path}: {type(error).__name__}: {error}") from error
 
 
 def _settings(text: str, settings: str) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from attnlib.env import ENVIRONMENT, FOREIGN_VARIABLES
+from attnlib.env import ENVIRONMENT, FOREIGN_VARIABLES, unknown_variables
 
 __all__ = ["main"]
 
@@ -101,7 +101,16 @@ def _environment() -> dict[str, str]:
         for name in FOREIGN_VARIABLES
         if name in os.environ
     }
-    return {**ours, **foreign, "TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "(not set)")}
+    unknown = {
+        name: f"{os.environ[name]}  (unknown{f'; did you mean {nearest}?' if nearest else ''})"
+        for name, nearest in unknown_variables().items()
+    }
+    return {
+        **ours,
+        **foreign,
+        **unknown,
+        "TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "(not set)"),
+    }
 
 
 def _backends() -> list[dict[str, Any]]:

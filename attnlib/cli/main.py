@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 
+from attnlib.env import warn_about_unread_variables
 from attnlib.errors import AttnlibError
 
 __all__ = ["COMMANDS", "main"]
@@ -75,12 +78,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help") or arguments[0] not in COMMANDS:
         return _usage(arguments)
     try:
-        return COMMANDS[arguments[0]].load()(arguments[1:])
+        warn_about_unread_variables()
+        with _current_folder_on_path():
+            return COMMANDS[arguments[0]].load()(arguments[1:])
     except AttnlibError as error:
         print(f"attnlib {arguments[0]}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+@contextmanager
+def _current_folder_on_path() -> Iterator[None]:
+    """Let `module:Class` name a module of the current folder in every command and in
+    ATTNLIB_BACKEND, as `python -m attnlib` does."""
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
 
 
 def _usage(arguments: Sequence[str]) -> int:

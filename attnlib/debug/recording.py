@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.object_path import load_object
 from attnlib.score_functions import ScoreFunction
 from attnlib.spec import AttentionSpec, Window
 from attnlib.testing.batch_spec import parse_batch
@@ -24,7 +25,6 @@ from attnlib.testing.case import Case
 from attnlib.testing.inputs import StepInputs
 from attnlib.testing.layouts import CacheViews, allocate_views
 from attnlib.testing.materialized_case import MaterializedCase
-from attnlib.testing.object_path import load_object
 from attnlib.testing.oracle import OracleParams
 from attnlib.testing.score_functions import oracle_score
 from attnlib.testing.tensor_io import (
@@ -190,7 +190,7 @@ def _score_function(values: Mapping[str, Any]) -> ScoreFunction:
             continue
         try:
             made[name] = load_object(made[name])
-        except (ImportError, AttributeError) as error:
+        except (ImportError, ContractError) as error:
             raise ContractError(
                 f"the recorded call has the score function {values['function']}, and {made[name]} "
                 f"cannot be imported ({error}): make the module importable, for example by "

@@ -5,7 +5,6 @@ from attnlib.selection.groups import GroupSelection, select_for_groups
 from attnlib.selection.named import load_backend, merge_attention
 from attnlib.selection.registry import list_backends, register_backend, unregister_backend
 from attnlib.selection.report import CandidateReport, SelectionReport, SelectionStatus
-from attnlib.selection.request import is_pair
 from attnlib.selection.selector import explain, get_attn_backend
 
 __all__ = [
@@ -15,7 +14,6 @@ __all__ = [
     "SelectionStatus",
     "explain",
     "get_attn_backend",
-    "is_pair",
     "list_backends",
     "load_backend",
     "merge_attention",

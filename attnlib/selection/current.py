@@ -8,15 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 from attnlib import env, tuning
 from attnlib.backends.base import AttentionBackend
-from attnlib.backends.loading import check_backend_class
+from attnlib.backends.loading import check_backend_class, import_backend
 from attnlib.cache.layout import kv_cache_layout_override
-from attnlib.errors import UnknownBackendError
+from attnlib.errors import (
+    BackendUnavailableError,
+    ContractError,
+    RegistrationError,
+    UnknownBackendError,
+)
+from attnlib.object_path import is_absent
 from attnlib.selection.registry import generation, registrations
-from attnlib.selection.request import AUTO, PAIR_SYNTAX, Request, parse_request
+from attnlib.selection.request import AUTO, PAIR_SYNTAX, Request, is_path, parse_request
 
 __all__ = ["current_request", "parsed", "selection_state", "use_backend"]
 
@@ -45,7 +52,9 @@ def use_backend(backend: str | Backend | None) -> Iterator[None]:
         backend: a class, or a string in the syntax of ATTNLIB_BACKEND.
 
     Raises:
-        UnknownBackendError: a name that is not registered; raised when the block is entered.
+        UnknownBackendError: a name that is not registered, or a path without a class; raised when
+            the block is entered.
+        BackendUnavailableError: the module of a path cannot be imported.
     """
     parsed(backend, "use_backend")
     token = _context.set(backend)
@@ -81,7 +90,15 @@ def current_request(backend: Any) -> tuple[Request, Mapping[str, Backend]]:
 
 
 def parsed(value: Any, source: str) -> tuple[Request, Mapping[str, Backend]]:
-    """A request in any form; `AUTO` for None and for "auto"."""
+    """(a request in any form, the classes that it gives by name); `AUTO` for None and "auto".
+
+    Raises:
+        UnknownBackendError: a name that is not registered, a path without a class, or, unless the
+            source is ATTNLIB_BACKEND, another syntax.
+        EnvironmentVariableError: another syntax in ATTNLIB_BACKEND.
+        BackendUnavailableError: the module of a path cannot be imported.
+        RegistrationError: the object of a path is not a backend class.
+    """
     if isinstance(value, type):
         check_backend_class(value, value.__qualname__)
         name = value.get_name()  # type: ignore[attr-defined]  # check_backend_class made sure of it
@@ -92,4 +109,44 @@ def parsed(value: Any, source: str) -> tuple[Request, Mapping[str, Backend]]:
             f"{PAIR_SYNTAX}, or a class"
         )
     request = parse_request(value or "", source, registrations())
-    return (request if request.excluded or not request.is_auto else AUTO), {}
+    if request.is_auto:
+        return (request if request.excluded else AUTO), {}
+    return _with_classes(request, f"{source}={value!r}")
+
+
+def _with_classes(request: Request, origin: str) -> tuple[Request, Mapping[str, Backend]]:
+    """The request with the names of its paths' classes, and these classes by name."""
+    given: dict[str, Backend] = {}
+    names = []
+    for part in (str(request.first), str(request.second)):
+        if is_path(part):
+            backend = _class_at(part, origin)
+            part = backend.get_name()
+            given.setdefault(part, backend)
+        names.append(part)
+    same_name = names[0] == names[1] and request.first != request.second
+    if same_name:
+        raise UnknownBackendError(
+            f"{origin}: two backends of one name, {names[0]!r}: let get_name() of one return "
+            "another name"
+        )
+    return replace(request, first=names[0], second=names[1]), given
+
+
+def _class_at(path: str, origin: str) -> Backend:
+    """The class at a path."""
+    try:
+        return import_backend(path)
+    except (KeyboardInterrupt, RegistrationError):
+        raise
+    except ContractError as error:
+        raise UnknownBackendError(f"{origin}: {error}") from None
+    except BaseException as error:  # importing a module may raise anything, also SystemExit
+        if is_absent(path, error):
+            raise UnknownBackendError(
+                f"{origin}: {error}: install it, or add its folder to PYTHONPATH"
+            ) from None
+        raise BackendUnavailableError(
+            f"{origin}: {path.rpartition(':')[0]} cannot be imported: {type(error).__name__}: "
+            f"{error}"
+        ) from error

@@ -5,10 +5,11 @@ from __future__ import annotations
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.cascade import make_cascade
 from attnlib.backends.cascade.schedule import DEFAULT_RULE, PrefixRule
-from attnlib.errors import BackendUnavailableError
+from attnlib.errors import BackendUnavailableError, UnknownBackendError
+from attnlib.selection.current import parsed
 from attnlib.selection.registration import import_reason
-from attnlib.selection.registry import lookup, registrations
-from attnlib.selection.request import parse_request, unknown_backend_error
+from attnlib.selection.registry import registrations
+from attnlib.selection.request import PAIR_SYNTAX
 
 __all__ = ["load_backend", "merge_attention"]
 
@@ -16,22 +17,33 @@ Backend = type[AttentionBackend]
 
 
 def load_backend(name: str) -> Backend:
-    """The class of a name or a pair, even if it cannot run here.
+    """The class of a name, a path or a pair, even if it cannot run here.
 
     Args:
-        name: NAME, `prefill:NAME,decode:NAME` or `prefix:NAME,suffix:NAME`.
+        name: a request in the syntax of ATTNLIB_BACKEND, except `auto` and `-NAME`.
 
     Raises:
-        UnknownBackendError: a name that is not registered.
+        UnknownBackendError: a name that is not registered, or a path without a class.
         BackendUnavailableError: it cannot be imported.
+        RegistrationError: the object at a path is not a backend class.
         LayoutMismatchError: the two backends of a pair read no common cache layout.
     """
-    if ":" in name:
-        request = parse_request(name, "name", registrations())
-        return request.combine(load_backend(str(request.first)), load_backend(str(request.second)))
-    entry = lookup(name)
-    if entry is None:
-        raise unknown_backend_error(name.strip().lower(), name, "name", registrations())
+    request, given = parsed(name, "name")
+    if request.is_auto:
+        raise UnknownBackendError(
+            f"name={name!r} leaves the choice to auto, and one backend is needed here: give a "
+            f"name ({', '.join(registrations())}), 'module:Class', 'path/to/file.py:Class', or "
+            f"{PAIR_SYNTAX}"
+        )
+    first, second = (
+        given.get(part) or _load(part) for part in (str(request.first), str(request.second))
+    )
+    return request.combine(first, second)
+
+
+def _load(name: str) -> Backend:
+    """The class of a registered name."""
+    entry = registrations()[name]
     try:
         return entry.load()
     except KeyboardInterrupt:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.cascade import make_cascade
 from attnlib.backends.composite import make_composite
-from attnlib.errors import UnknownBackendError
+from attnlib.env import ENVIRONMENT
+from attnlib.errors import AttnlibError, EnvironmentVariableError, UnknownBackendError
 
-__all__ = ["AUTO", "PAIR_SYNTAX", "Request", "is_pair", "parse_request", "unknown_backend_error"]
+__all__ = [
+    "AUTO",
+    "PAIR_SYNTAX",
+    "ROLES",
+    "Request",
+    "has_role",
+    "is_path",
+    "parse_request",
+    "unknown_backend_error",
+]
 
 Backend = type[AttentionBackend]
 
@@ -68,50 +78,99 @@ PAIRS: dict[tuple[str, str], Callable[[Backend, Backend], Backend]] = {
     ("prefix", "suffix"): make_cascade,
 }
 """How two backends serve one layer, by the names of their roles."""
+ROLES = tuple(role for pair in PAIRS for role in pair)
 PAIR_SYNTAX = ", ".join(f"'{first}:NAME,{second}:NAME'" for first, second in PAIRS)
+_EXCLUDED, _AUTO, _ALONE = "-", "auto", ""
 
 
 def parse_request(text: str, source: str, known: Iterable[str]) -> Request:
     """Parse `NAME`, `auto`, `prefill:NAME,decode:NAME`, `prefix:NAME,suffix:NAME`, or
-    `-NAME[,-NAME]`.
+    `-NAME[,-NAME]`, where auto may precede excluded names.
+
+    A NAME is a registered name in any case, `module:Class` or `path/to/file.py:Class`. Paths are
+    not loaded, and stay as they are written. An empty text means auto.
 
     Raises:
         UnknownBackendError: a name that is not registered, or another syntax.
+        EnvironmentVariableError: another syntax, if the source is an environment variable.
     """
-    names, roles, excluded, plain = set(known), {}, set(), []
-    pairs = {role for pair in PAIRS for role in pair}
-    for part in (item.strip().lower() for item in text.split(",")):
-        if not part or part == "auto":
-            continue
-        role, colon, rest = part.partition(":")
-        name = rest.strip() if colon and role in pairs else part.removeprefix("-")
-        if name not in names:
-            raise unknown_backend_error(name, text, source, names)
-        if part.startswith("-"):
-            excluded.add(name)
-        elif name != part:
-            roles[role] = name
-        else:
-            plain.append(name)
-    pair = next((pair for pair in PAIRS if set(pair) == roles.keys()), None)
-    if len(plain) > 1 or (plain and (roles or excluded)) or (roles and (excluded or pair is None)):
-        raise UnknownBackendError(
-            f"{source}={text!r} is not a valid request: give one name, {PAIR_SYNTAX}, or '-NAME' "
-            "for each backend that auto must skip"
-        )
-    if plain:
-        return Request(source, plain[0], plain[0])
+    if not text.strip():
+        return Request(source)
+    syntax = _Syntax(text, source, frozenset(known))
+    found = [syntax.part(item.strip()) for item in text.split(",")]
+    roles, kinds = dict(found), [kind for kind, _ in found]
+    if kinds == [_ALONE]:
+        return Request(source, found[0][1], found[0][1])
+    if kinds == [_AUTO] or set(kinds[kinds[0] == _AUTO :]) == {_EXCLUDED}:
+        return Request(source, excluded=frozenset(name for kind, name in found if kind != _AUTO))
+    pair = next((pair for pair in PAIRS if sorted(pair) == sorted(kinds)), None)
     if pair is None:
-        return Request(source, excluded=frozenset(excluded))
+        raise syntax.error()
     first, second = roles[pair[0]], roles[pair[1]]
     # One backend for prefills and decodes is that backend.
     single = pair == ("prefill", "decode") and first == second
     return Request(source, first, second, None if single else pair)
 
 
-def is_pair(text: str) -> bool:
-    """Whether a request begins with a role of a pair, such as `prefill:NAME`."""
-    return text.strip().lower().partition(":")[0] in {role for pair in PAIRS for role in pair}
+@dataclass(frozen=True)
+class _Syntax:
+    """The parts of one request, and the errors that name it."""
+
+    text: str
+    source: str
+    known: frozenset[str]
+
+    def part(self, item: str) -> tuple[str, str]:
+        """(role, `_EXCLUDED`, `_AUTO` or `_ALONE`, its backend)."""
+        if item.lower() == _AUTO:
+            return _AUTO, ""
+        if item.startswith("-"):
+            return _EXCLUDED, self._backend(item[1:].strip(), registered=True)
+        head, _, rest = (word.strip() for word in item.partition(":"))
+        if not head:
+            raise self.error()
+        if head.lower() in ROLES:
+            return head.lower(), self._backend(rest)
+        if self._is_unknown_role(head, rest):
+            raise self.error(
+                f": {head!r} is not a phase; the phases are {', '.join(ROLES)}."
+                f"{_nearest(head.lower(), ROLES)} Give"
+            )
+        return _ALONE, self._backend(item)
+
+    def _is_unknown_role(self, head: str, rest: str) -> bool:
+        """Whether `head:rest` is a role with a backend, rather than a module with a class."""
+        nested = ":" in rest and not f"{head}:{rest}".rpartition(":")[0].endswith(".py")
+        return rest.lower() in self.known or nested
+
+    def _backend(self, name: str, registered: bool = False) -> str:
+        if not name:
+            raise self.error()
+        if is_path(name) and not registered:
+            return name
+        if name.lower() not in self.known:
+            raise unknown_backend_error(name.lower(), self.text, self.source, self.known)
+        return name.lower()
+
+    def error(self, reason: str = " is not a valid request: give") -> AttnlibError:
+        """The error for another syntax."""
+        kind = EnvironmentVariableError if self.source in ENVIRONMENT else UnknownBackendError
+        return kind(
+            f"{self.source}={self.text!r}{reason} one name, 'module:Class', "
+            f"'path/to/file.py:Class', {PAIR_SYNTAX}, or '-NAME' for each backend that auto must "
+            "skip"
+        )
+
+
+def is_path(name: str) -> bool:
+    """Whether the name of one backend is `module:Class` or `path/to/file.py:Class`."""
+    return ":" in name
+
+
+def has_role(part: str) -> bool:
+    """Whether a part of a request begins with a role of a pair, such as `prefill:NAME`."""
+    head, colon, _ = part.partition(":")
+    return bool(colon) and head.strip().lower() in ROLES
 
 
 def unknown_backend_error(
@@ -119,9 +178,12 @@ def unknown_backend_error(
 ) -> UnknownBackendError:
     """The error for a name that is not registered, with the most similar one."""
     names = sorted(known)
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.65)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     return UnknownBackendError(
-        f"unknown attention backend {name!r} (from {source}={text!r}).{hint} "
+        f"unknown attention backend {name!r} (from {source}={text!r}).{_nearest(name, names)} "
         f"Registered: {', '.join(names)}."
     )
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.65)
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""

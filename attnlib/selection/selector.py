@@ -135,7 +135,7 @@ def _key(spec: AttentionSpec, backend: Any, device: Any) -> tuple[Any, ...]:
 
 
 def _select(spec: AttentionSpec, backend: Any, device: DeviceInfo, layer_name: str) -> Backend:
-    env.warn_about_foreign_variables()
+    env.warn_about_unread_variables()
     request, given = current_request(backend)
     entries = {entry.name: entry for entry in _entries(given)}
     environment = frozenset(os.environ.items())

@@ -20,7 +20,6 @@ from attnlib.capabilities import Sizes
 from attnlib.device import resolve_device
 from attnlib.errors import ContractError
 from attnlib.testing.case import Case
-from attnlib.testing.object_path import load_object
 
 __all__ = ["BackendUnderTest", "load_backend"]
 
@@ -35,21 +34,14 @@ def load_backend(backend: str | Backend) -> Backend:
             `path/to/file.py:Class` path, or the class itself.
 
     Raises:
-        UnknownBackendError: no backend is registered under the name.
-        ContractError: the path does not name a subclass of `AttentionBackend`.
+        UnknownBackendError: no backend is registered under the name, or there is no such module,
+            file or class.
+        BackendUnavailableError: it cannot be imported.
+        RegistrationError: the object at the path is not a subclass of `AttentionBackend`.
     """
-    if isinstance(backend, type):
-        return backend
-    from attnlib.selection import is_pair
-    from attnlib.selection import load_backend as load_registered
+    from attnlib.selection import load_backend as load_requested
 
-    if ":" not in backend or is_pair(backend):
-        return load_registered(backend)
-    loaded = load_object(backend)
-    if not (isinstance(loaded, type) and issubclass(loaded, AttentionBackend)):
-        raise ContractError(f"{backend} is {loaded!r}, not a subclass of attnlib.AttentionBackend")
-    found: Backend = loaded
-    return found
+    return backend if isinstance(backend, type) else load_requested(backend)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ code: 0 for a pass, 1 for a failure, 2 for invalid arguments, 3 for a backend th
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,10 +96,8 @@ def _run_verify(args: argparse.Namespace) -> int:
     from attnlib.testing.progress import ProgressBar
     from attnlib.testing.report import report_to_json
 
-    _add_working_directory_to_path(args.backend)
     if args.certify:
         return _run_certify(args)
-    _add_working_directory_to_path(args.score or "")
     only = args.only or (None if args.score is None else "S1")
     passed, documents = True, []
     for seed in range(args.seed, args.seed + args.seeds):
@@ -179,8 +176,6 @@ def _run_parity_command(args: argparse.Namespace) -> int:
     from attnlib.errors import AttnlibError
     from attnlib.testing.parity import run_parity
 
-    for backend in args.backends:
-        _add_working_directory_to_path(backend)
     try:
         report = run_parity(args.backends or None, device=args.device, seed=args.seed)
     except (AttnlibError, ImportError, AttributeError) as error:
@@ -214,7 +209,6 @@ def _run_replay(args: argparse.Namespace) -> int:
     from attnlib.errors import AttnlibError
     from attnlib.testing.outcome import UnsupportedCase
 
-    _add_working_directory_to_path(args.backend)
     try:
         step = load_recording(args.recording, args.device)
         result = replay(step, args.backend)
@@ -227,12 +221,6 @@ def _run_replay(args: argparse.Namespace) -> int:
         path = save_recording(smallest, args.shrink)
         print(f"smallest failing batch: {smallest.inputs.batch}, written to {path}")
     return 0 if result.passed else 1
-
-
-def _add_working_directory_to_path(backend: str) -> None:
-    """Let module:Class name a module in the working directory, as `python -m` does."""
-    if ":" in backend and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
 
 
 def _write_json(target: str | None, text: str) -> None:

@@ -21,8 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="NAME_OR_PATH",
-        help="run the conformance suite on this backend (name, module:Class or file.py:Class); "
-        "repeatable",
+        help="run the conformance suite on this backend (as in ATTNLIB_BACKEND: a name, "
+        "module:Class, file.py:Class or a pair); repeatable",
     )
     group.addoption("--attnlib-quick", action="store_true", help="run the short form of each check")
     group.addoption(
@@ -69,18 +69,22 @@ def pytest_collection_modifyitems(
         return
     import sys
 
+    from attnlib.errors import AttnlibError
     from attnlib.testing.suite import collect_cases
 
     if str(config.rootpath) not in sys.path:
         sys.path.insert(0, str(config.rootpath))
     for backend in backends:
-        cases = collect_cases(
-            backend,
-            device=config.getoption("--attnlib-device"),
-            seed=config.getoption("--attnlib-seed"),
-            quick=config.getoption("--attnlib-quick"),
-            only=config.getoption("--attnlib-only"),
-        )
+        try:
+            cases = collect_cases(
+                backend,
+                device=config.getoption("--attnlib-device"),
+                seed=config.getoption("--attnlib-seed"),
+                quick=config.getoption("--attnlib-quick"),
+                only=config.getoption("--attnlib-only"),
+            )
+        except AttnlibError as error:
+            raise pytest.UsageError(f"--attnlib-backend {backend}: {error}") from None
         for case in cases:
             items.append(
                 ConformanceItem.from_parent(session, name=f"{backend}::{case.id}", case=case)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.object_path import load_object
 from attnlib.score_functions import ScoreFunction, absolute, exp2, lookup, sqrt, where
 from attnlib.score_functions.function import PARAMETERS
-from attnlib.testing.object_path import load_object
 
 __all__ = ["SUITE", "load_score_function", "make_score_tensors", "oracle_score"]
 
@@ -104,8 +104,8 @@ def load_score_function(path: str) -> ScoreFunction:
     required parameters that returns one.
 
     Raises:
-        ContractError: the object is none of these.
-        ImportError, AttributeError: the module or the object does not exist.
+        ContractError: the object is none of these, or there is no object at the path.
+        Exception: whatever importing the module raises.
     """
     found = load_object(path)
     if isinstance(found, ScoreFunction):

@@ -12,6 +12,7 @@ import pickle
 import statistics
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from attnlib.device import DeviceInfo
 from attnlib.errors import (
     BackendUnavailableError,
     ContractError,
+    EnvironmentVariableError,
     LayoutMismatchError,
     RegistrationError,
     UnknownBackendError,
@@ -471,3 +473,91 @@ def test_every_input_of_a_selection_is_in_its_state(monkeypatch: pytest.MonkeyPa
     with attnlib.use_backend("torch"):
         states.append(selection_state())
     assert len(set(states)) == len(states)
+
+
+PATH_OF_OTHER = "tests.selection.test_selector:Other"
+
+
+@pytest.mark.parametrize("source", ["argument", "use_backend", "ATTNLIB_BACKEND"])
+def test_a_path_names_a_backend_in_every_setting(
+    source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """D3: `module:Class` and `path.py:Class`, in their own case, alone and in pairs."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    file = tmp_path / "Backend_of_a_File.py"
+    file.write_text(
+        f"from {__name__} import Other\n\n\nclass Own(Other):\n"
+        "    @staticmethod\n    def get_name():\n        return 'own'\n"
+    )
+
+    def chosen(text: str) -> type:
+        if source == "ATTNLIB_BACKEND":
+            monkeypatch.setenv(source, text)
+        if source == "use_backend":
+            with attnlib.use_backend(text):
+                return _chosen()
+        return _chosen(backend=text if source == "argument" else None)
+
+    assert chosen(f"{__name__}:Other") is Other
+    own = chosen(f"{file}:Own")
+    assert own.get_name() == "own" and own.__module__ == "Backend_of_a_File"
+    pair = chosen(f"prefill:{__name__}:Other,decode:torch")
+    assert pair.get_name() == "prefill:other,decode:torch"
+    assert chosen(f"Prefill:{file}:Own, decode:{__name__}:Other").get_name() == (
+        "prefill:own,decode:other"
+    )
+    assert chosen(f"prefill:{file}:Own,decode:{file}:Own") is own
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("nowhere_at_all:Backend", "No module named 'nowhere_at_all'"),
+        ("nowhere.py:Backend", "nowhere.py is not a Python file"),
+        (f"{PATH_OF_OTHER}s", "has no 'Others'.*did you mean 'Other'"),
+        ("a-b:Class", "write module:NAME or path/to/file.py:NAME"),
+        ("prefil:torch,decode:torch", "'prefil' is not a phase.* prefill, decode, prefix, suffix. "
+         "Did you mean 'prefill'?"),
+        ("decod:torch", "'decod' is not a phase.*Did you mean 'decode'?"),
+        ("step:torch,decode:torch", "'step' is not a phase; the phases are prefill, decode"),
+        (f"prefix:torch,sufix:{PATH_OF_OTHER}", "'sufix' is not a phase.*Did you mean 'suffix'?"),
+    ],
+)  # fmt: skip
+def test_a_wrong_path_or_phase_says_what_is_wrong(text: str, reason: str) -> None:
+    with pytest.raises(UnknownBackendError, match=reason) as caught:
+        _chosen(backend=text)
+    assert f"argument={text!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["auto,torch", ",", "torch,", "torch,,triton", "auto,auto", "-", ":", "prefill:",
+             "prefill:torch", "prefill:torch,prefill:triton", "sufix:torch,prefix:torch"],
+)  # fmt: skip
+def test_malformed_requests(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D4: an error, and for ATTNLIB_BACKEND the one that docs/environment.md names."""
+    with pytest.raises(UnknownBackendError):
+        _chosen(backend=text)
+    monkeypatch.setenv("ATTNLIB_BACKEND", text)
+    with pytest.raises(EnvironmentVariableError, match="ATTNLIB_BACKEND="):
+        _chosen()
+
+
+def test_a_module_that_fails_at_import_is_unavailable(tmp_path: Path) -> None:
+    file = tmp_path / "failing_backend.py"
+    file.write_text("import no_such_package\n")
+    for _ in range(2):  # the failed import leaves no module behind
+        with pytest.raises(BackendUnavailableError, match="No module named 'no_such_package'"):
+            _chosen(backend=f"{file}:Backend")
+    file.write_text("raise SystemExit(3)\n")
+    with pytest.raises(BackendUnavailableError, match="cannot be imported: SystemExit: 3"):
+        _chosen(backend=f"{file}:Backend")
+    taken = tmp_path / "torch.py"
+    taken.write_text("Backend = 1\n")
+    with pytest.raises(UnknownBackendError, match="a module of this name is already imported"):
+        _chosen(backend=f"{taken}:Backend")
+
+
+def test_two_backends_of_one_name_form_no_pair() -> None:
+    attnlib.register_backend("other", type("Mine", (Other,), {}))
+    with pytest.raises(UnknownBackendError, match="two backends of one name, 'other'"):
+        _chosen(backend=f"prefill:{PATH_OF_OTHER},decode:other")

@@ -107,7 +107,7 @@ def test_verify_prints_one_line_for_an_unavailable_backend(
         (["no_such_backend"], "no_such_backend"),
         (["no_such_module:Backend"], "no_such_module"),
         (["tests.testing.toy_backend:Missing"], "Missing"),
-        (["tests.testing.toy_backend:ToyImpl"], "not a subclass of attnlib.AttentionBackend"),
+        (["tests.testing.toy_backend:ToyImpl"], "must be a subclass of attnlib.AttentionBackend"),
         (["nowhere.py:Backend"], "nowhere.py is not a Python file"),
         ([TOY, "--device", "cpu", "--only", "Z9"], "no case matches --only Z9"),
     ],

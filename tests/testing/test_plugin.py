@@ -90,3 +90,11 @@ def test_a_bad_path_stops_the_run(tmp_path: Path, backend: str) -> None:
     done = _pytest(tmp_path, f"--attnlib-backend={backend}")
     assert done.returncode not in (0, 1)
     assert "no_such_module" in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_wrong_backend_is_a_usage_error(tmp_path: Path) -> None:
+    """D3: one line with the reason, no traceback of pytest."""
+    done = _pytest(tmp_path, "--attnlib-backend=nowhere:Backend")
+    assert done.returncode == 4 and "INTERNALERROR" not in done.stdout + done.stderr
+    assert "ERROR: --attnlib-backend nowhere:Backend: " in done.stderr
