@@ -196,3 +196,13 @@ def test_a_batch_without_slots_writes_nothing(expand_from: int | None) -> None:
     cache.key_cache.zero_()
     module(query, latent, cache, metadata)
     assert not cache.key_cache.any()
+
+
+@pytest.mark.parametrize("expand_from", [None, 2], ids=["absorbed", "expanded"])
+def test_autocast_changes_no_bit(expand_from: int | None) -> None:
+    """The projections of a float32 layer stay in float32."""
+    module, call, _ = _step([1, 7], [9, 20], expand_from=expand_from)
+    expected = module(*call)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = module(*call)
+    assert found.dtype == torch.float32 and torch.equal(found, expected)

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 import attnlib
 from attnlib.compat.flash_attn import FlashAttentionArgumentError, flash_attn_with_kvcache
 from attnlib.compat.flash_attn.prepared import STATE
-from attnlib.errors import UnsupportedConfigError
+from attnlib.errors import ContractError, UnsupportedConfigError
 from tests.compat.reference import assert_matches, attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -492,3 +492,23 @@ def test_windows_and_chunks_are_integers(options: dict[str, Any]) -> None:
     q, cache = torch.randn(1, 1, 4, 16, device=DEVICE), torch.randn(1, 8, 2, 16, device=DEVICE)
     with pytest.raises(FlashAttentionArgumentError, match="must be an integer"):
         flash_attn_with_kvcache(q, cache, cache, causal=True, **options)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="synchronizes")
+def test_validation_follows_the_variable(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for calls like the one before, which take a quick path."""
+    q = torch.randn(2, 1, 4, 16)
+    keys, values = torch.randn(4, 256, 2, 16), torch.randn(4, 256, 2, 16)
+    lens = torch.tensor([20, 30], dtype=torch.int32)
+    table = torch.tensor([[1], [2]], dtype=torch.int32)
+    arguments = {"cache_seqlens": lens, "block_table": table, "causal": True}
+    for _ in range(3):
+        flash_attn_with_kvcache(q, keys, values, **arguments)
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "1")
+    flash_attn_with_kvcache(q, keys, values, **arguments)
+    table[1, 0] = 9
+    with pytest.raises(ContractError, match="block_table"):
+        flash_attn_with_kvcache(q, keys, values, **arguments)
+    table[1, 0] = 2
+    monkeypatch.delenv("ATTNLIB_VALIDATE")
+    flash_attn_with_kvcache(q, keys, values, **arguments)
