@@ -17,13 +17,13 @@ __all__ = [
     "SHARED_MEMORY",
     "HopperTile",
     "choose_hopper_tile",
-    "choose_section",
+    "choose_l2_heads",
     "is_long",
     "key_parts",
     "key_width",
     "padded_width",
     "shared_bytes",
-    "with_leads",
+    "with_sign_softmax",
     "with_query_registers",
     "with_short_ranges",
 ]
@@ -36,7 +36,7 @@ _GATHER_REGISTERS = (224, 64)
 
 L2_BYTES = 40 * 1024 * 1024
 """Bytes of the 50 MB L2 cache that hold keys and values; each half of the chip caches its own copy.
-Not tuned: on an H200, sections of 1, 2 and 4 KV heads had nearly equal times on a prefill of 32k
+Not tuned: on an H200, groups of 1, 2 and 4 KV heads had nearly equal times on a prefill of 32k
 tokens."""
 
 
@@ -44,7 +44,7 @@ SHORT_CONTEXT = 12288
 """Keys of the longest request up to which a prefill computes the maxima of every tile. Signs are
 faster at all lengths, but batch-invariant prefills compute maxima, and are to take at most 1.15 of
 the time: with signs 1.18 for 8k keys, 1.13 to 1.15 for 16k, and 1.11 to 1.15 for 32k (H200, blocks
-of 128). `with_leads` has the exception."""
+of 128). `with_sign_softmax` has the exception."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class HopperTile:
         staged_store: stage outputs in shared memory, for wide stores.
         persistent: one CTA per multiprocessor, which takes several work items, instead of one CTA
             per work item.
-        sections: order work items by sections of KV heads that fit in the L2 cache together
-            (`choose_section`), instead of all heads adjacent.
+        l2_groups: order work tiles by groups of KV heads that fit in the L2 cache together
+            (`choose_l2_heads`), instead of all heads adjacent.
         q_stages: query tiles in shared memory; 2 loads those of the next work item ahead.
         consumers: consumer warpgroups of 64 rows each, 2 or 3; 1 in the batch-invariant kernel.
         consumer_registers: registers per thread of a consumer warpgroup.
@@ -69,7 +69,7 @@ class HopperTile:
         converter_registers: registers per thread of a converter warp; those of a loader warp in a
             shared warpgroup.
         query_registers: keep the queries over a float8 cache in registers.
-        leads: look for rising maxima by signs (`with_leads`).
+        sign_softmax: look for rising maxima by signs (`with_sign_softmax`).
         ctas_per_sm: persistent CTAs of a multiprocessor, which share its registers.
     """
 
@@ -77,7 +77,7 @@ class HopperTile:
     stages: int
     staged_store: bool = True
     persistent: bool = False
-    sections: bool = True
+    l2_groups: bool = True
     q_stages: int = 1
     consumers: int = 2
     consumer_registers: int = 232
@@ -86,7 +86,7 @@ class HopperTile:
     converter_warps: int = 4
     converter_registers: int = 0
     query_registers: bool = False
-    leads: bool = False
+    sign_softmax: bool = False
     ctas_per_sm: int = 1
 
 
@@ -159,17 +159,21 @@ def is_long(max_seq_len: int) -> bool:
     return max_seq_len > SHORT_CONTEXT
 
 
-def with_leads(tile: HopperTile, max_seq_len: int, head_size: int) -> HopperTile:
+def with_sign_softmax(tile: HopperTile, max_seq_len: int, head_size: int) -> HopperTile:
     """Return a prefill tile for requests of up to `max_seq_len` keys.
 
     Keys in parts (head size 192) use signs at all lengths: 8k tokens of multi-head latent attention
     take 4110 instead of 4330 us (H200).
     """
-    return replace(tile, leads=True) if is_long(max_seq_len) or key_parts(head_size) > 1 else tile
+    return (
+        replace(tile, sign_softmax=True)
+        if is_long(max_seq_len) or key_parts(head_size) > 1
+        else tile
+    )
 
 
-def choose_section(num_kv_heads: int, max_seq_len: int, widths: int) -> int:
-    """Return the number of KV heads of a section.
+def choose_l2_heads(num_kv_heads: int, max_seq_len: int, widths: int) -> int:
+    """Return how many KV heads a prefill works on at a time.
 
     As many heads as have their keys and values of the longest request in L2 together.
 
@@ -178,10 +182,10 @@ def choose_section(num_kv_heads: int, max_seq_len: int, widths: int) -> int:
         max_seq_len: upper bound of the sequence lengths.
         widths: sum of the padded head sizes of keys and values.
     """
-    section = num_kv_heads
-    while section % 2 == 0 and section * max_seq_len * widths * 2 > L2_BYTES:
-        section //= 2
-    return section
+    heads = num_kv_heads
+    while heads % 2 == 0 and heads * max_seq_len * widths * 2 > L2_BYTES:
+        heads //= 2
+    return heads
 
 
 def choose_hopper_tile(

@@ -52,7 +52,7 @@ def choose_kernel(
         bounds = functions["BOUNDS"]
         return range_prefill_kernel, {"BOUNDS": bounds, "CONFIG": config, **options}
     config = config._replace(VALUE_PARTS=_value_parts(config))
-    if tile.leads and _has_sign_softmax(config, call.query.dtype, functions["SCORE"]):
+    if tile.sign_softmax and _has_sign_softmax(config, call.query.dtype, functions["SCORE"]):
         config = config._replace(SIGN_SOFTMAX=True)
     own = {name: functions[name] for name in ("SCORE", "KEY_SLOPE", "BOUNDS")}
     return hopper_prefill_kernel, {**own, "CONFIG": config, **options}

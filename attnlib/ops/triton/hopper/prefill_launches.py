@@ -10,7 +10,7 @@ import torch
 
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits
-from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile, choose_section
+from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile, choose_l2_heads
 from attnlib.ops.triton.hopper.descriptors import (
     CacheView,
     QueryView,
@@ -205,10 +205,10 @@ class HopperPrefill:
     def _l2_heads(self, max_seq_len: int) -> int:
         """KV heads that are worked on at a time, times the work tiles that share one."""
         heads, (key_view, value_view) = self.num_kv_heads, self.views
-        if self.tile.sections and self.num_work_tiles >= _FEW_TILES_PER_SM * self.limits.num_sms:
+        if self.tile.l2_groups and self.num_work_tiles >= _FEW_TILES_PER_SM * self.limits.num_sms:
             width = self.key_parts * key_view.width
             width_v = width if isinstance(value_view, TransposedView) else value_view.width
-            heads = choose_section(heads, max_seq_len, width + width_v)
+            heads = choose_l2_heads(heads, max_seq_len, width + width_v)
         return heads * self.shared
 
     def _lookups(self, direct: bool, of_caches: bool) -> tuple[Lookup, ...]:

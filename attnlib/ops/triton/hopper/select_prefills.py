@@ -14,9 +14,9 @@ from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     HopperTile,
     choose_hopper_tile,
-    with_leads,
     with_query_registers,
     with_short_ranges,
+    with_sign_softmax,
 )
 from attnlib.ops.triton.hopper.common_reasons import CallFeatures
 from attnlib.ops.triton.hopper.converted_prefill import (
@@ -58,7 +58,7 @@ def select_prefill(call: AttentionCall) -> HopperPrefill | ConvertedPrefill | No
     if copied and multiplies_float8(call.query, key, call.value, params):
         return prepare_float8_prefill(call, copied)
     tile = _choose_tile(call, cache_bytes=2, paged=False) if copied else _choose_tile(call)
-    tile = with_leads(tile, batch.max_seq_len, shape.head_size)
+    tile = with_sign_softmax(tile, batch.max_seq_len, shape.head_size)
     if copied:
         return prepare_converted_prefill(call, tile, copied)
     has_score = params.score_function is not None
@@ -90,7 +90,7 @@ def select_page_prefill(call: AttentionCall) -> ConvertedPrefill | None:
     if not copied:
         return None
     tile = _choose_tile(call, cache_bytes=2, paged=False)
-    tile = with_leads(tile, batch.max_seq_len, shape.head_size)
+    tile = with_sign_softmax(tile, batch.max_seq_len, shape.head_size)
     return prepare_converted_prefill(call, tile, copied)
 
 

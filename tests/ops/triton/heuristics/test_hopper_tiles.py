@@ -15,7 +15,7 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
     L2_BYTES,
     SHARED_MEMORY,
     choose_hopper_tile,
-    choose_section,
+    choose_l2_heads,
     padded_width,
     shared_bytes,
     with_query_registers,
@@ -121,7 +121,7 @@ def test_unsupported_head_sizes_are_named() -> None:
 
 def test_sections_fit_in_the_cache() -> None:
     """8 KV heads of 256 elements: 1 MiB of keys and values per head and 1024 tokens."""
-    assert [choose_section(8, n << 10, 512) for n in (1, 4, 8, 32, 512)] == [8, 8, 4, 1, 1]
+    assert [choose_l2_heads(8, n << 10, 512) for n in (1, 4, 8, 32, 512)] == [8, 8, 4, 1, 1]
     assert 4 * (8 << 20) <= L2_BYTES < 8 * (8 << 20)
 
 

@@ -89,7 +89,7 @@ CASES: dict[str, dict[str, Any]] = {
     "128-all": {"sinks": True, "cap": 50.0, "lse": True, "window": (127, 31), "chunk": 8192},
     "128-static": {"tile": {"persistent": False, "q_stages": 1}},
     "128-direct-store": {"tile": {"staged_store": False}},
-    "128-leads": {"tile": {"leads": True}},
+    "128-leads": {"tile": {"sign_softmax": True}},
     "64": {"d": 64, "group": 8},
     "64-three-consumers": {
         "d": 64,
@@ -110,7 +110,7 @@ CASES: dict[str, dict[str, Any]] = {
     "96-lse": {"d": 96, "lse": True},
     "96-static": {"d": 96, "tile": {"persistent": False, "q_stages": 1}},
     "192-128": {"d": 192, "dv": 128, "group": 1},
-    "192-128-leads": {"d": 192, "dv": 128, "group": 1, "tile": {"leads": True}},
+    "192-128-leads": {"d": 192, "dv": 128, "group": 1, "tile": {"sign_softmax": True}},
     "256": {"d": 256, "group": 2},
     "512": {"d": 512, "group": 8, "lse": True},
     "512-group5-page1": {"d": 512, "group": 5, "n": 1, "lse": True},

@@ -1,7 +1,7 @@
 """The batch-invariant Hopper prefill (M15): the prefill with sums over segments of keys.
 
-Loaders, work items and tiles are those of `hopper_prefill_kernel`. The consumers add up each
-segment of keys from zero. The segments of a work item are added in shared memory, because two
+Loaders, work tiles and key tiles are those of `hopper_prefill_kernel`. The consumers add up each
+segment of keys from zero. The segments of a work tile are added in shared memory, because two
 accumulators and the scores of a tile do not fit in registers; those of more than 128 elements in
 global memory.
 """

@@ -30,7 +30,8 @@ class InvariantRows:
     Fields:
         tile: the queries in shared memory.
         first, last: [64], the keys that a row sees.
-        factor, soft_cap: as in `softmax.score_factor`.
+        factor: of raw products (`softmax.score_factor`).
+        soft_cap: read with HAS_CAP.
         end: end of the visited tiles.
         segment: tiles of a segment.
         CHECK_FIRST: rows may see no key of the tiles at the left.

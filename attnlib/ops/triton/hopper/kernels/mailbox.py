@@ -18,7 +18,8 @@ class TileRanges:
     Tiles are numbered as if those between the ranges did not exist; `at` gives their true numbers.
 
     Fields:
-        begin, left_end, right_begin, end: as in `schedule.VisitedTiles`.
+        begin, end: tiles [begin, end) are visited.
+        left_end, right_begin: tiles of the first range between them need no mask.
         second_left_end, second_right_begin: tiles of the second range between them need no mask.
         second_begin: the first tile of the second range.
         gap: tiles between the ranges.
@@ -106,7 +107,7 @@ class Mailbox:
         full: mbarriers [2, 1] that complete when a slot holds a work tile; one arrival.
         empty: mbarriers [2, 1] that complete when all readers have copied it.
         FIELDS: fields of a slot.
-        RANGES: as in `PrefillConfig`.
+        RANGES: ranges of keys that the bounds of the score function return; 0 without bounds.
     """
 
     memory: Value

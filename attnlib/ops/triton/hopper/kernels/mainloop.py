@@ -88,7 +88,8 @@ def overlapped_step(
     Args:
         step: number of the tile in the rings.
         weights: packed weights of the tile before it.
-        MASKED, UNCHANGED: as in `weigh_tile`.
+        MASKED: some row does not see some key of `tile`.
+        UNCHANGED: the score function changes no score of `tile`.
 
     Returns:
         (row_max, row_sum, acc, packed weights of `tile`).

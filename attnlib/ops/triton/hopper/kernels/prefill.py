@@ -154,12 +154,12 @@ def hopper_prefill_kernel(
         seq_lens, block_table: with BLOCK_SIZE 0, which stands for keys without pages, the first row
             of each request's keys (the row after the last key at the end); the caches are
             [1, rows, Hkv, D].
-        counters, num_tiles, concurrent, l2_heads: as in `PrefillCall`.
-        aux0 to columns3: tensors of the score function SCORE, as in `kernels.score`; None without.
+        counters, num_tiles, concurrent, l2_heads: fields of `PrefillCall`.
+        aux0 to columns3: tensors of SCORE with their sizes (`kernels.score`); None without.
         stride_kb to stride_vh: with GATHERS, strides of the key and the value cache in blocks, rows
             and heads, in bytes; else None.
-        SCORE, KEY_SLOPE: as in `Scoring`.
-        BOUNDS: as in `PrefillCall`.
+        SCORE, KEY_SLOPE: fields of `Scoring`.
+        BOUNDS: field of `PrefillCall`.
         CONFIG: `PrefillConfig`.
     """
     aux = (

@@ -55,7 +55,7 @@ class PrefillConfig(NamedTuple):
         PERSISTENT: the grid may be smaller than the number of work tiles.
         STAGED_STORE: outputs are stored through the shared memory of the queries.
         CONSUMER_REGISTERS, PRODUCER_REGISTERS: registers per thread.
-        CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK: as in `schedule.Mask`.
+        CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK: limits of the mask (`schedule.Mask`).
         HAS_CAP: True with a soft cap; `mainloop.BOUNDED` if it bounds the logits.
         HAS_SINK, HAS_LSE: whether there are sinks, and an LSE to write.
         KV_KIND: elements of the cache, one of `KV_*`.

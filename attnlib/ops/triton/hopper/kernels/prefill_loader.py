@@ -64,12 +64,13 @@ def _load_queries(call, queries, query_desc, work, loaded):
 
 
 @gluon.jit
-def _load_key_tile(call, source, work, tiles, table, pages, keys, number, step, first_step):
-    """Load the keys of tile `number`; where rows are gathered also the values of the tile before
-    it, which the consumers need later and whose stage becomes free later."""
-    tile = tiles.at(number)
+def _load_key_tile(call, source, work, tiles, table, pages, keys, end, back, step, first_step):
+    """Load the keys of tile `end - 1 - back`; where rows are gathered also the values of the tile
+    that was visited before it, which the consumers need later and whose stage becomes free later.
+    """
+    tile = tiles.at(end - 1 - back)
     if call.config.GATHERS:
-        previous = tiles.at(number + 1)
+        previous = tiles.at(end - back)
         source.load_keys(call, work, table, keys, tile, step)
         if step > first_step:
             source.load_values(call, work, table, previous, tile - 2, step - 1)
@@ -146,7 +147,8 @@ def key_loader(call, storage, source, query_desc, ALIGNED: gl.constexpr = False)
                             table,
                             pages,
                             keys,
-                            end - 1 - back,
+                            end,
+                            back,
                             step,
                             step,
                         )
@@ -168,7 +170,7 @@ def key_loader(call, storage, source, query_desc, ALIGNED: gl.constexpr = False)
         last = gl.minimum(begin + _STEPS_AHEAD, end)
         for back in range(0, end - last):
             _load_key_tile(
-                call, source, work, tiles, table, pages, keys, end - 1 - back, step, first_step
+                call, source, work, tiles, table, pages, keys, end, back, step, first_step
             )
             step += 1
         if PERSISTENT and not FEW_TILES:
@@ -178,7 +180,7 @@ def key_loader(call, storage, source, query_desc, ALIGNED: gl.constexpr = False)
             claimed = issue_increment(call.counters, "relaxed")
         for back in range(0, last - begin):
             _load_key_tile(
-                call, source, work, tiles, table, pages, keys, last - 1 - back, step, first_step
+                call, source, work, tiles, table, pages, keys, last, back, step, first_step
             )
             step += 1
         if call.config.GATHERS:
