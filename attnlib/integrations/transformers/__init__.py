@@ -8,13 +8,15 @@
 
 transformers calls the attention function once per layer; the integration turns the call into one of
 an attnlib `Attention` layer. `registration` registers the names and `attention` is the attention
-function. `masks`, `step_mask` and `patterns` describe what is visible (`packing`: in packed rows).
+function. `masks`, `mask_tensor`, `step_mask` and `patterns` describe what is visible (`packing`: in
+packed rows), `mask_kinds` and `step_batches` how a mask is served.
 `plain` (with `decode` and `decode_on_device` for single queries), `continuous`, `dense`, `selected`
 and `two_streams` are the ways to compute attention. `pages` and `storage` view the memory of
 transformers as a paged cache, `layers` and `batch_plan` hold what belongs to a module and to a
 step. `paged_model` runs a model over attnlib's own paged caches: `discovery` finds its layers,
-`paged_step` is one step, `paged_latents` holds layers over latents, and `shared_layers` selects the
-tokens for layers without keys of their own. Requires transformers 5.17 or later.
+`paged_layers` holds them, `paged_step` is one step, `paged_latents` holds layers over latents, and
+`shared_layers` selects the tokens for layers without keys of their own. Requires transformers 5.17
+or later.
 """
 
 from __future__ import annotations
