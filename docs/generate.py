@@ -16,7 +16,7 @@ import torch
 
 import attnlib
 from attnlib.backends._foreign.imports import Keywords
-from attnlib.backends.flash_attn.probe import FlashKernel
+from attnlib.backends.flash_attn.kernel import FlashKernel
 from attnlib.backends.flash_attn.support import capabilities_of, kernel_unsupported_reasons
 from attnlib.capabilities import Capabilities
 from attnlib.device import DeviceInfo

@@ -188,13 +188,18 @@ def fake_vllm(record: Recorder) -> tuple[Any, Any]:
         q_v=None, dropout_p=0.0, softmax_scale=None, causal=False, window_size=None, softcap=0.0,
         alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
         return_softmax_lse=False, out=None, scheduler_metadata=None, q_descale=None, k_descale=None,
-        v_descale=None, num_splits=0, output_scale=None, fa_version=2, s_aux=None,
+        v_descale=None, num_splits=0, output_scale=None, fa_version=2, s_aux=None, cp_world_size=1,
+        cp_rank=0, cp_tot_seqused_k=None, mask_mod=None, aux_tensors=None, dynamic_causal=None,
     ):  # fmt: skip
         record.calls.append({name: value for name, value in locals().items() if name != "record"})
-        assert s_aux is None or (s_aux.dtype == torch.bfloat16 and fa_version == 3)
+        left, right = (-1, -1) if window_size is None else window_size
+        window = (left if left >= 0 else -1, right if right >= 0 else -1)  # no comparison with None
+        assert s_aux is None or (s_aux.dtype == torch.bfloat16 and fa_version in (3, 4))
+        assert alibi_slopes is None or fa_version == 2
+        assert fa_version != 2 or num_splits <= 1
         result, lse = attend(
             q, k, v, cu_seqlens_q, seqused_k, block_table, scale=softmax_scale, causal=causal,
-            window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=s_aux, qv=q_v,
+            window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=s_aux, qv=q_v,
         )  # fmt: skip
         if s_aux is not None:  # blocks without keys return early, with -inf
             empty = (seqused_k == 0).repeat_interleave(cu_seqlens_q[1:] - cu_seqlens_q[:-1])
@@ -205,8 +210,8 @@ def fake_vllm(record: Recorder) -> tuple[Any, Any]:
     return flash_attn_varlen_func, _scheduler(record)
 
 
-def fake_fa4(record: Recorder) -> Any:
-    """flash-attn-4: varlen with `page_table`, None for unbounded windows, float32 sinks."""
+def fake_fa4(record: Recorder, hopper: bool = True) -> Any:
+    """flash-attn-4: varlen with `page_table`, None for unbounded windows, one split on Hopper."""
 
     def flash_attn_varlen_func(
         q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
@@ -220,7 +225,7 @@ def fake_fa4(record: Recorder) -> Any:
     ):  # fmt: skip
         record.calls.append({name: value for name, value in locals().items() if name != "record"})
         assert cu_seqlens_k is None and all(side is None or side >= 0 for side in window_size)
-        assert num_splits == 1, "SplitKV not supported on SM 9.0"
+        assert num_splits == 1 or not hopper, "SplitKV not supported on SM 9.0"
         assert q.shape[-1] % 16 == v.shape[-1] % 16 == 0, (
             "Paged KV does not support irregular head dim"
         )

@@ -5,7 +5,7 @@ generations; `validate_configuration` reports what the installed kernels support
 `register_backend(..., config=...)`:
 
     fa_version       2, 3 or 4: use this generation only
-    num_splits       number of key splits (FlashAttention 3); 0 lets the kernel choose
+    num_splits       number of key splits (FlashAttention 3 and 4); 0 lets the kernel choose
     aot_schedule     False: each layer schedules itself, instead of once per batch
     quantize_query   True: allow a float8 cache on FlashAttention 3, which quantizes the query too
 """

@@ -18,7 +18,6 @@ from attnlib.backends._foreign.outputs import (
 from attnlib.backends.base import AttentionImpl, StepPlan
 from attnlib.backends.flash_attn.descales import Descales
 from attnlib.backends.flash_attn.metadata import FlashAttnMetadata
-from attnlib.backends.flash_attn.probe import FlashKernel
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 
@@ -99,7 +98,7 @@ class FlashAttnImpl(AttentionImpl):
     ) -> None:
         kernel = metadata.kernel
         _check_alignment(cache, self.prefix)
-        separate_sinks = self._separate_sinks(kernel)
+        separate_sinks = self._separate_sinks()
         arguments = self._call(query, cache, metadata)
         needs_lse = lse is not None or separate_sinks is not None
         lse_flag = kernel.keywords.first("return_softmax_lse", "return_lse", "return_attn_probs")
@@ -145,28 +144,24 @@ class FlashAttnImpl(AttentionImpl):
             self._rounded_sinks = known
         return known.rounded
 
-    def _separate_sinks(self, kernel: FlashKernel) -> torch.Tensor | None:
+    def _separate_sinks(self) -> torch.Tensor | None:
         """The sinks that are applied after the kernel, from the LSE.
 
-        FlashAttention 3 takes sinks in bfloat16 only; these are the sinks that it would round.
+        FlashAttention 3 and vLLM's build of 4 take sinks in bfloat16 only; these are the sinks that
+        they would round.
         """
-        return self.sinks if kernel.version == 3 and self._sinks_bf16 is None else None
+        return self.sinks if self._sinks_bf16 is None else None
 
     def _call(
         self, query: torch.Tensor, cache: PagedKVCache, metadata: FlashAttnMetadata
     ) -> dict[str, Any]:
         kernel, spec = metadata.kernel, self.spec
         keywords = kernel.keywords
-        left, right = spec.visible_window.as_kernel_args()
         keys, absorbed = cache.key_cache, {}
         if spec.use_mla:
             # The rotary parts are queries and keys; the rest of the queries meets the values.
             absorbed = {keywords.first("qv", "q_v") or "qv": query[..., : spec.head_size_v]}
             query, keys = query[..., spec.head_size_v :], keys[..., spec.head_size_v :]
-        unbounded: tuple[int | None, int | None] = (
-            left if left >= 0 else None,
-            right if right >= 0 else None,
-        )
         arguments: dict[str, Any] = {
             "q": query,
             **absorbed,
@@ -177,7 +172,10 @@ class FlashAttnImpl(AttentionImpl):
             keywords.first("block_table", "page_table") or "block_table": metadata.block_table,
             "softmax_scale": self.scale,
             "causal": metadata.causal,
-            "window_size": unbounded if kernel.version == 4 else (left, right),
+            "window_size": tuple(
+                kernel.unbounded if side < 0 else side
+                for side in spec.visible_window.as_kernel_args()
+            ),
             **kernel.select,
         }
         lengths = keywords.first("seqused_k", "cache_seqlens")
@@ -202,12 +200,12 @@ class FlashAttnImpl(AttentionImpl):
             arguments["softcap"] = spec.logits_soft_cap
         if self.alibi_slopes is not None:
             arguments["alibi_slopes"] = self.alibi_slopes
-        if self.sinks is not None and self._separate_sinks(kernel) is None:
+        if self.sinks is not None and self._separate_sinks() is None:
             name = kernel.keywords.first("s_aux", "sinks", "sink", "learnable_sink") or "s_aux"
-            arguments[name] = self.sinks if kernel.version == 4 else self._sinks_bf16
+            arguments[name] = self._sinks_bf16
+        if metadata.num_splits is not None:
+            arguments["num_splits"] = metadata.num_splits
         if kernel.version == 3:
-            if "num_splits" in kernel.keywords:
-                arguments["num_splits"] = int(self.config.get("num_splits", 0))
             if metadata.scheduler_metadata is not None:
                 arguments["scheduler_metadata"] = metadata.scheduler_metadata
             if spec.is_kv_quantized:

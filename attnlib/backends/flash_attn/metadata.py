@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import torch
 
 from attnlib.backends._foreign.imports import keywords_of
-from attnlib.backends.flash_attn.probe import FlashKernel
+from attnlib.backends.flash_attn.kernel import FlashKernel
+from attnlib.backends.flash_attn.limits import key_splits
 from attnlib.backends.flash_attn.support import choose_kernel
 from attnlib.device import resolve_device
 from attnlib.errors import BackendUnavailableError, ContractError, UnsupportedConfigError
@@ -32,6 +33,7 @@ class FlashAttnMetadata(PagedMetadata):
         kernel: the installed kernel that computes it.
         num_unpadded_tokens: tokens of requests, without the padding of a graph's batch; None if
             only the device knows it (capture, no host lengths).
+        num_splits: the `num_splits` that the kernel gets; None leaves it out.
         query_bound: the bound on query lengths that the kernel gets.
         key_bound: the bound on sequence lengths that the kernel uses.
         key_start_loc: `[R + 1]` int32, cumulative sum of `seq_lens`, for kernels that need it.
@@ -44,6 +46,7 @@ class FlashAttnMetadata(PagedMetadata):
 
     kernel: FlashKernel
     num_unpadded_tokens: int | None
+    num_splits: int | None
     query_bound: int
     key_bound: int
     key_start_loc: torch.Tensor | None = None
@@ -65,7 +68,8 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         self, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any
     ) -> None:
         super().__init__(spec, device, **kwargs)
-        kernel, reasons = choose_kernel(spec, resolve_device(self.device), self.config)
+        info = resolve_device(self.device)
+        kernel, reasons = choose_kernel(spec, info, self.config)
         if kernel is None and not reasons:
             raise BackendUnavailableError(
                 "no FlashAttention is installed: pip install flash-attn, "
@@ -78,6 +82,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
                 reasons=reasons,
             )
         self.kernel = kernel
+        self._num_splits = key_splits(kernel, info, self.config)
         self._aot = kernel.scheduler is not None and bool(self.config.get("aot_schedule", True))
         rounded = -(-self.limits.max_num_reqs // 4) * 4 if self.limits else 0
         self._schedule = (
@@ -140,6 +145,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             **fields,
             kernel=self.kernel,
             num_unpadded_tokens=None if starts is None else int(starts[-1]),
+            num_splits=self._num_splits,
             query_bound=query_bound,
             key_bound=self._bound_of_capture(
                 (common.num_reqs, query_bound), key_bound, for_capture
@@ -207,7 +213,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             "causal": metadata.causal,
             "window_size": spec.visible_window.as_kernel_args(),
             "has_softcap": bool(spec.logits_soft_cap),
-            "num_splits": int(self.config.get("num_splits", 0)),
+            "num_splits": self._num_splits or 0,
         }
         keywords = keywords_of(scheduler)
         schedule: torch.Tensor = scheduler(

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,9 +30,10 @@ from attnlib.backends._foreign.imports import (
     keywords_of,
     package_version,
 )
+from attnlib.backends.flash_attn.kernel import FlashKernel
 from attnlib.device import resolve_device
 
-__all__ = ["SOURCES", "FlashKernel", "FoundKernels", "find_kernels", "nothing_installed"]
+__all__ = ["SOURCES", "FoundKernels", "find_kernels", "nothing_installed"]
 
 SOURCES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("flash_attn", ("flash-attn", "flash_attn")),
@@ -42,48 +44,6 @@ SOURCES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("flash_attn.cute", ("flash-attn-4", "fa4")),
 )
 """(module, distributions that contain it), in order of preference among equal generations."""
-
-
-@dataclass(frozen=True)
-class FlashKernel:
-    """One generation of FlashAttention with a paged cache, and how to call it.
-
-    Attributes:
-        version: 2, 3 or 4.
-        source: the module it was found in.
-        release: the distribution's version, "" when unknown.
-        function: the attention function; called by keyword only.
-        keywords: its keyword arguments.
-        select: fixed arguments that choose this generation, such as `fa_version=3`.
-        scheduler: the ahead-of-time scheduler, or None.
-        flags: the build flags that are set ("FLASHATTENTION_DISABLE_...").
-        block_multiple: the block size must be a multiple of this.
-    """
-
-    version: int
-    source: str
-    release: str
-    function: Callable[..., Any]
-    keywords: Keywords
-    select: Mapping[str, Any] = field(default_factory=dict)
-    scheduler: Callable[..., Any] | None = None
-    flags: frozenset[str] = frozenset()
-    block_multiple: int = 1
-
-    @property
-    def label(self) -> str:
-        """Its name in messages."""
-        return f"FlashAttention {self.version} ({f'{self.source} {self.release}'.strip()})"
-
-    @property
-    def takes_key_bound(self) -> bool:
-        """Whether it takes the longest sequence length; otherwise it uses the table width."""
-        return "max_seqlen_k" in self.keywords
-
-    @property
-    def takes_lengths(self) -> bool:
-        """Whether it takes sequence lengths; otherwise it takes their cumulative sum."""
-        return self.keywords.first("seqused_k", "cache_seqlens") is not None
 
 
 @dataclass(frozen=True)
@@ -162,7 +122,7 @@ def _identify(path: str, release: str, module: ModuleType) -> tuple[list[FlashKe
         if "fa_version" in names:
             return _multi_version_kernels(path, release, module, varlen, names)
         if "page_table" in names and "seqused_k" in names:
-            return [FlashKernel(4, path, release, varlen, names)], []
+            return [_fa4_kernel(path, release, module, varlen, names)], []
         if "block_table" in names:
             return [FlashKernel(2, path, release, varlen, names, block_multiple=256)], []
     name = f"{path} {release}".strip()
@@ -184,10 +144,30 @@ def _fa3_kernel(
     return [FlashKernel(3, path, release, function, names, select, scheduler, flags)], []
 
 
+def _fa4_kernel(
+    path: str, release: str, module: ModuleType, function: Callable[..., Any], names: Keywords
+) -> FlashKernel:
+    return FlashKernel(
+        4,
+        path,
+        release,
+        function,
+        names,
+        unbounded=None,
+        separate_256=_has_separate_256(Path(getattr(module, "__file__", None) or "").parent),
+    )
+
+
+def _has_separate_256(folder: Path) -> bool:
+    """Whether a folder of FlashAttention 4 has the forward kernel for head size 256 alone."""
+    return (folder / "sm100_hd256_2cta_fmha_forward.py").is_file()
+
+
 def _multi_version_kernels(
     path: str, release: str, module: ModuleType, function: Callable[..., Any], names: Keywords
 ) -> tuple[list[FlashKernel], list[str]]:
     defining = inspect.getmodule(function) or module
+    folder = Path(getattr(module, "__file__", None) or "").parent
 
     def flag(name: str, default: Any) -> Any:
         return getattr(defining, name, getattr(module, name, default))
@@ -213,6 +193,8 @@ def _multi_version_kernels(
                 {"fa_version": version},
                 scheduler,
                 block_multiple=multiple,
+                splits_on_hopper=version == 4,
+                separate_256=version == 4 and _has_separate_256(folder / "cute"),
             )
         )
     return kernels, problems

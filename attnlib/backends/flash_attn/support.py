@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from attnlib.backends.flash_attn.probe import FlashKernel, find_kernels
+from attnlib.backends.flash_attn.kernel import FlashKernel
+from attnlib.backends.flash_attn.limits import absorbed_reasons, combination_reasons
+from attnlib.backends.flash_attn.probe import find_kernels
 from attnlib.capabilities import Capabilities, Reason, Sizes, unsupported_reasons
 from attnlib.device import DeviceInfo
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
@@ -29,7 +31,6 @@ _PREFERRED: Mapping[int, tuple[int, ...]] = {
 """Major compute capability -> generations with a paged kernel for it, best first."""
 
 _SINK_NAMES = ("s_aux", "sinks", "sink", "learnable_sink")
-_SINK_HEADS_FA3 = 64
 
 
 def capabilities_of(kernel: FlashKernel) -> Capabilities:
@@ -99,17 +100,13 @@ def _head_sizes(kernel: FlashKernel) -> Sizes:
     return Sizes(8, max(built, default=8), 8)
 
 
-_ABSORBED_SIZE_V = 512
-"""The value head size with which FlashAttention 3's kernels take `qv`; they refuse small ones."""
-
-
 def kernel_unsupported_reasons(
     kernel: FlashKernel, spec: AttentionSpec, device: DeviceInfo, config: Mapping[str, Any]
 ) -> list[str]:
     """Every reason why one installed kernel does not support `spec`; each names the kernel."""
     reasons = []
     if spec.use_mla and capabilities_of(kernel).mla:
-        reasons = _absorbed_reasons(spec)
+        reasons = absorbed_reasons(spec)
         spec = spec.replace(use_mla=False, head_size=max(1, spec.head_size - spec.head_size_v))
     reasons += unsupported_reasons(spec, device, capabilities_of(kernel))
     if device.capability is not None and kernel.version not in _PREFERRED.get(
@@ -118,100 +115,8 @@ def kernel_unsupported_reasons(
         reasons.append(
             f"no paged kernel for compute capability {device.capability[0]}.{device.capability[1]}"
         )
-    reasons += _combination_reasons(kernel, spec, device, config)
+    reasons += combination_reasons(kernel, spec, device, config)
     return [Reason.prefixed(kernel.label, reason) for reason in dict.fromkeys(reasons)]
-
-
-def _absorbed_reasons(spec: AttentionSpec) -> list[str]:
-    """What FlashAttention 3 needs of absorbed queries over latents (M12), besides what it needs of
-    a layer with the sizes of the rotary part and of the values: it multiplies the rotary parts as
-    queries and keys, and the rest of the queries (`qv`) with the values."""
-    rotary, reasons = spec.head_size - spec.head_size_v, []
-    if not 8 <= rotary <= 64:
-        reasons.append(
-            f"use_mla with a rotary part of {rotary} elements not supported (supported: 8 to 64)"
-        )
-    if spec.head_size_v != _ABSORBED_SIZE_V:
-        reasons.append(
-            f"use_mla with head_size_v={spec.head_size_v} not supported (supported: "
-            f"{_ABSORBED_SIZE_V})"
-        )
-    return reasons
-
-
-def _combination_reasons(
-    kernel: FlashKernel, spec: AttentionSpec, device: DeviceInfo, config: Mapping[str, Any]
-) -> list[str]:
-    reasons = []
-    size, size_v = spec.head_size, spec.head_size_v
-    if size_v != size and kernel.version == 3:
-        supported = (128 < size <= 192 and 96 < size_v <= 128) or (size <= 64 and size_v <= 512)
-        if (
-            not supported
-            or size_v % 8
-            or f"FLASHATTENTION_DISABLE_HDIMDIFF{64 if size <= 64 else 192}" in kernel.flags
-        ):
-            reasons.append(
-                f"head_size={size} with head_size_v={size_v} not supported "
-                "(supported: 129 to 192 with 97 to 128, or up to 64 with up to 512)"
-            )
-    if kernel.version == 4 and (size_v > 256 or size_v % 8):
-        reasons.append(
-            f"head_size_v={size_v} not supported (supported: multiples of 8 from 8 to 256)"
-        )
-    irregular = [
-        f"{name}={value}"
-        for name, value in (("head_size", size), ("head_size_v", size_v))
-        if value % 16
-    ]
-    if kernel.version == 4 and irregular:
-        # Blocks that are not a whole key tile are copied without a bound check on the head size.
-        reasons.append(
-            f"paged keys with {', '.join(dict.fromkeys(irregular))} not supported "
-            "(supported: multiples of 16)"
-        )
-    blackwell = device.capability is not None and device.capability[0] >= 10
-    if (
-        kernel.version == 4
-        and blackwell
-        and max(size, size_v) > 128
-        and (size, size_v) not in ((192, 128), (256, 256))
-    ):
-        reasons.append(
-            f"head_size={size} with head_size_v={size_v} not supported on this device "
-            "(supported: 8 to 128, 192 with 128, 256 with 256)"
-        )
-    if (
-        kernel.version == 3
-        and spec.has_sink
-        and (size_v != size or spec.num_heads > _SINK_HEADS_FA3)
-    ):
-        reasons.append(
-            f"sinks with num_heads={spec.num_heads}, head_size_v={size_v} not supported "
-            f"(supported: up to {_SINK_HEADS_FA3} heads with equal head sizes)"
-        )
-    if kernel.version == 3 and spec.is_kv_quantized:
-        reasons += _fp8_reasons(spec, config)
-    return reasons
-
-
-def _fp8_reasons(spec: AttentionSpec, config: Mapping[str, Any]) -> list[str]:
-    reasons = []
-    if spec.dtype is not torch.bfloat16:
-        reasons.append(
-            f"kv_cache_dtype={spec.kv_cache_dtype} needs dtype=torch.bfloat16, not {spec.dtype}"
-        )
-    if spec.head_size % 16:
-        reasons.append(
-            f"kv_cache_dtype={spec.kv_cache_dtype} needs a head_size that is a multiple of 16, "
-            f"not {spec.head_size}"
-        )
-    if not config.get("quantize_query", False):
-        reasons.append(
-            f"kv_cache_dtype={spec.kv_cache_dtype} needs a float8 query, which reduces "
-            "accuracy: register the backend with config quantize_query=True to allow it"
-        )
-    return reasons
 
 
 def choose_kernel(

@@ -49,19 +49,30 @@ def install_fa3(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder, **attri
 
 
 def install_vllm(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder, **flags: Any) -> None:
+    """vLLM's build, with all three generations; the flags of 4 are in the defining module only."""
     varlen, scheduler = fakes.fake_vllm(record)
-    built = {"FA2_AVAILABLE": True, "FA3_AVAILABLE": True, "FA4_AVAILABLE": False, **flags}
-    fakes.install(
+    built = {"FA2_AVAILABLE": True, "FA3_AVAILABLE": True, **flags}
+    package = fakes.install(
         monkeypatch,
         "vllm.vllm_flash_attn",
         flash_attn_varlen_func=varlen,
         get_scheduler_metadata=scheduler,
         **built,
     )
+    defining = f"{package.__name__}.flash_attn_interface"
+    fakes.install(monkeypatch, defining, **{"FA4_AVAILABLE": True, **built})
+    varlen.__module__ = defining
 
 
-def install_fa4(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder) -> None:
-    fakes.install(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=fakes.fake_fa4(record))
+def install_fa4(
+    monkeypatch: pytest.MonkeyPatch,
+    record: fakes.Recorder,
+    hopper: bool = True,
+    **attributes: Any,
+) -> None:
+    """flash-attn-4; on a Hopper GPU it refuses splits."""
+    varlen = fakes.fake_fa4(record, hopper)
+    fakes.install(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=varlen, **attributes)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder, name: str) -> None:

@@ -13,6 +13,7 @@ from attnlib.backends.flash_attn.impl import FlashAttnImpl
 from attnlib.backends.flash_attn.probe import find_kernels
 from attnlib.backends.flash_attn.support import choose_kernel
 from attnlib.cache.storage import PagedKVCache
+from attnlib.device import DeviceInfo
 from attnlib.errors import ContractError
 from attnlib.metadata.state import AttentionState
 from attnlib.spec import MaskKind, Window
@@ -22,6 +23,7 @@ from attnlib.workspace import BatchLimits
 from tests.backends import fake_flash_attn as fakes
 from tests.backends.cpu_backend import on_cpu
 from tests.backends.flash_attn.adapter import (
+    B200,
     H200,
     builder_for,
     install,
@@ -108,6 +110,80 @@ def test_unbounded_window_sides(monkeypatch: pytest.MonkeyPatch, record: fakes.R
     assert record.last["window_size"] == (-1, 3)
 
 
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({}, (-1, -1)),
+        ({"sliding_window": 5}, (4, 0)),
+        ({"mask_kind": MaskKind.BIDIRECTIONAL, "window": Window(None, 3)}, (-1, 3)),
+    ],
+)
+def test_fa4_inside_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+    record: fakes.Recorder,
+    changes: dict[str, Any],
+    window: tuple[int, int],
+) -> None:
+    """M1 to M7: vLLM's function compares the sides of the window with 0."""
+    install_vllm(monkeypatch, record)
+    step = make_step(spec_of(**changes), [1, 4], [30, 20])
+    out, lse = run(monkeypatch, step, B200)
+    expected, expected_lse = step.expected()
+    assert record.last["fa_version"] == 4 and record.last["window_size"] == window
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("build", ["vllm", "fa4"])
+def test_sinks_on_fa4(
+    monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder, build: str, exact: bool
+) -> None:
+    """M4: vLLM's build takes bfloat16 only, so other values are applied from the LSE."""
+    if build == "fa4":
+        install_fa4(monkeypatch, record, hopper=False)
+    else:
+        install_vllm(monkeypatch, record)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.25]) + (0.0 if exact else 1e-4)
+    step = make_step(spec_of(has_sink=True), [1, 4], [30, 20])
+    out, lse = run(monkeypatch, step, B200, sinks=sinks)
+    expected, expected_lse = step.expected(sinks=sinks)
+    passed = record.last["learnable_sink" if build == "fa4" else "s_aux"]
+    assert (passed is not None) is exact and (passed is None or passed.dtype == torch.bfloat16)
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+@pytest.mark.parametrize(
+    ("build", "device", "config", "splits"),
+    [
+        ("fa4", B200, {}, 0),
+        ("fa4", B200, {"num_splits": 3}, 3),
+        ("fa4", H200, {}, 1),
+        ("vllm", B200, {}, 0),
+        ("vllm", H200, {"fa_version": 4}, 0),
+        ("vllm", H200, {"fa_version": 4, "num_splits": 3}, 3),
+    ],
+)
+def test_splits_of_fa4(
+    monkeypatch: pytest.MonkeyPatch,
+    record: fakes.Recorder,
+    build: str,
+    device: DeviceInfo,
+    config: dict[str, Any],
+    splits: int,
+) -> None:
+    """0 lets the kernel choose; flash-attn-4 splits on Blackwell only, and not by default."""
+    if build == "fa4":
+        install_fa4(monkeypatch, record, hopper=device is H200)
+    else:
+        install_vllm(monkeypatch, record)
+    step = make_step(spec_of(), [1, 1], [30, 20])
+    out, _ = run(monkeypatch, step, device, config=config)
+    assert record.last["num_splits"] == splits
+    torch.testing.assert_close(out, step.expected()[0])
+
+
 def test_alibi(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder) -> None:
     """F1: slopes are passed to FlashAttention 2."""
     install_vllm(monkeypatch, record)
@@ -144,9 +220,7 @@ def test_names_of_the_sink_argument(
     step = make_step(spec_of(has_sink=True), [1, 4], [30, 4])
     out, lse = run(monkeypatch, step, sinks=sinks)
     expected, expected_lse = step.expected(sinks=sinks)
-    assert record.last[keyword] is not None and record.last[keyword].dtype == (
-        torch.float32 if build == "fa4" else torch.bfloat16
-    )
+    assert record.last[keyword] is not None and record.last[keyword].dtype == torch.bfloat16
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
 

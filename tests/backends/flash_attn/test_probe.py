@@ -45,6 +45,7 @@ def test_generations_are_identified_by_signature(
     assert found == [
         (3, "flash_attn_interface"),
         (3, "vllm.vllm_flash_attn"),
+        (4, "vllm.vllm_flash_attn"),
         (2, "vllm.vllm_flash_attn"),
         (3, "sgl_kernel.flash_attn"),
         (4, "flash_attn.cute"),
@@ -149,6 +150,7 @@ def test_unavailable_generation_of_a_build(
         record,
         FA2_AVAILABLE=False,
         FA3_AVAILABLE=False,
+        FA4_AVAILABLE=False,
         FA3_UNAVAILABLE_REASON="undefined symbol: xyz",
     )
     reasons = FlashAttnBackend.unavailable(H200)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def test_best_generation_for_device_and_spec(
     monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder
 ) -> None:
     """The best generation that supports the device and the spec."""
-    install_vllm(monkeypatch, record)
+    install_vllm(monkeypatch, record, FA4_AVAILABLE=False)
     fakes.install(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=fakes.fake_fa4(record))
     versions = {
         device.name: getattr(choose_kernel(spec_of(), device, {})[0], "version", None)
@@ -48,7 +49,7 @@ def test_fa_version_has_no_fallback(
     monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder
 ) -> None:
     """S2: `fa_version` is used or refused."""
-    install_vllm(monkeypatch, record)
+    install_vllm(monkeypatch, record, FA4_AVAILABLE=False)
     kernel, reasons = choose_kernel(spec_of(has_alibi=True), H200, {"fa_version": 3})
     assert kernel is None and reasons == [
         "FlashAttention 3 (vllm.vllm_flash_attn): ALiBi slopes: not supported"
@@ -134,6 +135,45 @@ def test_unsupported_compute_capability(
         for reason in reasons
         if device.capability
     ), reasons
+
+
+@pytest.mark.parametrize("build", ["vllm", "fa4"])
+@pytest.mark.parametrize("separate", [True, False])
+def test_head_size_256_of_fa4_on_blackwell(
+    monkeypatch: pytest.MonkeyPatch,
+    record: fakes.Recorder,
+    tmp_path: Path,
+    build: str,
+    separate: bool,
+) -> None:
+    """I5: a build with a kernel for this head size alone takes no sequence lengths with it."""
+    folder = tmp_path / "cute" if build == "vllm" else tmp_path
+    folder.mkdir(exist_ok=True)
+    if separate:
+        (folder / "sm100_hd256_2cta_fmha_forward.py").touch()
+    where = {"__file__": str(tmp_path / "__init__.py")}
+    if build == "vllm":
+        install_vllm(monkeypatch, record, FA2_AVAILABLE=False, **where)
+    else:
+        install_fa4(monkeypatch, record, hopper=False, **where)
+    found = [
+        reason
+        for reason in FlashAttnBackend.validate_configuration(spec_of(head_size=256), B200)
+        if reason.startswith("FlashAttention 4")
+    ]
+    assert bool(found) is separate
+    assert all("head_size=256 with head_size_v=256 not supported" in reason for reason in found)
+    assert choose_kernel(spec_of(head_size=128), B200, {})[1] == []
+
+
+def test_splits_that_flash_attn_4_refuses(
+    monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder
+) -> None:
+    """A configured number of splits is used or refused."""
+    install_fa4(monkeypatch, record)
+    kernel, (reason,) = choose_kernel(spec_of(), H200, {"num_splits": 3})
+    assert kernel is None and "num_splits=3 not supported on this device" in reason
+    assert choose_kernel(spec_of(), B200, {"num_splits": 3})[1] == []
 
 
 def test_older_signatures(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder) -> None:
