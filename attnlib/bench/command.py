@@ -1,6 +1,4 @@
-"""`attnlib bench`: arguments, the loop over cases, and the result file, which is written after
-every case.
-"""
+"""`attnlib bench`: the loop over cases, and the result file, which is written after every case."""
 
 from __future__ import annotations
 
@@ -14,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from attnlib.bench.backends import BenchBackend, find_backends, split_names, unavailable_backends
+from attnlib.bench.arguments import parser
+from attnlib.bench.backends import BenchBackend, find_backends, unavailable_backends
 from attnlib.bench.case import BenchCase
 from attnlib.bench.measure import measure_case
 from attnlib.bench.peaks import Peaks, measure_peaks
@@ -22,7 +21,7 @@ from attnlib.bench.provenance import provenance
 from attnlib.bench.results import Document, Row, Run, merge, read_document, write_document
 from attnlib.bench.runner import unmeasured
 from attnlib.bench.solutions import write_solutions
-from attnlib.bench.suites import SUITES, choose_cases
+from attnlib.bench.suites import choose_cases
 from attnlib.bench.table import HEADER, LEGEND, case_lines, heading, kernel_lines, summary_line
 from attnlib.bench.timing import DeviceLostError, device_works
 from attnlib.bench.workload_case import workload_cases
@@ -30,83 +29,6 @@ from attnlib.device import resolve_device
 from attnlib.errors import ContractError
 
 __all__ = ["main", "parser"]
-
-
-def parser() -> argparse.ArgumentParser:
-    """The arguments of `attnlib bench`."""
-    made = argparse.ArgumentParser(
-        prog="attnlib bench",
-        description="Compare backends on the same tensors, after a correctness check. Exit status "
-        "1 if a backend is wrong or fails, 2 for invalid arguments.",
-        epilog="A CASE is a name, a glob over names, or BATCH[@KEY=VALUE,...] such as "
-        "32q1s4k@heads=64/8,d=64,window=128,sinks.",
-    )
-    made.add_argument(
-        "cases", nargs="*", metavar="CASE", help="what to measure (default: the suite)"
-    )
-    made.add_argument(
-        "--suite",
-        choices=tuple(SUITES),
-        help="named cases (default: anchors on a GPU, cpu elsewhere)",
-    )
-    made.add_argument(
-        "--backends",
-        metavar="NAME,...",
-        help="names, module:Class, or NAME[KEY=VALUE;...] (default: all that can run here)",
-    )
-    made.add_argument(
-        "--device", help="cpu, cuda, cuda:1 (default: a GPU if torch has one, else the CPU)"
-    )
-    made.add_argument(
-        "--page",
-        type=int,
-        metavar="N",
-        help="block size of every case (default: that of each case)",
-    )
-    made.add_argument(
-        "--eager", action="store_true", help="time eager calls instead of CUDA graphs"
-    )
-    made.add_argument(
-        "--no-check",
-        action="store_true",
-        help="time without the correctness check; rows are marked",
-    )
-    made.add_argument(
-        "--kernels-only",
-        action="store_true",
-        help="leave out eager calls, cache writes and host times, for more rows in less time",
-    )
-    made.add_argument(
-        "--limit-seconds",
-        type=float,
-        metavar="S",
-        help="start no case after S seconds; the others are listed as not run",
-    )
-    made.add_argument(
-        "--workloads",
-        metavar="PATH",
-        help="measure the attention workloads of a FlashInfer-Bench trace set: its root folder, or "
-        "one of its JSONL files. CASE is then a glob over DEFINITION/ID",
-    )
-    made.add_argument(
-        "--solutions",
-        metavar="DIR",
-        help="with --workloads: measure nothing, and write a solution file for FlashInfer-Bench "
-        "for each definition",
-    )
-    made.add_argument("--list", action="store_true", help="print the cases and exit")
-    made.add_argument("--json", metavar="FILE", help="write results to FILE after each case")
-    made.add_argument(
-        "--figures", metavar="DIR", help="write SVG and PNG figures to DIR (needs matplotlib)"
-    )
-    made.add_argument(
-        "--from-json",
-        nargs="+",
-        metavar="FILE",
-        help="measure nothing: print, merge (--json) or plot (--figures) the results in FILEs",
-    )
-    made.add_argument("--commit", help="attnlib's commit, for a copy without history")
-    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,11 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.solutions:
         return _write_solutions(options)
     device = resolve_device(options.device)
-    if device.is_hypothetical or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ContractError(
-            f"--device {options.device} is not available: measuring needs the device; use --device "
-            "cpu, or run on a machine that has it"
-        )
     default = "anchors" if device.type == "cuda" else "cpu"
     if options.workloads:
         cases = _workload_cases(options)
@@ -134,9 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in cases:
             print(f"{case.name:<30} {case.kind:<8} {_brief(case)} · {case.shape}")
         return 0
-    backends = find_backends(
-        split_names(options.backends) if options.backends else None, device.torch_device
-    )
+    backends = find_backends(options.backends, device.torch_device)
     if not backends:
         raise ContractError(
             f"no backend can run on {device}: `attnlib list` shows the reasons; --backends names "
@@ -272,6 +187,9 @@ def _finish(options: argparse.Namespace, document: Document, seconds: float) -> 
 
 def _show(options: argparse.Namespace) -> int:
     """Print, merge and plot results of earlier runs."""
+    chosen = ("cases", "suite", "backends", "workloads", "solutions", "page")
+    if given := [name for name in chosen if getattr(options, name)]:
+        raise ContractError(f"--from-json measures nothing: leave out {', '.join(given)}")
     document = merge([read_document(path) for path in options.from_json])
     for index, run in enumerate(document.runs):
         mine = [row for row in document.rows if row.run == index]

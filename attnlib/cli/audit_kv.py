@@ -12,12 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attnlib.cli.arguments import (
+    CommandParser,
+    count,
+    input_file,
+    model_dtype,
+    output_file,
+    present_device,
+    write_text,
+)
 from attnlib.errors import ContractError
 
 if TYPE_CHECKING:
     from attnlib.debug.kv_audit import AuditFormat, FormatErrors, KVAudit
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 _BLOCK_SIZE = 16
 
@@ -26,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Audit a model or recordings; returns 0, or 2 if it cannot run."""
     from attnlib.debug.kv_audit import KVAudit
 
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     formats = _formats(options.formats)
     if options.figure and importlib.util.find_spec("matplotlib") is None:
         print('attnlib audit-kv --figure: pip install "attnlib[bench]"', file=sys.stderr)
@@ -47,10 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(_table(audit, formats, source, options.layers))
     if options.json:
         document = {"source": source, "layers": audit.to_dict()}
-        Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
+        write_text(options.json, json.dumps(document, indent=1))
     if options.figure:
         from attnlib.bench.kv_audit_figure import draw_audit
 
+        Path(options.figure).parent.mkdir(parents=True, exist_ok=True)
         draw_audit(audit, [one.label for one in formats], source, options.figure)
     return 0
 
@@ -90,21 +100,23 @@ def _audit_model(
     from attnlib.instrumentation import OBSERVERS
     from attnlib.integrations.transformers.paged_model import PagedModel
     from attnlib.metadata.common import CommonAttentionMetadata
+    from attnlib.selection.current import current_request
 
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    dtype = options.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    current_request(options.backend)  # a wrong name is refused before the model is loaded
+    texts = [_prompt(options.prompts)] if options.prompts else prompts(4, tiny=False)
     loaded = (
         pretrained_model(options.model, device, dtype)
         if options.model
         else seeded_model(device, dtype, 0, tiny=False)
     )
-    texts = [Path(options.prompts).read_text()] if options.prompts else prompts(4, tiny=False)
     tokens = [loaded.encode(text)[: options.max_tokens] for text in texts]
     lengths = [len(row) for row in tokens]
     blocks = [-(-length // _BLOCK_SIZE) for length in lengths]
     table = torch.full((len(tokens), max(blocks)), -1, dtype=torch.int32)
-    for row, count in enumerate(blocks):
-        table[row, :count] = torch.arange(count) + sum(blocks[:row])
+    for row, number in enumerate(blocks):
+        table[row, :number] = torch.arange(number) + sum(blocks[:row])
     common = CommonAttentionMetadata.from_lengths(lengths, lengths, table, _BLOCK_SIZE, device)
     paged = PagedModel(
         loaded.model, num_blocks=sum(blocks), block_size=_BLOCK_SIZE, backend=options.backend,
@@ -130,6 +142,21 @@ def _audit_model(
     finally:
         OBSERVERS.remove(observe)
     return f"{loaded.name}, {len(tokens)} prompts of {min(lengths)} to {max(lengths)} tokens"
+
+
+def _prompt(file: str) -> str:
+    """The text of a file.
+
+    Raises:
+        ContractError: it is empty, or not UTF-8.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ContractError(f"--prompts {file} is not a text in UTF-8: {error}") from None
+    if not text.strip():
+        raise ContractError(f"--prompts {file} is empty: give a file with the text of a prompt")
+    return text
 
 
 _MEMORY = f"{'bytes/token':>11} {'saved':>6}"
@@ -176,27 +203,44 @@ def _table(audit: KVAudit, formats: Sequence[AuditFormat], source: str, all_laye
     return "\n".join(lines)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    """The arguments of `attnlib audit-kv`."""
+    made = CommandParser(
         prog="attnlib audit-kv",
         description="Store the keys and values of a model's own attention calls in each KV format "
         "and report the error of outputs and log-sum-exps, saturation and memory.",
     )
-    source = parser.add_mutually_exclusive_group()
+    source = made.add_mutually_exclusive_group()
     source.add_argument(
         "--model", help="a folder or a name for transformers; default: a small seeded decoder, "
         "whose random weights say nothing about other models",
     )  # fmt: skip
     source.add_argument(
-        "--recordings", nargs="+", metavar="FILE", help="calls saved by attnlib.debug.record"
+        "--recordings",
+        nargs="+",
+        type=input_file,
+        metavar="FILE",
+        help="calls saved by attnlib.debug.record",
     )
-    parser.add_argument("--prompts", metavar="FILE", help="text of the prompt; default: built in")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="per prompt (default 1024)")
-    parser.add_argument("--formats", help="labels of the table, separated by ';'")
-    parser.add_argument("--layers", action="store_true", help="print every layer")
-    parser.add_argument("--device", help="cpu or cuda")
-    parser.add_argument("--dtype", help="dtype of the model: bfloat16, float16, float32")
-    parser.add_argument("--backend", help="backend of the model's own attention")
-    parser.add_argument("--json", metavar="FILE", help="write all numbers to FILE")
-    parser.add_argument("--figure", metavar="FILE", help="draw SVG or PNG (needs matplotlib)")
-    return parser
+    made.add_argument(
+        "--prompts", type=input_file, metavar="FILE", help="text of the prompt; default: built in"
+    )
+    made.add_argument(
+        "--max-tokens", type=count, default=1024, metavar="N", help="per prompt (default 1024)"
+    )
+    made.add_argument("--formats", help="labels of the table, separated by ';' (default: all)")
+    made.add_argument("--layers", action="store_true", help="print every layer")
+    made.add_argument(
+        "--device", type=present_device, help="cpu or cuda (default: a GPU if there is one)"
+    )
+    made.add_argument(
+        "--dtype", type=model_dtype, help="dtype of the model: bfloat16, float16 or float32"
+    )
+    made.add_argument(
+        "--backend", metavar="REQUEST", help="of the model's own attention, as ATTNLIB_BACKEND"
+    )
+    made.add_argument("--json", type=output_file, metavar="FILE", help="write all numbers to FILE")
+    made.add_argument(
+        "--figure", type=output_file, metavar="FILE", help="draw SVG or PNG (needs matplotlib)"
+    )
+    return made

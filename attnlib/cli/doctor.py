@@ -6,7 +6,6 @@ is checked in a subprocess.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -17,9 +16,10 @@ from typing import Any
 
 import torch
 
+from attnlib.cli.arguments import CommandParser
 from attnlib.env import ENVIRONMENT, FOREIGN_VARIABLES, unknown_variables
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 _PACKAGES = (
     "attnlib",
@@ -35,12 +35,7 @@ _PACKAGES = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the findings; returns 0 if at least one backend works here, else 1."""
-    parser = argparse.ArgumentParser(
-        prog="attnlib doctor",
-        description="Check versions and hardware, and run a small batch on every backend.",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(argv)
+    options = parser().parse_args(argv)
     findings = {
         "versions": _guarded(_versions),
         "machine": _guarded(_machine),
@@ -53,6 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         _show(findings)
     backends = findings["backends"]
     return 0 if isinstance(backends, list) and any(row["works"] for row in backends) else 1
+
+
+def parser() -> CommandParser:
+    """The arguments of `attnlib doctor`."""
+    made = CommandParser(
+        prog="attnlib doctor",
+        description="Check versions and hardware, and run a small batch on every backend.",
+    )
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made
 
 
 def _guarded(section: Callable[[], Any]) -> Any:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import textwrap
 from collections.abc import Sequence
 
+from attnlib.cli.arguments import CommandParser, any_device
 from attnlib.cli.hf_config import fallback_lines
 from attnlib.cli.spec_flags import add_spec_flags, specs_of
 from attnlib.device import resolve_device
 from attnlib.selection import explain
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print one table per kind of layer; returns 1 if a kind has no backend, else 0."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     device = resolve_device(options.device)
     specs = specs_of(options)
     reports = {kind: explain(spec, device, options.backend) for kind, spec in specs.items()}
@@ -49,19 +49,24 @@ def _notes(lines: Sequence[str]) -> list[str]:
     ]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    """The arguments of `attnlib explain`."""
+    made = CommandParser(
         prog="attnlib explain",
         description="Show which backend is selected for a layer or a model, and why.",
     )
-    parser.add_argument(
+    made.add_argument(
         "--device",
+        type=any_device,
         help="cpu, cuda, cuda:1, or a GPU of another machine: sm_75, sm_80, sm_90, sm_100, ... or "
         'its name, such as H200 or "NVIDIA H100 NVL", for which measured rankings apply',
     )
-    parser.add_argument(
-        "--backend", help="as in ATTNLIB_BACKEND: NAME, prefill:NAME,decode:NAME, or -NAME"
+    made.add_argument(
+        "--backend",
+        metavar="REQUEST",
+        help="as in ATTNLIB_BACKEND: NAME, module:Class, path/to/file.py:Class, "
+        "prefill:NAME,decode:NAME, or -NAME",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    add_spec_flags(parser)
-    return parser
+    made.add_argument("--json", action="store_true", help="print JSON")
+    add_spec_flags(made)
+    return made

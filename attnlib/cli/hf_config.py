@@ -35,6 +35,18 @@ _KEYS_ARE_VALUES = ("deepseek_v4",)
 _ALIBI = ("bloom",)
 _COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
 """Layer types of DeepSeek V4 with compressed entries."""
+_TYPES: dict[Any, tuple[str, ...]] = {
+    int: (
+        "num_attention_heads", "n_head", "n_heads", "hidden_size", "n_embd", "d_model", "dim",
+        "num_key_value_heads", "num_kv_heads", "head_dim", "kv_lora_rank", "qk_nope_head_dim",
+        "qk_rope_head_dim", "v_head_dim", "local_attention", "sliding_window", "index_topk",
+        "index_topk_blocks", "index_block_size", "attention_chunk_size",
+    ),
+    (int, float): ("attn_logit_softcapping",),
+    list: ("layer_types",),
+    dict: ("attn_config", "compress_rates"),
+}  # fmt: skip
+"""Types of the keys that are read, where they are given."""
 _WITHOUT_KEYS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp")
 """Layer types of hybrid models without keys and values; they need no attention backend."""
 
@@ -60,11 +72,7 @@ def specs_from_config(path: str | Path, **overrides: Any) -> dict[str, Attention
         raise ContractError(
             f"no config file at {file}: give a config.json or the directory that contains it"
         )
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ContractError(f"{file} is not valid JSON: {error}") from error
-    config = config.get("text_config") or config
+    config = _read(file)
     if "dtype" in overrides:  # an unknown dtype in the file does not matter then
         config = {**config, "dtype": str(overrides["dtype"])}
     common = _common_fields(config, file)
@@ -86,6 +94,33 @@ def specs_from_config(path: str | Path, **overrides: Any) -> dict[str, Attention
     latent = {} if "head_size" in overrides else _latent_fields(config)
     over_latents = {f"{kind} over latents": s.replace(**latent) for kind, s in specs.items()}
     return specs | over_latents if latent else specs
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The config of the text model, with values of the right types.
+
+    Raises:
+        ContractError: it is not JSON, or a value has another type.
+    """
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ContractError(f"{file} is not valid JSON: {error}") from error
+    found = config.get("text_config") or config if isinstance(config, dict) else config
+    if not isinstance(found, dict):
+        raise ContractError(
+            f"{file} holds a {type(found).__name__}: it must be the config of a model, an object "
+            "with keys such as num_attention_heads"
+        )
+    for kind, names in _TYPES.items():
+        for name in names:
+            value = found.get(name)
+            if value is not None and (not isinstance(value, kind) or value is True):
+                raise ContractError(
+                    f"{file} has {name}={value!r}, which must be of type "
+                    f"{getattr(kind, '__name__', 'number')}"
+                )
+    return found
 
 
 def fallback_lines(spec: AttentionSpec) -> list[str]:

@@ -2,49 +2,70 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+import textwrap
 from collections.abc import Sequence
+from typing import Any
 
-from attnlib.device import resolve_device
+from attnlib.cli.arguments import CommandParser, any_device
+from attnlib.device import DeviceInfo, resolve_device
 from attnlib.selection.registry import availability, list_backends, registrations
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; returns the exit status, always 0."""
-    parser = argparse.ArgumentParser(
-        prog="attnlib list", description="List all backends and whether they can run here."
-    )
-    parser.add_argument(
-        "--device",
-        default=None,
-        help="device to check (default: a GPU if there is one, else the CPU)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(argv)
+    options = parser().parse_args(argv)
     device = resolve_device(options.device)
-    rows = []
-    for entry in (registrations()[name] for name in list_backends()):
-        backend, reasons = availability(entry, device)
-        rows.append(
-            {
-                "name": entry.name,
-                "priority": entry.priority,
-                "origin": entry.origin,
-                "description": backend.description if backend else "",
-                "available": backend is not None and not reasons,
-                "reasons": reasons,
-            }
-        )
+    rows = [_row(name, device) for name in list_backends()]
     if options.json:
         print(json.dumps({"device": str(device), "backends": rows}, indent=2))
         return 0
+    width = max(len(str(row["name"])) for row in rows)
     print(f"backends on {device}")
     for row in rows:
-        text = row["description"] if row["available"] else "; ".join(row["reasons"])  # type: ignore[arg-type]  # a list of str in every row
+        status = "available" if row["available"] else "unavailable"
+        text = row["description"] if row["available"] else "; ".join(row["reasons"])
+        first = f"  {row['name']:<{width}}  {status:<11}  "
+        indent = " " * len(first)
         print(
-            f"  {row['name']:<12} {'available' if row['available'] else 'unavailable':<11}  {text}"
+            textwrap.fill(
+                text,
+                100,
+                initial_indent=first,
+                subsequent_indent=indent,
+                break_on_hyphens=False,
+                break_long_words=False,
+            )
         )
     return 0
+
+
+def _row(name: str, device: DeviceInfo) -> dict[str, Any]:
+    """One backend as plain data."""
+    entry = registrations()[name]
+    backend, reasons = availability(entry, device)
+    return {
+        "name": entry.name,
+        "priority": entry.auto_priority(backend),
+        "origin": entry.origin,
+        "description": backend.description if backend else "",
+        "available": backend is not None and not reasons,
+        "reasons": reasons,
+    }
+
+
+def parser() -> CommandParser:
+    """The arguments of `attnlib list`."""
+    made = CommandParser(
+        prog="attnlib list", description="List all backends and whether they can run here."
+    )
+    made.add_argument(
+        "--device",
+        type=any_device,
+        help="device to check: cpu, cuda, cuda:1, or a GPU of another machine such as sm_90 "
+        "(default: a GPU if there is one, else the CPU)",
+    )
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made

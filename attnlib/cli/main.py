@@ -81,7 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         warn_about_unread_variables()
         with _current_folder_on_path():
             return COMMANDS[arguments[0]].load()(arguments[1:])
-    except AttnlibError as error:
+    except SystemExit as end:  # of the parser: --help, or an error that it has printed
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (AttnlibError, OSError) as error:
         print(f"attnlib {arguments[0]}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

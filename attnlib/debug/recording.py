@@ -102,7 +102,7 @@ def load_recording(path: str | Path, device: torch.device | str = "cpu") -> Mate
         ContractError: the file is not a recording of this version, or its score function cannot be
             imported.
     """
-    data = torch.load(Path(path), weights_only=True, map_location="cpu")
+    data = _load(Path(path))
     if not isinstance(data, dict) or data.get("attnlib_recording") != _VERSION:
         found = data.get("attnlib_recording") if isinstance(data, dict) else type(data).__name__
         raise ContractError(
@@ -123,6 +123,21 @@ def load_recording(path: str | Path, device: torch.device | str = "cpu") -> Mate
         score_tensors = {name: tensor.to(device) for name, tensor in data["score_tensors"].items()}
         params["score"] = oracle_score(spec.score_function, score_tensors, device)
     return MaterializedCase(case, spec, inputs, OracleParams(**params), score_tensors)
+
+
+def _load(path: Path) -> Any:
+    """The content of a file of `torch.save`.
+
+    Raises:
+        ContractError: it is no such file.
+    """
+    if not path.is_file():
+        raise ContractError(f"{path} is not a file: give a file of save_recording or record_calls")
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # the reader of a damaged file raises errors of many kinds
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ContractError(f"{path} cannot be read as a recording: {reason}") from error
 
 
 def _spec_fields(plain: Mapping[str, Any]) -> dict[str, Any]:

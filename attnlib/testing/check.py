@@ -12,10 +12,11 @@ import fnmatch
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from attnlib.errors import ContractError
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
 from attnlib.testing.coverage import capability_uses
@@ -98,6 +99,23 @@ def select_cases(
         )
         return [CheckCase("all", report_missing_gpu)] if selected else []
     return [case for case in check.cases(target) if matches_filter(check.id, case.id, only)]
+
+
+def check_filter(checks: Iterable[Check], target: BackendUnderTest, only: str | None) -> None:
+    """Check that each part of a filter selects a case.
+
+    Raises:
+        ContractError: a part selects none.
+    """
+    for part in () if only is None else [part.strip() for part in only.split(",")]:
+        name = part.split("/")[0]
+        matching = [check for check in checks if fnmatch.fnmatchcase(check.id, name)]
+        if not part or not any(select_cases(check, target, part) for check in matching):
+            ids = ", ".join(check.id for check in matching or checks)
+            raise ContractError(
+                f"no case matches --only {part or repr(only)}: "
+                + (f"{ids} has no such case" if matching else f"the checks are {ids}")
+            )
 
 
 def run_check(

@@ -9,7 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnlib.cli.arguments import write_text
+from attnlib.testing.arguments import parity_parser, replay_parser, verify_parser
+
+if TYPE_CHECKING:
+    from attnlib.testing.conformance import ConformanceReport
 
 __all__ = [
     "parity_main",
@@ -23,152 +29,94 @@ __all__ = [
 UNAVAILABLE = 3
 """Exit code for a backend whose package, compiler or device is not available; nothing was run."""
 
-_BACKEND_HELP = "a registered name, module:Class or path/to/file.py:Class"
-
-
-def _parser(name: str, about: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"attnlib {name}", description=about)
-    parser.add_argument(
-        "--device", help="cpu, cuda or cuda:1 (default: the GPU if available, else the CPU)"
-    )
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write the report as JSON to FILE or stdout",
-    )
-    return parser
-
-
-def verify_parser() -> argparse.ArgumentParser:
-    """The arguments of `attnlib verify`."""
-    about = (
-        "Run the conformance suite on a backend. Exit code: 0 if it passes, 1 if a case fails, 2 "
-        "for invalid arguments, 3 if the backend is unavailable."
-    )
-    parser = _parser("verify", about)
-    parser.add_argument("backend", help=_BACKEND_HELP)
-    parser.add_argument(
-        "--against",
-        nargs="+",
-        metavar="NAME",
-        help="backends to exchange caches with (default: torch)",
-    )
-    parser.add_argument(
-        "--only",
-        metavar="CHECK[/CASE],...",
-        help="run only these checks or cases; * and ? are wildcards",
-    )
-    parser.add_argument(
-        "--score",
-        metavar="MODULE:NAME",
-        help="test the backend with this score function; module:name or path/to/file.py:name",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of all random numbers (default 0)"
-    )
-    parser.add_argument(
-        "--seeds", type=int, default=1, metavar="N", help="repeat with N consecutive seeds"
-    )
-    parser.add_argument("--quick", action="store_true", help="run the short form of each check")
-    parser.add_argument(
-        "--certify",
-        choices=["batch-invariance"],
-        help="instead of the suite, compare the bits of requests alone and in other batches; "
-        "--json writes the certificate",
-    )
-    parser.add_argument("--commit", help="commit of attnlib in a certificate, without git history")
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        metavar="N",
-        help="number of worker processes (default: several on a GPU, one elsewhere)",
-    )
-    return parser
-
 
 def _run_verify(args: argparse.Namespace) -> int:
     """Run `verify` and return its exit code; with several seeds, 0 only if all of them pass."""
     from attnlib.errors import AttnlibError, BackendUnavailableError
+
+    try:
+        _check_combination(args)
+        return _run_certify(args) if args.certify else _run_suite(args)
+    except AttnlibError as error:
+        print(f"attnlib verify: {error}", file=sys.stderr)
+        return UNAVAILABLE if isinstance(error, BackendUnavailableError) else 2
+
+
+def _check_combination(args: argparse.Namespace) -> None:
+    """Refuse options that the chosen form of the command would ignore."""
+    from attnlib.errors import ContractError
+
+    suite_only = {
+        "--only": args.only,
+        "--score": args.score,
+        "--against": args.against,
+        "--seeds": args.seeds != 1,
+    }
+    given = [flag for flag, value in suite_only.items() if value]
+    if args.certify and given:
+        raise ContractError(f"--certify runs no suite: leave out {', '.join(given)}")
+    if args.commit and not args.certify:
+        raise ContractError("--commit names the commit of a certificate: give --certify, too")
+
+
+def _run_suite(args: argparse.Namespace) -> int:
+    """The suite with each seed: 0 if all cases pass, 1 if not."""
+    from attnlib.testing.report import report_to_json
+    from attnlib.testing.score_functions import load_score_function
+
+    settings = {"device": args.device, "quick": args.quick, "against": args.against}
+    settings["score"] = args.score
+    if args.score is not None:
+        load_score_function(args.score)  # a wrong path is refused before anything is run
+    reports = []
+    for seed in range(args.seed, args.seed + args.seeds):
+        reports.append(_run_seed(args, {**settings, "seed": seed}))
+        if args.json != "-":
+            print(reports[-1])
+    documents = [report_to_json(report) for report in reports]
+    _write_json(args.json, documents[0] if len(documents) == 1 else f"[{','.join(documents)}]")
+    return 0 if all(report.passed for report in reports) else 1
+
+
+def _run_seed(args: argparse.Namespace, settings: dict[str, Any]) -> ConformanceReport:
+    """The suite with one seed, with a progress bar."""
+    from attnlib.testing.check import check_filter
+    from attnlib.testing.checks import CHECKS
     from attnlib.testing.conformance import count_cases, make_target, run_conformance
     from attnlib.testing.outcome import CaseResult, Outcome
     from attnlib.testing.progress import ProgressBar
-    from attnlib.testing.report import report_to_json
 
-    if args.certify:
-        return _run_certify(args)
-    only = args.only or (None if args.score is None else "S1")
-    passed, documents = True, []
-    for seed in range(args.seed, args.seed + args.seeds):
-        settings = {
-            "device": args.device,
-            "seed": seed,
-            "quick": args.quick,
-            "against": args.against,
-            "score": args.score,
-        }
-        try:
-            total = count_cases(make_target(args.backend, **settings), only)
-            if total == 0:
-                print(f"attnlib verify: no case matches --only {only}", file=sys.stderr)
-                return 2
-            bar = ProgressBar(total)
+    only = args.only if args.only is not None else (None if args.score is None else "S1")
+    target = make_target(args.backend, **settings)
+    check_filter(CHECKS, target, only)
+    bar = ProgressBar(count_cases(target, only))
 
-            def show(result: CaseResult, bar: ProgressBar = bar) -> None:
-                bar.advance(result.id, result.outcome is Outcome.FAIL)
+    def show(result: CaseResult) -> None:
+        bar.advance(result.id, result.outcome is Outcome.FAIL)
 
-            report = run_conformance(
-                args.backend, only=only, jobs=args.jobs, on_result=show, **settings
-            )
-        except (AttnlibError, ImportError, AttributeError) as error:
-            print(f"attnlib verify: {error}", file=sys.stderr)
-            return UNAVAILABLE if isinstance(error, BackendUnavailableError) else 2
+    try:
+        return run_conformance(args.backend, only=only, jobs=args.jobs, on_result=show, **settings)
+    finally:
         bar.close()
-        documents.append(report_to_json(report))
-        passed = passed and report.passed
-        if args.json != "-":
-            print(report)
-    text = documents[0] if len(documents) == 1 else f"[{','.join(documents)}]"
-    _write_json(args.json, text)
-    return 0 if passed else 1
 
 
 def _run_certify(args: argparse.Namespace) -> int:
     """Certify batch invariance: 0 if all bits are equal, 1 if not."""
-    from attnlib.errors import AttnlibError, BackendUnavailableError
     from attnlib.testing.certificate import certify_batch_invariance
 
-    try:
-        certificate = certify_batch_invariance(
-            args.backend,
-            device=args.device,
-            seed=args.seed,
-            quick=args.quick,
-            commit=args.commit,
-            jobs=args.jobs,
-            on_spec=lambda spec: print(f"compared: {spec.name}", file=sys.stderr, flush=True),
-        )
-    except (AttnlibError, ImportError, AttributeError) as error:
-        print(f"attnlib verify: {error}", file=sys.stderr)
-        return UNAVAILABLE if isinstance(error, BackendUnavailableError) else 2
+    certificate = certify_batch_invariance(
+        args.backend,
+        device=args.device,
+        seed=args.seed,
+        quick=args.quick,
+        commit=args.commit,
+        jobs=args.jobs,
+        on_spec=lambda spec: print(f"compared: {spec.name}", file=sys.stderr, flush=True),
+    )
     if args.json != "-":
         print(certificate)
     _write_json(args.json, certificate.to_json())
     return 0 if certificate.passed else 1
-
-
-def parity_parser() -> argparse.ArgumentParser:
-    """The arguments of `attnlib parity`."""
-    about = "Compare backends with each other: one writes the cache, another one reads it."
-    parser = _parser("parity", about)
-    parser.add_argument(
-        "backends", nargs="*", help=f"{_BACKEND_HELP} (default: all available backends)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of all random numbers (default 0)"
-    )
-    return parser
 
 
 def _run_parity_command(args: argparse.Namespace) -> int:
@@ -178,28 +126,13 @@ def _run_parity_command(args: argparse.Namespace) -> int:
 
     try:
         report = run_parity(args.backends or None, device=args.device, seed=args.seed)
-    except (AttnlibError, ImportError, AttributeError) as error:
+    except AttnlibError as error:
         print(f"attnlib parity: {error}", file=sys.stderr)
         return 2
     if args.json != "-":
         print(report)
     _write_json(args.json, report.to_json())
     return 0 if report.passed else 1
-
-
-def replay_parser() -> argparse.ArgumentParser:
-    """The arguments of `attnlib replay`."""
-    about = "Run a recorded call on a backend and compare the result with the oracle."
-    parser = argparse.ArgumentParser(prog="attnlib replay", description=about)
-    parser.add_argument("recording", help="a file written by shadow or save_recording")
-    parser.add_argument("backend", help=_BACKEND_HELP)
-    parser.add_argument("--device", default="cpu", help="device to run on (default: cpu)")
-    parser.add_argument(
-        "--shrink",
-        metavar="FILE",
-        help="reduce a failing recording and write the smallest batch that still fails to FILE",
-    )
-    return parser
 
 
 def _run_replay(args: argparse.Namespace) -> int:
@@ -212,7 +145,7 @@ def _run_replay(args: argparse.Namespace) -> int:
     try:
         step = load_recording(args.recording, args.device)
         result = replay(step, args.backend)
-    except (AttnlibError, ImportError, AttributeError, FileNotFoundError, UnsupportedCase) as error:
+    except (AttnlibError, UnsupportedCase) as error:
         print(f"attnlib replay: {error}", file=sys.stderr)
         return 2
     print(result)
@@ -227,7 +160,7 @@ def _write_json(target: str | None, text: str) -> None:
     if target == "-":
         print(text)
     elif target:
-        Path(target).write_text(text + "\n", encoding="utf-8")
+        write_text(target, text)
 
 
 def verify_main(argv: Sequence[str] | None = None) -> int:

@@ -104,10 +104,17 @@ def load_score_function(path: str) -> ScoreFunction:
     required parameters that returns one.
 
     Raises:
-        ContractError: the object is none of these, or there is no object at the path.
-        Exception: whatever importing the module raises.
+        ContractError: the object is none of these, there is no object at the path, or its module
+            cannot be imported.
     """
-    found = load_object(path)
+    try:
+        found = load_object(path)
+    except ContractError:
+        raise
+    except Exception as error:
+        raise ContractError(
+            f"{path} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     if isinstance(found, ScoreFunction):
         return found
     if inspect.isfunction(found):

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.testing.backend_under_test import BackendUnderTest
-from attnlib.testing.check import Check, CheckCase, run_check_case, select_cases
+from attnlib.testing.check import Check, CheckCase, check_filter, run_check_case, select_cases
 from attnlib.testing.checks import CHECKS
 from attnlib.testing.conformance import make_target
 from attnlib.testing.outcome import CaseResult, Outcome
@@ -73,8 +73,13 @@ def collect_cases(
     quick: bool = False,
     only: str | None = None,
 ) -> list[ConformanceCase]:
-    """The selected cases for a backend, in order; arguments as in `run_conformance`."""
+    """The selected cases for a backend, in order; arguments as in `run_conformance`.
+
+    Raises:
+        ContractError: a part of `only` selects no case.
+    """
     target = make_target(backend, device=device, seed=seed, quick=quick)
+    check_filter(CHECKS, target, only)
     return [
         ConformanceCase(check, case, target)
         for check in CHECKS

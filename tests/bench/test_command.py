@@ -77,7 +77,8 @@ def test_wrong_and_failing_backends_set_the_exit_status(capsys: pytest.CaptureFi
         (["decode-9x9"], "it is not the name of a case either: --list shows"),
         (["--backends", "tirton"], "Did you mean 'triton'"),
         (["--device", "sm_90"], "measuring needs the device"),
-        (["--from-json", "/no/such/file.json"], "cannot be read as a result"),
+        (["--from-json", "/no/such/file.json"], "'/no/such/file.json' does not exist"),
+        (["--from-json", __file__], "cannot be read as a result"),
     ],
 )
 def test_invalid_arguments_are_errors(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -331,21 +332,31 @@ def test_the_demo_under_the_interpreter() -> None:
 def test_invalid_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["demo", "--dtype", "float12"]) == 2
-        and "--dtype float12 is not a torch dtype" in capsys.readouterr().err
+        and "argument --dtype: float12 is not a torch dtype" in capsys.readouterr().err
     )
     assert main(["demo", "--tiny", "--device", "cpu", "--num-blocks", "2"]) == 2
     assert "can grow to" in capsys.readouterr().err
     assert (
         main(["demo", "--device", "sm_90"]) == 2
-        and "--device sm_90: the device is not available" in capsys.readouterr().err
+        and "argument --device: sm_90 is not available" in capsys.readouterr().err
     )
     assert (
         main(["demo", "--device", "cpu", "--model", "no/such/folder"]) == 2
         and "--model no/such/folder: transf" in capsys.readouterr().err
     )
-    with pytest.raises(SystemExit):
-        main(["demo", "--requests", "0"])
+    assert main(["demo", "--requests", "0"]) == 2
     assert "argument --requests: 0 is below 1" in capsys.readouterr().err
+
+
+def test_the_demo_without_a_tokenizer_prints_token_ids(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D6: the bytes of random weights are no text."""
+    monkeypatch.delenv("ATTNLIB_BACKEND", raising=False)
+    assert main(["demo", "--tiny", "--device", "cpu", "--requests", "1"]) == 0
+    shown = capsys.readouterr().out
+    line = next(line for line in shown.splitlines() if line.startswith("  request 0:"))
+    assert re.fullmatch(r".* -> tokens( \d+){4}", line)
 
 
 @pytest.mark.gpu

@@ -93,8 +93,7 @@ def test_a_reason_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_names_every_format_of_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["explain", "--help"])
+    assert main(["explain", "--help"]) == 0
     words = capsys.readouterr().out.replace(",", " ").split()
     assert {"auto", "fp8_e4m3", "bfloat16", *PAGE_FORMATS} <= set(words)
 
@@ -108,7 +107,7 @@ def test_invalid_flags(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert (
         main(["explain", "--dtype", "float12"]) == 2
-        and "--dtype float12 is not a torch dtype" in capsys.readouterr().err
+        and "--dtype: float12 is not a torch dtype" in capsys.readouterr().err
     )
 
 

@@ -142,7 +142,8 @@ def test_replay_runs_and_shrinks(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert replay_main([str(recording), f"{bad}:Bad", "--shrink", str(small)]) == 1
     assert "smallest failing batch: q1s" in capsys.readouterr().out
     assert replay_main([str(small), f"{bad}:Bad"]) == 1
-    assert replay_main([str(tmp_path / "none.pt"), TOY]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        replay_main([str(tmp_path / "none.pt"), TOY])
 
 
 def test_the_progress_bar_shows_counts_and_the_case() -> None:

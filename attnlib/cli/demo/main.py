@@ -15,15 +15,16 @@ import torch
 
 from attnlib import env
 from attnlib.cache.allocator import BlockAllocator
+from attnlib.cli.arguments import CommandParser, count, model_dtype, present_device, seed
 from attnlib.cli.hf_config import specs_from_config
 from attnlib.device import resolve_device
-from attnlib.errors import ContractError
 from attnlib.selection import explain
+from attnlib.selection.current import current_request
 
 if TYPE_CHECKING:
     from attnlib.cli.demo.model import DemoModel
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 if tokens and logits agree with the model's own eager attention, 1 if not, 2 if the demo
         cannot run.
     """
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     if importlib.util.find_spec("transformers") is None:
         print(
             'attnlib demo runs a transformers model: pip install "attnlib[transformers]"',
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     device = _device(options.device)
+    current_request(options.backend)  # a wrong name is refused before the model is loaded
     _interpret_if_requested(options.backend or env.read("ATTNLIB_BACKEND"), device)
     return _demo(options, device)
 
@@ -91,30 +93,14 @@ def _demo(options: argparse.Namespace, device: torch.device) -> int:
 
 
 def _device(name: str | None) -> torch.device:
-    """The requested device; by default a GPU if there is one, else the CPU.
-
-    Raises:
-        ContractError: the device is unknown or not available.
-    """
-    device = resolve_device(name)
-    if device.is_hypothetical or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ContractError(
-            f"--device {name}: the device is not available (torch {torch.__version__}); use "
-            "--device cpu"
-        )
-    return torch.device(name or device.type)
+    """The requested device; by default a GPU if there is one, else the CPU."""
+    return torch.device(name or resolve_device(None).type)
 
 
 def _load_model(options: argparse.Namespace, device: torch.device) -> DemoModel:
     from attnlib.cli.demo.model import pretrained_model, seeded_model
 
-    dtype = getattr(
-        torch, options.dtype or ("float32" if device.type == "cpu" else "bfloat16"), None
-    )
-    if not isinstance(dtype, torch.dtype):
-        raise ContractError(
-            f"--dtype {options.dtype} is not a torch dtype; use float32, bfloat16 or float16"
-        )
+    dtype = options.dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     if options.model:
         return pretrained_model(options.model, device, dtype)
     return seeded_model(device, dtype, options.seed, tiny=options.tiny)
@@ -150,53 +136,61 @@ def _interpret_if_requested(name: str, device: torch.device) -> None:
         )
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is below 1")
-    return number
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="attnlib demo", description=__doc__)
-    parser.add_argument(
+def parser() -> CommandParser:
+    """The arguments of `attnlib demo`."""
+    made = CommandParser(
+        prog="attnlib demo",
+        description="Serve a batch of prompts with a transformers model whose layers attend over "
+        "one paged cache: requests start and end at different steps, share prefixes, and are "
+        "preempted if the cache is full. Then compare tokens and logits with the model's own eager "
+        "attention. Exit status: 0 if they agree, 1 if not, 2 if the demo cannot run.",
+        epilog="Without --model the weights are random and nothing is downloaded. With Qwen/"
+        "Qwen3-0.6B or another name or folder, the demo prints the text that the model writes.",
+    )
+    made.add_argument(
         "--model",
         help="folder or name of a causal language model (default: a small decoder with seeded "
         "weights)",
     )
-    parser.add_argument("--backend", help="as ATTNLIB_BACKEND")
-    parser.add_argument("--device", help="default: a GPU if there is one, else the CPU")
-    parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
-    parser.add_argument(
-        "--requests", type=_count, help="number of prompts (default 12; 3 with --tiny)"
+    made.add_argument("--backend", metavar="REQUEST", help="as ATTNLIB_BACKEND (default: auto)")
+    made.add_argument(
+        "--device",
+        type=present_device,
+        help="cpu, cuda or cuda:1 (default: a GPU if there is one, else the CPU)",
     )
-    parser.add_argument(
-        "--max-new-tokens",
-        type=_count,
-        help="tokens to generate for each prompt (default 24; 4 with --tiny)",
+    made.add_argument(
+        "--dtype",
+        type=model_dtype,
+        help="bfloat16, float16 or float32 (default: bfloat16 on a GPU, float32 on a CPU)",
     )
-    parser.add_argument(
-        "--block-size", type=_count, default=16, help="tokens in one cache block (default 16)"
+    _add_sizes(made)
+    made.add_argument(
+        "--seed", type=seed, default=0, help="seed of the weights of the default model (default 0)"
     )
-    parser.add_argument(
-        "--num-blocks", type=_count, default=256, help="blocks in the cache (default 256)"
-    )
-    parser.add_argument(
-        "--token-budget",
-        type=_count,
-        help="maximum number of tokens in one step (default 128; 48 with --tiny)",
-    )
-    parser.add_argument(
-        "--max-num-reqs",
-        type=_count,
-        default=64,
-        help="maximum number of requests in one step (default 64)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the weights of the default model"
-    )
-    parser.add_argument(
+    made.add_argument(
         "--tiny", action="store_true", help="a very small model and three short prompts"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made
+
+
+def _add_sizes(made: CommandParser) -> None:
+    """Add the sizes of the batch and of the cache."""
+    sizes = made.add_argument_group("sizes")
+    for flag, default, about in (
+        ("--requests", None, "number of prompts (default 12; 3 with --tiny)"),
+        (
+            "--max-new-tokens",
+            None,
+            "tokens to generate for each prompt (default 24; 4 with --tiny)",
+        ),
+        ("--block-size", 16, "tokens in one cache block (default 16)"),
+        ("--num-blocks", 256, "blocks in the cache (default 256)"),
+        (
+            "--token-budget",
+            None,
+            "maximum number of tokens in one step (default 128; 48 with --tiny)",
+        ),
+        ("--max-num-reqs", 64, "maximum number of requests in one step (default 64)"),
+    ):
+        sizes.add_argument(flag, type=count, default=default, metavar="N", help=about)

@@ -41,13 +41,13 @@ class DemoModel:
         name: name for the output.
         model: a causal language model of transformers, in eval mode.
         encode: text to token ids.
-        decode: token ids to text.
+        decode: token ids to text; None for a model without a tokenizer, whose tokens mean nothing.
     """
 
     name: str
     model: Any
     encode: Callable[[str], list[int]]
-    decode: Callable[[list[int]], str]
+    decode: Callable[[list[int]], str] | None
 
 
 def seeded_model(device: torch.device, dtype: torch.dtype, seed: int, *, tiny: bool) -> DemoModel:
@@ -74,9 +74,7 @@ def seeded_model(device: torch.device, dtype: torch.dtype, seed: int, *, tiny: b
         model = LlamaForCausalLM(config).eval().to(device=device, dtype=dtype)
     shape = f"{layers} layers, {heads}/{kv_heads} heads of {hidden // heads}"
     name = f"embedded decoder, {shape}, seed {seed}"
-    return DemoModel(
-        name, model, lambda text: list(text.encode()), lambda ids: bytes(ids).decode("latin-1")
-    )
+    return DemoModel(name, model, lambda text: list(text.encode()), None)
 
 
 def pretrained_model(path: str, device: torch.device, dtype: torch.dtype) -> DemoModel:

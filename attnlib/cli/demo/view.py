@@ -66,10 +66,14 @@ def show(
     """Print tokens, statistics and the result."""
     print()
     for request in requests[:4]:
-        text = demo_model.decode(request.generated)
+        if demo_model.decode is None:
+            text = "tokens " + " ".join(map(str, request.generated[:12]))
+            text += " ..." if len(request.generated) > 12 else ""
+        else:
+            text = repr(demo_model.decode(request.generated))
         print(
             f"  request {request.index}: {len(request.prompt)} prompt tokens ({request.num_reused} "
-            f"reused) -> {text!r}"
+            f"reused) -> {text}"
         )
     if len(requests) > 4:
         print(f"  ... and {len(requests) - 4} more")

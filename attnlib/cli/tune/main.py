@@ -6,12 +6,17 @@ import argparse
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-import torch
-
+from attnlib.bench.arguments import backend_names
 from attnlib.bench.backends import split_names
 from attnlib.bench.suites import SUITES
+from attnlib.cli.arguments import (
+    CommandParser,
+    input_file,
+    output_file,
+    present_device,
+    seconds,
+)
 from attnlib.cli.spec_flags import add_spec_flags
 from attnlib.cli.tune.plan import plan_cases
 from attnlib.cli.tune.session import Session, active_table
@@ -22,9 +27,9 @@ from attnlib.tuning.tuner import Tuner
 __all__ = ["main", "parser"]
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """The arguments of `attnlib tune`."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="attnlib tune",
         description="Measure backends and their tunable parameters on this chip, and write the "
         "table that automatic selection uses. Results with a wrong output do not count.",
@@ -51,27 +56,31 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--backends",
+        type=backend_names,
         metavar="NAME,...",
         help="backends to rank, or none (default: all that can run here)",
     )
     made.add_argument(
         "--from-bench",
         nargs="+",
+        type=input_file,
         metavar="FILE",
         help="rank backends by results of attnlib bench --json on this chip instead of measuring",
     )
     made.add_argument(
-        "--device", help="cpu, cuda, cuda:1 (default: a GPU if torch has one, else the CPU)"
+        "--device",
+        type=present_device,
+        help="cpu, cuda, cuda:1 (default: a GPU if torch has one, else the CPU)",
     )
     made.add_argument(
         "--out",
-        type=Path,
+        type=output_file,
         metavar="FILE",
         help="the table (default: the one that attnlib reads, ATTNLIB_TUNING or the user's cache)",
     )
     made.add_argument(
         "--limit-seconds",
-        type=float,
+        type=seconds,
         metavar="S",
         help="start nothing after S seconds; the table holds what was measured by then",
     )
@@ -86,11 +95,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[2:] if argv is None else argv)
     options = parser().parse_args(arguments)
     info = resolve_device(options.device)
-    if info.is_hypothetical or (info.type == "cuda" and not torch.cuda.is_available()):
-        raise ContractError(
-            f"--device {options.device} is not available: measuring needs the device; use --device "
-            "cpu, or run on a machine that has it"
-        )
     session = Session(options, info, "attnlib tune " + shlex.join(arguments))
     operations = _operations(options, info, session.tuners)
     needs_cases = bool(operations) or not options.from_bench

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attnlib import tuning
-from attnlib.bench.backends import BenchBackend, find_backends, split_names
+from attnlib.bench.backends import BenchBackend, find_backends
 from attnlib.bench.case import BenchCase
 from attnlib.bench.measure import measure_case
 from attnlib.bench.peaks import measure_peaks
@@ -72,7 +72,7 @@ class Session:
         self.options, self.info, self.path = options, info, Path(path)
         self._start = time.perf_counter()
         self._device = info.torch_device
-        names = split_names(options.backends) if options.backends else None
+        names = options.backends
         self._rank = names != ["none"]
         self._backends = find_backends(names if self._rank else [], self._device)
         self.tuners = find_tuners(self._backends, self._device)
