@@ -23,7 +23,7 @@ from attnlib.backends._foreign.imports import (
     package_version,
 )
 
-__all__ = ["FlashInferApi", "MLAWrapper", "find_api", "find_mla_wrapper"]
+__all__ = ["FlashInferApi", "find_api", "missing_arguments"]
 
 _ARCH_LIST = "FLASHINFER_CUDA_ARCH_LIST"
 
@@ -64,26 +64,6 @@ _NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "run": _RUN,
     },
-}
-
-_MLA_NAME = "BatchMLAPagedAttentionWrapper"
-_MLA_NEEDED: dict[str, tuple[str, ...]] = {
-    "__init__": ("float_workspace_buffer", "backend"),
-    "plan": (
-        "qo_indptr",
-        "kv_indptr",
-        "kv_indices",
-        "kv_len_arr",
-        "num_heads",
-        "head_dim_ckv",
-        "head_dim_kpe",
-        "page_size",
-        "causal",
-        "sm_scale",
-        "q_data_type",
-        "kv_data_type",
-    ),
-    "run": ("q_nope", "q_pe", "ckv_cache", "kpe_cache", "out", "lse", "return_lse"),
 }
 
 
@@ -127,7 +107,7 @@ def find_api(capability: tuple[int, int] | None) -> tuple[FlashInferApi | None, 
                 f"flashinfer has no {name}: the package is incomplete or too old; "
                 "pip install -U flashinfer-python",
             )
-        missing = _missing_arguments(found, _NEEDED[name])
+        missing = missing_arguments(found, _NEEDED[name])
         if missing:
             return (
                 None,
@@ -141,41 +121,8 @@ def find_api(capability: tuple[int, int] | None) -> tuple[FlashInferApi | None, 
     return FlashInferApi(classes[0], classes[1], release), ""
 
 
-@dataclass(frozen=True)
-class MLAWrapper:
-    """FlashInfer's wrapper for latent caches and its version.
-
-    Attributes:
-        wrapper: `flashinfer.mla.BatchMLAPagedAttentionWrapper`.
-        release: the version, "" if unknown.
-    """
-
-    wrapper: type[Any]
-    release: str
-
-
-def find_mla_wrapper(capability: tuple[int, int] | None) -> tuple[MLAWrapper | None, str]:
-    """The wrapper for latent caches and "", or None and the reason. Arguments as in `find_api`."""
-    api, problem = find_api(capability)
-    if api is None:
-        return None, problem
-    imported = import_guarded("flashinfer.mla")
-    wrapper = getattr(imported.module, _MLA_NAME, None)
-    if wrapper is None:
-        return None, (
-            imported.problem
-            or f"flashinfer has no mla.{_MLA_NAME}: pip install -U flashinfer-python"
-        )
-    missing = _missing_arguments(wrapper, _MLA_NEEDED)
-    if missing:
-        return None, (
-            f"flashinfer's {_MLA_NAME}.{missing} is not an argument of this release: "
-            "pip install -U flashinfer-python (0.6.12 or later)"
-        )
-    return MLAWrapper(wrapper, api.release), ""
-
-
-def _missing_arguments(wrapper: type[Any], needed: Mapping[str, tuple[str, ...]]) -> str:
+def missing_arguments(wrapper: type[Any], needed: Mapping[str, tuple[str, ...]]) -> str:
+    """The first argument of `needed` that a method of `wrapper` does not take, or ""."""
     for method, arguments in needed.items():
         keywords = keywords_of(getattr(wrapper, method))
         for argument in arguments:

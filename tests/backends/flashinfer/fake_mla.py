@@ -1,9 +1,15 @@
-"""A fake of FlashInfer's MLA wrapper: its signatures and pitfalls, computed by plain torch."""
+"""Fakes of FlashInfer's MLA wrapper: its signatures and pitfalls, computed by plain torch.
+
+Deprecated forms of call fail: arguments by position, and with 0.7.2 a batch or tensors in parts and
+an LSE that the plan does not declare.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
-from types import ModuleType
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +19,9 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.paged_prefill import paged_prefill
 from tests.backends import fake_flashinfer
 
-__all__ = ["Calls", "install"]
+__all__ = ["RELEASES", "Calls", "install", "make_module"]
+
+RELEASES = ("0.6.12", "0.7.2")
 
 
 class Calls:
@@ -25,9 +33,48 @@ class Calls:
         self.runs: list[dict[str, Any]] = []
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> Calls:
+def by_keyword(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method with its signature; arguments by position fail."""
+
+    @functools.wraps(method)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert not args, "arguments by position are deprecated"
+        return method(self, **kwargs)
+
+    return checked
+
+
+def make_module(calls: Calls, release: str) -> ModuleType:
+    """The module `flashinfer.mla` of a release."""
+    module: Any = ModuleType("flashinfer.mla")
+    if release == "0.6.12":
+        module.BatchMLAPagedAttentionWrapper = _flat(calls)
+    else:
+        module.BatchMLAPagedAttentionWrapper = _structured(calls)
+        module.MLAPlanMetadata = MLAPlanMetadata
+    return module
+
+
+def install(monkeypatch: pytest.MonkeyPatch, release: str = "0.7.2") -> Calls:
     """Install the fake as `flashinfer.mla` for one test."""
     calls = Calls()
+    fake_flashinfer.install(monkeypatch, fake_flashinfer.Recorder())
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", make_module(calls, release))
+    return calls
+
+
+class MLAPlanMetadata(SimpleNamespace):
+    """The batch of a plan in 0.7.2."""
+
+    @classmethod
+    def csr(cls, qo_indptr, kv_indptr, kv_indices, kv_len_arr):
+        return cls(
+            qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr
+        )
+
+
+def _flat(calls: Calls) -> type:
+    """0.6.12: the parts of the batch and of the tensors as arguments of their own."""
 
     class BatchMLAPagedAttentionWrapper:
         def __init__(
@@ -37,62 +84,134 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Calls:
             assert float_workspace_buffer.dtype == torch.uint8
             calls.kernels.append(backend)
 
+        @by_keyword
         def plan(
             self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv,
             head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type,
             use_profiler=False,
         ):  # fmt: skip
-            for tensor in (qo_indptr, kv_indptr, kv_indices, kv_len_arr):
-                assert tensor.dtype == torch.int32
-            assert len(qo_indptr) == len(kv_indptr) == len(kv_len_arr) + 1
-            assert (head_dim_ckv, head_dim_kpe) == (512, 64) and int(qo_indptr[0]) == 0
-            pages = -(-kv_len_arr // page_size)
-            assert torch.equal(kv_indptr[1:] - kv_indptr[:-1], pages.int())
-            table = torch.full((len(pages), max(pages.tolist(), default=1)), -1).int()
-            for request, count in enumerate(pages.tolist()):
-                first = int(kv_indptr[request])
-                table[request, :count] = kv_indices[first : first + count]
-            self.planned = {
-                "starts": qo_indptr, "table": table, "lengths": kv_len_arr, "heads": num_heads,
-                "causal": causal, "scale": sm_scale, "dtypes": (q_data_type, kv_data_type),
-                "page_size": page_size,
-            }  # fmt: skip
+            batch = MLAPlanMetadata.csr(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+            assert (head_dim_ckv, head_dim_kpe) == (512, 64)
+            self.planned = _planned(
+                batch, num_heads, page_size, causal, sm_scale, (q_data_type, kv_data_type)
+            )
             calls.plans.append(self.planned)
 
+        @by_keyword
         def run(
             self, q_nope, q_pe, ckv_cache, kpe_cache, out=None, lse=None, return_lse=False,
             profiler_buffer=None, kv_len=None, page_table=None, return_lse_base_on_e=False,
             o_scale=None,
         ):  # fmt: skip
-            """Output [T, Hq, 512] and a base-2 LSE; loads of 16 bytes."""
-            plan = self.planned
-            assert q_nope.shape[0] == int(plan["starts"][-1])
-            assert q_nope.shape[1:] == (plan["heads"], 512) and q_pe.shape[2] == 64
-            assert ckv_cache.shape[1:] == (plan["page_size"], 512) and kpe_cache.shape[2] == 64
-            assert plan["dtypes"] == (q_nope.dtype, ckv_cache.dtype)
-            for tensor in (q_nope, q_pe, ckv_cache, kpe_cache):
-                assert all(stride % 8 == 0 for stride in tensor.stride()[:-1])
-            assert out.shape == q_nope.shape and out.dtype == q_nope.dtype
-            assert not return_lse or (lse.shape == out.shape[:2] and lse.is_contiguous())
-            # Only blocks of the batch are copied: a pool may have more than 2^31 elements.
-            blocks, table = plan["table"].clamp(min=0).unique(return_inverse=True)
-            cache = torch.cat((ckv_cache[blocks], kpe_cache[blocks]), dim=-1)[:, :, None]
-            natural = torch.empty(out.shape[:2])
-            counts = plan["starts"][1:] - plan["starts"][:-1]
-            paged_prefill(
-                torch.cat((q_nope, q_pe), dim=-1), cache, cache[..., :512], table.int(),
-                plan["starts"], plan["lengths"],
-                AttentionParams(scale=plan["scale"], causal=plan["causal"]),
-                max_query_len=int(counts.max()), max_seq_len=int(plan["lengths"].max()), out=out,
-                lse=natural,
-            )  # fmt: skip
-            if return_lse:
-                lse.copy_(natural if return_lse_base_on_e else natural / fake_flashinfer.LOG_2)
+            natural = _attend(self.planned, (q_nope, q_pe), (ckv_cache, kpe_cache), out)
             calls.runs.append({"out": out, "return_lse": return_lse})
-            return (out, lse) if return_lse else out
+            return _returned(natural, out, lse, return_lse, return_lse_base_on_e)
 
-    fake_flashinfer.install(monkeypatch, fake_flashinfer.Recorder())
-    module: Any = ModuleType("flashinfer.mla")
-    module.BatchMLAPagedAttentionWrapper = BatchMLAPagedAttentionWrapper
-    monkeypatch.setitem(sys.modules, "flashinfer.mla", module)
-    return calls
+    return BatchMLAPagedAttentionWrapper
+
+
+def _structured(calls: Calls) -> type:
+    """0.7.2: the batch as one object, tensors as pairs, and the LSE declared by the plan."""
+
+    class BatchMLAPagedAttentionWrapper:
+        def __init__(
+            self, float_workspace_buffer, use_cuda_graph=False, qo_indptr=None, kv_indptr=None,
+            kv_indices=None, kv_len_arr=None, backend="auto",
+        ):  # fmt: skip
+            assert float_workspace_buffer.dtype == torch.uint8
+            calls.kernels.append(backend)
+
+        @by_keyword
+        def plan(
+            self, qo_indptr=None, kv_indptr=None, kv_indices=None, kv_len_arr=None, num_heads=None,
+            head_dim_ckv=None, head_dim_kpe=None, page_size=None, causal=None, sm_scale=None,
+            q_data_type=None, kv_data_type=None, use_profiler=False, *, metadata=None,
+            cum_seq_lens_q=None, block_tables=None, seq_lens=None, max_q_len=None,
+            query_layout=None, kv_cache_layout=None, lse_mode="none", output_dtype=None,
+            output_scale="none", scale_mode="default", skip_softmax=False, enable_pdl=None,
+            use_sinks=False,
+        ):  # fmt: skip
+            flat = (qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables)
+            assert all(part is None for part in flat), "a batch in parts is deprecated"
+            assert metadata is not None and (head_dim_ckv, head_dim_kpe) == (512, 64)
+            self.layouts = query_layout or "packed", kv_cache_layout or "packed"
+            self.planned = _planned(
+                metadata, num_heads, page_size, causal, sm_scale, (q_data_type, kv_data_type)
+            ) | {"lse_mode": lse_mode}
+            calls.plans.append(self.planned)
+
+        @by_keyword
+        def run(
+            self, q_nope=None, q_pe=None, ckv_cache=None, kpe_cache=None, out=None, lse=None,
+            return_lse=False, profiler_buffer=None, kv_len=None, page_table=None,
+            return_lse_base_on_e=False, o_scale=None, *, query=None, kv_cache=None, ckv_scale=None,
+            ckv_scale_arr=None, kpe_scale=None, sinks=None,
+            skip_softmax_threshold_scale_factor=None, bmm1_scale=None, bmm2_scale=None,
+        ):  # fmt: skip
+            parts = (q_nope, q_pe, ckv_cache, kpe_cache)
+            assert all(part is None for part in parts), "tensors in parts are deprecated"
+            given = ["split" if isinstance(x, tuple) else "packed" for x in (query, kv_cache)]
+            assert tuple(given) == self.layouts, "not as planned"
+            mode = "none"
+            if return_lse or lse is not None or return_lse_base_on_e:
+                mode = "basee" if return_lse_base_on_e else "base2"
+            assert mode == self.planned["lse_mode"], "not as planned"
+            natural = _attend(self.planned, query, kv_cache, out)
+            calls.runs.append({"out": out, "return_lse": return_lse})
+            return _returned(natural, out, lse, return_lse, return_lse_base_on_e)
+
+    return BatchMLAPagedAttentionWrapper
+
+
+def _planned(
+    batch: Any, heads: int, page_size: int, causal: bool, scale: float, dtypes: tuple[Any, Any]
+) -> dict[str, Any]:
+    starts, indptr, indices = batch.qo_indptr, batch.kv_indptr, batch.kv_indices
+    lengths = batch.kv_len_arr
+    for tensor in (starts, indptr, indices, lengths):
+        assert tensor.dtype == torch.int32 and tensor.is_contiguous()
+    assert len(starts) == len(indptr) == len(lengths) + 1 and int(starts[0]) == 0
+    pages = -(-lengths // page_size)
+    assert torch.equal(indptr[1:] - indptr[:-1], pages.int())
+    table = torch.full((len(pages), max(pages.tolist(), default=1)), -1).int()
+    for request, count in enumerate(pages.tolist()):
+        first = int(indptr[request])
+        table[request, :count] = indices[first : first + count]
+    return {
+        "starts": starts, "table": table, "lengths": lengths, "heads": heads, "causal": causal,
+        "scale": scale, "dtypes": dtypes, "page_size": page_size,
+    }  # fmt: skip
+
+
+def _attend(plan: dict[str, Any], query: Any, cache: Any, out: torch.Tensor) -> torch.Tensor:
+    """Output [T, Hq, 512] in `out`; returns the natural LSE. Loads of 16 bytes."""
+    (q_nope, q_pe), (ckv_cache, kpe_cache) = query, cache
+    assert q_nope.shape[0] == int(plan["starts"][-1])
+    assert q_nope.shape[1:] == (plan["heads"], 512) and q_pe.shape[2] == 64
+    assert ckv_cache.shape[1:] == (plan["page_size"], 512) and kpe_cache.shape[2] == 64
+    assert plan["dtypes"] == (q_nope.dtype, ckv_cache.dtype)
+    for tensor in (q_nope, q_pe, ckv_cache, kpe_cache):
+        assert all(stride % 8 == 0 for stride in tensor.stride()[:-1])
+    assert out.shape == q_nope.shape and out.dtype == q_nope.dtype
+    # Only blocks of the batch are copied: a pool may have more than 2^31 elements.
+    blocks, table = plan["table"].clamp(min=0).unique(return_inverse=True)
+    whole = torch.cat((ckv_cache[blocks], kpe_cache[blocks]), dim=-1)[:, :, None]
+    natural = torch.empty(out.shape[:2])
+    counts = plan["starts"][1:] - plan["starts"][:-1]
+    paged_prefill(
+        torch.cat((q_nope, q_pe), dim=-1), whole, whole[..., :512], table.int(), plan["starts"],
+        plan["lengths"], AttentionParams(scale=plan["scale"], causal=plan["causal"]),
+        max_query_len=int(counts.max()), max_seq_len=int(plan["lengths"].max()), out=out,
+        lse=natural,
+    )  # fmt: skip
+    return natural
+
+
+def _returned(
+    natural: torch.Tensor, out: torch.Tensor, lse: Any, return_lse: bool, base_e: bool
+) -> Any:
+    if not return_lse:
+        return out
+    assert lse.shape == out.shape[:2] and lse.is_contiguous()
+    lse.copy_(natural if base_e else natural / fake_flashinfer.LOG_2)
+    return out, lse

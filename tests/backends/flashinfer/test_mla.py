@@ -15,10 +15,11 @@ from attnlib import Attention, AttentionSpec, CommonAttentionMetadata, PagedKVCa
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.flashinfer.mla import FlashInferMLABackend
 from attnlib.backends.flashinfer.mla import metadata as mla_metadata
+from attnlib.backends.flashinfer.probe import find_api
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.errors import BackendUnavailableError, ContractError
 from attnlib.testing import run_conformance
-from tests.backends.flashinfer.fake_mla import Calls, install
+from tests.backends.flashinfer.fake_mla import RELEASES, Calls, install
 
 H200 = DeviceInfo("cuda", 0, (9, 0), name="NVIDIA H200")
 SPEC = AttentionSpec(
@@ -47,10 +48,10 @@ def _on_cpu() -> type[AttentionBackend]:
     return OnCPU
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+@pytest.fixture(params=RELEASES)
+def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Calls:
     monkeypatch.setattr(mla_metadata, "_WORKSPACE_BYTES", 64)
-    return install(monkeypatch)
+    return install(monkeypatch, request.param)
 
 
 def _step(query_lens: list[int], seq_lens: list[int], padding: int = 0) -> tuple[Any, ...]:
@@ -114,6 +115,23 @@ def test_without_lse_nothing_is_allocated_for_it(calls: Calls) -> None:
     assert not calls.runs[0]["return_lse"]
 
 
+def test_plans_declare_the_lse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer 0.7 plans for calls with an LSE or for calls without; older plans serve both."""
+    monkeypatch.setattr(mla_metadata, "_WORKSPACE_BYTES", 64)
+    query, key, value, cache, common = _step([1, 3], [70, 9])
+    backend, output = _on_cpu(), torch.empty(4, 4, 512, dtype=torch.bfloat16)
+    for release, modes in (("0.7.2", ["base2", "none"]), ("0.6.12", [None])):
+        calls = install(monkeypatch, release)
+        find_api.cache_clear()
+        metadata = backend.make_builder(SPEC, "cpu").build(0, common)
+        layer = Attention(SPEC, backend=backend, device="cpu")
+        expected, _ = layer(query, key, value, cache, metadata, return_lse=True)
+        for _ in range(2):
+            layer(query, key, value, cache, metadata, output=output)
+        assert torch.equal(output, expected)
+        assert [plan.get("lse_mode") for plan in calls.plans] == modes
+
+
 def test_the_configured_kernels(calls: Calls) -> None:
     backend = _on_cpu()
     backend.config = {"kernels": "fa2"}
@@ -171,7 +189,7 @@ def test_a_failed_build_names_the_error_lines(
     backend = _on_cpu()
     metadata = backend.make_builder(SPEC, "cpu").build(0, common)
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("Ninja build failed.\nmla.cu(7): error: no such kernel\n")
 
     lease = metadata.pool.take()

@@ -13,7 +13,7 @@ from typing import Any
 from attnlib.backends._foreign.imports import environment_facts, is_installed
 from attnlib.backends._foreign.latents import latent_capabilities, other_layer_reasons
 from attnlib.backends.base import AttentionBackend, AttentionImpl
-from attnlib.backends.flashinfer.probe import find_mla_wrapper
+from attnlib.backends.flashinfer.mla.wrapper import find_mla_wrapper
 from attnlib.backends.flashinfer.toolchain import toolchain_problems
 from attnlib.capabilities import Sizes
 from attnlib.device import DeviceInfo

@@ -65,21 +65,14 @@ class FlashInferMLAImpl(AttentionImpl):
         rows = query[:end]
         if not _is_aligned(rows):
             rows = rows.contiguous()
-        latents, sinks = cache.key_cache[:, :, 0], self.sinks
+        sinks = self.sinks
         out = output[:end]
         target = out if out.is_contiguous() else torch.empty_like(out, memory_format=_PACKED)
         logs = None
         if lse is not None or sinks is not None:
             logs = torch.empty(rows.shape[:2], dtype=torch.float32, device=rows.device)
-        metadata.planned(self.scale).run(
-            rows[..., :size],
-            rows[..., size:],
-            latents[..., :size],
-            latents[..., size:],
-            out=target,
-            lse=logs,
-            return_lse=logs is not None,
-        )
+        wrapper = metadata.planned(self.scale, logs is not None)
+        metadata.form.run(wrapper, rows, cache.key_cache[:, :, 0], size, target, logs)
         if logs is not None:
             empty = rows_without_keys(metadata, slice(0, end), bool(metadata.causal))
             convert_base2_lse(logs, logs, empty)

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from attnlib.backends.flashinfer.mla.wrapper import MLAWrapper, find_mla_wrapper
 from attnlib.backends.flashinfer.plans import Lease, PageList, WrapperPool, list_pages
-from attnlib.backends.flashinfer.probe import find_mla_wrapper
 from attnlib.backends.flashinfer.wrappers import compiler_errors
 from attnlib.device import resolve_device
 from attnlib.errors import BackendUnavailableError, ContractError
@@ -36,40 +36,42 @@ class FlashInferMLAMetadata(PagedMetadata):
         num_unpadded_tokens: tokens of requests, without padding.
         starts: `[r + 1]` int32 on the CPU, first tokens of the requests with queries; r of R.
         pages: the pages of these requests.
+        form: how the installed release is called.
         pool: the wrappers of the builder.
-        leases: planned wrappers by softmax scale.
+        leases: planned wrappers by softmax scale and, where plans differ, whether there is an LSE.
     """
 
     num_unpadded_tokens: int
     starts: torch.Tensor
     pages: PageList
+    form: MLAWrapper
     pool: WrapperPool
-    leases: dict[float, Lease] = field(default_factory=dict)
+    leases: dict[tuple[float, bool], Lease] = field(default_factory=dict)
 
-    def planned(self, scale: float) -> Any:
-        """The wrapper that is planned for this batch and a softmax scale.
+    def planned(self, scale: float, lse: bool) -> Any:
+        """The wrapper that is planned for this batch and a softmax scale, with or without an LSE.
 
         Raises:
             BackendUnavailableError: the kernels cannot be compiled; has the compiler's error lines.
         """
-        lease = self.leases.get(scale)
+        key = (scale, lse and self.form.plans_lse)
+        lease = self.leases.get(key)
         if lease is None:
             lease, spec = self.pool.take(), self.spec
-            rotary = spec.head_size - spec.head_size_v
             try:
-                lease.wrapper.plan(
+                self.form.plan(
+                    lease.wrapper,
                     self.starts,
-                    self.pages.indptr,
-                    self.pages.indices,
-                    self.pages.seq_lens,
-                    spec.num_heads,
-                    spec.head_size_v,
-                    rotary,
-                    spec.block_size,
-                    bool(self.causal),
-                    scale,
-                    spec.dtype,
-                    spec.kv_dtype,
+                    self.pages,
+                    lse,
+                    num_heads=spec.num_heads,
+                    head_dim_ckv=spec.head_size_v,
+                    head_dim_kpe=spec.head_size - spec.head_size_v,
+                    page_size=spec.block_size,
+                    causal=bool(self.causal),
+                    sm_scale=scale,
+                    q_data_type=spec.dtype,
+                    kv_data_type=spec.kv_dtype,
                 )
             except Exception as error:
                 lines = compiler_errors(error)
@@ -80,7 +82,7 @@ class FlashInferMLAMetadata(PagedMetadata):
                     "Check that nvcc (CUDA_HOME) matches torch's CUDA, or choose another backend"
                 ) from error
             lease.planned()
-            self.leases[scale] = lease
+            self.leases[key] = lease
         return lease.wrapper
 
 
@@ -100,10 +102,10 @@ class FlashInferMLAMetadataBuilder(AttentionMetadataBuilder[FlashInferMLAMetadat
         found, problem = find_mla_wrapper(resolve_device(self.device).capability)
         if found is None:
             raise BackendUnavailableError(problem)
-        wrapper_cls, kernels = found.wrapper, str(self.config.get("kernels", "auto"))
+        self._form, kernels = found, str(self.config.get("kernels", "auto"))
         self._workspace = Workspace(self.device, _WORKSPACE_BYTES, fixed=True)
         scratch = self._workspace.reserve(0)
-        self._pool = WrapperPool(lambda: wrapper_cls(scratch, backend=kernels), self.device)
+        self._pool = WrapperPool(lambda: found.make(scratch, kernels), self.device)
 
     @property
     def workspace_bytes(self) -> int:
@@ -142,5 +144,6 @@ class FlashInferMLAMetadataBuilder(AttentionMetadataBuilder[FlashInferMLAMetadat
             num_unpadded_tokens=int(starts[-1]),
             starts=torch.cat((starts[present], starts[-1:])),
             pages=list_pages(lengths, table, self.spec.block_size),
+            form=self._form,
             pool=self._pool,
         )
