@@ -3,6 +3,7 @@ torch uses one thread, also in processes that tests start."""
 
 import contextlib
 import gc
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,7 +75,17 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def _check_interpreter() -> None:
+    """Refuse an interpreter that fails with the installed numpy, before every kernel does."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        from attnlib.backends.triton import interpreter_reasons
+
+        if reasons := interpreter_reasons():
+            raise pytest.UsageError("; ".join(reasons))
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    _check_interpreter()
     # nanobind reports objects that are left at exit. After the collections of pytest at its end,
     # whose own clean-up is registered later and runs earlier.
     config.add_cleanup(gc.unfreeze)

