@@ -150,6 +150,9 @@ NAMED_BATCHES: dict[str, Callable[[int], str]] = {
     ),
     "empty_rows": lambda n: f"q0s0_q2s{n + 2}_q0s{n}_q1s{2 * n}_q3s0_q2s1",
     "graph_padding": lambda n: f"q1s{2 * n + 1}_q1s{n}_q1s3_2q0s0_pad2",
+    "many_decodes": lambda n: f"67q1s{n + 3}_40q1s{2 * n}_23q1s5",
+    "long_keys": lambda n: "q1s4k_q1s7_q2s3k",
+    "long_prefill": lambda n: "q1k_q3s9",
     "only_padding": lambda n: "2q0s0_pad3",
     "empty": lambda n: "empty",
 }

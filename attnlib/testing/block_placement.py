@@ -70,6 +70,7 @@ def place_blocks(
     extra_columns: int = 0,
     garbage: GarbageKind = "plausible",
     guarded: bool = False,
+    hidden_columns: int = 0,
 ) -> BlockPlacement:
     """Assign blocks to the requests of a batch.
 
@@ -86,6 +87,7 @@ def place_blocks(
         garbage: block table entries past the blocks of a request. "plausible": ids of other blocks
             in the pool; "minus_one": -1; "huge": 2^30.
         guarded: allocate the table between two zones of 2^30.
+        hidden_columns: make the table a view of a wider one, whose other columns are 2^30.
 
     Raises:
         ContractError: the kind is unknown.
@@ -105,7 +107,7 @@ def place_blocks(
         for own_blocks, count in zip(owned, counts, strict=True)
     ]
     num_blocks = base + used + (0 if kind == "top" else spare_blocks)
-    table = _table(rows, num_blocks, extra_columns, garbage, guarded)
+    table = _table(rows, num_blocks, extra_columns, garbage, guarded, hidden_columns)
     return BlockPlacement(tuple(rows), num_blocks, table)
 
 
@@ -142,11 +144,13 @@ def _table(
     extra_columns: int,
     garbage: GarbageKind,
     guarded: bool,
+    hidden_columns: int,
 ) -> torch.Tensor:
     width = max((len(row) for row in rows), default=0) + extra_columns
     guard = _GUARD_ENTRIES if guarded else 0
-    storage = torch.full((len(rows) * width + 2 * guard,), _HUGE_BLOCK, dtype=torch.int32)
-    table = storage[guard : guard + len(rows) * width].view(len(rows), width)
+    size = len(rows) * (width + hidden_columns)
+    storage = torch.full((size + 2 * guard,), _HUGE_BLOCK, dtype=torch.int32)
+    table = storage[guard : guard + size].view(len(rows), width + hidden_columns)[:, :width]
     for request, row in enumerate(rows):
         unused = range(len(row), width)
         if garbage == "plausible" and unused:

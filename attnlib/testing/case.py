@@ -8,6 +8,7 @@ an error in the library's conversion, such as a window that is off by one, chang
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -55,8 +56,11 @@ class Case:
         compressed: (compress_rate, block_size, max_selected) of `CompressedEntries`, with 0 for all
             entries; or None.
         selects_everything: the lists select all keys.
+        disabled_sinks: the sinks of even heads are -inf (M4), with `sinks`.
+        loose_bounds: `max_seq_len` and `max_query_len` of the batch are larger than its lengths.
         layout: cache layout, a name of `layouts.CACHE_LAYOUTS` or "ALIASED" (MLA).
-        placement, garbage, extra_columns, guarded: arguments of `block_placement.place_blocks`.
+        placement, garbage, extra_columns, guarded, hidden_columns: arguments of
+            `block_placement.place_blocks`.
         poison: fill value of all memory that must not be read (`layouts.poison_value`).
         contiguous: contiguous q, k, v and out instead of strided views (P9).
     """
@@ -82,6 +86,7 @@ class Case:
     logits_soft_cap: float | None = None
     alibi: bool = False
     sinks: bool = False
+    disabled_sinks: bool = False
     score: str | None = None
     key_selection: tuple[str, int, int, int] | None = None
     compressed: tuple[int, int, int] | None = None
@@ -97,6 +102,8 @@ class Case:
     garbage: str = "plausible"
     extra_columns: int = 1
     guarded: bool = False
+    hidden_columns: int = 0
+    loose_bounds: bool = False
     poison: str = "nan"
     contiguous: bool = False
 
@@ -222,9 +229,12 @@ class Case:
         if selection is not None and lists is not None:
             masks = selected_masks(lists, selection, self.batch_spec, self.num_heads)
             features["selected"] = tuple(mask.to(device) for mask in masks)
-        return make_oracle_params(
+        params = make_oracle_params(
             self.dimensions, self.batch_spec, features, seed=self.seed, device=device
         )
+        if self.disabled_sinks and params.sinks is not None:
+            params.sinks[::2] = -math.inf
+        return params
 
     @cached_property
     def score_tensors(self) -> dict[str, torch.Tensor]:

@@ -18,6 +18,9 @@ from attnlib.testing.oracle import OracleParams, OracleResult, unpaged_attention
 
 __all__ = ["MaterializedCase", "materialize_case"]
 
+_LOOSE_QUERY, _LOOSE_SEQUENCE = 3, 1000
+"""What loose bounds add to the longest query and sequence, as an engine that gives its limits."""
+
 
 @dataclass(frozen=True)
 class MaterializedCase:
@@ -50,6 +53,7 @@ class MaterializedCase:
         """The batch metadata. The block table keeps its invalid entries."""
         inputs, batch = self.inputs, self.inputs.batch
         starts, seq_lens = inputs.query_start_loc.cpu(), inputs.seq_lens.cpu()
+        loose = self.case.loose_bounds
         return CommonAttentionMetadata(
             query_start_loc=inputs.query_start_loc,
             query_start_loc_cpu=starts,
@@ -58,8 +62,8 @@ class MaterializedCase:
             num_computed_tokens_cpu=(seq_lens - (starts[1:] - starts[:-1])).clamp(min=0),
             num_reqs=batch.num_reqs,
             num_actual_tokens=batch.num_actual_tokens,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
+            max_query_len=batch.max_query_len + (_LOOSE_QUERY if loose else 0),
+            max_seq_len=batch.max_seq_len + (_LOOSE_SEQUENCE if loose else 0),
             block_table_tensor=inputs.block_table if self.case.is_paged else None,
             slot_mapping=inputs.slot_mapping.clone() if self.case.attn_type == "decoder" else None,
             causal=self.params.causal if self.case.mask == "per_request" else None,
@@ -120,6 +124,7 @@ def materialize_case(
         extra_columns=case.extra_columns,
         garbage=case.garbage,  # type: ignore[arg-type]
         guarded=case.guarded,
+        hidden_columns=case.hidden_columns,
     )
     inputs = make_inputs(
         case.batch_spec,

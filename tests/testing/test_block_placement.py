@@ -84,3 +84,12 @@ def test_an_unknown_kind_lists_the_valid_names() -> None:
         ContractError, match="no placement is named 'random'; the kinds are contiguous, "
     ):
         place_blocks(BATCH, 16, "random")  # type: ignore[arg-type]
+
+
+def test_a_table_can_be_a_view_of_a_wider_one() -> None:
+    batch = parse_batch("q1s40_q1s7")
+    plain, wide = (place_blocks(batch, 16, hidden_columns=columns) for columns in (0, 5))
+    assert torch.equal(plain.block_table, wide.block_table)
+    assert wide.block_table.stride() == (wide.block_table.shape[1] + 5, 1)
+    whole = wide.block_table.as_strided((2, wide.block_table.stride(0)), wide.block_table.stride())
+    assert (whole[:, wide.block_table.shape[1] :] == 2**30).all()

@@ -95,3 +95,24 @@ def test_compare_bits_reports_changed_elements() -> None:
     comparison = compare_bits(a, a + torch.tensor([1e-7, 0.0, 0.0, 0.0]))
     assert not comparison.passed
     assert "1 of 4 elements changed, first at (0,)" in str(comparison)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_factor_that_rounding_hides_is_a_bias(dtype: torch.dtype) -> None:
+    """1.004 in bfloat16 is within the limits of the maximum and the mean, and so is a cast that
+    drops bits. Rounding errors cancel."""
+    dims = Dimensions(dtype=dtype, cache_dtype=dtype)
+    batch = parse_batch("67q1s19_40q1s32_23q1s5")
+    inputs = make_inputs(batch, dims, place_blocks(batch, 16))
+    params = make_oracle_params(dims, batch, {})
+    exact, same_precision = inputs.oracle(params), inputs.oracle(params, dtype)
+    factor = 1 + torch.finfo(dtype).eps / 2
+    for wrong in (factor, 1 / factor):
+        found = compare((exact.out * wrong).to(dtype), exact.out, same_precision.out, dtype)
+        assert not found.passed
+        assert found.max_error <= found.max_allowed and found.mean_error <= found.mean_allowed
+        assert abs(found.bias) > 2 * found.bias_allowed
+        assert f"bias {found.bias:+.3g} of the sum" in str(found)
+    rounded = compare(exact.out.to(dtype), exact.out, same_precision.out, dtype)
+    assert abs(rounded.bias) < rounded.bias_allowed / 4
+    assert "bias" not in str(rounded)

@@ -22,6 +22,7 @@ from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.ops.torch import key_indexer, packed_latents
 from attnlib.spec import AttentionSpec
 from tests.testing.toy_backend import ToyBackend, ToyBuilder, ToyImpl, ToyMetadata, toy_with
+from tests.testing.wrong_at_scale import SUBTLE
 
 
 class OffByOneWindow(ToyImpl):
@@ -899,6 +900,7 @@ def _torch_with(impl: type[TorchImpl]) -> type[AttentionBackend]:
 
 
 WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
+    **SUBTLE,
     "off-by-one window": (toy_with(OffByOneWindow), "W2"),
     "window on one phase only": (toy_with(WindowOnPrefillOnly), "W2"),
     "ignored soft cap": (toy_with(IgnoredSoftCap), "F1"),

@@ -22,6 +22,7 @@ from attnlib.testing.checks import (
     host_overhead,
     key_indexer,
     key_selection,
+    key_weights,
     kv_heads,
     kv_sharing,
     latent,
@@ -46,6 +47,7 @@ __all__ = ["CHECKS"]
 CHECKS: tuple[Check, ...] = (
     *visibility.CHECKS,
     *kv_heads.CHECKS,
+    *key_weights.CHECKS,
     *lse.CHECKS,
     *empty_batches.CHECKS,
     *cache_write.CHECKS,

@@ -22,6 +22,8 @@ __all__ = ["CHECKS"]
 _HEAD_SIZES = (16, 32, 40, 64, 72, 80, 96, 112, 120, 128, 192, 256, 512, 576)
 _GROUPS = (1, 3, 5, 6, 7, 8, 16, 24)
 _BLOCKS = (8, 16, 32, 64, 128, 256, 544)
+_LARGE = ("many_decodes", "long_keys", "long_prefill")
+"""Batches beyond the sizes at which faults of splits, tiles and workspaces begin."""
 _COMBINATIONS: dict[str, dict[str, object]] = {
     "window+sinks": {"sliding_window": 9, "sinks": True},
     "window+soft_cap": {"sliding_window": 20, "logits_soft_cap": 5.0},
@@ -57,6 +59,7 @@ def _batches(target: BackendUnderTest) -> Iterator[CheckCase]:
             "chunked",
             "page_edges",
             "graph_padding",
+            *_LARGE,
         ):
             yield _check(target, f"batch-{name}", target.case(batch=name))
 
@@ -66,6 +69,11 @@ def _features(target: BackendUnderTest) -> Iterator[CheckCase]:
         for batch in ("decode_long", "chunked"):
             if not target.quick or (name in ("window+sinks", "everything") and batch == "chunked"):
                 yield _check(target, f"{name}-{batch}", target.case(batch=batch, **features))
+    for name, feature in (("alibi", {"alibi": True}), ("window", {"sliding_window": 2500})):
+        yield _check(target, f"{name}-long_keys", target.case(batch="long_keys", **feature))
+    for batch in ("decode", "mixed", "chunked"):
+        case = target.case(batch=batch, loose_bounds=True)
+        yield _check(target, f"loose_bounds-{batch}", case)
 
 
 def _shapes(target: BackendUnderTest) -> Iterator[CheckCase]:
@@ -90,6 +98,9 @@ def _shapes(target: BackendUnderTest) -> Iterator[CheckCase]:
 def _storage(target: BackendUnderTest) -> Iterator[CheckCase]:
     for dtype in ("float32", "float16", "bfloat16", "float64"):
         yield _check(target, f"dtype-{dtype}", target.case(dtype=dtype))
+    for dtype in ("float16", "bfloat16"):  # enough rows for the limit of the bias
+        for batch in ("many_decodes", "long_prefill"):
+            yield _check(target, f"{dtype}-{batch}", target.case(dtype=dtype, batch=batch))
     # Latents have one memory, in which the values are a prefix of the keys (P10).
     for layout in () if target.base_case.use_mla else CACHE_LAYOUTS:
         if layout != target.base_case.layout and not (

@@ -5,7 +5,7 @@ L1: natural log, float32, [T, Hq], -inf for rows without keys. A base-2 LSE is w
 L2: the keys of a decode are split at block boundaries, including empty parts. Attention over each
     part, merged in either order, must equal attention over all keys.
 L3: batches with sinks and sequences of very different lengths, so that kernels that split the keys
-    have splits with few or no keys. Each sink must count once.
+    have splits with few or no keys. Each sink must count once, and a sink of -inf not at all.
 """
 
 from __future__ import annotations
@@ -52,6 +52,11 @@ def _lse(target: BackendUnderTest) -> Iterator[CheckCase]:
         ("sinks", "mixed", {"sinks": True}),
         ("soft-cap", "mixed", {"logits_soft_cap": 2.0}),
         ("long-decode", "decode_long", {}),
+        ("many-decodes", "many_decodes", {}),
+        ("long-keys", "long_keys", {}),
+        ("long-keys-alibi", "long_keys", {"alibi": True}),
+        ("long-prefill", "long_prefill", {}),
+        ("sinks-disabled", "mixed", {"sinks": True, "disabled_sinks": True}),
     ):
         case = target.case(batch=batch, needs_lse=True, **features)
         yield CheckCase(name, partial(_check_lse, target, case), case)
@@ -148,6 +153,9 @@ def _sinks(target: BackendUnderTest) -> Iterator[CheckCase]:
                     partial(_check_against_oracle, target, case),
                     case,
                 )
+    for batch in ("decode_long", "prefill", "mixed", "empty_rows"):
+        case = target.case(batch=batch, sinks=True, disabled_sinks=True)
+        yield CheckCase(f"disabled-{batch}", partial(_check_against_oracle, target, case), case)
 
 
 CHECKS = (

@@ -47,6 +47,8 @@ def _strides(target: BackendUnderTest) -> Iterator[CheckCase]:
     for batch in ("decode", "prefill", "mixed"):
         case = target.case(batch=batch)
         yield CheckCase(batch, partial(_check, target, case), case)
+        wide = case.replace(hidden_columns=7)  # the row stride of the table is not its width
+        yield CheckCase(f"{batch}-wide_table", partial(_check, target, wide), wide)
 
 
 CHECKS = (Check("K4", "strided inputs and outputs, repeated calls", _strides),)

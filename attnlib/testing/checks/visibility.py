@@ -118,6 +118,12 @@ def _mask_cases(target: BackendUnderTest) -> Iterator[tuple[str, Case]]:
     yield "left_0_right_1", target.case(batch=batch, mask="bidirectional", window=(0, 1))
     yield "chunk", target.case(batch=batch, attention_chunk_size=block + 4)
     yield "chunk_of_one_block", target.case(batch=batch, attention_chunk_size=block)
+    yield "soft_cap", target.case(batch=batch, logits_soft_cap=2.0)
+    yield "soft_cap-window", target.case(batch=batch, logits_soft_cap=2.0, sliding_window=5)
+    yield "loose_bounds", target.case(batch=batch, loose_bounds=True)
+    yield "loose_bounds-window", target.case(batch=batch, loose_bounds=True, sliding_window=5)
+    decodes = f"q1s{block + 2}_q1s{3 * block}_q1s1"
+    yield "loose_bounds-decode", target.case(batch=decodes, loose_bounds=True)
 
 
 def _visibility(target: BackendUnderTest) -> Iterator[CheckCase]:
