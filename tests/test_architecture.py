@@ -170,6 +170,7 @@ OUTSIDE = ("benchmarks", "examples", "gpu", "hosts", "properties")
 SEVERAL_MODULES = """
     backends/flash_mla/test_backend.py backends/flashinfer/test_backend.py
     backends/test_adapter_conformance.py backends/test_device_values.py backends/test_refusals.py
+    backends/test_signatures.py
     cache/test_state_machines.py integrations/transformers/test_gpu.py
     integrations/transformers/test_hybrid_model.py integrations/transformers/test_indices.py
     integrations/transformers/test_sweep.py ops/test_counterparts.py ops/torch/test_no_sync.py

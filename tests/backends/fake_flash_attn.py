@@ -11,6 +11,7 @@ import torch
 
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.paged_prefill import paged_prefill
+from tests.backends.real_signatures import like
 
 NAMES = (
     "flash_attn",
@@ -112,15 +113,18 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]  # None makes the import fail
 
 
+FA2, FA4, VLLM = "flash-attn 2.8.3", "flash-attn-4 4.0.0b36", "vllm 0.26.0"
+"""Recorded releases; the source archive of 2.8.3 has FlashAttention 3 too."""
+
+
 def fake_fa2(record: Recorder) -> Any:
     """flash_attn 2.8: cumulative lengths, no `out`, +inf for empty rows; see `query_bound`."""
 
-    def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
-        softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-        deterministic=False, return_attn_probs=False, block_table=None,
+    @like(FA2, "flash_attn_varlen_func", record.calls)
+    def fake(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, return_attn_probs, block_table,
     ):  # fmt: skip
-        record.calls.append({name: value for name, value in locals().items() if name != "record"})
         if k.shape[1] % 256:
             raise RuntimeError("Paged KV cache block size must be divisible by 256")
         if max_seqlen_q == 1 and q.shape[0] != cu_seqlens_q.shape[0] - 1:
@@ -132,66 +136,42 @@ def fake_fa2(record: Recorder) -> Any:
         )  # fmt: skip
         return (out, lse, None) if return_attn_probs else out
 
-    return flash_attn_varlen_func
+    return fake
 
 
 def fake_fa3(record: Recorder) -> tuple[Any, Any]:
     """FlashAttention 3 upstream: kvcache function, no `out`, no sinks, a scheduler."""
 
-    def flash_attn_with_kvcache(
-        q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
-        cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
-        cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
-        q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
-        window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
-        scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
+    @like(FA2, "flash_attn_with_kvcache", record.calls)
+    def fake(
+        q, k_cache, v_cache, qv, cache_seqlens, page_table, cu_seqlens_q, softmax_scale, causal,
+        window_size, softcap, return_softmax_lse,
     ):  # fmt: skip
-        record.calls.append({name: value for name, value in locals().items() if name != "record"})
         out, lse = attend(
-            q,
-            k_cache,
-            v_cache,
-            cu_seqlens_q,
-            cache_seqlens,
-            page_table,
-            scale=softmax_scale,
-            causal=causal,
-            window=window_size,
-            softcap=softcap,
-            qv=qv,
-        )
+            q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, scale=softmax_scale,
+            causal=causal, window=window_size, softcap=softcap, qv=qv,
+        )  # fmt: skip
         return (out, lse, None, None) if return_softmax_lse else out
 
-    return flash_attn_with_kvcache, _scheduler(record)
+    return fake, _scheduler(record, FA2)
 
 
-def _scheduler(record: Recorder) -> Any:
-    def get_scheduler_metadata(
-        batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens,
-        qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
-        cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1),
-        has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0,
-    ):  # fmt: skip
-        record.scheduled.append(
-            {name: value for name, value in locals().items() if name != "record"}
-        )
+def _scheduler(record: Recorder, release: str) -> Any:
+    @like(release, "get_scheduler_metadata", record.scheduled)
+    def fake(batch_size):
         return torch.arange(batch_size + 1, dtype=torch.int32)
 
-    return get_scheduler_metadata
+    return fake
 
 
 def fake_vllm(record: Recorder) -> tuple[Any, Any]:
     """vLLM's build: several generations behind one function, `out`, `s_aux`, a scheduler."""
 
-    def flash_attn_varlen_func(
-        q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None,
-        q_v=None, dropout_p=0.0, softmax_scale=None, causal=False, window_size=None, softcap=0.0,
-        alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
-        return_softmax_lse=False, out=None, scheduler_metadata=None, q_descale=None, k_descale=None,
-        v_descale=None, num_splits=0, output_scale=None, fa_version=2, s_aux=None, cp_world_size=1,
-        cp_rank=0, cp_tot_seqused_k=None, mask_mod=None, aux_tensors=None, dynamic_causal=None,
+    @like(VLLM, "flash_attn_varlen_func", record.calls)
+    def fake(
+        q, k, v, cu_seqlens_q, seqused_k, q_v, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, block_table, return_softmax_lse, out, num_splits, fa_version, s_aux,
     ):  # fmt: skip
-        record.calls.append({name: value for name, value in locals().items() if name != "record"})
         left, right = (-1, -1) if window_size is None else window_size
         window = (left if left >= 0 else -1, right if right >= 0 else -1)  # no comparison with None
         assert s_aux is None or (s_aux.dtype == torch.bfloat16 and fa_version in (3, 4))
@@ -207,23 +187,17 @@ def fake_vllm(record: Recorder) -> tuple[Any, Any]:
         out.copy_(result)
         return (out, lse) if return_softmax_lse else out
 
-    return flash_attn_varlen_func, _scheduler(record)
+    return fake, _scheduler(record, VLLM)
 
 
 def fake_fa4(record: Recorder, hopper: bool = True) -> Any:
     """flash-attn-4: varlen with `page_table`, None for unbounded windows, one split on Hopper."""
 
-    def flash_attn_varlen_func(
-        q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
-        max_seqlen_k=None, min_seqlen_k=None, seqused_q=None, seqused_k=None,
-        gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False,
-        window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None,
-        deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None,
-        block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False,
-        scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False,
-        gather_bwd_recompute_p=False, gather_bwd_token_chunk=None,
+    @like(FA4, "flash_attn_varlen_func", record.calls)
+    def fake(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, softmax_scale, causal,
+        window_size, learnable_sink, softcap, num_splits, return_lse,
     ):  # fmt: skip
-        record.calls.append({name: value for name, value in locals().items() if name != "record"})
         assert cu_seqlens_k is None and all(side is None or side >= 0 for side in window_size)
         assert num_splits == 1 or not hopper, "SplitKV not supported on SM 9.0"
         assert q.shape[-1] % 16 == v.shape[-1] % 16 == 0, (
@@ -242,11 +216,11 @@ def fake_fa4(record: Recorder, hopper: bool = True) -> Any:
         )  # fmt: skip
         return out, lse if return_lse else None
 
-    return flash_attn_varlen_func
+    return fake
 
 
 def fake_sglang(record: Recorder) -> Any:
-    """SGLang's build: the kvcache function with `sinks` and `ver`."""
+    """SGLang's build: the kvcache function with `sinks` and `ver`; its wheel is not recorded."""
 
     def flash_attn_with_kvcache(
         q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, page_table=None, cu_seqlens_q=None,

@@ -1,4 +1,4 @@
-"""A fake of FlashInfer: the signatures of its wrappers, base-2 LSE, computed by plain torch."""
+"""Fakes of FlashInfer: the signatures of its wrappers, base-2 LSE, computed by plain torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.paged_prefill import paged_prefill
+from tests.backends.real_signatures import RECORDED, like, signature_of
 
+RELEASES = ("0.6.12", "0.7.2")
 LOG_2 = 0.6931471805599453
 
 
@@ -65,14 +67,23 @@ def _attend(
         lse.copy_(torch.where(torch.isneginf(natural), torch.tensor(-5e4), natural / LOG_2))
 
 
-def make_module(record: Recorder, *, open_plan: bool = False) -> ModuleType:
-    """The module; with `open_plan`, the decode plan has the **kwargs of newer releases."""
+def make_module(record: Recorder, release: str) -> ModuleType:
+    """The module of a release."""
+    module = ModuleType("flashinfer")
+    module.__version__ = release
+    module.BatchDecodeWithPagedKVCacheWrapper = _decode(record, f"flashinfer-python {release}")
+    module.BatchPrefillWithPagedKVCacheWrapper = _prefill(record, f"flashinfer-python {release}")
+    return module
+
+
+def _decode(record: Recorder, release: str) -> type:
+    name = "BatchDecodeWithPagedKVCacheWrapper"
 
     class BatchDecodeWithPagedKVCacheWrapper:
+        @like(release, f"{name}.__init__")
         def __init__(
-            self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False,
-            use_tensor_cores=False, paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None,
-            paged_kv_last_page_len_buffer=None, backend="auto", jit_args=None,
+            self, float_workspace_buffer, use_cuda_graph, paged_kv_indptr_buffer,
+            paged_kv_indices_buffer, paged_kv_last_page_len_buffer, backend,
         ):  # fmt: skip
             assert (float_workspace_buffer == 0).all(), "the workspace was not zeroed"
             self.backend, self.graph = backend, use_cuda_graph
@@ -83,12 +94,9 @@ def make_module(record: Recorder, *, open_plan: bool = False) -> ModuleType:
             )
             record.made.append(self)
 
-        def plan(
-            self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
-            pos_encoding_mode="NONE", window_left=-1, logits_soft_cap=None, q_data_type="float16",
-            kv_data_type=None, o_data_type=None, data_type=None, sm_scale=None, rope_scale=None,
-            rope_theta=None, non_blocking=True, block_tables=None, seq_lens=None,
-            fixed_split_size=None, disable_split_kv=False,
+        def _plan(
+            self, indptr, indices, last_page_len, page_size, window_left, logits_soft_cap,
+            q_data_type, kv_data_type, sm_scale, seq_lens, head_dim,
         ):  # fmt: skip
             assert indptr.device.type == last_page_len.device.type == "cpu"
             self.planned = {
@@ -101,47 +109,47 @@ def make_module(record: Recorder, *, open_plan: bool = False) -> ModuleType:
                 self.buffers[2].copy_(last_page_len)
             record.plans.append(self.planned | {"wrapper": self})
 
-        def run(
-            self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None,
-            lse=None, return_lse=False, enable_pdl=None, window_left=None, sinks=None,
-            q_len_per_req=1,
-        ):  # fmt: skip
+        if f"{name}._plan_impl" in RECORDED[release]:
+            _plan_impl = like(release, f"{name}._plan_impl")(_plan)
+
+            def plan(self, *args, **kwargs):
+                signature_of(release, f"{name}.plan").bind(self, *args, **kwargs)
+                assert len(args) <= 7, "arguments behind page_size by position are deprecated"
+                return self._plan_impl(*args, **kwargs)
+
+            plan.__signature__ = signature_of(release, f"{name}.plan")
+        else:
+            plan = like(release, f"{name}.plan")(_plan)
+
+        @like(release, f"{name}.run")
+        def run(self, q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse):
             record.runs.append({"wrapper": self, "q": q, "out": out, "lse": lse, "kind": "decode"})
             batch = len(self.planned["last_page_len"])
             if q.shape[0] != batch:
                 raise ValueError(f"q.shape[0] ({q.shape[0]}) does not match batch_size ({batch})")
             starts = torch.arange(batch + 1, dtype=torch.int32)
-            _attend(
-                self,
-                q,
-                paged_kv_cache,
-                q_scale * (k_scale or 1.0),
-                out,
-                lse if return_lse else None,
-                starts,
-            )
+            scale = q_scale * (k_scale or 1.0)
+            _attend(self, q, paged_kv_cache, scale, out, lse if return_lse else None, starts)
             if v_scale is not None:
                 out *= v_scale
             return (out, lse) if return_lse else out
 
+    return BatchDecodeWithPagedKVCacheWrapper
+
+
+def _prefill(record: Recorder, release: str) -> type:
+    name = "BatchPrefillWithPagedKVCacheWrapper"
+
     class BatchPrefillWithPagedKVCacheWrapper:
-        def __init__(
-            self,
-            float_workspace_buffer,
-            kv_layout="NHD",
-            use_cuda_graph=False,
-            backend="auto",
-            jit_args=None,
-        ):
+        @like(release, f"{name}.__init__")
+        def __init__(self, backend):
             self.backend = backend
             record.made.append(self)
 
+        @like(release, f"{name}.plan")
         def plan(
-            self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
-            num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo=None, custom_mask=None,
-            packed_custom_mask=None, causal=False, pos_encoding_mode="NONE", sm_scale=None,
-            window_left=-1, logits_soft_cap=None, q_data_type="float16", kv_data_type=None,
-            o_data_type=None, non_blocking=True, seq_lens=None,
+            self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size,
+            causal, sm_scale, window_left, logits_soft_cap, seq_lens,
         ):  # fmt: skip
             assert (
                 qo_indptr.device.type == paged_kv_indptr.device.type == "cpu"
@@ -161,65 +169,24 @@ def make_module(record: Recorder, *, open_plan: bool = False) -> ModuleType:
             }
             record.plans.append(self.planned | {"wrapper": self})
 
-        def run(
-            self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None,
-            lse=None, return_lse=False, lse_base="log2", enable_pdl=None, window_left=None,
-            sinks=None,
-        ):  # fmt: skip
+        @like(release, f"{name}.run")
+        def run(self, q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse):
             record.runs.append(
                 {"wrapper": self, "q": q, "out": out, "lse": lse, "kind": self.backend}
             )
-            _attend(
-                self,
-                q,
-                paged_kv_cache,
-                q_scale * (k_scale or 1.0),
-                out,
-                lse if return_lse else None,
-                self.planned["qo_indptr"],
-            )
+            scale, starts = q_scale * (k_scale or 1.0), self.planned["qo_indptr"]
+            _attend(self, q, paged_kv_cache, scale, out, lse if return_lse else None, starts)
             if v_scale is not None:
                 out *= v_scale
             return (out, lse) if return_lse else out
 
-    if open_plan:
-        strict_plan = BatchDecodeWithPagedKVCacheWrapper.plan
-
-        def plan(
-            self,
-            indptr,
-            indices,
-            last_page_len,
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            page_size,
-            *deprecated_positional_args,
-            **kwargs,
-        ):
-            strict_plan(
-                self,
-                indptr,
-                indices,
-                last_page_len,
-                num_qo_heads,
-                num_kv_heads,
-                head_dim,
-                page_size,
-                *deprecated_positional_args,
-                **kwargs,
-            )
-
-        BatchDecodeWithPagedKVCacheWrapper.plan = plan  # type: ignore[method-assign]
-    module = ModuleType("flashinfer")
-    module.__version__ = "0.6.12"
-    module.BatchDecodeWithPagedKVCacheWrapper = BatchDecodeWithPagedKVCacheWrapper
-    module.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
-    return module
+    return BatchPrefillWithPagedKVCacheWrapper
 
 
-def install(monkeypatch: pytest.MonkeyPatch, record: Recorder, **options: Any) -> ModuleType:
-    """Add the fake to `sys.modules`."""
-    module = make_module(record, **options)
+def install(
+    monkeypatch: pytest.MonkeyPatch, record: Recorder, release: str = RELEASES[0]
+) -> ModuleType:
+    """Add the fake of a release to `sys.modules`."""
+    module = make_module(record, release)
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     return module

@@ -18,10 +18,12 @@ import torch
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.paged_prefill import paged_prefill
 from tests.backends import fake_flashinfer
+from tests.backends.fake_flashinfer import RELEASES
+from tests.backends.real_signatures import like
 
 __all__ = ["RELEASES", "Calls", "install", "make_module"]
 
-RELEASES = ("0.6.12", "0.7.2")
+_NAME = "BatchMLAPagedAttentionWrapper"
 
 
 class Calls:
@@ -58,7 +60,7 @@ def make_module(calls: Calls, release: str) -> ModuleType:
 def install(monkeypatch: pytest.MonkeyPatch, release: str = "0.7.2") -> Calls:
     """Install the fake as `flashinfer.mla` for one test."""
     calls = Calls()
-    fake_flashinfer.install(monkeypatch, fake_flashinfer.Recorder())
+    fake_flashinfer.install(monkeypatch, fake_flashinfer.Recorder(), release)
     monkeypatch.setitem(sys.modules, "flashinfer.mla", make_module(calls, release))
     return calls
 
@@ -67,6 +69,7 @@ class MLAPlanMetadata(SimpleNamespace):
     """The batch of a plan in 0.7.2."""
 
     @classmethod
+    @like("flashinfer-python 0.7.2", "MLAPlanMetadata.csr")
     def csr(cls, qo_indptr, kv_indptr, kv_indices, kv_len_arr):
         return cls(
             qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr
@@ -75,22 +78,21 @@ class MLAPlanMetadata(SimpleNamespace):
 
 def _flat(calls: Calls) -> type:
     """0.6.12: the parts of the batch and of the tensors as arguments of their own."""
+    release = "flashinfer-python 0.6.12"
 
     class BatchMLAPagedAttentionWrapper:
-        def __init__(
-            self, float_workspace_buffer, use_cuda_graph=False, qo_indptr=None, kv_indptr=None,
-            kv_indices=None, kv_len_arr=None, backend="auto",
-        ):  # fmt: skip
-            assert float_workspace_buffer.dtype == torch.uint8
-            calls.kernels.append(backend)
+        __init__ = _made(calls, release)
 
         @by_keyword
+        @like(release, f"{_NAME}.plan")
         def plan(
             self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv,
             head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type,
-            use_profiler=False,
         ):  # fmt: skip
-            batch = MLAPlanMetadata.csr(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+            batch = SimpleNamespace(
+                qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices,
+                kv_len_arr=kv_len_arr,
+            )  # fmt: skip
             assert (head_dim_ckv, head_dim_kpe) == (512, 64)
             self.planned = _planned(
                 batch, num_heads, page_size, causal, sm_scale, (q_data_type, kv_data_type)
@@ -98,10 +100,9 @@ def _flat(calls: Calls) -> type:
             calls.plans.append(self.planned)
 
         @by_keyword
+        @like(release, f"{_NAME}.run")
         def run(
-            self, q_nope, q_pe, ckv_cache, kpe_cache, out=None, lse=None, return_lse=False,
-            profiler_buffer=None, kv_len=None, page_table=None, return_lse_base_on_e=False,
-            o_scale=None,
+            self, q_nope, q_pe, ckv_cache, kpe_cache, out, lse, return_lse, return_lse_base_on_e,
         ):  # fmt: skip
             natural = _attend(self.planned, (q_nope, q_pe), (ckv_cache, kpe_cache), out)
             calls.runs.append({"out": out, "return_lse": return_lse})
@@ -112,24 +113,17 @@ def _flat(calls: Calls) -> type:
 
 def _structured(calls: Calls) -> type:
     """0.7.2: the batch as one object, tensors as pairs, and the LSE declared by the plan."""
+    release = "flashinfer-python 0.7.2"
 
     class BatchMLAPagedAttentionWrapper:
-        def __init__(
-            self, float_workspace_buffer, use_cuda_graph=False, qo_indptr=None, kv_indptr=None,
-            kv_indices=None, kv_len_arr=None, backend="auto",
-        ):  # fmt: skip
-            assert float_workspace_buffer.dtype == torch.uint8
-            calls.kernels.append(backend)
+        __init__ = _made(calls, release)
 
         @by_keyword
+        @like(release, f"{_NAME}.plan")
         def plan(
-            self, qo_indptr=None, kv_indptr=None, kv_indices=None, kv_len_arr=None, num_heads=None,
-            head_dim_ckv=None, head_dim_kpe=None, page_size=None, causal=None, sm_scale=None,
-            q_data_type=None, kv_data_type=None, use_profiler=False, *, metadata=None,
-            cum_seq_lens_q=None, block_tables=None, seq_lens=None, max_q_len=None,
-            query_layout=None, kv_cache_layout=None, lse_mode="none", output_dtype=None,
-            output_scale="none", scale_mode="default", skip_softmax=False, enable_pdl=None,
-            use_sinks=False,
+            self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables,
+            num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type,
+            kv_data_type, metadata, query_layout, kv_cache_layout, lse_mode,
         ):  # fmt: skip
             flat = (qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables)
             assert all(part is None for part in flat), "a batch in parts is deprecated"
@@ -141,12 +135,10 @@ def _structured(calls: Calls) -> type:
             calls.plans.append(self.planned)
 
         @by_keyword
+        @like(release, f"{_NAME}.run")
         def run(
-            self, q_nope=None, q_pe=None, ckv_cache=None, kpe_cache=None, out=None, lse=None,
-            return_lse=False, profiler_buffer=None, kv_len=None, page_table=None,
-            return_lse_base_on_e=False, o_scale=None, *, query=None, kv_cache=None, ckv_scale=None,
-            ckv_scale_arr=None, kpe_scale=None, sinks=None,
-            skip_softmax_threshold_scale_factor=None, bmm1_scale=None, bmm2_scale=None,
+            self, q_nope, q_pe, ckv_cache, kpe_cache, out, lse, return_lse, return_lse_base_on_e,
+            query, kv_cache,
         ):  # fmt: skip
             parts = (q_nope, q_pe, ckv_cache, kpe_cache)
             assert all(part is None for part in parts), "tensors in parts are deprecated"
@@ -161,6 +153,15 @@ def _structured(calls: Calls) -> type:
             return _returned(natural, out, lse, return_lse, return_lse_base_on_e)
 
     return BatchMLAPagedAttentionWrapper
+
+
+def _made(calls: Calls, release: str) -> Callable[..., None]:
+    @like(release, f"{_NAME}.__init__")
+    def __init__(self, float_workspace_buffer, backend):
+        assert float_workspace_buffer.dtype == torch.uint8
+        calls.kernels.append(backend)
+
+    return __init__
 
 
 def _planned(

@@ -25,11 +25,11 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("open_plan", [False, True])
-def test_matches_torch(monkeypatch: pytest.MonkeyPatch, batch: str, open_plan: bool) -> None:
-    """M1 to M7, L1: output, natural LSE, padding rows; both signatures of the decode plan."""
+@pytest.mark.parametrize("release", fakes.RELEASES)
+def test_matches_torch(monkeypatch: pytest.MonkeyPatch, batch: str, release: str) -> None:
+    """M1 to M7, L1: output, natural LSE, padding rows; the signatures of both releases."""
     record = fakes.Recorder()
-    fakes.install(monkeypatch, record, open_plan=open_plan)
+    fakes.install(monkeypatch, record, release)
     step = make_step(spec_of(), *BATCHES[batch])
     built = builder_for(monkeypatch, step.spec).build(0, step.common)
     out, lse = run(monkeypatch, step, built, padding=3, scale=0.3)
