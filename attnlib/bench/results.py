@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from attnlib.bench.backends import PRIMARY, base_name, is_baseline
 from attnlib.bench.case import BenchCase
+from attnlib.bench.fields import from_fields
+from attnlib.bench.peaks import Peaks
 from attnlib.errors import ContractError
 from attnlib.testing.batch_spec import parse_batch
 
@@ -149,12 +151,12 @@ def read_document(path: str | Path) -> Document:
     """Read what `write_document` wrote.
 
     Raises:
-        ContractError: no such file, not JSON, another schema or version, or a row with missing or
-            unknown keys.
+        ContractError: no such file, not JSON, another schema or version, or a run or a row with
+            missing, unknown or wrong values.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ContractError(
             f"{path} cannot be read as a result of attnlib bench --json: {error}"
         ) from error
@@ -163,21 +165,22 @@ def read_document(path: str | Path) -> Document:
             f"{path} is not an {SCHEMA} document of version {VERSION}; measure again with attnlib "
             "bench --json"
         )
-    known = {item.name for item in fields(Row)}
-    for number, row in enumerate(data["rows"]):
-        if (
-            set(row) != known
-            or row["status"] not in STATUSES
-            or not 0 <= row["run"] < len(data["runs"])
-        ):
-            raise ContractError(
-                f"{path}: row {number} is not a row of version {VERSION}: keys "
-                f"{sorted(set(row) ^ known)}, status {row.get('status')!r}, run {row.get('run')}; "
-                "measure again with this version of attnlib"
-            )
-    return Document(
-        tuple(Run(**run) for run in data["runs"]), tuple(Row(**row) for row in data["rows"])
+    runs, rows = data.get("runs"), data.get("rows")
+    if not isinstance(runs, list) or not isinstance(rows, list):
+        raise ContractError(f"{path} has no lists `runs` and `rows`; measure again")
+    read = Document(
+        tuple(from_fields(Run, run, f"{path}: run {at}") for at, run in enumerate(runs)),
+        tuple(from_fields(Row, row, f"{path}: row {at}") for at, row in enumerate(rows)),
     )
+    for number, run in enumerate(read.runs):
+        from_fields(Peaks, run.peaks, f"{path}: peaks of run {number}")
+    for number, row in enumerate(read.rows):
+        if row.status not in STATUSES or not 0 <= row.run < len(runs):
+            raise ContractError(
+                f"{path}: row {number} has status {row.status!r} and run {row.run}, of "
+                f"{', '.join(STATUSES)} and {len(runs)} runs; measure again"
+            )
+    return read
 
 
 def merge(documents: Sequence[Document]) -> Document:
@@ -200,8 +203,18 @@ def merge(documents: Sequence[Document]) -> Document:
 
 
 def case_of_row(row: Row) -> BenchCase:
-    """The case that a row was measured on."""
-    return BenchCase(**{**row.settings, "batch": parse_batch(row.settings["batch"])})
+    """The case that a row was measured on.
+
+    Raises:
+        ContractError: the settings are not those of a case.
+    """
+    try:
+        return BenchCase(**{**row.settings, "batch": parse_batch(row.settings["batch"])})
+    except (TypeError, KeyError) as error:
+        raise ContractError(
+            f"the row of {row.backend} on {row.case!r} has other settings than a case ({error}); "
+            "measure again"
+        ) from None
 
 
 def best_other(rows: Iterable[Row], like: Row) -> Row | None:

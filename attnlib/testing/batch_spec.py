@@ -27,6 +27,7 @@ __all__ = ["NAMED_BATCHES", "BatchSpec", "named_batch", "parse_batch", "resolve_
 
 _SEGMENT = re.compile(r"(?P<count>\d+k?)?q(?P<query>\d+k?)(?:s(?P<seq>\d+k?))?")
 _PADDING = re.compile(r"pad(?P<rows>\d+k?)")
+_MOST, _MOST_REQUESTS = 2**31 - 1, 2**20
 _GRAMMAR = (
     "segments [COUNT]qQUERY[sSEQ] joined by '_', such as 2q2k_8q1s1k; optionally padN; or 'empty'"
 )
@@ -103,7 +104,11 @@ class BatchSpec:
 
 
 def _number(text: str) -> int:
-    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
+    digits = text.removesuffix("k")
+    number = int(digits) * (1024 if digits != text else 1) if len(digits) < 16 else _MOST + 1
+    if number > _MOST:
+        raise ContractError(f"batch spec: {text} is above {_MOST}, the largest number of tokens")
+    return number
 
 
 def parse_batch(text: str) -> BatchSpec:
@@ -130,6 +135,10 @@ def parse_batch(text: str) -> BatchSpec:
         if count == 0:
             raise ContractError(
                 f"batch spec {text!r}: segment {segment!r} has 0 requests; drop it or write 'empty'"
+            )
+        if len(query_lens) + count > _MOST_REQUESTS:
+            raise ContractError(
+                f"batch spec {text!r}: more than {_MOST_REQUESTS} requests; write fewer"
             )
         query = _number(match["query"])
         query_lens += [query] * count
