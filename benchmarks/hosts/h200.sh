@@ -3,7 +3,7 @@
 #   benchmarks/hosts/h200.sh OUT      with vLLM 0.26 and this package importable
 set -u
 out=$1 here=$(dirname "$0") models=$(mktemp -d)
-export VLLM_USE_FLASHINFER_SAMPLER=0 PYTHONUNBUFFERED=1 ATTNLIB_TEST_VLLM_CPU=0
+export VLLM_USE_FLASHINFER_SAMPLER=0 PYTHONUNBUFFERED=1 TEST_VLLM_CPU=0
 run() { # SECONDS COMMAND...: a limit of its own, so that one failure does not end the series
   local start=$SECONDS
   timeout "$@" > "$out/last.log" 2>&1 || { echo "FAILED ($?): ${*:2}"; tail -c 1500 "$out/last.log"; }

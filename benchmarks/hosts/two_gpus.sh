@@ -3,7 +3,7 @@
 #   benchmarks/hosts/two_gpus.sh OUT      with vLLM 0.26 and this package importable
 set -u
 out=$1 here=$(dirname "$0") models=$(mktemp -d)
-export VLLM_USE_FLASHINFER_SAMPLER=0 PYTHONUNBUFFERED=1 ATTNLIB_TEST_VLLM_CPU=0
+export VLLM_USE_FLASHINFER_SAMPLER=0 PYTHONUNBUFFERED=1 TEST_VLLM_CPU=0
 export VLLM_WORKER_MULTIPROC_METHOD=spawn
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee "$out/machine.txt"
 python "$here/../../tests/hosts/models.py" "$models" 2> /dev/null | grep mqa

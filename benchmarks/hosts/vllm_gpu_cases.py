@@ -2,7 +2,7 @@
 
     python tests/hosts/models.py MODELS
     python benchmarks/hosts/vllm_gpu_cases.py MODELS cases.json
-    ATTNLIB_TEST_VLLM_CPU=0 python tests/hosts/run_engine.py cases.json results.json
+    TEST_VLLM_CPU=0 python tests/hosts/run_engine.py cases.json results.json
     python benchmarks/hosts/vllm_gpu_cases.py MODELS cases.json results.json     # compares
 
 With `two` as third argument it writes the cases for two GPUs instead, with `latent` those of latent

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 for _name, _value in {
-    "ATTNLIB_TEST_VLLM_CPU": "1",
+    "TEST_VLLM_CPU": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",

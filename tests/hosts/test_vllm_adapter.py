@@ -18,7 +18,7 @@ def test_adapter(environment: Any, version: str) -> None:
     files = "vllm_adapter.py", "vllm_latent_adapter.py"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
-        cwd=HERE, env=environment(version, ATTNLIB_TEST_VLLM_CPU="1"), capture_output=True,
+        cwd=HERE, env=environment(version, TEST_VLLM_CPU="1"), capture_output=True,
         text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -13,12 +13,18 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.platforms.cpu import CpuPlatform
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.vllm import register
 from attnlib.integrations.vllm.backend import AttnlibBackend
 from attnlib.integrations.vllm.builder import AttnlibMetadataBuilder
 from attnlib.integrations.vllm.impl import AttnlibImpl
+from attnlib.integrations.vllm.names import backend_name
 
 HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 32, 16, 40
 
@@ -237,6 +243,7 @@ def ask(**changes: Any) -> list[str]:
         ({"attn_type": "encoder_decoder"}, "attention type encoder_decoder not supported"),
         ({"use_non_causal": True}, "non-causal attention not supported"),
         ({"use_pcp": True}, "PCP not supported"),
+        ({"use_kv_connector": True}, "KV connector not supported"),
         ({"use_rswa": True}, "R-SWA not supported"),
         ({"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype not supported"),
@@ -270,6 +277,21 @@ def test_reasons_of_attnlib_name_backend_and_reason(monkeypatch: pytest.MonkeyPa
     (reason,) = ask(head_size=1024)
     assert reason.startswith("attnlib: triton: ")
     assert ask(use_batch_invariant=True) == []
+
+
+def test_vllms_own_cpu_platform_serves_what_the_user_names() -> None:
+    """It takes its own backend whatever the user names, so attnlib is registered for that one."""
+    register()
+    question = AttentionSelectorConfig(
+        head_size=64, dtype=torch.float32, kv_cache_dtype="auto", block_size=None
+    )
+    own = "CPUAttentionBackend"
+    for name, expected in ((None, own), ("FLASH_ATTN", own), (backend_name(), "AttnlibBackend")):
+        config = VllmConfig()
+        config.attention_config.backend = name and AttentionBackendEnum[name]
+        with set_current_vllm_config(config):
+            path = CpuPlatform.get_attn_backend_cls(config.attention_config.backend, question)
+            assert resolve_obj_by_qualname(path).__name__ == expected
 
 
 def test_arguments_without_implementation_are_refused() -> None:

@@ -17,7 +17,7 @@ _KEPT: list[torch.library.Library] = []
 
 def platform() -> str | None:
     """Entry point of `vllm.platform_plugins`."""
-    used = os.environ.get("ATTNLIB_TEST_VLLM_CPU") == "1"
+    used = os.environ.get("TEST_VLLM_CPU") == "1"
     return "vllm_cpu_platform_class.TestCpuPlatform" if used else None
 
 

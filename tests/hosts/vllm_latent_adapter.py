@@ -21,6 +21,7 @@ from attnlib.integrations.vllm.backend import AttnlibBackend
 from attnlib.integrations.vllm.mla_backend import AttnlibMLABackend
 from attnlib.integrations.vllm.mla_builder import AttnlibMLAMetadataBuilder
 from attnlib.integrations.vllm.mla_impl import AttnlibMLAImpl
+from attnlib.mla import latent_attention
 from attnlib.mla.latent_attention import EXPAND_FROM
 
 HEADS, LATENT, ROTARY, KEY, VALUE, BLOCK, COLUMNS = 4, 32, 16, 24, 20, 16, 60
@@ -171,9 +172,7 @@ def test_padded_batch() -> None:
 def test_long_prefills_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, calls = Layer(), []
     layer.step([40, 9], [40, 9])
-    prefills = layer.impl._prefills
-    assert prefills is not None
-    monkeypatch.setattr(prefills, "_expanded", lambda *args: calls.append(args))
+    monkeypatch.setattr(latent_attention, "attend_expanded", lambda *args: calls.append(args))
     layer.step([40, 9], [80, 18])
     assert not calls
     layer.step([1, LONG], [81, 18 + LONG])
@@ -197,7 +196,7 @@ def test_both_parts_of_a_batch_keep_their_metadata(monkeypatch: pytest.MonkeyPat
 def test_weights_are_not_copied() -> None:
     layer = Layer()
     layer.step([40], [40])
-    assert layer.impl._prefills._projection.data_ptr() == layer.projection.data_ptr()
+    assert layer.impl._prefills.projection.data_ptr() == layer.projection.data_ptr()
 
 
 def test_arguments_without_implementation_are_refused() -> None:

@@ -10,8 +10,8 @@ processes. Inside vLLM, ATTNLIB_BACKEND selects attnlib's backend as it does els
 `AttentionSpec`, `impl` is the attention of one layer, `builder` the metadata of one batch,
 `kv_cache` views vLLM's memory as a paged cache, `context_parallel` computes attention over a cache
 that is distributed over the ranks of a decode context parallel group. `mla_backend`, `mla_impl` and
-`mla_builder` are the same for multi-head latent attention; `registered` chooses between both. Only
-`register` can be imported without vLLM.
+`mla_builder` are the same for multi-head latent attention; `registered` chooses between both, and
+`cpu` serves vLLM's own CPU platform. Only `register` can be imported without vLLM.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ def register() -> None:
     """Register attnlib with vLLM: as ATTNLIB where vLLM accepts new names, else as CUSTOM."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from attnlib.integrations.vllm import cpu
     from attnlib.integrations.vllm.names import backend_name
 
     name = backend_name()
     known = AttentionBackendEnum.__members__
     register_backend(known[name] if name in known else name, _BACKEND)
+    cpu.register()

@@ -100,3 +100,8 @@ class AttnlibBackend(AttentionBackend):
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         """No: batches are split by the query lengths on the host."""
         return False
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """No: caches that are moved between processes were not tested. vLLM's default is True."""
+        return False
