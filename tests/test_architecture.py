@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "attnlib"
 
 LAYERS = (
-    ("errors", "env", "device", "compile", "object_path"),
+    ("errors", "env", "device", "compile", "object_path", "fields"),
     ("score_functions", "sparse"),
     ("kv_dtype", "spec", "sizes", "capabilities"),
     ("ops",),

@@ -14,9 +14,9 @@ from typing import Any
 
 from attnlib.bench.backends import PRIMARY, base_name, is_baseline
 from attnlib.bench.case import BenchCase
-from attnlib.bench.fields import from_fields
 from attnlib.bench.peaks import Peaks
 from attnlib.errors import ContractError
+from attnlib.fields import from_fields
 from attnlib.testing.batch_spec import parse_batch
 
 __all__ = [

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.fields import check_types
 from attnlib.object_path import load_object
 from attnlib.score_functions import ScoreFunction
 from attnlib.spec import AttentionSpec, Window
@@ -109,6 +110,20 @@ def load_recording(path: str | Path, device: torch.device | str = "cpu") -> Mate
             f"{path} is not an attnlib recording of version {_VERSION} (found {found}): record the "
             "call again"
         )
+    try:
+        return _step(data, device)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        own = "" if isinstance(error, ContractError) else f"{type(error).__name__}: "
+        reason = f"{own}{error}".partition("\n")[0]
+        raise ContractError(
+            f"{path} is a damaged recording ({reason}): record the call again"
+        ) from error
+
+
+def _step(data: Mapping[str, Any], device: torch.device | str) -> MaterializedCase:
+    """The recorded step on a device."""
+    check_types(Case, data["case"], "case")
+    check_types(OracleParams, data["params"], "params")
     spec = AttentionSpec(**_spec_fields(data["spec"]))
     case = Case(**data["case"])
     inputs = _inputs(data, case, device)

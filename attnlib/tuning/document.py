@@ -79,9 +79,9 @@ def merged(
         old = [line for line in parameters.get(backend, ()) if line_key(line) not in fresh]
         parameters[backend] = [*lines, *old]
     layers = [line["layer"] for line in rankings]
-    ranks = [*rankings, *(line for line in document["backends"] if line["layer"] not in layers)]
+    ranks = [*rankings, *(line for line in document["backends"] if line.get("layer") not in layers)]
     sources = {**document["provenance"], name: provenance}
-    used = {line["provenance"] for lines in (*parameters.values(), ranks) for line in lines}
+    used = {line.get("provenance") for lines in (*parameters.values(), ranks) for line in lines}
     return {
         **document,
         "provenance": {key: value for key, value in sources.items() if key in used},

@@ -130,11 +130,11 @@ def parse_tuning(data: Any, source: str) -> Tuning:
     if (
         not isinstance(chip, str)
         or not isinstance(provenance, Mapping)
-        or not all(isinstance(each, list) for each in lines)
+        or not all(_has_lines(each) for each in (*lines, data.get("backends", [])))
     ):
         raise ContractError(
-            f"tuning table {source} needs 'chip' (text), 'provenance' (an object) and 'parameters' "
-            f"(an object of lists); {_AGAIN}"
+            f"tuning table {source} needs 'chip' (text), 'provenance' (an object), 'parameters' "
+            f"(an object of lists) and 'backends' (a list of objects); {_AGAIN}"
         )
     rankings = []
     for index, line in enumerate(data.get("backends", [])):
@@ -146,6 +146,13 @@ def parse_tuning(data: Any, source: str) -> Tuning:
                 f"tuning table {source}, backends[{index}]: {what}; correct it or {_AGAIN}"
             ) from None
     return Tuning(source, chip, provenance, parameters, tuple(rankings))
+
+
+def _has_lines(lines: Any) -> bool:
+    """Whether this is a list of lines, whose provenance is a name where it is given."""
+    return isinstance(lines, list) and all(
+        isinstance(line, Mapping) and isinstance(line.get("provenance", ""), str) for line in lines
+    )
 
 
 def parse_ranking(line: Mapping[str, Any], source: str) -> Ranking:

@@ -23,6 +23,8 @@ from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
+import torch
+
 from attnlib.bench import command as bench_command
 from attnlib.bench import kv_audit_figure
 from attnlib.bench.case import BenchCase, parse_case
@@ -36,6 +38,7 @@ from attnlib.testing import commands as testing_commands
 from attnlib.testing import conformance, parity
 from attnlib.testing.case import Case
 from attnlib.testing.outcome import Outcome
+from attnlib.tuning.table import SCHEMA as TUNING
 from tests.cli.parsers import parsers
 
 demo_main = import_module("attnlib.cli.demo.main")  # its package has a function of this name
@@ -81,8 +84,8 @@ GOOD = {
     "backends": ["torch", "own:Mine", "prefill:own:Mine,decode:torch"],
     "against": ["torch", "own:Mine"],
     "config": ["config.json", ".", *(f"config{number}.json" for number in range(8))],
-    "recording": ["call.pt"],
-    "recordings": ["call.pt"],
+    "recording": ["call.pt", *(f"call{number}.pt" for number in range(8))],
+    "recordings": ["call.pt", *(f"call{number}.pt" for number in range(8))],
     "from_json": ["bench.json", *(f"bench{number}.json" for number in range(8))],
     "from_bench": ["bench.json", *(f"bench{number}.json" for number in range(8))],
     "only": ["W2", "D2,F1", "W2/*", "?2"],
@@ -130,6 +133,11 @@ def write_files(folder: Path, rng: random.Random) -> list[str]:
     row = asdict(_row(case))
     document = {"schema": SCHEMA, "version": VERSION, "runs": [run], "rows": [row]}
     files["bench.json"] = json.dumps(document)
+    table = {"about": "", "schema": TUNING, "chip": "cpu", "provenance": {},
+             "backends": [], "parameters": {}}  # fmt: skip
+    for number in range(6):
+        changed = {**table, rng.choice([*table]): rng.choice(values)}
+        files[f"table{number}.json"] = json.dumps(changed if number else table)
     for number in range(8):
         key = rng.choice([*document, "more"])
         changed = {**document, key: rng.choice(values)}
@@ -143,7 +151,28 @@ def write_files(folder: Path, rng: random.Random) -> list[str]:
     recording = save_recording(Case(batch="q3s9_q1s5").materialize(), folder / "call.pt")
     whole = recording.read_bytes()
     (folder / "cut.pt").write_bytes(whole[: len(whole) // 2])
-    return [*files, "BYTES", "FOLDER", "call.pt", "cut.pt", "MISSING", "TEXT/x", "new/file", "."]
+    content = torch.load(recording, weights_only=True)
+    for number in range(8):
+        damaged = {**content, rng.choice([*content]): rng.choice(values)}
+        part = rng.choice(["case", "spec", "params", "cache"])
+        if number % 2:
+            damaged = {**content, part: {**content[part], rng.choice([*content[part]]): 3}}
+        torch.save(damaged, folder / f"call{number}.pt")
+    recordings = ["call.pt", *(f"call{number}.pt" for number in range(8)), "cut.pt"]
+    return [*files, *recordings, "BYTES", "FOLDER", "MISSING", "TEXT/x", "new/file", "."]
+
+
+def draw_environment(files: list[str], rng: random.Random) -> dict[str, str]:
+    """Variables of one call; most calls have none."""
+    choices = {
+        "ATTNLIB_BACKEND": BACKENDS,
+        "ATTNLIB_KV_CACHE_LAYOUT": ["NHD", "hnd", "XYZ"],
+        "ATTNLIB_PLUGINS": ["0", "1", "yes"],
+        "ATTNLIB_VALIDATE": ["0", "1", "3"],
+        "ATTNLIB_TUNING": ["off", *files],
+        "ATTNLIB_BACKND": ["torch"],
+    }
+    return {name: rng.choice(values) for name, values in choices.items() if rng.random() < 0.06}
 
 
 def draw(parser: argparse.ArgumentParser, files: list[str], rng: random.Random) -> list[str]:
@@ -248,8 +277,11 @@ def faults(name: str, calls: int, seed: int) -> Iterator[tuple[list[str], str]]:
             os.environ["HOME"] = folder  # where tuning tables are
             for _ in range(calls):
                 words = [name, *draw(parser, files, rng)]
-                if reason := fault(words):
-                    yield words, reason
+                variables = draw_environment(files, rng)
+                with mock.patch.dict(os.environ, variables):
+                    if reason := fault(words):
+                        yield [*(f"{key}={value}" for key, value in variables.items()),
+                               *words], reason  # fmt: skip
         finally:
             os.chdir(before[0])
             sys.path[:] = before[1]

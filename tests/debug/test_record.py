@@ -194,3 +194,22 @@ def test_layers_of_one_prefix_and_earlier_files_are_not_overwritten(tmp_path: Pa
     assert len(set(found)) == len(list(tmp_path.iterdir())) == 10
     scales = [load_recording(path).params.scale for path in found]
     assert scales == [0.5, 0.25, 0.125, 1.0, 2.0] * 2
+
+
+@pytest.mark.parametrize("damage", ["folder", "text", "cut", "another key", "a missing key"])
+def test_a_damaged_recording_is_refused(damage: str, tmp_path: Path) -> None:
+    """D5: one error with the path, whatever is wrong with the file."""
+    path = save_recording(Case(batch="q3s9").materialize(), tmp_path / "call.pt")
+    content = torch.load(path, weights_only=True)
+    if damage == "folder":
+        path = tmp_path
+    elif damage == "text":
+        path.write_text("no recording")
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:900])
+    elif damage == "another key":
+        torch.save({**content, "batch": 7}, path)
+    else:
+        torch.save({key: value for key, value in content.items() if key != "query"}, path)
+    with pytest.raises(ContractError, match=f"{path}.*(recording|is not a file)"):
+        load_recording(path)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from attnlib.errors import ContractError
 
-__all__ = ["from_fields"]
+__all__ = ["check_types", "from_fields"]
 
 T = TypeVar("T")
 
@@ -32,13 +32,20 @@ def from_fields(kind: type[T], data: Any, where: str) -> T:
             f"{where} is not a {kind.__name__} of this version: missing "
             f"{sorted(names - given)}, unknown {sorted(given - names)}; measure again"
         )
+    check_types(kind, data, where)
+    return kind(**data)
+
+
+def check_types(kind: type, data: Mapping[str, Any], where: str) -> None:
+    """Check the types of fields of a dataclass.
+
+    Raises:
+        ContractError: a value has another type than its field.
+    """
     hints = get_type_hints(kind)
     for name, value in data.items():
-        if not _fits(value, hints[name]):
-            raise ContractError(
-                f"{where}: {name}={value!r} must be of type {_text(hints[name])}; measure again"
-            )
-    return kind(**data)
+        if name in hints and not _fits(value, hints[name]):
+            raise ContractError(f"{where}: {name}={value!r} must be of type {_text(hints[name])}")
 
 
 def _fits(value: Any, hint: Any) -> bool:
