@@ -89,6 +89,11 @@ class BatchTensors(NamedTuple):
         """R, requests of the batch."""
         return self.query_start_loc.shape[0] - 1
 
+    @property
+    def num_decodes(self) -> int:
+        """R of a decode: packed caches have one query per request, and no `query_start_loc`."""
+        return self.seq_lens.shape[0]
+
     def form(self) -> tuple[Any, ...]:
         """What a launch follows from in these tensors: dtypes, row counts and strides."""
         starts, lens, table, flags, bias, _, counters, _, score_tensors, _ = self

@@ -164,7 +164,7 @@ class DecodeGrid(NamedTuple):
         num_counters: int,
     ) -> DecodeGrid:
         """The grid of a call; arguments as of `decode_plan.prepare_hopper_decode`."""
-        num_kv_heads, num_reqs = sizes.num_kv_heads, call.num_reqs
+        num_kv_heads, num_reqs = sizes.num_kv_heads, call.batch.num_decodes
         resident = (max_ctas or call.limits.num_sms) * max(1, tile.warps)
         per_head = workers_per_head(resident, num_kv_heads, tile.consumers)
         workers = per_head * num_kv_heads

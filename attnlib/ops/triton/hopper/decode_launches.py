@@ -64,7 +64,7 @@ def call_numbers(call: AttentionCall, num_blocks: int, rows: int) -> tuple[float
     """
     query, out, params = call.query, call.out, call.params
     limits = (*params.window, params.attention_chunk_size)
-    sizes = (call.num_reqs, call.num_tokens, num_blocks, rows)
+    sizes = (call.batch.num_decodes, call.num_tokens, num_blocks, rows)
     strides = (*query.stride()[:2], *out.stride()[:2], call.lse_stride, call.table_stride)
     return (float(params.logits_soft_cap), *map(unbounded, limits), *sizes, *strides)
 

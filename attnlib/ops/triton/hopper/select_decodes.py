@@ -72,7 +72,7 @@ def select_decode(call: AttentionCall, schedule: DecodeSchedule) -> HopperDecode
 
 def _choose_tile(call: AttentionCall, schedule: DecodeSchedule) -> DecodeTile:
     shape, params = call.shape, call.params
-    pairs, rows = call.num_reqs * shape.num_kv_heads, shape.group * schedule.max_query_len
+    pairs, rows = call.batch.num_decodes * shape.num_kv_heads, shape.group * schedule.max_query_len
     # CTAs of one warp would run on all multiprocessors, also during a prefill.
     one_warp = (
         shape.cache_dtype.itemsize == 1

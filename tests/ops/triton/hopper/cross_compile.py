@@ -535,6 +535,8 @@ SELECTED_CASES: dict[str, dict[str, Any]] = {
     "selected-64-splits-page16": {"heads": 64, "tokens": 32, "n": 16},
     "selected-16": {"heads": 16, "tokens": 300},
     "selected-5-splits-page16": {"heads": 5, "tokens": 32, "n": 16},
+    "selected-16-splits-lse": {"heads": 16, "tokens": 32, "lse": True},
+    "selected-64-splits-lse": {"heads": 64, "tokens": 32, "lse": True},
     "selected-16-all": {
         "heads": 16,
         "tokens": 300,

@@ -89,6 +89,7 @@ FEW_ROWS = [case for case in ALL_LATENT if case.split("-")[1] in ("5", "16") and
 """Cases of the kernels for up to 16 query rows."""
 LATENT_SAMPLE = [
     "latent-64-all", "latent-5-verify-page16-all", "selected-64-blocks-all", "selected-16-all",
+    "selected-16-splits-lse",
 ]  # fmt: skip
 MAX_LATENT_STACK = 240
 """Bytes of local memory per thread of the kernels over latents, whose accumulators are half of the

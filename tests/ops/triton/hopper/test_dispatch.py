@@ -323,6 +323,7 @@ def test_packed_caches_are_read_by_the_hopper_decode() -> None:
     """TMA reads keys in units of 8 positions and values in rows of a page, at most 64 positions."""
     prepared = _packed_decode(AttentionParams(scale=0.1))
     assert prepared is not None and prepared.packed
+    assert prepared.combine_tail[0] == 3  # requests; there is no `query_start_loc` of 4
     keys, values = prepared.views
     assert keys.sizes == ([9, 2, 2, 16, 64], [4096, 2048, 64, 128, 1])
     assert values.sizes == ([9, 2, 128, 16], [4096, 2048, 16, 1])

@@ -81,42 +81,49 @@ class RequestRows:
             later_tile: a tile that a later step needs.
         """
         BLOCK_N: gl.constexpr = ring.memory.shape[1]
-        WIDTH: gl.constexpr = ring.memory.shape[2]
-        WARPS: gl.constexpr = gl.num_warps()
         # Block numbers of a later tile are prefetched, one lane per line.
-        LINES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-        ahead = later_tile * BLOCK_N + gl.arange(0, 32 * WARPS, LINES)
+        LINES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        ahead = later_tile * BLOCK_N + gl.arange(0, 32 * gl.num_warps(), LINES)
         prefetch_l1(
             self.table + gl.maximum(gl.minimum(ahead, self.seq_len - 1), 0) // self.BLOCK_SIZE
         )
-        # A warp copies 128 bytes of 4 rows at a time. Other parts of a row are at constant offsets
-        # from the first one, and need no address of their own.
-        LANES: gl.constexpr = min(8, WIDTH // _ELEMENTS)
-        LAYOUT: gl.constexpr = gl.BlockedLayout(
-            [1, _ELEMENTS], [32 // LANES, LANES], [WARPS, 1], [1, 0]
-        )
-        columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
-        positions = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
-        exists = positions < self.seq_len
-        # The block numbers are loaded before the wait, which hides their latency. Only the last
-        # tile has rows to leave out; copies without a mask take fewer instructions.
-        page = gl.load(self.table + positions // self.BLOCK_SIZE, mask=exists, other=0)
         stage = step % ring.STAGES
         # Wait until all consumers have released the tile that the stage held STAGES steps ago. The
         # parity is inverted, so that the first pass over the ring does not wait.
         mbarrier.wait(ring.empty.index(stage), ((step // ring.STAGES) & 1) ^ 1)
+        # Only the last tile has rows to leave out; copies without a mask take fewer instructions.
+        if (tile + 1) * BLOCK_N <= self.seq_len:
+            self._copy(ring.memory.index(stage), tile, True)
+        else:
+            self._copy(ring.memory.index(stage), tile, False)
+        arrive_after_copies(ring.full.index(stage), increment_count=False)
+
+    @gluon.jit
+    def _copy(self, buffer, tile, ALL: gl.constexpr):
+        """Issue the copies of a tile. ALL: no row is past the end."""
+        BLOCK_N: gl.constexpr = buffer.shape[0]
+        WIDTH: gl.constexpr = buffer.shape[1]
+        # A warp copies 128 bytes of 4 rows at a time. Other parts of a row are at constant offsets
+        # from the first one, and need no address of their own.
+        LANES: gl.constexpr = min(8, WIDTH // _ELEMENTS)
+        LAYOUT: gl.constexpr = gl.BlockedLayout(
+            [1, _ELEMENTS], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
+        )
+        columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
+        positions = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+        exists = positions < self.seq_len
+        if ALL:
+            page = gl.load(self.table + positions // self.BLOCK_SIZE)
+        else:
+            page = gl.load(self.table + positions // self.BLOCK_SIZE, mask=exists, other=0)
         first = self.cache.to(_BYTE_POINTER, bitcast=True) + _wide(self.kv_head) * _multiple(
             self.stride_h
         )
         rows = first + _wide(page) * _multiple(self.stride_b)
         if self.BLOCK_SIZE > 1:
             rows += _wide(positions % self.BLOCK_SIZE) * _multiple(self.stride_n)
-        pointers = rows.to(gl.pointer_type(ring.memory.dtype), bitcast=True)[:, None] + columns
-        if (tile + 1) * BLOCK_N > self.seq_len:
-            mask = exists[:, None] & (columns < self.D)
-            copy_to_shared(ring.memory.index(stage), pointers, mask=mask)
-        elif self.D < WIDTH:
-            copy_to_shared(ring.memory.index(stage), pointers, mask=columns < self.D)
+        pointers = rows.to(gl.pointer_type(buffer.dtype), bitcast=True)[:, None] + columns
+        if ALL and self.D == WIDTH:
+            copy_to_shared(buffer, pointers)
         else:
-            copy_to_shared(ring.memory.index(stage), pointers)
-        arrive_after_copies(ring.full.index(stage), increment_count=False)
+            copy_to_shared(buffer, pointers, mask=exists[:, None] & (columns < self.D))

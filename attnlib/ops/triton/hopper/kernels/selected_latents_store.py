@@ -40,8 +40,8 @@ def store_half(
         _store_rows(results, result, offset, staging, CONSUMER)
         if CONFIG.HAS_LSE:
             if CONSUMER == 0:
-                lses = results.outputs.lse + token64 * results.outputs.stride_lse + head
-                gl.store(lses, base2 * LN2, mask=valid)
+                pointers = results.outputs.lse + token64 * results.outputs.stride_lse + head
+                gl.store(pointers, base2 * LN2, mask=valid)
 
 
 @gluon.jit

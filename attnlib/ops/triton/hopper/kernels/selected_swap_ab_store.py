@@ -39,8 +39,8 @@ def store_list(results, acc, normalizer, base2, head, work, memory, CONFIG: gl.c
             offset = token64 * results.outputs.stride_token
             _store_rows(results, result, staging, offset, quarter * WIDTH)
         if CONFIG.HAS_LSE:
-            lses = results.outputs.lse + token64 * results.outputs.stride_lse + head
-            gl.store(lses, base2 * LN2, mask=head < CONFIG.HEADS)
+            pointers = results.outputs.lse + token64 * results.outputs.stride_lse + head
+            gl.store(pointers, base2 * LN2, mask=head < CONFIG.HEADS)
 
 
 @gluon.jit
