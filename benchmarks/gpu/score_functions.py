@@ -3,14 +3,12 @@
     python benchmarks/gpu/score_functions.py --out score_functions.json
     python benchmarks/gpu/score_functions.py --rows plain        # also runs in trees without M10
     python benchmarks/gpu/score_functions.py --rows prefill --functions documents spans
-    python benchmarks/gpu/score_functions.py --rows ranges --out ranges.json
     python benchmarks/gpu/score_functions.py --processes --out score_functions.json
 
 Prefills of one request, decodes of a batch, 32/8 heads of 128, bfloat16, blocks of 16. Packed
 documents are compared with the same documents as requests of their own. All rows of a group are
 timed in turn, in CUDA graphs; flex_attention, compiled by torch, on contiguous keys without a paged
-cache. "tiles" are documents of several lengths with each of the two tiles for exact bounds,
-"ranges" are prefills with exact bounds by their own kernel and by the general one. Before
+cache. "tiles" are documents of several lengths with each of the two tiles for exact bounds. Before
 the timing, outputs of prefills are compared with those of flex_attention. At the end, random
 batches are run after `attnlib.warmup`, and compiled kernels are counted.
 
@@ -135,25 +133,6 @@ class Row:
             self.query, self.key, self.value, self.caches[number], self.metadata
         )
         return out
-
-
-class GeneralRow(Row):
-    """A row whose prefill with exact bounds runs in the general kernel (`kernels/prefill.py`)."""
-
-    def __call__(self, number: int = 0) -> torch.Tensor:
-        from attnlib.ops.triton.hopper import prefill_kernels
-        from attnlib.ops.triton.launch.cache import LAUNCHES
-
-        # Launches are kept by what a call looks like, which is equal for both kernels.
-        kept, usual = dict(LAUNCHES), prefill_kernels._has_range_kernel
-        LAUNCHES.clear()
-        prefill_kernels._has_range_kernel = lambda constants: False
-        try:
-            return super().__call__(number)
-        finally:
-            prefill_kernels._has_range_kernel = usual
-            LAUNCHES.clear()
-            LAUNCHES.update(kept)
 
 
 @contextlib.contextmanager
@@ -317,6 +296,14 @@ def prefills(length: int, with_flex: bool, names: list[str]) -> dict[str, Any]:
     return results
 
 
+def _with_examples(function: Any, examples: Callable[..., Any]) -> Any:
+    """The function with other tensors. `dataclasses.replace` refuses functions that cannot be
+    pickled, which these layers need not be."""
+    changed = type(function).__new__(type(function))
+    changed.__dict__.update({**function.__dict__, "examples": examples})
+    return changed
+
+
 def tiles(length: int) -> dict[str, dict[str, float]]:
     """Prefills of packed documents of equal lengths, with the tiles for short and long ranges."""
     from attnlib.score_functions import builtin
@@ -332,42 +319,6 @@ def tiles(length: int) -> dict[str, dict[str, float]]:
             function = _with_examples(builtin.documents(longest=longest), packed)
             rows[f"{length // size} of {size}, {name}"] = Row([length], [length], function)
     return compare(rows)
-
-
-def ranges(length: int) -> dict[str, dict[str, float]]:
-    """Prefills with exact bounds by both kernels; their outputs have equal bits."""
-    from attnlib.score_functions import builtin
-
-    made = {}
-    for size in (256, 1024, 4096):
-
-        def packed(num_heads: int, seq_lens: Any, size: int = size) -> dict[str, torch.Tensor]:
-            return builtin.document_tensors([[size] * (length // size)], length)
-
-        made[f"{length // size} documents of {size}"] = _with_examples(builtin.documents(), packed)
-    made["block_diffusion"] = builtin.block_diffusion()
-    made["prefix_lm"] = builtin.prefix_lm()
-    for window in (128, 1024):
-
-        def windows(num_heads: int, seq_lens: Any, size: int = window) -> dict[str, torch.Tensor]:
-            return {"window": torch.full((num_heads,), size, dtype=torch.int32)}
-
-        function = builtin.head_windows(window, window)
-        made[f"head windows of {window}"] = _with_examples(function, windows)
-    rows: dict[str, Callable[[int], Any]] = {}
-    for name, function in made.items():
-        rows[f"{name}, own kernel"] = own = Row([length], [length], function)
-        rows[f"{name}, general kernel"] = general = GeneralRow([length], [length], function)
-        print(name, "equal bits:", torch.equal(own(), general()), flush=True)
-    return compare(rows)
-
-
-def _with_examples(function: Any, examples: Callable[..., Any]) -> Any:
-    """The function with other tensors. `dataclasses.replace` refuses functions that cannot be
-    pickled, which these layers need not be."""
-    changed = type(function).__new__(type(function))
-    changed.__dict__.update({**function.__dict__, "examples": examples})
-    return changed
 
 
 def decodes(requests: int, length: int) -> dict[str, Any]:
@@ -483,8 +434,6 @@ def in_this_process(options: argparse.Namespace) -> dict[str, Any]:
         result["decode 32 x 4k"] = decodes(32, 4096)
     if "tiles" in options.rows:
         result[f"tiles, 1 x {options.length}"] = tiles(options.length)
-    if "ranges" in options.rows:
-        result[f"ranges, 1 x {options.length}"] = ranges(options.length)
     if "warmup" in options.rows:
         result["kernels compiled after warmup"] = compiled_after_warmup(60, options.functions)
         print(result["kernels compiled after warmup"])

@@ -46,28 +46,11 @@ def choose_kernel(
         from attnlib.ops.triton.hopper.kernels.float8_prefill import float8_prefill_kernel
 
         return float8_prefill_kernel, {"CONFIG": config, **options}
-    if config.EXACT and _has_range_kernel(config):
-        from attnlib.ops.triton.hopper.kernels.range_prefill import range_prefill_kernel
-
-        bounds = functions["BOUNDS"]
-        return range_prefill_kernel, {"BOUNDS": bounds, "CONFIG": config, **options}
     config = config._replace(VALUE_PARTS=_value_parts(config))
     if tile.sign_softmax and _has_sign_softmax(config, call.query.dtype, functions["SCORE"]):
         config = config._replace(SIGN_SOFTMAX=True)
     own = {name: functions[name] for name in ("SCORE", "KEY_SLOPE", "BOUNDS")}
     return hopper_prefill_kernel, {**own, "CONFIG": config, **options}
-
-
-def _has_range_kernel(config: PrefillConfig) -> bool:
-    """Whether `range_prefill_kernel` takes a layer with exact bounds."""
-    return (
-        config.KV_KIND == KV_PLAIN
-        and not config.GATHERS
-        and config.CONSUMERS == 2
-        and config.Q_STAGES >= 2
-        and config.KEY_PARTS == 1
-        and bool(config.LOAD_QUERY and config.STAGED_STORE)
-    )
 
 
 def _value_parts(config: PrefillConfig) -> int:
