@@ -79,8 +79,8 @@ def place_blocks(
         block_size: N, tokens per block.
         kind: order of the blocks in the pool. "contiguous": request after request; "shuffled";
             "interleaved": round robin over requests; "reversed"; "shared_prefix": requests share
-            the blocks that hold only context in every request; "top": the end of a pool of four
-            times the size.
+            the blocks that hold only context in every request; "top": reversed, at the end of a
+            pool of four times the size.
         seed: seed of the shuffled orders.
         spare_blocks: blocks that belong to no request.
         extra_columns: columns beyond the width that the longest request needs.
@@ -130,7 +130,7 @@ def _distribute(kind: str, counts: Sequence[int], seed: int) -> list[list[int]]:
     blocks = list(range(len(order)))
     if kind in ("shuffled", "shared_prefix"):
         random.Random(seed).shuffle(blocks)
-    elif kind == "reversed":
+    elif kind in ("reversed", "top"):  # the last slot of the pool is context
         blocks.reverse()
     owned: list[list[int]] = [[] for _ in counts]
     for request, block in zip(order, blocks, strict=True):

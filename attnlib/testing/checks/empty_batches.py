@@ -53,6 +53,9 @@ def _empty(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name, batch in batches.items():
         case = target.case(batch=batch)
         yield CheckCase(name, partial(_check_exact_zeros, target, case), case)
+    # Tokens before the first position have slot -1; the last slot of the pool is context.
+    case = target.case(batch=f"q1s{2 * block}_q5s2", placement="top")
+    yield CheckCase("tokens-without-slot", partial(_check_exact_zeros, target, case), case)
     case = target.case(batch="empty_rows", sinks=True)
     yield CheckCase("between-neighbors-sinks", partial(_check_against_oracle, target, case), case)
     case = case.replace(disabled_sinks=True)  # heads with a sink of -inf have rows without a key
@@ -66,6 +69,10 @@ def _padding(target: BackendUnderTest) -> Iterator[CheckCase]:
             yield CheckCase(f"{name}-{poison}", partial(_check_against_oracle, target, case), case)
     case = target.case(batch="q9s20_q5_pad7")
     yield CheckCase("prefill", partial(_check_against_oracle, target, case), case)
+    # Padding tokens have no slot: the one that follows the last slot of the mapping is context.
+    block = target.base_case.block_size
+    case = target.case(batch=f"q1s{2 * block}_q1s3_2q0s0_pad2", placement="top")
+    yield CheckCase("writes", partial(_check_against_oracle, target, case), case)
     case = target.case(batch="q1s20_q9_pad5")
     yield CheckCase("mixed", partial(_check_against_oracle, target, case), case)
 

@@ -120,6 +120,8 @@ def _mask_cases(target: BackendUnderTest) -> Iterator[tuple[str, Case]]:
     yield "chunk_of_one_block", target.case(batch=batch, attention_chunk_size=block)
     yield "soft_cap", target.case(batch=batch, logits_soft_cap=2.0)
     yield "soft_cap-window", target.case(batch=batch, logits_soft_cap=2.0, sliding_window=5)
+    finite = "attnlib.testing.score_functions:FINITE"  # shows keys that are hidden before it
+    yield "score_function", target.case(batch=batch, score=finite)
     yield "loose_bounds", target.case(batch=batch, loose_bounds=True)
     yield "loose_bounds-window", target.case(batch=batch, loose_bounds=True, sliding_window=5)
     decodes = f"q1s{block + 2}_q1s{3 * block}_q1s1"
