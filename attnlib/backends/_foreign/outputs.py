@@ -144,9 +144,10 @@ def apply_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) ->
     Args:
         output: `[T, Hq, Dv]`.
         lse: `[T, Hq]` float32, natural logarithm, -inf for rows that see no key.
-        sinks: `[Hq]` float32; +inf counts as NaN.
+        sinks: `[Hq]` float32; -inf has no effect, +inf counts as NaN.
     """
     sinks = sinks.masked_fill(sinks == math.inf, math.nan)
-    share = torch.sigmoid(lse - sinks)
+    # The difference is NaN where both are -inf.
+    share = torch.sigmoid(lse - sinks).masked_fill(torch.isneginf(sinks), 1.0)
     output.mul_(share.unsqueeze(-1))
     torch.logaddexp(lse, sinks.expand_as(lse), out=lse)

@@ -210,6 +210,23 @@ def test_sinks_on_fa3(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder, e
     assert torch.equal(lse[1:], sinks.expand(4, 4))
 
 
+@pytest.mark.parametrize("build", ["vllm", "fa4"])
+def test_sinks_of_minus_infinity(
+    monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder, build: str
+) -> None:
+    """M4: a head without a sink beside others that follow from the LSE, also in an empty row."""
+    install(monkeypatch, record, build)
+    sinks = torch.tensor([0.1, -torch.inf, 0.3, -torch.inf])
+    step = make_step(spec_of(has_sink=True), [1, 4], [30, 4])
+    for lengths in (step.common.seq_lens, step.common.seq_lens_cpu):
+        lengths[1] = 0
+    out, lse = run(monkeypatch, step, sinks=sinks)
+    expected, expected_lse = step.expected(sinks=sinks)
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse, expected_lse)
+    assert (out[1:] == 0).all()
+
+
 @pytest.mark.parametrize(("build", "keyword"), [("sglang", "sinks"), ("fa4", "learnable_sink")])
 def test_names_of_the_sink_argument(
     monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder, build: str, keyword: str
