@@ -20,6 +20,7 @@ NAMES = (
     "flash_attn_config",
     "vllm",
     "sgl_kernel",
+    "cutlass",
 )
 
 

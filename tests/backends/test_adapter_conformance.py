@@ -42,6 +42,7 @@ def test_flash_attn_conforms(monkeypatch: pytest.MonkeyPatch, build: str) -> Non
             get_scheduler_metadata=scheduler,
             **flags,
         )
+        fake_flash_attn.install(monkeypatch, "cutlass")
     else:
         fake_flash_attn.install(
             monkeypatch, "flash_attn.cute", flash_attn_varlen_func=fake_flash_attn.fake_fa4(record)

@@ -85,6 +85,35 @@ def test_the_adapter_agrees_with_torch(name: str, features: dict) -> None:
     )
 
 
+@pytest.mark.parametrize("splits", [0, 1, 3])
+@torch.inference_mode()
+def test_key_splits_of_flash_attention_4(splits: int) -> None:
+    """Output and LSE of few long decodes; 0 lets the kernel choose."""
+    from attnlib.cache.storage import PagedKVCache
+    from attnlib.layer import Attention
+
+    spec, config = spec_of(needs_lse=True), {"fa_version": 4, "num_splits": splits}
+    kernel, reasons = choose_kernel(spec, resolve_device("cuda"), config)
+    if kernel is None:
+        pytest.skip("; ".join(reasons) or "not installed")
+    register_backend("splits", "attnlib.backends.flash_attn:FlashAttnBackend", config=config)
+    cache = PagedKVCache.allocate(spec, 1100, "cuda")
+    cache.key_cache.normal_()
+    cache.value_cache.normal_()
+    common = batch_of(spec, [1, 1], [8000, 300], 1100, 0)
+    q = torch.randn(2, 8, 128, dtype=spec.dtype, device="cuda")
+    try:
+        results = []
+        for backend in (load_backend("splits"), load_backend("torch")):
+            layer = Attention(spec, backend=backend, device="cuda", scale=0.11)
+            built = backend.make_builder(spec, "cuda").build(0, common)
+            results.append(layer(q, None, None, cache, built, return_lse=True))
+    finally:
+        unregister_backend("splits")
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-3, atol=1e-3)
+
+
 @torch.inference_mode()
 def test_flashinfer_serves_different_layers_with_one_build() -> None:
     """F2: layers with and without a window, with different scales."""

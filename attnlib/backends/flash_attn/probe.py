@@ -46,6 +46,9 @@ SOURCES: tuple[tuple[str, tuple[str, ...]], ...] = (
 """(module, distributions that contain it), in order of preference among equal generations."""
 
 
+_FA4_NEEDS = "cutlass"
+
+
 @dataclass(frozen=True)
 class FoundKernels:
     """The result of `find_kernels`.
@@ -179,6 +182,12 @@ def _multi_version_kernels(
             problems.append(
                 f"{path} was built without FlashAttention {version}"
                 f"{f' ({reason})' if reason else ''}: install a build that has it"
+            )
+            continue
+        if version == 4 and not is_installed(_FA4_NEEDS):
+            # The build calls it available if its files are there, and imports this when it is used.
+            problems.append(
+                f"{path}: FlashAttention 4 needs {_FA4_NEEDS}: pip install nvidia-cutlass-dsl"
             )
             continue
         scheduler = getattr(module, "get_scheduler_metadata", None) if version == 3 else None

@@ -62,6 +62,7 @@ def install_vllm(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder, **flag
     defining = f"{package.__name__}.flash_attn_interface"
     fakes.install(monkeypatch, defining, **{"FA4_AVAILABLE": True, **built})
     varlen.__module__ = defining
+    fakes.install(monkeypatch, "cutlass")
 
 
 def install_fa4(

@@ -157,6 +157,16 @@ def test_unavailable_generation_of_a_build(
     assert any("without FlashAttention 3 (undefined symbol: xyz)" in reason for reason in reasons)
 
 
+def test_vllms_flash_attention_4_without_its_compiler(
+    monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder
+) -> None:
+    """I2: vLLM's flag only says that the files are there; the import fails when it is called."""
+    install_vllm(monkeypatch, record, FA2_AVAILABLE=False, FA3_AVAILABLE=False)
+    monkeypatch.setitem(sys.modules, "cutlass", None)  # type: ignore[arg-type]  # forbids the import
+    reasons = FlashAttnBackend.unavailable(H200)
+    assert any("needs cutlass: pip install nvidia-cutlass-dsl" in reason for reason in reasons)
+
+
 def test_probe_uses_no_network_and_no_device(
     monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder
 ) -> None:
