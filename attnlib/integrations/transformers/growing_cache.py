@@ -27,12 +27,20 @@ _ATTRIBUTE = "_attnlib_capacity"
 _local = threading.local()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Buffers:
-    """Keys and values of a layer, `[B, H, capacity, D]` and `[B, H, capacity, Dv]`."""
+    """Keys and values of a layer, `[B, H, capacity, D]` and `[B, H, capacity, Dv]`.
+
+    Attributes:
+        keys, values: the memory.
+        views: what the layer handed out last.
+        shapes: of keys and values that were appended last, which need no other check.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
+    views: tuple[Any, Any] = (None, None)
+    shapes: tuple[Any, Any] = (None, None)
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> _Buffers:
@@ -44,12 +52,14 @@ class _Buffers:
                 for x in (keys, values)
             ]
         for buffer, given in zip(made, (keys, values), strict=True):
-            buffer[:, :, : given.shape[2]].copy_(given)
-        return cls(*made)
+            buffer.narrow(2, 0, given.shape[2]).copy_(given)
+        return cls(made[0], made[1])
 
     def hold(self, layer: Any) -> bool:
         """Whether the layer's keys and values are the first tokens of the buffers, also after a
         crop; not if they have been replaced (reordered, moved)."""
+        if layer.keys is self.views[0] and layer.values is self.views[1]:
+            return True
         return all(
             isinstance(own, torch.Tensor)
             and own.dim() == 4
@@ -60,16 +70,37 @@ class _Buffers:
             for own, buffer in ((layer.keys, self.keys), (layer.values, self.values))
         )
 
-    def view(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first tokens of the buffers."""
-        keys, values = self.keys[:, :, :tokens], self.values[:, :, :tokens]
+    def take(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+        """Whether these states can be appended."""
+        news, buffers = (key_states, value_states), (self.keys, self.values)
+        shapes = (key_states.shape, value_states.shape)
+        for new, buffer in zip(news, buffers, strict=True):
+            if new.dtype != buffer.dtype or new.device != buffer.device:
+                return False
+            if new.requires_grad and torch.is_grad_enabled():
+                return False
+        if shapes == self.shapes:
+            return True
+        if any(new.dim() != 4 for new in news) or shapes[0][2] != shapes[1][2]:
+            return False
+        for new, buffer in zip(news, buffers, strict=True):
+            if new.shape[:2] != buffer.shape[:2] or new.shape[3] != buffer.shape[3]:
+                return False
+        self.shapes = shapes
+        return True
+
+    def show(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first tokens of the buffers, as views."""
+        keys, values = self.keys.narrow(2, 0, tokens), self.values.narrow(2, 0, tokens)
         capacity = self.keys.shape[2]
         setattr(keys, _ATTRIBUTE, capacity)
         setattr(values, _ATTRIBUTE, capacity)
+        self.views = keys, values
         return keys, values
 
 
-_buffers: WeakKeyDictionary[Any, _Buffers] = WeakKeyDictionary()
+_buffers: WeakKeyDictionary[Any, _Buffers | None] = WeakKeyDictionary()
+"""None for layers whose tensors were replaced: those of beams are, at every token."""
 
 
 def capacity_of(key: torch.Tensor, value: torch.Tensor) -> int | None:
@@ -88,18 +119,17 @@ def growing_update(update: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling() or type(self) is not DynamicLayer:
             return update(self, key_states, value_states, *args, **kwargs)
         buffers = _buffers.get(self)
-        if buffers is None or not _fits(buffers, self, key_states, value_states):
+        if buffers is None or not (buffers.hold(self) and buffers.take(key_states, value_states)):
             if buffers is not None:
-                del _buffers[self]
+                _buffers[self] = None
             _local.updated = ref(self)
             return update(self, key_states, value_states, *args, **kwargs)
-        begin = self.keys.shape[2]
-        end = begin + key_states.shape[2]
-        if end > buffers.keys.shape[2]:
-            buffers = _buffers[self] = _Buffers.of(self.keys, self.values, end)
-        buffers.keys[:, :, begin:end].copy_(key_states)
-        buffers.values[:, :, begin:end].copy_(value_states)
-        self.keys, self.values = buffers.view(end)
+        begin, added = self.keys.shape[2], key_states.shape[2]
+        if begin + added > buffers.keys.shape[2]:
+            buffers = _buffers[self] = _Buffers.of(self.keys, self.values, begin + added)
+        buffers.keys.narrow(2, begin, added).copy_(key_states)
+        buffers.values.narrow(2, begin, added).copy_(value_states)
+        self.keys, self.values = buffers.show(begin + added)
         return self.keys, self.values
 
     return append_or_update
@@ -107,7 +137,8 @@ def growing_update(update: Callable[..., Any]) -> Callable[..., Any]:
 
 def adopt(key: torch.Tensor, value: torch.Tensor) -> None:
     """Move the keys and values that a layer has just handed out to buffers with room for more. The
-    next tokens are appended there. Nothing happens to tensors of another origin.
+    next tokens are appended there. Nothing happens to tensors of another origin, or of a layer
+    whose tensors have been replaced before.
 
     Args:
         key, value: `[B, H, S, D]` and `[B, H, S, Dv]` of an attention call.
@@ -117,24 +148,7 @@ def adopt(key: torch.Tensor, value: torch.Tensor) -> None:
     if layer is None or layer.keys is not key or layer.values is not value:
         return
     _local.updated = None
-    if key.dim() != 4 or value.dim() != 4 or torch.is_grad_enabled():
+    if layer in _buffers or key.dim() != 4 or value.dim() != 4 or torch.is_grad_enabled():
         return
     buffers = _buffers[layer] = _Buffers.of(key, value, key.shape[2])
-    layer.keys, layer.values = buffers.view(key.shape[2])
-
-
-def _fits(
-    buffers: _Buffers, layer: Any, key_states: torch.Tensor, value_states: torch.Tensor
-) -> bool:
-    """Whether new states can be appended to the buffers of a layer."""
-    if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-        return False
-    if key_states.dim() != 4 or key_states.shape[2] != value_states.shape[2]:
-        return False
-    return buffers.hold(layer) and all(
-        new.dtype == buffer.dtype
-        and new.device == buffer.device
-        and new.shape[:2] == buffer.shape[:2]
-        and new.shape[3] == buffer.shape[3]
-        for new, buffer in ((key_states, buffers.keys), (value_states, buffers.values))
-    )
+    layer.keys, layer.values = buffers.show(key.shape[2])

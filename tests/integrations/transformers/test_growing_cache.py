@@ -139,3 +139,13 @@ def test_other_implementations_concatenate() -> None:
     decoded(model, cache, [7, 8])
     assert len(growing_cache._buffers) == before
     assert cache.layers[0].keys.is_contiguous()
+
+
+def test_reordered_layers_are_not_copied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beams replace the tensors of a layer at every token: buffers are made once, then no more."""
+    made = []
+    of = growing_cache._Buffers.of
+    monkeypatch.setattr(growing_cache._Buffers, "of", lambda *args: made.append(1) or of(*args))
+    model = decoder("llama")
+    generated(model, "attnlib", padded(prompts(6), "left"), 12, num_beams=3)
+    assert len(made) <= model.config.num_hidden_layers
