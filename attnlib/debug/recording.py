@@ -171,6 +171,11 @@ def _spec_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
 def _inputs(data: Mapping[str, Any], case: Case, device: torch.device | str) -> StepInputs:
     """The tensors of a call."""
     table = unpack_tensor(data["block_table"], "cpu")
+    ids = [block for row in data["blocks"] for block in row]
+    if type(data["num_blocks"]) is not int or max(ids, default=0) >= max(1, data["num_blocks"]):
+        raise ContractError(f"num_blocks={data['num_blocks']!r} for the blocks {sorted(ids)}")
+    if type(data["kv_written"]) is not bool:
+        raise ContractError(f"kv_written={data['kv_written']!r} must be True or False")
     if "pages" in data["cache"]:
         blocks = max(1, data["num_blocks"])
         cache = allocate_views(case.dimensions, blocks, data["layout"], device)
