@@ -21,7 +21,7 @@ from typing import Any
 
 from attnlib.backends.builtin import BUILTIN_BACKENDS
 from attnlib.bench.results import read_document
-from attnlib.tuning.measure import rank_rows
+from attnlib.tuning.rank import rank_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = ROOT / "attnlib" / "tuning" / "tables"

@@ -28,7 +28,17 @@ LAYERS = (
     ("mla",),
     ("sparse.indexer",),
     ("compat",),
-    ("integrations", "debug", "testing", "cli", "bench", "tuning.measure", "__main__", "__init__"),
+    (
+        "integrations",
+        "debug",
+        "testing",
+        "cli",
+        "bench",
+        "tuning.measure",
+        "tuning.rank",
+        "__main__",
+        "__init__",
+    ),
     ("key_selection", "indexer", "compressed_entries", "latent_attention"),  # former paths
 )
 

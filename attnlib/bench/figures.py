@@ -8,28 +8,29 @@ marker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from attnlib.bench.backends import PRIMARY
+from attnlib.bench.plots import (
+    GREY,
+    STYLE,
+    draw_legend,
+    draw_peak,
+    draw_points,
+    label_of,
+    requests_of,
+    set_axis,
+    styles_of,
+    timed_rows,
+)
 from attnlib.bench.results import Document, Row, ratio
 
-__all__ = ["COLORS", "MARKERS", "STYLE", "draw_figures"]
+__all__ = ["draw_figures"]
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _BETTER, _WORSE = "#0072B2", "#D55E00"
-_GREY = "#555555"
 _WIDTH = 8.0
-STYLE = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.hashsalt": "attnlib",  # equal rows give equal files
-    "svg.fonttype": "path",
-}
 
 
 def draw_figures(document: Document, folder: str | Path) -> list[Path]:
@@ -61,7 +62,7 @@ def draw_figures(document: Document, folder: str | Path) -> list[Path]:
             if figure is None:
                 continue
             figure.text(
-                0.995, 0.004, _caption(document), ha="right", va="bottom", fontsize=6.5, color=_GREY
+                0.995, 0.004, _caption(document), ha="right", va="bottom", fontsize=6.5, color=GREY
             )
             for kind in ("svg", "png"):
                 path = target / f"{name}.{kind}"
@@ -87,118 +88,27 @@ def _caption(document: Document) -> str:
     )
 
 
-def _timed(document: Document, kind: str) -> list[Row]:
-    return [row for row in document.rows if row.kind == kind and row.us]
-
-
-def _backends(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
-    """Backend -> color and marker; `triton` has the first ones."""
-    names = sorted(dict.fromkeys(row.backend for row in rows), key=lambda name: name != PRIMARY)
-    return {
-        name: (COLORS[place % len(COLORS)], MARKERS[place % len(MARKERS)])
-        for place, name in enumerate(names)
-    }
-
-
-def _requests(row: Row) -> list[tuple[int, int]]:
-    """(query length, sequence length) of each request."""
-    from attnlib.testing.batch_spec import parse_batch
-
-    batch = parse_batch(row.batch)
-    return list(zip(batch.query_lens, batch.seq_lens, strict=True))
-
-
-def _label(row: Row) -> str:
-    """The name of the case without the parts that the axis shows."""
-    name = row.case.removeprefix("cpu-").removeprefix(f"{row.kind}-")
-    return name.removesuffix(f"-p{row.settings.get('block_size')}")
-
-
-def _points(
-    axes: Any,
-    cases: Sequence[str],
-    rows: Sequence[Row],
-    value: Callable[[Row], float | None],
-    style: dict[str, tuple[str, str]],
-) -> None:
-    """One marker for each backend and case; the markers of a case are next to each other."""
-    step = min(0.2, 0.7 / len(style))
-    for place, (backend, (color, marker)) in enumerate(style.items()):
-        mine = {row.case: value(row) for row in rows if row.backend == backend}
-        shift = (place - (len(style) - 1) / 2) * step
-        where = [index + shift for index, case in enumerate(cases) if mine.get(case) is not None]
-        heights = [mine[case] for case in cases if mine.get(case) is not None]
-        axes.plot(
-            where,
-            heights,
-            linestyle="none",
-            marker=marker,
-            color=color,
-            markersize=5.5,
-            label=backend,
-        )
-
-
-def _axis(axes: Any, labels: Sequence[str], title: str) -> None:
-    axes.set_xticks(range(len(labels)), labels, rotation=40, ha="right", rotation_mode="anchor")
-    axes.set_xlim(-0.6, len(labels) - 0.4)
-    axes.set_ylim(bottom=0)
-    axes.set_title(title, loc="left")
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    axes.grid(axis="x", color="#f0f0f0", linewidth=0.6)
-    axes.set_axisbelow(True)
-
-
-def _peak(axes: Any, document: Document, rows: Sequence[Row], key: str, unit: str) -> None:
-    """The peak rate of the runs that the rows come from; a band if they differ."""
-    values = [float(document.runs[index].peaks[key]) for index in sorted({row.run for row in rows})]
-    middle = sum(values) / len(values)
-    axes.axhline(middle, color=_GREY, linestyle="--", linewidth=1)
-    if max(values) > min(values):
-        axes.axhspan(min(values), max(values), color=_GREY, alpha=0.15, linewidth=0)
-    axes.annotate(
-        f"peak, {middle:.3g} {unit}" if middle < 10 else f"peak, {middle:.0f} {unit}",
-        (0.005, middle),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
-        textcoords="offset points",
-        fontsize=7.5,
-        color=_GREY,
-    )
-    axes.set_ylim(top=max(axes.get_ylim()[1], middle * 1.1))
-
-
-def _legend(figure: Any, style: dict[str, tuple[str, str]], pyplot: Any) -> None:
-    handles = [
-        pyplot.Line2D([], [], linestyle="none", marker=marker, color=color, label=name)
-        for name, (color, marker) in style.items()
-    ]
-    figure.legend(
-        handles=handles, loc="upper right", ncols=min(len(handles), 4), frameon=False, fontsize=8.5
-    )
-
-
 def _decode(document: Document, pyplot: Any) -> Any:
     """GB/s of keys and values, cases in order of the bytes they read."""
-    rows = [row for row in _timed(document, "decode") if row.gbps]
+    rows = [row for row in timed_rows(document, "decode") if row.gbps]
     if not rows:
         return None
     size = {row.case: float(round((row.gbps or 0.0) * (row.us or 0.0))) for row in rows}
     cases = sorted(dict.fromkeys(row.case for row in rows), key=lambda case: size[case])
-    labels = {row.case: _label(row) for row in rows}
-    style = _backends(rows)
+    labels = {row.case: label_of(row) for row in rows}
+    style = styles_of(rows)
     figure, axes = pyplot.subplots(figsize=(_WIDTH, 4.4), layout="constrained")
     figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.9))
-    _points(axes, cases, rows, lambda row: row.gbps, style)
-    _axis(
+    draw_points(axes, cases, rows, lambda row: row.gbps, style)
+    set_axis(
         axes,
         [f"{labels[case]}\n{_megabytes(size[case])}" for case in cases],
         "Decode: keys and values read per second, sorted by bytes read",
     )
     axes.tick_params(axis="x", labelsize=7.5)
     axes.set_ylabel("GB/s")
-    _peak(axes, document, rows, "read_gbps", "GB/s read")
-    _legend(figure, style, pyplot)
+    draw_peak(axes, document, rows, "read_gbps", "GB/s read")
+    draw_legend(figure, style, pyplot)
     return figure
 
 
@@ -212,7 +122,7 @@ def _megabytes(thousands: float) -> str:
 
 def _prefill(document: Document, pyplot: Any) -> Any:
     """TFLOP/s over visible pairs, a panel for each page size."""
-    rows = [row for row in _timed(document, "prefill") if row.tflops]
+    rows = [row for row in timed_rows(document, "prefill") if row.tflops]
     if not rows:
         return None
     pages = sorted({int(row.settings.get("block_size", 0)) for row in rows})
@@ -220,7 +130,7 @@ def _prefill(document: Document, pyplot: Any) -> Any:
         [row for row in rows if int(row.settings.get("block_size", 0)) == page] for page in pages
     ]
     counts = [len({row.case for row in group}) for group in groups]
-    style = _backends(rows)
+    style = styles_of(rows)
     figure, panels = pyplot.subplots(
         1,
         len(pages),
@@ -234,13 +144,13 @@ def _prefill(document: Document, pyplot: Any) -> Any:
     for axes, page, group in zip(panels[0], pages, groups, strict=True):
         order = {row.case: (_special(row), *_pairs(row)) for row in group}
         cases = sorted(order, key=lambda case: order[case])
-        labels = {row.case: _label(row) for row in group}
-        _points(axes, cases, group, lambda row: row.tflops, style)
-        _axis(axes, [labels[case] for case in cases], f"Prefill, page {page}")
+        labels = {row.case: label_of(row) for row in group}
+        draw_points(axes, cases, group, lambda row: row.tflops, style)
+        set_axis(axes, [labels[case] for case in cases], f"Prefill, page {page}")
     panels[0][0].set_ylabel("TFLOP/s over visible pairs")
     for axes in panels[0]:
-        _peak(axes, document, rows, "matmul_tflops", "TFLOP/s")
-    _legend(figure, style, pyplot)
+        draw_peak(axes, document, rows, "matmul_tflops", "TFLOP/s")
+    draw_legend(figure, style, pyplot)
     return figure
 
 
@@ -251,7 +161,7 @@ def _special(row: Row) -> bool:
 
 def _pairs(row: Row) -> tuple[int, int]:
     """(longest sequence, query tokens), to sort prefills."""
-    requests = _requests(row)
+    requests = requests_of(row)
     return max(seq for _, seq in requests), sum(query for query, _ in requests)
 
 

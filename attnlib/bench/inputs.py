@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from attnlib.bench.cache_contents import copy_of, random_cache, random_tokens, write
 from attnlib.bench.case import BenchCase
 from attnlib.bench.entries import random_entries
 from attnlib.bench.key_lists import random_lists
@@ -19,7 +20,6 @@ from attnlib.bench.work import kv_bytes
 from attnlib.cache.storage import PagedKVCache
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys
-from attnlib.ops.torch.cache_write import write_kv
 from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 from attnlib.testing.layouts import read_slots
@@ -31,8 +31,6 @@ __all__ = ["CaseInputs", "cold_copies", "make_inputs"]
 _L2_FACTOR = 4
 _MOST_COPIES = 128
 _MOST_BYTES = 24 * 2**30
-_FILLED_SLOTS = 1 << 15
-"""Slots that are filled at a time, whose tokens take a few hundred MB in float32."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +104,8 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> CaseInp
     # Without a cache, the keys of the step are all keys; the correctness check reads this copy.
     cached = replace(case, unpaged=False).spec
     placement = case.place(seed)
-    function = spec.score_function
-    tensors: dict[str, torch.Tensor] = {}
-    if function is not None:
-        made = make_score_tensors(function, spec.num_heads, case.batch.seq_lens)
-        tensors = {name: tensor.to(device) for name, tensor in made.items()}
-    layer_names = () if function is None else function.layer_tensors
+    tensors = _score_tensors(case, device)
+    layer_names = () if spec.score_function is None else spec.score_function.layer_tensors
     common = CommonAttentionMetadata.from_lengths(
         case.batch.query_lens,
         case.batch.seq_lens,
@@ -120,114 +114,67 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> CaseInp
         device,
         score_tensors={n: t for n, t in tensors.items() if n not in layer_names} or None,
     )
-    draw = torch.Generator(device=device).manual_seed(seed)
-    first = PagedKVCache.allocate(cached, placement.num_blocks, device, _layout(cached))
-    if first.page_format is None:
-        for view in _stored(first):
-            _fill(view, spec.dtype, draw)
-    else:
-        _fill_pages(first, spec, draw)
-    tokens = case.batch.num_actual_tokens
-    query = torch.randn(tokens, spec.num_heads, spec.head_size, generator=draw, device=device).to(
-        spec.dtype
-    )
-    case.fill(first, query, placement)
-    if first.page_format is not None:
-        # Elements of a page are not the numbers that were written: keep those.
-        assert common.slot_mapping is not None  # a block table was given
-        new_tokens = _random_tokens(tokens, spec, draw)
-        _write(first, *new_tokens, common.slot_mapping)
-    copies = cold_copies(case, first.nbytes, *_memory(device))
-    caches = [first, *(_copy(first, cached, device) for _ in range(copies - 1))]
     assert common.slot_mapping is not None  # a block table was given
-    slots: Any = common.slot_mapping  # a tensor is a valid sequence of slots
-    if first.page_format is None:
-        key, value = (
-            read_slots(view, slots).to(spec.dtype) for view in (first.key_cache, first.value_cache)
-        )
-    else:
-        key, value = new_tokens
-    output = torch.full(
-        (tokens, spec.num_heads, spec.head_size_v), float("nan"), dtype=spec.dtype, device=device
-    )
-    lists: list[SelectedKeys] = []
-    if case.key_selection is not None:
-        # With lists of its own, each copy reads other keys also where the copies are few.
-        lists = [
-            random_lists(case.key_selection, case.batch, case.num_heads, case.num_kv_heads, device)
-            for _ in caches
-        ]
+    draw = torch.Generator(device=device).manual_seed(seed)
+    first = random_cache(cached, placement.num_blocks, draw)
+    shape = (case.batch.num_actual_tokens, spec.num_heads)
+    query = torch.randn(*shape, spec.head_size, generator=draw, device=device).to(spec.dtype)
+    case.fill(first, query, placement)
+    key, value = _new_tokens(first, spec, common.slot_mapping, draw)
+    copies = cold_copies(case, first.nbytes, *_memory(device))
+    caches = (first, *(copy_of(first, cached, device) for _ in range(copies - 1)))
+    params = _params(case, device, draw, tensors)
     return CaseInputs(
-        case,
-        spec,
-        device,
-        common,
-        tuple(caches),
-        query,
-        key,
-        value,
-        output,
-        _params(case, device, draw, tensors),
-        {name: tensors[name] for name in layer_names},
-        tuple(lists),
-        tuple(random_entries(spec, common, len(caches), draw) if case.entries else ()),
+        case=case,
+        spec=spec,
+        device=device,
+        common=common,
+        caches=caches,
+        query=query,
+        key=key,
+        value=value,
+        output=query.new_full((*shape, spec.head_size_v), float("nan")),
+        params=params,
+        score_tensors={name: tensors[name] for name in layer_names},
+        selected_keys=_lists(case, copies, device),
+        compressed_keys=tuple(random_entries(spec, common, copies, draw) if case.entries else ()),
     )
 
 
-def _layout(spec: AttentionSpec) -> str | None:
-    """The layout of the caches; None is the default of pages that hold their scales."""
-    return None if spec.kv_format.scales_in_page else "NHD"
+def _score_tensors(case: BenchCase, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of the score function by name."""
+    function = case.spec.score_function
+    if function is None:
+        return {}
+    made = make_score_tensors(function, case.spec.num_heads, case.batch.seq_lens)
+    return {name: tensor.to(device) for name, tensor in made.items()}
 
 
-def _stored(cache: PagedKVCache) -> tuple[torch.Tensor, ...]:
-    """The views that hold the contents: of latents, the keys."""
-    return cache.block_views[:1] if cache.values_alias_keys else cache.block_views
-
-
-def _random_tokens(
-    count: int, spec: AttentionSpec, draw: torch.Generator
+def _new_tokens(
+    cache: PagedKVCache, spec: AttentionSpec, slots: torch.Tensor, draw: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random keys `[count, Hkv, D]` and values `[count, Hkv, Dv]`."""
-    heads = spec.num_kv_heads
+    """The keys and values of this step, which the cache holds at `slots`."""
+    if cache.page_format is not None:
+        # Elements of a page are not the numbers that were written: write those that are returned.
+        key, value = random_tokens(len(slots), spec, draw)
+        write(cache, key, value, slots)
+        return key, value
+    places: Any = slots  # a tensor is a valid sequence of slots
     key, value = (
-        torch.randn(count, heads, size, generator=draw, device=draw.device).to(spec.dtype)
-        for size in (spec.head_size, spec.head_size_v)
+        read_slots(view, places).to(spec.dtype) for view in (cache.key_cache, cache.value_cache)
     )
     return key, value
 
 
-def _write(
-    cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
-) -> None:
-    """Store tokens by the reference operation."""
-    scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
-    write_kv(key, value, cache.key_cache, cache.value_cache, slots, **scales)
-
-
-def _fill_pages(cache: PagedKVCache, spec: AttentionSpec, draw: torch.Generator) -> None:
-    """Store random tokens in all slots."""
-    for first in range(0, cache.num_slots, _FILLED_SLOTS):
-        slots = torch.arange(first, min(first + _FILLED_SLOTS, cache.num_slots))
-        _write(cache, *_random_tokens(len(slots), spec, draw), slots.to(cache.device))
-
-
-def _fill(view: torch.Tensor, dtype: torch.dtype, draw: torch.Generator) -> None:
-    if view.dtype == dtype:
-        view.normal_(generator=draw)
-        return
-    drawn = torch.randn(view.shape, generator=draw, device=view.device, dtype=torch.float32).to(
-        view.dtype
+def _lists(case: BenchCase, copies: int, device: torch.device) -> tuple[SelectedKeys, ...]:
+    """Lists of selected keys for each copy of the cache, so that each reads other keys also where
+    the copies are few."""
+    if case.key_selection is None:
+        return ()
+    return tuple(
+        random_lists(case.key_selection, case.batch, case.num_heads, case.num_kv_heads, device)
+        for _ in range(copies)
     )
-    view.view(torch.uint8).copy_(drawn.view(torch.uint8))
-
-
-def _copy(cache: PagedKVCache, spec: AttentionSpec, device: torch.device) -> PagedKVCache:
-    copy = PagedKVCache.allocate(spec, cache.num_blocks, device, _layout(spec))
-    for source, target in zip(_stored(cache), _stored(copy), strict=True):
-        if source.element_size() == 1:
-            source, target = source.view(torch.uint8), target.view(torch.uint8)
-        target.copy_(source)
-    return copy
 
 
 def _memory(device: torch.device) -> tuple[int, int]:

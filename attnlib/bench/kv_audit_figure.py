@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attnlib.bench.figures import COLORS, MARKERS, STYLE
+from attnlib.bench.plots import COLORS, MARKERS, STYLE
 from attnlib.debug.kv_audit import KVAudit
 
 __all__ = ["draw_audit"]

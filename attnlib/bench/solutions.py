@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from attnlib.bench.trace_set import Definition, read_definitions
+from attnlib.bench.trace_files import read_definitions
+from attnlib.bench.trace_set import Definition
 from attnlib.cache.indices import csr_seq_lens, csr_to_block_table
 from attnlib.cache.storage import PagedKVCache
 from attnlib.compat.flash_attn import flash_attn_varlen_func

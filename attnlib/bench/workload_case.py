@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from attnlib.bench.case import BenchCase, check_case
-from attnlib.bench.trace_set import Workload, read_workloads
+from attnlib.bench.trace_files import read_workloads
+from attnlib.bench.trace_set import Workload
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.testing.batch_spec import BatchSpec

@@ -1,29 +1,25 @@
-"""Measurement of tunable parameters and of backends on one device.
+"""Measurement of tunable parameters on one device.
 
-Parameters: each candidate of a `Tuner` computes a case, its output is checked against the oracle,
-and only then is it timed. Backends: rows of `attnlib bench` become one ranking per class of layers.
+Each candidate of a `Tuner` computes a case, its output is checked against the oracle, and only then
+is it timed.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from attnlib.bench.case import BenchCase
 from attnlib.bench.correctness import CorrectnessCheck
 from attnlib.bench.inputs import CaseInputs, make_inputs
-from attnlib.bench.results import Row, case_of_row
 from attnlib.bench.timer import ROUNDS, EagerTimer, GraphTimer, measure_in_turn, warm_up
-from attnlib.tuning import layer_class
 from attnlib.tuning.tuner import Best, Parameters, Tuner
 
-__all__ = ["Trial", "best_parameters", "measure_operation", "rank_rows"]
+__all__ = ["Trial", "best_parameters", "geometric_mean", "measure_operation"]
 
 MARGIN = 0.98
 """A candidate replaces the current parameters if it takes less than this share of their time.
@@ -189,7 +185,7 @@ def _best(trials: Sequence[Trial]) -> Best | None:
         return None
 
     def score(timed: Sequence[tuple[Trial, float]]) -> float:
-        return _geometric_mean([us / before[trial.case] for trial, us in timed])
+        return geometric_mean([us / before[trial.case] for trial, us in timed])
 
     fastest = min(complete, key=score)
     if score(fastest) >= MARGIN:
@@ -201,53 +197,6 @@ def _best(trials: Sequence[Trial]) -> Best | None:
     return Best(dict(fastest[0][0].parameters), times)
 
 
-def rank_rows(rows: Iterable[Row], provenance: str) -> list[dict[str, Any]]:
-    """Rankings for a table from rows of `attnlib bench`, one for each class of layers with at least
-    one time.
-
-    Cases that permit float8 queries are left out: they are not a class of layers. A backend is
-    ranked if it passed the correctness check and was timed on every measured case of the class.
-    Others are left out with the reason and keep the position that their priority gives them.
-    """
-    classes: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.status not in ("not run", "unavailable") and not case_of_row(row).fp8_queries:
-            key = json.dumps(layer_class(case_of_row(row).spec))
-            classes.setdefault(key, []).append(row)
-    lines = [_rank(json.loads(key), members, provenance) for key, members in classes.items()]
-    return [line for line in lines if line["ranking"]]
-
-
-def _rank(layer: Mapping[str, Any], rows: Sequence[Row], provenance: str) -> dict[str, Any]:
-    cases = list(dict.fromkeys(row.case for row in rows if row.us))
-    times = {
-        case: {row.backend: row.us for row in rows if row.case == case and row.us and row.checked}
-        for case in cases
-    }
-    left_out: dict[str, str] = {}
-    for row in rows:
-        if row.status != "ok" or not row.us or not row.checked:
-            reason = row.reason or ("no time" if row.checked else "not checked")
-            left_out.setdefault(row.backend, f"{row.status} on {row.case}: {reason}")
-    names = [
-        name
-        for name in dict.fromkeys(row.backend for row in rows)
-        if name not in left_out and all(name in found for found in times.values())
-    ]
-    mean = {name: _geometric_mean([times[case][name] for case in cases]) for name in names}
-    order = sorted(names, key=lambda name: mean[name])
-    return {
-        "layer": layer,
-        "ranking": order,
-        "relative": {name: round(mean[name] / mean[order[0]], 3) for name in order},
-        "microseconds": {
-            case: {name: round(us, 2) for name, us in found.items()}
-            for case, found in times.items()
-        },
-        "left_out": left_out,
-        "provenance": provenance,
-    }
-
-
-def _geometric_mean(values: Sequence[float]) -> float:
+def geometric_mean(values: Sequence[float]) -> float:
+    """The geometric mean; 1 of none."""
     return math.exp(sum(map(math.log, values)) / max(len(values), 1))

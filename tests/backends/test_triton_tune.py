@@ -13,7 +13,7 @@ from attnlib.backends.triton import tune
 from attnlib.backends.triton.tile_candidates import tile_candidates
 from attnlib.backends.triton.tile_groups import TileGroup, tile_group
 from attnlib.backends.triton.tune import TritonTuner
-from attnlib.bench.case import parse_case
+from attnlib.bench.case_text import parse_case
 from attnlib.device import DeviceInfo
 from attnlib.ops.triton.heuristics.choose_tiles import (
     TileRequest,

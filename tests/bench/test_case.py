@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnlib.bench.case import BenchCase, parse_case
+from attnlib.bench.case import BenchCase
+from attnlib.bench.case_text import parse_case
 from attnlib.bench.inputs import make_inputs
 from attnlib.bench.key_lists import spread_lists
 from attnlib.bench.suites import SUITES, choose_cases, known_cases

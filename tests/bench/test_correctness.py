@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnlib.bench.case import parse_case
+from attnlib.bench.case_text import parse_case
 from attnlib.bench.correctness import CorrectnessCheck, contested_rows, sample_rows
 from attnlib.bench.inputs import cold_copies, make_inputs
 from attnlib.bench.suites import known_cases

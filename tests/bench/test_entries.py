@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnlib.bench.backends import find_backends
-from attnlib.bench.case import parse_case
+from attnlib.bench.case_text import parse_case
 from attnlib.bench.correctness import CorrectnessCheck
 from attnlib.bench.entries import own_and_entries
 from attnlib.bench.inputs import make_inputs

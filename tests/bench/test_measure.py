@@ -11,7 +11,7 @@ import torch
 from attnlib.backends._foreign.outputs import is_capturing
 from attnlib.bench import measure, timer, timing
 from attnlib.bench.backends import find_backends, split_names
-from attnlib.bench.case import parse_case
+from attnlib.bench.case_text import parse_case
 from attnlib.bench.measure import measure_case
 from attnlib.bench.peaks import Peaks
 from attnlib.bench.results import Row

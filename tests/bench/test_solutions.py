@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from attnlib.bench.solutions import paged_attention, solution, write_solutions
-from attnlib.bench.trace_set import Definition, read_definitions
+from attnlib.bench.trace_files import read_definitions
+from attnlib.bench.trace_set import Definition
 from attnlib.cli import main
 from attnlib.errors import ContractError
 from tests.bench.trace_sets import (

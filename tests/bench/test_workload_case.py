@@ -17,7 +17,8 @@ from attnlib.bench.inputs import make_inputs
 from attnlib.bench.peaks import Peaks
 from attnlib.bench.results import read_document
 from attnlib.bench.runner import make_runner
-from attnlib.bench.trace_set import Definition, Workload, read_definitions, read_workloads
+from attnlib.bench.trace_files import read_definitions, read_workloads
+from attnlib.bench.trace_set import Definition, Workload
 from attnlib.bench.workload_case import workload_cases
 from attnlib.cli import main
 from attnlib.errors import ContractError

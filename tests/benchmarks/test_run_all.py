@@ -88,6 +88,7 @@ def test_commands_parse(step: script.Step, tmp_path: Path) -> None:
 
     parsers = {"bench": bench_parser, "verify": verify_parser, "parity": parity_parser}
     arguments = step.arguments(tmp_path)
+    (tmp_path / "bench.json").touch()  # a file of an earlier step
     if arguments[:2] == ["-m", "attnlib"]:
         command = arguments[2]
         if command in parsers:

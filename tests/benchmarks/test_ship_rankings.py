@@ -77,7 +77,8 @@ def test_results_that_cannot_be_used_are_errors(folder: Path) -> None:
     with pytest.raises(ContractError, match=r"missing\.json cannot be read"):
         ship_rankings.table_of(["missing.json"])
     document = read_document(folder / SOURCE)
-    other = Run({**document.runs[0].provenance, "gpu": "NVIDIA H100 80GB HBM3"}, {})
+    (run,) = document.runs
+    other = Run({**run.provenance, "gpu": "NVIDIA H100 80GB HBM3"}, run.peaks)
     write_document(Document((other,), document.rows), folder / "other.json")
     with pytest.raises(SystemExit, match=r"other\.json was measured on NVIDIA H100"):
         ship_rankings.table_of([SOURCE, "other.json"])

@@ -27,7 +27,8 @@ import torch
 
 from attnlib.bench import command as bench_command
 from attnlib.bench import kv_audit_figure
-from attnlib.bench.case import BenchCase, parse_case
+from attnlib.bench.case import BenchCase
+from attnlib.bench.case_text import parse_case
 from attnlib.bench.peaks import Peaks
 from attnlib.bench.results import SCHEMA, VERSION, Row
 from attnlib.bench.runner import unmeasured

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnlib.bench.backends import find_backends
-from attnlib.bench.case import parse_case
+from attnlib.bench.case_text import parse_case
 from attnlib.bench.measure import measure_case
 from attnlib.bench.peaks import Peaks
 from attnlib.bench.timer import GraphTimer, measure_in_turn

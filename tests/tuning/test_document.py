@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from attnlib import tuning
-from attnlib.bench.case import parse_case
+from attnlib.bench.case_text import parse_case
 from attnlib.errors import ContractError
 from attnlib.tuning.document import merged, read_document, write_document
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from attnlib import tuning
-from attnlib.bench.case import BenchCase, parse_case
+from attnlib.bench.case import BenchCase
+from attnlib.bench.case_text import parse_case
 from attnlib.bench.inputs import make_inputs
 from attnlib.bench.results import Row
 from attnlib.tuning import measure
-from attnlib.tuning.measure import Trial, best_parameters, rank_rows
+from attnlib.tuning.measure import Trial, best_parameters
+from attnlib.tuning.rank import rank_rows
 from attnlib.tuning.tuner import Parameters
 from tests.tuning.toy_backend import ToyTuner, current
 

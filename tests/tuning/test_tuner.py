@@ -15,7 +15,7 @@ from attnlib.backends.torch import TorchBackend
 from attnlib.backends.triton import TritonBackend
 from attnlib.bench import timer
 from attnlib.bench.backends import find_backends
-from attnlib.bench.case import parse_case
+from attnlib.bench.case_text import parse_case
 from attnlib.cli import main
 from attnlib.cli.tune.session import find_tuners
 from attnlib.device import DeviceInfo

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from attnlib.bench.case import BenchCase, parse_case
+from attnlib.bench.case import BenchCase
+from attnlib.bench.case_text import parse_case
 from attnlib.bench.suites import choose_cases
 from attnlib.cli.spec_flags import names_a_spec, specs_of
 from attnlib.errors import ContractError

@@ -26,7 +26,8 @@ from attnlib.device import DeviceInfo, resolve_device
 from attnlib.errors import ContractError
 from attnlib.selection.registry import availability, registrations
 from attnlib.tuning.document import merged, read_document, write_document
-from attnlib.tuning.measure import Trial, best_parameters, measure_operation, rank_rows
+from attnlib.tuning.measure import Trial, best_parameters, measure_operation
+from attnlib.tuning.rank import rank_rows
 from attnlib.tuning.tuner import Tuner
 
 __all__ = ["Session", "active_table", "find_tuners"]
