@@ -30,7 +30,7 @@ import torch
 
 from attnlib.bench.provenance import provenance
 
-MODULES = ("backends", "case", "inputs", "runner", "suites", "timer")
+MODULES = ("backends", "inputs", "runner", "suites", "timer")
 TOLERANCE = 2e-2
 """Largest difference between outputs of two trees; inputs are standard normal."""
 
@@ -51,8 +51,7 @@ def modules_of(name: str) -> dict[str, Any]:
 
 def prepare(bench: dict[str, Any], text: str, backend: str, device: torch.device) -> Any:
     """The runner of a case, after its first call."""
-    known = bench["suites"].known_cases()
-    case = known[text] if text in known else bench["case"].parse_case(text)
+    (case,) = bench["suites"].choose_cases([text], None, "anchors")
     (one,) = bench["backends"].find_backends([backend], device)
     return bench["runner"].make_runner(case, one, bench["inputs"].make_inputs(case, device))
 
