@@ -22,6 +22,8 @@ _LEAST_ROOM = 128
 """Tokens that a new buffer has room for beyond those it holds, at least."""
 _ROOM = 8
 """A new buffer has room for 1 / _ROOM of its tokens more."""
+_ROUND = 64
+"""Buffers have a multiple of these tokens, so that few strides occur."""
 _ATTRIBUTE = "_attnlib_capacity"
 
 _local = threading.local()
@@ -46,6 +48,7 @@ class _Buffers:
     def of(cls, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> _Buffers:
         """Buffers that hold these keys and values and have room for `tokens` and more."""
         capacity = tokens + max(_LEAST_ROOM, tokens // _ROOM)
+        capacity = -(-capacity // _ROUND) * _ROUND
         with torch.inference_mode(False):  # writable in and outside of inference mode
             made = [
                 torch.empty((*x.shape[:2], capacity, x.shape[3]), dtype=x.dtype, device=x.device)
@@ -144,7 +147,9 @@ def adopt(key: torch.Tensor, value: torch.Tensor) -> None:
         key, value: `[B, H, S, D]` and `[B, H, S, Dv]` of an attention call.
     """
     last = getattr(_local, "updated", None)
-    layer = None if last is None else last()
+    if last is None:
+        return
+    layer = last()
     if layer is None or layer.keys is not key or layer.values is not value:
         return
     _local.updated = None

@@ -22,6 +22,7 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY
 from attnlib.integrations.transformers.batch_plan import BatchPlan
 from attnlib.integrations.transformers.decode_batch import BoundCall, DecodeBatch
+from attnlib.integrations.transformers.growing_cache import adopt
 from attnlib.integrations.transformers.layers import Call, tensor_version
 from attnlib.integrations.transformers.recorded_weights import weights_are_recorded
 from attnlib.integrations.transformers.step_mask import StepMask
@@ -170,6 +171,7 @@ def attend_again(
         return None
     if not repeat.fits(query, key, value):
         return None
+    adopt(key, value)  # all layers in the same step, so that their strides stay equal
     if repeat.batch is not None and not repeat.batch.holds(step):
         return None
     bound = repeat.bound_call

@@ -20,6 +20,7 @@ from tests.integrations.transformers.test_repeated import MODELS, randomized
 def small_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers that are full after a few tokens."""
     monkeypatch.setattr(growing_cache, "_LEAST_ROOM", 3)
+    monkeypatch.setattr(growing_cache, "_ROUND", 1)
 
 
 @torch.no_grad()

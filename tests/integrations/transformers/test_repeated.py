@@ -116,3 +116,16 @@ def test_another_scale_is_noticed(counts: dict[bool, int]) -> None:
     expected = run(model, "eager", steps)
     torch.testing.assert_close(run(model, "attnlib", steps), expected, atol=1e-4, rtol=1e-4)
     assert counts[True] > 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_second_generation_repeats_as_the_first(mode: Any, counts: dict[bool, int]) -> None:
+    """Modules that are known already move to growing buffers in the same step as the first layer:
+    with other strides than its keys, no layer would be repeated."""
+    model = randomized(MODELS["llama"]())
+    model.set_attn_implementation("attnlib")
+    for _ in range(2):
+        counts[True] = counts[False] = 0
+        with mode():
+            model.generate(**padded(prompts(9), "left"), max_new_tokens=12, do_sample=False)
+    assert counts[True] == 11 * (LAYERS - 1)
