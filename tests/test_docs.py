@@ -246,7 +246,7 @@ def test_the_messages_of_the_troubleshooting_page_exist() -> None:
     ]
     assert len(messages) > 12
     for message in messages:
-        for part in re.split(r"\bN\b|\bM\b|'NAME'|\[[rj]\]|\.\.\.", message):
+        for part in re.split(r"\bN\b|\bM\b|'NAME'|`?\[[rj]\]`?|\.\.\.", message):
             assert part.strip(" ,") in sources or "undefined symbol" in part, message
 
 
