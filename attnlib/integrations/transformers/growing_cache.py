@@ -33,6 +33,9 @@ _local = threading.local()
 class _Buffers:
     """Keys and values of a layer, `[B, H, capacity, D]` and `[B, H, capacity, Dv]`.
 
+    Only rows behind everything that was handed out are written, so that tensors which others have
+    kept never change.
+
     Attributes:
         keys, values: the memory.
         views: what the layer handed out last.
@@ -55,23 +58,27 @@ class _Buffers:
                 for x in (keys, values)
             ]
         for buffer, given in zip(made, (keys, values), strict=True):
-            buffer.narrow(2, 0, given.shape[2]).copy_(given)
+            used = given.shape[2]
+            buffer.narrow(2, 0, used).copy_(given)
+            buffer.narrow(2, used, capacity - used).zero_()  # a pickled view contains it
         return cls(made[0], made[1])
 
     def hold(self, layer: Any) -> bool:
-        """Whether the layer's keys and values are the first tokens of the buffers, also after a
-        crop; not if they have been replaced (reordered, moved)."""
-        if layer.keys is self.views[0] and layer.values is self.views[1]:
-            return True
+        """Whether the layer has what it handed out last: the same tensors, over the same memory.
+        Not after a crop or a restored copy, behind which others may have kept longer views."""
         return all(
-            isinstance(own, torch.Tensor)
-            and own.dim() == 4
-            and own.data_ptr() == buffer.data_ptr()
-            and own.stride() == buffer.stride()
-            and own.shape[:2] == buffer.shape[:2]
-            and own.shape[3] == buffer.shape[3]
-            for own, buffer in ((layer.keys, self.keys), (layer.values, self.values))
+            own is view and own.data_ptr() == buffer.data_ptr() and own.stride() == buffer.stride()
+            for own, view, buffer in zip(
+                (layer.keys, layer.values), self.views, (self.keys, self.values), strict=True
+            )
         )
+
+    def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Write states behind the views of the layer."""
+        begin, added = self.views[0].shape[2], key_states.shape[2]
+        for buffer, new in ((self.keys, key_states), (self.values, value_states)):
+            # `data` has a version counter of its own: views that autograd has saved do not change.
+            buffer.data.narrow(2, begin, added).copy_(new)
 
     def take(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
         """Whether these states can be appended."""
@@ -79,8 +86,6 @@ class _Buffers:
         shapes = (key_states.shape, value_states.shape)
         for new, buffer in zip(news, buffers, strict=True):
             if new.dtype != buffer.dtype or new.device != buffer.device:
-                return False
-            if new.requires_grad and torch.is_grad_enabled():
                 return False
         if shapes == self.shapes:
             return True
@@ -103,7 +108,7 @@ class _Buffers:
 
 
 _buffers: WeakKeyDictionary[Any, _Buffers | None] = WeakKeyDictionary()
-"""None for layers whose tensors were replaced: those of beams are, at every token."""
+"""None for layers whose tensors were replaced or cropped: those of beams are, at every token."""
 
 
 def capacity_of(key: torch.Tensor, value: torch.Tensor) -> int | None:
@@ -122,17 +127,23 @@ def growing_update(update: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling() or type(self) is not DynamicLayer:
             return update(self, key_states, value_states, *args, **kwargs)
         buffers = _buffers.get(self)
-        if buffers is None or not (buffers.hold(self) and buffers.take(key_states, value_states)):
-            if buffers is not None:
+        if (
+            buffers is None
+            or torch.is_grad_enabled()
+            or not (buffers.hold(self) and buffers.take(key_states, value_states))
+        ):
+            if not self.is_initialized:
+                _buffers.pop(self, None)
+            elif buffers is not None:
                 _buffers[self] = None
             _local.updated = ref(self)
             return update(self, key_states, value_states, *args, **kwargs)
-        begin, added = self.keys.shape[2], key_states.shape[2]
-        if begin + added > buffers.keys.shape[2]:
-            buffers = _buffers[self] = _Buffers.of(self.keys, self.values, begin + added)
-        buffers.keys.narrow(2, begin, added).copy_(key_states)
-        buffers.values.narrow(2, begin, added).copy_(value_states)
-        self.keys, self.values = buffers.show(begin + added)
+        tokens = self.keys.shape[2] + key_states.shape[2]
+        if tokens > buffers.keys.shape[2]:
+            buffers = _buffers[self] = _Buffers.of(self.keys, self.values, tokens)
+            buffers.show(self.keys.shape[2])
+        buffers.append(key_states, value_states)
+        self.keys, self.values = buffers.show(tokens)
         return self.keys, self.values
 
     return append_or_update

@@ -150,3 +150,118 @@ def test_reordered_layers_are_not_copied_twice(monkeypatch: pytest.MonkeyPatch) 
     model = decoder("llama")
     generated(model, "attnlib", padded(prompts(6), "left"), 12, num_beams=3)
     assert len(made) <= model.config.num_hidden_layers
+
+
+def _snapshot(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _restored(cache: Any, states: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for layer, (keys, values) in zip(cache.layers, states, strict=True):
+        layer.keys, layer.values = keys, values
+
+
+def test_kept_tensors_do_not_change() -> None:
+    """Candidates that are kept, cropped and continued, as in a search over continuations."""
+
+    def call(model: Any) -> torch.Tensor:
+        cache, kept = started(model).past_key_values, []
+        decoded(model, cache, [7])
+        for token in (3, 9, 4):
+            decoded(model, cache, [token, token + 1])
+            kept.append(_snapshot(cache))
+            cache.crop(-2)
+        found = []
+        for states in kept:
+            found.append(decoded(model, hf.DynamicCache(states), [5]))
+        return torch.cat(found)
+
+    compared(call)
+
+
+def test_restored_snapshots() -> None:
+    """Two continuations of one prefix by tensors that are put back."""
+
+    def call(model: Any) -> torch.Tensor:
+        cache = started(model).past_key_values
+        decoded(model, cache, [7])
+        first = _snapshot(cache)
+        decoded(model, cache, [8])
+        second = _snapshot(cache)
+        _restored(cache, first)
+        decoded(model, cache, [9])
+        _restored(cache, second)
+        return decoded(model, cache, [5])
+
+    compared(call)
+
+
+def test_a_cropped_original_leaves_its_shallow_copy() -> None:
+    def call(model: Any) -> torch.Tensor:
+        cache = started(model).past_key_values
+        decoded(model, cache, [7, 8])
+        other = copy.copy(cache)
+        other.layers = [copy.copy(layer) for layer in cache.layers]
+        cache.crop(-1)
+        decoded(model, cache, [9])
+        return decoded(model, other, [5])
+
+    compared(call)
+
+
+def test_memory_that_is_exchanged_below_a_tensor() -> None:
+    """`keys.data = ...` and `keys.set_(...)` keep the tensor object."""
+
+    def call(model: Any) -> torch.Tensor:
+        cache = started(model).past_key_values
+        decoded(model, cache, [7, 8])
+        for layer in cache.layers:
+            layer.keys.data = layer.keys.data * 2
+        first = decoded(model, cache, [9])
+        for layer in cache.layers:
+            layer.values.set_(layer.values.flip(2).contiguous())
+        return torch.cat([first, decoded(model, cache, [5, 6])])
+
+    compared(call)
+
+
+def test_a_token_inserted_before_kept_tokens() -> None:
+    """`update` with views of the layer's own keys and values."""
+
+    def call(model: Any) -> torch.Tensor:
+        cache = started(model).past_key_values
+        decoded(model, cache, [7, 8, 9])
+        tails = [(layer.keys[:, :, -3:], layer.values[:, :, -3:]) for layer in cache.layers]
+        cache.crop(-3)
+        decoded(model, cache, [5])
+        for layer, states in zip(cache.layers, tails, strict=True):
+            layer.update(*states)
+        return decoded(model, cache, [4])
+
+    compared(call)
+
+
+def test_tensors_that_autograd_has_saved() -> None:
+    """Appending does not raise the version of views that a graph holds."""
+    model = randomized(MODELS["llama"]())
+    model.set_attn_implementation("attnlib")
+    with torch.no_grad():
+        cache = started(model).past_key_values
+    decoded(model, cache, [7, 8])
+    weight = torch.ones(1, requires_grad=True)
+    loss = (cache.layers[0].keys * weight).sum()
+    decoded(model, cache, [9])
+    loss.backward()
+    assert torch.isfinite(weight.grad).all()
+
+
+def test_a_reset_cache_grows_again() -> None:
+    model = randomized(MODELS["llama"]())
+    model.set_attn_implementation("attnlib")
+    with torch.no_grad():
+        cache = started(model).past_key_values
+        decoded(model, cache, [7, 8])
+        cache.reset()
+        model(torch.tensor(prompts(5)), use_cache=True, past_key_values=cache)
+    decoded(model, cache, [7, 8])
+    assert growing_cache._buffers[cache.layers[0]] is not None
