@@ -146,7 +146,7 @@ def _refuse(
     if dropout:
         raise UnsupportedConfigError(
             f"{layer_name(module)}: dropout={dropout} in attention: attnlib computes inference "
-            f"only; call model.eval(), or train with attn_implementation='sdpa'"
+            f"only; call model.eval(), or train with attn_implementation='eager'"
         )
     if (
         module.training
@@ -156,7 +156,7 @@ def _refuse(
         raise UnsupportedConfigError(
             f"{layer_name(module)}: gradients are required in training mode: attnlib computes "
             f"inference only; use model.eval() under torch.no_grad(), or train with "
-            f"attn_implementation='sdpa'"
+            f"attn_implementation='eager'"
         )
     if selects_keys(kwargs):
         _refuse_selection(module, kwargs)
@@ -206,5 +206,5 @@ class _InferenceOnly(torch.autograd.Function):
         """Always raises."""
         raise UnsupportedConfigError(
             "attnlib's attention has no gradient: it computes inference only; train with "
-            "attn_implementation='sdpa'"
+            "attn_implementation='eager'"
         )

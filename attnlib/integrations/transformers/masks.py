@@ -94,5 +94,5 @@ def refuse_export() -> None:
     if torch.compiler.is_exporting() or torch._C._is_tracing():
         raise UnsupportedConfigError(
             "attnlib plans each batch on the host, which torch.export and torch.jit.trace cannot "
-            "record: export the model with attn_implementation='sdpa'"
+            "record: export the model with attn_implementation='eager'"
         )

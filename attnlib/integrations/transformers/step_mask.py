@@ -133,7 +133,7 @@ class StepMask:
             raise ContractError(
                 f"attention got (batch, queries, keys)={found}, its mask was made for {announced}: "
                 f"the mask belongs to another layer type or step; pass the mask of this layer, or "
-                f"run this model with attn_implementation='sdpa'"
+                f"run this model with attn_implementation='eager'"
             )
 
     def _evaluated(self) -> torch.Tensor:
