@@ -58,7 +58,8 @@ def _module_from_file(path: str) -> ModuleType:
     file = Path(path).resolve()
     name = file.stem
     if not file.is_file():
-        raise ContractError(f"{path} is not a Python file: give path/to/file.py:NAME")
+        state = "is not a file" if file.exists() else f"does not exist in {file.parent}"
+        raise ContractError(f"{Path(path).name} {state}: give path/to/file.py:NAME")
     known = sys.modules.get(name)
     if known is not None and Path(getattr(known, "__file__", None) or "?").resolve() == file:
         return known

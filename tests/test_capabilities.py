@@ -17,6 +17,7 @@ from attnlib.capabilities import (
     unsupported_reasons,
 )
 from attnlib.device import DeviceInfo
+from attnlib.errors import RegistrationError
 from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.score_functions.builtin import alibi_sqrt
 from attnlib.selection import load_backend
@@ -254,3 +255,27 @@ def test_formats_with_scales_in_the_page_fail_closed(name: str) -> None:
     assert "kv_formats: not stated by this backend, so not assumed" in unsupported_reasons(
         spec, device, fp8_only
     )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "action"),
+    [
+        ("head_sizes", 64, "must be an attnlib.Sizes, such as"),
+        ("block_sizes", (16, 32), "must be an attnlib.Sizes, such as"),
+        ("devices", "cuda", "must be a tuple of str"),
+        ("dtypes", [torch.float16], "must be a tuple of dtype"),
+        ("dtypes", ("float16",), "must be a tuple of dtype"),
+        ("mask_kinds", MaskKind.CAUSAL, "must be a tuple of MaskKind"),
+        ("sink", 1, "must be True or False"),
+        ("rocm", None, "must be True or False"),
+        ("cudagraph", True, "must be a CudaGraphSupport"),
+        ("min_capability", 90, "must be a pair of integers"),
+        ("max_capability", (9,), "must be a pair of integers"),
+    ],
+)
+def test_a_capability_of_another_type_is_refused(field: str, value: object, action: str) -> None:
+    """Not later, as a TypeError or as a feature that is silently unsupported."""
+    with pytest.raises(RegistrationError) as caught:
+        Capabilities(**{field: value})
+    text = str(caught.value)
+    assert f"capability {field}={value!r} {action}" in text and f"leave {field} out" in text

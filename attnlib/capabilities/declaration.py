@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import cache
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
+from attnlib.errors import RegistrationError
 from attnlib.sizes import Sizes
 from attnlib.spec import AttentionType, CudaGraphSupport, MaskKind
 
@@ -72,6 +75,9 @@ class Capabilities:
             addition to the declared workspace.
         rotary_write: `AttentionImpl.rotate_and_write_kv` is one launch (P11), except for pages that
             hold their scales (M16). Without it, the same result takes separate launches.
+
+    Raises:
+        RegistrationError: the value of a field has another type than the field.
     """
 
     devices: tuple[str, ...] = NOT_STATED
@@ -107,6 +113,15 @@ class Capabilities:
     allocates_in_forward: bool = False
     rotary_write: bool = False
 
+    def __post_init__(self) -> None:
+        for name, kind in _field_types().items():
+            value = getattr(self, name)
+            if value is not NOT_STATED and not _fits(value, kind):
+                raise RegistrationError(
+                    f"capability {name}={value!r} must be {_described(kind)}: change it, or leave "
+                    f"{name} out"
+                )
+
     def stated(self) -> dict[str, Any]:
         """The stated fields, by name."""
         return {
@@ -114,3 +129,34 @@ class Capabilities:
             for field in fields(self)
             if getattr(self, field.name) is not NOT_STATED
         }
+
+
+@cache
+def _field_types() -> dict[str, Any]:
+    return get_type_hints(Capabilities)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value has the type of a field: a class, a tuple of classes, or a union of these."""
+    if get_origin(kind) is UnionType:
+        return any(_fits(value, one) for one in get_args(kind))
+    if get_origin(kind) is not tuple:
+        return isinstance(value, kind)
+    kinds = get_args(kind)
+    if not isinstance(value, tuple):
+        return False
+    if kinds[-1] is Ellipsis:
+        return all(isinstance(item, kinds[0]) for item in value)
+    return len(value) == len(kinds) and all(map(isinstance, value, kinds))
+
+
+def _described(kind: Any) -> str:
+    if kind is bool:
+        return "True or False"
+    if kind is Sizes:
+        return "an attnlib.Sizes, such as Sizes(exactly=(64, 128)) or Sizes(minimum=16)"
+    if get_origin(kind) is UnionType:
+        return "a pair of integers, such as (9, 0), or None"
+    if get_origin(kind) is tuple:
+        return f"a tuple of {get_args(kind)[0].__name__}"
+    return f"a {kind.__name__}"

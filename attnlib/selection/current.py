@@ -13,7 +13,7 @@ from typing import Any
 
 from attnlib import env, tuning
 from attnlib.backends.base import AttentionBackend
-from attnlib.backends.loading import check_backend_class, import_backend
+from attnlib.backends.loading import check_backend_interface, import_backend
 from attnlib.cache.layout import kv_cache_layout_override
 from attnlib.errors import (
     BackendUnavailableError,
@@ -97,11 +97,11 @@ def parsed(value: Any, source: str) -> tuple[Request, Mapping[str, Backend]]:
             source is ATTNLIB_BACKEND, another syntax.
         EnvironmentVariableError: another syntax in ATTNLIB_BACKEND.
         BackendUnavailableError: the module of a path cannot be imported.
-        RegistrationError: the object of a path is not a backend class.
+        RegistrationError: a class, or the object of a path, does not fit the interface.
     """
     if isinstance(value, type):
-        check_backend_class(value, value.__qualname__)
-        name = value.get_name()  # type: ignore[attr-defined]  # check_backend_class made sure of it
+        check_backend_interface(value, value.__qualname__)
+        name = value.get_name()  # type: ignore[attr-defined]  # the check made sure of it
         return Request(source, name, name), {name: value}
     if value is not None and not isinstance(value, str):
         raise UnknownBackendError(
@@ -136,7 +136,9 @@ def _with_classes(request: Request, origin: str) -> tuple[Request, Mapping[str, 
 def _class_at(path: str, origin: str) -> Backend:
     """The class at a path."""
     try:
-        return import_backend(path)
+        backend = import_backend(path)
+        check_backend_interface(backend, path)
+        return backend
     except (KeyboardInterrupt, RegistrationError):
         raise
     except ContractError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.cascade import make_cascade
 from attnlib.backends.cascade.schedule import DEFAULT_RULE, PrefixRule
+from attnlib.backends.loading import check_backend_interface
 from attnlib.errors import BackendUnavailableError, UnknownBackendError
 from attnlib.selection.current import parsed
 from attnlib.selection.registration import import_reason
@@ -25,7 +26,7 @@ def load_backend(name: str) -> Backend:
     Raises:
         UnknownBackendError: a name that is not registered, or a path without a class.
         BackendUnavailableError: it cannot be imported.
-        RegistrationError: the object at a path is not a backend class.
+        RegistrationError: a class does not fit the interface.
         LayoutMismatchError: the two backends of a pair read no common cache layout.
     """
     request, given = parsed(name, "name")
@@ -45,13 +46,16 @@ def _load(name: str) -> Backend:
     """The class of a registered name."""
     entry = registrations()[name]
     try:
-        return entry.load()
+        backend = entry.load()
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         raise BackendUnavailableError(
             f"backend {entry.name!r} cannot be imported: {import_reason(error, entry)}"
         ) from error
+    if isinstance(entry.target, str) and entry.origin != "built in":
+        check_backend_interface(backend, entry.name)  # registration did not import the class
+    return backend
 
 
 def merge_attention(

@@ -148,6 +148,11 @@ class _Syntax:
             raise self.error()
         if is_path(name) and not registered:
             return name
+        if name.endswith(".py") and not registered:
+            raise UnknownBackendError(
+                f"{self.source}={self.text!r} names the file {name!r} without a class: write "
+                f"{name}:CLASS"
+            )
         if name.lower() not in self.known:
             raise unknown_backend_error(name.lower(), self.text, self.source, self.known)
         return name.lower()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from attnlib.backends.base import AttentionBackend
+from attnlib.backends.loading import check_backend_interface
 from attnlib.capabilities import Sizes
 from attnlib.device import resolve_device
 from attnlib.errors import ContractError
@@ -37,11 +38,14 @@ def load_backend(backend: str | Backend) -> Backend:
         UnknownBackendError: no backend is registered under the name, or there is no such module,
             file or class.
         BackendUnavailableError: it cannot be imported.
-        RegistrationError: the object at the path is not a subclass of `AttentionBackend`.
+        RegistrationError: the class does not fit the interface, as `register_backend` checks it.
     """
     from attnlib.selection import load_backend as load_requested
 
-    return backend if isinstance(backend, type) else load_requested(backend)
+    if isinstance(backend, str):
+        return load_requested(backend)
+    check_backend_interface(backend, getattr(backend, "__qualname__", repr(backend)))
+    return backend
 
 
 @dataclass(frozen=True)

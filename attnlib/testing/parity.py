@@ -161,7 +161,7 @@ def run_parity(
         on_cell: called after each cell, for progress bars.
 
     Raises:
-        ContractError: no backend is available.
+        ContractError: no backend is available, or two have one name.
     """
     place = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     selected = (
@@ -172,6 +172,14 @@ def run_parity(
     if not selected:
         raise ContractError(
             f"no backend is available on {place}: pass `backends`, or see `attnlib list`"
+        )
+    names = [backend.get_name() for backend in selected]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ContractError(
+            f"{', '.join(repeated)} is given more than once: "
+            "drop the repetition (every backend also reads its own cache), or give classes of "
+            "different names"
         )
     cells: list[ParityCell] = []
     for writer in selected:
@@ -184,7 +192,7 @@ def run_parity(
                 cells.append(_cell(writer, reader, name, base.replace(**changes), place, own))
                 if on_cell is not None:
                     on_cell(cells[-1])
-    return ParityReport(str(place), tuple(backend.get_name() for backend in selected), tuple(cells))
+    return ParityReport(str(place), tuple(names), tuple(cells))
 
 
 def _cell(

@@ -89,11 +89,16 @@ def _failures(report: ConformanceReport) -> list[str]:
 
 
 def _start_here(report: ConformanceReport) -> list[str]:
-    """The line that names the most specific of the failed checks; none without a failure."""
+    """The line that names the exception that all failed cases raise, or else the most specific of
+    the failed checks; none without a failure."""
     failures = _first_failures(report)
     if not failures:
         return []
     first, title = failures[0][0], _TITLES.get(failures[0][0].check, "")
+    errors = {result.message.partition(" | case: ")[0] for result in report.failures}
+    if len(report.failures) > 1 and len(errors) == 1 and first.message.startswith("raised "):
+        count = len(report.failures)
+        return [f"start here: all {count} failed cases {errors.pop()}; the first is {first.id}"]
     others = len(failures) - 1
     of = f"; the most specific of {len(failures)} failed checks" if others else ""
     return [f"start here: {first.id}{f' ({title})' if title else ''}{of}"]

@@ -14,6 +14,9 @@ from attnlib.backends import loading
 from attnlib.backends.loading import check_backend_interface, configured, import_backend
 from attnlib.backends.torch import TorchBackend
 from attnlib.errors import RegistrationError
+from attnlib.selection import load_backend
+from attnlib.selection.current import current_request
+from attnlib.selection.registry import unregister_backend
 from tests.fresh_process import run_program
 
 
@@ -138,3 +141,33 @@ def test_a_worker_process_gets_the_same_class() -> None:
     assert written.returncode == 0, written.stderr
     read = run_program(reader.format(written=written.stdout))
     assert read.stdout.split("\n") == ["{'tile': 64} True prefill:torch,decode:torch", "True", ""]
+
+
+class _PlainImpl:
+    """Not an AttentionImpl."""
+
+
+class Misfit(Other):
+    """A backend whose impl does not fit the interface."""
+
+    @staticmethod
+    def get_impl_cls():
+        return _PlainImpl
+
+
+@pytest.mark.parametrize("source", ["argument", "class", "ATTNLIB_BACKEND", "registered path"])
+def test_every_request_checks_the_interface(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class that registration refuses is refused wherever it is requested."""
+    path = f"{__name__}:Misfit"
+    with pytest.raises(RegistrationError, match="must return a subclass of attnlib.AttentionImpl"):
+        if source == "registered path":
+            attnlib.register_backend("misfit", path)
+            try:
+                load_backend("misfit")
+            finally:
+                unregister_backend("misfit")
+        elif source == "ATTNLIB_BACKEND":
+            monkeypatch.setenv(source, path)
+            current_request(None)
+        else:
+            current_request(path if source == "argument" else Misfit)

@@ -513,7 +513,9 @@ def test_a_path_names_a_backend_in_every_setting(
     ("text", "reason"),
     [
         ("nowhere_at_all:Backend", "No module named 'nowhere_at_all'"),
-        ("nowhere.py:Backend", "nowhere.py is not a Python file"),
+        ("nowhere.py:Backend", "nowhere.py does not exist in .*: give path/to/file.py:NAME"),
+        ("./my.py", r"the file './my.py' without a class: write ./my.py:CLASS"),
+        ("prefill:my.py,decode:torch", "without a class: write my.py:CLASS"),
         (f"{PATH_OF_OTHER}s", "has no 'Others'.*did you mean 'Other'"),
         ("a-b:Class", "write module:NAME or path/to/file.py:NAME"),
         ("prefil:torch,decode:torch", "'prefil' is not a phase.* prefill, decode, prefix, suffix. "

@@ -108,7 +108,8 @@ def test_verify_prints_one_line_for_an_unavailable_backend(
         (["no_such_module:Backend"], "no_such_module"),
         (["tests.testing.toy_backend:Missing"], "Missing"),
         (["tests.testing.toy_backend:ToyImpl"], "must be a subclass of attnlib.AttentionBackend"),
-        (["nowhere.py:Backend"], "nowhere.py is not a Python file"),
+        (["nowhere.py:Backend"], "nowhere.py does not exist in "),
+        (["./my.py"], "without a class: write ./my.py:CLASS"),
         ([TOY, "--device", "cpu", "--only", "Z9"], "no case matches --only Z9"),
     ],
 )
@@ -124,6 +125,37 @@ def test_parity_prints_the_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "writes \\ reads" in out
     assert "one_file" in out
+
+
+def test_parity_refuses_a_repeated_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parity_main(["torch", "torch", "--device", "cpu"]) == 2
+    err = capsys.readouterr().err
+    assert "torch is given more than once: drop the repetition" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (
+            "class Impl(TorchBackend.get_impl_cls()):\n"
+            "    def forward(self, q, cache, metadata, output, lse=None): ...\n",
+            "Impl.forward(self, q, cache, metadata, output, lse=None) does not fit",
+        ),
+        ("class Impl: ...\n", "must return a subclass of attnlib.AttentionImpl"),
+    ],
+)
+def test_verify_checks_the_interface_as_registration_does(
+    body: str, reason: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / f"interface_{len(body)}.py"
+    file.write_text(
+        "from attnlib.backends.torch import TorchBackend\n" + body + "class Bad(TorchBackend):\n"
+        "    @staticmethod\n    def get_name(): return 'bad'\n"
+        "    @staticmethod\n    def get_impl_cls(): return Impl\n"
+    )
+    assert verify_main([f"{file}:Bad", "--device", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and reason in err and err.count("\n") == 1
 
 
 def test_replay_runs_and_shrinks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

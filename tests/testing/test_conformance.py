@@ -116,7 +116,9 @@ def test_the_report_shows_failures_skipped_cases_and_the_counts() -> None:
     assert "FAIL V2/batch-decode and 7 more of V2: raised ValueError" in text
     assert "     reproduce: run_conformance(Changed, " in text
     assert text.count("FAIL ") == text.count("reproduce: ") == 1
-    assert text.splitlines()[-2].startswith("start here: V2/batch-decode (results within")
+    start = text.splitlines()[-2]
+    assert start.startswith("start here: all 8 failed cases raised ValueError: ")
+    assert start.endswith("; the first is V2/batch-decode")
     assert "unsupported: attention sinks: not supported (L3/" in text
     assert "not run: needs a GPU, runs on cpu (G4/all)" in text
     assert "8 failed" in text.splitlines()[-1]
