@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from attnlib.errors import ContractError
 
 __all__ = ["MAX_LOGITS_SOFT_CAP", "Sizes"]
 
@@ -20,12 +23,23 @@ class Sizes:
         maximum: largest size; None for no limit.
         multiple_of: every size is a multiple of it.
         exactly: if not empty, the sizes themselves; the other fields are ignored.
+
+    Raises:
+        ContractError: a field is not a positive integer, or `exactly` is not a tuple of these.
     """
 
     minimum: int = 1
     maximum: int | None = None
     multiple_of: int = 1
     exactly: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        limits = (self.minimum, self.multiple_of, 1 if self.maximum is None else self.maximum)
+        if not isinstance(self.exactly, tuple) or not all(map(_is_size, (*limits, *self.exactly))):
+            raise ContractError(
+                f"{self!r} is not a set of sizes: give positive integers, and a tuple of these for "
+                "exactly, such as Sizes(exactly=(64,))"
+            )
 
     def __contains__(self, size: int) -> bool:
         if self.exactly:
@@ -43,3 +57,7 @@ class Sizes:
         return f"{step}from {self.minimum}" + (
             f" to {self.maximum}" if self.maximum is not None else " up"
         )
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and value > 0

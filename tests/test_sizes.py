@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from attnlib.errors import ContractError
 from attnlib.sizes import Sizes
 
 
@@ -24,3 +25,22 @@ def test_membership_and_text(
     assert all(size in sizes for size in members)
     assert not any(size in sizes for size in others)
     assert str(sizes) == text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"exactly": 64},
+        {"exactly": [64]},
+        {"exactly": ("64",)},
+        {"minimum": (64, 128)},
+        {"minimum": 0},
+        {"maximum": 64.0},
+        {"multiple_of": 0},
+    ],
+    ids=str,
+)
+def test_other_values_are_refused(fields: dict[str, object]) -> None:
+    """Not at the first membership test, as a TypeError or a division by zero."""
+    with pytest.raises(ContractError, match=r"is not a set of sizes: give positive integers"):
+        Sizes(**fields)  # type: ignore[arg-type]  # the wrong types under test
