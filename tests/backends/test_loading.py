@@ -140,7 +140,7 @@ def test_a_worker_process_gets_the_same_class() -> None:
     written = run_program(program)
     assert written.returncode == 0, written.stderr
     read = run_program(reader.format(written=written.stdout))
-    assert read.stdout.split("\n") == ["{'tile': 64} True prefill:torch,decode:torch", "True", ""]
+    assert read.stdout.split("\n") == ["{'tile': 64} True prefill:tuned,decode:torch", "True", ""]
 
 
 class _PlainImpl:
