@@ -158,7 +158,8 @@ def attend_again(
         return None
     get = kwargs.get
     for name in _REFUSED:
-        if get(name):
+        given = get(name)  # a tensor has no truth value
+        if given is not None and given is not False:
             return None
     if weights_are_recorded(kwargs):
         return None

@@ -129,3 +129,21 @@ def test_a_second_generation_repeats_as_the_first(mode: Any, counts: dict[bool, 
         with mode():
             model.generate(**padded(prompts(9), "left"), max_new_tokens=12, do_sample=False)
     assert counts[True] == 11 * (LAYERS - 1)
+
+
+@pytest.mark.parametrize("name", ["position_bias", "cu_seq_lens_q", "indices"])
+def test_arguments_that_are_tensors_are_not_repeated(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor of several elements has no truth value."""
+    found = []
+
+    def kept(*args: Any) -> Any:
+        out = repeated.attend_again(*args)
+        if out is not None:
+            found.append(repeated.attend_again(*args[:-1], {**args[-1], name: torch.ones(3)}))
+        return out
+
+    monkeypatch.setattr(attention, "attend_again", kept)
+    generated(randomized(MODELS["llama"]()), "attnlib", padded(prompts(9), "left"), NEW_TOKENS)
+    assert found and all(out is None for out in found)
