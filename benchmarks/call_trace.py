@@ -2,6 +2,7 @@
 
     python benchmarks/call_trace.py                 # needs a GPU; on Hopper the Gluon kernels run
     python benchmarks/call_trace.py --json FILE
+    PYTHONPATH=TREE python benchmarks/call_trace.py     # of another tree
 
 Prints, for each kind of call, the number of source files of attnlib whose functions run and the
 number of Python calls into them; then the module-level caches of `ops/triton`.
@@ -23,7 +24,7 @@ from layer_calls import LayerCall
 import attnlib
 from attnlib.bench.provenance import provenance
 
-PACKAGE = Path(__file__).resolve().parents[1] / "attnlib"
+PACKAGE = Path(attnlib.__file__).resolve().parent
 TARGETS = {
     "repeated decode layer": 4,
     "repeated prefill layer": 5,

@@ -3,12 +3,14 @@
     python benchmarks/host_costs.py
     python benchmarks/host_costs.py --score-function    # on a GPU: layers with a score function
     python benchmarks/host_costs.py --builds            # on a GPU: builds of batches only
+    python benchmarks/host_costs.py --quick             # on a GPU: four cases in about a minute
 
 Writes benchmarks/results/host_costs.json, on a GPU host_costs_gpu.json beside it. GPU rows are host
 time only: a round launches its calls into an idle stream and waits for them afterwards. A layer's
 overhead is the difference to the bare launches of the same kernels, with the same arguments, in the
 same process. `attnlib.warmup` runs before; the last rows count the kernels that are compiled by it
-and afterwards.
+and afterwards. `--quick` compiles only the kernels of its cases and leaves out imports, selection
+and the torch backend. PYTHONPATH names the tree to measure: one script measures two trees.
 """
 
 from __future__ import annotations
@@ -90,6 +92,14 @@ def host_costs() -> dict[str, float]:
     }
 
 
+QUICK = (
+    "decode of 1 x 8192",
+    "decode of 64 x 2048",
+    "prefill of 1 x 512",
+    "mixed batch of 16 x 2048 and 256",
+)
+"""The cases of `--quick`, which compile few kernels."""
+
 ABOVE = {"decode": 4, "prefill": 6, "mixed": 6}
 """Microseconds that a layer may take above the bare launches of its kernels."""
 
@@ -121,13 +131,20 @@ def gpu_costs(score_function: bool) -> dict[str, float]:
     }
 
 
-def build_costs() -> dict[str, float]:
+def quick_costs() -> dict[str, float]:
+    """Eager layer calls of the `QUICK` cases and `build`, in fewer rounds and without `warmup`."""
+    calls = {name: LayerCall(*BATCHES[name]) for name in QUICK}
+    return {**build_costs(rounds=20), **layer_costs(calls, rounds=30)}
+
+
+def build_costs(rounds: int = 60) -> dict[str, float]:
     """`build` of the triton backend, in microseconds."""
     decodes = LayerCall([1] * 256, [100] * 256)
     mixed = LayerCall([1] * 220 + [64] * 36, [100] * 256)
     builds = launch_microseconds(
         lambda: decodes.builder.build(0, decodes.common),
         lambda: mixed.builder.build(0, mixed.common),
+        rounds=rounds,
     )
     return {
         "build for 256 decodes, us (target 11)": builds[0],
@@ -135,14 +152,14 @@ def build_costs() -> dict[str, float]:
     }
 
 
-def layer_costs(calls: dict[str, LayerCall]) -> dict[str, float]:
+def layer_costs(calls: dict[str, LayerCall], rounds: int = 80) -> dict[str, float]:
     """Host time of each kind of call, in microseconds."""
     each: list[Callable[[], object]] = []
     for call in calls.values():
         for _ in range(4):
             call()
         each += [call.bare_launches(), call, call.allocating]
-    found = launch_times(*each, rounds=80)
+    found = launch_times(*each, rounds=rounds)
     firsts = first_layer_costs(calls)
     costs = {}
     for number, name in enumerate(calls):
@@ -178,6 +195,16 @@ def first_layer_costs(calls: dict[str, LayerCall]) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
+def parts_of(arguments: argparse.Namespace, on_gpu: bool) -> list[Callable[[], dict[str, float]]]:
+    """What to measure."""
+    if arguments.quick:
+        return [quick_costs]
+    if arguments.builds:
+        return [build_costs]
+    of_layers = [lambda: gpu_costs(arguments.score_function)] if on_gpu else []
+    return of_layers if arguments.score_function else [*of_layers, host_costs]
+
+
 def main() -> None:
     """Measure and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -187,21 +214,18 @@ def main() -> None:
     parser.add_argument(
         "--builds", action="store_true", help="only the builds of batches, on a GPU only"
     )
+    parser.add_argument("--quick", action="store_true", help="four cases and builds, on a GPU only")
     parser.add_argument("--out", type=Path, help="result file")
     parser.add_argument("--commit", help="commit, where there is no repository")
     arguments = parser.parse_args()
     on_gpu = torch.cuda.is_available()
+    if not on_gpu and (arguments.quick or arguments.builds or arguments.score_function):
+        parser.error("these costs need a GPU")
     name = "host_costs_gpu.json" if on_gpu else "host_costs.json"
     target = arguments.out or Path(__file__).parent / "results" / name
-    parts: list[Callable[[], dict[str, float]]] = []
-    if on_gpu:
-        parts.append(
-            build_costs if arguments.builds else lambda: gpu_costs(arguments.score_function)
-        )
-    if not (arguments.score_function or arguments.builds):
-        parts.append(host_costs)
+    print(f"attnlib of {Path(attnlib.__file__).parents[1]}", file=sys.stderr)
     costs: dict[str, float] = {}
-    for part in parts:
+    for part in parts_of(arguments, on_gpu):
         with torch.inference_mode():
             found = part()
         costs |= found
