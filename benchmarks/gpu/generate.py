@@ -1,144 +1,312 @@
-"""Tokens per second of `model.generate` on a GPU with attnlib and with other implementations.
+"""Tokens per second of transformers on a GPU with attnlib and with other implementations.
 
     python benchmarks/gpu/generate.py --out results.json
-    python benchmarks/gpu/generate.py --models 1b --rows 1x1000+64 --implementations attnlib sdpa
+    python benchmarks/gpu/generate.py --models llama-8b gemma3-4b --few-layers --rows 8x8000+32
 
-Decoders with random bfloat16 weights in the shape of Llama 3 1B and 8B continue random prompts. A
-row is requests x prompt tokens + new tokens; `padded` pads the prompts of a batch on the left. Each
-implementation runs a row twice: the first run compiles, the second one is timed (the median of
-`--rounds`), and the kernels of Triton that it compiles are counted. Implementations take turns.
+Decoders with random bfloat16 weights continue random prompts. A row is requests x prompt tokens +
+new tokens:
+
+    padded      the prompts of a batch have other lengths, with padding on the left
+    static      `generate` over a static cache, not compiled
+    compiled    `generate` over a static cache, as transformers compiles it by itself
+    batch       `generate_batch`
+
+Each implementation runs a row once, which compiles and captures; then `--rounds` runs are timed,
+and the median is reported. `compiled` counts the kernels of Triton that the timed runs compile,
+`graphs` and `breaks` what torch.compile made in the first run, `new_graphs` in the timed ones.
+Implementations take turns, except where each has a compiled model or a cache of its own. sdpa runs
+as `paged|sdpa` in `generate_batch`; models with sinks are compared with eager instead of sdpa.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch._dynamo.utils import counters
 
 import attnlib.integrations.transformers as integration
 from attnlib.bench.provenance import provenance
 from attnlib.testing.compilations import compiled_kernels
 
-MODELS: dict[str, dict[str, Any]] = {
-    "1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
+VOCABULARY = 32000
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder: its config class, its sizes, and its layers with `--few-layers`."""
+
+    config: str
+    sizes: dict[str, Any]
+    few_layers: int
+
+
+def _llama(hidden: int, inner: int, layers: int, head_size: int) -> Model:
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
-        "head_dim": 64,
-    },
-    "8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-}
-ROWS: dict[str, tuple[int, int, int, bool, dict[str, Any]]] = {
-    "1x1000+64": (1, 1000, 64, False, {}),
-    "16x1000+64 padded": (16, 1000, 64, True, {}),
-    "8x8000+32": (8, 8000, 32, False, {}),
-    "1x1000+64 static": (1, 1000, 64, False, {"cache_implementation": "static"}),
+        "head_dim": head_size,
+    }
+    return Model("LlamaConfig", sizes, 8)
+
+
+MODELS = {
+    "llama-1b": _llama(2048, 8192, 16, 64),
+    "llama-8b": _llama(4096, 14336, 32, 128),
+    "gemma3-4b": Model(
+        "Gemma3TextConfig",
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 1024,
+        },
+        12,
+    ),
+    "gpt-oss-20b": Model("GptOssConfig", {"num_hidden_layers": 24}, 6),
 }
 
 
-def build_model(name: str, layers: int | None) -> Any:
+@dataclass(frozen=True)
+class Row:
+    """One workload.
+
+    Attributes:
+        requests, prompt, tokens: requests, tokens of the longest prompt, new tokens.
+        shortest: tokens of the shortest prompt; None where all are equal.
+        arguments: further arguments of `generate`.
+        run: "turns", "compiled" or "batch".
+    """
+
+    requests: int
+    prompt: int
+    tokens: int
+    shortest: int | None = None
+    arguments: tuple[tuple[str, Any], ...] = ()
+    run: str = "turns"
+
+
+_STATIC = (("cache_implementation", "static"),)
+ROWS = {
+    "1x1000+64": Row(1, 1000, 64),
+    "16x1000+64 padded": Row(16, 1000, 64, 500),
+    "8x8000+32": Row(8, 8000, 32),
+    "1x1000+64 static": Row(1, 1000, 64, None, (*_STATIC, ("disable_compile", True))),
+    "1x1000+64 compiled": Row(1, 1000, 64, None, _STATIC, "compiled"),
+    "16x1000+64 padded compiled": Row(16, 1000, 64, 500, _STATIC, "compiled"),
+    "64x50..2000+64 batch": Row(64, 2000, 64, 50, (), "batch"),
+}
+
+
+def build_model(name: str, few_layers: bool) -> Any:
     """A decoder on the GPU; no token ends a sequence."""
     torch.manual_seed(0)
-    sizes = MODELS[name] | ({} if layers is None else {"num_hidden_layers": layers})
-    config = transformers.LlamaConfig(
+    shape = MODELS[name]
+    sizes = shape.sizes | ({"num_hidden_layers": shape.few_layers} if few_layers else {})
+    config = getattr(transformers, shape.config)(
         **sizes,
-        vocab_size=32000,
+        vocab_size=VOCABULARY,
         max_position_embeddings=16384,
         pad_token_id=0,
+        bos_token_id=1,
         eos_token_id=None,
     )
     with torch.device("cuda"):
-        return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.generation_config.eos_token_id = None
+    return model
 
 
-def build_batch(requests: int, prompt: int, padded: bool) -> dict[str, torch.Tensor]:
-    """Random prompts; with `padded`, lengths fall from `prompt` to half of it."""
+def prompt_lengths(row: Row) -> list[int]:
+    """Tokens of each prompt, the longest first."""
+    if row.shortest is None:
+        return [row.prompt] * row.requests
+    step = (row.prompt - row.shortest) / max(1, row.requests - 1)
+    return [round(row.prompt - step * index) for index in range(row.requests)]
+
+
+def build_batch(row: Row) -> dict[str, torch.Tensor]:
+    """Random prompts of a row, padded on the left."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, 32000, (requests, prompt), generator=generator)
-    step = prompt // (2 * requests) if padded else 0
-    mask = torch.stack([torch.arange(prompt) >= step * request for request in range(requests)])
+    ids = torch.randint(2, VOCABULARY, (row.requests, row.prompt), generator=generator)
+    columns = torch.arange(row.prompt)
+    mask = torch.stack([columns >= row.prompt - length for length in prompt_lengths(row)])
     return {"input_ids": (ids * mask).cuda(), "attention_mask": mask.long().cuda()}
 
 
-def run(model: Any, name: str, batch: dict[str, torch.Tensor], tokens: int, extra: Any) -> Any:
-    """Seconds of one greedy `generate`, and its tokens."""
+def run_generate(model: Any, name: str, row: Row, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The tokens of one greedy `generate`."""
     model.set_attn_implementation(name)
+    found: torch.Tensor = model.generate(
+        **batch, max_new_tokens=row.tokens, do_sample=False, **dict(row.arguments)
+    )
+    return found[:, row.prompt :]
+
+
+def run_batch(model: Any, name: str, row: Row, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The tokens of one greedy `generate_batch`; its cache and graphs are kept for the next."""
+    paged = f"paged|{name}"
+    known = transformers.AttentionInterface._global_mapping
+    model.set_attn_implementation(paged if name == "sdpa" and paged in known else name)
+    prompts = [
+        ids[mask > 0].tolist()
+        for ids, mask in zip(batch["input_ids"].cpu(), batch["attention_mask"].cpu(), strict=True)
+    ]
+    # Shared blocks would let a second run skip its prompts.
+    settings: dict[str, Any] = {"allow_block_sharing": False}
+    if hasattr(transformers.ContinuousBatchingConfig(), "auto_switch_to_flash"):
+        settings["auto_switch_to_flash"] = False
+    outputs = model.generate_batch(
+        inputs=prompts,
+        generation_config=transformers.GenerationConfig(
+            max_new_tokens=row.tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(**settings),
+        persistent_manager=True,
+        progress_bar=False,
+    )
+    keys = sorted(outputs, key=lambda key: int(key.rpartition("_")[2]))
+    made = [outputs[key].generated_tokens for key in keys]
+    if len(made) != row.requests or any(len(tokens) != row.tokens for tokens in made):
+        errors = {output.error for output in outputs.values()}
+        raise RuntimeError(f"{len(made)} of {row.requests} requests were finished: {errors}")
+    return torch.tensor(made)
+
+
+def timed(run: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
+    """Seconds of a call, and its tokens."""
     torch.cuda.synchronize()
     started = time.perf_counter()
-    found = model.generate(**batch, max_new_tokens=tokens, do_sample=False, **extra)
+    tokens = run()
     torch.cuda.synchronize()
-    return time.perf_counter() - started, found[:, batch["input_ids"].shape[1] :]
+    return time.perf_counter() - started, tokens.cpu()
 
 
-def measure(model: Any, row: str, names: list[str], rounds: int) -> dict[str, Any]:
-    """Tokens per second and compiled kernels of each implementation."""
-    requests, prompt, tokens, padded, extra = ROWS[row]
-    batch, found = build_batch(requests, prompt, padded), {}
-    seconds: dict[str, list[float]] = {}
-    tokens_of: dict[str, torch.Tensor] = {}
-    for name in names:
-        try:
-            first, _ = run(model, name, batch, tokens, extra)
-        except Exception as error:
-            found[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
-            continue
-        seconds[name] = []
-        found[name] = {"first_run_s": first}
-    for _ in range(rounds):
-        for name, values in seconds.items():
-            with compiled_kernels() as compiled:
-                second, generated = run(model, name, batch, tokens, extra)
-            values.append(second)
-            found[name]["compiled"] = found[name].get("compiled", 0) + len(compiled)
-            tokens_of[name] = generated
-    for name, values in seconds.items():
-        found[name]["tokens_per_s"] = requests * tokens / statistics.median(values)
-    reference = tokens_of[next(iter(tokens_of))]
-    for name, generated in tokens_of.items():
+def release(model: Any) -> None:
+    """Free what an implementation has compiled, captured or allocated."""
+    destroy = getattr(model, "destroy_cached_continuous_batching_manager", None)
+    if destroy is not None:
+        destroy()
+    torch._dynamo.reset()
+    counters.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+class Measurement:
+    """One implementation in one row: its first run, then timed ones."""
+
+    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
+        """Run once.
+
+        Args:
+            run: returns the tokens `[requests, tokens]`.
+        """
+        self._run, self._seconds, self._compiled, self._new_graphs = run, [], 0, 0
+        counters.clear()
+        self._first, self.tokens = timed(run)
+        self._graphs = counters["stats"]["unique_graphs"]
+        self._breaks = sum(counters["graph_break"].values())
+
+    def repeat(self) -> None:
+        """One timed run."""
+        counters.clear()
+        with compiled_kernels() as compiled:
+            seconds, self.tokens = timed(self._run)
+        self._seconds.append(seconds)
+        self._compiled += len(compiled)
+        self._new_graphs += counters["stats"]["unique_graphs"]
+
+    def result(self, reference: torch.Tensor) -> dict[str, Any]:
+        """The figures, with the share of tokens that equal those of the first implementation."""
         # With random weights, rounding decides near ties, so that later tokens may differ.
-        found[name]["equal_tokens"] = (
-            (generated == reference).cummin(1).values.float().mean().item()
-        )
+        equal = (self.tokens == reference).cummin(1).values.float().mean().item()
+        return {
+            "tokens_per_s": self.tokens.numel() / statistics.median(self._seconds),
+            "first_run_s": self._first,
+            "compiled": self._compiled,
+            "graphs": self._graphs,
+            "breaks": self._breaks,
+            "new_graphs": self._new_graphs,
+            "equal_tokens": equal,
+        }
+
+
+def measure(model: Any, row: Row, names: list[str], rounds: int) -> dict[str, Any]:
+    """The figures of each implementation in a row, or its error."""
+    batch, found = build_batch(row), {}
+    run = run_batch if row.run == "batch" else run_generate
+    measured: dict[str, Measurement] = {}
+    for name in names:
+        if name == "sdpa" and not model._supports_sdpa:
+            continue
+        if row.run != "turns":
+            release(model)
+        try:
+            measured[name] = Measurement(lambda name=name: run(model, name, row, batch))
+            if row.run != "turns":
+                for _ in range(rounds):
+                    measured[name].repeat()
+        except Exception as error:  # an implementation that is not installed, memory, a refusal
+            measured.pop(name, None)
+            found[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
+    for _ in range(rounds if row.run == "turns" else 0):
+        for measurement in measured.values():
+            measurement.repeat()
+    release(model)
+    for name, measurement in measured.items():
+        found[name] = measurement.result(next(iter(measured.values())).tokens)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--models", nargs="+", default=["1b"], choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=["llama-1b"], choices=MODELS)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
-    parser.add_argument("--implementations", nargs="+", default=["sdpa", "attnlib"])
-    parser.add_argument("--layers", type=int, help="layers of the model (default: those of it)")
+    parser.add_argument(
+        "--implementations",
+        nargs="+",
+        default=["sdpa", "eager", "flash_attention_2", "flash_attention_3", "attnlib"],
+        help="eager runs for models without sdpa only, unless it is named here",
+    )
+    parser.add_argument("--few-layers", action="store_true", help="fewer layers than the model has")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="write the results to this JSON file")
     options = parser.parse_args()
     integration.register()
+    transformers.logging.set_verbosity_error()
+    default = parser.get_default("implementations")
     results: dict[str, Any] = {}
-    with torch.inference_mode():
-        for name in options.models:
-            model = build_model(name, options.layers)
-            for row in options.rows:
-                results[f"{name} {row}"] = measure(
-                    model, row, options.implementations, options.rounds
-                )
-                print(name, row, json.dumps(results[f"{name} {row}"]), flush=True)
-            del model
-    if options.out:
-        options.out.write_text(json.dumps({**provenance(), "rows": results}, indent=1) + "\n")
+    for name in options.models:
+        model = build_model(name, options.few_layers)
+        names = list(options.implementations)
+        if names == default and model._supports_sdpa:
+            names.remove("eager")
+        for label in options.rows:
+            found = measure(model, ROWS[label], names, options.rounds)
+            results[f"{name} {label}"] = found
+            print(name, label, json.dumps(found), flush=True)
+            if options.out:  # after each row, so that a stopped run keeps the rows before
+                facts = {**provenance(), "transformers": transformers.__version__}
+                options.out.write_text(json.dumps({**facts, "rows": results}, indent=1) + "\n")
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
