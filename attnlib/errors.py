@@ -6,6 +6,7 @@
     |- UnsupportedConfigError     the backend does not support the spec (also a ValueError)
     |- LayoutMismatchError        no common cache layout or block size (also a ValueError)
     |- ContractError              a tensor or number violates a rule (also a ValueError)
+    |  `- AssertedContractError   one that vLLM's interface asserts (also an AssertionError)
     |- CacheExhaustedError        no free block is left (also a RuntimeError)
     |- RegistrationError          a class does not fit the backend interface (also a TypeError)
     `- EnvironmentVariableError   an ATTNLIB_* variable does not parse (also a ValueError)
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = [
+    "AssertedContractError",
     "AttnlibError",
     "BackendUnavailableError",
     "CacheExhaustedError",
@@ -111,6 +113,10 @@ class ContractError(AttnlibError, ValueError):
     def __init__(self, message: str, *, rule: str = "") -> None:
         super().__init__(f"{message} [{rule}]" if rule else message)
         self.rule = rule
+
+
+class AssertedContractError(ContractError, AssertionError):
+    """A violation for which the original of an interface, such as vLLM's, has an assertion."""
 
 
 class CacheExhaustedError(AttnlibError, RuntimeError):

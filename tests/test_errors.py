@@ -13,6 +13,7 @@ import attnlib
 from attnlib import env, errors
 from attnlib.backends.torch import TorchBackend
 from attnlib.cache.layout import negotiate_layout, set_kv_cache_layout
+from attnlib.ops.block_sparse import BlockSparsePattern
 from attnlib.selection import unregister_backend
 from attnlib.workspace import Workspace
 
@@ -140,6 +141,11 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
         lambda: attnlib.PagedKVCache.allocate(SPEC, 2, "cpu").copy_blocks([(0, 2)]),
         ("destination block 2 (index 0)", "pool of 2 blocks (0 to 1)", "[P3]"),
     ),
+    "block-sparse blocks": (
+        errors.AssertedContractError,
+        lambda: BlockSparsePattern(1, 4, 24, 0, 4, 2, 0).check(16),
+        ("blocksparse_block_size 24", "the cache's block size 16", "choose a multiple of it"),
+    ),
     "workspace": (
         errors.ContractError,
         lambda: Workspace(torch.device("cpu"), 8, fixed=True).reserve(9),
@@ -220,11 +226,7 @@ def test_the_docstring_lists_the_classes_and_their_bases() -> None:
     """Each class, and the built-in exception that it also derives from."""
     listed = dict(re.findall(r"[|`]- (\w+) .*?\(also an? (\w+)\)", errors.__doc__ or ""))
     built_in = {
-        name: next(
-            base.__name__
-            for base in getattr(errors, name).__mro__
-            if base.__module__ == "builtins" and base is not Exception
-        )
+        name: getattr(errors, name).__bases__[-1].__name__
         for name in errors.__all__
         if name not in ("AttnlibError", "Rejection")
     }

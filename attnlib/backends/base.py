@@ -27,7 +27,7 @@ from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.paged_builder import PagedMetadataBuilder
 from attnlib.metadata.state import AttentionState
-from attnlib.ops.block_moves import swap_tensor_blocks
+from attnlib.ops.block_moves import KeysAndValues, swap_tensor_blocks
 from attnlib.spec import AttentionSpec
 from attnlib.tuning.tuner import Tuner
 
@@ -171,45 +171,46 @@ class AttentionBackend(ABC):
 
     @staticmethod
     def copy_blocks(
-        kv_caches: Sequence[PagedKVCache] | Sequence[torch.Tensor], src_to_dists: BlockPairs
+        kv_caches: Sequence[PagedKVCache] | Sequence[KeysAndValues], src_to_dists: BlockPairs
     ) -> None:
         """Copy blocks within the cache of each layer; see `PagedKVCache.copy_blocks`.
 
         Args:
-            kv_caches: caches, or tensors `[2, B, ...]` as `get_kv_cache_shape` describes them.
+            kv_caches: caches, tensors `[2, B, ...]` as `get_kv_cache_shape` describes them, or
+                pairs of keys and values `[B, ...]`.
             src_to_dists: `[n, 2]`, (source block, destination block).
         """
         for cache in kv_caches:
-            if isinstance(cache, torch.Tensor):
-                swap_tensor_blocks(cache, cache, src_to_dists)
-            else:
+            if isinstance(cache, PagedKVCache):
                 cache.copy_blocks(src_to_dists)
+            else:
+                swap_tensor_blocks(cache, cache, src_to_dists)
 
     @staticmethod
     def swap_blocks(
-        src_kv_cache: PagedKVCache | torch.Tensor,
-        dst_kv_cache: PagedKVCache | torch.Tensor,
+        src_kv_cache: PagedKVCache | KeysAndValues,
+        dst_kv_cache: PagedKVCache | KeysAndValues,
         src_to_dst: BlockPairs,
     ) -> None:
         """Copy blocks to another cache, also across devices; see `PagedKVCache.swap_blocks`.
 
         Args:
-            src_kv_cache: a cache, or a tensor `[2, B, ...]`.
-            dst_kv_cache: likewise; both are caches or both are tensors.
+            src_kv_cache: a cache, a tensor `[2, B, ...]`, or a pair of keys and values.
+            dst_kv_cache: likewise; both are caches or neither is.
             src_to_dst: `[n, 2]`, (source block, destination block).
 
         Raises:
             ContractError: ids outside a cache, caches of different kinds; nothing is written.
         """
-        if isinstance(src_kv_cache, torch.Tensor) and isinstance(dst_kv_cache, torch.Tensor):
-            swap_tensor_blocks(src_kv_cache, dst_kv_cache, src_to_dst)
-        elif isinstance(src_kv_cache, PagedKVCache) and isinstance(dst_kv_cache, PagedKVCache):
+        if isinstance(src_kv_cache, PagedKVCache) and isinstance(dst_kv_cache, PagedKVCache):
             src_kv_cache.swap_blocks(dst_kv_cache, src_to_dst)
-        else:
+        elif isinstance(src_kv_cache, PagedKVCache) or isinstance(dst_kv_cache, PagedKVCache):
             raise ContractError(
                 f"swap_blocks got a {type(src_kv_cache).__name__} and a "
                 f"{type(dst_kv_cache).__name__}; pass two PagedKVCache or two tensors [2, B, ...]"
             )
+        else:
+            swap_tensor_blocks(src_kv_cache, dst_kv_cache, src_to_dst)
 
     @classmethod
     def make_metadata(cls, *args: Any, **kwargs: Any) -> AttentionMetadata:

@@ -10,6 +10,7 @@ import torch
 from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.cache.storage import BlockPairs, PagedKVCache
 from attnlib.errors import UnsupportedConfigError
+from attnlib.ops.block_moves import KeysAndValues
 
 __all__ = ["PlaceholderBackend"]
 
@@ -43,14 +44,14 @@ class PlaceholderBackend(AttentionBackend):
 
     @staticmethod
     def copy_blocks(
-        kv_caches: Sequence[PagedKVCache] | Sequence[torch.Tensor], src_to_dists: BlockPairs
+        kv_caches: Sequence[PagedKVCache] | Sequence[KeysAndValues], src_to_dists: BlockPairs
     ) -> None:
         """Does nothing: there are no blocks."""
 
     @staticmethod
     def swap_blocks(
-        src_kv_cache: PagedKVCache | torch.Tensor,
-        dst_kv_cache: PagedKVCache | torch.Tensor,
+        src_kv_cache: PagedKVCache | KeysAndValues,
+        dst_kv_cache: PagedKVCache | KeysAndValues,
         src_to_dst: BlockPairs,
     ) -> None:
         """Does nothing: there are no blocks."""

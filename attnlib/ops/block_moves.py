@@ -16,7 +16,9 @@ from attnlib.ops.addresses import as_id
 
 __all__ = [
     "BlockPairs",
+    "KeysAndValues",
     "check_ids",
+    "checked_move",
     "checked_pairs",
     "move_blocks",
     "swap_tensor_blocks",
@@ -27,6 +29,9 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 BlockPairs = Sequence[tuple[int, int]] | torch.Tensor
 """(source, destination) block ids, or an integer tensor `[n, 2]`."""
+
+KeysAndValues = torch.Tensor | Sequence[torch.Tensor]
+"""Keys and values of blocks: a tensor `[2, B, ...]`, or two tensors `[B, ...]`."""
 
 
 def checked_pairs(
@@ -123,13 +128,13 @@ def move_blocks(
         _as_bytes(view).index_copy_(0, put, blocks.to(put.device))
 
 
-def swap_tensor_blocks(source: torch.Tensor, target: torch.Tensor, pairs: BlockPairs) -> None:
-    """Copy whole blocks from one cache tensor `[2, B, ...]` to another one or within it.
+def swap_tensor_blocks(source: KeysAndValues, target: KeysAndValues, pairs: BlockPairs) -> None:
+    """Copy whole blocks from one cache to another one or within it.
 
     All sources are read before the first target is written.
 
     Args:
-        source: keys and values of B blocks.
+        source: keys and values of B blocks, a tensor `[2, B, ...]` or two tensors `[B, ...]`.
         target: keys and values of B' blocks of the same shape and dtype, on any device.
         pairs: `[n, 2]`, (source block, target block), read on the host.
 
@@ -137,13 +142,34 @@ def swap_tensor_blocks(source: torch.Tensor, target: torch.Tensor, pairs: BlockP
         ContractError: ids that are not integers or outside a cache, a target that occurs twice, or
             caches that differ in the shape of a block or in dtype; nothing is written.
     """
-    if source.shape[2:] != target.shape[2:] or source.dtype != target.dtype:
+    move_blocks(*checked_move(source, target, pairs))
+
+
+def checked_move(
+    source: KeysAndValues, target: KeysAndValues, pairs: BlockPairs
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], list[int], list[int]]:
+    """The arguments of `move_blocks`, checked; see `swap_tensor_blocks`."""
+    sources, targets = _keys_and_values(source), _keys_and_values(target)
+    for one, other in zip(sources, targets, strict=True):
+        if one.shape[1:] != other.shape[1:] or one.dtype != other.dtype:
+            raise ContractError(
+                f"swap_blocks needs blocks of one kind: the source has {tuple(one.shape[1:])} "
+                f"{one.dtype} and the target {tuple(other.shape[1:])} {other.dtype} per block"
+            )
+    num_source, num_target = (min(len(x) for x in views) for views in (sources, targets))
+    return sources, targets, *checked_pairs(pairs, num_source, num_target)
+
+
+def _keys_and_values(cache: KeysAndValues) -> tuple[torch.Tensor, ...]:
+    """The tensors `[B, ...]` of keys and of values."""
+    views = tuple(cache)
+    if len(views) != 2 or not all(isinstance(x, torch.Tensor) and x.dim() for x in views):
+        shape = tuple(cache.shape) if isinstance(cache, torch.Tensor) else type(cache).__name__
         raise ContractError(
-            f"swap_blocks needs blocks of one kind: the source has {tuple(source.shape[2:])} "
-            f"{source.dtype} and the target {tuple(target.shape[2:])} {target.dtype} per block"
+            f"a cache is {shape}; pass a tensor [2, blocks, ...] or the pair of keys and values "
+            "[blocks, ...]"
         )
-    source_ids, target_ids = checked_pairs(pairs, source.shape[1], target.shape[1])
-    move_blocks(source.unbind(), target.unbind(), source_ids, target_ids)
+    return views
 
 
 def zero_blocks(views: Sequence[torch.Tensor], ids: list[int]) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnlib.errors import ContractError
+from attnlib.errors import AssertedContractError
 
 __all__ = ["BlockSparsePattern"]
 
@@ -47,9 +47,9 @@ class BlockSparsePattern:
     tp_rank: int
 
     def check(self, cache_block_size: int) -> None:
-        """Raise ContractError unless a sparse block is a whole number of cache blocks."""
+        """Raise AssertedContractError unless a sparse block is a whole number of cache blocks."""
         if self.block_size <= 0 or self.block_size % cache_block_size:
-            raise ContractError(
+            raise AssertedContractError(
                 f"blocksparse_block_size {self.block_size} is not a positive multiple of "
                 f"the cache's block size {cache_block_size}: choose a multiple of it"
             )

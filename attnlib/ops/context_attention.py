@@ -36,10 +36,11 @@ def context_attention_fwd(
 
     Args:
         q: `[T, Hq, D]`.
-        k: `[T, Hkv, D]`.
-        v: `[T, Hkv, Dv]`.
-        o: `[T, Hq, Dv]`, written; rows of no sequence keep their content.
-        b_start_loc: `[R]`, the first token of each sequence, with gaps and in any order.
+        k: `[Tk, Hkv, D]`; row i holds the key of query i.
+        v: `[Tk, Hkv, Dv]`, likewise.
+        o: `[To, Hq, Dv]`, written; rows of no sequence keep their content.
+        b_start_loc: `[R]`, the first token of each sequence, with gaps and in any order. Further
+            entries, as the total at the end of cumulative lengths, are not read.
         b_seq_len: `[R]`, tokens of each sequence.
         max_input_len: upper bound of the sequence lengths.
         is_causal: whether a token sees no later ones.
@@ -51,23 +52,15 @@ def context_attention_fwd(
         ContractError: tensors whose shapes do not fit each other, or, on a CPU and under
             ATTNLIB_VALIDATE, sequences outside of the tokens or longer than `max_input_len`.
     """
-    tokens, num_heads, head_size = q.shape
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, o {tuple(o.shape)}"
-    if (
-        k.shape[:2] != v.shape[:2]
-        or (k.shape[0], k.shape[2]) != (tokens, head_size)
-        or o.shape != (tokens, num_heads, v.shape[2])
-        or num_heads % max(1, k.shape[1])
-    ):
-        raise ContractError(
-            f"{shapes}: they must be [T, Hq, D], [T, Hkv, D], [T, Hkv, Dv] and [T, Hq, Dv], with "
-            "Hq a multiple of Hkv"
-        )
-    if b_start_loc.shape != b_seq_len.shape or b_seq_len.dim() != 1:
+    tokens = _rows_of_all(q, k, v, o)
+    q, k, v, o = (x[:tokens] if x.shape[0] > tokens else x for x in (q, k, v, o))
+    head_size, num_seqs = q.shape[2], b_seq_len.numel()
+    if b_start_loc.dim() != 1 or b_seq_len.dim() != 1 or b_start_loc.shape[0] < num_seqs:
         raise ContractError(
             f"b_start_loc {tuple(b_start_loc.shape)} and b_seq_len {tuple(b_seq_len.shape)} must "
             "have one element per sequence, [R]"
         )
+    b_start_loc = b_start_loc[:num_seqs]
     _check_sequences(b_start_loc, b_seq_len, tokens, max_input_len)
     params = AttentionParams(
         scale=head_size**-0.5 if softmax_scale is None else softmax_scale,
@@ -77,6 +70,27 @@ def context_attention_fwd(
     operation("context_attention", "context_attention", q)(
         q, k, v, b_start_loc, b_seq_len, params, max_seq_len=max_input_len, out=o
     )
+
+
+def _rows_of_all(q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> int:
+    """The rows that queries, keys, values and outputs all have.
+
+    Raises:
+        ContractError: heads or head sizes that do not fit each other.
+    """
+    if (
+        not q.dim() == k.dim() == v.dim() == o.dim() == 3
+        or k.shape[1] != v.shape[1]
+        or k.shape[2] != q.shape[2]
+        or o.shape[1:] != (q.shape[1], v.shape[2])
+        or q.shape[1] % max(1, k.shape[1])
+    ):
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, o {tuple(o.shape)}"
+        raise ContractError(
+            f"{shapes}: they must be [T, Hq, D], [T, Hkv, D], [T, Hkv, Dv] and [T, Hq, Dv], with "
+            "Hq a multiple of Hkv"
+        )
+    return min(x.shape[0] for x in (q, k, v, o))
 
 
 def _check_sequences(starts: Tensor, lengths: Tensor, tokens: int, longest: int) -> None:

@@ -22,7 +22,9 @@ _MODULES = {
 """Operations that no attention layer runs, and the modules that hold them."""
 
 
-def operation(module: str, name: str, rows: Tensor) -> Callable[..., Any]:
+def operation(
+    module: str, name: str, rows: Tensor, *, in_torch: bool = False
+) -> Callable[..., Any]:
     """The operation `name` of `ops.triton` or `ops.torch`, whose signatures are equal.
 
     Args:
@@ -30,8 +32,9 @@ def operation(module: str, name: str, rows: Tensor) -> Callable[..., Any]:
         name: the operation.
         rows: the queries or new keys of the call. Triton serves float16, bfloat16 and float32 on a
             GPU, torch everything else, also where triton is not installed.
+        in_torch: torch serves the call on every device.
     """
-    served = rows.is_cuda and rows.dtype in _KERNEL_DTYPES and _has_triton()
+    served = not in_torch and rows.is_cuda and rows.dtype in _KERNEL_DTYPES and _has_triton()
     return _load("triton" if served else "torch", module, name)
 
 

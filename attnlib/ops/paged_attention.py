@@ -3,28 +3,34 @@
 Code that uses that interface can switch to attnlib and keep its cache. The layout is not the one of
 the P-rules (see `packed_cache`). On a GPU, Triton kernels read and write it
 (`triton/packed_attention.py`): no call synchronizes with the host, and a CUDA graph can capture all
-of them. On a CPU, and for dtypes without kernels, plain torch serves it
+of them. On a CPU, and for dtypes and block sizes without kernels, plain torch serves it
 (`torch/packed_attention.py`). `block_sparse` describes the pattern of block-sparse decode.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import check_slot_values, check_starts
-from attnlib.ops.block_moves import checked_pairs, swap_tensor_blocks
+from attnlib.ops.block_moves import KeysAndValues, checked_move, move_blocks
 from attnlib.ops.block_sparse import BlockSparsePattern
-from attnlib.ops.dispatch import operation
 from attnlib.ops.packed_cache import typed_cache
-from attnlib.ops.paged_attention_batch import PagedAttentionMetadata, check_blocks, params_of
+from attnlib.ops.paged_attention_batch import (
+    PagedAttentionMetadata,
+    check_blocks,
+    packed_operation,
+    params_of,
+)
 
 __all__ = ["PagedAttention", "PagedAttentionMetadata"]
 
 _PARTITION_SIZE = 512
 """Keys per partition of vLLM's kernels, for code that sizes buffers by it. The kernels of attnlib
-choose the splits of a request themselves, and any block size that is a power of two is allowed."""
+choose the splits of a request themselves, and any block size is allowed."""
 
 
 class PagedAttention:
@@ -80,14 +86,11 @@ class PagedAttention:
         """Write keys and values to their slots (P4).
 
         Args:
-            key: `[T, Hkv, D]`.
-            value: `[T, Hkv, D]`.
-            key_cache: `[B, Hkv, D / x, N, x]`.
-            value_cache: `[B, Hkv, D, N]`.
+            key, value: `[T, Hkv, D]`.
+            key_cache, value_cache: `[B, Hkv, D / x, N, x]` and `[B, Hkv, D, N]`.
             slot_mapping: `[T]` int64 of any shape with T elements; a negative slot writes nothing.
             kv_cache_dtype: what uint8 caches hold: "fp8", "fp8_e4m3" or "fp8_e5m2".
-            k_scale: scale of a float8 key cache, a float, a 0-d or `[Hkv]` tensor.
-            v_scale: the same for values.
+            k_scale, v_scale: scales of a float8 cache, floats, 0-d or `[Hkv]` tensors.
 
         Raises:
             ContractError: on a CPU and under ATTNLIB_VALIDATE, a slot past the cache.
@@ -97,7 +100,7 @@ class PagedAttention:
         if key_cache.dtype.itemsize > 1:
             k_scale = v_scale = 1.0  # a plain cache has no scales
         check_slot_values(slot_mapping.flatten(), value_cache.shape[0] * value_cache.shape[3])
-        operation("packed_attention", "packed_write", key)(
+        packed_operation("packed_write", key, value_cache)(
             key, value, key_cache, value_cache, slot_mapping.flatten().long(),
             k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
@@ -158,7 +161,7 @@ class PagedAttention:
             )  # fmt: skip
             pattern.check(value_cache.shape[3])
         out = torch.empty_like(query)
-        operation("packed_attention", "packed_decode", query)(
+        packed_operation("packed_decode", query, value_cache)(
             query, key_cache, value_cache, block_tables, seq_lens,
             params_of(key_cache, scale, alibi_slopes, k_scale, v_scale),
             max_seq_len=max_seq_len, out=out, pattern=pattern,
@@ -186,8 +189,7 @@ class PagedAttention:
 
         Args:
             query: `[T, Hq, D]`.
-            key: `[T, Hkv, D]`, keys of the new tokens; used as given, not as the cache stores them.
-            value: `[T, Hkv, D]`, likewise.
+            key, value: `[T, Hkv, D]` of the new tokens, as given, not as the cache stores them.
             kv_cache_dtype: what uint8 caches hold.
             key_cache: `[B, Hkv, D / x, N, x]`, read for the context of seq_len - query_len keys.
             value_cache: `[B, Hkv, D, N]`, likewise.
@@ -198,8 +200,7 @@ class PagedAttention:
             alibi_slopes: `[Hq]` float32, or None.
             sliding_window: number of visible keys, the query's own included; None or <= 0 is
                 unbounded.
-            k_scale: scale of a float8 key cache.
-            v_scale: the same for values.
+            k_scale, v_scale: scales of a float8 cache.
 
         Returns:
             `[T, Hq, D]`; rows at or past `query_start_loc[-1]` are 0.
@@ -215,7 +216,7 @@ class PagedAttention:
         left = sliding_window - 1 if sliding_window is not None and sliding_window > 0 else -1
         scale = float(query.shape[-1] ** -0.5)
         out = torch.empty_like(query)
-        operation("packed_attention", "packed_prefill", query)(
+        packed_operation("packed_prefill", query, value_cache)(
             query, key, value, key_cache, value_cache, block_tables, query_start_loc,
             seq_lens_tensor, params_of(key_cache, scale, alibi_slopes, k_scale, v_scale, left),
             max_query_len=max_query_len, out=out,
@@ -223,12 +224,14 @@ class PagedAttention:
         return out
 
     @staticmethod
-    def swap_blocks(src_kv_cache: Tensor, dst_kv_cache: Tensor, src_to_dst: Tensor) -> None:
+    def swap_blocks(
+        src_kv_cache: KeysAndValues, dst_kv_cache: KeysAndValues, src_to_dst: Tensor
+    ) -> None:
         """Copy whole blocks from one cache to another, which may be on another device.
 
         Args:
-            src_kv_cache: `[2, B, ...]`.
-            dst_kv_cache: `[2, B', ...]`.
+            src_kv_cache: `[2, B, ...]`, or the pair of keys and values `[B, ...]`.
+            dst_kv_cache: `[2, B', ...]`, or such a pair.
             src_to_dst: `[n, 2]`, (source block, target block), read on the host. All sources are
                 read before the first target is written.
 
@@ -236,12 +239,12 @@ class PagedAttention:
             ContractError: ids that are not integers or outside the cache, a target that occurs
                 twice, or caches that differ in block size or dtype; nothing is written.
         """
-        swap_tensor_blocks(src_kv_cache, dst_kv_cache, src_to_dst)
+        move_blocks(*checked_move(src_kv_cache, dst_kv_cache, src_to_dst))
 
     @staticmethod
-    def copy_blocks(kv_caches: list[Tensor], src_to_dists: Tensor) -> None:
+    def copy_blocks(kv_caches: Sequence[KeysAndValues], src_to_dists: Tensor) -> None:
         """Copy whole blocks within the cache of each layer; see `swap_blocks`."""
-        for kv_cache in kv_caches:  # all are checked before the first is written
-            checked_pairs(src_to_dists, kv_cache.shape[1], kv_cache.shape[1])
-        for kv_cache in kv_caches:
-            PagedAttention.swap_blocks(kv_cache, kv_cache, src_to_dists)
+        # All are checked before the first is written.
+        moves = [checked_move(kv_cache, kv_cache, src_to_dists) for kv_cache in kv_caches]
+        for move in moves:
+            move_blocks(*move)

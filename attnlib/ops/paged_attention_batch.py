@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from attnlib.ops.addresses import check_block_table
+from attnlib.ops.dispatch import operation
 from attnlib.ops.params import AttentionParams
 
-__all__ = ["PagedAttentionMetadata", "check_blocks", "params_of"]
+__all__ = ["PagedAttentionMetadata", "check_blocks", "packed_operation", "params_of"]
 
 
 @dataclass
@@ -30,6 +33,19 @@ class PagedAttentionMetadata:
 def check_blocks(value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor) -> None:
     """Whether the blocks of sequences exist; values on a CPU and under ATTNLIB_VALIDATE."""
     check_block_table(block_tables, seq_lens, value_cache.shape[3], value_cache.shape[0])
+
+
+def packed_operation(name: str, rows: Tensor, value_cache: Tensor) -> Callable[..., Any]:
+    """The operation that serves a call over a packed cache.
+
+    Args:
+        name: "packed_write", "packed_decode" or "packed_prefill".
+        rows: the queries or new keys.
+        value_cache: `[B, Hkv, D, N]`. The kernels read N positions at a time, a power of two; torch
+            serves other block sizes on every device, and reads the lengths on the host.
+    """
+    block_size = value_cache.shape[-1]
+    return operation("packed_attention", name, rows, in_torch=block_size & (block_size - 1) != 0)
 
 
 def params_of(

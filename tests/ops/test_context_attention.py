@@ -106,7 +106,30 @@ def test_shapes_that_do_not_fit() -> None:
     with pytest.raises(ContractError, match="Hq a multiple of Hkv"):
         context_attention_fwd(q, k, k, q.clone(), lens, lens, 4)
     with pytest.raises(ContractError, match="one element per sequence"):
-        context_attention_fwd(q, q, q, q.clone(), torch.tensor([0, 1]), lens, 4)
+        context_attention_fwd(q, q, q, q.clone(), torch.tensor([0]), torch.tensor([1, 2]), 4)
+    with pytest.raises(ContractError, match="Hq a multiple of Hkv"):
+        context_attention_fwd(q[0], q, q, q.clone(), lens, lens, 4)
+
+
+def test_cumulative_starts_and_tensors_with_further_rows(package: str) -> None:
+    """Only rows of sequences are read and written, and only the first R starts."""
+    q = torch.randn(12, HEADS, 32)
+    k, v = torch.full((2, 20, KV_HEADS, 32), math.nan)
+    k[:12], v[:12] = torch.randn(2, 12, KV_HEADS, 32)
+    o, starts = torch.full((17, HEADS, 32), 7.0), torch.tensor([0, 5, 12])
+    context_attention_fwd(q, k, v, o, starts, starts.diff(), 7)
+    wanted, _ = naive_varlen_attention(
+        q, k[:12], v[:12], starts, starts, scale=32**-0.5, causal=True
+    )
+    torch.testing.assert_close(o[:12].double(), wanted, atol=2e-5, rtol=2e-5)
+    assert bool((o[12:] == 7.0).all())
+
+
+def test_fewer_keys_than_the_sequences_need_are_refused() -> None:
+    q, kv, out = torch.zeros(8, HEADS, 16), torch.zeros(6, KV_HEADS, 16), torch.ones(8, HEADS, 16)
+    with pytest.raises(ContractError, match=r"b_start_loc \+ b_seq_len\[0\]=8 must be from 0 to 6"):
+        context_attention_fwd(q, kv, kv, out, torch.tensor([0]), torch.tensor([8]), 8)
+    assert bool((out == 1).all())
 
 
 @pytest.mark.parametrize(

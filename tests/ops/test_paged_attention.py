@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from attnlib.errors import ContractError
 from attnlib.ops.paged_attention import PagedAttention, PagedAttentionMetadata
+from attnlib.ops.paged_attention_batch import packed_operation
 from tests.ops.naive import naive_attention, naive_varlen_attention
 
 HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 6, 2, 32, 8, 24
@@ -289,6 +291,27 @@ def test_swap_and_copy_blocks(dtype: torch.dtype) -> None:
         assert torch.equal(layer.float(), old)
 
 
+def test_blocks_of_pairs_of_keys_and_values() -> None:
+    """Caches that are two tensors, as `split_kv_cache` returns them; of mixed forms, too."""
+    shape = PagedAttention.get_kv_cache_shape(6, BLOCK, KV_HEADS, SIZE)
+    source, target = torch.randn(shape), torch.zeros(shape)
+    pair = PagedAttention.split_kv_cache(source, KV_HEADS, SIZE)
+    PagedAttention.swap_blocks(
+        pair, PagedAttention.split_kv_cache(target, KV_HEADS, SIZE), torch.tensor([[5, 0]])
+    )
+    assert torch.equal(target[:, 0], source[:, 5]) and not target[:, 1:].any()
+    PagedAttention.swap_blocks(list(source), target, torch.tensor([[1, 2]]))
+    assert torch.equal(target[:, 2], source[:, 1])
+    before = source.clone()
+    PagedAttention.copy_blocks([pair, target], torch.tensor([[0, 4], [4, 1]]))
+    before[:, [4, 1]] = before[:, [0, 4]]
+    assert torch.equal(source, before) and torch.equal(target[:, 4], target[:, 0])
+    for wrong in (source[0], (source[0],), "kv"):
+        with pytest.raises(ContractError, match="pass a tensor"):
+            PagedAttention.copy_blocks([target, wrong], torch.tensor([[4, 3]]))
+    assert not target[:, 3].any()
+
+
 @pytest.mark.parametrize(
     ("pairs", "words"),
     [
@@ -346,6 +369,17 @@ def test_naive_reference_agrees_with_torch() -> None:
         ~mask, -math.inf
     )
     torch.testing.assert_close(lse, torch.logsumexp(scores, -1).t(), atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 12, 16, 24])
+def test_torch_serves_blocks_that_are_no_power_of_two(block_size: int) -> None:
+    """On every device: a tensor of a GPU goes to the kernels for the other sizes only."""
+    with FakeTensorMode():
+        rows = torch.empty(1, HEADS, SIZE, device="cuda")
+        cache = torch.empty(2, KV_HEADS, SIZE, block_size, device="cuda")
+    chosen = packed_operation("packed_decode", rows, cache).__module__
+    package = "triton" if block_size in (1, 16) else "torch"
+    assert chosen.startswith(f"attnlib.ops.{package}.")
 
 
 def test_addresses_outside_of_the_cache_are_refused() -> None:

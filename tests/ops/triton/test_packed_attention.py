@@ -241,7 +241,7 @@ def test_the_interface_serves_gpus_by_triton(
     for package in ("torch", "triton"):
         module = {"torch": reference, "triton": kernels}[package]
         monkeypatch.setattr(
-            paged_attention, "operation", lambda _, name, rows, m=module: getattr(m, name)
+            paged_attention, "packed_operation", lambda name, *_, m=module: getattr(m, name)
         )
         case = Case(device)
         key_cache, value_cache = case.caches
