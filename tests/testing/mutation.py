@@ -1,185 +1,210 @@
 """Change the torch backend at one place, and see whether `attnlib verify` notices.
 
-    python -m tests.testing.mutation --sample 500 --seed 0
+    python -m tests.testing.mutation --sample 500 --seed 0 --jobs 2 --json mutants.jsonl
+    python -m tests.testing.mutation --only mutants.jsonl        # the survivors again
 
-A mutant is one change of one module of `attnlib/ops/torch` or `attnlib/backends/torch`: another
-comparison or arithmetic operator, an integer that is one larger, `and` for `or`, a dropped minus or
-`not`, or swapped arguments. Each mutant is a copy of the package in a process of its own, which
-stops at the first failed case. Survivors are printed with their line: a survivor is equivalent to
-the original, or needs a new check.
+The mutants are those of `attnlib/ops/torch` and `attnlib/backends/torch`, see `mutants.py`. Each
+runs the short form of `attnlib verify torch` on the CPU and the full form, in a process of its own
+that ends at the first failed case. An exception outside the cases, the end of the process and a
+run beyond `--timeout` are noticed too, and are counted separately. A survivor is equivalent to the
+original, in a statement that the suite does not execute, or needs a check.
+
+`--json` writes one JSON object per line: the run, each mutant when it is done, and the counts.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import copy
-import os
+import json
+import platform
 import random
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any, TextIO
 
-__all__ = ["Mutant", "mutants_of"]
+from tests.testing.mutants import Mutant, mutants_of
+from tests.testing.mutation_runs import FORMS, ROOT, Result, Run, measured_lines, run_all
 
-PACKAGE = Path(__file__).parents[2] / "attnlib"
-FOLDERS = ("ops/torch", "backends/torch")
-_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
-}  # fmt: skip
-_OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
-}  # fmt: skip
-_RUN = """
-import sys, torch, attnlib
-assert attnlib.__file__.startswith({folder!r}), attnlib.__file__
-torch.set_num_threads(1)
-from attnlib.testing.check import run_check
-from attnlib.testing.checks import CHECKS
-from attnlib.testing.conformance import make_target
-from attnlib.testing.outcome import Outcome
+__all__ = ["Candidate", "find_candidates", "main"]
 
-def stop(result):
-    if result.outcome is Outcome.FAIL:
-        print(result.id, flush=True)
-        raise SystemExit(1)
-
-target = make_target("torch", device="cpu", against=[], quick={quick})
-for check in CHECKS:
-    run_check(check, target, on_result=stop)
-"""
+FOLDERS = ("attnlib/ops/torch", "attnlib/backends/torch")
+SURVIVES = "survives"
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """One change: the line, a description, and the source of the module with the change."""
+@dataclass
+class Candidate:
+    """A mutant of a file, and the results of its runs by form.
 
-    line: int
-    change: str
-    source: str
+    Attributes:
+        file: path relative to the root of the repository.
+        mutant: the change.
+        executed: form -> whether the form executes the changed statement.
+        results: form -> result; forms that have not run are missing.
+    """
 
+    file: str
+    mutant: Mutant
+    executed: dict[str, bool] = field(default_factory=dict)
+    results: dict[str, Result] = field(default_factory=dict)
 
-def _skipped(tree: ast.Module) -> set[ast.AST]:
-    """Nodes of docstrings, annotations, errors and lists of names: they compute nothing."""
-    roots: list[ast.AST] = []
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Raise, ast.Assert)):
-            roots.append(node)
-        elif isinstance(node, ast.arg) and node.annotation is not None:
-            roots.append(node.annotation)
-        elif isinstance(node, ast.AnnAssign):
-            roots.append(node.annotation)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.returns is not None:
-            roots.append(node.returns)
-        elif isinstance(node, ast.JoinedStr):
-            roots.append(node)
-    return {child for root in roots for child in ast.walk(root)}
+    @property
+    def key(self) -> tuple[str, int, int, str]:
+        """Identifies the mutant in a version of the file."""
+        return self.file, self.mutant.line, self.mutant.column, self.mutant.change
 
+    def to_json(self) -> dict[str, Any]:
+        """The mutant and its results as plain JSON values."""
+        file, line, column, change = self.key
+        forms = {
+            form: {**result.to_json(), "executed": self.executed.get(form, True)}
+            for form, result in self.results.items()
+        }
+        return {"file": file, "line": line, "column": column, "change": change, **forms}
 
-def _changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """The changed copies of a node with their descriptions."""
-    new = copy.deepcopy(node)
-    if isinstance(new, ast.Compare) and type(new.ops[0]) in _COMPARISONS:
-        new.ops[0] = _COMPARISONS[type(new.ops[0])]()
-        yield "comparison", new
-    elif isinstance(new, ast.BinOp) and type(new.op) in _OPERATORS:
-        new.op = _OPERATORS[type(new.op)]()
-        yield "operator", new
-    elif isinstance(new, ast.BoolOp):
-        new.op = ast.Or() if isinstance(new.op, ast.And) else ast.And()
-        yield "and/or", new
-    elif isinstance(new, ast.UnaryOp) and isinstance(new.op, (ast.USub, ast.Invert, ast.Not)):
-        yield "dropped sign or not", new.operand
-    elif isinstance(new, ast.Constant) and type(new.value) is int:
-        new.value += 1
-        yield "constant + 1", new
-    elif isinstance(new, ast.Constant) and type(new.value) is bool:
-        new.value = not new.value
-        yield "other boolean", new
-    elif isinstance(new, ast.Call) and len(new.args) >= 2 and not isinstance(new.func, ast.Name):
-        new.args[0], new.args[1] = new.args[1], new.args[0]
-        yield "swapped arguments", new
+    def __str__(self) -> str:
+        """The mutant and its outcomes in one line."""
+        outcomes = "; ".join(
+            f"{form}: {result}{'' if self.executed.get(form, True) else ' (not executed)'}"
+            for form, result in self.results.items()
+        )
+        return f"{self.file}:{self.mutant.line}: {self.mutant.change}: {outcomes}"
 
 
-def mutants_of(source: str) -> list[Mutant]:
-    """All mutants of a module."""
-    tree, found = ast.parse(source), []
-    skipped = _skipped(tree)
-    for parent in ast.walk(tree):
-        for name, value in ast.iter_fields(parent):
-            for index, node in enumerate(value if isinstance(value, list) else [value]):
-                if not isinstance(node, ast.expr) or node in skipped:
-                    continue
-                for what, changed in _changes(node):
-                    if isinstance(value, list):
-                        value[index] = changed
-                    else:
-                        setattr(parent, name, changed)
-                    before, after = ast.unparse(node), ast.unparse(changed)
-                    found.append(
-                        Mutant(node.lineno, f"{what}: {before} -> {after}", ast.unparse(tree))
-                    )
-                    if isinstance(value, list):
-                        value[index] = node
-                    else:
-                        setattr(parent, name, node)
-    return found
+def find_candidates(pattern: str = "*") -> list[Candidate]:
+    """All mutants of the files whose path matches a pattern, in a fixed order."""
+    return [
+        Candidate(name, mutant)
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if fnmatch(name := path.relative_to(ROOT).as_posix(), pattern)
+        for mutant in mutants_of(path.read_text(encoding="utf-8"))
+    ]
 
 
-def _first_failure(folder: Path, quick: bool, seconds: float) -> str:
-    """The first failed case with the package in `folder`; "" if all pass."""
-    settings = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    environment = {**os.environ, **settings}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _RUN.format(quick=quick, folder=str(folder))],
-            cwd=folder,
-            env=environment, capture_output=True, text=True, check=False, timeout=seconds,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return "timeout"
-    if done.returncode == 0:
-        return ""
-    return done.stdout.strip() or (done.stderr.strip().splitlines() or ["no output"])[-1]
+def read_survivors(path: Path, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+    """The candidates that survived a form in the run that a file describes.
+
+    A mutant whose line has moved is found by its change, if the file has only one such change.
+    """
+    by_key: dict[tuple[object, ...], list[Candidate]] = {}
+    for candidate in candidates:
+        for key in (candidate.key, (candidate.file, candidate.mutant.change)):
+            by_key.setdefault(key, []).append(candidate)
+    for line in path.read_text(encoding="utf-8").splitlines():
+        one = json.loads(line)
+        if SURVIVES not in [one[form]["outcome"] for form in FORMS if form in one]:
+            continue
+        exact = by_key.get((one["file"], one["line"], one["column"], one["change"]), [])
+        found = exact or by_key.get((one["file"], one["change"]), [])
+        if len(found) == 1:
+            yield found[0]
+        else:
+            reason = "no such change" if not found else f"{len(found)} such changes"
+            print(f"skipped: {one['file']}:{one['line']}: {one['change']} ({reason})")
+
+
+def summarize(candidates: Sequence[Candidate], form: str) -> dict[str, int]:
+    """Counts of one form by outcome, and the survivors that the form does not execute."""
+    done = [candidate for candidate in candidates if form in candidate.results]
+    counts = Counter(candidate.results[form].outcome for candidate in done)
+    idle = sum(
+        candidate.results[form].outcome == SURVIVES and not candidate.executed.get(form, True)
+        for candidate in done
+    )
+    noticed = len(done) - counts[SURVIVES]
+    return {"run": len(done), "noticed": noticed, **counts, "survives_not_executed": idle}
+
+
+def describe_run(arguments: Sequence[str]) -> dict[str, Any]:
+    """Commit, versions and command."""
+    import torch
+
+    state = "unknown"
+    with suppress(OSError, subprocess.CalledProcessError):
+        git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+        state = subprocess.check_output(git, text=True, stderr=subprocess.DEVNULL).strip()
+    command = " ".join(["python -m tests.testing.mutation", *arguments])
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return {"command": command, "commit": state, **versions}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mutation", description=__doc__)
+    add = parser.add_argument
+    add("--sample", type=int, default=20, help="number of mutants, 0 for all (default: 20)")
+    add("--seed", type=int, default=0, help="seed of the sample (default: 0)")
+    add("--file", default="*", metavar="PATTERN", help="only files whose path matches")
+    add("--only", type=Path, metavar="FILE", help="the survivors in a file of --json")
+    add("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="forms (default: both)")
+    add("--checks", default=None, metavar="FILTER", help="only these checks, as verify --only")
+    add("--jobs", type=int, default=1, help="number of processes (default: 1)")
+    add("--timeout", type=float, default=180.0, help="seconds for each run (default: 180)")
+    add("--limit-s", type=float, default=float("inf"), help="seconds for all runs")
+    add("--json", type=Path, metavar="FILE", help="write the results, one JSON object per line")
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a random sample of mutants and print the survivors and the share that is noticed."""
-    parser = argparse.ArgumentParser(prog="mutation", description=__doc__)
-    parser.add_argument("--sample", type=int, default=20, help="number of mutants (default: 20)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sample (default: 0)")
-    parser.add_argument("--quick", action="store_true", help="the short form of each check")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each mutant")
-    args = parser.parse_args(arguments)
-    every = [
-        (path, mutant)
-        for folder in FOLDERS
-        for path in sorted((PACKAGE / folder).rglob("*.py"))
-        for mutant in mutants_of(path.read_text(encoding="utf-8"))
-    ]
-    sample = random.Random(args.seed).sample(every, min(args.sample, len(every)))
-    noticed = 0
-    with tempfile.TemporaryDirectory() as root:
-        shutil.copytree(PACKAGE, Path(root) / "attnlib")
-        if failed := _first_failure(Path(root), args.quick, args.timeout):
-            print(f"without a change, {failed} fails", file=sys.stderr)
+    """Run a random sample of mutants and print each, and the counts."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    args = _parser().parse_args(given)
+    chosen = find_candidates(args.file)
+    total = len(chosen)
+    if args.only:
+        chosen = list(read_survivors(args.only, chosen))
+    elif args.sample:
+        chosen = random.Random(args.seed).sample(chosen, min(args.sample, total))
+    with suppress(AttributeError):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if args.json is None:
+        return _run(chosen, total, args, None, describe_run(given))
+    with args.json.open("w", encoding="utf-8", buffering=1) as file:
+        return _run(chosen, total, args, file, describe_run(given))
+
+
+def _run(
+    chosen: list[Candidate],
+    total: int,
+    args: argparse.Namespace,
+    file: TextIO | None,
+    description: dict[str, Any],
+) -> int:
+    def write(entry: dict[str, Any]) -> None:
+        if file is not None:
+            file.write(json.dumps(entry) + "\n")
+
+    write({**description, "sample": len(chosen), "mutants": total})
+    for form in args.forms:
+        lines, error = measured_lines(form, args.checks, FOLDERS)
+        if error:
+            print(f"without a change, the {form} form ends with {error}", file=sys.stderr)
             return 2
-        for path, mutant in sample:
-            name = path.relative_to(PACKAGE)
-            target = Path(root) / "attnlib" / name
-            target.write_text(mutant.source, encoding="utf-8")
-            found = _first_failure(Path(root), args.quick, args.timeout)
-            shutil.copyfile(path, target)
-            noticed += bool(found)
-            outcome = f"noticed by {found}" if found else "SURVIVES"
-            print(f"{name}:{mutant.line}: {mutant.change}: {outcome}", flush=True)
-    print(f"{noticed} of {len(sample)} mutants noticed (of {len(every)} in all)")
+        for one in chosen:
+            first, last = one.mutant.lines
+            one.executed[form] = bool(lines.get(one.file, set()) & set(range(first, last + 1)))
+    runs = [
+        Run(one.file, one.mutant, form, args.checks, args.timeout, one.results)
+        for one in chosen
+        for form in args.forms
+    ]
+    by_results = {id(one.results): one for one in chosen}
+    for run in run_all(runs, args.jobs, args.limit_s):
+        one = by_results[id(run.results)]
+        if len(one.results) == len(args.forms):
+            write(one.to_json())
+            print(one)
+    for form in args.forms:
+        counts = summarize(chosen, form)
+        write({"form": form, "sample": len(chosen), **counts})
+        print(f"{form}: {counts['noticed']} of {counts['run']} noticed: {counts}")
+        if counts["run"] < len(chosen):
+            print(f"{form}: {len(chosen) - counts['run']} mutants did not run in --limit-s")
     return 0
 
 

@@ -1,0 +1,243 @@
+"""Runs of `attnlib verify torch` with one changed module, in forked processes.
+
+The parent has imported torch but not attnlib, so that a run needs no second import of torch and
+imports attnlib with the change. The files of the tree are not changed.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from tests.testing.mutants import Mutant
+
+__all__ = ["FORMS", "ROOT", "Result", "Run", "measured_lines", "run_all"]
+
+ROOT = Path(__file__).resolve().parents[2]
+FORMS = ("quick", "full")
+_MEMORY = 64 << 30
+"""Bytes of address space of a run; check O1 maps 8 GiB that it does not touch."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+        outcome: "check" (a case failed), "error" (an exception outside the cases), "crash" (the
+            process ended), "timeout" or "survives".
+        detail: CHECK/CASE, the exception, the exit status, or "".
+        seconds: run time.
+    """
+
+    outcome: str
+    detail: str
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain JSON values."""
+        return {**asdict(self), "seconds": round(self.seconds, 2)}
+
+    def __str__(self) -> str:
+        """The outcome in a few words."""
+        return f"{self.outcome} {self.detail}".strip()
+
+
+@dataclass
+class Run:
+    """One form of the suite with one changed module; the result goes to `results[form]`."""
+
+    file: str
+    mutant: Mutant
+    form: str
+    checks: str | None
+    timeout: float
+    results: dict[str, Result] = field(default_factory=dict)
+
+
+@dataclass
+class _Process:
+    """A process that has been started, and the file to which it writes its result."""
+
+    run: Run
+    pid: int
+    output: Path
+    started: float
+
+    def result(self) -> Result | None:
+        """The result if the process has ended or is stopped at its time limit."""
+        seconds = time.monotonic() - self.started
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if not pid and seconds < self.run.timeout:
+            return None
+        if not pid:
+            self.stop()
+            return Result("timeout", f"{self.run.timeout:g} s", seconds)
+        text = self.output.read_text(encoding="utf-8")
+        if text:
+            return Result(*json.loads(text), seconds=seconds)
+        return Result("crash", f"exit status {os.waitstatus_to_exitcode(status)}", seconds)
+
+    def stop(self) -> None:
+        """End the process and those that it has started."""
+        os.killpg(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def run_all(runs: Sequence[Run], jobs: int, limit: float = float("inf")) -> Iterator[Run]:
+    """Run all in `jobs` processes and yield each when it is done.
+
+    Args:
+        runs: the runs; each gets its result.
+        jobs: number of processes.
+        limit: seconds after which the remaining runs are given up, without a result.
+    """
+    _prepare()
+    waiting, active = list(reversed(runs)), list[_Process]()
+    end = time.monotonic() + limit
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            while (waiting or active) and time.monotonic() < end:
+                while waiting and len(active) < jobs:
+                    output = Path(folder) / f"{len(waiting)}.json"
+                    active.append(_start(waiting.pop(), output))
+                time.sleep(0.01)
+                for process in list(active):
+                    if (result := process.result()) is not None:
+                        active.remove(process)
+                        process.output.unlink(missing_ok=True)
+                        process.run.results[process.run.form] = result
+                        yield process.run
+        finally:
+            for process in active:
+                process.stop()
+
+
+def measured_lines(
+    form: str, checks: str | None, folders: Sequence[str]
+) -> tuple[dict[str, set[int]], str]:
+    """The lines in `folders` that a form executes without a change, and its failure or ""."""
+    _prepare()
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "lines.json"
+        pid = os.fork()
+        if not pid:
+            lines = _trace(tuple(str(ROOT / name) + os.sep for name in folders))
+            failure = _failure(form, checks)
+            relative = {
+                Path(file).relative_to(ROOT).as_posix(): sorted(executed)
+                for file, executed in lines.items()
+            }
+            output.write_text(json.dumps([relative, failure]), encoding="utf-8")
+            os._exit(0)
+        status = os.waitpid(pid, 0)[1]
+        if not output.exists():
+            return {}, f"exit status {os.waitstatus_to_exitcode(status)}"
+        executed, failure = json.loads(output.read_text(encoding="utf-8"))
+    outcome, detail = failure
+    found = {file: set(numbers) for file, numbers in executed.items()}
+    return found, "" if outcome == "survives" else f"{outcome} {detail}"
+
+
+def _prepare() -> None:
+    """Import torch, with one thread: threads do not survive a fork."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    for name in [name for name in os.environ if name.startswith(("ATTNLIB_", "TRITON_"))]:
+        del os.environ[name]
+    import torch
+
+    torch.set_num_threads(1)
+    if "attnlib" in sys.modules:
+        raise RuntimeError("attnlib is already imported: the changes would have no effect")
+    sys.path.insert(0, str(ROOT))
+
+
+def _start(run: Run, output: Path) -> _Process:
+    sys.stdout.flush()
+    output.touch()
+    started = time.monotonic()
+    pid = os.fork()
+    if pid:
+        os.setpgid(pid, pid)
+        return _Process(run, pid, output, started)
+    try:
+        os.setpgid(0, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        silent = os.open(os.devnull, os.O_RDWR)
+        for descriptor in range(3):
+            os.dup2(silent, descriptor)
+        _change_module(run)
+        found = _failure(run.form, run.checks)
+        output.write_text(json.dumps(found), encoding="utf-8")
+    finally:
+        os._exit(0)
+
+
+def _change_module(run: Run) -> None:
+    """Let the next import of the module run the changed code."""
+    path, read = str(ROOT / run.file), importlib.machinery.SourceFileLoader.get_code
+    with run.mutant.applied() as tree:
+        changed = compile(tree, path, "exec", dont_inherit=True)
+
+    def get_code(loader: importlib.machinery.SourceFileLoader, fullname: str) -> CodeType | None:
+        return changed if loader.get_filename(fullname) == path else read(loader, fullname)
+
+    importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+
+
+def _failure(form: str, checks: str | None) -> tuple[str, str]:
+    """Outcome and detail of `attnlib verify torch`, which ends at the first failed case."""
+    try:
+        from attnlib.testing.check import run_check
+        from attnlib.testing.checks import CHECKS
+        from attnlib.testing.conformance import make_target
+        from attnlib.testing.outcome import CaseResult, Outcome
+
+        class Failed(BaseException):
+            """Not an `Exception`: nothing in the suite catches it."""
+
+        def stop(result: CaseResult) -> None:
+            if result.outcome is Outcome.FAIL:
+                raise Failed(result.id)
+
+        try:
+            target = make_target("torch", device="cpu", against=[], quick=form == "quick")
+            passed = 0
+            for check in CHECKS:
+                results = run_check(check, target, checks, on_result=stop)
+                passed += sum(result.outcome is Outcome.PASS for result in results)
+            return ("survives", "") if passed else ("check", "no case passed")
+        except Failed as failed:
+            return "check", str(failed)
+    except Exception as error:
+        return "error", f"{type(error).__name__}: {error}"[:200]
+
+
+def _trace(folders: tuple[str, ...]) -> dict[str, set[int]]:
+    """Record the executed lines of the files in `folders` from now on, by file."""
+    lines: dict[str, set[int]] = {}
+
+    def local(frame: FrameType, event: str, _argument: object) -> Any:
+        if event == "line":
+            lines.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
+        return local
+
+    def enter(frame: FrameType, _event: str, _argument: object) -> Any:
+        return local if frame.f_code.co_filename.startswith(folders) else None
+
+    threading.settrace(enter)
+    sys.settrace(enter)
+    return lines
