@@ -71,7 +71,10 @@ def compare(
     Raises:
         ValueError: outputs differ.
     """
-    runners = {label: prepare(m, text, backend, device) for label, m in packages.items()}
+    runners = {}
+    for label, modules in packages.items():
+        torch.manual_seed(0)  # lists of selected keys come from the global generator
+        runners[label] = prepare(modules, text, backend, device)
     expected = next(iter(runners.values())).output.float()
     timers: dict[str, Any] = {}
     for label, runner in runners.items():

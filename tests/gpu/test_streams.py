@@ -1,4 +1,4 @@
-"""ATTNLIB_VALIDATE=1 refuses one builder on two streams; scales are computed without a sync."""
+"""ATTNLIB_VALIDATE=1 refuses one builder on two streams; steps with scales do not synchronize."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_overlapping_streams_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.cuda.synchronize()
 
 
-def test_scales_are_computed_without_a_sync() -> None:
+def test_steps_with_calculated_scales_do_not_synchronize() -> None:
+    """The first step does: the host must know whether it wrote anything to compute scales from."""
     spec = spec_of(kv_cache_dtype="fp8")
     backend = backend_or_skip("triton", spec)
     layer = Attention(spec, backend=backend, device="cuda")
@@ -64,9 +65,10 @@ def test_scales_are_computed_without_a_sync() -> None:
     q, k, v = (
         500 * torch.randn(4, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)
     )
+    layer(q, k, v, cache, metadata)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        layer(q, k, v, cache, metadata)
+        layer(q, 2 * k, v, cache, metadata)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert float(cache.k_scale) == pytest.approx(float(k.abs().max()) / 448)
