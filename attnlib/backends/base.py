@@ -226,7 +226,7 @@ class AttentionBackend(ABC):
         Args:
             spec, device, kwargs: arguments of `AttentionMetadataBuilder`.
         """
-        return cls.get_builder_cls()(spec, device, config=cls.config, **kwargs)
+        return cls.get_builder_cls().create(spec, device, config=cls.config, **kwargs)
 
     @classmethod
     def full_cls_name(cls) -> tuple[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from types import FunctionType
@@ -13,9 +12,9 @@ import torch
 
 from attnlib.device import resolve_device
 from attnlib.metadata.batch_metadata import AttentionMetadata
-from attnlib.metadata.checks import check_block_size, check_limits
+from attnlib.metadata.builder_checks import with_checks
 from attnlib.metadata.common import CommonAttentionMetadata
-from attnlib.metadata.host_lengths import LengthsRead, with_host_lengths
+from attnlib.metadata.host_lengths import with_host_lengths
 from attnlib.metadata.parameters import PerLayerParameters
 from attnlib.metadata.split import reorder_batch_to_split_decodes_and_prefills
 from attnlib.metadata.strides import refuse_strided
@@ -24,28 +23,11 @@ from attnlib.workspace import BatchLimits
 
 if TYPE_CHECKING:
     import numpy as np
+    from typing_extensions import Self
 
 __all__ = ["AttentionMetadataBuilder", "M"]
 
 M = TypeVar("M", bound=AttentionMetadata)
-
-
-def _with_checks(build: Any) -> Any:
-    """A method of a builder, behind the checks of its batch."""
-
-    @functools.wraps(build)
-    def checked(self: AttentionMetadataBuilder[Any], *args: Any, **kwargs: Any) -> Any:
-        batches = [x for x in (*args, *kwargs.values()) if isinstance(x, CommonAttentionMetadata)]
-        for common in batches:
-            check_block_size(common, self.spec)
-            if self.limits is not None:
-                check_limits(common, self.limits)
-        built = build(self, *args, **kwargs)
-        if batches and self.needs_host_lengths and self.device.type != "cpu":
-            vars(built)["lengths_read"] = LengthsRead(batches[0])
-        return built
-
-    return checked
 
 
 class _FullCudaGraph:
@@ -86,6 +68,10 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     False, they may be None: a runner with lengths on the device only then needs no copy per batch,
     and can capture steps of any shape. If True, `build` calls `with_host_lengths` first."""
 
+    checks_batches: ClassVar[bool] = True
+    """Whether its methods check their batch before they run, and get it in the form that
+    `CommonAttentionMetadata` describes. False for builders of other interfaces."""
+
     def __init__(
         self,
         spec: AttentionSpec,
@@ -103,12 +89,18 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         self.config = dict(config or {})
         self.limits = limits
 
+    @classmethod
+    def create(cls, spec: AttentionSpec, device: Any = None, **kwargs: Any) -> Self:
+        """A builder from the arguments of this class, also of a subclass whose constructor takes
+        others; `AttentionBackend.make_builder` and clones of states call it."""
+        return cls(spec, device, **kwargs)
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Every `build` of a subclass checks the batch first: a builder need not call this one."""
         super().__init_subclass__(**kwargs)
         for name in ("build", "build_for_cudagraph_capture", "build_for_drafting"):
-            if isinstance(method := vars(cls).get(name), FunctionType):
-                setattr(cls, name, _with_checks(method))
+            if cls.checks_batches and isinstance(method := vars(cls).get(name), FunctionType):
+                setattr(cls, name, with_checks(method))
 
     @property
     def kv_cache_spec(self) -> AttentionSpec:

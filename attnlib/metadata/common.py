@@ -30,7 +30,8 @@ __all__ = ["CommonAttentionMetadata"]
 @dataclass(kw_only=True)
 class CommonAttentionMetadata:
     """One batch, shared by layers and backends. Builders convert it to metadata of their backend.
-    All arguments are keywords; `attnlib.compat.vllm.CommonAttentionMetadata` takes vLLM's list.
+    All arguments are keywords. `attnlib.compat.vllm.backend_utils.CommonAttentionMetadata` takes
+    vLLM's ten, by position or by name: without `max_seq_len`, and in more forms.
 
     Dtypes, shapes, devices and upper bounds are checked once, here.
 
@@ -176,6 +177,10 @@ class CommonAttentionMetadata:
     def compute_num_computed_tokens(self) -> torch.Tensor:
         """[R] int32 device; context only. No host sync."""
         return self.seq_lens - (self.query_start_loc[1:] - self.query_start_loc[:-1])
+
+    def normalized(self) -> CommonAttentionMetadata:
+        """The batch with tensors in the form above; of this class, the batch itself."""
+        return self
 
     def replace(self, **changes: Any) -> CommonAttentionMetadata:
         """A copy with some fields changed. Tensors are shared and not written. The block size of

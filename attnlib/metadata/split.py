@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from attnlib.errors import ContractError
+from attnlib.errors import AssertedContractError, ContractError
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.host_lengths import with_host_lengths
 
@@ -29,8 +29,17 @@ class InputBatch(Protocol):
         """Exchange two rows."""
 
 
+class BatchStarts(Protocol):
+    """The part of a batch that decides how it is split; its starts may be longer than the batch."""
+
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    query_start_loc_cpu: torch.Tensor | None
+
+
 def split_decodes_and_prefills(
-    common_attn_metadata: CommonAttentionMetadata,
+    common_attn_metadata: BatchStarts,
     decode_threshold: int = 1,
     *,
     require_uniform: bool = False,
@@ -38,7 +47,7 @@ def split_decodes_and_prefills(
     """Count the decodes and prefills of a batch that is sorted with decodes first.
 
     Args:
-        common_attn_metadata: the batch.
+        common_attn_metadata: the batch, of any class with the fields of `BatchStarts`.
         decode_threshold: largest number of new tokens of a decode.
         require_uniform: decodes must have as many tokens as the first request. Empty padding rows
             count as decodes.
@@ -47,24 +56,28 @@ def split_decodes_and_prefills(
         (num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens).
 
     Raises:
-        ContractError: a decode follows a prefill (reorder the batch first), or the batch has no
-            `query_start_loc_cpu`.
+        AssertedContractError: a decode follows a prefill; reorder the batch first.
+        ContractError: the batch has no `query_start_loc_cpu`.
     """
     common = common_attn_metadata
     if common.num_reqs == 0 or (common.max_query_len <= decode_threshold and not require_uniform):
         return common.num_reqs, 0, common.num_actual_tokens, 0
-    lengths = common.query_lens_cpu
+    if common.query_start_loc_cpu is None:
+        raise ContractError("query_start_loc_cpu is None, but splitting a batch reads it: pass it")
+    lengths = common.query_start_loc_cpu[: common.num_reqs + 1].diff()
     is_prefill = lengths > decode_threshold
     if require_uniform:
         is_prefill = is_prefill | ((lengths != lengths[0]) & (lengths != 0))
     first = first_true(is_prefill)
     if not require_uniform and not bool(is_prefill[first:].all()):
         request = first + first_true(~is_prefill[first:])
-        raise ContractError(
+        raise AssertedContractError(
             f"request {request} has {int(lengths[request])} new tokens (a decode, threshold "
             f"{decode_threshold}), but follows request {first} with {int(lengths[first])}: reorder "
             f"the batch so that decodes come first"
         )
+    if first == lengths.shape[0]:  # tokens of padding belong to no prefill
+        return common.num_reqs, 0, common.num_actual_tokens, 0
     decode_tokens = int(lengths[:first].sum())
     return first, common.num_reqs - first, decode_tokens, common.num_actual_tokens - decode_tokens
 

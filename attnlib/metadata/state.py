@@ -94,7 +94,7 @@ class AttentionState(Generic[M]):
             ContractError: the batch exceeds the captured size or the limits, or `causal` or
                 `query_bias` is a tensor.
         """
-        common, tokens = common_attn_metadata, padded_num_reqs * query_len
+        common, tokens = common_attn_metadata.normalized(), padded_num_reqs * query_len
         check_fits(self, common, padded_num_reqs, query_len)
         self.buffers.fill(common, padded_num_reqs, tokens)
         return self.buffers.batch(padded_num_reqs, query_len, common)
@@ -180,7 +180,7 @@ class AttentionState(Generic[M]):
             max_num_tokens=batch_size * per_request,
             max_seq_len=self.limits.max_seq_len,
         )
-        builder = type(self.builder)(
+        builder = type(self.builder).create(
             self.builder.spec,
             self.builder.device,
             layer_names=self.builder.layer_names,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlib.errors import ContractError
+from attnlib.errors import AssertedContractError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,12 +41,12 @@ def make_local_attention_virtual_batches(
         a virtual request repeat a block of the request and are never read (P3).
 
     Raises:
-        ContractError: the chunk size is not a multiple of the block size.
+        AssertedContractError: the chunk size is not a multiple of the block size.
     """
     import numpy as np  # the arrays of the caller are numpy arrays, as in vLLM
 
     if block_size < 1 or attn_chunk_size % block_size:
-        raise ContractError(
+        raise AssertedContractError(
             f"attn_chunk_size={attn_chunk_size} is not a multiple of block_size={block_size}: a "
             f"virtual request must start at a block boundary"
         )

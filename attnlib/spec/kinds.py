@@ -16,6 +16,8 @@ class AttentionType(str, Enum):
     ENCODER_ONLY = "encoder_only"
     ENCODER_DECODER = "encoder_decoder"
 
+    __str__ = str.__str__  # also in f-strings, as of a plain string
+
 
 class MaskKind(str, Enum):
     """The keys that are visible before any window is applied."""

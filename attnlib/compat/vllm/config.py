@@ -6,14 +6,37 @@ No class of vLLM is imported: any object with these attributes works.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from attnlib.errors import ContractError
 from attnlib.spec import AttentionSpec, AttentionType
+from attnlib.workspace import BatchLimits
 
-__all__ = ["layers_of", "runner_spec", "spec_of"]
+__all__ = ["config_of", "layers_of", "runner_spec", "spec_of"]
+
+
+def config_of(spec: AttentionSpec, limits: BatchLimits | None = None) -> Any:
+    """An object with the attributes of a `vllm_config` that follow from a spec and limits: those
+    that `spec_of` and `layers_of` read, and the limits of a scheduler."""
+    seqs = tokens = longest = None
+    if limits is not None:
+        seqs, tokens, longest = limits.max_num_reqs, limits.max_num_tokens, limits.max_seq_len
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            dtype=spec.dtype,
+            max_model_len=longest,
+            get_num_attention_heads=lambda parallel_config=None: spec.num_heads,
+            get_num_kv_heads=lambda parallel_config=None: spec.num_kv_heads,
+            get_head_size=lambda: spec.head_size,
+        ),
+        cache_config=SimpleNamespace(block_size=spec.block_size, cache_dtype=spec.kv_cache_dtype),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=tokens),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
 
 
 def spec_of(kv_cache_spec: Any, vllm_config: Any) -> AttentionSpec:
