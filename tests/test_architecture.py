@@ -181,7 +181,8 @@ SEVERAL_MODULES = """
     backends/flash_mla/test_backend.py backends/flashinfer/test_backend.py
     backends/test_adapter_conformance.py backends/test_device_values.py backends/test_refusals.py
     backends/test_signatures.py
-    cache/test_state_machines.py cli/test_random_calls.py integrations/transformers/test_gpu.py
+    cache/test_state_machines.py cli/test_random_calls.py compat/seeds/test_programs.py
+    compat/seeds/test_rows.py integrations/transformers/test_gpu.py
     integrations/transformers/test_hybrid_model.py integrations/transformers/test_indices.py
     integrations/transformers/test_sweep.py ops/test_counterparts.py ops/torch/test_no_sync.py
     ops/triton/hopper/test_compile.py ops/triton/test_compile.py ops/triton/test_growing_caches.py

@@ -1,0 +1,12 @@
+"""The table: the rows of all seeds."""
+
+from __future__ import annotations
+
+from tests.compat.seeds import minivllm, paged_ops, triton_prefill
+from tests.compat.seeds.table import Row, Seed
+
+__all__ = ["ROWS", "SEEDS"]
+
+SEEDS: tuple[Seed, ...] = (minivllm.SEED, paged_ops.SEED, triton_prefill.SEED)
+
+ROWS: tuple[Row, ...] = tuple(row for seed in SEEDS for row in seed.rows)
