@@ -14,6 +14,7 @@ needs only torch, and all checks except those for CUDA run on a CPU.
     attnlib.testing.run_conformance("my_backend").passed
     attnlib.testing.run_parity()                          # all pairs of available backends
     class TestMine(attnlib.testing.BackendConformance): backend = "my_pkg:MyBackend"
+    class TestPairs(attnlib.testing.BackendParity): against = ("all",)
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from typing import TYPE_CHECKING, Any
 
 _MODULES = {
     "BackendConformance": "attnlib.testing.suite",
+    "BackendParity": "attnlib.testing.parity_suite",
     "Case": "attnlib.testing.case",
     "run_conformance": "attnlib.testing.conformance",
     "run_parity": "attnlib.testing.parity",
 }
 
-__all__ = ["BackendConformance", "Case", "run_conformance", "run_parity"]
+__all__ = ["BackendConformance", "BackendParity", "Case", "run_conformance", "run_parity"]
 
 if TYPE_CHECKING:
     from attnlib.testing.case import Case
     from attnlib.testing.conformance import run_conformance
     from attnlib.testing.parity import run_parity
+    from attnlib.testing.parity_suite import BackendParity
     from attnlib.testing.suite import BackendConformance
 
 

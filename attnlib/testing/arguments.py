@@ -93,6 +93,9 @@ def parity_parser() -> CommandParser:
     made.add_argument(
         "backends", nargs="*", help=f"{_BACKEND_HELP} (default: all available backends)"
     )
+    made.add_argument(
+        "--only", metavar="CALL,...", help="run only these calls; * and ? are wildcards"
+    )
     return made
 
 

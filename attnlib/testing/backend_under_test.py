@@ -60,6 +60,7 @@ class BackendUnderTest:
         quick: run the short form of each check.
         peers: backends to exchange caches with.
         score: path of a score function that check S1 tests instead of its own; None for its own.
+        partner: a second backend that must support the base case as well, for comparisons of two.
     """
 
     backend: Backend
@@ -69,6 +70,7 @@ class BackendUnderTest:
     quick: bool = False
     peers: tuple[Backend, ...] = field(default_factory=tuple)
     score: str | None = None
+    partner: Backend | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -76,8 +78,24 @@ class BackendUnderTest:
         return self.device.type == "cuda"
 
     def supports(self, case: Case) -> bool:
-        """True if the backend declares support for the case."""
-        return not self.backend.validate_configuration(case.spec, resolve_device(self.device))
+        """True if the backend, and its partner, declare support for the case."""
+        info = resolve_device(self.device)
+        return not any(
+            backend.validate_configuration(case.spec, info) for backend in self._backends
+        )
+
+    @property
+    def _backends(self) -> tuple[Backend, ...]:
+        return (self.backend,) if self.partner is None else (self.backend, self.partner)
+
+    def _first_layout(self) -> str:
+        """The first layout that the backend declares and its partner supports."""
+        first, *others = (backend.capabilities.kv_cache_layouts or () for backend in self._backends)
+        declared = [name for name in first if name != "ANY"]
+        common = [
+            name for name in declared if all(name in names or "ANY" in names for names in others)
+        ]
+        return (common or declared or ["NHD"])[0]
 
     @cached_property
     def base_case(self) -> Case:
@@ -90,10 +108,9 @@ class BackendUnderTest:
         head_sizes, dtypes = (32, 16, 64, 128, 256), ("float32", "bfloat16", "float16")
         if self.on_gpu:
             head_sizes, dtypes = (64, 128, 32, 16, 256), ("bfloat16", "float16", "float32")
-        layouts = [
-            name for name in self.backend.capabilities.kv_cache_layouts or () if name != "ANY"
-        ] or ["NHD"]
-        poison = "huge" if self.backend.capabilities.needs_finite_cache else "nan"
+        layout = self._first_layout()
+        finite = any(backend.capabilities.needs_finite_cache for backend in self._backends)
+        poison = "huge" if finite else "nan"
         first: Case | None = None
         for dtype, block_size, head_size, group_size in itertools.product(
             dtypes, (16, 32, 64, 128, 256), head_sizes, self._group_sizes()
@@ -104,10 +121,10 @@ class BackendUnderTest:
                 dtype=dtype,
                 num_kv_heads=2,
                 num_heads=2 * group_size,
-                layout=layouts[0],
+                layout=layout,
                 poison=poison,
                 seed=self.seed,
-                needs_lse=self.backend.capabilities.lse is True,
+                needs_lse=all(backend.capabilities.lse is True for backend in self._backends),
             )
             first = first or case
             if self.supports(case):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attnlib.backends.base import AttentionBackend
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
 from attnlib.testing.layouts import allocate_views
@@ -28,6 +29,7 @@ class CapturedStep:
         num_blocks: blocks of the cache.
         num_reqs: captured requests.
         max_seq_len: limit of the sequence lengths; None is 6 blocks.
+        writer: the backend that writes the keys and values; None is the backend under test.
 
     Attributes:
         out: [num_reqs * query_len, Hq, Dv], written by `replay`.
@@ -38,6 +40,7 @@ class CapturedStep:
     def __init__(
         self, target: BackendUnderTest, case: Case, query_len: int, num_blocks: int,
         num_reqs: int = 6, max_seq_len: int | None = None,
+        writer: type[AttentionBackend] | None = None,
     ) -> None:  # fmt: skip
         self.target, self.case, self.query_len, self.num_reqs = target, case, query_len, num_reqs
         tokens, dims, device = num_reqs * query_len, case.dimensions, target.device
@@ -62,6 +65,7 @@ class CapturedStep:
         )
         template = case.replace(batch=f"{num_reqs}q{query_len}").materialize(device)
         self.impl = make_impl(target.backend, template)
+        self.writer = self.impl if writer is None else make_impl(writer, template)
         self.cache = replace(template, inputs=replace(template.inputs, cache=self.views)).cache()
         self.metadata: Any = self.state.graph_capture_get_metadata_for_batch(
             num_reqs, query_len=query_len
@@ -69,7 +73,7 @@ class CapturedStep:
         self.replay = self._capture()
 
     def _run(self) -> None:
-        self.impl.write_kv(self.key, self.value, self.cache, self.metadata.slot_mapping)
+        self.writer.write_kv(self.key, self.value, self.cache, self.metadata.slot_mapping)
         self.impl.forward(self.query, self.cache, self.metadata, self.out)
 
     def _capture(self) -> Callable[[], None]:

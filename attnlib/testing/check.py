@@ -29,7 +29,15 @@ from attnlib.testing.outcome import (
 )
 from attnlib.testing.runner import check_supported
 
-__all__ = ["Check", "CheckCase", "matches_filter", "run_check", "run_check_case", "select_cases"]
+__all__ = [
+    "Check",
+    "CheckCase",
+    "matches_filter",
+    "run_check",
+    "run_check_case",
+    "select_cases",
+    "without_validation",
+]
 
 
 @dataclass(frozen=True)
@@ -141,7 +149,7 @@ def run_check(
 
 
 @contextmanager
-def _without_validation() -> Iterator[None]:
+def without_validation() -> Iterator[None]:
     """Unset ATTNLIB_VALIDATE: cases also cover what it refuses and kernels must serve, such as
     queries before the first key (M5) and parts of a sequence."""
     level = os.environ.pop("ATTNLIB_VALIDATE", None)
@@ -160,7 +168,7 @@ def run_check_case(check: Check, check_case: CheckCase, target: BackendUnderTest
         if check_case.case is not None:
             check_supported(target.backend, check_case.case, target.device)
             uses = capability_uses(check_case.case, target.device.type)
-        with _without_validation():
+        with without_validation():
             message = check_case.run()
         outcome = Outcome.FAIL if message else Outcome.PASS
     except UnsupportedCase as error:

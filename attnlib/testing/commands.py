@@ -125,7 +125,9 @@ def _run_parity_command(args: argparse.Namespace) -> int:
     from attnlib.testing.parity import run_parity
 
     try:
-        report = run_parity(args.backends or None, device=args.device, seed=args.seed)
+        report = run_parity(
+            args.backends or None, device=args.device, seed=args.seed, only=args.only
+        )
     except AttnlibError as error:
         print(f"attnlib parity: {error}", file=sys.stderr)
         return 2

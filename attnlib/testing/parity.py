@@ -1,12 +1,14 @@
 """Parity: compare backends pairwise.
 
-Every ordered pair (A, B) runs the same cases: A writes this step's keys and values into a cache, B
-attends to it. The output is compared with the oracle and with the result of A attending to its own
-cache. A case is unsupported if one of the two backends declares so.
+Every ordered pair (A, B) runs the same calls (`pair_cases`): A writes this step's keys and values
+into a cache, B attends to it. The cache is compared with the one that the suite writes, output and
+LSE with the oracle, and the output with the result of A attending to its own cache. A call is
+unsupported if one of the two backends declares so.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -16,49 +18,17 @@ import torch
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.errors import ContractError
-from attnlib.testing.backend_under_test import BackendUnderTest, load_backend
-from attnlib.testing.case import Case
+from attnlib.testing.backend_under_test import load_backend
 from attnlib.testing.conformance import find_available_backends
-from attnlib.testing.outcome import Outcome, UnsupportedCase
+from attnlib.testing.outcome import Outcome
+from attnlib.testing.pair_cases import CALL_NAMES, PairCase
+from attnlib.testing.pair_run import Pair, ParityCell
 from attnlib.testing.report import format_table
-from attnlib.testing.runner import compare_with_oracle, write_then_attend
 
-__all__ = ["ParityCell", "ParityReport", "run_parity"]
+__all__ = ["ParityCell", "ParityReport", "make_pairs", "run_parity"]
 
 Backend = type[AttentionBackend]
-
-_CASES: dict[str, dict[str, object]] = {
-    "decode": {"batch": "decode_long"},
-    "prefill": {"batch": "prefill"},
-    "mixed": {"batch": "mixed"},
-    "window": {"batch": "mixed", "sliding_window": 11},
-    "soft_cap": {"batch": "mixed", "logits_soft_cap": 2.0},
-    "sinks": {"batch": "mixed", "sinks": True},
-    "alibi": {"batch": "mixed", "alibi": True},
-    "HND": {"batch": "ragged", "layout": "HND"},
-    "fp8": {"batch": "mixed", "kv_cache_dtype": "fp8_e4m3", "k_scale": 0.25, "v_scale": 0.125},
-}
-
-
-@dataclass(frozen=True)
-class ParityCell:
-    """The result of one ordered pair in one case.
-
-    Attributes:
-        writer, reader: names of the backends.
-        case: id of the case.
-        outcome: pass, fail or unsupported.
-        message: the error or the reasons; "" for a pass.
-        difference: largest absolute difference to the result of the writer reading its own cache;
-            NaN if there is no result.
-    """
-
-    writer: str
-    reader: str
-    case: str
-    outcome: Outcome
-    message: str
-    difference: float
+PairCall = tuple[Pair, "PairCase | ContractError"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +38,7 @@ class ParityReport:
     Attributes:
         device: the device.
         backends: names of the backends.
-        cells: the result of each pair in each case.
+        cells: the result of each pair in each call.
     """
 
     device: str
@@ -89,12 +59,13 @@ class ParityReport:
             for writer in self.backends
         ]
         failures = [
-            f"FAIL {cell.writer} writes, {cell.reader} reads, {cell.case}: {cell.message}"
+            f"FAIL {cell.writer} writes, {cell.reader} reads, {cell.case}: {cell.message}\n"
+            f"     reproduce: {cell.reproduce}"
             for cell in self.cells
             if cell.outcome is Outcome.FAIL
         ]
         legend = (
-            "passed/run cases that both support; largest difference to the writer reading its own "
+            "passed/run calls that both support; largest difference to the writer reading its own "
             "cache"
         )
         lines = [
@@ -115,7 +86,7 @@ class ParityReport:
         return f"{passed}/{len(run)}  {'no result' if largest is None else f'{largest:.1e}'}"
 
     def largest(self, writer: str, reader: str) -> float | None:
-        """The largest difference over all cases of a pair; None if no case has a result."""
+        """The largest difference over all calls of a pair; None if no call has a result."""
         found = [
             cell.difference for cell in self.cells if (cell.writer, cell.reader) == (writer, reader)
         ]
@@ -136,7 +107,7 @@ class ParityReport:
             for writer in self.backends
         }
         data = {
-            "version": 2,
+            "version": 3,
             "device": self.device,
             "backends": list(self.backends),
             "passed": self.passed,
@@ -150,6 +121,7 @@ def run_parity(
     *,
     device: torch.device | str | None = None,
     seed: int = 0,
+    only: str | None = None,
     on_cell: Callable[[ParityCell], None] | None = None,
 ) -> ParityReport:
     """Run every ordered pair of backends.
@@ -158,22 +130,65 @@ def run_parity(
         backends: names, paths or classes; None selects all backends available on the device.
         device: the device to run on; None selects the GPU if torch sees one, otherwise the CPU.
         seed: seed of all random numbers.
+        only: comma-separated names of calls (`pair_cases`), with * and ?; None selects all.
         on_cell: called after each cell, for progress bars.
 
     Raises:
-        ContractError: no backend is available, or two have one name.
+        ContractError: no backend is available, two have one name, or `only` selects no call.
+    """
+    cells: list[ParityCell] = []
+    selected = make_pairs(backends, device=device, seed=seed, only=only)
+    for pair, case in selected:
+        cells.append(pair.run(case))
+        if on_cell is not None:
+            on_cell(cells[-1])
+    names = dict.fromkeys(pair.writer.get_name() for pair, _ in selected)
+    return ParityReport(str(selected[0][0].device), tuple(names), tuple(cells))
+
+
+def make_pairs(
+    backends: Sequence[str | Backend] | None = None,
+    against: Sequence[str | Backend] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    only: str | None = None,
+) -> list[PairCall]:
+    """The calls of ordered pairs: of each backend with itself and, in both directions, with others.
+
+    Args:
+        backends, device, seed, only: as in `run_parity`.
+        against: the others: names, paths or classes, or "all" for every backend that is available
+            and all of `backends`. None is `backends`.
+
+    Raises:
+        ContractError: as in `run_parity`.
     """
     place = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-    selected = (
-        [load_backend(backend) for backend in backends]
-        if backends
-        else find_available_backends(place)
-    )
-    if not selected:
+    own = _named(backends) if backends else _available(place)
+    if not own:
         raise ContractError(
             f"no backend is available on {place}: pass `backends`, or see `attnlib list`"
         )
-    names = [backend.get_name() for backend in selected]
+    everything = own | _others(own, against, place)
+    for part in only.split(",") if only else ():
+        if not any(fnmatch.fnmatchcase(name, part.strip()) for name in CALL_NAMES):
+            raise ContractError(f"no call matches {part!r}: the calls are {', '.join(CALL_NAMES)}")
+    selected = [
+        (pair, case)
+        for writer, (writer_label, writing) in everything.items()
+        for reader, (reader_label, reading) in everything.items()
+        if writer in own or reader in own
+        for pair in [Pair(writing, reading, place, seed, (writer_label, reader_label))]
+        for case in pair.cases(only)
+    ]
+    return _grouped(selected)
+
+
+def _named(backends: Sequence[str | Backend]) -> dict[str, tuple[str, Backend]]:
+    """Name -> the backend as the caller named it, and its class."""
+    loaded = [(backend, load_backend(backend)) for backend in backends]
+    names = [backend.get_name() for _, backend in loaded]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ContractError(
@@ -181,43 +196,46 @@ def run_parity(
             "drop the repetition (every backend also reads its own cache), or give classes of "
             "different names"
         )
-    cells: list[ParityCell] = []
-    for writer in selected:
-        base = BackendUnderTest(writer, writer.get_name(), place, seed).base_case.replace(
-            needs_lse=False
-        )
-        for name, changes in _CASES.items():
-            own: list[torch.Tensor] = []
-            for reader in (writer, *(other for other in selected if other is not writer)):
-                cells.append(_cell(writer, reader, name, base.replace(**changes), place, own))
-                if on_cell is not None:
-                    on_cell(cells[-1])
-    return ParityReport(str(place), tuple(names), tuple(cells))
+    return {found.get_name(): (_label(given), found) for given, found in loaded}
 
 
-def _cell(
-    writer: Backend,
-    reader: Backend,
-    name: str,
-    case: Case,
+def _available(device: torch.device) -> dict[str, tuple[str, Backend]]:
+    return {
+        backend.get_name(): (backend.get_name(), backend)
+        for backend in find_available_backends(device)
+    }
+
+
+def _label(backend: str | Backend) -> str:
+    """What names a backend on the command line."""
+    return backend if isinstance(backend, str) else ":".join(backend.full_cls_name())
+
+
+def _others(
+    own: dict[str, tuple[str, Backend]],
+    against: Sequence[str | Backend] | None,
     device: torch.device,
-    own: list[torch.Tensor],
-) -> ParityCell:
-    """Run one cell. `own` holds the writer's result on its own cache, which runs first."""
-    outcome, message, difference = Outcome.PASS, "", float("nan")
-    try:
-        actual = write_then_attend(writer, reader, case, device)
-        if not own:
-            own.append(actual.out.clone())
-        message = compare_with_oracle(case, actual, device)
-        outcome = Outcome.FAIL if message else Outcome.PASS
-        difference = (
-            float((actual.out.double() - own[0].double()).abs().max())
-            if actual.out.numel()
-            else 0.0
+) -> dict[str, tuple[str, Backend]]:
+    """The backends of `against` that are not in `own`."""
+    named = [backend for backend in against or () if backend != "all"]
+    found = _named(named)
+    if against and "all" in against:
+        found = _available(device) | found
+    different = [name for name in found if name in own and found[name][1] is not own[name][1]]
+    if different:
+        raise ContractError(
+            f"{', '.join(different)} names two classes: give classes of different names"
         )
-    except UnsupportedCase as refusal:
-        outcome, message = Outcome.UNSUPPORTED, str(refusal)
-    except Exception as error:
-        outcome, message = Outcome.FAIL, f"raised {type(error).__name__}: {error}"
-    return ParityCell(writer.get_name(), reader.get_name(), name, outcome, message, difference)
+    return {name: backend for name, backend in found.items() if name not in own}
+
+
+def _grouped(selected: list[PairCall]) -> list[PairCall]:
+    """The calls of each writer by name, so that its result on its own cache is computed once."""
+    writers = list(dict.fromkeys(pair.writer for pair, _ in selected))
+    names = {name: index for index, name in enumerate(CALL_NAMES)}
+
+    def place(call: PairCall) -> tuple[int, int]:
+        pair, case = call
+        return writers.index(pair.writer), names[case.name] if isinstance(case, PairCase) else -1
+
+    return sorted(selected, key=place)

@@ -1,11 +1,13 @@
-"""pytest plugin: `--attnlib-backend=my_pkg:MyBackend` adds the conformance suite to a test run.
+"""pytest plugin: `--attnlib-backend=my_pkg:MyBackend` adds the conformance suite to a test run,
+`--attnlib-against=torch` the comparison of that backend with another.
 
 pytest loads this module in every environment where attnlib is installed. The module therefore
-imports torch and the suite only if the option is given.
+imports torch and the suite only if an option is given.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,9 +26,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the conformance suite on this backend (as in ATTNLIB_BACKEND: a name, "
         "module:Class, file.py:Class or a pair); repeatable",
     )
+    group.addoption(
+        "--attnlib-against",
+        action="append",
+        default=[],
+        metavar="NAME|all",
+        help="instead of the suite, compare the backends of --attnlib-backend (default: all that "
+        "are available) with this one: one writes the cache, the other one reads it; repeatable",
+    )
     group.addoption("--attnlib-quick", action="store_true", help="run the short form of each check")
     group.addoption(
-        "--attnlib-only", metavar="CHECK[/CASE],...", help="run only these checks or cases"
+        "--attnlib-only",
+        metavar="CHECK[/CASE],...",
+        help="run only these checks or cases, or with --attnlib-against these calls",
     )
     group.addoption(
         "--attnlib-seed", type=int, default=0, help="seed of all random numbers (default 0)"
@@ -37,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class ConformanceItem(pytest.Item):
-    """One case of the conformance suite."""
+    """One case of the conformance suite or of a pair."""
 
     def __init__(self, *, case: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -64,28 +76,51 @@ def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Append the cases to the collected tests."""
-    backends = config.getoption("--attnlib-backend")
-    if not backends:
+    backends, against = (
+        config.getoption("--attnlib-backend"),
+        config.getoption("--attnlib-against"),
+    )
+    if not backends and not against:
         return
     import sys
 
+    if str(config.rootpath) not in sys.path:
+        sys.path.insert(0, str(config.rootpath))
+    found = _pairs(config, backends, against) if against else _suite(config, backends)
+    for name, case in found:
+        items.append(ConformanceItem.from_parent(session, name=name, case=case))
+
+
+def _suite(config: pytest.Config, backends: list[str]) -> Iterator[tuple[str, Any]]:
+    """The conformance suite of each backend."""
     from attnlib.errors import AttnlibError
     from attnlib.testing.suite import collect_cases
 
-    if str(config.rootpath) not in sys.path:
-        sys.path.insert(0, str(config.rootpath))
     for backend in backends:
         try:
             cases = collect_cases(
-                backend,
-                device=config.getoption("--attnlib-device"),
-                seed=config.getoption("--attnlib-seed"),
-                quick=config.getoption("--attnlib-quick"),
-                only=config.getoption("--attnlib-only"),
+                backend, quick=config.getoption("--attnlib-quick"), **_settings(config)
             )
         except AttnlibError as error:
             raise pytest.UsageError(f"--attnlib-backend {backend}: {error}") from None
         for case in cases:
-            items.append(
-                ConformanceItem.from_parent(session, name=f"{backend}::{case.id}", case=case)
-            )
+            yield f"{backend}::{case.id}", case
+
+
+def _pairs(
+    config: pytest.Config, backends: list[str], against: list[str]
+) -> Iterator[tuple[str, Any]]:
+    """The calls of all pairs."""
+    from attnlib.errors import AttnlibError
+    from attnlib.testing.parity_suite import collect_pairs
+
+    try:
+        pairs = collect_pairs(backends or None, against, **_settings(config))
+    except AttnlibError as error:
+        raise pytest.UsageError(f"--attnlib-against {' '.join(against)}: {error}") from None
+    for pair in pairs:
+        yield f"parity::{pair.id}", pair
+
+
+def _settings(config: pytest.Config) -> dict[str, Any]:
+    return {name: config.getoption(f"--attnlib-{name}") for name in ("device", "seed", "only")}

@@ -25,6 +25,7 @@ __all__ = [
     "check_supported",
     "compare_with_oracle",
     "equals_result_without",
+    "expected_results",
     "find_operation",
     "make_impl",
     "run_case",
@@ -174,7 +175,7 @@ def compare_with_oracle(
         "" if every error is within the budget, otherwise the errors, their limits and the case.
     """
     if reference is None:
-        expected, same_precision = _expected_results(case, str(device))
+        expected, same_precision = expected_results(case, str(device))
     else:
         expected, same_precision = _oracle_results(reference)
     comparisons = [compare(actual.out, expected.out, same_precision.out, case.torch_dtype, "out")]
@@ -220,5 +221,6 @@ def _oracle_results(reference: MaterializedCase) -> tuple[OracleResult, OracleRe
 
 
 @lru_cache(maxsize=4)  # checks compare several layers or calls with one case
-def _expected_results(case: Case, device: str) -> tuple[OracleResult, OracleResult]:
+def expected_results(case: Case, device: str) -> tuple[OracleResult, OracleResult]:
+    """The oracle of a case in float64 and in the precision of the case."""
     return _oracle_results(case.materialize(device))

@@ -12,6 +12,7 @@ Expected failures are strict: an expected failure that passes is an error.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from attnlib.backends.base import AttentionBackend
@@ -21,7 +22,13 @@ from attnlib.testing.checks import CHECKS
 from attnlib.testing.conformance import make_target
 from attnlib.testing.outcome import CaseResult, Outcome
 
-__all__ = ["BackendConformance", "ConformanceCase", "ConformanceError", "collect_cases"]
+__all__ = [
+    "BackendConformance",
+    "ConformanceCase",
+    "ConformanceError",
+    "collect_cases",
+    "parametrize_cases",
+]
 
 
 class ConformanceError(AssertionError):
@@ -87,6 +94,22 @@ def collect_cases(
     ]
 
 
+def parametrize_cases(
+    metafunc: Any, name: str, cases: Sequence[Any], expected_failures: Mapping[str, str]
+) -> None:
+    """Parametrize the argument `name` of a test with cases; those that are expected to fail are
+    strict xfails."""
+    import pytest
+
+    def marks(case: Any) -> list[Any]:
+        reason = expected_failures.get(case.id)
+        return [] if reason is None else [pytest.mark.xfail(reason=reason, strict=True)]
+
+    metafunc.parametrize(
+        name, [pytest.param(case, id=case.id, marks=marks(case)) for case in cases]
+    )
+
+
 class BackendConformance:
     """Base class of a pytest class that runs the conformance suite.
 
@@ -105,29 +128,14 @@ class BackendConformance:
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Parametrize `test_conformance` with the cases."""
-        import pytest
-
         if "attnlib_case" not in metafunc.fixturenames:
             return
-        if self.backend is None:
-            metafunc.parametrize("attnlib_case", [])
-            return
-        cases = collect_cases(
-            self.backend, device=self.device, seed=self.seed, quick=self.quick, only=self.only
-        )
-        metafunc.parametrize(
-            "attnlib_case",
-            [
-                pytest.param(
-                    case,
-                    id=case.id,
-                    marks=[pytest.mark.xfail(reason=self.expected_failures[case.id], strict=True)]
-                    if case.id in self.expected_failures
-                    else [],
-                )
-                for case in cases
-            ],
-        )
+        cases: list[ConformanceCase] = []
+        if self.backend is not None:
+            cases = collect_cases(
+                self.backend, device=self.device, seed=self.seed, quick=self.quick, only=self.only
+            )
+        parametrize_cases(metafunc, "attnlib_case", cases, self.expected_failures)
 
     def test_conformance(self, attnlib_case: ConformanceCase) -> None:
         """Run one case."""

@@ -36,7 +36,7 @@ from attnlib.cli import audit_kv, doctor, main
 from attnlib.cli.tune import session as tune_session
 from attnlib.debug.record import save_recording
 from attnlib.testing import commands as testing_commands
-from attnlib.testing import conformance, parity
+from attnlib.testing import conformance, pair_run
 from attnlib.testing.case import Case
 from attnlib.testing.outcome import Outcome
 from attnlib.tuning.table import SCHEMA as TUNING
@@ -219,6 +219,9 @@ def _value(action: argparse.Action, files: list[str], wrong: float, rng: random.
     return rng.choice(files if kind == "parse" or action.dest == "model" else TEXTS)
 
 
+_cell = pair_run.ParityCell("a", "b", "c", "M1", Outcome.PASS, "", 0.0)
+
+
 def _row(case: BenchCase) -> Row:
     return unmeasured(case, "torch", "failed", "no reason")
 
@@ -240,7 +243,7 @@ def without_work() -> Iterator[None]:
             (kv_audit_figure, "draw_audit", lambda *a: None),
             (doctor, "_backends", lambda: []),
             (conformance, "run_conformance", lambda *a, **k: report),
-            (parity, "_cell", lambda *a: parity.ParityCell("a", "b", "c", Outcome.PASS, "", 0.0)),
+            (pair_run.Pair, "run", lambda *a: _cell),
             (testing_commands, "_run_certify", lambda args: 0),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(place, name, stub))

@@ -1,4 +1,4 @@
-"""The pytest option `--attnlib-backend`."""
+"""The pytest options `--attnlib-backend` and `--attnlib-against`."""
 
 from __future__ import annotations
 
@@ -98,3 +98,50 @@ def test_a_wrong_backend_is_a_usage_error(tmp_path: Path) -> None:
     done = _pytest(tmp_path, "--attnlib-backend=nowhere:Backend")
     assert done.returncode == 4 and "INTERNALERROR" not in done.stdout + done.stderr
     assert "ERROR: --attnlib-backend nowhere:Backend: " in done.stderr
+
+
+@pytest.mark.slow
+def test_pairs_without_a_test_file(tmp_path: Path) -> None:
+    """The named backend writes and reads; the two do not run the suite."""
+    done = _pytest(
+        tmp_path,
+        "--attnlib-backend=tests.testing.toy_backend:ToyBackend",
+        "--attnlib-against=torch",
+        "--attnlib-only=window,graph_decode",
+        "--attnlib-device=cpu",
+        "-rs",
+        "-vv",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "parity::torch-to-toy/window PASSED" in done.stdout
+    assert "4 passed, 2 skipped" in done.stdout  # torch declares no graphs
+    assert "unsupported: torch: " in done.stdout
+
+
+@pytest.mark.slow
+def test_a_wrong_pair_shows_the_rule_and_the_row(tmp_path: Path) -> None:
+    (tmp_path / "wrong_one.py").write_text(
+        "from tests.testing.toy_backend import toy_with\n"
+        "from tests.testing.wrong_backends import OffByOneWindow\n"
+        "Backend = toy_with(OffByOneWindow)\n"
+    )
+    done = _pytest(
+        tmp_path,
+        "--attnlib-backend=wrong_one:Backend",
+        "--attnlib-against=all",
+        "--attnlib-only=window",
+        "--attnlib-device=cpu",
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert (
+        "torch writes, OffByOneWindow reads: M2: sliding window: out differs first in row 0 "
+        "(token 0 of request 0, position 49), head 0" in done.stdout
+    )
+    assert "reproduce: attnlib parity torch wrong_one:Backend --only window" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_wrong_name_among_the_others_is_a_usage_error(tmp_path: Path) -> None:
+    done = _pytest(tmp_path, "--attnlib-against=nothing")
+    assert done.returncode == 4 and "INTERNALERROR" not in done.stdout + done.stderr
+    assert "ERROR: --attnlib-against nothing: " in done.stderr
