@@ -7,6 +7,11 @@ from tests.compat.seeds.table import Row, Seed
 
 __all__ = ["ROWS", "SEEDS"]
 
-SEEDS: tuple[Seed, ...] = (minivllm.SEED, paged_ops.SEED, v1_utils.SEED, triton_prefill.SEED)
+SEEDS: tuple[Seed, ...] = (
+    minivllm.SEED,
+    paged_ops.SEED,
+    v1_utils.SEED,
+    triton_prefill.SEED,
+)
 
 ROWS: tuple[Row, ...] = tuple(row for seed in SEEDS for row in seed.rows)
