@@ -11,7 +11,7 @@ import torch
 
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.paged_prefill import paged_prefill
-from tests.backends.real_signatures import like
+from tests.backends.real_signatures import RECORDED, like
 
 NAMES = (
     "flash_attn",
@@ -114,7 +114,8 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]  # None makes the import fail
 
 
-FA2, FA4, VLLM = "flash-attn 2.8.3", "flash-attn-4 4.0.0b36", "vllm 0.26.0"
+FA2, FA4 = "flash-attn 2.8.3", "flash-attn-4 4.0.0b36"
+VLLM = tuple(release for release in RECORDED if release.startswith("vllm "))
 """Recorded releases; the source archive of 2.8.3 has FlashAttention 3 too."""
 
 
@@ -165,10 +166,10 @@ def _scheduler(record: Recorder, release: str) -> Any:
     return fake
 
 
-def fake_vllm(record: Recorder) -> tuple[Any, Any]:
+def fake_vllm(record: Recorder, release: str = VLLM[0]) -> tuple[Any, Any]:
     """vLLM's build: several generations behind one function, `out`, `s_aux`, a scheduler."""
 
-    @like(VLLM, "flash_attn_varlen_func", record.calls)
+    @like(release, "flash_attn_varlen_func", record.calls)
     def fake(
         q, k, v, cu_seqlens_q, seqused_k, q_v, softmax_scale, causal, window_size, softcap,
         alibi_slopes, block_table, return_softmax_lse, out, num_splits, fa_version, s_aux,
@@ -188,7 +189,7 @@ def fake_vllm(record: Recorder) -> tuple[Any, Any]:
         out.copy_(result)
         return (out, lse) if return_softmax_lse else out
 
-    return fake, _scheduler(record, VLLM)
+    return fake, _scheduler(record, release)
 
 
 def fake_fa4(record: Recorder, hopper: bool = True) -> Any:

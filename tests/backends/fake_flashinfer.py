@@ -13,7 +13,9 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.paged_prefill import paged_prefill
 from tests.backends.real_signatures import RECORDED, like, signature_of
 
-RELEASES = ("0.6.12", "0.7.2")
+RELEASES = tuple(
+    release.split()[1] for release in RECORDED if release.startswith("flashinfer-python ")
+)
 LOG_2 = 0.6931471805599453
 
 

@@ -4,7 +4,7 @@
 
 renews signatures.json: for each release and function the names, kinds and defaults of its
 parameters. The archives are downloaded to DIR (a temporary folder without it; those that are there
-are used again) and read as text: nothing is installed, imported or copied. The wheel of vLLM has
+are used again) and read as text: nothing is installed, imported or copied. A wheel of vLLM has
 300 MB. The fakes take their signatures from the file (`real_signatures.py`).
 
 flash-attn has no wheels on the index. pip runs the setup.py of its source archive to read its
@@ -48,13 +48,25 @@ class Release:
 
 
 _METHODS = ("__init__", "plan", "run")
-_DECODE_PLAN = "BatchDecodeWithPagedKVCacheWrapper._plan_impl"  # 0.7.2; its `plan` takes **kwargs
+_DECODE_PLAN = "BatchDecodeWithPagedKVCacheWrapper._plan_impl"  # 0.6.15; its `plan` takes **kwargs
 _MLA = tuple(f"BatchMLAPagedAttentionWrapper.{method}" for method in _METHODS)
 _PAGED = {
     f"flashinfer/{kind}.py": tuple(
         f"Batch{kind.title()}WithPagedKVCacheWrapper.{method}" for method in _METHODS
     )
     for kind in ("decode", "prefill")
+}
+_PLANNED = {**_PAGED, "flashinfer/decode.py": (*_PAGED["flashinfer/decode.py"], _DECODE_PLAN)}
+_FLAT_MLA = {"flashinfer/mla/_core.py": _MLA}
+_STRUCTURED_MLA = {
+    "flashinfer/mla/_batch_mla/_wrapper.py": _MLA,
+    "flashinfer/mla/_batch_mla/_contracts.py": ("MLAPlanMetadata.csr",),
+}
+_VLLM = {
+    "vllm/vllm_flash_attn/flash_attn_interface.py": (
+        "flash_attn_varlen_func",
+        "get_scheduler_metadata",
+    )
 }
 RELEASES = (
     Release(
@@ -72,28 +84,14 @@ RELEASES = (
     Release(
         "flash-attn-4", "4.0.0b36", {"flash_attn/cute/interface.py": ("flash_attn_varlen_func",)}
     ),
-    Release(
-        "vllm",
-        "0.26.0",
-        {
-            "vllm/vllm_flash_attn/flash_attn_interface.py": (
-                "flash_attn_varlen_func",
-                "get_scheduler_metadata",
-            )
-        },
-    ),
-    Release("flashinfer-python", "0.6.12", {**_PAGED, "flashinfer/mla/_core.py": _MLA}),
-    Release(
-        "flashinfer-python",
-        "0.7.2",
-        {
-            **_PAGED,
-            "flashinfer/decode.py": (*_PAGED["flashinfer/decode.py"], _DECODE_PLAN),
-            "flashinfer/mla/_batch_mla/_wrapper.py": _MLA,
-            "flashinfer/mla/_batch_mla/_contracts.py": ("MLAPlanMetadata.csr",),
-        },
-    ),
+    *(Release("vllm", version, _VLLM) for version in ("0.24.0", "0.27.0", "0.33.0")),
+    Release("flashinfer-python", "0.6.12", {**_PAGED, **_FLAT_MLA}),
+    Release("flashinfer-python", "0.6.18", {**_PLANNED, **_FLAT_MLA}),
+    Release("flashinfer-python", "0.7.0", {**_PLANNED, **_STRUCTURED_MLA}),
+    Release("flashinfer-python", "0.7.2", {**_PLANNED, **_STRUCTURED_MLA}),
 )
+"""The first and last release that the adapters support, and those between them that changed a
+signature in more than arguments at its end."""
 
 
 def main() -> None:

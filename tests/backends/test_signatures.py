@@ -7,6 +7,7 @@ import copy
 import inspect
 import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_a_fake_with_a_renamed_argument_fails() -> None:
     [
         (fake_flash_attn.FA2, "flash_attn_varlen_func", "block_table"),
         (fake_flash_attn.FA2, "flash_attn_with_kvcache", "page_table"),
-        (fake_flash_attn.VLLM, "flash_attn_varlen_func", "s_aux"),
+        *((release, "flash_attn_varlen_func", "s_aux") for release in fake_flash_attn.VLLM),
         (FA4, "flash_attn_varlen_func", "num_splits"),
     ],
 )
@@ -77,10 +78,11 @@ def test_fakes_of_flash_attention_follow_the_record(
 ) -> None:
     """A real argument that is renamed is missed when the fake is made."""
     rename(monkeypatch, release, function, name)
-    install = {fake_flash_attn.VLLM: flash_attn.install_vllm, FA4: flash_attn.install_fa4}.get(
-        release,
-        flash_attn.install_fa2 if function == "flash_attn_varlen_func" else flash_attn.install_fa3,
-    )
+    install = flash_attn.install_fa4 if release == FA4 else flash_attn.install_fa3
+    if release in fake_flash_attn.VLLM:
+        install = partial(flash_attn.install_vllm, release=release)
+    elif release != FA4 and function == "flash_attn_varlen_func":
+        install = flash_attn.install_fa2
     with pytest.raises(TypeError, match=f"{release} has no argument {name}"):
         install(monkeypatch, fake_flash_attn.Recorder())
 
@@ -120,7 +122,7 @@ def test_the_probes_accept_the_recorded_releases(
     api, problem = find_api(None)
     assert api is not None and api.release == release, problem
     latent, problem = find_mla_wrapper(None)
-    assert latent is not None and (latent.batch is None) is (release == "0.6.12"), problem
+    assert latent is not None and (latent.batch is None) is (release in fake_mla.FLAT), problem
 
 
 def test_defaults_are_those_of_the_package() -> None:

@@ -48,9 +48,14 @@ def install_fa3(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder, **attri
     )
 
 
-def install_vllm(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder, **flags: Any) -> None:
+def install_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+    record: fakes.Recorder,
+    release: str = fakes.VLLM[0],
+    **flags: Any,
+) -> None:
     """vLLM's build, with all three generations; the flags of 4 are in the defining module only."""
-    varlen, scheduler = fakes.fake_vllm(record)
+    varlen, scheduler = fakes.fake_vllm(record, release)
     built = {"FA2_AVAILABLE": True, "FA3_AVAILABLE": True, **flags}
     package = fakes.install(
         monkeypatch,

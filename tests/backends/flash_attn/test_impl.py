@@ -80,6 +80,24 @@ def test_matches_torch(
     assert lse.is_contiguous() and record.calls
 
 
+@pytest.mark.parametrize("release", fakes.VLLM)
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_each_generation_of_each_release_of_vllm(
+    monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder, release: str, version: int
+) -> None:
+    """A call fits the recorded signature of its release, and writes output in place."""
+    install_vllm(monkeypatch, record, release)
+    step = make_step(spec_of(sliding_window=5), [1, 6], [30, 20])
+    out, lse = run(monkeypatch, step, config={"fa_version": version})
+    expected, expected_lse = step.expected()
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    assert record.last["fa_version"] == version and record.last["out"] is not None
+    assert record.last["out"].data_ptr() == out.data_ptr()
+    assert record.last["window_size"] == (4, 0) and record.last["num_splits"] == 0
+    assert bool(record.scheduled) is (version == 3)
+
+
 @pytest.mark.parametrize(
     ("build", "window"), [("fa2", (4, 0)), ("fa3", (4, 0)), ("vllm", (4, 0)), ("fa4", (4, 0))]
 )

@@ -1,7 +1,7 @@
 """Fakes of FlashInfer's MLA wrapper: its signatures and pitfalls, computed by plain torch.
 
-Deprecated forms of call fail: arguments by position, and with 0.7.2 a batch or tensors in parts and
-an LSE that the plan does not declare.
+Deprecated forms of call fail: arguments by position, and from 0.7 on a batch or tensors in parts
+and an LSE that the plan does not declare.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from tests.backends import fake_flashinfer
 from tests.backends.fake_flashinfer import RELEASES
 from tests.backends.real_signatures import like
 
-__all__ = ["RELEASES", "Calls", "install", "make_module"]
+__all__ = ["FLAT", "RELEASES", "Calls", "install", "make_module"]
 
 _NAME = "BatchMLAPagedAttentionWrapper"
+FLAT = tuple(release for release in RELEASES if release.startswith("0.6."))
+"""Releases that take the batch and the tensors in parts."""
 
 
 class Calls:
@@ -49,11 +51,12 @@ def by_keyword(method: Callable[..., Any]) -> Callable[..., Any]:
 def make_module(calls: Calls, release: str) -> ModuleType:
     """The module `flashinfer.mla` of a release."""
     module: Any = ModuleType("flashinfer.mla")
-    if release == "0.6.12":
-        module.BatchMLAPagedAttentionWrapper = _flat(calls)
+    recorded = f"flashinfer-python {release}"
+    if release in FLAT:
+        module.BatchMLAPagedAttentionWrapper = _flat(calls, recorded)
     else:
-        module.BatchMLAPagedAttentionWrapper = _structured(calls)
-        module.MLAPlanMetadata = MLAPlanMetadata
+        module.BatchMLAPagedAttentionWrapper = _structured(calls, recorded)
+        module.MLAPlanMetadata = _plan_metadata(recorded)
     return module
 
 
@@ -65,20 +68,23 @@ def install(monkeypatch: pytest.MonkeyPatch, release: str = "0.7.2") -> Calls:
     return calls
 
 
-class MLAPlanMetadata(SimpleNamespace):
-    """The batch of a plan in 0.7.2."""
+def _plan_metadata(release: str) -> type:
+    """The batch of a plan."""
 
-    @classmethod
-    @like("flashinfer-python 0.7.2", "MLAPlanMetadata.csr")
-    def csr(cls, qo_indptr, kv_indptr, kv_indices, kv_len_arr):
-        return cls(
-            qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr
-        )
+    class MLAPlanMetadata(SimpleNamespace):
+        @classmethod
+        @like(release, "MLAPlanMetadata.csr")
+        def csr(cls, qo_indptr, kv_indptr, kv_indices, kv_len_arr):
+            return cls(
+                qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices,
+                kv_len_arr=kv_len_arr,
+            )  # fmt: skip
+
+    return MLAPlanMetadata
 
 
-def _flat(calls: Calls) -> type:
-    """0.6.12: the parts of the batch and of the tensors as arguments of their own."""
-    release = "flashinfer-python 0.6.12"
+def _flat(calls: Calls, release: str) -> type:
+    """Up to 0.6: the parts of the batch and of the tensors as arguments of their own."""
 
     class BatchMLAPagedAttentionWrapper:
         __init__ = _made(calls, release)
@@ -105,15 +111,14 @@ def _flat(calls: Calls) -> type:
             self, q_nope, q_pe, ckv_cache, kpe_cache, out, lse, return_lse, return_lse_base_on_e,
         ):  # fmt: skip
             natural = _attend(self.planned, (q_nope, q_pe), (ckv_cache, kpe_cache), out)
-            calls.runs.append({"out": out, "return_lse": return_lse})
+            calls.runs.append({"out": out, "lse": lse, "return_lse": return_lse})
             return _returned(natural, out, lse, return_lse, return_lse_base_on_e)
 
     return BatchMLAPagedAttentionWrapper
 
 
-def _structured(calls: Calls) -> type:
-    """0.7.2: the batch as one object, tensors as pairs, and the LSE declared by the plan."""
-    release = "flashinfer-python 0.7.2"
+def _structured(calls: Calls, release: str) -> type:
+    """From 0.7 on: the batch as one object, tensors as pairs, the LSE declared by the plan."""
 
     class BatchMLAPagedAttentionWrapper:
         __init__ = _made(calls, release)
@@ -149,7 +154,7 @@ def _structured(calls: Calls) -> type:
                 mode = "basee" if return_lse_base_on_e else "base2"
             assert mode == self.planned["lse_mode"], "not as planned"
             natural = _attend(self.planned, query, kv_cache, out)
-            calls.runs.append({"out": out, "return_lse": return_lse})
+            calls.runs.append({"out": out, "lse": lse, "return_lse": return_lse})
             return _returned(natural, out, lse, return_lse, return_lse_base_on_e)
 
     return BatchMLAPagedAttentionWrapper

@@ -19,7 +19,7 @@ from attnlib.backends.flashinfer.probe import find_api
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.errors import BackendUnavailableError, ContractError
 from attnlib.testing import run_conformance
-from tests.backends.flashinfer.fake_mla import RELEASES, Calls, install
+from tests.backends.flashinfer.fake_mla import FLAT, RELEASES, Calls, install
 
 H200 = DeviceInfo("cuda", 0, (9, 0), name="NVIDIA H200")
 SPEC = AttentionSpec(
@@ -115,12 +115,27 @@ def test_without_lse_nothing_is_allocated_for_it(calls: Calls) -> None:
     assert not calls.runs[0]["return_lse"]
 
 
+def test_output_and_lse_are_written_in_place(calls: Calls) -> None:
+    """The wrapper gets the tensors of the caller."""
+    query, key, value, cache, common = _step([1, 3], [70, 9])
+    backend = _on_cpu()
+    metadata = backend.make_builder(SPEC, "cpu").build(0, common)
+    output = torch.empty(4, 4, 512, dtype=torch.bfloat16)
+    impl = backend.get_impl_cls()(SPEC, scale=0.1)
+    lse = torch.empty(4, 4)
+    impl.forward(query, cache, metadata, output, lse)
+    (call,) = calls.runs
+    assert call["out"].data_ptr() == output.data_ptr()
+    assert call["lse"].data_ptr() == lse.data_ptr() and torch.isfinite(lse).all()
+
+
 def test_plans_declare_the_lse(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer 0.7 plans for calls with an LSE or for calls without; older plans serve both."""
     monkeypatch.setattr(mla_metadata, "_WORKSPACE_BYTES", 64)
     query, key, value, cache, common = _step([1, 3], [70, 9])
     backend, output = _on_cpu(), torch.empty(4, 4, 512, dtype=torch.bfloat16)
-    for release, modes in (("0.7.2", ["base2", "none"]), ("0.6.12", [None])):
+    for release in RELEASES:
+        modes = [None] if release in FLAT else ["base2", "none"]
         calls = install(monkeypatch, release)
         find_api.cache_clear()
         metadata = backend.make_builder(SPEC, "cpu").build(0, common)

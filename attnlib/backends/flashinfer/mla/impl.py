@@ -68,8 +68,8 @@ class FlashInferMLAImpl(AttentionImpl):
         sinks = self.sinks
         out = output[:end]
         target = out if out.is_contiguous() else torch.empty_like(out, memory_format=_PACKED)
-        logs = None
-        if lse is not None or sinks is not None:
+        logs = None if lse is None else lse[:end]
+        if logs is None and sinks is not None:
             logs = torch.empty(rows.shape[:2], dtype=torch.float32, device=rows.device)
         wrapper = metadata.planned(self.scale, logs is not None)
         metadata.form.run(wrapper, rows, cache.key_cache[:, :, 0], size, target, logs)
@@ -78,8 +78,6 @@ class FlashInferMLAImpl(AttentionImpl):
             convert_base2_lse(logs, logs, empty)
             if sinks is not None:
                 apply_sinks(target, logs, sinks)
-            if lse is not None:
-                lse[:end] = logs
         if target is not out:
             out.copy_(target)
         clear_rows(output, lse, metadata.query_start_loc, end)
