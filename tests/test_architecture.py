@@ -34,13 +34,13 @@ LAYERS = (
         "testing",
         "cli",
         "bench",
-        "example_model",
         "tuning.measure",
         "tuning.rank",
         "__main__",
         "__init__",
     ),
     ("key_selection", "indexer", "compressed_entries", "latent_attention"),  # former paths
+    ("attention", "selector", "layers"),  # paths of other packages
 )
 
 

@@ -111,6 +111,11 @@ def _check_impl(impl: Any, label: str) -> None:
     signature = inspect.signature(impl.forward)
     names = tuple(signature.parameters)[: len(_FORWARD_PARAMETERS)]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+    if names[1:2] == ("layer",) or "num_heads" in inspect.signature(impl).parameters:
+        raise RegistrationError(
+            f"backend {label!r}: {impl.__qualname__} has vLLM's constructor or forward; register "
+            f"attnlib.compat.vllm.adapt_backend(...) of the class instead"
+        )
     if names != _FORWARD_PARAMETERS and not takes_any:
         expected = inspect.signature(AttentionImpl.forward)
         raise RegistrationError(

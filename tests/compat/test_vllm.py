@@ -102,7 +102,7 @@ def test_objects_without_what_attnlib_reads() -> None:
         model_config=model, block_size=16, attn_backend=TorchBackend, device="cpu",
         max_batchsize_to_capture=2, max_seq_len_to_capture=32,
     )  # fmt: skip
-    with pytest.raises(ContractError, match="must be the batch as CommonAttentionMetadata"):
+    with pytest.raises(ContractError, match="is a NoneType; it must be what a builder"):
         vllm.AttentionState(runner).begin_forward(SimpleNamespace(attn_metadata=None))
 
 

@@ -12,12 +12,13 @@ The runner is any object with the attributes that `config.runner_spec` reads and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from attnlib.compat.vllm.config import runner_spec
 from attnlib.errors import ContractError
+from attnlib.metadata.batch_metadata import AttentionMetadata
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.state import AttentionState as State
 from attnlib.spec import AttentionType
@@ -25,8 +26,10 @@ from attnlib.workspace import BatchLimits
 
 __all__ = ["AttentionMetadataBuilder", "AttentionState"]
 
+T = TypeVar("T")
 
-class AttentionMetadataBuilder:
+
+class AttentionMetadataBuilder(Generic[T]):
     """Builds the metadata of a v0 input builder's batch.
 
     Args:
@@ -67,10 +70,10 @@ class AttentionMetadataBuilder:
         common = CommonAttentionMetadata.from_lengths(
             query_lens, seq_lens, tables, self.builder.spec.block_size, self.runner.device
         )
-        return self.builder.build(0, common)
+        return self.builder.build(common_prefix_len=0, common_attn_metadata=common)
 
 
-class AttentionState:
+class AttentionState(Generic[T]):
     """CUDA graph buffers of a v0 model runner.
 
     Args:
@@ -97,29 +100,40 @@ class AttentionState:
     def begin_forward(self, model_input: Any) -> None:
         """Copy a decode batch into the buffers, before a graph is replayed.
 
+        Metadata of a batch that no graph of the runner holds stay as they are: one with prefills,
+        or with more or longer sequences than the runner captures.
+
         Args:
-            model_input: `attn_metadata` is the batch, a `CommonAttentionMetadata`, and is replaced
-                by the metadata over the buffers. `cross_attn_metadata`, if it has one, is the batch
-                of the cross-attention layers. `batch_size`, if it has one, is the size of the
-                graph; otherwise the batch is not padded.
+            model_input: `attn_metadata` is the batch: metadata from a builder, or a
+                `CommonAttentionMetadata`. It is replaced by the metadata over the buffers.
+                `cross_attn_metadata`, if it has one, is the batch of the cross-attention layers.
+                `batch_size`, if it has one, is the size of the graph; otherwise the batch is not
+                padded.
 
         Raises:
-            ContractError: the batch exceeds the limits of the runner.
+            ContractError: the batch does not fit a graph of `batch_size` requests, is a
+                `CommonAttentionMetadata` that fits no graph, or is neither.
         """
-        common = model_input.attn_metadata
-        if not isinstance(common, CommonAttentionMetadata):
-            raise ContractError(
-                f"model_input.attn_metadata is a {type(common).__name__}; it must be the batch as "
-                "CommonAttentionMetadata, from which the state builds the metadata of the graph"
-            )
-        size = getattr(model_input, "batch_size", None) or common.num_reqs
-        padded = self.state.begin_forward(common, size)
-        metadata = self.state.builder.build(0, padded)
+        given = model_input.attn_metadata
+        common, size = _batch_of(given), getattr(model_input, "batch_size", None)
+        is_built = not isinstance(given, CommonAttentionMetadata)
+        if size is None and is_built and not self._holds(common):
+            return
+        size = size or common.num_reqs
+        metadata = _build(self.state, self.state.begin_forward(common, size))
         cross = getattr(model_input, "cross_attn_metadata", None)
         if cross is not None and self.state.cross_attention is not None:
             own = self.state.cross_attention
-            metadata.cross_attention = own.builder.build(0, own.begin_forward(cross, size))
+            metadata.cross_attention = _build(own, own.begin_forward(_batch_of(cross), size))
         model_input.attn_metadata = metadata
+
+    def _holds(self, common: CommonAttentionMetadata) -> bool:
+        limits = self.state.limits
+        return (
+            common.max_query_len <= 1
+            and common.num_reqs <= limits.max_num_reqs
+            and common.max_seq_len <= limits.max_seq_len
+        )
 
     def get_graph_input_buffers(
         self, attn_metadata: Any, is_encoder_decoder_model: bool = False
@@ -156,7 +170,7 @@ class AttentionState:
         """
         return self.state.graph_capture_get_metadata_for_batch(batch_size, is_encoder_decoder_model)
 
-    def graph_clone(self, batch_size: int) -> AttentionState:
+    def graph_clone(self, batch_size: int) -> AttentionState[T]:
         """A state with buffers of its own, for a graph that runs at the same time."""
         clone = object.__new__(type(self))
         clone.runner, clone.state = self.runner, self.state.graph_clone(batch_size)
@@ -167,3 +181,40 @@ class AttentionState:
         builder = self.runner.attn_backend.make_builder(spec, self.runner.device, limits=limits)
         state: State[Any] = self.runner.attn_backend.get_state_cls()(builder, limits, **more)
         return state
+
+
+def _build(state: State[Any], common: CommonAttentionMetadata) -> Any:
+    return state.builder.build(common_prefix_len=0, common_attn_metadata=common)
+
+
+def _batch_of(given: object) -> CommonAttentionMetadata:
+    """The batch that metadata of attnlib was built from.
+
+    Raises:
+        ContractError: an object of another kind.
+    """
+    if isinstance(given, CommonAttentionMetadata):
+        return given.normalized()
+    facts = given.facts if isinstance(given, AttentionMetadata) else None
+    if facts is None or facts.query_start_loc is None or facts.seq_lens is None:
+        raise ContractError(
+            f"model_input.attn_metadata is a {type(given).__name__}; it must be what a builder of "
+            "attnlib builds, or a CommonAttentionMetadata, from which the state builds the "
+            "metadata of the graph"
+        )
+    return CommonAttentionMetadata(
+        query_start_loc=facts.query_start_loc,
+        query_start_loc_cpu=facts.query_start_loc_cpu,
+        seq_lens=facts.seq_lens,
+        seq_lens_cpu=facts.seq_lens_cpu,
+        num_reqs=facts.seq_lens.shape[0],
+        num_actual_tokens=facts.num_actual_tokens or 0,
+        max_query_len=facts.max_query_len or 0,
+        max_seq_len=facts.max_seq_len or 0,
+        block_table_tensor=facts.block_table,
+        slot_mapping=facts.slot_mapping,
+        causal=None if facts.causal_from_spec else facts.causal,
+        query_bias=facts.query_bias,
+        score_tensors=facts.score_tensors,
+        is_cross_attention=facts.is_cross_attention,
+    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from tests.compat.seeds import minivllm, paged_ops, triton_prefill, v1_utils
+from tests.compat.seeds import attention_api, minivllm, paged_ops, triton_prefill, v1_utils
 from tests.compat.seeds.table import Row, Seed
 
 __all__ = ["ROWS", "SEEDS"]
 
 SEEDS: tuple[Seed, ...] = (
     minivllm.SEED,
+    attention_api.SEED,
     paged_ops.SEED,
     v1_utils.SEED,
     triton_prefill.SEED,

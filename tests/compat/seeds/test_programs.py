@@ -15,12 +15,16 @@ from typing import Any
 
 import pytest
 
-from tests.compat.seeds import minivllm_original
+from tests.compat.seeds import attention_api_original, minivllm_original, v1_utils_original
 from tests.compat.seeds.comparison import difference
 
 FOLDER = Path(__file__).parent / "programs"
 PROGRAMS = sorted(FOLDER.glob("*.py"))
-ORIGINALS: dict[str, ModuleType] = {"attnlib.compat.minivllm": minivllm_original}
+ORIGINALS: dict[str, ModuleType] = {
+    "attnlib.compat.minivllm": minivllm_original,
+    "attnlib.compat.vllm": attention_api_original,
+    "attnlib.compat.vllm.v1.attention.backends.utils": v1_utils_original,
+}
 """What takes the place of the modules that the programs import."""
 OTHER_PACKAGES = ("dataclasses", "numpy", "torch", "types", "typing")
 

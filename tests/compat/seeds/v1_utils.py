@@ -17,7 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.compat.seeds import minivllm_original, v1_utils_original
+import attnlib
+from attnlib.backends.torch import TorchBackend
+from attnlib.compat import vllm
+from attnlib.compat.vllm import backend_utils
+from attnlib.selection import unregister_backend
+from tests.compat.seeds import attention_api_original, minivllm_original, v1_utils_original
 from tests.compat.seeds.table import Seed
 
 __all__ = ["SEED"]
@@ -412,8 +417,6 @@ def prompts() -> tuple[Tensor, Tensor, Tensor]:
 
 def chunked_in_kernel() -> Tensor:
     """Chunks of 4 positions, as a property of the layer."""
-    import attnlib
-
     spec = attnlib.AttentionSpec(
         num_heads=4, num_kv_heads=2, head_size=32, dtype=torch.float32, attention_chunk_size=4
     )
@@ -437,3 +440,107 @@ def _(lib: Any) -> Any:
     return minivllm_original.flash_attention_prefill(
         *prompts(), torch.from_numpy(starts), scale, *sizes
     )
+
+
+def planned(lib: Any, base: type) -> tuple[type, Any]:
+    """A builder of a program, whose metadata are the batch and its counts; and its metadata."""
+
+    @dataclasses.dataclass
+    class Plan(base):  # type: ignore[misc, valid-type]
+        starts: Any
+        lens: Any
+        tables: Any
+
+    class Planner(lib.AttentionMetadataBuilder[Plan]):
+        full_cudagraph_supported = True
+
+        def __init__(self, kv_cache_spec: Any, vllm_config: Any, device: torch.device) -> None:
+            super().__init__(kv_cache_spec, vllm_config, device)
+
+        def build(
+            self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+        ) -> Any:
+            given = common_attn_metadata
+            decodes, prefills, tokens, rest = lib.split_decodes_and_prefills(given)
+            tensors = (given.query_start_loc, given.seq_lens, given.block_table_tensor)
+            return Plan(prefills, rest, tokens, given.slot_mapping, None, False, *tensors)
+
+    return Plan, Planner
+
+
+def attend(q: Tensor, cache: Any, plan: Any) -> Tensor:
+    """Attention over a cache `(keys, values)`, `[B, N, H, D]` each, in plain torch."""
+    outputs = []
+    for row, (first, end) in enumerate(zip(plan.starts, plan.starts[1:], strict=False)):
+        blocks, length = plan.tables[row].long(), int(plan.lens[row])
+        k, v = (side[blocks].flatten(0, 1)[:length] for side in cache)
+        outputs.append(attention_api_original.dense(q[first:end], k, v, 32**-0.5))
+    return torch.cat(outputs)
+
+
+def steps() -> Iterator[tuple[dict[str, Any], tuple[Tensor, Tensor, Tensor]]]:
+    """A prefill of two prompts and a decode of both: lengths, and queries, keys and values."""
+    yield {"query_lens": [5, 7], "seq_lens": [5, 7]}, prompts()
+    k, v = torch.randn(2, 2, 2, 32)
+    yield {"query_lens": [1, 1], "seq_lens": [6, 8]}, (torch.randn(2, 4, 32), k, v)
+
+
+def run_by_attnlib() -> list[Any]:
+    """The builder behind a registered backend: built, captured, in a layer."""
+    plan, planner = planned(backend_utils, vllm.AttentionMetadata)
+
+    class Impl(attnlib.AttentionImpl):
+        def forward(
+            self, query: Any, cache: Any, metadata: Any, output: Any, lse: Any = None
+        ) -> None:
+            output.copy_(attend(query, (cache.key_cache, cache.value_cache), metadata))
+
+    class Backend(attnlib.AttentionBackend):
+        capabilities = TorchBackend.capabilities
+        get_name = staticmethod(lambda: "planned")
+        get_impl_cls = staticmethod(lambda: Impl)
+        get_builder_cls = staticmethod(lambda: planner)
+        get_metadata_cls = staticmethod(lambda: plan)
+
+    attnlib.register_backend("planned", Backend)
+    try:
+        sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32}
+        spec = attnlib.AttentionSpec(**sizes, dtype=torch.float32)
+        layer = attnlib.Attention(spec, backend="planned", device="cpu")
+        cache = attnlib.PagedKVCache.allocate(spec, 8, "cpu")
+        limits = attnlib.BatchLimits(max_num_reqs=4, max_num_tokens=4, max_seq_len=64)
+        builder = layer.backend.make_builder(spec, "cpu")
+        found: list[Any] = []
+        for lengths, (q, k, v) in steps():
+            batch = attnlib.CommonAttentionMetadata.from_lengths(
+                **lengths, block_table=[[3], [6]], block_size=16, device="cpu"
+            )
+            built = builder.build(0, batch)
+            found += [built.num_prefills, built.num_decode_tokens, layer(q, k, v, cache, built)]
+        made = layer.backend.make_builder(spec, "cpu", limits=limits)
+        state = attnlib.AttentionState(made, limits).graph_clone(2)
+        captured = state.graph_capture_get_metadata_for_batch(2)
+        padded = state.builder.build(0, state.begin_forward(batch, 2))
+        replayed = layer(q, k, v, cache, padded)  # over the buffers of the capture
+        assert captured.lens.data_ptr() == padded.lens.data_ptr()
+        return [*found, captured.num_decode_tokens, replayed, made.kv_cache_spec is spec]
+    finally:
+        unregister_backend("planned")
+
+
+@row("a v1 builder", ours=run_by_attnlib, note="of a registered backend: built, captured, run")
+def _(lib: Any) -> Any:
+    plan, planner = planned(lib, attention_api_original.AttentionMetadata)
+    builder, found, cache = planner(SPEC, config(), DEVICE), [], torch.zeros(2, 8, 16, 2, 32)
+    for lengths, (q, k, v) in steps():
+        made = attention_api_original.metadata_of(*lengths.values(), [[3], [6]])
+        cache.flatten(1, 2)[:, made.slot_mapping] = torch.stack([k, v])
+        starts, lens = made.query_start_loc, made.seq_lens_tensor
+        batch = lib.CommonAttentionMetadata(
+            starts, starts, lens, lens, lens, 2, len(q), max(lengths["query_lens"]),
+            made.block_tables, made.slot_mapping,
+        )  # fmt: skip
+        built = builder.build(0, batch)
+        found += [built.num_prefills, built.num_decode_tokens, attend(q, cache, built)]
+    captured = builder.build_for_cudagraph_capture(batch)
+    return [*found, captured.num_decode_tokens, found[-1], builder.kv_cache_spec is SPEC]

@@ -47,7 +47,6 @@ SMALL = [
     "rotary-write",
     "rotary-write-e4m3",
     "append",
-    "append-rows",
     "slots",
     "merge",
     "merge-rows",

@@ -1,0 +1,1 @@
+"""`vllm.attention.layers`; attnlib has none of its special layers."""

@@ -1,0 +1,1 @@
+"""`vllm.attention.utils`; attnlib needs none of its helpers."""

@@ -1,0 +1,1 @@
+"""`myvllm.layers` of MinivLLM."""

@@ -1,0 +1,133 @@
+"""vLLM's v1 builders in attnlib; tests/compat/seeds compares them with their original."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.compat.vllm import backend_utils as utils
+from attnlib.compat.vllm.config import config_of, spec_of
+from attnlib.spec import CudaGraphSupport
+from tests.compat.vllm import styles
+from tests.compat.vllm.styles import SPEC, common_of
+
+LIMITS = attnlib.BatchLimits(max_num_reqs=4, max_num_tokens=4, max_seq_len=32)
+
+
+class Impl(attnlib.AttentionImpl):
+    def forward(self, query: Any, cache: Any, metadata: Any, output: Any, lse: Any = None) -> None:
+        """Writes nothing: these tests build metadata only."""
+
+
+class Backend(attnlib.AttentionBackend):
+    get_name = staticmethod(lambda: "planned")
+    get_impl_cls = staticmethod(lambda: Impl)
+    get_builder_cls = staticmethod(lambda: styles.PlanBuilder)
+
+
+def test_a_builder_gets_the_arguments_of_vllm() -> None:
+    """The spec, an object like a `vllm_config`, and a device; limits are attnlib's."""
+    made: Any = Backend.make_builder(SPEC, "cpu", limits=LIMITS)
+    assert made.kv_cache_spec is SPEC and made.spec is SPEC
+    assert made.device == torch.device("cpu") and made.limits is LIMITS
+    config = made.config_given
+    assert config.model_config.get_num_attention_heads(None) == 4
+    assert config.model_config.dtype is torch.float32 and config.cache_config.block_size == 16
+    assert config.scheduler_config.max_num_seqs == 4 and config.model_config.max_model_len == 32
+    of_vllm = SimpleNamespace(block_size=16, num_kv_heads=2, head_size=32)
+    assert spec_of(of_vllm, config) == SPEC
+
+
+def test_objects_that_are_given_reach_the_builder_themselves() -> None:
+    kv_cache_spec = SimpleNamespace(
+        block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32
+    )
+    config = config_of(SPEC)
+    made: Any = utils.make_builder(Backend, kv_cache_spec, config, "cpu", limits=LIMITS)
+    assert made.kv_cache_spec is kv_cache_spec and made.config_given is config
+    assert made.spec == SPEC and made.limits is LIMITS
+    clone = attnlib.AttentionState(made, LIMITS).graph_clone(2).builder
+    assert clone is not made and clone.kv_cache_spec is kv_cache_spec
+    assert clone.config_given is config and clone.limits.max_num_reqs == 2
+
+
+def test_settings_of_the_registration_may_have_the_config() -> None:
+    config = object()
+    name = "planned_with_config"
+    attnlib.register_backend(name, Backend, config={"vllm_config": config, "own": 1})
+    try:
+        made: Any = attnlib.selection.load_backend(name).make_builder(SPEC, "cpu")
+        assert made.config_given is config and made.config["own"] == 1
+    finally:
+        attnlib.selection.unregister_backend(name)
+
+
+def test_the_batch_reaches_the_builder_as_it_was_made() -> None:
+    starts, lens = torch.tensor([0, 2, 5, 5]), torch.tensor([2, 9, 77])
+    batch = utils.CommonAttentionMetadata(
+        starts, starts, lens, lens, lens, 2, 5, 3, torch.zeros(3, 1).int(), torch.arange(8).int()
+    )
+    made = styles.PlanBuilder(SPEC, None, torch.device("cpu"))
+    assert made.build(common_prefix_len=0, common_attn_metadata=batch).common is batch
+    assert made.build_for_cudagraph_capture(batch).common is batch
+    assert batch.query_start_loc is starts and batch.max_seq_len == 9
+    assert batch.slot_mapping.tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
+
+
+def test_builders_of_attnlib_read_such_a_batch() -> None:
+    """int64 starts, int32 slots, rows past the batch: the same metadata as of exact tensors."""
+    exact = common_of([2, 3], [2, 9])
+    pad = torch.tensor([99, 99])
+    batch = utils.CommonAttentionMetadata(
+        torch.cat([exact.query_start_loc.long(), pad]),
+        torch.cat([exact.query_start_loc.long(), pad]),
+        torch.cat([exact.seq_lens.long(), pad]),
+        torch.cat([exact.seq_lens.long(), pad]),
+        torch.cat([exact.num_computed_tokens_cpu, pad]),
+        2, 5, 3,
+        torch.cat([exact.block_table_tensor, torch.full((2, 2), 99)]),
+        torch.cat([exact.slot_mapping.int(), pad.int()]),
+    )  # fmt: skip
+    for name in ("torch", "triton"):
+        builder = attnlib.selection.load_backend(name).make_builder(SPEC, "cpu", limits=None)
+        ours, theirs = builder.build(0, batch), builder.build(0, exact)
+        for field in ("query_start_loc", "seq_lens", "block_table", "slot_mapping"):
+            one, other = getattr(ours, field), getattr(theirs, field)
+            assert one.dtype == other.dtype and torch.equal(one, other), field
+        assert ours.num_prefill_tokens == theirs.num_prefill_tokens
+    state = attnlib.AttentionState(
+        attnlib.selection.load_backend("torch").make_builder(SPEC, "cpu", limits=LIMITS), LIMITS
+    )
+    decodes = utils.CommonAttentionMetadata(
+        *(torch.tensor([0, 1, 2, 2]),) * 2, *(torch.tensor([6, 8, 0]),) * 3, 2, 2, 1,
+        torch.tensor([[3, 1], [6, 0], [9, 9]]), torch.tensor([53, 103, 7]),
+    )  # fmt: skip
+    padded = state.begin_forward(decodes, 4)
+    assert padded.seq_lens.tolist() == [6, 8, 0, 0]
+    assert padded.slot_mapping.tolist() == [53, 103, -1, -1]
+
+
+def test_wrong_values_of_such_a_batch_are_refused_where_attnlib_reads_it() -> None:
+    starts, lens = torch.tensor([0, 2]), torch.tensor([2])
+    batch = utils.CommonAttentionMetadata(
+        starts, starts, lens, lens, lens, 1, 2, 1, torch.zeros(1, 1), torch.arange(2)
+    )
+    builder = attnlib.selection.load_backend("torch").make_builder(SPEC, "cpu")
+    with pytest.raises(attnlib.errors.ContractError, match="max_query_len=1 is below"):
+        builder.build(0, batch)
+
+
+def test_full_cudagraphs_are_a_level_of_support() -> None:
+    assert styles.PlanBuilder.cudagraph_support is CudaGraphSupport.ALWAYS
+
+    class Eager(utils.AttentionMetadataBuilder[Any]):
+        def build(self, *given: Any, **named: Any) -> Any: ...
+
+    assert Eager.cudagraph_support is CudaGraphSupport.NEVER
+    builder = Eager.create(SPEC, "cpu", limits=LIMITS)
+    with pytest.raises(attnlib.errors.ContractError, match="cudagraph_support=NEVER"):
+        attnlib.AttentionState(builder, LIMITS).graph_capture_get_metadata_for_batch(1)
