@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attnlib import errors as errors
+from attnlib.instrumentation import VALIDATORS as _VALIDATORS
 
 __version__ = "0.1.0"
 
@@ -75,6 +76,20 @@ if TYPE_CHECKING:
     from attnlib.spec import CudaGraphSupport as CudaGraphSupport
     from attnlib.spec import MaskKind as MaskKind
     from attnlib.workspace import BatchLimits as BatchLimits
+
+
+def _checks() -> Any:
+    """What ATTNLIB_VALIDATE=1 checks before each layer call."""
+    return import_module("attnlib.debug.validation").check_call_values
+
+
+def _checks_and_shadow() -> Any:
+    """The same for ATTNLIB_VALIDATE=2, which compares every call with `torch`, too."""
+    import_module("attnlib.debug.shadow").enable_validation_shadow()
+    return _checks()
+
+
+_VALIDATORS.update({1: _checks, 2: _checks_and_shadow})
 
 
 def __getattr__(name: str) -> Any:

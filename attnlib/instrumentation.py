@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any
 
 from attnlib import env
 
-__all__ = ["ENVIRONMENT", "OBSERVERS", "VALIDATE_KEY", "Checker", "checker_for_level"]
+__all__ = ["ENVIRONMENT", "OBSERVERS", "VALIDATE_KEY", "VALIDATORS", "Checker", "checker_for_level"]
 
 _VARIABLE = "ATTNLIB_VALIDATE"
 _encode: Any = getattr(os.environ, "encodekey", None)
@@ -28,14 +27,14 @@ Checker = Callable[..., Callable[[], None] | None]
 """A check before a layer call; returns what to call after the launches, or None."""
 
 
+VALIDATORS: dict[int, Callable[[], Checker]] = {}
+"""What returns the check of each level of ATTNLIB_VALIDATE. The package `attnlib` fills it in:
+checks import layers, which import this module."""
+
+
 def checker_for_level() -> Checker | None:
     """The check of tensor values that ATTNLIB_VALIDATE turns on, called before each layer call with
     (layer, query, key, value, cache, metadata); None when the variable is unset or 0. Level 2 also
     starts shadow execution."""
     level = env.read(_VARIABLE)
-    if not level:
-        return None
-    if level == 2:
-        import_module("attnlib.debug.shadow").enable_validation_shadow()
-    checker: Checker = import_module("attnlib.debug.validation").check_call_values
-    return checker
+    return VALIDATORS[level]() if level else None

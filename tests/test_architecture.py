@@ -34,6 +34,7 @@ LAYERS = (
         "testing",
         "cli",
         "bench",
+        "example_model",
         "tuning.measure",
         "tuning.rank",
         "__main__",

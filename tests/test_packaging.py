@@ -178,6 +178,7 @@ def test_what_the_wheel_declares(site: Path) -> None:
         "flash-attn",
         "flashinfer",
         "transformers",
+        "model",
         "vllm",
         "bench",
         "docs",

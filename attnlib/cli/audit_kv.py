@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attnlib import example_model
 from attnlib.cli.arguments import (
     CommandParser,
     count,
@@ -93,8 +94,8 @@ def _audit_recordings(
 def _audit_model(
     options: argparse.Namespace, formats: Sequence[AuditFormat], audit: KVAudit
 ) -> str:
-    """Prefill prompts and audit the call of every layer; returns a description of the model."""
-    from attnlib.cli.demo.model import pretrained_model, prompts, seeded_model
+    """Prefill a text and audit the call of every layer; returns a description of the model."""
+    from attnlib.cli.demo.model import load_model
     from attnlib.debug.kv_audit import audit_call
     from attnlib.debug.record import capture_layer_call
     from attnlib.instrumentation import OBSERVERS
@@ -105,21 +106,15 @@ def _audit_model(
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = options.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     current_request(options.backend)  # a wrong name is refused before the model is loaded
-    texts = [_prompt(options.prompts)] if options.prompts else prompts(4, tiny=False)
-    loaded = (
-        pretrained_model(options.model, device, dtype)
-        if options.model
-        else seeded_model(device, dtype, 0, tiny=False)
+    prompt = _prompt(options.prompts) if options.prompts else example_model.text()
+    loaded = load_model(options.model, device, dtype)
+    tokens = loaded.encode(prompt)[: options.max_tokens]
+    num_blocks = -(-len(tokens) // _BLOCK_SIZE)
+    common = CommonAttentionMetadata.from_lengths(
+        [len(tokens)], [len(tokens)], [list(range(num_blocks))], _BLOCK_SIZE, device
     )
-    tokens = [loaded.encode(text)[: options.max_tokens] for text in texts]
-    lengths = [len(row) for row in tokens]
-    blocks = [-(-length // _BLOCK_SIZE) for length in lengths]
-    table = torch.full((len(tokens), max(blocks)), -1, dtype=torch.int32)
-    for row, number in enumerate(blocks):
-        table[row, :number] = torch.arange(number) + sum(blocks[:row])
-    common = CommonAttentionMetadata.from_lengths(lengths, lengths, table, _BLOCK_SIZE, device)
     paged = PagedModel(
-        loaded.model, num_blocks=sum(blocks), block_size=_BLOCK_SIZE, backend=options.backend,
+        loaded.model, num_blocks=num_blocks, block_size=_BLOCK_SIZE, backend=options.backend,
         latents=False,
     )  # fmt: skip
     names: dict[int, str] = {}
@@ -134,14 +129,14 @@ def _audit_model(
     try:
         with paged.attached():
             paged.step(
-                torch.tensor([token for row in tokens for token in row], device=device),
-                torch.cat([torch.arange(length) for length in lengths]).to(device),
+                torch.tensor(tokens, device=device),
+                torch.arange(len(tokens), device=device),
                 common,
-                rows=torch.tensor([sum(lengths) - 1]),
+                rows=torch.tensor([len(tokens) - 1]),
             )
     finally:
         OBSERVERS.remove(observe)
-    return f"{loaded.name}, {len(tokens)} prompts of {min(lengths)} to {max(lengths)} tokens"
+    return f"{loaded.name}, {len(tokens)} tokens"
 
 
 def _prompt(file: str) -> str:
@@ -212,8 +207,9 @@ def parser() -> CommandParser:
     )
     source = made.add_mutually_exclusive_group()
     source.add_argument(
-        "--model", help="a folder or a name for transformers; default: a small seeded decoder, "
-        "whose random weights say nothing about other models",
+        "--model", help="a folder or a name for transformers; default: Gemma 3 270M if "
+        "attnlib[model] is installed, else `seeded`, a small decoder whose random weights say "
+        "nothing about other models",
     )  # fmt: skip
     source.add_argument(
         "--recordings",
@@ -223,10 +219,11 @@ def parser() -> CommandParser:
         help="calls saved by attnlib.debug.record",
     )
     made.add_argument(
-        "--prompts", type=input_file, metavar="FILE", help="text of the prompt; default: built in"
-    )
+        "--prompts", type=input_file, metavar="FILE",
+        help="a text; default: chapters of the language reference of Python",
+    )  # fmt: skip
     made.add_argument(
-        "--max-tokens", type=count, default=1024, metavar="N", help="per prompt (default 1024)"
+        "--max-tokens", type=count, default=1024, metavar="N", help="of the text (default 1024)"
     )
     made.add_argument("--formats", help="labels of the table, separated by ';' (default: all)")
     made.add_argument("--layers", action="store_true", help="print every layer")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from attnlib.testing.compressed_entries import entries_of
 from attnlib.testing.inputs import make_oracle_params
 from attnlib.testing.key_selection import KeyLists, make_lists, selected_masks, selection_of
 from attnlib.testing.layouts import Dimensions
+from attnlib.testing.materialized_case import MaterializedCase, materialize_case
 from attnlib.testing.oracle import OracleParams
 from attnlib.testing.page_formats import PAGE_NAMES
 from attnlib.testing.score_functions import (
@@ -28,9 +29,6 @@ from attnlib.testing.score_functions import (
     make_score_tensors,
     oracle_score,
 )
-
-if TYPE_CHECKING:
-    from attnlib.testing.materialized_case import MaterializedCase
 
 __all__ = ["Case"]
 
@@ -275,6 +273,4 @@ class Case:
             device: where to allocate the tensors.
             kv_written: the cache already holds this step's keys and values.
         """
-        from attnlib.testing.materialized_case import materialize_case
-
         return materialize_case(self, device, kv_written=kv_written)

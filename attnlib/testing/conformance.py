@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -21,9 +20,10 @@ from attnlib.errors import BackendUnavailableError
 from attnlib.testing.backend_under_test import BackendUnderTest, load_backend
 from attnlib.testing.check import Check, run_check, select_cases
 from attnlib.testing.checks import CHECKS
-from attnlib.testing.coverage import Coverage, measure_coverage
+from attnlib.testing.coverage import measure_coverage
 from attnlib.testing.outcome import CaseResult, Outcome
 from attnlib.testing.parallel import default_jobs, run_in_parallel
+from attnlib.testing.report import ConformanceReport
 
 __all__ = [
     "ConformanceReport",
@@ -34,58 +34,6 @@ __all__ = [
 ]
 
 Backend = type[AttentionBackend]
-
-
-@dataclass(frozen=True)
-class ConformanceReport:
-    """The result of one conformance run.
-
-    Attributes:
-        backend: the backend's name as given by the caller.
-        backend_class: "module:Class" of the backend.
-        device, seed, quick, only: the arguments of the run.
-        base_case: the case that the checks varied.
-        results: the result of each case, in order.
-        coverage: the coverage of the declared capabilities.
-        seconds: run time.
-        versions: versions of Python, torch, Triton and the name of the GPU.
-    """
-
-    backend: str
-    backend_class: str
-    device: str
-    seed: int
-    quick: bool
-    only: str | None
-    base_case: str
-    results: tuple[CaseResult, ...]
-    coverage: Coverage
-    seconds: float
-    versions: dict[str, str]
-
-    @property
-    def passed(self) -> bool:
-        """True if no case failed and at least one passed."""
-        return not self.failures and self.count(Outcome.PASS) > 0
-
-    @property
-    def failures(self) -> tuple[CaseResult, ...]:
-        """The failed cases."""
-        return tuple(result for result in self.results if result.outcome is Outcome.FAIL)
-
-    def count(self, outcome: Outcome) -> int:
-        """Number of cases with this outcome."""
-        return sum(result.outcome is outcome for result in self.results)
-
-    def failed_checks(self) -> tuple[str, ...]:
-        """Ids of the checks with a failed case, in order."""
-        return tuple(dict.fromkeys(result.check for result in self.failures))
-
-    def __str__(self) -> str:
-        """The report as text, see `attnlib.testing.report`."""
-        from attnlib.testing.report import render_report
-
-        return render_report(self)
 
 
 def run_conformance(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +13,11 @@ from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 from attnlib.testing.block_placement import place_blocks
-from attnlib.testing.case import Case
 from attnlib.testing.inputs import StepInputs, make_inputs
 from attnlib.testing.oracle import OracleParams, OracleResult, unpaged_attention
+
+if TYPE_CHECKING:
+    from attnlib.testing.case import Case
 
 __all__ = ["MaterializedCase", "materialize_case"]
 

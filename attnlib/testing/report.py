@@ -4,15 +4,66 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from attnlib.testing.checks import CHECKS
-from attnlib.testing.conformance import ConformanceReport
+from attnlib.testing.coverage import Coverage
 from attnlib.testing.outcome import CaseResult, Outcome
 
-__all__ = ["format_table", "render_report", "report_to_json"]
+__all__ = ["ConformanceReport", "format_table", "render_report", "report_to_json"]
 
 _TITLES = {check.id: check.title for check in CHECKS}
+
+
+@dataclass(frozen=True)
+class ConformanceReport:
+    """The result of one conformance run.
+
+    Attributes:
+        backend: the backend's name as given by the caller.
+        backend_class: "module:Class" of the backend.
+        device, seed, quick, only: the arguments of the run.
+        base_case: the case that the checks varied.
+        results: the result of each case, in order.
+        coverage: the coverage of the declared capabilities.
+        seconds: run time.
+        versions: versions of Python, torch, Triton and the name of the GPU.
+    """
+
+    backend: str
+    backend_class: str
+    device: str
+    seed: int
+    quick: bool
+    only: str | None
+    base_case: str
+    results: tuple[CaseResult, ...]
+    coverage: Coverage
+    seconds: float
+    versions: dict[str, str]
+
+    @property
+    def passed(self) -> bool:
+        """True if no case failed and at least one passed."""
+        return not self.failures and self.count(Outcome.PASS) > 0
+
+    @property
+    def failures(self) -> tuple[CaseResult, ...]:
+        """The failed cases."""
+        return tuple(result for result in self.results if result.outcome is Outcome.FAIL)
+
+    def count(self, outcome: Outcome) -> int:
+        """Number of cases with this outcome."""
+        return sum(result.outcome is outcome for result in self.results)
+
+    def failed_checks(self) -> tuple[str, ...]:
+        """Ids of the checks with a failed case, in order."""
+        return tuple(dict.fromkeys(result.check for result in self.failures))
+
+    def __str__(self) -> str:
+        """The report as text, see `render_report`."""
+        return render_report(self)
 
 
 def format_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

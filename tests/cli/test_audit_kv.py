@@ -12,6 +12,7 @@ from attnlib.debug.kv_audit import AUDIT_FORMATS
 from attnlib.debug.record import save_recording
 from attnlib.instrumentation import OBSERVERS
 from attnlib.testing.case import Case
+from tests import example_checkpoint
 from tests.debug.recorded_calls import captured
 
 
@@ -71,12 +72,13 @@ def test_a_model_with_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("a paged cache " * 4)
     status = main(
-        ["audit-kv", "--prompts", str(prompt), "--device", "cpu", "--backend", "torch",
-         "--figure", str(tmp_path / "audit.svg"), "--formats", "int8_per_token_head;int4_per_group"]
+        ["audit-kv", "--model", "seeded", "--prompts", str(prompt), "--device", "cpu",
+         "--backend", "torch", "--figure", str(tmp_path / "audit.svg"),
+         "--formats", "int8_per_token_head;int4_per_group"]
     )  # fmt: skip
     printed = capsys.readouterr().out
     assert status == 0 and not OBSERVERS
-    assert "embedded decoder, 4 layers" in printed and "1 prompts of 56 to 56 tokens" in printed
+    assert "embedded decoder, 4 layers" in printed and ", 56 tokens\n" in printed
     rows = {line.split()[0]: line.split() for line in printed.splitlines() if "_per_" in line}
     assert float(rows["int8_per_token_head"][3]) < float(rows["int4_per_group"][3])
     assert (tmp_path / "audit.svg").read_text().startswith("<?xml")
@@ -88,3 +90,25 @@ def test_a_model_with_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_an_unknown_format_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit-kv", "--formats", "fp3"]) == 2
     assert "'fp3' is not known; use some of fp8_e4m3, scale 1; fp8_e4m3" in capsys.readouterr().err
+
+
+def test_the_example_model_and_its_text_by_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    example_checkpoint.install(monkeypatch, tmp_path)
+    arguments = ["audit-kv", "--device", "cpu", "--max-tokens", "40", "--formats", "fp8_e5m2"]
+    assert main(arguments) == 0
+    assert "KV formats on Gemma 3 270M, 40 tokens\n" in capsys.readouterr().out
+
+
+def test_without_the_extra_a_line_says_what_is_audited(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    example_checkpoint.uninstall(monkeypatch)
+    arguments = ["audit-kv", "--device", "cpu", "--max-tokens", "40", "--formats", "fp8_e5m2"]
+    assert main(arguments) == 0
+    shown, hints = capsys.readouterr()
+    assert "KV formats on embedded decoder, 4 layers" in shown and ", 40 tokens\n" in shown
+    assert hints.count("\n") == 1 and 'pip install "attnlib[model]"' in hints

@@ -6,13 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnlib import example_model
 from attnlib.backends.torch import TorchBackend
 from attnlib.cache.allocator import BlockAllocator
 from attnlib.cli import main
@@ -22,6 +22,8 @@ from attnlib.cli.demo.serve import ServingResult
 from attnlib.cli.demo.view import Progress
 from attnlib.errors import CacheExhaustedError
 from attnlib.selection import unregister_backend
+from tests import example_checkpoint
+from tests.example_checkpoint import save
 
 
 def _scheduler(blocks: int = 16, size: int = 4, budget: int = 8, reqs: int = 8) -> Scheduler:
@@ -227,34 +229,15 @@ def test_the_demo_in_bfloat16_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> No
     assert json.loads(capsys.readouterr().out)["result"]["budget"] == 6e-2
 
 
-def _save(model: Any, folder: Path) -> None:
-    """A model and a tokenizer of letters."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    from tests.integrations.tiny_models import VOCABULARY
-
-    model.save_pretrained(folder)
-    letters = {
-        "?": 0,
-        **{letter: index + 1 for index, letter in enumerate("abcdefghijklmnopqrstuvwxyzHTWNLY.,!")},
-    }
-    assert len(letters) <= VOCABULARY
-    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
-
-
 def test_the_demo_on_a_given_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--model FOLDER`: sinks, two kinds of layers with a selection each, and its own tokenizer."""
     from tests.integrations.tiny_models import decoder
 
-    _save(decoder("gpt_oss"), tmp_path)
+    save(decoder("gpt_oss"), tmp_path)
     assert main(["demo", "--tiny", "--device", "cpu", "--model", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert (
-        "sliding_attention\nattnlib chose torch" in shown
-        and "full_attention\nattnlib chose torch" in shown
+        "sliding_attention, full_attention\nattnlib chose torch" in shown
         and "PASSED: 12/12" in shown
         and "latent" not in shown
     )
@@ -264,8 +247,9 @@ def test_the_demo_over_latents(tmp_path: Path, capsys: pytest.CaptureFixture[str
     """P10: 24 elements per token and layer, and what four heads of 24 and 16 would need."""
     from tests.integrations.tiny_models import deepseek_v3
 
-    _save(deepseek_v3(), tmp_path)
-    assert main(["demo", "--tiny", "--device", "cpu", "--model", str(tmp_path)]) == 0
+    save(deepseek_v3(), tmp_path)
+    arguments = ["--tiny", "--device", "cpu", "--num-blocks", "256", "--model", str(tmp_path)]
+    assert main(["demo", *arguments]) == 0
     shown = capsys.readouterr().out
     mib = 256 * 16 * 2 * 4 / 2**20  # of one element of all tokens of both layers
     assert f"latent cache: {24 * mib:.2f} MiB; expanded keys and values would need " in shown
@@ -296,6 +280,117 @@ def test_without_transformers_the_message_names_the_package(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["demo"]) == 2
     assert 'pip install "attnlib[transformers]"' in capsys.readouterr().err
+
+
+def test_a_request_ends_with_an_end_token() -> None:
+    request = Request(0, [1, 2], 9, frozenset([7]))
+    assert _drive(_scheduler(), [request]) == [[(0, 0, 2)]]
+    assert request.generated == [7]
+
+
+def test_blocks_that_a_preempted_request_finds_again_do_not_count_as_reused() -> None:
+    scheduler = _scheduler(blocks=4, size=2, budget=16)
+    requests = [Request(0, [1, 2, 3], 5), Request(1, [4, 5, 6], 5)]
+    _drive(scheduler, requests)
+    assert requests[1].was_preempted and requests[1].num_reused == 0
+
+
+def test_the_example_model_writes_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The default with the extra: terms, text of every prompt, checks per request, preemption."""
+    monkeypatch.delenv("ATTNLIB_BACKEND", raising=False)
+    converted = example_checkpoint.install(monkeypatch, tmp_path)
+    assert main(["demo", "--device", "cpu", "--block-size", "32"]) == 0
+    shown, hints = capsys.readouterr()
+    assert "Gemma 3 270M (terms of use: https://ai.google.dev/gemma/terms), float32 on" in shown
+    assert "first use of Gemma 3 270M" in hints and "no language model" not in hints
+    rows = re.findall(r"^ {1,2}(\d+)  .* (\d+) +(\d+) +(\d+)/(\d+)$", shown, re.M)
+    assert [int(row[0]) for row in rows] == list(range(12))
+    lengths, reused, equal, generated = (
+        [int(row[column]) for row in rows] for column in (1, 2, 3, 4)
+    )
+    assert len(set(lengths)) > 8 and max(reused) > 0 and equal == generated
+    assert shown.count("     -> ") == 12
+    assert re.search(r" [1-9]\d* preemptions", shown)
+    assert main(["demo", "--device", "cpu", "--requests", "2"]) == 0
+    assert len(converted) == 1, "the second run loads the converted model"
+
+
+def test_an_answer_of_one_line_ends_with_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The model writes one letter and a line break again and again."""
+    import transformers
+
+    from tests.example_checkpoint import LETTERS
+
+    config = transformers.LlamaConfig(
+        vocab_size=len(LETTERS), hidden_size=len(LETTERS) + 2, head_dim=8, num_attention_heads=1,
+        num_key_value_heads=1, num_hidden_layers=1, intermediate_size=8, tie_word_embeddings=False,
+        eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.model.norm.weight.fill_(1)
+        model.model.embed_tokens.weight.copy_(torch.eye(*model.model.embed_tokens.weight.shape))
+        model.lm_head.weight[LETTERS.index("a")].fill_(1)  # "a" after any letter but itself
+        model.lm_head.weight[LETTERS.index("\n"), LETTERS.index("a")] = 2
+    save(model, tmp_path)
+    assert main(["demo", "--device", "cpu", "--model", str(tmp_path), "--json"]) == 0
+    texts = list(json.loads(capsys.readouterr().out)["texts"].values())
+    assert texts[0] == "a\n" and texts[1] == "a\n" * 12
+
+
+def test_seeded_is_the_small_decoder_also_where_a_model_is_installed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    converted = example_checkpoint.install(monkeypatch, tmp_path)
+    arguments = ["--device", "cpu", "--model", "seeded", "--max-new-tokens", "2", "--requests", "2"]
+    assert main(["demo", *arguments]) == 0
+    assert "embedded decoder, 4 layers" in capsys.readouterr().out and not converted
+
+
+def test_without_the_extra_the_demo_names_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It prints no text of random weights."""
+    monkeypatch.delenv("ATTNLIB_BACKEND", raising=False)
+    example_checkpoint.uninstall(monkeypatch)
+    assert main(["demo", "--device", "cpu"]) == 0
+    shown, hints = capsys.readouterr()
+    assert hints.count("\n") == 1 and 'pip install "attnlib[model]"' in hints
+    assert "PASSED: 288/288" in shown and re.search(r" [1-9]\d* preemptions", shown)
+    assert " -> tokens " in shown and "     -> " not in shown
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_folder_without_a_tokenizer_is_refused_in_one_line(
+    kind: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """For Gemma transformers makes a tokenizer with special tokens only."""
+    from tests.integrations.tiny_models import decoder
+
+    decoder(kind).save_pretrained(tmp_path)
+    capsys.readouterr()
+    assert main(["demo", "--device", "cpu", "--model", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and f"--model {tmp_path}: " in message
+    assert "cannot load its tokenizer" in message
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not example_model.is_installed(), reason=example_model.INSTALL)
+def test_the_demo_on_the_real_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--device", "cpu", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["result"]["passed"] and result["result"]["near_ties"] == 0
+    texts = [result["texts"][str(index)] for index in range(12)]
+    assert texts[0].strip() == "Paris" and texts[2].strip() == "Iron"
+    assert texts[4].strip() == "livre" and "man" in texts[1]
+    assert result["preemptions"] > 0 and result["reused_prompt_tokens"] > 0
 
 
 @pytest.mark.slow

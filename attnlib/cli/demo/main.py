@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlib import env
+from attnlib import env, example_model
 from attnlib.cache.allocator import BlockAllocator
 from attnlib.cli.arguments import CommandParser, count, model_dtype, present_device, seed
 from attnlib.cli.hf_config import specs_from_config
@@ -23,6 +23,7 @@ from attnlib.selection.current import current_request
 
 if TYPE_CHECKING:
     from attnlib.cli.demo.model import DemoModel
+    from attnlib.cli.demo.scheduler import Request
 
 __all__ = ["main", "parser"]
 
@@ -49,35 +50,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _demo(options: argparse.Namespace, device: torch.device) -> int:
     # Imported here, because TRITON_INTERPRET must be set before triton is imported.
-    from attnlib.cli.demo.model import prompts
+    from attnlib.cli.demo.model import load_model
     from attnlib.cli.demo.result import check_tokens
-    from attnlib.cli.demo.scheduler import Request, Scheduler
+    from attnlib.cli.demo.scheduler import Scheduler
     from attnlib.cli.demo.serve import serve, warm_up
     from attnlib.cli.demo.view import Progress, as_json, show, statistics
     from attnlib.integrations.transformers.paged_model import PagedModel
 
-    demo_model = _load_model(options, device)
-    count = options.requests or (3 if options.tiny else 12)
-    new_tokens = options.max_new_tokens or (4 if options.tiny else 24)
-    requests = [
-        Request(index, demo_model.encode(text), new_tokens)
-        for index, text in enumerate(prompts(count, tiny=options.tiny))
-    ]
+    dtype = options.dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    demo_model = load_model(options.model, device, dtype, seed=options.seed, tiny=options.tiny)
+    requests = _requests(demo_model, options)
+    num_blocks = options.num_blocks or _tight_cache(requests, options.block_size)
     paged = PagedModel(
         demo_model.model,
-        num_blocks=options.num_blocks,
+        num_blocks=num_blocks,
         block_size=options.block_size,
         backend=options.backend,
     )
     budget = options.token_budget or (48 if options.tiny else 128)
     scheduler = Scheduler(
-        BlockAllocator(options.num_blocks, options.block_size), budget, options.max_num_reqs
+        BlockAllocator(num_blocks, options.block_size), budget, options.max_num_reqs
     )
     if not options.json:
-        print(
-            f"{demo_model.name}, "
-            f"{str(next(demo_model.model.parameters()).dtype).removeprefix('torch.')} on {device}\n"
-        )
+        is_example = demo_model.name == example_model.NAME
+        terms = f" (terms of use: {example_model.TERMS})" if is_example else ""
+        parameter = next(demo_model.model.parameters())
+        print(f"{demo_model.name}{terms}, {str(parameter.dtype)[6:]} on {device}\n")
         print(_selection(demo_model, options, device), end="\n\n")
     warmed = warm_up(paged, scheduler, requests) if device.type != "cpu" else 0.0
     served = serve(paged, scheduler, requests, None if options.json else Progress(requests))
@@ -97,13 +95,29 @@ def _device(name: str | None) -> torch.device:
     return torch.device(name or resolve_device(None).type)
 
 
-def _load_model(options: argparse.Namespace, device: torch.device) -> DemoModel:
-    from attnlib.cli.demo.model import pretrained_model, seeded_model
+def _requests(demo_model: DemoModel, options: argparse.Namespace) -> list[Request]:
+    from attnlib.cli.demo.prompts import prompts
+    from attnlib.cli.demo.scheduler import Request
 
-    dtype = options.dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    if options.model:
-        return pretrained_model(options.model, device, dtype)
-    return seeded_model(device, dtype, options.seed, tiny=options.tiny)
+    count = options.requests or (3 if options.tiny else 12)
+    new_tokens = options.max_new_tokens or (4 if options.tiny else 24)
+    return [
+        Request(
+            index,
+            demo_model.encode(prompt.text),
+            new_tokens,
+            demo_model.end_tokens | (demo_model.line_ends if prompt.takes_one_line else set()),
+        )
+        for index, prompt in enumerate(prompts(count, tiny=options.tiny))
+    ]
+
+
+def _tight_cache(requests: list[Request], block_size: int) -> int:
+    """A number of blocks with which requests are preempted: less than all of them need together."""
+    blocks = [
+        -(-(len(request.prompt) + request.max_new_tokens) // block_size) for request in requests
+    ]
+    return max(*blocks, 2 * sum(blocks) // 5)
 
 
 def _selection(demo_model: DemoModel, options: argparse.Namespace, device: torch.device) -> str:
@@ -114,9 +128,12 @@ def _selection(demo_model: DemoModel, options: argparse.Namespace, device: torch
         specs = specs_from_config(
             folder, dtype=next(model.parameters()).dtype, block_size=options.block_size
         )
-    tables = {kind: str(explain(spec, device, options.backend)) for kind, spec in specs.items()}
+    kinds: dict[str, list[str]] = {}  # table -> the kinds of layers that it is for
+    for kind, spec in specs.items():
+        kinds.setdefault(str(explain(spec, device, options.backend)), []).append(kind)
     return "\n\n".join(
-        table if len(tables) == 1 else f"{kind}\n{table}" for kind, table in tables.items()
+        table if len(specs) == 1 else f"{', '.join(names)}\n{table}"
+        for table, names in kinds.items()
     )
 
 
@@ -144,13 +161,13 @@ def parser() -> CommandParser:
         "one paged cache: requests start and end at different steps, share prefixes, and are "
         "preempted if the cache is full. Then compare tokens and logits with the model's own eager "
         "attention. Exit status: 0 if they agree, 1 if not, 2 if the demo cannot run.",
-        epilog="Without --model the weights are random and nothing is downloaded. With Qwen/"
-        "Qwen3-0.6B or another name or folder, the demo prints the text that the model writes.",
+        epilog=f"The default model is {example_model.NAME} if attnlib[model] is installed (terms "
+        f"of use: {example_model.TERMS}), else a small decoder with random weights, which writes "
+        "no text.",
     )
     made.add_argument(
         "--model",
-        help="folder or name of a causal language model (default: a small decoder with seeded "
-        "weights)",
+        help="folder or name of a causal language model, or `seeded`: the small decoder",
     )
     made.add_argument("--backend", metavar="REQUEST", help="as ATTNLIB_BACKEND (default: auto)")
     made.add_argument(
@@ -165,7 +182,7 @@ def parser() -> CommandParser:
     )
     _add_sizes(made)
     made.add_argument(
-        "--seed", type=seed, default=0, help="seed of the weights of the default model (default 0)"
+        "--seed", type=seed, default=0, help="seed of the weights of the small decoder (default 0)"
     )
     made.add_argument(
         "--tiny", action="store_true", help="a very small model and three short prompts"
@@ -182,10 +199,10 @@ def _add_sizes(made: CommandParser) -> None:
         (
             "--max-new-tokens",
             None,
-            "tokens to generate for each prompt (default 24; 4 with --tiny)",
+            "most tokens to generate for each prompt (default 24; 4 with --tiny)",
         ),
         ("--block-size", 16, "tokens in one cache block (default 16)"),
-        ("--num-blocks", 256, "blocks in the cache (default 256)"),
+        ("--num-blocks", None, "blocks in the cache (default: 2/5 of what the prompts need)"),
         (
             "--token-budget",
             None,

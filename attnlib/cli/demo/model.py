@@ -1,36 +1,21 @@
-"""The models and prompts of the demo.
-
-The default model is a small decoder with seeded weights; nothing is downloaded.
-"""
+"""The models of the demo: a given one, the example model, or a decoder with random weights."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from attnlib import example_model
 from attnlib.errors import ContractError
 
-__all__ = ["DemoModel", "seeded_model", "pretrained_model", "prompts"]
+__all__ = ["SEEDED", "DemoModel", "load_model", "pretrained_model", "seeded_model"]
 
-_PREFIX = (
-    "You are a patient assistant who answers in one short sentence and never invents a figure. "
-)
-_QUESTIONS = (
-    "Why is the sky blue?",
-    "Name three uses of a paged cache.",
-    "How many keys does a window of four show to the tenth query, and which are they, counted from "
-    "zero?",
-    "What is a block table?",
-    "Tell me a story about a scheduler that never let a running request wait for a prompt, and "
-    "what happened when memory was short.",
-    "Hello!",
-    "Translate 'attention' into any language you like.",
-    "List the first eight prime numbers, then their sum, then the sum of their squares, each on a "
-    "line of its own.",
-)
+SEEDED = "seeded"
+"""`--model` for the small decoder with random weights."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +27,42 @@ class DemoModel:
         model: a causal language model of transformers, in eval mode.
         encode: text to token ids.
         decode: token ids to text; None for a model without a tokenizer, whose tokens mean nothing.
+        end_tokens: tokens that end a text.
+        line_ends: tokens that end a line.
     """
 
     name: str
     model: Any
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str] | None
+    end_tokens: frozenset[int] = frozenset()
+    line_ends: frozenset[int] = frozenset()
+
+
+def load_model(
+    name: str | None, device: torch.device, dtype: torch.dtype, *, seed: int = 0, tiny: bool = False
+) -> DemoModel:
+    """The model of `--model`: a folder or name, `seeded`, or by default the example model.
+
+    Without the extra `attnlib[model]` the default is the small decoder with random weights, after a
+    line that says so; with `tiny` it always is.
+
+    Raises:
+        ContractError: the model cannot be loaded.
+    """
+    if name == SEEDED or (name is None and tiny):
+        return seeded_model(device, dtype, seed, tiny=tiny)
+    if name is not None:
+        return pretrained_model(name, device, dtype)
+    if example_model.is_installed():
+        loaded = pretrained_model(str(example_model.checkpoint()), device, dtype)
+        return replace(loaded, name=example_model.NAME)
+    print(
+        "no language model is installed: a small decoder with random weights, which writes no "
+        f"text, takes its place; for a real one: {example_model.INSTALL}",
+        file=sys.stderr,
+    )
+    return seeded_model(device, dtype, seed, tiny=False)
 
 
 def seeded_model(device: torch.device, dtype: torch.dtype, seed: int, *, tiny: bool) -> DemoModel:
@@ -85,31 +100,39 @@ def pretrained_model(path: str, device: torch.device, dtype: torch.dtype) -> Dem
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    part = "tokenizer"
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
+        if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
+            raise ValueError("there are no files of a tokenizer")  # transformers makes an empty one
+        part = "model"
         model = (
             AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
             .eval()
             .to(device)
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of many types, from the files of the folder
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ContractError(
-            f"--model {path}: transformers cannot load a causal language model with its tokenizer; "
-            f"give a folder that has one, or a name on the Hugging Face Hub: {error}"
+            f"--model {path}: transformers cannot load its {part}; give a folder that has a causal "
+            f"language model and its tokenizer, or a name on the Hugging Face Hub ({reason})"
         ) from error
     return DemoModel(
         path,
         model,
         lambda text: list(tokenizer(text)["input_ids"]),
-        lambda ids: str(tokenizer.decode(ids)),
+        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        _end_tokens(model),
+        _line_ends(tokenizer),
     )
 
 
-def prompts(count: int, *, tiny: bool) -> list[str]:
-    """Prompts of mixed lengths with a common prefix."""
-    prefix = _PREFIX[:35] if tiny else _PREFIX
-    questions = [question[:24] for question in _QUESTIONS] if tiny else _QUESTIONS
-    return [
-        prefix + questions[index % len(questions)] * (1 + index // len(questions))
-        for index in range(count)
-    ]
+def _end_tokens(model: Any) -> frozenset[int]:
+    end = model.generation_config.eos_token_id
+    return frozenset(end if isinstance(end, list) else [] if end is None else [end])
+
+
+def _line_ends(tokenizer: Any) -> frozenset[int]:
+    """The token of a line break, if the tokenizer has one."""
+    ids = tokenizer.encode("\n", add_special_tokens=False)
+    return frozenset(ids) if len(ids) == 1 and tokenizer.decode(ids) == "\n" else frozenset()

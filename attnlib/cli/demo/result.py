@@ -9,7 +9,7 @@ token by less than the error that the dtype allows, measured on the logits of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class DemoResult:
         first_difference: description of the first token that differs, "" if all are identical.
         near_ties: number of tokens that differ where the reference prefers its own by less than the
             budget; always 0 in float32.
+        identical_by_request: request index -> number of its tokens that are identical.
     """
 
     tokens: int
@@ -44,6 +45,7 @@ class DemoResult:
     budget: float
     first_difference: str
     near_ties: int
+    identical_by_request: dict[int, int] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -103,17 +105,19 @@ def compare(
         dtype: the dtype of the model.
     """
     budget = LOGIT_BUDGET.get(dtype, LOGIT_BUDGET[torch.float32])
-    identical = near_ties = 0
+    near_ties = 0
+    equal: dict[int, int] = {}
     largest_error, first_difference = 0.0, ""
     for request, reference, served in pairs:
         errors, scales = (reference - served).abs().amax(-1), reference.abs().amax(-1)
         relative = torch.where(errors == 0, 0.0, errors / scales)
         relative = relative.nan_to_num(nan=torch.inf)  # comparisons with NaN are always False
         largest_error = max(largest_error, float(relative.max()))
+        equal[request.index] = 0
         for position, (row, token) in enumerate(zip(reference, request.generated, strict=True)):
             best = int(row.argmax())
             if best == token:
-                identical += 1
+                equal[request.index] += 1
                 continue
             margin, scale = float(row[best] - row[token]), float(scales[position])
             near_ties += dtype is not torch.float32 and margin <= budget * scale
@@ -122,7 +126,15 @@ def compare(
                 f"eager attention prefers by {margin:.1e} ({margin / scale:.1e} of the row maximum)"
             )
     tokens = sum(len(request.generated) for request, _, _ in pairs)
-    return DemoResult(tokens, identical, largest_error, budget, first_difference, near_ties)
+    return DemoResult(
+        tokens,
+        sum(equal.values()),
+        largest_error,
+        budget,
+        first_difference,
+        near_ties,
+        equal,
+    )
 
 
 @torch.no_grad()

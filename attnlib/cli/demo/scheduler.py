@@ -23,20 +23,24 @@ class Request:
     Attributes:
         index: its number.
         prompt: token ids.
-        max_new_tokens: number of tokens to generate.
+        max_new_tokens: largest number of tokens to generate.
+        end_tokens: tokens that end the request; the last generated token may be one.
         generated: token ids generated so far.
         blocks: its blocks, in order.
         num_computed: number of tokens whose keys and values are in the cache.
         num_reused: number of tokens whose keys and values another request computed.
+        was_preempted: its blocks were taken; later hits in the cache may be its own.
     """
 
     index: int
     prompt: list[int]
     max_new_tokens: int
+    end_tokens: frozenset[int] = frozenset()
     generated: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_reused: int = 0
+    was_preempted: bool = False
 
     @property
     def tokens(self) -> list[int]:
@@ -51,7 +55,9 @@ class Request:
     @property
     def is_done(self) -> bool:
         """True if all tokens are generated."""
-        return len(self.generated) >= self.max_new_tokens
+        return len(self.generated) >= self.max_new_tokens or (
+            bool(self.generated) and self.generated[-1] in self.end_tokens
+        )
 
 
 @dataclass(frozen=True)
@@ -155,7 +161,8 @@ class Scheduler:
             self.allocator.free(request.blocks)
             request.blocks, request.num_computed = [], 0
             return None
-        request.num_reused = max(request.num_reused, hit.num_tokens)
+        if not request.was_preempted:
+            request.num_reused = hit.num_tokens
         request.blocks += self.allocator.allocate(need)
         self.running.append(self.waiting.popleft())
         return Chunk(request, request.num_computed, count)
@@ -179,6 +186,6 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         self.allocator.free(request.blocks)
-        request.blocks, request.num_computed = [], 0
+        request.blocks, request.num_computed, request.was_preempted = [], 0, True
         self.waiting.appendleft(request)
         self.num_preemptions += 1

@@ -72,7 +72,8 @@ def warm_up(paged: PagedModel, scheduler: Scheduler, requests: list[Request]) ->
         The seconds that it took.
     """
     copies = [
-        Request(request.index, request.prompt, request.max_new_tokens) for request in requests
+        Request(request.index, request.prompt, request.max_new_tokens, request.end_tokens)
+        for request in requests
     ]
     pool = BlockAllocator(scheduler.allocator.num_blocks, scheduler.allocator.block_size)
     return serve(

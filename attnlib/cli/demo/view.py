@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from dataclasses import asdict
 from typing import Any
 
@@ -14,25 +15,30 @@ from attnlib.integrations.transformers.paged_model import PagedModel
 
 __all__ = ["Progress", "as_json", "statistics", "show"]
 
+_WIDTH = 70
+"""Characters of a prompt in one line."""
+
 
 class Progress:
     """A progress bar on a terminal; in a log, one line per quarter."""
 
     def __init__(self, requests: list[Request]) -> None:
         self._requests = requests
-        self._total = sum(request.max_new_tokens for request in requests)
         self._quarters = 0
 
     def __call__(self, served: ServingResult) -> None:
         """Draw the bar after a step."""
-        done = sum(len(request.generated) for request in self._requests)
-        filled = 30 * done // self._total
+        tokens = sum(len(request.generated) for request in self._requests)
+        total = sum(  # a request that has ended needs no more
+            len(one.generated) if one.is_done else one.max_new_tokens for one in self._requests
+        )
+        filled = 30 * tokens // total
         bar = "#" * filled + "." * (30 - filled)
-        line = f"[{bar}] {done}/{self._total} tokens, step {served.steps}"
+        line = f"[{bar}] {tokens}/{total} tokens, step {served.steps}"
         if sys.stdout.isatty():
-            print(f"\r{line}", end="\n" if done == self._total else "", flush=True)
-        elif 4 * done // self._total > self._quarters:
-            self._quarters = 4 * done // self._total
+            print(f"\r{line}", end="\n" if tokens == total else "", flush=True)
+        elif 4 * tokens // total > self._quarters:
+            self._quarters = 4 * tokens // total
             print(line, flush=True)
 
 
@@ -65,18 +71,10 @@ def show(
 ) -> None:
     """Print tokens, statistics and the result."""
     print()
-    for request in requests[:4]:
-        if demo_model.decode is None:
-            text = "tokens " + " ".join(map(str, request.generated[:12]))
-            text += " ..." if len(request.generated) > 12 else ""
-        else:
-            text = repr(demo_model.decode(request.generated))
-        print(
-            f"  request {request.index}: {len(request.prompt)} prompt tokens ({request.num_reused} "
-            f"reused) -> {text}"
-        )
-    if len(requests) > 4:
-        print(f"  ... and {len(requests) - 4} more")
+    if demo_model.decode is None:
+        _show_tokens(requests)
+    else:
+        _show_texts(demo_model, requests, result)
     print(
         f"\n{numbers['generated_tokens']} tokens for {numbers['requests']} requests in "
         f"{numbers['seconds']:.2f} s and {numbers['steps']} steps: "
@@ -89,9 +87,9 @@ def show(
     )
     print(
         f"prompts: {numbers['prompt_tokens']} tokens, {numbers['reused_prompt_tokens']} of them "
-        f"reused from the cache; cache: {numbers['peak_blocks']}/{numbers['cache_blocks']} blocks "
-        f"of {numbers['block_size']} tokens at peak, {numbers['cache_mib']:.1f} MiB, "
-        f"{numbers['preemptions']} preemptions"
+        f"reused from the cache; {numbers['preemptions']} preemptions\n"
+        f"cache: {numbers['peak_blocks']}/{numbers['cache_blocks']} blocks of "
+        f"{numbers['block_size']} tokens at peak, {numbers['cache_mib']:.1f} MiB"
     )
     if "expanded_cache_mib" in numbers:
         print(
@@ -101,14 +99,46 @@ def show(
     print(result)
 
 
+def _show_tokens(requests: list[Request]) -> None:
+    for request in requests[:4]:
+        text = " ".join(map(str, request.generated[:12]))
+        print(
+            f"  request {request.index}: {len(request.prompt)} prompt tokens ({request.num_reused} "
+            f"reused) -> tokens {text}{' ...' if len(request.generated) > 12 else ''}"
+        )
+    if len(requests) > 4:
+        print(f"  ... and {len(requests) - 4} more")
+
+
+def _show_texts(demo_model: DemoModel, requests: list[Request], result: DemoResult) -> None:
+    """The end of each prompt, what the model wrote, and the numbers of its tokens."""
+    print(f"     {'prompt (its end), then what the model wrote':{_WIDTH}}  tokens  reused   equal")
+    for request in requests:
+        prompt, written = (
+            " ".join(_text(demo_model, ids).split()) for ids in (request.prompt, request.generated)
+        )
+        end = prompt if len(prompt) <= _WIDTH else f"...{prompt[3 - _WIDTH :]}"
+        equal = f"{result.identical_by_request[request.index]}/{len(request.generated)}"
+        print(
+            f"{request.index:>3}  {end:{_WIDTH}}  {len(request.prompt):>6}  "
+            f"{request.num_reused:>6}  {equal:>6}"
+        )
+        for number, line in enumerate(textwrap.wrap(written, _WIDTH - 3)):
+            print(f"     {'   ' if number else '-> '}{line}")
+
+
+def _text(demo_model: DemoModel, ids: list[int]) -> str:
+    return demo_model.decode(ids) if demo_model.decode else ""
+
+
 def as_json(
     demo_model: DemoModel, requests: list[Request], numbers: dict[str, Any], result: DemoResult
 ) -> dict[str, Any]:
     """The output as JSON values."""
-    tokens = {request.index: request.generated for request in requests}
     return {
         "model": demo_model.name,
         **numbers,
-        "tokens": tokens,
+        "tokens": {request.index: request.generated for request in requests},
+        "texts": {request.index: _text(demo_model, request.generated) for request in requests},
         "result": {**asdict(result), "passed": result.passed},
     }

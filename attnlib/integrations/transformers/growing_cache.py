@@ -11,10 +11,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+
+from attnlib.ops.signature import tensor_check
+
+if TYPE_CHECKING:
+    from attnlib.ops.triton.append_rows import RowAppend
 
 __all__ = ["adopt", "capacity_of", "growing_update"]
 
@@ -29,6 +34,9 @@ _ATTRIBUTE = "_attnlib_capacity"
 _local = threading.local()
 
 
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
 @dataclass(eq=False)
 class _Buffers:
     """Keys and values of a layer, `[B, H, capacity, D]` and `[B, H, capacity, Dv]`.
@@ -39,13 +47,15 @@ class _Buffers:
     Attributes:
         keys, values: the memory.
         views: what the layer handed out last.
-        shapes: of keys and values that were appended last, which need no other check.
+        fits: whether states have the layout of those that were appended last.
+        append_row: writes one token of this layout in one launch; None where torch copies.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     views: tuple[Any, Any] = (None, None)
-    shapes: tuple[Any, Any] = (None, None)
+    fits: Callable[..., bool] | None = None
+    append_row: RowAppend | None = None
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> _Buffers:
@@ -66,35 +76,44 @@ class _Buffers:
     def hold(self, layer: Any) -> bool:
         """Whether the layer has what it handed out last: the same tensors, over the same memory.
         Not after a crop or a restored copy, behind which others may have kept longer views."""
-        return all(
-            own is view and own.data_ptr() == buffer.data_ptr() and own.stride() == buffer.stride()
-            for own, view, buffer in zip(
-                (layer.keys, layer.values), self.views, (self.keys, self.values), strict=True
-            )
+        keys, values = self.views
+        return (
+            layer.keys is keys
+            and layer.values is values
+            and keys.data_ptr() == self.keys.data_ptr()
+            and values.data_ptr() == self.values.data_ptr()
+            and keys.stride() == self.keys.stride()
+            and values.stride() == self.values.stride()
         )
 
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Write states behind the views of the layer."""
         begin, added = self.views[0].shape[2], key_states.shape[2]
+        if self.append_row is not None:
+            self.append_row.run(key_states, value_states, begin)
+            return
         for buffer, new in ((self.keys, key_states), (self.values, value_states)):
             # `data` has a version counter of its own: views that autograd has saved do not change.
             buffer.data.narrow(2, begin, added).copy_(new)
 
     def take(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
         """Whether these states can be appended."""
-        news, buffers = (key_states, value_states), (self.keys, self.values)
-        shapes = (key_states.shape, value_states.shape)
-        for new, buffer in zip(news, buffers, strict=True):
-            if new.dtype != buffer.dtype or new.device != buffer.device:
-                return False
-        if shapes == self.shapes:
+        if self.fits is not None and self.fits(key_states, value_states):
             return True
-        if any(new.dim() != 4 for new in news) or shapes[0][2] != shapes[1][2]:
-            return False
+        news, buffers = (key_states, value_states), (self.keys, self.values)
         for new, buffer in zip(news, buffers, strict=True):
+            if new.dtype != buffer.dtype or new.device != buffer.device or new.dim() != 4:
+                return False
             if new.shape[:2] != buffer.shape[:2] or new.shape[3] != buffer.shape[3]:
                 return False
-        self.shapes = shapes
+        if key_states.shape[2] != value_states.shape[2]:
+            return False
+        self.fits = tensor_check(key_states, value_states)
+        self.append_row = None
+        dense = all(new.stride(3) == 1 or new.shape[3] == 1 for new in news)
+        if self.fits is not None and key_states.is_cuda and key_states.shape[2] == 1 and dense:
+            if key_states.dtype in _KERNEL_DTYPES:
+                self.append_row = _row_append(key_states, value_states, *buffers)
         return True
 
     def show(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,6 +124,19 @@ class _Buffers:
         setattr(values, _ATTRIBUTE, capacity)
         self.views = keys, values
         return keys, values
+
+    def compile(self) -> None:
+        """Append the last token once more, behind what the layer has, so that the kernel is there
+        when the next token comes. The next token overwrites it."""
+        key, value = (view.narrow(2, view.shape[2] - 1, 1) for view in self.views)
+        if self.take(key, value):
+            self.append(key, value)
+
+
+def _row_append(*tensors: torch.Tensor) -> RowAppend:
+    from attnlib.ops.triton.append_rows import RowAppend
+
+    return RowAppend(*tensors)
 
 
 _buffers: WeakKeyDictionary[Any, _Buffers | None] = WeakKeyDictionary()
@@ -142,6 +174,7 @@ def growing_update(update: Callable[..., Any]) -> Callable[..., Any]:
         if tokens > buffers.keys.shape[2]:
             buffers = _buffers[self] = _Buffers.of(self.keys, self.values, tokens)
             buffers.show(self.keys.shape[2])
+            buffers.take(key_states, value_states)
         buffers.append(key_states, value_states)
         self.keys, self.values = buffers.show(tokens)
         return self.keys, self.values
@@ -168,3 +201,5 @@ def adopt(key: torch.Tensor, value: torch.Tensor) -> None:
         return
     buffers = _buffers[layer] = _Buffers.of(key, value, key.shape[2])
     layer.keys, layer.values = buffers.show(key.shape[2])
+    if key.is_cuda:
+        buffers.compile()

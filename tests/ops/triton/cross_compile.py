@@ -640,6 +640,13 @@ def _append() -> None:
         append_kv(new, new, cache, cache, table, lengths, torch.zeros_like(lengths))
 
 
+def _append_rows() -> None:
+    from attnlib.ops.triton.append_rows import RowAppend
+
+    new, buffer = (torch.empty(2, 8, n, 128, dtype=torch.bfloat16) for n in (1, 64))
+    RowAppend(new, new, buffer, buffer).run(new, new, 63)
+
+
 def _slots() -> None:
     from attnlib.ops.triton.slots import compute_slot_mapping
 
@@ -706,6 +713,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "convert-int8": ("convert", {"format_name": "int8_per_token_head"}),
     "float8-copy": ("float8-copy", {}),
     "append": ("append", {}),
+    "append-rows": ("append-rows", {}),
     "slots": ("slots", {}),
     "merge": ("merge", {}),
     "merge-rows": ("merge-rows", {}),
@@ -1029,8 +1037,8 @@ def run_case(name: str) -> None:
         _convert(**options)
     else:
         {
-            "append": _append, "float8-copy": _float8_copy, "slots": _slots, "merge": _merge,
-            "merge-rows": _merge_rows, "varying": _varying,
+            "append": _append, "append-rows": _append_rows, "float8-copy": _float8_copy,
+            "slots": _slots, "merge": _merge, "merge-rows": _merge_rows, "varying": _varying,
             "packed-latent-write": _packed_latent_write,
         }[operation]()  # fmt: skip
 

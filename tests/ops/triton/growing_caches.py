@@ -14,7 +14,14 @@ from collections.abc import Callable
 
 import torch
 
-from attnlib.ops.triton import append_kv, cache_write, merge_states, paged_decode, paged_prefill
+from attnlib.ops.triton import (
+    append_kv,
+    append_rows,
+    cache_write,
+    merge_states,
+    paged_decode,
+    paged_prefill,
+)
 from attnlib.ops.triton.key_indexer import select_keys
 from tests.ops.calls import call_operation
 from tests.ops.triton.recorded_launches import install, recorded
@@ -74,6 +81,13 @@ def append(tokens: int, size: int) -> None:
     append_kv.append_kv(new, new, *caches, table, lengths, torch.zeros_like(lengths))
 
 
+def append_row(tokens: int, size: int) -> None:
+    """Append one token to buffers of another capacity in every step."""
+    new = torch.zeros(1, 1, KV_HEADS, size, dtype=DTYPE).transpose(1, 2)
+    buffer = torch.zeros(1, KV_HEADS, tokens, size, dtype=DTYPE)
+    append_rows.RowAppend(new, new, buffer, buffer).run(new, new, tokens - 1)
+
+
 def merge(tokens: int, size: int) -> None:
     """Merge states whose heads lie further apart in every step."""
     out = torch.zeros(HEADS, tokens, size, dtype=DTYPE).transpose(0, 1)[:1]
@@ -104,6 +118,7 @@ OPERATIONS: dict[str, Callable[[int, int], None]] = {
     "write": write,
     "write float8": lambda tokens, size: write(tokens, size, torch.float8_e4m3fn),
     "append": append,
+    "append row": append_row,
     "merge": merge,
     "index": index,
 }

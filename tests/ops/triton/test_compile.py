@@ -47,6 +47,7 @@ SMALL = [
     "rotary-write",
     "rotary-write-e4m3",
     "append",
+    "append-rows",
     "slots",
     "merge",
     "merge-rows",

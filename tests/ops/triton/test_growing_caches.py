@@ -14,7 +14,7 @@ import pytest
 
 from tests.fresh_process import run_module
 
-HEAD_SIZES, NUM_OPERATIONS = (64, 40, 20), 11
+HEAD_SIZES, NUM_OPERATIONS = (64, 40, 20), 12
 KERNELS = Path(__file__).parents[3] / "attnlib" / "ops" / "triton" / "kernels"
 
 
