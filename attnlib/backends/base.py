@@ -123,7 +123,10 @@ class AttentionBackend(ABC):
     def get_operation(cls, name: str) -> Callable[..., Any] | None:
         """An operation that no attention layer runs, with the signature and the semantics of that
         of `attnlib.ops.torch`: `select_keys` (M14), `write_packed_latents` and
-        `packed_latent_attention` (P14). The conformance suite tests those that a backend has.
+        `packed_latent_attention` (P14), `compute_slot_mapping`, `append_kv`, `merge_states`,
+        `merge_partial_rows`, `context_attention`, `packed_write`, `packed_decode`,
+        `packed_prefill`, `shared_decode` and `attention_scores`. The conformance suite tests those
+        that a backend has.
 
         Returns:
             The operation; None (default) if the backend has none with this name.

@@ -15,11 +15,22 @@ __all__ = ["named_operation", "operation"]
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MODULES = {
-    "select_keys": "key_indexer",
-    "write_packed_latents": "packed_latents",
+    "append_kv": "append_kv",
+    "attention_scores": "scores",
+    "compute_slot_mapping": "slots",
+    "context_attention": "context_attention",
+    "merge_partial_rows": "merge_states",
+    "merge_states": "merge_states",
+    "packed_decode": "packed_attention",
     "packed_latent_attention": "packed_latents",
+    "packed_prefill": "packed_attention",
+    "packed_write": "packed_attention",
+    "select_keys": "key_indexer",
+    "shared_decode": "shared_decode",
+    "write_packed_latents": "packed_latents",
 }
 """Operations that no attention layer runs, and the modules that hold them."""
+_ONLY_IN_TORCH = {"attention_scores"}
 
 
 def operation(
@@ -41,7 +52,9 @@ def operation(
 def named_operation(package: str, name: str) -> Callable[..., Any] | None:
     """The operation `name` of the package "torch" or "triton" that no attention layer runs
     (`AttentionBackend.get_operation`); None if there is none with this name."""
-    return _load(package, _MODULES[name], name) if name in _MODULES else None
+    if name not in _MODULES or (name in _ONLY_IN_TORCH and package != "torch"):
+        return None
+    return _load(package, _MODULES[name], name)
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 A change is another comparison or arithmetic operator, another constant, a dropped term, condition,
 sign or keyword argument, swapped arguments, a removed mask, conversion or statement, or the
 opposite condition. Nothing is changed in what computes nothing: texts, annotations, decorators,
-errors and type checks.
+errors, type checks, and declarations of capabilities, which the suite takes from the backend.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ _REMOVED_CALLS = {
     "abs", "clamp", "clamp_", "clamp_max", "clamp_min", "double", "float", "masked_fill",
     "masked_fill_", "nan_to_num", "nan_to_num_", "to",
 }  # fmt: skip
-_UNORDERED = {"isinstance", "max", "maximum", "min", "minimum", "logaddexp"}
-"""Functions of which swapped arguments give the same result, or no result at all."""
+_UNORDERED = {"isinstance", "max", "maximum", "min", "minimum", "on_host", "transpose"}
+"""Functions of which swapped arguments give the same result on a CPU, or no result at all."""
+_KEPT_KEYWORDS = {None, "device", "strict"}
+"""Keywords that change no result on one device: everything runs there, and `strict` only checks."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,10 @@ def _skipped(tree: ast.Module) -> set[ast.AST]:
             roots += [*node.decorator_list, *([node.returns] if node.returns else [])]
         elif isinstance(node, ast.ClassDef):
             roots += node.decorator_list
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("cast", "TypeVar"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("Capabilities", "cast"):
             roots.append(node)
+        elif isinstance(node, ast.keyword) and node.arg == "strict":
+            roots.append(node.value)
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             roots.append(node)
     return {child for root in roots for child in ast.walk(root)}
@@ -198,7 +202,6 @@ def _changed_calls(new: ast.Call) -> Iterator[tuple[str, ast.expr]]:
         swapped[first : first + 2] = reversed(swapped[first : first + 2])
         yield "swapped arguments", ast.Call(new.func, swapped, new.keywords)
     for keyword in new.keywords:
-        # Everything runs on one device.
-        if keyword.arg not in (None, "device"):
+        if keyword.arg not in _KEPT_KEYWORDS:
             rest = [other for other in new.keywords if other is not keyword]
             yield f"dropped {keyword.arg}", ast.Call(new.func, new.args, rest)

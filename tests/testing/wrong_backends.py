@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, ClassVar
 from unittest import mock
@@ -23,6 +23,7 @@ from attnlib.ops.torch import key_indexer, packed_latents
 from attnlib.spec import AttentionSpec
 from tests.testing.toy_backend import ToyBackend, ToyBuilder, ToyImpl, ToyMetadata, toy_with
 from tests.testing.wrong_at_scale import SUBTLE
+from tests.testing.wrong_operations import WRONG_OPERATIONS, OtherOperation
 
 
 class OffByOneWindow(ToyImpl):
@@ -795,18 +796,7 @@ class CoarseQueries(TorchImpl):
         super().forward(query, cache, metadata, output, lse)
 
 
-class _OtherOperation(TorchBackend):
-    """Has another operation `run` in place of the one named `replaced`."""
-
-    replaced: ClassVar[str]
-    run: ClassVar[Callable[..., None]]
-
-    @classmethod
-    def get_operation(cls, name: str) -> Callable[..., Any] | None:
-        return cls.run if name == cls.replaced else super().get_operation(name)
-
-
-class OneScalePerToken(_OtherOperation):
+class OneScalePerToken(OtherOperation):
     """Writes packed latents with the largest scale of a token in place of all four."""
 
     replaced = "write_packed_latents"
@@ -823,7 +813,7 @@ class OneScalePerToken(_OtherOperation):
             token[512:528] = factor.expand(4).contiguous().view(torch.uint8)
 
 
-class FirstScaleForAllGroups(_OtherOperation):
+class FirstScaleForAllGroups(OtherOperation):
     """Reads all groups of a packed latent with the scale of the first one."""
 
     replaced = "packed_latent_attention"
@@ -835,7 +825,7 @@ class FirstScaleForAllGroups(_OtherOperation):
         packed_latents.packed_latent_attention(query, changed, *args, **kwargs)
 
 
-class ReplacesInvalidPackedScales(_OtherOperation):
+class ReplacesInvalidPackedScales(OtherOperation):
     """Reads a scale of a packed latent that is not finite as 0, which hides it."""
 
     replaced = "packed_latent_attention"
@@ -848,7 +838,7 @@ class ReplacesInvalidPackedScales(_OtherOperation):
         packed_latents.packed_latent_attention(query, changed, *args, **kwargs)
 
 
-class _WrongIndexer(_OtherOperation):
+class _WrongIndexer(OtherOperation):
     """Changes the scores [n, H, blocks] of the blocks before the best are chosen."""
 
     @classmethod
@@ -884,7 +874,7 @@ class NoLocalBlocks(_WrongIndexer):
         return scores.masked_fill(scores == torch.inf, -1.0) if local_blocks else scores
 
 
-class IndexScalesIgnored(_OtherOperation):
+class IndexScalesIgnored(OtherOperation):
     """Scores stored float8 index keys without the scales of their tokens."""
 
     replaced = "select_keys"
@@ -901,6 +891,7 @@ def _torch_with(impl: type[TorchImpl]) -> type[AttentionBackend]:
 
 WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     **SUBTLE,
+    **WRONG_OPERATIONS,
     "off-by-one window": (toy_with(OffByOneWindow), "W2"),
     "window on one phase only": (toy_with(WindowOnPrefillOnly), "W2"),
     "ignored soft cap": (toy_with(IgnoredSoftCap), "F1"),

@@ -69,7 +69,8 @@ def merge_partial_rows(
         lse: `[T, Hq]` float32, likewise. As in `merge_states`, -inf and +inf mean no keys.
         partial_out: `[P, Hq, Dv]`, states over other keys.
         partial_lse: `[P, Hq]` float32.
-        partial_starts: `[T + 1]` int32; token t has entries `[starts[t], starts[t + 1])`.
+        partial_starts: `[T + 1]` int32; token t has entries `[starts[t], starts[t + 1])`. A token
+            without entries keeps its state.
         partial_rows: `[n]` int32, rows of the partial states, grouped by token.
     """
     counts = (partial_starts[1:] - partial_starts[:-1]).long()
