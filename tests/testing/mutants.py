@@ -27,10 +27,9 @@ _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.LShift: ast.RShift, ast.RShift: ast.LShift,
 }  # fmt: skip
 _TERMS = (ast.Add, ast.Sub, ast.BitAnd, ast.BitOr)
-_REMOVED_CALLS = {
-    "abs", "clamp", "clamp_", "clamp_max", "clamp_min", "double", "float", "masked_fill",
-    "masked_fill_", "nan_to_num", "nan_to_num_", "to",
-}  # fmt: skip
+_REMOVED_CALLS = frozenset(
+    "abs clamp clamp_ clamp_max clamp_min double float masked_fill nan_to_num to".split()
+)
 _UNORDERED = {"isinstance", "max", "maximum", "min", "minimum", "on_host", "transpose"}
 """Functions of which swapped arguments give the same result on a CPU, or no result at all."""
 _KEPT_KEYWORDS = {None, "device", "strict"}

@@ -104,10 +104,8 @@ def test_counts_of_a_form() -> None:
 def test_the_script_writes_a_line_for_each_mutant(tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
     options = ["--sample", "3", "--file", "*/mask.py", "--checks", "W2", "--forms", "quick"]
-    subprocess.run(
-        [sys.executable, "-m", "tests.testing.mutation", *options, "--json", str(file)],
-        cwd=ROOT, check=True,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "tests.testing.mutation", *options, "--json", str(file)]
+    subprocess.run(command, cwd=ROOT, check=True)
     run, *mutants, counts = [json.loads(line) for line in file.read_text().splitlines()]
     assert run["sample"] == len(mutants) == counts["run"] == 3
     noticed = [one for one in mutants if one["quick"]["outcome"] != "survives"]

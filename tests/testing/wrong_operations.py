@@ -95,6 +95,6 @@ WRONG_OPERATIONS: dict[str, tuple[type[AttentionBackend], str]] = {
     "appended behind the first request": (AppendsToTheFirstRequest, "K8"),
     "states merged with equal weights": (EqualWeights, "L4"),
     "no window in sequences with gaps": (ContextWithoutWindow, "A3"),
-    "new keys with the scale of the cache": (NewKeysScaled, "A3"),
+    "new keys with the scale of the cache": (NewKeysScaled, "A4"),
 }
 """Error -> the wrong backend and the check that is meant to detect it."""

@@ -148,17 +148,20 @@ def _check_packed_write(
     cache_dtype = _PACKED_WRITES[stored] or dtype
     x, heads, size, block_size = 16 // cache_dtype.itemsize, 2, 32, 8
     factors = {
-        "none": (1.0, 1.0), "number": (0.5, 2.0), "tensor": ([0.5], [2.0]),
+        "none": (1.0, 1.0),
+        "number": (0.5, 2.0),
+        "tensor": ([0.5], [2.0]),
         "heads": ([0.5, 0.25], [2.0, 0.5]),
-    }[scales]  # fmt: skip
+    }[scales]
     tokens = [torch.randint(-4, 5, (9, heads, size), generator=draw).to(dtype) for _ in range(2)]
     if cache_dtype.itemsize == 1:
         tokens[0][2, 1, 5], tokens[1][3, 0, 7] = 60000.0, -60000.0  # saturate
     slots = [33, 7, -1, 16, 8, -1, 0] if skipped else [33, 7, 20, 16, 8, 31, 0]
     actual, expected, given = [], [], []
     for values, factor in zip(tokens, factors, strict=True):
-        pages = torch.randint(0, 100, (5, block_size, heads, size * cache_dtype.itemsize),
-                              generator=draw).to(torch.uint8)  # fmt: skip
+        bytes_per_head = size * cache_dtype.itemsize
+        pages = torch.randint(0, 100, (5, block_size, heads, bytes_per_head), generator=draw)
+        pages = pages.to(torch.uint8)
         want = pages.view(cache_dtype).float()
         limit = torch.finfo(cache_dtype).max
         per_head = torch.tensor(factor).expand(heads)[:, None]
@@ -175,9 +178,12 @@ def _check_packed_write(
     value = actual[1].permute(0, 2, 3, 1).contiguous()
     caches = [cache.to(target.device) for cache in (key, value)]
     write(
-        *(values.to(target.device) for values in tokens), *caches,
-        torch.tensor(slots, device=target.device), k_scale=given[0], v_scale=given[1],
-    )  # fmt: skip
+        *(values.to(target.device) for values in tokens),
+        *caches,
+        torch.tensor(slots, device=target.device),
+        k_scale=given[0],
+        v_scale=given[1],
+    )
     key, value = (cache.cpu() for cache in caches)
     found = [key.permute(0, 3, 1, 2, 4).flatten(3), value.permute(0, 3, 1, 2)]
     return _first_difference(found, expected, f"{stored}, scales: {scales}")
