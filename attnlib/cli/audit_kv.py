@@ -219,9 +219,11 @@ def parser() -> CommandParser:
         help="calls saved by attnlib.debug.record",
     )
     made.add_argument(
-        "--prompts", type=input_file, metavar="FILE",
+        "--prompts",
+        type=input_file,
+        metavar="FILE",
         help="a text; default: chapters of the language reference of Python",
-    )  # fmt: skip
+    )
     made.add_argument(
         "--max-tokens", type=count, default=1024, metavar="N", help="of the text (default 1024)"
     )
