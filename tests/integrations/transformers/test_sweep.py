@@ -43,7 +43,9 @@ def test_the_short_list(records: list[dict[str, Any]]) -> None:
     outcomes = {r["model_type"]: r["outcome"] for r in records if r["outcome"] != "correct"}
     assert outcomes == {"mamba": "unaffected"}
     cases = {name: c["outcome"] for r in records for name, c in r["cases"].items()}
-    assert set(cases) == {"forward", "left padding", "right padding", "generate", "generate_batch"}
+    assert set(cases) == {
+        *("forward", "left padding", "right padding", "autocast", "generate", "generate_batch")
+    }
 
 
 @pytest.mark.slow

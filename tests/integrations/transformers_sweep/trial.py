@@ -39,6 +39,7 @@ OUTCOMES = ("wrong", "crash", "correct", "refused", "unaffected", "skipped", "no
 
 NEW_TOKENS = 10
 _NOISE, _MARGIN, _FLOOR, _UNSTABLE, _DISTURBANCE = 1e-6, 50.0, 5e-5, 1e-2, 0.02
+_AUTOCAST_FLOOR, _AUTOCAST_MARGIN, _AUTOCAST_DISTURBANCE = 5e-3, 3.0, 1.0
 _SEEDS = (1, 2, 3)
 
 
@@ -180,6 +181,7 @@ def _cases(model: Any, inputs: Inputs, kind: str) -> dict[str, Case]:
             found = _compare(model, lambda: _forward(model, inputs, None))
         if found.outcome != "wrong":
             return {"forward": Case("skipped", "attention does not affect the output")}
+    cases["autocast"] = _compare_autocast(model, inputs)
     if inputs.rows and _can_generate(model):
         cases["generate"] = _compare(model, lambda: _generate(model, inputs))
     if kind == "decoder" and inputs.images == 0 and _can_generate(model):
@@ -226,6 +228,36 @@ def _compare(model: Any, run: Callable[[], tuple[list[torch.Tensor], Any]]) -> C
         reason = f"equals sdpa, from which eager attention differs by {error:.1e}"
         return Case("correct", reason, error, tolerance)
     return Case("wrong", f"differs by {error:.1e}", error, tolerance)
+
+
+def _compare_autocast(model: Any, inputs: Inputs) -> Case:
+    """A forward under `torch.autocast` with bfloat16. Eager attention rounds differently, so that
+    attnlib may be as far from the result without autocast as eager attention is, times a margin."""
+
+    def run() -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return [x.float() for x in _forward(model, inputs, None)[0]]
+
+    try:
+        exact = [x.float() for x in _with(model, "eager", lambda: _forward(model, inputs, None))[0]]
+        expected = _with(model, "eager", run)
+    except Exception as error:
+        return Case("skipped", f"eager: {_line(error)}")
+    if not _finite(expected):
+        return Case("skipped", "eager attention returns NaN")
+    try:
+        found = _with(model, integration.NAME, run)
+        with _disturbed(_AUTOCAST_DISTURBANCE):
+            disturbed = _with(model, integration.NAME, run)
+    except Exception as error:
+        return _failed(error)
+    tolerance = max(_AUTOCAST_FLOOR, _AUTOCAST_MARGIN * _error(expected, exact))
+    error = _error(found, exact)
+    if error > tolerance:
+        return Case("wrong", f"differs by {error:.1e} under autocast", error, tolerance)
+    if _error(disturbed, exact) <= tolerance:
+        return Case("skipped", "rounding under autocast hides what attention adds")
+    return Case("correct", "", error, tolerance)
 
 
 def _equals_sdpa(
@@ -432,8 +464,8 @@ def _nudged(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _disturbed() -> Iterator[None]:
-    PROBE.disturbance = _DISTURBANCE
+def _disturbed(share: float = _DISTURBANCE) -> Iterator[None]:
+    PROBE.disturbance = share
     try:
         yield
     finally:
