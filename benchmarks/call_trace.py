@@ -26,10 +26,10 @@ from attnlib.bench.provenance import provenance
 
 PACKAGE = Path(attnlib.__file__).resolve().parent
 TARGETS = {
-    "repeated decode layer": 4,
-    "repeated prefill layer": 5,
-    "repeated mixed layer": 5,
-    "first decode layer of a step": 8,
+    "repeated decode layer": 2,
+    "repeated prefill layer": 2,
+    "repeated mixed layer": 2,
+    "first decode layer of a step": 7,
 }
 
 

@@ -212,8 +212,9 @@ def call_layer(
                 if OBSERVERS:
                     notify(self, LayerCall(query, key, value, cache, metadata), out, lse)
                 return (out, lse) if with_lse else out
-    both = (("selected_keys", selected_keys), ("compressed_keys", compressed_keys))
-    given = {name: keys for name, keys in both if keys is not None}
-    return nn.Module.__call__(
-        self, query, key, value, cache, metadata, return_lse, output=output, **given
-    )
+    given: dict[str, Any] = {"output": output}  # hooks see no arguments that were left out
+    if selected_keys is not None:
+        given["selected_keys"] = selected_keys
+    if compressed_keys is not None:
+        given["compressed_keys"] = compressed_keys
+    return nn.Module.__call__(self, query, key, value, cache, metadata, return_lse, **given)

@@ -22,7 +22,7 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.compile.objects import lookup
 from attnlib.layer.call import LayerCall, new_lse
 from attnlib.layer.checks import check_output, refuse_gradients
-from attnlib.layer.plans import attend_into
+from attnlib.layer.plans import find_plan, run_plan
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.rotary import HeadNorm
@@ -62,7 +62,8 @@ def attend(
     batch = lookup(metadata, AttentionMetadata, "metadata")
     selected = None if indices is None else SelectedKeys(indices, list_start_loc)
     call = LayerCall(query, key, value, kept, batch, out, lse is not None, selected)
-    attend_into(_layer(layer), call, out, lse)
+    module = _layer(layer)
+    run_plan(module, find_plan(module, call).plan, call, out, lse)
 
 
 def _layer(handle: int) -> Attention:

@@ -31,7 +31,7 @@ from attnlib.sparse.key_selection import SelectedKeys
 if TYPE_CHECKING:
     from attnlib.layer.attention import Attention
 
-__all__ = ["CallMemory", "FoundPlan", "attend_into", "find_plan", "run_plan", "scales_agree"]
+__all__ = ["CallMemory", "FoundPlan", "find_plan", "run_plan", "scales_agree"]
 
 MAX_PLANS = 64
 """Step plans that one batch keeps; beyond it they are dropped and made again on demand."""
@@ -41,14 +41,15 @@ class CallMemory:
     """What a layer remembers of its calls; a copy of the layer remembers nothing.
 
     Attributes:
-        accepted: the last call that passed `check_call`.
+        accepted: the last call that passed `check_call`, and the shape of the output that such a
+            call allocates (None: like the query).
         tensor_check: the last signature that was remembered, and the comparison of its tensors.
     """
 
     __slots__ = ("accepted", "tensor_check")
 
     def __init__(self) -> None:
-        self.accepted: tuple[Any, ...] = ()
+        self.accepted: tuple[tuple[Any, ...], tuple[int, ...] | None] = (), None
         self.tensor_check: tuple[Any, Any] = ((), None)
 
 
@@ -127,23 +128,6 @@ def remember(
     metadata.__dict__["recent_plan"] = RecentPlan(*kind, check, heads, shape, plan, bound)
 
 
-def attend_into(
-    layer: Attention, call: LayerCall, output: torch.Tensor, lse: torch.Tensor | None
-) -> None:
-    """`Attention.forward` into outputs that exist.
-
-    Args:
-        layer: of the call.
-        call: with the output and whether there is an LSE.
-        output: `[T, Hq, Dv]` or `[T, Hq * Dv]`, written.
-        lse: contiguous `[T, Hq]` float32, written when given.
-
-    Raises:
-        ContractError, LayoutMismatchError: as `Attention.forward`.
-    """
-    run_plan(layer, find_plan(layer, call).plan, call, output, lse)
-
-
 def run_plan(
     layer: Attention,
     plan: StepPlan,
@@ -176,8 +160,7 @@ def run_plan(
 def _prepare(layer: Attention, signature: tuple[Any, ...], call: LayerCall) -> FoundPlan:
     """Check a call and prepare its plan, once per batch and call signature."""
     spec, cache, metadata = layer.spec, call.cache, call.metadata
-    heads = call.per_head(spec)
-    _check(layer, signature, call, heads)
+    heads, shape = _check(layer, signature, call)
     calculates_scales = metadata.enable_kv_scales_calculation
     if calculates_scales and cache is not None:
         calculate_scales(layer, heads.key, heads.value, cache, metadata.slot_mapping)
@@ -187,9 +170,7 @@ def _prepare(layer: Attention, signature: tuple[Any, ...], call: LayerCall) -> F
     if cache is not None and spec.use_mla:
         check_latent_scales(spec, cache)
     plan = _plan(layer, signature, heads)
-    query, shape = call.query, call.output_shape(spec)
-    like_query = query.shape == shape and query.is_contiguous()
-    known = FoundPlan(plan, None if like_query else shape)
+    known = FoundPlan(plan, shape)
     if not calculates_scales:  # every layer computes its own
         plans = metadata.plans
         if len(plans) >= MAX_PLANS:
@@ -200,17 +181,22 @@ def _prepare(layer: Attention, signature: tuple[Any, ...], call: LayerCall) -> F
     return known
 
 
-def _check(layer: Attention, signature: tuple[Any, ...], call: LayerCall, heads: LayerCall) -> None:
+def _check(
+    layer: Attention, signature: tuple[Any, ...], call: LayerCall
+) -> tuple[LayerCall, tuple[int, ...] | None]:
     """All checks of a call, of which those of shapes are made once per kind of call and batch.
 
-    Args:
-        layer, signature, call: a call of the layer.
-        heads: the call per head.
+    Returns:
+        The call per head, and the shape of an output to allocate (None: like the query).
     """
-    spec, metadata = layer.spec, call.metadata
+    spec, metadata, heads = layer.spec, call.metadata, call
+    query, key, value, cache = call[:4]
+    dims = (query.dim(), key is not None and key.dim(), value is not None and value.dim())
+    if 2 in dims:
+        heads = call.per_head(spec)
     facts = metadata if isinstance(metadata, PagedMetadata) else metadata.facts
     slots, lens = metadata.slot_mapping, facts.seq_lens
-    accepted = (
+    given = (
         signature,
         type(metadata),
         facts.spec,
@@ -219,17 +205,22 @@ def _check(layer: Attention, signature: tuple[Any, ...], call: LayerCall, heads:
         None if lens is None else lens.device,
         metadata.enable_kv_scales_calculation,
     )
-    if accepted != layer._memory.accepted:
+    accepted, shape = layer._memory.accepted
+    if given != accepted:
         check_call(layer, heads)
         check_output(spec, call)
-        layer._memory.accepted = accepted
+        shape = call.output_shape(spec)
+        if query.shape == shape and query.is_contiguous():
+            shape = None
+        layer._memory.accepted = given, shape
     declares = spec.key_selection is not None or spec.compressed_entries is not None
     if call.extra is not None or declares:
         check_extra_keys(spec, call)
         if call.extra is not None:
             check_extra_values(spec, call)
-    if call.cache is not None and call.query.is_cpu:
-        check_addresses(metadata, call.cache)
+    if cache is not None and query.is_cpu:
+        check_addresses(metadata, cache)
+    return heads, shape
 
 
 def _plan(layer: Attention, signature: tuple[Any, ...], heads: LayerCall) -> StepPlan:

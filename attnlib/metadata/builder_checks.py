@@ -21,19 +21,24 @@ def with_checks(build: Any) -> Any:
 
     @functools.wraps(build)
     def checked(self: AttentionMetadataBuilder[Any], *args: Any, **kwargs: Any) -> Any:
-        batches = [x for x in (*args, *kwargs.values()) if isinstance(x, CommonAttentionMetadata)]
-        for common in batches:
-            own = common.normalized()
-            if own is not common:
+        first = None
+        for common in (*args, *kwargs.values()) if kwargs else args:
+            if not isinstance(common, CommonAttentionMetadata):
+                continue
+            own = common
+            if type(common) is not CommonAttentionMetadata:
+                own = common.normalized()
                 args = tuple(own if x is common else x for x in args)
                 kwargs = {name: own if x is common else x for name, x in kwargs.items()}
-            check_block_size(own, self.spec)
+            first = first or own
+            if own.block_size != self.spec.block_size:
+                check_block_size(own, self.spec)
             if self.limits is not None:
                 check_limits(own, self.limits)
         built = build(self, *args, **kwargs)
-        if batches and self.needs_host_lengths and self.device.type != "cpu":
+        if first is not None and self.needs_host_lengths and self.device.type != "cpu":
             if isinstance(built, AttentionMetadata):
-                vars(built)["lengths_read"] = LengthsRead(batches[0].normalized())
+                vars(built)["lengths_read"] = LengthsRead(first)
         return built
 
     return checked

@@ -35,12 +35,13 @@ def paged_fields(
         needs_host_lengths: of the builder.
 
     Raises:
-        ContractError: a batch that `check_batch` refuses, or a score function without its batch
-            tensors.
+        ContractError: `check_batch` refuses the batch, or a score function lacks its batch tensors.
     """
     check_batch(common, spec, needs_host_lengths=needs_host_lengths)
-    _check_mask(common, spec)
-    threshold = decode_threshold if spec.is_paged and decode_threshold is not None else 0
+    if common.query_bias is not None:
+        _check_mask(spec)
+    table = common.block_table_tensor if spec.is_paged else None
+    threshold = decode_threshold if table is not None and decode_threshold is not None else 0
     num_decodes, decode_tokens = leading_decodes(common, threshold)
     if decode_tokens == 0:
         num_decodes = 0  # only padding in front: the prefill part takes the whole batch
@@ -65,7 +66,7 @@ def paged_fields(
         "query_start_loc": starts,
         "prefill_query_start_loc": starts[num_decodes:] - decode_tokens if mixed else None,
         "seq_lens": common.seq_lens.contiguous(),
-        "block_table": _table(common) if spec.is_paged else None,
+        "block_table": table if table is None or table.is_contiguous() else _readable(table),
         "causal": spec.is_causal if common.causal is None else common.causal,
         "causal_from_spec": common.causal is None,
         "query_bias": common.query_bias,
@@ -76,16 +77,14 @@ def paged_fields(
     }
 
 
-def _table(common: CommonAttentionMetadata) -> torch.Tensor | None:
-    """The block table with rows that kernels can read: entries of a row are adjacent."""
-    table = common.block_table_tensor
-    if table is None or table.is_contiguous() or table.stride(-1) == 1 or table.shape[-1] <= 1:
-        return table
-    return table.contiguous()
+def _readable(table: torch.Tensor) -> torch.Tensor:
+    """A block table with rows that kernels can read: entries of a row are adjacent."""
+    return table if table.stride(-1) == 1 or table.shape[-1] <= 1 else table.contiguous()
 
 
-def _check_mask(common: CommonAttentionMetadata, spec: AttentionSpec) -> None:
-    if common.query_bias is not None and spec.mask_kind is not MaskKind.QUERY_BIAS:
+def _check_mask(spec: AttentionSpec) -> None:
+    """Whether the layers take the bias over the new tokens that a batch has."""
+    if spec.mask_kind is not MaskKind.QUERY_BIAS:
         raise ContractError(
             f"query_bias is given, but the layer has mask_kind={spec.mask_kind.value}: a bias over "
             "the new tokens needs mask_kind='query_bias'",

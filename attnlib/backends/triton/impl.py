@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from attnlib.backends._two_streams import EntryOperations, attend_two_streams
-from attnlib.backends.base import AttentionImpl, StepPlan
-from attnlib.backends.triton.launches import LayerCall
+from attnlib.backends.base import AttentionImpl
 from attnlib.backends.triton.metadata import TritonMetadata
-from attnlib.backends.triton.plan import TritonPlan
+from attnlib.backends.triton.plan import make_plan
 from attnlib.cache.storage import PagedKVCache
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.rotary import HeadNorm
@@ -140,22 +139,7 @@ class TritonImpl(AttentionImpl):
 
         return run
 
-    def plan(
-        self,
-        signature: Hashable,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        cache: PagedKVCache,
-        metadata: TritonMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> StepPlan | None:
-        """See `AttentionImpl.plan`. Calls without query rows have no launches and no plan."""
-        if query.shape[0] == 0 or not cache.key_cache.shape[0]:
-            return None
-        call = LayerCall(query, key, value, cache, output, lse)
-        return TritonPlan(self, signature, call, metadata, self._kernels)
+    plan = make_plan
 
     def forward(
         self,

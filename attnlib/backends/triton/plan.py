@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,13 +24,15 @@ from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.backends.triton.prepare import Step, prepare_step
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
-from attnlib.metadata.paged import PartTensors
 from attnlib.ops.triton.append_kv import BoundAppend
 from attnlib.ops.triton.batch_tensors import Batch, BatchTensors
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.sequence import VALUE
 
-__all__ = ["TritonPlan"]
+if TYPE_CHECKING:
+    from attnlib.backends.triton.impl import TritonImpl
+
+__all__ = ["TritonPlan", "make_plan"]
 
 
 class TritonPlan:
@@ -55,6 +57,8 @@ class TritonPlan:
     reads nothing but the addresses of the tensors. It returns False and does nothing where `run`
     is needed. None where a layer has other tensors, or before the first launch by Triton."""
 
+    is_bound: bool  # whether `bind_call` gives its final answer
+
     def __init__(
         self,
         impl: AttentionImpl,
@@ -68,16 +72,20 @@ class TritonPlan:
         self._metadata = weakref.ref(metadata)  # the batch owns its plans
         self._split = metadata.num_decode_tokens if metadata.num_prefills else 0
         batch = _batch_of(metadata)
-        step = Step(impl, signature, call, metadata, batch, kernels)
-        self._launches = launches = _find_launches(step)
-        if launches.workspace_bytes:
-            batch = batch.with_workspace(launches.workspace_bytes)
+        launches = _find_launches(Step(impl, signature, call, metadata, batch, kernels))
+        self._launches = launches
+        need, decodes = launches.workspace_bytes, batch.decodes
+        if need and decodes is not None:
+            space = decodes.workspace
+            if space is None or space.nbytes < need:  # q has more rows than the batch has tokens
+                space = torch.empty(need // 4, dtype=torch.float32, device=call.query.device)
+                batch = batch._replace(decodes=decodes._replace(workspace=space))
         if batch.prefills is not None and launches.prefill is not None:
             batch = batch._replace(prefills=launches.prefill.with_scratch(batch.prefills))
         self._batch = batch
         self._append: BoundAppend | None = None
         self._submit: Callable[..., bool] | None = None
-        self.direct = None
+        self.direct, self.is_bound = None, False
         self._plain: TritonPlan | None = None
         self._storages: list[torch.UntypedStorage] = []
         self._bind()
@@ -132,11 +140,6 @@ class TritonPlan:
             self._plain = TritonPlan(impl, self._signature, call, metadata, "portable")
         return self._plain
 
-    @property
-    def is_bound(self) -> bool:
-        """Whether the direct launches are bound, so that `bind_call` need not be tried again."""
-        return self._submit is not None
-
     def bind_call(
         self, *like: Any, own: tuple[Tensor | None, ...] = ()
     ) -> Callable[..., bool] | None:
@@ -144,8 +147,7 @@ class TritonPlan:
         submit: Any = self._submit
         if submit is None or len(own) != len(self._launches.of_layer):  # scales that are tensors
             return None
-        count = VALUE + 1
-        values = (*like[:count], *own, *like[count:])
+        values = (*like[: VALUE + 1], *own, *like[VALUE + 1 :])
         found: Callable[..., bool] | None = submit.compare(torch.is_grad_enabled, values)
         return found
 
@@ -153,7 +155,7 @@ class TritonPlan:
         """A copy of this plan of a call without keys: its `run` takes keys and values, `[R, T, Hkv,
         D]`, and writes them by `append`."""
         plan = copy.copy(self)
-        plan._append, plan._submit, plan.direct = append, None, None
+        plan._append, plan._submit, plan.direct, plan.is_bound = append, None, None, False
         plan._bind()
         return plan
 
@@ -167,57 +169,52 @@ class TritonPlan:
             template = launches.template = launches.make_template()
         if template is None or any(launches.hooks):
             return
-        addresses = _addresses(launches, self._batch)
-        if addresses is None:
-            return
+        batch, slots = self._batch, self._batch.slots if launches.write is not None else None
+        addresses: tuple[Any, ...] = () if slots is None else (slots.data_ptr(),)
+        for part, tensors in ((launches.decode, batch.decodes), (launches.prefill, batch.prefills)):
+            if part is not None and tensors is not None:
+                found = part.addresses(tensors)
+                if found is None:  # scratch memory that is not aligned
+                    return
+                addresses += found
         # The launches hold addresses: keep the memory behind them, even if a tensor is resized.
-        self._storages = self._batch.storages()
+        self._storages = batch.storages()
         if append is not None:
             self._storages += [x.untyped_storage() for x in append.batch if x is not None]
         self._submit = template.bind(addresses)
-        self.direct = None if launches.of_layer else self._submit
+        self.direct, self.is_bound = None if launches.of_layer else self._submit, True
+
+
+def make_plan(
+    self: TritonImpl,
+    signature: Hashable,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    cache: PagedKVCache,
+    metadata: TritonMetadata,
+    output: Tensor,
+    lse: Tensor | None,
+) -> TritonPlan | None:
+    """See `AttentionImpl.plan`. Calls without query rows have no launches and no plan."""
+    if query.shape[0] == 0 or not cache.key_cache.shape[0]:
+        return None
+    call = LayerCall(query, key, value, cache, output, lse)
+    return TritonPlan(self, signature, call, metadata, self._kernels)
 
 
 def _batch_of(metadata: TritonMetadata) -> Batch:
     """The tensors of a batch; an empty batch is one prefill."""
-    slots, decode_len = metadata.slot_mapping, metadata.max_decode_query_len
-    if metadata.num_prefills == 0 and metadata.num_decodes:
-        return Batch(_tensors_of(metadata, metadata, decode_len), None, slots)
-    if metadata.num_decodes == 0:
-        return Batch(None, _tensors_of(metadata, metadata, metadata.max_query_len), slots)
-    decode, prefill = (metadata.part_tensors(is_decode=part) for part in (True, False))
-    return Batch(
-        _tensors_of(metadata, decode, decode_len),
-        _tensors_of(metadata, prefill, metadata.max_query_len),
-        slots,
-    )
-
-
-def _tensors_of(
-    metadata: TritonMetadata, part: TritonMetadata | PartTensors, max_query_len: int
-) -> BatchTensors:
-    """The tensors of a part of the batch, or of the whole batch."""
-    flags = part.causal if isinstance(part.causal, Tensor) else None
-    score = part.score_tensors
-    return BatchTensors(
-        *(part.query_start_loc, part.seq_lens, part.block_table, flags, part.query_bias),
-        *(metadata.workspace, metadata.counters, metadata.max_seq_len),
-        tuple(score.values()) if score else (),
-        max_query_len,
-    )
-
-
-def _addresses(launches: StepLaunches, batch: Batch) -> tuple[Any, ...] | None:
-    """The values of a batch for `launches.template`; None if its scratch memory is not aligned."""
-    slots = batch.slots
-    values: tuple[Any, ...] = () if launches.write is None or slots is None else (slots.data_ptr(),)
-    for part, tensors in ((launches.decode, batch.decodes), (launches.prefill, batch.prefills)):
-        if part is not None and tensors is not None:
-            found = part.addresses(tensors)
-            if found is None:
-                return None
-            values += found
-    return values
+    decodes = prefills = None
+    is_mixed = metadata.num_decodes and metadata.num_prefills
+    shared = (metadata.workspace, metadata.counters, metadata.max_seq_len)
+    if metadata.num_decodes:
+        part = metadata.part_tensors(is_decode=True) if is_mixed else metadata
+        decodes = BatchTensors.of_part(part, *shared, metadata.max_decode_query_len)
+    if metadata.num_prefills or decodes is None:
+        part = metadata.part_tensors(is_decode=False) if is_mixed else metadata
+        prefills = BatchTensors.of_part(part, *shared, metadata.max_query_len)
+    return Batch(decodes, prefills, metadata.slot_mapping)
 
 
 def _find_launches(step: Step) -> StepLaunches:
@@ -227,18 +224,24 @@ def _find_launches(step: Step) -> StepLaunches:
     Raises:
         ContractError: tensors that the kernels cannot address.
     """
-    metadata, batch, kernels = step.metadata, step.batch, step.kernels
+    metadata, kernels, (decodes, prefills, slots) = step.metadata, step.kernels, step.batch
     causal, limits = metadata.causal, metadata.scheduler.limits
-    schedule = concurrent = None
-    if batch.decodes is not None:
-        schedule = metadata.decode_schedule
+    schedule = concurrent = decode_form = prefill_form = None
+    if decodes is not None:
+        schedule, decode_form = metadata.decode_schedule, decodes.form()
         if kernels == "portable":
             schedule = schedule._replace(uses_hopper=False)
-        elif batch.prefills is not None:
+        elif prefills is not None:
             concurrent = metadata.concurrent_schedule
+    if prefills is not None:
+        lengths = prefills.max_query_len, prefills.length_class(step.call.cache.key_cache)
+        prefill_form = (prefills.form(), *lengths)
     own = (step.signature, kernels, causal if isinstance(causal, bool) else None)
-    counts = (metadata.num_decodes, metadata.num_decode_tokens)
-    key = ("step", own, *counts, schedule, concurrent, batch.form(step.call.cache.key_cache))
+    key = (
+        *("step", own, metadata.num_decodes, metadata.num_decode_tokens, schedule, concurrent),
+        *(decode_form, prefill_form),
+        None if slots is None else (slots.dtype, slots.shape, slots.stride()),
+    )
     found: StepLaunches | None = LAUNCHES.get(key)
     if found is not None and (found.limits is limits or found.limits == limits):
         return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,23 @@ LENGTH_STEP = 4096
 
 _SMALL_BLOCKS = 8
 """Tokens per block from which TMA reads them."""
+
+
+class BatchPart(Protocol):
+    """What the metadata of a backend tells of a part of its batch; see `PagedMetadata`."""
+
+    @property
+    def query_start_loc(self) -> Tensor: ...
+    @property
+    def seq_lens(self) -> Tensor: ...
+    @property
+    def block_table(self) -> Tensor | None: ...
+    @property
+    def causal(self) -> bool | Tensor: ...
+    @property
+    def query_bias(self) -> Tensor | None: ...
+    @property
+    def score_tensors(self) -> Mapping[str, Tensor] | None: ...
 
 
 class BatchTensors(NamedTuple):
@@ -83,6 +101,22 @@ class BatchTensors(NamedTuple):
             params.batch_score_tensors(),
             max_query_len,
         )
+
+    @classmethod
+    def of_part(
+        cls,
+        part: BatchPart,
+        workspace: Tensor | None,
+        counters: Tensor | None,
+        max_seq_len: int,
+        max_query_len: int,
+    ) -> BatchTensors:
+        """The tensors of a part of a batch, or of the whole batch."""
+        flags = part.causal if isinstance(part.causal, Tensor) else None
+        score = tuple(part.score_tensors.values()) if part.score_tensors else ()
+        lists = (part.query_start_loc, part.seq_lens, part.block_table)
+        scratch = (workspace, counters)
+        return cls(*lists, flags, part.query_bias, *scratch, max_seq_len, score, max_query_len)
 
     @property
     def num_reqs(self) -> int:
@@ -184,32 +218,6 @@ class Batch(NamedTuple):
     decodes: BatchTensors | None
     prefills: BatchTensors | None
     slots: Tensor | None
-
-    def form(self, key_cache: Tensor) -> tuple[Any, ...]:
-        """What launches follow from in these tensors, besides addresses and values."""
-        decodes, prefills, slots = self
-        prefill_form = None
-        if prefills is not None:
-            lengths = prefills.max_query_len, prefills.length_class(key_cache)
-            prefill_form = (prefills.form(), *lengths)
-        return (
-            None if decodes is None else decodes.form(),
-            prefill_form,
-            None if slots is None else (slots.dtype, slots.shape, slots.stride()),
-        )
-
-    def with_workspace(self, num_bytes: int) -> Batch:
-        """The batch with a workspace of the decode part that is large enough. That of the builder
-        may not be, where queries have more rows than the batch has tokens."""
-        decodes = self.decodes
-        if decodes is None:
-            return self
-        space = decodes.workspace
-        if space is not None and space.nbytes >= num_bytes:
-            return self
-        device = decodes.seq_lens.device
-        space = torch.empty(num_bytes // 4, dtype=torch.float32, device=device)
-        return self._replace(decodes=decodes._replace(workspace=space))
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The memory of all tensors."""
