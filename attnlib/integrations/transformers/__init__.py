@@ -8,7 +8,8 @@
 
 transformers calls the attention function once per layer; the integration turns the call into one of
 an attnlib `Attention` layer. `registration` registers the names and `attention` is the attention
-function. `masks`, `mask_tensor`, `step_mask` and `patterns` describe what is visible (`packing`: in
+function; `traced` and `opaque` are both under torch.compile. `masks`, `mask_tensor`,
+`described_mask`, `mask_values`, `step_mask` and `patterns` describe what is visible (`packing`: in
 packed rows), `mask_kinds` and `step_batches` how a mask is served.
 `plain` (with `decode` and `decode_on_device` for single queries), `continuous`, `dense`, `selected`
 and `two_streams` are the ways to compute attention. `pages` and `storage` view the memory of

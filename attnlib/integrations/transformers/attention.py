@@ -16,8 +16,8 @@ from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.autocast import as_eager_casts
 from attnlib.integrations.transformers.continuous import attend_continuous
 from attnlib.integrations.transformers.dense import dense_weights
+from attnlib.integrations.transformers.described_mask import known_step, read_mask
 from attnlib.integrations.transformers.layers import Call, layer_name
-from attnlib.integrations.transformers.mask_tensor import known_step, read_mask
 from attnlib.integrations.transformers.masks import refuse_export
 from attnlib.integrations.transformers.paged_calls import cache_of_step, refuse_plain_call
 from attnlib.integrations.transformers.plain import attend_plain, mask_of
@@ -27,6 +27,11 @@ from attnlib.integrations.transformers.selected import (
     SELECTIONS,
     attend_selected,
     selects_keys,
+)
+from attnlib.integrations.transformers.traced import (
+    REASONS,
+    traced_attention,
+    untraced_reason,
 )
 from attnlib.integrations.transformers.two_streams import EntryMask, attend_two_streams
 
@@ -53,21 +58,21 @@ def attnlib_attention(
         attention_mask: see `plain.attend_plain`; continuous batching has none.
         dropout: must be 0.
         scaling: softmax scale; None for 1/sqrt(D).
-        kwargs: further arguments of the model: `sliding_window`, `softcap`, `s_aux` or `sinks`,
-            `is_causal`, `position_bias`, `output_attentions`, `indices`, `block_indices`, and the
-            batch arguments of continuous batching.
+        kwargs: `sliding_window`, `softcap`, `s_aux` or `sinks`, `is_causal`, `position_bias`,
+            `output_attentions`, `indices`, `block_indices`, and those of continuous batching.
 
     Returns:
         `[B, T, Hq, Dv]`, and the weights `[B, Hq, T, S]` if `output_attentions=True`, else None.
 
     Raises:
-        UnsupportedConfigError: training, export, selected keys in a paged cache, sinks per token, a
-            layer that lost the arguments of a paged step, or a configuration that no backend
-            supports.
+        UnsupportedConfigError: training, export, selected keys in a paged cache, sinks per token,
+            lost arguments of a paged step, or a configuration that no backend supports.
         ContractError: the mask does not fit the queries and keys.
     """
-    refuse_export()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        return _in_graph(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+    refuse_export()
     if not dropout and not torch.is_grad_enabled() and (known := known_step(attention_mask)):
         if (again := attend_again(module, query, key, value, known, scale, kwargs)) is not None:
             return again, None
@@ -208,3 +213,33 @@ class _InferenceOnly(torch.autograd.Function):
             "attnlib's attention has no gradient: it computes inference only; train with "
             "attn_implementation='eager'"
         )
+
+
+def _in_graph(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The call while torch.compile traces it: one operator, or a graph break with a reason."""
+    reason = untraced_reason(module, query, attention_mask, dropout, kwargs)
+    if reason is None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return traced_attention(module, query, key, value, attention_mask, scale, kwargs), None
+    outside: tuple[torch.Tensor, torch.Tensor | None] = _OUTSIDE_OF_GRAPHS[reason](
+        module, query, key, value, attention_mask, dropout, scaling, **kwargs
+    )
+    return outside
+
+
+_OUTSIDE_OF_GRAPHS = {
+    name: torch.compiler.disable(  # type: ignore[no-untyped-call]  # untyped in torch
+        attnlib_attention, reason=f"attnlib: {reason}; or compile without fullgraph=True"
+    )
+    for name, reason in REASONS.items()
+}
+"""The attention function as a graph break, whose reason torch shows with `fullgraph=True`."""

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
-from attnlib.integrations.transformers.layers import Call
+from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.transformers.layers import Call, is_transient
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadata
+from attnlib.spec import CudaGraphSupport
 
 __all__ = ["BatchPlan", "pack", "run_layer"]
 
@@ -53,6 +55,8 @@ def run_layer(
     Returns:
         `[B, T, Hq, Dv]`; queries that are not in the batch are 0.
     """
+    if is_transient():
+        _check_that_graphs_record(layer)
     batch, heads, queries, _ = call.query.shape
     packed = pack(call.query, plan.queries)
     out: torch.Tensor = layer(packed, key, value, cache, plan.metadata, **extra)
@@ -60,3 +64,18 @@ def run_layer(
         whole = out.new_zeros(batch * queries, *out.shape[1:])
         out = whole.index_copy_(0, plan.queries, out)
     return out.view(batch, queries, heads, layer.spec.head_size_v)
+
+
+def _check_that_graphs_record(layer: Attention) -> None:
+    """Refuse a backend that a CUDA graph cannot record.
+
+    Raises:
+        UnsupportedConfigError: names the backend and the alternatives.
+    """
+    builder, name = layer.backend.get_builder_cls(), layer.backend.get_name()
+    if builder.cudagraph_support is not CudaGraphSupport.ALWAYS or builder.needs_host_lengths:
+        raise UnsupportedConfigError(
+            f"{layer.prefix}: a CUDA graph records this call, which backend {name} does not "
+            f"support: compile with mode='default', or choose another backend",
+            backend=name,
+        )

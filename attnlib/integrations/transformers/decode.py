@@ -55,9 +55,12 @@ def attend_decode(call: Call, step: StepMask) -> torch.Tensor | None:
     if call.sinks is not None or call.soft_cap is not None:
         return None
     kind = ("decode", query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.dtype)
-    if kind not in step.plans:
-        step.plans[kind] = _spans(call, step)
-    spans: _Spans | None = step.plans[kind]
+    if kind in step.plans:
+        spans: _Spans | None = step.plans[kind]
+    else:
+        spans = _spans(call, step)
+        if not step.is_reused:  # the next step may have another backend
+            step.plans[kind] = spans
     if spans is None or key.stride(3) != 1 or value.stride(3) != 1:
         return None
     batch, heads, _, size = query.shape
@@ -80,8 +83,7 @@ def attend_decode(call: Call, step: StepMask) -> torch.Tensor | None:
 def _spans(call: Call, step: StepMask) -> _Spans | None:
     """The visible keys of the rows, or None if this module does not support the call."""
     pattern, dtype, device = step.pattern, call.query.dtype, call.query.device
-    # Masks that transformers did not create are reused between steps, but the backend may change.
-    if pattern is None or step.mask_function is None or env.read("ATTNLIB_VALIDATE"):
+    if pattern is None or env.read("ATTNLIB_VALIDATE"):
         return None
     if not pattern.causal or pattern.segments is not None or pattern.spans is not None:
         return None

@@ -15,14 +15,14 @@ from weakref import ref
 
 import torch
 
-from attnlib.integrations.transformers.layers import builder_for
+from attnlib.integrations.transformers.layers import builder_for, is_transient
 from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.integrations.transformers.step_mask import StepMask, first_visible_key
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.common import CommonAttentionMetadata
 
-__all__ = ["BoundCall", "DecodeBatch", "decode_batch"]
+__all__ = ["BoundCall", "DecodeBatch", "batch_of_visible_keys", "decode_batch"]
 
 _MAX_BATCHES = 64
 """Batches of one thread."""
@@ -71,16 +71,44 @@ class DecodeBatch:
         """Write table and lengths of a step. No host sync."""
         visible, padding = step.padding(), step.attention_mask
         assert visible is not None and padding is not None  # the caller has checked
-        blocks = self.blocks[:, : step.width]
         if pattern.depends_on_distance:
             first = first_visible_key(step, pattern, padding)
             columns = self.blocks[0, : step.width]  # the first row begins at block 0
             visible = visible & (columns >= (first if isinstance(first, int) else first[:, None]))
+        self.show(visible)
+        self._step = ref(step)
+
+    def show(self, visible: torch.Tensor) -> None:
+        """Write table and lengths of the keys that the rows see, `[B, up to tokens]` bool. No host
+        sync."""
         hidden = self.table.shape[1] - 1
         rank = torch.where(visible, visible.cumsum(1) - 1, hidden)
-        self.table.scatter_(1, rank, blocks)
+        self.table.scatter_(1, rank, self.blocks[:, : visible.shape[1]])
         torch.sum(visible, 1, dtype=torch.int32, out=self.lengths)
-        self._step = ref(step)
+        self._step = None
+
+
+def batch_of_visible_keys(layer: Attention, visible: torch.Tensor, ratio: int) -> DecodeBatch:
+    """The batch of single queries that see these keys.
+
+    Args:
+        layer: of the call.
+        visible: `[B, S]` bool.
+        ratio: distance between two rows in block ids (`token_pages`).
+    """
+    (batch, tokens), device = visible.shape, visible.device
+    if is_transient():
+        found = _make(layer, batch, tokens, tokens, ratio, device)
+    else:
+        kept: dict[Any, DecodeBatch] = _local.__dict__.setdefault("batches", {})
+        key = ("visible", layer.backend, layer.spec, batch, ratio, tokens, device, _stream(device))
+        if key not in kept:
+            if len(kept) >= _MAX_BATCHES:
+                kept.clear()
+            kept[key] = _make(layer, batch, tokens, tokens, ratio, device)
+        found = kept[key]
+    found.show(visible)
+    return found
 
 
 def decode_batch(
@@ -97,7 +125,8 @@ def decode_batch(
     """
     device = step.attention_mask.device if step.attention_mask is not None else step.device
     if capacity is None:
-        made = _make(layer, step, pattern, ratio, step.width, torch.device(device))
+        bound = _bound(step.width, pattern)
+        made = _make(layer, step.batch_size, step.width, bound, ratio, torch.device(device))
         made.fill(step, pattern)
         return made
     kept: dict[Any, DecodeBatch] = _local.__dict__.setdefault("batches", {})
@@ -115,32 +144,38 @@ def decode_batch(
     if found is None:
         if len(kept) >= _MAX_BATCHES:
             kept.clear()
-        found = kept[key] = _make(layer, step, pattern, ratio, capacity, torch.device(device))
+        bound = _bound(capacity, pattern)
+        found = kept[key] = _make(
+            layer, step.batch_size, capacity, bound, ratio, torch.device(device)
+        )
     if not found.holds(step):
         found.fill(step, pattern)
     return found
 
 
-def _make(
-    layer: Attention,
-    step: StepMask,
-    pattern: Pattern,
-    ratio: int,
-    tokens: int,
-    device: torch.device,
-) -> DecodeBatch:
-    """A batch over up to `tokens` keys per row, without values."""
-    batch, left = step.batch_size, pattern.window.left
+def _bound(tokens: int, pattern: Pattern) -> int:
+    """The most of so many keys that a single query sees."""
+    left = pattern.window.left
     limits = (tokens, pattern.chunk, None if left is None else left + 1)
-    bound = min(limit for limit in limits if limit is not None)
+    return min(limit for limit in limits if limit is not None)
+
+
+def _make(
+    layer: Attention, batch: int, tokens: int, bound: int, ratio: int, device: torch.device
+) -> DecodeBatch:
+    """A batch over up to `tokens` keys per row, of which a query sees up to `bound`, without
+    values."""
     with torch.inference_mode(False):  # writable in and outside of inference mode
         rows = torch.arange(batch, dtype=torch.int32, device=device)[:, None] * ratio
         blocks = rows + torch.arange(tokens, dtype=torch.int32, device=device)
         table = torch.full((batch, bound + 1), -1, dtype=torch.int32, device=device)
         lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         starts = torch.arange(batch + 1, dtype=torch.int32)
+        # A capture cannot record a copy from memory of the host.
+        on_device = is_transient() and device.type == "cuda"
+        moved = torch.arange(batch + 1, dtype=torch.int32, device=device) if on_device else None
         common = CommonAttentionMetadata(
-            query_start_loc=starts.to(device, non_blocking=True),
+            query_start_loc=starts.to(device, non_blocking=True) if moved is None else moved,
             query_start_loc_cpu=starts,
             seq_lens=lengths,
             num_reqs=batch,

@@ -9,15 +9,19 @@ from __future__ import annotations
 import torch
 
 from attnlib.integrations.transformers.batch_plan import BatchPlan, run_layer
-from attnlib.integrations.transformers.decode_batch import decode_batch
+from attnlib.integrations.transformers.decode_batch import (
+    batch_of_visible_keys,
+    decode_batch,
+)
 from attnlib.integrations.transformers.growing_cache import capacity_of
 from attnlib.integrations.transformers.layers import Call, layer_for
+from attnlib.integrations.transformers.mask_values import visible_keys
 from attnlib.integrations.transformers.pages import token_pages
 from attnlib.integrations.transformers.repeated import remember
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.spec import AttentionType
 
-__all__ = ["attend_decode_on_device"]
+__all__ = ["attend_decode_on_device", "attend_visible_keys"]
 
 
 def attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
@@ -48,6 +52,33 @@ def attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
     plan = BatchPlan(batch.metadata, None)
     remember(call, step, layer, plan, cache, batch)
     return run_layer(layer, plan, call, None, None, cache)
+
+
+def attend_visible_keys(call: Call, mask: torch.Tensor) -> torch.Tensor | None:
+    """Attention of one query per row over the keys that a mask shows, on a GPU: nothing is read on
+    the host, so a CUDA graph that records it serves every mask of this shape.
+
+    Args:
+        call: the attention call.
+        mask: a mask that comes as a tensor.
+
+    Returns:
+        `[B, 1, Hq, Dv]`, or None if the call or the mask is another one, or the backend needs host
+        lengths.
+    """
+    device = call.query.device
+    if not _reads_synchronize(device) or call.query.shape[2] != 1:
+        return None
+    visible = visible_keys(mask, call.key.shape[2])
+    if visible is None or visible.shape[0] not in (1, call.query.shape[0]):
+        return None
+    spec = call.spec(block_size=1, attn_type=AttentionType.DECODER)
+    layer = layer_for(call, spec)
+    if layer.backend.get_builder_cls().needs_host_lengths:
+        return None
+    cache, ratio = token_pages(call.key, call.value)
+    batch = batch_of_visible_keys(layer, visible.expand(call.query.shape[0], -1), ratio)
+    return run_layer(layer, BatchPlan(batch.metadata, None), call, None, None, cache)
 
 
 def _reads_synchronize(device: torch.device) -> bool:

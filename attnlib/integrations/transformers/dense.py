@@ -14,7 +14,13 @@ import torch
 from torch import nn
 
 from attnlib.errors import ContractError, UnsupportedConfigError
-from attnlib.integrations.transformers.layers import Call, builder_for, layer_for, layer_name
+from attnlib.integrations.transformers.layers import (
+    Call,
+    builder_for,
+    is_transient,
+    layer_for,
+    layer_name,
+)
 from attnlib.integrations.transformers.pages import token_pages
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.selection import explain, get_attn_backend
@@ -44,7 +50,8 @@ def attend_dense(
     """
     added = _added(call, mask, bias)
     batch, heads, queries, keys = (call.query.shape[0], *added.shape[1:3], call.key.shape[2])
-    if heads == 1 and queries == keys == call.query.shape[2] and bias is None:
+    is_square = queries == keys == call.query.shape[2]
+    if heads == 1 and is_square and bias is None and not is_transient():
         return _attend_by_query_bias(
             call, added.expand(batch, 1, queries, keys).reshape(batch * queries, keys)
         )

@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -25,7 +27,16 @@ from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec
 
-__all__ = ["Call", "builder_for", "layer_for", "layer_name", "tensor_version"]
+__all__ = [
+    "Call",
+    "builder_for",
+    "is_causal_module",
+    "is_transient",
+    "layer_for",
+    "layer_name",
+    "tensor_version",
+    "transient",
+]
 
 logger = logging.getLogger("attnlib")
 
@@ -59,7 +70,9 @@ class Call:
     @property
     def causal(self) -> bool:
         """Whether a call without a mask is causal."""
-        return _is_causal(self.module) if self.declared_causal is None else self.declared_causal
+        return (
+            is_causal_module(self.module) if self.declared_causal is None else self.declared_causal
+        )
 
     @property
     def layer_idx(self) -> int:
@@ -152,8 +165,11 @@ def builder_for(
 ) -> AttentionMetadataBuilder[Any]:
     """The metadata builder that all layers of a spec share.
 
-    There is one per thread, because the workspace of a builder serves one step at a time.
+    There is one per thread, because the workspace of a builder serves one step at a time. A
+    transient call has its own.
     """
+    if is_transient():
+        return backend.make_builder(spec, device)
     builders: dict[Any, AttentionMetadataBuilder[Any]] | None = getattr(_local, "builders", None)
     if builders is None:
         builders = _local.builders = {}
@@ -163,6 +179,22 @@ def builder_for(
             builders.clear()
         builders[key] = backend.make_builder(spec, device)
     return builders[key]
+
+
+@contextmanager
+def transient() -> Iterator[None]:
+    """Calls that keep no tensors: a CUDA graph is recorded, or the memory of one is in use."""
+    before = is_transient()
+    _local.transient = True
+    try:
+        yield
+    finally:
+        _local.transient = before
+
+
+def is_transient() -> bool:
+    """Whether this thread is inside of `transient`."""
+    return bool(getattr(_local, "transient", False))
 
 
 def layer_name(module: nn.Module) -> str:
@@ -194,7 +226,7 @@ def tensor_version(tensor: torch.Tensor | None) -> int:
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _is_causal(module: nn.Module) -> bool:
+def is_causal_module(module: nn.Module) -> bool:
     """Whether a module without a mask is causal.
 
     The sdpa and flash attention functions of transformers then follow `module.is_causal`; the eager
@@ -203,9 +235,14 @@ def _is_causal(module: nn.Module) -> bool:
     return bool(getattr(module, "is_causal", True)) and not _is_eager_only(type(module).__module__)
 
 
-@lru_cache(maxsize=256)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # untyped in torch
 def _is_eager_only(name: str) -> bool:
     """Whether a Python module defines models, none of which supports sdpa."""
+    return _defines_eager_models_only(name)
+
+
+@lru_cache(maxsize=256)
+def _defines_eager_models_only(name: str) -> bool:
     definitions = vars(sys.modules[name]).values() if name in sys.modules else ()
     classes = [cls for cls in definitions if isinstance(cls, type) and cls.__module__ == name]
     support = [cls._supports_sdpa for cls in classes if hasattr(cls, "_supports_sdpa")]

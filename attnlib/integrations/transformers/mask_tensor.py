@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from attnlib.integrations.transformers.step_mask import StepMask
 
-__all__ = ["EntryMask", "MaskTensor", "known_step", "read_mask"]
+__all__ = ["EntryMask", "MaskTensor", "tensor_writes"]
 
 
 class MaskTensor(torch.Tensor):
@@ -56,7 +56,7 @@ class MaskTensor(torch.Tensor):
             hidden = torch.finfo(self.dtype).min
             self._cached = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             self._cached.masked_fill_(~visible, hidden)
-            self._cached_version = _version(self._cached)
+            self._cached_version = tensor_writes(self._cached)
         return self._cached
 
     def modified(self) -> torch.Tensor | None:
@@ -64,7 +64,7 @@ class MaskTensor(torch.Tensor):
         if self._cached is None:
             return None
         # Inference tensors have no version counter, so a write to them cannot be excluded.
-        unchanged = _version(self._cached) == self._cached_version >= 0
+        unchanged = tensor_writes(self._cached) == self._cached_version >= 0
         return None if unchanged else self._cached
 
     @classmethod
@@ -122,24 +122,6 @@ class MaskTensor(torch.Tensor):
         return MaskTensor(self.step, dtype, device or self.device)
 
 
-def read_mask(mask: torch.Tensor | None) -> StepMask | torch.Tensor | None:
-    """The description or the values of an attention mask.
-
-    Returns:
-        The `StepMask` of an unmodified `MaskTensor`; its values if the model wrote to them; any
-        other mask as it is.
-    """
-    if type(mask) is not MaskTensor:
-        return mask.evaluated() if isinstance(mask, MaskTensor) else mask
-    modified = mask.modified()
-    return mask.step if modified is None else modified
-
-
-def known_step(mask: torch.Tensor | None) -> StepMask | None:
-    """The `StepMask` of an unmodified `MaskTensor`; None for everything else."""
-    return mask.step if type(mask) is MaskTensor and mask.modified() is None else None
-
-
 def _parsed_to(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.device | None, torch.dtype | None]:
@@ -151,7 +133,8 @@ def _parsed_to(
     return cast("torch.device | None", device), cast("torch.dtype | None", dtype)
 
 
-def _version(tensor: torch.Tensor) -> int:
+def tensor_writes(tensor: torch.Tensor) -> int:
+    """The number of writes to a tensor; -1 for inference tensors, which do not count them."""
     return -1 if tensor.is_inference() else tensor._version
 
 

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.integrations.transformers.described_mask import describe_tensor
 from attnlib.integrations.transformers.mask_tensor import MaskTensor
 from attnlib.integrations.transformers.patterns import MaskFunction, Pattern, recognize
 from attnlib.integrations.transformers.step_mask import StepMask
+from attnlib.integrations.transformers.traced import evaluated_mask
 from attnlib.spec import Window
 
 __all__ = ["attnlib_mask", "refuse_export"]
@@ -37,7 +39,7 @@ def attnlib_mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     allow_is_bidirectional_skip: bool = False,
-    **_: Any,
+    **options: Any,
 ) -> torch.Tensor | None:
     """The mask function that is registered with transformers.
 
@@ -50,39 +52,53 @@ def attnlib_mask(
         use_vmap, device: how and where to evaluate `mask_function`.
         allow_is_bidirectional_skip: whether None may stand for a mask that shows everything, as for
             sdpa. Layers that shorten the sequence (Informer) rely on it.
+        options: further arguments of the mask function of sdpa.
 
     Returns:
-        A `MaskTensor` `[B, 1, T, S]`, or None where every query sees every key.
+        `[B, 1, T, S]`: a plain tensor for static caches and in compiled code, a `MaskTensor` for
+        others; None where every query sees every key.
 
     Raises:
         ContractError: `attention_mask` is not `[B, tokens]`.
         UnsupportedConfigError: the model is exported or traced.
     """
+    given = dict(locals())
+    given |= given.pop("options")
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        return evaluated_mask(given)
     refuse_export()
-    if attention_mask is not None and (
-        attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size
-    ):
+    if attention_mask is not None:
+        _check_padding(attention_mask, batch_size)
+    pattern = Pattern(True, Window(None, 0)) if mask_function is None else recognize(mask_function)
+    if allow_is_bidirectional_skip and attention_mask is None and pattern == Pattern(False):
+        return None
+    plain = _plain_mask(given)
+    if plain is not None and plain.is_cuda and q_length == 1:
+        return plain  # its values are used on the GPU only; reading the counter would wait
+    # A static cache returns its counter tensor, which has advanced by the time the layers run.
+    sizes = (batch_size, q_length, kv_length, int(q_offset), kv_offset)
+    step = StepMask(pattern, *sizes, mask_function, attention_mask, device, use_vmap)
+    if plain is not None:
+        return describe_tensor(plain, step)
+    return MaskTensor(step, dtype if dtype.is_floating_point else torch.float32)
+
+
+def _plain_mask(given: dict[str, Any]) -> torch.Tensor | None:
+    """The mask as values, if compiled code may take it: that of a static cache, which counts its
+    tokens in a tensor, or whose decodes must have a mask. None for other caches."""
+    must_be_made = given["q_length"] == 1 and given.get("allow_is_causal_skip") is False
+    if not isinstance(given["q_offset"], torch.Tensor) and not must_be_made:
+        return None
+    with torch.inference_mode(False), torch.no_grad():  # so that it counts writes
+        return evaluated_mask(given | {"allow_is_causal_skip": False})
+
+
+def _check_padding(attention_mask: torch.Tensor, batch_size: int) -> None:
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size:
         raise ContractError(
             f"attention_mask has shape {tuple(attention_mask.shape)}; for a batch of {batch_size} "
             f"rows it must be [{batch_size}, tokens]: pass one row of padding for each sequence"
         )
-    pattern = Pattern(True, Window(None, 0)) if mask_function is None else recognize(mask_function)
-    if allow_is_bidirectional_skip and attention_mask is None and pattern == Pattern(False):
-        return None
-    step = StepMask(
-        pattern,
-        batch_size,
-        q_length,
-        kv_length,
-        # A static cache returns its counter tensor, which has advanced by the time the layers run.
-        int(q_offset),
-        kv_offset,
-        mask_function,
-        attention_mask,
-        device,
-        use_vmap,
-    )
-    return MaskTensor(step, dtype if dtype.is_floating_point else torch.float32)
 
 
 def refuse_export() -> None:

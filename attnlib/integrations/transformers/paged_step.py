@@ -11,8 +11,8 @@ from torch import nn
 from attnlib.backends.base import AttentionBackend
 from attnlib.cache.hybrid import KVCacheGroup
 from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.integrations.transformers.described_mask import read_mask
 from attnlib.integrations.transformers.layers import layer_name
-from attnlib.integrations.transformers.mask_tensor import read_mask
 from attnlib.integrations.transformers.shared_layers import NeededRows
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.layer import Attention

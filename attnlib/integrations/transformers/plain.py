@@ -20,17 +20,26 @@ import torch
 from attnlib.errors import ContractError
 from attnlib.integrations.transformers.batch_plan import BatchPlan, pack, run_layer
 from attnlib.integrations.transformers.decode import attend_decode
-from attnlib.integrations.transformers.decode_on_device import attend_decode_on_device
+from attnlib.integrations.transformers.decode_on_device import (
+    attend_decode_on_device,
+    attend_visible_keys,
+)
 from attnlib.integrations.transformers.dense import attend_dense
+from attnlib.integrations.transformers.described_mask import read_mask
 from attnlib.integrations.transformers.growing_cache import adopt
-from attnlib.integrations.transformers.layers import Call, layer_for
+from attnlib.integrations.transformers.layers import (
+    Call,
+    is_transient,
+    layer_for,
+    transient,
+)
 from attnlib.integrations.transformers.mask_kinds import (
     broadcast_over_queries,
     dense_reason,
     is_paged,
     window_as_padding,
 )
-from attnlib.integrations.transformers.mask_tensor import read_mask
+from attnlib.integrations.transformers.mask_values import step_of_values
 from attnlib.integrations.transformers.packing import with_callers_segments
 from attnlib.integrations.transformers.pages import token_pages
 from attnlib.integrations.transformers.patterns import Pattern
@@ -68,9 +77,17 @@ def attend_plain(
         ContractError: the mask does not fit the queries and keys.
         UnsupportedConfigError: the backend that the user requires cannot serve the call.
     """
+    if _is_capturing(call.query.device) and not is_transient():
+        with transient():
+            return attend_plain(call, mask, bias, kwargs)
     found = read_mask(mask)
     if isinstance(found, torch.Tensor) and found.dim() == 4:
-        return attend_dense(call, found, bias, "the mask is a tensor [B, heads, T, S]")
+        if bias is None and (out := attend_visible_keys(call, found)) is not None:
+            return out
+        described = None if is_transient() else _described(call, found)
+        if described is None:
+            return attend_dense(call, found, bias, "the mask is a tensor [B, heads, T, S]")
+        found = described
     step = found if isinstance(found, StepMask) else mask_of(call, found)
     if step.q_length == 1 < call.query.shape[2]:
         broadcast = broadcast_over_queries(step, call.query.shape[2])
@@ -78,7 +95,7 @@ def attend_plain(
             return attend_dense(call, step.dense(), bias, "one mask row serves all queries")
         step = broadcast
     step.check(call.query, call.key)
-    if bias is not None and is_zero(bias):
+    if bias is not None and not is_transient() and is_zero(bias):
         bias = None
     if step.q_length == 1:
         adopt(call.key, call.value)
@@ -91,6 +108,8 @@ def attend_plain(
         out = attend_decode_on_device(call, step)
         if out is not None:
             return out
+    if is_transient() and not _is_uniform(step, bias):
+        return attend_dense(call, step.dense(), bias, "a CUDA graph is recorded")
     step = window_as_padding(step)
     if bias is not None:
         if is_by_distance(call, step, bias):
@@ -139,8 +158,8 @@ def mask_of(call: Call, mask: torch.Tensor | None) -> StepMask:
     step = cached.get(key)
     if step is None:
         offset = keys - queries if call.causal else 0
-        step = StepMask(pattern, batch, queries, keys, offset, device=device)
-    if not _is_capturing(device):  # a capture records the plans, so they must not be reused
+        step = StepMask(pattern, batch, queries, keys, offset, device=device, is_reused=True)
+    if not is_transient():
         cached[key] = step
         while len(cached) > _MAX_CACHED_SHAPES:
             del cached[next(iter(cached))]
@@ -196,6 +215,16 @@ def _attend_unpaged(call: Call, step: StepMask) -> torch.Tensor:
     return run_layer(
         layer, plan, call, pack(call.key, plan.queries), pack(call.value, plan.queries), None
     )
+
+
+def _described(call: Call, mask: torch.Tensor) -> StepMask | None:
+    return step_of_values(mask, call.query, call.key, call.sliding_window)
+
+
+def _is_uniform(step: StepMask, bias: torch.Tensor | None) -> bool:
+    """Whether the sizes of a call tell all lengths, without a value that is on the device."""
+    segments = step.pattern is not None and step.pattern.segments is not None
+    return bias is None and step.attention_mask is None and not segments
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["weights_are_recorded"]
+__all__ = ["weights_are_recorded", "weights_are_recorded_in_trace"]
 
 
 def weights_are_recorded(kwargs: Mapping[str, Any]) -> bool:
@@ -27,3 +27,17 @@ def weights_are_recorded(kwargs: Mapping[str, Any]) -> bool:
     collector = getattr(module, "_active_collector", None)
     collected = None if collector is None else collector.get()
     return any("attentions" in name for name in collected or ())
+
+
+def weights_are_recorded_in_trace() -> bool:
+    """Whether the hooks of a forward that torch.compile traces collect weights.
+
+    transformers keeps what they collect in a global variable then, because a context variable
+    cannot be traced.
+    """
+    from transformers.utils.output_capturing import _active_collector
+
+    if not _active_collector.compiling:
+        return False
+    collected = _active_collector.global_var
+    return collected is not None and any("attentions" in name for name in collected)

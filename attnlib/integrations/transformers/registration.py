@@ -52,13 +52,10 @@ def register() -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    # Tracing kernels and host-side metadata gains nothing: a compiled model calls them eagerly.
-    attention = torch.compiler.disable(attnlib_attention)  # type: ignore[no-untyped-call]  # untyped in torch
-    mask = torch.compiler.disable(attnlib_mask)  # type: ignore[no-untyped-call]  # untyped in torch
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
+    AttentionInterface.register(NAME, attnlib_attention)
+    AttentionMaskInterface.register(NAME, attnlib_mask)
     if "paged|sdpa" in AttentionInterface._global_mapping:
-        AttentionInterface.register(_PAGED, attention)
+        AttentionInterface.register(_PAGED, attnlib_attention)
     if not _replaced:
         _patch()
 

@@ -106,7 +106,7 @@ def remember(
         batch: the batch of `plan`, if other steps use it too.
     """
     key, value = cache.key_cache, cache.value_cache
-    if plan.queries is not None or step.mask_function is None or call.query.shape[2] != 1:
+    if plan.queries is not None or step.is_reused or call.query.shape[2] != 1:
         return
     if key.data_ptr() != call.key.data_ptr() or value.data_ptr() != call.value.data_ptr():
         return

@@ -15,8 +15,8 @@ import torch
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.batch_plan import BatchPlan, run_layer
 from attnlib.integrations.transformers.dense import attend_dense
+from attnlib.integrations.transformers.described_mask import read_mask
 from attnlib.integrations.transformers.layers import Call, layer_for, layer_name
-from attnlib.integrations.transformers.mask_tensor import read_mask
 from attnlib.integrations.transformers.pages import token_pages
 from attnlib.integrations.transformers.plain import mask_of
 from attnlib.integrations.transformers.step_batches import paged_plan

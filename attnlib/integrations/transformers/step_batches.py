@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from attnlib.integrations.transformers.batch_plan import BatchPlan
-from attnlib.integrations.transformers.layers import builder_for
+from attnlib.integrations.transformers.layers import builder_for, is_transient
 from attnlib.integrations.transformers.packing import segment_lengths
 from attnlib.integrations.transformers.pages import token_table
 from attnlib.integrations.transformers.spans import span_batch_tensors
@@ -58,7 +60,7 @@ def paged_plan(layer: Attention, step: StepMask, ratio: int, device: torch.devic
 def _common(
     queries: list[int],
     lengths: list[int],
-    table: torch.Tensor,
+    table: torch.Tensor | None,
     device: torch.device,
     causal: torch.Tensor | None,
     separate: bool,
@@ -73,10 +75,18 @@ def _common(
     sequences = np.array(lengths, dtype=np.int32)
     contexts = np.maximum(sequences - np.diff(starts), 0)
     starts_cpu, lengths_cpu = torch.from_numpy(starts), torch.from_numpy(sequences)
+    if is_transient() and device.type == "cuda":
+        # A graph cannot record a copy from the host; such batches are uniform.
+        options: Any = {"dtype": torch.int32, "device": device}
+        moved = torch.arange(len(starts), **options) * queries[0]
+        moved_lengths = torch.full((len(lengths),), lengths[0], **options)
+    else:
+        moved = starts_cpu.to(device, non_blocking=True)
+        moved_lengths = lengths_cpu.to(device, non_blocking=True)
     return CommonAttentionMetadata(
-        query_start_loc=starts_cpu.to(device, non_blocking=True),
+        query_start_loc=moved,
         query_start_loc_cpu=starts_cpu,
-        seq_lens=lengths_cpu.to(device, non_blocking=True),
+        seq_lens=moved_lengths,
         seq_lens_cpu=lengths_cpu,
         num_computed_tokens_cpu=torch.from_numpy(contexts),
         num_reqs=len(queries),
@@ -98,7 +108,7 @@ def unpaged_plan(layer: Attention, step: StepMask, device: torch.device) -> Batc
         lengths = [step.q_length] * step.batch_size
     else:
         lengths, indices = rows.real.sum(1).tolist(), _indices(rows.real, device)
-    common = CommonAttentionMetadata.from_lengths(lengths, lengths, device=device)
+    common = _common(lengths, lengths, None, device, None, False)
     return BatchPlan(builder_for(layer.backend, layer.spec, device).build(0, common), indices)
 
 

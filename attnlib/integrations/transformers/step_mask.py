@@ -71,6 +71,8 @@ class StepMask:
         attention_mask: `[B, tokens]` bool, True for tokens; None without padding.
         device: device of the model's input.
         use_vmap: how transformers evaluates `mask_function`.
+        is_reused: other steps use this description too, so nothing that may change between steps is
+            kept in `plans`.
         plans: cache of everything that the layers of this step derive from the mask.
     """
 
@@ -84,6 +86,7 @@ class StepMask:
     attention_mask: torch.Tensor | None = None
     device: torch.device | str = "cpu"
     use_vmap: bool = False
+    is_reused: bool = False
     plans: dict[Any, Any] = field(default_factory=dict)
 
     @property

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.integrations.tiny_models import (
@@ -114,13 +115,44 @@ def test_bfloat16_logits(backend: str) -> None:
     assert error <= 2 * budget + 1e-3, (error, budget)
 
 
-def test_a_compiled_static_cache(backend: str) -> None:
-    """`generate` compiles the forward for a static cache; attention is a graph break."""
-    model, batch = float32_model("llama"), on_gpu(prompts(9, 5))
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_oss"])
+def test_a_compiled_static_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate` compiles the forward for a static cache with `mode="reduce-overhead"`: without
+    breaks, in CUDA graphs, and with other masks at each replay. Two prompts, so that graphs are
+    recorded and replayed."""
+    monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
+    model = float32_model(name)
+    if name == "gpt_oss":
+        # PyTorch's grouped product of float32 experts reads their sizes on the host.
+        model.set_experts_implementation("batched_mm")
+    torch._dynamo.reset()
+    counters.clear()
     kwargs = {"cache_implementation": "static"}
-    assert torch.equal(
-        generated(model, "attnlib", batch, 8, **kwargs), generated(model, "eager", batch, 8)
-    )
+    for lengths in ((9, 5), (6, 8)):
+        batch = on_gpu(prompts(*lengths))
+        assert torch.equal(
+            generated(model, "attnlib", batch, 10, **kwargs), generated(model, "eager", batch, 10)
+        )
+    assert not counters["graph_break"]
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@torch.no_grad()
+def test_a_whole_model_in_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefills with and without padding, recorded by Inductor: nothing is read on the host."""
+    monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
+    model = float32_model("mistral")
+    torch._dynamo.reset()
+    batches = [on_gpu(prompts(9, length)) for length in (5, 7, 3, 2)]
+    expected = [run(model, "eager", lambda m, b=b: m(**b, use_cache=False).logits) for b in batches]
+    model.set_attn_implementation("attnlib")
+    compiled = torch.compile(model.forward, fullgraph=True, mode="reduce-overhead")
+    for batch, logits in zip(batches, expected, strict=True):
+        real = batch["attention_mask"].bool()
+        found = compiled(**batch, use_cache=False).logits
+        assert float((found - logits)[real].abs().max()) < 1e-4
+        plain = compiled(input_ids=batch["input_ids"], use_cache=False).logits
+        assert bool(plain.isfinite().all())
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "bart"])

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from attnlib.integrations.transformers.mask_tensor import MaskTensor, read_mask
+from attnlib.integrations.transformers.described_mask import read_mask
+from attnlib.integrations.transformers.mask_tensor import MaskTensor
 from attnlib.integrations.transformers.masks import attnlib_mask
 from attnlib.integrations.transformers.step_mask import StepMask
 from tests.integrations.tiny_models import decoder, padded, prompts, run

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from attnlib.integrations.transformers import attention
-from attnlib.integrations.transformers.mask_tensor import MaskTensor, read_mask
+from attnlib.integrations.transformers.described_mask import read_mask
+from attnlib.integrations.transformers.mask_tensor import MaskTensor
 from attnlib.integrations.transformers.masks import attnlib_mask
 from attnlib.integrations.transformers.two_streams import EntryMask
 from tests.integrations.transformers_sweep import tiny

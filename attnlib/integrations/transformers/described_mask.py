@@ -1,0 +1,53 @@
+"""The description that a mask carries: that of a `MaskTensor`, or of a plain tensor.
+
+The mask of a static cache is a plain tensor, because compiled code may take it. It keeps its
+description as an attribute, which holds while nobody writes to the tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attnlib.integrations.transformers.mask_tensor import MaskTensor, tensor_writes
+from attnlib.integrations.transformers.step_mask import StepMask
+
+__all__ = ["describe_tensor", "known_step", "read_mask"]
+
+_DESCRIPTION = "_attnlib_description"
+
+
+def read_mask(mask: torch.Tensor | None) -> StepMask | torch.Tensor | None:
+    """The description or the values of an attention mask.
+
+    Returns:
+        The `StepMask` of an unmodified `MaskTensor`; its values if the model wrote to them; any
+        other mask as it is.
+    """
+    if type(mask) is not MaskTensor:
+        step = known_step(mask)
+        if step is not None:
+            return step
+        return mask.evaluated() if isinstance(mask, MaskTensor) else mask
+    modified = mask.modified()
+    return mask.step if modified is None else modified
+
+
+def known_step(mask: torch.Tensor | None) -> StepMask | None:
+    """The `StepMask` of an unmodified `MaskTensor` or described tensor; None for all else."""
+    if type(mask) is MaskTensor:
+        return mask.step if mask.modified() is None else None
+    step: StepMask | None
+    step, writes = getattr(mask, _DESCRIPTION, (None, 0))
+    return None if step is None or mask is None or tensor_writes(mask) != writes else step
+
+
+def describe_tensor(mask: torch.Tensor, step: StepMask) -> torch.Tensor:
+    """Keep the description of a mask that is a plain tensor with it, while it is not modified.
+
+    Args:
+        mask: the values of `step.dense()`; returned.
+        step: the description.
+    """
+    step.plans["dense"] = mask
+    setattr(mask, _DESCRIPTION, (step, tensor_writes(mask)))
+    return mask
