@@ -1,7 +1,8 @@
 """Generate the generated pages of the documentation.
 
 `docs/environment.md` comes from the table of environment variables, `docs/support.md` from the
-declarations of the backends, the results in `docs/performance.md` from benchmark results, and
+declarations of the backends, the tables of `docs/compatibility.md` from the rows of
+`tests/compat/seeds`, the results in `docs/performance.md` from benchmark results, and
 `docs/transformers-models.md` from the records of `tests.integrations.transformers_sweep`.
 
     python docs/generate.py
@@ -30,6 +31,7 @@ from attnlib.sparse.key_selection import KeySelection
 PAGES = Path(__file__).parent
 sys.path.insert(0, str(PAGES))  # for the next imports where this file is loaded by its path
 
+import compatibility_rows  # noqa: E402
 import result_tables  # noqa: E402
 import transformers_models  # noqa: E402
 
@@ -244,6 +246,7 @@ def pages() -> dict[str, str]:
     return {
         "environment.md": environment(),
         "support.md": support(),
+        "compatibility.md": compatibility_rows.fill(PAGES.joinpath("compatibility.md").read_text()),
         "performance.md": result_tables.fill(PAGES.joinpath("performance.md").read_text()),
         "transformers-models.md": transformers_models.page(
             transformers_models.read_records(), note=NOTE

@@ -1,4 +1,4 @@
-"""MinivLLM's layer; tests/compat/names.md has its ordinary use."""
+"""MinivLLM's layer; tests/compat/seeds has its ordinary use."""
 
 from __future__ import annotations
 

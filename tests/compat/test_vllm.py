@@ -1,4 +1,4 @@
-"""vLLM's layer, context and runner classes; tests/compat/names.md has their ordinary use."""
+"""vLLM's layer, context and runner classes; tests/compat/seeds has their ordinary use."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def run(lib: Any, layer: Any, metadata: Any = None, **shape: Any) -> Tensor:
 CACHE_CONFIG = SimpleNamespace(cache_dtype="fp8", block_size=32, calculate_kv_scales=True)
 
 
-@row("`__all__` of seven names", note="also below the paths of the seed: `attention.layer`, ...")
+@row("`__all__` of seven names", note="also below vLLM's paths")
 def _(lib: Any) -> Any:
     return [(name in lib.__all__, callable(getattr(lib, name))) for name in NAMES]
 
@@ -241,7 +241,7 @@ def _(lib: Any) -> Any:
     ]
 
 
-@row("`**extra_impl_args`", note="all of them, to the impl of a seed-style backend")
+@row("`**extra_impl_args`", note="all of them, to an impl in vLLM's style")
 def _(lib: Any) -> Any:
     return layer_of(lib, kv_lora_rank=32, own=[1]).impl.arguments["extra_impl_args"]
 
@@ -415,7 +415,7 @@ def _(lib: Any) -> Any:
     return torch.cat([lib.dense(q[p], latents[p], latents[p, :, :32], 0.1) for p in prompts])
 
 
-@row("`AttentionBackend` ABC", note="a backend in the seed's style runs in a layer")
+@row("`AttentionBackend` ABC", note="subclasses in vLLM's style run in layers")
 def _(lib: Any) -> Any:
     try:
         lib.AttentionBackend()

@@ -56,7 +56,7 @@ def arguments_of(function: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-@row("module `myvllm.layers.attention`", other_name="`attnlib.compat.minivllm`")
+@row("module `myvllm.layers.attention`", module="attnlib.layers.attention")
 def _(lib: Any) -> Any:
     return [callable(getattr(lib, name)) for name in NAMES]
 

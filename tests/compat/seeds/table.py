@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +17,7 @@ Probe = Callable[[Any], Any]
 """A function of a module, the original or attnlib's; its result is compared."""
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """What a row says about attnlib.
 
     Attributes:
@@ -31,8 +29,7 @@ class Claim:
     text: str = ""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One row.
 
     Attributes:
@@ -45,7 +42,6 @@ class Row:
         probe: runs on the original and on `module`.
         original: the seed in plain torch.
         ours: gives the result of attnlib where its module has nothing that the probe could call.
-        aliases: names of the seed -> names in `module`, for rows with another name.
     """
 
     number: str
@@ -57,7 +53,6 @@ class Row:
     probe: Probe
     original: ModuleType
     ours: Callable[[], Any] | None = None
-    aliases: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def import_line(self) -> str:
@@ -85,23 +80,10 @@ class Row:
             elif self.ours is not None:
                 got = self.ours()
             else:
-                got = self.probe(_Renamed(import_module(self.module), self.aliases))
+                got = self.probe(import_module(self.module))
         except Exception as error:  # a program of the seed would stop here
             return f"raises {type(error).__name__}: {error}"
         return difference(got, wanted)
-
-
-class _Renamed:
-    """A module under the names of the seed."""
-
-    def __init__(self, module: ModuleType, aliases: Mapping[str, str]) -> None:
-        self._module, self._aliases = module, aliases
-
-    def __getattr__(self, name: str) -> Any:
-        found: Any = self._module
-        for part in self._aliases.get(name, name).split("."):
-            found = getattr(found, part)
-        return found
 
 
 class Seed:
@@ -128,7 +110,6 @@ class Seed:
         differs: str = "",
         note: str = "",
         ours: Callable[[], Any] | None = None,
-        aliases: Mapping[str, str] | None = None,
     ) -> Callable[[Probe], Probe]:
         """Add a row whose probe is the decorated function; the arguments are those of `Row`."""
         claim = Claim()
@@ -139,7 +120,7 @@ class Seed:
             number = f"{self.number}.{len(self.rows) + 1:02}"
             self.rows.append(
                 Row(number, self.document, name, module or self.module, claim, note, probe,
-                    self.original, ours, aliases or {})
+                    self.original, ours)
             )  # fmt: skip
             return probe
 

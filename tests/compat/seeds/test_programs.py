@@ -15,7 +15,13 @@ from typing import Any
 
 import pytest
 
-from tests.compat.seeds import attention_api_original, minivllm_original, v1_utils_original
+from tests.compat.seeds import (
+    attention_api_original,
+    minivllm_original,
+    paged_ops_original,
+    triton_prefill_original,
+    v1_utils_original,
+)
 from tests.compat.seeds.comparison import difference
 
 FOLDER = Path(__file__).parent / "programs"
@@ -24,6 +30,8 @@ ORIGINALS: dict[str, ModuleType] = {
     "attnlib.compat.minivllm": minivllm_original,
     "attnlib.compat.vllm": attention_api_original,
     "attnlib.compat.vllm.v1.attention.backends.utils": v1_utils_original,
+    "attnlib.compat.vllm.ops.paged_attn": paged_ops_original,
+    "attnlib.compat.vllm.v1.attention.ops.triton_prefill_attention": triton_prefill_original,
 }
 """What takes the place of the modules that the programs import."""
 OTHER_PACKAGES = ("dataclasses", "numpy", "torch", "types", "typing")

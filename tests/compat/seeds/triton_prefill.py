@@ -13,7 +13,12 @@ from tests.compat.seeds.table import Seed
 
 __all__ = ["SEED"]
 
-SEED = Seed(5, "vllm-triton-prefill", "attnlib.ops.context_attention", triton_prefill_original)
+SEED = Seed(
+    5,
+    "vllm-triton-prefill",
+    "attnlib.compat.vllm.v1.attention.ops.triton_prefill_attention",
+    triton_prefill_original,
+)
 row = SEED.row
 
 STARTS, LENS = torch.tensor([16, 0, 9]), torch.tensor([7, 9, 5])  # rows 14 and 15 are of none
@@ -101,7 +106,8 @@ def _(lib: Any) -> Any:
 
 @row("K and V of equal sizes", note="different ones, too")
 def _(lib: Any) -> Any:
-    return [prefilled(lib, size=size) for size in (16, 64, 128)]
+    kinds = (torch.float32, torch.float16)
+    return [prefilled(lib, size=size, dtype=kind) for size in (16, 64, 128) for kind in kinds]
 
 
 @row("`get_block_size(dtype)`", note="for code that pads by it; the tiles are from tables")

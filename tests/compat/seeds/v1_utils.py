@@ -27,7 +27,9 @@ from tests.compat.seeds.table import Seed
 
 __all__ = ["SEED"]
 
-SEED = Seed(4, "vllm-v1-backend-utils", "attnlib.compat.vllm.backend_utils", v1_utils_original)
+SEED = Seed(
+    4, "vllm-v1-backend-utils", "attnlib.compat.vllm.v1.attention.backends.utils", v1_utils_original
+)
 row = SEED.row
 
 DEVICE = torch.device("cpu")
@@ -101,7 +103,7 @@ def _(lib: Any) -> Any:
     return {name: getattr(made, name) for name in FIELDS}
 
 
-@row("the seed's constructor call", note="also int64 starts, int32 slots, longer buffers")
+@row("its constructor", note="also int64 starts, int32 slots, longer buffers")
 def _(lib: Any) -> Any:
     values = batch_values()
     made = lib.CommonAttentionMetadata(*values.values())
@@ -232,13 +234,13 @@ def _(lib: Any) -> Any:
     return {name: dataclasses.asdict(one) for name, one in parameters(lib, *IMPLS).items()}
 
 
-@row("wrong impl", note="an error that is an AssertionError, too")
+@row("wrong impl")
 def _(lib: Any) -> Any:
     wrong = SimpleNamespace(scale=1.0)
     return raises_assertion(lambda: parameters(lib, Impl(), wrong)), len(parameters(lib, Impl()))
 
 
-@row("`infer_global_hyperparameters`", note="likewise")
+@row("`infer_global_hyperparameters`")
 def _(lib: Any) -> Any:
     infer = lib.infer_global_hyperparameters
     equal = infer(parameters(lib, IMPLS[1], Impl(sliding_window=(127, 0), logits_soft_cap=30.0)))
@@ -347,7 +349,7 @@ def _(lib: Any) -> Any:
     return type(found).__name__, [str(array.dtype) for array in found], found[3].shape[1]
 
 
-@row("divisibility", note="an error that is an AssertionError, too")
+@row("divisibility")
 def _(lib: Any) -> Any:
     return [
         raises_assertion(lambda c=chunk, s=size: virtual(lib, c, [4], [6], s))
@@ -396,7 +398,7 @@ def _(lib: Any) -> Any:
     return list(inspect.signature(call).parameters)[:2], found
 
 
-@row("unordered batch", note="an error that is an AssertionError, too")
+@row("unordered batch")
 def _(lib: Any) -> Any:
     batches = [common(lib, *lengths) for lengths in ((5, 1), (1, 5, 1), (1, 5), (5, 2))]
     return [
@@ -431,7 +433,7 @@ def chunked_in_kernel() -> Tensor:
 @row(
     "chunked attention of such batches",
     ours=chunked_in_kernel,
-    note="the same in one kernel: `attention_chunk_size` of a layer",
+    note="also in one kernel: `attention_chunk_size` of a layer",
 )
 def _(lib: Any) -> Any:
     starts = virtual(lib, 4, [5, 7], [5, 7], 4)[1]
