@@ -55,6 +55,7 @@ class AdaptedImpl(AttentionImpl):
 
     Attributes:
         inner: the impl in vLLM's style.
+        writes_keys: whether its `forward` is vLLM's, which gets keys and values and writes them.
     """
 
     source: ClassVar[Any]
@@ -63,7 +64,9 @@ class AdaptedImpl(AttentionImpl):
 
     def __init__(self, spec: AttentionSpec, **kwargs: Any) -> None:
         super().__init__(spec, **kwargs)
-        self.inner = _make_impl(self.source.get_impl_cls(), self, kwargs, self.extra)
+        impl_cls = self.source.get_impl_cls()
+        self.inner = _make_impl(impl_cls, self, kwargs, self.extra)
+        self.writes_keys = has_vllm_forward(impl_cls)
 
     def forward(
         self,
@@ -74,7 +77,7 @@ class AdaptedImpl(AttentionImpl):
         lse: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionImpl.forward`; the inner impl gets no keys."""
-        if has_vllm_forward(type(self.inner)):
+        if self.writes_keys:
             self.run(query, None, None, cache, metadata, output)
         else:
             self.inner.forward(query, cache, metadata, output, lse)
@@ -89,7 +92,7 @@ class AdaptedImpl(AttentionImpl):
         lse: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionImpl.forward_unpaged`; the inner impl gets an empty cache."""
-        if has_vllm_forward(type(self.inner)):
+        if self.writes_keys:
             self.run(query, key, value, None, metadata, output)
         else:
             self.inner.forward_unpaged(query, key, value, metadata, output, lse)
@@ -104,7 +107,7 @@ class AdaptedImpl(AttentionImpl):
     def plan(self, signature: Any, *call: Any) -> Any:
         """A call of the inner `forward`, which writes the keys itself."""
         metadata = call[4]
-        if has_vllm_forward(type(self.inner)):
+        if self.writes_keys:
             return _Plan(metadata)
         return self.inner.plan(signature, *call)
 
@@ -157,7 +160,8 @@ class _Scales:
     def __init__(self, cache: Any, query: torch.Tensor) -> None:
         scales = (1.0, 1.0) if cache is None else (cache.k_scale, cache.v_scale)
         self._q_scale, self._k_scale, self._v_scale = (
-            torch.as_tensor(scale, dtype=torch.float32, device=query.device)
+            # No copy from the host, which a CUDA graph could not capture.
+            scale if isinstance(scale, torch.Tensor) else torch.full((), scale, device=query.device)
             for scale in (1.0, *scales)
         )
 

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -57,7 +58,8 @@ def run_impl(
         attn_metadata: of the batch.
         output: `[T, Hq, Dv]`, written.
     """
-    if _takes_output(type(impl)):
+    cls: Any = type(impl)
+    if _takes_output(cls):
         result = impl.forward(layer, query, key, value, kv_cache, attn_metadata, output=output)
     else:
         flat = (x if x is None else x.flatten(1) for x in (query, key, value))
@@ -66,5 +68,6 @@ def run_impl(
         output.copy_(result.view(output.shape))
 
 
+@functools.lru_cache(maxsize=256)  # a signature takes longer to read than to call a small impl
 def _takes_output(impl_cls: Any) -> bool:
     return "output" in inspect.signature(impl_cls.forward).parameters
