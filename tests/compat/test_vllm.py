@@ -138,3 +138,53 @@ def test_the_layout_override_is_a_name_of_the_module() -> None:
     assert backend_utils._KV_CACHE_LAYOUT_OVERRIDE is None
     with pytest.raises(AttributeError, match="no attribute 'missing'"):
         backend_utils.missing  # noqa: B018  # the access raises
+
+
+def test_a_quantized_cache_of_a_backend_of_attnlib() -> None:
+    """Its dtype, block size and scales, from the cache config, the step and the checkpoint."""
+
+    class Method:
+        def create_weights(self, layer: vllm.Attention) -> None:
+            layer.k_scale = torch.nn.Parameter(torch.tensor(0.5), requires_grad=False)
+            layer.v_scale = torch.nn.Parameter(torch.tensor(-1.0), requires_grad=False)
+
+    config = SimpleNamespace(cache_dtype="fp8", block_size=32, calculate_kv_scales=True)
+    quant = SimpleNamespace(get_quant_method=lambda layer, prefix: Method())
+    layer = make_layer(cache_config=config, quant_config=quant)
+    assert (layer.layer.spec.kv_dtype, layer.layer.spec.block_size) == (torch.float8_e4m3fn, 32)
+    query, key, value = tensors()
+    layer.calc_kv_scales(query, key, value)
+    for scale, x in ((layer.layer.k_scale, key), (layer.layer.v_scale, value)):
+        assert float(scale) == pytest.approx(float(x.abs().max()) / 448)
+    layer.process_weights_after_loading(torch.float32)  # the checkpoint has a scale of keys only
+    assert float(layer.layer.k_scale) == float(layer.layer.v_scale) == 0.5
+    plain = make_layer()
+    plain.process_weights_after_loading(torch.float32)
+    assert float(plain.layer.k_scale) == 1.0
+
+
+def test_parameters_of_layers_on_backends_of_attnlib() -> None:
+    layers = {"0": make_layer(), "1": make_layer(per_layer_sliding_window=8), "mlp": object()}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    found = backend_utils.get_per_layer_parameters(config, TorchBackend.get_impl_cls())
+    assert {name: (one.window_left, one.sm_scale) for name, one in found.items()} == {
+        "0": (-1, 0.2),
+        "1": (7, 0.2),
+    }
+    with pytest.raises(AssertionError):
+        backend_utils.infer_global_hyperparameters(found)
+
+
+def test_builders_of_attnlib_from_arguments_of_vllm() -> None:
+    """Requests of up to 8 tokens are decodes of the torch backend."""
+    spec = SimpleNamespace(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    model = SimpleNamespace(get_num_attention_heads=lambda parallel: 4, dtype=torch.float32)
+    config = SimpleNamespace(model_config=model)
+    builder = backend_utils.make_builder(TorchBackend, spec, config, "cpu")
+    starts, lens = torch.tensor([0, 1, 6, 16]), torch.tensor([9, 5, 10])
+    batch = backend_utils.CommonAttentionMetadata(
+        starts, starts, lens, lens, torch.tensor([8, 0, 0]), 3, 16, 10,
+        torch.tensor([[1], [2], [3]]), torch.arange(18),
+    )  # fmt: skip
+    built = builder.build(0, batch)
+    assert (built.num_decodes, built.num_prefills, built.num_prefill_tokens) == (2, 1, 10)
