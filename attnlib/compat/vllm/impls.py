@@ -18,7 +18,16 @@ import torch
 
 from attnlib.backends.base import AttentionImpl
 
-__all__ = ["has_vllm_constructor", "has_vllm_forward", "run_impl"]
+__all__ = ["has_vllm_constructor", "has_vllm_forward", "impl_class_of", "run_impl"]
+
+
+def impl_class_of(backend: Any) -> Any:
+    """The impl class of a backend; None for a name, and if it cannot be imported, which selection
+    reports."""
+    try:
+        return backend.get_impl_cls() if hasattr(backend, "get_impl_cls") else None
+    except ImportError:
+        return None
 
 
 def has_vllm_constructor(impl_cls: Any) -> bool:

@@ -22,8 +22,9 @@ from attnlib.compat.vllm.adapter import adapt_backend
 from attnlib.compat.vllm.direct_layer import DirectLayer
 from attnlib.compat.vllm.extra_arguments import LAYER_ARGUMENTS, layer_arguments
 from attnlib.compat.vllm.forward_context import get_forward_context
-from attnlib.compat.vllm.impls import has_vllm_constructor, has_vllm_forward
+from attnlib.compat.vllm.impls import has_vllm_constructor, has_vllm_forward, impl_class_of
 from attnlib.layer import Attention as Layer
+from attnlib.metadata.batch_metadata import AttentionMetadata as Metadata
 from attnlib.spec import AttentionType
 
 __all__ = ["Attention"]
@@ -90,7 +91,7 @@ class Attention(nn.Module):
         heads = (num_heads, head_size, scale, num_kv_heads or num_heads, alibi_slopes)
         stored = getattr(cache_config, "cache_dtype", "auto")
         roles = (attn_type, kv_sharing_target_layer_name)
-        impl_cls = None if attn_backend is None else _impl_cls(attn_backend)
+        impl_cls = impl_class_of(attn_backend)
         self.layer: Any
         if impl_cls is not None and has_vllm_forward(impl_cls):
             more: tuple[Any, ...] = (per_layer_sliding_window, stored, logits_soft_cap)
@@ -107,7 +108,8 @@ class Attention(nn.Module):
             more = (cache_config, None, logits_soft_cap, per_layer_sliding_window, use_mla, prefix)
             make: Any = Layer.from_arguments
             self.layer = make(*heads, *more, *roles, backend, **layer_arguments(own))
-        self.attn_backend: type[AttentionBackend] = attn_backend or self.layer.backend
+        given = impl_cls is not None  # else selected, perhaps by a name
+        self.attn_backend: Any = attn_backend if given else self.layer.backend
         self.kv_cache: list[torch.Tensor | PagedKVCache] = [torch.empty(0)]
         self.calculate_kv_scales = bool(getattr(cache_config, "calculate_kv_scales", False))
         self.layer_name = prefix
@@ -172,7 +174,7 @@ class Attention(nn.Module):
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         virtual_engine: int,
-        metadata: Any,
+        metadata: Metadata,
     ) -> torch.Tensor:
         """The output of a layer of attnlib."""
         spec = self.layer.spec
@@ -225,7 +227,8 @@ class Attention(nn.Module):
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """The backend that this layer runs on."""
-        return self.attn_backend
+        backend: type[AttentionBackend] = self.attn_backend
+        return backend
 
     def extra_repr(self) -> str:
         """Sizes, scale and backend, for `print(model)`."""
@@ -240,11 +243,3 @@ class Attention(nn.Module):
         if self._wrapped is None or self._wrapped[0] is not found:
             self._wrapped = (found, paged_cache(found, self.layer.spec, self.layer_name))
         return self._wrapped[1]
-
-
-def _impl_cls(backend: Any) -> Any:
-    """The impl class of a backend; None if it cannot be imported, which selection reports."""
-    try:
-        return backend.get_impl_cls()
-    except ImportError:
-        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -54,6 +55,8 @@ class AttentionMetadataBuilder(Builder[Any], Generic[M]):
         super().__init_subclass__(**kwargs)
         if vars(cls).get("full_cudagraph_supported"):
             cls.cudagraph_support = CudaGraphSupport.ALWAYS
+        if (build := vars(cls).get("build")) is not None:
+            cls.build = _by_keywords(build)  # type: ignore[method-assign]
 
     @classmethod
     def create(cls, spec: AttentionSpec, device: Any = None, **kwargs: Any) -> Self:
@@ -87,6 +90,23 @@ class AttentionMetadataBuilder(Builder[Any], Generic[M]):
         """The metadata to capture a CUDA graph with; by default that of `build`."""
         built: M = self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
         return built
+
+
+def _by_keywords(build: Any) -> Any:
+    """A method `build` that takes keywords only, for callers that pass positions; another as it
+    is."""
+    kinds = {parameter.kind for parameter in inspect.signature(build).parameters.values()}
+    if inspect.Parameter.KEYWORD_ONLY not in kinds:
+        return build
+
+    @functools.wraps(build)
+    def call(
+        self: Any, common_prefix_len: int, common_attn_metadata: Common, fast_build: bool = False
+    ) -> Any:
+        given = {"common_attn_metadata": common_attn_metadata, "fast_build": fast_build}
+        return build(self, common_prefix_len=common_prefix_len, **given)
+
+    return call
 
 
 def make_builder(

@@ -121,8 +121,9 @@ def test_a_captured_step_runs_over_the_buffers() -> None:
     q, k, v = tokens(12)
     layer(q, k, v, cache, backend.make_builder(SPEC, "cpu").build(0, common_of([5, 7], [5, 7])))
     q, k, v = tokens(4)
-    state.begin_forward(common_of([1, 1], [6, 8]), 4)
-    replayed = layer(q, k, v, cache, captured)
+    padded = state.builder.build(0, state.begin_forward(common_of([1, 1], [6, 8]), 4))
+    assert padded.seq_lens.data_ptr() == captured.seq_lens.data_ptr()
+    replayed = layer(q, k, v, cache, padded)
     eager = backend.make_builder(SPEC, "cpu").build(0, common_of([1, 1], [6, 8]))
     torch.testing.assert_close(layer(q, k, v, cache, eager), replayed)
     assert not replayed[2:].any()
@@ -186,3 +187,32 @@ def test_the_conformance_suite_runs_an_adapted_backend() -> None:
     report = attnlib.testing.run_conformance(backend, device="cpu", quick=True, only=checks)
     assert report.passed, str(report)
     assert report.count(Outcome.PASS) >= 60
+
+
+def test_an_impl_of_attnlib_gets_metadata_of_any_class() -> None:
+    """As a backend whose v1 builder builds a class of its own."""
+
+    class Own(attnlib.AttentionImpl):
+        def forward(
+            self, query: Any, cache: Any, metadata: Any, output: Any, lse: Any = None
+        ) -> None:
+            assert type(metadata) is styles.Plan
+            inner = styles.Impl(4, 32, self.scale, 2, None, None, "auto", None, "decoder", None)
+            views = (cache.key_cache, cache.value_cache)
+            output.copy_(inner.attend(query, None, None, *views, metadata.common))
+
+    class Source(attnlib.AttentionBackend):
+        get_name = staticmethod(lambda: "own")
+        get_impl_cls = staticmethod(lambda: Own)
+        get_builder_cls = staticmethod(lambda: styles.PlanBuilder)
+
+    assert_same_as_torch(adapt_backend(Source))
+
+
+def test_a_source_without_a_name_has_that_of_its_class() -> None:
+    """`get_name` is not among the methods that the seed lists."""
+
+    class Nameless(styles.Backend):
+        get_name = staticmethod(attnlib.AttentionBackend.get_name)
+
+    assert adapt_backend(Nameless).get_name() == "nameless"

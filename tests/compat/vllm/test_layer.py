@@ -124,3 +124,8 @@ def test_a_backend_that_is_not_installed_is_reported_by_selection(
     monkeypatch.setattr(FlashAttnBackend, "get_impl_cls", staticmethod(missing))
     with pytest.raises(BackendUnavailableError):
         vllm.Attention(4, 32, 0.2, 2, attn_backend=FlashAttnBackend, dtype=torch.float16)
+
+
+def test_a_backend_by_name() -> None:
+    layer = vllm.Attention(4, 32, 0.2, 2, attn_backend="torch")
+    assert layer.attn_backend is layer.get_attn_backend() is TorchBackend

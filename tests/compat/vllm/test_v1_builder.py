@@ -131,3 +131,11 @@ def test_full_cudagraphs_are_a_level_of_support() -> None:
     builder = Eager.create(SPEC, "cpu", limits=LIMITS)
     with pytest.raises(attnlib.errors.ContractError, match="cudagraph_support=NEVER"):
         attnlib.AttentionState(builder, LIMITS).graph_capture_get_metadata_for_batch(1)
+
+
+def test_a_build_with_keywords_only_takes_positions_of_attnlib() -> None:
+    batch = common_of([1, 1], [6, 8])
+    builder = Backend.make_builder(SPEC, "cpu")
+    assert builder.build(0, batch).common is batch
+    assert builder.build(0, batch, True).common is batch
+    assert builder.build_for_drafting(batch, 1).common is batch
