@@ -429,23 +429,42 @@ def selected(lib: Any) -> Any:
     return lib.get_attn_backend(32, torch.float32, "auto", 16)
 
 
-@row("`get_name`, `get_impl_cls`, `get_metadata_cls`, `get_builder_cls`")
+def constructed(cls: type, *arguments: Any) -> bool:
+    """Whether the arguments of the seed construct a class of the selected backend."""
+    try:
+        return isinstance(cls(*arguments), cls)
+    except TypeError:
+        return False
+
+
+@row(
+    "`get_name`, `get_impl_cls`, `get_metadata_cls`, `get_builder_cls`",
+    differs="impls and builders of attnlib's backends take specs: construct `Attention` and "
+    "`AttentionMetadataBuilder`",
+)
 def _(lib: Any) -> Any:
     backend, own = selected(lib), program(lib)
     classes = (own.Backend.get_metadata_cls(), own.Backend.get_builder_cls())
+    input_builder = SimpleNamespace(runner=runner_of(lib), inter_data_list=[])
+    sizes = (4, 32, 0.2, 2, None, None, "auto", None, "decoder", None)
     return (
         isinstance(backend.get_name(), str),
-        [inspect.isclass(get()) for get in (backend.get_impl_cls, backend.get_builder_cls)],
         issubclass(backend.get_metadata_cls(), lib.AttentionMetadata),
         issubclass(backend, lib.AttentionBackend),
         (classes == (own.Metadata, own.Builder), own.Backend.get_impl_cls() is own.Impl),
+        issubclass(backend.get_builder_cls(), lib.AttentionMetadataBuilder),
+        constructed(backend.get_builder_cls(), input_builder),
+        constructed(backend.get_impl_cls(), *sizes),
     )
 
 
-@row("`get_state_cls`")
+@row(
+    "`get_state_cls`",
+    differs="states of attnlib's backends take builders: construct `AttentionState`",
+)
 def _(lib: Any) -> Any:
-    own = program(lib)
-    return inspect.isclass(selected(lib).get_state_cls()), own.Backend.get_state_cls() is own.State
+    own, cls = program(lib), selected(lib).get_state_cls()
+    return own.Backend.get_state_cls() is own.State, constructed(cls, runner_of(lib))
 
 
 @row("`get_kv_cache_shape`")
@@ -549,23 +568,28 @@ def state_of(lib: Any, is_encoder_decoder: bool = False) -> Any:
     return getattr(lib, "ReferenceState", lib.AttentionState)(runner_of(lib, is_encoder_decoder))
 
 
-@row("`AttentionMetadataBuilder(input_builder)`", note="generic; a program's own, too")
+@row(
+    "`AttentionMetadataBuilder(input_builder)`",
+    note="generic; short prompts count as decodes",
+)
 def _(lib: Any) -> Any:
     own = program(lib)
     builder = own.Builder(input_builder=SimpleNamespace())
     builder.prepare()
     made = builder.build([5, 7], [5, 7], -1, 2)
-    found = [built(lib, *lengths) for lengths in (([5, 7], [5, 7]), ([9], [1]))]
-    counts = ("num_prefill_tokens", "num_decode_tokens", "slot_mapping")
+    batches = (([20, 30], [20, 30]), ([40, 64], [30, 25]), ([9], [1]), ([17, 33], [1, 1]))
+    found = [built(lib, *lengths) for lengths in batches]
+    counts = ("num_prefills", "num_prefill_tokens", "num_decode_tokens", "slot_mapping")
+    parts = [(x.prefill_metadata is None, x.decode_metadata is None) for x in found]
     return (
         issubclass(own.Builder, lib.AttentionMetadataBuilder),
         made.asdict_zerocopy(),
-        sum(getattr(each, name) for each in found for name in counts[:2]),
-        [each.slot_mapping for each in found],
+        [[getattr(each, name) for name in counts] for each in found],
+        parts,
     )
 
 
-@row("`AttentionState(runner)`", note="generic; a program's own, too")
+@row("`AttentionState(runner)`", note="generic")
 def _(lib: Any) -> Any:
     own, runner = program(lib), runner_of(lib)
     state = own.Backend.get_state_cls()(runner)

@@ -406,9 +406,10 @@ def _(lib: Any) -> Any:
     ]
 
 
-@row("`M`, `logger`")
+@row("`M`, `logger`", differs="attnlib's logger has no `info_once`")
 def _(lib: Any) -> Any:
-    return isinstance(lib.M, TypeVar), lib.M.__name__, isinstance(lib.logger, logging.Logger)
+    is_logger = isinstance(lib.logger, logging.Logger), hasattr(lib.logger, "info_once")
+    return isinstance(lib.M, TypeVar), lib.M.__name__, is_logger
 
 
 def prompts() -> tuple[Tensor, Tensor, Tensor]:

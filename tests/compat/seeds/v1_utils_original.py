@@ -29,7 +29,18 @@ __all__ = [
 ]
 
 M = TypeVar("M")
-logger = logging.getLogger("vllm")
+
+
+class _Logger(logging.Logger):
+    def info_once(self, message: str, *arguments: object) -> None:
+        """Log a message the first time."""
+        if (message, arguments) not in _logged:
+            _logged.add((message, arguments))
+            self.info(message, *arguments)
+
+
+_logged: set[tuple[str, tuple[object, ...]]] = set()
+logger = _Logger("vllm")
 _KV_CACHE_LAYOUT_OVERRIDE = None
 
 
