@@ -41,6 +41,7 @@ COMMANDS: dict[str, _Command] = {
         "attnlib.cli.demo:main",
         "serve a batch of prompts over the paged cache and check every token",
     ),
+    "run": _Command("attnlib.cli.run:main", "run a program whose transformers models use attnlib"),
     "verify": _Command(
         "attnlib.testing.commands:verify_main",
         "run the conformance suite on a backend",

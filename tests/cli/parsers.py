@@ -7,6 +7,7 @@ import argparse
 from attnlib.bench import arguments as bench
 from attnlib.cli import audit_kv, doctor, explain
 from attnlib.cli import list as list_command
+from attnlib.cli import run as run_command
 from attnlib.cli.demo.main import parser as demo_parser
 from attnlib.cli.main import COMMANDS
 from attnlib.cli.tune.main import parser as tune_parser
@@ -20,6 +21,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         "explain": explain.parser(),
         "doctor": doctor.parser(),
         "demo": demo_parser(),
+        "run": run_command.parser(),
         "verify": verify_parser(),
         "parity": parity_parser(),
         "replay": replay_parser(),

@@ -32,7 +32,7 @@ from attnlib.bench.case_text import parse_case
 from attnlib.bench.peaks import Peaks
 from attnlib.bench.results import SCHEMA, VERSION, Row
 from attnlib.bench.runner import unmeasured
-from attnlib.cli import audit_kv, doctor, main
+from attnlib.cli import audit_kv, doctor, main, run
 from attnlib.cli.tune import session as tune_session
 from attnlib.debug.record import save_recording
 from attnlib.testing import commands as testing_commands
@@ -238,6 +238,7 @@ def without_work() -> Iterator[None]:
             (tune_session, "measure_case", lambda case, *a: [_row(case)]),
             (tune_session, "measure_peaks", lambda device: None),
             (demo_main, "_demo", lambda *a: 0),
+            (run, "_become", lambda *a: 0),
             (audit_kv, "_audit_model", lambda *a: "nothing"),
             (audit_kv, "_table", lambda *a: ""),
             (kv_audit_figure, "draw_audit", lambda *a: None),
