@@ -42,7 +42,8 @@ def check_metadata_type(layer: Attention, metadata: object) -> None:
         raise ContractError(
             f"metadata is a {type(metadata).__name__}; backend {name} needs the "
             f"{expected.__name__} that its builder makes: "
-            f"layer.backend.make_builder(spec, device).build(0, common_attn_metadata)"
+            "layer.backend.make_builder(spec, device).build(0, common_attn_metadata). For builders "
+            "of another class of metadata, use attnlib.compat.vllm.adapt_backend(backend)"
         )
 
 

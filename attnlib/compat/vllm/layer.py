@@ -24,6 +24,7 @@ from attnlib.compat.vllm.extra_arguments import LAYER_ARGUMENTS, layer_arguments
 from attnlib.compat.vllm.forward_context import get_forward_context
 from attnlib.compat.vllm.impls import has_vllm_constructor, has_vllm_forward, impl_class_of
 from attnlib.layer import Attention as Layer
+from attnlib.layer.metadata_checks import check_metadata_type
 from attnlib.metadata.batch_metadata import AttentionMetadata as Metadata
 from attnlib.spec import AttentionType
 
@@ -178,6 +179,8 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """The output of a layer of attnlib."""
         spec = self.layer.spec
+        if not isinstance(metadata, Metadata):
+            check_metadata_type(self.layer, metadata)  # raises
         if spec.attn_type is AttentionType.ENCODER_DECODER:
             metadata = metadata.cross_attention or metadata
         if metadata.enable_kv_scales_calculation and not self.calculate_kv_scales:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 import attnlib
+from attnlib.backends.torch import TorchBackend
+from attnlib.compat import vllm
 from attnlib.compat.vllm import backend_utils as utils
 from attnlib.compat.vllm.config import config_of, spec_of
 from attnlib.spec import CudaGraphSupport
@@ -139,3 +142,47 @@ def test_a_build_with_keywords_only_takes_positions_of_attnlib() -> None:
     assert builder.build(0, batch).common is batch
     assert builder.build(0, batch, True).common is batch
     assert builder.build_for_drafting(batch, 1).common is batch
+
+
+def test_metadata_with_a_post_init_of_their_own_run_in_a_layer() -> None:
+    """One that does not call that of its base class, as of classes written for vLLM."""
+
+    @dataclasses.dataclass
+    class Own(vllm.AttentionMetadata):
+        common: Any
+
+        def __post_init__(self) -> None:
+            self.total = self.num_prefill_tokens + self.num_decode_tokens
+
+    class Builder(utils.AttentionMetadataBuilder[Own]):
+        def build(self, prefix: int, common: Any, fast: bool = False) -> Own:
+            return Own(2, common.num_actual_tokens, 0, common.slot_mapping, None, False, common)
+
+    class Writes(attnlib.AttentionImpl):
+        def forward(
+            self, query: Any, cache: Any, metadata: Any, output: Any, lse: Any = None
+        ) -> None:
+            output.fill_(metadata.total)
+
+    class Source(Backend):
+        capabilities = TorchBackend.capabilities
+        get_impl_cls = staticmethod(lambda: Writes)
+        get_builder_cls = staticmethod(lambda: Builder)
+        get_metadata_cls = staticmethod(lambda: Own)
+
+    layer = attnlib.Attention(SPEC, backend=Source, device="cpu")
+    cache = attnlib.PagedKVCache.allocate(SPEC, 8, "cpu")
+    built = Source.make_builder(SPEC, "cpu").build(0, common_of([5, 7], [5, 7]))
+    q, k, v = styles.tokens(12)
+    assert (layer(q, k, v, cache, built) == 12).all()
+    assert torch.equal(cache.key_cache[3, :5], k[:5])
+
+
+def test_metadata_that_a_layer_of_attnlib_cannot_read() -> None:
+    layer = vllm.Attention(4, 32, 0.2, 2, attn_backend=TorchBackend)
+    layer.kv_cache = [torch.zeros(2, 8, 16, 2, 32)]
+    with (
+        vllm.set_forward_context(styles.Plan(None)),
+        pytest.raises(attnlib.errors.ContractError, match=r"is a Plan; .*adapt_backend"),
+    ):
+        layer(*(x.flatten(1) for x in styles.tokens(2)))

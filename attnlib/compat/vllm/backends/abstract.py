@@ -6,6 +6,7 @@ those of attnlib, which are subclasses of this `AttentionMetadata` for `isinstan
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,19 @@ class AttentionMetadata(Metadata, metaclass=ABCMeta):
     multi_modal_placeholder_index_maps: Mapping[str, Any] | None = field()
     enable_kv_scales_calculation: bool = field()
     cross_attention: ClassVar[Any] = None  # type: ignore[misc]  # vLLM's class has no such field
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A `__post_init__` of a subclass need not call the one of attnlib."""
+        super().__init_subclass__(**kwargs)
+        own = vars(cls).get("__post_init__")
+        if own is not None:
+
+            @functools.wraps(own)
+            def both(self: Metadata, *given: Any) -> None:
+                Metadata.__post_init__(self)
+                own(self, *given)
+
+            cls.__post_init__ = both  # type: ignore[method-assign]
 
     @classmethod
     def __subclasshook__(cls, other: type) -> bool:
