@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 
-__all__ = ["check_slots", "vector_elements"]
+__all__ = ["check_slots", "check_visible_keys", "vector_elements"]
 
 
 def check_slots(key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
@@ -38,6 +38,29 @@ def check_slots(key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
                 f"{name} has {rows.shape[0]} tokens, but slot_mapping has {num_tokens}; pass one "
                 "row per slot, or a shorter slot_mapping",
                 rule="P4",
+            )
+
+
+def check_visible_keys(visible: Tensor, table: Tensor, lengths: Tensor, starts: Tensor) -> None:
+    """Check the tensors of `list_visible_keys`.
+
+    Raises:
+        ContractError: tensors of other shapes, dtypes or strides.
+    """
+    rows = visible.shape[0]
+    for name, tensor, dtype, dims in (
+        ("visible", visible, torch.bool, 2),
+        ("table", table, torch.int32, 2),
+        ("lengths", lengths, torch.int32, 1),
+        ("starts", starts, torch.int32, 1),
+    ):
+        dense = tensor.dim() == dims and (tensor.shape[-1] <= 1 or tensor.stride(-1) == 1)
+        count = rows + 1 if name == "starts" else rows
+        if not dense or tensor.dtype != dtype or tensor.shape[0] != count:
+            raise ContractError(
+                f"{name} has shape {tuple(tensor.shape)}, strides {tensor.stride()} and dtype "
+                f"{tensor.dtype}; it must be {dtype} with {dims} dimensions, {count} rows and a "
+                "dense last dimension"
             )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["named_operation", "operation"]
 
-_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.bool)
 _MODULES = {
     "append_kv": "append_kv",
     "attention_scores": "scores",
@@ -41,8 +41,8 @@ def operation(
     Args:
         module: the module that both packages have.
         name: the operation.
-        rows: the queries or new keys of the call. Triton serves float16, bfloat16 and float32 on a
-            GPU, torch everything else, also where triton is not installed.
+        rows: the queries, new keys or mask of the call. Triton serves float16, bfloat16, float32
+            and bool on a GPU, torch everything else, also where triton is not installed.
         in_torch: torch serves the call on every device.
     """
     served = not in_torch and rows.is_cuda and rows.dtype in _KERNEL_DTYPES and _has_triton()

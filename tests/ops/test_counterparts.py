@@ -26,6 +26,7 @@ COUNTERPARTS = {
     "rotary_write": "rotate_and_write",
     "slots": "compute_slot_mapping",
     "varlen_prefill": "varlen_prefill",
+    "visible_keys": "list_visible_keys",
 }
 
 

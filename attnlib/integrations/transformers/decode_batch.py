@@ -21,6 +21,7 @@ from attnlib.integrations.transformers.step_mask import StepMask, first_visible_
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.ops.dispatch import operation
 
 __all__ = ["BoundCall", "DecodeBatch", "batch_of_visible_keys", "decode_batch"]
 
@@ -49,17 +50,18 @@ class DecodeBatch:
 
     Attributes:
         metadata: what the metadata builder returned; it reads `table` and `lengths`.
-        table: `[B, bound + 1]` int32 block ids of the visible keys; hidden ones are written to the
-            last column, which the metadata does not have.
+        table: `[B, bound]` int32 block ids of the visible keys.
         lengths: `[B]` int32 visible keys.
-        blocks: `[B, tokens]` int32 block id of each key.
+        starts: `[B + 1]` int32, 0 to B.
+        ratio: distance between two rows in block ids.
         bound_call: see `BoundCall`.
     """
 
     metadata: AttentionMetadata
     table: torch.Tensor
     lengths: torch.Tensor
-    blocks: torch.Tensor
+    starts: torch.Tensor
+    ratio: int
     bound_call: BoundCall = field(default_factory=BoundCall)
     _step: ref[StepMask] | None = None
 
@@ -73,7 +75,7 @@ class DecodeBatch:
         assert visible is not None and padding is not None  # the caller has checked
         if pattern.depends_on_distance:
             first = first_visible_key(step, pattern, padding)
-            columns = self.blocks[0, : step.width]  # the first row begins at block 0
+            columns = torch.arange(step.width, device=visible.device)
             visible = visible & (columns >= (first if isinstance(first, int) else first[:, None]))
         self.show(visible)
         self._step = ref(step)
@@ -81,10 +83,8 @@ class DecodeBatch:
     def show(self, visible: torch.Tensor) -> None:
         """Write table and lengths of the keys that the rows see, `[B, up to tokens]` bool. No host
         sync."""
-        hidden = self.table.shape[1] - 1
-        rank = torch.where(visible, visible.cumsum(1) - 1, hidden)
-        self.table.scatter_(1, rank, self.blocks[:, : visible.shape[1]])
-        torch.sum(visible, 1, dtype=torch.int32, out=self.lengths)
+        list_keys = operation("visible_keys", "list_visible_keys", visible)
+        list_keys(visible, self.ratio, table=self.table, lengths=self.lengths, starts=self.starts)
         self._step = None
 
 
@@ -98,14 +98,14 @@ def batch_of_visible_keys(layer: Attention, visible: torch.Tensor, ratio: int) -
     """
     (batch, tokens), device = visible.shape, visible.device
     if is_transient():
-        found = _make(layer, batch, tokens, tokens, ratio, device)
+        found = _make(layer, batch, tokens, ratio, device)
     else:
         kept: dict[Any, DecodeBatch] = _local.__dict__.setdefault("batches", {})
         key = ("visible", layer.backend, layer.spec, batch, ratio, tokens, device, _stream(device))
         if key not in kept:
             if len(kept) >= _MAX_BATCHES:
                 kept.clear()
-            kept[key] = _make(layer, batch, tokens, tokens, ratio, device)
+            kept[key] = _make(layer, batch, tokens, ratio, device)
         found = kept[key]
     found.show(visible)
     return found
@@ -126,7 +126,7 @@ def decode_batch(
     device = step.attention_mask.device if step.attention_mask is not None else step.device
     if capacity is None:
         bound = _bound(step.width, pattern)
-        made = _make(layer, step.batch_size, step.width, bound, ratio, torch.device(device))
+        made = _make(layer, step.batch_size, bound, ratio, torch.device(device))
         made.fill(step, pattern)
         return made
     kept: dict[Any, DecodeBatch] = _local.__dict__.setdefault("batches", {})
@@ -145,9 +145,7 @@ def decode_batch(
         if len(kept) >= _MAX_BATCHES:
             kept.clear()
         bound = _bound(capacity, pattern)
-        found = kept[key] = _make(
-            layer, step.batch_size, capacity, bound, ratio, torch.device(device)
-        )
+        found = kept[key] = _make(layer, step.batch_size, bound, ratio, torch.device(device))
     if not found.holds(step):
         found.fill(step, pattern)
     return found
@@ -161,32 +159,26 @@ def _bound(tokens: int, pattern: Pattern) -> int:
 
 
 def _make(
-    layer: Attention, batch: int, tokens: int, bound: int, ratio: int, device: torch.device
+    layer: Attention, batch: int, bound: int, ratio: int, device: torch.device
 ) -> DecodeBatch:
-    """A batch over up to `tokens` keys per row, of which a query sees up to `bound`, without
-    values."""
+    """A batch whose queries see up to `bound` keys, without values."""
     with torch.inference_mode(False):  # writable in and outside of inference mode
-        rows = torch.arange(batch, dtype=torch.int32, device=device)[:, None] * ratio
-        blocks = rows + torch.arange(tokens, dtype=torch.int32, device=device)
-        table = torch.full((batch, bound + 1), -1, dtype=torch.int32, device=device)
-        lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-        starts = torch.arange(batch + 1, dtype=torch.int32)
-        # A capture cannot record a copy from memory of the host.
-        on_device = is_transient() and device.type == "cuda"
-        moved = torch.arange(batch + 1, dtype=torch.int32, device=device) if on_device else None
+        options: Any = {"dtype": torch.int32, "device": device}
+        table = torch.empty(batch, bound, **options)
+        lengths, starts = torch.empty(batch, **options), torch.empty(batch + 1, **options)
         common = CommonAttentionMetadata(
-            query_start_loc=starts.to(device, non_blocking=True) if moved is None else moved,
-            query_start_loc_cpu=starts,
+            query_start_loc=starts,
+            query_start_loc_cpu=torch.arange(batch + 1, dtype=torch.int32),
             seq_lens=lengths,
             num_reqs=batch,
             num_actual_tokens=batch,
             max_query_len=1,
             max_seq_len=bound,
-            block_table_tensor=table[:, :bound],
+            block_table_tensor=table,
             is_cross_attention=True,  # a row without tokens has more queries than keys
         )
         metadata = builder_for(layer.backend, layer.spec, device).build(0, common)
-    return DecodeBatch(metadata, table, lengths, blocks)
+    return DecodeBatch(metadata, table, lengths, starts, ratio)
 
 
 def _stream(device: torch.device) -> int:

@@ -14,7 +14,7 @@ from attnlib.integrations.transformers.decode_batch import (
     decode_batch,
 )
 from attnlib.integrations.transformers.growing_cache import capacity_of
-from attnlib.integrations.transformers.layers import Call, layer_for
+from attnlib.integrations.transformers.layers import Call, is_transient, layer_for
 from attnlib.integrations.transformers.mask_values import visible_keys
 from attnlib.integrations.transformers.pages import token_pages
 from attnlib.integrations.transformers.repeated import remember
@@ -47,7 +47,11 @@ def attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
     key = ("device", ratio, layer.backend, id(layer.spec), device)
     batch = step.plans.get(key)
     if batch is None or not batch.holds(step):
-        capacity = None if _is_capturing(device) else capacity_of(call.key, call.value)
+        capacity = capacity_of(call.key, call.value)
+        if is_transient():
+            capacity = None
+        elif step.is_static:
+            capacity = step.width
         batch = step.plans[key] = decode_batch(layer, step, pattern, ratio, capacity)
     plan = BatchPlan(batch.metadata, None)
     remember(call, step, layer, plan, cache, batch)
@@ -83,7 +87,3 @@ def attend_visible_keys(call: Call, mask: torch.Tensor) -> torch.Tensor | None:
 
 def _reads_synchronize(device: torch.device) -> bool:
     return device.type == "cuda"
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

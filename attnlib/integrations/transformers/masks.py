@@ -74,13 +74,22 @@ def attnlib_mask(
         return None
     plain = _plain_mask(given)
     if plain is not None and plain.is_cuda and q_length == 1:
-        return plain  # its values are used on the GPU only; reading the counter would wait
+        return describe_tensor(plain, _shown(plain))  # reading the counter would wait
     # A static cache returns its counter tensor, which has advanced by the time the layers run.
     sizes = (batch_size, q_length, kv_length, int(q_offset), kv_offset)
     step = StepMask(pattern, *sizes, mask_function, attention_mask, device, use_vmap)
     if plain is not None:
         return describe_tensor(plain, step)
     return MaskTensor(step, dtype if dtype.is_floating_point else torch.float32)
+
+
+def _shown(mask: torch.Tensor) -> StepMask:
+    """The description of a mask of single queries by its values, which are not read."""
+    batch, _, _, keys = mask.shape
+    visible, causal = mask[:, 0, 0], Pattern(True, Window(None, 0))
+    return StepMask(
+        causal, batch, 1, keys, keys - 1, attention_mask=visible, device=mask.device, is_static=True
+    )
 
 
 def _plain_mask(given: dict[str, Any]) -> torch.Tensor | None:

@@ -39,6 +39,7 @@ from attnlib.integrations.transformers.mask_kinds import (
     is_paged,
     window_as_padding,
 )
+from attnlib.integrations.transformers.mask_tensor import MaskTensor
 from attnlib.integrations.transformers.mask_values import step_of_values
 from attnlib.integrations.transformers.packing import with_callers_segments
 from attnlib.integrations.transformers.pages import token_pages
@@ -80,7 +81,7 @@ def attend_plain(
     if _is_capturing(call.query.device) and not is_transient():
         with transient():
             return attend_plain(call, mask, bias, kwargs)
-    found = read_mask(mask)
+    found = read_mask(mask) if not is_transient() or isinstance(mask, MaskTensor) else mask
     if isinstance(found, torch.Tensor) and found.dim() == 4:
         if bias is None and (out := attend_visible_keys(call, found)) is not None:
             return out

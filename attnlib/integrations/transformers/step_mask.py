@@ -73,6 +73,7 @@ class StepMask:
         use_vmap: how transformers evaluates `mask_function`.
         is_reused: other steps use this description too, so nothing that may change between steps is
             kept in `plans`.
+        is_static: the keys are all of a static cache, so the next step has tensors of these sizes.
         plans: cache of everything that the layers of this step derive from the mask.
     """
 
@@ -87,6 +88,7 @@ class StepMask:
     device: torch.device | str = "cpu"
     use_vmap: bool = False
     is_reused: bool = False
+    is_static: bool = False
     plans: dict[Any, Any] = field(default_factory=dict)
 
     @property

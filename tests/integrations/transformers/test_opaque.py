@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnlib.integrations.transformers import decode_on_device, opaque, plain
+from attnlib.integrations.transformers import decode_on_device, masks, opaque, plain
+from attnlib.integrations.transformers.described_mask import describe_tensor
 from attnlib.integrations.transformers.layers import Call, builder_for, transient
 from attnlib.integrations.transformers.opaque import attend_opaquely
 from attnlib.integrations.transformers.plain import attend_plain
@@ -87,8 +88,8 @@ def test_a_transient_call_has_a_builder_of_its_own() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recorded", [False, True])
-def test_decodes_on_a_gpu_read_no_mask(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["plain", "recorded", "described"])
+def test_decodes_on_a_gpu_read_no_mask(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With interpreted kernels: the mask's values are used where they are, so that a graph that
     records the call serves other masks."""
     pytest.importorskip("triton")
@@ -107,7 +108,11 @@ def test_decodes_on_a_gpu_read_no_mask(recorded: bool, monkeypatch: pytest.Monke
     for mask in (mask_with_holes(), mask_with_holes().flip(3)):
         reads.follow(mask)
         with reads, torch.no_grad():
-            if recorded:
+            if form == "described":  # as `attnlib_mask` returns it on a GPU
+                described = describe_tensor(mask, masks._shown(mask))
+                for _ in range(2):  # two layers
+                    found = attend_plain(call, described, None, {})
+            elif form == "recorded":
                 with transient():
                     found = attend_plain(call, mask, None, {})
             else:

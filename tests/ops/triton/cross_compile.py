@@ -654,6 +654,14 @@ def _slots() -> None:
     compute_slot_mapping(starts, lengths, torch.zeros(2, 4, dtype=torch.int32), 16, 100)
 
 
+def _visible_keys() -> None:
+    from attnlib.ops.triton.visible_keys import list_visible_keys
+
+    table, lengths, starts = (torch.zeros(n, dtype=torch.int32) for n in (256, 2, 3))
+    visible = torch.ones(2, 128, dtype=torch.bool)
+    list_visible_keys(visible, 128, table=table.view(2, 128), lengths=lengths, starts=starts)
+
+
 def _merge() -> None:
     from attnlib.ops.triton.merge_states import merge_states
 
@@ -715,6 +723,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "append": ("append", {}),
     "append-rows": ("append-rows", {}),
     "slots": ("slots", {}),
+    "visible-keys": ("visible-keys", {}),
     "merge": ("merge", {}),
     "merge-rows": ("merge-rows", {}),
     "varying": ("varying", {}),
@@ -1039,7 +1048,7 @@ def run_case(name: str) -> None:
         {
             "append": _append, "append-rows": _append_rows, "float8-copy": _float8_copy,
             "slots": _slots, "merge": _merge, "merge-rows": _merge_rows, "varying": _varying,
-            "packed-latent-write": _packed_latent_write,
+            "packed-latent-write": _packed_latent_write, "visible-keys": _visible_keys,
         }[operation]()  # fmt: skip
 
 

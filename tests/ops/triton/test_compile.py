@@ -49,6 +49,7 @@ SMALL = [
     "append",
     "append-rows",
     "slots",
+    "visible-keys",
     "merge",
     "merge-rows",
     "packed-write",
