@@ -24,21 +24,29 @@ class CacheForm:
 
     Attributes:
         backend: has `get_kv_cache_shape`.
-        order: the dimension of `[2, B, N, H, D]` at each place of its shape; None for a shape that
-            is no permutation.
+        order: the dimension of `[2, B, N, H, D]` at each place of its shape.
         layout: the memory layout.
     """
 
     backend: Any
-    order: tuple[int, ...] | None
+    order: tuple[int, ...]
     layout: str
 
     @classmethod
     def of(cls, backend: Any) -> CacheForm:
-        """The form that a backend declares."""
+        """The form that a backend declares.
+
+        Raises:
+            ContractError: its shape is no permutation of `[2, B, N, H, D]`, so that nothing else
+                could read its cache, or no layout has its order.
+        """
         shape = tuple(backend.get_kv_cache_shape(*_PROBE[1:]))
         if sorted(shape) != sorted(_PROBE):
-            return cls(backend, None, "NHD")
+            raise ContractError(
+                f"the cache of {backend.__name__} has the shape {shape} for (2, blocks, tokens, "
+                f"heads, elements) = {_PROBE}, which is no permutation: run it in "
+                "attnlib.compat.vllm.Attention, which passes the tensor on as it is"
+            )
         order = tuple(_PROBE.index(size) for size in shape)
         try:
             in_memory = tuple(order[place] for place in backend.get_kv_cache_stride_order())
@@ -57,8 +65,7 @@ class CacheForm:
         """The memory of a cache in this form, without a copy.
 
         Raises:
-            ContractError: keys and values are not two parts of one allocation, or the shape has
-                another number of elements.
+            ContractError: keys and values are not two parts of one allocation.
         """
         key, value = cache.key_cache, cache.value_cache
         step = value.storage_offset() - key.storage_offset()
@@ -69,10 +76,7 @@ class CacheForm:
                 f"{self.backend.__name__} reads: allocate it with PagedKVCache.allocate"
             )
         both = key.as_strided((2, *key.shape), (step, *key.stride()), key.storage_offset())
-        if self.order is not None:
-            return both.permute(self.order)
-        blocks, tokens, heads, size = key.shape
-        return both.view(self.backend.get_kv_cache_shape(blocks, tokens, heads, size))
+        return both.permute(self.order)
 
 
 def paged_cache(tensor: torch.Tensor, spec: AttentionSpec, layer_name: str) -> PagedKVCache:

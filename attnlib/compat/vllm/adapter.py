@@ -9,6 +9,7 @@ the conformance suite.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -63,11 +64,29 @@ def adapt_backend(
         capabilities: fields of `attnlib.Capabilities`. vLLM's interface states head sizes, the
             layout and graphs only; without more, the backend supports causal decoder layers of
             float dtypes with caches in these, any block size and head ratio, on CPU and GPU, and
-            no windows, soft caps, slopes or sinks.
+            no windows, soft caps, slopes or sinks. Slopes and sinks go to the constructor: an impl
+            keeps those that a layer has when it is made.
 
     Raises:
         RegistrationError: a builder of vLLM v0, which needs a runner.
+        ContractError: a cache shape that is no permutation of `[2, B, N, H, D]`, or an order of its
+            dimensions in memory that is no layout.
     """
+    if not extra_impl_args and not capabilities:
+        return _plain(backend)
+    return _adapted(backend, dict(extra_impl_args or {}), capabilities)
+
+
+@functools.lru_cache(maxsize=256)
+def _plain(backend: Any) -> type[AttentionBackend]:
+    """One class for all layers of a model."""
+    return _adapted(backend, {}, {})
+
+
+def _adapted(
+    backend: Any, extra: dict[str, Any], capabilities: dict[str, Any]
+) -> type[AttentionBackend]:
+    """The class; how it is pickled, too."""
     form, builder = CacheForm.of(backend), builder_of(backend)
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     sizes = getattr(backend, "get_supported_head_sizes", None)
@@ -89,7 +108,6 @@ def adapt_backend(
         "description": f"{backend.__name__}, in vLLM's style",
         "__module__": __name__,
     }
-    extra = dict(extra_impl_args or {})
     return make_pair(
         AdaptedBackend,
         body,
@@ -97,7 +115,3 @@ def adapt_backend(
         builder=(AdaptedBuilder, builder),
         impl=(AdaptedImpl, {"source": backend, "form": form, "extra": extra}),
     )
-
-
-def _adapted(backend: Any, extra: Any, capabilities: Any) -> type[AttentionBackend]:
-    return adapt_backend(backend, extra_impl_args=extra, **capabilities)

@@ -23,7 +23,6 @@ class DirectLayer:
         impl: of the layer.
         kv_cache_dtype: what the cache stores.
         num_heads, num_kv_heads, head_size: of the layer.
-        kv_sharing_target_layer_name: the layer whose cache this one reads.
     """
 
     backend: Any
@@ -32,7 +31,6 @@ class DirectLayer:
     num_heads: int
     num_kv_heads: int
     head_size: int
-    kv_sharing_target_layer_name: str | None
 
     @property
     def width(self) -> int:

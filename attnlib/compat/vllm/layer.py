@@ -97,9 +97,7 @@ class Attention(nn.Module):
         if impl_cls is not None and has_vllm_forward(impl_cls):
             more: tuple[Any, ...] = (per_layer_sliding_window, stored, logits_soft_cap)
             impl = impl_cls(*heads, *more, *roles, **extra_impl_args)
-            self.layer = DirectLayer(
-                attn_backend, impl, stored, num_heads, heads[3], head_size, roles[1]
-            )
+            self.layer = DirectLayer(attn_backend, impl, stored, num_heads, heads[3], head_size)
         else:
             backend, own = attn_backend, extra_impl_args
             if impl_cls is not None and has_vllm_constructor(impl_cls):
@@ -109,6 +107,8 @@ class Attention(nn.Module):
             more = (cache_config, None, logits_soft_cap, per_layer_sliding_window, use_mla, prefix)
             make: Any = Layer.from_arguments
             self.layer = make(*heads, *more, *roles, backend, **layer_arguments(own))
+        self.impl = getattr(self.layer.impl, "inner", self.layer.impl)
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         given = impl_cls is not None  # else selected, perhaps by a name
         self.attn_backend: Any = attn_backend if given else self.layer.backend
         self.kv_cache: list[torch.Tensor | PagedKVCache] = [torch.empty(0)]
@@ -122,17 +122,6 @@ class Attention(nn.Module):
             self.quant_method = quant_config.get_quant_method(self, prefix=prefix)
         if self.quant_method is not None and hasattr(self.quant_method, "create_weights"):
             self.quant_method.create_weights(self)
-
-    @property
-    def impl(self) -> Any:
-        """The implementation of the backend for this layer."""
-        return getattr(self.layer.impl, "inner", self.layer.impl)
-
-    @property
-    def kv_sharing_target_layer_name(self) -> str | None:
-        """The layer whose cache this one reads."""
-        name: str | None = self.layer.kv_sharing_target_layer_name
-        return name
 
     def forward(
         self,

@@ -19,7 +19,7 @@ from tests.compat.vllm import styles
 from tests.compat.vllm.styles import BLOCK, KV_HEADS, SIZE, SPEC, STEPS, common_of, tokens
 
 SOURCES = (
-    styles.Backend, styles.FlatBackend, styles.BlocksFirst, styles.Packed, styles.SizedBackend,
+    styles.Backend, styles.FlatBackend, styles.BlocksFirst, styles.SizedBackend,
 )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def test_an_adapted_backend_computes_what_others_compute(source: Any) -> None:
 
 def test_the_layout_is_that_of_the_source() -> None:
     found = [adapt_backend(source).capabilities.kv_cache_layouts for source in SOURCES]
-    assert found == [("NHD",), ("NHD",), ("HND_INTERLEAVED",), ("NHD",), ("NHD",)]
+    assert found == [("NHD",), ("NHD",), ("HND_INTERLEAVED",), ("NHD",)]
 
     class Reordered(styles.BlocksFirst):
         @staticmethod
@@ -178,6 +178,13 @@ def test_a_shape_without_a_layout_is_refused() -> None:
 
     with pytest.raises(ContractError, match="which is none of NHD"):
         adapt_backend(Odd)
+    with pytest.raises(ContractError, match="no permutation: run it in attnlib.compat.vllm"):
+        adapt_backend(styles.Packed)
+
+
+def test_layers_of_a_model_share_one_class() -> None:
+    assert adapt_backend(styles.Backend) is adapt_backend(styles.Backend)
+    assert adapt_backend(styles.Backend, sliding_window=True) is not adapt_backend(styles.Backend)
 
 
 def test_the_conformance_suite_runs_an_adapted_backend() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,3 +130,18 @@ def test_a_backend_that_is_not_installed_is_reported_by_selection(
 def test_a_backend_by_name() -> None:
     layer = vllm.Attention(4, 32, 0.2, 2, attn_backend="torch")
     assert layer.attn_backend is layer.get_attn_backend() is TorchBackend
+
+
+def test_an_impl_that_is_a_module_is_a_part_of_the_layer() -> None:
+    class Module(styles.Impl, torch.nn.Module):
+        def __init__(self, *given: Any) -> None:
+            torch.nn.Module.__init__(self)
+            styles.Impl.__init__(self, *given)
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+    class Source(styles.Backend):
+        impl = Module
+
+    layer = vllm.Attention(4, 32, 0.2, 2, attn_backend=Source)
+    assert list(layer.state_dict()) == ["impl.weight"]
+    assert copy.deepcopy(layer).impl is not layer.impl
