@@ -177,7 +177,7 @@ class StepLaunches:
                 new = call.key.data_ptr() | call.value.data_ptr()
                 write_aligned = not (call.addresses | new) & ALIGNMENT
                 given = _with_bytes(values) if write.as_bytes else values
-                write.launches(False, write_aligned).run(0, given, (batch.slots,))
+                write.launches(False, write_aligned).submit(0, given, (batch.slots,))
             if self.as_bytes:
                 values = _with_bytes(values)
             for launches, of_prefill in self.attention(False, aligned):
@@ -189,7 +189,7 @@ class StepLaunches:
                     rows = slice(split, None) if of_prefill else slice(None, split)
                     for source, x in ((QUERY, call.query), (OUT, call.out), (LSE, call.lse)):
                         values[source] = None if x is None else x[rows]
-                launches.run(0, values, part.tensors(tensors))
+                launches.submit(0, values, part.tensors(tensors))
 
     def attention(self, direct: bool, aligned: bool) -> list[tuple[Launches, bool]]:
         """The attention launches of both parts in order, each with whether it is of the prefill

@@ -16,7 +16,11 @@ from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import Batch, BatchTensors
 from attnlib.ops.triton.cache_write import CacheWrite, prepare_write
 from attnlib.ops.triton.decode_schedule import DecodeSchedule
-from attnlib.ops.triton.launch.run import PreparedAttention, PreparedConcurrentPrefill
+from attnlib.ops.triton.launch.run import (
+    PreparedAttention,
+    PreparedConcurrentPrefill,
+    find_launches,
+)
 from attnlib.ops.triton.launch.sequence import (
     K_SCALE,
     NUM_VALUES,
@@ -26,8 +30,8 @@ from attnlib.ops.triton.launch.sequence import (
     Source,
 )
 from attnlib.ops.triton.paged_mixed import can_run_concurrently
-from attnlib.ops.triton.paged_prefill import prepare_prefill
-from attnlib.ops.triton.prepare_decode import prepare_decode
+from attnlib.ops.triton.paged_prefill import Prefill
+from attnlib.ops.triton.prepare_decode import Decode
 
 __all__ = ["Step", "prepare_step"]
 
@@ -134,35 +138,36 @@ def _prepare_parts(step: Step) -> _Parts:
     params, batch, schedule = step.params(), step.batch, step.schedule
     prefill = None
     if batch.prefills is not None:
-        prefill = prepare_prefill(step.part(params, False, "prefill"), step.kernels)
+        prefill = find_launches(Prefill(step.kernels), step.part(params, False, "prefill"))
     if batch.decodes is None or schedule is None:
         return _Parts(prefill=prefill)
     if step.concurrent is not None and prefill is not None:
         call = step.part(params, True, "concurrent")
         call = replace(call, batch=call.batch._replace(counters=None))
-        decode = prepare_decode(call, step.concurrent)
+        decode = find_launches(Decode(step.concurrent), call)
         if can_run_concurrently(prefill, decode):
             return _Parts(decode, prefill, prefill)
-    return _Parts(prepare_decode(step.part(params, True, "decode"), schedule), prefill)
+    return _Parts(find_launches(Decode(schedule), step.part(params, True, "decode")), prefill)
 
 
 def _prepare_invariant(step: Step) -> _Parts:
     """The batch-invariant launches (M15)."""
     # Other layers do not import these kernels.
-    from attnlib.ops.triton.invariant_attention import prepare_invariant
+    from attnlib.ops.triton.invariant_attention import InvariantKernels
 
     params, batch, schedule = step.params(), step.batch, step.schedule
     prefill = None
     if batch.prefills is not None:
         call = step.part(params, False, "prefill")
-        prefill = prepare_invariant(call, kernels=step.kernels)
+        prefill = find_launches(InvariantKernels(step.kernels), call)
     if batch.decodes is None or schedule is None:
         return _Parts(prefill=prefill)
     # The number of CTAs has no effect on the results.
     concurrent = step.concurrent
     max_ctas = None if concurrent is None else concurrent.max_ctas
     call = step.part(params, True, "decode")
-    decode = prepare_invariant(call, schedule.num_splits, step.kernels, max_ctas)
+    invariant = InvariantKernels(step.kernels, schedule.num_splits, max_ctas)
+    decode = find_launches(invariant, call)
     if concurrent is not None and prefill is not None and can_run_concurrently(prefill, decode):
         return _Parts(decode, prefill, prefill)
     return _Parts(decode, prefill)

@@ -1,6 +1,7 @@
 """Triton counterparts of the operations of `ops.torch`, for NVIDIA and AMD GPUs.
 
     attention_call, batch_tensors  one call, and the tensors that all layers of a step share
+    launch/run                     finds or prepares the launches of a call, and launches them
     cache_write, slots             KV slots of new tokens, and writing their keys and values
     paged_decode, paged_prefill    attention over the paged cache
     decode_schedule, prepare_decode  splits of a decode, and its launches

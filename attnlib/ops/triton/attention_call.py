@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor
 
@@ -13,16 +12,15 @@ from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
-from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.signature import call_signature
 
 __all__ = ["AttentionCall"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # `frozen` makes the constructor three times slower
 class AttentionCall:
-    """The tensors and parameters of one call. It lives for the call: prepared launches keep no
-    reference to it.
+    """The tensors and parameters of one call, which nothing changes. It lives for the call:
+    prepared launches keep no reference to it.
 
     Attributes:
         query: `[T, Hq, D]`, last stride 1.
@@ -66,24 +64,6 @@ class AttentionCall:
         """
         signature = call_signature(query, key, value, out, lse, params)
         return cls(query, key, value, out, lse, batch, params, limits_of(query), signature)
-
-    def prepared(self, name: str, form: Hashable, prepare: Callable[[], Any]) -> Any:
-        """The launches of calls with this signature: from the launch cache, or prepared and kept.
-
-        Args:
-            name: of the operation.
-            form: what they follow from besides the signature and the form of the batch.
-            prepare: prepares them; they have the attribute `limits`.
-
-        Raises:
-            ContractError: a batch that the kernels would misread (`BatchTensors.check`).
-        """
-        key = (name, self.signature, self.batch.form(), form)
-        found = LAUNCHES.get(key)
-        if found is None or found.limits is not self.limits:
-            self.batch.check()
-            found = LAUNCHES.keep(key, prepare())
-        return found
 
     @cached_property
     def shape(self) -> LayerShape:

@@ -8,7 +8,7 @@ same as without. On Hopper, Gluon kernels serve the layers that they support
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 
@@ -36,12 +36,10 @@ from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.constants import attention_constants
 from attnlib.ops.triton.launch.partials import Partials
-from attnlib.ops.triton.launch.run import PreparedAttention, run_attention
+from attnlib.ops.triton.launch.run import PreparedAttention
 
 __all__ = [
-    "InvariantDecode",
-    "InvariantPrefill",
-    "prepare_invariant",
+    "InvariantKernels",
     "visible_segments",
     "workspace_bytes",
 ]
@@ -81,7 +79,7 @@ def workspace_bytes(
         limits: the chip.
         num_tokens: query tokens.
         schedule: its number of splits is that of the segments.
-        kernels: as in `prepare_invariant`.
+        kernels: as in `InvariantKernels`.
     """
     plain = invariant_workspace_bytes(
         num_tokens, shape.num_heads, shape.head_size_v, schedule.num_splits
@@ -106,73 +104,52 @@ def workspace_bytes(
     )
 
 
-def prepare_invariant(
-    call: AttentionCall,
-    num_segments: int | None = None,
-    kernels: str = "auto",
-    max_ctas: int | None = None,
-) -> PreparedAttention:
-    """The batch-invariant launches for calls of this signature. Cached.
+class InvariantKernels(NamedTuple):
+    """The Gluon kernels where they are wanted and support the layer, else the plain kernel. Over
+    pages, or over packed keys.
 
-    Args:
-        call: over pages, or over packed keys.
-        num_segments: upper bound of the segments of a request (`visible_segments`), over which a
-            decode is divided; None for a prefill, where one program adds all segments.
+    Attributes:
         kernels: one of `hopper.sizes.INVARIANT_KERNELS` uses the Gluon kernels where they
             support the layer.
+        num_segments: upper bound of the segments of a request (`visible_segments`), over which a
+            decode is divided; None for a prefill, where one program adds all segments.
         max_ctas: CTAs of the Hopper decode, where a prefill runs concurrently; None means all.
-
-    Raises:
-        ContractError: tensors that the kernel cannot address, or sequences with too many segments.
-        UnsupportedConfigError: head sizes for which no tile fits the chip.
     """
-    query_len = None if num_segments is None else call.max_query_len  # prefills do not depend on it
-    form = (call.is_paged, query_len, num_segments, kernels, max_ctas)
-    found: PreparedAttention = call.prepared(
-        "invariant", form, lambda: _select(call, num_segments, kernels, max_ctas)
-    )
-    return found
-
-
-def _select(
-    call: AttentionCall, num_segments: int | None, kernels: str, max_ctas: int | None
-) -> PreparedAttention:
-    """The Gluon kernels where they are wanted and support the layer, else the plain kernel."""
-    limits = call.limits
-    if num_segments is not None and num_segments > _MAX_SEGMENTS:
-        raise ContractError(
-            f"a decode of sequences with {num_segments} segments of {segment_keys(limits)} keys "
-            f"exceeds the limit of {_MAX_SEGMENTS}; lower max_seq_len"
-        )
-    wanted = limits.capability[0] == 9 and kernels in INVARIANT_KERNELS
-    prepared: PreparedAttention | None = None
-    if wanted and (dispatch := hopper.load()) is not None:
-        prepared = dispatch.select_invariant(call, num_segments, max_ctas)
-    return _prepare_plain(call, num_segments or 1) if prepared is None else prepared
-
-
-class InvariantDecode(NamedTuple):
-    """Batch-invariant decodes: segments are divided over programs."""
 
     kernels: str = "auto"
+    num_segments: int | None = None
+    max_ctas: int | None = None
 
-    def run(self, call: AttentionCall) -> None:
-        """See `KernelFamily.run`."""
+    @classmethod
+    def of_decode(cls, call: AttentionCall, kernels: str) -> InvariantKernels:
+        """The kernels of a decode that was called without metadata."""
         params, batch = call.params, call.batch
         bounds = (batch.max_query_len, batch.max_seq_len)
         causal, chunk = params.causal is True, params.attention_chunk_size
-        num_segments = visible_segments(*bounds, params.window, causal, chunk, call.limits)
-        run_attention(prepare_invariant(call, num_segments, self.kernels), call)
+        return cls(kernels, visible_segments(*bounds, params.window, causal, chunk, call.limits))
 
+    def launch_key(self, call: AttentionCall) -> tuple[Any, ...]:
+        """See `KernelFamily`. Prefills do not depend on the query length."""
+        query_len = None if self.num_segments is None else call.max_query_len
+        return ("invariant", call.is_paged, query_len, *self)
 
-class InvariantPrefill(NamedTuple):
-    """Batch-invariant prefills, also over packed keys: one program adds all segments."""
+    def prepare_launches(self, call: AttentionCall) -> PreparedAttention:
+        """See `KernelFamily`.
 
-    kernels: str = "auto"
-
-    def run(self, call: AttentionCall) -> None:
-        """See `KernelFamily.run`."""
-        run_attention(prepare_invariant(call, kernels=self.kernels), call)
+        Raises:
+            ContractError: also for sequences with too many segments.
+        """
+        limits, num_segments = call.limits, self.num_segments
+        if num_segments is not None and num_segments > _MAX_SEGMENTS:
+            raise ContractError(
+                f"a decode of sequences with {num_segments} segments of {segment_keys(limits)} "
+                f"keys exceeds the limit of {_MAX_SEGMENTS}; lower max_seq_len"
+            )
+        wanted = limits.capability[0] == 9 and self.kernels in INVARIANT_KERNELS
+        prepared: PreparedAttention | None = None
+        if wanted and (dispatch := hopper.load()) is not None:
+            prepared = dispatch.select_invariant(call, num_segments, self.max_ctas)
+        return _prepare_plain(call, num_segments or 1) if prepared is None else prepared
 
 
 def _prepare_plain(call: AttentionCall, num_segments: int) -> PlainAttention:

@@ -5,8 +5,6 @@ On Hopper, a Gluon kernel (`hopper/`) serves the calls that it supports and is f
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from attnlib.ops.layer_shape import LayerShape
@@ -21,9 +19,8 @@ from attnlib.ops.triton.heuristics.splits import (
     paged_decode_workspace_bytes,
     visible_bound,
 )
-from attnlib.ops.triton.launch.bound import ALIGNMENT
-from attnlib.ops.triton.launch.run import KernelFamily, PreparedAttention, run_attention
-from attnlib.ops.triton.prepare_decode import prepare_decode, prepare_plain_decode
+from attnlib.ops.triton.launch.run import KernelFamily, run_kernels
+from attnlib.ops.triton.prepare_decode import Decode, PlainDecode
 
 __all__ = [
     "paged_decode",
@@ -140,46 +137,26 @@ def paged_decode(
         counters=counters,
     )
     call = AttentionCall.of(query, key_cache, value_cache, out, lse, batch, params)
-    _family(batch_invariant, kernels, num_splits).run(call)
+    run_kernels(call, *_families(call, batch_invariant, num_splits, kernels))
 
 
-def _family(batch_invariant: bool, kernels: str, num_splits: int | None) -> KernelFamily:
-    """The kernels that serve the calls."""
+def _families(
+    call: AttentionCall, batch_invariant: bool, num_splits: int | None, kernels: str
+) -> tuple[KernelFamily, ...]:
+    """The kernels that may serve a call, the preferred ones first."""
     if batch_invariant:
-        from attnlib.ops.triton.invariant_attention import InvariantDecode
+        from attnlib.ops.triton.invariant_attention import InvariantKernels
 
-        return InvariantDecode(kernels)
-    return _Decode(kernels, num_splits)
-
-
-class _Decode(NamedTuple):
-    """The Hopper decode and the plain kernels, which also read unaligned tensors and need less
-    workspace."""
-
-    kernels: str
-    num_splits: int | None
-
-    def run(self, call: AttentionCall) -> None:
-        """See `KernelFamily.run`."""
-        params, batch = call.params, call.batch
-        mask = (params.window, params.causal is True, params.attention_chunk_size)
-        schedule = schedule_decode(
-            call.shape,
-            call.limits,
-            num_reqs=call.num_reqs,
-            max_query_len=batch.max_query_len,
-            visible=visible_bound(batch.max_query_len, batch.max_seq_len, *mask),
-            num_splits=self.num_splits,
-            kernels=self.kernels,
-        )
-        prepared = prepare_decode(call, schedule)
-        if prepared.needs_alignment and not _fits_hopper(prepared, call):
-            prepared = prepare_plain_decode(call, schedule)
-        run_attention(prepared, call)
-
-
-def _fits_hopper(prepared: PreparedAttention, call: AttentionCall) -> bool:
-    """Whether addresses and workspace allow a prepared Hopper launch."""
-    space = call.batch.workspace
-    is_large = space is None or space.nbytes >= prepared.workspace_bytes
-    return is_large and not call.addresses & ALIGNMENT
+        return (InvariantKernels.of_decode(call, kernels),)
+    params, batch = call.params, call.batch
+    mask = (params.window, params.causal is True, params.attention_chunk_size)
+    schedule = schedule_decode(
+        call.shape,
+        call.limits,
+        num_reqs=batch.num_decodes,
+        max_query_len=batch.max_query_len,
+        visible=visible_bound(batch.max_query_len, batch.max_seq_len, *mask),
+        num_splits=num_splits,
+        kernels=kernels,
+    )
+    return Decode(schedule), PlainDecode(schedule)

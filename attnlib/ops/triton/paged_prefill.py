@@ -5,7 +5,7 @@ On Hopper, a Gluon kernel (`hopper/`) serves the calls that it supports.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
@@ -18,14 +18,19 @@ from attnlib.ops.triton.heuristics.layer_tiles import prefill_tile
 from attnlib.ops.triton.heuristics.tiles import next_power_of_2
 from attnlib.ops.triton.kernels.prefill import prefill_kernel
 from attnlib.ops.triton.launch.attention import PlainAttention
-from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
+from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.constants import page_strides
-from attnlib.ops.triton.launch.run import KernelFamily, PreparedAttention, run_attention
+from attnlib.ops.triton.launch.run import (
+    KernelFamily,
+    PreparedAttention,
+    find_launches,
+    run_kernels,
+)
 from attnlib.ops.triton.launch.score import has_head_bounds, range_constants
 from attnlib.ops.triton.quantized_pages import element_constants
 
-__all__ = ["paged_prefill", "prepare_plain_prefill", "prepare_prefill"]
+__all__ = ["PlainPrefill", "Prefill", "paged_prefill"]
 
 _MAX_ROWS = 128
 """Rows of the largest tile."""
@@ -90,74 +95,59 @@ def paged_prefill(
         counters=counters,
     )
     call = AttentionCall.of(query, key_cache, value_cache, out, lse, batch, params)
-    _family(batch_invariant, kernels).run(call)
+    run_kernels(call, *_families(batch_invariant, kernels))
 
 
-def _family(batch_invariant: bool, kernels: str) -> KernelFamily:
-    """The kernels that serve the calls."""
+def _families(batch_invariant: bool, kernels: str) -> tuple[KernelFamily, ...]:
+    """The kernels that may serve a call, the preferred ones first."""
     if batch_invariant:
-        from attnlib.ops.triton.invariant_attention import InvariantPrefill
+        from attnlib.ops.triton.invariant_attention import InvariantKernels
 
-        return InvariantPrefill(kernels)
-    return _Prefill(kernels)
+        return (InvariantKernels(kernels),)
+    return Prefill(kernels), PlainPrefill()
 
 
-class _Prefill(NamedTuple):
-    """The Hopper prefill and the plain kernel, which also reads unaligned tensors."""
+class Prefill(NamedTuple):
+    """The Hopper prefill where it supports the call, else the plain kernel. Over pages.
+
+    Attributes:
+        kernels: "auto", "hopper" or "portable"; see `paged_prefill`.
+    """
 
     kernels: str
 
-    def run(self, call: AttentionCall) -> None:
-        """See `KernelFamily.run`."""
-        prepared = prepare_prefill(call, self.kernels)
-        if prepared.needs_alignment and call.addresses & ALIGNMENT:
-            prepared = prepare_plain_prefill(call)
-        run_attention(prepared, call)
+    def launch_key(self, call: AttentionCall) -> tuple[Any, ...]:
+        """See `KernelFamily`."""
+        return ("prefill", call.max_query_len, call.batch.length_class(call.key), self.kernels)
+
+    def prepare_launches(self, call: AttentionCall) -> PreparedAttention:
+        """See `KernelFamily`."""
+        wanted = call.limits.capability[0] == 9 and self.kernels != "portable"
+        prepared: PreparedAttention | None = None
+        if wanted and (dispatch := hopper.load()) is not None:
+            in_pages = call.params.scales_in_page
+            select = dispatch.select_page_prefill if in_pages else dispatch.select_prefill
+            prepared = select(call)
+        return find_launches(PlainPrefill(), call) if prepared is None else prepared
 
 
-def prepare_prefill(call: AttentionCall, kernels: str) -> PreparedAttention:
-    """The launch for calls of this signature: the Hopper prefill where it supports the call, else
-    the plain kernel. Cached.
+class PlainPrefill(NamedTuple):
+    """The plain kernel, which also reads unaligned tensors. Over pages or packed keys."""
 
-    Args:
-        call: over pages.
-        kernels: "auto", "hopper" or "portable"; see `paged_prefill`.
+    def launch_key(self, call: AttentionCall) -> tuple[Any, ...]:
+        """See `KernelFamily`. Row counts that choose the same tile share a launch."""
+        return ("plain prefill", _tile_rows(call, has_head_bounds(call.params)), call.is_paged)
 
-    Raises:
-        ContractError: tensors that the kernel cannot address.
-    """
-    form = (call.max_query_len, call.batch.length_class(call.key), kernels)
-    found: PreparedAttention = call.prepared("prefill", form, lambda: _select(call, kernels))
-    return found
+    def prepare_launches(self, call: AttentionCall) -> PreparedAttention:
+        """See `KernelFamily`."""
+        one_head = has_head_bounds(call.params)
+        return _plain_launch(call, _tile_rows(call, one_head), one_head)
 
 
-def _select(call: AttentionCall, kernels: str) -> PreparedAttention:
-    """The Hopper prefill where it supports the call, else the plain kernel."""
-    wanted = call.limits.capability[0] == 9 and kernels != "portable"
-    prepared: PreparedAttention | None = None
-    if wanted and (dispatch := hopper.load()) is not None:
-        in_pages = call.params.scales_in_page
-        select = dispatch.select_page_prefill if in_pages else dispatch.select_prefill
-        prepared = select(call)
-    return prepare_plain_prefill(call) if prepared is None else prepared
-
-
-def prepare_plain_prefill(call: AttentionCall) -> PlainAttention:
-    """The plain launch for calls of this signature, also over packed keys (no block table). Cached.
-
-    Raises:
-        ContractError: tensors that the kernel cannot address.
-        UnsupportedConfigError: head sizes for which no tile fits the chip.
-    """
-    one_head = has_head_bounds(call.params)
-    # Row counts that choose the same tile share a launch.
+def _tile_rows(call: AttentionCall, one_head: bool) -> int:
+    """Query rows of a tile, at most; with `one_head`, of one query head."""
     heads = 1 if one_head else call.query.shape[1] // max(1, call.key.shape[-2])
-    rows = min(_MAX_ROWS, next_power_of_2(heads * call.max_query_len))
-    form = (rows, call.is_paged)
-    found: PlainAttention = call.prepared(
-        "plain prefill", form, lambda: _plain_launch(call, rows, one_head)
-    )
-    return found
+    return min(_MAX_ROWS, next_power_of_2(heads * call.max_query_len))
 
 
 def _plain_launch(call: AttentionCall, rows: int, one_head: bool) -> PlainAttention:

@@ -8,6 +8,8 @@ FlashAttention's GQA packing.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from attnlib.errors import ContractError
 from attnlib.ops.triton import hopper
 from attnlib.ops.triton.attention_call import AttentionCall
@@ -27,50 +29,54 @@ from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.constants import page_strides
 from attnlib.ops.triton.launch.partials import Partials
-from attnlib.ops.triton.launch.run import PreparedAttention
+from attnlib.ops.triton.launch.run import PreparedAttention, find_launches
 from attnlib.ops.triton.quantized_pages import element_constants
 
-__all__ = ["prepare_decode", "prepare_plain_decode"]
+__all__ = ["Decode", "PlainDecode"]
 
 _MAX_REQUESTS = 65534
 """Limit of a grid's third dimension, less the programs for rows past the last request."""
 
 
-def prepare_decode(call: AttentionCall, schedule: DecodeSchedule) -> PreparedAttention:
-    """The launches for calls of this signature: the Hopper decode where the schedule prefers it and
-    it supports the call, else the plain kernels. Cached.
-
-    Raises:
-        ContractError: tensors that the kernels cannot address.
-    """
-    found: PreparedAttention = call.prepared("decode", schedule, lambda: _select(call, schedule))
-    return found
-
-
-def _select(call: AttentionCall, schedule: DecodeSchedule) -> PreparedAttention:
+class Decode(NamedTuple):
     """The Hopper decode where the schedule prefers it and it supports the call, else the plain
     kernels."""
-    prepared: PreparedAttention | None = None
-    if (
-        schedule.uses_hopper
-        and hopper_reads(call.shape.page_format)
-        and (dispatch := hopper.load()) is not None
-    ):
-        prepared = dispatch.select_decode(call, schedule)
-    return prepare_plain_decode(call, schedule) if prepared is None else prepared
+
+    schedule: DecodeSchedule
+
+    def launch_key(self, call: AttentionCall) -> tuple[Any, ...]:
+        """See `KernelFamily`."""
+        return ("decode", self.schedule)
+
+    def prepare_launches(self, call: AttentionCall) -> PreparedAttention:
+        """See `KernelFamily`."""
+        schedule = self.schedule
+        prepared: PreparedAttention | None = None
+        if (
+            schedule.uses_hopper
+            and hopper_reads(call.shape.page_format)
+            and (dispatch := hopper.load()) is not None
+        ):
+            prepared = dispatch.select_decode(call, schedule)
+        return find_launches(PlainDecode(schedule), call) if prepared is None else prepared
 
 
-def prepare_plain_decode(call: AttentionCall, schedule: DecodeSchedule) -> PlainAttention:
-    """The plain launches for calls of this signature. Cached.
+class PlainDecode(NamedTuple):
+    """The plain kernels, which also read unaligned tensors and need less workspace."""
 
-    Raises:
-        ContractError: tensors that the kernels cannot address, or too many requests for one grid.
-    """
-    form = schedule[:4]
-    found: PlainAttention = call.prepared(
-        "plain decode", form, lambda: _plain_launch(call, schedule)
-    )
-    return found
+    schedule: DecodeSchedule
+
+    def launch_key(self, call: AttentionCall) -> tuple[Any, ...]:
+        """See `KernelFamily`."""
+        return ("plain decode", self.schedule[:4])
+
+    def prepare_launches(self, call: AttentionCall) -> PreparedAttention:
+        """See `KernelFamily`.
+
+        Raises:
+            ContractError: also for too many requests for one grid.
+        """
+        return _plain_launch(call, self.schedule)
 
 
 def _plain_launch(call: AttentionCall, schedule: DecodeSchedule) -> PlainAttention:

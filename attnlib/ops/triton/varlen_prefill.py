@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,8 +12,8 @@ from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.launch.bound import ALIGNMENT
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.launch.run import KernelFamily, PreparedAttention, run_attention
-from attnlib.ops.triton.paged_prefill import prepare_plain_prefill
+from attnlib.ops.triton.launch.run import PreparedAttention, run_attention, run_kernels
+from attnlib.ops.triton.paged_prefill import PlainPrefill
 
 __all__ = ["varlen_prefill"]
 
@@ -70,34 +69,25 @@ def varlen_prefill(
         max_seq_len=max_seqlen_k,
     )
     call = AttentionCall.of(query, key, value, out, lse, batch, params)
-    _family(batch_invariant, kernels).run(call)
-
-
-def _family(batch_invariant: bool, kernels: str) -> KernelFamily:
-    """The kernels that serve the calls."""
     if batch_invariant:
-        from attnlib.ops.triton.invariant_attention import InvariantPrefill
+        from attnlib.ops.triton.invariant_attention import InvariantKernels
 
-        return InvariantPrefill()
-    return _Prefill(kernels)
+        run_kernels(call, InvariantKernels())
+    elif call.limits.capability[0] != 9 or kernels == "portable" or not _run_on_hopper(call):
+        run_kernels(call, PlainPrefill())
 
 
-class _Prefill(NamedTuple):
-    """The Hopper prefill over packed keys, and the plain kernel."""
-
-    kernels: str
-
-    def run(self, call: AttentionCall) -> None:
-        """See `KernelFamily.run`."""
-        is_hopper = call.limits.capability[0] == 9 and self.kernels != "portable"
-        if is_hopper and not call.addresses & ALIGNMENT:
-            # The first rows of the keys take the place of a block table.
-            starts = call.batch.seq_lens.unsqueeze(1)
-            packed = replace(call, batch=call.batch._replace(block_table=starts))
-            if found := _hopper_prefill(packed):
-                run_attention(found, packed)
-                return
-        run_attention(prepare_plain_prefill(call), call)
+def _run_on_hopper(call: AttentionCall) -> bool:
+    """Launch the Hopper prefill; False, and nothing is launched, where it does not serve a call."""
+    if call.addresses & ALIGNMENT:
+        return False
+    # The first rows of the keys take the place of a block table.
+    starts = call.batch.seq_lens.unsqueeze(1)
+    packed = replace(call, batch=call.batch._replace(block_table=starts))
+    found = _hopper_prefill(packed)
+    if found is not None:
+        run_attention(found, packed)
+    return found is not None
 
 
 def _hopper_prefill(call: AttentionCall) -> PreparedAttention | None:

@@ -169,7 +169,7 @@ class HopperSharedDecode:
         with device_guard(query):
             if is_direct((self.attend, self.merge)) and not launches_observed():
                 space = workspace.data_ptr()
-                self.direct.run(
+                self.direct.submit(
                     current_stream(self.index),
                     (
                         *pointers,
@@ -190,7 +190,7 @@ class HopperSharedDecode:
                     ),
                 )
             else:
-                self.launches(False).run(
+                self.launches(False).submit(
                     0,
                     (query, key, value, out, lse, None, None, None, params.sinks, None, None),
                     (*integers, items.num_tokens, table, workspace, workspace[lses:]),

@@ -1,8 +1,11 @@
-"""Run a prepared attention launch once, on tensors. A step plan keeps the bound form instead."""
+"""Find the launches of a call in the launch cache, or prepare them; and launch once, on tensors.
+
+A step plan (`attnlib.backends.triton.plan`) finds them here too, and keeps the bound form instead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -18,23 +21,31 @@ from attnlib.ops.triton.launch.bound import (
     current_stream,
     launches_observed,
 )
+from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.sequence import KEY_CACHE, VALUE_CACHE, Launches
 
 __all__ = [
     "KernelFamily",
     "PreparedAttention",
     "PreparedConcurrentPrefill",
+    "find_launches",
     "is_direct",
     "run_attention",
+    "run_kernels",
     "with_workspace",
 ]
 
 
 class KernelFamily(Protocol):
-    """Kernels that serve the calls of an operation: the usual ones, or batch-invariant ones."""
+    """Kernels that serve calls of an operation: `Prefill`, `PlainPrefill`, `Decode`, `PlainDecode`,
+    `InvariantKernels`."""
 
-    def run(self, call: AttentionCall) -> None:
-        """Choose the kernels of a call and launch them on the current stream.
+    def launch_key(self, call: AttentionCall) -> Hashable:
+        """What the launches follow from besides the call's signature and the form of its batch.
+        Begins with the name of the operation."""
+
+    def prepare_launches(self, call: AttentionCall) -> PreparedAttention:
+        """Choose the kernels, tiles and grids of calls with this key and signature.
 
         Raises:
             ContractError: tensors that the kernels cannot address.
@@ -118,6 +129,40 @@ def with_workspace(prepared: PreparedAttention, batch: BatchTensors, device: Any
     return batch
 
 
+def find_launches(family: KernelFamily, call: AttentionCall) -> PreparedAttention:
+    """The launches of calls with this signature: from the launch cache, or prepared and kept.
+
+    Raises:
+        ContractError: tensors or a batch that the kernels would misread.
+        UnsupportedConfigError: head sizes for which no tile fits the chip.
+    """
+    key = (family.launch_key(call), call.signature, call.batch.form())
+    found: PreparedAttention | None = LAUNCHES.get(key)
+    if found is None or found.limits is not call.limits:
+        call.batch.check()
+        found = LAUNCHES.keep(key, family.prepare_launches(call))
+    return found
+
+
+def run_kernels(call: AttentionCall, *families: KernelFamily) -> None:
+    """Launch a call once on the current stream, by the first family that serves its addresses and
+    its workspace.
+
+    Raises:
+        ContractError: tensors that the kernels cannot address, or a workspace that is too small.
+        UnsupportedConfigError: head sizes for which no tile fits the chip.
+    """
+    space = call.batch.workspace
+    for family in families:
+        prepared = find_launches(family, call)
+        if not prepared.needs_alignment:
+            break
+        is_large = space is None or space.nbytes >= prepared.workspace_bytes
+        if is_large and not call.addresses & ALIGNMENT:
+            break
+    run_attention(prepared, call)
+
+
 def run_attention(prepared: PreparedAttention, call: AttentionCall) -> None:
     """Launch once on the current stream: directly where possible, else through Triton.
 
@@ -133,39 +178,36 @@ def run_attention(prepared: PreparedAttention, call: AttentionCall) -> None:
         )
     batch = prepared.with_scratch(with_workspace(prepared, call.batch, call.query.device))
     addresses = prepared.addresses(batch)
+    values = _values(call)
     with device_guard(call.query):
         can_launch = aligned and addresses is not None
         if can_launch and is_direct(prepared.kernels) and not launches_observed():
-            stream = current_stream(prepared.index)
-            prepared.direct.run(stream, tuple(map(_address, _values(call))), addresses or ())
+            given = [x.data_ptr() if isinstance(x, Tensor) else x for x in values]
+            prepared.direct.submit(current_stream(prepared.index), given, addresses or ())
             return
-        values = _values(call)
         if prepared.as_bytes:
             values[KEY_CACHE] = call.key.view(torch.uint8)
             values[VALUE_CACHE] = call.value.view(torch.uint8)
-        prepared.launches(False, can_launch).run(0, values, prepared.tensors(batch))
+        prepared.launches(False, can_launch).submit(0, values, prepared.tensors(batch))
 
 
 def _values(call: AttentionCall) -> list[Any]:
     """The values of a call in the order of `launch.sequence`, without new keys and values."""
     params = call.params
-    scales = (
-        scale if isinstance(scale, Tensor) else float(scale)
-        for scale in (params.k_scale, params.v_scale)
-    )
+    k_scale, v_scale = params.k_scale, params.v_scale
     return [
         *(call.query, call.key, call.value, call.out, call.lse),
         *(None, None),
         *(params.alibi_slopes, params.sinks),
-        *scales,
+        k_scale if isinstance(k_scale, Tensor) else float(k_scale),
+        v_scale if isinstance(v_scale, Tensor) else float(v_scale),
         *params.layer_score_tensors(),
     ]
 
 
 def is_direct(kernels: Iterable[BoundLaunch]) -> bool:
     """Whether direct launches of all these kernels are possible, given aligned tensors."""
-    return all(kernel.is_direct for kernel in kernels)
-
-
-def _address(value: Tensor | float | None) -> float | int | None:
-    return value.data_ptr() if isinstance(value, Tensor) else value
+    for kernel in kernels:  # a loop costs less than `all` over a generator
+        if not kernel.is_direct:
+            return False
+    return True

@@ -134,7 +134,7 @@ class Launches(NamedTuple):
         for submit, sources in self.steps:
             yield submit, [given[source] for source in sources]
 
-    def run(self, stream: int, values: Sequence[Any], of_batch: Sequence[Any] = ()) -> None:
+    def submit(self, stream: int, values: Sequence[Any], of_batch: Sequence[Any] = ()) -> None:
         """Launch on `stream`; see `calls` for the values."""
         for submit, changing in self.calls(values, of_batch):
             submit(stream, *changing)
