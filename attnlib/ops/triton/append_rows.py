@@ -113,6 +113,7 @@ def _launch(
         "VEC_KC": vector_elements("keys", keys.transpose(1, 2)),
         "VEC_VC": vector_elements("values", values.transpose(1, 2)),
         "num_warps": 4 if padded * block_h > 512 else 1,
+        "enable_fp_fusion": True,
     }
     name = ("append rows", key.get_device(), key.dtype, grid, wide, *constants.values())
     found: BoundLaunch | None = LAUNCHES.get(name)

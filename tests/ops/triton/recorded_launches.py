@@ -42,6 +42,7 @@ from attnlib.ops.triton import (
     slots,
     varlen_prefill,
 )
+from attnlib.ops.triton.append_rows import RowAppend
 from attnlib.ops.triton.heuristics import device
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.hopper import converted_prefill, decode_plan, dispatch, prefill_plan
@@ -965,6 +966,22 @@ def check_bare_launches() -> None:
         assert recorded(call.bare_launches())[0] == theirs, name
 
 
+def check_appended_rows() -> None:
+    """The second token is launched directly, with its own position, as Triton would launch it."""
+    new = torch.zeros(2, 1, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    buffer = torch.zeros(2, 4, 128, 64, dtype=torch.bfloat16)
+    append = RowAppend(new, new, buffer, buffer)
+    append.run(new, new, 7)
+    direct, through_triton = recorded(lambda: append.run(new, new, 8))
+    assert not through_triton and direct[0].arguments[4] == 8
+    with by_triton():
+        assert recorded(lambda: append.run(new, new, 8))[0] == direct
+    unaligned = torch.zeros(2, 1, 4, 65, dtype=torch.bfloat16)[..., 1:].transpose(1, 2)
+    append = RowAppend(unaligned, unaligned, buffer, buffer)
+    append.run(unaligned, unaligned, 7)
+    assert recorded(lambda: append.run(unaligned, unaligned, 8))[1] == ["append_rows_kernel"]
+
+
 def check_memory_is_bounded() -> None:
     """Thousands of launches do not accumulate."""
     kept = LaunchCache()
@@ -991,6 +1008,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     check_replaced_methods,
     check_files_of_layers,
     check_bare_launches,
+    check_appended_rows,
     check_memory_is_bounded,
 )
 

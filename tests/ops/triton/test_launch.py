@@ -33,6 +33,7 @@ CHECKS = [
     "check_replaced_methods",
     "check_files_of_layers",
     "check_bare_launches",
+    "check_appended_rows",
     "check_memory_is_bounded",
 ]
 
