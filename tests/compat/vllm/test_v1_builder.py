@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 
 import attnlib
+import attnlib.testing
 from attnlib.backends.torch import TorchBackend
 from attnlib.compat import vllm
 from attnlib.compat.vllm import backend_utils as utils
 from attnlib.compat.vllm.config import config_of, spec_of
 from attnlib.spec import CudaGraphSupport
+from attnlib.testing.outcome import Outcome
 from tests.compat.vllm import styles
 from tests.compat.vllm.styles import SPEC, common_of
 
@@ -186,3 +189,67 @@ def test_metadata_that_a_layer_of_attnlib_cannot_read() -> None:
         pytest.raises(attnlib.errors.ContractError, match=r"is a Plan; .*adapt_backend"),
     ):
         layer(*(x.flatten(1) for x in styles.tokens(2)))
+
+
+@dataclasses.dataclass
+class Batch(vllm.AttentionMetadata):
+    common: Any
+
+
+class BatchBuilder(utils.AttentionMetadataBuilder[Batch]):
+    full_cudagraph_supported = True
+
+    def __init__(self, kv_cache_spec: Any, vllm_config: Any, device: torch.device) -> None:
+        self.kv_cache_spec = kv_cache_spec
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Batch:
+        common = common_attn_metadata
+        counts = (common.num_reqs, common.num_actual_tokens, 0)
+        return Batch(*counts, common.slot_mapping, None, False, common)
+
+
+class GatherImpl(attnlib.AttentionImpl):
+    def forward(self, query: Any, cache: Any, metadata: Any, output: Any, lse: Any = None) -> None:
+        sizes = (self.spec.num_heads, self.spec.head_size, self.scale, self.spec.num_kv_heads)
+        inner = styles.Impl(*sizes, None, None, "auto", None, "decoder", None)
+        views = (cache.key_cache, cache.value_cache)
+        found = inner.attend(query, None, None, *views, metadata.common)
+        output.zero_()
+        output[: len(found)] = found
+
+
+class Gathering(attnlib.AttentionBackend):
+    """A backend of attnlib whose builder is one of vLLM v1."""
+
+    capabilities = dataclasses.replace(
+        vllm.adapt_backend(styles.Backend).capabilities, kv_cache_layouts=("ANY",)
+    )
+    get_name = staticmethod(lambda: "gathering")
+    get_impl_cls = staticmethod(lambda: GatherImpl)
+    get_builder_cls = staticmethod(lambda: BatchBuilder)
+    get_metadata_cls = staticmethod(lambda: Batch)
+
+
+@pytest.fixture
+def gathering() -> Iterator[str]:
+    attnlib.register_backend("gathering", Gathering)
+    yield "gathering"
+    attnlib.selection.unregister_backend("gathering")
+
+
+@pytest.mark.parametrize("name", ["{}", "prefill:{},decode:torch", "prefill:torch,decode:{}"])
+def test_a_registered_backend_with_a_v1_builder_conforms(name: str, gathering: str) -> None:
+    """Its batches are built, split between backends, padded, captured and replayed."""
+    report = attnlib.testing.run_conformance(
+        name.format(gathering), device="cpu", quick=True, only="W2,W3,N1,N2,N3,K2,K4,F2,F3,G1,G3,O2"
+    )
+    assert report.passed, str(report)
+    assert report.count(Outcome.PASS) >= 50
+
+
+def test_a_registered_backend_with_a_v1_builder_is_warmed_up(gathering: str) -> None:
+    layer = attnlib.Attention(SPEC, backend=gathering, device="cpu")
+    cache = attnlib.PagedKVCache.allocate(SPEC, 4, "cpu")
+    assert attnlib.warmup(layer, cache, LIMITS).batches
