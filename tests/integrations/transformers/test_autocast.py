@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import StaticLayer
 
 import attnlib
 from attnlib.integrations.transformers.paged_model import PagedModel
@@ -30,11 +31,22 @@ def test_a_forward_is_as_close_to_float32_as_eager(name: str, low: torch.dtype) 
     assert ours <= 2 * eager, (float(ours), float(eager))
 
 
+def _static_caches_keep_both_dtypes() -> bool:
+    """False before transformers 5.24, where eager fails, too: keys are float32 after rotation."""
+    layer = StaticLayer(max_cache_len=4)
+    layer.lazy_initialization(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2).bfloat16())
+    return layer.values.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_generate_runs(name: str, cache: str) -> None:
     model, batch = decoder(name), padded(prompts(9, 5), "left")
-    static: dict[str, Any] = {"cache_implementation": "static"} if cache == "static" else {}
+    static: dict[str, Any] = {}
+    if cache == "static":
+        static["cache_implementation"] = "static"
+        if not _static_caches_keep_both_dtypes():
+            pytest.skip("the static caches of this transformers refuse values of another dtype")
     with torch.autocast("cpu", torch.bfloat16):
         tokens = run(
             model,
