@@ -1,16 +1,22 @@
 """Operations outside `Attention` refuse wrong arguments or are right, and write only their memory.
 
 Corrupted page lists of FlashInfer's names, arguments of FlashAttention's functions, and arguments
-of the operations of caches. Without options the number of draws is bounded:
+of the operations of caches. Without options the number of calls is bounded:
 
-    pytest tests/properties/test_corruptions.py --draws 10000
+    pytest tests/properties/test_corruptions.py --draws 10000 --draw-report corruptions.json
+
+`--draws` counts the calls whose arguments were corrupted. Valid calls between them, which must be
+right, are counted separately.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -31,7 +37,8 @@ KINDS = {
     "indices": INDICES,
 }
 BOUNDED = 60
-"""Draws of each operation without options."""
+"""Corrupted calls of each operation without options."""
+Counts = dict[str, dict[str, int]]
 
 
 @pytest.fixture(autouse=True)
@@ -40,23 +47,55 @@ def _defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNLIB_BACKEND", os.environ.get("ATTNLIB_BACKEND", "torch"))
 
 
+@pytest.fixture(scope="module")
+def counts(request: pytest.FixtureRequest) -> Iterator[Counts]:
+    """Operation -> number of calls by outcome; written to the file of `--draw-report`."""
+    found: Counts = {}
+    yield found
+    report = request.config.getoption("--draw-report")
+    if report is not None and found:
+        from attnlib.bench.provenance import provenance
+
+        total: Counter[str] = Counter()
+        for outcomes in found.values():
+            total.update(outcomes)
+        given = " ".join(request.config.invocation_params.args)
+        facts = {
+            "provenance": provenance(
+                command=f"pytest {given}", commit=request.config.getoption("--draw-commit")
+            ),
+            "corrupted": total["corrupted, refused"] + total["corrupted, right"],
+            "total": dict(total),
+            "operations": found,
+        }
+        Path(report).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     "make", [make for makes in KINDS.values() for make in makes], ids=lambda make: make.__name__
 )
-def test_a_corrupted_call_is_refused_or_right(make, request: pytest.FixtureRequest) -> None:
+def test_a_corrupted_call_is_refused_or_right(
+    make, counts: Counts, request: pytest.FixtureRequest
+) -> None:
     option = request.config.getoption
-    count = sum(len(makes) for makes in KINDS.values())
-    draws = BOUNDED if option("--draws") is None else -(-option("--draws") // count)
+    operations = sum(len(makes) for makes in KINDS.values())
+    wanted = BOUNDED if option("--draws") is None else -(-option("--draws") // operations)
     outcomes: Counter[str] = Counter()
-    for seed in range(option("--draw-seed"), option("--draw-seed") + draws):
+    corrupted, seed = 0, option("--draw-seed")
+    while corrupted < wanted:
+        assert seed < option("--draw-seed") + 4 * wanted + 20, "most calls are not corrupted"
         torch.manual_seed(seed)
         rng = Random(seed)
         try:
-            outcomes[check_trial(rng, make(rng))] += 1
+            outcome = check_trial(rng, make(rng))
         except AssertionError as error:
             pytest.fail(f"seed {seed}: {error}", pytrace=bool(error.__cause__))
-    print(f"{make.__name__}: {dict(outcomes)}")
-    assert draws < 20 or outcomes["refused"] and outcomes["right"]
+        corrupted += outcome.corrupted
+        kind = "corrupted" if outcome.corrupted else "valid"
+        outcomes[f"{kind}, {'refused' if outcome.refused else 'right'}"] += 1
+        seed += 1
+    counts[make.__name__] = dict(outcomes)
+    assert wanted < 20 or outcomes["corrupted, refused"] and outcomes["valid, right"]
 
 
 def _writes(cache: torch.Tensor, place: int) -> None:

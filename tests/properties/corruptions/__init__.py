@@ -5,6 +5,6 @@ arguments in plain Python. `check_trial` changes some arguments and demands that
 and writes nothing, or that its result and the memory are those of the reference.
 """
 
-from tests.properties.corruptions.trial import Meaningless, Trial, check_trial
+from tests.properties.corruptions.trial import Meaningless, Outcome, Trial, check_trial
 
-__all__ = ["Meaningless", "Trial", "check_trial"]
+__all__ = ["Meaningless", "Outcome", "Trial", "check_trial"]

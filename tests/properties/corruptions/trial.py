@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,19 @@ GUARD = 64
 
 class Meaningless(Exception):
     """Arguments that the reference gives no meaning: a call with them must be refused."""
+
+
+class Outcome(NamedTuple):
+    """How a call ended.
+
+    Attributes:
+        refused: the call raised an error that says why; otherwise it was right.
+        corrupted: a value, length, shape or dtype of the call differs from the valid ones. Other
+            strides alone are no corruption.
+    """
+
+    refused: bool
+    corrupted: bool
 
 
 class Undefined(Exception):
@@ -72,11 +85,8 @@ class _Memory:
         return [_bytes(part) for x in self.allocations.values() for part in (x[:GUARD], x[-GUARD:])]
 
 
-def check_trial(rng: Random, trial: Trial) -> str:
-    """Corrupt a trial and check it.
-
-    Returns:
-        "refused" or "right", which a result that the rules leave open counts as.
+def check_trial(rng: Random, trial: Trial) -> Outcome:
+    """Corrupt a trial and check it. A result that the rules leave open counts as right.
 
     Raises:
         AssertionError: another outcome; the message names the corruptions.
@@ -91,15 +101,18 @@ def check_trial(rng: Random, trial: Trial) -> str:
     label = f"{trial.name} with " + (
         ", ".join(f"{name}: {change.text}" for name, change in changes) or "valid arguments"
     )
+    given = _changed(trial, changes, ours)
+    valid = {**trial.arguments, **ours.views}
+    corrupted = any(not _equal(given[name], valid[name]) for name, _ in changes)
     try:
-        result = trial.call(**_changed(trial, changes, ours))
+        result = trial.call(**given)
     except (AttnlibError, *trial.others) as error:
         assert changes, f"{label}: refused: {error}"
         assert len(str(error)) > 10, f"{label}: {error!r} says nothing"
         for name, allocation in ours.allocations.items():
             same = torch.equal(_bytes(allocation), _bytes(theirs.allocations[name]))
             assert same, f"{label}: refused, but {name} has changed ({error})"
-        return "refused"
+        return Outcome(refused=True, corrupted=corrupted)
     except Exception as error:
         raise AssertionError(f"{label}: raised {type(error).__name__}: {error}") from error
     try:
@@ -111,7 +124,7 @@ def check_trial(rng: Random, trial: Trial) -> str:
     for mine, reference in zip(ours.guards(), theirs.guards(), strict=True):
         assert torch.equal(mine, reference), f"{label}: memory around a cache has changed"
     if wanted is UNDEFINED:
-        return "right"
+        return Outcome(refused=False, corrupted=corrupted)
     try:
         trial.same_result(result, wanted)
         if trial.same_memory is not None:
@@ -121,7 +134,7 @@ def check_trial(rng: Random, trial: Trial) -> str:
                 assert torch.equal(_bytes(view), _bytes(theirs.views[name])), f"{name} differs"
     except AssertionError as error:
         raise AssertionError(f"{label}: {error}") from None
-    return "right"
+    return Outcome(refused=False, corrupted=corrupted)
 
 
 def _changed(trial: Trial, changes: list[tuple[str, Change]], memory: _Memory) -> dict[str, Any]:
@@ -131,5 +144,14 @@ def _changed(trial: Trial, changes: list[tuple[str, Change]], memory: _Memory) -
     return values
 
 
+def _equal(given: Any, valid: Any) -> bool:
+    """Whether two arguments have the same values, lengths, shapes and dtypes."""
+    if isinstance(valid, torch.Tensor):
+        alike = given.dtype == valid.dtype and given.shape == valid.shape
+        return alike and torch.equal(_bytes(given), _bytes(valid))
+    return repr(given) == repr(valid)
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    packed = tensor.clone(memory_format=torch.contiguous_format)
+    return packed.view(-1).view(torch.uint8)
