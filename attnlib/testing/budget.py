@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 __all__ = [
-    "BUDGETS", "FLOAT8_QUERY_ERROR", "Budget", "Comparison", "compare", "compare_bits",
-    "relative_error",
+    "BUDGETS", "FLOAT8_QUERY_ERROR", "FLOAT8_QUERY_STEP", "Budget", "Comparison", "compare",
+    "compare_bits", "relative_error",
 ]  # fmt: skip
 
 
@@ -196,6 +196,9 @@ def _nonfinite_mismatch(actual: torch.Tensor, expected: torch.Tensor) -> str:
 FLOAT8_QUERY_ERROR = 0.05
 """Largest `relative_error` of outputs whose queries and weights are rounded to e4m3 (M19). A number
 with 4 significant bits has a relative error of at most 2^-4, and 0.026 on average."""
+
+FLOAT8_QUERY_STEP = 2.0**-4
+"""Largest relative error of one number that is rounded to e4m3."""
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

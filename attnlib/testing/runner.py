@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from attnlib.backends.base import AttentionBackend, AttentionImpl
+from attnlib.errors import ContractError
 from attnlib.testing.budget import compare
 from attnlib.testing.case import Case
 from attnlib.testing.materialized_case import MaterializedCase
@@ -54,8 +55,13 @@ def check_supported(backend: Backend, case: Case, device: torch.device | str) ->
 
     Raises:
         UnsupportedCase: the backend declares that it does not support the case.
+        ContractError: it declares so without a reason.
     """
     reasons = backend.validate_configuration(case.spec, device)
+    if any(not isinstance(reason, str) or not reason.strip() for reason in reasons):
+        raise ContractError(
+            f"{backend.get_name()} must give a reason for what it does not support, got {reasons!r}"
+        )
     if reasons:
         raise UnsupportedCase(reasons)
 

@@ -23,6 +23,7 @@ from attnlib.ops.torch import key_indexer, packed_latents
 from attnlib.spec import AttentionSpec
 from tests.testing.toy_backend import ToyBackend, ToyBuilder, ToyImpl, ToyMetadata, toy_with
 from tests.testing.wrong_at_scale import SUBTLE
+from tests.testing.wrong_from_reports import REPORTED
 from tests.testing.wrong_operations import WRONG_OPERATIONS, OtherOperation
 
 
@@ -891,6 +892,7 @@ def _torch_with(impl: type[TorchImpl]) -> type[AttentionBackend]:
 
 WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     **SUBTLE,
+    **REPORTED,
     **WRONG_OPERATIONS,
     "off-by-one window": (toy_with(OffByOneWindow), "W2"),
     "window on one phase only": (toy_with(WindowOnPrefillOnly), "W2"),
@@ -933,7 +935,7 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "rows without keys average all values": (toy_with(UniformWhenNothingIsVisible), "N2"),
     "a sharing layer writes": (toy_with(SharingLayerWrites), "K6"),
     "repeated blocks skipped": (toy_with(SkipsRepeatedBlocks), "N5"),
-    "keys that are not normalized": (toy_with(KeysKeepTheirNorm), "K7"),
+    "keys that are not normalized": (toy_with(KeysKeepTheirNorm), "K9"),
     "the other style of rotation": (toy_with(AlwaysHalfSplit), "K7"),
     "different bits in the second call": (toy_with(DifferentBitsEachCall), "D2"),
     "ignored ALiBi": (toy_with(IgnoredAlibi), "F1"),
@@ -948,7 +950,7 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "unmasked own block": (toy_with(UnmaskedOwnBlock), "S2"),
     "sink counted twice": (toy_with(SinkCountedTwice), "S2"),
     "queries of one significant bit": (_torch_with(CoarseQueries), "S5"),
-    "sink counted in both key streams": (toy_with(SinkOfBothStreams), "S3"),
+    "sink counted in both key streams": (toy_with(SinkOfBothStreams), "L5"),
     "entries visible before their tokens are complete": (toy_with(IncompleteEntries), "S3"),
     "ignored entries": (toy_with(IgnoredEntries), "S3"),
     "entries with a softmax of their own": (toy_with(EntriesWithTheirOwnSoftmax), "S3"),
@@ -960,9 +962,9 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     "scale of the latent": (toy_with(ScaleOfTheLatent), "A1"),
     "one scale for a packed latent": (OneScalePerToken, "A2"),
     "first scale of a packed latent for all groups": (FirstScaleForAllGroups, "A2"),
-    "invalid scales of packed latents replaced": (ReplacesInvalidPackedScales, "A2"),
+    "invalid scales of packed latents replaced": (ReplacesInvalidPackedScales, "A5"),
     "ties of index scores to the largest position": (TiesToTheLargestPosition, "I1"),
-    "local blocks not always selected": (NoLocalBlocks, "I1"),
+    "local blocks not always selected": (NoLocalBlocks, "I2"),
     "ignored scales of index keys": (IndexScalesIgnored, "I1"),
     "unsupported without a reason": (EmptyReason, "R1"),
 }

@@ -92,7 +92,7 @@ class NewKeysScaled(OtherOperation):
 
 WRONG_OPERATIONS: dict[str, tuple[type[AttentionBackend], str]] = {
     "slots past the block table": (SlotsPastTheTable, "K8"),
-    "appended behind the first request": (AppendsToTheFirstRequest, "K8"),
+    "appended behind the first request": (AppendsToTheFirstRequest, "A6"),
     "states merged with equal weights": (EqualWeights, "L4"),
     "no window in sequences with gaps": (ContextWithoutWindow, "A3"),
     "new keys with the scale of the cache": (NewKeysScaled, "A4"),

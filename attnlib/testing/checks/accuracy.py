@@ -87,6 +87,13 @@ def _shapes(target: BackendUnderTest) -> Iterator[CheckCase]:
     for group in (5, 7) if target.quick else _GROUPS:
         case = target.case(batch="q5s21_q1s40", num_heads=2 * group, num_kv_heads=2)
         yield _check(target, f"group-{group}", case)
+    for dtype in ("float16", "bfloat16"):  # sizes for which 16 bits may have kernels of their own
+        sizes = {"dtype": dtype, "num_heads": 24, "num_kv_heads": 2}
+        case = target.case(batch="q5s21_q1s40", **sizes)
+        yield _check(target, f"group-12-{dtype}", case)
+    for head in (256,) if target.quick else (128, 256, 512):
+        case = target.case(batch="q1s700_q2s300", head_size=head)
+        yield _check(target, f"head-{head}-splits", case)
     yield _check(
         target, "one-kv-head", target.case(batch="q5s21_q1s40", num_heads=3, num_kv_heads=1)
     )

@@ -12,14 +12,16 @@ from functools import partial
 
 import torch
 
+from attnlib.backends.base import AttentionBackend
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.budget import compare
 from attnlib.testing.case import Case
 from attnlib.testing.check import Check, CheckCase
-from attnlib.testing.compressed_entries import expected_result, make_entries
-from attnlib.testing.runner import check_supported, make_impl
+from attnlib.testing.compressed_entries import Entries, expected_result, make_entries
+from attnlib.testing.materialized_case import MaterializedCase
+from attnlib.testing.runner import AttentionOutput, check_supported, make_impl
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "attend_to_both"]
 
 _BATCHES = {
     "decode": "q1s37_q1s5_q1s150_q4s80",
@@ -57,19 +59,28 @@ _QUICK = {"all": ("mixed",), "selected": ("decode",), "many_tokens": ("padding",
 """Form -> batches of the short run."""
 
 
+def attend_to_both(
+    backend: type[AttentionBackend], step: MaterializedCase, entries: Entries
+) -> AttentionOutput:
+    """Attend to the layer's own keys and to the entries."""
+    query = step.inputs.query
+    metadata = backend.make_builder(step.spec, query.device).build(0, step.common())
+    lse = None
+    if step.case.needs_lse:
+        lse = torch.full(query.shape[:2], float("nan"), dtype=torch.float32, device=query.device)
+    out = step.inputs.out
+    make_impl(backend, step).forward_compressed(
+        query, step.cache(), metadata, entries.of_call(step), out, lse
+    )
+    return AttentionOutput(out, lse)
+
+
 def _check(target: BackendUnderTest, case: Case) -> str:
     check_supported(target.backend, case, target.device)
     step = case.materialize(target.device)
     entries = make_entries(step, target.device)
-    metadata = target.backend.make_builder(step.spec, target.device).build(0, step.common())
-    lse = None
-    if case.needs_lse:
-        shape = step.inputs.query.shape[:2]
-        lse = torch.full(shape, float("nan"), dtype=torch.float32, device=target.device)
-    out = step.inputs.out
-    make_impl(target.backend, step).forward_compressed(
-        step.inputs.query, step.cache(), metadata, entries.of_call(step), out, lse
-    )
+    output = attend_to_both(target.backend, step, entries)
+    out, lse = output.out, output.lse
     expected = expected_result(step, entries)
     same_precision = expected_result(step, entries, case.torch_dtype)
     found = [compare(out, expected[0], same_precision[0], case.torch_dtype, "out")]

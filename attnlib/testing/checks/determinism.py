@@ -1,6 +1,6 @@
 """D1 and D2: reproducible bits.
 
-D2 (M8): the same call on new tensors gives the same bits.
+D2 (M8): the same call on new tensors gives the same bits, also after calls of other layers.
 D1 (M8): with `batch_invariant=True`, random batches run as a whole and request by request, and a
     prefill runs as a whole and in chunks. Every row must have the same bits.
 """
@@ -16,9 +16,16 @@ from attnlib.testing.batch_slicing import slice_batch
 from attnlib.testing.budget import compare_bits
 from attnlib.testing.case import Case
 from attnlib.testing.check import Check, CheckCase
-from attnlib.testing.runner import run_case, run_materialized_case
+from attnlib.testing.runner import attend, make_impl, run_case, run_materialized_case
 
 __all__ = ["CHECKS"]
+
+_OTHER_LAYERS: tuple[dict[str, object], ...] = (
+    {"sliding_window": 3},
+    {"logits_soft_cap": 2.0, "scale": 0.7},
+    {"num_kv_heads": 1, "sinks": True},
+    {"alibi": True, "batch": "decode"},
+)
 
 
 def _check_repeated_calls(target: BackendUnderTest, case: Case) -> str:
@@ -34,10 +41,29 @@ def _check_repeated_calls(target: BackendUnderTest, case: Case) -> str:
     )
 
 
+def _check_other_layers(target: BackendUnderTest, case: Case) -> str:
+    """A call alone, and the same call after other kinds of layers have run."""
+    alone = run_case(target.backend, case, target.device)
+    step = case.materialize(target.device)
+    metadata = target.backend.make_builder(step.spec, target.device).build(0, step.common())
+    impl = make_impl(target.backend, step)
+    for changes in _OTHER_LAYERS:
+        other = case.replace(**changes)
+        if not target.supports(other):
+            continue
+        run_case(target.backend, other, target.device)
+        same = compare_bits(attend(impl, step, metadata).out, alone.out)
+        if not same.passed:
+            return f"another layer changes the bits of a call (M8): {same} | case: {other}"
+    return ""
+
+
 def _repeated_calls(target: BackendUnderTest) -> Iterator[CheckCase]:
     for batch in ("decode_long", "prefill", "mixed"):
         case = target.case(batch=batch)
         yield CheckCase(batch, partial(_check_repeated_calls, target, case), case)
+    case = target.case(batch="mixed")
+    yield CheckCase("other-layers", partial(_check_other_layers, target, case), case)
 
 
 def _random_batch(seed: int, block: int) -> str:

@@ -1,6 +1,6 @@
 """W4: the weight of each part of a long sequence.
 
-All keys are zero, so that all visible keys have the same weight, and the value of key k is one-hot
+All keys are equal, so that all visible keys have the same weight, and the value of key k is one-hot
 at its part of the sequence, k * Dv // seq_len. An output row then contains the share of the visible
 keys in each part, which is counted without a softmax. In contrast to W2, one call covers sequences
 of any length: dropped splits, positions that are wrong behind some limit, and a wrong factor show.
@@ -11,6 +11,7 @@ rounded in one direction, or divided by another sum, give another number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate
@@ -37,7 +38,14 @@ _CASES: dict[str, dict[str, object]] = {
     "soft_cap": {"batch": "long_prefill", "logits_soft_cap": 3.0},
     "bfloat16": {"batch": "long_prefill", "dtype": "bfloat16"},
     "float16": {"batch": "long_prefill", "dtype": "float16"},
+    "head-256": {"batch": "q1s700_q2s300", "head_size": 256},
 }
+_LARGE: dict[str, tuple[float, dict[str, object]]] = {
+    "large": (20000.0, {}),
+    "large-negative": (-70000.0, {}),
+    "large-soft_cap": (20000.0, {"logits_soft_cap": 50.0}),
+}
+"""Name -> the score of all keys, fields of the case."""
 
 
 _SUMS: dict[str, dict[str, object]] = {
@@ -50,13 +58,16 @@ def _part(seq_len: int, num_parts: int) -> torch.Tensor:
     return torch.arange(seq_len) * num_parts // seq_len
 
 
-def _fill(inputs: StepInputs) -> None:
-    """Write zero keys and values that are one-hot at the part of the key."""
+def _fill(inputs: StepInputs, score: float = 0.0) -> None:
+    """Write keys of one score, and values that are one-hot at the part of the key."""
     dims, device = inputs.dims, inputs.query.device
+    level = math.sqrt(abs(score) / math.sqrt(dims.head_size))
+    if score:
+        inputs.query.fill_(math.copysign(level, score))
     for request, seq_len in enumerate(inputs.batch.seq_lens):
         rows = torch.nn.functional.one_hot(_part(seq_len, dims.head_size_v), dims.head_size_v)
         values = rows.to(device, dims.dtype)[:, None].expand(-1, dims.num_kv_heads, -1)
-        keys = values.new_zeros(seq_len, dims.num_kv_heads, dims.head_size)
+        keys = values.new_full((seq_len, dims.num_kv_heads, dims.head_size), level)
         slots = inputs.placement.slots(request, 0, seq_len, dims.block_size)
         write_slots(inputs.cache.key, slots, keys, 1.0)
         write_slots(inputs.cache.value, slots, values, 1.0)
@@ -96,8 +107,8 @@ def _describe(case: Case, actual: torch.Tensor, expected: torch.Tensor, limit: f
     )
 
 
-def _check(target: BackendUnderTest, case: Case) -> str:
-    step = case.materialize(target.device).modify_inputs(_fill)
+def _check(target: BackendUnderTest, case: Case, score: float = 0.0) -> str:
+    step = case.materialize(target.device).modify_inputs(partial(_fill, score=score))
     out = run_materialized_case(target.backend, step).out.cpu()
     expected = _shares(case)[:, None].expand(out.shape)
     same_precision = step.oracle(case.torch_dtype).out.cpu()
@@ -127,6 +138,9 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name, fields in _CASES.items():
         case = target.case(**fields, needs_lse=False)
         yield CheckCase(name, partial(_check, target, case), case)
+    for name, (score, fields) in _LARGE.items():
+        case = target.case(batch="q300_q1s500_q4s40", **fields, needs_lse=False)
+        yield CheckCase(name, partial(_check, target, case, score), case)
     for name, fields in _SUMS.items():
         case = target.case(**fields, needs_lse=False)
         yield CheckCase(f"sum-{name}", partial(_check_sum, target, case), case)

@@ -78,6 +78,11 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
                 batch=batch, num_heads=group * kv_heads, num_kv_heads=kv_heads, needs_lse=False
             )
             yield CheckCase(f"group-{group}-{phase}", partial(_check, target, case), case)
+    for dtype in ("float32", "bfloat16", "float16"):  # kernels may have tiles of 8 query heads
+        case = target.case(
+            batch=_BATCHES["decode"], num_heads=32, num_kv_heads=2, dtype=dtype, needs_lse=False
+        )
+        yield CheckCase(f"group-16-{dtype}", partial(_check, target, case), case)
 
 
 CHECKS = (Check("W3", "which KV head each query head reads", _cases),)

@@ -27,10 +27,10 @@ from attnlib.testing.operation_calls import (
 from attnlib.testing.oracle import gather_tokens
 from attnlib.testing.runner import AttentionOutput, compare_with_oracle
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "packed_views"]
 
 
-def _packed(step: MaterializedCase) -> tuple[torch.Tensor, torch.Tensor]:
+def packed_views(step: MaterializedCase) -> tuple[torch.Tensor, torch.Tensor]:
     """The cache in the layout of `ops.packed_cache`."""
     key, value = step.inputs.cache.key, step.inputs.cache.value
     x = 16 // key.element_size()
@@ -72,7 +72,7 @@ def _check_packed_decode(
         target,
         "packed_decode",
         inputs.query,
-        *_packed(step),
+        *packed_views(step),
         inputs.block_table,
         inputs.seq_lens,
         operation_params(step),
@@ -94,7 +94,7 @@ def _check_packed_prefill(target: BackendUnderTest, case: Case) -> str:
         inputs.query,
         inputs.key,
         inputs.value,
-        *_packed(step),
+        *packed_views(step),
         inputs.block_table,
         inputs.query_start_loc,
         inputs.seq_lens,

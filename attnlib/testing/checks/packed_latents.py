@@ -25,9 +25,9 @@ from attnlib.testing.outcome import NotRun, UnsupportedCase
 from attnlib.testing.packed_latents import canonical_tokens, pack_tokens, unpack_tokens
 from attnlib.testing.runner import AttentionOutput, compare_with_oracle, find_operation
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "LAYER", "attend_packed"]
 
-_LAYER: dict[str, object] = {
+LAYER: dict[str, object] = {
     "use_mla": True,
     "num_heads": 4,
     "num_kv_heads": 1,
@@ -122,9 +122,10 @@ def _packed(step: MaterializedCase, unused: int) -> torch.Tensor:
     return data.to(key.device)
 
 
-def _attend(
+def attend_packed(
     target: BackendUnderTest, step: MaterializedCase, data: torch.Tensor
 ) -> AttentionOutput:
+    """Attend to the packed latents `data` [B, N, 656]."""
     attend = find_operation(target.backend, "packed_latent_attention")
     inputs, params, batch = step.inputs, step.params, step.inputs.batch
     out = torch.full_like(inputs.out, torch.nan)
@@ -150,10 +151,10 @@ def _attend(
 def _check_attention(target: BackendUnderTest, case: Case) -> str:
     step = case.materialize(target.device)
     data = _packed(step, 0xFF)
-    found = _attend(target, step, data)
+    found = attend_packed(target, step, data)
     if error := compare_with_oracle(case, found, target.device, step):
         return error
-    again = _attend(target, step, data)
+    again = attend_packed(target, step, data)
     same = compare_bits(again.out, found.out)
     return "" if same.passed else f"the second call differs (M8): {same} | case: {case}"
 
@@ -163,7 +164,7 @@ def _check_unseen(target: BackendUnderTest, case: Case) -> str:
     results = []
     for unused in (0, 0xFF):
         step = case.materialize(target.device)
-        results.append(_attend(target, step, _packed(step, unused)))
+        results.append(attend_packed(target, step, _packed(step, unused)))
     found = compare_bits(results[1].out, results[0].out)
     return "" if found.passed else f"unused bytes change the result: {found} | case: {case}"
 
@@ -176,7 +177,7 @@ def _check_visible(target: BackendUnderTest, case: Case, place: int, stored: byt
     slot = step.inputs.placement.slots(last, 0, step.inputs.batch.seq_lens[last], size)[-1]
     values = torch.tensor(list(stored), dtype=torch.uint8, device=data.device)
     data[slot // size, slot % size, place : place + len(stored)] = values
-    rows = _attend(target, step, data).out
+    rows = attend_packed(target, step, data).out
     if not bool(rows[-1].isnan().any(-1).all()):
         return f"a NaN at byte {place} does not reach the row that sees it | case: {case}"
     if bool(rows[:-1].isnan().any()):
@@ -197,7 +198,7 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     def case_of(
         name: str, run: Callable[[BackendUnderTest, Case], str], **fields: object
     ) -> CheckCase:
-        case = target.case(**{**_LAYER, **fields})
+        case = target.case(**{**LAYER, **fields})
         return CheckCase(name, partial(run, target, case), case)
 
     for kind in ("small", "largest", "nonfinite", "rotary"):

@@ -1,7 +1,8 @@
-"""K7: queries and keys that the layer normalizes and rotates while it writes the cache (P11).
+"""K7: heads that the layer normalizes and rotates while it writes the cache (P11).
 
-The rotated queries and the whole cache are compared with a computation of this module: bit for bit,
-fp8 elements up to one step of the format. Padding rows, slot -1 and strides are those of the case.
+The rotated queries and the whole cache are compared with a computation of this module: bit for
+bit, fp8 elements up to one step of the format. Padding rows, slot -1 and strides are those of the
+case.
 """
 
 from __future__ import annotations

@@ -2,19 +2,30 @@
 
 The same numbers run as views of a fused QKV tensor with a strided output, and as contiguous
 tensors. Both results must be within budget. A repeated call with the same tensors must give the
-same bits: a kernel that caches the strides of its first call fails here.
+same bits: a kernel that caches the strides of its first call fails here. Blocks that are far apart
+give the bits of blocks that are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+
+import torch
 
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.budget import compare_bits
 from attnlib.testing.case import Case
 from attnlib.testing.check import Check, CheckCase
-from attnlib.testing.runner import attend, compare_with_oracle, make_impl
+from attnlib.testing.outcome import NotRun
+from attnlib.testing.runner import (
+    attend,
+    check_supported,
+    compare_with_oracle,
+    make_impl,
+    run_materialized_case,
+)
 
 __all__ = ["CHECKS"]
 
@@ -43,12 +54,45 @@ def _check(target: BackendUnderTest, case: Case) -> str:
     )
 
 
+def _check_far_blocks(target: BackendUnderTest, case: Case) -> str:
+    """Blocks that lie so far apart that their offsets exceed 2^31 elements, and the same blocks one
+    after the other."""
+    check_supported(target.backend, case, target.device)
+    near = run_materialized_case(target.backend, case.materialize(target.device))
+    step = case.materialize(target.device)
+    views = []
+    for view in (step.inputs.cache.key, step.inputs.cache.value):
+        apart = 2**31 // (view.shape[0] - 1) + 16
+        apart -= apart % 16
+        size = apart * (view.shape[0] - 1) + view.stride(0)
+        try:
+            pool = torch.empty(size, dtype=view.dtype, device=view.device)
+        except RuntimeError as error:
+            raise NotRun(
+                f"blocks across 2^31 elements do not fit in memory: {str(error).splitlines()[0]}"
+            ) from None
+        far = pool.as_strided(view.shape, (apart, *view.stride()[1:]))
+        far.copy_(view)
+        views.append(far)
+    cache = replace(step.inputs.cache, key=views[0], value=views[1], storage=())
+    moved = replace(step, inputs=replace(step.inputs, cache=cache))
+    same = compare_bits(run_materialized_case(target.backend, moved).out, near.out)
+    if same.passed:
+        return ""
+    return f"the distance of blocks changes the result (P1): {same} | case: {case}"
+
+
 def _strides(target: BackendUnderTest) -> Iterator[CheckCase]:
     for batch in ("decode", "prefill", "mixed"):
         case = target.case(batch=batch)
         yield CheckCase(batch, partial(_check, target, case), case)
         wide = case.replace(hidden_columns=7)  # the row stride of the table is not its width
         yield CheckCase(f"{batch}-wide_table", partial(_check, target, wide), wide)
+    dtypes = [name for name in ("bfloat16", "float16") if target.supports(target.case(dtype=name))]
+    far = target.case(
+        batch="q1s37_q20s41", placement="top", dtype=(*dtypes, target.base_case.dtype)[0]
+    )
+    yield CheckCase("far_blocks", partial(_check_far_blocks, target, far), far)
 
 
 CHECKS = (Check("K4", "strided inputs and outputs, repeated calls", _strides),)

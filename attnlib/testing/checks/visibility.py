@@ -1,6 +1,6 @@
 """W2: the exact set of keys that each query sees.
 
-All keys are zero, so that all visible keys have the same weight. The value of key k is one-hot at
+All keys are equal, so that all visible keys have the same weight. The value of key k is one-hot at
 k. The output of a query is then 1/n at the n visible keys and 0 elsewhere, which gives the visible
 set without a tolerance. Values have fewer elements than the sequence has keys, so the check runs
 once for every Dv keys.
@@ -8,9 +8,11 @@ once for every Dv keys.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -21,31 +23,29 @@ from attnlib.testing.inputs import StepInputs
 from attnlib.testing.layouts import write_slots
 from attnlib.testing.oracle import visible_keys
 from attnlib.testing.runner import run_materialized_case
+from attnlib.testing.score_functions import SUITE
 
 __all__ = ["CHECKS", "visible_keys_of_output"]
 
 
-def visible_keys_of_output(target: BackendUnderTest, case: Case) -> list[torch.Tensor]:
-    """Per request [query_len, seq_len] bool: the keys that each query sees in the backend's output.
-
-    Raises:
-        AssertionError: two heads of one query see different keys.
-    """
+def visible_keys_of_output(
+    target: BackendUnderTest, case: Case, score: float = 0.0
+) -> list[torch.Tensor]:
+    """Per request [Hq, query_len, seq_len] bool: the keys that each query head sees in the
+    backend's output. All keys have the same score."""
     batch, dims = case.batch_spec, case.dimensions
     longest = max(batch.max_seq_len, 1)
-    per_head = []
+    parts = []
     for first in range(0, longest, dims.head_size_v):
 
         def set_one_hot_values(inputs: StepInputs, first: int = first) -> None:
+            level = _set_score(inputs, case, score)
             for request, seq_len in enumerate(batch.seq_lens):
                 slots = inputs.placement.slots(request, 0, seq_len, dims.block_size)
+                like: dict[str, Any] = {"dtype": dims.dtype, "device": inputs.query.device}
                 shape = (seq_len, dims.num_kv_heads)
-                keys = torch.zeros(
-                    *shape, dims.head_size, dtype=dims.dtype, device=inputs.query.device
-                )
-                values = torch.zeros(
-                    *shape, dims.head_size_v, dtype=dims.dtype, device=inputs.query.device
-                )
+                keys = torch.full((*shape, dims.head_size), level, **like)
+                values = torch.zeros(*shape, dims.head_size_v, **like)
                 stop = min(first + dims.head_size_v, seq_len)
                 for key in range(first, stop):
                     values[key, :, key - first] = 1.0
@@ -53,15 +53,40 @@ def visible_keys_of_output(target: BackendUnderTest, case: Case) -> list[torch.T
                 write_slots(inputs.cache.value, slots, values, 1.0)
 
         step = case.materialize(target.device).modify_inputs(set_one_hot_values)
-        per_head.append(run_materialized_case(target.backend, step).out > 0)
-    visible = torch.cat(per_head, dim=2)  # [T, Hq, >= longest]
+        parts.append(run_materialized_case(target.backend, step).out > 0)
+    visible = torch.cat(parts, dim=2).transpose(0, 1).cpu()  # [Hq, T, >= longest]
     rows, masks = 0, []
     for query_len, seq_len in zip(batch.query_lens, batch.seq_lens, strict=True):
-        heads = visible[rows : rows + query_len, :, :seq_len]
-        if not torch.equal(heads.any(dim=1), heads.all(dim=1)):
-            raise AssertionError(f"heads of one query see different keys | case: {case}")
-        masks.append(heads.any(dim=1))
+        masks.append(visible[:, rows : rows + query_len, :seq_len])
         rows += query_len
+    return masks
+
+
+def _set_score(inputs: StepInputs, case: Case, score: float) -> float:
+    """Set all elements of the queries to a number, and return that of the keys."""
+    if score == 0.0:
+        return 0.0
+    level = math.sqrt(abs(score) / math.sqrt(case.head_size))
+    inputs.query.fill_(math.copysign(level, score))
+    return level
+
+
+def _expected_masks(case: Case) -> list[torch.Tensor]:
+    """Per request [Hq, query_len, seq_len] bool: the keys that the rules show."""
+    params, batch, heads = case.oracle_params("cpu"), case.batch_spec, case.num_heads
+    masks = []
+    for request, (query_len, seq_len) in enumerate(
+        zip(batch.query_lens, batch.seq_lens, strict=True)
+    ):
+        positions = seq_len - query_len + torch.arange(query_len)
+        own = params.of_request(request, slice(0, 0))
+        visible = visible_keys(positions, seq_len, own).expand(heads, query_len, seq_len)
+        if own.score is not None:
+            scores = torch.zeros(heads, query_len, seq_len)
+            head = torch.arange(heads)[:, None, None]
+            scores = own.score(scores, positions[:, None], torch.arange(seq_len), head)
+            visible = visible & (scores > -math.inf)
+        masks.append(visible)
     return masks
 
 
@@ -72,23 +97,24 @@ def _format_ranges(keys: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) or "none"
 
 
-def _compare(target: BackendUnderTest, case: Case) -> str:
-    actual_masks = visible_keys_of_output(target, case)
-    params, batch = case.oracle_params("cpu"), case.batch_spec
-    for request, (query_len, seq_len) in enumerate(
-        zip(batch.query_lens, batch.seq_lens, strict=True)
-    ):
-        positions = seq_len - query_len + torch.arange(query_len)
-        expected = visible_keys(positions, seq_len, params.of_request(request, slice(0, 0)))
-        for i in range(query_len):
-            actual = torch.nonzero(actual_masks[request][i].cpu()).flatten().tolist()
-            expected_keys = torch.nonzero(expected[i]).flatten().tolist()
-            if actual != expected_keys:
-                return (
-                    f"the query at position {int(positions[i])} of request {request} (seq_len "
-                    f"{seq_len}, query_len {query_len}) sees keys {_format_ranges(actual)}; "
-                    f"expected {_format_ranges(expected_keys)} | case: {case}"
-                )
+def _compare(target: BackendUnderTest, case: Case, score: float) -> str:
+    actual_masks, batch = visible_keys_of_output(target, case, score), case.batch_spec
+    for request, expected in enumerate(_expected_masks(case)):
+        wrong = torch.nonzero((actual_masks[request] != expected).any(dim=2))
+        if not len(wrong):
+            continue
+        head, i = wrong[wrong[:, 1].argmin()].tolist()
+        seen, right = (
+            _format_ranges(torch.nonzero(mask[head, i]).flatten().tolist())
+            for mask in (actual_masks[request], expected)
+        )
+        query_len, seq_len = batch.query_lens[request], batch.seq_lens[request]
+        others = len(wrong[wrong[:, 1] == i]) < case.num_heads
+        return (
+            f"the query at position {seq_len - query_len + i} of request {request} (seq_len "
+            f"{seq_len}, query_len {query_len}{f', head {head}' if others else ''}) sees keys "
+            f"{seen}; expected {right} | case: {case}"
+        )
     return ""
 
 
@@ -128,10 +154,30 @@ def _mask_cases(target: BackendUnderTest) -> Iterator[tuple[str, Case]]:
     yield "loose_bounds-decode", target.case(batch=decodes, loose_bounds=True)
 
 
+def _score_cases(target: BackendUnderTest) -> Iterator[tuple[str, Case]]:
+    """Masks of score functions, whose bounds let kernels skip keys."""
+    block = target.base_case.block_size
+    batch = f"q1s{block + 2}_q4s{2 * block}_q11s{block + 3}"
+    for name in ("documents", "multi_item", "spans", "head_windows"):
+        path, fields = SUITE[name]
+        if name in ("multi_item", "head_windows") or not target.quick:
+            yield name, target.case(batch=batch, score=path, **fields)
+
+
+_LARGE = {"large-negative": -20000.0, "large": 20000.0}
+"""Scores of all keys: exponentials of them overflow, and the negative one is below finite masks."""
+
+
 def _visibility(target: BackendUnderTest) -> Iterator[CheckCase]:
-    for name, case in (*_mask_cases(target), *_window_cases(target)):
+    for name, case in (*_mask_cases(target), *_score_cases(target), *_window_cases(target)):
         case = case.replace(needs_lse=False)
-        yield CheckCase(name, partial(_compare, target, case), case)
+        yield CheckCase(name, partial(_compare, target, case, 0.0), case)
+    block = target.base_case.block_size
+    batch = f"q1s{block + 2}_q11s{block + 3}"
+    for name, score in _LARGE.items():
+        for feature, fields in {"": {}, "-soft_cap": {"logits_soft_cap": 50.0}}.items():
+            case = target.case(batch=batch, needs_lse=False, **fields)
+            yield CheckCase(f"{name}{feature}", partial(_compare, target, case, score), case)
 
 
 CHECKS = (Check("W2", "which keys each query sees", _visibility),)
