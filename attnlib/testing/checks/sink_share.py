@@ -102,15 +102,14 @@ def _check(target: BackendUnderTest, case: Case) -> str:
     share = (counts / total.clamp(min=1e-300))[..., None].expand(-1, -1, found.out.shape[2])
     out, dtype = found.out[: len(share)].cpu(), case.torch_dtype
     if entries is None:
-        plain = step.oracle(dtype)
-        rounded = plain.out, plain.lse
+        rounded = step.oracle(dtype).out
     else:
-        rounded = expected_result(step, entries, dtype)
-    rounded_out, rounded_lse = (part[: len(share)].cpu() for part in rounded)
-    comparisons = [compare(out, share, rounded_out, dtype)]
+        rounded, _ = expected_result(step, entries, dtype)
+    comparisons = [compare(out, share, rounded[: len(share)].cpu(), dtype)]
     if found.lse is not None:
-        lse = found.lse[: len(share)].cpu()
-        comparisons.append(compare(lse, total.log(), rounded_lse, dtype, "lse"))
+        # Scores of 0 have no rounding error, but kernels for 16 bits may have exponentials of 16.
+        lse, expected = found.lse[: len(share)].cpu(), total.log()
+        comparisons.append(compare(lse, expected, expected.to(dtype), dtype, "lse"))
     errors = [str(comparison) for comparison in comparisons if not comparison.passed]
     if not errors:
         return ""
