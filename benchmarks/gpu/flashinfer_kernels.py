@@ -70,6 +70,10 @@ SETS: dict[str, list[Kernel]] = {
         Kernel("fa2", B, E4, 128),
         Kernel("fa2", B, E4, 128, window=True),
         Kernel("fa2", H, E4, 128),
+        Kernel("fa2", B, B, 128),
+        Kernel("fa2", B, B, 256),
+        Kernel("fa2", H, H, 64, window=True),
+        Kernel("fa2", B, E4, 64, window=True),
     ],
     "decoder": [Kernel("fa2", B, B, 128), Kernel("fa3", B, B, 128)],
     "bench": [
