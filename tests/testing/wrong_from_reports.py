@@ -161,7 +161,7 @@ REPORTED: dict[str, tuple[type[AttentionBackend], str]] = {
     "hidden keys at -10000": (toy_with(MaskOfMinus10000), "W2"),
     "groups above 8 in 16 bits": (toy_with(GroupsAbove8In16Bits), "W3"),
     "value pages of head size 256": (toy_with(ValuePagesOfHeadSize256), "W4"),
-    "unused slots cleared": (toy_with(ClearsUnusedSlots), "K10"),
+    "unused slots cleared": (toy_with(ClearsUnusedSlots), "K5"),
 }
 """Error -> the wrong backend and the check that is meant to detect it."""
 
