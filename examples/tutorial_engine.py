@@ -1,6 +1,6 @@
-"""A small continuous-batching engine over a tiny decoder, built from the parts of attnlib.
+"""A small continuous-batching engine for Gemma 3, built from the parts of attnlib.
 
-    python examples/tutorial_engine.py
+    python -m examples.tutorial_engine
 
 The tutorial in docs/guides/tutorial-engine.md explains it section by section.
 """
@@ -17,43 +17,14 @@ from torch.nn import functional as F
 
 import attnlib
 from attnlib.ops import HeadNorm
-
-HEADS, KV_HEADS, HEAD_SIZE, HIDDEN, LAYERS, VOCABULARY = 4, 2, 16, 64, 2, 97
-
-
-class TinyDecoder(nn.Module):
-    """A decoder with random weights. `attend(layer, q, k, v, cos, sin)` normalizes and rotates the
-    heads of queries and keys, and computes attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
-        self.sizes = [HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE]
-        self.qkv = nn.ModuleList(nn.Linear(HIDDEN, sum(self.sizes)) for _ in range(LAYERS))
-        self.norms = nn.ParameterList(torch.empty(2, HEAD_SIZE) for _ in range(LAYERS))
-        self.out = nn.ModuleList(nn.Linear(HEADS * HEAD_SIZE, HIDDEN) for _ in range(LAYERS))
-        self.mlp = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(LAYERS))
-        self.head = nn.Linear(HIDDEN, VOCABULARY)
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, std=0.2)
-
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        x = self.tokens(tokens)
-        steps = torch.arange(HEAD_SIZE // 2, device=positions.device) / (HEAD_SIZE // 2)
-        angles = positions[:, None] * 1000.0**-steps
-        cos, sin = angles.cos(), angles.sin()  # once per step, for all layers
-        for layer in range(LAYERS):
-            q, k, v = self.qkv[layer](F.rms_norm(x, (HIDDEN,))).split(self.sizes, dim=-1)
-            x = x + self.out[layer](attend(layer, q, k, v, cos, sin))
-            x = x + self.mlp[layer](F.silu(F.rms_norm(x, (HIDDEN,))))
-        return self.head(F.rms_norm(x, (HIDDEN,)))
+from examples.gemma3 import Decoder, load
 
 
 @dataclass(eq=False)
 class Request:
     """One prompt and its generated tokens."""
 
-    tokens: list[int]  # prompt, then generated tokens
+    prompt: list[int]
     max_new_tokens: int
     temperature: float = 0.0  # 0 is greedy
     seed: int = 0
@@ -62,19 +33,21 @@ class Request:
     num_computed: int = 0  # tokens whose keys and values are in the cache
 
     @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.generated
+
+    @property
     def num_pending(self) -> int:
         """Known tokens that are not computed yet; 1 for a decode."""
         return len(self.tokens) - self.num_computed
 
-    def sample(self, logits: Tensor) -> None:
-        """Append the next token. The result depends on seed and position, not on the batch."""
-        token = int(logits.argmax())
-        if self.temperature > 0:
-            generator = torch.Generator().manual_seed(self.seed + len(self.tokens))
-            weights = (logits / self.temperature).softmax(-1).cpu()
-            token = int(torch.multinomial(weights, 1, generator=generator))
-        self.tokens.append(token)
-        self.generated.append(token)
+    def choose(self, logits: Tensor, position: int) -> int:
+        """The token at a position. It depends on seed and position, not on the batch."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        generator = torch.Generator().manual_seed(self.seed + position)
+        weights = (logits / self.temperature).softmax(-1).cpu()
+        return int(torch.multinomial(weights, 1, generator=generator))
 
 
 class Engine:
@@ -82,38 +55,45 @@ class Engine:
 
     def __init__(
         self,
-        model: TinyDecoder,
-        num_blocks: int = 16,
-        block_size: int = 4,
-        token_budget: int = 16,
+        model: Decoder,
+        num_blocks: int = 12,
+        block_size: int = 8,
+        token_budget: int = 64,
         max_num_reqs: int = 4,
         device: str = "cpu",
     ) -> None:
-        spec = attnlib.AttentionSpec(
-            num_heads=HEADS,
-            num_kv_heads=KV_HEADS,
-            head_size=HEAD_SIZE,
-            dtype=torch.float32,
-            block_size=block_size,
-        )
         self.model, self.device = model, device
         self.token_budget, self.max_num_reqs = token_budget, max_num_reqs
-        self.layers = [attnlib.Attention(spec, device=device) for _ in range(LAYERS)]
-        self.caches = [
-            attnlib.PagedKVCache.allocate(spec, num_blocks, device) for _ in range(LAYERS)
-        ]
         limits = attnlib.BatchLimits(
             max_num_reqs=max_num_reqs,
             max_num_tokens=token_budget,
             max_seq_len=num_blocks * block_size,
         )
-        # Weights of the norms of queries and keys; the model multiplies by 1 + weight.
+        config = model.config
+        spec = attnlib.AttentionSpec(
+            num_heads=config["num_attention_heads"],
+            num_kv_heads=config["num_key_value_heads"],
+            head_size=config["head_dim"],
+            dtype=torch.float32,
+            block_size=block_size,
+        )
+        self.specs = {
+            "full_attention": spec,
+            "sliding_attention": spec.replace(sliding_window=config["sliding_window"]),
+        }
+        specs = [self.specs[kind] for kind in model.kinds]
+        self.layers = [attnlib.Attention(one, device=device) for one in specs]
+        self.caches = [attnlib.PagedKVCache.allocate(one, num_blocks, device) for one in specs]
         self.norms = [
-            [HeadNorm(w, weight_offset=1, multiply_in_float32=True) for w in weights.detach()]
-            for weights in model.norms
+            [HeadNorm(norm.weight.detach(), multiply_in_float32=True) for norm in norms]
+            for norms in ((layer.q_norm, layer.k_norm) for layer in model.layers)
         ]
-        self.builder = self.layers[0].backend.make_builder(spec, device, limits=limits)
-        attnlib.warmup(self.layers[0], self.caches[0], limits, builder=self.builder)
+        self.builders = {}
+        for kind, one in self.specs.items():
+            number = model.kinds.index(kind)
+            layer, cache = self.layers[number], self.caches[number]
+            self.builders[kind] = layer.backend.make_builder(one, device, limits=limits)
+            attnlib.warmup(layer, cache, limits, builder=self.builders[kind])
         self.allocator = attnlib.BlockAllocator(num_blocks, block_size)
         self.table = attnlib.BlockTable(max_num_reqs, num_blocks, device)
         self.waiting: deque[Request] = deque()
@@ -181,30 +161,32 @@ class Engine:
             block_size=self.allocator.block_size,
             device=self.device,
         )
-        metadata = self.builder.build(0, common)  # once per batch
+        metadata = {kind: builder.build(0, common) for kind, builder in self.builders.items()}
 
         def attend(
             number: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
         ) -> Tensor:
             layer, cache = self.layers[number], self.caches[number]
+            step = metadata[self.model.kinds[number]]
             q_norm, k_norm = self.norms[number]
             q = layer.rotate_and_write_kv(
-                q, k, v, cache, metadata, cos, sin, q_norm=q_norm, k_norm=k_norm
+                q, k, v, cache, step, cos, sin, q_norm=q_norm, k_norm=k_norm
             )
-            return layer(q, None, None, cache, metadata)
+            return layer(q, None, None, cache, step)
 
         with torch.no_grad():
-            logits = self.model(
+            hidden = self.model(
                 torch.tensor(tokens, device=self.device),
                 torch.tensor(positions, device=self.device),
                 attend,
             )
-        last = logits[common.query_start_loc[1:].long() - 1]  # last new token of each request
-        for (request, count), row in zip(batch, last, strict=True):
+            last = common.query_start_loc[1:].long() - 1  # last new token of each request
+            logits = self.model.logits(hidden[last])
+        for (request, count), row in zip(batch, logits, strict=True):
             request.num_computed += count
             self.allocator.commit(request.tokens[: request.num_computed], request.blocks)
             if request.num_pending == 0:  # otherwise more chunks of the prompt follow
-                request.sample(row)
+                request.generated.append(request.choose(row, len(request.tokens)))
                 if len(request.generated) == request.max_new_tokens:
                     self.running.remove(request)
                     self.release(request)
@@ -217,49 +199,66 @@ class Engine:
             self.step()
 
 
-def dense_reference(model: TinyDecoder, request: Request) -> list[int]:
-    """Generate alone, over the full sequence, with torch's dense attention and no cache."""
+def dense_reference(model: Decoder, request: Request) -> list[int]:
+    """The tokens that dense attention without a cache chooses after each prefix."""
+    positions = torch.arange(len(request.tokens) - 1)
+    distance = positions[:, None] - positions
 
-    def rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        first, second = F.rms_norm(x, (HEAD_SIZE,), 1 + weight, 1e-6).chunk(2, dim=-1)
+    def rotate(x: Tensor, norm: nn.Module, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = norm(x).chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(-1, (-1, HEAD_SIZE)).transpose(0, 1)[None] for x in (q, k, v))
-        q, k = (rotate(x, w, cos, sin) for x, w in zip((q, k), model.norms[layer], strict=True))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    def attend(number: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        layer, is_windowed = model.layers[number], model.kinds[number] == "sliding_attention"
+        heads = (x.unflatten(-1, (-1, model.config["head_dim"])) for x in (q, k, v))
+        q, k, v = (x.transpose(0, 1)[None] for x in heads)
+        q, k = rotate(q, layer.q_norm, cos, sin), rotate(k, layer.k_norm, cos, sin)
+        limit = model.config["sliding_window"] if is_windowed else len(positions)
+        mask = (distance >= 0) & (distance < limit)
+        out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
         return out[0].transpose(0, 1).flatten(1)
 
     with torch.no_grad():
-        for _ in range(request.max_new_tokens):
-            positions = torch.arange(len(request.tokens))
-            request.sample(model(torch.tensor(request.tokens), positions, attend)[-1])
-    return request.generated
+        hidden = model(torch.tensor(request.tokens[:-1]), positions, attend)
+        logits = model.logits(hidden[len(request.prompt) - 1 :])
+    return [request.choose(row, len(request.prompt) + i) for i, row in enumerate(logits)]
 
 
-def make_requests(count: int) -> list[Request]:
-    """Prompts of different lengths with a common prefix; every second request is sampled."""
-    prefix = list(range(1, 11))
+PREFIX = "A list of facts.\nIron is a metal.\nThe sun is a star.\n"
+
+
+def make_requests(encode: Callable[[str], list[int]]) -> list[Request]:
+    """Prompts of different lengths with a common prefix; every third request is sampled."""
+    texts = (
+        "Paris is the capital of",
+        "A spider has eight legs, and an ant has",
+        "Water boils at a temperature of",
+        "The days of the week are Monday, Tuesday,",
+        "An engine serves many requests at once, so that",
+        "Once upon a time, in a small village by the sea, there lived",
+    )
     return [
         Request(
-            tokens=prefix + [(7 * index + i) % VOCABULARY for i in range(3 + 4 * (index % 3))],
+            encode(PREFIX + text),
             max_new_tokens=8 + index,
-            temperature=0.8 * (index % 2),
+            temperature=0.8 * (index % 3 == 2),
             seed=1000 * index,
         )
-        for index in range(count)
+        for index, text in enumerate(texts)
     ]
 
 
 def main() -> None:
-    torch.manual_seed(0)
-    model = TinyDecoder().eval()
-    engine, requests = Engine(model), make_requests(6)
+    model, encode, decode = load()
+    engine, requests = Engine(model), make_requests(encode)
     engine.serve(requests)
-    expected = [dense_reference(model, request) for request in make_requests(6)]
-    equal = [request.generated for request in requests] == expected
-    print(f"{len(requests)} requests, {sum(map(len, expected))} tokens, {engine.num_steps} steps")
+    for request in requests if decode else []:
+        prompt = decode(request.prompt).removeprefix(PREFIX)
+        print(f"{prompt} ->{decode(request.generated)!r}")
+    tokens = sum(len(request.generated) for request in requests)
+    print(f"{len(requests)} requests, {tokens} tokens, {engine.num_steps} steps")
     print(f"{engine.num_reused_tokens} tokens reused, {engine.num_preemptions} preemptions")
+    equal = all(request.generated == dense_reference(model, request) for request in requests)
     print("equal to the dense reference:", equal)
 
 
