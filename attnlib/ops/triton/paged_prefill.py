@@ -118,7 +118,8 @@ class Prefill(NamedTuple):
 
     def launch_key(self, call: AttentionCall) -> tuple[Any, ...]:
         """See `KernelFamily`."""
-        return ("prefill", call.max_query_len, call.batch.length_class(call.key), self.kernels)
+        batch = call.batch
+        return ("prefill", batch.max_query_len, batch.length_class(call.key), self.kernels)
 
     def prepare_launches(self, call: AttentionCall) -> PreparedAttention:
         """See `KernelFamily`."""

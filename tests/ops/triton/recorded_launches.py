@@ -33,6 +33,7 @@ from attnlib.errors import ContractError
 from attnlib.layer import plans as layer_plans
 from attnlib.layer.call import LayerCall
 from attnlib.layer.plans import find_plan, run_plan
+from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import (
     append_kv,
     cache_write,
@@ -953,6 +954,30 @@ def check_files_of_layers() -> None:
         assert calls <= most, f"{name}: {calls} calls of Python functions"
 
 
+def check_files_of_operations() -> None:
+    """A repeated call without a layer finds its launches and launches them."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    from call_trace import trace
+
+    counters = torch.zeros(200, dtype=torch.int32)
+    query, cache = torch.zeros(4, 8, 64).bfloat16(), torch.zeros(8, 16, 2, 64).bfloat16()
+    ints = [torch.zeros(shape, dtype=torch.int32) for shape in ((4, 8), (5,), (4,))]
+
+    def prefill() -> None:
+        paged_prefill.paged_prefill(
+            *(query, cache, cache, *ints, AttentionParams(scale=0.1)),
+            max_query_len=4,
+            max_seq_len=128,
+            out=torch.empty_like(query),
+            counters=counters,
+        )
+
+    assert len(recorded(prefill)[0]) == len(recorded(prefill)[0]) == 1
+    files, calls = trace(prefill)
+    assert "ops/triton/launch/run.py" in files and len(files) <= 15, sorted(files)
+    assert calls <= 45, calls
+
+
 def check_bare_launches() -> None:
     """What `benchmarks/host_costs.py` compares layers with are the launches of the layer."""
     sys.path.append(str(ROOT / "benchmarks"))
@@ -1007,6 +1032,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     check_which_kernel_combines,
     check_replaced_methods,
     check_files_of_layers,
+    check_files_of_operations,
     check_bare_launches,
     check_appended_rows,
     check_memory_is_bounded,

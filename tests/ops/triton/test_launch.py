@@ -32,6 +32,7 @@ CHECKS = [
     "check_which_kernel_combines",
     "check_replaced_methods",
     "check_files_of_layers",
+    "check_files_of_operations",
     "check_bare_launches",
     "check_appended_rows",
     "check_memory_is_bounded",

@@ -130,7 +130,10 @@ def depends_on_work(op: str, tuned: TileTable | None) -> bool:
         op: operation of the tables.
         tuned: the user's table for the chip.
     """
-    return any(op in table.work_bounds for table in _tables(tuned))
+    for table in _tables(tuned):  # every decode without a layer asks, and generators are slower
+        if op in table.work_bounds:
+            return True
+    return False
 
 
 def visible_class(visible: int | None) -> tuple[int, int | None]:

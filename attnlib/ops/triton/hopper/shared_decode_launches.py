@@ -21,11 +21,10 @@ from attnlib.ops.triton.hopper.descriptors import (
 from attnlib.ops.triton.launch.bound import (
     ALIGNMENT,
     BoundLaunch,
+    can_bypass_triton,
     current_stream,
-    launches_observed,
 )
 from attnlib.ops.triton.launch.cache import LaunchCache
-from attnlib.ops.triton.launch.run import is_direct
 from attnlib.ops.triton.launch.sequence import (
     KEY_CACHE,
     KEY_MAP,
@@ -167,7 +166,7 @@ class HopperSharedDecode:
             items.partial_rows,
         )
         with device_guard(query):
-            if is_direct((self.attend, self.merge)) and not launches_observed():
+            if can_bypass_triton((self.attend, self.merge)):
                 space = workspace.data_ptr()
                 self.direct.submit(
                     current_stream(self.index),

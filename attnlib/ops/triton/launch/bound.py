@@ -14,7 +14,7 @@ compiles: the first launch goes through Triton, whose hooks see every compilatio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import triton
@@ -24,7 +24,15 @@ from triton.runtime.jit import JITFunction
 from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.launch.driver import CHANGES, DirectLaunch, Source, direct_launch
 
-__all__ = ["ALIGNMENT", "CHANGES", "BoundLaunch", "Submit", "current_stream", "launches_observed"]
+__all__ = [
+    "ALIGNMENT",
+    "CHANGES",
+    "BoundLaunch",
+    "Submit",
+    "can_bypass_triton",
+    "current_stream",
+    "launches_observed",
+]
 
 ALIGNMENT = 15
 """Address bits that Triton specializes on: it distinguishes multiples of 16 from the rest."""
@@ -64,6 +72,14 @@ def launches_observed() -> bool:
         or _KNOBS.compilation.instrumentation_mode
         or JITFunction.run is not _JIT_RUN
     )
+
+
+def can_bypass_triton(kernels: Iterable[BoundLaunch]) -> bool:
+    """Whether direct launches of all these kernels are possible now, given aligned tensors."""
+    for kernel in kernels:  # a loop costs less than `all` over a generator
+        if not kernel.is_direct:
+            return False
+    return not launches_observed()
 
 
 def current_stream(index: int) -> int:

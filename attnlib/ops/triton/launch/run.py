@@ -5,7 +5,7 @@ A step plan (`attnlib.backends.triton.plan`) finds them here too, and keeps the 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +18,8 @@ from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard
 from attnlib.ops.triton.launch.bound import (
     ALIGNMENT,
     BoundLaunch,
+    can_bypass_triton,
     current_stream,
-    launches_observed,
 )
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.sequence import KEY_CACHE, VALUE_CACHE, Launches
@@ -29,7 +29,6 @@ __all__ = [
     "PreparedAttention",
     "PreparedConcurrentPrefill",
     "find_launches",
-    "is_direct",
     "run_attention",
     "run_kernels",
     "with_workspace",
@@ -152,15 +151,13 @@ def run_kernels(call: AttentionCall, *families: KernelFamily) -> None:
         ContractError: tensors that the kernels cannot address, or a workspace that is too small.
         UnsupportedConfigError: head sizes for which no tile fits the chip.
     """
-    space = call.batch.workspace
+    aligned, space = not call.addresses & ALIGNMENT, call.batch.workspace
     for family in families:
         prepared = find_launches(family, call)
-        if not prepared.needs_alignment:
-            break
         is_large = space is None or space.nbytes >= prepared.workspace_bytes
-        if is_large and not call.addresses & ALIGNMENT:
+        if not prepared.needs_alignment or (is_large and aligned):
             break
-    run_attention(prepared, call)
+    _launch(prepared, call, aligned)
 
 
 def run_attention(prepared: PreparedAttention, call: AttentionCall) -> None:
@@ -170,7 +167,11 @@ def run_attention(prepared: PreparedAttention, call: AttentionCall) -> None:
         ContractError: unaligned tensors where the kernel needs alignment, or a workspace that is
             too small.
     """
-    aligned = not call.addresses & ALIGNMENT
+    _launch(prepared, call, not call.addresses & ALIGNMENT)
+
+
+def _launch(prepared: PreparedAttention, call: AttentionCall, aligned: bool) -> None:
+    """`run_attention` of a call whose addresses are known to be aligned or not."""
     if prepared.needs_alignment and not aligned:
         raise ContractError(
             "query, key_cache, value_cache and out must start on 16-byte boundaries for the Hopper "
@@ -181,7 +182,7 @@ def run_attention(prepared: PreparedAttention, call: AttentionCall) -> None:
     values = _values(call)
     with device_guard(call.query):
         can_launch = aligned and addresses is not None
-        if can_launch and is_direct(prepared.kernels) and not launches_observed():
+        if can_launch and can_bypass_triton(prepared.kernels):
             given = [x.data_ptr() if isinstance(x, Tensor) else x for x in values]
             prepared.direct.submit(current_stream(prepared.index), given, addresses or ())
             return
@@ -203,11 +204,3 @@ def _values(call: AttentionCall) -> list[Any]:
         v_scale if isinstance(v_scale, Tensor) else float(v_scale),
         *params.layer_score_tensors(),
     ]
-
-
-def is_direct(kernels: Iterable[BoundLaunch]) -> bool:
-    """Whether direct launches of all these kernels are possible, given aligned tensors."""
-    for kernel in kernels:  # a loop costs less than `all` over a generator
-        if not kernel.is_direct:
-            return False
-    return True

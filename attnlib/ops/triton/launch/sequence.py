@@ -128,7 +128,7 @@ class Launches(NamedTuple):
         given: dict[int, Any] = dict(enumerate(values))
         given.update(enumerate(of_batch, _FIRST_OF_BATCH))
         for sources, table, encode, gives in self.lookups:
-            addresses = tuple(values[source] for source in sources)
+            addresses = tuple([values[source] for source in sources])
             key = addresses if len(addresses) > 1 else addresses[0]
             given.update(zip(gives, table.get(key) or encode(*addresses), strict=True))
         for submit, sources in self.steps:
