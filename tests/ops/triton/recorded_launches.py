@@ -959,13 +959,13 @@ def check_files_of_operations() -> None:
     sys.path.append(str(ROOT / "benchmarks"))
     from call_trace import trace
 
-    counters = torch.zeros(200, dtype=torch.int32)
+    params, counters = AttentionParams(scale=0.1), torch.zeros(200, dtype=torch.int32)
     query, cache = torch.zeros(4, 8, 64).bfloat16(), torch.zeros(8, 16, 2, 64).bfloat16()
     ints = [torch.zeros(shape, dtype=torch.int32) for shape in ((4, 8), (5,), (4,))]
 
     def prefill() -> None:
         paged_prefill.paged_prefill(
-            *(query, cache, cache, *ints, AttentionParams(scale=0.1)),
+            *(query, cache, cache, *ints, params),
             max_query_len=4,
             max_seq_len=128,
             out=torch.empty_like(query),
