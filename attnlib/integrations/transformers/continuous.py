@@ -2,9 +2,9 @@
 
 A layer with full attention writes by slot and attends by block table, over two strided views of the
 memory of transformers; nothing is gathered. The table follows from the read and write indices of
-the step, or is passed by transformers on its fast path for decodes. Sliding layers have a ring
-buffer that no table describes: the cache gathers the keys of their windows, and the kernel reads
-those as one-token blocks.
+the step, or is passed by transformers on its fast path for decodes. Sliding layers have a ring of
+pages: decodes read it by block table (`ring_allocator`), and for other steps the cache gathers the
+keys of the windows, which the kernel reads as one-token blocks.
 
 CUDA graphs capture the steps, so on a GPU nothing here reads from the device: lengths stay there,
 and every size is an upper bound that transformers passes as an int. A backend that needs lengths on
@@ -112,16 +112,22 @@ def attend_continuous(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.T
     _check_head_sizes(call, storage)
     check_states(call)
     step = _step_of(cache, index, kwargs)
-    if storage.pages is None:
+    if storage.pages is None or (storage.window is not None and storage.table(kwargs) is None):
         return _attend_gathered(call, cache, storage, step, kwargs)
-    spec = call.spec(block_size=storage.pages.block_size, sliding_window=call.sliding_window)
+    window = call.sliding_window
+    if storage.window is not None:
+        _check_ring(call, storage)
+        window = None  # the ring has no other keys
+    spec = call.spec(block_size=storage.pages.block_size, sliding_window=window)
     layer = layer_for(call, spec)
     key = (layer.backend, spec, storage.group)
     if key not in step.metadata:
         lengths = lengths_of(storage, step, kwargs)
         table, slots, longest = placement(storage, lengths, kwargs, call.query.shape[2])
         common = common_of_step(layer, step, lengths, kwargs, call.query.shape[2], longest).replace(
-            block_table_tensor=table, slot_mapping=slots
+            block_table_tensor=table,
+            slot_mapping=slots,
+            is_cross_attention=storage.window is not None,  # slots of a ring are in no order
         )
         step.metadata[key] = builder_for(layer.backend, spec, call.query.device).build(0, common)
     query, key_rows, value_rows = (
@@ -176,6 +182,16 @@ def _step_of(cache: Any, index: int, kwargs: dict[str, Any]) -> Step:
     step.reached.add(index)
     session.reached.add(index)
     return step
+
+
+def _check_ring(call: Call, storage: LayerStorage) -> None:
+    """Refuse a ring with more keys than the layer sees, whose order is not known."""
+    if call.sliding_window not in (None, storage.window):
+        raise UnsupportedConfigError(
+            f"{layer_name(call.module)}: its window is {call.sliding_window}, but the paged cache "
+            f"of transformers keeps {storage.window} keys: pass "
+            "ContinuousBatchingConfig(max_blocks_per_request=0)"
+        )
 
 
 def _check_head_sizes(call: Call, storage: LayerStorage) -> None:

@@ -50,8 +50,12 @@ def placement(
     """(block table, slot mapping, longest sequence) of a layer with full attention."""
     assert storage.pages is not None  # the caller has checked
     block_size, starts = storage.pages.block_size, kwargs["cu_seq_lens_q"].to(torch.int32)
-    if kwargs.get("block_table") is not None:
-        table: torch.Tensor = kwargs["block_table"][storage.group]
+    table = storage.table(kwargs)
+    if table is not None and storage.window is not None:
+        pages = table[:, :-1]  # the last column holds the slots
+        longest = min(pages.shape[1] * block_size, storage.window)
+        return pages, table[:, -1].to(torch.int64), longest
+    if table is not None:
         slots = compute_slot_mapping(starts, lengths, table, block_size, num_tokens)
         return table, slots, table.shape[1] * block_size
     read, write = kwargs["read_index"][storage.group], kwargs["write_index"][storage.group]

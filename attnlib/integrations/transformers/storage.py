@@ -27,9 +27,10 @@ class LayerStorage:
     Attributes:
         group: index of the layer's read index, write index and block table.
         layer_type: "full_attention" or "sliding_attention".
-        pages: the layer's keys and values in pages; None for a sliding layer, whose ring buffer no
-            block table describes.
-        window: W of a sliding layer: a query sees W keys, including its own.
+        pages: the layer's keys and values in pages; None for a sliding layer without block tables
+            (`ring_allocator`).
+        window: W of a sliding layer, which has a ring of pages: a query sees W keys, including its
+            own.
     """
 
     group: int
@@ -42,6 +43,12 @@ class LayerStorage:
         starts = kwargs["cu_seq_lens_k"]
         chosen: torch.Tensor = starts[self.layer_type] if isinstance(starts, dict) else starts
         return chosen.to(torch.int32)
+
+    def table(self, kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """`[R, M]` int32 block table of a step of decodes, as the allocator of the layer filled it;
+        None for other steps."""
+        tables = kwargs.get("block_table")
+        return None if tables is None else tables[self.group]
 
     def longest(self, kwargs: dict[str, Any]) -> int:
         """Upper bound on the number of keys of a request."""

@@ -1,7 +1,8 @@
-"""CUDA graphs of `generate_batch` are enabled by default if the selected backend supports them."""
+"""What is replaced in continuous batching: when CUDA graphs are on, and unknown versions."""
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers.generation.continuous_batching import initialization
+
+import attnlib.integrations.transformers as integration
 from attnlib.errors import UnsupportedConfigError
-from attnlib.integrations.transformers import registration
+from attnlib.integrations.transformers import continuous_seams
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 
 
@@ -32,11 +36,11 @@ def _can_be_captured(
         return SimpleNamespace(get_builder_cls=lambda: builder)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(registration, "get_attn_backend", choose)
+    monkeypatch.setattr(continuous_seams, "get_attn_backend", choose)
     config = SimpleNamespace(
         num_attention_heads=8, num_key_value_heads=2, hidden_size=512, dtype=dtype
     )
-    return registration._can_be_captured(config)
+    return continuous_seams.can_be_captured(config)
 
 
 @pytest.mark.parametrize("stated", [torch.bfloat16, torch.float32, None])
@@ -56,3 +60,23 @@ def test_a_backend_that_reads_no_lengths_on_the_host_is_captured(
 
 def test_without_a_known_backend_steps_are_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _can_be_captured(monkeypatch, torch.float64, set(), False) is False
+
+
+@pytest.mark.parametrize("change", ["missing", "other parameters"])
+def test_an_unknown_version_is_named(
+    change: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of continuous batching is replaced then, and `generate_batch` refuses the name."""
+    integration.unregister()
+    if change == "missing":
+        monkeypatch.delattr(initialization, "ensure_decode_fast_path_is_available")
+    else:
+        monkeypatch.setattr(
+            initialization, "ensure_decode_fast_path_is_available", lambda config, other: None
+        )
+    before = initialization.is_flash_attention_requested
+    with caplog.at_level(logging.WARNING, logger="attnlib"):
+        integration.register()
+    assert initialization.is_flash_attention_requested is before
+    assert continuous_seams.KNOWN_VERSIONS in caplog.text
+    assert "ensure_decode_fast_path_is_available" in caplog.text
