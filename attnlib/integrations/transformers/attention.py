@@ -30,6 +30,7 @@ from attnlib.integrations.transformers.selected import (
 )
 from attnlib.integrations.transformers.traced import (
     REASONS,
+    is_compiled,
     traced_attention,
     untraced_reason,
 )
@@ -70,7 +71,7 @@ def attnlib_attention(
         ContractError: the mask does not fit the queries and keys.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    if is_compiled():
         return _in_graph(module, query, key, value, attention_mask, dropout, scaling, kwargs)
     refuse_export()
     if not dropout and not torch.is_grad_enabled() and (known := known_step(attention_mask)):

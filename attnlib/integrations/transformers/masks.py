@@ -21,7 +21,7 @@ from attnlib.integrations.transformers.described_mask import describe_tensor
 from attnlib.integrations.transformers.mask_tensor import MaskTensor
 from attnlib.integrations.transformers.patterns import MaskFunction, Pattern, recognize
 from attnlib.integrations.transformers.step_mask import StepMask
-from attnlib.integrations.transformers.traced import evaluated_mask
+from attnlib.integrations.transformers.traced import evaluated_mask, is_compiled
 from attnlib.spec import Window
 
 __all__ = ["attnlib_mask", "refuse_export"]
@@ -62,25 +62,53 @@ def attnlib_mask(
         ContractError: `attention_mask` is not `[B, tokens]`.
         UnsupportedConfigError: the model is exported or traced.
     """
-    given = dict(locals())
-    given |= given.pop("options")
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    given = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        "use_vmap": use_vmap,
+        "device": device,
+        "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
+        **options,
+    }
+    if is_compiled():
         return evaluated_mask(given)
     refuse_export()
     if attention_mask is not None:
         _check_padding(attention_mask, batch_size)
-    pattern = Pattern(True, Window(None, 0)) if mask_function is None else recognize(mask_function)
-    if allow_is_bidirectional_skip and attention_mask is None and pattern == Pattern(False):
+    return _described(given, dtype if dtype.is_floating_point else torch.float32)
+
+
+def _described(given: dict[str, Any], dtype: torch.dtype) -> torch.Tensor | None:
+    """The mask of a step that is not compiled.
+
+    Args:
+        given: arguments of the mask function.
+        dtype: of a `MaskTensor`.
+    """
+    function, padding = given["mask_function"], given["attention_mask"]
+    pattern = Pattern(True, Window(None, 0)) if function is None else recognize(function)
+    if given["allow_is_bidirectional_skip"] and padding is None and pattern == Pattern(False):
         return None
     plain = _plain_mask(given)
-    if plain is not None and plain.is_cuda and q_length == 1:
+    if plain is not None and plain.is_cuda and given["q_length"] == 1:
         return describe_tensor(plain, _shown(plain))  # reading the counter would wait
-    # A static cache returns its counter tensor, which has advanced by the time the layers run.
-    sizes = (batch_size, q_length, kv_length, int(q_offset), kv_offset)
-    step = StepMask(pattern, *sizes, mask_function, attention_mask, device, use_vmap)
-    if plain is not None:
-        return describe_tensor(plain, step)
-    return MaskTensor(step, dtype if dtype.is_floating_point else torch.float32)
+    step = StepMask(
+        pattern,
+        *(given["batch_size"], given["q_length"], given["kv_length"]),
+        # A static cache returns its counter tensor, which has advanced by the time the layers run.
+        int(given["q_offset"]),
+        given["kv_offset"],
+        function,
+        padding,
+        given["device"],
+        given["use_vmap"],
+    )
+    return MaskTensor(step, dtype) if plain is None else describe_tensor(plain, step)
 
 
 def _shown(mask: torch.Tensor) -> StepMask:

@@ -17,7 +17,7 @@ from attnlib.integrations.transformers.layers import is_causal_module
 from attnlib.integrations.transformers.opaque import attend_opaquely
 from attnlib.integrations.transformers.recorded_weights import weights_are_recorded_in_trace
 
-__all__ = ["REASONS", "evaluated_mask", "traced_attention", "untraced_reason"]
+__all__ = ["REASONS", "evaluated_mask", "is_compiled", "traced_attention", "untraced_reason"]
 
 REASONS = {
     "attnlib_step": "a step of PagedModel runs over plans on the host",
@@ -32,6 +32,12 @@ REASONS = {
     "sinks": "sinks per token are not supported",
 }
 """What torch.compile cannot trace, and why."""
+
+
+def is_compiled() -> bool:
+    """Whether torch.compile traces the caller, and not torch.export."""
+    # Dynamo of torch 2.10 and 2.11 takes `torch.compiler.is_exporting()` for True.
+    return torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag
 
 
 _ARGUMENTS = (
