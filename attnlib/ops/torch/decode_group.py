@@ -168,8 +168,8 @@ class _Group:
             caches[1].shape[3],
             bias,
             replace(params, sinks=None if params.sinks is None else params.sinks[heads]),
-            _of_heads(inputs.k_factor, kv_heads),
-            _of_heads(inputs.v_factor, kv_heads),
+            inputs.k_factor,  # a tensor of them has the heads of the only group (`by_heads`)
+            inputs.v_factor,
             dtype=dtype,
         )
         size = self.block_size
@@ -231,7 +231,3 @@ class _Group:
             keys = slice(begin - offset, request.seq_len - offset)
             result[member, :, keys] = query_bias[request.rows, columns]
         return result
-
-
-def _of_heads(factor: float | Tensor, kv_heads: slice) -> float | Tensor:
-    return factor[kv_heads] if isinstance(factor, Tensor) and factor.numel() > 1 else factor

@@ -62,14 +62,9 @@ class SelectedPart:
         """The selected positions `[C, H, S]` int64 in ascending order; -1 at the end of short
         lists. On a CPU, S is the number of keys of the longest list."""
         size, seq_len = self.selection.block_size, self.request.seq_len
-        entries = lists.long()
-        valid = (entries >= 0) & (entries < -(-seq_len // size))
-        positions = entries[..., None] * size + torch.arange(size, device=lists.device)
-        hidden = ~valid[..., None] | (positions >= seq_len)
-        positions = positions.masked_fill(hidden, seq_len).flatten(-2).sort(dim=-1).values
-        repeated = torch.zeros_like(positions, dtype=torch.bool)
-        repeated[..., 1:] = positions[..., 1:] == positions[..., :-1]
-        positions = positions.masked_fill(repeated, seq_len).sort(dim=-1).values
+        positions = lists.long()[..., None] * size + torch.arange(size, device=lists.device)
+        hidden = (positions < 0) | (positions >= seq_len)
+        positions = positions.masked_fill(hidden, seq_len).flatten(-2).sort().values
         if lists.device.type == "cpu" and positions.numel():
             positions = positions[..., : int((positions < seq_len).sum(-1).max())]
         return positions.masked_fill(positions == seq_len, -1)

@@ -37,8 +37,19 @@ _COMBINATIONS: dict[str, dict[str, object]] = {
         "sliding_window": 11,
         "score": "attnlib.testing.score_functions:HEADS",
     },
+    "sinks+score_function": {"sinks": True, "score": "attnlib.testing.score_functions:HEADS"},
     "everything": {"sliding_window": 13, "logits_soft_cap": 4.0, "alibi": True, "sinks": True},
 }
+
+_QUICK_COMBINATIONS = ("window+sinks", "sinks+score_function", "everything")
+_LONG_PREFILLS: dict[str, dict[str, object]] = {
+    "window": {"sliding_window": 300},
+    "two_sided": {"mask": "bidirectional", "window": (40, 70)},
+    "chunk+sinks": {"attention_chunk_size": 333, "sinks": True},
+    "tree": {"mask": "query_bias"},
+    "soft_cap": {"logits_soft_cap": 3.0, "num_heads": 28, "needs_lse": False},
+}
+"""Prompts of several blocks of rows, of which each sees other keys."""
 
 
 def _check(target: BackendUnderTest, name: str, case: Case) -> CheckCase:
@@ -67,10 +78,13 @@ def _batches(target: BackendUnderTest) -> Iterator[CheckCase]:
 def _features(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name, features in _COMBINATIONS.items():
         for batch in ("decode_long", "chunked"):
-            if not target.quick or (name in ("window+sinks", "everything") and batch == "chunked"):
+            if not target.quick or (name in _QUICK_COMBINATIONS and batch == "chunked"):
                 yield _check(target, f"{name}-{batch}", target.case(batch=batch, **features))
     for name, feature in (("alibi", {"alibi": True}), ("window", {"sliding_window": 2500})):
         yield _check(target, f"{name}-long_keys", target.case(batch="long_keys", **feature))
+    for name, features in _LONG_PREFILLS.items():
+        if not target.quick or name != "soft_cap":
+            yield _check(target, f"{name}-long_prefill", target.case(batch="q700s900", **features))
     for batch in ("decode", "mixed", "chunked"):
         case = target.case(batch=batch, loose_bounds=True)
         yield _check(target, f"loose_bounds-{batch}", case)
@@ -148,6 +162,7 @@ def _attention_types(target: BackendUnderTest) -> Iterator[CheckCase]:
         ("encoder", {}),
         ("encoder-window", {"window": (4, 2)}),
         ("encoder-soft_cap", {"logits_soft_cap": 2.0}),
+        ("encoder-batch_invariant", {"batch_invariant": True, "window": (9, 3)}),
     ):
         case = target.case(
             batch="q20_q1_q33_q0", attn_type="encoder_only", mask="bidirectional", **features

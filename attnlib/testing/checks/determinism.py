@@ -16,7 +16,13 @@ from attnlib.testing.batch_slicing import slice_batch
 from attnlib.testing.budget import compare_bits
 from attnlib.testing.case import Case
 from attnlib.testing.check import Check, CheckCase
-from attnlib.testing.runner import attend, make_impl, run_case, run_materialized_case
+from attnlib.testing.runner import (
+    attend,
+    compare_with_oracle,
+    make_impl,
+    run_case,
+    run_materialized_case,
+)
 
 __all__ = ["CHECKS"]
 
@@ -78,8 +84,10 @@ def _random_batch(seed: int, block: int) -> str:
 
 def _check_single_requests(target: BackendUnderTest, case: Case) -> str:
     step = case.materialize(target.device)
-    together = run_materialized_case(target.backend, step).out.clone()
-    row = 0
+    found = run_materialized_case(target.backend, step)
+    if error := compare_with_oracle(case, found, target.device):
+        return error
+    together, row = found.out.clone(), 0
     for request, query_len in enumerate(case.batch_spec.query_lens):
         alone = run_materialized_case(target.backend, slice_batch(step, [request])).out
         same = compare_bits(together[row : row + query_len], alone)
@@ -95,7 +103,10 @@ def _check_single_requests(target: BackendUnderTest, case: Case) -> str:
 def _check_chunks(target: BackendUnderTest, case: Case, chunk: int) -> str:
     step = case.materialize(target.device)
     length = case.batch_spec.query_lens[0]
-    whole = run_materialized_case(target.backend, step).out.clone()
+    found = run_materialized_case(target.backend, step)
+    if error := compare_with_oracle(case, found, target.device):
+        return error
+    whole = found.out.clone()
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)
         part = run_materialized_case(target.backend, slice_batch(step, [0], [(start, stop)])).out
@@ -106,6 +117,18 @@ def _check_chunks(target: BackendUnderTest, case: Case, chunk: int) -> str:
                 f"different bits as a separate chunk (M8): {same} | case: {case}"
             )
     return ""
+
+
+_FEATURES: dict[str, dict[str, object]] = {
+    "sinks": {"sinks": True, "needs_lse": True},
+    "window": {"sliding_window": 9},
+    "two-sided-window": {"mask": "bidirectional", "window": (7, 3)},
+    "chunk": {"attention_chunk_size": 21},
+    "alibi+soft_cap": {"alibi": True, "logits_soft_cap": 3.0},
+    "score_function": {"score": "attnlib.testing.score_functions:POSITIONS"},
+    "fp8": {"kv_cache_dtype": "fp8_e4m3", "k_scale": 0.25, "v_scale": 0.5},
+    "bfloat16": {"dtype": "bfloat16"},
+}
 
 
 def _invariance(target: BackendUnderTest) -> Iterator[CheckCase]:
@@ -121,6 +144,10 @@ def _invariance(target: BackendUnderTest) -> Iterator[CheckCase]:
             partial(_check_chunks, target, case, chunk),
             case,
         )
+    for feature, fields in _FEATURES.items():
+        batch = f"q1s{block + 3}_q{block + 9}s{3 * block}_q5_q1s{2 * block}"
+        case = target.case(batch=batch, batch_invariant=True, **fields)
+        yield CheckCase(feature, partial(_check_single_requests, target, case), case)
 
 
 CHECKS = (

@@ -62,6 +62,7 @@ _FORMS = {
         block_size=128, max_blocks=2, weighted=False, local_blocks=1, batch="q1s600_q2s411"
     ),
     "longer-than-keys": _Form(max_blocks=50),
+    "many-scores": _Form(batch="q1s40_q230s600", heads=128, size=8, max_blocks=12),
     "odd-size": _Form(heads=5, size=24, max_blocks=9),
 }
 _QUICK = ("tokens-fp8", "nan-keys", "blocks-local")

@@ -51,15 +51,20 @@ def _case(target: BackendUnderTest, name: str, **changes: object) -> Case:
     return target.case(**fields)
 
 
-def _check_written(target: BackendUnderTest, case: Case, largest: bool = False) -> str:
+def _check_written(target: BackendUnderTest, case: Case, kind: str = "") -> str:
     """Pages after a write, against pages that integer arithmetic has filled."""
     actual = case.materialize(target.device, kv_written=False)
     expected = case.materialize(target.device)
-    if largest:
-        most = torch.finfo(case.torch_dtype).max
-        for step in (actual, expected):
-            step.inputs.key.fill_(most)
-            step.inputs.value.fill_(-most)
+    limits = torch.finfo(case.torch_dtype)
+    for step in (actual, expected) if kind else ():
+        for new, sign in ((step.inputs.key, 1.0), (step.inputs.value, -1.0)):
+            if kind == "largest":
+                new.fill_(sign * limits.max)
+            else:  # from one token to the next, twice as large
+                new[:, :, 0] = 1.0
+                steps = torch.arange(len(new), device=new.device)[:, None, None]
+                new.clamp_(-1.0, 1.0).mul_(limits.tiny * 2.0**steps)
+    if kind:
         expected = _rewritten(expected)
     impl = make_impl(target.backend, actual)
     impl.write_kv(
@@ -77,7 +82,7 @@ def _check_written(target: BackendUnderTest, case: Case, largest: bool = False) 
                 f"page {page}: {int(pool[differs[0]])} where {int(wanted[differs[0]])} was "
                 f"expected (M16) | case: {case}"
             )
-    if largest:
+    if kind == "largest":
         assert expected.inputs.cache.scales is not None  # a case with scales in the page
         at = torch.tensor(expected.inputs.written_slots(), device=target.device)
         block, offset = at // case.block_size, at % case.block_size
@@ -111,8 +116,10 @@ def _round_trip(target: BackendUnderTest) -> Iterator[CheckCase]:
                 check = partial(_check_written, target, case)
                 yield CheckCase(f"written-{name}-{layout}-{batch}", check, case)
         case = _case(target, name, batch="q3s20_q1s17")
-        check = partial(_check_written, target, case, largest=True)
+        check = partial(_check_written, target, case, "largest")
         yield CheckCase(f"saturated-{name}", check, case)
+        case = _case(target, name, batch="q34")
+        yield CheckCase(f"small-{name}", partial(_check_written, target, case, "small"), case)
 
 
 def _check_attention(target: BackendUnderTest, case: Case) -> str:
@@ -134,8 +141,10 @@ def _attention(target: BackendUnderTest) -> Iterator[CheckCase]:
         cases["float16"] = _case(target, name, batch="q5s40_q1s33", dtype="float16")
         for feature, fields in _FEATURES.items():
             cases[feature] = _case(target, name, batch="q7s40_3q1s33", **fields)
+        cases["empty"] = _case(target, name, batch="empty")
+        cases["no-keys"] = _case(target, name, batch="q2s0_q1s3_q0s0")
         for label, case in cases.items():
-            if not target.quick or label == _QUICK[name]:
+            if not target.quick or label in (_QUICK[name], "empty"):
                 yield CheckCase(f"{name}-{label}", partial(_check_attention, target, case), case)
 
 

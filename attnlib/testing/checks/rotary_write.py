@@ -127,6 +127,14 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name, style in styles.items():
         case = target.case(batch="graph_padding", head_size=size)
         yield CheckCase(name, partial(_check, target, case, style), case)
+    half_precision = {
+        "rotation": _Style(half, float32_angles=True),
+        "gemma": _Style(half, norm="float32"),
+        "interleaved-partial": styles["interleaved-partial"],
+    }
+    for name, style in half_precision.items():
+        case = target.case(batch="graph_padding", head_size=size, dtype="bfloat16")
+        yield CheckCase(f"{name}-bfloat16", partial(_check, target, case, style), case)
     style = styles["norm-rotation"]
     for layout in CACHE_LAYOUTS[1:]:
         case = target.case(batch="q3s20_q1s17", head_size=size, layout=layout)

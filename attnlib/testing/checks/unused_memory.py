@@ -65,6 +65,10 @@ def _cases(target: BackendUnderTest) -> Iterator[tuple[str, Case]]:
             )
     for layout in ("NHD_PACKED", "HND"):
         yield f"nan-{layout}", target.case(batch="page_edges", layout=layout)
+    # Tails of requests of several splits, of unequal lengths.
+    long = "q1s2405_q1s2390_2q1s1999"
+    yield "nan-long-decode", target.case(batch=long)
+    yield "nan-long-window", target.case(batch=long, sliding_window=2200)
     yield "table-minus-one", target.case(batch="ragged", garbage="minus_one", extra_columns=3)
     yield "padding-rows", target.case(batch="graph_padding")
 

@@ -146,6 +146,11 @@ def _mask_cases(target: BackendUnderTest) -> Iterator[tuple[str, Case]]:
     yield "chunk_of_one_block", target.case(batch=batch, attention_chunk_size=block)
     yield "soft_cap", target.case(batch=batch, logits_soft_cap=2.0)
     yield "soft_cap-window", target.case(batch=batch, logits_soft_cap=2.0, sliding_window=5)
+    for right in (0, 2):
+        # Rows of which some see one key more or less than the first one.
+        near = "_".join(f"q{right + more}s{block + 5}" for more in (1, 2, 3))
+        window = {"mask": "bidirectional", "window": (None, right)}
+        yield f"right_{right}", target.case(batch=f"{near}_q{block}", **window)
     finite = "attnlib.testing.score_functions:FINITE"  # shows keys that are hidden before it
     yield "score_function", target.case(batch=batch, score=finite)
     yield "loose_bounds", target.case(batch=batch, loose_bounds=True)
