@@ -158,8 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     total = len(chosen)
     if args.only:
         chosen = list(read_survivors(args.only, chosen))
-    elif args.sample:
-        chosen = random.Random(args.seed).sample(chosen, min(args.sample, total))
+    else:
+        # All of them are shuffled too: what `--limit-s` cuts off is a random sample.
+        chosen = random.Random(args.seed).sample(chosen, min(args.sample or total, total))
     with suppress(AttributeError):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if args.json is None:
