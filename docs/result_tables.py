@@ -1,9 +1,11 @@
 """The generated tables of docs/performance.md, from result files of `attnlib bench --json`.
 
-A marker in the page names the result files of one table, or of a list with one line for each file:
+A marker in the page names the result files of one table, of a list with one line for each file, or
+of a line with their versions:
 
     <!-- results: h200/bench.json h100/bench.json -->   ...   <!-- end of results -->
     <!-- records: h200/cudnn.json -->   ...   <!-- end of results -->
+    <!-- versions: h200/bench.json h100/bench.json -->   ...   <!-- end of results -->
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from pathlib import Path
 from attnlib.bench.results import Row, Run, ratio, read_document
 from attnlib.bench.table import kernel_lines
 
-__all__ = ["MARKED", "fill", "records", "table"]
+__all__ = ["MARKED", "fill", "records", "table", "versions"]
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "results"
 MARKED = re.compile(
-    r"(?<=<!-- )(?P<kind>results|records): (?P<names>[^>]+?) -->\n.*?(?=<!-- end of results -->)",
+    r"(?<=<!-- )(?P<kind>results|records|versions): (?P<names>[^>]+?) -->\n"
+    r".*?(?=<!-- end of results -->)",
     re.S,
 )
 
@@ -30,7 +33,7 @@ def fill(page: str, folder: Path = FOLDER) -> str:
     """The page with the tables of its markers."""
 
     def replace(match: re.Match[str]) -> str:
-        make = table if match["kind"] == "results" else records
+        make = {"results": table, "records": records, "versions": versions}[match["kind"]]
         text = make(match["names"].split(), folder)
         return f"{match['kind']}: {match['names']} -->\n\n{text}\n"
 
@@ -38,7 +41,7 @@ def fill(page: str, folder: Path = FOLDER) -> str:
 
 
 def table(names: Sequence[str], folder: Path = FOLDER) -> str:
-    """One line for each case and three columns for each chip, then what was measured where.
+    """One line for each case and three columns for each chip, then the files by chip.
 
     Args:
         names: result files `CHIP/NAME.json`, and patterns of cases, without a slash; all cases
@@ -57,13 +60,12 @@ def table(names: Sequence[str], folder: Path = FOLDER) -> str:
             if row.backend == "triton" and any(fnmatch.fnmatch(row.case, p) for p in patterns):
                 found.setdefault(row.case, {})[chip] = _cells(document.rows, row)
         for run in document.runs:
-            kernels = kernel_lines(document.rows)
-            sources.setdefault(_machine(run, kernels), []).append(_source(file, run))
+            sources.setdefault(run.provenance["gpu"], []).append(_source(file, run))
     head = "".join(f" | {chip.upper()} us | of peak | vs best" for chip in chips)
     lines = [f"| case{head} |", "|---|" + "---:|" * (3 * len(chips))]
     for case, cells in found.items():
         lines.append(f"| `{case}` | " + " | ".join(cells.get(c, " |  | ") for c in chips) + " |")
-    made = [f"- {machine}: {'; '.join(texts)}" for machine, texts in sources.items()]
+    made = [f"- {gpu}: {'; '.join(texts)}" for gpu, texts in sources.items()]
     return "\n".join([*lines, "", *made]) + "\n"
 
 
@@ -80,18 +82,24 @@ def _cells(rows: Sequence[Row], row: Row) -> str:
     )
 
 
-def _machine(run: Run, kernels: Sequence[str]) -> str:
-    """Hardware, versions, and which kernels a backend ran."""
-    facts = run.provenance
-    made = ", ".join(f"{name} {facts[name]}" for name in ("torch", "triton", "driver"))
-    return "; ".join([f"{facts['gpu']}, {made}", *kernels])
+def versions(files: Sequence[str], folder: Path = FOLDER) -> str:
+    """The versions of all runs in one line, and which kernels a backend ran."""
+    made: dict[str, None] = {}
+    kernels: dict[str, None] = {}
+    for file in files:
+        document = read_document(folder / file)
+        kernels |= dict.fromkeys(kernel_lines(document.rows))
+        for run in document.runs:
+            facts = [f"{name} {run.provenance[name]}" for name in ("torch", "triton", "driver")]
+            made[", ".join(facts)] = None
+    return f"Versions: {'; '.join([' or '.join(made), *kernels])}.\n"
 
 
 def _source(file: str, run: Run) -> str:
-    """A link to the file, which has the command, with commit, date and peak rates."""
+    """A link to the file, which has the command and the date, with commit and peak rates."""
     facts, peaks = run.provenance, run.peaks
     return (
-        f"[{file}](../benchmarks/results/{file}) at {facts['commit']}, {facts['date'].split()[0]}, "
+        f"[{file}](../benchmarks/results/{file}) at {facts['commit']}, "
         f"peak {peaks['read_gbps']:.0f} GB/s and {peaks['matmul_tflops']:.0f} TFLOP/s"
     )
 

@@ -200,7 +200,10 @@ def test_the_table_of_the_documentation(tmp_path: Path) -> None:
     )
     assert "| `decode-1x8k` | 9.0 | 50% | 0.90 | 9.0 | 50% | 0.90 |" in text
     assert "| `prefill-a` | 7.0 | 50% |  |  |  |  |" in text
-    assert "driver 4; flash_attn ran FlashAttention 3 (x): [h200/a.json](" in text
+    assert "- a chip: [h200/a.json](" in text and " at abc, peak " in text
+    assert tables.versions(["h200/a.json", "h100/a.json"], tmp_path) == (
+        "Versions: torch 2, triton 3, driver 4; flash_attn ran FlashAttention 3 (x).\n"
+    )
     assert "decode" not in tables.table(["h200/a.json", "prefill-*"], tmp_path).split("- [")[0]
     assert "| 2 | `flash_attn` | 0.90 | 0.90 | 0.90 |" in tables.records(["h200/a.json"], tmp_path)
 
