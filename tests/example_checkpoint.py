@@ -22,7 +22,8 @@ def save(model: Any, folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", pad_token="?")
+    fast.save_pretrained(folder)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, home: Path) -> list[Path]:
