@@ -1,11 +1,10 @@
 """Write this step's keys and values to their slots (P4, P7).
 
 A device must skip tokens without a synchronization. Boolean indexing would wait for the number of
-selected tokens, and writing old content back would race with the token that owns the slot. A
-skipped
-token therefore repeats the write of the first token that has a slot: the same value to the same
-slot, so that the order of the writes does not matter and no other slot changes. If no token has a
-slot, the first slot of the cache is rewritten with its own bits.
+selected tokens, and writing old content back would race with the token that owns the slot. A token
+that is skipped therefore repeats the write of the first token that has a slot: the same value to
+the same slot, so that the order of the writes does not matter and no other slot changes. If no
+token has a slot, the first slot of the cache is rewritten with its own bits.
 """
 
 from __future__ import annotations
@@ -64,19 +63,16 @@ def write_kv(
     sides = [(key, key_cache, k_scale)]
     if not values_are_prefix(key_cache, value_cache):
         sides.append((value, value_cache, v_scale))
-    tokens = torch.nonzero(slots >= 0).flatten() if slots.device.type == "cpu" else None
+    every_token = slots.device.type == "cpu" and bool((slots >= 0).all())
     for rows, cache, scale in sides:
-        if tokens is None:
-            _write_without_sync(rows, cache, slots, scale)
-        elif tokens.numel() == num_tokens:
+        if every_token:
             _write(rows[:num_tokens], cache, slots, scale)
-        elif tokens.numel() > 0:
-            _write(rows[tokens], cache, slots[tokens], scale)
+        else:
+            _write_valid(rows, cache, slots, scale)
 
 
-def _write_without_sync(
-    values: Tensor, cache: Tensor, slots: Tensor, scale: float | Tensor
-) -> None:
+def _write_valid(values: Tensor, cache: Tensor, slots: Tensor, scale: float | Tensor) -> None:
+    """Write the tokens that have a slot, without a synchronization."""
     valid = slots >= 0
     first_valid = valid.int().argmax()
     tokens = torch.where(valid, torch.arange(slots.numel(), device=slots.device), first_valid)
