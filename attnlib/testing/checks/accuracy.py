@@ -85,6 +85,10 @@ def _features(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name, features in _LONG_PREFILLS.items():
         if not target.quick or name != "soft_cap":
             yield _check(target, f"{name}-long_prefill", target.case(batch="q700s900", **features))
+    block = target.base_case.block_size
+    full = f"q1s{2 * block}_q1s{5 * block}_q1s{block}"
+    yield _check(target, "tree-full_blocks", target.case(batch=full, mask="query_bias"))
+    yield _check(target, "alibi-full_blocks", target.case(batch=full, alibi=True))
     for batch in ("decode", "mixed", "chunked"):
         case = target.case(batch=batch, loose_bounds=True)
         yield _check(target, f"loose_bounds-{batch}", case)
