@@ -72,11 +72,7 @@ def _demo(options: argparse.Namespace, device: torch.device) -> int:
         BlockAllocator(num_blocks, options.block_size), budget, options.max_num_reqs
     )
     if not options.json:
-        is_example = demo_model.name == example_model.NAME
-        terms = f" (terms of use: {example_model.TERMS})" if is_example else ""
-        parameter = next(demo_model.model.parameters())
-        print(f"{demo_model.name}{terms}, {str(parameter.dtype)[6:]} on {device}\n")
-        print(_selection(demo_model, options, device), end="\n\n")
+        _introduce(demo_model, requests, num_blocks, options, device)
     warmed = warm_up(paged, scheduler, requests) if device.type != "cpu" else 0.0
     served = serve(paged, scheduler, requests, None if options.json else Progress(requests))
     numbers, result = (
@@ -88,6 +84,26 @@ def _demo(options: argparse.Namespace, device: torch.device) -> int:
     else:
         show(demo_model, requests, numbers, result)
     return 0 if result.passed else 1
+
+
+def _introduce(
+    demo_model: DemoModel,
+    requests: list[Request],
+    num_blocks: int,
+    options: argparse.Namespace,
+    device: torch.device,
+) -> None:
+    """Print what will be served, and by which backends."""
+    is_example = demo_model.name == example_model.NAME
+    terms = f" (terms of use: {example_model.TERMS})" if is_example else ""
+    dtype = str(next(demo_model.model.parameters()).dtype).removeprefix("torch.")
+    lengths = [len(request.prompt) for request in requests]
+    print(
+        f"{demo_model.name}{terms}, {dtype} on {device}\n"
+        f"{len(requests)} prompts of {min(lengths)} to {max(lengths)} tokens, a cache of "
+        f"{num_blocks} blocks of {options.block_size} tokens\n\n"
+        f"{_selection(demo_model, options, device)}\n"
+    )
 
 
 def _device(name: str | None) -> torch.device:

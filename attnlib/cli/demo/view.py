@@ -112,7 +112,7 @@ def _show_tokens(requests: list[Request]) -> None:
 
 def _show_texts(demo_model: DemoModel, requests: list[Request], result: DemoResult) -> None:
     """The end of each prompt, what the model wrote, and the numbers of its tokens."""
-    print(f"     {'prompt (its end), then what the model wrote':{_WIDTH}}  tokens  reused   equal")
+    print(f"     {'end of the prompt, then what the model wrote':{_WIDTH}}  tokens  reused   equal")
     for request in requests:
         prompt, written = (
             " ".join(_text(demo_model, ids).split()) for ids in (request.prompt, request.generated)
