@@ -125,8 +125,8 @@ class AttentionBackend(ABC):
         of `attnlib.ops.torch`: `select_keys` (M14), `write_packed_latents` and
         `packed_latent_attention` (P14), `compute_slot_mapping`, `append_kv`, `merge_states`,
         `merge_partial_rows`, `context_attention`, `packed_write`, `packed_decode`,
-        `packed_prefill`, `shared_decode` and `attention_scores`. The conformance suite tests those
-        that a backend has.
+        `packed_prefill`, `shared_decode`, `attention_scores`, `rotate_and_write` and
+        `list_visible_keys`. The conformance suite tests those that a backend has.
 
         Returns:
             The operation; None (default) if the backend has none with this name.

@@ -19,17 +19,19 @@ _MODULES = {
     "attention_scores": "scores",
     "compute_slot_mapping": "slots",
     "context_attention": "context_attention",
+    "list_visible_keys": "visible_keys",
     "merge_partial_rows": "merge_states",
     "merge_states": "merge_states",
     "packed_decode": "packed_attention",
     "packed_latent_attention": "packed_latents",
     "packed_prefill": "packed_attention",
     "packed_write": "packed_attention",
+    "rotate_and_write": "rotary_write",
     "select_keys": "key_indexer",
     "shared_decode": "shared_decode",
     "write_packed_latents": "packed_latents",
 }
-"""Operations that no attention layer runs, and the modules that hold them."""
+"""Operations that are not those of a layer, and the modules that hold them."""
 _ONLY_IN_TORCH = {"attention_scores"}
 
 

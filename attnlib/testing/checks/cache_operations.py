@@ -189,6 +189,38 @@ def _check_packed_write(
     return _first_difference(found, expected, f"{stored}, scales: {scales}")
 
 
+_VISIBLE: dict[str, tuple[int, int, int]] = {
+    "narrow": (4, 20, 9),
+    "equal": (3, 17, 17),
+    "wide": (5, 12, 30),
+    "one-row": (1, 70, 40),
+}
+"""Name -> rows and keys of the mask, and columns of the block table."""
+
+
+def _check_visible(target: BackendUnderTest, case: Case, form: str) -> str:
+    list_keys = find_operation(target.backend, "list_visible_keys")
+    rows, keys, columns = _VISIBLE[form]
+    distance = keys + 5
+    visible = torch.rand(rows, keys, generator=torch.Generator().manual_seed(case.seed)) < 0.6
+    visible[0] = form != "narrow"  # all keys, or none
+    table, lengths, starts = (
+        torch.full(shape, 77, dtype=torch.int32, device=target.device)
+        for shape in ((rows, columns), (rows,), (rows + 1,))
+    )
+    list_keys(visible.to(target.device), distance, table=table, lengths=lengths, starts=starts)
+    for row in range(rows):
+        shown = [row * distance + key for key in range(keys) if visible[row, key]][:columns]
+        expected = shown + [-1] * (columns - len(shown))
+        if table[row].tolist() != expected:
+            return f"row {row} lists {table[row].tolist()}; expected {expected} | form: {form}"
+        if int(lengths[row]) != len(shown):
+            return f"row {row} has length {int(lengths[row])}; expected {len(shown)} | form: {form}"
+    if starts.tolist() != list(range(rows + 1)):
+        return f"starts are {starts.tolist()}; expected 0 to {rows} | form: {form}"
+    return ""
+
+
 def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     case = target.case(contiguous=True)
 
@@ -203,6 +235,8 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     yield named("slots-invalid-blocks", _check_slots, **invalid)
     for form in _APPENDS:
         yield named(f"append-{form}", _check_append, form=form)
+    for form in _VISIBLE:
+        yield named(f"visible-keys-{form}", _check_visible, form=form)
     for stored in _PACKED_WRITES:
         for scales in ("none",) if stored == "auto" else ("number", "tensor", "heads"):
             options = {"stored": stored, "scales": scales}

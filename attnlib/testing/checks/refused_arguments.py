@@ -47,6 +47,21 @@ def _packed_latents(device: torch.device, changes: _Changes) -> _Changes:
     return arguments | {name: change(arguments.get(name)) for name, change in changes.items()}
 
 
+def _rotate_and_write(device: torch.device, changes: _Changes) -> _Changes:
+    """Arguments of `rotate_and_write`: two KV heads of 16 elements, blocks of 8 positions."""
+    arguments: _Changes = {
+        "query": torch.ones(4, 4, 16, device=device),
+        "key": torch.ones(4, 2, 16, device=device),
+        "value": torch.ones(4, 2, 16, device=device),
+        "key_cache": torch.zeros(3, 8, 2, 16, device=device),
+        "value_cache": torch.zeros(3, 8, 2, 16, device=device),
+        "slot_mapping": torch.tensor([1, 9, -1, 20], device=device),
+        "cos": torch.ones(4, 8, device=device),
+        "sin": torch.zeros(4, 8, device=device),
+    }
+    return arguments | {name: change(arguments.get(name)) for name, change in changes.items()}
+
+
 _WRITES: dict[str, tuple[Callable[[torch.device, _Changes], _Changes], _Changes]] = {
     "packed_write-int32-slots": (_packed_write, {"slot_mapping": torch.Tensor.int}),
     "packed_write-two-dimensions": (_packed_write, {"slot_mapping": lambda x: x[None]}),
@@ -56,6 +71,18 @@ _WRITES: dict[str, tuple[Callable[[torch.device, _Changes], _Changes], _Changes]
     "packed_write-k_scale-nan": (_packed_write, {"k_scale": lambda _: torch.nan}),
     "packed_write-v_scale-0": (_packed_write, {"v_scale": lambda _: 0.0}),
     "packed_write-v_scale-inf": (_packed_write, {"v_scale": lambda _: torch.inf}),
+    "rotate_and_write-few-angles": (_rotate_and_write, {"cos": lambda x: x[:3]}),
+    "rotate_and_write-wide-angles": (
+        _rotate_and_write,
+        {"cos": lambda x: x.repeat(1, 2), "sin": lambda x: x.repeat(1, 2)},
+    ),
+    "rotate_and_write-no-sine": (_rotate_and_write, {"sin": lambda _: None}),
+    "rotate_and_write-key-heads": (_rotate_and_write, {"key": lambda x: x[:, :1]}),
+    "rotate_and_write-value-heads": (_rotate_and_write, {"value": lambda x: x[:, :1]}),
+    "rotate_and_write-int32-slots": (_rotate_and_write, {"slot_mapping": torch.Tensor.int}),
+    "rotate_and_write-few-keys": (_rotate_and_write, {"key": lambda x: x[:3]}),
+    "rotate_and_write-k_scale-0": (_rotate_and_write, {"k_scale": lambda _: 0.0}),
+    "rotate_and_write-v_scale-nan": (_rotate_and_write, {"v_scale": lambda _: torch.nan}),
     "write_packed_latents-size": (_packed_latents, {"latents": lambda x: x[:, 1:]}),
     "write_packed_latents-int32-slots": (_packed_latents, {"slot_mapping": torch.Tensor.int}),
     "write_packed_latents-few-rows": (_packed_latents, {"latents": lambda x: x[:3]}),

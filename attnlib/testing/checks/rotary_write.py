@@ -7,9 +7,9 @@ case.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,8 @@ from attnlib.testing.case import Case
 from attnlib.testing.check import Check, CheckCase
 from attnlib.testing.checks.cache_write import compare_storage
 from attnlib.testing.layouts import CACHE_LAYOUTS, write_slots
+from attnlib.testing.materialized_case import MaterializedCase
+from attnlib.testing.runner import find_operation
 
 __all__ = ["CHECKS"]
 
@@ -37,6 +39,10 @@ class _Style(NamedTuple):
     interleaved: bool = False
     norm: str = "none"
     float32_angles: bool = False
+
+
+_Tables = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Cosines and sines, or None without a rotation."""
 
 
 def _expected(
@@ -70,17 +76,40 @@ def _expected(
     return out
 
 
-def _check(target: BackendUnderTest, case: Case, style: _Style) -> str:
+def _run_layer(
+    target: BackendUnderTest, step: MaterializedCase, tables: _Tables, options: dict[str, Any]
+) -> torch.Tensor:
     from attnlib.layer import Attention
 
+    layer = Attention(
+        step.spec, backend=target.backend, scale=step.params.scale, device=target.device
+    )
+    metadata = target.backend.make_builder(step.spec, target.device).build(0, step.common())
+    rows = (step.inputs.query, step.inputs.key, step.inputs.value)
+    rotated = layer.rotate_and_write_kv(*rows, step.cache(), metadata, *tables, **options)
+    assert isinstance(rotated, torch.Tensor)
+    return rotated
+
+
+def _run_operation(
+    target: BackendUnderTest, step: MaterializedCase, tables: _Tables, options: dict[str, Any]
+) -> torch.Tensor:
+    run, cache = find_operation(target.backend, "rotate_and_write"), step.cache()
+    tensors = (step.inputs.query, step.inputs.key, step.inputs.value)
+    scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    views = (cache.key_cache, cache.value_cache, step.inputs.slot_mapping)
+    rotated = run(*tensors, *views, *tables, **options, **scales)
+    assert isinstance(rotated, torch.Tensor)
+    return rotated
+
+
+def _check(
+    target: BackendUnderTest, case: Case, style: _Style, run: Callable[..., torch.Tensor]
+) -> str:
     actual, expected = (
         case.materialize(target.device, kv_written=False),
         case.materialize(target.device, kv_written=False),
     )
-    layer = Attention(
-        actual.spec, backend=target.backend, scale=actual.params.scale, device=target.device
-    )
-    metadata = target.backend.make_builder(actual.spec, target.device).build(0, actual.common())
     inputs, generator = actual.inputs, torch.Generator().manual_seed(case.seed)
     tokens, size, dtype = inputs.query.shape[0], case.head_size, case.torch_dtype
     angles = torch.randn(tokens, style.half, generator=generator)
@@ -92,10 +121,8 @@ def _check(target: BackendUnderTest, case: Case, style: _Style) -> str:
         weights = (torch.randn(size, generator=generator).to(dtype) for _ in norms)
         norms = [HeadNorm(w.to(target.device), 1e-5, float(gemma), gemma) for w in weights]
     tables = (cos, sin) if style.half else (None, None)
-    rotated = layer.rotate_and_write_kv(
-        inputs.query, inputs.key, inputs.value, actual.cache(), metadata, *tables,
-        interleaved=style.interleaved, q_norm=norms[0], k_norm=norms[1],
-    )  # fmt: skip
+    options = {"interleaved": style.interleaved, "q_norm": norms[0], "k_norm": norms[1]}
+    rotated = run(target, actual, tables, options)
     count = case.batch_spec.num_actual_tokens
     query = _expected(inputs.query, cos, sin, norms[0], style.interleaved)
     if not torch.equal(rotated[:count], query[:count]):
@@ -126,7 +153,7 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     }
     for name, style in styles.items():
         case = target.case(batch="graph_padding", head_size=size)
-        yield CheckCase(name, partial(_check, target, case, style), case)
+        yield CheckCase(name, partial(_check, target, case, style, _run_layer), case)
     half_precision = {
         "rotation": _Style(half, float32_angles=True),
         "gemma": _Style(half, norm="float32"),
@@ -134,17 +161,29 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     }
     for name, style in half_precision.items():
         case = target.case(batch="graph_padding", head_size=size, dtype="bfloat16")
-        yield CheckCase(f"{name}-bfloat16", partial(_check, target, case, style), case)
+        yield CheckCase(f"{name}-bfloat16", partial(_check, target, case, style, _run_layer), case)
     style = styles["norm-rotation"]
     for layout in CACHE_LAYOUTS[1:]:
         case = target.case(batch="q3s20_q1s17", head_size=size, layout=layout)
-        yield CheckCase(f"layout-{layout}", partial(_check, target, case, style), case)
+        yield CheckCase(f"layout-{layout}", partial(_check, target, case, style, _run_layer), case)
     for stored in ("fp8_e4m3", "fp8_e5m2"):
         case = target.case(
             batch="q3s20_q1s17", head_size=size, kv_cache_dtype=stored, k_scale=0.5, v_scale=0.25,
             kv_scale_kind="head",
         )  # fmt: skip
-        yield CheckCase(stored, partial(_check, target, case, style), case)
+        yield CheckCase(stored, partial(_check, target, case, style, _run_layer), case)
+    yield from _operation_cases(target, styles)
+
+
+def _operation_cases(target: BackendUnderTest, styles: dict[str, _Style]) -> Iterator[CheckCase]:
+    """The operation by itself, for a backend that has it (`AttentionBackend.get_operation`)."""
+    fp8 = {"kv_cache_dtype": "fp8_e4m3", "k_scale": 0.5, "v_scale": 0.25, "kv_scale_kind": "head"}
+    variants: dict[str, dict[str, Any]] = {"norm-rotation": {}, "gemma": fp8, "rotation": {}}
+    for name, fields in variants.items():
+        size = {"head_size": target.base_case.head_size}
+        case = target.case(batch="graph_padding", **size, **fields)
+        check = partial(_check, target, case, styles[name], _run_operation)
+        yield CheckCase(f"operation-{name}", check, case)
 
 
 CHECKS = (Check("K7", "normalized and rotated keys are written as specified", _cases),)
