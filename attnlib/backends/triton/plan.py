@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from attnlib.ops.triton.append_kv import BoundAppend
 from attnlib.ops.triton.batch_tensors import Batch, BatchTensors
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.sequence import VALUE
-
-if TYPE_CHECKING:
-    from attnlib.backends.triton.impl import TritonImpl
 
 __all__ = ["TritonPlan", "make_plan"]
 
@@ -186,7 +183,7 @@ class TritonPlan:
 
 
 def make_plan(
-    self: TritonImpl,
+    self: Any,  # a `TritonImpl`, whose method this is
     signature: Hashable,
     query: Tensor,
     key: Tensor | None,
