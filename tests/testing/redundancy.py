@@ -15,18 +15,34 @@ from collections.abc import Sequence
 
 import torch
 
+from attnlib.testing.check import run_check_case, select_cases
 from attnlib.testing.checks import CHECKS
-from attnlib.testing.conformance import run_conformance
+from attnlib.testing.conformance import make_target
+from attnlib.testing.outcome import Outcome
 from tests.testing.toy_backend import ToyBackend
 from tests.testing.wrong_backends import WRONG
 
 __all__ = ["failed_checks", "undetected_without"]
 
 
-def failed_checks(error: str, *, quick: bool = True) -> tuple[str, ...]:
-    """Ids of the checks that a wrong backend fails, sorted."""
-    report = run_conformance(WRONG[error][0], device="cpu", against=[ToyBackend], quick=quick)
-    return tuple(sorted(report.failed_checks()))
+def failed_checks(error: str, *, quick: bool = True, most: int | None = None) -> tuple[str, ...]:
+    """Ids of the checks that a wrong backend fails, sorted.
+
+    Args:
+        error: a key of `WRONG`.
+        quick: run the short form of each check.
+        most: stop after this number of failed checks; the one meant to detect the error is first.
+    """
+    backend, meant = WRONG[error]
+    target = make_target(backend, device="cpu", against=[ToyBackend], quick=quick)
+    failed: list[str] = []
+    for check in sorted(CHECKS, key=lambda check: check.id != meant):
+        results = (run_check_case(check, case, target) for case in select_cases(check, target))
+        if any(result.outcome is Outcome.FAIL for result in results):
+            failed.append(check.id)
+        if len(failed) == most:
+            break
+    return tuple(sorted(failed))
 
 
 def undetected_without(detected: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
