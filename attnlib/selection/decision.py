@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from attnlib.backends.base import AttentionBackend
+from attnlib.capabilities import unsupported_reasons
 from attnlib.device import DeviceInfo
 from attnlib.errors import LayoutMismatchError
 from attnlib.selection.registration import Registration
@@ -116,14 +117,22 @@ def _evaluate(
     backend: Backend | None,
     unavailable_reasons: Sequence[str] = (),
 ) -> CandidateReport:
+    reasons: tuple[str, ...] = ()
+    if backend is not None and not (unavailable_reasons and device.is_missing):
+        try:
+            reasons = (
+                # Limits of a package that is missing, too: to install it would not help.
+                tuple(unsupported_reasons(spec, device, backend.capabilities))
+                if unavailable_reasons
+                else tuple(backend.validate_configuration(spec, device))
+            )
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a faulty one must not prevent the choice of another one
+            reasons = (f"its validate_configuration raised {type(error).__name__}: {error}",)
     if backend is None or unavailable_reasons:
-        return CandidateReport(name, SelectionStatus.UNAVAILABLE, tuple(unavailable_reasons))
-    try:
-        reasons = tuple(backend.validate_configuration(spec, device))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a faulty backend must not prevent the choice of another one
-        reasons = (f"its validate_configuration raised {type(error).__name__}: {error}",)
+        reasons = (*reasons, *unavailable_reasons)
+        return CandidateReport(name, SelectionStatus.UNAVAILABLE, reasons)
     if reasons:
         return CandidateReport(name, SelectionStatus.UNSUPPORTED, reasons)
     lines = _explain_lines(backend, spec, device)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import attnlib
+from attnlib.backends.flashinfer import FlashInferBackend
 from attnlib.backends.plugins import PluginBackend
 from attnlib.backends.torch import TorchBackend
 from attnlib.device import DeviceInfo
@@ -19,6 +20,7 @@ from attnlib.errors import BackendUnavailableError, RegistrationError, UnknownBa
 from attnlib.selection import registration, registry, unregister_backend
 from attnlib.selection.decision import decide
 from attnlib.selection.registry import lookup
+from attnlib.selection.report import SelectionStatus
 from attnlib.selection.request import AUTO
 from attnlib.tuning import Ranking
 
@@ -158,6 +160,22 @@ def test_a_measured_backend_without_a_place_in_auto_says_so(provide: Provide) ->
     by_name = {c.name: c for c in report.candidates}
     assert report.chosen == "torch"
     assert by_name["provided"].reasons[-1] == "selected only by name"
+
+
+def test_limits_are_shown_before_the_installation() -> None:
+    """A user who needs another head size does not install a package in vain."""
+    report = decide(
+        SPEC.replace(head_size=96, dtype=torch.float16),
+        DeviceInfo("cuda", capability=(9, 0)),
+        [registry.registrations()["flashinfer"]],
+        AUTO,
+        lambda entry: (FlashInferBackend, ["flashinfer is not installed: pip install it"]),
+    )
+    (candidate,) = report.candidates
+    assert candidate.status is SelectionStatus.UNAVAILABLE
+    first, *rest = candidate.reasons
+    assert first.startswith("head_size=96 not supported (supported: 64, 128, 256)")
+    assert rest[-1].startswith("flashinfer is not installed")
 
 
 def test_a_plugin_disappears_when_plugins_are_switched_off(
