@@ -36,11 +36,9 @@ outcome, error and tolerance of every case, and the reason of every exception.
 - **skipped**: the case does not work in transformers without attnlib either.
 - **not run**: no tiny model or no inputs were found.
 
-The tolerance is 5e-5 of the largest output, or 50 times the change of eager outputs when all
-weights change by 1e-6. A model that does not notice a change of 2 % in its attention outputs is
-skipped. Where outputs depend on padding queries, eager and sdpa attention differ, and attnlib must
-agree with sdpa. A class has one row of each kind: `sarvam_mla` is in that of `deepseek_v3`.
-The lists name what is neither correct nor not run.
+Where outputs depend on padding queries, eager and sdpa attention differ, and attnlib must agree
+with sdpa. A class has one row of each kind: `sarvam_mla` is in that of `deepseek_v3`. The lists
+name what is neither correct nor not run.
 """
 
 
