@@ -5,8 +5,10 @@ import functools
 import importlib
 import importlib.util
 import io
+import itertools
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ import attnlib
 from attnlib import example_model
 from attnlib.selection import unregister_backend
 from tests import example_checkpoint
+from tests.cli.parsers import parsers
 from tests.fresh_process import run_module
 from tests.generated_pages import generator
 from tests.test_architecture import LAYERS
@@ -151,6 +154,28 @@ def test_commands_print_what_is_shown(page: Path) -> None:
                     f"{done.stdout}\n{done.stderr}"
                 )
                 rest = rest.split(part, 1)[1]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_the_options_of_shown_commands_exist(page: Path) -> None:
+    """`attnlib COMMAND ...` in a block or in the text: the command, its options and choices."""
+    known = parsers()
+    shown = [
+        line
+        for language, body in _blocks(page)
+        if language in ("bash", "console", "text")
+        for line in re.findall(r"^(?:\$ )?(?:[A-Z_]+=\S+ )?attnlib (\S.*)$", body, re.M)
+        if line.split()[0] in known and not line.startswith("parity on ")
+    ]
+    shown += re.findall(r"`attnlib ([a-z][^`]*)`", FENCE.sub("", page.read_text()))
+    for line in shown:
+        command, *arguments = shlex.split(line, comments=True)
+        options = known[command]._option_string_actions
+        for option, value in itertools.pairwise([*arguments, ""]):
+            if option.startswith("--") and command != "run":  # its options are the program's
+                assert option in options, f"{page.name}: attnlib {command} has no {option}"
+                choices = options[option].choices
+                assert choices is None or value in choices, f"{page.name}: {option} {value}"
 
 
 _SILENT = {"ATTNLIB_PLUGINS": "0", "ATTNLIB_TUNING": "off"}
