@@ -408,7 +408,9 @@ def _(lib: Any) -> Any:
 
 @row("`M`, `logger`", differs="attnlib's logger has no `info_once`")
 def _(lib: Any) -> Any:
-    is_logger = isinstance(lib.logger, logging.Logger), hasattr(lib.logger, "info_once")
+    # transformers adds `info_once` to logging.Logger itself.
+    has_once = hasattr(lib.logger, "info_once") and type(lib.logger) is not logging.Logger
+    is_logger = isinstance(lib.logger, logging.Logger), has_once
     return isinstance(lib.M, TypeVar), lib.M.__name__, is_logger
 
 

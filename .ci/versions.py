@@ -1,0 +1,119 @@
+"""Run the fast tests with the oldest and the newest versions that pyproject.toml allows.
+
+    python3 .ci/versions.py prepare     # environments .ci-oldest and .ci-newest, five minutes each
+    python3 .ci/versions.py test        # the test command of the README in each of them
+
+oldest.txt and newest.txt name the releases. An environment that cannot be had, because an
+interpreter, disk space or a package is missing, is reported and does not fail the run; a
+test that fails does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from interpreters import Unavailable, find_interpreter
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = {"oldest": "3.10", "newest": "3.14"}
+"""Name of an environment -> its Python."""
+
+NEEDED_BYTES = 12 << 30
+"""Of one environment and its downloads: torch of the index has CUDA's libraries."""
+
+LIMIT_SECONDS = 900
+
+
+def main() -> int:
+    if sys.argv[1:] == ["prepare"]:
+        for name in PYTHON:
+            prepare(name)
+        return 0
+    if sys.argv[1:] == ["test"]:
+        return max(test(name) for name in PYTHON)
+    raise SystemExit(__doc__)
+
+
+def prepare(name: str) -> None:
+    """Make the environment `name`; a failure is left in a file for `test`."""
+    started = time.perf_counter()
+    place, reason = _place(name), _reason(name)
+    shutil.rmtree(place, ignore_errors=True)
+    reason.write_text(f"its preparation did not end ({name})\n")
+    try:
+        _make(name, place)
+    except (Unavailable, subprocess.SubprocessError) as error:
+        output = str(getattr(error, "stderr", "") or "").strip().splitlines()[-3:]
+        reason.write_text(" ".join([str(error), *output]) + "\n")
+        shutil.rmtree(place, ignore_errors=True)
+    else:
+        reason.unlink()
+    print(f"versions: {name} prepared in {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def _make(name: str, place: Path) -> None:
+    free = shutil.disk_usage(ROOT).free
+    if free < NEEDED_BYTES:
+        raise Unavailable(f"{free >> 30} GiB are free and {NEEDED_BYTES >> 30} are needed")
+    python = find_interpreter(PYTHON[name], ROOT / f".ci-python{PYTHON[name]}")
+    _run([python, "-m", "venv", "--clear", "--without-pip", place])
+    _run([sys.executable, "-m", "pip", "--python", place / "bin/python", "install", "-q", "pip"])
+    # The file replaces the constraints of the machine, if it has any.
+    pins = ROOT / ".ci" / f"{name}.txt"
+    _run(
+        [place / "bin/python", "-m", "pip", "install", "-q", "-r", pins, "-e", f"{ROOT}[test]"],
+        PIP_CONSTRAINT=str(pins),
+    )
+
+
+def test(name: str) -> int:
+    """Run the fast tests; 0 if they pass or the environment is not there."""
+    place, reason = _place(name), _reason(name)
+    if reason.exists() or not place.exists():
+        text = reason.read_text().strip() if reason.exists() else "it was not prepared"
+        print(f"versions: {name} (Python {PYTHON[name]}) WAS NOT RUN: {text}", flush=True)
+        return 0
+    show = "import sys, torch, transformers, triton; print('Python %d.%d.%d' % sys.version_info[:3]"
+    show += ", *(m.__name__ + ' ' + m.__version__ for m in (torch, triton, transformers)))"
+    subprocess.run([place / "bin/python", "-c", show], check=True, cwd=ROOT)
+    started = time.perf_counter()
+    environment = {k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"}
+    done = subprocess.run(
+        [place / "bin/python", "-m", "pytest", "-q"],
+        cwd=ROOT,
+        env=environment | {"PATH": f"{place / 'bin'}:{os.environ['PATH']}"},
+        check=False,
+    )
+    outcome = "passed" if done.returncode == 0 else "FAILED"
+    print(f"versions: {name} {outcome} in {time.perf_counter() - started:.0f} s", flush=True)
+    shutil.rmtree(place, ignore_errors=True)  # seven gigabytes
+    return done.returncode
+
+
+def _place(name: str) -> Path:
+    return ROOT / f".ci-{name}"
+
+
+def _reason(name: str) -> Path:
+    return ROOT / f".ci-{name}.reason"
+
+
+def _run(command: list[object], **environment: str) -> None:
+    subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=LIMIT_SECONDS,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

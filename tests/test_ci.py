@@ -1,0 +1,121 @@
+"""The jobs of CI with the oldest and the newest versions: pins, interpreters, what is missing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def ci(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """`.ci/versions.py`, with its environments in a temporary folder."""
+    monkeypatch.syspath_prepend(ROOT / ".ci")
+    for name in ("interpreters", "versions"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import versions  # type: ignore[import-not-found]
+
+    monkeypatch.setattr(versions, "ROOT", tmp_path)
+    for name in ("interpreters", "versions"):  # importing them elsewhere finds other modules
+        monkeypatch.setitem(sys.modules, name, sys.modules[name])
+    return versions
+
+
+def _pins(name: str) -> dict[str, str]:
+    text = (ROOT / ".ci" / f"{name}.txt").read_text()
+    return dict(re.findall(r"^([a-z]+)==(\S+)$", text, re.M))
+
+
+def test_the_jobs_are_the_bounds_of_the_package(ci: ModuleType) -> None:
+    """The oldest job has the lower bounds of pyproject.toml, the newest one is within the upper."""
+    text = (ROOT / "pyproject.toml").read_text()
+    oldest, newest = _pins("oldest"), _pins("newest")
+    assert oldest.keys() == newest.keys() == {"torch", "triton", "transformers"}
+    for name, version in oldest.items():
+        (bound,) = set(re.findall(rf'"{name}>=([\d.]+)', text))
+        assert version.removesuffix(".0") == bound
+        assert [int(x) for x in newest[name].split(".")] > [int(x) for x in version.split(".")]
+    (below,) = re.findall(r'"triton>=[\d.]+,<([\d.]+);', text)
+    assert newest["triton"].rsplit(".", 1)[0] == f"3.{int(below.split('.')[1]) - 1}"
+    first, after = re.search(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', text).groups()  # type: ignore[union-attr]
+    assert ci.PYTHON == {"oldest": f"3.{first}", "newest": f"3.{int(after) - 1}"}
+
+
+def test_the_page_names_the_versions_of_the_jobs(ci: ModuleType) -> None:
+    text = (ROOT / "docs" / "tested-configurations.md").read_text()
+    listed = re.findall(r"^\| CI, fast tests \| (.*) \|$", text, re.M)
+    assert listed == [" | ".join([ci.PYTHON[name], *_pins(name).values()]) for name in ci.PYTHON]
+
+
+def test_an_environment_that_cannot_be_had_is_reported(
+    ci: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run goes on, and the log says which versions were not tested and why."""
+
+    def fail(name: str, place: Path) -> None:
+        place.mkdir()
+        raise subprocess.CalledProcessError(1, ["pip"], stderr="no matching distribution")
+
+    monkeypatch.setattr(ci, "_make", fail)
+    ci.prepare("newest")
+    assert ci.test("newest") == 0
+    printed = capsys.readouterr().out
+    assert "versions: newest (Python 3.14) WAS NOT RUN: Command '['pip']'" in printed
+    assert "no matching distribution" in printed
+    assert ci.test("oldest") == 0
+    assert "oldest (Python 3.10) WAS NOT RUN: it was not prepared" in capsys.readouterr().out
+
+
+def test_too_little_disk_space_is_a_reason(
+    ci: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ci, "NEEDED_BYTES", 1 << 62)
+    ci.prepare("oldest")
+    ci.test("oldest")
+    assert "WAS NOT RUN: " in (text := capsys.readouterr().out) and "GiB are free and" in text
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_result_is_that_of_the_tests(
+    ci: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], status: int
+) -> None:
+    python = tmp_path / ".ci-oldest/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        f'#!/bin/sh\n[ "$2" = pytest ] || {{ echo versions; exit 0; }}\nexit {status}\n'
+    )
+    python.chmod(0o755)
+    assert ci.test("oldest") == status
+    printed = capfd.readouterr().out
+    assert f"versions: oldest {'FAILED' if status else 'passed'} in " in printed
+    assert not python.exists()
+
+
+def test_an_installed_interpreter_is_used(ci: ModuleType, tmp_path: Path) -> None:
+    interpreters = sys.modules["interpreters"]
+    assert interpreters.runs(Path(sys.executable), ".".join(map(str, sys.version_info[:2])))
+    assert not interpreters.runs(Path(sys.executable), "3.9")
+    assert not interpreters.runs(tmp_path / "python", "3.14")
+
+
+def test_an_interpreter_that_no_package_has_is_unavailable(
+    ci: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpreters = sys.modules["interpreters"]
+
+    def run(command: Any, folder: Path) -> str:
+        return "python9.9:\n  Candidate: (none)\n"
+
+    monkeypatch.setattr(interpreters, "_run", run)
+    monkeypatch.setattr(interpreters, "_apt_options", lambda folder, suite: [])
+    with pytest.raises(
+        interpreters.Unavailable, match=r"9\.9 is not installed.*sid have no python"
+    ):
+        interpreters.find_interpreter("9.9", tmp_path / "unpacked")
