@@ -33,11 +33,12 @@ class Setup(NamedTuple):
     query: torch.Tensor
     new: tuple[torch.Tensor, torch.Tensor]
     patch: pytest.MonkeyPatch
+    run: Callable[..., Any] = lambda layer, *arguments: layer(*arguments)
 
     def call(self, query: torch.Tensor | None = None) -> Any:
         """The output of the layer over the cache."""
         given = self.query if query is None else query
-        return self.layer(given, *self.new, self.cache, self.step)
+        return self.run(self.layer, given, *self.new, self.cache, self.step)
 
 
 def _common(**changes: Any) -> attnlib.CommonAttentionMetadata:
@@ -189,12 +190,24 @@ def _thread(setup: Setup, change: Callable[[Setup], None]) -> None:
         pool.submit(change, setup).result()
 
 
+def _compiled(setup: Setup, change: Callable[[Setup], None]) -> None:
+    """By default, torch does not notice hooks that are registered after the trace of any module."""
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        traced = setup._replace(run=torch.compile(setup.run, backend="eager"))
+        for _ in range(2):
+            traced.call()
+        change(traced)
+    torch.compiler.reset()
+
+
 SITUATIONS: dict[str, Callable[[Setup, Callable[[Setup], None]], None]] = {
     "grad mode": _here,
     "inference mode": _inference,
     "deep copies": _deepcopy,
     "pickled": _pickled,
     "another thread": _thread,
+    "`torch.compile`": _compiled,
 }
 
 
