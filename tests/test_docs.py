@@ -52,6 +52,7 @@ MEASURED = (
     (re.compile(r"\b\d+(\.\d+)? s\b"), "T s"),
     (re.compile(r"\b\d+ tokens/s\b"), "N tokens/s"),
     (re.compile(r"(?<=logit error )\d\.\de-\d+"), "E"),
+    (re.compile(r"\b[1-9]\d*(?= (cases|passed|unsupported) · )"), "N"),  # the suite grows
     (re.compile(r"(?<=sha256 )[0-9a-f]{16}"), "H"),  # the last bits depend on the processor
 )
 OPTIONAL = [name for name in ("flash_attn", "flashinfer") if importlib.util.find_spec(name)]
@@ -339,4 +340,6 @@ def test_architecture_lists_the_import_layers() -> None:
 
 def test_the_check_of_shown_output_can_fail() -> None:
     assert _same("ran in 1.0 s, logit error 1.0e-06", "ran in 22 s, logit error 2.3e-07")
+    assert _same("9 cases · 5 passed · 0 failed", "12 cases · 8 passed · 0 failed")
+    assert not _same("9 cases · 5 passed · 0 failed", "9 cases · 5 passed · 1 failed")
     assert not _same("3 pass", "4 pass") and not _same("logit error 1.0e-06", "logit error inf")
