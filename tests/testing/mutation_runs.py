@@ -13,22 +13,26 @@ import resource
 import signal
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 from tests.testing.mutants import Mutant
+from tests.testing.mutation_suite import first_failure, record_lines
 
 __all__ = ["FORMS", "ROOT", "Result", "Run", "measured_lines", "run_all"]
 
 ROOT = Path(__file__).resolve().parents[2]
-FORMS = ("quick", "full")
+FORMS = ("full", "quick")
 _MEMORY = 64 << 30
 """Bytes of address space of a run; check O1 maps 8 GiB that it does not touch."""
+
+
+_FIRST_CASES = 8
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,18 @@ class Result:
 
 @dataclass
 class Run:
-    """One form of the suite with one changed module; the result goes to `results[form]`."""
+    """One form of the suite with one changed module; the result goes to `results[form]`.
+
+    `first` has CHECK/CASE of cases that run before all others, because they noticed other mutants
+    of the file: the order of the cases changes the time until the first failure, not the outcome.
+    """
 
     file: str
     mutant: Mutant
     form: str
     checks: str | None
     timeout: float
+    first: tuple[str, ...] = ()
     results: dict[str, Result] = field(default_factory=dict)
 
 
@@ -96,29 +105,43 @@ class _Process:
         os.waitpid(self.pid, 0)
 
 
-def run_all(runs: Sequence[Run], jobs: int, limit: float = float("inf")) -> Iterator[Run]:
+def run_all(
+    runs: Sequence[Run],
+    jobs: int,
+    limit: float = float("inf"),
+    following: Callable[[Run], Run | None] = lambda _: None,
+) -> Iterator[Run]:
     """Run all in `jobs` processes and yield each when it is done.
 
     Args:
         runs: the runs; each gets its result.
         jobs: number of processes.
         limit: seconds after which the remaining runs are given up, without a result.
+        following: what runs after a run that is done; None for nothing.
     """
     _prepare()
     waiting, active = list(reversed(runs)), list[_Process]()
+    noticed: dict[str, Counter[str]] = {}
     end = time.monotonic() + limit
     with tempfile.TemporaryDirectory() as folder:
         try:
             while (waiting or active) and time.monotonic() < end:
                 while waiting and len(active) < jobs:
-                    output = Path(folder) / f"{len(waiting)}.json"
-                    active.append(_start(waiting.pop(), output))
+                    output, run = Path(folder) / f"{len(waiting)}.json", waiting.pop()
+                    often = noticed.setdefault(run.file, Counter()).most_common(_FIRST_CASES)
+                    active.append(
+                        _start(replace(run, first=tuple(case for case, _ in often)), output)
+                    )
                 time.sleep(0.01)
                 for process in list(active):
                     if (result := process.result()) is not None:
                         active.remove(process)
                         process.output.unlink(missing_ok=True)
                         process.run.results[process.run.form] = result
+                        if result.outcome == "check":
+                            noticed[process.run.file][result.detail] += 1
+                        if (more := following(process.run)) is not None:
+                            waiting.append(more)
                         yield process.run
         finally:
             for process in active:
@@ -134,8 +157,8 @@ def measured_lines(
         output = Path(folder) / "lines.json"
         pid = os.fork()
         if not pid:
-            lines = _trace(tuple(str(ROOT / name) + os.sep for name in folders))
-            failure = _failure(form, checks)
+            lines = record_lines(tuple(str(ROOT / name) + os.sep for name in folders))
+            failure = first_failure(form, checks)
             relative = {
                 Path(file).relative_to(ROOT).as_posix(): sorted(executed)
                 for file, executed in lines.items()
@@ -180,7 +203,7 @@ def _start(run: Run, output: Path) -> _Process:
         for descriptor in range(3):
             os.dup2(silent, descriptor)
         _change_module(run)
-        found = _failure(run.form, run.checks)
+        found = first_failure(run.form, run.checks, run.first)
         output.write_text(json.dumps(found), encoding="utf-8")
     finally:
         os._exit(0)
@@ -196,48 +219,3 @@ def _change_module(run: Run) -> None:
         return changed if loader.get_filename(fullname) == path else read(loader, fullname)
 
     importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
-
-
-def _failure(form: str, checks: str | None) -> tuple[str, str]:
-    """Outcome and detail of `attnlib verify torch`, which ends at the first failed case."""
-    try:
-        from attnlib.testing.check import run_check
-        from attnlib.testing.checks import CHECKS
-        from attnlib.testing.conformance import make_target
-        from attnlib.testing.outcome import CaseResult, Outcome
-
-        class Failed(BaseException):
-            """Not an `Exception`: nothing in the suite catches it."""
-
-        def stop(result: CaseResult) -> None:
-            if result.outcome is Outcome.FAIL:
-                raise Failed(result.id)
-
-        try:
-            target = make_target("torch", device="cpu", against=[], quick=form == "quick")
-            passed = 0
-            for check in CHECKS:
-                results = run_check(check, target, checks, on_result=stop)
-                passed += sum(result.outcome is Outcome.PASS for result in results)
-            return ("survives", "") if passed else ("check", "no case passed")
-        except Failed as failed:
-            return "check", str(failed)
-    except Exception as error:
-        return "error", f"{type(error).__name__}: {error}"[:200]
-
-
-def _trace(folders: tuple[str, ...]) -> dict[str, set[int]]:
-    """Record the executed lines of the files in `folders` from now on, by file."""
-    lines: dict[str, set[int]] = {}
-
-    def local(frame: FrameType, event: str, _argument: object) -> Any:
-        if event == "line":
-            lines.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
-        return local
-
-    def enter(frame: FrameType, _event: str, _argument: object) -> Any:
-        return local if frame.f_code.co_filename.startswith(folders) else None
-
-    threading.settrace(enter)
-    sys.settrace(enter)
-    return lines

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.testing.mutants import mutants_of
-from tests.testing.mutation import find_candidates, read_survivors, summarize
+from tests.testing.mutation import (
+    find_candidates,
+    read_survivors,
+    run_to_the_end,
+    summarize,
+)
 from tests.testing.mutation_runs import ROOT, Result
 
 SOURCE = '''
@@ -98,15 +103,18 @@ def test_counts_of_a_form() -> None:
         "survives_not_executed": 1,
     }  # fmt: skip
     assert summarize(candidates, "quick")["run"] == 0
+    del candidates[2].results["full"]
+    assert run_to_the_end(candidates, ["full"]) == candidates[:2]
 
 
 @pytest.mark.slow
 def test_the_script_writes_a_line_for_each_mutant(tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
-    options = ["--sample", "3", "--file", "*/mask.py", "--checks", "W2", "--forms", "quick"]
+    options = ["--sample", "3", "--file", "*/mask.py", "--checks", "W2"]
     command = [sys.executable, "-m", "tests.testing.mutation", *options, "--json", str(file)]
     subprocess.run(command, cwd=ROOT, check=True)
-    run, *mutants, counts = [json.loads(line) for line in file.read_text().splitlines()]
+    run, *mutants, full, counts = [json.loads(line) for line in file.read_text().splitlines()]
     assert run["sample"] == len(mutants) == counts["run"] == 3
     noticed = [one for one in mutants if one["quick"]["outcome"] != "survives"]
     assert len(noticed) == counts["noticed"] > 0
+    assert full["noticed"] >= counts["noticed"]
