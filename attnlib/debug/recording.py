@@ -6,6 +6,7 @@ of its Python functions, which are imported when the file is read, and by its te
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from enum import Enum
@@ -150,6 +151,11 @@ def _load(path: Path) -> Any:
         raise ContractError(f"{path} is not a file: give a file of save_recording or record_calls")
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError as error:  # its advice, weights_only=False, would run the file
+        raise ContractError(
+            f"{path} cannot be read as a recording: it is damaged, or no file of save_recording or "
+            "record_calls"
+        ) from error
     except Exception as error:  # the reader of a damaged file raises errors of many kinds
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ContractError(f"{path} cannot be read as a recording: {reason}") from error

@@ -122,6 +122,7 @@ def test_rankings_can_come_from_bench_results_of_this_chip(
         (["--ops", "decode"], "--ops decode: no backend has tunable operations on cpu"),
         (["--shapes", "q1s8"], "ATTNLIB_TUNING=off: there is no table to write; unset it, or"),
         (["--backends", "tirton"], "Did you mean 'triton'"),
+        (["nosuch"], "batch spec 'nosuch'"),
     ],
 )
 def test_impossible_requests_are_errors(
@@ -132,6 +133,7 @@ def test_impossible_requests_are_errors(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("ATTNLIB_TUNING", "off")
-    out = [] if "--shapes" in words else ["--out", str(tmp_path / "x.json")]
-    assert main([*TUNE, *words, *out]) == 2
-    assert message in capsys.readouterr().err
+    table = [] if "--shapes" in words else ["--out", str(tmp_path / "x.json")]
+    assert main([*TUNE, *words, *table]) == 2
+    out, err = capsys.readouterr()
+    assert message in err and not out, "nothing is printed before the arguments are checked"

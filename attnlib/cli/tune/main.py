@@ -99,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     operations = _operations(options, info, session.tuners)
     needs_cases = bool(operations) or not options.from_bench
     cases, left_out = plan_cases(options, info.type) if needs_cases else ([], [])
+    session.begin()
     for line in left_out:
         session.say(f"left out: {line}")
     with active_table(session.path):

@@ -82,10 +82,13 @@ class Session:
         self._name = f"{self._provenance['date']}, commit {self._provenance['commit']}"
         self._lines: dict[str, list[dict[str, Any]]] = {}
         self._rankings: list[dict[str, Any]] = []
+
+    def begin(self) -> None:
+        """Print what is measured; for arguments that were found to be valid."""
         versions = ", ".join(f"{name} {self._provenance[name]}" for name in ("torch", "triton"))
-        self.say(f"attnlib tune on {info}: {versions}; table {self.path}")
+        self.say(f"attnlib tune on {self.info}: {versions}; table {self.path}")
         if not self.tuners:
-            self.say(f"no backend has tunable parameters on {info}; backends are ranked")
+            self.say(f"no backend has tunable parameters on {self.info}; backends are ranked")
 
     def say(self, *lines: str) -> None:
         """Print and flush, so that the progress is visible."""
