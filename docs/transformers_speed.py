@@ -83,7 +83,8 @@ def _cell(rates: dict[str, float | None]) -> str:
 
 def _source(path: Path, document: dict[str, Any]) -> str:
     versions = f"torch {document['torch']}, transformers {document['transformers']}"
+    note = f"; {document['note']}" if "note" in document else ""
     return (
         f"- [{path}](../../benchmarks/results/{path}): `{document['command']}` at "
-        f"{document['commit']}, {versions}"
+        f"{document['commit']}, {versions}{note}"
     )
