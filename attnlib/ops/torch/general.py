@@ -64,11 +64,16 @@ def attention_weights(
     num_keys, num_kv_heads, _ = key.shape
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     grouped_shape = (num_kv_heads, num_heads // num_kv_heads * num_rows, head_size)
-    rows = query.to(dtype).transpose(0, 1).reshape(grouped_shape)
-    logits = torch.bmm(rows, key.to(dtype).permute(1, 2, 0)) * params.scale * _per_head(k_factor)
-    if params.logits_soft_cap > 0:
-        logits = torch.tanh(logits / params.logits_soft_cap) * params.logits_soft_cap
-    logits = logits.view(num_heads, num_rows, num_keys)
+    cap = params.logits_soft_cap
+    # Factors of the scores are factors of the rows, of which there are fewer; the scores are
+    # computed in place.
+    factor = _per_head(k_factor) * (params.scale / cap if cap > 0 else params.scale)
+    rows = query.to(dtype).transpose(0, 1).reshape(grouped_shape) * factor
+    logits = torch.bmm(rows, key.to(dtype).permute(1, 2, 0)).view(num_heads, num_rows, num_keys)
+    if cap > 0:
+        logits.tanh_()
+    if cap > 0 and (score is not None or bias is None):
+        logits.mul_(cap)
     if score is not None:
         # The function sees scores with their biases; the mask is applied after it (M3).
         hidden = None if bias is None else bias == -torch.inf
@@ -78,7 +83,7 @@ def attention_weights(
         if hidden is not None:
             logits = logits.masked_fill(hidden, -torch.inf)
     elif bias is not None:
-        logits = logits + bias
+        torch.add(bias, logits, alpha=cap if cap > 0 else 1.0, out=logits)
     return softmax_with_sink(logits, params.sinks)
 
 

@@ -32,8 +32,11 @@ __all__ = [
 
 # Rows per fused block: enough to occupy the kernel, few enough to keep the mask of a block small.
 _FUSED_ROWS = 512
-# Most scores that the general implementation holds at a time: 64 MiB in float32.
+# Scores that the general implementation holds at a time: 64 MiB in float32, and on a CPU what fits
+# a cache, because it passes over them several times. Blocks of few rows would read keys too often.
 _GENERAL_SCORES = 1 << 24
+_CPU_SCORES = 1 << 19
+_LEAST_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def attend_rows(
     num_rows, num_heads, _ = rows.query.shape
     dtype = compute_dtype(rows.query, span.key, span.k_factor, span.v_factor)
     fused = can_fuse(rows.query.device, dtype, params)
-    step = _FUSED_ROWS if fused else max(1, _GENERAL_SCORES // max(1, num_heads * rows.seq_len))
+    step = _FUSED_ROWS if fused else _general_rows(rows)
     if fused and _is_square_causal(rows, 0, rows.seq_len, params):
         step = num_rows
     for begin in range(0, num_rows, step):
@@ -124,6 +127,15 @@ def attend_rows(
             block_out.copy_(result)
             if block_lse is not None:
                 block_lse.copy_(logs)
+
+
+def _general_rows(rows: QueryRows) -> int:
+    """Rows of a block of the general implementation."""
+    scores = max(1, rows.query.shape[1] * rows.seq_len)
+    most = max(1, _GENERAL_SCORES // scores)
+    if rows.query.device.type != "cpu":
+        return most
+    return min(most, max(_LEAST_ROWS, _CPU_SCORES // scores))
 
 
 def fill_empty_rows(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:

@@ -18,7 +18,7 @@ def softmax_with_sink(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Ten
     """Softmax over the last dimension, with the sinks in the denominator.
 
     Args:
-        logits: `[H, L, S]`, -inf where hidden; S may be 0.
+        logits: `[H, L, S]`, -inf where hidden; S may be 0. Overwritten by the weights.
         sinks: `[H]`, or None.
 
     Returns:
@@ -33,12 +33,12 @@ def softmax_with_sink(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Ten
     if sink is not None:
         peak = torch.maximum(peak, sink)
     peak = peak.masked_fill(peak == -torch.inf, 0.0)
-    weights = torch.exp(logits - peak.unsqueeze(-1))
+    weights = logits.sub_(peak.unsqueeze(-1)).exp_()
     total = weights.sum(dim=-1)
     if sink is not None:
         total = total + torch.exp(sink - peak)
     lse = peak + torch.log(total)
-    return weights / total.masked_fill(total == 0, 1.0).unsqueeze(-1), lse
+    return weights.div_(total.masked_fill(total == 0, 1.0).unsqueeze(-1)), lse
 
 
 def add_sink(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
