@@ -15,8 +15,10 @@ from torch import nn
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.autocast import as_eager_casts
 from attnlib.integrations.transformers.continuous import attend_continuous
+from attnlib.integrations.transformers.decode_again import DecodeAgain
 from attnlib.integrations.transformers.dense import dense_weights
 from attnlib.integrations.transformers.described_mask import known_step, read_mask
+from attnlib.integrations.transformers.inference_only import InferenceOnly
 from attnlib.integrations.transformers.layers import Call, layer_name
 from attnlib.integrations.transformers.masks import refuse_export
 from attnlib.integrations.transformers.paged_calls import cache_of_step, refuse_plain_call
@@ -54,11 +56,10 @@ def attnlib_attention(
     Args:
         module: the attention module of the model; its attnlib layer is cached with it.
         query: `[B, Hq, T, D]`.
-        key: `[B, Hkv, S, D]`, history and new tokens (continuous batching: the new tokens).
-        value: `[B, Hkv, S, Dv]`.
+        key, value: `[B, Hkv, S, D]` and `[B, Hkv, S, Dv]`, history and new tokens (continuous
+            batching: the new tokens).
         attention_mask: see `plain.attend_plain`; continuous batching has none.
-        dropout: must be 0.
-        scaling: softmax scale; None for 1/sqrt(D).
+        dropout, scaling: 0, and the softmax scale; None for 1/sqrt(D).
         kwargs: `sliding_window`, `softcap`, `s_aux` or `sinks`, `is_causal`, `position_bias`,
             `output_attentions`, `indices`, `block_indices`, and those of continuous batching.
 
@@ -66,27 +67,25 @@ def attnlib_attention(
         `[B, T, Hq, Dv]`, and the weights `[B, Hq, T, S]` if `output_attentions=True`, else None.
 
     Raises:
-        UnsupportedConfigError: training, export, selected keys in a paged cache, sinks per token,
-            lost arguments of a paged step, or a configuration that no backend supports.
-        ContractError: the mask does not fit the queries and keys.
+        UnsupportedConfigError, ContractError: training, export, what no backend supports, lost
+            arguments of a paged step, or a mask that does not fit.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if is_compiled():
         return _in_graph(module, query, key, value, attention_mask, dropout, scaling, kwargs)
     refuse_export()
     if not dropout and not torch.is_grad_enabled() and (known := known_step(attention_mask)):
-        if (again := attend_again(module, query, key, value, known, scale, kwargs)) is not None:
+        decode: DecodeAgain | None = known.plans.get("decode again")
+        if decode is not None:
+            again = decode.attend(query, key, value, scale, kwargs)
+        else:
+            again = attend_again(module, query, key, value, known, scale, kwargs)
+        if again is not None:
             return again, None
     _refuse(module, (query, key, value), dropout, kwargs)
     if kwargs.get("attnlib_step") is not None:
-        from attnlib.integrations.transformers.paged_step import attend
-
-        step = kwargs.pop("attnlib_step")
         query, key, value = as_eager_casts(query, key, value)
-        result: tuple[torch.Tensor, torch.Tensor | None] = attend(
-            module, query, key, value, step, attention_mask=attention_mask, scaling=scale, **kwargs
-        )
-        return result
+        return _paged_step(module, query, key, value, attention_mask, scale, kwargs)
     cache = cache_of_step(key, value, kwargs)
     if cache is not None:
         with torch.no_grad():
@@ -97,8 +96,26 @@ def attnlib_attention(
     call = _call(module, states[0], states[1], states[2], scale, kwargs)
     out, weights = _attend_alone(call, attention_mask, kwargs)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-        out = _InferenceOnly.apply(out, query, key, value)  # type: ignore[no-untyped-call]  # untyped in torch
+        out = InferenceOnly.apply(out, query, key, value)  # type: ignore[no-untyped-call]  # untyped in torch
     return out, weights
+
+
+def _paged_step(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    from attnlib.integrations.transformers.paged_step import attend
+
+    states, step = (query, key, value), kwargs.pop("attnlib_step")
+    result: tuple[torch.Tensor, torch.Tensor | None] = attend(
+        module, *states, step, attention_mask=mask, scaling=scale, **kwargs
+    )
+    return result
 
 
 def _attend_alone(
@@ -199,23 +216,6 @@ def _weights(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None) -
     return dense_weights(call, found if isinstance(found, torch.Tensor) else found.dense(), bias)
 
 
-class _InferenceOnly(torch.autograd.Function):
-    """Identity whose backward raises, so that no gradient silently omits attention."""
-
-    @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
-        """The output unchanged."""
-        return out.view(out.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Always raises."""
-        raise UnsupportedConfigError(
-            "attnlib's attention has no gradient: it computes inference only; train with "
-            "attn_implementation='eager'"
-        )
-
-
 def _in_graph(
     module: nn.Module,
     query: torch.Tensor,
@@ -226,7 +226,7 @@ def _in_graph(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The call while torch.compile traces it: one operator, or a graph break with a reason."""
+    """The call in a trace of torch.compile: one operator, or a graph break with a reason."""
     reason = untraced_reason(module, query, attention_mask, dropout, kwargs)
     if reason is None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling

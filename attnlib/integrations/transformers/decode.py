@@ -10,11 +10,13 @@ ordinary calls of an attnlib layer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from attnlib import env
 from attnlib.instrumentation import OBSERVERS
+from attnlib.integrations.transformers.decode_again import keep_decode
 from attnlib.integrations.transformers.layers import Call, layer_name
 from attnlib.integrations.transformers.step_mask import StepMask, first_visible_key
 from attnlib.ops.params import AttentionParams
@@ -42,19 +44,18 @@ class _Spans:
     uniform: bool
 
 
-def attend_decode(call: Call, step: StepMask) -> torch.Tensor | None:
+def attend_decode(call: Call, step: StepMask, kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Attention of one query per row, `[B, 1, Hq, D]`; None for calls that need another path.
 
     Args:
-        call: the attention call.
+        call, kwargs: the attention call.
         step: its mask.
     """
     query, key, value = call.query, call.key, call.value
     if step.q_length != 1 or query.device.type != "cpu" or OBSERVERS:
         return None
-    if call.sinks is not None or call.soft_cap is not None:
-        return None
-    kind = ("decode", query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.dtype)
+    sizes = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
+    kind = ("decode", *sizes, query.dtype, call.soft_cap, call.sinks is None)
     if kind in step.plans:
         spans: _Spans | None = step.plans[kind]
     else:
@@ -66,18 +67,43 @@ def attend_decode(call: Call, step: StepMask) -> torch.Tensor | None:
     batch, heads, _, size = query.shape
     # Query heads that share a KV head are rows of one product, so that keys are read once.
     rows = query.reshape(batch, key.shape[1], -1, size)
+    attend = _fused if call.soft_cap is None and call.sinks is None else _by_scores
     if spans.uniform:
         keys = slice(spans.starts[0], spans.end)
-        out = _attend(rows, key[:, :, keys], value[:, :, keys], 0.0, False, scale=call.scale)[0]
+        keep_decode(step, call, kwargs, keys.start, keys.stop)
+        out = attend(call, rows, key[:, :, keys], value[:, :, keys])
     else:
         outputs = []
         for row, start in enumerate(spans.starts):
             own, keys = slice(row, row + 1), slice(start, spans.end)
-            states = (rows[own], key[own, :, keys], value[own, :, keys])
-            outputs.append(_attend(*states, 0.0, False, scale=call.scale)[0])
+            outputs.append(attend(call, rows[own], key[own, :, keys], value[own, :, keys]))
         out = torch.cat(outputs)
     result: torch.Tensor = out.reshape(batch, 1, heads, size)
     return result
+
+
+def _fused(call: Call, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attention of `[B, Hkv, G, D]` rows that see all of these keys."""
+    out: torch.Tensor = _attend(rows, key, value, 0.0, False, scale=call.scale)[0]
+    return out
+
+
+def _by_scores(
+    call: Call, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """The same with a soft cap or sinks, which the fused operator does not have. In float32."""
+    batch, heads, group, size = rows.shape
+    cap = call.soft_cap or 0.0
+    keys, values = key.float(), value.float()
+    scores = torch.matmul(rows.float() * (call.scale / cap if cap else call.scale), keys.mT)
+    if cap:
+        scores.tanh_().mul_(cap)
+    if call.sinks is None:
+        weights = torch.softmax(scores, -1)
+    else:
+        sinks = call.sinks.float().view(1, heads, group, 1).expand(batch, -1, -1, -1)
+        weights = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
+    return torch.matmul(weights, values).to(rows.dtype)
 
 
 def _spans(call: Call, step: StepMask) -> _Spans | None:
@@ -92,6 +118,7 @@ def _spans(call: Call, step: StepMask) -> _Spans | None:
         len(sizes) > 1
         or call.key.dtype != dtype
         or not can_fuse(device, dtype, AttentionParams(scale=call.scale))
+        or (call.soft_cap is not None and not call.soft_cap > 0)
     ):
         return None
     spec = call.spec(

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.transformers.inference_only import refuse_backward
 from attnlib.integrations.transformers.layers import Call, transient
 from attnlib.integrations.transformers.plain import attend_plain
 
@@ -99,10 +99,8 @@ def _no_gradient(gradient: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     Raises:
         UnsupportedConfigError: always.
     """
-    raise UnsupportedConfigError(
-        "attnlib's attention has no gradient: it computes inference only; train with "
-        "attn_implementation='eager'"
-    )
+    refuse_backward()
+    return gradient
 
 
 @_no_gradient.register_fake

@@ -101,7 +101,7 @@ def attend_plain(
     if step.q_length == 1:
         adopt(call.key, call.value)
     if bias is None and kwargs.get("cu_seq_lens_q") is None:
-        out = attend_decode(call, step)
+        out = attend_decode(call, step, kwargs)
         if out is not None:
             return out
     step = with_callers_segments(step, kwargs)
