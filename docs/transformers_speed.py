@@ -82,9 +82,7 @@ def _cell(rates: dict[str, float | None]) -> str:
 
 
 def _source(path: Path, document: dict[str, Any]) -> str:
+    """A link to the file, which has the command, with commit and versions."""
     versions = f"torch {document['torch']}, transformers {document['transformers']}"
     note = f"; {document['note']}" if "note" in document else ""
-    return (
-        f"- [{path}](../../benchmarks/results/{path}): `{document['command']}` at "
-        f"{document['commit']}, {versions}{note}"
-    )
+    return f"- [{path}](../../benchmarks/results/{path}) at {document['commit']}, {versions}{note}"

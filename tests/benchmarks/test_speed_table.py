@@ -49,12 +49,12 @@ def test_models_are_columns_of_the_table_of_their_chip(tmp_path: Path) -> None:
         "| 1x10+2 | 100 (1.25 sdpa, 0.50 FA3) | 5 |\n"
         "| 4x10+2 padded | 88 (1.10 sdpa) |  |\n"
         "| 9x10+2 batch |  | failed |\n\n"
-        f"- [h100/generate_llama.json]({link}/h100/generate_llama.json): `python generate.py` at "
+        f"- [h100/generate_llama.json]({link}/h100/generate_llama.json) at "
         "abc, torch 2.1, transformers 5.9\n"
-        f"- [h100/generate_more.json]({link}/h100/generate_more.json): `python generate.py` at "
+        f"- [h100/generate_more.json]({link}/h100/generate_more.json) at "
         "abc, torch 2.1, transformers 5.9\n\n"
         "| a processor, 1 thread | tokens/s |\n|---|---|\n| batch 1 | 205 (1.03 sdpa) |\n\n"
-        f"- [generate_overhead.json]({link}/generate_overhead.json): `python generate.py` at abc, "
+        f"- [generate_overhead.json]({link}/generate_overhead.json) at abc, "
         "torch 2.1, transformers 5.9\n"
     )
 
