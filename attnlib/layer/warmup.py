@@ -91,7 +91,7 @@ def warmup(
     )
     builder = builder or layer.backend.make_builder(spec, where, limits=limits)
     started, batches = time.perf_counter(), warmup_batches(limits, builder.reorder_batch_threshold)
-    if where.type == "cuda" and spec.is_paged:
+    if _runs_kernels(where) and spec.is_paged:
         batches = list(dict.fromkeys([*batches, large_write(limits)]))
     columns = max_blocks or -(-limits.max_seq_len // spec.block_size)
     with torch.no_grad():
@@ -123,6 +123,11 @@ def _run(
             layer(query, key, value, cache, metadata, return_lse, **extra)
 
 
+def _runs_kernels(device: torch.device) -> bool:
+    """Whether operations are kernels of Triton on this device."""
+    return device.type == "cuda"
+
+
 def _warm_helpers(spec: AttentionSpec, device: torch.device) -> None:
     """Run the kernels outside of attention: slot mapping on the device, and `merge_states`."""
     if spec.is_paged:
@@ -135,7 +140,7 @@ def _warm_helpers(spec: AttentionSpec, device: torch.device) -> None:
         )
     if spec.needs_lse:
         merge = import_module(
-            f"attnlib.ops.{'triton' if device.type == 'cuda' else 'torch'}.merge_states"
+            f"attnlib.ops.{'triton' if _runs_kernels(device) else 'torch'}.merge_states"
         ).merge_states
         out = torch.zeros(1, spec.num_heads, spec.head_size_v, dtype=spec.dtype, device=device)
         lse = torch.zeros(1, spec.num_heads, dtype=torch.float32, device=device)

@@ -16,7 +16,7 @@ from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys, EntryBatch
 from attnlib.sparse.key_selection import SelectedKeys
-from attnlib.spec import AttentionSpec
+from attnlib.spec import AttentionSpec, AttentionType, MaskKind
 from attnlib.workspace import BatchLimits
 
 __all__ = ["bounded_batches", "extra_keys", "large_write", "new_tensors", "warmup_batches"]
@@ -79,11 +79,19 @@ def bounded_batches(
     device: torch.device,
 ) -> Iterator[CommonAttentionMetadata]:
     """The batch with each bound on sequence lengths (splits depend on it); no slot is written."""
-    score = _score_tensors(spec, len(lengths), device)
+    score, causal = _score_tensors(spec, len(lengths), device), None
+    if spec.mask_kind is MaskKind.PER_REQUEST:
+        causal = torch.ones(len(lengths), dtype=torch.bool, device=device)
+    is_cross = spec.attn_type is AttentionType.ENCODER_DECODER
     for bound in bounds:
         if not spec.is_paged:
             yield CommonAttentionMetadata.from_lengths(
-                lengths, lengths, device=device, max_seq_len=bound, score_tensors=score
+                lengths,
+                lengths,
+                device=device,
+                max_seq_len=bound,
+                score_tensors=score,
+                causal=causal,
             )
             continue
         table = torch.zeros(
@@ -97,6 +105,9 @@ def bounded_batches(
             device,
             max_seq_len=bound,
             score_tensors=score,
+            causal=causal,
+            is_cross_attention=is_cross,
+            new_key_lens=lengths if is_cross else None,
         )
         assert common.slot_mapping is not None  # a block table was given
         common.slot_mapping.fill_(-1)

@@ -59,13 +59,16 @@ def models(environment: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine(environment: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Run cases of `run_engine.py` under one release; returns their results."""
+    """Run cases of `run_engine.py`, or of another script, under one release; returns their
+    results."""
 
-    def run(version: str, cases: dict[str, Any], **variables: str) -> dict[str, Any]:
+    def run(
+        version: str, cases: dict[str, Any], script: str = "run_engine.py", **variables: str
+    ) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("engine")
         (folder / "cases.json").write_text(json.dumps(cases))
         run_script(
-            "run_engine.py", environment(version, **variables),
+            script, environment(version, **variables),
             str(folder / "cases.json"), str(folder / "results.json"),
         )  # fmt: skip
         found: dict[str, Any] = json.loads((folder / "results.json").read_text())

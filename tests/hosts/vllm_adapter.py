@@ -60,7 +60,7 @@ class Layer:
         self.kv_cache = memory.permute(0, 2, 1, 3)
         self.layer = SimpleNamespace(
             impl=self.impl, layer_name="layer",
-            _k_scale=torch.tensor([0.5]), _v_scale=torch.tensor([0.25]),
+            kv_cache=self.kv_cache, _k_scale=torch.tensor([0.5]), _v_scale=torch.tensor([0.25]),
         )  # fmt: skip
         config = SimpleNamespace(
             compilation_config=SimpleNamespace(
@@ -68,11 +68,11 @@ class Layer:
                 cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY,
             ),
             scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64),
-            model_config=SimpleNamespace(max_model_len=512),
+            model_config=SimpleNamespace(max_model_len=512, enforce_eager=True),
             parallel_config=SimpleNamespace(decode_context_parallel_size=1),
             speculative_config=None,
         )
-        self.config = config
+        self.config, self.writes = config, "kv_sharing_target_layer_name" not in arguments
         spec = SimpleNamespace(block_size=BLOCK)
         self.builder = AttnlibMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
 
@@ -100,6 +100,8 @@ class Layer:
         q, k, v = (torch.randn(columns, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
         output = torch.full((columns, HEADS, SIZE), 7.0)
         metadata = self.builder.build(0, batch)
+        if self.writes:
+            self.impl.do_kv_cache_update(self.layer, k, v, self.kv_cache, slots)
         self.impl.forward(self.layer, q, k, v, self.kv_cache, metadata, output)
         assert torch.equal(slots, untouched)
         self.table = table
@@ -219,8 +221,27 @@ def test_a_profiling_run_gives_zeros() -> None:
     layer = Layer()
     output = torch.ones(3, HEADS, SIZE)
     empty = torch.tensor([])
+    layer.impl.do_kv_cache_update(layer.layer, output, output, empty, torch.zeros(3).long())
     layer.impl.forward(layer.layer, output, None, None, empty, None, output)
     assert not output.any()
+
+
+def test_metadata_has_no_slots() -> None:
+    """vLLM passes the slots to `do_kv_cache_update`, and plans to drop them from its batches."""
+    layer = Layer()
+    starts, lengths = torch.tensor([0, 9], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
+    table = torch.ones(1, 10, dtype=torch.int32)
+    batch = vllm_batch(starts, lengths, 9, 9, 9, table, torch.zeros(9).long())
+    del batch.slot_mapping
+    (made,) = layer.builder.build(0, batch).batches.values()
+    assert made.slot_mapping is None
+
+
+def test_an_encoder_has_nothing_to_write() -> None:
+    layer = Layer(attn_type="encoder_only")
+    rows = torch.ones(3, KV_HEADS, SIZE)
+    layer.impl.do_kv_cache_update(layer.layer, rows, rows, layer.kv_cache, torch.arange(3))
+    assert not layer.kv_cache.any()
 
 
 def ask(**changes: Any) -> list[str]:

@@ -57,7 +57,7 @@ class Layer:
         self.config = SimpleNamespace(
             compilation_config=SimpleNamespace(static_forward_context={"layer": self.layer}),
             scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=1024),
-            model_config=SimpleNamespace(max_model_len=1024),
+            model_config=SimpleNamespace(max_model_len=1024, enforce_eager=True),
             parallel_config=SimpleNamespace(decode_context_parallel_size=1),
             speculative_config=None,
         )
@@ -183,7 +183,7 @@ def test_both_parts_of_a_batch_keep_their_metadata(monkeypatch: pytest.MonkeyPat
     """A builder may use the same memory for each batch, so that no builder makes both parts."""
     layer, made = Layer(), []
     layer.step([40, 9], [40, 9])
-    kind = type(layer.builder._decodes)
+    kind = type(layer.builder.decodes)
     build = kind.build
     monkeypatch.setattr(
         kind, "build", lambda self, *args: (made.append(self), build(self, *args))[1]

@@ -26,7 +26,7 @@ class AttnlibBackend(AttentionBackend):
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
-    forward_includes_kv_cache_update: bool = True
+    forward_includes_kv_cache_update: bool = False
 
     @staticmethod
     def get_name() -> str:

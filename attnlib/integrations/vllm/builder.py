@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import (
@@ -16,6 +16,7 @@ from attnlib.integrations.vllm.context_parallel import DistributedBuilder
 from attnlib.integrations.vllm.impl import AttnlibImpl
 from attnlib.integrations.vllm.layer_spec import select
 from attnlib.integrations.vllm.metadata import VllmMetadata
+from attnlib.integrations.vllm.warm import GroupWarmup
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.parameters import PerLayerParameters
 from attnlib.spec import AttentionSpec, CudaGraphSupport
@@ -40,10 +41,23 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
         layer_names: layers of the group.
         vllm_config: of the engine.
         device: where the layers run.
+        block_table_width: columns of the group's block table; None where vLLM does not say (0.26).
+
+    Attributes:
+        builders: attnlib's builders by the spec of a layer.
+        distributed: with decode context parallelism, instead of `builders`.
+        limits, block_table_width: of the batches.
     """
 
+    requires_block_table_width: ClassVar[bool] = True
+
     def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+        block_table_width: int | None = None,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
@@ -55,19 +69,20 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
             by_spec.setdefault(impl.spec, {})[name] = PerLayerParameters(
                 left, impl.spec.logits_soft_cap, impl.scale, right
             )
-        limits = batch_limits(vllm_config)
-        self._builders: dict[AttentionSpec, Any] = {}
-        self._distributed: DistributedBuilder | None = None
+        self.limits, self.block_table_width = batch_limits(vllm_config), block_table_width
+        self.builders: dict[AttentionSpec, Any] = {}
+        self.distributed: DistributedBuilder | None = None
+        GroupWarmup(self, (layers[name] for name in layer_names), vllm_config)
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
-            self._distributed = DistributedBuilder(list(by_spec), device, limits, interleave)
+            self.distributed = DistributedBuilder(list(by_spec), device, self.limits, interleave)
             self._init_reorder_batch_threshold(1)
             return
         for spec, parameters in by_spec.items():
-            self._builders[spec] = select(spec, layer_names[0]).make_builder(
-                spec, device, layer_names=list(parameters), layers=parameters, limits=limits
+            self.builders[spec] = select(spec, layer_names[0]).make_builder(
+                spec, device, layer_names=list(parameters), layers=parameters, limits=self.limits
             )
-        thresholds = [builder.reorder_batch_threshold for builder in self._builders.values()]
+        thresholds = [builder.reorder_batch_threshold for builder in self.builders.values()]
         decode = min((threshold for threshold in thresholds if threshold is not None), default=None)
         self._init_reorder_batch_threshold(decode, supports_spec_as_decode=True)
 
@@ -95,8 +110,8 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
     ) -> VllmMetadata:
         """The metadata of one batch; `common_prefix_len` is ignored."""
         batch = common_attn_metadata
-        if self._distributed is not None:
-            distributed = self._distributed.build(batch)
+        if self.distributed is not None:
+            distributed = self.distributed.build(batch)
             return VllmMetadata(batch.num_actual_tokens, {}, distributed)
         return self._metadata(batch, lambda b, common: b.build(0, common, fast_build))
 
@@ -104,7 +119,7 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
         """The metadata to capture with. It holds for every batch of these sizes: vLLM replays the
         graph of a mixed batch for all mixed batches with as many tokens, and its second model
         runner captures with tokens that are distributed evenly over the requests."""
-        if self._distributed is not None:
+        if self.distributed is not None:
             return self.build(0, common_attn_metadata)
         mode = self.vllm_config.compilation_config.cudagraph_mode
 
@@ -117,7 +132,7 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
 
     def _metadata(self, batch: VllmBatch, build: Any) -> VllmMetadata:
         batches = {}
-        for spec, builder in self._builders.items():
+        for spec, builder in self.builders.items():
             batches[spec] = build(builder, common_batch(batch, spec, builder.needs_host_lengths))
         return VllmMetadata(batch.num_actual_tokens, batches)
 
@@ -134,8 +149,8 @@ def batch_limits(vllm_config: Any) -> BatchLimits:
 def common_batch(
     batch: VllmBatch, spec: AttentionSpec, host_lengths: bool
 ) -> CommonAttentionMetadata:
-    """vLLM's batch in attnlib's terms. No tensor is copied, except lengths that a backend needs on
-    the host.
+    """vLLM's batch in attnlib's terms, without slots, which vLLM passes to `do_kv_cache_update`. No
+    tensor is copied, except lengths that a backend needs on the host.
 
     Raises:
         UnsupportedConfigError: vLLM wants another mask than the layers have.
@@ -157,5 +172,4 @@ def common_batch(
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
         block_table_tensor=batch.block_table_tensor if spec.is_paged else None,
-        slot_mapping=batch.slot_mapping if spec.is_paged else None,
     )

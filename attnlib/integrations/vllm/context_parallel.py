@@ -26,6 +26,7 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.vllm.layer_spec import select
 from attnlib.integrations.vllm.metadata import DistributedBatch, VllmMetadata
+from attnlib.integrations.vllm.warm import run_batches
 from attnlib.layer import Attention
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
@@ -96,7 +97,7 @@ class ContextParallelAttention:
         cached, new = _cached_spec(spec, self._group.world_size), _new_spec(spec)
         self._cached = Attention(cached, backend=select(cached), scale=scale, device=device)
         self._new = Attention(new, backend=select(new), scale=scale, device=device)
-        self._combine = combine
+        self._combine, self._device = combine, device
         on_gpu = device.type != "cpu"
         ops = importlib.import_module(f"attnlib.ops.{'triton' if on_gpu else 'torch'}.merge_states")
         self._merge = ops.merge_states
@@ -104,6 +105,17 @@ class ContextParallelAttention:
     def set_block_size(self, block_size: int) -> None:
         """See `AttnlibImpl.set_block_size`."""
         self._cached.set_block_size(block_size)
+
+    def warm_up(
+        self,
+        cache: PagedKVCache | None,
+        builder: DistributedBuilder,
+        limits: BatchLimits,
+        columns: int | None,
+    ) -> None:
+        """Compile the kernels of both parts; see `AttnlibImpl.warm_up`."""
+        run_batches(self._cached, cache, limits, builder.cached, columns, self._device)
+        run_batches(self._new, None, limits, builder.new, None, self._device)
 
     def forward(
         self,
@@ -114,10 +126,9 @@ class ContextParallelAttention:
         metadata: VllmMetadata,
         output: torch.Tensor,
     ) -> None:
-        """Write this rank's share of the new keys, then attend; see `AttnlibImpl.forward`."""
+        """Attend; this rank's share of the new keys is in its cache. See `AttnlibImpl.forward`."""
         batch = metadata.distributed
         assert batch is not None and cache is not None and key is not None and value is not None
-        self._cached.impl.write_kv(key, value, cache, batch.slot_mapping)
         if batch.cached is None:  # no request has context
             self._new(query, key, value, None, batch.new, output=output)
             return
@@ -140,6 +151,9 @@ class DistributedBuilder:
         limits: the largest batch.
         interleave: consecutive tokens that one rank stores.
 
+    Attributes:
+        cached, new: attnlib's builders of the two parts of a batch.
+
     Raises:
         ValueError: the layers of the group differ.
     """
@@ -160,15 +174,14 @@ class DistributedBuilder:
             interleave,
         )
         cached, new = _cached_spec(specs[0], group.world_size), _new_spec(specs[0])
-        self._cached = select(cached).make_builder(cached, device, limits=limits)
-        self._new = select(new).make_builder(new, device, limits=limits)
+        self.cached = select(cached).make_builder(cached, device, limits=limits)
+        self.new = select(new).make_builder(new, device, limits=limits)
 
     def build(self, batch: Any) -> DistributedBatch:
         """The parts of one of vLLM's batches. All ranks of the group take the same branch."""
-        slots = batch.slot_mapping[: batch.num_actual_tokens]
         if batch.max_query_len <= 1:
             cached = self._over_cache(batch, batch.dcp_local_seq_lens)
-            return DistributedBatch(cached, None, slots)
+            return DistributedBatch(cached, None)
         starts = batch.query_start_loc
         context = batch.seq_lens - (starts[1:] - starts[:-1])
         local = get_dcp_local_seq_lens(context, self._world_size, self._rank, self._interleave)
@@ -184,7 +197,7 @@ class DistributedBuilder:
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_query_len,
         )
-        return DistributedBatch(cached, self._new.build(0, new), slots)
+        return DistributedBatch(cached, self.new.build(0, new))
 
     def _over_cache(self, batch: Any, local_lens: torch.Tensor) -> Any:
         """The queries of a batch over this rank's part of their keys."""
@@ -193,7 +206,7 @@ class DistributedBuilder:
             query_start_loc=batch.query_start_loc,
             query_start_loc_cpu=batch.query_start_loc_cpu,
             seq_lens=local_lens,
-            seq_lens_cpu=local_lens.cpu() if self._cached.needs_host_lengths else None,
+            seq_lens_cpu=local_lens.cpu() if self.cached.needs_host_lengths else None,
             num_reqs=batch.num_reqs,
             num_actual_tokens=batch.num_actual_tokens,
             max_query_len=batch.max_query_len,
@@ -201,7 +214,7 @@ class DistributedBuilder:
             block_table_tensor=batch.block_table_tensor,
             is_cross_attention=True,
         )
-        return self._cached.build(0, common)
+        return self.cached.build(0, common)
 
 
 def _has_context(batch: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.vllm.context_parallel import ContextParallelAttention, combination
 from attnlib.integrations.vllm.kv_cache import cache_view
+from attnlib.integrations.vllm.layer_spec import refuse_arguments
 from attnlib.integrations.vllm.metadata import VllmMetadata
+from attnlib.integrations.vllm.warm import GroupWarmup, register_kernels, run_batches
 from attnlib.layer import Attention
 from attnlib.spec import AttentionSpec, AttentionType
 
@@ -58,13 +61,7 @@ class AttnlibImpl(AttentionImpl):
         sinks: torch.Tensor | None = None,
         **unsupported: Any,
     ) -> None:
-        given = sorted(name for name, value in unsupported.items() if value is not None)
-        if given:
-            raise UnsupportedConfigError(
-                f"attnlib has no implementation of {', '.join(given)}: use another attention "
-                "backend for this model",
-                reasons=[f"{name} is not supported" for name in given],
-            )
+        refuse_arguments("attention", unsupported)
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -99,8 +96,11 @@ class AttnlibImpl(AttentionImpl):
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             device=device,
         )
+        self._device = device
         self._kv_cache: torch.Tensor | None = None
         self._cache: PagedKVCache | None = None
+        self.group_warmup: GroupWarmup | None = None  # set by the builder of the layer's group
+        register_kernels()
 
     @property
     def spec(self) -> AttentionSpec:
@@ -118,6 +118,44 @@ class AttnlibImpl(AttentionImpl):
             if self._distributed is not None:
                 self._distributed.set_block_size(block_size)
 
+    def warmup_key(self, layer: Any) -> Hashable:
+        """Equal for layers of a group with the same kernels."""
+        memory = layer.kv_cache
+        return self.spec, memory.shape[1:], memory.stride(), memory.dtype
+
+    def warm_up(self, layer: Any, builder: Any) -> None:
+        """Compile the kernels of this layer; `builder` is that of its group."""
+        self._bind(layer, layer.kv_cache)
+        limits, columns = builder.limits, builder.block_table_width
+        if self._distributed is not None:
+            self._distributed.warm_up(self._cache, builder.distributed, limits, columns)
+            return
+        builders, attention = builder.builders, self._attention
+        run_batches(attention, self._cache, limits, builders[attention.spec], columns, self._device)
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write the new keys and values. vLLM calls it before `forward`, except in profiling runs
+        and for layers that read the cache of another one.
+
+        Args:
+            layer, kv_cache: as in `forward`.
+            key, value: `[T, Hkv, D]`; may have more rows than there are slots.
+            slot_mapping: where to write each row; -1 for nowhere.
+        """
+        if not self.spec.is_paged or not kv_cache.numel():
+            return
+        if kv_cache is not self._kv_cache:
+            self._bind(layer, kv_cache)
+        assert self._cache is not None
+        self._attention.impl.write_kv(key, value, self._cache, slot_mapping)
+
     def forward(
         self,
         layer: Any,
@@ -130,12 +168,12 @@ class AttnlibImpl(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write the new keys and values, then attend.
+        """Attend to keys and values that `do_kv_cache_update` has written.
 
         Args:
             layer: vLLM's layer, for the scales of its cache.
-            query, key, value: `[T, Hq, D]`, `[T, Hkv, D]`, `[T, Hkv, D]`; T may exceed the tokens
-                of the batch (padding).
+            query: `[T, Hq, D]`; T may exceed the tokens of the batch (padding).
+            key, value: `[T, Hkv, D]`, read by encoders and with decode context parallelism.
             kv_cache: vLLM's memory of this layer.
             attn_metadata: the batch; None in a profiling run, whose output is 0.
             output: `[T, Hq, D]`, written in place.
@@ -147,6 +185,8 @@ class AttnlibImpl(AttentionImpl):
                 "attnlib writes unquantized output: disable the fusion of attention and "
                 "quantization (fuse_attn_quant)"
             )
+        if self.group_warmup is not None and self.group_warmup.pending:
+            self.group_warmup.run()
         if attn_metadata is None:
             return output.fill_(0)
         if kv_cache is not self._kv_cache:
@@ -156,6 +196,8 @@ class AttnlibImpl(AttentionImpl):
             return output
         attention = self._attention
         batch = attn_metadata.batches[attention.spec]
+        if self.spec.is_paged:
+            key = value = None
         attention.forward(query, key, value, self._cache, batch, output=output)
         return output
 

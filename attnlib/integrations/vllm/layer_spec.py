@@ -14,7 +14,15 @@ from attnlib.errors import AttnlibError, BackendUnavailableError, UnsupportedCon
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, AttentionType
 
-__all__ = ["ATTENTION_TYPES", "KV_CACHE_DTYPES", "PROBE_HEADS", "rejections", "select", "spec_of"]
+__all__ = [
+    "ATTENTION_TYPES",
+    "KV_CACHE_DTYPES",
+    "PROBE_HEADS",
+    "refuse_arguments",
+    "rejections",
+    "select",
+    "spec_of",
+]
 
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Values of `--kv-cache-dtype` that attnlib reads. Each is also a value of
@@ -62,6 +70,21 @@ def select(spec: AttentionSpec, layer_name: str = "") -> type[AttentionBackend]:
     """
     device = torch.device(current_platform.device_type)
     return get_attn_backend(spec, None, device, layer_name=layer_name)
+
+
+def refuse_arguments(kind: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of a layer for which there is no implementation, unless they are None.
+
+    Raises:
+        UnsupportedConfigError: with the names of the arguments.
+    """
+    given = sorted(name for name, value in arguments.items() if value is not None)
+    if given:
+        raise UnsupportedConfigError(
+            f"attnlib has no {kind} with {', '.join(given)} in vLLM: use another attention backend "
+            "for this model",
+            reasons=[f"{name} is not supported" for name in given],
+        )
 
 
 def rejections(question: Mapping[str, Any]) -> list[str]:

@@ -19,12 +19,10 @@ class DistributedBatch:
         cached: the keys in this rank's part of the cache that the queries see.
         new: the new tokens of the batch, not read from the cache; None if `cached` contains all
             keys (each request decodes one token).
-        slot_mapping: where this rank stores new keys, -1 where another rank does.
     """
 
     cached: Any
     new: Any
-    slot_mapping: Any
 
 
 @dataclass

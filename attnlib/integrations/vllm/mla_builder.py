@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.vllm.builder import CUDA_GRAPH_SUPPORT, batch_limits, common_batch
 from attnlib.integrations.vllm.layer_spec import select
+from attnlib.integrations.vllm.warm import GroupWarmup
 from attnlib.metadata.batch_slice import slice_batch
 from attnlib.spec import CudaGraphSupport
 
@@ -40,15 +41,25 @@ class VllmLatentMetadata:
 
 
 class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
-    """Builds the metadata of one group of latent layers, once per step. Arguments as in
-    `AttnlibMetadataBuilder`.
+    """Builds the metadata of one group of latent layers, once per step. Arguments, `limits` and
+    `block_table_width` as in `AttnlibMetadataBuilder`.
+
+    Attributes:
+        decodes, prefills: attnlib's builders of the two parts of a batch.
 
     Raises:
         UnsupportedConfigError: layers of one group with different specs.
     """
 
+    requires_block_table_width: ClassVar[bool] = True
+
     def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+        block_table_width: int | None = None,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
@@ -61,14 +72,16 @@ class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
                 f"{sorted(map(str, specs))}"
             )
         (self._spec,) = specs
-        backend, limits = select(self._spec, layer_names[0]), batch_limits(vllm_config)
+        backend = select(self._spec, layer_names[0])
+        self.limits, self.block_table_width = batch_limits(vllm_config), block_table_width
+        GroupWarmup(self, (layers[name] for name in layer_names), vllm_config)
         # A builder with limits uses the same memory for each batch, and both parts are in use at
         # the same time.
-        self._decodes, self._prefills = (
-            backend.make_builder(self._spec, device, layer_names=layer_names, limits=limits)
+        self.decodes, self.prefills = (
+            backend.make_builder(self._spec, device, layer_names=layer_names, limits=self.limits)
             for _ in range(2)
         )
-        threshold = self._decodes.reorder_batch_threshold
+        threshold = self.decodes.reorder_batch_threshold
         self._init_reorder_batch_threshold(threshold or 1, supports_spec_as_decode=True)
 
     @classmethod
@@ -88,13 +101,13 @@ class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
         fast_build: bool = False,
     ) -> VllmLatentMetadata:
         """The metadata of one batch; `common_prefix_len` is ignored."""
-        return self._build(common_attn_metadata, self._decodes.build)
+        return self._build(common_attn_metadata, self.decodes.build)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: VllmBatch) -> VllmLatentMetadata:
         """The metadata to capture decodes with."""
 
         def build(_: int, common: Any) -> Any:
-            return self._decodes.build_for_cudagraph_capture(common)
+            return self.decodes.build_for_cudagraph_capture(common)
 
         return self._build(common_attn_metadata, build)
 
@@ -102,8 +115,7 @@ class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(
             batch, decode_threshold=self.reorder_batch_threshold or 1
         )
-        common = common_batch(batch, self._spec, self._decodes.needs_host_lengths)
-        common.slot_mapping = None  # vLLM writes the latents
+        common = common_batch(batch, self._spec, self.decodes.needs_host_lengths)
         decode = prefill = None
         tokens, bounds = batch.num_actual_tokens, batch.seq_lens_cpu_upper_bound
         if decodes:
@@ -114,7 +126,7 @@ class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
             rest = slice_batch(common, *part) if decodes else common
             if rest.seq_lens_cpu is None and bounds is not None:
                 rest.seq_lens_cpu = bounds[part[0]]  # exact for prefills
-            prefill = self._prefills.build(0, rest)
+            prefill = self.prefills.build(0, rest)
         return VllmLatentMetadata(tokens, decodes, prefills, decode_tokens, decode, prefill)
 
 

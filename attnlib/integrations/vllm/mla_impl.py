@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MLAAttentionImpl
 
 from attnlib.cache.storage import PagedKVCache
-from attnlib.errors import UnsupportedConfigError
-from attnlib.integrations.vllm.mla_builder import VllmLatentMetadata
+from attnlib.integrations.vllm.layer_spec import refuse_arguments
+from attnlib.integrations.vllm.mla_builder import AttnlibMLAMetadataBuilder, VllmLatentMetadata
+from attnlib.integrations.vllm.warm import GroupWarmup, register_kernels, run_batches
 from attnlib.layer import Attention
 from attnlib.mla.latent_attention import LatentAttention
+from attnlib.mla.warmup import warm_up_expanded
 from attnlib.spec import AttentionSpec
 
 __all__ = ["AttnlibMLAImpl"]
@@ -65,13 +68,7 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
         qk_head_dim: int | None = None,
         **unsupported: Any,
     ) -> None:
-        given = sorted(name for name, value in unsupported.items() if value is not None)
-        if given:
-            raise UnsupportedConfigError(
-                f"attnlib has no latent attention with {', '.join(given)} in vLLM: use another "
-                "attention backend for this model",
-                reasons=[f"{name} is not supported" for name in given],
-            )
+        refuse_arguments("latent attention", unsupported)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self.kv_lora_rank, self.kv_b_proj = kv_lora_rank, kv_b_proj
@@ -91,6 +88,8 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
         self._prefills: LatentAttention | None = None
         self._memory: tuple[int, torch.Size] | None = None
         self._cache: PagedKVCache | None = None
+        self.group_warmup: GroupWarmup | None = None  # set by the builder of the layer's group
+        register_kernels()
 
     @property
     def spec(self) -> AttentionSpec:
@@ -105,6 +104,18 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
         """
         if self.spec.block_size != block_size:
             self._attention.set_block_size(block_size)
+
+    def warmup_key(self, layer: Any) -> Hashable:
+        """Equal for layers of a group with the same kernels."""
+        return self.spec, layer.kv_cache.shape[1:], layer.kv_cache.stride()
+
+    def warm_up(self, layer: Any, builder: AttnlibMLAMetadataBuilder) -> None:
+        """Compile the kernels of this layer; `builder` is that of its group."""
+        cache, limits = self._view(layer.kv_cache, layer._k_scale), builder.limits
+        columns = builder.block_table_width
+        run_batches(self._attention, cache, limits, builder.decodes, columns, self._device)
+        self._prefills = self._prefills or self._prefill_layer()
+        warm_up_expanded(self._prefills, cache, limits, builder.prefills)
 
     def do_kv_cache_update(
         self,
@@ -146,6 +157,7 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
         Returns:
             `[T, Hq, kv_lora_rank]`, and None instead of the LSE.
         """
+        self._warm_up_pending()
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         cache = self._view(kv_c_and_k_pe_cache, layer._k_scale)
         return self._attention(query, None, None, cache, attn_metadata.decode), None
@@ -173,12 +185,17 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
             output_scale: not supported; vLLM passes it only to backends that announce it.
         """
         assert output_scale is None
+        self._warm_up_pending()
         if self._prefills is None:
             self._prefills = self._prefill_layer()
         cache = self._view(kv_c_and_k_pe_cache, k_scale)
         latents = torch.cat((kv_c_normed, k_pe.flatten(1)), dim=-1)
         found = self._prefills(q, latents, cache, attn_metadata.prefill)
         output.view(found.shape).copy_(found)
+
+    def _warm_up_pending(self) -> None:
+        if self.group_warmup is not None and self.group_warmup.pending:
+            self.group_warmup.run()
 
     def _prefill_layer(self) -> LatentAttention:
         """The layer over queries before absorption. Its weights are those of `kv_b_proj`, without a

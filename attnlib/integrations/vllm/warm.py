@@ -1,0 +1,111 @@
+"""Kernels are compiled while vLLM starts, not while it serves.
+
+Each group of layers runs the batches of `attnlib.warmup` once, on its own builder and on vLLM's
+memory, whose contents do not change. vLLM 0.33 has a registry for this, which its worker runs after
+the cache exists and before it captures graphs. vLLM 0.26 has none, and CPU workers do not run it:
+then the first call of a layer after its builder exists starts the warm-up, which is a dummy run of
+vLLM's.
+
+As for vLLM's own kernels, there is no warm-up with `--enforce-eager` or
+`--kernel-config.enable_jit_warmup=False`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from attnlib.cache.storage import PagedKVCache
+from attnlib.layer import Attention
+from attnlib.layer.warmup import warmup
+from attnlib.workspace import BatchLimits
+
+__all__ = ["GroupWarmup", "register_kernels", "run_batches"]
+
+
+class GroupWarmup:
+    """The warm-up of one group of layers.
+
+    Args:
+        builder: of the group's metadata.
+        layers: vLLM's layers, whose impls have `warmup_key(layer)`, equal for layers with the same
+            kernels, and `warm_up(layer, builder)`, which runs the batches.
+        vllm_config: of the engine.
+
+    Attributes:
+        pending: whether the kernels are still to be compiled.
+    """
+
+    def __init__(self, builder: Any, layers: Iterable[Any], vllm_config: Any) -> None:
+        self._builder, self._layers = builder, list(layers)
+        self.pending = _is_wanted(vllm_config)
+        for layer in self._layers:
+            layer.impl.group_warmup = self
+
+    def run(self) -> None:
+        """Compile what is pending; nothing happens while a CUDA graph is captured."""
+        if not self.pending or (
+            torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        ):
+            return
+        self.pending = False
+        kinds = {layer.impl.warmup_key(layer): layer for layer in reversed(self._layers)}
+        for layer in kinds.values():
+            layer.impl.warm_up(layer, self._builder)
+
+
+def run_batches(
+    attention: Attention,
+    cache: PagedKVCache | None,
+    limits: BatchLimits,
+    builder: Any,
+    max_blocks: int | None,
+    device: torch.device,
+) -> None:
+    """`attnlib.warmup` for a layer of a backend that compiles kernels. Arguments as there."""
+    if attention.backend.get_name() != "torch":
+        warmup(attention, cache, limits, builder=builder, max_blocks=max_blocks, device=device)
+
+
+def register_kernels() -> None:
+    """Let the registry of the runner that is being set up run the warm-ups of all groups. Nothing
+    happens where vLLM has no registry."""
+    if (kernels := _kernels()) is not None:
+        kernels.register_warmup()
+
+
+def _is_wanted(vllm_config: Any) -> bool:
+    kernels: Any = getattr(vllm_config, "kernel_config", None)
+    if hasattr(kernels, "enable_jit_warmup"):
+        return bool(kernels.enable_jit_warmup)
+    return not vllm_config.model_config.enforce_eager
+
+
+@functools.cache
+def _kernels() -> Any:
+    try:
+        from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
+    except ImportError:  # vLLM 0.26
+        return None
+
+    class AttnlibKernels(VllmJitKernel):
+        """The kernels of all layers of attnlib; a compile key is a group of layers."""
+
+        CompileKey = GroupWarmup
+
+        def get_warmup_keys(self, vllm_config: Any) -> list[GroupWarmup]:
+            """The groups, of drafters too, which are loaded while no registry is active."""
+            layers = vllm_config.compilation_config.static_forward_context.values()
+            groups = (
+                getattr(getattr(layer, "impl", None), "group_warmup", None) for layer in layers
+            )
+            return list(dict.fromkeys(group for group in groups if group is not None))
+
+        def compile(self, compile_key: GroupWarmup) -> None:
+            """Run the batches of a group."""
+            compile_key.run()
+
+    return AttnlibKernels()

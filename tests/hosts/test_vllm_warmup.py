@@ -1,0 +1,59 @@
+"""Nothing is compiled while vLLM serves: every kernel of random batches was run by the warm-up.
+
+Launches are recorded by Triton's own keys, not run (`recorded_engine.py`), with the heuristics of a
+Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts.conftest import run_script
+from tests.hosts.install import VLLM
+
+pytestmark = pytest.mark.hosts
+
+ARGUMENTS: dict[str, Any] = {
+    "enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "NONE"},
+    "max_num_batched_tokens": 512, "dtype": "bfloat16",
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {}, "gemma2": {}, "llama fp8": {"kv_cache_dtype": "fp8"}, "deepseek": {},
+    "llama eager": {"enforce_eager": True},
+}  # fmt: skip
+"""Name of the model and more -> arguments of the engine."""
+
+
+@pytest.mark.parametrize(("version", "runner"), [*((v, "0") for v in VLLM), (VLLM[1], "1")])
+def test_engine(engine: Any, models: Path, version: str, runner: str) -> None:
+    """Both model runners. On 0.33 the registry starts the warm-up, on 0.26 the first call."""
+    cases = {
+        name: {
+            "model": str(models / name.split()[0]), "times": 3, "arguments": {**ARGUMENTS, **more}
+        }
+        for name, more in CASES.items()
+        if runner == "0" or name.startswith("llama")
+    }  # fmt: skip
+    variables = {"VLLM_USE_V2_MODEL_RUNNER": runner, "CUDA_VISIBLE_DEVICES": ""}
+    results = engine(version, cases, "recorded_engine.py", **variables)
+    starter = "compile" if version == VLLM[1] else "forward"
+    for name, result in results.items():
+        assert result.get("error") is None, name
+        assert result["backends"] == ["triton"]
+        assert {"decode_kernel", "prefill_kernel", "write_kv_kernel"} <= set(result["served"])
+        if name == "llama eager":
+            assert len(result["late"]) == len(result["served"]) and not result["started_by"]
+            continue
+        assert result["late"] == [], name
+        assert result["started_by"][0] in (starter, "_warm_up_pending"), name
+
+
+@pytest.mark.parametrize("version", VLLM)
+def test_decode_context_parallelism(environment: Any, version: str) -> None:
+    printed = run_script("recorded_distributed.py", environment(version, TEST_VLLM_CPU="1"))
+    for kind, result in json.loads(printed.splitlines()[-1]).items():
+        assert result["served"] > 8 and result["late"] == [], kind
