@@ -4,6 +4,7 @@
 |---|---|---|---|
 | `prefix_lm` | prompts are bidirectional, the rest is causal | bidirectional | prefix_len |
 | `bidirectional_spans` | tokens of an image see each other | bidirectional | span_begin, span_end |
+| `retained_window` | a window behind prompts, which stay visible | causal | prefix_len |
 | `documents` | packed documents do not see each other | causal or not | document_begin, _end |
 | `multi_item` | items see the shared prompt and themselves | causal | prefix_len, item_begin |
 | `block_diffusion` | blocks are bidirectional, causal between blocks | bidirectional | |
@@ -22,6 +23,7 @@ from attnlib.score_functions.spans import (
     bidirectional_spans,
     block_diffusion,
     prefix_lm,
+    retained_window,
     span_tensors,
 )
 
@@ -35,6 +37,7 @@ __all__ = [
     "multi_item",
     "prefix_lm",
     "relative_bias",
+    "retained_window",
     "span_tensors",
     "t5_relative_bias",
 ]

@@ -12,7 +12,13 @@ from attnlib.score_functions.batch_tensors import column
 from attnlib.score_functions.function import ScoreFunction
 from attnlib.score_functions.operators import lookup, maximum, minimum, where
 
-__all__ = ["bidirectional_spans", "block_diffusion", "prefix_lm", "span_tensors"]
+__all__ = [
+    "bidirectional_spans",
+    "block_diffusion",
+    "prefix_lm",
+    "retained_window",
+    "span_tensors",
+]
 
 
 def prefix_lm() -> ScoreFunction:
@@ -126,6 +132,39 @@ def _span_examples(num_heads: int, seq_lens: Sequence[int]) -> dict[str, Tensor]
         for request, length in enumerate(seq_lens)
     ]
     return span_tensors(spans, max(seq_lens, default=1))
+
+
+def retained_window(window: int) -> ScoreFunction:
+    """Retained prompts (R-SWA): a query sees all keys of the prompt, and the last `window` keys.
+
+    Batch tensor `prefix_len` `[R, 1]`: number of tokens of the prompt. The layer is causal and has
+    no window.
+
+    Args:
+        window: number of visible keys behind the prompt, including the query's own.
+    """
+    return ScoreFunction(
+        _retained,
+        constants=(("window", window),),
+        batch_tensors=("prefix_len",),
+        bounds=_retained_bounds,
+        examples=_retained_examples,
+    )
+
+
+def _retained(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: Any) -> Any:
+    visible = (k_pos < lookup(aux.prefix_len, request, 0)) | (q_pos - k_pos < aux.window)
+    return where(visible, score, float("-inf"))
+
+
+def _retained_bounds(q_first: Any, q_last: Any, seq_len: Any, request: Any, aux: Any) -> Any:
+    prefix = lookup(aux.prefix_len, request, 0)
+    first, same_first = maximum(q_first - aux.window + 1, 0), maximum(q_last - aux.window + 1, 0)
+    return 0, prefix, 0, prefix, first, seq_len, same_first, seq_len
+
+
+def _retained_examples(num_heads: int, seq_lens: Sequence[int]) -> dict[str, Tensor]:
+    return {"prefix_len": column([length // 3 for length in seq_lens])}
 
 
 def block_diffusion(block_size: int = 32) -> ScoreFunction:

@@ -1,4 +1,4 @@
-"""`vllm_adapter.py` and `vllm_latent_adapter.py` under each release of vLLM."""
+"""`vllm_adapter.py`, `vllm_masks.py` and `vllm_latent_adapter.py` under each release of vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.hosts.install import VLLM
 @pytest.mark.hosts
 @pytest.mark.parametrize("version", VLLM)
 def test_adapter(environment: Any, version: str) -> None:
-    files = "vllm_adapter.py", "vllm_latent_adapter.py"
+    files = "vllm_adapter.py", "vllm_masks.py", "vllm_latent_adapter.py"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
         cwd=HERE, env=environment(version, TEST_VLLM_CPU="1"), capture_output=True,

@@ -38,20 +38,26 @@ def _config() -> Any:
 
 def vllm_batch(
     starts: torch.Tensor, lengths: torch.Tensor, tokens: int, query_len: int, seq_len: int,
-    table: torch.Tensor, slots: torch.Tensor,
+    table: torch.Tensor, slots: torch.Tensor, **fields: Any,
 ) -> CommonAttentionMetadata:  # fmt: skip
     """vLLM's batch; `query_len` and `seq_len` are bounds."""
+    fields.setdefault("causal", True)
     return CommonAttentionMetadata(
         query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths,
         num_reqs=len(lengths), num_actual_tokens=tokens, max_query_len=query_len,
-        max_seq_len=seq_len, block_table_tensor=table, slot_mapping=slots, causal=True,
+        max_seq_len=seq_len, block_table_tensor=table, slot_mapping=slots,
+        seq_lens_cpu_upper_bound=lengths, **fields,
     )  # fmt: skip
 
 
 class Layer:
-    """One layer with its cache and builder, over vLLM's packed memory in NHD order."""
+    """One layer with its cache and builder, over vLLM's packed memory in NHD order. `model` are
+    attributes of vLLM's configuration of the model."""
 
-    def __init__(self, kv_cache_dtype: str = "auto", **arguments: Any) -> None:
+    def __init__(
+        self, kv_cache_dtype: str = "auto", model: dict[str, Any] | None = None,
+        non_causal: bool = False, clamped: bool = False, **arguments: Any,
+    ) -> None:  # fmt: skip
         self.impl = AttnlibImpl(
             HEADS, SIZE, SIZE**-0.5, KV_HEADS, kv_cache_dtype=kv_cache_dtype, **arguments
         )
@@ -60,7 +66,8 @@ class Layer:
         self.kv_cache = memory.permute(0, 2, 1, 3)
         self.layer = SimpleNamespace(
             impl=self.impl, layer_name="layer",
-            kv_cache=self.kv_cache, _k_scale=torch.tensor([0.5]), _v_scale=torch.tensor([0.25]),
+            kv_cache=self.kv_cache, mm_prefix_clamp_sliding_window=clamped,
+            _k_scale=torch.tensor([0.5]), _v_scale=torch.tensor([0.25]),
         )  # fmt: skip
         config = SimpleNamespace(
             compilation_config=SimpleNamespace(
@@ -68,7 +75,8 @@ class Layer:
                 cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY,
             ),
             scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64),
-            model_config=SimpleNamespace(max_model_len=512, enforce_eager=True),
+            model_config=SimpleNamespace(max_model_len=512, enforce_eager=True, **(model or {})),
+            attention_config=SimpleNamespace(use_non_causal=non_causal),
             parallel_config=SimpleNamespace(decode_context_parallel_size=1),
             speculative_config=None,
         )
@@ -77,9 +85,11 @@ class Layer:
         self.builder = AttnlibMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
 
     def step(
-        self, query_lens: list[int], seq_lens: list[int], padded: tuple[int, int] | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        """Run a batch; `padded` requests and tokens as in a CUDA graph. Returns q, k, v, output."""
+        self, query_lens: list[int], seq_lens: list[int], padded: tuple[int, int] | None = None,
+        **fields: Any,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        """Run a batch; `padded` requests and tokens as in a CUDA graph, `fields` of vLLM's batch.
+        Returns q, k, v, output."""
         requests, tokens = len(query_lens), sum(query_lens)
         rows, columns = padded or (requests, tokens)
         starts = torch.full((rows + 1,), tokens, dtype=torch.int32)
@@ -95,7 +105,8 @@ class Layer:
             slots[first : first + new] = (
                 table[request][position // BLOCK] * BLOCK + position % BLOCK
             )
-        batch = vllm_batch(starts, lengths, columns, max(query_lens), max(seq_lens), table, slots)
+        sizes = columns, max(query_lens), max(seq_lens)
+        batch = vllm_batch(starts, lengths, *sizes, table, slots, **fields)
         untouched = slots.clone()
         q, k, v = (torch.randn(columns, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
         output = torch.full((columns, HEADS, SIZE), 7.0)
@@ -104,27 +115,32 @@ class Layer:
             self.impl.do_kv_cache_update(self.layer, k, v, self.kv_cache, slots)
         self.impl.forward(self.layer, q, k, v, self.kv_cache, metadata, output)
         assert torch.equal(slots, untouched)
-        self.table = table
+        self.table, self.metadata = table, metadata
         return q, k, v, output
 
     def expected(
-        self, q: torch.Tensor, query_lens: list[int], seq_lens: list[int], window: int | None = None
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, query_lens: list[int], seq_lens: list[int],
+        window: int | None = None, visible: Any = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention to the keys of the cache; `visible(request, p, k)` replaces the mask."""
         memory = self.kv_cache.permute(0, 2, 1, 3)
         if memory.dtype == torch.uint8:
             stored = memory.view(torch.float8_e4m3fn).float()
-            memory = torch.cat([stored[..., :SIZE] * 0.5, stored[..., SIZE:] * 0.25], -1)
+            scales = (scale.view(-1, 1) for scale in (self.layer._k_scale, self.layer._v_scale))
+            parts = stored[..., :SIZE], stored[..., SIZE:]
+            memory = torch.cat([p * scale for p, scale in zip(parts, scales, strict=True)], -1)
         rows, start = [], 0
         for request, (new, total) in enumerate(zip(query_lens, seq_lens, strict=True)):
             position = torch.arange(total)
             blocks = self.table[request].long()
             held = memory[blocks[position // BLOCK], position % BLOCK]
-            visible = torch.ones(new, total).tril(total - new).bool()
+            at, keys = position[total - new :, None], position[None]
+            seen = keys <= at if visible is None else visible(request, at, keys)
             if window is not None:
-                visible &= torch.ones(new, total).triu(total - new - window + 1).bool()
+                seen = seen & (keys > at - window)
             attended = torch.nn.functional.scaled_dot_product_attention(
                 q[start : start + new].transpose(0, 1), held[..., :SIZE].transpose(0, 1),
-                held[..., SIZE:].transpose(0, 1), attn_mask=visible, enable_gqa=True,
+                held[..., SIZE:].transpose(0, 1), attn_mask=seen, enable_gqa=True,
             )  # fmt: skip
             rows.append(attended.transpose(0, 1))
             start += new
@@ -259,13 +275,8 @@ def ask(**changes: Any) -> list[str]:
     [
         ({"use_mla": True}, "MLA not supported"),
         ({"use_sparse": True}, "sparse not supported"),
-        ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
-        ({"use_per_head_quant_scales": True}, "per-head quant scales not supported"),
-        ({"attn_type": "encoder_decoder"}, "attention type encoder_decoder not supported"),
-        ({"use_non_causal": True}, "non-causal attention not supported"),
         ({"use_pcp": True}, "PCP not supported"),
         ({"use_kv_connector": True}, "KV connector not supported"),
-        ({"use_rswa": True}, "R-SWA not supported"),
         ({"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype not supported"),
         ({"block_size": 24}, "block_size not supported"),
@@ -289,6 +300,9 @@ def test_supported_configurations_have_no_reasons() -> None:
     assert ask(has_sink=True, has_sliding_window=True, use_batch_invariant=True) == []
     assert ask(attn_type="encoder_only") == []
     assert ask(kv_cache_dtype="fp8") == []
+    assert ask(use_mm_prefix=True, has_sliding_window=True) == []
+    assert ask(kv_cache_dtype="fp8", use_per_head_quant_scales=True) == []
+    assert ask(attn_type="encoder_decoder") == []
     assert AttnlibBackend.supports_dcp()
 
 
@@ -316,15 +330,14 @@ def test_vllms_own_cpu_platform_serves_what_the_user_names() -> None:
 
 
 def test_arguments_without_implementation_are_refused() -> None:
-    with pytest.raises(UnsupportedConfigError, match="use_alibi_sqrt"):
-        Layer(use_alibi_sqrt=True)
+    with pytest.raises(UnsupportedConfigError, match="q_pad_num_heads"):
+        Layer(q_pad_num_heads=4)
 
 
-def test_another_mask_than_that_of_the_layers_is_refused() -> None:
-    layer = Layer()
-    batch = SimpleNamespace(causal=False)
-    with pytest.raises(UnsupportedConfigError, match="causal=False"):
-        layer.builder.build(0, batch)
+def test_encoders_with_a_causal_batch_are_refused() -> None:
+    layer = Layer(attn_type="encoder_only")
+    with pytest.raises(UnsupportedConfigError, match="causal=True"):
+        layer.builder.build(0, SimpleNamespace(causal=True, num_actual_tokens=1))
 
 
 def test_scaled_output_is_refused() -> None:

@@ -35,6 +35,10 @@ VISIBLE: dict[str, tuple[ScoreFunction, Visible]] = {
         builtin.bidirectional_spans(window=4),
         lambda q, k, aux: q - 4 < k <= q or _in_span(q, k, aux),
     ),
+    "retained_window": (
+        builtin.retained_window(3),
+        lambda q, k, aux: bool(k < aux["prefix_len"][0, 0] or q - k < 3),
+    ),
     "documents": (
         builtin.documents(causal=False),
         lambda q, k, aux: bool(aux["document_begin"][0, q] == aux["document_begin"][0, k]),

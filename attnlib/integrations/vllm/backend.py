@@ -73,12 +73,37 @@ class AttnlibBackend(AttentionBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Decided by attnlib's selection, as are the next three."""
+        """Decided by attnlib's selection."""
         return True
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
         """See `supports_sink`."""
+        return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """See `supports_sink`; masks that depend on the batch are those of `masks`."""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """See `supports_mm_prefix`."""
+        return True
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        """See `supports_mm_prefix`."""
+        return True
+
+    @classmethod
+    def supports_alibi_sqrt(cls) -> bool:
+        """By a score function."""
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """Of keys and values in the cache."""
         return True
 
     @classmethod
@@ -93,7 +118,7 @@ class AttnlibBackend(AttentionBackend):
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoders, and encoders without a cache; no cross-attention."""
+        """Decoders, encoders without a cache, and cross-attention."""
         return attn_type in ATTENTION_TYPES
 
     @classmethod

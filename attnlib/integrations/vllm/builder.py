@@ -15,11 +15,12 @@ from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.vllm.context_parallel import DistributedBuilder
 from attnlib.integrations.vllm.impl import AttnlibImpl
 from attnlib.integrations.vllm.layer_spec import select
+from attnlib.integrations.vllm.masks import BatchTensors, Mask, announced_masks, mask_of
 from attnlib.integrations.vllm.metadata import VllmMetadata
 from attnlib.integrations.vllm.warm import GroupWarmup
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.parameters import PerLayerParameters
-from attnlib.spec import AttentionSpec, CudaGraphSupport
+from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport
 from attnlib.workspace import BatchLimits
 
 __all__ = ["AttnlibMetadataBuilder", "CUDA_GRAPH_SUPPORT", "batch_limits", "common_batch"]
@@ -61,35 +62,55 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
-        by_spec: dict[AttentionSpec, dict[str, PerLayerParameters]] = {}
-        for name in layer_names:
-            impl = layers[name].impl
-            impl.set_block_size(kv_cache_spec.block_size)
-            left, right = impl.spec.visible_window.as_kernel_args()
-            by_spec.setdefault(impl.spec, {})[name] = PerLayerParameters(
-                left, impl.spec.logits_soft_cap, impl.scale, right
-            )
+        self._layers = {name: layers[name] for name in layer_names}
+        for layer in self._layers.values():
+            layer.impl.set_block_size(kv_cache_spec.block_size)
         self.limits, self.block_table_width = batch_limits(vllm_config), block_table_width
         self.builders: dict[AttentionSpec, Any] = {}
         self.distributed: DistributedBuilder | None = None
-        GroupWarmup(self, (layers[name] for name in layer_names), vllm_config)
-        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+        GroupWarmup(self, self._layers.values(), vllm_config)
+        self._masks, self._specs = announced_masks(vllm_config), dict[Mask, list[AttentionSpec]]()
+        self._tensors = BatchTensors(self.limits.max_num_reqs, device)
+        impls = [layer.impl for layer in self._layers.values()]
+        if any(impl.is_distributed for impl in impls):  # drafts need not be
             interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
-            self.distributed = DistributedBuilder(list(by_spec), device, self.limits, interleave)
+            specs = list({impl.spec for impl in impls})
+            self.distributed = DistributedBuilder(specs, device, self.limits, interleave)
             self._init_reorder_batch_threshold(1)
             return
-        for spec, parameters in by_spec.items():
-            self.builders[spec] = select(spec, layer_names[0]).make_builder(
-                spec, device, layer_names=list(parameters), layers=parameters, limits=self.limits
-            )
+        for mask in (Mask.OWN, *self._masks):
+            self._specs_under(mask)
         thresholds = [builder.reorder_batch_threshold for builder in self.builders.values()]
         decode = min((threshold for threshold in thresholds if threshold is not None), default=None)
         self._init_reorder_batch_threshold(decode, supports_spec_as_decode=True)
 
+    def _specs_under(self, mask: Mask) -> list[AttentionSpec]:
+        """The specs of the layers under a mask; each has a builder from now on."""
+        if mask in self._specs:
+            return self._specs[mask]
+        retained = getattr(self.vllm_config.model_config, "rswa_window", None) or 0
+        by_spec: dict[AttentionSpec, dict[str, PerLayerParameters]] = {}
+        for name, layer in self._layers.items():
+            clamped = getattr(layer, "mm_prefix_clamp_sliding_window", False)
+            spec = layer.impl.use_mask(mask, clamped=clamped, retained=retained)
+            left, right = spec.visible_window.as_kernel_args()
+            by_spec.setdefault(spec, {})[name] = PerLayerParameters(
+                left, spec.logits_soft_cap, layer.impl.scale, right
+            )
+        for spec, parameters in by_spec.items():
+            if spec not in self.builders:
+                names, limits = list(parameters), self.limits
+                self.builders[spec] = select(spec, names[0]).make_builder(
+                    spec, self.device, layer_names=names, layers=parameters, limits=limits
+                )
+        self._specs[mask] = list(by_spec)
+        return self._specs[mask]
+
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """What the backends of all layers can capture; with decode context parallelism, decodes of
-        one token, because other batches attend in two parts."""
+        one token, because other batches attend in two parts; for models with images, decodes and
+        verifications, because a graph of prefills has one mask."""
         layers = vllm_config.compilation_config.static_forward_context.values()
         specs = {
             layer.impl.spec
@@ -98,6 +119,8 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
         }
         levels = [select(spec).get_builder_cls().cudagraph_support for spec in specs]
         level = min(levels, default=CudaGraphSupport.NEVER)
+        if Mask.SPANS in announced_masks(vllm_config):
+            level = min(level, CudaGraphSupport.UNIFORM_BATCH)
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             level = min(level, CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
         return CUDA_GRAPH_SUPPORT[level]
@@ -109,17 +132,16 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
         fast_build: bool = False,
     ) -> VllmMetadata:
         """The metadata of one batch; `common_prefix_len` is ignored."""
-        batch = common_attn_metadata
-        if self.distributed is not None:
-            distributed = self.distributed.build(batch)
-            return VllmMetadata(batch.num_actual_tokens, {}, distributed)
-        return self._metadata(batch, lambda b, common: b.build(0, common, fast_build))
+        return self._metadata(
+            common_attn_metadata, lambda b, common: b.build(0, common, fast_build)
+        )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: VllmBatch) -> VllmMetadata:
         """The metadata to capture with. It holds for every batch of these sizes: vLLM replays the
         graph of a mixed batch for all mixed batches with as many tokens, and its second model
         runner captures with tokens that are distributed evenly over the requests."""
-        if self.distributed is not None:
+        if self.distributed is not None or self._attn_type is AttentionType.ENCODER_DECODER:
+            # vLLM's builder of cross-attention overrides `build`.
             return self.build(0, common_attn_metadata)
         mode = self.vllm_config.compilation_config.cudagraph_mode
 
@@ -130,11 +152,31 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
 
         return self._metadata(common_attn_metadata, capture)
 
+    @property
+    def _attn_type(self) -> AttentionType:
+        attn_type: AttentionType = next(iter(self._layers.values())).impl.spec.attn_type
+        return attn_type
+
     def _metadata(self, batch: VllmBatch, build: Any) -> VllmMetadata:
+        mask, spans = mask_of(batch, self._attn_type, self._masks)
+        tokens = batch.num_actual_tokens
+        if self.distributed is not None:
+            if mask is not Mask.OWN:
+                raise UnsupportedConfigError(
+                    f"decode context parallelism: a batch with the mask {mask.value!r}; use "
+                    "another attention backend"
+                )
+            return VllmMetadata(tokens, {}, self.distributed.build(batch))
         batches = {}
-        for spec, builder in self.builders.items():
-            batches[spec] = build(builder, common_batch(batch, spec, builder.needs_host_lengths))
-        return VllmMetadata(batch.num_actual_tokens, batches)
+        # Some layers of a model may be causal where others see images.
+        for part in (mask, Mask.OWN) if mask is Mask.SPANS else (mask,):
+            for spec in self._specs_under(part):
+                builder = self.builders[spec]
+                common = common_batch(batch, spec, builder.needs_host_lengths)
+                common.causal = self._tensors.causal(batch)
+                common.score_tensors = self._tensors.score_tensors(part, batch, spans, spec)
+                batches[spec] = build(builder, common)
+        return VllmMetadata(tokens, batches, mask=mask, mm_prefix_range_tensor=spans)
 
 
 def batch_limits(vllm_config: Any) -> BatchLimits:
@@ -151,16 +193,7 @@ def common_batch(
 ) -> CommonAttentionMetadata:
     """vLLM's batch in attnlib's terms, without slots, which vLLM passes to `do_kv_cache_update`. No
     tensor is copied, except lengths that a backend needs on the host.
-
-    Raises:
-        UnsupportedConfigError: vLLM wants another mask than the layers have.
     """
-    if batch.causal is not spec.is_causal:
-        raise UnsupportedConfigError(
-            f"the batch has causal={batch.causal}, the layers have causal={spec.is_causal}: "
-            "attnlib does not change the mask of a layer per batch under vLLM; use another "
-            "attention backend"
-        )
     return CommonAttentionMetadata(
         query_start_loc=batch.query_start_loc,
         query_start_loc_cpu=batch.query_start_loc_cpu,
@@ -172,4 +205,5 @@ def common_batch(
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
         block_table_tensor=batch.block_table_tensor if spec.is_paged else None,
+        is_cross_attention=spec.attn_type is AttentionType.ENCODER_DECODER,
     )

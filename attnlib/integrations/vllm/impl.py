@@ -6,8 +6,6 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from vllm import envs
-from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl
 
@@ -15,10 +13,12 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.vllm.context_parallel import ContextParallelAttention, combination
 from attnlib.integrations.vllm.kv_cache import cache_view
-from attnlib.integrations.vllm.layer_spec import refuse_arguments
+from attnlib.integrations.vllm.layer_spec import refuse_arguments, spec_of_layer
+from attnlib.integrations.vllm.masks import Mask, masked_spec
 from attnlib.integrations.vllm.metadata import VllmMetadata
 from attnlib.integrations.vllm.warm import GroupWarmup, register_kernels, run_batches
 from attnlib.layer import Attention
+from attnlib.score_functions.builtin import alibi_sqrt
 from attnlib.spec import AttentionSpec, AttentionType
 
 __all__ = ["AttnlibImpl"]
@@ -35,6 +35,7 @@ class AttnlibImpl(AttentionImpl):
         attn_type: see `ATTENTION_TYPES`.
         kv_sharing_target_layer_name: the layer whose cache this one reads.
         sinks: `[num_heads]`, one sink logit per query head.
+        use_alibi_sqrt: the bias grows with the root of the distance.
         unsupported: arguments for which attnlib has no implementation; refused unless None.
 
     Raises:
@@ -59,6 +60,7 @@ class AttnlibImpl(AttentionImpl):
         attn_type: str = "decoder",
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
+        use_alibi_sqrt: bool = False,
         **unsupported: Any,
     ) -> None:
         refuse_arguments("attention", unsupported)
@@ -68,34 +70,36 @@ class AttnlibImpl(AttentionImpl):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        spec = AttentionSpec(
+        spec = spec_of_layer(
             num_heads=num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=head_size,
-            dtype=torch.get_default_dtype(),
             kv_cache_dtype=kv_cache_dtype,
-            block_size=get_current_vllm_config().cache_config.block_size or 16,
             attn_type=AttentionType(attn_type),
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap or None,
-            has_alibi=alibi_slopes is not None,
+            has_alibi=alibi_slopes is not None and not use_alibi_sqrt,
+            score_function=alibi_sqrt() if use_alibi_sqrt else None,
             has_sink=sinks is not None,
             kv_sharing=kv_sharing_target_layer_name is not None,
-            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
         )
         device = torch.device(current_platform.device_type)
         self._distributed: ContextParallelAttention | None = None
         if self.dcp_world_size > 1:
             self._distributed = ContextParallelAttention(spec, self.scale, device, combination())
             spec = spec.replace(needs_lse=True)
-        self._attention = Attention(
-            spec,
-            scale=self.scale,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-            device=device,
-        )
+        score = {}
+        if use_alibi_sqrt:
+            score["slope"] = torch.tensor(alibi_slopes, dtype=torch.float32, device=device)
+        self._arguments: dict[str, Any] = {
+            "scale": self.scale,
+            "alibi_slopes": None if use_alibi_sqrt else alibi_slopes,
+            "sinks": sinks,
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
+            "device": device,
+        }
+        self._attention = Attention(spec, score_tensors=score or None, **self._arguments)
+        self._masked: dict[Mask, Attention] = {Mask.OWN: self._attention}
         self._device = device
         self._kv_cache: torch.Tensor | None = None
         self._cache: PagedKVCache | None = None
@@ -106,6 +110,21 @@ class AttnlibImpl(AttentionImpl):
     def spec(self) -> AttentionSpec:
         """What the layer needs."""
         return self._attention.spec
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the cache is distributed over the ranks of a group."""
+        return self._distributed is not None
+
+    def use_mask(self, mask: Mask, *, clamped: bool, retained: int) -> AttentionSpec:
+        """Make the attention under a mask, if there is none yet; its spec. Arguments as in
+        `masked_spec`."""
+        if mask not in self._masked:
+            spec = masked_spec(self.spec, mask, clamped=clamped, retained=retained)
+            same = spec == self.spec
+            arguments = self._arguments
+            self._masked[mask] = self._attention if same else Attention(spec, **arguments)
+        return self._masked[mask].spec
 
     def set_block_size(self, block_size: int) -> None:
         """Take the block size, which vLLM decides after the layers exist.
@@ -121,7 +140,8 @@ class AttnlibImpl(AttentionImpl):
     def warmup_key(self, layer: Any) -> Hashable:
         """Equal for layers of a group with the same kernels."""
         memory = layer.kv_cache
-        return self.spec, memory.shape[1:], memory.stride(), memory.dtype
+        specs = tuple(attention.spec for attention in self._masked.values())
+        return specs, memory.shape[1:], memory.stride(), memory.dtype
 
     def warm_up(self, layer: Any, builder: Any) -> None:
         """Compile the kernels of this layer; `builder` is that of its group."""
@@ -194,7 +214,7 @@ class AttnlibImpl(AttentionImpl):
         if self._distributed is not None:
             self._distributed.forward(query, key, value, self._cache, attn_metadata, output)
             return output
-        attention = self._attention
+        attention = self._masked[attn_metadata.mask_of_layer]
         batch = attn_metadata.batches[attention.spec]
         if self.spec.is_paged:
             key = value = None

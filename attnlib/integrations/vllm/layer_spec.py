@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.errors import AttnlibError, BackendUnavailableError, UnsupportedConfigError
+from attnlib.integrations.vllm.masks import Mask, masked_spec
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, AttentionType
 
@@ -22,13 +24,25 @@ __all__ = [
     "rejections",
     "select",
     "spec_of",
+    "spec_of_layer",
 ]
 
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Values of `--kv-cache-dtype` that attnlib reads. Each is also a value of
 `AttentionSpec.kv_cache_dtype`."""
 
-ATTENTION_TYPES = ("decoder", "encoder", "encoder_only")
+ATTENTION_TYPES = ("decoder", "encoder", "encoder_only", "encoder_decoder")
+
+_MASKS = {
+    "use_mm_prefix": Mask.SPANS,
+    "use_rswa": Mask.RETAINED,
+    "use_non_causal": Mask.FULL,
+}
+"""vLLM's questions about masks that depend on the batch."""
+
+PROBE_WINDOW = 128
+"""A window of any size: vLLM says only whether there is one, and every backend that has windows has
+all sizes."""
 
 PROBE_HEADS = 1
 """Heads of the spec for vLLM's first question, which does not say how many a layer has."""
@@ -54,11 +68,32 @@ def spec_of(question: Mapping[str, Any]) -> AttentionSpec:
         kv_cache_dtype=question.get("kv_cache_dtype") or "auto",
         block_size=question.get("block_size") or 16,
         attn_type=AttentionType(question.get("attn_type", "decoder")),
-        # vLLM says only whether there is a window; every backend that has windows has all sizes.
-        sliding_window=128 if question.get("has_sliding_window") else None,
+        sliding_window=PROBE_WINDOW if question.get("has_sliding_window") else None,
         has_sink=bool(question.get("has_sink")),
         batch_invariant=bool(question.get("use_batch_invariant")),
         needs_lse=bool(question.get("use_dcp")),
+        kv_scale_kind="head" if question.get("use_per_head_quant_scales") else "tensor",
+    )
+
+
+def spec_of_layer(*, kv_cache_dtype: str, **fields: Any) -> AttentionSpec:
+    """The spec of a layer from its arguments and vLLM's configuration. The latter alone says that
+    a checkpoint has one scale per KV head.
+
+    Args:
+        kv_cache_dtype: as the user names it.
+        fields: further fields of the spec.
+    """
+    config = get_current_vllm_config()
+    scheme = getattr(config.quant_config, "kv_cache_scheme", None) or {}
+    per_head = kv_cache_dtype.startswith("fp8") and scheme.get("strategy") == "attn_head"
+    return AttentionSpec(
+        dtype=torch.get_default_dtype(),
+        kv_cache_dtype=kv_cache_dtype,
+        kv_scale_kind="head" if per_head else "tensor",
+        block_size=config.cache_config.block_size or 16,
+        batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+        **fields,
     )
 
 
@@ -90,7 +125,13 @@ def refuse_arguments(kind: str, arguments: Mapping[str, Any]) -> None:
 def rejections(question: Mapping[str, Any]) -> list[str]:
     """Every reason why attnlib cannot serve such layers; empty if it can."""
     try:
-        select(spec_of(question))
+        spec = spec_of(question)
+        select(spec)
+        masks = [mask for key, mask in _MASKS.items() if question.get(key)]
+        if masks and question.get("use_dcp"):
+            return [f"attnlib: no decode context parallelism with {masks[0].value} masks"]
+        for mask in masks:
+            select(masked_spec(spec, mask, retained=PROBE_WINDOW))
     except (UnsupportedConfigError, BackendUnavailableError) as error:
         return [f"attnlib: {reason}" for reason in error.rejections or (error,)]
     except AttnlibError as error:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from attnlib.integrations.vllm.masks import Mask
 from attnlib.spec import AttentionSpec
 
 __all__ = ["DistributedBatch", "VllmMetadata"]
@@ -35,8 +36,21 @@ class VllmMetadata:
         batches: attnlib's metadata by the spec of a layer. Layers of a group may differ in window
             and soft cap.
         distributed: with decode context parallelism, instead of `batches`.
+        mask: of the batch.
+        mm_prefix_range_tensor: the image spans under `Mask.SPANS`. Models set it to None for layers
+            in which images are causal (Gemma 4); `batches` then has the metadata of that mask, too.
+        slot_mapping: of cross-attention, where vLLM sets and reads it.
     """
 
     num_actual_tokens: int
     batches: Mapping[AttentionSpec, Any]
     distributed: DistributedBatch | None = None
+    mask: Mask = Mask.OWN
+    mm_prefix_range_tensor: Any = None
+    slot_mapping: Any = None
+
+    @property
+    def mask_of_layer(self) -> Mask:
+        """The mask for the layers that read this object."""
+        cleared = self.mask is Mask.SPANS and self.mm_prefix_range_tensor is None
+        return Mask.OWN if cleared else self.mask

@@ -61,6 +61,14 @@ class AttnlibMLABackend(AttnlibBackend):
         return False
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """No: masks over latents do not depend on the batch."""
+        return False
+
+    supports_non_causal = supports_rswa = supports_mm_prefix
+    supports_alibi_sqrt = supports_per_head_quant_scales = supports_mm_prefix
+
+    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Decoders."""
         return attn_type == "decoder"
