@@ -67,6 +67,10 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     """Whether `build` reads the lengths on the host (`query_start_loc_cpu`, `seq_lens_cpu`). If
     False, they may be None: a runner with lengths on the device only then needs no copy per batch,
     and can capture steps of any shape. If True, `build` calls `with_host_lengths` first."""
+    follows_device: ClassVar[bool] = False
+    """Whether kernels read every length and block in the tensors of the batch: they follow changes
+    in place, within the bounds of the batch. Query lengths on the host may then differ from those
+    on the device, if both agree on the decode part and on the number of its tokens."""
 
     checks_batches: ClassVar[bool] = True
     """Whether its methods check their batch before they run, and get it in the form that

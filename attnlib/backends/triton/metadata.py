@@ -86,6 +86,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     reorder_batch_threshold: ClassVar[int | None] = DECODE_THRESHOLD
     # Host lengths only decide where a mixed batch is split; an unsplit batch is correct too.
     needs_host_lengths: ClassVar[bool] = False
+    follows_device: ClassVar[bool] = True
 
     def __init__(
         self, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any

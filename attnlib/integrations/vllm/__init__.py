@@ -7,12 +7,13 @@ vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in 
 processes. Inside vLLM, ATTNLIB_BACKEND selects attnlib's backend as it does elsewhere.
 
 `backend` answers vLLM's questions about support, `layer_spec` translates its arguments to an
-`AttentionSpec`, `impl` is the attention of one layer, `builder` the metadata of one batch,
-`kv_cache` views vLLM's memory as a paged cache, `warm` compiles kernels before vLLM serves,
-`context_parallel` computes attention over a cache
-that is distributed over the ranks of a decode context parallel group. `mla_backend`, `mla_impl` and
-`mla_builder` are the same for multi-head latent attention; `registered` chooses between both, and
-`cpu` serves vLLM's own CPU platform. Only `register` can be imported without vLLM.
+`AttentionSpec`, and `batch` its batches. `impl` is the attention of one layer, `builder` the
+metadata of one batch, `masks` the masks that depend on the batch, `kv_cache` views vLLM's memory as
+a paged cache, `warm` compiles kernels before vLLM serves, `context_parallel` computes attention
+over a cache that is distributed over the ranks of a decode context parallel group. `mla_backend`,
+`mla_impl` and `mla_builder` are the same for multi-head latent attention; `registered` chooses
+between both, and `cpu` serves vLLM's own CPU platform. Only `register` can be imported without
+vLLM.
 """
 
 from __future__ import annotations

@@ -6,13 +6,21 @@ import inspect
 from typing import Any, ClassVar
 
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
+from attnlib.errors import AttnlibError
 from attnlib.integrations.vllm.builder import AttnlibMetadataBuilder
 from attnlib.integrations.vllm.impl import AttnlibImpl
 from attnlib.integrations.vllm.kv_cache import cache_shape, stride_order
-from attnlib.integrations.vllm.layer_spec import ATTENTION_TYPES, KV_CACHE_DTYPES, rejections
+from attnlib.integrations.vllm.layer_spec import (
+    ATTENTION_TYPES,
+    KV_CACHE_DTYPES,
+    rejections,
+    select,
+)
 from attnlib.integrations.vllm.names import backend_name
+from attnlib.spec import AttentionSpec
 
 __all__ = ["AttnlibBackend"]
 
@@ -123,8 +131,14 @@ class AttnlibBackend(AttentionBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """No: batches are split by the query lengths on the host."""
-        return False
+        """Yes if the selected backend reads lengths on the device only. vLLM asks before it says
+        which layers there are, so that the answer is for those of most models."""
+        try:
+            dtype = torch.float32 if current_platform.device_type == "cpu" else torch.bfloat16
+            spec = AttentionSpec(num_heads=1, head_size=128, dtype=dtype)
+            return select(spec).get_builder_cls().follows_device
+        except AttnlibError:
+            return False
 
     @classmethod
     def supports_kv_connector(cls) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backend import CommonAttentionMetadata as VllmBatch
 
 from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.vllm.batch import CUDA_GRAPH_SUPPORT, batch_limits, common_batch
 from attnlib.integrations.vllm.context_parallel import DistributedBuilder
 from attnlib.integrations.vllm.impl import AttnlibImpl
 from attnlib.integrations.vllm.layer_spec import select
@@ -21,17 +23,8 @@ from attnlib.integrations.vllm.warm import GroupWarmup
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.parameters import PerLayerParameters
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport
-from attnlib.workspace import BatchLimits
 
-__all__ = ["AttnlibMetadataBuilder", "CUDA_GRAPH_SUPPORT", "batch_limits", "common_batch"]
-
-CUDA_GRAPH_SUPPORT = {
-    CudaGraphSupport.NEVER: AttentionCGSupport.NEVER,
-    CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE: AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
-    CudaGraphSupport.UNIFORM_BATCH: AttentionCGSupport.UNIFORM_BATCH,
-    CudaGraphSupport.ALWAYS: AttentionCGSupport.ALWAYS,
-}
-"""attnlib's levels in vLLM's terms."""
+__all__ = ["AttnlibMetadataBuilder"]
 
 
 class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
@@ -83,6 +76,21 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
         thresholds = [builder.reorder_batch_threshold for builder in self.builders.values()]
         decode = min((threshold for threshold in thresholds if threshold is not None), default=None)
         self._init_reorder_batch_threshold(decode, supports_spec_as_decode=True)
+        self.supports_update_block_table = self._is_one_kind()
+        # Score tensors are copies, which an update of vLLM's tensors does not reach.
+        self.supports_draft_decode_metadata_update = Mask.RETAINED not in self._masks and all(
+            builder.follows_device for builder in self.builders.values()
+        )
+
+    def _is_one_kind(self) -> bool:
+        """Whether layers with equal caches, also of other groups, have equal specs, so that one
+        group's metadata with other blocks is that of another group."""
+        kinds: dict[Any, set[AttentionSpec]] = {}
+        for spec in _specs_of_engine(self.vllm_config):
+            sizes = spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype
+            found = kinds.setdefault((*sizes, spec.attn_type, spec.sliding_window), set())
+            found.add(spec.replace(block_size=16))  # vLLM has not decided that of all groups
+        return self._attn_type is AttentionType.DECODER and all(len(s) == 1 for s in kinds.values())
 
     def _specs_under(self, mask: Mask) -> list[AttentionSpec]:
         """The specs of the layers under a mask; each has a builder from now on."""
@@ -111,19 +119,37 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
         """What the backends of all layers can capture; with decode context parallelism, decodes of
         one token, because other batches attend in two parts; for models with images, decodes and
         verifications, because a graph of prefills has one mask."""
-        layers = vllm_config.compilation_config.static_forward_context.values()
-        specs = {
-            layer.impl.spec
-            for layer in layers
-            if isinstance(getattr(layer, "impl", None), AttnlibImpl)
-        }
-        levels = [select(spec).get_builder_cls().cudagraph_support for spec in specs]
+        builders = [select(spec).get_builder_cls() for spec in _specs_of_engine(vllm_config)]
+        levels = [builder.cudagraph_support for builder in builders]
         level = min(levels, default=CudaGraphSupport.NEVER)
         if Mask.SPANS in announced_masks(vllm_config):
             level = min(level, CudaGraphSupport.UNIFORM_BATCH)
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             level = min(level, CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
         return CUDA_GRAPH_SUPPORT[level]
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
+        """The longest decode of graphs that do not replay every batch: those of models with
+        images. vLLM does not ask about other graphs."""
+        builders = [select(spec).get_builder_cls() for spec in _specs_of_engine(vllm_config)]
+        if not all(builder.follows_device for builder in builders):
+            return None
+        return min((builder.reorder_batch_threshold or 1 for builder in builders), default=None)
+
+    def update_block_table(
+        self, metadata: VllmMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> VllmMetadata:
+        """The metadata of another group with equal layers, with the blocks of this one."""
+        self._specs_under(metadata.mask)  # their builders exist now
+        batches = {
+            spec: self.builders[spec].update_block_table(batch, blk_table, None)
+            for spec, batch in metadata.batches.items()
+        }
+        return replace(metadata, batches=batches)
+
+    def update_draft_decode_metadata(self, metadata: VllmMetadata) -> None:
+        """Nothing: kernels read lengths and blocks in the tensors of the batch."""
 
     def build(
         self,
@@ -179,31 +205,8 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
         return VllmMetadata(tokens, batches, mask=mask, mm_prefix_range_tensor=spans)
 
 
-def batch_limits(vllm_config: Any) -> BatchLimits:
-    """The largest batch of an engine."""
-    return BatchLimits(
-        max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
-        max_num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        max_seq_len=vllm_config.model_config.max_model_len,
-    )
-
-
-def common_batch(
-    batch: VllmBatch, spec: AttentionSpec, host_lengths: bool
-) -> CommonAttentionMetadata:
-    """vLLM's batch in attnlib's terms, without slots, which vLLM passes to `do_kv_cache_update`. No
-    tensor is copied, except lengths that a backend needs on the host.
-    """
-    return CommonAttentionMetadata(
-        query_start_loc=batch.query_start_loc,
-        query_start_loc_cpu=batch.query_start_loc_cpu,
-        seq_lens=batch.seq_lens,
-        # vLLM's own host lengths are upper bounds.
-        seq_lens_cpu=batch.seq_lens.cpu() if host_lengths else None,
-        num_reqs=batch.num_reqs,
-        num_actual_tokens=batch.num_actual_tokens,
-        max_query_len=batch.max_query_len,
-        max_seq_len=batch.max_seq_len,
-        block_table_tensor=batch.block_table_tensor if spec.is_paged else None,
-        is_cross_attention=spec.attn_type is AttentionType.ENCODER_DECODER,
-    )
+def _specs_of_engine(vllm_config: Any) -> set[AttentionSpec]:
+    """The specs of all layers of attnlib but those over latents."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    impls = (getattr(layer, "impl", None) for layer in layers)
+    return {impl.spec for impl in impls if isinstance(impl, AttnlibImpl)}

@@ -62,10 +62,11 @@ class AttnlibMLABackend(AttnlibBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """No: masks over latents do not depend on the batch."""
+        """No: masks over latents do not depend on the batch, and decodes are split on the host."""
         return False
 
     supports_non_causal = supports_rswa = supports_mm_prefix
+    supports_device_cpu_query_lens_mismatch = supports_mm_prefix
     supports_alibi_sqrt = supports_per_head_quant_scales = supports_mm_prefix
 
     @classmethod

@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata as VllmBatch
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.integrations.vllm.builder import CUDA_GRAPH_SUPPORT, batch_limits, common_batch
+from attnlib.integrations.vllm.batch import CUDA_GRAPH_SUPPORT, batch_limits, common_batch
 from attnlib.integrations.vllm.layer_spec import select
 from attnlib.integrations.vllm.warm import GroupWarmup
 from attnlib.metadata.batch_slice import slice_batch
