@@ -150,8 +150,9 @@ class AttnlibImpl(AttentionImpl):
         if self._distributed is not None:
             self._distributed.warm_up(self._cache, builder.distributed, limits, columns)
             return
-        builders, attention = builder.builders, self._attention
-        run_batches(attention, self._cache, limits, builders[attention.spec], columns, self._device)
+        for attention in dict.fromkeys(self._masked.values()):
+            own = builder.builders[attention.spec]
+            run_batches(attention, self._cache, limits, own, columns, self._device)
 
     def do_kv_cache_update(
         self,

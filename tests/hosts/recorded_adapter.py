@@ -1,0 +1,155 @@
+"""The kernels that a warm-up of the adapter leaves out, by recorded launches and random batches.
+
+    python tests/hosts/recorded_adapter.py
+
+Masks that depend on the batch, cross-attention, and decode context parallelism on one rank of two,
+whose group repeats what it gathers. The last line is a JSON object: for each kind of layer the
+kernels of the warm-up, and the names of the kernels that batches needed besides.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import recorded_engine
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from attnlib.integrations.vllm import builder, context_parallel, impl
+from tests.ops.triton.recorded_launches import recorded
+
+HEADS, SIZE, BLOCK, COLUMNS = 8, 128, 16, 64
+RANKS = 2
+KINDS: dict[str, dict[str, Any]] = {
+    "distributed": {},
+    "distributed fp8": {"kv_cache_dtype": "fp8"},
+    "images": {"sliding_window": 100},
+    "images clamped": {"sliding_window": 100},
+    "drafts": {"sliding_window": 100},
+    "retained": {"kv_cache_dtype": "fp8"},
+    "alibi root": {"alibi_slopes": [0.1] * HEADS, "use_alibi_sqrt": True},
+    "cross-attention": {"attn_type": "encoder_decoder"},
+}
+"""Kind of layer -> its arguments."""
+
+
+class Group:
+    """A group whose ranks have equal tensors."""
+
+    world_size, rank_in_group = RANKS, 0
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat([tensor] * RANKS, dim)
+
+
+def combine(out: torch.Tensor, lse: torch.Tensor, group: Any, return_lse: bool = False) -> Any:
+    """The heads of this rank."""
+    return (out[:, :HEADS], lse[:, :HEADS]) if return_lse else out[:, :HEADS]
+
+
+def one_of(ranks: int) -> Any:
+    """What vLLM's `AttentionImpl.__new__` does in a group."""
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        made = object.__new__(cls)
+        made.dcp_world_size, made.dcp_rank = ranks, 0
+        return made
+
+    return new
+
+
+def make_layer(kind: str) -> tuple[Any, Any]:
+    """One layer, and the builder of its group."""
+    impl.AttnlibImpl.__new__ = one_of(ranks := RANKS if "distributed" in kind else 1)
+    attention = impl.AttnlibImpl(HEADS, SIZE, SIZE**-0.5, HEADS // 4, **KINDS[kind])
+    stored = torch.uint8 if "kv_cache_dtype" in KINDS[kind] else torch.bfloat16
+    memory = torch.zeros(4, BLOCK, HEADS // 4, 2 * SIZE, dtype=stored).permute(0, 2, 1, 3)
+    one = torch.ones(1, dtype=torch.float32)
+    layer = SimpleNamespace(
+        impl=attention, kv_cache=memory, _k_scale=one, _v_scale=one,
+        mm_prefix_clamp_sliding_window="clamped" in kind,
+    )  # fmt: skip
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
+        scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=512),
+        model_config=SimpleNamespace(
+            max_model_len=1024, enforce_eager=False, is_mm_prefix_lm="images" in kind,
+            rswa_window=50 if kind == "retained" else None,
+        ),
+        attention_config=SimpleNamespace(use_non_causal=kind == "drafts"),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=ranks, cp_kv_cache_interleave_size=1
+        ),
+        speculative_config=None,
+    )  # fmt: skip
+    spec = SimpleNamespace(block_size=BLOCK)
+    return layer, builder.AttnlibMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+
+
+def fields_of(kind: str, draw: random.Random, seq_lens: list[int]) -> dict[str, Any]:
+    """What vLLM says of a batch besides its lengths."""
+    if "images" in kind:
+        return {"mm_req_doc_ranges": {draw.randrange(len(seq_lens)): [(3, seq_lens[0] // 2 + 4)]}}
+    if kind == "drafts":
+        flags = torch.tensor([draw.randint(0, 1) for _ in seq_lens], dtype=torch.int32)
+        return {"causal": draw.choice((True, False, flags))}
+    if kind == "retained":
+        return {"rswa_prefix_lens": torch.tensor(seq_lens) // 2}
+    return {"causal": False} if kind == "cross-attention" else {}
+
+
+def step(
+    layer: Any, group_builder: Any, query_lens: list[int], seq_lens: list[int], **fields: Any
+) -> None:
+    """One batch."""
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    lengths, tokens = torch.tensor(seq_lens, dtype=torch.int32), sum(query_lens)
+    slots = torch.full((tokens,), -1)
+    batch = CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths,
+        num_reqs=len(seq_lens), num_actual_tokens=tokens, max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens), slot_mapping=slots,
+        block_table_tensor=torch.zeros(len(seq_lens), COLUMNS, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=lengths, dcp_local_seq_lens=(lengths + 1) // RANKS, **fields,
+    )  # fmt: skip
+    sizes = [HEADS * SIZE, *[HEADS // 4 * SIZE] * 2]
+    fused = torch.zeros(tokens, sum(sizes), dtype=torch.bfloat16)
+    q, k, v = (part.unflatten(1, (-1, SIZE)) for part in fused.split(sizes, 1))
+    output = torch.zeros(tokens, HEADS, SIZE, dtype=torch.bfloat16)
+    metadata = group_builder.build(0, batch)
+    layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
+    layer.impl.forward(layer, q, k, v, layer.kv_cache, metadata, output)
+
+
+def late_kernels(kind: str) -> dict[str, Any]:
+    """The kernels of 100 random batches that the warm-up has not run."""
+    layer, group_builder = make_layer(kind)
+    recorded_engine.WARMED.clear()
+    layer.impl.group_warmup.run()
+    warmed, draw = set(recorded_engine.WARMED), random.Random(0)
+    served: set[str] = set()
+    for _ in range(100):
+        count = draw.choice((1, 2, 3, 8))
+        longest = draw.choice((1, 1, 2, 17, 60))
+        queries = [draw.randint(1, longest) for _ in range(count)]
+        lengths = [query + draw.choice((0, 5, 100, 900)) for query in queries]
+        fields = fields_of(kind, draw, lengths)
+        launches = recorded(
+            lambda q=queries, s=lengths, f=fields: step(layer, group_builder, q, s, **f)
+        )[0]
+        served |= {record.kernel for record in launches}
+    late = sorted(kernel.split()[0] for kernel in served - warmed)
+    return {"warmed": len(warmed), "served": len(served), "late": late}
+
+
+if __name__ == "__main__":
+    recorded_engine.serve_the_cpu()
+    context_parallel.get_dcp_group = Group
+    impl.combination = lambda: combine
+    torch.set_default_dtype(torch.bfloat16)
+    with set_current_vllm_config(VllmConfig()), torch.no_grad():
+        print(json.dumps({kind: late_kernels(kind) for kind in KINDS}))
