@@ -1,7 +1,8 @@
 """Generate the generated pages of the documentation.
 
 `docs/environment.md` comes from the table of environment variables, `docs/support.md` from the
-declarations of the backends, the tables of `docs/compatibility.md` from the rows of
+declarations of the backends, `docs/engines.md` from
+`attnlib.integrations.features`, the tables of `docs/compatibility.md` from the rows of
 `tests/compat/seeds`, the results in `docs/performance.md` and `docs/guides/hugging-face.md` from
 benchmark results, and `docs/transformers-models.md` from the records of
 `tests.integrations.transformers_sweep`.
@@ -23,6 +24,8 @@ from attnlib.backends.flash_attn.support import capabilities_of, kernel_unsuppor
 from attnlib.capabilities import Capabilities
 from attnlib.device import DeviceInfo
 from attnlib.env import ENVIRONMENT, FOREIGN_VARIABLES
+from attnlib.integrations.features import ENGINES
+from attnlib.integrations.features import FEATURES as FEATURES_OF_ENGINES
 from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.score_functions.builtin import alibi_sqrt
 from attnlib.selection import load_backend
@@ -243,11 +246,36 @@ def _runs_on(name: str, device: DeviceInfo) -> str:
     return "interpreter only" if name == "triton" and device.type == "cpu" else "yes"
 
 
+def engines() -> str:
+    """docs/engines.md: features inside other engines."""
+    titles = {"vllm": "vLLM", "sglang": "SGLang"}
+    releases = "; ".join(f"{titles[name]} {' and '.join(ENGINES[name])}" for name in ENGINES)
+    rows = [
+        f"| {titles[row.engine]} | {row.name} | {' | '.join(map(_engine_cell, row.cells))} |"
+        for row in FEATURES_OF_ENGINES
+    ]
+    return (
+        "# Features inside engines\n\n" + NOTE + "What attnlib does inside other engines, in the "
+        f"older and the newer supported release\n({releases}). A cell links its\ntest, which CI "
+        "runs on a CPU, or the result of a GPU run, or says why there is none. `attnlib doctor`\n"
+        "prints the part that applies to what is installed.\n\n"
+        "| engine | feature | older | newer |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+    )
+
+
+def _engine_cell(cell: str) -> str:
+    if ": " in cell:
+        return cell
+    file = cell.partition("::")[0]
+    return f"[{'test' if file.endswith('.py') else 'GPU'}](../{file})"
+
+
 def pages() -> dict[str, str]:
     """File name -> text of every generated page."""
     return {
         "environment.md": environment(),
         "support.md": support(),
+        "engines.md": engines(),
         "compatibility.md": compatibility_rows.fill(PAGES.joinpath("compatibility.md").read_text()),
         "performance.md": result_tables.fill(PAGES.joinpath("performance.md").read_text()),
         "guides/hugging-face.md": transformers_speed.fill(

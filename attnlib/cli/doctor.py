@@ -18,6 +18,7 @@ import torch
 
 from attnlib.cli.arguments import CommandParser
 from attnlib.env import ENVIRONMENT, FOREIGN_VARIABLES, unknown_variables
+from attnlib.integrations.features import ENGINES, features_of
 
 __all__ = ["main", "parser"]
 
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "versions": _guarded(_versions),
         "machine": _guarded(_machine),
         "environment": _guarded(_environment),
+        "engines": _guarded(_engines),
         "backends": _guarded(_backends),
     }
     if options.json:
@@ -118,6 +120,19 @@ def _environment() -> dict[str, str]:
     }
 
 
+def _engines() -> dict[str, Any]:
+    """Installed engine -> its features, or why there are none."""
+    found: dict[str, Any] = {}
+    for engine, releases in ENGINES.items():
+        try:
+            installed = version(engine)
+        except PackageNotFoundError:
+            continue
+        known = features_of(engine, installed)
+        found[f"{engine} {installed}"] = known or f"no tested release: {', '.join(releases)}"
+    return found
+
+
 def _backends() -> list[dict[str, Any]]:
     from attnlib.cli.subprocess_check import check_in_subprocesses
     from attnlib.selection.registry import list_backends, registrations
@@ -125,11 +140,26 @@ def _backends() -> list[dict[str, Any]]:
     return check_in_subprocesses([registrations()[name] for name in list_backends()])
 
 
+def _show_engines(engines: dict[str, Any]) -> None:
+    """How many features were tested, and each other one with its reason."""
+    if engines:
+        print("engines")
+    for engine, features in engines.items():
+        if isinstance(features, str):
+            print(f"  {engine:<24} {features}")
+            continue
+        others = {name: cell for name, cell in features.items() if ": " in cell}
+        print(f"  {engine:<24} {len(features) - len(others)} features tested, except")
+        for name, cell in others.items():
+            print(f"    {name:<38} {cell}")
+
+
 def _show(findings: dict[str, Any]) -> None:
     for title in ("versions", "machine", "environment"):
         print(title)
         for name, value in findings[title].items():
             print(f"  {name:<24} {value}")
+    _show_engines(findings["engines"])
     print("backends")
     backends = findings["backends"]
     for row in (

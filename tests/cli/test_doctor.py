@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 import attnlib
 from attnlib.backends.torch import TorchBackend
 from attnlib.cli import doctor, main
+from attnlib.integrations.features import features_of
 from attnlib.selection import unregister_backend
 
 
@@ -47,3 +49,28 @@ def test_a_section_that_raises_is_reported(
     monkeypatch.setattr(doctor, "_backends", lambda: 1 / 0)
     assert main(["doctor"]) == 1
     assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_features_of_installed_engines_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one supported release, and of one that is not; nothing without engines."""
+    installed = {"vllm": "0.33.1", "sglang": "0.4.0"}
+
+    def version(package: str) -> str:
+        if package not in installed:
+            raise PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr(doctor, "_backends", lambda: [])
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "KV connectors" in printed and "refused: never tested" in printed
+    assert "no tested release: 0.5.17, 0.5.23" in printed
+    assert main(["doctor", "--json"]) == 1
+    engines = json.loads(capsys.readouterr().out)["engines"]
+    assert engines["vllm 0.33.1"] == features_of("vllm", "0.33.1")
+    installed.clear()
+    main(["doctor"])
+    assert "engines" not in capsys.readouterr().out

@@ -1,0 +1,143 @@
+"""What attnlib does inside other engines, by feature and release: the test of it, or why not.
+
+`docs/engines.md` is generated from `FEATURES`, and `attnlib doctor` prints the part that applies to
+the engines that are installed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["ENGINES", "FEATURES", "Feature", "features_of"]
+
+ENGINES = {"vllm": ("0.26", "0.33"), "sglang": ("0.5.17", "0.5.23")}
+"""Package -> its supported releases."""
+
+_ENGINE = "tests/hosts/test_vllm_engine.py"
+_ADAPTER = "tests/hosts/vllm_adapter.py"
+_MASKS = "tests/hosts/vllm_masks.py"
+_SCHEDULING = "tests/hosts/vllm_scheduling.py"
+_LATENT = "tests/hosts/vllm_latent_adapter.py"
+_WARMUP = "tests/hosts/test_vllm_warmup.py"
+_SGLANG = "tests/integrations/sglang/test_backend.py"
+_TOKENS = f"{_ENGINE}::test_tokens_equal_transformers"
+_RESULTS = "benchmarks/results/h200"
+_LATER = "absent: 0.26 does not ask"
+
+
+class Feature(NamedTuple):
+    """One feature inside one engine.
+
+    Attributes:
+        engine: a package of `ENGINES`.
+        name: of the feature.
+        cells: for each release the file of a test and its function (`FILE::NAME`), the file of a
+            GPU run, or a word and a reason: "refused: ...", "absent: ..." (the release has no such
+            feature), "not run: ...", "not compared: ...".
+    """
+
+    engine: str
+    name: str
+    cells: tuple[str, ...]
+
+
+def _both(cell: str) -> tuple[str, str]:
+    return cell, cell
+
+
+_VLLM = {
+    "decoders, chunked prefill": _both(_TOKENS),
+    "prefix caching": _both(f"{_ENGINE}::test_cached_prefixes_give_the_same_tokens"),
+    "windows, soft caps, hybrid groups": _both(
+        f"{_ENGINE}::test_layers_with_windows_have_a_cache_group_of_their_own"
+    ),
+    "sinks": _both(f"{_ADAPTER}::test_sinks_and_soft_cap"),
+    "ALiBi": _both(f"{_ADAPTER}::test_alibi"),
+    "ALiBi by the root of the distance": _both(f"{_MASKS}::test_alibi_by_the_root_of_the_distance"),
+    "encoders": _both(f"{_ENGINE}::test_encoder_states_equal_transformers"),
+    "cross-attention": _both(f"{_MASKS}::test_cross_attention"),
+    "image spans": _both(f"{_MASKS}::test_the_tokens_of_an_image_see_each_other"),
+    "non-causal drafts": _both(f"{_MASKS}::test_drafts_that_see_each_other"),
+    "masks per request": _both(f"{_MASKS}::test_drafts_and_other_requests_in_one_batch"),
+    "retained windows (R-SWA)": _both(f"{_MASKS}::test_retained_windows"),
+    "layers that share a cache": _both(
+        f"{_ADAPTER}::test_a_layer_that_shares_a_cache_does_not_write"
+    ),
+    "caches in NHD and HND order": _both(f"{_ENGINE}::test_tokens_over_a_cache_in_hnd_order"),
+    "blocks of 16 to 64 tokens": _both(f"{_ENGINE}::test_block_size"),
+    "fp8, a scale per tensor": _both(f"{_ADAPTER}::test_fp8_cache_with_scales_per_tensor"),
+    "fp8, a scale per head": _both(f"{_MASKS}::test_scales_per_head"),
+    "int8, int4, nvfp4 and mxfp4 caches": _both("refused: no adapter for their pages"),
+    "latent attention": _both(_TOKENS),
+    "fp8 latents": _both(f"{_LATENT}::test_steps"),
+    "sparse latents": _both("refused: no adapter for indexers"),
+    "verification of chains": _both(f"{_ADAPTER}::test_steps"),
+    "query lengths decided on the device": (
+        _LATER,
+        f"{_SCHEDULING}::test_query_lengths_may_differ_on_the_host",
+    ),
+    "drafts that graphs update": (
+        _LATER,
+        f"{_SCHEDULING}::test_decodes_follow_lengths_and_blocks_in_place",
+    ),
+    "metadata for several groups": _both(
+        f"{_SCHEDULING}::test_another_group_takes_the_metadata_with_its_own_blocks"
+    ),
+    "cache written before attention": _both(f"{_ADAPTER}::test_metadata_has_no_slots"),
+    "nothing compiled while serving": _both(f"{_WARMUP}::test_engine"),
+    "the same for masks": _both(f"{_WARMUP}::test_masks_and_decode_context_parallelism"),
+    "second model runner": (f"{_RESULTS}/vllm_tokens.txt", f"{_WARMUP}::test_engine"),
+    "CUDA graphs": (
+        f"{_RESULTS}/vllm_tokens.txt",
+        f"{_ADAPTER}::test_bound_of_captured_queries",
+    ),
+    "batch invariance": _both(f"{_ADAPTER}::test_supported_configurations_have_no_reasons"),
+    "tensor parallelism": (f"{_RESULTS}/vllm_two_gpus.json", "not run: needs two GPUs"),
+    "decode context parallelism": (
+        f"{_ENGINE}::test_tokens_with_decode_context_parallelism",
+        f"{_WARMUP}::test_masks_and_decode_context_parallelism",
+    ),
+    "the same with windows, ALiBi, sinks": _both(
+        "refused: a rank does not know the positions of its keys"
+    ),
+    "the same with masks by batch, latents": _both("refused: no code for them"),
+    "prefill context parallelism": _both("refused: no code for it"),
+    "KV connectors": _both("refused: never tested"),
+    "quantized output": _both("refused: outputs are not quantized"),
+    "vLLM's CPU platform": _both(
+        f"{_ADAPTER}::test_vllms_own_cpu_platform_serves_what_the_user_names"
+    ),
+}
+_GPU = f"{_RESULTS}/sglang_tokens.json"
+_UNTRIED = "not run: only with 0.5.23"
+_SGLANG_FEATURES = {
+    "decoders, chunked prefill": (_GPU, f"{_SGLANG}::test_extend_decode_and_verify"),
+    "windows, soft caps, sinks": (_UNTRIED, f"{_SGLANG}::test_extend_decode_and_verify"),
+    "verification of chains": (_GPU, f"{_SGLANG}::test_extend_decode_and_verify"),
+    "CUDA graphs": (_GPU, f"{_SGLANG}::test_captured_metadata_follows_later_batches"),
+    "plug-in": (_GPU, "tests/hosts/test_sglang.py::test_sglang_finds_and_registers_attnlib"),
+    "fp8 pools": ("not compared: ran on a GPU", "not run: only with 0.5.17"),
+    "speculation trees": _both("refused: no masks of trees"),
+    "batches of draft models": _both("refused: `--speculative-draft-attention-backend` selects"),
+    "latent attention, cross-attention": _both("refused: no adapter"),
+    "decode context parallelism": _both("refused: no adapter"),
+    "pools for windows": _both("refused: `--disable-hybrid-swa-memory`"),
+}
+FEATURES = (
+    *(Feature("vllm", name, cells) for name, cells in _VLLM.items()),
+    *(Feature("sglang", name, cells) for name, cells in _SGLANG_FEATURES.items()),
+)
+
+
+def features_of(engine: str, version: str) -> dict[str, str]:
+    """Feature -> cell, for an installed version of an engine; empty for releases that are not
+    supported.
+
+    Args:
+        engine: a package of `ENGINES`.
+        version: its version, for example "0.33.0".
+    """
+    for column, release in enumerate(ENGINES[engine]):
+        if version == release or version.startswith(f"{release}."):
+            return {row.name: row.cells[column] for row in FEATURES if row.engine == engine}
+    return {}
