@@ -100,7 +100,8 @@ class Engine:
             gpu_memory_utilization=arguments.memory, attention_backend=arguments.backend,
             kv_cache_dtype=arguments.kv_cache_dtype, enable_prefix_caching=True,
             disable_log_stats=True, seed=0, tensor_parallel_size=arguments.gpus,
-            decode_context_parallel_size=arguments.context_parallel, **graphs,
+            decode_context_parallel_size=arguments.context_parallel,
+            jit_monitor_mode=arguments.jit_monitor, **graphs,
         )  # fmt: skip
         self._sampling = SamplingParams
         self._ends: list[float] = []
@@ -218,6 +219,8 @@ def main() -> None:
     parser.add_argument("--model", default="{}", help="JSON: changes to the model's config")
     parser.add_argument("--gpus", type=int, default=1, help="tensor parallelism")
     parser.add_argument("--context-parallel", type=int, default=1, help="ranks that share a cache")
+    monitor = "what vLLM does when a kernel is compiled while it serves"
+    parser.add_argument("--jit-monitor", choices=("warn", "error"), default="warn", help=monitor)
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--profile", type=Path, help="JSON lines: kernel times of steps of `deep`")
     parser.add_argument("--out", type=Path, required=True)
