@@ -23,7 +23,7 @@ from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.ops.dispatch import operation
 
-__all__ = ["BoundCall", "DecodeBatch", "batch_of_visible_keys", "decode_batch"]
+__all__ = ["BoundCall", "DecodeBatch", "batch_of_visible_keys", "current_stream", "decode_batch"]
 
 _MAX_BATCHES = 64
 """Batches of one thread."""
@@ -55,6 +55,7 @@ class DecodeBatch:
         starts: `[B + 1]` int32, 0 to B.
         ratio: distance between two rows in block ids.
         bound_call: see `BoundCall`.
+        everything: `[B, bound]` bool, True: what a step without padding sees; None before one.
     """
 
     metadata: AttentionMetadata
@@ -63,6 +64,7 @@ class DecodeBatch:
     starts: torch.Tensor
     ratio: int
     bound_call: BoundCall = field(default_factory=BoundCall)
+    everything: torch.Tensor | None = None
     _step: ref[StepMask] | None = None
 
     def holds(self, step: StepMask) -> bool:
@@ -72,8 +74,14 @@ class DecodeBatch:
     def fill(self, step: StepMask, pattern: Pattern) -> None:
         """Write table and lengths of a step. No host sync."""
         visible, padding = step.padding(), step.attention_mask
-        assert visible is not None and padding is not None  # the caller has checked
-        if pattern.depends_on_distance:
+        if visible is None or padding is None:  # not for a pattern that depends on distances
+            rows, tokens = self.table.shape
+            if self.everything is None:
+                self.everything = torch.ones(
+                    rows, tokens, dtype=torch.bool, device=self.table.device
+                )
+            visible = self.everything[:, : step.width]
+        elif pattern.depends_on_distance:
             first = first_visible_key(step, pattern, padding)
             columns = torch.arange(step.width, device=visible.device)
             visible = visible & (columns >= (first if isinstance(first, int) else first[:, None]))
@@ -101,7 +109,16 @@ def batch_of_visible_keys(layer: Attention, visible: torch.Tensor, ratio: int) -
         found = _make(layer, batch, tokens, ratio, device)
     else:
         kept: dict[Any, DecodeBatch] = _local.__dict__.setdefault("batches", {})
-        key = ("visible", layer.backend, layer.spec, batch, ratio, tokens, device, _stream(device))
+        key = (
+            "visible",
+            layer.backend,
+            layer.spec,
+            batch,
+            ratio,
+            tokens,
+            device,
+            current_stream(device),
+        )
         if key not in kept:
             if len(kept) >= _MAX_BATCHES:
                 kept.clear()
@@ -138,7 +155,7 @@ def decode_batch(
         capacity,
         pattern,
         device,
-        _stream(torch.device(device)),
+        current_stream(torch.device(device)),
     )
     found = kept.get(key)
     if found is None:
@@ -181,6 +198,6 @@ def _make(
     return DecodeBatch(metadata, table, lengths, starts, ratio)
 
 
-def _stream(device: torch.device) -> int:
-    """The current stream: two streams have batches of their own."""
+def current_stream(device: torch.device) -> int:
+    """The current stream, 0 on a CPU: two streams have batches of their own."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

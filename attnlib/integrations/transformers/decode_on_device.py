@@ -31,10 +31,16 @@ def attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
         `[B, 1, Hq, Dv]`, or None if the call is another one, or the backend needs host lengths.
     """
     pattern, device = step.pattern, call.query.device
-    if not _reads_synchronize(device) or step.attention_mask is None or step.q_length != 1:
+    if not _reads_synchronize(device) or step.q_length != 1:
         return None
     if pattern is None or pattern.segments is not None:
         return None
+    if step.attention_mask is None:
+        # Lengths are known on the host. Over keys that grow in place, a batch that outlives the
+        # step costs less than one with these lengths.
+        grows = capacity_of(call.key, call.value) is not None and not is_transient()
+        if not grows or pattern.depends_on_distance or not pattern.causal:
+            return None
     if not pattern.causal and pattern.depends_on_distance:
         return None
     if pattern.spans is not None:

@@ -10,8 +10,6 @@ Selection is asked once per step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +19,12 @@ from torch import nn
 from attnlib.cache.storage import PagedKVCache
 from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY
 from attnlib.integrations.transformers.batch_plan import BatchPlan
+from attnlib.integrations.transformers.continued import (
+    Arguments,
+    Repeat,
+    continuation,
+    continue_step,
+)
 from attnlib.integrations.transformers.decode_batch import BoundCall, DecodeBatch
 from attnlib.integrations.transformers.growing_cache import adopt
 from attnlib.integrations.transformers.layers import Call, tensor_version
@@ -43,50 +47,7 @@ _REFUSED = (
 """Arguments of calls that are never repeated."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Arguments:
-    """The layer of a module, and the arguments that it was made from.
-
-    Attributes:
-        layer: the layer.
-        scale: softmax scale of the call; None for the default.
-        values: soft cap, window and causality of the call.
-        sinks: sink logits of the call, or None.
-        sinks_version: version counter of the sinks.
-    """
-
-    layer: Attention
-    scale: float
-    values: tuple[Any, ...]
-    sinks: torch.Tensor | None
-    sinks_version: int
-
-
-@dataclass(frozen=True, eq=False)
-class _Repeat:
-    """What the first layer of a step has found.
-
-    Attributes:
-        layer: that layer.
-        metadata: the batch.
-        fits: whether query, key and value have the shapes, strides and dtypes of that call.
-        cache: its cache; the views of other layers have the same signature.
-        key_view, value_view: shape and strides of the views of keys and values.
-        bound_call: the backend's launcher over the tensors of transformers.
-        batch: the batch, if other steps use it too.
-    """
-
-    layer: Attention
-    metadata: AttentionMetadata
-    fits: Callable[..., bool]
-    cache: PagedKVCache
-    key_view: tuple[tuple[int, ...], tuple[int, ...]]
-    value_view: tuple[tuple[int, ...], tuple[int, ...]]
-    bound_call: BoundCall
-    batch: DecodeBatch | None
-
-
-_modules: WeakKeyDictionary[nn.Module, _Arguments] = WeakKeyDictionary()
+_modules: WeakKeyDictionary[nn.Module, Arguments] = WeakKeyDictionary()
 
 
 def remember(
@@ -110,24 +71,17 @@ def remember(
         return
     if key.data_ptr() != call.key.data_ptr() or value.data_ptr() != call.value.data_ptr():
         return
+    fits = tensor_check(call.query, call.key, call.value)
+    found: Repeat | None = step.plans.get(("repeat", id(layer.spec)))
+    if found is None and fits is not None:
+        bound = BoundCall() if batch is None else batch.bound_call
+        views = (key.shape, key.stride()), (value.shape, value.stride())
+        found = Repeat(layer, plan.metadata, fits, cache, *views, bound, batch)
+        step.plans["repeat", id(layer.spec)] = found
     values = (call.soft_cap, call.sliding_window, call.declared_causal)
     version = tensor_version(call.sinks)
-    _modules[call.module] = _Arguments(layer, call.scale, values, call.sinks, version)
-    if ("repeat", id(layer.spec)) in step.plans:
-        return
-    fits = tensor_check(call.query, call.key, call.value)
-    if fits is None:
-        return
-    step.plans["repeat", id(layer.spec)] = _Repeat(
-        layer,
-        plan.metadata,
-        fits,
-        cache,
-        (key.shape, key.stride()),
-        (value.shape, value.stride()),
-        BoundCall() if batch is None else batch.bound_call,
-        batch,
-    )
+    continued = None if found is None else continuation(call, step, found)
+    _modules[call.module] = Arguments(layer, call.scale, values, call.sinks, version, continued)
 
 
 def attend_again(
@@ -153,22 +107,14 @@ def attend_again(
     if known is None or known.scale != scale:
         return None
     layer = known.layer
-    repeat: _Repeat | None = step.plans.get(("repeat", id(layer.spec)))
-    if repeat is None or repeat.layer.backend is not layer.backend or VALIDATE_KEY in ENVIRONMENT:
+    if VALIDATE_KEY in ENVIRONMENT:
         return None
-    get = kwargs.get
-    for name in _REFUSED:
-        given = get(name)  # a tensor has no truth value
-        if given is not None and given is not False:
-            return None
-    if weights_are_recorded(kwargs):
+    if not _same_arguments(known, kwargs):
         return None
-    causal, sinks = get("is_causal"), get("s_aux")
-    sinks = get("sinks") if sinks is None else sinks
-    values = (get("softcap"), get("sliding_window"), None if causal is None else bool(causal))
-    if values != known.values or sinks is not known.sinks:
-        return None
-    if sinks is not None and tensor_version(sinks) != known.sinks_version:
+    repeat: Repeat | None = step.plans.get(("repeat", id(layer.spec)))
+    if repeat is None:
+        repeat = continue_step(known, query, key, value, step)
+    if repeat is None or repeat.layer.backend is not layer.backend:
         return None
     if not repeat.fits(query, key, value):
         return None
@@ -189,6 +135,25 @@ def attend_again(
     if bound.group is None:
         _bind(bound, repeat.metadata, query, out)
     return out
+
+
+def _same_arguments(known: Arguments, kwargs: dict[str, Any]) -> bool:
+    """Whether a call has the arguments of the module's call before, and none that is refused."""
+    get = kwargs.get
+    for name in _REFUSED:
+        given = get(name)  # a tensor has no truth value
+        if given is not None and given is not False:
+            return False
+    if weights_are_recorded(kwargs):
+        return False
+    causal, sinks = get("is_causal"), get("s_aux")
+    sinks = get("sinks") if sinks is None else sinks
+    values = (get("softcap"), get("sliding_window"), None if causal is None else bool(causal))
+    if values != known.values or sinks is not known.sinks:
+        return False
+    if sinks is not None and tensor_version(sinks) != known.sinks_version:
+        return False
+    return True
 
 
 def _bind(

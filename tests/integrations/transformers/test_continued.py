@@ -1,0 +1,130 @@
+"""The first layer of a step continues the plan of the step before, and only where it is its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.integrations.transformers import (
+    continued,
+    decode_on_device,
+    growing_cache,
+    plain,
+    repeated,
+)
+from tests.integrations.tiny_models import decoder, generated, padded, prompts, run
+
+NEW_TOKENS = 12
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of a GPU, with interpreted kernels and buffers that grow often."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
+    monkeypatch.delenv("ATTNLIB_VALIDATE", raising=False)
+    monkeypatch.setattr(decode_on_device, "_reads_synchronize", lambda device: True)
+    monkeypatch.setattr(plain, "attend_decode", lambda *_: None)
+    monkeypatch.setattr(growing_cache, "_LEAST_ROOM", 3)
+    monkeypatch.setattr(growing_cache, "_ROUND", 4)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each first layer of a step, whether it continued the step before."""
+    found: list[bool] = []
+
+    def counted(*args: Any) -> Any:
+        made = continued.continue_step(*args)
+        found.append(made is not None)
+        return made
+
+    monkeypatch.setattr(repeated, "continue_step", counted)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(7,), (7, 4)], ids=["one", "padded"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_tokens_equal_eager(name: str, lengths: tuple[int, ...], steps: list[bool]) -> None:
+    """Also where the buffers are replaced by larger ones."""
+    model, batch = decoder(name), padded(prompts(*lengths), "left")
+    expected = generated(model, "eager", batch, NEW_TOKENS)
+    assert torch.equal(generated(model, "attnlib", batch, NEW_TOKENS), expected)
+    assert sum(steps) >= NEW_TOKENS // 2 and not all(steps)
+
+
+def _decode(model: Any, change: Any) -> torch.Tensor:
+    """Logits of six steps of two rows, the first of them padded; `change(step, mask)` comes before
+    each step and returns the mask."""
+    batch = padded(prompts(4, 7), "left")
+    caches = model(**batch, use_cache=True).past_key_values
+    mask, found = batch["attention_mask"], []
+    for step in range(6):
+        mask = change(step, torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1))
+        ids = torch.tensor([[5 + step], [9]])
+        out = model(ids, attention_mask=mask, past_key_values=caches, use_cache=True)
+        found.append(out.logits)
+    return torch.cat(found)
+
+
+@pytest.mark.slow
+def test_a_hidden_token_is_noticed(steps: list[bool]) -> None:
+    """Padding may change between two steps: it is read in each."""
+    model = decoder("llama")
+
+    def hide(step: int, mask: torch.Tensor) -> torch.Tensor:
+        mask = mask.clone()
+        mask[1, 3] = step < 4
+        return mask
+
+    expected = run(model, "eager", lambda m: _decode(m, hide))
+    found = run(model, "attnlib", lambda m: _decode(m, hide))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert any(steps)
+
+
+@pytest.mark.slow
+def test_another_backend_is_noticed(steps: list[bool]) -> None:
+    """Selection is asked in each step."""
+    model, used = decoder("llama"), []
+
+    def switch(step: int, mask: torch.Tensor) -> torch.Tensor:
+        used.append(len(steps))
+        if step == 4:
+            torch_only.__enter__()
+        return mask
+
+    torch_only = attnlib.use_backend("torch")
+    expected = run(model, "eager", lambda m: _decode(m, lambda _, mask: mask))
+    try:
+        found = run(model, "attnlib", lambda m: _decode(m, switch))
+    finally:
+        torch_only.__exit__(None, None, None)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert any(steps[: used[4]]) and not any(steps[used[4] :])
+
+
+@pytest.mark.slow
+def test_two_caches_take_turns(steps: list[bool]) -> None:
+    """Each step fills the batch for its own mask, and reads its own keys."""
+    model = decoder("llama")
+
+    def both(model: Any) -> torch.Tensor:
+        batches = [padded(prompts(4, 7), "left"), padded(prompts(7, 2, seed=3), "left")]
+        caches = [model(**batch, use_cache=True).past_key_values for batch in batches]
+        masks, found = [batch["attention_mask"] for batch in batches], []
+        for step in range(5):
+            for row, cache in enumerate(caches):
+                masks[row] = torch.cat([masks[row], torch.ones(2, 1, dtype=torch.long)], dim=1)
+                ids = torch.tensor([[5 + step], [9 + row]])
+                out = model(ids, attention_mask=masks[row], past_key_values=cache, use_cache=True)
+                found.append(out.logits)
+        return torch.cat(found)
+
+    expected = run(model, "eager", both)
+    torch.testing.assert_close(run(model, "attnlib", both), expected, rtol=1e-4, atol=1e-4)
+    assert any(steps)
