@@ -188,5 +188,5 @@ def test_saturated_elements_are_reported_with_their_share(backend: str) -> None:
         layer(torch.randn(4, 4, 16), key, torch.ones(4, 2, 16), cache, step)
     cache.k_scale = 2.0
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)  # numpy deprecates what Triton 3.6 does
         layer(torch.randn(4, 4, 16), key, torch.ones(4, 2, 16), cache, step)
