@@ -94,7 +94,7 @@ def _described(given: dict[str, Any], dtype: torch.dtype) -> torch.Tensor | None
     pattern = Pattern(True, Window(None, 0)) if function is None else recognize(function)
     if given["allow_is_bidirectional_skip"] and padding is None and pattern == Pattern(False):
         return None
-    plain = _plain_mask(given)
+    plain = _plain_mask(given, pattern)
     if plain is not None and plain.is_cuda and given["q_length"] == 1:
         return describe_tensor(plain, _shown(plain))  # reading the counter would wait
     step = StepMask(
@@ -120,10 +120,11 @@ def _shown(mask: torch.Tensor) -> StepMask:
     )
 
 
-def _plain_mask(given: dict[str, Any]) -> torch.Tensor | None:
+def _plain_mask(given: dict[str, Any], pattern: Pattern | None) -> torch.Tensor | None:
     """The mask as values, if compiled code may take it: that of a static cache, which counts its
     tokens in a tensor, or whose decodes must have a mask. None for other caches."""
-    must_be_made = given["q_length"] == 1 and given.get("allow_is_causal_skip") is False
+    causal = pattern is None or pattern.causal
+    must_be_made = given["q_length"] == 1 and given.get("allow_is_causal_skip") is False and causal
     if not isinstance(given["q_offset"], torch.Tensor) and not must_be_made:
         return None
     with torch.inference_mode(False), torch.no_grad():  # so that it counts writes

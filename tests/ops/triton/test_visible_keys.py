@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
@@ -9,14 +10,28 @@ import torch
 
 from attnlib.errors import ContractError
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def on_the_device() -> Iterator[None]:
+    with torch.device(DEVICE):
+        yield
+
 
 @pytest.fixture(params=["torch", "triton"])
 def list_visible_keys(request: pytest.FixtureRequest):
     return import_module(f"attnlib.ops.{request.param}.visible_keys").list_visible_keys
 
 
+NAMES = (
+    *("random", "longer than a block", "a view of wider rows", "all and none"),
+    *("one row for all", "one key"),
+)
+
+
 def masks() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     wide = torch.rand(3, 2500, generator=generator) < 0.7
     return {
         "random": torch.rand(4, 33, generator=generator) < 0.5,
@@ -28,7 +43,7 @@ def masks() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", masks())
+@pytest.mark.parametrize("name", NAMES)
 def test_keys_are_listed_in_order(name: str, list_visible_keys) -> None:
     visible, distance = masks()[name], 4096
     rows, keys = visible.shape
