@@ -189,8 +189,7 @@ def _run(
             file.write(json.dumps(entry) + "\n")
 
     write({**description, "sample": len(chosen), "mutants": total})
-    for form in args.forms:
-        lines, error = measured_lines(form, args.checks, FOLDERS)
+    for form, (lines, error) in measured_lines(args.forms, args.checks, FOLDERS).items():
         if error:
             print(f"without a change, the {form} form ends with {error}", file=sys.stderr)
             return 2

@@ -149,29 +149,37 @@ def run_all(
 
 
 def measured_lines(
-    form: str, checks: str | None, folders: Sequence[str]
-) -> tuple[dict[str, set[int]], str]:
-    """The lines in `folders` that a form executes without a change, and its failure or ""."""
+    forms: Sequence[str], checks: str | None, folders: Sequence[str]
+) -> dict[str, tuple[dict[str, set[int]], str]]:
+    """Form -> the lines in `folders` that it executes without a change, and its failure or ""."""
     _prepare()
+    found = {}
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "lines.json"
-        pid = os.fork()
-        if not pid:
-            lines = record_lines(tuple(str(ROOT / name) + os.sep for name in folders))
-            failure = first_failure(form, checks)
-            relative = {
-                Path(file).relative_to(ROOT).as_posix(): sorted(executed)
-                for file, executed in lines.items()
-            }
-            output.write_text(json.dumps([relative, failure]), encoding="utf-8")
-            os._exit(0)
-        status = os.waitpid(pid, 0)[1]
-        if not output.exists():
-            return {}, f"exit status {os.waitstatus_to_exitcode(status)}"
-        executed, failure = json.loads(output.read_text(encoding="utf-8"))
-    outcome, detail = failure
-    found = {file: set(numbers) for file, numbers in executed.items()}
-    return found, "" if outcome == "survives" else f"{outcome} {detail}"
+        outputs = {form: Path(folder) / f"{form}.json" for form in forms}
+        pids = {form: _measure(form, checks, folders, outputs[form]) for form in forms}
+        for form, pid in pids.items():
+            status = os.waitpid(pid, 0)[1]
+            if not outputs[form].exists():
+                found[form] = {}, f"exit status {os.waitstatus_to_exitcode(status)}"
+                continue
+            lines, (outcome, detail) = json.loads(outputs[form].read_text(encoding="utf-8"))
+            by_file = {file: set(numbers) for file, numbers in lines.items()}
+            found[form] = by_file, "" if outcome == "survives" else f"{outcome} {detail}"
+    return found
+
+
+def _measure(form: str, checks: str | None, folders: Sequence[str], output: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    lines = record_lines(tuple(str(ROOT / name) + os.sep for name in folders))
+    failure = first_failure(form, checks)
+    relative = {
+        Path(file).relative_to(ROOT).as_posix(): sorted(executed)
+        for file, executed in lines.items()
+    }
+    output.write_text(json.dumps([relative, failure]), encoding="utf-8")
+    os._exit(0)
 
 
 def _prepare() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 __all__ = ["first_failure", "record_lines"]
@@ -48,6 +48,24 @@ def first_failure(form: str, checks: str | None, first: tuple[str, ...] = ()) ->
 def record_lines(folders: tuple[str, ...]) -> dict[str, set[int]]:
     """Record the executed lines of the files in `folders` from now on, by file."""
     lines: dict[str, set[int]] = {}
+    monitoring = getattr(sys, "monitoring", None)
+    if monitoring is None:
+        _trace(folders, lines)
+        return lines
+
+    def on_line(code: CodeType, number: int) -> object:
+        if code.co_filename.startswith(folders):
+            lines.setdefault(code.co_filename, set()).add(number)
+        return monitoring.DISABLE  # each line once: runs are as fast as without
+
+    monitoring.use_tool_id(monitoring.COVERAGE_ID, "mutation")
+    monitoring.register_callback(monitoring.COVERAGE_ID, monitoring.events.LINE, on_line)
+    monitoring.set_events(monitoring.COVERAGE_ID, monitoring.events.LINE)
+    return lines
+
+
+def _trace(folders: tuple[str, ...], lines: dict[str, set[int]]) -> None:
+    """As `record_lines`, for Python 3.11 and before."""
 
     def local(frame: FrameType, event: str, _argument: object) -> Any:
         if event == "line":
@@ -59,4 +77,3 @@ def record_lines(folders: tuple[str, ...]) -> dict[str, set[int]]:
 
     threading.settrace(enter)
     sys.settrace(enter)
-    return lines
