@@ -181,8 +181,8 @@ def _make(
     """A batch whose queries see up to `bound` keys, without values."""
     with torch.inference_mode(False):  # writable in and outside of inference mode
         options: Any = {"dtype": torch.int32, "device": device}
-        table = torch.empty(batch, bound, **options)
-        lengths, starts = torch.empty(batch, **options), torch.empty(batch + 1, **options)
+        table = torch.full((batch, bound), -1, **options)
+        lengths, starts = torch.zeros(batch, **options), torch.arange(batch + 1, **options)
         common = CommonAttentionMetadata(
             query_start_loc=starts,
             query_start_loc_cpu=torch.arange(batch + 1, dtype=torch.int32),

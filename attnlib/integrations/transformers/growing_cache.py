@@ -182,24 +182,28 @@ def growing_update(update: Callable[..., Any]) -> Callable[..., Any]:
     return append_or_update
 
 
-def adopt(key: torch.Tensor, value: torch.Tensor) -> None:
+def adopt(key: torch.Tensor, value: torch.Tensor) -> bool:
     """Move the keys and values that a layer has just handed out to buffers with room for more. The
     next tokens are appended there. Nothing happens to tensors of another origin, or of a layer
     whose tensors have been replaced before.
 
     Args:
         key, value: `[B, H, S, D]` and `[B, H, S, Dv]` of an attention call.
+
+    Returns:
+        Whether the next tokens will be appended in place.
     """
     last = getattr(_local, "updated", None)
     if last is None:
-        return
+        return False
     layer = last()
     if layer is None or layer.keys is not key or layer.values is not value:
-        return
+        return False
     _local.updated = None
     if layer in _buffers or key.dim() != 4 or value.dim() != 4 or torch.is_grad_enabled():
-        return
+        return False
     buffers = _buffers[layer] = _Buffers.of(key, value, key.shape[2])
     layer.keys, layer.values = buffers.show(key.shape[2])
     if key.is_cuda:
         buffers.compile()
+    return True

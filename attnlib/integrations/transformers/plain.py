@@ -98,8 +98,8 @@ def attend_plain(
     step.check(call.query, call.key)
     if bias is not None and not is_transient() and is_zero(bias):
         bias = None
-    if step.q_length == 1:
-        adopt(call.key, call.value)
+    if step.q_length == 1 and adopt(call.key, call.value):
+        step.plans["adopted"] = True
     if bias is None and kwargs.get("cu_seq_lens_q") is None:
         out = attend_decode(call, step, kwargs)
         if out is not None:
