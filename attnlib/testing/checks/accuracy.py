@@ -169,7 +169,7 @@ def _attention_types(target: BackendUnderTest) -> Iterator[CheckCase]:
         ("encoder-batch_invariant", {"batch_invariant": True, "window": (9, 3)}),
     ):
         case = target.case(
-            batch="q20_q1_q33_q0", attn_type="encoder_only", mask="bidirectional", **features
+            batch="q20_q1_q33_q0_pad2", attn_type="encoder_only", mask="bidirectional", **features
         )
         yield _check(target, name, case)
     encoder = target.case(batch="q9_q14", attn_type="encoder", mask="bidirectional")

@@ -47,6 +47,23 @@ def _packed_latents(device: torch.device, changes: _Changes) -> _Changes:
     return arguments | {name: change(arguments.get(name)) for name, change in changes.items()}
 
 
+def _rotate_latents(device: torch.device, changes: _Changes) -> _Changes:
+    """Arguments of `rotate_and_write` over a cache of latents (P10)."""
+    arguments = _rotate_and_write(device, changes)
+    latents = torch.zeros(3, 8, 1, 32, device=device)
+    heads = {name: torch.ones(4, 1, 32, device=device) for name in ("query", "key")}
+    angles = {name: torch.ones(4, 8, device=device) for name in ("cos", "sin")}
+    value = heads["key"][..., :16]
+    return {
+        **arguments,
+        **heads,
+        "value": value,
+        "key_cache": latents,
+        "value_cache": latents[..., :16],
+        **angles,
+    }
+
+
 def _rotate_and_write(device: torch.device, changes: _Changes) -> _Changes:
     """Arguments of `rotate_and_write`: two KV heads of 16 elements, blocks of 8 positions."""
     arguments: _Changes = {
@@ -77,6 +94,7 @@ _WRITES: dict[str, tuple[Callable[[torch.device, _Changes], _Changes], _Changes]
         {"cos": lambda x: x.repeat(1, 2), "sin": lambda x: x.repeat(1, 2)},
     ),
     "rotate_and_write-no-sine": (_rotate_and_write, {"sin": lambda _: None}),
+    "rotate_and_write-latents": (_rotate_latents, {}),
     "rotate_and_write-key-heads": (_rotate_and_write, {"key": lambda x: x[:, :1]}),
     "rotate_and_write-value-heads": (_rotate_and_write, {"value": lambda x: x[:, :1]}),
     "rotate_and_write-int32-slots": (_rotate_and_write, {"slot_mapping": torch.Tensor.int}),

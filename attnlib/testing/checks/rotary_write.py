@@ -96,7 +96,9 @@ def _run_operation(
 ) -> torch.Tensor:
     run, cache = find_operation(target.backend, "rotate_and_write"), step.cache()
     tensors = (step.inputs.query, step.inputs.key, step.inputs.value)
-    scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    scales: dict[str, Any] = {}  # defaults are not given
+    if step.spec.is_kv_quantized:
+        scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
     views = (cache.key_cache, cache.value_cache, step.inputs.slot_mapping)
     rotated = run(*tensors, *views, *tables, **options, **scales)
     assert isinstance(rotated, torch.Tensor)
@@ -121,7 +123,9 @@ def _check(
         weights = (torch.randn(size, generator=generator).to(dtype) for _ in norms)
         norms = [HeadNorm(w.to(target.device), 1e-5, float(gemma), gemma) for w in weights]
     tables = (cos, sin) if style.half else (None, None)
-    options = {"interleaved": style.interleaved, "q_norm": norms[0], "k_norm": norms[1]}
+    options: dict[str, Any] = {"interleaved": True} if style.interleaved else {}
+    if style.norm != "none":
+        options |= {"q_norm": norms[0], "k_norm": norms[1]}
     rotated = run(target, actual, tables, options)
     count = case.batch_spec.num_actual_tokens
     query = _expected(inputs.query, cos, sin, norms[0], style.interleaved)
@@ -178,7 +182,12 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
 def _operation_cases(target: BackendUnderTest, styles: dict[str, _Style]) -> Iterator[CheckCase]:
     """The operation by itself, for a backend that has it (`AttentionBackend.get_operation`)."""
     fp8 = {"kv_cache_dtype": "fp8_e4m3", "k_scale": 0.5, "v_scale": 0.25, "kv_scale_kind": "head"}
-    variants: dict[str, dict[str, Any]] = {"norm-rotation": {}, "gemma": fp8, "rotation": {}}
+    variants: dict[str, dict[str, Any]] = {
+        "norm-rotation": {},
+        "gemma": fp8,
+        "rotation": {},
+        "interleaved-partial": {},
+    }
     for name, fields in variants.items():
         size = {"head_size": target.base_case.head_size}
         case = target.case(batch="graph_padding", **size, **fields)
