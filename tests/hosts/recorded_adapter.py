@@ -33,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "retained": {"kv_cache_dtype": "fp8"},
     "alibi root": {"alibi_slopes": [0.1] * HEADS, "use_alibi_sqrt": True},
     "cross-attention": {"attn_type": "encoder_decoder"},
+    "encoder": {"attn_type": "encoder_only"},
 }
 """Kind of layer -> its arguments."""
 
@@ -99,7 +100,7 @@ def fields_of(kind: str, draw: random.Random, seq_lens: list[int]) -> dict[str, 
         return {"causal": draw.choice((True, False, flags))}
     if kind == "retained":
         return {"rswa_prefix_lens": torch.tensor(seq_lens) // 2}
-    return {"causal": False} if kind == "cross-attention" else {}
+    return {"causal": False} if kind in ("cross-attention", "encoder") else {}
 
 
 def step(
@@ -136,7 +137,8 @@ def late_kernels(kind: str) -> dict[str, Any]:
         count = draw.choice((1, 2, 3, 8))
         longest = draw.choice((1, 1, 2, 17, 60))
         queries = [draw.randint(1, longest) for _ in range(count)]
-        lengths = [query + draw.choice((0, 5, 100, 900)) for query in queries]
+        context = (0,) if kind == "encoder" else (0, 5, 100, 900)
+        lengths = [query + draw.choice(context) for query in queries]
         fields = fields_of(kind, draw, lengths)
         launches = recorded(
             lambda q=queries, s=lengths, f=fields: step(layer, group_builder, q, s, **f)

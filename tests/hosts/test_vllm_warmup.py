@@ -56,4 +56,4 @@ def test_engine(engine: Any, models: Path, version: str, runner: str) -> None:
 def test_masks_and_decode_context_parallelism(environment: Any, version: str) -> None:
     printed = run_script("recorded_adapter.py", environment(version, TEST_VLLM_CPU="1"))
     for kind, result in json.loads(printed.splitlines()[-1]).items():
-        assert result["served"] > 5 and result["late"] == [], kind
+        assert result["served"] >= 2 and result["late"] == [], kind

@@ -109,6 +109,16 @@ def test_groups_of_different_layers_build_their_own() -> None:
     assert not builder.supports_update_block_table
 
 
+def test_subclasses_may_turn_hooks_off() -> None:
+    """vLLM derives builders, of causal Whisper for example, that need a build per group."""
+    layer = Layer()
+    layers = layer.config.compilation_config.static_forward_context
+    kind = type("Derived", (type(layer.builder),), {"supports_update_block_table": False})
+    assert len(layers) == 1 and layer.builder.supports_update_block_table
+    builder = kind(layer.builder.kv_cache_spec, ["layer"], layer.config, torch.device("cpu"))
+    assert not builder.supports_update_block_table
+
+
 def test_graphs_of_models_with_images_replay_decodes_of_any_length() -> None:
     layer = Layer(**IMAGES)
     assert layer.builder.get_varlen_cudagraph_max_query_len(layer.config, None) == 8

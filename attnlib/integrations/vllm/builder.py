@@ -44,6 +44,8 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
     """
 
     requires_block_table_width: ClassVar[bool] = True
+    supports_update_block_table = True
+    supports_draft_decode_metadata_update = True
 
     def __init__(
         self,
@@ -70,17 +72,22 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
             specs = list({impl.spec for impl in impls})
             self.distributed = DistributedBuilder(specs, device, self.limits, interleave)
             self._init_reorder_batch_threshold(1)
+            self.supports_update_block_table = False
+            self.supports_draft_decode_metadata_update = False
             return
         for mask in (Mask.OWN, *self._masks):
             self._specs_under(mask)
         thresholds = [builder.reorder_batch_threshold for builder in self.builders.values()]
         decode = min((threshold for threshold in thresholds if threshold is not None), default=None)
         self._init_reorder_batch_threshold(decode, supports_spec_as_decode=True)
-        self.supports_update_block_table = self._is_one_kind()
+        # Only ever less than the class says: vLLM's subclasses turn these off.
+        if not self._is_one_kind():
+            self.supports_update_block_table = False
         # Score tensors are copies, which an update of vLLM's tensors does not reach.
-        self.supports_draft_decode_metadata_update = Mask.RETAINED not in self._masks and all(
+        if Mask.RETAINED in self._masks or not all(
             builder.follows_device for builder in self.builders.values()
-        )
+        ):
+            self.supports_draft_decode_metadata_update = False
 
     def _is_one_kind(self) -> bool:
         """Whether layers with equal caches, also of other groups, have equal specs, so that one
