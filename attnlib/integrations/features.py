@@ -56,7 +56,10 @@ _VLLM = {
     "ALiBi by the root of the distance": _both(f"{_MASKS}::test_alibi_by_the_root_of_the_distance"),
     "encoders": _both(f"{_ENGINE}::test_encoder_states_equal_transformers"),
     "cross-attention": _both(f"{_MASKS}::test_cross_attention"),
-    "image spans": _both(f"{_MASKS}::test_the_tokens_of_an_image_see_each_other"),
+    "image spans": (
+        f"{_MASKS}::test_the_tokens_of_an_image_see_each_other",
+        f"{_ENGINE}::test_tokens_with_image_spans",
+    ),
     "non-causal drafts": _both(f"{_MASKS}::test_drafts_that_see_each_other"),
     "masks per request": _both(f"{_MASKS}::test_drafts_and_other_requests_in_one_batch"),
     "retained windows (R-SWA)": _both(f"{_MASKS}::test_retained_windows"),

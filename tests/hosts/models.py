@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 NEW_TOKENS = 24
+SPAN = 3, 20
+"""First and last position of tokens that see each other, as those of an image do."""
 PROMPT_LENGTHS = (5, 17, 64, 130, 1, 40)
 WINDOW = 48
 
@@ -105,6 +107,9 @@ DECODERS = {
 }  # fmt: skip
 
 
+WITH_SPANS = ("llama", "mistral")
+
+
 def _save_tokenizer(folder: Path) -> None:
     """One word per id. vLLM's pooling models need a tokenizer, although prompts are ids."""
     from tokenizers import Tokenizer
@@ -123,12 +128,23 @@ def prompts() -> list[list[int]]:
     return [*rows, [*rows[3][:96], 7, 8, 9]]
 
 
+def span_mask(tokens: int, window: int | None) -> torch.Tensor:
+    """Causal attention within a window, and the tokens of `SPAN` see each other; `[1, 1, T, T]`."""
+    position = torch.arange(tokens)
+    distance = position[:, None] - position
+    inside = (position >= SPAN[0]) & (position <= SPAN[1])
+    seen = (distance >= 0) & (distance < (window or tokens)) | (inside[:, None] & inside)
+    return torch.zeros(1, 1, tokens, tokens).masked_fill(~seen, torch.finfo(torch.float32).min)
+
+
 @torch.no_grad()
-def generate(model: Any, prompt: list[int]) -> tuple[list[int], float]:
+def generate(model: Any, prompt: list[int], span: bool = False) -> tuple[list[int], float]:
     """Greedy tokens by full forward passes, and the smallest lead of a chosen logit."""
     ids, lead = list(prompt), float("inf")
+    window = getattr(model.config, "sliding_window", None)
     for _ in range(NEW_TOKENS):
-        logits = model(torch.tensor([ids])).logits[0, -1]
+        mask = span_mask(len(ids), window) if span else None
+        logits = model(torch.tensor([ids]), attention_mask=mask).logits[0, -1]
         first, second = logits.topk(2).values.tolist()
         lead = min(lead, first - second)
         ids.append(int(logits.argmax()))
@@ -147,6 +163,10 @@ def write(folder: Path) -> None:
             "prompts": prompts(), "tokens": [tokens for tokens, _ in rows],
             "lead": min(lead for _, lead in rows),
         }  # fmt: skip
+        if name in WITH_SPANS:
+            long = [prompt for prompt in prompts() if len(prompt) > SPAN[1] + 1]
+            with_span = [generate(model, prompt, span=True)[0] for prompt in long]
+            expected |= {"span_prompts": long, "span_tokens": with_span}
         (folder / name / "expected.json").write_text(json.dumps(expected))
         distinct = [len(set(tokens)) for tokens, _ in rows]
         print(

@@ -3,8 +3,9 @@
     python tests/hosts/run_engine.py CASES.json RESULT.json
 
 Started by `test_vllm_engine.py` with one release of vLLM on PYTHONPATH. A case has a `model` folder
-and `arguments` of `vllm.LLM`, and `times` repeats each prompt in itself. Its result has the tokens
-(or embeddings) of each prompt, or `error`.
+and `arguments` of `vllm.LLM`, and `times` repeats each prompt in itself. With `span`, tokens at
+these positions see each other, as those of an image. The result has the tokens (or embeddings) of
+each prompt, or `error`.
 """
 
 from __future__ import annotations
@@ -47,9 +48,12 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         **ARGUMENTS, "attention_backend": backend_name(), "model": case["model"],
         **case.get("arguments", {}),
     }  # fmt: skip
+    if "span" in case:
+        give_spans(case["span"])
     llm = LLM(**arguments)
     times = case.get("times", 1)
-    given = [{"prompt_token_ids": p * times} for p in expected["prompts"][: case.get("prompts")]]
+    rows = expected["span_prompts" if "span" in case else "prompts"][: case.get("prompts")]
+    given = [{"prompt_token_ids": row * times} for row in rows]
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     ours = (getattr(layer.impl, "_attention", None) for layer in layers.values())
     result: dict[str, Any] = {
@@ -80,6 +84,17 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             config = getattr(worker.model_runner, "kv_cache_config", None)
             result["cache_groups"] = len(config.kv_cache_groups) if config else None
     return result
+
+
+def give_spans(span: list[int]) -> None:
+    """Let the first model runner say that every request has an image at these positions (0.33)."""
+    from vllm.config import ModelConfig
+    from vllm.v1.worker import gpu_model_runner as runner
+
+    ModelConfig.is_mm_prefix_lm = property(lambda config: True)
+    runner.compute_mm_prefix_ranges = lambda requests, *_, **__: {
+        number: [tuple(span)] for number in range(len(requests))
+    }
 
 
 def leads(logprobs: Any) -> list[float]:

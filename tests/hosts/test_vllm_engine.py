@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.hosts.install import VLLM
+from tests.hosts.models import SPAN, WITH_SPANS
 
 pytestmark = pytest.mark.hosts
 MODELS = ("llama", "mistral", "gemma2", "deepseek")
@@ -120,6 +121,35 @@ def test_tokens_by_interpreted_triton_kernels(engine: Any, models: Path) -> None
         assert results[name]["backends"] == ["triton"]
         expected = expected_tokens(models, name)[: case["prompts"]]
         assert results[name]["tokens"] == [row[: case["new_tokens"]] for row in expected]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_tokens_with_image_spans(engine: Any, models: Path, backend: str) -> None:
+    """No prefill is split inside a span, as vLLM does for images."""
+    cases = {
+        name: {
+            "model": str(models / name), "span": SPAN, "new_tokens": new_tokens(backend),
+            "arguments": {"max_num_batched_tokens": 512},
+        }
+        for name in WITH_SPANS
+    }  # fmt: skip
+    variables = {"ATTNLIB_BACKEND": backend}
+    if backend == "triton":
+        variables["TRITON_INTERPRET"] = "1"
+    results = engine(VLLM[1], cases, **variables)
+    for name, result in results.items():
+        expected = json.loads((models / name / "expected.json").read_text())
+        assert result.get("error") is None and result["backends"] == [backend]
+        rows = [row[: new_tokens(backend)] for row in expected["span_tokens"]]
+        assert result["tokens"] == rows
+        plain = dict(zip(map(tuple, expected["prompts"]), expected["tokens"], strict=True))
+        others = [plain[tuple(prompt)] for prompt in expected["span_prompts"]]
+        assert sum(a != b for a, b in zip(expected["span_tokens"], others, strict=True)) > 1
+
+
+def new_tokens(backend: str) -> int:
+    """Fewer where kernels are interpreted."""
+    return 24 if backend == "torch" else 3
 
 
 def test_a_backend_that_cannot_run_here_is_refused_with_its_reason(
