@@ -20,7 +20,7 @@ def warm_up_expanded(
     layer: LatentAttention,
     cache: PagedKVCache,
     limits: BatchLimits,
-    builder: AttentionMetadataBuilder[Any],
+    builder: AttentionMetadataBuilder[Any] | None = None,
 ) -> None:
     """Run prefills in the expanded form, without and with context, over the first block of the
     cache. Nothing is written.
@@ -29,11 +29,12 @@ def warm_up_expanded(
         layer: the layer.
         cache: of the layer.
         limits: the largest batch; if no prefill within it is expanded, nothing is run.
-        builder: the builder of the batches' metadata.
+        builder: the builder of the batches' metadata; None creates one.
     """
     spec, query_len = layer.spec, layer.expand_from
     if query_len is None or query_len > min(limits.max_num_tokens, limits.max_seq_len):
         return
+    builder = builder or layer.layer.backend.make_builder(spec, cache.device, limits=limits)
     rotary, device = spec.head_size - spec.head_size_v, cache.device
     longer = [query_len << power for power in range(3)]
     for count, query_len in itertools.product((1, 2), longer):

@@ -130,7 +130,7 @@ def late_kernels(kind: str) -> dict[str, Any]:
     """The kernels of 100 random batches that the warm-up has not run."""
     layer, group_builder = make_layer(kind)
     recorded_engine.WARMED.clear()
-    layer.impl.group_warmup.run()
+    layer.impl.group_warmup.run(between_batches=True)
     warmed, draw = set(recorded_engine.WARMED), random.Random(0)
     served: set[str] = set()
     for _ in range(100):

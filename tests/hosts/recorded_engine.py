@@ -46,12 +46,12 @@ def serve_the_cpu() -> None:
     warm.GroupWarmup.run = recorded_run
 
 
-def recorded_run(self: Any) -> None:
+def recorded_run(self: Any, **arguments: bool) -> None:
     """`GroupWarmup.run`; its launches go to `WARMED`."""
     before, RECORDS[:] = list(RECORDS), []
     if self.pending:
         STARTED_BY.add(sys._getframe(1).f_code.co_name)
-    _OWN_RUN(self)
+    _OWN_RUN(self, **arguments)
     WARMED.update(record.kernel for record in RECORDS)
     RECORDS[:] = before
 

@@ -13,6 +13,7 @@ from vllm_masks import IMAGES, RANGES, plain
 
 from attnlib.integrations.vllm.backend import AttnlibBackend
 from attnlib.integrations.vllm.mla_backend import AttnlibMLABackend
+from attnlib.workspace import BatchLimits
 
 BOUND = 64
 """Keys of the longest request, as the host declares them."""
@@ -107,6 +108,24 @@ def test_groups_of_different_layers_build_their_own() -> None:
     layers["other"] = Layer(logits_soft_cap=5.0).layer
     builder = type(layer.builder)(layer.builder.kv_cache_spec, ["layer"], layer.config, "cpu")
     assert not builder.supports_update_block_table
+
+
+def test_a_warm_up_inside_a_batch_leaves_its_metadata_alone() -> None:
+    """On vLLM 0.26 the first call of a layer may have a batch."""
+    layer, query = filled(), torch.randn(2, HEADS, SIZE)
+    metadata = layer.builder.build(0, batch_of(layer, ints(0, 1, 2), ints(30, 23)))
+    expected = attend(layer, query, metadata)
+    built: list[Any] = []
+    (own,) = layer.builder.builders.values()
+    build, own.build = own.build, lambda *batch: built.append(batch) or build(*batch)
+    layer.builder.limits = BatchLimits(max_num_reqs=2, max_num_tokens=4, max_seq_len=64)
+    held, layer.impl.group_warmup.pending = layer.kv_cache.clone(), True
+    assert torch.equal(attend(layer, query, metadata), expected)
+    assert not built and not layer.impl.group_warmup.pending
+    assert torch.equal(layer.kv_cache, held)
+    layer.impl.group_warmup.pending = True
+    attend(layer, query, None)
+    assert built and torch.equal(layer.kv_cache, held)
 
 
 def test_subclasses_may_turn_hooks_off() -> None:

@@ -109,13 +109,14 @@ class ContextParallelAttention:
     def warm_up(
         self,
         cache: PagedKVCache | None,
-        builder: DistributedBuilder,
+        builder: DistributedBuilder | None,
         limits: BatchLimits,
         columns: int | None,
     ) -> None:
         """Compile the kernels of both parts; see `AttnlibImpl.warm_up`."""
-        run_batches(self._cached, cache, limits, builder.cached, columns, self._device)
-        run_batches(self._new, None, limits, builder.new, None, self._device)
+        cached, new = (None, None) if builder is None else (builder.cached, builder.new)
+        run_batches(self._cached, cache, limits, cached, columns, self._device)
+        run_batches(self._new, None, limits, new, None, self._device)
 
     def forward(
         self,

@@ -143,15 +143,22 @@ class AttnlibImpl(AttentionImpl):
         specs = tuple(attention.spec for attention in self._masked.values())
         return specs, memory.shape[1:], memory.stride(), memory.dtype
 
-    def warm_up(self, layer: Any, builder: Any) -> None:
-        """Compile the kernels of this layer; `builder` is that of its group."""
+    def warm_up(self, layer: Any, builder: Any, shared: bool) -> None:
+        """Compile the kernels of this layer.
+
+        Args:
+            layer: vLLM's layer.
+            builder: of its group.
+            shared: whether it may build the batches.
+        """
         self._bind(layer, layer.kv_cache)
         limits, columns = builder.limits, builder.block_table_width
         if self._distributed is not None:
-            self._distributed.warm_up(self._cache, builder.distributed, limits, columns)
+            own = builder.distributed if shared else None
+            self._distributed.warm_up(self._cache, own, limits, columns)
             return
         for attention in dict.fromkeys(self._masked.values()):
-            own = builder.builders[attention.spec]
+            own = builder.builders[attention.spec] if shared else None
             run_batches(attention, self._cache, limits, own, columns, self._device)
 
     def do_kv_cache_update(
@@ -207,7 +214,7 @@ class AttnlibImpl(AttentionImpl):
                 "quantization (fuse_attn_quant)"
             )
         if self.group_warmup is not None and self.group_warmup.pending:
-            self.group_warmup.run()
+            self.group_warmup.run(between_batches=attn_metadata is None)
         if attn_metadata is None:
             return output.fill_(0)
         if kv_cache is not self._kv_cache:

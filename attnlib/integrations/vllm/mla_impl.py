@@ -109,13 +109,14 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
         """Equal for layers of a group with the same kernels."""
         return self.spec, layer.kv_cache.shape[1:], layer.kv_cache.stride()
 
-    def warm_up(self, layer: Any, builder: AttnlibMLAMetadataBuilder) -> None:
-        """Compile the kernels of this layer; `builder` is that of its group."""
+    def warm_up(self, layer: Any, builder: AttnlibMLAMetadataBuilder, shared: bool) -> None:
+        """See `AttnlibImpl.warm_up`."""
         cache, limits = self._view(layer.kv_cache, layer._k_scale), builder.limits
         columns = builder.block_table_width
-        run_batches(self._attention, cache, limits, builder.decodes, columns, self._device)
+        decodes, prefills = (builder.decodes, builder.prefills) if shared else (None, None)
+        run_batches(self._attention, cache, limits, decodes, columns, self._device)
         self._prefills = self._prefills or self._prefill_layer()
-        warm_up_expanded(self._prefills, cache, limits, builder.prefills)
+        warm_up_expanded(self._prefills, cache, limits, prefills)
 
     def do_kv_cache_update(
         self,
@@ -195,7 +196,7 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
 
     def _warm_up_pending(self) -> None:
         if self.group_warmup is not None and self.group_warmup.pending:
-            self.group_warmup.run()
+            self.group_warmup.run(between_batches=False)
 
     def _prefill_layer(self) -> LatentAttention:
         """The layer over queries before absorption. Its weights are those of `kv_b_proj`, without a

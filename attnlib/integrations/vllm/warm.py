@@ -32,7 +32,7 @@ class GroupWarmup:
     Args:
         builder: of the group's metadata.
         layers: vLLM's layers, whose impls have `warmup_key(layer)`, equal for layers with the same
-            kernels, and `warm_up(layer, builder)`, which runs the batches.
+            kernels, and `warm_up(layer, builder, shared)`, which runs the batches.
         vllm_config: of the engine.
 
     Attributes:
@@ -45,8 +45,13 @@ class GroupWarmup:
         for layer in self._layers:
             layer.impl.group_warmup = self
 
-    def run(self) -> None:
-        """Compile what is pending; nothing happens while a CUDA graph is captured."""
+    def run(self, *, between_batches: bool) -> None:
+        """Compile what is pending; nothing happens while a CUDA graph is captured.
+
+        Args:
+            between_batches: no metadata of the group's builder is in use. Otherwise the batches
+                are built by others: a builder has one plan and one workspace.
+        """
         if not self.pending or (
             torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         ):
@@ -54,7 +59,7 @@ class GroupWarmup:
         self.pending = False
         kinds = {layer.impl.warmup_key(layer): layer for layer in reversed(self._layers)}
         for layer in kinds.values():
-            layer.impl.warm_up(layer, self._builder)
+            layer.impl.warm_up(layer, self._builder, between_batches)
 
 
 def run_batches(
@@ -106,6 +111,6 @@ def _kernels() -> Any:
 
         def compile(self, compile_key: GroupWarmup) -> None:
             """Run the batches of a group."""
-            compile_key.run()
+            compile_key.run(between_batches=True)
 
     return AttnlibKernels()
