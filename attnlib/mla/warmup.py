@@ -37,7 +37,8 @@ def warm_up_expanded(
     builder = builder or layer.layer.backend.make_builder(spec, cache.device, limits=limits)
     rotary, device = spec.head_size - spec.head_size_v, cache.device
     longer = [query_len << power for power in range(3)]
-    for count, query_len in itertools.product((1, 2), longer):
+    counts = range(1, min(2, limits.max_num_reqs) + 1)
+    for count, query_len in itertools.product(counts, longer):
         tokens = count * query_len
         for context in (0, spec.block_size):
             if tokens > limits.max_num_tokens or context + query_len > limits.max_seq_len:

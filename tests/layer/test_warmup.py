@@ -16,7 +16,7 @@ from attnlib.layer.warmup import warmup
 from attnlib.layer.warmup_batches import large_write, warmup_batches
 from attnlib.sparse.compressed_entries import CompressedEntries
 from attnlib.sparse.key_selection import KeySelection
-from attnlib.spec import AttentionSpec, AttentionType
+from attnlib.spec import AttentionSpec, AttentionType, MaskKind
 from attnlib.workspace import BatchLimits
 
 LIMITS = BatchLimits(max_num_reqs=6, max_num_tokens=40, max_seq_len=96)
@@ -106,6 +106,23 @@ def test_encoders_need_no_cache_and_decoders_do() -> None:
     assert warmup(encoder, None, LIMITS, device="cpu").batches
     with pytest.raises(ContractError, match="attn_type=decoder needs its cache"):
         warmup(Attention(SPEC, backend=TorchBackend, device="cpu"), None, LIMITS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attn_type": AttentionType.ENCODER_DECODER, "mask_kind": None},
+        {"mask_kind": MaskKind.PER_REQUEST},
+    ],
+    ids=["cross-attention", "per request"],
+)
+def test_masks_of_another_kind_are_warmed_up(changes: dict[str, Any]) -> None:
+    """Batches are of the form that the spec declares, and write nothing."""
+    spec = SPEC.replace(**changes)
+    cache = PagedKVCache.allocate(spec, 4, "cpu")
+    held = cache.key_cache.normal_().clone()
+    assert warmup(Attention(spec, backend=TorchBackend, device="cpu"), cache, LIMITS).batches
+    assert torch.equal(cache.key_cache, held)
 
 
 @pytest.mark.parametrize("selection", [None, KeySelection(max_blocks=3)])
