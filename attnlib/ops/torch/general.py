@@ -67,7 +67,9 @@ def attention_weights(
     cap = params.logits_soft_cap
     # Factors of the scores are factors of the rows, of which there are fewer; the scores are
     # computed in place.
-    factor = _per_head(k_factor) * (params.scale / cap if cap > 0 else params.scale)
+    factor = _per_head(k_factor)
+    factor = factor.to(dtype) if isinstance(factor, Tensor) else factor
+    factor = factor * (params.scale / cap if cap > 0 else params.scale)
     rows = query.to(dtype).transpose(0, 1).reshape(grouped_shape) * factor
     logits = torch.bmm(rows, key.to(dtype).permute(1, 2, 0)).view(num_heads, num_rows, num_keys)
     if cap > 0:

@@ -54,26 +54,39 @@ def _check(target: BackendUnderTest, case: Case) -> str:
     )
 
 
+def _far_views(key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+    """Copies of the views of a cache whose blocks lie 2^31 elements apart in all. Views of one
+    allocation stay views of one."""
+    shared = key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    groups = [[key, value]] if shared else [[key], [value]]
+    found = []
+    for views in groups:
+        first = min(view.storage_offset() for view in views)
+        last = max(view.storage_offset() - first + view.stride(0) for view in views)
+        apart = max(2**31 // (views[0].shape[0] - 1), last) + 16
+        apart -= apart % 16
+        size = apart * (views[0].shape[0] - 1) + last
+        try:
+            pool = torch.empty(size, dtype=views[0].dtype, device=views[0].device)
+        except RuntimeError as error:
+            raise NotRun(
+                f"blocks across 2^31 elements do not fit in memory: {str(error).splitlines()[0]}"
+            ) from None
+        for view in views:
+            strides = (apart, *view.stride()[1:])
+            far = pool.as_strided(view.shape, strides, view.storage_offset() - first)
+            far.copy_(view)
+            found.append(far)
+    return found
+
+
 def _check_far_blocks(target: BackendUnderTest, case: Case) -> str:
     """Blocks that lie so far apart that their offsets exceed 2^31 elements, and the same blocks one
     after the other."""
     check_supported(target.backend, case, target.device)
     near = run_materialized_case(target.backend, case.materialize(target.device))
     step = case.materialize(target.device)
-    views = []
-    for view in (step.inputs.cache.key, step.inputs.cache.value):
-        apart = 2**31 // (view.shape[0] - 1) + 16
-        apart -= apart % 16
-        size = apart * (view.shape[0] - 1) + view.stride(0)
-        try:
-            pool = torch.empty(size, dtype=view.dtype, device=view.device)
-        except RuntimeError as error:
-            raise NotRun(
-                f"blocks across 2^31 elements do not fit in memory: {str(error).splitlines()[0]}"
-            ) from None
-        far = pool.as_strided(view.shape, (apart, *view.stride()[1:]))
-        far.copy_(view)
-        views.append(far)
+    views = _far_views(step.inputs.cache.key, step.inputs.cache.value)
     cache = replace(step.inputs.cache, key=views[0], value=views[1], storage=())
     moved = replace(step, inputs=replace(step.inputs, cache=cache))
     same = compare_bits(run_materialized_case(target.backend, moved).out, near.out)
