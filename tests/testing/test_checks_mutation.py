@@ -17,6 +17,7 @@ from tests.testing.mutation import (
     run_to_the_end,
     summarize,
 )
+from tests.testing.mutation_report import report_of
 from tests.testing.mutation_runs import ROOT, Result
 
 SOURCE = '''
@@ -118,3 +119,22 @@ def test_the_script_writes_a_line_for_each_mutant(tmp_path: Path) -> None:
     noticed = [one for one in mutants if one["quick"]["outcome"] != "survives"]
     assert len(noticed) == counts["noticed"] > 0
     assert full["noticed"] >= counts["noticed"]
+
+
+def test_scores_leave_out_equivalent_mutants_only() -> None:
+    """A survivor without a reason, and one that is unreachable, count as not noticed."""
+    candidates = find_candidates("*softmax.py")[:4]
+    for one, outcome in zip(candidates, ("check", "survives", "survives", "crash"), strict=True):
+        one.results = {form: Result(outcome, "", 1.0) for form in ("full", "quick")}
+    candidates[3].results["quick"] = Result("survives", "", 1.0)
+    same, other = candidates[1:3]
+    lines = (ROOT / same.file).read_text().splitlines()
+    key = (same.file, same.mutant.change, lines[same.mutant.line - 1].strip())
+    entries = [{"commit": "x"}, *(one.to_json() for one in candidates)]
+    report = report_of(entries, {key: ["equivalent", "why"]})
+    full, quick = report["forms"]["full"], report["forms"]["quick"]
+    assert (full["noticed"], full["equivalent"], full["noticed_percent"]) == (2, 1, 66.7)
+    assert (quick["noticed"], quick["equivalent"], quick["noticed_percent"]) == (1, 1, 33.3)
+    kinds = [one["kind"] for one in report["survivors"]]
+    assert kinds == ["equivalent", "unexplained", "unexplained"]
+    assert report["survivors"][1]["line"] == other.mutant.line

@@ -184,7 +184,8 @@ class ToyImpl(AttentionImpl):
     def read(self, view: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         raw = view.view(torch.uint8) if view.element_size() == 1 else view
         tokens = raw[slots // view.shape[1], slots % view.shape[1]].view(view.dtype).double()
-        return tokens * scale[:, None]
+        invalid = (scale < 2.0**-100) | (scale > 2.0**100)  # M9
+        return tokens * scale.masked_fill(invalid, torch.nan)[:, None]
 
     def key_scale(self, cache: PagedKVCache) -> torch.Tensor:
         return (

@@ -181,8 +181,7 @@ def _check_packed_write(
         *(values.to(target.device) for values in tokens),
         *caches,
         torch.tensor(slots, device=target.device),
-        k_scale=given[0],
-        v_scale=given[1],
+        **(dict(zip(("k_scale", "v_scale"), given, strict=True)) if scales != "none" else {}),
     )
     key, value = (cache.cpu() for cache in caches)
     found = [key.permute(0, 3, 1, 2, 4).flatten(3), value.permute(0, 3, 1, 2)]
@@ -238,7 +237,7 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     for form in _VISIBLE:
         yield named(f"visible-keys-{form}", _check_visible, form=form)
     for stored in _PACKED_WRITES:
-        for scales in ("none",) if stored == "auto" else ("number", "tensor", "heads"):
+        for scales in ("none",) if stored == "auto" else ("none", "number", "tensor", "heads"):
             options = {"stored": stored, "scales": scales}
             skipped = scales in ("none", "heads")
             yield named(

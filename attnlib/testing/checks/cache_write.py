@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from attnlib.cache.storage import PagedKVCache
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
 from attnlib.testing.check import Check, CheckCase
@@ -141,6 +142,16 @@ def _check_saturates(target: BackendUnderTest, case: Case) -> str:
     return ""
 
 
+def _check_empty_pool(target: BackendUnderTest, case: Case) -> str:
+    """A pool without blocks takes tokens without slots, as those of a padded step."""
+    step = case.materialize(target.device, kv_written=False)
+    views = (step.inputs.cache.key[:0], step.inputs.cache.value[:0])
+    slots = torch.full_like(step.inputs.slot_mapping, -1)
+    pool = PagedKVCache.from_views(*views)
+    make_impl(target.backend, step).write_kv(step.inputs.key, step.inputs.value, pool, slots)
+    return ""
+
+
 def _slots(target: BackendUnderTest) -> Iterator[CheckCase]:
     for batch in ("mixed", "graph_padding", "page_edges", "empty", "only_padding"):
         case = target.case(batch=batch)
@@ -148,6 +159,8 @@ def _slots(target: BackendUnderTest) -> Iterator[CheckCase]:
     for layout in CACHE_LAYOUTS:
         case = target.case(batch="ragged", layout=layout)
         yield CheckCase(f"written-{layout}", partial(_check_written, target, case), case)
+    case = target.case(batch="mixed")
+    yield CheckCase("no-blocks", partial(_check_empty_pool, target, case), case)
     for keep in ("every-second", "none", "first-half"):
         case = target.case(batch="mixed")
         yield CheckCase(
