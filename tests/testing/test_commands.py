@@ -66,7 +66,7 @@ def test_verify_json_goes_to_stdout_or_a_file(
 ) -> None:
     arguments = [TOY, "--device", "cpu", "--only", "D2", "--json"]
     assert verify_main(arguments) == 0
-    assert json.loads(capsys.readouterr().out)["counts"]["pass"] == 3
+    assert json.loads(capsys.readouterr().out)["counts"]["pass"] == 4
     target = tmp_path / "report.json"
     assert verify_main([*arguments, str(target), "--seeds", "2"]) == 0
     assert [report["seed"] for report in json.loads(target.read_text())] == [0, 1]
