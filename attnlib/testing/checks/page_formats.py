@@ -60,6 +60,9 @@ def _check_written(target: BackendUnderTest, case: Case, kind: str = "") -> str:
         for new, sign in ((step.inputs.key, 1.0), (step.inputs.value, -1.0)):
             if kind == "largest":
                 new.fill_(sign * limits.max)
+            elif kind == "ties":  # with a scale of 1, midway between two 4-bit floats
+                ties = torch.tensor((6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)).to(new)
+                new.copy_(sign * ties.repeat(new.shape[-1] // 8 + 1)[: new.shape[-1]])
             else:  # from one token to the next, twice as large
                 new[:, :, 0] = 1.0
                 steps = torch.arange(len(new), device=new.device)[:, None, None]
@@ -118,6 +121,7 @@ def _round_trip(target: BackendUnderTest) -> Iterator[CheckCase]:
         case = _case(target, name, batch="q3s20_q1s17")
         check = partial(_check_written, target, case, "largest")
         yield CheckCase(f"saturated-{name}", check, case)
+        yield CheckCase(f"ties-{name}", partial(_check_written, target, case, "ties"), case)
         case = _case(target, name, batch="q34")
         yield CheckCase(f"small-{name}", partial(_check_written, target, case, "small"), case)
 
