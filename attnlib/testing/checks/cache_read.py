@@ -51,6 +51,8 @@ def _check(target: BackendUnderTest, case: Case) -> str:
 
 def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name, fields in _CASES.items():
+        if target.base_case.use_mla and name == "pages":
+            continue  # these formats store keys and values (M16)
         case = target.case(**fields)
         yield CheckCase(name, partial(_check, target, case), case)
 

@@ -1,9 +1,10 @@
 """L5: the share of the sink beside keys of equal weight.
 
-All keys are zero, so that each visible key has the score 0, and all values are 1. A query that sees
-n keys then returns n / (n + exp(sink)), and its LSE is log(n + exp(sink)). The keys are counted:
-visible ones, those that lists select, and compressed entries. A sink that counts twice, in each
-stream or not at all gives another share, and so do keys that are hidden or shown by mistake.
+All keys are zero, so that each visible key has the score 0, and all values are 1 (latents are both:
+then the queries are zero). A query that sees n keys then returns n / (n + exp(sink)), and its LSE
+is log(n + exp(sink)). The keys are counted: visible ones, those that lists select, and compressed
+entries. A sink that counts twice, in each stream or not at all gives another share, and so do keys
+that are hidden or shown by mistake.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ def _counts(step: MaterializedCase, entries: Entries | None) -> torch.Tensor:
 def _check(target: BackendUnderTest, case: Case) -> str:
     check_supported(target.backend, case, target.device)
     step = case.materialize(target.device).modify_inputs(_fill)
+    if case.use_mla:
+        step.inputs.query.zero_()
     entries = None
     if case.compressed is None:
         found = run_materialized_case(target.backend, step)
