@@ -110,10 +110,12 @@ class FusedQuery:
         out, lse = out.reshape(*self.shape, self.padded_size), lse.reshape(self.shape)
         if isinstance(self.k_factor, Tensor) or math.isnan(self.k_factor):
             out, lse = self._with_invalid_scales(out, lse)
+        empty = (lse == -torch.inf).unsqueeze(-1)
         if self.sinks is not None:
             out, lse = add_sink(out, lse, self.sinks)
         if isinstance(self.v_factor, Tensor):
             out = out * _per_query_head(self.v_factor, self.group)
+            out = out.masked_fill(empty, 0.0)  # also under a scale of NaN (M5)
         elif self.v_factor != 1.0:
             out = out * self.v_factor
         return out[..., : self.head_size_v], lse

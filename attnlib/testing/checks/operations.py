@@ -196,6 +196,12 @@ def _check_scores(target: BackendUnderTest, case: Case) -> str:
     if len(found) != len(expected):
         return f"{len(found)} tensors of weights for {len(expected)} requests | case: {case}"
     for request, results in enumerate(zip(found, expected, plain, strict=True)):
+        given = results[0]
+        if given.dtype != torch.float32 or given.shape != results[1].shape:
+            return (
+                f"the weights of request {request} are {tuple(given.shape)} of {given.dtype}; they "
+                f"must be {tuple(results[1].shape)} of float32 | case: {case}"
+            )
         compared = compare(*results, case.torch_dtype, "out")
         if not compared.passed:
             return f"weights of request {request}: {compared} | case: {case}"
@@ -216,6 +222,7 @@ _SCORES: dict[str, dict[str, object]] = {
     "window": {"sliding_window": 7},
     "sinks+cap": {"sinks": True, "logits_soft_cap": 3.0},
     "alibi": {"alibi": True},
+    "float16": {"dtype": "float16"},
     "tree": {"mask": "query_bias", "batch": "q5s40_q3s9"},
     "fp8": {"kv_cache_dtype": "fp8_e4m3", "kv_scale_kind": "head", "k_scale": 0.5, "v_scale": 2.0},
 }
