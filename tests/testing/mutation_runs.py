@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import CodeType
@@ -94,15 +95,17 @@ class _Process:
         if not pid:
             self.stop()
             return Result("timeout", f"{self.run.timeout:g} s", seconds)
-        text = self.output.read_text(encoding="utf-8")
+        # A mutant may remove temporary files, also this one.
+        text = self.output.read_text(encoding="utf-8") if self.output.exists() else ""
         if text:
             return Result(*json.loads(text), seconds=seconds)
         return Result("crash", f"exit status {os.waitstatus_to_exitcode(status)}", seconds)
 
     def stop(self) -> None:
         """End the process and those that it has started."""
-        os.killpg(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        with suppress(ProcessLookupError, ChildProcessError):  # it has ended
+            os.killpg(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
 
 
 def run_all(
