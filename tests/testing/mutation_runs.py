@@ -7,6 +7,7 @@ imports attnlib with the change. The files of the tree are not changed.
 from __future__ import annotations
 
 import importlib.machinery
+import itertools
 import json
 import os
 import resource
@@ -125,12 +126,12 @@ def run_all(
     _prepare()
     waiting, active = list(reversed(runs)), list[_Process]()
     noticed: dict[str, Counter[str]] = {}
-    end = time.monotonic() + limit
+    end, numbers = time.monotonic() + limit, itertools.count()
     with tempfile.TemporaryDirectory() as folder:
         try:
             while (waiting or active) and time.monotonic() < end:
                 while waiting and len(active) < jobs:
-                    output, run = Path(folder) / f"{len(waiting)}.json", waiting.pop()
+                    output, run = Path(folder) / f"{next(numbers)}.json", waiting.pop()
                     often = noticed.setdefault(run.file, Counter()).most_common(_FIRST_CASES)
                     active.append(
                         _start(replace(run, first=tuple(case for case, _ in often)), output)
