@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,10 +54,12 @@ class Arguments:
 
 @dataclass(frozen=True, eq=False)
 class Continued:
-    """A decode whose batch outlives its step, over keys that grow in place.
+    """A decode whose batch outlives its step, over keys that grow in place. It holds no keys and
+    values, which end with their cache.
 
     Attributes:
-        repeat: what the step has found.
+        batch: the batch.
+        key_view, value_view: shape and strides of the views of keys and values.
         pattern: of the mask.
         capacity: tokens of the buffers of the keys.
         query_fits: whether a query has the layout of the first one.
@@ -65,7 +67,9 @@ class Continued:
         place: thread and stream, which the batch belongs to.
     """
 
-    repeat: Repeat
+    batch: DecodeBatch
+    key_view: tuple[tuple[int, ...], tuple[int, ...]]
+    value_view: tuple[tuple[int, ...], tuple[int, ...]]
     pattern: Pattern
     capacity: int
     query_fits: Callable[..., bool]
@@ -106,7 +110,8 @@ def continuation(call: Call, step: StepMask, repeat: Repeat) -> Continued | None
     if step.is_static or pattern.segments is not None or pattern.spans is not None:
         return None
     place = threading.get_ident(), current_stream(call.query.device)
-    return Continued(repeat, pattern, capacity, fits, _layouts(call.key, call.value), place)
+    layouts, views = _layouts(call.key, call.value), (repeat.key_view, repeat.value_view)
+    return Continued(repeat.batch, *views, pattern, capacity, fits, layouts, place)
 
 
 def _layouts(key: torch.Tensor, value: torch.Tensor) -> tuple[Any, ...]:
@@ -139,12 +144,14 @@ def continue_step(
         return None
     if get_attn_backend(layer.spec, None, query.device) is not layer.backend:
         return None
-    fits, batch = tensor_check(query, key, value), last.repeat.batch
-    if fits is None or batch is None:
+    fits, batch = tensor_check(query, key, value), last.batch
+    if fits is None:
         return None
     step.check(query, key)
     if not batch.holds(step):
         batch.fill(step, pattern)
-    repeat = replace(last.repeat, layer=layer, fits=fits)
+    views = last.key_view, last.value_view
+    cache = PagedKVCache(key.as_strided(*views[0]), value.as_strided(*views[1]))
+    repeat = Repeat(layer, batch.metadata, fits, cache, *views, batch.bound_call, batch)
     step.plans["repeat", id(layer.spec)] = repeat
     return repeat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -128,3 +129,29 @@ def test_two_caches_take_turns(steps: list[bool]) -> None:
     expected = run(model, "eager", both)
     torch.testing.assert_close(run(model, "attnlib", both), expected, rtol=1e-4, atol=1e-4)
     assert any(steps)
+
+
+@pytest.mark.slow
+def test_nothing_holds_the_keys_of_a_cache_that_is_gone(
+    steps: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the next step may continue ends with the cache, not with the model."""
+    make = growing_cache._Buffers.of
+
+    def noted(*args: Any) -> Any:
+        made = make(*args)
+        held.append(made.keys.data_ptr())
+        return made
+
+    held: list[int] = []
+    monkeypatch.setattr(growing_cache._Buffers, "of", noted)
+    model = decoder("llama")
+    generated(model, "attnlib", padded(prompts(7, 4), "left"), NEW_TOKENS)
+    gc.collect()
+    assert any(steps) and held
+    alive = {
+        x.untyped_storage().data_ptr()
+        for x in gc.get_objects()
+        if type(x) is torch.Tensor and x.device.type == "cpu"
+    }
+    assert not alive & set(held)
