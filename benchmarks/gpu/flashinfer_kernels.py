@@ -74,6 +74,9 @@ SETS: dict[str, list[Kernel]] = {
         Kernel("fa2", B, B, 256),
         Kernel("fa2", H, H, 64, window=True),
         Kernel("fa2", B, E4, 64, window=True),
+        Kernel("fa2", H, H, 64, soft_cap=True),
+        Kernel("fa2", B, E5, 64, soft_cap=True),
+        Kernel("fa2", B, E5, 64, window=True, soft_cap=True),
     ],
     "decoder": [Kernel("fa2", B, B, 128), Kernel("fa3", B, B, 128)],
     "bench": [

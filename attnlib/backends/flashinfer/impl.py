@@ -122,20 +122,37 @@ class FlashInferImpl(AttentionImpl):
             lse=kernel_lse,
             return_lse=kernel_lse is not None,
         )
-        if isinstance(v_scale, torch.Tensor):
-            packed.mul_(valid_scale(v_scale))
-        if isinstance(k_scale, torch.Tensor):
-            # The kernel may take a row whose scores are all NaN for an empty one.
-            packed.masked_fill_(k_scale.isnan(), torch.nan)
-        if kernel_lse is not None:
-            target = kernel_lse if lse is None else lse
+        scaled = isinstance(k_scale, torch.Tensor) or isinstance(v_scale, torch.Tensor)
+        if scaled or kernel_lse is not None:
             up_to_own = bool(metadata.causal) or self._key.window_right == 0
             empty = rows_without_keys(metadata, rows, up_to_own)
-            convert_base2_lse(kernel_lse, target, empty)
-            if self.sinks is not None:
-                apply_sinks(packed, target, self.sinks)
+            if scaled:
+                _apply_scales(packed, kernel_lse, empty, k_scale, v_scale)
+            if kernel_lse is not None:
+                target = kernel_lse if lse is None else lse
+                convert_base2_lse(kernel_lse, target, empty)
+                if self.sinks is not None:
+                    apply_sinks(packed, target, self.sinks)
         if packed is not output:
             output.copy_(packed)
+
+
+def _apply_scales(
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    empty: torch.Tensor,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+) -> None:
+    """Multiply by the value scale; NaN of a scale reaches the rows that see keys (M5, M9)."""
+    if isinstance(v_scale, torch.Tensor):
+        output.mul_(valid_scale(v_scale))
+    if isinstance(k_scale, torch.Tensor):
+        # The kernel may take a row whose scores are all NaN for an empty one.
+        output.masked_fill_(k_scale.isnan(), torch.nan)
+        if lse is not None:
+            lse.masked_fill_(k_scale.isnan(), torch.nan)
+    output.masked_fill_(empty[:, None, None], 0)
 
 
 def _packed(

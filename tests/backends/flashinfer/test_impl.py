@@ -106,6 +106,24 @@ def test_scales_of_a_quantized_cache(
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_a_scale_of_nan_reaches_rows_that_see_keys(
+    monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder, side: str
+) -> None:
+    """M5, M9: rows without keys stay zero, their LSE stays -inf."""
+    step = make_step(spec_of(kv_cache_dtype="fp8"), [1, 1, 4, 3], [9, 1, 30, 3])
+    for lengths in (step.common.seq_lens, step.common.seq_lens_cpu):
+        lengths[1], lengths[3] = 0, 2
+    for name in ("k_scale", "v_scale"):
+        setattr(step.cache, name, torch.tensor(math.nan if name[0] == side else 0.5))
+    out, lse = run(monkeypatch, step, builder_for(monkeypatch, step.spec).build(0, step.common))
+    empty = torch.zeros(len(out), dtype=torch.bool)
+    empty[[1, 6]] = True
+    assert (out[empty] == 0).all() and out[~empty].isnan().all()
+    assert torch.isneginf(lse[empty]).all()
+    assert (lse[~empty].isnan() == (side == "k")).all()
+
+
 def test_strided_output(monkeypatch: pytest.MonkeyPatch, record: fakes.Recorder) -> None:
     """P9: FlashInfer's fa2 kernels ignore the strides of the output."""
     step = make_step(spec_of(), [1, 4], [30, 20])
