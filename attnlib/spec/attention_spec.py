@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from enum import Enum
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,6 +13,7 @@ from attnlib.sparse.compressed_entries import CompressedEntries
 from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec.checks import as_kind, as_window, check_spec
 from attnlib.spec.kinds import AttentionType, CudaGraphSupport, MaskKind, Window
+from attnlib.spec.layer_spec import LayerSpec
 
 __all__ = ["AttentionSpec"]
 
@@ -22,7 +22,7 @@ _CAUSAL_MASKS = (MaskKind.CAUSAL, MaskKind.QUERY_BIAS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSpec:
+class AttentionSpec(LayerSpec):
     """Everything about an attention layer that may decide its backend. Validated when created.
 
     Attributes:
@@ -68,6 +68,8 @@ class AttentionSpec:
             value and the limit.
     """
 
+    kind: ClassVar[str] = "attention"
+
     num_heads: int
     head_size: int
     dtype: torch.dtype
@@ -108,29 +110,16 @@ class AttentionSpec:
         assign(self, "cudagraph", as_kind("cudagraph", self.cudagraph, CudaGraphSupport))
         assign(self, "window", as_window(self.window))
         check_spec(self)
-        assign(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
+        self._freeze()
 
-    def __hash__(self) -> int:
-        # The spec is part of the key of the selection cache, and hashing all fields is slow.
-        return self._hash  # type: ignore[attr-defined, no-any-return]  # set in __post_init__
+    __hash__ = LayerSpec.__hash__
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # String hashes differ between processes, so the hash must not be pickled.
-        return _rebuild, ({field.name: getattr(self, field.name) for field in fields(self)},)
-
-    def __str__(self) -> str:
-        """The fields that differ from their defaults, for messages."""
-        derived = {
+    def _derived(self) -> dict[str, Any]:
+        return {
             "num_kv_heads": self.num_heads,
             "head_size_v": self.head_size,
             "mask_kind": _default_mask(self.attn_type),
         }
-        shown = [
-            f"{field.name}={_text(value)}"
-            for field in fields(self)
-            if (value := getattr(self, field.name)) != derived.get(field.name, field.default)
-        ]
-        return f"AttentionSpec({', '.join(shown)})"
 
     @property
     def group_size(self) -> int:
@@ -182,22 +171,8 @@ class AttentionSpec:
             return Window()
         return Window(self.sliding_window - 1, 0 if self.is_causal else self.sliding_window - 1)
 
-    def replace(self, **changes: Any) -> AttentionSpec:
-        """A copy with some fields changed; validated again."""
-        return replace(self, **changes)
-
 
 def _default_mask(attn_type: AttentionType) -> MaskKind:
     """The mask of a layer whose spec names none."""
     decoder = attn_type is AttentionType.DECODER
     return MaskKind.CAUSAL if decoder else MaskKind.BIDIRECTIONAL
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, CudaGraphSupport):
-        return value.name
-    return str(value.value) if isinstance(value, Enum) else str(value)
-
-
-def _rebuild(values: dict[str, Any]) -> AttentionSpec:
-    return AttentionSpec(**values)

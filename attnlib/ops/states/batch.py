@@ -1,0 +1,82 @@
+"""`StateBatch`, one step of a batch over slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["StateBatch", "StateRequest"]
+
+
+class StateRequest(NamedTuple):
+    """One request with new tokens and a slot.
+
+    Attributes:
+        number: its place in the batch.
+        start: its first row.
+        computed: tokens before the step (n, T1).
+        end: tokens after it.
+        source: the slot to read, where `computed` is above 0.
+        slot: the slot to write.
+    """
+
+    number: int
+    start: int
+    computed: int
+    end: int
+    source: int
+    slot: int
+
+    @property
+    def rows(self) -> slice:
+        """Its rows of the inputs and outputs."""
+        return slice(self.start, self.start + self.end - self.computed)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StateBatch:
+    """Lengths and slots of R requests.
+
+    Attributes:
+        query_start_loc: `[R + 1]` int32 device; the first row of each request, then T.
+        seq_lens: `[R]` int32 device; tokens of each request after the step. Not read for requests
+            without new tokens.
+        slots: `[R]` int32 device; the slot of each request, -1 for none (T7).
+        sources: `[R]` int32 device; the slot to read (T12). None reads `slots`.
+        query_start_loc_cpu, seq_lens_cpu: the same values on the host, or None.
+        max_query_len: an upper bound on the new tokens of a request.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    slots: Tensor
+    sources: Tensor | None = None
+    query_start_loc_cpu: Tensor | None = None
+    seq_lens_cpu: Tensor | None = None
+    max_query_len: int
+
+    @property
+    def num_reqs(self) -> int:
+        """R."""
+        return self.slots.shape[0]
+
+    def requests(self) -> Iterator[StateRequest]:
+        """The requests with new tokens and a slot. Copies what is not on the host from the
+        device."""
+        starts, lengths = (
+            (device if host is None else host).tolist()
+            for device, host in (
+                (self.query_start_loc, self.query_start_loc_cpu),
+                (self.seq_lens, self.seq_lens_cpu),
+            )
+        )
+        slots = self.slots.tolist()
+        sources = slots if self.sources is None else self.sources.tolist()
+        for number, slot in enumerate(slots):
+            count = starts[number + 1] - starts[number]
+            if slot >= 0 and count > 0:
+                end = lengths[number]
+                yield StateRequest(number, starts[number], end - count, end, sources[number], slot)

@@ -1,0 +1,88 @@
+"""`StateTensors`, the slots of one layer as views of one memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnlib.errors import ContractError
+from attnlib.ops.states.layout import StateLayout
+
+__all__ = ["StateTensors"]
+
+
+@dataclass(frozen=True, eq=False)
+class StateTensors:
+    """The slots of one layer. All tensors are strided by the slot, and dense within it.
+
+    S slots; the names and sizes of dimensions are those of `StateLayout`. What a layout does not
+    have is None. A slot may hold anything before its first step, NaN included (T14).
+
+    Attributes:
+        layout: form, sizes and dtypes.
+        positions: `[S, Hv, POSITION_COPIES, 2]` int32. The pair (low, high): a step may continue
+            from n tokens with low <= n <= high (T8). All copies of a head are equal between steps.
+        window_positions: `[S, 2]` int32, the same for the convolution.
+        state: `[S, num_states, Hv, Dv, Dk]`. `plain`: the state after `high` tokens; `snapshots`:
+            number `p % num_states` is that after p tokens, for low <= p <= high; `tail`: the state
+            after `low // c * c` tokens. The state after 0 tokens is never stored or read.
+        window: `[S, num_window_rows, C]`, the last inputs of the convolution.
+        tail_key, tail_value, tail_log_decay, tail_beta: `[S, num_tail_rows, Hk, Dk]`,
+            `[S, num_tail_rows, Hv, Dv]`, `[S, num_tail_rows, Hv]` or `[S, num_tail_rows, Hv, Dk]`,
+            `[S, num_tail_rows, Hv]`: the inputs of the positions from `low // c * c` up to `high`,
+            as they were given, neither normalized nor scaled.
+    """
+
+    layout: StateLayout
+    positions: Tensor | None = None
+    window_positions: Tensor | None = None
+    state: Tensor | None = None
+    window: Tensor | None = None
+    tail_key: Tensor | None = None
+    tail_value: Tensor | None = None
+    tail_log_decay: Tensor | None = None
+    tail_beta: Tensor | None = None
+
+    @classmethod
+    def from_bytes(cls, layout: StateLayout, slots: Tensor) -> StateTensors:
+        """Views of memory.
+
+        Args:
+            layout: of a slot.
+            slots: `[S, at least bytes_per_slot]` uint8; the last dimension is dense, and slots
+                begin at multiples of 16 bytes.
+
+        Raises:
+            ContractError: another dtype, too few bytes per slot, or other strides.
+        """
+        fits = slots.dim() == 2 and slots.shape[1] >= layout.bytes_per_slot
+        if slots.dtype != torch.uint8 or not fits or slots.stride(1) != 1 or slots.stride(0) % 16:
+            raise ContractError(
+                f"slots have shape {tuple(slots.shape)}, strides {slots.stride()} and dtype "
+                f"{slots.dtype}; they must be [S, {layout.bytes_per_slot} or more] uint8 with a "
+                "dense last dimension and a first stride that is a multiple of 16",
+                rule="T15",
+            )
+        views = {
+            field.name: slots[:, field.offset : field.offset + field.num_bytes]
+            .view(field.dtype)
+            .view(slots.shape[0], *field.shape)
+            for field in layout.fields
+        }
+        return cls(layout, **views)
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        first = self.positions if self.positions is not None else self.window_positions
+        assert first is not None  # a layout has a recurrence or a convolution
+        return first.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the slots are."""
+        first = self.positions if self.positions is not None else self.window_positions
+        assert first is not None  # as above
+        return first.device

@@ -1,0 +1,187 @@
+"""One step of one request in each form of a slot (T9): read the slot, compute, write the slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnlib.ops.states.batch import StateRequest
+from attnlib.ops.states.layout import StateLayout
+from attnlib.ops.states.params import RecurrenceParams
+from attnlib.ops.states.tensors import StateTensors
+from attnlib.ops.torch.states.recurrence import (
+    HeadInputs,
+    StepInputs,
+    chunk,
+    head_inputs,
+    recur,
+)
+
+__all__ = ["RequestStep"]
+
+_MOST_ROWS = {"channel": 16}
+"""Tokens per chunk of the forms without a tail, by decay: a chunk of channel decays has n * n * Dk
+factors per head. Others have `_ROWS`."""
+_ROWS = 64
+
+
+@dataclass(frozen=True)
+class RequestStep:
+    """One step of one request.
+
+    Attributes:
+        slots: of the layer.
+        params: of the recurrence.
+        request: its positions and slots.
+        inputs: of its new tokens.
+        dtype: of the computation.
+    """
+
+    slots: StateTensors
+    params: RecurrenceParams
+    request: StateRequest
+    inputs: StepInputs
+    dtype: torch.dtype
+
+    @property
+    def layout(self) -> StateLayout:
+        """Of the slots."""
+        return self.slots.layout
+
+    def run(self) -> Tensor:
+        """Outputs `[Hv, n, Dv]` without the skip; the slot is written."""
+        out = self._run_tail() if self.layout.form == "tail" else self._run_states()
+        positions, request = self.slots.positions, self.request
+        assert positions is not None  # the layer has a recurrence
+        positions[request.slot, ..., 0] = self.layout.first_kept(request.computed, request.end)
+        positions[request.slot, ..., 1] = request.end
+        return out
+
+    def _load(self, position: int) -> Tensor:
+        """The stored state at a position of the source; zeros at 0, where nothing is stored."""
+        stored = self.slots.state
+        assert stored is not None  # as in `run`
+        if position == 0:
+            return torch.zeros(stored.shape[2:], dtype=self.dtype, device=stored.device)
+        return stored[self.request.source, position % stored.shape[1]].to(self.dtype)
+
+    def _store(self, position: int, state: Tensor) -> None:
+        stored = self.slots.state
+        assert stored is not None  # as in `run`
+        if position:
+            stored[self.request.slot, position % stored.shape[1]] = state.to(stored.dtype)
+
+    def _run_states(self) -> Tensor:
+        """`plain` and `snapshots`: only the last D tokens need a state each."""
+        request, first = self.request, self.request.computed
+        state = self._load(first)
+        kept = self.layout.first_kept(first, request.end)
+        outs, position = [], first
+        most = _MOST_ROWS.get(self.layout.decay, _ROWS)
+        while position < kept:
+            end = min(kept, position + most)
+            part = self._prepared(position, end)
+            if end - position == 1:
+                out, states = recur(part, state, self.params.update)
+                state = states[0]
+            else:
+                out, state = chunk(part, state, self.params.update)
+            outs.append(out)
+            position = end
+        if request.source != request.slot or kept > first:
+            self._store(kept, state)
+        out, states = recur(self._prepared(kept, request.end), state, self.params.update)
+        for place, each in enumerate(states):
+            self._store(kept + 1 + place, each)
+        return torch.cat([*outs, out], dim=1)
+
+    def _prepared(self, first: int, end: int) -> HeadInputs:
+        rows = slice(first - self.request.computed, end - self.request.computed)
+        return head_inputs(self.inputs.rows(rows), self.params, self.dtype)
+
+    def _run_tail(self) -> Tensor:
+        """`tail`: every chunk begins at a multiple of c and has one shape, whatever part of it is
+        new, so that its rows have the same bits in every step (T18)."""
+        request, layout, size = self.request, self.layout, self.layout.chunk_size
+        base = self._stored_base()
+        known = self._with_tail(base)
+        new_base = layout.chunk_start(layout.first_kept(request.computed, request.end))
+        state, outs = self._load(base), []
+        for start in range(base, request.end, size):
+            if start == new_base:
+                self._store(new_base, state)
+            end = min(start + size, request.end)
+            part = _padded(known.rows(slice(start - base, end - base)), size)
+            out, after = chunk(
+                head_inputs(part, self.params, self.dtype), state, self.params.update
+            )
+            outs.append(out[:, : end - start])
+            if end - start == size:  # rounded as stored, so that it does not matter when (T13)
+                state = after.to(layout.state_dtype).to(self.dtype)
+        if new_base == request.end:
+            self._store(new_base, state)
+        self._write_tail(known, base, new_base)
+        return torch.cat(outs, dim=1)[:, request.computed - base :]
+
+    def _stored_base(self) -> int:
+        """The position of the stored state of the source."""
+        if not self.request.computed:
+            return 0
+        positions = self.slots.positions
+        assert positions is not None  # as in `run`
+        return self.layout.chunk_start(int(positions[self.request.source, 0, 0, 0]))
+
+    def _with_tail(self, base: int) -> StepInputs:
+        """The inputs from `base` on: those of the tail, then the new ones. Queries of the tail,
+        whose outputs nobody reads, are 0."""
+        rows = self._ring_rows(base, self.request.computed)
+        given = self.inputs
+        held = {
+            name: torch.cat([ring[self.request.source, rows].to(new.dtype), new])
+            for name, (ring, new) in self._rings().items()
+        }
+        query = torch.cat([given.query.new_zeros(len(rows), *given.query.shape[1:]), given.query])
+        decay = given.log_decay if given.is_constant else held["tail_log_decay"]
+        return StepInputs(query, held["tail_key"], held["tail_value"], decay, held.get("tail_beta"))
+
+    def _write_tail(self, known: StepInputs, base: int, new_base: int) -> None:
+        """Write the inputs from `new_base` on; those before the step only to another slot."""
+        request = self.request
+        first = max(new_base, request.computed) if request.source == request.slot else new_base
+        rows = self._ring_rows(first, request.end)
+        for name, (ring, _) in self._rings().items():
+            values = getattr(known, name.removeprefix("tail_"))
+            ring[request.slot, rows] = values[first - base :].to(ring.dtype)
+
+    def _rings(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The rings of the layout by name, and the new inputs for them."""
+        names = [field.name for field in self.layout.fields if field.name.startswith("tail_")]
+        return {
+            name: (getattr(self.slots, name), getattr(self.inputs, name.removeprefix("tail_")))
+            for name in names
+        }
+
+    def _ring_rows(self, first: int, end: int) -> Tensor:
+        """The rows of the ring that hold positions, `[end - first]`."""
+        positions = torch.arange(first, end, device=self.slots.device)
+        return positions % self.layout.num_tail_rows
+
+
+def _padded(inputs: StepInputs, size: int) -> StepInputs:
+    """Rows of zeros up to a full chunk."""
+    missing = size - inputs.value.shape[0]
+    if not missing:
+        return inputs
+
+    def pad(x: Tensor) -> Tensor:
+        return torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
+
+    return StepInputs(
+        pad(inputs.query),
+        pad(inputs.key),
+        pad(inputs.value),
+        inputs.log_decay if inputs.is_constant else pad(inputs.log_decay),
+        None if inputs.beta is None else pad(inputs.beta),
+    )

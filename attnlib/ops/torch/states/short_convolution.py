@@ -1,0 +1,113 @@
+"""The causal convolution before a recurrence, over a batch (T6)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnlib.ops.autocast import without_autocast
+from attnlib.ops.states.batch import StateBatch, StateRequest
+from attnlib.ops.states.checks import check_positions, check_slots
+from attnlib.ops.states.tensors import StateTensors
+
+__all__ = ["short_convolution"]
+
+
+@torch.no_grad()
+@without_autocast
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    slots: StateTensors,
+    batch: StateBatch,
+    *,
+    activation: str | None,
+    out: Tensor,
+) -> None:
+    """Convolve each channel over the last W tokens of its request, and keep the window.
+
+    Args:
+        x: `[T', C]` with T' >= T, strided.
+        weight: `[C, W]`; the last column belongs to the token itself.
+        bias: `[C]`, or None.
+        slots: the slots of the layer; the windows of the batch are written.
+        batch: lengths and slots.
+        activation: "silu" or None.
+        out: `[T', C]`, strided, written in place; not `x`. Rows past the batch and rows of requests
+            without a slot are 0 (T3).
+
+    Raises:
+        ContractError: as `state_step`.
+    """
+    requests = list(batch.requests())
+    check_slots(requests, slots.num_slots)
+    assert slots.window is not None and slots.window_positions is not None
+    check_positions(requests, slots.window_positions, "window")
+    out.zero_()
+    for request in requests:
+        before = _inputs_before(slots, request, weight.shape[1] - 1)
+        rows = torch.cat([before, x[request.rows].to(before.dtype)])
+        out[request.rows] = _convolve(rows, weight, bias, activation, slots, request).to(out.dtype)
+        _write_window(slots, request, rows)
+
+
+def _inputs_before(slots: StateTensors, request: StateRequest, count: int) -> Tensor:
+    """The last inputs before the step, `[count, C]`, oldest first; 0 before the request."""
+    window = slots.window
+    assert window is not None  # `short_convolution` checks it
+    before = window.new_zeros(count, window.shape[2])
+    held = min(count, request.computed)
+    if held:
+        first = request.computed - held
+        positions = torch.arange(first, request.computed, device=window.device)
+        before[count - held :] = window[request.source, positions % window.shape[1]]
+    return before
+
+
+def _convolve(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    slots: StateTensors,
+    request: StateRequest,
+) -> Tensor:
+    """`[W - 1 + n, C]` -> `[n, C]`, rounded once by the caller."""
+    width, dtype = weight.shape[1], torch.float64
+    if rows.dtype != torch.float64:
+        dtype = torch.float32
+    count = rows.shape[0] - width + 1
+    rows, weight = rows.to(dtype), weight.to(dtype)
+    total = rows[:count] * weight[:, 0]
+    for j in range(1, width):
+        total = total + rows[j : j + count] * weight[:, j]
+    if bias is not None:
+        total = total + bias.to(dtype)
+    if activation is None:
+        return total
+    if slots.layout.form != "tail":
+        return F.silu(total)
+    # Functions of torch may have other bits at the end of a tensor than inside of it: every token
+    # has the same place in tensors of one shape (T18).
+    size, first = slots.layout.chunk_size, request.computed % slots.layout.chunk_size
+    padded = F.pad(total, (0, 0, first, -(first + count) % size))
+    parts = [F.silu(padded[start : start + size]) for start in range(0, len(padded), size)]
+    return torch.cat(parts)[first : first + count]
+
+
+def _write_window(slots: StateTensors, request: StateRequest, rows: Tensor) -> None:
+    """Keep the inputs that a next step may need: D + W - 1 before `high`, as far as they are new
+    or, for another slot than the source, known."""
+    window, positions = slots.window, slots.window_positions
+    assert window is not None and positions is not None  # `short_convolution` checks it
+    known = request.end - rows.shape[0]  # position of the first row
+    low = slots.layout.first_kept(request.computed, request.end)
+    first = max(low - (slots.layout.conv_width - 1), known, 0)
+    if request.source == request.slot:
+        first = max(first, request.computed)
+    kept = torch.arange(first, request.end, device=window.device)
+    window[request.slot, kept % window.shape[1]] = rows[first - known :]
+    positions[request.slot, 0] = low
+    positions[request.slot, 1] = request.end

@@ -1,0 +1,91 @@
+"""The operations on states as a runner of served requests."""
+
+from __future__ import annotations
+
+import torch
+
+from attnlib.ops.states import RecurrenceParams, StateBatch, StateLayout, StateTensors
+from attnlib.ops.torch.states.short_convolution import short_convolution
+from attnlib.ops.torch.states.state_step import state_step
+from attnlib.spec import StateSpec
+from attnlib.testing.states.inputs import LayerTensors, TokenInputs
+from attnlib.testing.states.oracle import convolve, recurrence
+from attnlib.testing.states.serving import Results, Step
+
+
+def layout_of(spec: StateSpec, form: str) -> StateLayout:
+    names = (
+        "num_heads", "num_key_heads", "key_size", "value_size", "decay", "has_beta",
+        "conv_channels", "conv_width", "dtype", "state_dtype", "max_rollback",
+    )  # fmt: skip
+    given = {name: getattr(spec, name) for name in names}
+    return StateLayout(form=form, chunk_size=spec.chunk_size or 16, **given)
+
+
+def batch_of(step: Step) -> StateBatch:
+    starts = torch.zeros(len(step.query_lens) + 1, dtype=torch.int32)
+    starts[1:] = torch.tensor(step.query_lens, dtype=torch.int32).cumsum(0)
+    sources = None if step.sources is None else torch.tensor(step.sources, dtype=torch.int32)
+    return StateBatch(
+        query_start_loc=starts,
+        seq_lens=torch.tensor(step.seq_lens, dtype=torch.int32),
+        slots=torch.tensor(step.slots, dtype=torch.int32),
+        sources=sources,
+        max_query_len=max(step.query_lens, default=0),
+    )
+
+
+class Operations:
+    """Slots full of NaN, and the operations over them."""
+
+    def __init__(self, spec: StateSpec, layer: LayerTensors, form: str, num_slots: int = 8) -> None:
+        self.spec, self.layer = spec, layer
+        layout = layout_of(spec, form)
+        self.memory = torch.full((num_slots, layout.bytes_per_slot), 255, dtype=torch.uint8)
+        self.slots = StateTensors.from_bytes(layout, self.memory)
+
+    def run(self, inputs: TokenInputs, step: Step) -> Results:
+        layer, batch = self.layer, batch_of(step)
+        convolved = out = None
+        if inputs.x is not None:
+            convolved = torch.full_like(inputs.x, 3)
+            short_convolution(
+                inputs.x, layer.conv_weight, layer.conv_bias, self.slots, batch,
+                activation=self.spec.conv_activation, out=convolved,
+            )  # fmt: skip
+        if inputs.value is not None:
+            out = torch.full_like(inputs.value, 3)
+            params = RecurrenceParams(
+                scale=layer.scale, update=self.spec.update, qk_norm=self.spec.qk_norm,
+                skip=layer.skip,
+            )  # fmt: skip
+            decay = inputs.log_decay if layer.log_decay is None else layer.log_decay
+            state_step(
+                inputs.query, inputs.key, inputs.value, decay, inputs.beta, self.slots, batch,
+                params, out=out,
+            )  # fmt: skip
+        return Results(convolved, out)
+
+
+def wanted(spec: StateSpec, layer: LayerTensors, inputs: TokenInputs) -> Results:
+    """What the rules say, in float64."""
+    convolved = out = None
+    if inputs.x is not None:
+        convolved = convolve(spec, inputs.x, layer.conv_weight, layer.conv_bias)
+    if inputs.value is not None:
+        decay = inputs.log_decay if layer.log_decay is None else layer.log_decay
+        out, _ = recurrence(
+            spec, inputs.query, inputs.key, inputs.value, decay, inputs.beta,
+            scale=layer.scale, skip=layer.skip,
+        )  # fmt: skip
+    return Results(convolved, out)
+
+
+def largest_error(got: Results, expected: Results) -> float:
+    """Largest difference, relative to the largest value."""
+    errors = [
+        ((a.double() - b).abs().max() / b.abs().max()).item()
+        for a, b in zip(got, expected, strict=True)
+        if a is not None and b is not None and b.numel()
+    ]
+    return max(errors)
