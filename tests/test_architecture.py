@@ -27,6 +27,7 @@ LAYERS = (
     ("layer",),
     ("mla",),
     ("sparse.indexer",),
+    ("parallel",),
     ("compat",),
     (
         "integrations",

@@ -1,0 +1,30 @@
+"""Attention whose keys are divided among the ranks of a group, over torch.distributed.
+
+In: a layer's spec, a process group and a division of positions. Out: layers and builders that an
+engine calls on every rank. `docs/parallel.md` has the rules X1 to X9.
+"""
+
+from attnlib.parallel.addresses import local_block_table, local_slots, token_positions
+from attnlib.parallel.attention import ParallelAttention
+from attnlib.parallel.builder import ParallelBuilder
+from attnlib.parallel.divisions import Contiguous, Division, Interleaved, ZigZag
+from attnlib.parallel.exchange import ExchangeMethod, exchange_bytes
+from attnlib.parallel.group import RankGroup
+from attnlib.parallel.metadata import ParallelMetadata, divided_batch
+
+__all__ = [
+    "Contiguous",
+    "Division",
+    "ExchangeMethod",
+    "Interleaved",
+    "ParallelAttention",
+    "ParallelBuilder",
+    "ParallelMetadata",
+    "RankGroup",
+    "ZigZag",
+    "divided_batch",
+    "exchange_bytes",
+    "local_block_table",
+    "local_slots",
+    "token_positions",
+]

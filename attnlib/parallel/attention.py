@@ -1,0 +1,246 @@
+"""`ParallelAttention`: a layer whose keys are divided among the ranks of a group (X1 to X8).
+
+Every rank has all tokens of the batch, its own query heads, and the KV heads that all ranks share:
+tensor parallelism beyond the number of KV heads. Batches of decodes, verifications and prefills
+run in the same call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnlib import env
+from attnlib.backends.base import AttentionBackend
+from attnlib.cache.storage import PagedKVCache
+from attnlib.compile.objects import register
+from attnlib.device import resolve_device
+from attnlib.errors import AttnlibError, ContractError
+from attnlib.layer import Attention
+from attnlib.layer.call import new_lse
+from attnlib.parallel.builder import ParallelBuilder
+from attnlib.parallel.checks import check_parallel_call, checked_method, checked_per_head
+from attnlib.parallel.divisions import Division
+from attnlib.parallel.exchange import Exchange
+from attnlib.parallel.group import RankGroup
+from attnlib.parallel.local_spec import local_form
+from attnlib.parallel.metadata import ParallelMetadata
+from attnlib.parallel.operator import parallel_attend_opaquely
+from attnlib.selection import get_attn_backend
+from attnlib.spec import AttentionSpec
+from attnlib.workspace import BatchLimits
+
+__all__ = ["ParallelAttention"]
+
+
+class ParallelAttention(nn.Module):
+    """One attention layer over divided keys.
+
+    Args:
+        spec: of the layer, with the query heads of this rank. All ranks have the same KV heads.
+        group: the ranks.
+        division: of the positions.
+        backend: as in `Attention`; it must return LSEs and attend to the keys of another sequence.
+        scale: softmax scale; None means 1/sqrt(head_size).
+        alibi_slopes: `[Hq]` float32, of this rank's heads.
+        sinks: `[Hq]` of a floating-point dtype, of this rank's heads.
+        exchange: "all_to_all" or "reduce_scatter"; None chooses by bytes (X6).
+        agreement: when the ranks agree that none of them refuses (X8): with every "call", once per
+            "batch" and form of call, or "never", where the engine gives all ranks the same inputs.
+            ATTNLIB_VALIDATE=1 makes "batch" a "call".
+        device: of this rank.
+        prefix: name of the layer, for messages.
+
+    Attributes:
+        form: what this rank computes.
+        cached, new: the layers over its keys, and over new tokens.
+
+    Raises:
+        ContractError: on every rank, if the layer cannot be divided on one of them, with the
+            reasons of that rank. Without agreements the error of this rank.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        group: RankGroup,
+        division: Division,
+        *,
+        backend: str | type[AttentionBackend] | None = None,
+        scale: float | None = None,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+        exchange: str | None = None,
+        agreement: str = "batch",
+        device: torch.device | str | None = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        self.spec, self.group, self.division, self.prefix = spec, group, division, prefix
+        self._backend, self._device = backend, resolve_device(device).torch_device
+        self.scale = spec.head_size**-0.5 if scale is None else float(scale)
+        validates = agreement == "batch" and env.read("ATTNLIB_VALIDATE")
+        self.agreement = "call" if validates else agreement
+        error: AttnlibError | None = None
+        try:
+            method = checked_method(spec, group, division, exchange, agreement)
+            slopes = checked_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, spec)
+            sinks = checked_per_head("sinks", sinks, spec.has_sink, spec)
+            self._select(spec)
+        except AttnlibError as found:
+            error = found
+        self._agree((str(spec), division, exchange, self.agreement, prefix), error)
+        self._exchange = Exchange(group, spec, method)
+        self._slopes = None if slopes is None else self._exchange.own_heads(slopes.float())
+        self.sinks = sinks
+        self._make_layers()
+        self.handle = register(self)
+
+    def _agree(self, facts: object, error: AttnlibError | None) -> None:
+        if self.agreement != "never":
+            self.group.agree(("layer", facts), error)
+        elif error is not None:
+            raise error
+
+    def _select(self, spec: AttentionSpec) -> None:
+        """Decide what this rank computes, and by which backends."""
+        self.form = local_form(spec, self.division, self.group.rank)
+        self._new_spec = spec.replace(
+            has_alibi=False, has_sink=False, needs_lse=True, kv_sharing=False
+        )
+        self._backends = [
+            get_attn_backend(each, self._backend, self._device, layer_name=self.prefix)
+            for each in (self.form.spec, self._new_spec)
+        ]
+
+    def _make_layers(self) -> None:
+        tensors = None
+        if self._slopes is not None:
+            tensors = {"slope": self._slopes}
+        self.cached, self.new = (
+            Attention(
+                spec,
+                backend=backend,
+                scale=self.scale,
+                score_tensors=tensors if spec is self.form.spec else None,
+                device=self._device,
+                prefix=self.prefix,
+            )
+            for spec, backend in zip((self.form.spec, self._new_spec), self._backends, strict=True)
+        )
+
+    def set_block_size(self, block_size: int) -> None:
+        """See `Attention.set_block_size`; without an agreement."""
+        spec = self.spec.replace(block_size=block_size)
+        self._select(spec)
+        self.spec = spec
+        self._make_layers()
+
+    def make_builder(self, limits: BatchLimits | None = None, **kwargs: Any) -> ParallelBuilder:
+        """The builder of batches for layers with this spec.
+
+        Args:
+            limits: the largest batch.
+            kwargs: further arguments of `AttentionMetadataBuilder`.
+        """
+        cached, new = (
+            layer.backend.make_builder(layer.spec, self._device, limits=limits, **kwargs)
+            for layer in (self.cached, self.new)
+        )
+        return ParallelBuilder(self, cached, new)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: PagedKVCache,
+        metadata: ParallelMetadata,
+        return_lse: bool = False,
+        *,
+        output: Tensor | None = None,
+    ) -> Any:
+        """Write this rank's share of the new keys, then attend.
+
+        Args:
+            query: `[T, Hq, D]` or `[T, Hq * D]` of this rank's heads; rows past the batch give 0.
+            key, value: `[T, Hkv, D]` and `[T, Hkv, Dv]` or flat, of all new tokens. None where they
+                are in the cache already and the batch has no part over new tokens.
+            cache: this rank's keys.
+            metadata: of the builder.
+            return_lse: also return the LSE.
+            output: `[T, Hq, Dv]` or flat; None allocates.
+
+        Returns:
+            The output, flat or per head like the query; with `return_lse` a pair with the LSE,
+            `[T, Hq]` float32.
+
+        Raises:
+            ContractError: a tensor does not fit; on every rank, as `agreement` says. Nothing is
+                written or sent then.
+        """
+        if torch.compiler.is_compiling():
+            arguments = (self, query, key, value, cache, metadata, output)
+            out, lse = parallel_attend_opaquely(*arguments)
+        else:
+            out, lse = self.run(query, key, value, cache, metadata, output)
+        shown = output
+        if shown is None:
+            shown = out.flatten(1) if query.dim() == 2 else out
+        return (shown, lse) if return_lse else shown
+
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: PagedKVCache,
+        metadata: ParallelMetadata,
+        output: Tensor | None,
+        lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The output `[T, Hq, Dv]` and the LSE of a call that is not traced; see `forward`."""
+        call = check_parallel_call(self, query, key, value, cache, metadata, output)
+        if call.key is not None and call.value is not None and metadata.slot_mapping is not None:
+            self.new.impl.write_kv(call.key, call.value, cache, metadata.slot_mapping)
+        tokens, result = metadata.num_actual_tokens, call.output
+        if lse is None:
+            lse = new_lse(self.spec, call.query)
+        lse.fill_(-torch.inf)
+        if result.shape[0] > tokens:
+            result[tokens:].zero_()
+        if tokens == 0:
+            return result, lse
+        own, out, own_lse = call.query[:tokens], result[:tokens], lse[:tokens]
+        self._attend_new(own, call.key, call.value, cache, metadata, out, own_lse)
+        if metadata.cached is not None:
+            queries = self._exchange.gather_heads(own)
+            partial, partial_lse = self.cached(queries, None, None, cache, metadata.cached, True)
+            rows = metadata.merge_rows
+            self._exchange.combine(partial, partial_lse, rows, out, own_lse, self.sinks)
+        elif self.sinks is not None:
+            self._exchange.add_sinks(out, own_lse, self.sinks)
+        return result, lse
+
+    def _attend_new(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: PagedKVCache,
+        metadata: ParallelMetadata,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """The state over the new tokens, where the cached keys are the context only."""
+        if metadata.new is None or metadata.staging is None:
+            return
+        tokens = metadata.num_actual_tokens
+        if key is None or value is None:  # `check_parallel_call` refuses it
+            raise ContractError("key and value are needed", rule="X7")
+        scratch = metadata.scratch.like(cache)
+        keys = key[:tokens], value[:tokens]
+        _, found = self.new(query, *keys, scratch, metadata.new, True, output=out)
+        lse.copy_(found)

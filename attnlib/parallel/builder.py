@@ -1,0 +1,211 @@
+"""The builder of batches of divided layers (X3, X4)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attnlib.errors import ContractError
+from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.parallel.addresses import TokenPositions, local_slots, token_positions
+from attnlib.parallel.merge import MergeRows
+from attnlib.parallel.metadata import ParallelMetadata
+from attnlib.parallel.rows import local_rows, row_lengths
+from attnlib.parallel.staging import Staging, StagingPlan
+
+if TYPE_CHECKING:
+    from attnlib.parallel.attention import ParallelAttention
+
+__all__ = ["ROWS_UP_TO", "ParallelBuilder"]
+
+ROWS_UP_TO = 8
+"""Longest new part of a request whose tokens are requests of their own: decodes and
+verifications. The new tokens of longer ones are attended once, without reading the cache."""
+
+
+class ParallelBuilder:
+    """Builds the batches of layers with one spec; `ParallelAttention.make_builder` creates it.
+
+    Args:
+        layer: one of them.
+        cached, new: attnlib's builders of the two parts.
+    """
+
+    def __init__(
+        self,
+        layer: ParallelAttention,
+        cached: AttentionMetadataBuilder[Any],
+        new: AttentionMetadataBuilder[Any],
+    ) -> None:
+        self.spec, self.form, self.division = layer.spec, layer.form, layer.division
+        self.group, self._agreement = layer.group, layer.agreement
+        self.cached, self.new = cached, new
+        self._scratch = Staging(new.spec, cached.device)
+
+    def build(self, common: CommonAttentionMetadata, *, write: bool = True) -> ParallelMetadata:
+        """The parts of one batch, on the device without a sync.
+
+        Args:
+            common: of all ranks: lengths count the keys of all ranks. `block_table_tensor` holds
+                the blocks of this rank's local indices (X2); `slot_mapping` is not read.
+            write: whether layers write this rank's share of the new keys.
+
+        Raises:
+            ContractError: on every rank, if one of them cannot build the batch, or the batches
+                differ (unless agreements are off: then on this rank).
+        """
+        error: ContractError | None = None
+        try:
+            self._check(common)
+        except ContractError as found:
+            error = found
+        if self._agreement != "never":
+            lengths = (common.num_reqs, common.num_actual_tokens)
+            bounds = (common.max_query_len, common.max_seq_len)
+            self.group.agree(("batch", *lengths, *bounds, write, str(self.spec)), error)
+        elif error is not None:
+            raise error
+        return self._parts(common, write)
+
+    def _check(self, common: CommonAttentionMetadata) -> None:
+        if common.block_table_tensor is None or common.is_cross_attention:
+            raise ContractError(
+                "a batch of divided layers is one of self attention with a block table: pass "
+                "block_table_tensor and is_cross_attention=False",
+                rule="X3",
+            )
+        if common.query_bias is not None or isinstance(common.causal, Tensor):
+            name = "causal per request" if common.query_bias is None else "query_bias"
+            raise ContractError(
+                f"{name} cannot be divided among ranks: run this batch on one rank", rule="X4"
+            )
+        if common.causal not in (None, self.spec.is_causal):
+            raise ContractError(
+                f"causal={common.causal}, but the layer has mask_kind={self.spec.mask_kind.value}: "
+                "pass None",
+                rule="X4",
+            )
+        columns = common.block_table_tensor.shape[1]
+        if common.seq_lens_cpu is not None and common.num_reqs:
+            longest = self.division.bound(int(common.seq_lens_cpu.max()))
+            if longest > columns * self.spec.block_size:
+                raise ContractError(
+                    f"block_table_tensor has {columns} columns, but the longest request has "
+                    f"{longest} keys on a rank: it needs {-(-longest // self.spec.block_size)}",
+                    rule="X2",
+                )
+
+    def _parts(self, common: CommonAttentionMetadata, write: bool) -> ParallelMetadata:
+        rank, tokens = self.group.rank, common.num_actual_tokens
+        table = common.block_table_tensor
+        assert table is not None
+        where = token_positions(common.query_start_loc, common.seq_lens, tokens)
+        slots = None
+        if write and not self.spec.kv_sharing:
+            slots = local_slots(self.division, rank, where, table, self.spec.block_size)
+        cached: AttentionMetadata | None
+        new, staging = None, None
+        if self.form.by_row or (self.spec.is_causal and 1 < common.max_query_len <= ROWS_UP_TO):
+            cached = self._by_row(common, where)
+        elif not self.spec.is_causal or common.max_query_len <= 1:
+            cached = self._over_cache(common, common.seq_lens, common.seq_lens_cpu)
+        else:
+            cached = self._context(common)
+            new, staging = self._new(common, where)
+        return ParallelMetadata(
+            num_actual_tokens=tokens,
+            cached=cached,
+            new=new,
+            staging=staging,
+            scratch=self._scratch,
+            slot_mapping=slots,
+            merge_rows=MergeRows.of(
+                self.group.world_size, tokens, self.spec.has_sink, table.device
+            ),
+        )
+
+    def _by_row(self, common: CommonAttentionMetadata, where: TokenPositions) -> AttentionMetadata:
+        tokens, arguments = common.num_actual_tokens, (self.form, self.division, self.group.rank)
+        table = common.block_table_tensor
+        assert table is not None
+        rows = local_rows(*arguments, where, common.seq_lens, table)
+        starts = torch.arange(tokens + 1, dtype=torch.int32, device=table.device)
+        bound = min(
+            self.division.bound(common.max_seq_len),
+            rows.block_table.shape[1] * self.spec.block_size,
+        )
+        on_host: dict[str, Any] = {}
+        if self.cached.needs_host_lengths and table.device.type != "cpu":
+            common = self.cached.with_host_lengths(common)
+            assert common.query_start_loc_cpu is not None and common.seq_lens_cpu is not None
+            host = token_positions(common.query_start_loc_cpu, common.seq_lens_cpu, tokens)
+            on_host["seq_lens_cpu"] = row_lengths(*arguments, host, common.seq_lens_cpu)
+            on_host["query_start_loc_cpu"] = torch.arange(tokens + 1, dtype=torch.int32)
+        batch = CommonAttentionMetadata(
+            query_start_loc=starts,
+            seq_lens=rows.seq_lens,
+            num_reqs=tokens,
+            num_actual_tokens=tokens,
+            max_query_len=min(1, tokens),
+            max_seq_len=bound,
+            block_table_tensor=rows.block_table,
+            score_tensors=None if rows.row is None else {"row": rows.row},
+            is_cross_attention=True,
+            **on_host,
+        )
+        found: AttentionMetadata = self.cached.build(0, batch)
+        return found
+
+    def _over_cache(
+        self, common: CommonAttentionMetadata, seq_lens: Tensor, seq_lens_cpu: Tensor | None
+    ) -> AttentionMetadata:
+        """The queries of a batch over this rank's keys of the first `seq_lens` positions."""
+        rank, count = self.group.rank, self.division.count
+        batch = CommonAttentionMetadata(
+            query_start_loc=common.query_start_loc,
+            query_start_loc_cpu=common.query_start_loc_cpu,
+            seq_lens=count(seq_lens, rank),
+            seq_lens_cpu=None if seq_lens_cpu is None else count(seq_lens_cpu, rank),
+            num_reqs=common.num_reqs,
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_seq_len=self.division.bound(common.max_seq_len),
+            block_table_tensor=common.block_table_tensor,
+            is_cross_attention=True,
+        )
+        found: AttentionMetadata = self.cached.build(0, batch)
+        return found
+
+    def _context(self, common: CommonAttentionMetadata) -> AttentionMetadata | None:
+        """The context of prefills; None if the host knows that there is none."""
+        starts, lengths = common.query_start_loc_cpu, common.seq_lens_cpu
+        on_host = None
+        if starts is not None and lengths is not None:
+            on_host = (lengths - starts.diff()).clamp(min=0)
+            if not bool(on_host.any()):
+                return None
+        return self._over_cache(common, common.compute_num_computed_tokens(), on_host)
+
+    def _new(
+        self, common: CommonAttentionMetadata, where: TokenPositions
+    ) -> tuple[AttentionMetadata, StagingPlan]:
+        starts, starts_cpu = common.query_start_loc, common.query_start_loc_cpu
+        bound = common.max_query_len
+        staging = StagingPlan.of(starts, where.request, bound, self.spec.block_size)
+        self._scratch.reserve(staging.num_blocks)
+        batch = CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts_cpu,
+            seq_lens=starts.diff(),
+            seq_lens_cpu=None if starts_cpu is None else starts_cpu.diff(),
+            num_reqs=common.num_reqs,
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=bound,
+            max_seq_len=bound,
+            block_table_tensor=staging.block_table,
+            slot_mapping=staging.slots,
+        )
+        return self.new.build(0, batch), staging

@@ -1,0 +1,115 @@
+"""The ranks that share the keys of a layer: collectives of torch.distributed, and agreement (X8).
+
+attnlib starts no processes. A `RankGroup` wraps a process group of the caller, with NCCL for
+tensors on a GPU and gloo for tensors on a CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attnlib.errors import ContractError
+
+__all__ = ["RankGroup"]
+
+_TEXT = 400
+_RECORD = 1 + 32 + _TEXT
+"""Bytes of a record: whether the rank refuses, a digest of its facts, its text."""
+
+
+class RankGroup:
+    """Ranks that share keys.
+
+    Args:
+        process_group: of torch.distributed; None means the default group.
+        cpu_group: a group of the same ranks with gloo, for agreements. Without it they use
+            `process_group`, which waits for the GPU if that has NCCL only.
+
+    Attributes:
+        world_size, rank: in the group.
+    """
+
+    def __init__(self, process_group: Any = None, cpu_group: Any = None) -> None:
+        self._group, self._cpu_group = process_group, cpu_group or process_group
+        self.world_size, self.rank = (
+            dist.get_world_size(process_group),
+            dist.get_rank(process_group),
+        )
+        self._ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        has_gloo = "gloo" in str(dist.get_backend(self._cpu_group))
+        self._record_device = torch.device("cpu" if has_gloo else "cuda")
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """`[world_size, ...]` of a tensor `[...]` of each rank."""
+        tensor = tensor.contiguous()
+        out = tensor.new_empty(self.world_size, *tensor.shape)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(_bytes(out), _bytes(tensor), group=self._group)
+        return out
+
+    def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
+        """Part i of `tensor` goes to rank i; part i of `out` comes from it. Both `[world_size *
+        n, ...]`, contiguous."""
+        dist.all_to_all_single(_bytes(out), _bytes(tensor), group=self._group)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks of part `rank` of `tensor` `[world_size, ...]`."""
+        out = tensor.new_empty(tensor.shape[1:])
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(out.view(-1), tensor.view(-1), group=self._group)
+        return out
+
+    def start_shift(self, out: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Any]:
+        """Begin to send `tensors` to the next rank of the ring, and to receive `out` from the one
+        before. Returns the requests to wait for; neither may be touched until then."""
+        after = self._ranks[(self.rank + 1) % self.world_size]
+        before = self._ranks[(self.rank - 1) % self.world_size]
+        sends = [dist.P2POp(dist.isend, _bytes(x), after, self._group) for x in tensors]
+        receives = [dist.P2POp(dist.irecv, _bytes(x), before, self._group) for x in out]
+        return list(dist.batch_isend_irecv([*sends, *receives]))
+
+    def agree(self, facts: object, error: Exception | None = None) -> None:
+        """Continue if no rank refuses and the facts of all ranks are equal; else every rank raises.
+
+        Args:
+            facts: what must be equal; its `repr` counts.
+            error: why this rank refuses, or None.
+
+        Raises:
+            ContractError: on every rank, with the text of the first rank that refuses, or the facts
+                of the first two ranks that differ.
+        """
+        text = repr(facts) if error is None else str(error)
+        digest = hashlib.sha256(repr(facts).encode()).digest()
+        shown = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
+        record = torch.frombuffer(
+            bytearray([error is not None]) + bytearray(digest + shown), dtype=torch.uint8
+        ).to(self._record_device)
+        out = record.new_empty(self.world_size, _RECORD)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(out.view(-1), record, group=self._cpu_group)
+        records = [bytes(row) for row in out.tolist()]
+        for rank, found in enumerate(records):
+            if found[0]:
+                raise ContractError(f"rank {rank} refuses: {_text(found)}", rule="X8") from error
+            if found[:33] != records[0][:33]:
+                raise ContractError(
+                    f"ranks 0 and {rank} disagree: {_text(records[0])} and {_text(found)}; give "
+                    "all ranks of a group the same batch and layer",
+                    rule="X8",
+                )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor in a form that every backend sends: gloo has no float8."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _text(record: bytes) -> str:
+    return record[33:].rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,238 @@
+"""Cases of divided layers, by name; each is a function of a `RankGroup` that returns what is wrong.
+
+`WRONG` are implementations with one error each, under which a case must find it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from attnlib.errors import ContractError
+from attnlib.ops.torch.softmax import add_sink
+from attnlib.parallel import (
+    Contiguous,
+    ParallelAttention,
+    RankGroup,
+    ZigZag,
+    divided_batch,
+    exchange,
+    local_spec,
+    merge,
+)
+from attnlib.parallel.exchange import Exchange
+from attnlib.spec import Window
+from tests.parallel.problem import BLOCK, STEPS, Problem, Run
+
+LIMIT = 2e-6
+"""Of outputs and LSEs in float32: a few roundings of numbers of about 3."""
+LATENT = {"num_kv_heads": 1, "head_size": 24, "head_size_v": 16, "use_mla": True}
+FULL = {"mask_kind": "bidirectional"}
+GROWING = ("prefill", "mixed", "decode")
+
+
+def runs_of(span: int) -> Callable[[int], Contiguous]:
+    return partial(Contiguous, span=span)
+
+
+PROBLEMS = {
+    "grouped heads": Problem(),
+    "runs of a block": Problem(run=BLOCK),
+    "runs of 3": Problem(run=3),
+    "contiguous": Problem(division=runs_of(9)),
+    "window of whole periods": Problem({"sliding_window": 12}),
+    "window": Problem({"sliding_window": 5}, run=2),
+    "window, contiguous": Problem({"sliding_window": 5}, division=runs_of(9)),
+    "chunks of whole blocks": Problem({"attention_chunk_size": 48}),
+    "chunks": Problem({"attention_chunk_size": 8}),
+    "chunks, contiguous": Problem({"attention_chunk_size": 8}, division=runs_of(8)),
+    "alibi": Problem({"has_alibi": True}, run=2),
+    "alibi, contiguous": Problem({"has_alibi": True}, division=runs_of(9)),
+    "sinks": Problem({"has_sink": True}),
+    "sinks, soft cap, window": Problem(
+        {"has_sink": True, "logits_soft_cap": 3.0, "sliding_window": 7}
+    ),
+    "latents": Problem(LATENT),
+    "latents in fp8, window": Problem(
+        {**LATENT, "kv_cache_dtype": "fp8", "sliding_window": 5}, scales=0.25
+    ),
+    "fp8": Problem({"kv_cache_dtype": "fp8"}, scales=0.5),
+    "scales in the page": Problem({"kv_cache_dtype": "int8_per_token_head"}),
+    "reduce-scatter": Problem({"has_sink": True}, options={"exchange": "reduce_scatter"}),
+    "bidirectional": Problem(FULL, steps=GROWING),
+    "bidirectional window": Problem({**FULL, "sliding_window": 5}, steps=GROWING),
+    "batch invariant": Problem({"batch_invariant": True}),
+}
+
+
+def compare(problem: Problem, group: RankGroup, limit: float = LIMIT) -> str:
+    error = Run(problem, group).largest_error()
+    return "" if error <= limit else f"error {error:g}, limit {limit:g}"
+
+
+def kernels_with_nan(group: RankGroup) -> str:
+    """A kernel may leave anything in rows without keys, if it says so by its LSE."""
+    run = Run(Problem(), group)
+    forward = run.layer.cached.forward
+
+    def with_nan(*arguments: Any, **more: Any) -> Any:
+        out, lse = forward(*arguments, **more)
+        return out.masked_fill((lse == -torch.inf).unsqueeze(-1), torch.nan), lse
+
+    with mock.patch.object(run.layer.cached, "forward", with_nan):
+        error = run.largest_error()
+    return "" if error <= LIMIT else f"error {error:g}"
+
+
+def padding(group: RankGroup) -> str:
+    """M6, M7: rows past the batch are 0, and a batch may be empty."""
+    run = Run(Problem({"has_sink": True}), group)
+    run.step(STEPS["prefill"])
+    query, key, value = run.tensors(4)
+    batch = divided_batch([1, 0, 1, 0], [14, 1, 23, 0], run.tables[1], "cpu")
+    output = torch.full((4, run.spec.num_heads, run.spec.head_size_v), torch.nan)
+    built = run.builders[1].build(batch)
+    run.layer(run.own(query), key, value, run.caches[1], built, output=output)
+    empty = run.builders[1].build(divided_batch([0] * 4, [0] * 4, run.tables[1], "cpu"))
+    none = run.layer(run.own(query), key, value, run.caches[1], empty)
+    good = output[:2].isfinite().all() and not output[2:].any() and not none.any()
+    return "" if good else "rows past the batch are not 0"
+
+
+def invariance(group: RankGroup) -> str:
+    """M15 for a fixed number of ranks: a prompt in one batch, in parts, and among others."""
+    spec = {"batch_invariant": True, "sliding_window": 6, "has_sink": True}
+    wanted: dict[int, torch.Tensor] = {}
+    for cuts in ([22], [9, 12, 22], [1, 2, 3, 22]):
+        run = Run(Problem(spec), group)
+        query, key, value = run.tensors(22)
+        for first, end in zip([0, *cuts], cuts, strict=False):
+            other = end % 2 * 3
+            lengths = [0, other, end - first, 0], [0, other, end, 0]
+            built = run.builders[1].build(divided_batch(*lengths, run.tables[1], "cpu"))
+            rows = torch.cat((torch.zeros(other).long(), torch.arange(first, end)))
+            inputs = run.own(query)[rows], key[rows], value[rows]
+            out = run.layer(*inputs, run.caches[1], built)[other:]
+            for row, position in enumerate(range(first, end)):
+                if not torch.equal(wanted.setdefault(position, out[row]), out[row]):
+                    return f"position {position} has other bits in {first} to {end}"
+    return ""
+
+
+def refusals(group: RankGroup) -> str:
+    """X8: what one rank refuses, all refuse, and go on afterwards."""
+    last, run = group.rank == group.world_size - 1, Run(Problem(), group)
+    query, key, value = run.tensors(36)
+
+    def other_window() -> None:
+        spec = run.spec.replace(sliding_window=3 + last)
+        ParallelAttention(spec, group, run.division, device="cpu")
+
+    def bad_sinks() -> None:
+        spec, sinks = run.spec.replace(has_sink=True), torch.zeros(4 + last)
+        ParallelAttention(spec, group, run.division, sinks=sinks, device="cpu")
+
+    def other_batch() -> None:
+        run.builders[1].build(divided_batch([1, 2 + last], [1, 3], run.tables[1][:2], "cpu"))
+
+    def short_table() -> None:
+        table = run.tables[1][:1, : 1 if last else 9]
+        run.builders[1].build(divided_batch([22], [22], table, "cpu"))
+
+    def other_dtype() -> None:
+        lengths = [[pair[n] for pair in STEPS["prefill"]] for n in (0, 1)]
+        built = run.builders[1].build(divided_batch(*lengths, run.tables[1], "cpu"))
+        own = run.own(query)
+        run.layer(own.double() if last else own, key, value, run.caches[1], built)
+
+    def zig_zag() -> None:
+        ParallelAttention(run.spec, group, ZigZag(group.world_size, 4), device="cpu")
+
+    expected = {
+        other_window: "ranks 0 and", bad_sinks: "sinks is torch.float32 [5]",
+        other_batch: "ranks 0 and", short_table: "has 1 columns", other_dtype: "torch.float64",
+        zig_zag: "for the tokens of a prefill",
+    }  # fmt: skip
+    for call, text in expected.items():
+        try:
+            call()
+        except ContractError as error:
+            if text not in str(error) or "X8" not in str(error):
+                return f"{call.__name__}: {error}"
+        else:
+            return f"{call.__name__} was not refused"
+    return "" if run.largest_error() <= LIMIT else "wrong results after refusals"
+
+
+# --------------------------------------------------------------------------- wrong implementations
+
+
+def sink_per_rank(group: RankGroup) -> str:
+    combine = Exchange.combine
+
+    def wrong(self: Exchange, out: Any, lse: Any, *rest: Any) -> None:
+        *others, sinks = rest
+        none = torch.full_like(sinks, -torch.inf)
+        out, lse = add_sink(out.transpose(0, 1), lse.transpose(0, 1), self.own_heads(sinks))
+        combine(self, out.transpose(0, 1).contiguous(), lse.transpose(0, 1), *others, none)
+
+    with mock.patch.object(Exchange, "combine", wrong):
+        return compare(PROBLEMS["sinks"], group)
+
+
+def base_2_lse(group: RankGroup) -> str:
+    combine = Exchange.combine
+
+    def wrong(self: Exchange, out: Any, lse: Any, *rest: Any) -> None:
+        combine(self, out, lse / math.log(2), *rest)
+
+    with mock.patch.object(Exchange, "combine", wrong):
+        return compare(PROBLEMS["grouped heads"], group)
+
+
+def local_window(group: RankGroup) -> str:
+    def wrong(*arguments: Any) -> Any:
+        form = local_spec.local_form(*arguments)
+        return form._replace(spec=form.spec.replace(window=Window(11, None)))
+
+    with mock.patch("attnlib.parallel.attention.local_form", wrong):
+        return compare(PROBLEMS["window of whole periods"], group)
+
+
+def nan_of_an_empty_rank(group: RankGroup) -> str:
+    def wrong(self: Any, parts: Any, output: Any, lse: Any) -> None:
+        outs = parts.outs.unflatten(0, (group.world_size, -1))
+        weights, merged = exchange.merge_weights(parts.lses.unflatten(0, (group.world_size, -1)))
+        if bool((lse == -torch.inf).all()):  # not the new tokens of prefills
+            output.copy_((outs * weights.unsqueeze(-1)).sum(0))
+            lse.copy_(merged)
+            return
+        merged_rows(self, parts, output, lse)
+
+    merged_rows = merge.MergeRows.merge
+    with mock.patch.object(merge.MergeRows, "merge", wrong):
+        return kernels_with_nan(group)
+
+
+WRONG: dict[str, Callable[[RankGroup], str]] = {
+    "a sink of each rank": sink_per_rank,
+    "an LSE in base 2": base_2_lse,
+    "a window of local positions": local_window,
+    "NaN of an empty rank": nan_of_an_empty_rank,
+}
+PROPERTIES: dict[str, Callable[[RankGroup], str]] = {
+    "kernels with NaN": kernels_with_nan,
+    "padding": padding,
+    "invariance": invariance,
+    "refusals": refusals,
+}
+CASES: dict[str, Callable[[RankGroup], str]] = {
+    **{name: partial(compare, problem) for name, problem in PROBLEMS.items()},
+    **PROPERTIES,
+    **WRONG,
+}

@@ -1,0 +1,46 @@
+"""Divided layers against one process, with gloo on a CPU (X1 to X8)."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.parallel.cases import PROBLEMS, PROPERTIES, WRONG
+from tests.parallel.workers import results
+
+SMOKE = ("window", "latents", "refusals", "a sink of each rank")
+"""Cases of the fast selection, with two ranks."""
+
+
+@functools.cache
+def found(world_size: int, fast: bool = False) -> dict[str, list[str]]:
+    names = SMOKE if fast else (*PROBLEMS, *PROPERTIES, *WRONG)
+    return results("tests.parallel.cases", names, world_size)
+
+
+def test_two_ranks_agree_with_one_process() -> None:
+    """X4, X5, X8."""
+    texts = found(2, fast=True)
+    for name in SMOKE[:-1]:
+        assert not any(texts[name]), texts[name]
+    assert all(text.startswith("error") for text in texts[SMOKE[-1]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*PROBLEMS, *PROPERTIES])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_results_are_those_of_one_process(name: str, world_size: int) -> None:
+    """X4, X5: outputs and LSEs of prefills, mixed batches, decodes and verifications."""
+    texts = found(world_size)[name]
+    assert not any(texts), "\n".join(texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_an_error_is_found(name: str, world_size: int) -> None:
+    """Implementations with one error fail the comparison, on at least one rank."""
+    texts = found(world_size)[name]
+    assert any(text.startswith("error") for text in texts), texts
+    assert all(text == "" or text.startswith("error") for text in texts), texts
