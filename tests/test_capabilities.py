@@ -175,8 +175,9 @@ def test_every_field_has_exactly_one_check() -> None:
     assert list(CHECKS) == [field.name for field in dataclasses.fields(AttentionSpec)] or set(
         CHECKS
     ) == {field.name for field in dataclasses.fields(AttentionSpec)}
-    # Any number of heads, and permissions, are supported by every backend.
-    assert set(CASES) == set(CHECKS) - {"num_heads", "allow_fp8_queries"}, "no test here"
+    # Every backend supports any number of heads and permissions, and the layer rotates.
+    anywhere = {"num_heads", "allow_fp8_queries", "kv_rotation"}
+    assert set(CASES) == set(CHECKS) - anywhere, "no test here"
 
 
 @pytest.mark.parametrize("field", CASES)

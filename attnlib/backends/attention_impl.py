@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -64,6 +64,8 @@ class AttentionImpl(ABC):
     """
 
     _group: LayerGroup | None = None
+    rotates: ClassVar[bool] = False
+    """Whether it applies `spec.kv_rotation` (P15), as `backends.rotated` does."""
 
     def __init__(
         self,
@@ -77,6 +79,13 @@ class AttentionImpl(ABC):
         config: Mapping[str, Any] | None = None,
         prefix: str = "",
     ) -> None:
+        if spec.kv_rotation is not None and not self.rotates:
+            raise ContractError(
+                f"{type(self).__name__} does not rotate heads, and the spec has kv_rotation="
+                f"{spec.kv_rotation}: make the layer with Attention, or the impl with "
+                "backends.rotated.make_backend_impl",
+                rule="P15",
+            )
         self.spec = spec
         self.scale = spec.head_size**-0.5 if scale is None else float(scale)
         check_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, "has_alibi", spec.num_heads)
@@ -223,6 +232,27 @@ class AttentionImpl(ABC):
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
         )
+
+    def rotate_heads(
+        self,
+        heads: torch.Tensor,
+        seed: int = 0,
+        *,
+        inverse: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Rotate heads for the cache (P15), by `ops.hadamard`'s arithmetic; by default with the
+        Triton kernel on a GPU, and with torch operations elsewhere.
+
+        Args:
+            heads: `[T, H, D]`.
+            seed: of the signs.
+            inverse: rotate back.
+            out: like `heads`, which it may be; None allocates.
+        """
+        rotate = operation("hadamard", "rotate_heads", heads)
+        result: torch.Tensor = rotate(heads, seed, inverse=inverse, out=out)
+        return result
 
     def rotate_and_write_kv(
         self,

@@ -138,7 +138,9 @@ def split_blocks(cache: PagedKVCache, kernel_block_size: int) -> tuple[PagedKVCa
         _split_view(view, kernel_block_size, split, cache.num_blocks)
         for view in (cache.key_cache, cache.value_cache)
     ]
-    return PagedKVCache.from_views(*views, k_scale=cache.k_scale, v_scale=cache.v_scale), split
+    found = PagedKVCache.from_views(*views, k_scale=cache.k_scale, v_scale=cache.v_scale)
+    found.rotation = cache.rotation
+    return found, split
 
 
 def _split(view: torch.Tensor, size: int, count: int) -> BlockSplit | None:

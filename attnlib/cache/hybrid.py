@@ -172,4 +172,5 @@ class HybridKVCache:
             else:
                 value = view(spec.head_size_v, first + tokens * heads * spec.head_size)
             caches.append(PagedKVCache.from_views(key, value))
+            caches[-1].rotation = spec.kv_rotation
         return caches

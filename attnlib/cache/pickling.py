@@ -25,7 +25,7 @@ def picklable_state(attributes: Mapping[str, Any], sizes: tuple[int, ...]) -> di
     state = {name: value for name, value in attributes.items() if name not in _DERIVED}
     if state["pages"] is not None:  # the views share its memory
         stored = (state["page_format"], *sizes, state["layout"])
-        return {"pages": state["pages"], "stored": stored}
+        return {"pages": state["pages"], "stored": stored, "rotation": state["rotation"]}
     dtype = state["key_cache"].dtype
     if dtype.itemsize == 1:  # torch pickles float8 tensors, but cannot load them
         state["stored_dtype"] = dtype

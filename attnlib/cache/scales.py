@@ -97,10 +97,10 @@ def check_same_kind(cache: PagedKVCache, other: PagedKVCache) -> None:
     """Whether blocks of one cache can be blocks of another.
 
     Raises:
-        ContractError: they differ in sizes, dtype or format, or in the scales of stored elements.
+        ContractError: they differ in sizes, format, rotation or scales of stored elements.
     """
     kind = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "page_format")
-    for name in kind:
+    for name in (*kind, "rotation"):
         mine, theirs = getattr(cache, name), getattr(other, name)
         if mine != theirs:
             raise ContractError(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlib.kv_dtype import KVFormat
+from attnlib.kv_rotation import KVRotation
 from attnlib.ops.latent import values_are_prefix
 
 __all__ = ["CacheSizes"]
@@ -19,6 +20,7 @@ class CacheSizes:
     value_cache: torch.Tensor
     page_format: KVFormat | None
     layout: str | None
+    rotation: KVRotation | None
 
     if TYPE_CHECKING:
 
@@ -85,6 +87,7 @@ class CacheSizes:
             f"{self.num_kv_heads} heads x {self.head_size}"
             f"{'' if self.head_size_v == self.head_size else f'/{self.head_size_v}'}, "
             f"{self.page_format.name if self.page_format else dtype}, "
+            f"{f'{self.rotation}, ' if self.rotation else ''}"
             f"{self.layout or 'unknown layout'}, "
             f"{self.device})"
         )

@@ -21,6 +21,7 @@ from attnlib.cache.views import CacheSignature, allocated_views, check_views, re
 from attnlib.compile.objects import register_tensor_id
 from attnlib.errors import ContractError
 from attnlib.kv_dtype import KVFormat, page_format
+from attnlib.kv_rotation import KVRotation
 from attnlib.ops.addresses import as_count
 from attnlib.ops.signature import tensor_signature
 from attnlib.spec import AttentionSpec
@@ -33,17 +34,17 @@ class PagedKVCache(CacheSizes, BlockMoves, EngineLayouts):
 
     Attributes:
         key_cache: `[B, N, Hkv, D]`, any strides, the last one 1.
-        value_cache: `[B, N, Hkv, Dv]`, likewise. It may be interleaved with the keys, be a separate
-            allocation, or alias the keys.
+        value_cache: `[B, N, Hkv, Dv]`, likewise; interleaved, a separate allocation, or the keys.
             With a format of 4 bits, the last dimension of both is D / 2 bytes.
         layout: name of the memory layout, or None if the views match no known layout.
-        k_scale, v_scale: stored value * scale = real value (M9): a float, or a float32 tensor `[]`
-            or `[Hkv]`. With scales in the page (M16), the views of these scales,
-            `[B, N, Hkv, scales per head]`.
+        k_scale, v_scale: stored value * scale = real value (M9): a float, float32 `[]` or `[Hkv]`.
+            With scales in the page (M16), the views of these, `[B, N, Hkv, scales per head]`.
         page_format: the format with scales in the page; None for all others.
         pages: `[B, num_bytes]` uint8, the memory of such a cache; None for all others.
+        rotation: how its heads are rotated (P15), or None. Assign it over memory of rotated heads.
     """
 
+    rotation: KVRotation | None
     page_format: KVFormat | None
     pages: torch.Tensor | None
     _signature: CacheSignature | None
@@ -60,6 +61,7 @@ class PagedKVCache(CacheSizes, BlockMoves, EngineLayouts):
         check_views(key_cache, value_cache)
         self.page_format = page_format(key_cache, k_scale)
         self.pages = None
+        self.rotation = None
         self.key_cache = key_cache
         self.value_cache = value_cache
         self.layout = layout
@@ -71,8 +73,7 @@ class PagedKVCache(CacheSizes, BlockMoves, EngineLayouts):
         """A cache over other memory, with the scales and the signature of this one.
 
         Args:
-            key_cache, value_cache: of the shapes, strides and dtypes of the views of this cache,
-                which is not checked again.
+            key_cache, value_cache: like the views of this cache, which is not checked again.
         """
         found = PagedKVCache.__new__(PagedKVCache)
         found.__dict__.update(
@@ -88,6 +89,8 @@ class PagedKVCache(CacheSizes, BlockMoves, EngineLayouts):
                 value = checked_scale(name, value, view)
             else:
                 check_page_scales(name, value, view, self.page_format)
+        elif name == "rotation":
+            value = KVRotation.of(value)
         state = self.__dict__
         state["_signature"] = None  # follows every attribute
         if name in ("key_cache", "value_cache"):
@@ -115,7 +118,8 @@ class PagedKVCache(CacheSizes, BlockMoves, EngineLayouts):
                 for scale in (self.k_scale, self.v_scale)
             )
             views = (tensor_signature(self.key_cache), tensor_signature(self.value_cache))
-            found = CacheSignature.of((self.layout, self.values_alias_keys, *views, *scales))
+            facts = (self.layout, self.rotation, self.values_alias_keys, *views, *scales)
+            found = CacheSignature.of(facts)
             self.__dict__["_signature"] = found
         return found
 
@@ -172,7 +176,9 @@ class PagedKVCache(CacheSizes, BlockMoves, EngineLayouts):
             pages = torch.zeros(num_blocks, num_bytes, dtype=torch.uint8, device=device)
             return cls.from_pages(pages, spec, wanted)
         key, value, name = allocated_views(spec, num_blocks, wanted or "NHD", device)
-        return cls(key, value, layout=name, k_scale=k_scale, v_scale=v_scale)
+        cache = cls(key, value, layout=name, k_scale=k_scale, v_scale=v_scale)
+        cache.rotation = spec.kv_rotation
+        return cache
 
     @classmethod
     def from_pages(
@@ -202,7 +208,7 @@ class PagedKVCache(CacheSizes, BlockMoves, EngineLayouts):
             pages, spec.kv_format, *_page_shape(spec), layout
         )
         cache = cls(key, value, layout=layout, k_scale=k_scales, v_scale=v_scales)
-        cache.pages = pages
+        cache.pages, cache.rotation = pages, spec.kv_rotation
         return cache
 
     @classmethod
@@ -220,8 +226,7 @@ class PagedKVCache(CacheSizes, BlockMoves, EngineLayouts):
         Args:
             key_cache: `[B, N, Hkv, D]`, any strides, the last one 1.
             value_cache: `[B, N, Hkv, Dv]`, likewise, same dtype and device.
-            k_scale, v_scale: scales of a quantized cache; for a format with scales per token, the
-                views of these scales, `[B, N, Hkv, scales per head]` (M16).
+            k_scale, v_scale: scales of a quantized cache, as the attributes.
 
         Raises:
             ContractError: the views have other shapes, or disagree with each other.

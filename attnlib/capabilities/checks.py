@@ -139,6 +139,7 @@ CHECKS: Mapping[str, _Check] = {
     "dtype": _member("dtypes", lambda s: s.dtype, "dtype"),
     "kv_cache_dtype": _check_kv_cache_dtype,
     "kv_scale_kind": _check_kv_scale_kind,
+    "kv_rotation": lambda spec, caps: None,  # the layer rotates, in front of every backend
     "block_size": _check_block_size,
     "kv_cache_layout": _check_layout,
     "attn_type": _member("attn_types", lambda s: s.attn_type, "attn_type"),

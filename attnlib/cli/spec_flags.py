@@ -11,6 +11,7 @@ from attnlib.cache.layout import LAYOUTS
 from attnlib.cli.arguments import count, input_path, model_dtype
 from attnlib.cli.hf_config import specs_from_config
 from attnlib.kv_dtype import KV_CACHE_DTYPES
+from attnlib.kv_rotation import KV_ROTATIONS
 from attnlib.sparse.compressed_entries import CompressedEntries
 from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
@@ -38,6 +39,7 @@ _SWITCHES = {
 _WORDS = (
     "kv_cache_dtype",
     "kv_scale_kind",
+    "kv_rotation",
     "kv_cache_layout",
     "logits_soft_cap",
     "attn_type",
@@ -66,6 +68,7 @@ def add_spec_flags(parser: argparse.ArgumentParser) -> None:
         choices=("tensor", "head"),
         help="scales of a float8 cache: one, or one for each KV head",
     )
+    spec.add_argument("--kv-rotation", metavar="ROTATION", help=", ".join(KV_ROTATIONS) + " (P15)")
     spec.add_argument(
         "--kv-cache-layout",
         type=str.upper,

@@ -29,6 +29,7 @@ def case_of(spec: AttentionSpec, batch: BatchSpec) -> Case:
         dtype=dtype,
         kv_cache_dtype="auto" if kv_cache_dtype == dtype else kv_cache_dtype,
         kv_scale_kind=spec.kv_scale_kind,
+        kv_rotation=None if spec.kv_rotation is None else str(spec.kv_rotation),
         attn_type=spec.attn_type.value,
         mask=spec.mask_kind.value,
         sliding_window=spec.sliding_window,

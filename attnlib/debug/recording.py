@@ -18,6 +18,7 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.fields import check_types
+from attnlib.kv_rotation import KVRotation
 from attnlib.object_path import load_object
 from attnlib.score_functions import ScoreFunction
 from attnlib.spec import AttentionSpec, Window
@@ -243,8 +244,7 @@ def _score_function(values: Mapping[str, Any]) -> ScoreFunction:
 def _plain(value: Any) -> Any:
     if isinstance(value, ScoreFunction):
         return score_fields(value)
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, torch.dtype):
+    if isinstance(value, torch.dtype | KVRotation):
         return str(value)
+    value = value.value if isinstance(value, Enum) else value
     return tuple(value) if isinstance(value, tuple) else value

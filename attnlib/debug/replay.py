@@ -14,6 +14,7 @@ import torch
 from attnlib.backends.base import AttentionBackend
 from attnlib.testing.backend_under_test import load_backend
 from attnlib.testing.batch_slicing import slice_batch
+from attnlib.testing.inputs import stored_heads
 from attnlib.testing.layouts import allocate_views, write_slots
 from attnlib.testing.materialized_case import MaterializedCase
 from attnlib.testing.outcome import UnsupportedCase
@@ -72,9 +73,10 @@ def _with_written_kv(step: MaterializedCase) -> MaterializedCase:
     step = _copy_cache(step)
     inputs, slots = step.inputs, step.inputs.written_slots()
     rows = inputs.slot_mapping >= 0
-    write_slots(inputs.cache.key, slots, inputs.key[rows], step.params.k_scale)
+    new = stored_heads(inputs.dims, inputs.key[rows], inputs.value[rows])
+    write_slots(inputs.cache.key, slots, new[0], step.params.k_scale)
     if not step.spec.use_mla:
-        write_slots(inputs.cache.value, slots, inputs.value[rows], step.params.v_scale)
+        write_slots(inputs.cache.value, slots, new[1], step.params.v_scale)
     return replace(step, inputs=replace(inputs, kv_written=True))
 
 

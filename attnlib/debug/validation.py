@@ -69,7 +69,8 @@ def check_call_values(
         for which in ("k_scale", "v_scale"):
             _check_scale(which, getattr(cache, which), name)
         slots = metadata.slot_mapping
-        if layer.writes and slots is not None:
+        # A rotation spreads elements and keeps the norm of a head, so that given ones say nothing.
+        if layer.writes and slots is not None and layer.spec.kv_rotation is None:
             _warn_about_saturation("keys", "k_scale", key, cache.k_scale, slots, layer, name)
             _warn_about_saturation("values", "v_scale", value, cache.v_scale, slots, layer, name)
     return check_stream(metadata, query.device) if query.is_cuda else None

@@ -73,6 +73,13 @@ def _check_form(spec: AttentionSpec, cache: PagedKVCache, device: torch.device) 
             f"cache stores {found}, the spec says {stored.name if stored else spec.kv_dtype}",
             rule="P1",
         )
+    if cache.rotation != spec.kv_rotation:
+        raise ContractError(
+            f"cache has rotation={cache.rotation}, the spec says kv_rotation={spec.kv_rotation}: "
+            "all layers of a cache rotate alike; allocate it with this spec, or assign "
+            "cache.rotation",
+            rule="P15",
+        )
     if cache.device != device:
         raise ContractError(
             f"cache is on {cache.device}, query on {device}: all tensors of a call must be on one "

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from attnlib.backends.base import AttentionImpl, score_attribute
+from attnlib.backends.rotated import make_backend_impl
 from attnlib.ops.signature import tensor_signature
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def make_impl(
     if alibi_slopes is not None and not isinstance(alibi_slopes, torch.Tensor):
         alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device=layer._device)
     extra = {} if spec.score_function is None else {"score_tensors": score_tensors}
-    return layer.backend.get_impl_cls()(
+    return make_backend_impl(
+        layer.backend,
         spec,
         scale=scale,
         alibi_slopes=alibi_slopes,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnlib.backends.rotated import RotatedImpl
 from attnlib.cache.storage import UNIT_SCALE, PagedKVCache, Scale
 from attnlib.errors import ContractError
 from attnlib.ops.scales import check_scale, scale_for
@@ -54,6 +55,7 @@ def set_scales(layer: Attention, key: torch.Tensor, value: torch.Tensor) -> None
     if not spec.is_kv_quantized or spec.kv_format.scales_in_page:
         return
     largest = torch.finfo(spec.kv_dtype).max
+    key, value = _as_stored(layer, key, value)
     layer.k_scale = scale_for(key, largest)
     layer.v_scale = layer.k_scale if spec.use_mla else scale_for(value, largest)
 
@@ -125,6 +127,7 @@ def calculate_scales(
             "compute at each replay: run one step without a graph first",
             rule="M9",
         )
+    key, value = _as_stored(layer, key, value)
     unwritten, rows = (slots < 0)[:, None, None], slots.shape[0]
     new = [tensor[:rows].masked_fill(unwritten, 0) for tensor in (key, value)]
     say_something = torch.stack([(x.isfinite() & (x != 0)).any() for x in new]).tolist()
@@ -135,6 +138,17 @@ def calculate_scales(
         elif says and name in unset:
             setattr(layer, name, scale_for(tensor, largest))
             layer.__dict__["_has_calculated"] = True
+
+
+def _as_stored(
+    layer: Attention, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values with the rotation of the cache, if it has one (P15)."""
+    impl, spec = layer.impl, layer.spec
+    if not isinstance(impl, RotatedImpl):
+        return key, value
+    key = key.reshape(-1, spec.num_kv_heads, spec.head_size)
+    return impl.rotated_kv(key, value.reshape(-1, spec.num_kv_heads, spec.head_size_v))
 
 
 def _is_unset(layer: Attention, cache: PagedKVCache, name: str) -> bool:

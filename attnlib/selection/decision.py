@@ -12,6 +12,7 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.capabilities import unsupported_reasons
 from attnlib.device import DeviceInfo
 from attnlib.errors import LayoutMismatchError
+from attnlib.kv_rotation import KVRotation
 from attnlib.selection.registration import Registration
 from attnlib.selection.report import CandidateReport, SelectionReport, SelectionStatus
 from attnlib.selection.request import Request
@@ -150,14 +151,26 @@ def _explain_lines(backend: Backend, spec: AttentionSpec, device: DeviceInfo) ->
         lines.append("requires a cache without NaN or Inf in unused slots")
     decodes = spec.attn_type is AttentionType.DECODER and not spec.use_mla
     if backend.capabilities.rotary_write and decodes:
-        # The capability leaves pages that hold their scales out.
-        fused = not spec.kv_format.scales_in_page
+        # The capability leaves pages that hold their scales out, and rotations of the cache.
+        fused = not spec.kv_format.scales_in_page and spec.kv_rotation is None
         lines.append(
             "write:   one launch, with q/k norm and rotation"
             if fused
             else "write:   one launch; q/k norm and rotation take separate ones"
         )
+    if spec.kv_rotation is not None:
+        lines.append(_rotation_line(spec.kv_rotation))
     return tuple(lines)
+
+
+def _rotation_line(rotation: KVRotation) -> str:
+    """What a rotation of the cache adds to the launches of a backend (P15)."""
+    sides = [name for name in ("keys", "values") if getattr(rotation, name)]
+    around = ["queries"] * rotation.keys + ["outputs"] * rotation.values
+    return (
+        f"rotation: {rotation}; {' and '.join(sides)} before the write, {' and '.join(around)} in "
+        "launches of their own"
+    )
 
 
 def _evaluate_pair(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from attnlib.kv_dtype import KVFormat, kv_cache_format, kv_cache_torch_dtype
+from attnlib.kv_rotation import KVRotation
 from attnlib.score_functions.function import ScoreFunction
 from attnlib.sparse.compressed_entries import CompressedEntries
 from attnlib.sparse.key_selection import KeySelection
@@ -36,6 +37,8 @@ class AttentionSpec(LayerSpec):
             (M16): "int8_per_token_head", "fp8_per_token_head", "int4_per_group", "nvfp4", "mxfp4".
         kv_scale_kind: granularity of the scales of a quantized cache, "tensor" or "head" (M9); not
             read for formats with scales in the page.
+        kv_rotation: how heads are rotated before the cache stores them (P15): a `KVRotation`,
+            "hadamard", "hadamard_keys", "hadamard_values", or None. The layer applies it.
         block_size: tokens per cache block (N).
         kv_cache_layout: required cache layout (P2); None means the layout that the backend prefers.
         attn_type: role of the layer in its model.
@@ -77,6 +80,7 @@ class AttentionSpec(LayerSpec):
     head_size_v: int = None  # type: ignore[assignment]  # as above
     kv_cache_dtype: str | torch.dtype = "auto"
     kv_scale_kind: str = "tensor"
+    kv_rotation: KVRotation | None = None
     block_size: int = 16
     kv_cache_layout: str | None = None
     attn_type: AttentionType = AttentionType.DECODER
@@ -109,6 +113,7 @@ class AttentionSpec(LayerSpec):
         assign(self, "mask_kind", as_kind("mask_kind", self.mask_kind, MaskKind))
         assign(self, "cudagraph", as_kind("cudagraph", self.cudagraph, CudaGraphSupport))
         assign(self, "window", as_window(self.window))
+        assign(self, "kv_rotation", KVRotation.of(self.kv_rotation))
         check_spec(self)
         self._freeze()
 

@@ -29,6 +29,7 @@ def check_features(spec: AttentionSpec) -> None:
     _check_key_selection(spec)
     _check_compressed_entries(spec)
     _check_fp8_queries(spec)
+    _check_kv_rotation(spec)
 
 
 def _check_query_bias(spec: AttentionSpec) -> None:
@@ -135,3 +136,21 @@ def _check_fp8_queries(spec: AttentionSpec) -> None:
             "so the bits of a row would depend on the batch; drop one of them",
             rule="M19",
         )
+
+
+def _check_kv_rotation(spec: AttentionSpec) -> None:
+    if spec.kv_rotation is None:
+        return
+    other = {
+        "use_mla": (spec.use_mla, "values of latents are a prefix of their keys"),
+        "compressed_entries": (spec.compressed_entries, "the caller stores entries as they are"),
+        "allow_fp8_queries": (spec.allow_fp8_queries, "queries would be rounded twice"),
+        "attn_type": (not spec.is_paged and spec.attn_type.value, "its keys are not in a cache"),
+    }
+    for name, (value, reason) in other.items():
+        if value:
+            raise ContractError(
+                f"{name}={value} with kv_rotation={spec.kv_rotation}: {reason}; leave one of them "
+                "out",
+                rule="P15",
+            )

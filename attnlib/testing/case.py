@@ -73,6 +73,7 @@ class Case:
     dtype: str = "float32"
     kv_cache_dtype: str = "auto"
     kv_scale_kind: str = "tensor"
+    kv_rotation: str | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
     scale: float | None = None
@@ -156,6 +157,7 @@ class Case:
             dtype=self.torch_dtype,
             cache_dtype=cache_dtype,
             page_format=self.kv_cache_dtype if self.kv_cache_dtype in PAGE_NAMES else None,
+            kv_rotation=self.kv_rotation,
         )
 
     @property
@@ -173,6 +175,7 @@ class Case:
             dtype=self.torch_dtype,
             kv_cache_dtype=self.kv_cache_dtype,
             kv_scale_kind=self.kv_scale_kind,
+            kv_rotation=self.kv_rotation,  # type: ignore[arg-type]  # its text
             block_size=self.block_size,
             kv_cache_layout=None if self.layout == "ALIASED" or not self.is_paged else self.layout,
             attn_type=AttentionType(self.attn_type),

@@ -16,6 +16,7 @@ import torch
 
 from attnlib.testing.batch_spec import BatchSpec
 from attnlib.testing.block_placement import BlockPlacement
+from attnlib.testing.kv_rotation import rotate_reference
 from attnlib.testing.layouts import (
     CacheViews,
     Dimensions,
@@ -26,7 +27,7 @@ from attnlib.testing.layouts import (
 from attnlib.testing.oracle import OracleParams, OracleResult, paged_attention
 from attnlib.testing.page_formats import dequantize_tokens
 
-__all__ = ["StepInputs", "make_inputs", "make_oracle_params"]
+__all__ = ["StepInputs", "make_inputs", "make_oracle_params", "stored_heads"]
 
 Scale = float | torch.Tensor
 
@@ -83,8 +84,9 @@ class StepInputs:
                 for elements, scales in zip((key, value), self.cache.scales, strict=True)
             )
             params = replace(params, k_scale=1.0, v_scale=1.0)
-        return paged_attention(
-            self.query,
+        rotation = self.dims.kv_rotation  # scores are those of rotated queries over rotated keys
+        result = paged_attention(
+            rotate_reference(self.query, rotation, "keys"),
             key,
             value,
             self.block_table,
@@ -93,6 +95,8 @@ class StepInputs:
             params,
             precision,
         )
+        out = rotate_reference(result.out, rotation, "values", inverse=True)
+        return replace(result, out=out)
 
     def written_slots(self) -> list[int]:
         """The slots of this step's tokens, in token order."""
@@ -140,9 +144,10 @@ def make_inputs(
     slots = _slot_mapping(batch, placement, dims.block_size)
     kept = [row for row, slot in enumerate(slots) if slot >= 0]
     if kv_written:
-        write_slots(cache.key, [slots[row] for row in kept], key[kept], scales[0])
+        new = stored_heads(dims, key[kept], value[kept])
+        write_slots(cache.key, [slots[row] for row in kept], new[0], scales[0])
         if layout != "ALIASED":
-            write_slots(cache.value, [slots[row] for row in kept], value[kept], scales[1])
+            write_slots(cache.value, [slots[row] for row in kept], new[1], scales[1])
     starts = [0, *accumulate(batch.query_lens)]
     out = _strided_out(batch, dims, poison)
     if contiguous:
@@ -204,6 +209,14 @@ def make_oracle_params(
         for name, value in drawn.items()
     }
     return OracleParams(**moved)  # type: ignore[arg-type]
+
+
+def stored_heads(
+    dims: Dimensions, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as a cache quantizes them: rotated, where it rotates them (P15)."""
+    rotated = (rotate_reference(key, dims.kv_rotation, "keys"),)
+    return (*rotated, rotate_reference(value, dims.kv_rotation, "values"))
 
 
 def _tree_bias(batch: BatchSpec, generator: torch.Generator) -> torch.Tensor:

@@ -30,7 +30,7 @@ __all__ = [
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
     """Sizes and dtypes of one layer: Hq, Hkv, D, Dv, N. `page_format` names a format with scales in
-    the page (M16)."""
+    the page (M16), `kv_rotation` a rotation (P15)."""
 
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -40,6 +40,7 @@ class Dimensions:
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype = torch.float32
     page_format: str | None = None
+    kv_rotation: str | None = None
 
 
 @dataclass(frozen=True)

@@ -45,12 +45,14 @@ class MaterializedCase:
 
     def cache(self) -> PagedKVCache:
         """The cache as a `PagedKVCache` over the same memory."""
-        return PagedKVCache.from_views(
+        cache = PagedKVCache.from_views(
             self.inputs.cache.key,
             self.inputs.cache.value,
             k_scale=self.params.k_scale,
             v_scale=self.params.v_scale,
         )
+        cache.rotation = self.spec.kv_rotation
+        return cache
 
     def common(self) -> CommonAttentionMetadata:
         """The batch metadata. The block table keeps its invalid entries."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from attnlib.backends.base import AttentionBackend, AttentionImpl
+from attnlib.backends.rotated import make_backend_impl
 from attnlib.errors import ContractError
 from attnlib.testing.budget import compare
 from attnlib.testing.case import Case
@@ -81,7 +82,8 @@ def find_operation(backend: Backend, name: str) -> Callable[..., Any]:
 def make_impl(backend: Backend, step: MaterializedCase) -> AttentionImpl:
     """The backend's per-layer object for a case."""
     extra = {} if step.spec.score_function is None else {"score_tensors": step.score_tensors()}
-    return backend.get_impl_cls()(
+    return make_backend_impl(
+        backend,
         step.spec,
         scale=step.params.scale,
         alibi_slopes=step.params.alibi_slopes,

@@ -25,6 +25,7 @@ from tests.testing.toy_backend import ToyBackend, ToyBuilder, ToyImpl, ToyMetada
 from tests.testing.wrong_at_scale import SUBTLE
 from tests.testing.wrong_from_reports import REPORTED
 from tests.testing.wrong_operations import WRONG_OPERATIONS, OtherOperation
+from tests.testing.wrong_rotations import WRONG_ROTATIONS
 
 
 class OffByOneWindow(ToyImpl):
@@ -894,6 +895,7 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     **SUBTLE,
     **REPORTED,
     **WRONG_OPERATIONS,
+    **WRONG_ROTATIONS,
     "off-by-one window": (toy_with(OffByOneWindow), "W2"),
     "window on one phase only": (toy_with(WindowOnPrefillOnly), "W2"),
     "ignored soft cap": (toy_with(IgnoredSoftCap), "F1"),

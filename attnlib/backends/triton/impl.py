@@ -17,6 +17,7 @@ from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.rotary import HeadNorm
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.cache_write import write_kv
+from attnlib.ops.triton.hadamard import rotate_heads
 from attnlib.ops.triton.hopper.sizes import hopper_reads
 from attnlib.ops.triton.merge_states import merge_states
 from attnlib.ops.triton.paged_decode import paged_decode
@@ -50,6 +51,17 @@ class TritonImpl(AttentionImpl):
         """See `AttentionImpl.write_kv`; by Triton also under the interpreter."""
         pages, scales = (cache.key_cache, cache.value_cache), (cache.k_scale, cache.v_scale)
         write_kv(key, value, *pages, slot_mapping, k_scale=scales[0], v_scale=scales[1])
+
+    def rotate_heads(
+        self,
+        heads: torch.Tensor,
+        seed: int = 0,
+        *,
+        inverse: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionImpl.rotate_heads`; by Triton also under the interpreter."""
+        return rotate_heads(heads, seed, inverse=inverse, out=out)
 
     def rotate_and_write_kv(
         self,

@@ -96,9 +96,9 @@ class LatentLayers:
         if not has_latents(module):
             return False
         paged = self._paged.attention
-        spec = LatentWeights(module).spec(
-            kv_cache_dtype=paged.kv_cache_dtype, block_size=paged.block_size
-        )
+        if paged.stored["kv_rotation"] is not None:  # latents cannot be rotated
+            return False
+        spec = LatentWeights(module).spec(**paged.stored, block_size=paged.block_size)
         try:
             get_attn_backend(spec, paged.backend, next(module.parameters()).device)
         except UnsupportedConfigError:

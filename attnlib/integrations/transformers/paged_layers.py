@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ class PagedLayers:
     call of a module, or are set together, for hybrid models.
 
     Args:
-        num_blocks, block_size, backend, kv_cache_dtype, limits: as in `PagedModel`.
+        num_blocks, block_size, backend, limits: as in `PagedModel`.
+        stored: the fields of a spec that say how the cache stores heads.
 
     Attributes:
         by_module: attention module -> its layer and the cache that it reads.
@@ -41,13 +42,13 @@ class PagedLayers:
         num_blocks: int,
         block_size: int,
         backend: str | type[AttentionBackend] | None,
-        kv_cache_dtype: str,
+        stored: Mapping[str, Any],
         limits: BatchLimits | None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.backend = backend
-        self.kv_cache_dtype = kv_cache_dtype
+        self.stored = stored
         self.limits = limits
         self.by_module: dict[nn.Module, tuple[Attention, PagedKVCache]] = {}
         self.groups: dict[nn.Module, str] = {}
@@ -127,7 +128,7 @@ class PagedLayers:
     def spec_fields(self, options: dict[str, Any]) -> dict[str, Any]:
         """The fields of a spec that follow from the options of the call and of this model."""
         return {
-            "kv_cache_dtype": self.kv_cache_dtype,
+            **self.stored,
             "block_size": self.block_size,
             "mask_kind": MaskKind.CAUSAL,
             "sliding_window": options["sliding_window"],

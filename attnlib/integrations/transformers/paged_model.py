@@ -32,6 +32,7 @@ from attnlib.integrations.transformers.shared_layers import (
     needed_rows,
     shared_suffix,
 )
+from attnlib.kv_rotation import KVRotation
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
@@ -57,9 +58,8 @@ class PagedModel:
         num_blocks: blocks in the cache of each layer; of the one pool, if `hybrid`.
         block_size: tokens in one block; the least of all groups, if `hybrid`.
         backend: as in `get_attn_backend`; None selects by environment and priority.
-        kv_cache_dtype: as in `AttentionSpec`.
-        limits: the largest step. Workspaces are then allocated once, and a larger step is an error.
-            None lets them grow.
+        kv_cache_dtype, kv_rotation: as in `AttentionSpec`. Rotated modules cache no latents.
+        limits: the largest step, for workspaces that are allocated once; None lets them grow.
         latents: cache latents (P10). None where a module has them and the backend supports it;
             True requires both, False never does.
         hybrid: one pool of blocks for all layers, in which windowed layers keep the tokens of their
@@ -85,18 +85,19 @@ class PagedModel:
         block_size: int = 16,
         backend: str | type[AttentionBackend] | None = None,
         kv_cache_dtype: str = "auto",
+        kv_rotation: KVRotation | str | None = None,
         limits: BatchLimits | None = None,
         latents: bool | None = None,
         hybrid: bool = False,
     ) -> None:
         refuse_model(model)
         if hybrid and latents:
-            raise UnsupportedConfigError(
-                "hybrid=True has no groups of latents: leave out latents=True"
-            )
+            message = "hybrid=True has no groups of latents: leave out latents=True"
+            raise UnsupportedConfigError(message)
         self.model = model
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.attention = PagedLayers(num_blocks, block_size, backend, kv_cache_dtype, limits)
+        stored = {"kv_cache_dtype": kv_cache_dtype, "kv_rotation": KVRotation.of(kv_rotation)}
+        self.attention = PagedLayers(num_blocks, block_size, backend, stored, limits)
         self.hybrid = hybrid
         self._shared_layers: list[nn.Module] = []
         # The lazy creation of layers knows neither groups nor who shares keys.

@@ -1,0 +1,196 @@
+"""Attention over a cache of rotated heads (P15), by any backend.
+
+A rotation R is orthogonal: `q . k = (R q) . (R k)`, so rotated queries over rotated keys have the
+scores, masks and LSE of the plain ones. Weights are applied to rotated values, whatever parts a
+backend splits the keys into, and the output is rotated back once. The backend's impl gets rotated
+tensors and a spec without the rotation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from attnlib.backends._pairs.impl import PairImpl, attend
+from attnlib.backends.base import AttentionBackend, AttentionImpl
+from attnlib.backends.step_plan import LayerGroup, StepPlan
+from attnlib.cache.storage import PagedKVCache
+from attnlib.kv_rotation import KVRotation
+from attnlib.metadata.base import AttentionMetadata
+from attnlib.sparse.key_selection import SelectedKeys
+from attnlib.spec import AttentionSpec
+
+__all__ = ["RotatedImpl", "make_backend_impl"]
+
+
+def make_backend_impl(
+    backend: type[AttentionBackend], spec: AttentionSpec, **settings: Any
+) -> AttentionImpl:
+    """The impl of a backend for a layer, with the rotation of its cache.
+
+    Args:
+        backend: accepted for the spec.
+        spec: of the layer.
+        settings: keyword arguments of `AttentionImpl`.
+    """
+    if spec.kv_rotation is None:
+        return backend.get_impl_cls()(spec, **settings)
+    return RotatedImpl(spec, backend=backend, **settings)
+
+
+class RotatedImpl(PairImpl):
+    """Rotates heads in front of a backend's impl, and outputs behind it.
+
+    Args:
+        spec: of the layer, with `kv_rotation`.
+        backend: the backend that attends.
+        settings: keyword arguments of `AttentionImpl`.
+    """
+
+    child_names = reading_names = ("_inner",)
+    writing_name = "_inner"
+    rotates = True
+
+    def __init__(
+        self, spec: AttentionSpec, *, backend: type[AttentionBackend], **settings: Any
+    ) -> None:
+        super().__init__(spec, **settings)
+        assert spec.kv_rotation is not None  # `make_backend_impl` is the only caller
+        self._rotation: KVRotation = spec.kv_rotation
+        plain = spec.replace(kv_rotation=None)
+        self._inner = backend.get_impl_cls()(plain, **settings)
+        self.read_per_head_tensors_from(self._owner)
+
+    @property
+    def group(self) -> LayerGroup:
+        """The group of impls with the same rotation in front of one group."""
+        found: LayerGroup | None = self._group
+        if found is None:
+            inner = self._inner.group
+            made = LayerGroup(inner.has_plan, has_rotary_write=True, has_rotary_plan=False)
+            found = self.__dict__["_group"] = _groups.setdefault((inner, self._rotation), made)
+        return found
+
+    def rotated_kv(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys `[T, Hkv, D]` and values `[T, Hkv, Dv]` as the cache stores them."""
+        rotation, rotate = self._rotation, self._inner.rotate_heads
+        if rotation.keys:
+            key = rotate(key, rotation.seed)
+        return key, rotate(value, rotation.seed) if rotation.values else value
+
+    def rotated_queries(self, query: torch.Tensor) -> torch.Tensor:
+        """Queries `[T, Hq, D]` for the keys of the cache."""
+        rotation = self._rotation
+        return self._inner.rotate_heads(query, rotation.seed) if rotation.keys else query
+
+    def rotate_back(self, output: torch.Tensor) -> None:
+        """Rotate an output `[T, Hq, Dv]` over rotated values in place."""
+        rotation = self._rotation
+        if rotation.values:
+            self._inner.rotate_heads(output, rotation.seed, inverse=True, out=output)
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """See `AttentionImpl.write_kv`."""
+        count = slot_mapping.shape[0]
+        new = self.rotated_kv(key[:count], value[:count])
+        self._inner.write_kv(*new, cache, slot_mapping)
+
+    def plan(
+        self,
+        signature: Hashable,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache,
+        metadata: AttentionMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> StepPlan | None:
+        """The plan of the impl for rotated tensors, and the rotations around it."""
+        query = _stand_in(query, self._rotation.keys)
+        if key is not None and value is not None:
+            key = _stand_in(key, self._rotation.keys)
+            value = _stand_in(value, self._rotation.values)
+        tensors = (query, key, value, cache, metadata, output, lse)
+        inner = self._inner.plan(signature, *tensors)
+        return None if inner is None else _RotatedPlan(self.spec, inner)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: AttentionMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """See `AttentionImpl.forward`."""
+        attend(self._inner, self.rotated_queries(query), cache, metadata, output, lse)
+        self.rotate_back(output)
+
+    def forward_selected(
+        self,
+        query: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: AttentionMetadata,
+        selected_keys: SelectedKeys,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """See `AttentionImpl.forward_selected`."""
+        rotated = self.rotated_queries(query)
+        self._inner.forward_selected(rotated, cache, metadata, selected_keys, output, lse)
+        self.rotate_back(output)
+
+
+class _RotatedPlan:
+    """The plan of an impl, and the rotations around it.
+
+    Args:
+        spec: of the layers.
+        inner: the plan of the impl for rotated tensors.
+    """
+
+    def __init__(self, spec: AttentionSpec, inner: StepPlan) -> None:
+        self._spec = spec
+        self._inner = inner
+
+    def run(
+        self,
+        impl: RotatedImpl,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """See `StepPlan.run`."""
+        spec = self._spec
+        query = impl.rotated_queries(query.view(-1, spec.num_heads, spec.head_size))
+        if key is not None and value is not None:
+            key = key.view(-1, spec.num_kv_heads, spec.head_size)
+            key, value = impl.rotated_kv(key, value.view(-1, spec.num_kv_heads, spec.head_size_v))
+        output = output.view(-1, spec.num_heads, spec.head_size_v)
+        self._inner.run(impl._inner, query, key, value, cache, output, lse)
+        impl.rotate_back(output)
+
+
+def _stand_in(tensor: torch.Tensor, rotates: bool) -> torch.Tensor:
+    """A tensor with the strides that the rotated one will have."""
+    if not rotates:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+_groups: WeakValueDictionary[Any, LayerGroup] = WeakValueDictionary()
