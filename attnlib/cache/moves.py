@@ -1,4 +1,4 @@
-"""Copies of whole blocks, within a cache and between caches."""
+"""Copies of whole blocks, within a cache and between caches, and of single tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from attnlib.cache.scales import check_same_kind
 from attnlib.ops.addresses import as_id
 from attnlib.ops.block_moves import BlockPairs, check_ids, checked_pairs, move_blocks, zero_blocks
+from attnlib.ops.token_moves import move_tokens
 
 if TYPE_CHECKING:
     from attnlib.cache.storage import PagedKVCache
@@ -18,7 +19,7 @@ __all__ = ["BlockMoves", "BlockPairs"]
 
 
 class BlockMoves:
-    """Methods of `PagedKVCache` that move or clear whole blocks."""
+    """Methods of `PagedKVCache` that move or clear blocks, and move tokens."""
 
     if TYPE_CHECKING:
 
@@ -58,6 +59,21 @@ class BlockMoves:
         check_same_kind(self, other)  # type: ignore[arg-type]  # of a PagedKVCache
         source, destination = checked_pairs(pairs, self.num_blocks, other.num_blocks)
         move_blocks(self.block_views, other.block_views, source, destination)
+
+    def move_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy single tokens to other slots of this cache: the accepted branch of a tree of tokens
+        (M20). Every source is read before any slot is written. No synchronization on a GPU.
+
+        Args:
+            source: `[n]` int64 slots (P4) that are read, on the device of the cache.
+            target: `[n]` int64 slots that are written; -1 skips the pair.
+
+        Raises:
+            ContractError: other shapes, dtypes or devices. On a CPU, and on a GPU with
+                `ATTNLIB_VALIDATE=1`, also a slot outside of the cache or a target that occurs
+                twice. Nothing is written.
+        """
+        move_tokens(self.block_views, source, target)
 
     def zero_blocks(self, block_ids: Iterable[int]) -> None:
         """Fill whole blocks with zeros.

@@ -17,6 +17,7 @@ from attnlib.ops.addresses import as_id
 __all__ = [
     "BlockPairs",
     "KeysAndValues",
+    "as_bytes",
     "check_ids",
     "checked_move",
     "checked_pairs",
@@ -123,9 +124,9 @@ def move_blocks(
         return
     take = torch.tensor(source_ids, device=source[0].device)
     put = torch.tensor(target_ids, device=target[0].device)
-    taken = [_as_bytes(view).index_select(0, take) for view in source]
+    taken = [as_bytes(view).index_select(0, take) for view in source]
     for view, blocks in zip(target, taken, strict=True):
-        _as_bytes(view).index_copy_(0, put, blocks.to(put.device))
+        as_bytes(view).index_copy_(0, put, blocks.to(put.device))
 
 
 def swap_tensor_blocks(source: KeysAndValues, target: KeysAndValues, pairs: BlockPairs) -> None:
@@ -178,9 +179,9 @@ def zero_blocks(views: Sequence[torch.Tensor], ids: list[int]) -> None:
         return
     index = torch.tensor(ids, device=views[0].device)
     for view in views:
-        _as_bytes(view).index_fill_(0, index, 0)
+        as_bytes(view).index_fill_(0, index, 0)
 
 
-def _as_bytes(view: torch.Tensor) -> torch.Tensor:
+def as_bytes(view: torch.Tensor) -> torch.Tensor:
     """8-bit floats viewed as uint8: torch cannot index them on every device."""
     return view.view(torch.uint8) if view.dtype.itemsize == 1 else view

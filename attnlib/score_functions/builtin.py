@@ -11,6 +11,7 @@
 | `head_windows` | every head has its own window | causal | window |
 | `relative_bias` | T5: a bias by head and distance | any | bias |
 | `alibi_sqrt` | ALiBi with the root of the distance | any | slope |
+| `speculative_tree` | window, chunks, ALiBi in a tree of tokens | query_bias | tree, slope |
 
 The functions of one row of the table are equal for equal arguments, so layers share their plans.
 """
@@ -26,6 +27,7 @@ from attnlib.score_functions.spans import (
     retained_window,
     span_tensors,
 )
+from attnlib.score_functions.trees import speculative_tree, tree_position, tree_tensor
 
 __all__ = [
     "alibi_sqrt",
@@ -39,5 +41,8 @@ __all__ = [
     "relative_bias",
     "retained_window",
     "span_tensors",
+    "speculative_tree",
     "t5_relative_bias",
+    "tree_position",
+    "tree_tensor",
 ]

@@ -50,25 +50,22 @@ class ScoreFunction:
     Attributes:
         function: `fn(score, q_pos, k_pos, head, request, aux)` returns the new score. `score` is
             float32, in units of the natural exponent. Positions count from the start of the
-            request, `head` is a query head. `request` is the row of the request in the batch
-            tensors, to be passed to `lookup` only: a batch may be computed in parts, each of which
-            counts its rows from 0. -inf hides the key.
+            request, `head` is a query head. `request` is the row of the batch tensors, to be passed
+            to `lookup` only: parts of a batch count their rows from 0. -inf hides the key.
         constants: numbers by name, attributes of `aux`; part of the compiled kernel.
         layer_tensors: names of tensors that belong to a layer, attributes of `aux`, for `lookup`.
             `[n]` or `[n, m]`, contiguous, int32 or floating point.
         batch_tensors: names of tensors that belong to a batch, attributes of `aux`: `[R, m]` with
             one row per request, contiguous, int32.
         bounds: `fn(q_first, q_last, seq_len, request, aux)` returns four key positions, (first,
-            last, same_first, same_last), for the queries at positions `q_first..q_last` of a
-            request. Every key outside `[first, last)` is hidden from all of them by the function,
-            and inside `[same_first, same_last)` the function returns every score unchanged. Bounds
-            of more queries contain those of fewer: `[first, last)` may not be narrower, and
-            `[same_first, same_last)` not wider. Eight positions are two such ranges: keys outside
-            of both are hidden. They may overlap, and the second does not begin before the first.
-            None: the function is applied to all keys.
+            last, same_first, same_last), for the queries at positions `q_first..q_last`. Keys
+            outside `[first, last)` are hidden from all of them by the function, and inside
+            `[same_first, same_last)` it returns every score unchanged. For more queries,
+            `[first, last)` is not narrower and `[same_first, same_last)` not wider. Eight positions
+            are two such ranges: keys outside of both are hidden. They may overlap, and the second
+            does not begin before the first. None: the function is applied to all keys.
         head_bounds: `fn(q_first, q_last, seq_len, head, request, aux)` returns the same for one
-            query head, for functions whose heads see very different keys. Prefills then compute
-            one head per tile; decodes share the keys of a KV head and use `bounds`.
+            query head. Prefills then compute one head per tile; decodes use `bounds`.
         exact_bounds: for one query the range that is visible and the range that is unchanged are
             equal, so that the bounds define the function: prefills compare positions with them
             instead of calling it. Of `head_bounds` if the function has them, else of `bounds`.
@@ -79,6 +76,8 @@ class ScoreFunction:
             `b` is the request. A "mask_mod" returns whether the key is visible.
         needs_bidirectional: the function hides later keys itself, so the layer must have
             `mask_kind="bidirectional"`.
+        in_tree: the function takes positions from a batch tensor (`trees.tree_position`) and holds
+            in trees of tokens (M20).
 
     Raises:
         ContractError: a function that cannot be compiled or pickled; the message names it and the
@@ -95,6 +94,7 @@ class ScoreFunction:
     examples: Callable[[int, Sequence[int]], Mapping[str, Tensor]] | None = None
     form: str = "score"
     needs_bidirectional: bool = False
+    in_tree: bool = False
 
     def __post_init__(self) -> None:
         assign = object.__setattr__

@@ -10,6 +10,7 @@ from attnlib.spec.attention_spec import AttentionSpec
 from attnlib.spec.kinds import AttentionType, CudaGraphSupport, MaskKind, Window
 from attnlib.spec.layer_spec import LayerSpec
 from attnlib.spec.state_spec import StateSpec
+from attnlib.spec.trees import tree_spec
 
 __all__ = [
     "AttentionSpec",
@@ -19,4 +20,5 @@ __all__ = [
     "MaskKind",
     "StateSpec",
     "Window",
+    "tree_spec",
 ]

@@ -42,16 +42,22 @@ def _check_query_bias(spec: AttentionSpec) -> None:
         "window": None if window is None or window.is_full else tuple(window),
         "attention_chunk_size": spec.attention_chunk_size,
         "has_alibi": spec.has_alibi or None,
-        "score_function": function if function and function.reads_positions else None,
+        "score_function": function if _counts_rows(function) else None,
     }
     for name, value in counting.items():
         if value is not None:
             raise ContractError(
                 f"{name}={value} with mask_kind=query_bias: {name} counts positions, and in a "
-                "tree of tokens several rows have one position, which a bias does not state; "
-                "verify such a tree with one request per branch and mask_kind='causal'",
-                rule="M3",
+                "tree of tokens several rows have one position, which a bias does not state: use "
+                "attnlib.spec.tree_spec and its batch tensor of positions, or verify the tree with "
+                "one request per branch and mask_kind='causal'",
+                rule="M20",
             )
+
+
+def _counts_rows(function: ScoreFunction | None) -> bool:
+    """Whether a score function reads positions, and takes them for rows."""
+    return isinstance(function, ScoreFunction) and not function.in_tree and function.reads_positions
 
 
 def _check_score_function(spec: AttentionSpec) -> None:

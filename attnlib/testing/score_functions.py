@@ -17,6 +17,7 @@ from attnlib.errors import ContractError
 from attnlib.object_path import load_object
 from attnlib.score_functions import ScoreFunction, absolute, exp2, lookup, sqrt, where
 from attnlib.score_functions.function import PARAMETERS
+from attnlib.score_functions.trees import speculative_tree
 
 __all__ = ["SUITE", "load_score_function", "make_score_tensors", "oracle_score"]
 
@@ -72,6 +73,8 @@ REQUESTS = ScoreFunction(
 )
 EMPTY_ROWS = ScoreFunction(_empty_rows)
 NONLINEAR = ScoreFunction(_nonlinear)
+TREE = speculative_tree(window=9, chunk_size=16)
+TREE_WITH_ALIBI = speculative_tree(has_alibi=True)
 
 _HERE, _BUILTIN = "attnlib.testing.score_functions", "attnlib.score_functions.builtin"
 SUITE: dict[str, tuple[str, dict[str, object]]] = {
@@ -92,6 +95,8 @@ SUITE: dict[str, tuple[str, dict[str, object]]] = {
     "head_windows": (f"{_BUILTIN}:head_windows", {}),
     "relative_bias": (f"{_BUILTIN}:relative_bias", {}),
     "alibi_sqrt": (f"{_BUILTIN}:alibi_sqrt", {}),
+    "tree": (f"{_HERE}:TREE", {"mask": "query_bias"}),
+    "tree_with_alibi": (f"{_HERE}:TREE_WITH_ALIBI", {"mask": "query_bias"}),
 }
 """Name -> path of the function, fields of the case."""
 

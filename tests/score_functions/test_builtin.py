@@ -22,6 +22,12 @@ def _in_span(q: int, k: int, aux: dict[str, Any]) -> bool:
     return bool(aux["span_begin"][0, q] <= k < aux["span_end"][0, q])
 
 
+def _depth(token: int, aux: dict[str, Any]) -> int:
+    """The position of a token in the tree of the example."""
+    context = int(aux["tree"][0, 0])
+    return token if token < context else int(aux["tree"][0, 1 + token - context])
+
+
 VISIBLE: dict[str, tuple[ScoreFunction, Visible]] = {
     "prefix_lm": (
         builtin.prefix_lm(),
@@ -54,6 +60,12 @@ VISIBLE: dict[str, tuple[ScoreFunction, Visible]] = {
     "block_diffusion": (
         builtin.block_diffusion(8),
         lambda q, k, aux: k // 8 <= q // 8,
+    ),
+    "tree": (
+        builtin.speculative_tree(window=6, chunk_size=16),
+        lambda q, k, aux: (
+            _depth(q, aux) - _depth(k, aux) < 6 and _depth(q, aux) // 16 == _depth(k, aux) // 16
+        ),
     ),
     "head_windows": (
         builtin.head_windows(1, 16),

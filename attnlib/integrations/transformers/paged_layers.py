@@ -17,7 +17,7 @@ from attnlib.integrations.transformers.layers import layer_name
 from attnlib.integrations.transformers.paged_step import LayerGroupKey
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadataBuilder
-from attnlib.spec import AttentionSpec, MaskKind
+from attnlib.spec import AttentionSpec, MaskKind, tree_spec
 from attnlib.workspace import BatchLimits
 
 __all__ = ["PagedLayers"]
@@ -53,6 +53,7 @@ class PagedLayers:
         self.by_module: dict[nn.Module, tuple[Attention, PagedKVCache]] = {}
         self.groups: dict[nn.Module, str] = {}
         self.pool: HybridKVCache | None = None
+        self._tree_layers: dict[nn.Module, Attention] = {}
         self._builders: dict[tuple[LayerGroupKey, torch.device], AttentionMetadataBuilder[Any]] = {}
 
     @property
@@ -99,7 +100,12 @@ class PagedLayers:
         return spec, self.layer_options(module, query, options)
 
     def layer_of(
-        self, module: nn.Module, query: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        value: torch.Tensor,
+        options: dict[str, Any],
+        in_tree: bool = False,
     ) -> tuple[Attention, PagedKVCache]:
         """The attnlib layer and the cache of an attention module.
 
@@ -108,13 +114,20 @@ class PagedLayers:
             query: `[1, Hq, T, D]`.
             value: `[1, Hkv, T, Dv]`.
             options: scaling, sliding_window, chunk, softcap and s_aux of the call.
+            in_tree: the layer for trees of tokens (M20), over the same cache.
         """
         found = self.by_module.get(module)
         if found is None:
             spec, layer_options = self.describe(module, query, value, options)
             cache = PagedKVCache.allocate(spec, self.num_blocks, query.device)
             found = self.by_module[module] = (Attention(spec, **layer_options), cache)
-        return found
+        if not in_tree:
+            return found
+        layer, cache = found
+        if module not in self._tree_layers:
+            same = {**self.layer_options(module, query, options), "backend": layer.backend}
+            self._tree_layers[module] = Attention(tree_spec(layer.spec), **same)
+        return self._tree_layers[module], cache
 
     def builder_of(self, layer: Attention, device: torch.device) -> AttentionMetadataBuilder[Any]:
         """The metadata builder that all layers of one spec and backend share."""

@@ -36,6 +36,7 @@ class PagedStep:
         batch: the batch; for a hybrid model one batch for each group of caches, by name.
         needed: the tokens that layers without keys of their own compute; None for all.
         reached: the attention modules that have attended in this step.
+        is_tree: the new tokens form trees (M20).
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class PagedStep:
         self.batch = batch
         self.needed = needed
         self.reached: set[nn.Module] = set()
+        batches = (batch,) if isinstance(batch, CommonAttentionMetadata) else batch.values()
+        self.is_tree = any(one.query_bias is not None for one in batches)
         self._metadata: dict[LayerGroupKey, Any] = {}
 
     def record(
@@ -137,7 +140,7 @@ def attend(
     if latent is not None:
         return latent[None], None
     paged = attnlib_step.paged
-    layer, cache = paged.attention.layer_of(module, query, value, options)
+    layer, cache = paged.attention.layer_of(module, query, value, options, attnlib_step.is_tree)
     metadata = attnlib_step.metadata_for(layer, paged.attention.groups.get(module))
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     if torch.is_autocast_enabled(query.device.type):  # steps with and without it share a cache
