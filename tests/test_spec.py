@@ -93,7 +93,7 @@ def test_a_tree_mask_takes_nothing_that_counts_positions(fields: dict, named: st
     decoding."""
     with pytest.raises(ContractError, match=re.escape(named) + ".* in a tree of tokens") as caught:
         AttentionSpec(**BASE, mask_kind="query_bias", **fields)
-    assert caught.value.rule == "M3"
+    assert caught.value.rule == "M20"
 
 
 def test_a_tree_mask_takes_functions_of_scores_and_full_windows() -> None:
