@@ -195,8 +195,15 @@ def refuse_gradients(*tensors: torch.Tensor | None) -> None:
     if any(tensor is not None and tensor.requires_grad for tensor in tensors):
         if torch.compiler.is_dynamo_compiling():
             torch._dynamo.graph_break(msg=_GRADIENTS)  # the reason why `fullgraph=True` finds none
-        raise ContractError(_GRADIENTS)
+        _raise_gradients()
 
+
+def _raise_gradients() -> None:
+    raise ContractError(_GRADIENTS)
+
+
+# As `torch.compiler.disable` does, without its import: torch 2.10 fails where it traces a `raise`.
+_raise_gradients._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 _GRADIENTS = (
     "query, key or value requires a gradient, and attnlib computes no gradients: run the model "

@@ -67,7 +67,7 @@ def _check_values(source: Tensor, target: Tensor, num_slots: int) -> None:
                 f"{num_slots} slots (0 to {num_slots - 1}; a target of -1 skips the pair)",
                 rule="P4",
             )
-    written, counts = target[writes].unique(return_counts=True)
+    written, counts = torch.unique(target[writes], return_counts=True)
     if (counts > 1).any():
         slot = int(written[counts > 1][0])
         raise ContractError(

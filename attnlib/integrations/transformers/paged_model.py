@@ -199,9 +199,8 @@ class PagedModel:
         Args:
             input_ids: `[T]` int64, the new tokens of all requests, packed.
             position_ids: `[T]` int64, the position of each token in its sequence.
-            batch: lengths, block table and slots of the tokens; for a hybrid model one batch per
-                group, which differ in block table and slots. With `query_bias`, the new tokens form
-                trees (M20), and layers with a window or chunks need the batch tensor `tree`.
+            batch: lengths, block table and slots of the tokens; one per group of a hybrid model.
+                With `query_bias`, new tokens are trees (M20), whose batches may need `tree`.
             rows: `[n]` int64, the tokens whose logits are returned; None for all. On the CPU, a
                 model whose last layers share keys reads them without a synchronization.
 
