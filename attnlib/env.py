@@ -127,6 +127,14 @@ ENVIRONMENT: Mapping[str, EnvironmentVariable] = {
             "ignores all tuning tables.",
             _text,
         ),
+        EnvironmentVariable(
+            "ATTNLIB_KERNELS",
+            "",
+            "a folder",
+            "Kernels written by `attnlib compile --out`, which Triton's cache gets at the first "
+            "launch. A warning says why if they do not fit the installation.",
+            _text,
+        ),
     )
 }
 

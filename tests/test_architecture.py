@@ -126,7 +126,7 @@ def test_imports_go_down() -> None:
 
 
 _FOR_OPS = (
-    "ops", "errors", "env", "sizes", "kv_dtype", "kv_rotation", "score_functions",
+    "ops", "errors", "env", "fields", "sizes", "kv_dtype", "kv_rotation", "score_functions",
     "sparse.key_selection",
 )  # fmt: skip
 

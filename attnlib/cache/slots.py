@@ -9,6 +9,7 @@ import torch
 from attnlib.cache.ragged import check_indices, check_new_tokens
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import as_count, check_block_table
+from attnlib.ops.dispatch import runs_kernels
 
 __all__ = ["compute_slot_mapping"]
 
@@ -47,7 +48,7 @@ def compute_slot_mapping(
     _check_out(out, num_tokens, query_start_loc.device)
     check_new_tokens(query_start_loc, seq_lens, num_tokens)
     check_block_table(block_table, seq_lens, block_size, None)
-    counterpart = "triton" if block_table.is_cuda else "torch"
+    counterpart = "triton" if runs_kernels(block_table.device) else "torch"
     kernels = import_module(f"attnlib.ops.{counterpart}.slots")
     slots: torch.Tensor = kernels.compute_slot_mapping(
         query_start_loc, seq_lens, block_table, block_size, num_tokens, out=out

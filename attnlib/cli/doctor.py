@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from attnlib.cli.arguments import CommandParser
+from attnlib.cli.kernels import kernel_facts
 from attnlib.env import ENVIRONMENT, FOREIGN_VARIABLES, unknown_variables
 from attnlib.integrations.features import ENGINES, features_of
 
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "versions": _guarded(_versions),
         "machine": _guarded(_machine),
         "environment": _guarded(_environment),
+        "kernels": _guarded(kernel_facts),
         "engines": _guarded(_engines),
         "backends": _guarded(_backends),
     }
@@ -155,7 +157,7 @@ def _show_engines(engines: dict[str, Any]) -> None:
 
 
 def _show(findings: dict[str, Any]) -> None:
-    for title in ("versions", "machine", "environment"):
+    for title in ("versions", "machine", "environment", "kernels"):
         print(title)
         for name, value in findings[title].items():
             print(f"  {name:<24} {value}")

@@ -6,35 +6,50 @@ import json
 import textwrap
 from collections.abc import Sequence
 
-from attnlib.cli.arguments import CommandParser, any_device
+from attnlib.cli.arguments import CommandParser, any_device, input_path
 from attnlib.cli.hf_config import fallback_lines
+from attnlib.cli.kernels import KernelsOfSpec, kernels_of
+from attnlib.cli.server_flags import add_server_flags, rank_specs, server_of
 from attnlib.cli.spec_flags import add_spec_flags, specs_of
 from attnlib.device import resolve_device
 from attnlib.selection import explain
 
 __all__ = ["main", "parser"]
 
+_CACHE = "cache"
+"""The value of `--kernels` without a folder."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print one table per kind of layer; returns 1 if a kind has no backend, else 0."""
     options = parser().parse_args(argv)
     device = resolve_device(options.device)
-    specs = specs_of(options)
+    specs = rank_specs(specs_of(options), options.tensor_parallel)
     reports = {kind: explain(spec, device, options.backend) for kind, spec in specs.items()}
     fallbacks = {
         kind: fallback_lines(spec) if options.config else [] for kind, spec in specs.items()
     }
+    kernels: dict[str, KernelsOfSpec] = {}
+    if options.kernels is not None:
+        on_triton = {
+            kind: specs[kind] for kind, found in reports.items() if found.chosen == "triton"
+        }
+        kernels = kernels_of(server_of(options), on_triton, options.kernels)
     if options.json:
         described = {
             kind or "spec": report.to_dict()
             | ({"fallbacks": fallbacks[kind]} if fallbacks[kind] else {})
+            | ({"kernels": kernels[kind].to_dict()} if kind in kernels else {})
             for kind, report in reports.items()
         }
         print(json.dumps(described, indent=2))
     else:
+        lines = {kind: [*fallbacks[kind]] for kind in specs}
+        for kind, found in kernels.items():
+            lines[kind].append(str(found))
         print(
             "\n\n".join(
-                (f"{kind}\n" if kind else "") + "\n".join([str(report), *_notes(fallbacks[kind])])
+                (f"{kind}\n" if kind else "") + "\n".join([str(report), *_notes(lines[kind])])
                 for kind, report in reports.items()
             )
         )
@@ -47,6 +62,11 @@ def _notes(lines: Sequence[str]) -> list[str]:
         textwrap.fill(f"note: {line}", 96, initial_indent="  ", subsequent_indent="        ")
         for line in lines
     ]
+
+
+def _kernel_place(text: str) -> str:
+    """A folder of kernels, or the word for Triton's cache."""
+    return "" if text == _CACHE else input_path(text)
 
 
 def parser() -> CommandParser:
@@ -67,6 +87,16 @@ def parser() -> CommandParser:
         help="as in ATTNLIB_BACKEND: NAME, module:Class, path/to/file.py:Class, "
         "prefill:NAME,decode:NAME, or -NAME",
     )
+    made.add_argument(
+        "--kernels",
+        type=_kernel_place,
+        nargs="?",
+        const=_CACHE,
+        metavar="FOLDER",
+        help="also show how many kernels of the triton backend are compiled: in a folder of "
+        "attnlib compile, or in Triton's cache (without FOLDER)",
+    )
     made.add_argument("--json", action="store_true", help="print JSON")
+    add_server_flags(made)
     add_spec_flags(made)
     return made

@@ -33,6 +33,10 @@ COMMANDS: dict[str, _Command] = {
     "explain": _Command(
         "attnlib.cli.explain:main", "show which backend is selected for a layer or a model, and why"
     ),
+    "compile": _Command(
+        "attnlib.cli.compile:main",
+        "compile a model's kernels for a GPU of another machine",
+    ),
     "doctor": _Command(
         "attnlib.cli.doctor:main",
         "check versions and hardware, and run a small batch on every backend",

@@ -11,6 +11,7 @@ caller, because its strides matter too, and does not change it: every slot is -1
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -29,6 +30,8 @@ from attnlib.layer.warmup_batches import (
     warmup_batches,
 )
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
+from attnlib.ops.dispatch import has_triton, runs_kernels
+from attnlib.ops.triton.launch.compilations import compiled_kernels
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
 
@@ -42,13 +45,21 @@ class WarmupReport:
     Attributes:
         batches: query lengths of each batch, in order.
         seconds: duration.
+        kernels_found: kernels that Triton's cache on disk had, such as those of `attnlib compile`.
+        kernels_compiled: kernels that Triton compiled. Kernels that this process had used before
+            count as neither.
     """
 
     batches: tuple[tuple[int, ...], ...]
     seconds: float
+    kernels_found: int = 0
+    kernels_compiled: int = 0
 
     def __str__(self) -> str:
-        return f"warmed up with {len(self.batches)} batches in {self.seconds:.1f} s"
+        text = f"warmed up with {len(self.batches)} batches in {self.seconds:.1f} s"
+        if self.kernels_found or self.kernels_compiled:
+            text += f": {self.kernels_found} kernels found, {self.kernels_compiled} compiled"
+        return text
 
 
 def warmup(
@@ -91,10 +102,10 @@ def warmup(
     )
     builder = builder or layer.backend.make_builder(spec, where, limits=limits)
     started, batches = time.perf_counter(), warmup_batches(limits, builder.reorder_batch_threshold)
-    if _runs_kernels(where) and spec.is_paged:
+    if runs_kernels(where) and spec.is_paged:
         batches = list(dict.fromkeys([*batches, large_write(limits)]))
     columns = max_blocks or -(-limits.max_seq_len // spec.block_size)
-    with torch.no_grad():
+    with torch.no_grad(), _new_kernels(where) as new:
         for lengths in batches:
             bounds = builder.seq_len_bounds(
                 len(lengths), max(lengths), max(limits.max_seq_len, *lengths)
@@ -106,7 +117,15 @@ def warmup(
         _warm_helpers(spec, where)
     if where.type == "cuda":
         torch.cuda.synchronize(where)
-    return WarmupReport(tuple(batches), time.perf_counter() - started)
+    seconds, num_found = time.perf_counter() - started, sum(kernel.is_found for kernel in new)
+    return WarmupReport(tuple(batches), seconds, num_found, len(new) - num_found)
+
+
+def _new_kernels(device: torch.device) -> AbstractContextManager[list[Any]]:
+    """The kernels of Triton that are new inside; none where there is no Triton."""
+    if not (runs_kernels(device) and has_triton()):
+        return nullcontext([])
+    return compiled_kernels()
 
 
 def _run(
@@ -123,11 +142,6 @@ def _run(
             layer(query, key, value, cache, metadata, return_lse, **extra)
 
 
-def _runs_kernels(device: torch.device) -> bool:
-    """Whether operations are kernels of Triton on this device."""
-    return device.type == "cuda"
-
-
 def _warm_helpers(spec: AttentionSpec, device: torch.device) -> None:
     """Run the kernels outside of attention: slot mapping on the device, and `merge_states`."""
     if spec.is_paged:
@@ -140,7 +154,7 @@ def _warm_helpers(spec: AttentionSpec, device: torch.device) -> None:
         )
     if spec.needs_lse:
         merge = import_module(
-            f"attnlib.ops.{'triton' if _runs_kernels(device) else 'torch'}.merge_states"
+            f"attnlib.ops.{'triton' if runs_kernels(device) else 'torch'}.merge_states"
         ).merge_states
         out = torch.zeros(1, spec.num_heads, spec.head_size_v, dtype=spec.dtype, device=device)
         lse = torch.zeros(1, spec.num_heads, dtype=torch.float32, device=device)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["named_operation", "operation"]
+__all__ = ["cpu_as_gpu", "has_triton", "named_operation", "operation", "runs_kernels"]
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.bool)
 _MODULES = {
@@ -47,7 +48,8 @@ def operation(
             and bool on a GPU, torch everything else, also where triton is not installed.
         in_torch: torch serves the call on every device.
     """
-    served = not in_torch and rows.is_cuda and rows.dtype in _KERNEL_DTYPES and _has_triton()
+    on_gpu = not in_torch and runs_kernels(rows.device)
+    served = on_gpu and rows.dtype in _KERNEL_DTYPES and has_triton()
     return _load("triton" if served else "torch", module, name)
 
 
@@ -59,8 +61,29 @@ def named_operation(package: str, name: str) -> Callable[..., Any] | None:
     return _load(package, _MODULES[name], name)
 
 
+_cpu_as_gpu = False
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether operations on tensors of this device are kernels of Triton, if it is installed."""
+    return device.type == "cuda" or _cpu_as_gpu
+
+
+@contextlib.contextmanager
+def cpu_as_gpu() -> Iterator[None]:
+    """Inside, operations on tensors of the CPU are kernels, as on a GPU. They must not run: this is
+    for `attnlib.ops.triton.launch.described`."""
+    global _cpu_as_gpu
+    before, _cpu_as_gpu = _cpu_as_gpu, True
+    try:
+        yield
+    finally:
+        _cpu_as_gpu = before
+
+
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 

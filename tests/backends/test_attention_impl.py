@@ -49,7 +49,7 @@ def test_a_plug_in_writes_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
 class _OnGPU:
     """The facts of rows on a GPU that choose an operation."""
 
-    is_cuda = True
+    device = torch.device("cuda")
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -67,7 +67,7 @@ def test_operations_on_a_gpu(
     dtype: torch.dtype, installed: bool, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton serves its dtypes where it is installed; Windows builds of torch have none."""
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: installed)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: installed)
     monkeypatch.setattr(dispatch, "_load", lambda package, module, name: package)
     rows: Any = _OnGPU(dtype)
     assert dispatch.operation("cache_write", "write_kv", rows) == package

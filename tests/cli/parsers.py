@@ -6,6 +6,7 @@ import argparse
 
 from attnlib.bench import arguments as bench
 from attnlib.cli import audit_kv, doctor, explain
+from attnlib.cli import compile as compile_command
 from attnlib.cli import list as list_command
 from attnlib.cli import run as run_command
 from attnlib.cli.demo.main import parser as demo_parser
@@ -19,6 +20,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     found = {
         "list": list_command.parser(),
         "explain": explain.parser(),
+        "compile": compile_command.parser(),
         "doctor": doctor.parser(),
         "demo": demo_parser(),
         "run": run_command.parser(),

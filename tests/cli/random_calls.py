@@ -32,9 +32,10 @@ from attnlib.bench.case_text import parse_case
 from attnlib.bench.peaks import Peaks
 from attnlib.bench.results import SCHEMA, VERSION, Row
 from attnlib.bench.runner import unmeasured
-from attnlib.cli import audit_kv, doctor, main, run
+from attnlib.cli import audit_kv, doctor, kernels, main, run
 from attnlib.cli.tune import session as tune_session
 from attnlib.debug.record import save_recording
+from attnlib.layer import ahead_of_time
 from attnlib.testing import commands as testing_commands
 from attnlib.testing import conformance, pair_run
 from attnlib.testing.case import Case
@@ -243,6 +244,8 @@ def without_work() -> Iterator[None]:
             (audit_kv, "_table", lambda *a: ""),
             (kv_audit_figure, "draw_audit", lambda *a: None),
             (doctor, "_backends", lambda: []),
+            (ahead_of_time, "_compile_shares", lambda shares: []),
+            (kernels, "needed_kernels", lambda *a: []),
             (conformance, "run_conformance", lambda *a, **k: report),
             (pair_run.Pair, "run", lambda *a: _cell),
             (testing_commands, "_run_certify", lambda args: 0),

@@ -42,7 +42,7 @@ def serve_the_cpu() -> None:
     for name in ("unavailable", "supports_combination"):
         setattr(TritonBackend, name, classmethod(lambda cls, *question: []))
     dispatch._load = lambda package, *names: _OWN_LOAD("triton", *names)
-    warmup._runs_kernels = lambda device: True
+    warmup.runs_kernels = lambda device: True
     warm.GroupWarmup.run = recorded_run
 
 

@@ -34,5 +34,6 @@ def test_compilations_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with compiled_kernels() as compiled:
         for _ in range(2):
             triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    assert [tuple(kernel) for kernel in compiled] == [("stored_one", False)] * 2
+    name, is_gluon = "stored_one", False
+    assert [tuple(one) for one in compiled] == [(name, is_gluon, found) for found in (False, True)]
     assert seen == [False, True] and triton.knobs.compilation.listener is listener

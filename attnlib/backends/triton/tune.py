@@ -1,6 +1,4 @@
-"""Tuning of the triton backend: tiles as `attnlib tune` candidates, and use of the tiles that it
-measured.
-"""
+"""Tuning of the triton backend: candidates for `attnlib tune`, and use of the measured tiles."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ import torch
 
 from attnlib.backends.triton.tile_candidates import tile_candidates
 from attnlib.backends.triton.tile_groups import TileGroup, tile_group
-from attnlib.device import device_info
+from attnlib.device import DeviceInfo, device_info
 from attnlib.errors import ContractError
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import device_index, limits_of, set_tuned_tiles
@@ -31,19 +29,22 @@ if TYPE_CHECKING:
     from attnlib.bench.case import BenchCase
     from attnlib.bench.inputs import CaseInputs
 
-__all__ = ["TritonTuner", "parse_tiles", "use_tuned_tiles"]
+__all__ = ["TritonTuner", "parse_tiles", "tuned_tiles", "use_tuned_tiles"]
 
 _HOPPER = {"hopper_prefill": HopperTile, "hopper_decode": DecodeTile}
 
 
 def use_tuned_tiles(device: torch.device) -> None:
-    """Let kernels on `device` prefer the tiles of the user's tuning table, then those that ship for
-    the chip or the nearest one."""
+    """Let kernels on `device` prefer these tiles (`tuned_tiles`)."""
     if device.type != "cuda":
         return
     index = torch.cuda.current_device() if device.index is None else device.index
-    info = device_info("cuda", index)
-    set_tuned_tiles(index, _tiles_of(tuning_for(info), shipped_tuning(info)))
+    set_tuned_tiles(index, tuned_tiles(device_info("cuda", index)))
+
+
+def tuned_tiles(device: DeviceInfo) -> TileTable | None:
+    """The user's tiles, then those that ship for the chip or the nearest one; None without any."""
+    return _tiles_of(tuning_for(device), shipped_tuning(device))
 
 
 @functools.lru_cache(maxsize=8)

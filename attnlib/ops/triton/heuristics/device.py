@@ -8,7 +8,7 @@ sequences span several tiles.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -26,6 +26,7 @@ __all__ = [
     "device_guard",
     "device_index",
     "limits_of",
+    "limits_of_cpu",
     "set_tuned_tiles",
 ]
 
@@ -100,18 +101,31 @@ def device_limits(device: torch.device) -> DeviceLimits:
     if device.type == "cuda":
         index = current_device() if device.index is None else device.index
         return _limits.get(index) or _cuda_limits(index)
-    if not INTERPRETED:
+    if not INTERPRETED and _CPU not in _limits:
         raise BackendUnavailableError(
             f"the Triton kernels were given a tensor on {device}; move it to a GPU, or set "
             "TRITON_INTERPRET=1 before triton is first imported to interpret them on the CPU"
         )
-    return _limits.get(_INTERPRETER, INTERPRETER_LIMITS)
+    return _limits.get(_CPU, INTERPRETER_LIMITS)
 
 
-_INTERPRETER = -1
+_CPU = -1
 _limits: dict[int, DeviceLimits] = {}
-"""The limits of each GPU, read when they are first needed; those of the interpreter with tiles of
-the user."""
+"""The limits of each GPU, read when they are first needed. For tensors of the CPU those of the
+interpreter with tiles of the user, or of a GPU that is described (`limits_of_cpu`)."""
+
+
+@contextlib.contextmanager
+def limits_of_cpu(limits: DeviceLimits) -> Iterator[None]:
+    """Inside, kernels for tensors of the CPU are chosen for a chip with these limits."""
+    before = _limits.get(_CPU)
+    _limits[_CPU] = limits
+    try:
+        yield
+    finally:
+        del _limits[_CPU]
+        if before is not None:
+            _limits[_CPU] = before
 
 
 def _cuda_limits(index: int) -> DeviceLimits:
@@ -134,7 +148,7 @@ def _cuda_limits(index: int) -> DeviceLimits:
 
 def device_index(tensor: Tensor) -> int:
     """Return the index for `set_tuned_tiles`: the CUDA index, or -1 for the interpreter."""
-    return (tensor.device.index or 0) if tensor.is_cuda else _INTERPRETER
+    return (tensor.device.index or 0) if tensor.is_cuda else _CPU
 
 
 def set_tuned_tiles(index: int, table: TileTable | None) -> None:
@@ -146,7 +160,7 @@ def set_tuned_tiles(index: int, table: TileTable | None) -> None:
         index: as returned by `device_index`.
         table: the table.
     """
-    if index == _INTERPRETER:
+    if index == _CPU:
         _limits.pop(index, None)
         if table is not None:
             _limits[index] = replace(INTERPRETER_LIMITS, tuned=table)

@@ -15,12 +15,16 @@ compiles: the first launch goes through Triton, whose hooks see every compilatio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from attnlib.env import raw
+from attnlib.ops.dispatch import runs_kernels
 from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.launch.driver import CHANGES, DirectLaunch, Source, direct_launch
 
@@ -40,6 +44,7 @@ ALIGNMENT = 15
 Submit = Callable[..., None]
 """Launches one kernel: `submit(stream, *arguments)`."""
 
+_CPU = torch.device("cpu")
 _JIT_RUN = getattr(JITFunction, "run", None)
 _KNOBS: Any = getattr(triton, "knobs", None)
 
@@ -119,6 +124,8 @@ class BoundLaunch:
         self._compiled: object = None
         self._direct: DirectLaunch | None = None
         self.hooks: Any = getattr(kernel, "pre_run_hooks", ())
+        if raw("ATTNLIB_KERNELS") and not runs_kernels(_CPU):  # else a GPU is described
+            import_module("attnlib.ops.triton.launch.kernel_folder").use_kernel_folder()
 
     @property
     def is_direct(self) -> bool:

@@ -1,0 +1,79 @@
+"""`attnlib compile`: compile the kernels of a model for a GPU that this machine does not have."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from attnlib.cli.arguments import CommandParser, any_device, output_folder, workers
+from attnlib.cli.server_flags import add_server_flags, rank_specs, server_of
+from attnlib.cli.spec_flags import add_spec_flags, specs_of
+from attnlib.layer.ahead_of_time import StoredKernel, compile_kernels
+
+__all__ = ["main", "parser"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile, and print what was compiled; returns 0."""
+    options = parser().parse_args(argv)
+    specs = rank_specs(specs_of(options), options.tensor_parallel)
+    server, started = server_of(options), time.perf_counter()
+    folder = Path(options.out) if options.out else None
+    kernels = compile_kernels(server, specs, folder, options.processes)
+    seconds = time.perf_counter() - started
+    if options.json:
+        found = {"seconds": round(seconds, 1), "kernels": [kernel._asdict() for kernel in kernels]}
+        print(json.dumps(found, indent=2))
+        return 0
+    compiled = [kernel for kernel in kernels if kernel.seconds]
+    print(
+        f"{len(kernels)} kernels for {server.device}, {server.chip().num_sms} multiprocessors: "
+        f"{len(compiled)} compiled, {len(kernels) - len(compiled)} found, in {seconds:.0f} s"
+    )
+    print("\n".join(_rows(kernels)))
+    if folder is not None:
+        print(f"on the server: ATTNLIB_KERNELS={folder.absolute()}")
+    return 0
+
+
+def _rows(kernels: Sequence[StoredKernel]) -> list[str]:
+    """Each kernel function, and how many kernels were made of it."""
+    counts = Counter(kernel.name for kernel in kernels)
+    return [f"  {name:<28} {number}" for name, number in counts.items()]
+
+
+def parser() -> CommandParser:
+    """The arguments of `attnlib compile`."""
+    made = CommandParser(
+        prog="attnlib compile",
+        description="Compile the Triton kernels that layers need on a GPU, on a machine without "
+        "it. The server then compiles none: set ATTNLIB_KERNELS there. Triton, attnlib, ptxas and "
+        "the compiler's environment variables must be the same.",
+    )
+    made.add_argument(
+        "--device",
+        type=any_device,
+        required=True,
+        help='the GPU: sm_80, sm_90, sm_100, ... or its name, such as H200 or "NVIDIA H100 PCIe"',
+    )
+    made.add_argument(
+        "--out",
+        type=output_folder,
+        metavar="FOLDER",
+        help="write the kernels and a manifest here, to ship (default: Triton's cache)",
+    )
+    made.add_argument(
+        "--processes",
+        type=workers,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="compile in N processes (default: one for each CPU)",
+    )
+    made.add_argument("--json", action="store_true", help="print JSON")
+    add_server_flags(made)
+    add_spec_flags(made)
+    return made

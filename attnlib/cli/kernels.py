@@ -1,0 +1,89 @@
+"""Which compiled kernels there are: lines of `attnlib explain` and `attnlib doctor`."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from attnlib import env
+from attnlib.layer.ahead_of_time import DescribedServer, check_described, needed_kernels
+from attnlib.spec import AttentionSpec
+
+__all__ = ["KernelsOfSpec", "kernel_facts", "kernels_of"]
+
+
+@dataclass(frozen=True)
+class KernelsOfSpec:
+    """The kernels of one kind of layer.
+
+    Attributes:
+        where: the folder, or Triton's cache.
+        needed: number of kernels.
+        missing: kernel function -> number of kernels that are not there.
+        differences: why no kernel of the folder is found here.
+    """
+
+    where: str
+    needed: int
+    missing: dict[str, int]
+    differences: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        absent = sum(self.missing.values())
+        text = f"{self.needed - absent} of {self.needed} kernels are in {self.where}"
+        if self.missing:
+            names = (f"{name} ({number})" for name, number in self.missing.items())
+            text += f"; missing: {', '.join(names)}"
+        return "; ".join([text, *self.differences])
+
+
+def kernels_of(
+    server: DescribedServer, specs: Mapping[str, AttentionSpec], folder: str
+) -> dict[str, KernelsOfSpec]:
+    """The kernels of each kind of layer, in a folder, or for "" in Triton's cache."""
+    check_described(server, specs.values())
+    if not specs:
+        return {}
+    from attnlib.ops.triton.launch.described import target_of
+    from attnlib.ops.triton.launch.kernel_folder import Manifest, cache_folder, is_stored
+
+    path = Path(folder) if folder else None
+    target, differences = target_of(server.chip()), []
+    if path is not None:
+        differences = Manifest.read(path).differences(target)
+    where = str(path or f"Triton's cache, {cache_folder()}")
+    found = {}
+    for kind, spec in specs.items():
+        needed = needed_kernels(server, [spec])
+        missing = Counter(kernel.name for kernel in needed if not is_stored(kernel, path))
+        found[kind] = KernelsOfSpec(where, len(needed), dict(missing), differences)
+    return found
+
+
+def kernel_facts() -> dict[str, str]:
+    """Where compiled kernels are, for `attnlib doctor`. Imports triton only for a folder."""
+    found = {"Triton's cache": os.environ.get("TRITON_CACHE_DIR", "~/.triton/cache (default)")}
+    if name := env.read("ATTNLIB_KERNELS"):
+        found["ATTNLIB_KERNELS"] = _folder_state(Path(name).expanduser())
+    return found
+
+
+def _folder_state(folder: Path) -> str:
+    from triton.backends.compiler import GPUTarget
+
+    from attnlib.ops.triton.launch.kernel_folder import Manifest, is_stored
+
+    manifest = Manifest.read(folder)
+    major, minor = manifest.chip["capability"]
+    differences = manifest.differences(GPUTarget("cuda", 10 * major + minor, 32))
+    present = sum(is_stored(kernel, folder) for kernel in manifest.needed())
+    text = f"{present} of {len(manifest.kernels)} kernels for {manifest.device} in {folder}"
+    return "; ".join([text, *(f"not used: {each}" for each in differences)])

@@ -1,0 +1,99 @@
+"""Kernels compiled without a GPU are those that a server on a GPU needs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnlib.device import resolve_device
+from attnlib.errors import BackendUnavailableError, ContractError, UnsupportedConfigError
+from attnlib.layer.ahead_of_time import DescribedServer, needed_kernels
+from attnlib.layer.warmup import WarmupReport
+from attnlib.score_functions.builtin import alibi_sqrt
+from attnlib.spec import AttentionSpec
+from attnlib.workspace import BatchLimits
+from tests.fresh_process import run_module
+
+LIMITS = BatchLimits(max_num_reqs=2, max_num_tokens=16, max_seq_len=64)
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+
+pytest.importorskip("triton")
+
+
+def described(device: str) -> DescribedServer:
+    return DescribedServer(resolve_device(device), LIMITS)
+
+
+@pytest.mark.slow
+def test_a_server_with_the_folder_compiles_nothing(tmp_path: Path) -> None:
+    """Compile for an H100 into a folder, move it, serve random batches in another process.
+
+    Triton's own look-up decides (`described_server`). Launches with another specialization compile
+    there, so the count can fail.
+    """
+    from tests.layer.described_server import ARGUMENTS
+
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path / "build")
+    written, shipped = tmp_path / "written", tmp_path / "shipped"
+    command = ["compile", "--device", "H100", *ARGUMENTS, "--out", str(written), "--processes", "1"]
+    done = run_module("attnlib", command, environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert not (tmp_path / "build").exists()  # everything is in the folder
+    written.rename(shipped)
+    names = [
+        name for name, _ in json.loads((shipped / "attnlib-kernels.json").read_text())["kernels"]
+    ]
+    assert {"hopper_prefill_kernel", "decode_kernel"} <= set(names)
+
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "server"), "ATTNLIB_KERNELS": str(shipped)}
+    done = run_module("tests.layer.described_server", [], environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    served = json.loads(done.stdout.splitlines()[-1])
+    assert served["random batches"]["compiled"] == []
+    assert sorted(served["random batches"]["found"]) == sorted(names)
+    assert served["unaligned"] == {"found": [], "compiled": ["decode_kernel", "write_kv_kernel"]}
+    assert "ATTNLIB_KERNELS" not in done.stderr
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
+def test_a_process_that_interprets_triton_compiles_nothing() -> None:
+    with pytest.raises(BackendUnavailableError, match="unset TRITON_INTERPRET"):
+        needed_kernels(described("H100"), [SPEC])
+
+
+def test_layers_that_cannot_be_compiled_are_refused() -> None:
+    with pytest.raises(ContractError, match="score function cannot be compiled without"):
+        needed_kernels(described("H100"), [SPEC.replace(score_function=alibi_sqrt())])
+    with pytest.raises(UnsupportedConfigError, match="batch_invariant"):
+        changes = {"batch_invariant": True, "kv_cache_dtype": "nvfp4"}
+        needed_kernels(described("H100"), [SPEC.replace(**changes)])
+
+
+@pytest.mark.parametrize("device", ["cpu", "gfx942", "sm_75", "cuda:7"])
+def test_gpus_whose_shared_memory_is_not_known(device: str) -> None:
+    with pytest.raises(ContractError, match="shared memory is known: use one of sm_80"):
+        described(device).chip()
+
+
+def test_numbers_of_gpus_by_name() -> None:
+    counts = {
+        "H100": 132, "NVIDIA H100 80GB HBM3": 132, "NVIDIA H100 PCIe": 114, "H20": 78,
+        "NVIDIA A100-SXM4-80GB": 108, "sm_90": 132, "sm_80": 108,
+    }  # fmt: skip
+    for device, count in counts.items():
+        chip = described(device).chip()
+        assert chip.num_sms == count, device
+    assert chip.shared_memory == 163 * 1024 and chip.capability == (8, 0) and not chip.has_fp8
+    with pytest.raises(ContractError, match="give --num-sms"):
+        described("B300").chip()
+    assert DescribedServer(resolve_device("B300"), LIMITS, 148).chip().num_sms == 148
+
+
+def test_the_report_of_a_warmup_counts_kernels() -> None:
+    assert str(WarmupReport(((1,),), 2.0, 3, 4)).endswith("in 2.0 s: 3 kernels found, 4 compiled")
+    assert str(WarmupReport(((1,),), 2.0)) == "warmed up with 1 batches in 2.0 s"
