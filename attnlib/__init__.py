@@ -5,6 +5,9 @@
     step, per batch    CommonAttentionMetadata -> the backend's builder -> metadata
     layer, per layer   Attention(q, k, v, cache, metadata) -> output and, on request, the LSE
 
+Layers with a recurrent state have `StateSpec`, `StateCache` and `StateLayer` in the same three
+phases.
+
 Public names are imported on first use: `import attnlib` imports neither triton nor any kernel
 package and does not initialize CUDA.
 """
@@ -38,6 +41,11 @@ _PUBLIC = {
     "MaskKind": "attnlib.spec",
     "PagedKVCache": "attnlib.cache.storage",
     "Sizes": "attnlib.capabilities",
+    "StateCache": "attnlib.cache.states",
+    "StateCapabilities": "attnlib.capabilities",
+    "StateImpl": "attnlib.backends.base",
+    "StateLayer": "attnlib.layer",
+    "StateSpec": "attnlib.spec",
     "explain": "attnlib.selection",
     "get_attn_backend": "attnlib.selection",
     "list_backends": "attnlib.selection",
@@ -53,13 +61,17 @@ __all__ = [*sorted(_PUBLIC), "__version__"]
 if TYPE_CHECKING:
     from attnlib.backends.base import AttentionBackend as AttentionBackend
     from attnlib.backends.base import AttentionImpl as AttentionImpl
+    from attnlib.backends.base import StateImpl as StateImpl
     from attnlib.cache.allocator import BlockAllocator as BlockAllocator
+    from attnlib.cache.states import StateCache as StateCache
     from attnlib.cache.storage import PagedKVCache as PagedKVCache
     from attnlib.cache.table import BlockTable as BlockTable
     from attnlib.capabilities import Capabilities as Capabilities
     from attnlib.capabilities import Sizes as Sizes
+    from attnlib.capabilities import StateCapabilities as StateCapabilities
     from attnlib.errors import AttnlibError as AttnlibError
     from attnlib.layer import Attention as Attention
+    from attnlib.layer import StateLayer as StateLayer
     from attnlib.layer.warmup import warmup as warmup
     from attnlib.metadata.base import AttentionMetadata as AttentionMetadata
     from attnlib.metadata.base import AttentionMetadataBuilder as AttentionMetadataBuilder
@@ -75,6 +87,7 @@ if TYPE_CHECKING:
     from attnlib.spec import AttentionType as AttentionType
     from attnlib.spec import CudaGraphSupport as CudaGraphSupport
     from attnlib.spec import MaskKind as MaskKind
+    from attnlib.spec import StateSpec as StateSpec
     from attnlib.workspace import BatchLimits as BatchLimits
 
 

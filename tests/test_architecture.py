@@ -18,7 +18,8 @@ LAYERS = (
     ("cache", "workspace", "tuning"),
     ("metadata",),
     ("backends.step_plan", "backends.per_head_tensors"),
-    ("backends.attention_impl",),
+    ("backends.attention_impl", "backends.state_impl"),
+    ("backends.state_backend",),
     ("backends.base", "backends.builtin", "backends.plugins", "backends._foreign"),
     ("backends.loading", "backends._pairs", "backends._two_streams"),
     ("backends",),
@@ -144,7 +145,7 @@ def test_ops_import_no_spec() -> None:
         (
             "backends.triton.impl",
             "from attnlib.selection import explain",
-            "backends.triton.impl imports selection (layer 10 -> 11)",
+            "backends.triton.impl imports selection (layer 11 -> 12)",
         ),
         (
             "cache.table",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 _PUBLIC = {
     "AttentionBackend": "attnlib.backends.base",
     "AttentionImpl": "attnlib.backends.base",
+    "StateImpl": "attnlib.backends.state_impl",
     "StepPlan": "attnlib.backends.step_plan",
 }
 """Name -> module that defines it."""
@@ -25,6 +26,7 @@ __all__ = sorted(_PUBLIC)
 if TYPE_CHECKING:
     from attnlib.backends.base import AttentionBackend as AttentionBackend
     from attnlib.backends.base import AttentionImpl as AttentionImpl
+    from attnlib.backends.state_impl import StateImpl as StateImpl
     from attnlib.backends.step_plan import StepPlan as StepPlan
 
 

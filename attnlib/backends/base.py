@@ -12,12 +12,14 @@ Required methods are abstract. Optional methods have working defaults.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from attnlib.backends.attention_impl import AttentionImpl, check_in_place, score_attribute
+from attnlib.backends.state_backend import StateBackend
+from attnlib.backends.state_impl import StateImpl
 from attnlib.backends.step_plan import LayerGroup, StepPlan
 from attnlib.cache.layout import layout_named
 from attnlib.cache.storage import BlockPairs, PagedKVCache
@@ -28,20 +30,21 @@ from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.paged_builder import PagedMetadataBuilder
 from attnlib.metadata.state import AttentionState
 from attnlib.ops.block_moves import KeysAndValues, swap_tensor_blocks
-from attnlib.spec import AttentionSpec
+from attnlib.spec import AttentionSpec, LayerSpec, StateSpec
 from attnlib.tuning.tuner import Tuner
 
 __all__ = [
     "AttentionBackend",
     "AttentionImpl",
     "LayerGroup",
+    "StateImpl",
     "StepPlan",
     "check_in_place",
     "score_attribute",
 ]
 
 
-class AttentionBackend(ABC):
+class AttentionBackend(StateBackend, ABC):
     """Base class of backends. It is not instantiated: all methods are class or static methods.
 
     Attributes:
@@ -50,13 +53,11 @@ class AttentionBackend(ABC):
         auto_priority: priority in auto of a backend that is registered without one, by an entry
             point for example: higher ones are tried first (triton has 300, torch 100). None: it is
             selected only by name.
-        config: settings from the registration, passed to the builder and every impl.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities()
     description: ClassVar[str] = ""
     auto_priority: ClassVar[int | None] = None
-    config: ClassVar[Mapping[str, Any]] = {}
 
     @staticmethod
     @abstractmethod
@@ -135,13 +136,16 @@ class AttentionBackend(ABC):
 
     @classmethod
     def validate_configuration(
-        cls, spec: AttentionSpec, device: torch.device | str | DeviceInfo | None = None
+        cls, spec: LayerSpec, device: torch.device | str | DeviceInfo | None = None
     ) -> list[str]:
         """All reasons why the backend does not support `spec` on `device`; empty if it does.
 
         This does not check whether the backend is installed; see `unavailable`.
         """
         info = resolve_device(device)
+        if isinstance(spec, StateSpec):
+            return cls.state_reasons(spec, info)
+        assert isinstance(spec, AttentionSpec)
         return unsupported_reasons(spec, info, cls.capabilities) + cls.supports_combination(
             spec, info
         )
@@ -222,13 +226,16 @@ class AttentionBackend(ABC):
 
     @classmethod
     def make_builder(
-        cls, spec: AttentionSpec, device: torch.device | str | None = None, **kwargs: Any
+        cls, spec: LayerSpec, device: torch.device | str | None = None, **kwargs: Any
     ) -> AttentionMetadataBuilder[Any]:
         """A builder with the `config` of this backend.
 
         Args:
             spec, device, kwargs: arguments of `AttentionMetadataBuilder`.
         """
+        if isinstance(spec, StateSpec):
+            return cls.make_state_builder(spec, device, **kwargs)
+        assert isinstance(spec, AttentionSpec)
         return cls.get_builder_cls().create(spec, device, config=cls.config, **kwargs)
 
     @classmethod

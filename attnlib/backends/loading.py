@@ -13,13 +13,20 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from attnlib.backends.base import AttentionBackend, AttentionImpl
-from attnlib.capabilities import Capabilities
-from attnlib.errors import RegistrationError
+from attnlib.backends.base import AttentionBackend, AttentionImpl, StateImpl
+from attnlib.capabilities import NOT_STATED, Capabilities, StateCapabilities
+from attnlib.errors import RegistrationError, UnsupportedConfigError
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.object_path import load_object
 
-__all__ = ["check_backend_class", "check_backend_interface", "configured", "import_backend"]
+__all__ = [
+    "check_backend_class",
+    "check_backend_interface",
+    "configured",
+    "import_backend",
+    "serves_attention",
+    "serves_states",
+]
 
 Backend = type[AttentionBackend]
 
@@ -62,9 +69,14 @@ def check_backend_class(backend: Any, label: str) -> None:
         raise RegistrationError(
             f"backend {label!r} is {backend!r}; it must be a subclass of attnlib.AttentionBackend"
         )
-    undefined = [
-        name for name in _REQUIRED if getattr(getattr(backend, name), "__isabstractmethod__", False)
-    ]
+    if not isinstance(backend.state_capabilities, StateCapabilities):
+        raise RegistrationError(
+            f"backend {label!r}: state_capabilities is {backend.state_capabilities!r}; it must be "
+            f"an attnlib.StateCapabilities(...)"
+        )
+    undefined = [name for name in _REQUIRED if _is_abstract(backend, name)]
+    if "get_impl_cls" in undefined and serves_states(backend):
+        undefined.remove("get_impl_cls")
     if undefined:
         raise RegistrationError(
             f"backend {label!r} ({backend.__qualname__}) lacks {', '.join(undefined)}: define "
@@ -77,6 +89,21 @@ def check_backend_class(backend: Any, label: str) -> None:
         )
 
 
+def serves_states(backend: Backend) -> bool:
+    """Whether a backend declares state layers."""
+    declared = getattr(backend.state_capabilities, "devices", NOT_STATED)
+    return declared is not NOT_STATED
+
+
+def serves_attention(backend: Backend) -> bool:
+    """Whether a backend has an impl of attention layers."""
+    return not _is_abstract(backend, "get_impl_cls")
+
+
+def _is_abstract(backend: Backend, name: str) -> bool:
+    return getattr(getattr(backend, name), "__isabstractmethod__", False)
+
+
 def check_backend_interface(backend: Backend, label: str) -> None:
     """`check_backend_class`, then its impl and metadata classes.
 
@@ -86,6 +113,10 @@ def check_backend_interface(backend: Backend, label: str) -> None:
         RegistrationError: a class does not fit; shows both signatures if `forward` differs.
     """
     check_backend_class(backend, label)
+    if serves_states(backend):
+        _check_state_impl(backend, label)
+    if not serves_attention(backend):
+        return
     try:
         impl, metadata = backend.get_impl_cls(), backend.get_metadata_cls()
     except Exception:
@@ -95,6 +126,20 @@ def check_backend_interface(backend: Backend, label: str) -> None:
         raise RegistrationError(
             f"backend {label!r}: get_metadata_cls() returned {metadata!r}; it must be a subclass "
             f"of attnlib.AttentionMetadata and a dataclass"
+        )
+
+
+def _check_state_impl(backend: Backend, label: str) -> None:
+    try:
+        impl: Any = backend.get_state_impl_cls()
+    except UnsupportedConfigError as error:
+        raise RegistrationError(f"backend {label!r}: {error}") from None
+    except Exception:
+        return
+    if not isinstance(impl, type) or not issubclass(impl, StateImpl) or inspect.isabstract(impl):
+        raise RegistrationError(
+            f"backend {label!r}: get_state_impl_cls() returned {impl!r}; it must return a subclass "
+            f"of attnlib.StateImpl that implements step and convolve"
         )
 
 

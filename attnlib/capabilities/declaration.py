@@ -13,7 +13,7 @@ from attnlib.errors import RegistrationError
 from attnlib.sizes import Sizes
 from attnlib.spec import AttentionType, CudaGraphSupport, MaskKind
 
-__all__ = ["NOT_STATED", "Capabilities"]
+__all__ = ["NOT_STATED", "Capabilities", "Declaration"]
 
 
 class _NotStated:
@@ -39,14 +39,51 @@ NOT_STATED: Any = _NotStated()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Capabilities:
-    """What a backend supports. A field that is not stated counts as unsupported.
+class Declaration:
+    """What a backend supports for one kind of layers. A field that is not stated counts as
+    unsupported.
 
     Attributes:
         devices: torch device types, such as ("cpu", "cuda").
         min_capability: lowest CUDA compute capability; None for any.
         max_capability: highest CUDA compute capability; None for any.
         rocm: AMD devices.
+
+    Raises:
+        RegistrationError: the value of a field has another type than the field.
+    """
+
+    devices: tuple[str, ...] = NOT_STATED
+    min_capability: tuple[int, int] | None = None
+    max_capability: tuple[int, int] | None = None
+    rocm: bool = False
+
+    def __post_init__(self) -> None:
+        cls: Any = type(self)
+        for name, kind in _field_types(cls).items():
+            value = getattr(self, name)
+            if value is not NOT_STATED and not _fits(value, kind):
+                raise RegistrationError(
+                    f"capability {name}={value!r} must be {_described(kind)}: change it, or leave "
+                    f"{name} out"
+                )
+
+    def stated(self) -> dict[str, Any]:
+        """The stated fields, by name."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) is not NOT_STATED
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities(Declaration):
+    """What a backend supports of attention layers. A field that is not stated counts as
+    unsupported.
+
+    Attributes:
+        devices, min_capability, max_capability, rocm: as in `Declaration`.
         dtypes: dtypes of q, k, v and the output.
         kv_cache_dtypes: dtypes that the cache may store. A cache in the dtype of the model also
             needs this dtype in `dtypes`.
@@ -80,10 +117,6 @@ class Capabilities:
         RegistrationError: the value of a field has another type than the field.
     """
 
-    devices: tuple[str, ...] = NOT_STATED
-    min_capability: tuple[int, int] | None = None
-    max_capability: tuple[int, int] | None = None
-    rocm: bool = False
     dtypes: tuple[torch.dtype, ...] = NOT_STATED
     kv_cache_dtypes: tuple[torch.dtype, ...] = NOT_STATED
     kv_formats: tuple[str, ...] = NOT_STATED
@@ -113,27 +146,10 @@ class Capabilities:
     allocates_in_forward: bool = False
     rotary_write: bool = False
 
-    def __post_init__(self) -> None:
-        for name, kind in _field_types().items():
-            value = getattr(self, name)
-            if value is not NOT_STATED and not _fits(value, kind):
-                raise RegistrationError(
-                    f"capability {name}={value!r} must be {_described(kind)}: change it, or leave "
-                    f"{name} out"
-                )
-
-    def stated(self) -> dict[str, Any]:
-        """The stated fields, by name."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if getattr(self, field.name) is not NOT_STATED
-        }
-
 
 @cache
-def _field_types() -> dict[str, Any]:
-    return get_type_hints(Capabilities)
+def _field_types(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 def _fits(value: Any, kind: Any) -> bool:

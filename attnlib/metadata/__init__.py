@@ -21,6 +21,8 @@ _PUBLIC = {
     "GraphGuard": "attnlib.metadata.graph_guard",
     "PagedMetadata": "attnlib.metadata.paged",
     "PerLayerParameters": "attnlib.metadata.parameters",
+    "StateMetadata": "attnlib.metadata.states",
+    "StateMetadataBuilder": "attnlib.metadata.states",
     "find_shared_prefixes": "attnlib.metadata.shared_prefix",
     "get_per_layer_parameters": "attnlib.metadata.parameters",
     "infer_global_hyperparameters": "attnlib.metadata.parameters",
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
     )
     from attnlib.metadata.split import split_decodes_and_prefills as split_decodes_and_prefills
     from attnlib.metadata.state import AttentionState as AttentionState
+    from attnlib.metadata.states import StateMetadata as StateMetadata
+    from attnlib.metadata.states import StateMetadataBuilder as StateMetadataBuilder
     from attnlib.metadata.transforms import (
         make_local_attention_virtual_batches as make_local_attention_virtual_batches,
     )

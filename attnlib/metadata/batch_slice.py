@@ -64,6 +64,8 @@ def slice_batch(
         if isinstance(common.causal, torch.Tensor)
         else common.causal,
         query_bias=part(common.query_bias, tokens),
+        state_slots=part(common.state_slots, requests),
+        state_sources=part(common.state_sources, requests),
         score_tensors=rows_of(common.score_tensors, requests),
         shared_prefixes=prefixes_of_requests(common.shared_prefixes, requests.start, requests.stop),
     )

@@ -71,7 +71,8 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     """Whether kernels read every length and block in the tensors of the batch: they follow changes
     in place, within the bounds of the batch. Query lengths on the host may then differ from those
     on the device, if both agree on the decode part and on the number of its tokens."""
-
+    clone_settings: Mapping[str, Any] = {}
+    """Arguments of the constructor of a subclass besides those above, for a clone."""
     checks_batches: ClassVar[bool] = True
     """Whether its methods check their batch before they run, and get it in the form that
     `CommonAttentionMetadata` describes. False for builders of other interfaces."""

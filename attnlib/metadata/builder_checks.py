@@ -31,7 +31,7 @@ def with_checks(build: Any) -> Any:
                 args = tuple(own if x is common else x for x in args)
                 kwargs = {name: own if x is common else x for name, x in kwargs.items()}
             first = first or own
-            if own.block_size != self.spec.block_size:
+            if own.block_size is not None:
                 check_block_size(own, self.spec)
             if self.limits is not None:
                 check_limits(own, self.limits)

@@ -14,14 +14,17 @@ from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.host_lengths import check_type
 from attnlib.metadata.shared_prefix import check_shared_blocks
 from attnlib.metadata.values import check_values
-from attnlib.spec import AttentionSpec
+from attnlib.spec import AttentionSpec, StateSpec
 from attnlib.workspace import BatchLimits
 
 __all__ = ["check_batch", "check_block_size", "check_limits"]
 
 
 def check_batch(
-    common: CommonAttentionMetadata, spec: AttentionSpec, *, needs_host_lengths: bool = True
+    common: CommonAttentionMetadata,
+    spec: AttentionSpec | StateSpec,
+    *,
+    needs_host_lengths: bool = True,
 ) -> None:
     """Check a batch; every builder calls this before it uses one.
 
@@ -37,6 +40,9 @@ def check_batch(
     """
     if type(common) is not CommonAttentionMetadata:
         check_type(common)
+    if isinstance(spec, StateSpec):
+        _check_state_batch(common, needs_host_lengths)
+        return
     if spec.is_paged and common.block_table_tensor is None:
         raise ContractError(
             f"attn_type={spec.attn_type.value} reads the cache through a block table, but the "
@@ -49,12 +55,27 @@ def check_batch(
             check_shared_blocks(common.shared_prefixes, common.block_table_tensor, spec.block_size)
 
 
-def check_block_size(common: CommonAttentionMetadata, spec: AttentionSpec) -> None:
+def _check_state_batch(common: CommonAttentionMetadata, needs_host_lengths: bool) -> None:
+    """`check_batch` for state layers, which read slots of states and no blocks."""
+    if common.state_slots is None:
+        raise ContractError(
+            "the batch has no state_slots, and state layers find their states by them: pass "
+            "state_slots, the slot of each request",
+            rule="T7",
+        )
+    if env.read("ATTNLIB_VALIDATE") and not _is_capturing(common.seq_lens):
+        values = BatchValues.of_batch(common, 1, needs_host_lengths)
+        check_values(values._replace(table=None, slots=None))
+
+
+def check_block_size(common: CommonAttentionMetadata, spec: AttentionSpec | StateSpec) -> None:
     """Whether the table and slots of a batch count in the blocks of the layers.
 
     Raises:
         ContractError: they were made for another block size.
     """
+    if isinstance(spec, StateSpec):
+        return
     if spec.is_paged and common.block_size not in (None, spec.block_size):
         raise ContractError(
             f"the batch was made with block_size={common.block_size}, the layers have "

@@ -14,15 +14,16 @@ import torch
 from attnlib.errors import ContractError
 from attnlib.metadata.batch_slice import slice_batch
 from attnlib.metadata.form import check_form
+from attnlib.metadata.length_fields import length_fields, request_starts
 from attnlib.metadata.lengths import (
     TableLike,
     checked_lengths,
     largest,
     new_keys,
     table_and_slots,
-    upper_bound,
 )
 from attnlib.metadata.shared_prefix import SharedPrefix
+from attnlib.metadata.state_slots import state_slot_fields
 
 __all__ = ["CommonAttentionMetadata"]
 
@@ -64,6 +65,10 @@ class CommonAttentionMetadata:
             `metadata.shared_prefix.find_shared_prefixes` finds them in a block table on the host;
             None if they are not known. They change no result (M13); backends named
             `prefix:NAME,suffix:NAME` compute them once.
+        state_slots: [R] int32 device; the slot of each request in state layers, -1 for padding
+            (T7). None for a batch without state layers.
+        state_sources: [R] int32 device; the slot that each request reads where it is another one
+            than it writes (T12). None reads `state_slots`.
         block_size: tokens per block of `block_table_tensor` and `slot_mapping`, which a builder
             compares with its own; None if it is not known.
     """
@@ -84,6 +89,8 @@ class CommonAttentionMetadata:
     score_tensors: Mapping[str, torch.Tensor] | None = None
     is_cross_attention: bool = False
     shared_prefixes: Sequence[SharedPrefix] | None = None
+    state_slots: torch.Tensor | None = None
+    state_sources: torch.Tensor | None = None
     block_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -110,6 +117,8 @@ class CommonAttentionMetadata:
         max_seq_len: int | None = None,
         is_cross_attention: bool = False,
         new_key_lens: Sequence[int] | None = None,
+        state_slots: Sequence[int] | torch.Tensor | None = None,
+        state_sources: Sequence[int] | torch.Tensor | None = None,
     ) -> CommonAttentionMetadata:
         """A batch from lists of lengths.
 
@@ -120,7 +129,7 @@ class CommonAttentionMetadata:
                 `[R, max_blocks]`; None where nothing is cached.
             block_size: tokens per block; required with a block table.
             device: where the kernels run; None means the default device of torch.
-            causal, query_bias, score_tensors, is_cross_attention: see the attributes.
+            causal, query_bias, score_tensors, is_cross_attention, state_*: see the attributes.
             max_query_len, max_seq_len: upper bounds to store in place of the maxima (CUDA graphs).
             new_key_lens: for cross-attention, the keys of each request that this batch writes: the
                 last ones of `seq_lens`, 0 where the encoder output is cached already. None writes
@@ -133,8 +142,7 @@ class CommonAttentionMetadata:
         """
         device = torch.get_default_device() if device is None else torch.device(device)
         queries, sequences = checked_lengths(query_lens, seq_lens, is_cross_attention)
-        starts = torch.zeros(len(queries) + 1, dtype=torch.int32, device="cpu")
-        torch.cumsum(queries, 0, out=starts[1:])
+        starts = request_starts(queries)
         has_table = block_table is not None
         keys = new_keys(starts, queries, sequences, is_cross_attention, new_key_lens, has_table)
         table = slots = None
@@ -144,9 +152,7 @@ class CommonAttentionMetadata:
                 block_table, *keys, sequences, block_size, device, write=writes
             )
         return cls(
-            **_lengths(device, starts, sequences),
-            max_query_len=upper_bound("max_query_len", max_query_len, "query_lens", queries),
-            max_seq_len=upper_bound("max_seq_len", max_seq_len, "seq_lens", sequences),
+            **length_fields(device, starts, queries, sequences, max_query_len, max_seq_len),
             block_table_tensor=table,
             slot_mapping=slots,
             causal=causal,
@@ -154,6 +160,7 @@ class CommonAttentionMetadata:
             score_tensors=score_tensors,
             is_cross_attention=is_cross_attention,
             block_size=block_size if has_table else None,
+            **state_slot_fields(state_slots, state_sources, device),
         )
 
     @property
@@ -222,16 +229,3 @@ class CommonAttentionMetadata:
         if part.seq_lens_cpu is not None:
             part.max_seq_len = min(self.max_seq_len, largest(part.seq_lens_cpu))
         return part
-
-
-def _lengths(device: torch.device, starts: torch.Tensor, sequences: torch.Tensor) -> dict[str, Any]:
-    """The fields that follow from starts `[R + 1]` and sequence lengths `[R]` on the host."""
-    return {
-        "query_start_loc": starts.to(device, non_blocking=True),
-        "query_start_loc_cpu": starts,
-        "seq_lens": sequences.to(device, non_blocking=True),
-        "seq_lens_cpu": sequences,
-        "num_computed_tokens_cpu": (sequences - starts[1:] + starts[:-1]).clamp(min=0),
-        "num_reqs": len(sequences),
-        "num_actual_tokens": int(starts[-1]),
-    }

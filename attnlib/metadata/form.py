@@ -54,6 +54,12 @@ def check_form(common: CommonAttentionMetadata) -> None:
         _differs(common.causal, torch.bool, (reqs,)) or common.causal.device != device
     ):
         raise _wrong("causal", common.causal, f"bool [{reqs}], or one bool", device, "M1")
+    for name, named in (
+        ("state_slots", common.state_slots),
+        ("state_sources", common.state_sources),
+    ):
+        if named is not None and (_differs(named, _INT32, (reqs,)) or named.device != device):
+            raise _wrong(name, named, f"int32 [{reqs}]", device, "T7")
     if common.query_bias is not None:
         _check_bias(common.query_bias, tokens, common.max_query_len, device)
     _check_bounds(common)

@@ -9,10 +9,10 @@ import torch
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.batch_slice import rows_of
 from attnlib.metadata.common import CommonAttentionMetadata
-from attnlib.spec import AttentionType
+from attnlib.spec import AttentionSpec, AttentionType, StateSpec
 from attnlib.workspace import BatchLimits
 
-__all__ = ["GraphBuffers"]
+__all__ = ["GraphBuffers", "block_size_of"]
 
 
 class GraphBuffers:
@@ -33,15 +33,22 @@ class GraphBuffers:
         score_columns: int | None,
     ) -> None:
         self._limits = limits
-        self._block_size = builder.spec.block_size
-        self._is_cross = builder.spec.attn_type is AttentionType.ENCODER_DECODER
+        spec: AttentionSpec | StateSpec = builder.spec
+        self._block_size = block_size_of(spec)
+        self._has_states = isinstance(spec, StateSpec)
+        self._is_cross = (
+            isinstance(spec, AttentionSpec) and spec.attn_type is AttentionType.ENCODER_DECODER
+        )
         device, reqs, tokens = builder.device, limits.max_num_reqs, limits.max_num_tokens
         self._query_start_loc = torch.zeros(reqs + 1, dtype=torch.int32, device=device)
         self._seq_lens = torch.zeros(reqs, dtype=torch.int32, device=device)
         self._block_table = torch.zeros(reqs, max_blocks, dtype=torch.int32, device=device)
         self._slot_mapping = torch.full((tokens,), -1, dtype=torch.int64, device=device)
         self.score_columns = score_columns or limits.max_seq_len
-        function = builder.spec.score_function
+        # Without sources, each request reads the slot that it writes.
+        self._state_slots = torch.full((reqs,), -1, dtype=torch.int32, device=device)
+        self._state_sources = self._state_slots.clone()
+        function = spec.score_function if isinstance(spec, AttentionSpec) else None
         self.score_tensors = {
             name: torch.zeros(reqs, self.score_columns, dtype=torch.int32, device=device)
             for name in (() if function is None else function.batch_tensors)
@@ -54,6 +61,8 @@ class GraphBuffers:
             "seq_lens": self._seq_lens,
             "block_table": self._block_table,
             "slot_mapping": self._slot_mapping,
+            "state_slots": self._state_slots,
+            "state_sources": self._state_sources,
             **{f"score_{name}": tensor for name, tensor in self.score_tensors.items()},
         }
 
@@ -63,7 +72,8 @@ class GraphBuffers:
         lengths = torch.full((reqs,), query_len, dtype=torch.int32)
         self._query_start_loc[: reqs + 1].copy_(starts, non_blocking=True)
         self._seq_lens[:reqs].copy_(lengths, non_blocking=True)
-        self._slot_mapping.fill_(-1)
+        for slots in (self._slot_mapping, self._state_slots, self._state_sources):
+            slots.fill_(-1)
 
     def fill(self, common: CommonAttentionMetadata, padded_num_reqs: int, tokens: int) -> None:
         """Copy a batch, padded to a number of requests and of tokens. No host sync."""
@@ -80,6 +90,14 @@ class GraphBuffers:
             self._slot_mapping[: common.num_actual_tokens].copy_(
                 common.slot_mapping[: common.num_actual_tokens], non_blocking=True
             )
+        for persistent, given_slots in (
+            (self._state_slots, common.state_slots),
+            (self._state_sources, common.state_slots),
+            (self._state_sources, common.state_sources),
+        ):
+            if given_slots is not None:
+                persistent[:reqs].copy_(given_slots, non_blocking=True)
+                persistent[reqs:padded_num_reqs].fill_(-1)
         for name, persistent in self.score_tensors.items():
             given = (common.score_tensors or {})[name]
             persistent[:reqs, : given.shape[1]].copy_(given, non_blocking=True)
@@ -127,6 +145,13 @@ class GraphBuffers:
             block_table_tensor=self._block_table[:reqs],
             slot_mapping=None if self._is_cross else self._slot_mapping[: reqs * query_len],
             score_tensors=rows_of(self.score_tensors or None, slice(0, reqs)),
+            state_slots=self._state_slots[:reqs] if self._has_states else None,
+            state_sources=self._state_sources[:reqs] if self._has_states else None,
             block_size=self._block_size,
             **extra,
         )
+
+
+def block_size_of(spec: AttentionSpec | StateSpec) -> int:
+    """Tokens per block of a layer's cache; 1 for state layers, which have no blocks."""
+    return 1 if isinstance(spec, StateSpec) else spec.block_size

@@ -12,6 +12,7 @@ from attnlib.errors import ContractError
 __all__ = [
     "TableLike",
     "checked_lengths",
+    "int32_values",
     "largest",
     "new_keys",
     "table_and_slots",
@@ -31,8 +32,8 @@ def checked_lengths(
         ContractError: a length that is negative or no integer, sums that exceed int32, or a
             sequence that is shorter than its new tokens (self attention).
     """
-    queries = _int32("query_lens", query_lens, "M1").reshape(-1)
-    sequences = _int32("seq_lens", seq_lens, "M1").reshape(-1)
+    queries = int32_values("query_lens", query_lens, "M1").reshape(-1)
+    sequences = int32_values("seq_lens", seq_lens, "M1").reshape(-1)
     total = int(queries.sum())
     if total > _INT32.max:
         raise ContractError(
@@ -84,7 +85,7 @@ def new_keys(
             "new_key_lens is for cross-attention with a block table: other batches write the keys "
             "of their query_lens"
         )
-    new = _int32("new_key_lens", new_key_lens, "M1").reshape(-1)
+    new = int32_values("new_key_lens", new_key_lens, "M1").reshape(-1)
     if new.shape != sequences.shape:
         raise ContractError(f"{len(new)} new_key_lens for {len(sequences)} requests", rule="M1")
     wrong = (new < 0) | (new > sequences)
@@ -164,7 +165,7 @@ def _dense(block_table: TableLike, sequences: torch.Tensor, block_size: int) -> 
             )
     width = max((len(row) for row in block_table), default=0)
     rows = [[*row, *[-1] * (width - len(row))] for row in block_table]
-    return _int32("block_table", rows, "P3").reshape(len(rows), width)
+    return int32_values("block_table", rows, "P3").reshape(len(rows), width)
 
 
 def _dense_tensor(
@@ -174,10 +175,10 @@ def _dense_tensor(
         # Entries past the end of a row may hold anything (P3), ids that int32 cannot hold included.
         used = torch.arange(block_table.shape[1]) * block_size < sequences[:, None]
         if used.shape == block_table.shape:
-            _int32("block_table", torch.where(used, block_table, 0), "P3")
+            int32_values("block_table", torch.where(used, block_table, 0), "P3")
         block_table = block_table.clamp(_INT32.min, _INT32.max)
         return block_table.to(torch.int32).contiguous()
-    return _int32("block_table", block_table, "P3").contiguous()
+    return int32_values("block_table", block_table, "P3").contiguous()
 
 
 def _check_width(shape: Sequence[int], sequences: torch.Tensor, block_size: int) -> None:
@@ -202,7 +203,7 @@ def _too_narrow(request: int, columns: int, seq_len: int, block_size: int) -> st
     )
 
 
-def _int32(name: str, values: Any, rule: str) -> torch.Tensor:
+def int32_values(name: str, values: Any, rule: str) -> torch.Tensor:
     """Integers as an int32 tensor on the CPU; refuses what the conversion would change."""
     given = torch.as_tensor(values, device="cpu")
     if given.numel() == 0 or given.dtype == torch.int32:

@@ -14,7 +14,7 @@ import torch
 from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadataBuilder, M
 from attnlib.metadata.common import CommonAttentionMetadata
-from attnlib.metadata.graph_buffers import GraphBuffers
+from attnlib.metadata.graph_buffers import GraphBuffers, block_size_of
 from attnlib.metadata.state_checks import check_fits, check_size
 from attnlib.spec import CudaGraphSupport
 from attnlib.workspace import BatchLimits
@@ -62,7 +62,8 @@ class AttentionState(Generic[M]):
         self.builder = builder
         self.limits = limits
         self.cross_attention = cross_attention
-        self.max_blocks = max_blocks or -(-limits.max_seq_len // builder.spec.block_size)
+        blocks = max_blocks or -(-limits.max_seq_len // block_size_of(builder.spec))
+        self.max_blocks = blocks
         self.buffers = GraphBuffers(builder, limits, self.max_blocks, score_columns)
         self.score_columns = self.buffers.score_columns
 
@@ -187,6 +188,7 @@ class AttentionState(Generic[M]):
             layers=self.builder.layers,
             config=self.builder.config,
             limits=limits,
+            **self.builder.clone_settings,
         )
         cross = self.cross_attention
         return type(self)(

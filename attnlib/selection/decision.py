@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from attnlib.backends.base import AttentionBackend
-from attnlib.capabilities import unsupported_reasons
+from attnlib.capabilities import Capabilities, StateCapabilities, unsupported_reasons
 from attnlib.device import DeviceInfo
 from attnlib.errors import LayoutMismatchError
 from attnlib.kv_rotation import KVRotation
 from attnlib.selection.registration import Registration
 from attnlib.selection.report import CandidateReport, SelectionReport, SelectionStatus
 from attnlib.selection.request import Request
-from attnlib.spec import AttentionSpec, AttentionType
+from attnlib.spec import AttentionSpec, AttentionType, LayerSpec, StateSpec
 from attnlib.tuning import Ranking
 
 __all__ = ["Probe", "auto_order", "decide"]
@@ -60,7 +60,7 @@ def auto_order(
 
 
 def decide(
-    spec: AttentionSpec,
+    spec: LayerSpec,
     device: DeviceInfo,
     entries: Sequence[Registration],
     request: Request,
@@ -112,7 +112,7 @@ def decide(
 
 
 def _evaluate(
-    spec: AttentionSpec,
+    spec: LayerSpec,
     device: DeviceInfo,
     name: str,
     backend: Backend | None,
@@ -123,9 +123,9 @@ def _evaluate(
         try:
             reasons = (
                 # Limits of a package that is missing, too: to install it would not help.
-                tuple(unsupported_reasons(spec, device, backend.capabilities))
+                tuple(unsupported_reasons(spec, device, _declared(backend, spec)))
                 if unavailable_reasons
-                else tuple(backend.validate_configuration(spec, device))
+                else tuple(_reasons(backend, spec, device))
             )
         except KeyboardInterrupt:
             raise
@@ -140,13 +140,30 @@ def _evaluate(
     return CandidateReport(name, SelectionStatus.ACCEPTED, explain_lines=lines)
 
 
-def _explain_lines(backend: Backend, spec: AttentionSpec, device: DeviceInfo) -> tuple[str, ...]:
+def _declared(backend: Backend, spec: LayerSpec) -> Capabilities | StateCapabilities:
+    is_state = isinstance(spec, StateSpec)
+    return backend.state_capabilities if is_state else backend.capabilities
+
+
+def _reasons(backend: Backend, spec: LayerSpec, device: DeviceInfo) -> list[str]:
+    if isinstance(spec, StateSpec):  # `validate_configuration` of a plug-in may not know them
+        return backend.state_reasons(spec, device)
+    return backend.validate_configuration(spec, device)
+
+
+def _explain_lines(backend: Backend, spec: LayerSpec, device: DeviceInfo) -> tuple[str, ...]:
     try:
+        if isinstance(spec, StateSpec):
+            return tuple(backend.explain_state_lines(spec, device))
+        assert isinstance(spec, AttentionSpec)
         lines = list(backend.explain_lines(spec, device))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # missing information must not prevent the choice
         lines = [f"its explain_lines raised {type(error).__name__}: {error}"]
+        if isinstance(spec, StateSpec):
+            return tuple(lines)
+    assert isinstance(spec, AttentionSpec)
     if backend.capabilities.needs_finite_cache:
         lines.append("requires a cache without NaN or Inf in unused slots")
     decodes = spec.attn_type is AttentionType.DECODER and not spec.use_mla
@@ -174,7 +191,7 @@ def _rotation_line(rotation: KVRotation) -> str:
 
 
 def _evaluate_pair(
-    spec: AttentionSpec, device: DeviceInfo, request: Request, accepted: dict[str, Backend]
+    spec: LayerSpec, device: DeviceInfo, request: Request, accepted: dict[str, Backend]
 ) -> CandidateReport:
     """Two accepted backends may not fit together: no common layout, or no decode phase."""
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from attnlib.cache.layout import get_kv_cache_layout, negotiate_layout
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.errors import ContractError
 from attnlib.selection.selector import get_attn_backend
-from attnlib.spec import AttentionSpec
+from attnlib.spec import AttentionSpec, LayerSpec, StateSpec
 
 __all__ = ["GroupSelection", "select_for_groups"]
 
@@ -29,12 +30,13 @@ class GroupSelection:
     """The selected backend of each group, and the layout they share.
 
     Attributes:
-        specs: group -> its spec; `kv_cache_layout` is set for groups with a paged cache.
+        specs: group -> its spec; `kv_cache_layout` is set for groups with a paged cache, `form`
+            and `chunk_size` for state layers.
         backends: group -> its backend.
         layout: the cache layout of all groups with a paged cache; None if there is none.
     """
 
-    specs: Mapping[str, AttentionSpec]
+    specs: Mapping[str, Any]
     backends: Mapping[str, type[AttentionBackend]]
     layout: str | None
 
@@ -45,7 +47,7 @@ class GroupSelection:
 
 
 def select_for_groups(
-    groups: Mapping[str, AttentionSpec],
+    groups: Mapping[str, LayerSpec],
     backend: Request | Mapping[str, Request] = None,
     device: torch.device | str | DeviceInfo | None = None,
 ) -> GroupSelection:
@@ -78,21 +80,23 @@ def select_for_groups(
         for name, spec in groups.items()
     }
     layout = _shared_layout(groups, chosen)
-    if layout is None:
-        return GroupSelection(dict(groups), chosen, None)
-    specs = {
-        name: spec.replace(kv_cache_layout=layout) if spec.is_paged else spec
-        for name, spec in groups.items()
-    }
+    specs = {name: _resolved(spec, chosen[name], layout) for name, spec in groups.items()}
     return GroupSelection(specs, chosen, layout)
 
 
+def _resolved(spec: LayerSpec, backend: type[AttentionBackend], layout: str | None) -> LayerSpec:
+    if isinstance(spec, StateSpec):
+        return backend.resolve_state_spec(spec)
+    paged = isinstance(spec, AttentionSpec) and spec.is_paged
+    return spec.replace(kv_cache_layout=layout) if paged and layout else spec
+
+
 def _shared_layout(
-    groups: Mapping[str, AttentionSpec], chosen: Mapping[str, type[AttentionBackend]]
+    groups: Mapping[str, LayerSpec], chosen: Mapping[str, type[AttentionBackend]]
 ) -> str | None:
     supported = []
     for name, spec in groups.items():
-        if spec.is_paged:
+        if isinstance(spec, AttentionSpec) and spec.is_paged:
             reads = chosen[name].capabilities.kv_cache_layouts or ("NHD",)
             supported.append(
                 (

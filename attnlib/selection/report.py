@@ -15,7 +15,7 @@ from attnlib.errors import (
     Rejection,
     UnsupportedConfigError,
 )
-from attnlib.spec import AttentionSpec
+from attnlib.spec import LayerSpec
 
 __all__ = ["CandidateReport", "SelectionReport", "SelectionStatus", "selection_error"]
 
@@ -140,7 +140,7 @@ def _row(head: str, texts: Iterable[str]) -> list[str]:
 
 
 def selection_error(
-    spec: AttentionSpec,
+    spec: LayerSpec,
     report: SelectionReport,
     requested: Sequence[str],
     environment: Callable[[str], str],

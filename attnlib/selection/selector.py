@@ -28,7 +28,7 @@ from attnlib.selection.registry import registrations
 from attnlib.selection.report import SelectionReport, selection_error
 from attnlib.selection.request import Request
 from attnlib.selection.vllm_arguments import spec_from_vllm_arguments
-from attnlib.spec import AttentionSpec
+from attnlib.spec import AttentionSpec, LayerSpec
 
 __all__ = ["explain", "get_attn_backend", "measured_ranking"]
 
@@ -43,7 +43,7 @@ _cache: dict[tuple[Any, ...], Backend] = {}
 
 
 def get_attn_backend(
-    spec: AttentionSpec | int | None = None,
+    spec: LayerSpec | int | None = None,
     backend: str | Backend | torch.dtype | None = None,
     device: Device = None,
     *positional: Any,
@@ -74,7 +74,7 @@ def get_attn_backend(
             backend does; carries all reasons.
         LayoutMismatchError: the two backends of a pair read no common cache layout.
     """
-    if not isinstance(spec, AttentionSpec) or positional or keywords:
+    if not isinstance(spec, LayerSpec) or positional or keywords:
         arguments = (spec, backend, device, *positional)
         given = spec_from_vllm_arguments(arguments, keywords)
         return PlaceholderBackend if given is None else get_attn_backend(given)
@@ -93,7 +93,7 @@ def get_attn_backend(
 
 
 def explain(
-    spec: AttentionSpec, device: Device = None, backend: str | Backend | None = None
+    spec: LayerSpec, device: Device = None, backend: str | Backend | None = None
 ) -> SelectionReport:
     """Report which backend would be chosen for `spec` on `device`, and why.
 
@@ -114,8 +114,10 @@ def explain(
     return _decide(spec, info, request, _entries(given))
 
 
-def measured_ranking(spec: AttentionSpec, device: DeviceInfo) -> tuning.Ranking | None:
+def measured_ranking(spec: LayerSpec, device: DeviceInfo) -> tuning.Ranking | None:
     """The measured order of backends: from the user's tuning table, else the shipped one."""
+    if not isinstance(spec, AttentionSpec):
+        return None  # the tables hold measurements of attention layers
     table = tuning.tuning_for(device)
     own = table.ranking(spec) if table else None
     return own or tuning.shipped_ranking(spec, device)
@@ -129,12 +131,12 @@ def _cached_availability(
     return availability(entry, device)
 
 
-def _key(spec: AttentionSpec, backend: Any, device: Any) -> tuple[Any, ...]:
+def _key(spec: LayerSpec, backend: Any, device: Any) -> tuple[Any, ...]:
     """All inputs of a selection."""
     return spec, backend, device, current_device_index(), selection_state()
 
 
-def _select(spec: AttentionSpec, backend: Any, device: DeviceInfo, layer_name: str) -> Backend:
+def _select(spec: LayerSpec, backend: Any, device: DeviceInfo, layer_name: str) -> Backend:
     env.warn_about_unread_variables()
     request, given = current_request(backend)
     entries = {entry.name: entry for entry in _entries(given)}
@@ -162,7 +164,7 @@ def _select(spec: AttentionSpec, backend: Any, device: DeviceInfo, layer_name: s
 
 
 def _decide(
-    spec: AttentionSpec,
+    spec: LayerSpec,
     device: DeviceInfo,
     request: Request,
     entries: list[Registration],
@@ -170,9 +172,10 @@ def _decide(
 ) -> SelectionReport:
     layout = get_kv_cache_layout()
     ranking = measured_ranking(spec, device)
-    if layout and spec.kv_cache_layout is None and spec.is_paged and not spec.use_mla:
+    if layout and isinstance(spec, AttentionSpec):
         # The user's layout applies to every cache, so the backend must be able to read it (P2).
-        spec = spec.replace(kv_cache_layout=layout)
+        if spec.kv_cache_layout is None and spec.is_paged and not spec.use_mla:
+            spec = spec.replace(kv_cache_layout=layout)
     return decide(
         spec,
         device,

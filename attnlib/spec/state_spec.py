@@ -91,6 +91,11 @@ class StateSpec(LayerSpec):
         return {"num_key_heads": self.num_heads}
 
     @property
+    def is_paged(self) -> bool:
+        """False: a state layer has no paged cache of keys."""
+        return False
+
+    @property
     def has_recurrence(self) -> bool:
         """False for a layer with a convolution only."""
         return self.num_heads > 0

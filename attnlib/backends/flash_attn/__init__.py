@@ -23,7 +23,7 @@ from attnlib.backends.flash_attn.support import choose_kernel
 from attnlib.capabilities import Capabilities, Sizes, unsupported_device_reasons
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
-from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
+from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, LayerSpec, MaskKind
 
 __all__ = ["FlashAttnBackend"]
 
@@ -117,7 +117,7 @@ class FlashAttnBackend(AttentionBackend):
 
     @classmethod
     def validate_configuration(
-        cls, spec: AttentionSpec, device: torch.device | str | DeviceInfo | None = None
+        cls, spec: LayerSpec, device: torch.device | str | DeviceInfo | None = None
     ) -> list[str]:
         """The reasons of every installed generation if none supports `spec`.
 
@@ -125,6 +125,8 @@ class FlashAttnBackend(AttentionBackend):
         decides.
         """
         info = resolve_device(device)
+        if not isinstance(spec, AttentionSpec):
+            return super().validate_configuration(spec, info)
         if (
             unsupported_device_reasons(info, cls.capabilities)
             or nothing_installed()

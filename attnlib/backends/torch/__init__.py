@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from attnlib.backends.base import AttentionBackend, AttentionImpl
-from attnlib.capabilities import Capabilities, Sizes
+from attnlib.backends.base import AttentionBackend, AttentionImpl, StateImpl
+from attnlib.capabilities import Capabilities, Sizes, StateCapabilities
 from attnlib.device import DeviceInfo
 from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
@@ -64,6 +64,28 @@ class TorchBackend(AttentionBackend):
         batch_invariant=True,
         cudagraph=CudaGraphSupport.NEVER,
     )
+    state_capabilities = StateCapabilities(
+        devices=("cpu", "cuda", "mps", "xpu"),
+        rocm=True,
+        dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        state_dtypes=(torch.float32, torch.bfloat16),
+        key_sizes=Sizes(1),
+        value_sizes=Sizes(1),
+        group_sizes=Sizes(1),
+        updates=("delta", "add"),
+        decays=("head", "channel", "constant"),
+        beta=True,
+        skip=True,
+        qk_norm=True,
+        conv_widths=Sizes(2),
+        conv_activations=("silu", "none"),
+        conv_bias=True,
+        forms=("plain", "tail", "snapshots"),
+        chunk_sizes=Sizes(16),
+        max_rollback=1 << 16,
+        batch_invariant=True,
+        cudagraph=CudaGraphSupport.NEVER,
+    )
 
     @staticmethod
     def get_name() -> str:
@@ -74,6 +96,12 @@ class TorchBackend(AttentionBackend):
         from attnlib.backends.torch.impl import TorchImpl
 
         return TorchImpl
+
+    @staticmethod
+    def get_state_impl_cls() -> type[StateImpl]:
+        from attnlib.backends.torch.states import TorchStateImpl
+
+        return TorchStateImpl
 
     @classmethod
     def get_operation(cls, name: str) -> Callable[..., Any] | None:

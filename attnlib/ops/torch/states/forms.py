@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnlib.errors import ContractError
 from attnlib.ops.states.batch import StateRequest
 from attnlib.ops.states.layout import StateLayout
 from attnlib.ops.states.params import RecurrenceParams
@@ -19,7 +20,7 @@ from attnlib.ops.torch.states.recurrence import (
     recur,
 )
 
-__all__ = ["RequestStep"]
+__all__ = ["RequestStep", "state_at"]
 
 _MOST_ROWS = {"channel": 16}
 """Tokens per chunk of the forms without a tail, by decay: a chunk of channel decays has n * n * Dk
@@ -61,11 +62,7 @@ class RequestStep:
 
     def _load(self, position: int) -> Tensor:
         """The stored state at a position of the source; zeros at 0, where nothing is stored."""
-        stored = self.slots.state
-        assert stored is not None  # as in `run`
-        if position == 0:
-            return torch.zeros(stored.shape[2:], dtype=self.dtype, device=stored.device)
-        return stored[self.request.source, position % stored.shape[1]].to(self.dtype)
+        return _load(self.slots, self.request.source, position, self.dtype)
 
     def _store(self, position: int, state: Tensor) -> None:
         stored = self.slots.state
@@ -105,7 +102,7 @@ class RequestStep:
         """`tail`: every chunk begins at a multiple of c and has one shape, whatever part of it is
         new, so that its rows have the same bits in every step (T18)."""
         request, layout, size = self.request, self.layout, self.layout.chunk_size
-        base = self._stored_base()
+        base = _stored_base(self.slots, self.request)
         known = self._with_tail(base)
         new_base = layout.chunk_start(layout.first_kept(request.computed, request.end))
         state, outs = self._load(base), []
@@ -124,14 +121,6 @@ class RequestStep:
             self._store(new_base, state)
         self._write_tail(known, base, new_base)
         return torch.cat(outs, dim=1)[:, request.computed - base :]
-
-    def _stored_base(self) -> int:
-        """The position of the stored state of the source."""
-        if not self.request.computed:
-            return 0
-        positions = self.slots.positions
-        assert positions is not None  # as in `run`
-        return self.layout.chunk_start(int(positions[self.request.source, 0, 0, 0]))
 
     def _with_tail(self, base: int) -> StepInputs:
         """The inputs from `base` on: those of the tail, then the new ones. Queries of the tail,
@@ -167,6 +156,64 @@ class RequestStep:
         """The rows of the ring that hold positions, `[end - first]`."""
         positions = torch.arange(first, end, device=self.slots.device)
         return positions % self.layout.num_tail_rows
+
+
+def state_at(
+    slots: StateTensors,
+    params: RecurrenceParams,
+    request: StateRequest,
+    log_decay: Tensor | None,
+) -> Tensor:
+    """The state at the position of a request without new tokens, `[Hv, Dv, Dk]` float32.
+
+    Args:
+        slots, params: of the layer.
+        request: names the slot and the position.
+        log_decay: `[Hv]`, of a layer with a constant decay.
+
+    Raises:
+        ContractError: a tail whose decay is constant and not given.
+    """
+    layout, position, dtype = slots.layout, request.computed, torch.float32
+    base = _stored_base(slots, request) if layout.form == "tail" else position
+    state = _load(slots, request.source, base, dtype)
+    if base == position:
+        return state
+    rows = torch.arange(base, position, device=slots.device) % layout.num_tail_rows
+    key, value, decay, beta = (
+        None if ring is None else ring[request.source, rows]
+        for ring in (slots.tail_key, slots.tail_value, slots.tail_log_decay, slots.tail_beta)
+    )
+    assert key is not None and value is not None  # a tail has both
+    decay = log_decay if decay is None else decay
+    if decay is None:
+        raise ContractError(
+            "the decay of this layer is constant and not in the slot: pass log_decay", rule="T20"
+        )
+    known = StepInputs(torch.zeros_like(key), key, value, decay, beta)
+    for start in range(base, position, layout.chunk_size):
+        end = min(start + layout.chunk_size, position)
+        part = head_inputs(known.rows(slice(start - base, end - base)), params, dtype)
+        _, state = chunk(part, state, params.update)
+        if end - start == layout.chunk_size:
+            state = state.to(layout.state_dtype).to(dtype)
+    return state
+
+
+def _stored_base(slots: StateTensors, request: StateRequest) -> int:
+    """The position of the state that the tail of the source begins with."""
+    if not request.computed:
+        return 0
+    assert slots.positions is not None  # the layer has a recurrence
+    return slots.layout.chunk_start(int(slots.positions[request.source, 0, 0, 0]))
+
+
+def _load(slots: StateTensors, slot: int, position: int, dtype: torch.dtype) -> Tensor:
+    stored = slots.state
+    assert stored is not None  # the layer has a recurrence
+    if position == 0:
+        return torch.zeros(stored.shape[2:], dtype=dtype, device=stored.device)
+    return stored[slot, position % stored.shape[1]].to(dtype)
 
 
 def _padded(inputs: StepInputs, size: int) -> StepInputs:

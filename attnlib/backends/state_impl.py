@@ -1,0 +1,143 @@
+"""The base class of implementations of state layers: one layer on one backend."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from attnlib.cache.states import StateCache
+from attnlib.metadata.states import StateMetadata
+from attnlib.ops.states import RecurrenceParams
+from attnlib.spec import StateSpec
+
+__all__ = ["StateImpl", "StateInputs", "StateOwner"]
+
+
+class StateInputs(NamedTuple):
+    """The inputs of a recurrence for T tokens.
+
+    Attributes:
+        query, key: `[T, Hk, Dk]`, strided.
+        value: `[T, Hv, Dv]`, strided.
+        log_decay: `[T, Hv]` or `[T, Hv, Dk]` float32, or `[Hv]` of the layer (T5).
+        beta: `[T, Hv]` float32; None if the layer has none.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    log_decay: torch.Tensor
+    beta: torch.Tensor | None
+
+
+class StateOwner(Protocol):
+    """The tensors of a layer, which its impl reads in every call; None for what it has not."""
+
+    conv_weight: torch.Tensor | None
+    conv_bias: torch.Tensor | None
+    skip: torch.Tensor | None
+
+
+class StateImpl(ABC):
+    """One state layer on one backend.
+
+    Args:
+        spec: of the layer, accepted by the backend, with its form and chunk size.
+        scale: factor of q; None means 1 / sqrt(Dk).
+        owner: the layer, which holds its tensors.
+        config: settings of the backend.
+        prefix: name of the layer, for messages.
+
+    Attributes:
+        group: layers with equal groups share plans.
+    """
+
+    def __init__(
+        self,
+        spec: StateSpec,
+        *,
+        owner: StateOwner,
+        scale: float | None = None,
+        config: Mapping[str, Any] | None = None,
+        prefix: str = "",
+    ) -> None:
+        self.spec = spec
+        self.scale = spec.default_scale if scale is None else float(scale)
+        self.owner = owner
+        self.config = dict(config or {})
+        self.prefix = prefix
+        settings = tuple(sorted((name, repr(value)) for name, value in self.config.items()))
+        self.group: Hashable = (type(self), spec, self.scale, settings)
+
+    @property
+    def params(self) -> RecurrenceParams:
+        """The parameters of the recurrence, for the operations of `attnlib.ops`."""
+        spec, skip = self.spec, self.owner.skip
+        return RecurrenceParams(
+            scale=self.scale, update=spec.update, qk_norm=spec.qk_norm, skip=skip
+        )
+
+    @abstractmethod
+    def step(
+        self,
+        inputs: StateInputs,
+        cache: StateCache,
+        metadata: StateMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Update the states of a batch, and write the outputs (T1 to T14).
+
+        Args:
+            inputs: of T or more tokens; shapes and dtypes are checked.
+            cache: the slots of the layer, in its layout.
+            metadata: the batch.
+            output: `[T, Hv, Dv]`, written in place. Rows past the batch and rows of slot -1 become
+                0.
+        """
+
+    @abstractmethod
+    def convolve(
+        self,
+        x: torch.Tensor,
+        cache: StateCache,
+        metadata: StateMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Convolve the tokens of a batch with the owner's weights, and keep their windows (T6).
+
+        Args:
+            x: `[T, C]`, strided.
+            cache, metadata: as in `step`.
+            output: `[T, C]`, written in place, with rows of 0 as in `step`.
+        """
+
+    def plan_step(
+        self,
+        signature: Hashable,
+        inputs: StateInputs,
+        cache: StateCache,
+        metadata: StateMetadata,
+        output: torch.Tensor,
+    ) -> Callable[[StateImpl, StateInputs, StateCache, torch.Tensor], None] | None:
+        """Prepare the calls of `step` over a batch that differ from this one in addresses and
+        values only. The layer calls it once per batch and call signature, after its checks.
+
+        Returns:
+            `run(impl, inputs, cache, output)`, for any layer of the group. With None (the default)
+            the layer calls `step`.
+        """
+        return None
+
+    def plan_convolution(
+        self,
+        signature: Hashable,
+        x: torch.Tensor,
+        cache: StateCache,
+        metadata: StateMetadata,
+        output: torch.Tensor,
+    ) -> Callable[[StateImpl, torch.Tensor, StateCache, torch.Tensor], None] | None:
+        """The same for `convolve`; `run(impl, x, cache, output)`."""
+        return None

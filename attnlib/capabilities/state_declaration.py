@@ -1,0 +1,63 @@
+"""What a backend declares to support of state layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attnlib.capabilities.declaration import NOT_STATED, Declaration
+from attnlib.sizes import Sizes
+from attnlib.spec import CudaGraphSupport
+
+__all__ = ["StateCapabilities"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateCapabilities(Declaration):
+    """What a backend supports of state layers (T1 to T20). A field that is not stated counts as
+    unsupported; a backend that states no `devices` serves no state layer.
+
+    Attributes:
+        devices, min_capability, max_capability, rocm: as in `Capabilities`.
+        dtypes: dtypes of x, q, k, v and the output.
+        state_dtypes: dtypes of stored states (T13).
+        key_sizes, value_sizes: elements of a key head and of a value head.
+        group_sizes: state heads per key head (T4).
+        updates: of "delta" and "add" (T2).
+        decays: of "head", "channel" and "constant" (T5).
+        beta, skip, qk_norm: the features of the spec with these names.
+        conv_widths: tokens that a convolution sees (T6).
+        conv_activations: of "silu" and "none".
+        conv_bias: convolutions with a bias.
+        forms: forms of a slot, the preferred one first (T9).
+        chunk_sizes: lengths of a chunk of a tail.
+        default_chunk_size: the length for a spec that names none.
+        max_rollback: the most tokens that the next step may take back (T10).
+        batch_invariant: the feature of the spec (T18).
+        cudagraph: batches that a CUDA graph can capture (T19).
+        needs_host_lengths: a step reads lengths and slots on the host.
+        deterministic: two equal calls give equal bits.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = NOT_STATED
+    state_dtypes: tuple[torch.dtype, ...] = NOT_STATED
+    key_sizes: Sizes = NOT_STATED
+    value_sizes: Sizes = NOT_STATED
+    group_sizes: Sizes = NOT_STATED
+    updates: tuple[str, ...] = NOT_STATED
+    decays: tuple[str, ...] = NOT_STATED
+    beta: bool = NOT_STATED
+    skip: bool = NOT_STATED
+    qk_norm: bool = NOT_STATED
+    conv_widths: Sizes = NOT_STATED
+    conv_activations: tuple[str, ...] = NOT_STATED
+    conv_bias: bool = NOT_STATED
+    forms: tuple[str, ...] = NOT_STATED
+    chunk_sizes: Sizes = NOT_STATED
+    default_chunk_size: int = 16
+    max_rollback: int = NOT_STATED
+    batch_invariant: bool = NOT_STATED
+    cudagraph: CudaGraphSupport = NOT_STATED
+    needs_host_lengths: bool = True
+    deterministic: bool = True

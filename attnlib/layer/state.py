@@ -1,0 +1,171 @@
+"""The state layer: `StateLayer(q, k, v, log_decay, beta, cache, metadata)` updates the states of a
+batch and returns its outputs; `convolve` runs the short convolution before it.
+
+Everything a step needs is an argument. The layer keeps what belongs to one layer of one model: its
+spec, backend and impl, and its tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnlib.backends.base import AttentionBackend
+from attnlib.backends.state_impl import StateInputs
+from attnlib.cache.states import StateCache, state_layout
+from attnlib.compile.objects import register
+from attnlib.layer.state_call import call_convolution, call_step
+from attnlib.layer.state_checks import check_layer_tensors
+from attnlib.layer.state_operator import convolve_opaquely, step_opaquely
+from attnlib.metadata.states import StateMetadata
+from attnlib.selection import get_attn_backend
+from attnlib.spec import StateSpec
+
+__all__ = ["StateLayer"]
+
+
+class StateLayer(nn.Module):
+    """One layer with a recurrent state, a short convolution, or both (T1 to T20).
+
+    Args:
+        spec: what the layer needs.
+        backend: a name, a class, or None for selection by `use_backend`, ATTNLIB_BACKEND, priority.
+        scale: factor of q; None means 1 / sqrt(key_size).
+        conv_weight: `[C, W]` in the dtype of the spec, the last column for the token itself.
+        conv_bias: `[C]`, with `spec.has_conv_bias`.
+        skip: `[Hv]` float32, with `spec.has_skip`.
+        log_decay: `[Hv]` float32, of a layer with `decay="constant"`.
+        prefix: the layer's name, for messages.
+        device: where the layer will run; None means a GPU if torch sees one, else the CPU.
+
+    Tensors become buffers; parameters stay parameters.
+
+    Attributes:
+        spec: as given, with the form and the chunk size that the backend chose. Allocate its cache
+            from it: `StateCache.allocate(layer.spec, num_slots)`.
+        layout: of its slots.
+
+    Raises:
+        ContractError: tensors that contradict the spec.
+        UnknownBackendError: no backend of this name is registered.
+        BackendUnavailableError: the backend cannot run on this machine.
+        UnsupportedConfigError: the backend does not support the spec.
+    """
+
+    conv_weight: torch.Tensor | None
+    conv_bias: torch.Tensor | None
+    skip: torch.Tensor | None
+    log_decay: torch.Tensor | None
+
+    def __init__(
+        self,
+        spec: StateSpec,
+        *,
+        backend: str | type[AttentionBackend] | None = None,
+        scale: float | None = None,
+        conv_weight: torch.Tensor | None = None,
+        conv_bias: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+        log_decay: torch.Tensor | None = None,
+        prefix: str = "",
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.backend = get_attn_backend(spec, backend, device, layer_name=prefix)
+        self.spec = self.backend.resolve_state_spec(spec)
+        self.layout = state_layout(self.spec)
+        self.prefix = prefix
+        tensors = {
+            "conv_weight": conv_weight,
+            "conv_bias": conv_bias,
+            "skip": skip,
+            "log_decay": log_decay,
+        }
+        check_layer_tensors(spec, tensors)
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+        self.impl = self.backend.get_state_impl_cls()(
+            self.spec, owner=self, scale=scale, config=self.backend.config, prefix=prefix
+        )
+        self.handle = register(self)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        log_decay: torch.Tensor | None,
+        beta: torch.Tensor | None,
+        cache: StateCache,
+        metadata: StateMetadata,
+        *,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Update the states of the batch with its new tokens, and read them.
+
+        Args:
+            query, key: `[T, Hk * Dk]` or `[T, Hk, Dk]`, strided, before their norm. T may exceed
+                the batch's tokens (padding); the output of those rows is 0 (T3).
+            value: `[T, Hv * Dv]` or `[T, Hv, Dv]`.
+            log_decay: `[T, Hv]` or `[T, Hv, Dk]` float32, at most 0 (T5); None if it is constant.
+            beta: `[T, Hv]` float32, exactly if the spec has it.
+            cache: the slots of this layer.
+            metadata: the batch's metadata, from `backend.make_builder(spec, device)`.
+            output: where to write, `[T, Hv * Dv]` or `[T, Hv, Dv]`; None allocates.
+
+        Returns:
+            The output, flat or per head like `value`.
+
+        Raises:
+            ContractError: a tensor does not fit the spec, the cache or the batch, or a slot cannot
+                continue from where its request does (T8; the torch backend always checks it,
+                others with ATTNLIB_VALIDATE=1). Nothing is written then.
+        """
+        decay: Any = self.log_decay if log_decay is None else log_decay
+        inputs = StateInputs(query, key, value, decay, beta)
+        if torch.compiler.is_compiling():
+            return step_opaquely(self, inputs, cache, metadata, output)
+        return call_step(self, inputs, cache, metadata, output)
+
+    def convolve(
+        self,
+        x: torch.Tensor,
+        cache: StateCache,
+        metadata: StateMetadata,
+        *,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Convolve the channels of the batch's new tokens, and keep the windows (T6).
+
+        Args:
+            x: `[T, C]`, strided; T may exceed the batch's tokens.
+            cache, metadata: as in `forward`.
+            output: where to write, `[T, C]`, not `x`; None allocates.
+
+        Returns:
+            `[T, C]`.
+
+        Raises:
+            ContractError: as `forward`.
+        """
+        if torch.compiler.is_compiling():
+            return convolve_opaquely(self, x, cache, metadata, output)
+        return call_convolution(self, x, cache, metadata, output)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.handle = register(self)  # a copy of a layer is another layer
+        self.impl.owner = self
+
+    def extra_repr(self) -> str:
+        """Sizes and backend, for `print(model)`."""
+        name = f"{self.prefix}, " if self.prefix else ""
+        return f"{name}{self.spec}, backend={self.backend.get_name()}"

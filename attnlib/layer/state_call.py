@@ -1,0 +1,113 @@
+"""Calls of a state layer: checks once per batch and call signature, then the backend's plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnlib.backends.state_impl import StateImpl, StateInputs
+from attnlib.cache.states import StateCache
+from attnlib.instrumentation import ENVIRONMENT, VALIDATE_KEY
+from attnlib.layer.checks import refuse_gradients
+from attnlib.layer.state_checks import (
+    check_batch,
+    check_convolution,
+    check_step,
+    per_head_inputs,
+)
+from attnlib.layer.state_values import validate_convolution, validate_step
+from attnlib.metadata.states import StateMetadata
+from attnlib.ops.signature import tensor_signature
+
+if TYPE_CHECKING:
+    from attnlib.layer.state import StateLayer
+
+__all__ = ["call_convolution", "call_step"]
+
+MAX_PLANS = 64
+"""Plans that one batch keeps; beyond it they are dropped and made again on demand."""
+
+
+def call_step(
+    layer: StateLayer,
+    inputs: StateInputs,
+    cache: StateCache,
+    metadata: StateMetadata,
+    output: torch.Tensor | None,
+) -> torch.Tensor:
+    """`StateLayer.forward`."""
+    check_batch(layer, cache, metadata)
+    if torch.is_grad_enabled():
+        refuse_gradients(*inputs)
+    spec, heads = layer.spec, per_head_inputs(layer, inputs)
+    if output is None:
+        output = torch.empty(inputs.value.shape, dtype=spec.dtype, device=inputs.value.device)
+    rows = output
+    if output.dim() == 2:
+        rows = output.view(output.shape[0], spec.num_heads, spec.value_size)
+    signature = _signature(layer, cache, (*heads, rows))
+    run: Any = metadata.plans.get(signature)
+    if run is None:
+        check_step(layer, heads, cache, metadata, rows)
+        run = layer.impl.plan_step(signature, heads, cache, metadata, rows) or _unplanned_step
+        _keep(metadata, signature, run)
+    if VALIDATE_KEY in ENVIRONMENT:
+        validate_step(spec, heads, cache, metadata)
+    if run is _unplanned_step:
+        layer.impl.step(heads, cache, metadata, rows)
+    else:
+        run(layer.impl, heads, cache, rows)
+    return output
+
+
+def call_convolution(
+    layer: StateLayer,
+    x: torch.Tensor,
+    cache: StateCache,
+    metadata: StateMetadata,
+    output: torch.Tensor | None,
+) -> torch.Tensor:
+    """`StateLayer.convolve`."""
+    check_batch(layer, cache, metadata)
+    if torch.is_grad_enabled():
+        refuse_gradients(x)
+    if output is None:
+        output = torch.empty(x.shape, dtype=layer.spec.dtype, device=x.device)
+    signature = _signature(layer, cache, (x, output))
+    run: Any = metadata.plans.get(signature)
+    if run is None:
+        check_convolution(layer, x, cache, metadata, output)
+        plan = layer.impl.plan_convolution(signature, x, cache, metadata, output)
+        run = plan or _unplanned_convolution
+        _keep(metadata, signature, run)
+    if VALIDATE_KEY in ENVIRONMENT:
+        validate_convolution(cache, metadata)
+    if run is _unplanned_convolution:
+        layer.impl.convolve(x, cache, metadata, output)
+    else:
+        run(layer.impl, x, cache, output)
+    return output
+
+
+def _signature(
+    layer: StateLayer, cache: StateCache, tensors: tuple[torch.Tensor | None, ...]
+) -> tuple[Any, ...]:
+    """Everything that checks and launches follow from, besides the batch and addresses."""
+    own = (layer.conv_weight, layer.conv_bias, layer.skip)
+    described = [None if x is None else tensor_signature(x) for x in (*tensors, *own)]
+    return (layer.impl.group, cache.signature, *described)
+
+
+def _keep(metadata: StateMetadata, signature: tuple[Any, ...], run: Any) -> None:
+    if len(metadata.plans) >= MAX_PLANS:
+        metadata.plans.clear()
+    metadata.plans[signature] = run
+
+
+def _unplanned_step(impl: StateImpl) -> None:
+    """Stands for `StateImpl.step`, which also needs the metadata."""
+
+
+def _unplanned_convolution(impl: StateImpl) -> None:
+    """Stands for `StateImpl.convolve`."""

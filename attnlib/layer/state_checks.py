@@ -1,0 +1,239 @@
+"""Checks of state layers: their tensors, and those of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnlib.backends.state_impl import StateInputs
+from attnlib.cache.states import StateCache
+from attnlib.errors import ContractError
+from attnlib.metadata.states import StateMetadata
+from attnlib.spec import StateSpec
+
+if TYPE_CHECKING:
+    from attnlib.layer.state import StateLayer
+
+__all__ = [
+    "check_batch",
+    "check_convolution",
+    "check_layer_tensors",
+    "check_step",
+    "per_head_inputs",
+]
+
+
+def check_layer_tensors(spec: StateSpec, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Whether a layer has the tensors that its spec declares, and no others.
+
+    Raises:
+        ContractError: names the tensor.
+    """
+    heads, channels = (spec.num_heads,), (spec.conv_channels,)
+    for name, field, needed, shape, dtype, rule in (
+        (
+            "conv_weight",
+            f"conv_channels={spec.conv_channels}",
+            spec.has_convolution,
+            (*channels, spec.conv_width),
+            spec.dtype,
+            "T6",
+        ),
+        (
+            "conv_bias",
+            f"has_conv_bias={spec.has_conv_bias}",
+            spec.has_conv_bias,
+            channels,
+            spec.dtype,
+            "T6",
+        ),
+        ("skip", f"has_skip={spec.has_skip}", spec.has_skip, heads, torch.float32, "T2"),
+        (
+            "log_decay",
+            f"decay={spec.decay!r}",
+            spec.has_recurrence and spec.decay == "constant",
+            heads,
+            torch.float32,
+            "T5",
+        ),
+    ):
+        tensor = tensors[name]
+        if needed is not (tensor is not None):
+            action = "pass it" if needed else "leave it out"
+            given = "missing" if needed else "given"
+            raise ContractError(f"{name} is {given}, and the spec has {field}: {action}", rule=rule)
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
+            raise _wrong(name, tensor, dtype, shape, rule)
+
+
+def _wrong(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], rule: str
+) -> ContractError:
+    found = str(tensor.dtype).removeprefix("torch.")
+    wanted = str(dtype).removeprefix("torch.")
+    return ContractError(
+        f"{name} is {found} {list(tensor.shape)}; it must be {wanted} {list(shape)}", rule=rule
+    )
+
+
+def check_batch(layer: StateLayer, cache: StateCache, metadata: StateMetadata) -> None:
+    """Whether cache and metadata are of this kind of layer, and the slots of its layout.
+
+    Raises:
+        ContractError: another type, or slots of another layout.
+    """
+    if not isinstance(metadata, StateMetadata):
+        raise ContractError(
+            f"metadata is a {type(metadata).__name__}; a state layer needs the StateMetadata that "
+            "layer.backend.make_builder(layer.spec, device).build(0, common_attn_metadata) makes"
+        )
+    if not isinstance(cache, StateCache):
+        raise ContractError(
+            f"cache is a {type(cache).__name__}; a state layer needs an attnlib.StateCache: "
+            "StateCache.allocate(layer.spec, num_slots)"
+        )
+    if cache.layout is not layer.layout and cache.layout != layer.layout:
+        raise ContractError(
+            f"{cache!r} was allocated for {cache.spec}, and layer "
+            f"{layer.prefix or '(unnamed)'} has {layer.spec}: "
+            "use StateCache.allocate(layer.spec, num_slots)",
+            rule="T9",
+        )
+
+
+def per_head_inputs(layer: StateLayer, inputs: StateInputs) -> StateInputs:
+    """The inputs with `[T, heads, size]` views of query, key and value.
+
+    Raises:
+        ContractError: a layer without a recurrence, or a flat tensor of another width.
+    """
+    spec = layer.spec
+    if not spec.has_recurrence:
+        raise ContractError(
+            f"layer {layer.prefix or '(unnamed)'} has num_heads=0, a convolution only: call "
+            "layer.convolve"
+        )
+    sizes = (
+        (spec.num_key_heads, spec.key_size),
+        (spec.num_key_heads, spec.key_size),
+        (spec.num_heads, spec.value_size),
+    )
+    views = []
+    for name, tensor, (heads, size) in zip(
+        ("query", "key", "value"), inputs[:3], sizes, strict=True
+    ):
+        if tensor.dim() == 2 and tensor.shape[1] == heads * size:
+            tensor = tensor.view(tensor.shape[0], heads, size)
+        if tensor.dim() != 3 or tensor.shape[1:] != (heads, size):
+            raise ContractError(
+                f"{name} has shape {tuple(tensor.shape)}; it must be [tokens, {heads}, {size}] or "
+                f"[tokens, {heads * size}]",
+                rule="T2",
+            )
+        views.append(tensor)
+    query, key, value = views
+    return StateInputs(query, key, value, inputs.log_decay, inputs.beta)
+
+
+def check_step(
+    layer: StateLayer,
+    inputs: StateInputs,
+    cache: StateCache,
+    metadata: StateMetadata,
+    output: torch.Tensor,
+) -> None:
+    """Dtypes, shapes and devices of a call of the recurrence.
+
+    Raises:
+        ContractError: names the tensor, what it is and what it must be.
+    """
+    spec, (query, key, value, log_decay, beta) = layer.spec, inputs
+    rows, heads = value.shape[0], (value.shape[0], spec.num_heads)
+    if log_decay is None:
+        raise ContractError(
+            f"log_decay=None, and decay={spec.decay!r} has one per token: pass it", rule="T5"
+        )
+    if (beta is None) is spec.has_beta:
+        action = "pass it" if spec.has_beta else "leave it None"
+        raise ContractError(
+            f"beta is {'missing' if beta is None else 'given'}, and the spec has "
+            f"has_beta={spec.has_beta}: {action}",
+            rule="T5",
+        )
+    decays = {"channel": (*heads, spec.key_size), "head": heads, "constant": (spec.num_heads,)}
+    wanted = {
+        "query": (query, spec.dtype, (rows, spec.num_key_heads, spec.key_size)),
+        "key": (key, spec.dtype, (rows, spec.num_key_heads, spec.key_size)),
+        "value": (value, spec.dtype, (*heads, spec.value_size)),
+        "log_decay": (log_decay, torch.float32, decays[spec.decay]),
+        "beta": (beta, torch.float32, heads),
+        "output": (output, spec.dtype, (*heads, spec.value_size)),
+        "skip": (layer.skip, torch.float32, (spec.num_heads,)),
+    }
+    _check_tensors(wanted, cache, metadata, rows, "T5")
+
+
+def check_convolution(
+    layer: StateLayer,
+    x: torch.Tensor,
+    cache: StateCache,
+    metadata: StateMetadata,
+    output: torch.Tensor,
+) -> None:
+    """Dtypes, shapes and devices of a call of the convolution.
+
+    Raises:
+        ContractError: names the tensor, what it is and what it must be.
+    """
+    spec = layer.spec
+    if not spec.has_convolution:
+        raise ContractError(
+            f"layer {layer.prefix or '(unnamed)'} has conv_channels=0: it has no convolution",
+            rule="T6",
+        )
+    shape = (x.shape[0], spec.conv_channels)
+    wanted = {
+        "x": (x, spec.dtype, shape),
+        "output": (output, spec.dtype, shape),
+        "conv_weight": (layer.conv_weight, spec.dtype, (spec.conv_channels, spec.conv_width)),
+        "conv_bias": (layer.conv_bias, spec.dtype, (spec.conv_channels,)),
+    }
+    _check_tensors(wanted, cache, metadata, x.shape[0], "T6")
+    if output.data_ptr() == x.data_ptr() and x.numel():
+        raise ContractError(
+            "output is x, and a convolution reads rows after it has written earlier ones: pass "
+            "another tensor, or None",
+            rule="T6",
+        )
+
+
+def _check_tensors(
+    wanted: Mapping[str, tuple[torch.Tensor | None, torch.dtype, tuple[int, ...]]],
+    cache: StateCache,
+    metadata: StateMetadata,
+    rows: int,
+    rule: str,
+) -> None:
+    for name, (tensor, dtype, shape) in wanted.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != dtype or tensor.shape != shape:
+            raise _wrong(name, tensor, dtype, shape, rule)
+        if tensor.device != cache.device:
+            raise ContractError(
+                f"{name} is on {tensor.device}, and the slots are on {cache.device}: move one of "
+                "them"
+            )
+    if metadata.state_slots.device != cache.device:
+        raise ContractError(
+            f"the batch is on {metadata.state_slots.device}, and the slots are on {cache.device}: "
+            "build the batch for the device of the cache"
+        )
+    if rows < metadata.num_actual_tokens:
+        raise ContractError(
+            f"the call has {rows} rows, and the batch has {metadata.num_actual_tokens} tokens: "
+            "pass a row per token",
+            rule="T1",
+        )

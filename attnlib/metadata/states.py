@@ -1,0 +1,138 @@
+"""The metadata of state layers, and its builder, which all backends share."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnlib.capabilities import StateCapabilities
+from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
+from attnlib.metadata.checks import check_batch
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.ops.states import StateBatch
+from attnlib.spec import StateSpec
+
+__all__ = ["StateMetadata", "StateMetadataBuilder"]
+
+
+@dataclass(kw_only=True)
+class StateMetadata(AttentionMetadata):
+    """One batch over slots of state layers.
+
+    Attributes:
+        query_start_loc, query_start_loc_cpu, seq_lens, seq_lens_cpu, num_reqs, num_actual_tokens,
+            max_query_len, max_seq_len: as in `CommonAttentionMetadata`.
+        state_slots: `[R]` int32 device; the slot of each request, -1 for padding (T7).
+        state_sources: `[R]` int32 device; the slot that each request reads (T12), or None for its
+            own.
+    """
+
+    slot_mapping: torch.Tensor | None = None
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor | None
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor | None
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    state_slots: torch.Tensor
+    state_sources: torch.Tensor | None = None
+
+    def with_slots(
+        self, state_slots: torch.Tensor, state_sources: torch.Tensor | None = None
+    ) -> StateMetadata:
+        """The same batch over other slots, for a layer whose states are in other blocks."""
+        changes = {"state_slots": state_slots, "state_sources": state_sources}
+        return StateMetadata.from_fields({**self.__getstate__(), **changes})  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def batch(self) -> StateBatch:
+        """The batch for the operations of `attnlib.ops`."""
+        return StateBatch(
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.seq_lens,
+            slots=self.state_slots,
+            sources=self.state_sources,
+            query_start_loc_cpu=self.query_start_loc_cpu,
+            seq_lens_cpu=self.seq_lens_cpu,
+            max_query_len=self.max_query_len,
+        )
+
+
+class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
+    """Builds `StateMetadata` for any backend, without a host sync.
+
+    Args:
+        spec: of the layers.
+        device: where they run.
+        capabilities: of the backend, for graphs and lengths on the host.
+        kwargs: further arguments of `AttentionMetadataBuilder`.
+    """
+
+    spec: StateSpec  # type: ignore[assignment]  # the base class builds for attention layers
+
+    def __init__(
+        self,
+        spec: StateSpec,
+        device: torch.device | str | None = None,
+        *,
+        capabilities: StateCapabilities | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(spec, device, **kwargs)  # type: ignore[arg-type]  # as above
+        self.capabilities = capabilities or StateCapabilities()
+        self.clone_settings = {"capabilities": self.capabilities}
+        # Of the backend, and not of this class as in other builders.
+        self.needs_host_lengths = self.capabilities.needs_host_lengths  # type: ignore[misc]
+        if self.capabilities.cudagraph:
+            self.cudagraph_support = self.capabilities.cudagraph  # type: ignore[misc]
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> StateMetadata:
+        """The metadata of one batch; see `AttentionMetadataBuilder.build`.
+
+        Raises:
+            ContractError: the batch has no `state_slots`.
+        """
+        common = common_attn_metadata
+        if self.needs_host_lengths:
+            common = self.with_host_lengths(common)
+        check_batch(common, self.spec, needs_host_lengths=self.needs_host_lengths)
+        fields = {name: getattr(common, name) for name in _FIELDS}
+        return StateMetadata.from_fields({**_DEFAULTS, **fields})  # type: ignore[no-any-return]
+
+    def update_block_table(
+        self, metadata: StateMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor | None
+    ) -> StateMetadata:
+        """The metadata of the same batch for a layer with other slots.
+
+        Args:
+            metadata: of the batch.
+            block_table: `[R]` int32 slots, or `[R, n]` with the slot of each request first.
+            slot_mapping: not read.
+        """
+        slots = block_table if block_table.dim() == 1 else block_table[:, 0]
+        return metadata.with_slots(slots)
+
+
+_FIELDS = (
+    "query_start_loc",
+    "query_start_loc_cpu",
+    "seq_lens",
+    "seq_lens_cpu",
+    "num_reqs",
+    "num_actual_tokens",
+    "max_query_len",
+    "max_seq_len",
+    "state_slots",
+    "state_sources",
+)
+_DEFAULTS = {"slot_mapping": None}

@@ -1,0 +1,118 @@
+"""States in the canonical form (T20), out of and into slots of every form."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnlib.errors import ContractError
+from attnlib.ops.autocast import without_autocast
+from attnlib.ops.states.batch import StateRequest
+from attnlib.ops.states.checks import check_positions
+from attnlib.ops.states.params import RecurrenceParams
+from attnlib.ops.states.tensors import StateTensors
+from attnlib.ops.torch.states.forms import state_at
+
+__all__ = ["read_state", "read_window", "write_state", "write_window"]
+
+
+@torch.no_grad()
+def read_state(
+    slots: StateTensors,
+    slot: int,
+    position: int,
+    params: RecurrenceParams,
+    log_decay: Tensor | None = None,
+) -> Tensor:
+    """The state of a slot after `position` tokens, `[Hv, Dv, Dk]` float32, with Dk dense.
+
+    Args:
+        slots: of the layer.
+        slot: the slot.
+        position: tokens, 0 included.
+        params: of the recurrence, with which a tail is replayed.
+        log_decay: `[Hv]`, for a tail of a layer with a constant decay.
+
+    Raises:
+        ContractError: the slot cannot continue from `position` (T8).
+    """
+    request = StateRequest(0, 0, position, position, slot, slot)
+    assert slots.positions is not None  # the layer has a recurrence
+    check_positions([request], slots.positions[:, 0, 0], "state")
+    return _state_at(slots.positions, slots, params, request, log_decay)
+
+
+@without_autocast
+def _state_at(
+    on_device: Tensor,
+    slots: StateTensors,
+    params: RecurrenceParams,
+    request: StateRequest,
+    log_decay: Tensor | None,
+) -> Tensor:
+    """`state_at`; the first tensor tells `without_autocast` the device."""
+    return state_at(slots, params, request, log_decay)
+
+
+@torch.no_grad()
+def read_window(slots: StateTensors, slot: int, position: int) -> Tensor:
+    """The window of a slot after `position` tokens, `[C, W - 1]`, oldest first; 0 before the
+    request.
+
+    Raises:
+        ContractError: the slot cannot continue from `position` (T8).
+    """
+    window, positions = slots.window, slots.window_positions
+    assert window is not None and positions is not None  # the layer has a convolution
+    check_positions([StateRequest(0, 0, position, position, slot, slot)], positions, "window")
+    width = slots.layout.conv_width - 1
+    out = window.new_zeros(window.shape[2], width)
+    held = torch.arange(max(position - width, 0), position, device=window.device)
+    out[:, width - len(held) :] = window[slot, held % window.shape[1]].mT
+    return out
+
+
+@torch.no_grad()
+def write_state(slots: StateTensors, slot: int, position: int, state: Tensor) -> None:
+    """Store a canonical state as that after `position` tokens.
+
+    Raises:
+        ContractError: a tail cannot begin at `position`, or a state of another shape. Nothing is
+            written then.
+    """
+    layout, stored, positions = slots.layout, slots.state, slots.positions
+    assert stored is not None and positions is not None  # the layer has a recurrence
+    if layout.form == "tail" and position % layout.chunk_size:
+        raise ContractError(
+            f"a state after {position} tokens cannot become that of a tail, which begins at "
+            f"multiples of chunk_size={layout.chunk_size}: import it at "
+            f"{layout.chunk_start(position)} tokens and compute the rest",
+            rule="T20",
+        )
+    _check_shape("state", state, stored.shape[2:])
+    if position:
+        stored[slot, position % stored.shape[1]] = state.to(stored.dtype)
+    positions[slot] = position
+
+
+@torch.no_grad()
+def write_window(slots: StateTensors, slot: int, position: int, window: Tensor) -> None:
+    """Store a canonical window as that after `position` tokens.
+
+    Raises:
+        ContractError: a window of another shape.
+    """
+    ring, positions = slots.window, slots.window_positions
+    assert ring is not None and positions is not None  # the layer has a convolution
+    width = slots.layout.conv_width - 1
+    _check_shape("window", window, (ring.shape[2], width))
+    held = torch.arange(max(position - width, 0), position, device=ring.device)
+    ring[slot, held % ring.shape[1]] = window[:, width - len(held) :].mT.to(ring.dtype)
+    positions[slot] = position
+
+
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ContractError(
+            f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}", rule="T20"
+        )

@@ -1,0 +1,278 @@
+"""State layers: results, checks of calls, pickle, torch.compile, ATTNLIB_VALIDATE."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.spec import StateSpec
+from attnlib.testing.states.inputs import TokenInputs, draw_layer, draw_tokens
+from attnlib.testing.states.kinds import KINDS
+from attnlib.testing.states.oracle import convolve, recurrence
+
+GDN = KINDS["gated delta"].replace(max_rollback=3)
+
+
+def layer_of(spec: StateSpec, **changes: Any) -> attnlib.StateLayer:
+    given = draw_layer(spec)
+    tensors = {
+        "conv_weight": given.conv_weight, "conv_bias": given.conv_bias, "skip": given.skip,
+        "log_decay": given.log_decay,
+    }  # fmt: skip
+    return attnlib.StateLayer(spec, **{**tensors, "device": "cpu", **changes})
+
+
+def batch_of(layer: attnlib.StateLayer, lengths: list[int], totals: list[int], slots: list[int]):
+    common = attnlib.CommonAttentionMetadata.from_lengths(
+        lengths, totals, device="cpu", state_slots=slots
+    )
+    return layer.backend.make_builder(layer.spec, "cpu").build(0, common)
+
+
+def arguments(inputs: TokenInputs) -> list[torch.Tensor | None]:
+    return [inputs.query, inputs.key, inputs.value, inputs.log_decay, inputs.beta]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_two_steps(name: str) -> None:
+    """Flat and per-head tensors, a prefill and then a decode, beside padding."""
+    spec = KINDS[name]
+    layer, tokens = layer_of(spec), draw_tokens(spec, 7, 3)
+    own, cache = draw_layer(spec), attnlib.StateCache.allocate(layer.spec, 4, device="cpu")
+    outs, convolved = [], []
+    for first, end in ((0, 6), (6, 7)):
+        part = tokens.rows(first, end)
+        metadata = batch_of(layer, [end - first, 0], [end, 0], [2, -1])
+        if spec.has_convolution:
+            convolved.append(layer.convolve(part.x, cache, metadata))
+        if spec.has_recurrence:
+            given = arguments(part)
+            if first:
+                given[:3] = [x.flatten(1) for x in given[:3]]
+            outs.append(layer(*given, cache, metadata).view(end - first, spec.num_heads, -1))
+    if spec.has_recurrence:
+        decay = tokens.log_decay if own.log_decay is None else own.log_decay
+        wanted, _ = recurrence(
+            spec, tokens.query, tokens.key, tokens.value, decay, tokens.beta,
+            scale=own.scale, skip=own.skip,
+        )  # fmt: skip
+        torch.testing.assert_close(torch.cat(outs).double(), wanted, rtol=1e-5, atol=1e-5)
+        assert cache.positions([2]) == [(7, 7)]
+    if spec.has_convolution:
+        wanted = convolve(spec, tokens.x, own.conv_weight, own.conv_bias)
+        torch.testing.assert_close(torch.cat(convolved).double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_output_argument() -> None:
+    layer, tokens = layer_of(GDN), draw_tokens(GDN, 3, 0)
+    cache = attnlib.StateCache.allocate(layer.spec, 2, device="cpu")
+    metadata = batch_of(layer, [2], [2], [0])
+    out = torch.full((3, 4, 16), 7.0)
+    assert layer(*arguments(tokens), cache, metadata, output=out) is out
+    assert out[:2].any() and not out[2].any()
+    x = torch.full((3, 24), 7.0)
+    assert layer.convolve(tokens.x, cache, metadata, output=x) is x and not x[2].any()
+
+
+def test_the_spec_of_a_layer_is_resolved() -> None:
+    assert (layer_of(GDN).spec.form, layer_of(GDN).spec.chunk_size) == ("tail", 16)
+    assert layer_of(KINDS["gla"]).spec.form == "plain"
+    assert layer_of(GDN.replace(form="snapshots")).spec.form == "snapshots"
+    assert layer_of(GDN.replace(chunk_size=32)).layout.chunk_size == 32
+
+
+def test_a_backend_without_states() -> None:
+    with pytest.raises(UnsupportedConfigError, match="state layers: not stated by this backend"):
+        layer_of(GDN, backend=_Attends)
+
+
+class _Attends(attnlib.AttentionBackend):
+    capabilities = attnlib.Capabilities(devices=("cpu",))
+
+    @staticmethod
+    def get_name() -> str:
+        return "attends"
+
+    @staticmethod
+    def get_impl_cls() -> type[attnlib.AttentionImpl]:
+        from attnlib.backends.torch.impl import TorchImpl
+
+        return TorchImpl
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"conv_weight": None}, "conv_weight is missing, and the spec has conv_channels=24"),
+        ({"conv_weight": torch.zeros(24, 3)}, r"conv_weight is float32 \[24, 3\]; it must be"),
+        ({"conv_weight": torch.zeros(24, 4).half()}, "conv_weight is float16"),
+        ({"conv_bias": torch.zeros(24)}, "conv_bias is given, and the spec has has_conv_bias=F"),
+        ({"skip": torch.zeros(4)}, "skip is given, and the spec has has_skip=False"),
+        ({"log_decay": torch.zeros(4)}, "log_decay is given, and the spec has decay='head'"),
+    ],
+)
+def test_wrong_layer_tensors(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        layer_of(GDN, **changes)
+
+
+def _called(change: str) -> None:
+    """One call with one thing wrong; the slots must keep every bit."""
+    layer, tokens = layer_of(GDN), draw_tokens(GDN, 5, 0)
+    cache = attnlib.StateCache.allocate(layer.spec, 4, device="cpu")
+    metadata, before = batch_of(layer, [5], [5], [1]), cache.memory.clone()
+    given = arguments(tokens)
+    x = tokens.x
+    changed = {
+        "query": (0, lambda q: q[:, :1]),
+        "flat": (1, lambda k: k.flatten(1)[:, 1:]),
+        "value": (2, torch.Tensor.half),
+        "decay": (3, lambda g: None),
+        "decays": (3, torch.Tensor.double),
+        "no beta": (4, lambda b: None),
+        "beta": (4, lambda b: b[:, :2]),
+    }  # fmt: skip
+    if change in changed:
+        place, function = changed[change]
+        given[place] = function(given[place])
+    if change == "rows":
+        given = [part[:4] for part in given]
+    if change == "cache":
+        cache = attnlib.StateCache.allocate(GDN.replace(max_rollback=2), 4, device="cpu")
+    if change == "metadata":
+        metadata = object()
+    if change == "gradient":
+        given[0].requires_grad_(True)
+    try:
+        if change == "x":
+            layer.convolve(x[:, 1:], cache, metadata)
+        elif change == "in place":
+            layer.convolve(x, cache, metadata, output=x)
+        else:
+            layer(*given, cache, metadata)
+    finally:
+        assert torch.equal(cache.memory[0], cache.memory[0]) and (
+            change == "cache" or torch.equal(cache.memory, before)
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("query", r"query has shape \(5, 1, 16\); it must be \[tokens, 2, 16\]"),
+        ("flat", r"key has shape \(5, 31\)"),
+        ("value", "value is float16"),
+        ("decay", "log_decay=None, and decay='head' has one per token"),
+        ("decays", "log_decay is float64"),
+        ("no beta", "beta is missing, and the spec has has_beta=True"),
+        ("beta", r"beta is float32 \[5, 2\]; it must be float32 \[5, 4\]"),
+        ("rows", "the call has 4 rows, and the batch has 5 tokens"),
+        ("cache", "was allocated for StateSpec"),
+        ("metadata", "metadata is a object; a state layer needs the StateMetadata"),
+        ("gradient", "requires a gradient"),
+        ("x", r"x is float32 \[5, 23\]"),
+        ("in place", "output is x"),
+    ],
+)
+def test_wrong_calls(change: str, message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        _called(change)
+
+
+def test_a_convolution_alone_has_no_recurrence() -> None:
+    spec = KINDS["short convolution"]
+    layer = layer_of(spec)
+    cache = attnlib.StateCache.allocate(layer.spec, 2, device="cpu")
+    metadata = batch_of(layer, [1], [1], [0])
+    with pytest.raises(ContractError, match="call layer.convolve"):
+        layer(*[torch.zeros(1, 1)] * 5, cache, metadata)
+    other = layer_of(KINDS["gla"])
+    cache = attnlib.StateCache.allocate(other.spec, 2, device="cpu")
+    with pytest.raises(ContractError, match="it has no convolution"):
+        other.convolve(torch.zeros(1, 0), cache, metadata)
+
+
+def test_positions_are_checked_in_every_call() -> None:
+    """Also in one whose plan is known."""
+    layer, tokens = layer_of(GDN), draw_tokens(GDN, 2, 0)
+    cache = attnlib.StateCache.allocate(layer.spec, 4, device="cpu")
+    metadata = batch_of(layer, [2], [2], [1])
+    layer(*arguments(tokens), cache, metadata)
+    later = batch_of(layer, [2], [9], [1])
+    for _ in range(2):
+        with pytest.raises(ContractError, match=r"continues from 7 tokens.*from 0 to 2"):
+            layer(*arguments(tokens), cache, later)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (3, 0.5, r"log_decay\[1\]\[2\]=0.5 must be finite and at most 0"),
+        (3, -torch.inf, r"log_decay\[1\]\[2\]=-inf"),
+        (4, 2.5, r"beta\[1\]\[2\]=2.5 must be finite and from 0 to 2"),
+        (4, -0.1, r"beta\[1\]\[2\]=-0.1"),
+    ],
+)
+def test_validation_of_gates(
+    place: int, value: float, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, tokens = layer_of(GDN), draw_tokens(GDN, 3, 0)
+    cache = attnlib.StateCache.allocate(layer.spec, 4, device="cpu")
+    given = arguments(tokens)
+    given[place][1, 2] = value
+    layer(*given, cache, batch_of(layer, [3], [3], [0]))
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "1")
+    before = cache.memory.clone()
+    with pytest.raises(ContractError, match=message):
+        layer(*given, cache, batch_of(layer, [3], [3], [1]))
+    assert torch.equal(cache.memory, before)
+    layer(*given, cache, batch_of(layer, [1], [1], [1]))  # rows past the batch are not gates
+
+
+def test_copies_of_a_layer() -> None:
+    layer, tokens = layer_of(GDN), draw_tokens(GDN, 3, 0)
+    cache = attnlib.StateCache.allocate(layer.spec, 4, device="cpu")
+    wanted = layer.convolve(tokens.x, cache, batch_of(layer, [3], [3], [0]))
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert copied.impl.owner is copied and copied.handle != layer.handle
+        with torch.no_grad():
+            copied.conv_weight.zero_()
+        metadata = batch_of(layer, [3], [3], [1])
+        assert not copied.convolve(tokens.x, cache, metadata).any()
+        assert torch.equal(layer.convolve(tokens.x, cache, batch_of(layer, [3], [3], [2])), wanted)
+
+
+def test_parameters_stay_parameters() -> None:
+    weight = torch.nn.Parameter(torch.ones(24, 4), requires_grad=False)
+    layer = layer_of(GDN, conv_weight=weight, prefix="model.0")
+    assert layer.conv_weight is weight and list(layer.state_dict()) == ["conv_weight"]
+    assert repr(layer).startswith("StateLayer(model.0, StateSpec(num_heads=4")
+
+
+@pytest.mark.slow
+def test_torch_compile() -> None:
+    """The whole step in one graph; another batch and other slots do not compile again."""
+    layer = layer_of(GDN)
+    cache = attnlib.StateCache.allocate(layer.spec, 4, device="cpu")
+
+    def run(tokens: TokenInputs, metadata: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x = layer.convolve(tokens.x * 1.0, cache, metadata)
+        return x, layer(*arguments(tokens), cache, metadata)
+
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    steps = [([2, 0], [2, 0], [3, -1]), ([1, 1], [3, 1], [3, 0]), ([1, 1], [4, 2], [3, 0])]
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for number, step in enumerate(steps):
+            tokens, metadata = draw_tokens(GDN, 2, number), batch_of(layer, *step)
+            before = cache.memory.clone()
+            wanted = run(tokens, metadata)
+            after = cache.memory.clone()
+            cache.memory.copy_(before)
+            got = compiled(tokens, metadata)
+            assert all(map(torch.equal, got, wanted)) and torch.equal(cache.memory, after)
