@@ -100,10 +100,8 @@ _VLLM = {
         f"{_ENGINE}::test_tokens_with_decode_context_parallelism",
         f"{_WARMUP}::test_masks_and_decode_context_parallelism",
     ),
-    "the same with windows, ALiBi, sinks": _both(
-        "refused: a rank does not know the positions of its keys"
-    ),
-    "the same with masks by batch, latents": _both("refused: no code for them"),
+    "the same with windows, ALiBi, sinks, latents": _both(f"{_ADAPTER}::test_divided_layers"),
+    "the same with masks by batch": _both("refused: no code for them"),
     "prefill context parallelism": _both("refused: no code for it"),
     "KV connectors": _both("refused: never tested"),
     "quantized output": _both("refused: outputs are not quantized"),

@@ -166,16 +166,23 @@ class LatentAttention(nn.Module):
         metadata: AttentionMetadata,
         selected_keys: SelectedKeys | None = None,
     ) -> Tensor:
-        size, heads = self.spec.head_size_v, query.transpose(0, 1)
-        weights = self.projection
-        to_latent, to_value = weights[:, : self.key_size], weights[:, self.key_size :]
-        in_latent = torch.bmm(heads[..., : self.key_size], to_latent).transpose(0, 1)
-        absorbed = torch.cat((in_latent, query[..., self.key_size :]), dim=-1)
+        size, absorbed = self.spec.head_size_v, self.absorb(query)
         key: Tensor | None = latent[:, None]
         value: Tensor | None = latent[:, None, :size]
         if metadata.slot_mapping is None:
             key = value = None
         out = self.layer(absorbed, key, value, cache, metadata, selected_keys=selected_keys)
+        return self.project(out)
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Queries `[T, Hq, P + rotary part]` in the space of the latents, `[T, Hq, D]` (M12)."""
+        heads, to_latent = query.transpose(0, 1), self.projection[:, : self.key_size]
+        in_latent = torch.bmm(heads[..., : self.key_size], to_latent).transpose(0, 1)
+        return torch.cat((in_latent, query[..., self.key_size :]), dim=-1)
+
+    def project(self, out: Tensor) -> Tensor:
+        """Values `[T, Hq, V]` of attention over latents `[T, Hq, R]`."""
+        to_value = self.projection[:, self.key_size :]
         return torch.bmm(out.transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1)
 
     def _expanded_part(

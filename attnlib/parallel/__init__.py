@@ -11,6 +11,10 @@ from attnlib.parallel.divisions import Contiguous, Division, Interleaved, ZigZag
 from attnlib.parallel.exchange import ExchangeMethod, exchange_bytes
 from attnlib.parallel.group import RankGroup
 from attnlib.parallel.metadata import ParallelMetadata, divided_batch
+from attnlib.parallel.prefill import ParallelPrefill
+from attnlib.parallel.prefill_builder import PrefillBuilder
+from attnlib.parallel.prefill_metadata import PrefillMetadata
+from attnlib.parallel.warmup import warmup_parallel
 
 __all__ = [
     "Contiguous",
@@ -20,6 +24,9 @@ __all__ = [
     "ParallelAttention",
     "ParallelBuilder",
     "ParallelMetadata",
+    "ParallelPrefill",
+    "PrefillBuilder",
+    "PrefillMetadata",
     "RankGroup",
     "ZigZag",
     "divided_batch",
@@ -27,4 +34,5 @@ __all__ = [
     "local_block_table",
     "local_slots",
     "token_positions",
+    "warmup_parallel",
 ]

@@ -21,13 +21,15 @@ from attnlib.errors import AttnlibError, ContractError
 from attnlib.layer import Attention
 from attnlib.layer.call import new_lse
 from attnlib.parallel.builder import ParallelBuilder
-from attnlib.parallel.checks import check_parallel_call, checked_method, checked_per_head
+from attnlib.parallel.checks import check_parallel_call
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.exchange import Exchange
 from attnlib.parallel.group import RankGroup
 from attnlib.parallel.local_spec import local_form
 from attnlib.parallel.metadata import ParallelMetadata
 from attnlib.parallel.operator import parallel_attend_opaquely
+from attnlib.parallel.rows import limits_of_rows
+from attnlib.parallel.setup_checks import checked_method, checked_per_head
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
@@ -116,9 +118,7 @@ class ParallelAttention(nn.Module):
         ]
 
     def _make_layers(self) -> None:
-        tensors = None
-        if self._slopes is not None:
-            tensors = {"slope": self._slopes}
+        tensors = None if self._slopes is None else {"slope": self._slopes}
         self.cached, self.new = (
             Attention(
                 spec,
@@ -146,8 +146,11 @@ class ParallelAttention(nn.Module):
             kwargs: further arguments of `AttentionMetadataBuilder`.
         """
         cached, new = (
-            layer.backend.make_builder(layer.spec, self._device, limits=limits, **kwargs)
-            for layer in (self.cached, self.new)
+            layer.backend.make_builder(layer.spec, self._device, limits=within, **kwargs)
+            for layer, within in (
+                (self.cached, limits_of_rows(limits, by_row=self.form.by_row)),
+                (self.new, limits),
+            )
         )
         return ParallelBuilder(self, cached, new)
 

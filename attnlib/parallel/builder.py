@@ -11,19 +11,16 @@ from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.parallel.addresses import TokenPositions, local_slots, token_positions
+from attnlib.parallel.checks import check_batch
 from attnlib.parallel.merge import MergeRows
 from attnlib.parallel.metadata import ParallelMetadata
-from attnlib.parallel.rows import local_rows, row_lengths
+from attnlib.parallel.rows import ROWS_UP_TO, local_rows, row_lengths
 from attnlib.parallel.staging import Staging, StagingPlan
 
 if TYPE_CHECKING:
     from attnlib.parallel.attention import ParallelAttention
 
-__all__ = ["ROWS_UP_TO", "ParallelBuilder"]
-
-ROWS_UP_TO = 8
-"""Longest new part of a request whose tokens are requests of their own: decodes and
-verifications. The new tokens of longer ones are attended once, without reading the cache."""
+__all__ = ["ParallelBuilder"]
 
 
 class ParallelBuilder:
@@ -44,14 +41,24 @@ class ParallelBuilder:
         self.group, self._agreement = layer.group, layer.agreement
         self.cached, self.new = cached, new
         self._scratch = Staging(new.spec, cached.device)
+        self._fixed: dict[tuple[str, torch.Size], Tensor] = {}
+        self._captures = False
 
-    def build(self, common: CommonAttentionMetadata, *, write: bool = True) -> ParallelMetadata:
+    def build(
+        self,
+        common: CommonAttentionMetadata,
+        *,
+        write: bool = True,
+        has_context: bool | None = None,
+    ) -> ParallelMetadata:
         """The parts of one batch, on the device without a sync.
 
         Args:
             common: of all ranks: lengths count the keys of all ranks. `block_table_tensor` holds
                 the blocks of this rank's local indices (X2); `slot_mapping` is not read.
             write: whether layers write this rank's share of the new keys.
+            has_context: whether any request may have context; None finds it in the lengths on the
+                host. Equal on all ranks.
 
         Raises:
             ContractError: on every rank, if one of them cannot build the batch, or the batches
@@ -59,7 +66,7 @@ class ParallelBuilder:
         """
         error: ContractError | None = None
         try:
-            self._check(common)
+            check_batch(self.spec, self.division, common)
         except ContractError as found:
             error = found
         if self._agreement != "never":
@@ -68,44 +75,59 @@ class ParallelBuilder:
             self.group.agree(("batch", *lengths, *bounds, write, str(self.spec)), error)
         elif error is not None:
             raise error
-        return self._parts(common, write)
+        return self._parts(common, write, has_context)
 
-    def _check(self, common: CommonAttentionMetadata) -> None:
-        if common.block_table_tensor is None or common.is_cross_attention:
+    def build_for_cudagraph_capture(
+        self, common: CommonAttentionMetadata, *, write: bool = True
+    ) -> ParallelMetadata:
+        """The metadata to capture with. Later batches with as many requests and tokens are built
+        into the same tensors, so that the graph follows them.
+
+        Raises:
+            ContractError: as `build`, or the batch attends to its new tokens separately.
+        """
+        self._captures = True
+        try:
+            found = self.build(common, write=write)
+        finally:
+            self._captures = False
+        if found.new is not None:
             raise ContractError(
-                "a batch of divided layers is one of self attention with a block table: pass "
-                "block_table_tensor and is_cross_attention=False",
-                rule="X3",
-            )
-        if common.query_bias is not None or isinstance(common.causal, Tensor):
-            name = "causal per request" if common.query_bias is None else "query_bias"
-            raise ContractError(
-                f"{name} cannot be divided among ranks: run this batch on one rank", rule="X4"
-            )
-        if common.causal not in (None, self.spec.is_causal):
-            raise ContractError(
-                f"causal={common.causal}, but the layer has mask_kind={self.spec.mask_kind.value}: "
-                "pass None",
+                f"max_query_len={common.max_query_len}: only decodes and verifications of up to "
+                f"{ROWS_UP_TO} tokens per request can be captured",
                 rule="X4",
             )
-        columns = common.block_table_tensor.shape[1]
-        if common.seq_lens_cpu is not None and common.num_reqs:
-            longest = self.division.bound(int(common.seq_lens_cpu.max()))
-            if longest > columns * self.spec.block_size:
-                raise ContractError(
-                    f"block_table_tensor has {columns} columns, but the longest request has "
-                    f"{longest} keys on a rank: it needs {-(-longest // self.spec.block_size)}",
-                    rule="X2",
-                )
+        return found
 
-    def _parts(self, common: CommonAttentionMetadata, write: bool) -> ParallelMetadata:
+    def _keep(self, name: str, tensor: Tensor) -> Tensor:
+        """The values of a tensor in the memory that a graph reads, if one was captured."""
+        key = (name, tensor.shape)
+        kept = self._fixed.get(key)
+        if kept is not None:
+            return kept.copy_(tensor)
+        if self._captures:
+            self._fixed[key] = tensor
+        return tensor
+
+    def _build_cached(self, batch: CommonAttentionMetadata) -> AttentionMetadata:
+        found: AttentionMetadata
+        if self._captures:
+            found = self.cached.build_for_cudagraph_capture(batch)
+        else:
+            found = self.cached.build(0, batch)
+        return found
+
+    def _parts(
+        self, common: CommonAttentionMetadata, write: bool, has_context: bool | None
+    ) -> ParallelMetadata:
         rank, tokens = self.group.rank, common.num_actual_tokens
         table = common.block_table_tensor
         assert table is not None
         where = token_positions(common.query_start_loc, common.seq_lens, tokens)
         slots = None
         if write and not self.spec.kv_sharing:
-            slots = local_slots(self.division, rank, where, table, self.spec.block_size)
+            found = local_slots(self.division, rank, where, table, self.spec.block_size)
+            slots = self._keep("slots", found)
         cached: AttentionMetadata | None
         new, staging = None, None
         if self.form.by_row or (self.spec.is_causal and 1 < common.max_query_len <= ROWS_UP_TO):
@@ -113,7 +135,7 @@ class ParallelBuilder:
         elif not self.spec.is_causal or common.max_query_len <= 1:
             cached = self._over_cache(common, common.seq_lens, common.seq_lens_cpu)
         else:
-            cached = self._context(common)
+            cached = self._context(common, has_context)
             new, staging = self._new(common, where)
         return ParallelMetadata(
             num_actual_tokens=tokens,
@@ -122,10 +144,12 @@ class ParallelBuilder:
             staging=staging,
             scratch=self._scratch,
             slot_mapping=slots,
-            merge_rows=MergeRows.of(
-                self.group.world_size, tokens, self.spec.has_sink, table.device
-            ),
+            merge_rows=self._merge_rows(tokens, table.device),
         )
+
+    def _merge_rows(self, tokens: int, device: torch.device) -> MergeRows:
+        found = MergeRows.of(self.group.world_size, tokens, self.spec.has_sink, device)
+        return MergeRows(self._keep("merge", found.starts), self._keep("merge rows", found.rows))
 
     def _by_row(self, common: CommonAttentionMetadata, where: TokenPositions) -> AttentionMetadata:
         tokens, arguments = common.num_actual_tokens, (self.form, self.division, self.group.rank)
@@ -133,6 +157,7 @@ class ParallelBuilder:
         assert table is not None
         rows = local_rows(*arguments, where, common.seq_lens, table)
         starts = torch.arange(tokens + 1, dtype=torch.int32, device=table.device)
+        score = None if rows.row is None else {"row": self._keep("row", rows.row)}
         bound = min(
             self.division.bound(common.max_seq_len),
             rows.block_table.shape[1] * self.spec.block_size,
@@ -145,19 +170,18 @@ class ParallelBuilder:
             on_host["seq_lens_cpu"] = row_lengths(*arguments, host, common.seq_lens_cpu)
             on_host["query_start_loc_cpu"] = torch.arange(tokens + 1, dtype=torch.int32)
         batch = CommonAttentionMetadata(
-            query_start_loc=starts,
-            seq_lens=rows.seq_lens,
+            query_start_loc=self._keep("starts", starts),
+            seq_lens=self._keep("row lengths", rows.seq_lens),
             num_reqs=tokens,
             num_actual_tokens=tokens,
             max_query_len=min(1, tokens),
             max_seq_len=bound,
-            block_table_tensor=rows.block_table,
-            score_tensors=None if rows.row is None else {"row": rows.row},
+            block_table_tensor=self._keep("table", rows.block_table),
+            score_tensors=score,
             is_cross_attention=True,
             **on_host,
         )
-        found: AttentionMetadata = self.cached.build(0, batch)
-        return found
+        return self._build_cached(batch)
 
     def _over_cache(
         self, common: CommonAttentionMetadata, seq_lens: Tensor, seq_lens_cpu: Tensor | None
@@ -167,7 +191,7 @@ class ParallelBuilder:
         batch = CommonAttentionMetadata(
             query_start_loc=common.query_start_loc,
             query_start_loc_cpu=common.query_start_loc_cpu,
-            seq_lens=count(seq_lens, rank),
+            seq_lens=self._keep("lengths", count(seq_lens, rank)),
             seq_lens_cpu=None if seq_lens_cpu is None else count(seq_lens_cpu, rank),
             num_reqs=common.num_reqs,
             num_actual_tokens=common.num_actual_tokens,
@@ -176,17 +200,19 @@ class ParallelBuilder:
             block_table_tensor=common.block_table_tensor,
             is_cross_attention=True,
         )
-        found: AttentionMetadata = self.cached.build(0, batch)
-        return found
+        return self._build_cached(batch)
 
-    def _context(self, common: CommonAttentionMetadata) -> AttentionMetadata | None:
+    def _context(
+        self, common: CommonAttentionMetadata, has_context: bool | None
+    ) -> AttentionMetadata | None:
         """The context of prefills; None if the host knows that there is none."""
         starts, lengths = common.query_start_loc_cpu, common.seq_lens_cpu
         on_host = None
         if starts is not None and lengths is not None:
             on_host = (lengths - starts.diff()).clamp(min=0)
-            if not bool(on_host.any()):
-                return None
+            has_context = bool(on_host.any())
+        if has_context is False:
+            return None
         return self._over_cache(common, common.compute_num_computed_tokens(), on_host)
 
     def _new(

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnlib.cache.storage import PagedKVCache
-from attnlib.errors import AttnlibError, ContractError, UnsupportedConfigError
+from attnlib.errors import AttnlibError, ContractError
+from attnlib.layer.attention import Attention
 from attnlib.layer.cache_checks import check_cache
 from attnlib.layer.call import LayerCall, per_head
+from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.parallel.divisions import Division
-from attnlib.parallel.exchange import ExchangeMethod, choose_exchange
-from attnlib.parallel.group import RankGroup
 from attnlib.parallel.metadata import ParallelMetadata
 from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from attnlib.parallel.attention import ParallelAttention
 
-__all__ = ["ParallelCall", "check_parallel_call", "checked_method", "checked_per_head"]
-
-_AGREEMENTS = ("call", "batch", "never")
+__all__ = [
+    "ParallelCall",
+    "check_batch",
+    "check_own_cache",
+    "check_parallel_call",
+    "sized",
+]
 
 
 class ParallelCall(NamedTuple):
@@ -34,61 +39,39 @@ class ParallelCall(NamedTuple):
     output: Tensor
 
 
-def checked_method(
-    spec: AttentionSpec,
-    group: RankGroup,
-    division: Division,
-    exchange: str | None,
-    agreement: str,
-) -> ExchangeMethod:
-    """The exchange of a layer.
+def check_batch(spec: AttentionSpec, division: Division, common: CommonAttentionMetadata) -> None:
+    """Whether a batch can be divided.
 
     Raises:
-        ContractError: a value that is not known, or a division for another number of ranks.
-        UnsupportedConfigError: batch invariance with a sum in an order that NCCL chooses.
+        ContractError: it is not one of self attention over a block table, has a mask that cannot
+            be divided, or a table that is too narrow.
     """
-    names = [method.value for method in ExchangeMethod]
-    for name, value, known in (
-        ("agreement", agreement, _AGREEMENTS),
-        ("exchange", exchange or names[0], names),
-    ):
-        if value not in known:
-            raise ContractError(f"{name}={value!r} must be one of {', '.join(known)}", rule="X8")
-    if division.world_size != group.world_size:
+    if common.block_table_tensor is None or common.is_cross_attention:
         raise ContractError(
-            f"{division} is for {division.world_size} ranks, the group has {group.world_size}",
-            rule="X1",
+            "a batch of divided layers is one of self attention with a block table: pass "
+            "block_table_tensor and is_cross_attention=False",
+            rule="X3",
         )
-    if exchange is None:
-        return choose_exchange(spec, group.world_size)
-    method = ExchangeMethod(exchange)
-    if spec.batch_invariant and method is ExchangeMethod.REDUCE_SCATTER:
-        raise UnsupportedConfigError(
-            "batch_invariant=True with exchange='reduce_scatter': its sums have no fixed order; "
-            "use 'all_to_all'",
-            reasons=["reduce_scatter is not batch invariant"],
-        )
-    return method
-
-
-def checked_per_head(
-    name: str, values: Tensor | None, needed: bool, spec: AttentionSpec
-) -> Tensor | None:
-    """Slopes or sinks `[Hq]`, given exactly where the spec has them.
-
-    Raises:
-        ContractError: missing, not declared, or of another shape or dtype.
-    """
-    if needed != (values is not None):
-        given = "missing" if values is None else "given"
-        raise ContractError(f"{name} is {given}, and the spec says otherwise: {spec}", rule="M3")
-    if values is not None and (values.shape != (spec.num_heads,) or not values.is_floating_point()):
+    if common.query_bias is not None or isinstance(common.causal, Tensor):
+        name = "causal per request" if common.query_bias is None else "query_bias"
         raise ContractError(
-            f"{name} is {values.dtype} {list(values.shape)}; it must be floating point "
-            f"[{spec.num_heads}]",
-            rule="M3",
+            f"{name} cannot be divided among ranks: run this batch on one rank", rule="X4"
         )
-    return values
+    if common.causal not in (None, spec.is_causal):
+        raise ContractError(
+            f"causal={common.causal}, but the layer has mask_kind={spec.mask_kind.value}: "
+            "pass None",
+            rule="X4",
+        )
+    columns = common.block_table_tensor.shape[1]
+    if common.seq_lens_cpu is not None and common.num_reqs:
+        longest = division.bound(int(common.seq_lens_cpu.max()))
+        if longest > columns * spec.block_size:
+            raise ContractError(
+                f"block_table_tensor has {columns} columns, but the longest request has "
+                f"{longest} keys on a rank: it needs {-(-longest // spec.block_size)}",
+                rule="X2",
+            )
 
 
 def check_parallel_call(
@@ -145,7 +128,7 @@ def _checked(
         )
     sizes = (spec.num_heads, spec.head_size), (spec.num_kv_heads, spec.head_size)
     tokens = metadata.num_actual_tokens
-    query = _per_head("query", query, *sizes[0], spec.dtype, query.device, tokens)
+    query = sized("query", query, *sizes[0], spec.dtype, query.device, tokens)
     if (key is None) != (value is None) or (key is None and metadata.new is not None):
         raise ContractError(
             "key and value are needed: this batch attends to its new tokens directly, or only one "
@@ -153,15 +136,10 @@ def _checked(
             rule="X7",
         )
     if key is not None and value is not None:
-        key = _per_head("key", key, *sizes[1], spec.dtype, query.device, tokens)
+        key = sized("key", key, *sizes[1], spec.dtype, query.device, tokens)
         size_v = spec.head_size_v
-        value = _per_head(
-            "value", value, spec.num_kv_heads, size_v, spec.dtype, query.device, tokens
-        )
-    call = LayerCall(query, key, value, cache, metadata.cached or metadata.new)  # type: ignore[arg-type]
-    if not isinstance(cache, PagedKVCache):
-        raise ContractError(f"cache is a {type(cache).__name__}; it must be a PagedKVCache")
-    check_cache(layer.cached, cache, call._replace(key=None, value=None))
+        value = sized("value", value, spec.num_kv_heads, size_v, spec.dtype, query.device, tokens)
+    check_own_cache(layer.cached, query, cache)
     shape = (query.shape[0], spec.num_heads, spec.head_size_v)
     if output is None:
         output = torch.empty(shape, dtype=query.dtype, device=query.device)
@@ -174,7 +152,20 @@ def _checked(
     return ParallelCall(query, key, value, output.view(shape))
 
 
-def _per_head(
+def check_own_cache(layer: Attention, query: Tensor, cache: PagedKVCache) -> None:
+    """Whether a cache has the form that a layer needs.
+
+    Raises:
+        ContractError: it has not, or is no cache.
+        LayoutMismatchError: the backend does not read its memory layout.
+    """
+    if not isinstance(cache, PagedKVCache):
+        raise ContractError(f"cache is a {type(cache).__name__}; it must be a PagedKVCache")
+    without_slots: Any = SimpleNamespace(slot_mapping=None)
+    check_cache(layer, cache, LayerCall(query, None, None, cache, without_slots))
+
+
+def sized(
     name: str,
     tensor: Tensor,
     heads: int,
@@ -183,6 +174,11 @@ def _per_head(
     device: torch.device,
     tokens: int,
 ) -> Tensor:
+    """`[tokens, heads, size]` of a flat or per-head tensor, which may have more rows.
+
+    Raises:
+        ContractError: another shape, dtype, device or last stride.
+    """
     tensor = per_head(name, tensor, heads, size)
     if tensor.dim() != 3 or tensor.shape[1:] != (heads, size) or tensor.shape[0] < tokens:
         raise ContractError(

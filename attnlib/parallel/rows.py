@@ -6,6 +6,7 @@ of the first key that it sees.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,8 +15,23 @@ from torch import Tensor
 from attnlib.parallel.addresses import TokenPositions
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.local_spec import Edge, LocalForm
+from attnlib.workspace import BatchLimits
 
-__all__ = ["LocalRows", "local_rows", "row_lengths"]
+__all__ = ["ROWS_UP_TO", "LocalRows", "limits_of_rows", "local_rows", "row_lengths"]
+
+
+ROWS_UP_TO = 8
+"""Longest new part of a request whose tokens are requests of their own: decodes and
+verifications. The new tokens of longer ones are attended once, without reading the cache."""
+
+
+def limits_of_rows(limits: BatchLimits | None, *, by_row: bool) -> BatchLimits | None:
+    """Those of batches whose tokens are requests of their own."""
+    if limits is None:
+        return None
+    tokens = limits.max_num_tokens
+    reqs = tokens if by_row else min(tokens, limits.max_num_reqs * ROWS_UP_TO)
+    return replace(limits, max_num_reqs=max(reqs, limits.max_num_reqs))
 
 
 class LocalRows(NamedTuple):

@@ -27,6 +27,8 @@ RANKS = 2
 KINDS: dict[str, dict[str, Any]] = {
     "distributed": {},
     "distributed fp8": {"kv_cache_dtype": "fp8"},
+    "distributed window": {"sliding_window": 100, "sinks": torch.zeros(HEADS)},
+    "distributed window of 99": {"sliding_window": 99},
     "images": {"sliding_window": 100},
     "images clamped": {"sliding_window": 100},
     "drafts": {"sliding_window": 100},
@@ -41,15 +43,13 @@ KINDS: dict[str, dict[str, Any]] = {
 class Group:
     """A group whose ranks have equal tensors."""
 
-    world_size, rank_in_group = RANKS, 0
+    world_size, rank = RANKS, 0
 
-    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return torch.cat([tensor] * RANKS, dim)
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tensor] * RANKS)
 
-
-def combine(out: torch.Tensor, lse: torch.Tensor, group: Any, return_lse: bool = False) -> Any:
-    """The heads of this rank."""
-    return (out[:, :HEADS], lse[:, :HEADS]) if return_lse else out[:, :HEADS]
+    def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        out.copy_(tensor)
 
 
 def one_of(ranks: int) -> Any:
@@ -150,8 +150,7 @@ def late_kernels(kind: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     recorded_engine.serve_the_cpu()
-    context_parallel.get_dcp_group = Group
-    impl.combination = lambda: combine
+    context_parallel.rank_group = Group
     torch.set_default_dtype(torch.bfloat16)
     with set_current_vllm_config(VllmConfig()), torch.no_grad():
         print(json.dumps({kind: late_kernels(kind) for kind in KINDS}))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from tests.hosts.conftest import HERE
+from tests.hosts.conftest import HERE, run_script
 from tests.hosts.install import VLLM
 
 pytestmark = pytest.mark.hosts
@@ -26,6 +27,14 @@ def run_files(variables: dict[str, str], *files: str) -> None:
 def test_adapter(environment: Any, version: str) -> None:
     files = "vllm_adapter.py", "vllm_masks.py", "vllm_latent_adapter.py"
     run_files(environment(version, TEST_VLLM_CPU="1"), *files)
+
+
+@pytest.mark.parametrize("version", VLLM)
+def test_divided_layers(environment: Any, version: str) -> None:
+    """X4, X5: decode context parallelism with windows, ALiBi, sinks and latents."""
+    printed = run_script("vllm_divided.py", environment(version, TEST_VLLM_CPU="1"))
+    for name, texts in json.loads(printed.splitlines()[-1]).items():
+        assert not any(texts), (name, texts)
 
 
 @pytest.mark.parametrize("version", VLLM)

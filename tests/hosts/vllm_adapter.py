@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.integrations.vllm import register
+from attnlib.integrations.vllm import context_parallel, register
 from attnlib.integrations.vllm.backend import AttnlibBackend
 from attnlib.integrations.vllm.builder import AttnlibMetadataBuilder
 from attnlib.integrations.vllm.impl import AttnlibImpl
@@ -349,8 +349,8 @@ def test_scaled_output_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"sliding_window": 8}, {"alibi_slopes": [1.0] * HEADS}, {"sinks": torch.zeros(HEADS)},
-     {"kv_sharing_target_layer_name": "other"}, {"attn_type": "encoder_only"}],
+    [{"kv_sharing_target_layer_name": "other"}, {"attn_type": "encoder_only"},
+     {"alibi_slopes": [1.0] * HEADS, "use_alibi_sqrt": True}],
     ids=lambda arguments: next(iter(arguments)),
 )  # fmt: skip
 def test_layers_that_cannot_be_distributed_are_refused(
@@ -361,6 +361,8 @@ def test_layers_that_cannot_be_distributed_are_refused(
         impl.dcp_world_size, impl.dcp_rank = 2, 0
         return impl
 
+    group = SimpleNamespace(world_size=2, rank=0)
+    monkeypatch.setattr(context_parallel, "rank_group", lambda: group)
     monkeypatch.setattr(AttnlibImpl, "__new__", two_ranks)
     with pytest.raises(UnsupportedConfigError, match="decode context parallelism"):
         Layer(**arguments)

@@ -237,8 +237,8 @@ def test_refusals() -> None:
     assert ask(use_mla=False)[0] == "non-MLA not supported"
     assert "sparse not supported" in ask(use_sparse=True)
     assert "kv_cache_dtype not supported" in ask(kv_cache_dtype="fp8_ds_mla")
-    assert ask(parallel=2) == ["attnlib: no decode context parallelism over latents"]
-    assert not AttnlibMLABackend.supports_dcp()
+    assert ask(parallel=2) == []
+    assert AttnlibMLABackend.supports_dcp()
 
 
 def test_prefills_are_not_captured() -> None:

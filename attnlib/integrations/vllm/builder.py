@@ -67,10 +67,9 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
         self._masks, self._specs = announced_masks(vllm_config), dict[Mask, list[AttentionSpec]]()
         self._tensors = BatchTensors(self.limits.max_num_reqs, device)
         impls = [layer.impl for layer in self._layers.values()]
-        if any(impl.is_distributed for impl in impls):  # drafts need not be
-            interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
-            specs = list({impl.spec for impl in impls})
-            self.distributed = DistributedBuilder(specs, device, self.limits, interleave)
+        divided = [impl.distributed for impl in impls if impl.distributed is not None]
+        if divided:  # drafts need not be
+            self.distributed = DistributedBuilder(divided, self.limits)
             self._init_reorder_batch_threshold(1)
             self.supports_update_block_table = False
             self.supports_draft_decode_metadata_update = False
@@ -173,7 +172,10 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
         """The metadata to capture with. It holds for every batch of these sizes: vLLM replays the
         graph of a mixed batch for all mixed batches with as many tokens, and its second model
         runner captures with tokens that are distributed evenly over the requests."""
-        if self.distributed is not None or self._attn_type is AttentionType.ENCODER_DECODER:
+        if self.distributed is not None:
+            distributed = self.distributed.build(common_attn_metadata, captures=True)
+            return VllmMetadata(common_attn_metadata.num_actual_tokens, {}, distributed)
+        if self._attn_type is AttentionType.ENCODER_DECODER:
             # vLLM's builder of cross-attention overrides `build`.
             return self.build(0, common_attn_metadata)
         mode = self.vllm_config.compilation_config.cudagraph_mode

@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import AttentionImpl
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import UnsupportedConfigError
-from attnlib.integrations.vllm.context_parallel import ContextParallelAttention, combination
+from attnlib.integrations.vllm.context_parallel import ContextParallelAttention
 from attnlib.integrations.vllm.kv_cache import cache_view
 from attnlib.integrations.vllm.layer_spec import refuse_arguments, spec_of_layer
 from attnlib.integrations.vllm.masks import Mask, masked_spec
@@ -86,7 +86,14 @@ class AttnlibImpl(AttentionImpl):
         device = torch.device(current_platform.device_type)
         self._distributed: ContextParallelAttention | None = None
         if self.dcp_world_size > 1:
-            self._distributed = ContextParallelAttention(spec, self.scale, device, combination())
+            slopes = None if use_alibi_sqrt or alibi_slopes is None else alibi_slopes
+            self._distributed = ContextParallelAttention(
+                spec,
+                scale=self.scale,
+                alibi_slopes=None if slopes is None else torch.tensor(slopes, device=device),
+                sinks=sinks,
+                device=device,
+            )
             spec = spec.replace(needs_lse=True)
         score = {}
         if use_alibi_sqrt:
@@ -112,9 +119,9 @@ class AttnlibImpl(AttentionImpl):
         return self._attention.spec
 
     @property
-    def is_distributed(self) -> bool:
-        """Whether the cache is distributed over the ranks of a group."""
-        return self._distributed is not None
+    def distributed(self) -> ContextParallelAttention | None:
+        """The layer over a cache that is distributed over the ranks of a group."""
+        return self._distributed
 
     def use_mask(self, mask: Mask, *, clamped: bool, retained: int) -> AttentionSpec:
         """Make the attention under a mask, if there is none yet; its spec. Arguments as in
@@ -154,7 +161,8 @@ class AttnlibImpl(AttentionImpl):
         self._bind(layer, layer.kv_cache)
         limits, columns = builder.limits, builder.block_table_width
         if self._distributed is not None:
-            own = builder.distributed if shared else None
+            spec = self._distributed.spec
+            own = builder.distributed.builders[spec] if shared else None
             self._distributed.warm_up(self._cache, own, limits, columns)
             return
         for attention in dict.fromkeys(self._masked.values()):

@@ -7,23 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnlib.integrations.vllm.masks import Mask
+from attnlib.parallel import ParallelMetadata
 from attnlib.spec import AttentionSpec
 
-__all__ = ["DistributedBatch", "VllmMetadata"]
-
-
-@dataclass
-class DistributedBatch:
-    """A batch of a decode context parallel group.
-
-    Attributes:
-        cached: the keys in this rank's part of the cache that the queries see.
-        new: the new tokens of the batch, not read from the cache; None if `cached` contains all
-            keys (each request decodes one token).
-    """
-
-    cached: Any
-    new: Any
+__all__ = ["VllmMetadata"]
 
 
 @dataclass
@@ -35,7 +22,7 @@ class VllmMetadata:
         num_actual_tokens: tokens of the batch, without padding outside of graphs.
         batches: attnlib's metadata by the spec of a layer. Layers of a group may differ in window
             and soft cap.
-        distributed: with decode context parallelism, instead of `batches`.
+        distributed: likewise with decode context parallelism, instead of `batches`.
         mask: of the batch.
         mm_prefix_range_tensor: the image spans under `Mask.SPANS`. Models set it to None for layers
             in which images are causal (Gemma 4); `batches` then has the metadata of that mask, too.
@@ -44,7 +31,7 @@ class VllmMetadata:
 
     num_actual_tokens: int
     batches: Mapping[AttentionSpec, Any]
-    distributed: DistributedBatch | None = None
+    distributed: Mapping[AttentionSpec, ParallelMetadata] | None = None
     mask: Mask = Mask.OWN
     mm_prefix_range_tensor: Any = None
     slot_mapping: Any = None

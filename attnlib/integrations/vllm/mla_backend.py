@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from vllm.v1.attention.backend import MLAAttentionImpl
 
@@ -56,11 +56,6 @@ class AttnlibMLABackend(AttnlibBackend):
         return (1, 0, 2, 3) if include_num_layers_dimension else (0, 1, 2)
 
     @classmethod
-    def supports_dcp(cls) -> bool:
-        """No decode context parallelism over latents."""
-        return False
-
-    @classmethod
     def supports_mm_prefix(cls) -> bool:
         """No: masks over latents do not depend on the batch, and decodes are split on the host."""
         return False
@@ -73,13 +68,3 @@ class AttnlibMLABackend(AttnlibBackend):
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Decoders."""
         return attn_type == "decoder"
-
-    @classmethod
-    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """Reasons against a layer; see `AttnlibBackend`."""
-        reasons = super().validate_configuration(*args, **kwargs)
-        from vllm.config import get_current_vllm_config
-
-        if get_current_vllm_config().parallel_config.decode_context_parallel_size > 1:
-            reasons = [*reasons, "attnlib: no decode context parallelism over latents"]
-        return reasons

@@ -15,6 +15,7 @@ from attnlib.integrations.vllm.batch import CUDA_GRAPH_SUPPORT, batch_limits, co
 from attnlib.integrations.vllm.layer_spec import select
 from attnlib.integrations.vllm.warm import GroupWarmup
 from attnlib.metadata.batch_slice import slice_batch
+from attnlib.parallel import ParallelAttention
 from attnlib.spec import CudaGraphSupport
 
 __all__ = ["AttnlibMLAMetadataBuilder", "VllmLatentMetadata"]
@@ -46,6 +47,7 @@ class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
 
     Attributes:
         decodes, prefills: attnlib's builders of the two parts of a batch.
+        is_divided: whether they are those of divided layers.
 
     Raises:
         UnsupportedConfigError: layers of one group with different specs.
@@ -77,6 +79,14 @@ class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
         GroupWarmup(self, (layers[name] for name in layer_names), vllm_config)
         # A builder with limits uses the same memory for each batch, and both parts are in use at
         # the same time.
+        divided: ParallelAttention | None = layers[layer_names[0]].impl.divided
+        self.is_divided = divided is not None
+        self.decodes: Any
+        self.prefills: Any
+        if divided is not None:
+            self.decodes, self.prefills = (divided.make_builder(self.limits) for _ in range(2))
+            self._init_reorder_batch_threshold(1)
+            return
         self.decodes, self.prefills = (
             backend.make_builder(self._spec, device, layer_names=layer_names, limits=self.limits)
             for _ in range(2)
@@ -92,6 +102,8 @@ class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
         specs = {spec for layer in layers if (spec := _latent_spec(layer)) is not None}
         levels = [select(spec).get_builder_cls().cudagraph_support for spec in specs]
         level = min(levels, default=CudaGraphSupport.NEVER)
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+            level = min(level, CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
         return CUDA_GRAPH_SUPPORT[min(level, CudaGraphSupport.UNIFORM_BATCH)]
 
     def build(
@@ -101,29 +113,41 @@ class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
         fast_build: bool = False,
     ) -> VllmLatentMetadata:
         """The metadata of one batch; `common_prefix_len` is ignored."""
-        return self._build(common_attn_metadata, self.decodes.build)
+        return self._build(common_attn_metadata, self._build_decodes)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: VllmBatch) -> VllmLatentMetadata:
         """The metadata to capture decodes with."""
 
-        def build(_: int, common: Any) -> Any:
-            return self.decodes.build_for_cudagraph_capture(common)
+        writes = {"write": False} if self.is_divided else {}
+
+        def build(common: Any) -> Any:
+            return self.decodes.build_for_cudagraph_capture(common, **writes)
 
         return self._build(common_attn_metadata, build)
+
+    def _build_decodes(self, common: Any) -> Any:
+        if self.is_divided:
+            # A slice keeps the bounds of the batch.
+            return self.decodes.build(common.replace(max_query_len=1), write=False)
+        return self.decodes.build(0, common)
 
     def _build(self, batch: VllmBatch, build_decodes: Any) -> VllmLatentMetadata:
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(
             batch, decode_threshold=self.reorder_batch_threshold or 1
         )
-        common = common_batch(batch, self._spec, self.decodes.needs_host_lengths)
+        own = self.decodes.cached if self.is_divided else self.decodes
+        common = common_batch(batch, self._spec, own.needs_host_lengths)
         decode = prefill = None
         tokens, bounds = batch.num_actual_tokens, batch.seq_lens_cpu_upper_bound
         if decodes:
             part = slice(0, decodes), slice(0, decode_tokens), slice(0, 0)
-            decode = build_decodes(0, slice_batch(common, *part) if prefills else common)
+            decode = build_decodes(slice_batch(common, *part) if prefills else common)
         if prefills:
             part = slice(decodes, batch.num_reqs), slice(decode_tokens, tokens), slice(0, 0)
             rest = slice_batch(common, *part) if decodes else common
+            if self.is_divided:
+                prefill = self.prefills.build(rest, write=False, has_context=True)
+                return VllmLatentMetadata(tokens, decodes, prefills, decode_tokens, decode, prefill)
             if rest.seq_lens_cpu is None and bounds is not None:
                 rest.seq_lens_cpu = bounds[part[0]]  # exact for prefills
             prefill = self.prefills.build(0, rest)

@@ -14,12 +14,14 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MLAAttentionImpl
 
 from attnlib.cache.storage import PagedKVCache
+from attnlib.integrations.vllm.context_parallel import divided_layer
 from attnlib.integrations.vllm.layer_spec import refuse_arguments
 from attnlib.integrations.vllm.mla_builder import AttnlibMLAMetadataBuilder, VllmLatentMetadata
 from attnlib.integrations.vllm.warm import GroupWarmup, register_kernels, run_batches
 from attnlib.layer import Attention
 from attnlib.mla.latent_attention import LatentAttention
 from attnlib.mla.warmup import warm_up_expanded
+from attnlib.parallel import ParallelAttention, warmup_parallel
 from attnlib.spec import AttentionSpec
 
 __all__ = ["AttnlibMLAImpl"]
@@ -46,8 +48,8 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
             supports the layer; with all reasons.
     """
 
-    can_return_lse_for_decode: bool = False
-    supports_dcp: bool = False
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
     supports_pcp: bool = False
 
     def __init__(
@@ -84,7 +86,11 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
             block_size=get_current_vllm_config().cache_config.block_size or 16,
             use_mla=True,
         )
-        self._attention = Attention(spec, scale=self.scale, device=self._device)
+        arguments: dict[str, Any] = {"scale": self.scale, "device": self._device}
+        self.divided: ParallelAttention | None = None
+        if self.dcp_world_size > 1:
+            self.divided = divided_layer(spec, **arguments)
+        self._attention = Attention(spec, **arguments)
         self._prefills: LatentAttention | None = None
         self._memory: tuple[int, torch.Size] | None = None
         self._cache: PagedKVCache | None = None
@@ -104,6 +110,8 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
         """
         if self.spec.block_size != block_size:
             self._attention.set_block_size(block_size)
+            if self.divided is not None:
+                self.divided.set_block_size(block_size)
 
     def warmup_key(self, layer: Any) -> Hashable:
         """Equal for layers of a group with the same kernels."""
@@ -114,6 +122,10 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
         cache, limits = self._view(layer.kv_cache, layer._k_scale), builder.limits
         columns = builder.block_table_width
         decodes, prefills = (builder.decodes, builder.prefills) if shared else (None, None)
+        if self.divided is not None:
+            if self.divided.cached.backend.get_name() != "torch":
+                warmup_parallel(self.divided, cache, limits, builder=decodes, max_blocks=columns)
+            return
         run_batches(self._attention, cache, limits, decodes, columns, self._device)
         self._prefills = self._prefills or self._prefill_layer()
         warm_up_expanded(self._prefills, cache, limits, prefills)
@@ -156,11 +168,16 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
             layer: vLLM's layer, for the scale of its cache.
 
         Returns:
-            `[T, Hq, kv_lora_rank]`, and None instead of the LSE.
+            `[T, Hq, kv_lora_rank]`, and None instead of the LSE; with decode context parallelism
+            of the heads of all ranks over this rank's latents, and the LSE.
         """
         self._warm_up_pending()
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         cache = self._view(kv_c_and_k_pe_cache, layer._k_scale)
+        if self.divided is not None:
+            decode = attn_metadata.decode.cached
+            out, lse = self.divided.cached(query, None, None, cache, decode, True)
+            return out, lse
         return self._attention(query, None, None, cache, attn_metadata.decode), None
 
     def forward_mha(
@@ -191,7 +208,13 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
             self._prefills = self._prefill_layer()
         cache = self._view(kv_c_and_k_pe_cache, k_scale)
         latents = torch.cat((kv_c_normed, k_pe.flatten(1)), dim=-1)
-        found = self._prefills(q, latents, cache, attn_metadata.prefill)
+        if self.divided is None:
+            found = self._prefills(q, latents, cache, attn_metadata.prefill)
+        else:
+            keys = latents[:, None], latents[:, None, : self.kv_lora_rank]
+            absorbed = self._prefills.absorb(q)
+            attended = self.divided(absorbed, *keys, cache, attn_metadata.prefill)
+            found = self._prefills.project(attended)
         output.view(found.shape).copy_(found)
 
     def _warm_up_pending(self) -> None:

@@ -1,0 +1,211 @@
+"""`ParallelPrefill`: prompts whose tokens are divided among the ranks of a group (X10).
+
+Every rank has the queries, keys and values of its own tokens, for all heads of the layer. Short
+prompts are computed over keys gathered from all ranks, long ones by passing the keys around a ring
+while the rank attends to those that it has. Each rank stores its share of the keys as they pass, by
+the division of the cache, so that decodes by `ParallelAttention` can follow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnlib.backends.base import AttentionBackend
+from attnlib.cache.storage import PagedKVCache
+from attnlib.device import resolve_device
+from attnlib.errors import AttnlibError
+from attnlib.layer import Attention
+from attnlib.layer.call import new_lse
+from attnlib.ops.dispatch import operation
+from attnlib.parallel.divisions import Division
+from attnlib.parallel.group import RankGroup
+from attnlib.parallel.prefill_builder import PrefillBuilder
+from attnlib.parallel.prefill_checks import (
+    PrefillCall,
+    check_prefill,
+    check_prefill_call,
+    keeps_order,
+)
+from attnlib.parallel.prefill_metadata import PrefillMetadata
+from attnlib.parallel.setup_checks import checked_per_head
+from attnlib.selection import get_attn_backend
+from attnlib.spec import AttentionSpec, AttentionType, MaskKind
+
+__all__ = ["GATHER_BYTES", "ParallelPrefill"]
+
+GATHER_BYTES = 64 << 20
+"""Keys and values of a layer up to this size are gathered: a rank then holds those of all ranks."""
+
+
+class ParallelPrefill(nn.Module):
+    """The prefill of one attention layer with divided tokens.
+
+    Args:
+        spec: of the layer, with all query heads that this rank computes.
+        group: the ranks.
+        division: of the positions in the cache, as in `ParallelAttention`.
+        backend, scale, alibi_slopes, sinks, device, prefix: as in `Attention`.
+        method: "ring" or "all_gather"; None takes the ring from `GATHER_BYTES` on.
+        agreement: as in `ParallelAttention`.
+
+    Attributes:
+        causal, cross: the layers over keys that end with the queries, and over others.
+
+    Raises:
+        ContractError: on every rank, if the layer cannot be divided on one of them.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        group: RankGroup,
+        division: Division,
+        *,
+        backend: str | type[AttentionBackend] | None = None,
+        scale: float | None = None,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+        method: str | None = None,
+        agreement: str = "batch",
+        device: torch.device | str | None = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        self.spec, self.group, self.division, self.method = spec, group, division, method
+        self.agreement, self._device = agreement, resolve_device(device).torch_device
+        self._rings = keeps_order(spec) and method != "all_gather"
+        error: AttnlibError | None = None
+        try:
+            check_prefill(spec, group, division, method, agreement)
+            checked_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, spec)
+            checked_per_head("sinks", sinks, spec.has_sink, spec)
+            specs = self._specs()
+            backends = [get_attn_backend(each, backend, self._device) for each in specs]
+        except AttnlibError as found:
+            error = found
+        self.agree(("prefill layer", str(spec), division, method, agreement), error)
+        given: dict[str, Any] = {"scale": scale, "device": self._device, "prefix": prefix}
+        own: dict[str, Any] = {"alibi_slopes": alibi_slopes, "sinks": sinks}
+        self.causal = Attention(specs[0], backend=backends[0], **given, **own)
+        self.cross: Attention | None = None
+        if self._rings:
+            self.cross = Attention(specs[1], backend=backends[1], **given)
+
+    def _specs(self) -> list[AttentionSpec]:
+        """Of the layer over keys that end with the queries, and of the one over other keys, which
+        counts no sink."""
+        causal = self.spec.replace(kv_sharing=False, needs_lse=True)
+        if not self._rings:
+            return [causal]
+        cross = causal.replace(
+            has_sink=False,
+            attn_type=AttentionType.ENCODER_DECODER,
+            mask_kind=MaskKind.BIDIRECTIONAL,
+        )
+        return [causal, cross]
+
+    def agree(self, facts: object, error: AttnlibError | None) -> None:
+        """See `RankGroup.agree`; without agreements, raise the error of this rank."""
+        if self.agreement != "never":
+            self.group.agree(facts, error)
+        elif error is not None:
+            raise error
+
+    def uses_ring(self, num_tokens: int) -> bool:
+        """Whether keys are passed around, for a batch in which the most tokens of a rank are
+        `num_tokens`."""
+        if not self._rings or self.method is not None:
+            return self._rings
+        spec = self.spec
+        size_v = 0 if spec.use_mla else spec.head_size_v
+        elements = spec.num_kv_heads * (spec.head_size + size_v)
+        gathered = self.group.world_size * num_tokens * elements * spec.dtype.itemsize
+        return gathered > GATHER_BYTES
+
+    def make_builder(self, **kwargs: Any) -> PrefillBuilder:
+        """The builder of batches; arguments of `AttentionMetadataBuilder`."""
+        causal, *cross = (
+            layer.backend.make_builder(layer.spec, self._device, **kwargs)
+            for layer in (self.causal, self.cross)
+            if layer is not None
+        )
+        return PrefillBuilder(self, causal, cross[0] if cross else None)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: PagedKVCache,
+        metadata: PrefillMetadata,
+        return_lse: bool = False,
+    ) -> Any:
+        """Exchange the keys, write this rank's share, and attend.
+
+        Args:
+            query: `[T, Hq, D]` or flat, of this rank's tokens (`metadata.token_rows`).
+            key, value: `[T, Hkv, D]` and `[T, Hkv, Dv]` or flat, likewise.
+            cache: this rank's keys.
+            metadata: of the builder.
+            return_lse: also return the LSE.
+
+        Returns:
+            The output, flat or per head like the query; with `return_lse` a pair with the LSE,
+            `[T, Hq]` float32.
+
+        Raises:
+            ContractError: a tensor does not fit; on every rank. Nothing is written or sent then.
+        """
+        call = check_prefill_call(self, query, key, value, cache, metadata)
+        out, lse = self._ring(call) if metadata.is_ring else self._gathered(call)
+        out = out.flatten(1) if query.dim() == 2 else out
+        return (out, lse) if return_lse else out
+
+    def _gathered(self, call: PrefillCall) -> tuple[Tensor, Tensor]:
+        metadata, (step,) = call.metadata, call.metadata.steps
+        keys = [self.group.all_gather(part).flatten(0, 1) for part in call.sent]
+        scratch = self._store(call, keys, step.slots, metadata.cache_slots.flatten())
+        if step.metadata is None:
+            return call.output, new_lse(self.spec, call.query)
+        found: tuple[Tensor, Tensor] = self.causal(
+            call.query, None, None, scratch, step.metadata, True, output=call.output
+        )
+        return found
+
+    def _ring(self, call: PrefillCall) -> tuple[Tensor, Tensor]:
+        metadata, group = call.metadata, self.group
+        wide = torch.float64 if self.spec.dtype == torch.float64 else torch.float32
+        state = torch.zeros_like(call.output, dtype=wide), new_lse(self.spec, call.query)
+        state[1].fill_(-torch.inf)
+        merge = operation("merge_states", "merge_states", call.output)
+        keys = call.sent
+        for number, step in enumerate(metadata.steps):
+            following = [torch.empty_like(part) for part in keys]
+            last = number == group.world_size - 1
+            requests = [] if last else group.start_shift(following, keys)
+            owner = (group.rank - number) % group.world_size
+            scratch = self._store(call, keys, step.slots, metadata.cache_slots[owner])
+            layer = self.causal if step.is_causal else self.cross
+            if step.metadata is not None and layer is not None:
+                part = layer(call.query, None, None, scratch, step.metadata, True)
+                merge(*state, *part, *state)
+            for request in requests:
+                request.wait()
+            keys = following
+        call.output.copy_(state[0])
+        return call.output, state[1]
+
+    def _store(
+        self, call: PrefillCall, keys: list[Tensor], slots: Tensor, cache_slots: Tensor
+    ) -> PagedKVCache:
+        """Write received keys to the scratch cache, and this rank's share of them to its own."""
+        scratch = call.metadata.scratch.like(call.cache)
+        key = keys[0]
+        value = key[..., : self.spec.head_size_v] if self.spec.use_mla else keys[1]
+        self.causal.impl.write_kv(key, value, scratch, slots)
+        if not self.spec.kv_sharing:
+            self.causal.impl.write_kv(key, value, call.cache, cache_slots)
+        return scratch

@@ -1,0 +1,143 @@
+"""Checks of divided prefills, before anything is written or sent (X8, X10)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnlib.cache.storage import PagedKVCache
+from attnlib.errors import AttnlibError, ContractError, UnsupportedConfigError
+from attnlib.parallel.checks import check_own_cache, sized
+from attnlib.parallel.divisions import Division
+from attnlib.parallel.group import RankGroup
+from attnlib.parallel.local_spec import rejections
+from attnlib.parallel.prefill_metadata import PrefillMetadata
+from attnlib.parallel.setup_checks import check_choices
+from attnlib.spec import AttentionSpec, MaskKind
+
+if TYPE_CHECKING:
+    from attnlib.parallel.prefill import ParallelPrefill
+
+__all__ = ["PrefillCall", "check_prefill", "check_prefill_call", "keeps_order"]
+
+_METHODS = ("ring", "all_gather")
+
+
+class PrefillCall(NamedTuple):
+    """The tensors of a call.
+
+    Attributes:
+        query: `[T, Hq, D]`.
+        sent: `[num_padded_tokens, Hkv, ...]`, keys and values, or latents only.
+        output: `[T, Hq, Dv]`.
+    """
+
+    query: Tensor
+    sent: list[Tensor]
+    output: Tensor
+    cache: PagedKVCache
+    metadata: PrefillMetadata
+
+
+def keeps_order(spec: AttentionSpec) -> bool:
+    """Whether attention to the keys of another rank does not depend on their distance."""
+    full = spec.visible_window.left is None and spec.attention_chunk_size is None
+    return full and not spec.has_alibi and not spec.batch_invariant
+
+
+def check_prefill(
+    spec: AttentionSpec, group: RankGroup, division: Division, method: str | None, agreement: str
+) -> None:
+    """Whether prompts of such layers can be divided.
+
+    Raises:
+        ContractError: a value that is not known, or a division for another number of ranks.
+        UnsupportedConfigError: a layer that cannot be divided, or passed around a ring.
+    """
+    check_choices(group, division, agreement, ("method", method, _METHODS))
+    reasons = rejections(spec, division)
+    if spec.mask_kind is not MaskKind.CAUSAL:
+        reasons.append(f"mask_kind={spec.mask_kind.value}: a divided prefill is causal")
+    if method == "ring" and not keeps_order(spec):
+        reasons.append(
+            "method='ring' with a window, chunks, ALiBi or batch invariance, which relate a query "
+            "to keys of other ranks: use 'all_gather'"
+        )
+    if reasons:
+        raise UnsupportedConfigError(
+            f"context parallelism: {'; '.join(reasons)}: run this layer on one rank",
+            reasons=reasons,
+        )
+
+
+def check_prefill_call(
+    layer: ParallelPrefill,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: PagedKVCache,
+    metadata: PrefillMetadata,
+) -> PrefillCall:
+    """The tensors of a call, after all ranks have agreed.
+
+    Raises:
+        ContractError: see `ParallelPrefill.forward`.
+    """
+    error: AttnlibError | None = None
+    call = None
+    try:
+        call = _checked(layer, query, key, value, cache, metadata)
+    except AttnlibError as found:
+        error = found
+    known = isinstance(metadata, PrefillMetadata) and metadata.agreed
+    if layer.agreement == "call" or not known:
+        layer.agree(("prefill call", str(layer.spec)), error)
+        if isinstance(metadata, PrefillMetadata):
+            metadata.agreed = True
+    if error is not None:
+        raise error
+    assert call is not None
+    return call
+
+
+def _checked(
+    layer: ParallelPrefill,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: PagedKVCache,
+    metadata: PrefillMetadata,
+) -> PrefillCall:
+    spec = layer.spec
+    if not isinstance(metadata, PrefillMetadata):
+        raise ContractError(
+            f"metadata is a {type(metadata).__name__}; build it with the builder of "
+            "ParallelPrefill.make_builder",
+            rule="X10",
+        )
+    tokens = metadata.num_actual_tokens
+    given = {
+        "query": (query, spec.num_heads, spec.head_size),
+        "key": (key, spec.num_kv_heads, spec.head_size),
+        "value": (value, spec.num_kv_heads, spec.head_size_v),
+    }
+    query, key, value = (
+        sized(name, *each, spec.dtype, query.device, tokens) for name, each in given.items()
+    )
+    if query.shape[0] != tokens:
+        raise ContractError(
+            f"query has {query.shape[0]} rows, but this rank has {tokens} tokens of the batch",
+            rule="X10",
+        )
+    check_own_cache(layer.causal, query, cache)
+    parts = [key] if spec.use_mla else [key, value]
+    sent = []
+    for part in parts:
+        padded = part.new_zeros(metadata.num_padded_tokens, *part.shape[1:])
+        padded[:tokens] = part[:tokens]
+        sent.append(padded)
+    shape = (tokens, spec.num_heads, spec.head_size_v)
+    output = torch.zeros(shape, dtype=query.dtype, device=query.device)
+    return PrefillCall(query, sent, output, cache, metadata)

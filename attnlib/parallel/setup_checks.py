@@ -1,0 +1,87 @@
+"""Checks of the arguments of divided layers (X1, X6, X8)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.parallel.divisions import Division
+from attnlib.parallel.exchange import ExchangeMethod, choose_exchange
+from attnlib.parallel.group import RankGroup
+from attnlib.spec import AttentionSpec
+
+__all__ = ["check_choices", "checked_method", "checked_per_head"]
+
+_AGREEMENTS = ("call", "batch", "never")
+
+
+def check_choices(
+    group: RankGroup,
+    division: Division,
+    agreement: str,
+    choice: tuple[str, str | None, tuple[str, ...]],
+) -> None:
+    """Check the arguments that divided layers have in common.
+
+    Args:
+        group, division, agreement: of the layer.
+        choice: name of another argument, its value or None, and the values that are known.
+
+    Raises:
+        ContractError: a value that is not known, or a division for another number of ranks.
+    """
+    for name, value, known in (("agreement", agreement, _AGREEMENTS), choice):
+        if value is not None and value not in known:
+            raise ContractError(f"{name}={value!r} must be one of {', '.join(known)}", rule="X8")
+    if division.world_size != group.world_size:
+        raise ContractError(
+            f"{division} is for {division.world_size} ranks, the group has {group.world_size}",
+            rule="X1",
+        )
+
+
+def checked_method(
+    spec: AttentionSpec,
+    group: RankGroup,
+    division: Division,
+    exchange: str | None,
+    agreement: str,
+) -> ExchangeMethod:
+    """The exchange of a layer.
+
+    Raises:
+        ContractError: a value that is not known, or a division for another number of ranks.
+        UnsupportedConfigError: batch invariance with a sum in an order that NCCL chooses.
+    """
+    names = tuple(method.value for method in ExchangeMethod)
+    check_choices(group, division, agreement, ("exchange", exchange, names))
+    if exchange is None:
+        return choose_exchange(spec, group.world_size)
+    method = ExchangeMethod(exchange)
+    if spec.batch_invariant and method is ExchangeMethod.REDUCE_SCATTER:
+        raise UnsupportedConfigError(
+            "batch_invariant=True with exchange='reduce_scatter': its sums have no fixed order; "
+            "use 'all_to_all'",
+            reasons=["reduce_scatter is not batch invariant"],
+        )
+    return method
+
+
+def checked_per_head(
+    name: str, values: Tensor | None, needed: bool, spec: AttentionSpec
+) -> Tensor | None:
+    """Slopes or sinks `[Hq]`, given exactly where the spec has them.
+
+    Raises:
+        ContractError: missing, not declared, or of another shape or dtype.
+    """
+    if needed != (values is not None):
+        given = "missing" if values is None else "given"
+        raise ContractError(f"{name} is {given}, and the spec says otherwise: {spec}", rule="M3")
+    if values is not None and (values.shape != (spec.num_heads,) or not values.is_floating_point()):
+        raise ContractError(
+            f"{name} is {values.dtype} {list(values.shape)}; it must be floating point "
+            f"[{spec.num_heads}]",
+            rule="M3",
+        )
+    return values

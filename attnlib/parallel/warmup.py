@@ -1,0 +1,54 @@
+"""Compile the kernels of divided layers before the first request; nothing is exchanged."""
+
+from __future__ import annotations
+
+import torch
+
+from attnlib.cache.storage import PagedKVCache
+from attnlib.layer.warmup import warmup
+from attnlib.parallel.attention import ParallelAttention
+from attnlib.parallel.builder import ParallelBuilder
+from attnlib.parallel.merge import MergeRows, Parts
+from attnlib.parallel.rows import limits_of_rows
+from attnlib.parallel.staging import Staging
+from attnlib.workspace import BatchLimits
+
+__all__ = ["warmup_parallel"]
+
+_TOKENS = (1, 2048)
+"""Tokens of merges: a launch of few programs overlaps the kernel before it, one of many does
+not."""
+
+
+def warmup_parallel(
+    layer: ParallelAttention,
+    cache: PagedKVCache,
+    limits: BatchLimits,
+    *,
+    builder: ParallelBuilder | None = None,
+    max_blocks: int | None = None,
+) -> None:
+    """Run every class of batch within limits on both parts of a layer, and the merge.
+
+    Args:
+        layer: the layer.
+        cache: its cache, which is not changed.
+        limits: the largest batch.
+        builder: of the batches; None creates one.
+        max_blocks: columns of the block table; None for as many as `limits.max_seq_len` needs.
+    """
+    builder = layer.make_builder(limits) if builder is None else builder
+    rows = limits_of_rows(limits, by_row=layer.form.by_row)
+    assert rows is not None
+    warmup(layer.cached, cache, rows, builder=builder.cached, max_blocks=max_blocks)
+    scratch = Staging(layer.new.spec, cache.device)
+    scratch.reserve(1)
+    warmup(layer.new, scratch.like(cache), limits, builder=builder.new)
+    spec, world_size = layer.spec, layer.group.world_size
+    for tokens in _TOKENS:
+        shape = torch.Size((world_size, tokens, spec.num_heads, spec.head_size_v))
+        out = torch.zeros(shape[1:], dtype=spec.dtype, device=cache.device)
+        lse = out.new_zeros(out.shape[:2], dtype=torch.float32)
+        parts = Parts.like(shape, out, has_sink=spec.has_sink)
+        parts.rows.zero_()
+        MergeRows.of(world_size, tokens, spec.has_sink, out.device).merge(parts, out, lse)

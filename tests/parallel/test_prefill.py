@@ -1,0 +1,34 @@
+"""Divided prefills against one process, with gloo on a CPU (X10)."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.parallel.prefill_cases import PROBLEMS, PROPERTIES, WRONG
+from tests.parallel.workers import results
+
+
+@functools.cache
+def found(world_size: int) -> dict[str, list[str]]:
+    names = [*PROBLEMS, *PROPERTIES, *WRONG]
+    return results("tests.parallel.prefill_cases", names, world_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*PROBLEMS, *PROPERTIES])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_results_are_those_of_one_process(name: str, world_size: int) -> None:
+    """X10: outputs, LSEs and the share of the keys that each rank stores."""
+    texts = found(world_size)[name]
+    assert not any(texts), "\n".join(texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_an_error_is_found(name: str, world_size: int) -> None:
+    texts = found(world_size)[name]
+    assert any(text.startswith("error") for text in texts), texts
+    assert all(text == "" or text.startswith("error") for text in texts), texts
