@@ -100,7 +100,9 @@ _VLLM = {
         f"{_ENGINE}::test_tokens_with_decode_context_parallelism",
         f"{_WARMUP}::test_masks_and_decode_context_parallelism",
     ),
-    "the same with windows, ALiBi, sinks, latents": _both(f"{_ADAPTER}::test_divided_layers"),
+    "the same with windows, ALiBi, sinks, latents": _both(
+        "tests/hosts/test_vllm_adapter.py::test_divided_layers"
+    ),
     "the same with masks by batch": _both("refused: no code for them"),
     "prefill context parallelism": _both("refused: no code for it"),
     "KV connectors": _both("refused: never tested"),
