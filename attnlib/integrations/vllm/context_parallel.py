@@ -68,14 +68,27 @@ class ContextParallelAttention:
 
     Args:
         spec: of the layer, with the heads of this rank.
-        arguments: of `ParallelAttention`.
+        scale: softmax scale.
+        alibi_slopes: one per query head of this rank, or None.
+        sinks: `[num_heads]` of this rank, or None.
+        device: of this rank.
 
     Attributes:
         layer: the divided layer.
     """
 
-    def __init__(self, spec: AttentionSpec, **arguments: Any) -> None:
-        self.layer = divided_layer(spec, **arguments)
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        scale: float,
+        alibi_slopes: list[float] | None,
+        sinks: torch.Tensor | None,
+        device: torch.device,
+    ) -> None:
+        slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, device=device)
+        self.layer = divided_layer(
+            spec, scale=scale, alibi_slopes=slopes, sinks=sinks, device=device
+        )
 
     @property
     def spec(self) -> AttentionSpec:

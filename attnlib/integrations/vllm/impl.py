@@ -86,14 +86,8 @@ class AttnlibImpl(AttentionImpl):
         device = torch.device(current_platform.device_type)
         self._distributed: ContextParallelAttention | None = None
         if self.dcp_world_size > 1:
-            slopes = None if use_alibi_sqrt or alibi_slopes is None else alibi_slopes
-            self._distributed = ContextParallelAttention(
-                spec,
-                scale=self.scale,
-                alibi_slopes=None if slopes is None else torch.tensor(slopes, device=device),
-                sinks=sinks,
-                device=device,
-            )
+            slopes = alibi_slopes if spec.has_alibi else None
+            self._distributed = ContextParallelAttention(spec, self.scale, slopes, sinks, device)
             spec = spec.replace(needs_lse=True)
         score = {}
         if use_alibi_sqrt:
