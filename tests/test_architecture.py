@@ -37,6 +37,7 @@ LAYERS = (
         "cli",
         "bench",
         "example_model",
+        "ahead_of_time",
         "tuning.measure",
         "tuning.rank",
         "__main__",

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from attnlib.ahead_of_time import StoredKernel, compile_kernels
 from attnlib.cli.arguments import CommandParser, any_device, output_folder, workers
 from attnlib.cli.server_flags import add_server_flags, rank_specs, server_of
 from attnlib.cli.spec_flags import add_spec_flags, specs_of
-from attnlib.layer.ahead_of_time import StoredKernel, compile_kernels
 
 __all__ = ["main", "parser"]
 

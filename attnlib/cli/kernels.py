@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from attnlib import env
-from attnlib.layer.ahead_of_time import DescribedServer, check_described, needed_kernels
+from attnlib.ahead_of_time import (
+    DescribedServer,
+    check_described,
+    described_layers,
+    needed_kernels,
+)
 from attnlib.spec import AttentionSpec
 
 __all__ = ["KernelsOfSpec", "kernel_facts", "kernels_of"]
@@ -49,7 +54,8 @@ def kernels_of(
     server: DescribedServer, specs: Mapping[str, AttentionSpec], folder: str
 ) -> dict[str, KernelsOfSpec]:
     """The kernels of each kind of layer, in a folder, or for "" in Triton's cache."""
-    check_described(server, specs.values())
+    layers = described_layers(specs)
+    check_described(server, layers.values())
     if not specs:
         return {}
     from attnlib.ops.triton.launch.described import target_of
@@ -61,8 +67,8 @@ def kernels_of(
         differences = Manifest.read(path).differences(target)
     where = str(path or f"Triton's cache, {cache_folder()}")
     found = {}
-    for kind, spec in specs.items():
-        needed = needed_kernels(server, [spec])
+    for kind, layer in layers.items():
+        needed = needed_kernels(server, [layer])
         missing = Counter(kernel.name for kernel in needed if not is_stored(kernel, path))
         found[kind] = KernelsOfSpec(where, len(needed), dict(missing), differences)
     return found

@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from attnlib.ahead_of_time import DescribedServer
 from attnlib.cli.arguments import count
 from attnlib.device import resolve_device
 from attnlib.errors import ContractError
-from attnlib.layer.ahead_of_time import DescribedServer
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
 

@@ -10,6 +10,7 @@ caller, because its strides matter too, and does not change it: every slot is -1
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -118,7 +119,9 @@ def warmup(
     if where.type == "cuda":
         torch.cuda.synchronize(where)
     seconds, num_found = time.perf_counter() - started, sum(kernel.is_found for kernel in new)
-    return WarmupReport(tuple(batches), seconds, num_found, len(new) - num_found)
+    report = WarmupReport(tuple(batches), seconds, num_found, len(new) - num_found)
+    logging.getLogger("attnlib").info("%s", report)  # engines do not show the result
+    return report
 
 
 def _new_kernels(device: torch.device) -> AbstractContextManager[list[Any]]:

@@ -15,6 +15,7 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys, EntryBatch
+from attnlib.ops.dispatch import runs_kernels
 from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
 from attnlib.workspace import BatchLimits
@@ -175,12 +176,13 @@ def new_tensors(
         spec.num_kv_heads * spec.head_size,
         spec.num_kv_heads * spec.head_size_v,
     )
+    # Memory of a described GPU is that of the CPU, and no kernel reads it.
+    new = torch.empty if device.type == "cpu" and runs_kernels(device) else torch.zeros
     if fused:
-        query, key, value = torch.split(
-            torch.zeros(num_tokens, sum(sizes), dtype=spec.dtype, device=device), list(sizes), dim=1
-        )
+        rows = new(num_tokens, sum(sizes), dtype=spec.dtype, device=device)
+        query, key, value = torch.split(rows, list(sizes), dim=1)
     else:
         query, key, value = (
-            torch.zeros(num_tokens, size, dtype=spec.dtype, device=device) for size in sizes
+            new(num_tokens, size, dtype=spec.dtype, device=device) for size in sizes
         )
     return query, key, value

@@ -25,6 +25,7 @@ from unittest import mock
 
 import torch
 
+from attnlib.ahead_of_time import compilation
 from attnlib.bench import command as bench_command
 from attnlib.bench import kv_audit_figure
 from attnlib.bench.case import BenchCase
@@ -35,7 +36,6 @@ from attnlib.bench.runner import unmeasured
 from attnlib.cli import audit_kv, doctor, kernels, main, run
 from attnlib.cli.tune import session as tune_session
 from attnlib.debug.record import save_recording
-from attnlib.layer import ahead_of_time
 from attnlib.testing import commands as testing_commands
 from attnlib.testing import conformance, pair_run
 from attnlib.testing.case import Case
@@ -244,7 +244,7 @@ def without_work() -> Iterator[None]:
             (audit_kv, "_table", lambda *a: ""),
             (kv_audit_figure, "draw_audit", lambda *a: None),
             (doctor, "_backends", lambda: []),
-            (ahead_of_time, "_compile_shares", lambda shares: []),
+            (compilation, "_compile_shares", lambda shares: []),
             (kernels, "needed_kernels", lambda *a: []),
             (conformance, "run_conformance", lambda *a, **k: report),
             (pair_run.Pair, "run", lambda *a: _cell),

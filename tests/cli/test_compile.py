@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
+from attnlib.ahead_of_time import DescribedServer, StoredKernel, compilation
 from attnlib.cli import kernels as cli_kernels
 from attnlib.cli import main
 from attnlib.cli.kernels import kernel_facts
-from attnlib.layer import ahead_of_time
-from attnlib.layer.ahead_of_time import DescribedServer, StoredKernel
 
 pytest.importorskip("triton")
 
@@ -37,7 +36,7 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.extend(given)
         return [[StoredKernel("b_kernel", KEYS[0], 2.5)], [StoredKernel("a_kernel", KEYS[1], 0.0)]]
 
-    monkeypatch.setattr(ahead_of_time, "_compile_shares", compile_shares)
+    monkeypatch.setattr(compilation, "_compile_shares", compile_shares)
     return seen
 
 
@@ -57,7 +56,8 @@ def test_compile_for_a_model(
     shown = capsys.readouterr().out
     assert "2 kernels for NVIDIA H100, sm_90 (hypothetical device), 132 multi" in shown
     assert "1 compiled, 1 found" in shown and f"ATTNLIB_KERNELS={folder}" in shown
-    (server, (spec,), given, share), last = shares
+    (server, (layer,), given, share), last = shares
+    spec = layer.spec
     assert (spec.num_heads, spec.num_kv_heads, given, share) == (8, 2, folder, (0, 2))
     assert last[-1] == (1, 2) and server.limits.max_num_tokens == 8192
     assert (server.limits.max_num_reqs, server.limits.max_seq_len) == (8, 4096)

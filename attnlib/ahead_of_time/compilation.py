@@ -1,4 +1,4 @@
-"""The kernels that layers need on a GPU of another machine, without that GPU."""
+"""Compile the kernels of layers for a GPU of another machine, into a folder that can be shipped."""
 
 from __future__ import annotations
 
@@ -6,108 +6,21 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from attnlib.cache.storage import PagedKVCache
-from attnlib.device import DeviceInfo
+from attnlib.ahead_of_time.described import (
+    DescribedLayer,
+    DescribedServer,
+    check_described,
+    described_layers,
+    run_described,
+)
 from attnlib.errors import ContractError
-from attnlib.layer.attention import Attention
-from attnlib.layer.warmup import warmup
-from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec
-from attnlib.workspace import BatchLimits
 
-__all__ = [
-    "StoredKernel",
-    "check_described",
-    "DescribedServer",
-    "compile_kernels",
-    "needed_kernels",
-    "run_described",
-]
-
-_BLOCKS = 2
-"""Blocks of a cache: no kernel depends on their number."""
-
-
-@dataclass(frozen=True)
-class DescribedServer:
-    """A server on another machine.
-
-    Attributes:
-        device: its GPU.
-        limits: its largest batch.
-        num_sms: multiprocessors of the GPU; None for those of its model.
-    """
-
-    device: DeviceInfo
-    limits: BatchLimits
-    num_sms: int | None = None
-
-    def chip(self) -> Any:
-        """`DeviceLimits` of the GPU, with the tiles that were tuned for a chip of its name.
-
-        Raises:
-            ContractError: a GPU whose numbers are not known.
-        """
-        from attnlib.backends.triton.chips import described_limits
-        from attnlib.backends.triton.tune import tuned_tiles
-
-        limits = described_limits(self.device, self.num_sms)
-        return replace(limits, tuned=tuned_tiles(replace(self.device, is_hypothetical=False)))
-
-
-def run_described(
-    server: DescribedServer,
-    specs: Iterable[AttentionSpec],
-    take: Callable[[Any, Callable[[], Any]], None],
-) -> None:
-    """Run `warmup` for layers on a described GPU: kernels are chosen as there, nothing is launched.
-
-    Args:
-        server: where the layers will run.
-        specs: of the layers.
-        take: `take(kernel, compile)` for each `NeededKernel`, once; see
-            `attnlib.ops.triton.launch.described`.
-
-    Raises:
-        ContractError: a GPU whose numbers are not known, or a spec with a score function, whose
-            tensors are not known.
-        BackendUnavailableError: this process cannot compile kernels.
-        UnsupportedConfigError: the `triton` backend does not support a spec on that GPU.
-    """
-    specs = list(specs)
-    check_described(server, specs)
-    from attnlib.backends.triton.described import DescribedTritonBackend
-    from attnlib.ops.triton.launch.described import described_gpu
-
-    with described_gpu(server.chip(), take):
-        for spec in specs:
-            layer = _new_layer(spec, DescribedTritonBackend)
-            cache = PagedKVCache.allocate(spec, _BLOCKS, "cpu") if spec.is_paged else None
-            warmup(layer, cache, server.limits, device="cpu")
-
-
-def check_described(server: DescribedServer, specs: Iterable[AttentionSpec]) -> None:
-    """Refuse what `run_described` refuses, except in a process that cannot compile."""
-    for spec in specs:
-        get_attn_backend(spec, "triton", server.device)  # raises with the reasons
-        if spec.score_function is not None:
-            raise ContractError(
-                "kernels of a layer with a score function cannot be compiled without its tensors: "
-                "run attnlib.warmup on the layer"
-            )
-    server.chip()
-
-
-def _new_layer(spec: AttentionSpec, backend: Any) -> Attention:
-    slopes = torch.ones(spec.num_heads) if spec.has_alibi else None
-    sinks = torch.zeros(spec.num_heads) if spec.has_sink else None
-    return Attention(spec, backend=backend, alibi_slopes=slopes, sinks=sinks, device="cpu")
+__all__ = ["StoredKernel", "compile_kernels"]
 
 
 class StoredKernel(NamedTuple):
@@ -122,14 +35,6 @@ class StoredKernel(NamedTuple):
     name: str
     key: str
     seconds: float
-
-
-def needed_kernels(server: DescribedServer, specs: Iterable[AttentionSpec]) -> list[Any]:
-    """The kernels that layers need, as `NeededKernel`; nothing is compiled. Errors as
-    `run_described`."""
-    found: list[Any] = []
-    run_described(server, specs, lambda kernel, compile: found.append(kernel))
-    return list(dict.fromkeys(found))
 
 
 def compile_kernels(
@@ -152,7 +57,7 @@ def compile_kernels(
     Raises:
         ContractError, BackendUnavailableError, UnsupportedConfigError: as `run_described`.
     """
-    layers = list(specs.values())
+    layers = list(described_layers(specs).values())
     check_described(server, layers)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +79,7 @@ def _compile_shares(shares: list[tuple[Any, ...]]) -> list[list[StoredKernel]]:
 
 def _compile_share(
     server: DescribedServer,
-    specs: list[AttentionSpec],
+    layers: list[DescribedLayer],
     folder: Path | None,
     share: tuple[int, int],
 ) -> list[StoredKernel]:
@@ -198,7 +103,7 @@ def _compile_share(
         compiled.append(StoredKernel(kernel.name, kernel.key, round(seconds, 2)))
 
     with cache_at(folder):
-        run_described(server, specs, take)
+        run_described(server, layers, take)
         if part == 0:
             write_launcher()
     return compiled

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnlib.ahead_of_time import DescribedLayer, DescribedServer, described_layers, needed_kernels
 from attnlib.device import resolve_device
 from attnlib.errors import BackendUnavailableError, ContractError, UnsupportedConfigError
-from attnlib.layer.ahead_of_time import DescribedServer, needed_kernels
 from attnlib.layer.warmup import WarmupReport
 from attnlib.score_functions.builtin import alibi_sqrt
 from attnlib.spec import AttentionSpec
@@ -35,7 +35,7 @@ def test_a_server_with_the_folder_compiles_nothing(tmp_path: Path) -> None:
     Triton's own look-up decides (`described_server`). Launches with another specialization compile
     there, so the count can fail.
     """
-    from tests.layer.described_server import ARGUMENTS
+    from tests.described_server import ARGUMENTS
 
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path / "build")
@@ -51,7 +51,7 @@ def test_a_server_with_the_folder_compiles_nothing(tmp_path: Path) -> None:
     assert {"hopper_prefill_kernel", "decode_kernel"} <= set(names)
 
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "server"), "ATTNLIB_KERNELS": str(shipped)}
-    done = run_module("tests.layer.described_server", [], environment)
+    done = run_module("tests.described_server", [], environment)
     assert done.returncode == 0, done.stderr[-4000:]
     served = json.loads(done.stdout.splitlines()[-1])
     assert served["random batches"]["compiled"] == []
@@ -63,15 +63,17 @@ def test_a_server_with_the_folder_compiles_nothing(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
 def test_a_process_that_interprets_triton_compiles_nothing() -> None:
     with pytest.raises(BackendUnavailableError, match="unset TRITON_INTERPRET"):
-        needed_kernels(described("H100"), [SPEC])
+        needed_kernels(described("H100"), [DescribedLayer(SPEC)])
 
 
 def test_layers_that_cannot_be_compiled_are_refused() -> None:
     with pytest.raises(ContractError, match="score function cannot be compiled without"):
-        needed_kernels(described("H100"), [SPEC.replace(score_function=alibi_sqrt())])
+        needed_kernels(
+            described("H100"), [DescribedLayer(SPEC.replace(score_function=alibi_sqrt()))]
+        )
     with pytest.raises(UnsupportedConfigError, match="batch_invariant"):
         changes = {"batch_invariant": True, "kv_cache_dtype": "nvfp4"}
-        needed_kernels(described("H100"), [SPEC.replace(**changes)])
+        needed_kernels(described("H100"), [DescribedLayer(SPEC.replace(**changes))])
 
 
 @pytest.mark.parametrize("device", ["cpu", "gfx942", "sm_75", "cuda:7"])
@@ -97,3 +99,11 @@ def test_numbers_of_gpus_by_name() -> None:
 def test_the_report_of_a_warmup_counts_kernels() -> None:
     assert str(WarmupReport(((1,),), 2.0, 3, 4)).endswith("in 2.0 s: 3 kernels found, 4 compiled")
     assert str(WarmupReport(((1,),), 2.0)) == "warmed up with 1 batches in 2.0 s"
+
+
+def test_expanded_prefills_have_the_sizes_of_the_kind_with_heads() -> None:
+    heads = SPEC.replace(num_kv_heads=4, head_size=192, head_size_v=128)
+    latents = SPEC.replace(num_kv_heads=1, head_size=576, head_size_v=512, use_mla=True)
+    found = described_layers({"full": heads, "full over latents": latents, "alone": latents})
+    assert found["full over latents"] == DescribedLayer(latents, (128, 128))
+    assert found["full"].expanded is None and found["alone"].expanded is None

@@ -1,6 +1,6 @@
 """Serve random batches on an H100 that is described: Triton itself finds or compiles each kernel.
 
-    ATTNLIB_KERNELS=FOLDER TRITON_CACHE_DIR=EMPTY python -m tests.layer.described_server
+    ATTNLIB_KERNELS=FOLDER TRITON_CACHE_DIR=EMPTY python -m tests.described_server
 
 `FOLDER` is one of `attnlib compile ARGUMENTS`. Triton runs as on a GPU, with a driver that loads
 and launches nothing: it looks every kernel up in its cache on disk, which is empty but for what
