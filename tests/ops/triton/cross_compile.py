@@ -46,6 +46,7 @@ from attnlib.testing.score_functions import SUITE, load_score_function, make_sco
 from tests.fresh_process import run_module
 from tests.ops.calls import call_operation, split_options
 from tests.ops.triton.sass import descriptor_sources, disassemble
+from tests.ops.triton.state_cases import STATE_CASES, run_convolution, run_state
 
 __all__ = [
     "CASES", "PROCESSES", "SCORE_CASES", "TARGETS", "Compiled", "Launch", "Target",
@@ -927,6 +928,9 @@ SCORE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Cases with a score function, apart from `CASES`, whose machine code is compared over time."""
 
 
+CASES |= STATE_CASES
+
+
 def entry_cases() -> dict[str, TileEntry]:
     """Return the shipped entries for the portable kernels by case name, `entry:FILE:INDEX`."""
     return {
@@ -1030,6 +1034,8 @@ def run_case(name: str) -> None:
         _selected(options)
     elif operation == "indexer":
         _indexer(options)
+    elif operation in ("state", "convolution"):
+        {"state": run_state, "convolution": run_convolution}[operation](options)
     elif operation == "packed-latent":
         _packed_latent(options)
     elif operation == "context":

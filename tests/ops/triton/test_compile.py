@@ -62,6 +62,7 @@ SMALL = [
     "convert",
     "convert-int8",
     "float8-copy",
+    "convolution",
 ]
 """Cases of kernels without matrix products."""
 MAIN = [
@@ -109,6 +110,8 @@ MAIN = [
     "packed-latent-selected",
     "packed-latent-all",
 ]
+STATES = ["state-64", "state-64-channels", "state-64-add", "state-64-f32"]
+"""Cases of kernels of state layers, one for each kind of matrix instruction."""
 HOPPER_SAMPLE = [
     "varying", "decode-all", "decode-latent-all", "prefill-latent", "prefill-all",
     "prefill-64-32-e4m3",
@@ -194,6 +197,11 @@ def small_cases(target: str) -> list[str]:
     return SMALL[vendor.index(target) :: len(vendor)]
 
 
+def state_cases(target: str) -> list[str]:
+    """Return the case of `STATES` for the first target of each kind."""
+    return [STATES[turn] for turn, kind in enumerate(KINDS) if target == kind[0]]
+
+
 SAME_KERNELS = {"varlen", "invariant-prefill"}
 """Operations whose kernels are those of prefills and of batch-invariant decodes."""
 
@@ -238,7 +246,8 @@ def _started(every_target: bool) -> Compiled:
     score = dict.fromkeys(LIMITS, list(SCORE_CASES)) if every_target else SCORE
     cases = {t: [*score[t], *plan[t]] for t in LIMITS}
     for target, names in cases.items():
-        names += CASES if every_target else [*small_cases(target), *main_cases(target)]
+        sample = [*small_cases(target), *main_cases(target), *state_cases(target)]
+        names += CASES if every_target else sample
     cases["sm_90"] += HOPPER_SAMPLE
     cases = {target: list(dict.fromkeys(names)) for target, names in cases.items()}
     module = "tests.ops.triton.cross_compile"

@@ -15,11 +15,18 @@ __all__ = ["balanced_tiles", "find_request", "request_tiles", "tiles_per_split"]
 
 
 @triton.jit
-def find_request(query_start_loc, tile, num_reqs, TILE_TOKENS: tl.constexpr, LANES: tl.constexpr):
+def find_request(
+    query_start_loc,
+    tile,
+    num_reqs,
+    TILE_TOKENS: tl.constexpr,
+    LANES: tl.constexpr,
+    EXTRA: tl.constexpr = 1,
+):
     """Return the request of query tile `tile`; `num_reqs` denotes the rows after the last request.
 
-    Request r owns the tiles from start[r] // TILE_TOKENS + r on: at least as many as it needs, at
-    most one more, and strictly increasing in r.
+    Request r owns the tiles from start[r] // TILE_TOKENS + r * EXTRA on. With EXTRA = 1 these are
+    at least as many as it needs, at most one more, and strictly increasing in r.
     """
     # The request is the number of requests (from the second on) that begin at or before the tile.
     # One pass of loads replaces a binary search.
@@ -27,7 +34,7 @@ def find_request(query_start_loc, tile, num_reqs, TILE_TOKENS: tl.constexpr, LAN
     for base in range(1, num_reqs + 1, LANES):
         lanes = base + tl.arange(0, LANES)
         mask = lanes <= num_reqs
-        begins = tl.load(query_start_loc + lanes, mask=mask, other=0) // TILE_TOKENS + lanes
+        begins = tl.load(query_start_loc + lanes, mask=mask, other=0) // TILE_TOKENS + lanes * EXTRA
         request += tl.sum((mask & (begins <= tile)).to(tl.int32), 0)
     return request
 

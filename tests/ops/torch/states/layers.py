@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import torch
 
 from attnlib.ops.states import RecurrenceParams, StateBatch, StateLayout, StateTensors
-from attnlib.ops.torch.states.short_convolution import short_convolution
-from attnlib.ops.torch.states.state_step import state_step
 from attnlib.spec import StateSpec
 from attnlib.testing.states.inputs import LayerTensors, TokenInputs
 from attnlib.testing.states.oracle import convolve, recurrence
@@ -36,10 +36,17 @@ def batch_of(step: Step) -> StateBatch:
 
 
 class Operations:
-    """Slots full of NaN, and the operations over them."""
+    """Slots full of NaN, and the operations of `ops.torch` or `ops.triton` over them."""
 
-    def __init__(self, spec: StateSpec, layer: LayerTensors, form: str, num_slots: int = 8) -> None:
+    def __init__(
+        self, spec: StateSpec, layer: LayerTensors, form: str, num_slots: int = 8,
+        package: str = "torch",
+    ) -> None:  # fmt: skip
         self.spec, self.layer = spec, layer
+        names = ("short_convolution", "state_step")
+        self.short_convolution, self.state_step = (
+            getattr(import_module(f"attnlib.ops.{package}.states.{name}"), name) for name in names
+        )
         layout = layout_of(spec, form)
         self.memory = torch.full((num_slots, layout.bytes_per_slot), 255, dtype=torch.uint8)
         self.slots = StateTensors.from_bytes(layout, self.memory)
@@ -49,7 +56,7 @@ class Operations:
         convolved = out = None
         if inputs.x is not None:
             convolved = torch.full_like(inputs.x, 3)
-            short_convolution(
+            self.short_convolution(
                 inputs.x, layer.conv_weight, layer.conv_bias, self.slots, batch,
                 activation=self.spec.conv_activation, out=convolved,
             )  # fmt: skip
@@ -60,7 +67,7 @@ class Operations:
                 skip=layer.skip,
             )  # fmt: skip
             decay = inputs.log_decay if layer.log_decay is None else layer.log_decay
-            state_step(
+            self.state_step(
                 inputs.query, inputs.key, inputs.value, decay, inputs.beta, self.slots, batch,
                 params, out=out,
             )  # fmt: skip

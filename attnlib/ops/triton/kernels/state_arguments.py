@@ -1,0 +1,191 @@
+"""The arguments of the kernels of state layers as objects, see `arguments`.
+
+Strides and sizes of a layer are constants: they are the same in all steps of a layer, and the
+compiler then knows the alignment of every row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+__all__ = [
+    "DECAY_CHANNEL",
+    "DECAY_CONSTANT",
+    "DECAY_HEAD",
+    "UNALIGNED",
+    "Chunk",
+    "Factors",
+    "Request",
+    "Rows",
+    "StateBatch",
+    "StateConfig",
+    "Tail",
+    "Tokens",
+]
+
+DECAY_CONSTANT: tl.constexpr = tl.constexpr(0)
+DECAY_HEAD: tl.constexpr = tl.constexpr(1)
+DECAY_CHANNEL: tl.constexpr = tl.constexpr(2)
+
+
+UNALIGNED = ["query_start_loc", "seq_lens", "slots", "sources", "decay", "beta", "skip"]
+"""Pointers whose alignment must not select a compilation: slices with arbitrary offsets."""
+
+
+class StateConfig(NamedTuple):
+    """Constants of the kernels of the recurrence.
+
+    Attributes:
+        C, LEVELS: tokens of a chunk, and the logarithm of C to base 2.
+        D: tokens that can be taken back.
+        RING: rows of a tail; position p is in row p % RING.
+        HV, HK: state heads and key heads.
+        DK, PART, PARTS: key size, and the columns of keys and states that are multiplied at a time.
+        DV, ROWS, BLOCKS: value size, value rows of a program, programs of a head.
+        COPIES: pairs of positions of a head, at least BLOCKS.
+        DELTA, DECAY, NORM, HAS_BETA, HAS_SKIP: the recurrence (`DECAY_*`).
+        EPS: of the norm.
+        PRECISION: of products with float32 operands (`tl.dot`).
+        WIDE: products of queries and keys have float32 operands, for the interpreter.
+        EXACT: queries and keys are numbers of TF32, and decays are not multiplied with them.
+        EXTRA: chunks that a request may need besides one for each C new tokens.
+        PREPARED: the matrices of the chunks are in the workspace, and another launch writes the
+            tail and the positions.
+        Q_T, Q_H, K_T, K_H, V_T, V_H, O_T, O_H, G_T, G_H, B_T, B_H: strides of tokens and heads.
+        STATE, POSITIONS, TAIL_K, TAIL_V, TAIL_G, TAIL_B: strides of slots.
+    """
+
+    C: int
+    LEVELS: int
+    D: int
+    RING: int
+    HV: int
+    HK: int
+    DK: int
+    PART: int
+    PARTS: int
+    DV: int
+    ROWS: int
+    BLOCKS: int
+    COPIES: int
+    DELTA: bool
+    DECAY: int
+    NORM: bool
+    HAS_BETA: bool
+    HAS_SKIP: bool
+    EPS: float
+    PRECISION: str
+    WIDE: bool
+    EXACT: bool
+    EXTRA: int
+    PREPARED: bool
+    Q_T: int
+    Q_H: int
+    K_T: int
+    K_H: int
+    V_T: int
+    V_H: int
+    O_T: int
+    O_H: int
+    G_T: int
+    G_H: int
+    B_T: int
+    B_H: int
+    STATE: int
+    POSITIONS: int
+    TAIL_K: int
+    TAIL_V: int
+    TAIL_G: int
+    TAIL_B: int
+
+
+class StateBatch(NamedTuple):
+    """Lengths and slots of the requests."""
+
+    query_start_loc: Any
+    seq_lens: Any
+    slots: Any
+    sources: Any
+
+
+class Request(NamedTuple):
+    """One request, all scalars.
+
+    Attributes:
+        slot, source: the slots to write and to read.
+        first, count: its first token in the batch and the number of its tokens.
+        computed, end: positions of its first token and behind its last one.
+    """
+
+    slot: Any
+    source: Any
+    first: Any
+    count: Any
+    computed: Any
+    end: Any
+
+
+class Tokens(NamedTuple):
+    """The inputs of a step: pointers. Decays of a layer stand for those of its tokens where they
+    are constant."""
+
+    q: Any
+    k: Any
+    v: Any
+    decay: Any
+    beta: Any
+
+
+class Tail(NamedTuple):
+    """The inputs of earlier tokens in the slots: pointers, [slots, RING, heads, size]."""
+
+    k: Any
+    v: Any
+    decay: Any
+    beta: Any
+
+
+class Chunk(NamedTuple):
+    """The inputs of a chunk for one head, without values; rows without a token are 0.
+
+    Attributes:
+        q, k: parts [C, PART] as stored.
+        decay: [C] float32; with decays per channel, parts [C, PART].
+        beta: [C] float32.
+    """
+
+    q: Any
+    k: Any
+    decay: Any
+    beta: Any
+
+
+class Rows(NamedTuple):
+    """The rows of a chunk, [C].
+
+    Attributes:
+        position: of the token.
+        held, fresh: rows whose token is in the tail, and in the step.
+        ring, token: rows of the tail and of the batch, int64.
+    """
+
+    position: Any
+    held: Any
+    fresh: Any
+    ring: Any
+    token: Any
+
+
+class Factors(NamedTuple):
+    """What the rows of a chunk are multiplied by.
+
+    Attributes:
+        total: sum of the decays up to each row, in the shape of `Chunk.decay`.
+        norm_q, norm_k: inverse lengths of queries, times the scale, and of keys, [C].
+    """
+
+    total: Any
+    norm_q: Any
+    norm_k: Any

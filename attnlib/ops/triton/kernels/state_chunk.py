@@ -1,0 +1,228 @@
+"""The arithmetic of one chunk of the recurrence (T2), for one state head.
+
+With S the state before the chunk, and b the sum of the decays up to a row:
+
+    A[i, j] = beta[i] (k[i] . k[j]) exp(b[i] - b[j])    for j < i
+    T = (I + A)^-1, or I for additive updates
+    u = T (beta (v - exp(b) S k))                       without S k for additive updates
+    o = exp(b) S q + sum over j <= i of P[i, j] u[j],   P[i, j] = (q[i] . k[j]) exp(b[i] - b[j])
+    S' = exp(b[last]) S + sum over j of u[j] (exp(b[last] - b[j]) k[j])
+
+The bits of a row must not depend on the kernel that computes it, nor on the later rows (T18). So
+all sums have one order that no layout of a tensor changes: sums of pairs, sums with one term that
+is not zero, and matrix products of one shape. Launches disable the fusion of a product and a sum.
+
+No exponent is positive (T5). Decays per channel cannot be divided between the operands of one
+product: `exp(b[i])` underflows and `exp(-b[j])` overflows. A product per level does it: level l
+joins two neighboring blocks of 2^l rows, and both operands are measured from the border between
+them. The inverse of I + A is built by the same levels, as inverses of triangular blocks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnlib.ops.triton.kernels.state_arguments import (
+    DECAY_CHANNEL,
+    Factors,
+)
+from attnlib.ops.triton.kernels.state_sums import (
+    border,
+    is_upper,
+    joins,
+    running_sum,
+    sum_products,
+)
+
+__all__ = ["advance_state", "chunk_factors", "chunk_matrices", "chunk_outputs"]
+
+
+@triton.jit
+def _inverse_lengths(x, CONFIG: tl.constexpr):
+    """Return 1 / sqrt(sum of squares + EPS) of each row, [C] float32."""
+    C: tl.constexpr = CONFIG.C
+    root = tl.sqrt_rn(sum_products(x, x, CONFIG) + CONFIG.EPS)
+    return tl.math.div_rn(tl.full([C], 1.0, tl.float32), root)
+
+
+@triton.jit
+def chunk_factors(chunk, scale, CONFIG: tl.constexpr):
+    """Return the `Factors` of a chunk."""
+    PARTS: tl.constexpr = CONFIG.PARTS
+    C: tl.constexpr = CONFIG.C
+    if CONFIG.DECAY == DECAY_CHANNEL:
+        total = ()
+        for part in tl.static_range(PARTS):
+            total = total + (running_sum(chunk.decay[part], CONFIG),)
+    else:
+        total = tl.reshape(running_sum(tl.reshape(chunk.decay, [C, 1]), CONFIG), [C])
+    norm_q = tl.full([C], 1.0, tl.float32)
+    norm_k = norm_q
+    if CONFIG.NORM:
+        norm_q = _inverse_lengths(chunk.q, CONFIG)
+        norm_k = _inverse_lengths(chunk.k, CONFIG)
+    return Factors(total, norm_q * scale, norm_k)
+
+
+@triton.jit
+def _channel_products(chunk, CONFIG: tl.constexpr):
+    """Return (k . k, q . k) of all pairs of rows with their decays, [C, C], by levels. The first is
+    defined below the diagonal, for delta updates."""
+    LEVELS: tl.constexpr = CONFIG.LEVELS
+    PARTS: tl.constexpr = CONFIG.PARTS
+    C: tl.constexpr = CONFIG.C
+    index = tl.arange(0, C)
+    own = sum_products(chunk.q, chunk.k, CONFIG)
+    qk = tl.where(index[:, None] == index[None, :], own[:, None], 0.0)
+    kk = qk
+    total = chunk.decay  # from the beginning of each block
+    for level in tl.static_range(LEVELS):
+        upper = is_upper(level, CONFIG)[:, None]
+        longer = ()
+        key_products = tl.zeros([C, C], tl.float32)
+        query_products = key_products
+        for part in tl.static_range(PARTS):
+            x = total[part]
+            before = border(x, level, CONFIG)
+            longer = longer + (tl.where(upper, x + before, x),)
+            factor = tl.exp(tl.where(upper, x, before - x))
+            k = chunk.k[part].to(tl.float32) * factor
+            q = chunk.q[part].to(tl.float32) * factor
+            if CONFIG.DELTA:
+                key_products = tl.dot(
+                    k, tl.trans(k), key_products, input_precision=CONFIG.PRECISION
+                )
+            query_products = tl.dot(
+                q, tl.trans(k), query_products, input_precision=CONFIG.PRECISION
+            )
+        joined = joins(level, CONFIG)
+        kk = tl.where(joined, key_products, kk)
+        qk = tl.where(joined, query_products, qk)
+        total = longer
+    return kk, qk
+
+
+@triton.jit
+def _head_products(chunk, factors, CONFIG: tl.constexpr):
+    """The same for decays that all channels share."""
+    PARTS: tl.constexpr = CONFIG.PARTS
+    C: tl.constexpr = CONFIG.C
+    index = tl.arange(0, C)
+    lower = index[:, None] >= index[None, :]
+    kk = tl.zeros([C, C], tl.float32)
+    qk = kk
+    for part in tl.static_range(PARTS):
+        q, k = chunk.q[part], chunk.k[part]
+        if CONFIG.WIDE:
+            q, k = q.to(tl.float32), k.to(tl.float32)
+        if CONFIG.DELTA:
+            kk = tl.dot(k, tl.trans(k), kk, input_precision=CONFIG.PRECISION)
+        qk = tl.dot(q, tl.trans(k), qk, input_precision=CONFIG.PRECISION)
+    gap = factors.total[:, None] - factors.total[None, :]
+    pair = tl.exp(tl.where(lower, gap, 0.0))
+    return kk * pair, tl.where(lower, qk * pair, 0.0)
+
+
+@triton.jit
+def _invert(a, CONFIG: tl.constexpr):
+    """Return (I + a)^-1 of the part of `a` below the diagonal, [C, C]."""
+    LEVELS: tl.constexpr = CONFIG.LEVELS
+    index = tl.arange(0, CONFIG.C)
+    inverse = (index[:, None] == index[None, :]).to(tl.float32)
+    for level in tl.static_range(LEVELS):
+        part = tl.where(joins(level, CONFIG), a, 0.0)
+        if level > 0:
+            part = tl.dot(inverse, part, input_precision=CONFIG.PRECISION)
+            part = tl.dot(part, inverse, input_precision=CONFIG.PRECISION)
+        inverse = inverse - part
+    return inverse
+
+
+@triton.jit
+def chunk_matrices(chunk, factors, CONFIG: tl.constexpr):
+    """Return (T, P) of a chunk, [C, C] float32, without the norm of the queries."""
+    if CONFIG.DECAY == DECAY_CHANNEL:
+        kk, qk = _channel_products(chunk, CONFIG)
+    else:
+        kk, qk = _head_products(chunk, factors, CONFIG)
+    norm_k = factors.norm_k
+    solve = kk
+    if CONFIG.DELTA:
+        kk = kk * norm_k[:, None] * norm_k[None, :]
+        solve = _invert(kk * chunk.beta[:, None], CONFIG)
+    return solve, qk * norm_k[None, :]
+
+
+@triton.jit
+def _multiply(rows, x, acc, CONFIG: tl.constexpr):
+    """Return acc + rows x, where `rows` are queries or keys, with the precision of float32."""
+    if CONFIG.EXACT:
+        # Only `x` has bits that TF32 drops: two products do what takes three otherwise.
+        high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        acc = tl.dot(rows, x - high, acc, input_precision="tf32")
+        acc = tl.dot(rows, high, acc, input_precision="tf32")
+    else:
+        acc = tl.dot(rows, x, acc, input_precision=CONFIG.PRECISION)
+    return acc
+
+
+@triton.jit
+def chunk_outputs(s, chunk, value, factors, solve, pairs, CONFIG: tl.constexpr):
+    """Return (u, o) of a chunk, [C, ROWS] float32; `s` are parts [PART, ROWS], `value` [C, ROWS].
+
+    The tokens are the rows of all products, so that warps divide the columns, and no warp holds an
+    operand that another one needs, besides queries and keys.
+    """
+    PARTS: tl.constexpr = CONFIG.PARTS
+    factor_k = factors.norm_k
+    if CONFIG.DECAY != DECAY_CHANNEL:
+        decay = tl.exp(factors.total)
+        factor_k = factor_k * decay
+    C: tl.constexpr = CONFIG.C
+    ROWS: tl.constexpr = CONFIG.ROWS
+    seen = tl.zeros([C, ROWS], tl.float32)
+    o = seen
+    for part in tl.static_range(PARTS):
+        q, k = chunk.q[part].to(tl.float32), chunk.k[part].to(tl.float32)
+        if CONFIG.DECAY == DECAY_CHANNEL:
+            decays = tl.exp(factors.total[part])
+            q, k = q * decays, k * decays
+        if CONFIG.DELTA:
+            seen = _multiply(k, s[part], seen, CONFIG)
+        o = _multiply(q, s[part], o, CONFIG)
+    u = value
+    if CONFIG.DELTA:
+        u = u - seen * factor_k[:, None]
+    if CONFIG.HAS_BETA:
+        u = u * chunk.beta[:, None]
+    if CONFIG.DELTA:
+        u = tl.dot(solve, u, input_precision=CONFIG.PRECISION)
+    if CONFIG.DECAY != DECAY_CHANNEL:
+        o = o * decay[:, None]
+    o = tl.dot(pairs, u, o, input_precision=CONFIG.PRECISION)
+    return u, o * factors.norm_q[:, None]
+
+
+@triton.jit
+def advance_state(s, u, chunk, factors, CONFIG: tl.constexpr):
+    """Return the state after a chunk, parts [PART, ROWS]."""
+    PARTS: tl.constexpr = CONFIG.PARTS
+    last = tl.arange(0, CONFIG.C) == CONFIG.C - 1
+    factor = factors.norm_k
+    if CONFIG.DECAY != DECAY_CHANNEL:
+        end = tl.sum(tl.where(last, factors.total, 0.0), 0)
+        factor = factor * tl.exp(end - factors.total)
+    u = u * factor[:, None]
+    after = ()
+    for part in tl.static_range(PARTS):
+        k = chunk.k[part].to(tl.float32)
+        if CONFIG.DECAY == DECAY_CHANNEL:
+            total = factors.total[part]
+            ends = tl.sum(tl.where(last[:, None], total, 0.0), 0)
+            k = k * tl.exp(ends[None, :] - total)
+            x = s[part] * tl.exp(ends)[:, None]
+        else:
+            x = s[part] * tl.exp(end)
+        after = after + (_multiply(tl.trans(k), u, x, CONFIG),)
+    return after

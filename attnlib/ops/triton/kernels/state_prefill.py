@@ -1,0 +1,127 @@
+"""What runs before and after `state_step` in steps of more than D + 1 tokens.
+
+`state_matrices_kernel` prepares the matrices of all chunks in parallel, `state_step_kernel` with
+PREPARED reads them, one chunk after the other, and `state_tail_kernel` writes tails and positions
+when no program reads them any more.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnlib.ops.triton.kernels.schedule import find_request
+from attnlib.ops.triton.kernels.state_arguments import UNALIGNED, StateBatch, Tail, Tokens
+from attnlib.ops.triton.kernels.state_chunk import chunk_factors, chunk_matrices
+from attnlib.ops.triton.kernels.state_rows import (
+    chunk_rows,
+    first_kept,
+    first_written,
+    load_base,
+    load_chunk,
+    load_values,
+    open_head,
+    open_request,
+    open_tail,
+    store_chunk,
+    store_positions,
+)
+
+__all__ = ["matrix_places", "state_matrices_kernel", "state_tail_kernel"]
+
+
+@triton.jit
+def matrix_places(workspace, first, number, head, CONFIG: tl.constexpr):
+    """Return pointers to T of a chunk, the `number`-th of its request; P follows."""
+    row = tl.arange(0, CONFIG.C)
+    chunk = first + number
+    base = workspace + (chunk.to(tl.int64) * CONFIG.HV + head) * (2 * CONFIG.C * CONFIG.C)
+    return base + row[:, None] * CONFIG.C + row[None, :]
+
+
+@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=UNALIGNED)
+def state_matrices_kernel(
+    q,
+    k,
+    decay,
+    beta,
+    positions,
+    tail_k,
+    tail_decay,
+    tail_beta,
+    query_start_loc,
+    seq_lens,
+    slots,
+    sources,
+    workspace,
+    num_reqs,
+    CONFIG: tl.constexpr,
+):
+    """Compute T and P of one chunk of one state head. Grid: (chunks, HV).
+
+    Workspace: [chunks, HV, 2, C, C] float32.
+    """
+    head = tl.program_id(1)
+    number = find_request(query_start_loc, tl.program_id(0), num_reqs, CONFIG.C, 128, CONFIG.EXTRA)
+    if number == num_reqs:
+        return
+    request = open_request(StateBatch(query_start_loc, seq_lens, slots, sources), number)
+    if (request.slot < 0) | (request.count <= 0):
+        return
+    base = load_base(positions, request, head, 0, CONFIG)
+    chunks = request.first // CONFIG.C + number * CONFIG.EXTRA
+    start = base + (tl.program_id(0) - chunks) * CONFIG.C
+    if start >= request.end:
+        return
+    tokens = open_head(Tokens(q, k, k, decay, beta), head, CONFIG)
+    tail = open_tail(Tail(tail_k, tail_k, tail_decay, tail_beta), request.source, head, CONFIG)
+    rows = chunk_rows(request, start, CONFIG)
+    chunk = load_chunk(rows, tokens, tail, CONFIG)
+    factors = chunk_factors(chunk, 1.0, CONFIG)
+    solve, pairs = chunk_matrices(chunk, factors, CONFIG)
+    place = matrix_places(workspace, chunks, tl.program_id(0) - chunks, head, CONFIG)
+    if CONFIG.DELTA:
+        tl.store(place, solve)
+    tl.store(place + CONFIG.C * CONFIG.C, pairs)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def state_tail_kernel(
+    k,
+    v,
+    decay,
+    beta,
+    positions,
+    tail_k,
+    tail_v,
+    tail_decay,
+    tail_beta,
+    query_start_loc,
+    seq_lens,
+    slots,
+    sources,
+    CONFIG: tl.constexpr,
+):
+    """Write the tail and the positions of one request and state head. Grid: (requests, HV)."""
+    BLOCKS: tl.constexpr = CONFIG.BLOCKS
+    head = tl.program_id(1)
+    batch = StateBatch(query_start_loc, seq_lens, slots, sources)
+    request = open_request(batch, tl.program_id(0))
+    if (request.slot < 0) | (request.count <= 0):
+        return
+    keep = first_kept(request, CONFIG) // CONFIG.C * CONFIG.C
+    tokens = open_head(Tokens(k, k, v, decay, beta), head, CONFIG)
+    tails = Tail(tail_k, tail_v, tail_decay, tail_beta)
+    tail = open_tail(tails, request.source, head, CONFIG)
+    target = open_tail(tails, request.slot, head, CONFIG)
+    first = first_written(request, CONFIG)
+    for start in range(keep, request.end, CONFIG.C):
+        rows = chunk_rows(request, start, CONFIG)
+        wanted = (rows.position >= first) & (rows.position < request.end)
+        chunk = load_chunk(rows, tokens, tail, CONFIG)
+        for block in tl.static_range(BLOCKS):
+            columns = block * CONFIG.ROWS + tl.arange(0, CONFIG.ROWS)
+            values = load_values(rows, tokens, tail, columns, CONFIG)
+            store_chunk(rows, wanted, chunk, values, target, columns, head, block, CONFIG)
+    for block in tl.static_range(BLOCKS):
+        store_positions(positions, request, head, block, CONFIG)

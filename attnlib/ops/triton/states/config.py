@@ -1,0 +1,147 @@
+"""The constants of the kernels of a layer's recurrence."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnlib.errors import ContractError
+from attnlib.ops.states.layout import POSITION_COPIES, StateLayout
+from attnlib.ops.states.params import QK_NORM_EPS, RecurrenceParams
+from attnlib.ops.states.tensors import StateTensors
+from attnlib.ops.triton.heuristics.device import DeviceLimits
+from attnlib.ops.triton.heuristics.state_tiles import LARGEST_HEAD, state_tile
+from attnlib.ops.triton.kernels.state_arguments import (
+    DECAY_CHANNEL,
+    DECAY_CONSTANT,
+    DECAY_HEAD,
+    StateConfig,
+)
+
+__all__ = ["Recurrence", "check_dense", "check_slots", "slot_strides", "state_config"]
+
+_DECAYS = {"constant": DECAY_CONSTANT, "head": DECAY_HEAD, "channel": DECAY_CHANNEL}
+_FIELDS = ("state", "positions", "tail_key", "tail_value", "tail_log_decay", "tail_beta")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Recurrence(NamedTuple):
+    """What the constants follow from, besides the layout and the strides.
+
+    Attributes:
+        update, qk_norm, has_skip: as in `RecurrenceParams`.
+        precision, wide: `StateConfig.PRECISION` and `WIDE`.
+    """
+
+    update: str
+    qk_norm: bool
+    has_skip: bool
+    precision: str
+    wide: bool
+
+    @classmethod
+    def on_chip(cls, params: RecurrenceParams, limits: DeviceLimits) -> Recurrence:
+        """The recurrence on a chip. Three products of TF32 have the precision of float32 (T3);
+        other chips multiply float32, and the interpreter does not multiply bfloat16."""
+        is_nvidia = limits.capability >= (8, 0)
+        return cls(
+            params.update,
+            params.qk_norm,
+            params.skip is not None,
+            "tf32x3" if is_nvidia else "ieee",
+            not (is_nvidia or limits.is_amd),
+        )
+
+
+def slot_strides(slots: StateTensors) -> tuple[int, ...]:
+    """The strides of slots of each field, 0 for those that the layout does not have."""
+    fields = (getattr(slots, name) for name in _FIELDS)
+    return tuple(0 if field is None else field.stride(0) for field in fields)
+
+
+def check_slots(layout: StateLayout) -> None:
+    """Whether the kernels have slots of this form and heads of these sizes.
+
+    Raises:
+        ContractError: they do not.
+    """
+    largest = max(layout.key_size, layout.value_size)
+    if layout.form != "tail" or largest > LARGEST_HEAD:
+        raise ContractError(
+            f"form={layout.form!r} with heads of {largest}; the kernels take slots of the form "
+            f"'tail' and heads of at most {LARGEST_HEAD}",
+            rule="T9",
+        )
+
+
+def check_dense(**tensors: Tensor) -> None:
+    """Whether the heads of tensors are dense and of a dtype that the kernels take.
+
+    Raises:
+        ContractError: names the tensor.
+    """
+    for name, tensor in tensors.items():
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ContractError(
+                f"{name} has last stride {tensor.stride(-1)}; the kernels need 1: call "
+                ".contiguous()",
+                rule="T2",
+            )
+        if tensor.dtype not in _DTYPES:
+            raise ContractError(
+                f"{name} is {tensor.dtype}; the kernels take float16, bfloat16 and float32",
+                rule="T3",
+            )
+
+
+@functools.lru_cache(maxsize=1024)
+def state_config(
+    layout: StateLayout,
+    recurrence: Recurrence,
+    strides: tuple[int, ...],
+    prepared: bool,
+) -> StateConfig:
+    """The constants of one layer.
+
+    Args:
+        layout: of the slots.
+        recurrence: of the layer.
+        strides: of tokens and heads of queries, keys, values, outputs, decays and beta, then those
+            of slots.
+        prepared: for steps in three launches.
+    """
+    c, rollback = layout.chunk_size, layout.max_rollback
+    tile = state_tile(layout.key_size, layout.value_size)
+    return StateConfig(
+        c,
+        c.bit_length() - 1,
+        rollback,
+        layout.num_tail_rows,
+        layout.num_heads,
+        layout.num_key_heads,
+        layout.key_size,
+        tile.part,
+        tile.parts,
+        layout.value_size,
+        tile.rows,
+        tile.blocks,
+        POSITION_COPIES,
+        recurrence.update == "delta",
+        _DECAYS[layout.decay].value,
+        recurrence.qk_norm,
+        layout.has_beta,
+        recurrence.has_skip,
+        QK_NORM_EPS,
+        recurrence.precision,
+        recurrence.wide,
+        recurrence.precision == "tf32x3"
+        and layout.decay != "channel"
+        and layout.dtype != torch.float32,
+        # Chunks begin at most D + C - 1 tokens before the step.
+        (3 * c + rollback - 3) // c,
+        prepared,
+        *strides,
+    )

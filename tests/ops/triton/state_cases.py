@@ -1,0 +1,87 @@
+"""Calls of the operations on states, for `cross_compile`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnlib.ops.states import RecurrenceParams, StateBatch, StateLayout, StateTensors
+from attnlib.ops.triton.states.short_convolution import short_convolution
+from attnlib.ops.triton.states.state_step import state_step
+
+__all__ = ["STATE_CASES", "run_convolution", "run_state"]
+
+STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "convolution": ("convolution", {}),
+    "convolution-bias": ("convolution", {"bias": True, "activation": None, "max_rollback": 3}),
+    "state-64": ("state", {"key_size": 64, "value_size": 64}),
+    "state-64-channels": ("state", {"key_size": 64, "value_size": 64, "decay": "channel"}),
+    "state-64-add": (
+        "state",
+        {"key_size": 64, "value_size": 64, "update": "add", "decay": "constant", "skip": True},
+    ),
+    "state-64-f32": ("state", {"key_size": 64, "value_size": 64, "dtype": torch.float32}),
+    "state-128": ("state", {"max_rollback": 3}),
+    "state-128-channels": ("state", {"decay": "channel", "num_key_heads": 32}),
+    "state-128-c64": ("state", {"chunk_size": 64, "state_dtype": torch.bfloat16}),
+    "state-mamba2": (
+        "state",
+        {"value_size": 64, "num_heads": 128, "num_key_heads": 8, "update": "add", "skip": True},
+    ),
+    "state-256": ("state", {"key_size": 256, "value_size": 256, "dtype": torch.float16}),
+}
+"""Name -> (operation, options) of one decode and one prefill."""
+
+
+def _slots(options: dict[str, Any]) -> tuple[StateTensors, StateBatch, StateBatch]:
+    """Slots, and a batch of decodes and one of prefills."""
+    layout = StateLayout(
+        **{
+            "form": "tail", "num_heads": 32, "num_key_heads": 16, "key_size": 128,
+            "value_size": 128, "decay": "head", "has_beta": True, "conv_channels": 8192,
+            "conv_width": 4, "dtype": torch.bfloat16, "state_dtype": torch.float32,
+            "max_rollback": 0, "chunk_size": 16, **options,
+        }
+    )  # fmt: skip
+    slots = StateTensors.from_bytes(layout, torch.empty(1, layout.bytes_per_slot).byte())
+    zeros = torch.zeros(3, dtype=torch.int32)
+    decode, prefill = (
+        StateBatch(query_start_loc=zeros, seq_lens=zeros[:2], slots=zeros[:2], max_query_len=n)
+        for n in (1, 4096)
+    )
+    return slots, decode, prefill
+
+
+def run_convolution(options: dict[str, Any]) -> None:
+    """A decode and a prefill."""
+    options = dict(options)
+    has_bias, activation = options.pop("bias", False), options.pop("activation", "silu")
+    slots, *batches = _slots(options)
+    x = torch.empty(64, slots.layout.conv_channels, dtype=slots.layout.dtype)
+    weight = torch.empty(x.shape[1], slots.layout.conv_width, dtype=x.dtype)
+    bias = weight[:, 0].contiguous() if has_bias else None
+    for batch in batches:
+        short_convolution(
+            x, weight, bias, slots, batch, activation=activation, out=torch.empty_like(x)
+        )
+
+
+def run_state(options: dict[str, Any]) -> None:
+    """A decode and a prefill."""
+    options = dict(options)
+    update, has_skip = options.pop("update", "delta"), options.pop("skip", False)
+    slots, *batches = _slots(options)
+    layout = slots.layout
+    query = torch.empty(64, layout.num_key_heads, layout.key_size, dtype=layout.dtype)
+    value = torch.empty(64, layout.num_heads, layout.value_size, dtype=layout.dtype)
+    shapes = {"constant": value.shape[1:2], "channel": (*value.shape[:2], layout.key_size)}
+    decay, beta = torch.empty(shapes.get(layout.decay, value.shape[:2])), torch.empty(64, 1)
+    params = RecurrenceParams(
+        scale=0.1, update=update, qk_norm=update == "delta", skip=decay if has_skip else None
+    )
+    for batch in batches:
+        state_step(
+            query, query.clone(), value, decay, beta.expand(value.shape[:2]), slots, batch,
+            params, out=torch.empty_like(value),
+        )  # fmt: skip
