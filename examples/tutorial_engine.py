@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,23 +84,26 @@ class Engine:
             "sliding_attention": spec.replace(sliding_window=config["sliding_window"]),
         }
         specs = [self.specs[kind] for kind in model.kinds]
-        self.layers = [attnlib.Attention(one, device=device) for one in specs]
         self.caches = [attnlib.PagedKVCache.allocate(one, num_blocks, device) for one in specs]
         self.norms = [
             [HeadNorm(norm.weight.detach(), multiply_in_float32=True) for norm in norms]
             for norms in ((layer.q_norm, layer.k_norm) for layer in model.layers)
         ]
-        self.builders = {}
-        for kind, one in self.specs.items():
-            number = model.kinds.index(kind)
-            layer, cache = self.layers[number], self.caches[number]
-            self.builders[kind] = layer.backend.make_builder(one, device, limits=limits)
-            attnlib.warmup(layer, cache, limits, builder=self.builders[kind])
+        self.make_layers(specs, limits)
         self.allocator = attnlib.BlockAllocator(num_blocks, block_size)
         self.table = attnlib.BlockTable(max_num_reqs, num_blocks, device)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_steps = self.num_reused_tokens = self.num_preemptions = 0
+
+    def make_layers(self, specs: list[attnlib.AttentionSpec], limits: attnlib.BatchLimits) -> None:
+        self.layers = [attnlib.Attention(one, device=self.device) for one in specs]
+        self.builders = {}
+        for kind, one in self.specs.items():
+            number = self.model.kinds.index(kind)
+            layer, cache = self.layers[number], self.caches[number]
+            self.builders[kind] = layer.backend.make_builder(one, self.device, limits=limits)
+            attnlib.warmup(layer, cache, limits, builder=self.builders[kind])
 
     def schedule(self) -> list[tuple[Request, int]]:
         """The requests of the next step with their numbers of new tokens, decodes first."""
@@ -154,33 +159,16 @@ class Engine:
             span = range(request.num_computed, request.num_computed + count)
             tokens += request.tokens[span.start : span.stop]
             positions += span
-        common = attnlib.CommonAttentionMetadata.from_lengths(
-            query_lens=[count for _, count in batch],
-            seq_lens=[request.num_computed + count for request, count in batch],
-            block_table=self.table.commit(len(batch)),
-            block_size=self.allocator.block_size,
-            device=self.device,
-        )
-        metadata = {kind: builder.build(0, common) for kind, builder in self.builders.items()}
-
-        def attend(
-            number: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
-        ) -> Tensor:
-            layer, cache = self.layers[number], self.caches[number]
-            step = metadata[self.model.kinds[number]]
-            q_norm, k_norm = self.norms[number]
-            q = layer.rotate_and_write_kv(
-                q, k, v, cache, step, cos, sin, q_norm=q_norm, k_norm=k_norm
-            )
-            return layer(q, None, None, cache, step)
-
+        query_lens = [count for _, count in batch]
+        seq_lens = [request.num_computed + count for request, count in batch]
+        metadata = self.build(query_lens, seq_lens, self.table.commit(len(batch)))
         with torch.no_grad():
             hidden = self.model(
                 torch.tensor(tokens, device=self.device),
                 torch.tensor(positions, device=self.device),
-                attend,
+                partial(self.attend, metadata),
             )
-            last = common.query_start_loc[1:].long() - 1  # last new token of each request
+            last = torch.tensor(query_lens, device=self.device).cumsum(0) - 1  # of each request
             logits = self.model.logits(hidden[last])
         for (request, count), row in zip(batch, logits, strict=True):
             request.num_computed += count
@@ -191,6 +179,30 @@ class Engine:
                     self.running.remove(request)
                     self.release(request)
         self.num_steps += 1
+
+    def build(self, query_lens: list[int], seq_lens: list[int], table: Tensor) -> dict[str, Any]:
+        """The metadata of a batch for each kind of layer."""
+        common = attnlib.CommonAttentionMetadata.from_lengths(
+            query_lens, seq_lens, table, self.allocator.block_size, self.device
+        )
+        return {kind: builder.build(0, common) for kind, builder in self.builders.items()}
+
+    def attend(
+        self,
+        metadata: dict[str, Any],
+        number: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor:
+        """Normalize and rotate queries and keys, write keys and values, and attend."""
+        layer, cache = self.layers[number], self.caches[number]
+        step = metadata[self.model.kinds[number]]
+        q_norm, k_norm = self.norms[number]
+        q = layer.rotate_and_write_kv(q, k, v, cache, step, cos, sin, q_norm=q_norm, k_norm=k_norm)
+        return layer(q, None, None, cache, step)
 
     def serve(self, requests: list[Request]) -> None:
         """Run until all requests are complete."""

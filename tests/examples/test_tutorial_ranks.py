@@ -1,0 +1,48 @@
+"""The tutorial's engine on several ranks generates the tokens of the engine on one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from attnlib.parallel import RankGroup
+from examples.gemma3 import random_decoder
+from examples.tutorial_engine import Engine, Request, make_requests
+from examples.tutorial_ranks import RankEngine, Ranks
+from tests.parallel.workers import results
+
+
+def requests() -> list[Request]:
+    return make_requests(lambda text: list(text.encode())[::5])
+
+
+def serve(context: int, group: RankGroup) -> str:
+    """A small pool, so that requests are preempted, and prompts in several chunks."""
+    model = random_decoder().eval()
+    wanted, found = requests(), requests()
+    with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
+        Engine(model, 64, token_budget=23).serve(wanted)
+        engine = RankEngine(model, Ranks.of(context), 12, block_size=4, token_budget=23)
+        engine.serve(found)
+    for number, (one, other) in enumerate(zip(wanted, found, strict=True)):
+        if one.generated != other.generated:
+            return f"request {number}: {other.generated}, on one rank {one.generated}"
+    return "" if context == 1 or engine.num_reused_tokens else "no prefix was reused"
+
+
+CASES: dict[str, Callable[[RankGroup], str]] = {
+    str(context): partial(serve, context) for context in (1, 2, 4)
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "context"), [(2, 1), (2, 2), (4, 2)])
+def test_tokens_are_those_of_one_rank(world_size: int, context: int) -> None:
+    """Heads divided only, keys only, and both."""
+    texts = results("tests.examples.test_tutorial_ranks", [str(context)], world_size)
+    assert not any(texts[str(context)]), "\n".join(texts[str(context)])
