@@ -29,7 +29,7 @@ class RankGroup:
     Args:
         process_group: of torch.distributed; None means the default group.
         cpu_group: a group of the same ranks with gloo, for agreements. Without it they use
-            `process_group`, which waits for the GPU if that has NCCL only.
+            `process_group`; with NCCL alone they wait for the GPU.
 
     Attributes:
         world_size, rank: in the group.
@@ -42,8 +42,8 @@ class RankGroup:
             dist.get_rank(process_group),
         )
         self._ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        has_gloo = "gloo" in str(dist.get_backend(self._cpu_group))
-        self._record_device = torch.device("cpu" if has_gloo else "cuda")
+        on_cpu = "cpu:" in str(dist.get_backend_config(self._cpu_group))
+        self._record_device = torch.device("cpu" if on_cpu else "cuda")
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """`[world_size, ...]` of a tensor `[...]` of each rank."""
