@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from attnlib.backends.base import AttentionBackend
-from attnlib.backends.loading import check_backend_interface
+from attnlib.backends.loading import check_backend_interface, serves_attention, serves_states
 from attnlib.capabilities import Sizes
 from attnlib.device import resolve_device
 from attnlib.errors import ContractError
@@ -76,6 +76,21 @@ class BackendUnderTest:
     def on_gpu(self) -> bool:
         """True on a CUDA device."""
         return self.device.type == "cuda"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of layers that the backend serves: "attention", "state"."""
+        serves = {"attention": serves_attention, "state": serves_states}
+        return tuple(kind for kind, does in serves.items() if does(self.backend))
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of the state layers that the checks run."""
+        preferred = (torch.float32, torch.bfloat16, torch.float16)
+        if self.on_gpu:
+            preferred = (torch.bfloat16, torch.float16, torch.float32)
+        declared = self.backend.state_capabilities.dtypes or ()
+        return next((dtype for dtype in preferred if dtype in declared), preferred[0])
 
     def supports(self, case: Case) -> bool:
         """True if the backend, and its partner, declare support for the case."""

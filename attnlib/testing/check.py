@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from attnlib.errors import ContractError
+from attnlib.spec import StateSpec
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
 from attnlib.testing.coverage import capability_uses
@@ -28,6 +29,7 @@ from attnlib.testing.outcome import (
     reproduction_line,
 )
 from attnlib.testing.runner import check_supported
+from attnlib.testing.state_coverage import check_state_supported, state_uses
 
 __all__ = [
     "Check",
@@ -49,11 +51,13 @@ class CheckCase:
         run: returns "" for a pass, otherwise the error message.
         case: the `Case` that `run` executes, or None. With a `Case`, unsupported features and
             capability coverage are derived from it.
+        state_spec: the same for a case over a state layer.
     """
 
     id: str
     run: Callable[[], str]
     case: Case | None = None
+    state_spec: StateSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,14 @@ class Check:
         title: short description for reports.
         cases: function of the backend under test that yields the cases.
         needs_gpu: report the check as not run on machines without a GPU.
+        kind: "attention" or "state"; the check has no cases for a backend without such layers.
     """
 
     id: str
     title: str
     cases: Callable[[BackendUnderTest], Iterator[CheckCase]]
     needs_gpu: bool = False
+    kind: str = "attention"
 
 
 def matches_filter(check: str, case: str, only: str | None) -> bool:
@@ -97,6 +103,8 @@ def select_cases(
 
     A GPU check without a GPU yields a single case "all" that is reported as not run.
     """
+    if check.kind not in target.kinds:
+        return []
     if check.needs_gpu and not target.on_gpu:
 
         def report_missing_gpu() -> str:
@@ -168,6 +176,9 @@ def run_check_case(check: Check, check_case: CheckCase, target: BackendUnderTest
         if check_case.case is not None:
             check_supported(target.backend, check_case.case, target.device)
             uses = capability_uses(check_case.case, target.device.type)
+        if check_case.state_spec is not None:
+            check_state_supported(target, check_case.state_spec)
+            uses = state_uses(check_case.state_spec, target.device.type)
         with without_validation():
             message = check_case.run()
         outcome = Outcome.FAIL if message else Outcome.PASS

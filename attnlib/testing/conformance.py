@@ -85,7 +85,7 @@ def run_conformance(
         score=score,
     )
     only = only or (None if score is None else "S1")
-    base = target.base_case
+    base = target.base_case if "attention" in target.kinds else "state layers only"
     processes = default_jobs(target) if jobs is None else jobs
     if processes > 1 and checks is CHECKS:
         results = run_in_parallel(target, only, processes, on_result)
@@ -178,7 +178,7 @@ def find_available_backends(device: torch.device) -> list[Backend]:
             backend = load_backend(name)
         except ImportError:
             continue  # the backend's package is not installed; `attnlib list` reports it
-        declared = backend.capabilities.devices or ()
+        declared = backend.capabilities.devices or backend.state_capabilities.devices or ()
         if info.type in declared and not backend.unavailable(info):
             available.append(backend)
     return available
@@ -198,7 +198,7 @@ def _choose_device(backend: Backend, device: torch.device | str | None) -> torch
     if device is not None:
         place = torch.device(device)
     else:
-        declared = backend.capabilities.devices or ("cpu",)
+        declared = backend.capabilities.devices or backend.state_capabilities.devices or ("cpu",)
         place = torch.device("cuda" if "cuda" in declared and torch.cuda.is_available() else "cpu")
     if place.type == "cuda" and place.index is None and torch.cuda.is_available():
         place = torch.device("cuda", torch.cuda.current_device())

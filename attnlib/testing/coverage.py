@@ -17,6 +17,7 @@ from attnlib.capabilities import NOT_STATED, Capabilities
 from attnlib.spec import CudaGraphSupport
 from attnlib.testing.case import Case
 from attnlib.testing.outcome import CaseResult, Outcome
+from attnlib.testing.state_coverage import declared_state_features
 
 __all__ = ["Coverage", "capability_uses", "measure_coverage"]
 
@@ -148,7 +149,10 @@ def _declared(caps: Capabilities) -> tuple[list[str], list[str], list[str]]:
 def measure_coverage(backend: type[AttentionBackend], results: Iterable[CaseResult]) -> Coverage:
     """Compare the capabilities that the passing cases used with the backend's declaration."""
     used = {use for result in results if result.outcome is Outcome.PASS for use in result.uses}
-    supported, unsupported, unstated = _declared(backend.capabilities)
+    declared = _declared(backend.capabilities), declared_state_features(backend.state_capabilities)
+    supported, unsupported, unstated = (
+        [*of_attention, *of_states] for of_attention, of_states in zip(*declared, strict=True)
+    )
     return Coverage(
         exercised=tuple(name for name in supported if name in used),
         not_exercised=tuple(name for name in supported if name not in used),

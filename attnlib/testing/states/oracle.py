@@ -21,6 +21,7 @@ def recurrence(
     scale: float,
     skip: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
+    rounded_norm: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The outputs and the last state of one request from its first token on.
 
@@ -33,6 +34,7 @@ def recurrence(
         scale: factor of q.
         skip: `[Hv]`, or None.
         dtype: of the computation.
+        rounded_norm: dtype to which normalized heads are rounded, which T4 allows; None for none.
 
     Returns:
         `[n, Hv, Dv]` and `[Hv, Dv, Dk]`.
@@ -41,7 +43,7 @@ def recurrence(
     outputs, states = [], []
     for h in range(heads):
         at = h * spec.num_key_heads // spec.num_heads
-        q, k = _normed(spec, query[:, at].to(dtype)), _normed(spec, key[:, at].to(dtype))
+        q, k = (_normed(spec, x[:, at].to(dtype), rounded_norm) for x in (query, key))
         v = value[:, h].to(dtype)
         decay = (log_decay[h].expand(count) if log_decay.dim() == 1 else log_decay[:, h]).to(dtype)
         state = torch.zeros(spec.key_size, spec.value_size, dtype=dtype)  # [Dk, Dv], unlike slots
@@ -60,10 +62,11 @@ def recurrence(
     return torch.stack(outputs, dim=1), torch.stack(states)
 
 
-def _normed(spec: StateSpec, rows: Tensor) -> Tensor:
+def _normed(spec: StateSpec, rows: Tensor, rounding: torch.dtype | None) -> Tensor:
     if not spec.qk_norm:
         return rows
-    return rows / torch.sqrt(rows.pow(2).sum(dim=1, keepdim=True) + 1e-6)
+    normed = rows / torch.sqrt(rows.pow(2).sum(dim=1, keepdim=True) + 1e-6)
+    return normed if rounding is None else normed.to(rounding).to(rows.dtype)
 
 
 def convolve(

@@ -128,9 +128,11 @@ def chunk(inputs: HeadInputs, state: Tensor, update: str) -> tuple[Tensor, Tenso
         Outputs `[Hv, n, Dv]`, and the state after the last token.
     """
     query, key, value, log_decay, beta = inputs
-    total = log_decay.cumsum(1)
+    # Differences of large sums: float64 keeps decays near 1 after fast ones exact.
+    wide = value.dtype if value.device.type == "mps" else torch.float64
+    total = log_decay.to(wide).cumsum(1)
     pair_qk, pair_kk = _decayed_products(query, key, total, need_keys=update == "delta")
-    grown = total.exp()
+    grown = total.to(value.dtype).exp()
     new = value
     if update == "delta":
         new = new - (key * grown) @ state.mT
@@ -141,7 +143,8 @@ def chunk(inputs: HeadInputs, state: Tensor, update: str) -> tuple[Tensor, Tenso
         new = torch.linalg.solve_triangular(system, new, upper=False, unitriangular=True)
     out = (query * grown) @ state.mT + pair_qk @ new
     last = total[:, -1:]
-    return out, state * last.exp() + new.mT @ (key * (last - total).exp())
+    rest = (last - total).to(value.dtype).exp()
+    return out, state * last.to(value.dtype).exp() + new.mT @ (key * rest)
 
 
 def _decayed_products(
@@ -152,7 +155,7 @@ def _decayed_products(
     n = key.shape[1]
     lower = torch.ones(n, n, dtype=torch.bool, device=key.device).tril()
     between = (total.unsqueeze(2) - total.unsqueeze(1)).masked_fill(~lower[..., None], -torch.inf)
-    decay = between.exp()  # [Hv, n, n, 1 or Dk]
+    decay = between.to(key.dtype).exp()  # [Hv, n, n, 1 or Dk]
     if decay.shape[-1] == 1:
         decay = decay[..., 0]
         return (query @ key.mT) * decay, (key @ key.mT) * decay if need_keys else None

@@ -1,0 +1,113 @@
+"""ST8: the states themselves: forks, canonical states, copies (T12, T20)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from attnlib.spec import StateSpec
+from attnlib.testing.backend_under_test import BackendUnderTest
+from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.states.cases import over_kinds
+from attnlib.testing.states.inputs import LayerTensors, TokenInputs, joined
+from attnlib.testing.states.layers import (
+    LayerUnderTest,
+    compare_results,
+    drawn,
+    expected,
+    part_of,
+    to_cpu,
+)
+from attnlib.testing.states.oracle import recurrence
+from attnlib.testing.states.serving import Step
+
+__all__ = ["CHECKS"]
+
+
+def _forks(target: BackendUnderTest, spec: StateSpec) -> str:
+    """Two requests continue from one source, which stays as it is."""
+    layer, tokens = LayerUnderTest(target, spec), drawn(spec, 24, target.seed + 8)
+    layer.run(tokens.rows(0, 19), Step([19], [19], [0]))
+    before = to_cpu(layer.memory[0])
+    wanted = expected(spec, layer.tensors, tokens)
+    both = joined([tokens.rows(19, 20), tokens.rows(19, 22)])
+    got = layer.run(both, Step([1, 3], [20, 22], [3, 1], [0, 0]))
+    later = layer.run(
+        joined([tokens.rows(20, 24), tokens.rows(22, 24)]), Step([4, 2], [24, 24], [3, 1])
+    )
+    if not torch.equal(before, to_cpu(layer.memory[0])):
+        return "the source of a fork changed (T12)"
+    for what, result, rows, positions in (
+        ("a fork of one token", got, slice(0, 1), slice(19, 20)),
+        ("a fork of three tokens", got, slice(1, 4), slice(19, 22)),
+        ("a fork after its first step", later, slice(0, 4), slice(20, 24)),
+        ("the other fork after its first step", later, slice(4, 6), slice(22, 24)),
+    ):
+        parts = part_of(wanted[0], positions), part_of(wanted[1], positions)
+        if message := compare_results(spec, part_of(result, rows), parts, what):
+            return message
+    return ""
+
+
+def _canonical(target: BackendUnderTest, spec: StateSpec) -> str:
+    """States out of a slot, against the rules, and into another slot, which continues."""
+    layer, chunk = LayerUnderTest(target, spec), target.backend.resolve_state_spec(spec).chunk_size
+    count = chunk or 16
+    tokens = drawn(spec, count + 5, target.seed + 8)
+    layer.run(tokens.rows(0, count), Step([count], [count], [2]))
+    own = layer.layer.log_decay
+    given = layer.cache.export([2], [count], log_decay=own)
+    if given.states is not None and (message := _wrong_state(spec, layer, tokens, count)):
+        return message
+    layer.cache.load([4], [count], given)
+    got = layer.run(tokens.rows(count, count + 5), Step([5], [count + 5], [4]))
+    rows = slice(count, count + 5)
+    wanted = expected(spec, layer.tensors, tokens)
+    parts = part_of(wanted[0], rows), part_of(wanted[1], rows)
+    return compare_results(spec, got, parts, "continued from a canonical state")
+
+
+def _wrong_state(spec: StateSpec, layer: LayerUnderTest, tokens: TokenInputs, count: int) -> str:
+    """The exported state against the rules; a transposed one is named."""
+    states = layer.cache.export([2], [count], log_decay=layer.layer.log_decay).states
+    assert states is not None  # the caller checks it
+    exact = _state(spec, layer.tensors, tokens.rows(0, count))
+    got, size = states[0].cpu().double(), exact.abs().max()
+    limit = 16 * torch.finfo(spec.state_dtype).eps + 1e-5
+    if bool((got - exact).abs().max() <= limit * size):
+        return ""
+    if got.shape[1] == got.shape[2] and bool((got.mT - exact).abs().max() <= limit * size):
+        return "the exported state is transposed: it must be [Hv, Dv, Dk] (T20)"
+    error = float((got - exact).abs().max() / size)
+    return f"the exported state differs by {error:.2g} of its largest element"
+
+
+def _state(spec: StateSpec, layer: LayerTensors, tokens: TokenInputs) -> torch.Tensor:
+    assert tokens.query is not None and tokens.key is not None and tokens.value is not None
+    decay = tokens.log_decay if layer.log_decay is None else layer.log_decay
+    assert decay is not None  # of the layer or of the tokens
+    _, state = recurrence(
+        spec, tokens.query, tokens.key, tokens.value, decay, tokens.beta, scale=1.0
+    )
+    return state
+
+
+def _copies(target: BackendUnderTest, spec: StateSpec) -> str:
+    """A slot that was copied as bytes continues (T8: its positions travel with it)."""
+    layer, tokens = LayerUnderTest(target, spec), drawn(spec, 21, target.seed + 8)
+    layer.run(tokens.rows(0, 18), Step([18], [18], [0]))
+    layer.cache.copy_slots([(0, 4)])
+    got = layer.run(tokens.rows(18, 21), Step([3], [21], [4]))
+    wanted, rows = expected(spec, layer.tensors, tokens), slice(18, 21)
+    parts = part_of(wanted[0], rows), part_of(wanted[1], rows)
+    return compare_results(spec, got, parts, "continued from a copy")
+
+
+def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
+    for label, body in (("fork", _forks), ("canonical", _canonical), ("copy", _copies)):
+        for each in over_kinds(target, body):
+            yield CheckCase(f"{label}-{each.id}", each.run, state_spec=each.state_spec)
+
+
+CHECKS = (Check("ST8", "states: forks, canonical states and copies", _cases, kind="state"),)

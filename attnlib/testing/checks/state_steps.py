@@ -1,0 +1,117 @@
+"""ST1 to ST4: one step, many steps, ragged batches, rejected drafts (T1, T2, T10, T11)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from attnlib.spec import StateSpec
+from attnlib.testing.backend_under_test import BackendUnderTest
+from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.states.cases import ROLLBACK, over_kinds
+from attnlib.testing.states.layers import (
+    LayerUnderTest,
+    compare_results,
+    drawn,
+    expected,
+    part_of,
+)
+from attnlib.testing.states.serving import Part, Server, Step
+
+__all__ = ["CHECKS"]
+
+
+def _one_step(target: BackendUnderTest, spec: StateSpec) -> str:
+    """Prompts of lengths around 1, the window and the chunk, in slots of other requests."""
+    chunk, lengths = target.backend.resolve_state_spec(spec).chunk_size or 16, {1, 2, 5}
+    lengths |= {chunk - 1, chunk, chunk + 1} | (set() if target.quick else {2 * chunk, 131})
+    layer = LayerUnderTest(target, spec)
+    for length in sorted(lengths):
+        tokens = drawn(spec, length, target.seed + length)
+        got = layer.run(tokens, Step([length], [length], [length % 5]))
+        wanted = expected(spec, layer.tensors, tokens)
+        if message := compare_results(spec, got, wanted, f"a prompt of {length} tokens"):
+            return message
+    return ""
+
+
+def _many_steps(target: BackendUnderTest, spec: StateSpec) -> str:
+    """One request, down to single tokens."""
+    rng, layer = random.Random(target.seed), LayerUnderTest(target, spec)
+    tokens = drawn(spec, 60 if target.quick else 130, target.seed + 4)
+    server = Server(spec, layer, [tokens], [2])
+    while server.done[0] < len(tokens):
+        server.step([Part(0, min(len(tokens) - server.done[0], rng.choice((1, 1, 2, 3, 17, 30))))])
+    return compare_results(spec, server.result(0), expected(spec, layer.tensors, tokens), "steps")
+
+
+_PARTS = ((7, 1, 30), (0, 3, 1), (1, 0, 1), (13, 17, 8))
+"""New tokens of three requests in four steps."""
+
+
+def _batches(target: BackendUnderTest, spec: StateSpec) -> str:
+    """First steps beside decodes, requests without tokens, padding with and without tokens."""
+    layer = LayerUnderTest(target, spec)
+    requests = [drawn(spec, count, target.seed + place) for place, count in enumerate((21, 21, 40))]
+    server = Server(spec, layer, requests, [3, 0, 1], extra_rows=3)
+    for counts in _PARTS:
+        parts = [Part(request, count) for request, count in enumerate(counts)]
+        batch = [parts[0], Part(-1, 0), parts[1], Part(-1, 2), parts[2]]
+        results = server.step(batch)
+        padding = sum(counts[:2])
+        rows = [padding, padding + 1, *(sum(counts) + 2 + extra for extra in range(3))]
+        for name, tensor in zip(("convolution", "recurrence"), results, strict=True):
+            if tensor is not None and not bool((tensor[rows] == 0).all()):
+                return f"{name}: rows of padding and past the batch must be 0 (T3)"
+    for request, tokens in enumerate(requests):
+        wanted = expected(spec, layer.tensors, tokens)
+        what = f"request {request} of a ragged batch"
+        if message := compare_results(spec, server.result(request), wanted, what):
+            return message
+    return ""
+
+
+def _rollback(target: BackendUnderTest, spec: StateSpec) -> str:
+    """Steps of 1 + D tokens, every accepted prefix, contexts around a multiple of the chunk."""
+    chunk = target.backend.resolve_state_spec(spec).chunk_size or 16
+    layer = LayerUnderTest(target, spec)
+    contexts = (0, chunk - 2, chunk) if target.quick else (0, 1, 3, chunk - 2, chunk - 1, chunk)
+    tokens = drawn(spec, chunk + 8, target.seed + 3)
+    wanted = expected(spec, layer.tensors, tokens)
+    for context in contexts:
+        for drafts in range(1, ROLLBACK + 1):
+            server = Server(spec, layer, [tokens], [1])
+            if context:
+                server.step([Part(0, context)])
+            for stay in (1 + ROLLBACK - drafts, 2):
+                server.step([Part(0, stay, drafts if stay + drafts == 1 + ROLLBACK else 0)])
+            rows = slice(0, server.done[0])
+            what = f"{drafts} of {1 + ROLLBACK} tokens taken back after {context}"
+            parts = (part_of(wanted[0], rows), part_of(wanted[1], rows))
+            if message := compare_results(spec, server.result(0), parts, what):
+                return message
+    return ""
+
+
+def _one_step_cases(target: BackendUnderTest) -> Iterator[CheckCase]:
+    yield from over_kinds(target, _one_step)
+
+
+def _many_step_cases(target: BackendUnderTest) -> Iterator[CheckCase]:
+    yield from over_kinds(target, _many_steps)
+
+
+def _batch_cases(target: BackendUnderTest) -> Iterator[CheckCase]:
+    yield from over_kinds(target, _batches)
+
+
+def _rollback_cases(target: BackendUnderTest) -> Iterator[CheckCase]:
+    yield from over_kinds(target, _rollback, rollback=ROLLBACK)
+
+
+CHECKS = (
+    Check("ST1", "states: one step against the rules", _one_step_cases, kind="state"),
+    Check("ST2", "states: one request in many steps", _many_step_cases, kind="state"),
+    Check("ST3", "states: ragged batches and padding", _batch_cases, kind="state"),
+    Check("ST4", "states: drafts that are taken back", _rollback_cases, kind="state"),
+)
