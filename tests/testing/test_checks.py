@@ -9,6 +9,7 @@ from attnlib.testing.conformance import run_conformance
 from attnlib.testing.outcome import Outcome
 from tests.testing.toy_backend import ToyBackend
 from tests.testing.wrong_backends import WRONG
+from tests.testing.wrong_states import WRONG_STATES
 
 
 @pytest.mark.slow
@@ -42,7 +43,8 @@ def test_the_reproduction_line_runs_only_the_failed_case(error: str) -> None:
 
 def test_each_check_that_runs_on_a_cpu_has_a_wrong_backend() -> None:
     cpu_checks = {check.id for check in CHECKS if not check.needs_gpu}
-    assert {check for _, check in WRONG.values()} == cpu_checks
+    meant = {check for _, check in (*WRONG.values(), *WRONG_STATES.values())}
+    assert meant == cpu_checks
     assert len({backend for backend, _ in WRONG.values()}) >= 15
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -65,18 +66,31 @@ def _refusals(target: BackendUnderTest, spec: StateSpec) -> str:
     os.environ["ATTNLIB_VALIDATE"] = "1"
     try:
         for rule, what, step in wrong:
-            before = to_cpu(layer.memory)
-            try:
-                layer.run(draw_tokens(spec, sum(step.query_lens), 1), step)
-            except ContractError as error:
-                if error.rule != rule:
-                    return f"{what} was refused by {error.rule or 'no rule'}, not {rule}: {error}"
-            else:
-                return f"{what} was not refused ({rule})"
-            if not torch.equal(before, to_cpu(layer.memory)):
-                return f"{what} was refused after something was written"
+            tokens = draw_tokens(spec, sum(step.query_lens), 1)
+            for name, part in (
+                ("convolution", TokenInputs(tokens.x)),
+                ("recurrence", replace(tokens, x=None)),
+            ):
+                message = _refused(layer, part, step, rule) if part.tensors() else ""
+                if message:
+                    return f"{name}: {what} {message}"
     finally:
         os.environ.pop("ATTNLIB_VALIDATE", None)
+    return ""
+
+
+def _refused(layer: LayerUnderTest, tokens: TokenInputs, step: Step, rule: str) -> str:
+    """Whether one operation refuses a step; it must write nothing then."""
+    before = to_cpu(layer.memory)
+    try:
+        layer.run(tokens, step)
+    except ContractError as error:
+        if error.rule != rule:
+            return f"was refused by {error.rule or 'no rule'}, not {rule}: {error}"
+    else:
+        return f"was not refused ({rule})"
+    if not torch.equal(before, to_cpu(layer.memory)):
+        return "was refused after something was written"
     return ""
 
 

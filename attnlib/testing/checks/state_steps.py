@@ -75,8 +75,11 @@ def _rollback(target: BackendUnderTest, spec: StateSpec) -> str:
     """Steps of 1 + D tokens, every accepted prefix, contexts around a multiple of the chunk."""
     chunk = target.backend.resolve_state_spec(spec).chunk_size or 16
     layer = LayerUnderTest(target, spec)
-    contexts = (0, chunk - 2, chunk) if target.quick else (0, 1, 3, chunk - 2, chunk - 1, chunk)
-    tokens = drawn(spec, chunk + 8, target.seed + 3)
+    # The state of the first chunk is zero and not read, so drafts must cross the second one too.
+    contexts = [0, chunk - 2, chunk, 2 * chunk - 2]
+    if not target.quick:
+        contexts += [1, 3, chunk - 1, 2 * chunk - 1]
+    tokens = drawn(spec, 2 * chunk + 7, target.seed + 3)
     wanted = expected(spec, layer.tensors, tokens)
     for context in contexts:
         for drafts in range(1, ROLLBACK + 1):
