@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from attnlib.metadata.state import AttentionState
+from attnlib.metadata.states import StateMetadata
 from attnlib.spec import CudaGraphSupport, StateSpec
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.check import Check, CheckCase
@@ -60,7 +61,7 @@ def _replays(target: BackendUnderTest, spec: StateSpec) -> str:
 class _Captured:
     """A graph of one call of the layer."""
 
-    def __init__(self, layer: LayerUnderTest, inputs: TokenInputs, metadata: object) -> None:
+    def __init__(self, layer: LayerUnderTest, inputs: TokenInputs, metadata: StateMetadata) -> None:
         self.inputs = inputs
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         with torch.cuda.stream(stream), torch.no_grad():

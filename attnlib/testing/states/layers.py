@@ -85,7 +85,7 @@ class LayerUnderTest:
         results = self.call_on_device(TokenInputs(**moved), metadata)
         return Results(*(None if x is None else x.cpu() for x in results))
 
-    def call_on_device(self, inputs: TokenInputs, metadata: Any) -> Results:
+    def call_on_device(self, inputs: TokenInputs, metadata: StateMetadata) -> Results:
         """Both operations of the layer, with outputs that hold NaN before."""
         convolved = out = None
         if inputs.x is not None:
