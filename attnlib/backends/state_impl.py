@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -13,7 +13,7 @@ from attnlib.metadata.states import StateMetadata
 from attnlib.ops.states import RecurrenceParams
 from attnlib.spec import StateSpec
 
-__all__ = ["StateImpl", "StateInputs", "StateOwner"]
+__all__ = ["StateImpl", "StateInputs", "StateOperations", "StateOwner"]
 
 
 class StateInputs(NamedTuple):
@@ -141,3 +141,44 @@ class StateImpl(ABC):
     ) -> Callable[[StateImpl, torch.Tensor, StateCache, torch.Tensor], None] | None:
         """The same for `convolve`; `run(impl, x, cache, output)`."""
         return None
+
+
+class StateOperations(StateImpl):
+    """A layer that runs the two operations of a package of `attnlib.ops`.
+
+    Attributes:
+        state_step, short_convolution: the operations (`attnlib.ops.torch.states`).
+    """
+
+    state_step: ClassVar[Callable[..., None]]
+    short_convolution: ClassVar[Callable[..., None]]
+
+    def step(
+        self,
+        inputs: StateInputs,
+        cache: StateCache,
+        metadata: StateMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """See `StateImpl.step`."""
+        self.state_step(*inputs, cache.tensors, metadata.batch, self.params, out=output)
+
+    def convolve(
+        self,
+        x: torch.Tensor,
+        cache: StateCache,
+        metadata: StateMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """See `StateImpl.convolve`."""
+        owner = self.owner
+        assert owner.conv_weight is not None  # the layer checks it
+        self.short_convolution(
+            x,
+            owner.conv_weight,
+            owner.conv_bias,
+            cache.tensors,
+            metadata.batch,
+            activation=self.spec.conv_activation,
+            out=output,
+        )

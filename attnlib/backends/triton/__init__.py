@@ -5,21 +5,16 @@ Importable without triton, so that selection can report why the backend is unava
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
-import importlib.metadata
 import importlib.util
-import os
-import re
-import shutil
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from attnlib.backends.base import AttentionBackend, AttentionImpl
+from attnlib.backends.base import AttentionBackend, AttentionImpl, StateImpl
+from attnlib.backends.triton.availability import interpreter_reasons, toolchain_reasons
 from attnlib.backends.triton.explain import kernel_lines
-from attnlib.capabilities import Capabilities, Sizes
+from attnlib.capabilities import Capabilities, Sizes, StateCapabilities
 from attnlib.device import DeviceInfo
 from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
@@ -79,6 +74,31 @@ class TritonBackend(AttentionBackend):
         cudagraph=CudaGraphSupport.ALWAYS,
     )
 
+    state_capabilities = StateCapabilities(
+        devices=("cuda", "cpu"),
+        min_capability=(8, 0),
+        rocm=True,
+        dtypes=(torch.float16, torch.bfloat16, torch.float32),
+        state_dtypes=(torch.float32, torch.bfloat16),
+        key_sizes=Sizes(1, 256),
+        value_sizes=Sizes(1, 256),
+        group_sizes=Sizes(1),
+        updates=("delta", "add"),
+        decays=("head", "channel", "constant"),
+        beta=True,
+        skip=True,
+        qk_norm=True,
+        conv_widths=Sizes(2),
+        conv_activations=("silu", "none"),
+        conv_bias=True,
+        forms=("tail",),
+        chunk_sizes=Sizes(exactly=(16, 32, 64)),
+        max_rollback=64,
+        batch_invariant=True,
+        cudagraph=CudaGraphSupport.ALWAYS,
+        needs_host_lengths=False,
+    )
+
     @staticmethod
     def get_name() -> str:
         return "triton"
@@ -88,6 +108,12 @@ class TritonBackend(AttentionBackend):
         from attnlib.backends.triton.impl import TritonImpl
 
         return TritonImpl
+
+    @staticmethod
+    def get_state_impl_cls() -> type[StateImpl]:
+        from attnlib.backends.triton.states import TritonStateImpl
+
+        return TritonStateImpl
 
     @staticmethod
     def get_metadata_cls() -> type[AttentionMetadata]:
@@ -118,7 +144,7 @@ class TritonBackend(AttentionBackend):
         if device.type == "cpu":
             return interpreter_reasons()
         return (
-            _toolchain_reasons()
+            toolchain_reasons()
             if device.type == "cuda" and not (device.is_rocm or device.is_hypothetical)
             else []
         )
@@ -176,57 +202,4 @@ def _unsupported_entries(spec: AttentionSpec) -> list[str]:
         reasons.append(
             f"compressed_entries with kv_cache_dtype={spec.kv_format.name}: not supported"
         )
-    return reasons
-
-
-def interpreter_reasons() -> list[str]:
-    """Why Triton's interpreter cannot run: it is switched off, or does not work with this numpy.
-
-    Triton 3.6's interpreter converts one-element arrays to Python scalars, which numpy 2.4 rejects.
-    """
-    reasons = []
-    if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
-        reasons.append(
-            "a CPU needs Triton's interpreter (slow, for tests): set TRITON_INTERPRET=1 before "
-            "triton is imported"
-        )
-    installed = {name: _version(name) for name in ("triton", "numpy")}
-    if not installed["numpy"]:
-        reasons.append("Triton's interpreter needs numpy: pip install numpy")
-    elif (0,) < installed["triton"] < (3, 7) and installed["numpy"] >= (2, 4):
-        triton, numpy = (".".join(map(str, version)) for version in installed.values())
-        reasons.append(
-            f"the interpreter of Triton {triton} fails with numpy {numpy}: "
-            f'pip install "triton>=3.7", or pip install "numpy<2.4"'
-        )
-    return reasons
-
-
-def _version(package: str) -> tuple[int, ...]:
-    """(major, minor) of an installed distribution; empty if there is none. Imports nothing."""
-    try:
-        found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version(package))
-    except importlib.metadata.PackageNotFoundError:
-        return ()
-    return (int(found[1]), int(found[2])) if found else ()
-
-
-def _toolchain_reasons() -> list[str]:
-    """What Triton's launcher lacks: a C compiler or the driver library (J1)."""
-    reasons = []
-    compiler = (
-        os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
-    )
-    if not compiler or not (os.path.isfile(compiler) or shutil.which(compiler)):
-        reasons.append(
-            "no C compiler for Triton's launcher: install gcc or clang, or set CC to one"
-        )
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        if ctypes.util.find_library("cuda") is None:
-            reasons.append(
-                "libcuda.so.1 is not found: install the NVIDIA driver, or add its directory to "
-                "LD_LIBRARY_PATH"
-            )
     return reasons

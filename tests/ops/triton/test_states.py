@@ -16,7 +16,7 @@ from attnlib.spec import StateSpec
 from attnlib.testing.states.inputs import TokenInputs, draw_layer, draw_tokens
 from attnlib.testing.states.kinds import KINDS
 from attnlib.testing.states.serving import Part, Results, Server, Step
-from tests.ops.torch.states.layers import Operations, largest_error, layout_of, wanted
+from tests.ops.torch.states.layers import Operations, largest_error, layout_of, moved, wanted
 
 KINDS_AND_DTYPES = [
     pytest.param("gated delta", torch.float16, id="gated delta"),
@@ -29,8 +29,11 @@ KINDS_AND_DTYPES = [
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def operations(spec: StateSpec, num_slots: int = 8) -> Operations:
-    return Operations(spec, draw_layer(spec), "tail", num_slots, "triton")
+    return Operations(spec, draw_layer(spec), "tail", num_slots, "triton", DEVICE)
 
 
 def check(spec: StateSpec, got: Results, request: TokenInputs) -> None:
@@ -142,23 +145,24 @@ def test_strided_tensors() -> None:
     """S12: heads of one packed tensor, slots within larger blocks, an output with gaps."""
     spec = KINDS["gla"].replace(dtype=torch.float16)
     request, layer = draw_tokens(spec, 5, 2), draw_layer(spec)
-    layout = layout_of(spec, "tail")
-    memory = torch.zeros(3, 2 * layout.bytes_per_slot, dtype=torch.uint8)
+    layout, device = layout_of(spec, "tail"), torch.device(DEVICE)
+    memory = torch.zeros(3, 2 * layout.bytes_per_slot, dtype=torch.uint8, device=device)
     slots = StateTensors.from_bytes(layout, memory[:, layout.bytes_per_slot :])
     assert request.query is not None and request.key is not None and request.value is not None
-    packed = torch.cat([request.query, request.key, request.value], 1)
+    packed = torch.cat([request.query, request.key, request.value], 1).to(device)
     query, key, value = packed.split([2, 2, 4], 1)
-    out = torch.full((5, 6, 2 * spec.value_size), 3.0, dtype=spec.dtype)
+    out = torch.full((5, 6, 2 * spec.value_size), 3.0, dtype=spec.dtype, device=device)
     batch = StateBatch(
         query_start_loc=torch.tensor([0, 5], dtype=torch.int32),
         seq_lens=torch.tensor([5], dtype=torch.int32),
         slots=torch.tensor([2], dtype=torch.int32),
         max_query_len=5,
     )
+    batch, request = moved(batch, device), moved(request, device)
     params = RecurrenceParams(scale=layer.scale, update="add")
     given = (query, key, value, request.log_decay, None, slots, batch, params)
     state_step(*given, out=out[:, 1:5, : spec.value_size])
-    assert torch.equal(out[:, 1:5, : spec.value_size], alone(spec, request).out)
+    assert torch.equal(out[:, 1:5, : spec.value_size], alone(spec, request).out.to(device))
     assert (out[:, [0, 5]] == 3).all() and (out[..., spec.value_size :] == 3).all()
     assert not memory[:, : layout.bytes_per_slot].any() and not memory[:2].any()
 
@@ -168,7 +172,7 @@ def test_refusals() -> None:
     request, layer = draw_tokens(spec, 2, 0), draw_layer(spec)
     step = Step([2], [2], [0])
     with pytest.raises(ContractError, match="form='plain'"):
-        Operations(spec, layer, "plain", 1, "triton").run(request, step)
+        Operations(spec, layer, "plain", 1, "triton", DEVICE).run(request, step)
     large = spec.replace(key_size=264)
     with pytest.raises(ContractError, match="heads of 264"):
         operations(large, 1).run(draw_tokens(large, 2, 0), step)

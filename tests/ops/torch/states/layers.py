@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -35,24 +37,33 @@ def batch_of(step: Step) -> StateBatch:
     )
 
 
+def moved(item: Any, device: torch.device) -> Any:
+    """A dataclass with its tensors on a device."""
+    tensors = {key: x.to(device) for key, x in vars(item).items() if isinstance(x, torch.Tensor)}
+    return dataclasses.replace(item, **tensors)
+
+
 class Operations:
     """Slots full of NaN, and the operations of `ops.torch` or `ops.triton` over them."""
 
     def __init__(
         self, spec: StateSpec, layer: LayerTensors, form: str, num_slots: int = 8,
-        package: str = "torch",
+        package: str = "torch", device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        self.spec, self.layer = spec, layer
+        self.spec, self.device = spec, torch.device(device)
+        self.layer = moved(layer, self.device)
         names = ("short_convolution", "state_step")
         self.short_convolution, self.state_step = (
             getattr(import_module(f"attnlib.ops.{package}.states.{name}"), name) for name in names
         )
         layout = layout_of(spec, form)
-        self.memory = torch.full((num_slots, layout.bytes_per_slot), 255, dtype=torch.uint8)
+        size = (num_slots, layout.bytes_per_slot)
+        self.memory = torch.full(size, 255, dtype=torch.uint8, device=self.device)
         self.slots = StateTensors.from_bytes(layout, self.memory)
 
     def run(self, inputs: TokenInputs, step: Step) -> Results:
-        layer, batch = self.layer, batch_of(step)
+        layer, batch = self.layer, moved(batch_of(step), self.device)
+        inputs = moved(inputs, self.device)
         convolved = out = None
         if inputs.x is not None:
             convolved = torch.full_like(inputs.x, 3)
@@ -71,7 +82,7 @@ class Operations:
                 inputs.query, inputs.key, inputs.value, decay, inputs.beta, self.slots, batch,
                 params, out=out,
             )  # fmt: skip
-        return Results(convolved, out)
+        return Results(*(None if x is None else x.cpu() for x in (convolved, out)))
 
 
 def wanted(spec: StateSpec, layer: LayerTensors, inputs: TokenInputs) -> Results:
