@@ -126,7 +126,7 @@ class AttentionBackend(StateBackend, ABC):
         of `attnlib.ops.torch`: `select_keys` (M14), `write_packed_latents` and
         `packed_latent_attention` (P14), `compute_slot_mapping`, `append_kv`, `merge_states`,
         `merge_partial_rows`, `context_attention`, `packed_write`, `packed_decode`,
-        `packed_prefill`, `shared_decode`, `attention_scores`, `rotate_and_write` and
+        `packed_prefill`, `shared_decode`, `attention_scores`, `rotate`, `rotate_and_write` and
         `list_visible_keys`. The conformance suite tests those that a backend has.
 
         Returns:

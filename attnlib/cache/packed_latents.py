@@ -13,7 +13,6 @@ from attnlib.ops.packed_latents import (
     BYTES,
     LATENT,
     check_batch,
-    check_latents,
     check_query,
     packed_views,
 )
@@ -64,7 +63,6 @@ class PackedLatentCache:
             ContractError: latents of another shape or dtype, fewer latents than slots, or, on a
                 CPU and under ATTNLIB_VALIDATE, a slot past the cache. Nothing is written then.
         """
-        check_latents(latents, self.data, slot_mapping)
         operation("packed_latents", "write_packed_latents", latents)(
             latents, self.data, slot_mapping
         )

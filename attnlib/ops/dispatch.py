@@ -27,6 +27,7 @@ _MODULES = {
     "packed_latent_attention": "packed_latents",
     "packed_prefill": "packed_attention",
     "packed_write": "packed_attention",
+    "rotate": "rotary_write",
     "rotate_and_write": "rotary_write",
     "select_keys": "key_indexer",
     "shared_decode": "shared_decode",

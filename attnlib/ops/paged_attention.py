@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.addresses import check_slot_values, check_starts
+from attnlib.ops.addresses import check_starts
 from attnlib.ops.block_moves import KeysAndValues, checked_move, move_blocks
 from attnlib.ops.block_sparse import BlockSparsePattern
 from attnlib.ops.packed_cache import typed_cache
@@ -99,7 +99,6 @@ class PagedAttention:
         value_cache = typed_cache(value_cache, kv_cache_dtype)
         if key_cache.dtype.itemsize > 1:
             k_scale = v_scale = 1.0  # a plain cache has no scales
-        check_slot_values(slot_mapping.flatten(), value_cache.shape[0] * value_cache.shape[3])
         packed_operation("packed_write", key, value_cache)(
             key, value, key_cache, value_cache, slot_mapping.flatten().long(),
             k_scale=k_scale, v_scale=v_scale,

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import check_slot_values
 from attnlib.ops.checks import check_slots, vector_elements
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.scales import check_scale
@@ -71,8 +72,11 @@ def write_kv(
 
     Raises:
         ContractError: slots that are not int64 or not contiguous, keys with fewer rows than there
-            are slots (P4), or a scale that is not finite and above 0 (M9).
+            are slots (P4), a scale that is not finite and above 0 (M9), or, on a CPU, a slot past
+            the cache.
     """
+    if slot_mapping.is_cpu:  # elsewhere the layer checks, under ATTNLIB_VALIDATE
+        check_slot_values(slot_mapping, key_cache.shape[0] * key_cache.shape[1])
     scales = (scale_signature(k_scale), scale_signature(v_scale))
     tensors = (key, value, key_cache, value_cache)
     latent = values_are_prefix(key_cache, value_cache)

@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import check_slot_values
 from attnlib.ops.checks import check_slots
 from attnlib.ops.packed_cache import check_packed_cache
 from attnlib.ops.params import AttentionParams
@@ -161,10 +162,12 @@ def packed_write(
 
     Raises:
         ContractError: slots that are not int64, fewer keys than slots, a scale that is not finite
-            and above 0, or strides that the kernel cannot address.
+            and above 0, strides that the kernel cannot address, or, on a CPU and under
+            ATTNLIB_VALIDATE, a slot past the cache.
     """
     check_slots(key, value, slot_mapping)
     check_packed_cache(key, key_cache, value_cache)
+    check_slot_values(slot_mapping, value_cache.shape[0] * value_cache.shape[3])
     check_scale("k_scale", k_scale)
     check_scale("v_scale", v_scale)
     num_tokens, elements = slot_mapping.shape[0], key.shape[1] * key.shape[2]

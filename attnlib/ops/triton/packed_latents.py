@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from attnlib.errors import ContractError, UnsupportedConfigError
-from attnlib.ops.checks import check_slots, vector_elements
-from attnlib.ops.packed_latents import LATENT, ROTARY, check_queries, packed_views
+from attnlib.ops.checks import vector_elements
+from attnlib.ops.packed_latents import LATENT, ROTARY, check_latents, check_queries, packed_views
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.device import device_guard, limits_of
 from attnlib.ops.triton.heuristics.splits import (
@@ -47,16 +47,15 @@ def write_packed_latents(latents: Tensor, data: Tensor, slot_mapping: Tensor) ->
         slot_mapping: `[T]` int64, slot = block * N + offset; a negative slot writes nothing.
 
     Raises:
-        ContractError: other shapes or dtypes, or fewer latents than slots (P4).
+        ContractError: as `ops.packed_latents.check_latents`, or another last stride.
     """
     parts = packed_views(data)
-    if latents.dim() != 2 or latents.shape[1] != LATENT + ROTARY or latents.stride(1) != 1:
+    check_latents(latents, data, slot_mapping)
+    if latents.stride(1) != 1:
         raise ContractError(
-            f"latents are {tuple(latents.shape)} with strides {latents.stride()}; they must be "
-            f"[tokens, {LATENT + ROTARY}] with last stride 1",
+            f"latents have strides {latents.stride()}; the last one must be 1: call .contiguous()",
             rule="P14",
         )
-    check_slots(latents, latents, slot_mapping)
     if not slot_mapping.shape[0] or not data.shape[0]:
         return
     elements = parts.elements.view(torch.uint8)

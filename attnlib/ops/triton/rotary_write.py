@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnlib.ops.addresses import check_slot_values
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.rotary import HeadNorm
 from attnlib.ops.signature import tensor_signature
@@ -158,9 +159,11 @@ def rotate_and_write(
         The rotated queries, `[T', Hq, D]`.
 
     Raises:
-        ContractError: tensors that do not fit (P4, P11), a cache of latents, or a scale that is not
-            finite and above 0 (M9). Nothing is written then.
+        ContractError: tensors that do not fit (P4, P11), a cache of latents, a scale that is not
+            finite and above 0 (M9), or, on a CPU, a slot past the cache. Nothing is written then.
     """
+    if slot_mapping.is_cpu:  # elsewhere the layer checks, under ATTNLIB_VALIDATE
+        check_slot_values(slot_mapping, key_cache.shape[0] * key_cache.shape[1])
     write = (key, value, key_cache, value_cache, slot_mapping)
     scales = (k_scale, v_scale)
     bound = bind_rotation(query, write, cos, sin, interleaved, q_norm, k_norm, scales, out)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.ops.rotary import HeadNorm
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
 from attnlib.testing.check import Check, CheckCase
@@ -79,6 +80,16 @@ def _rotate_and_write(device: torch.device, changes: _Changes) -> _Changes:
     return arguments | {name: change(arguments.get(name)) for name, change in changes.items()}
 
 
+def _rotate(device: torch.device, changes: _Changes) -> _Changes:
+    """Arguments of `rotate`: heads of 16 elements."""
+    arguments: _Changes = {
+        "heads": torch.ones(4, 2, 16, device=device),
+        "cos": torch.ones(4, 8, device=device),
+        "sin": torch.zeros(4, 8, device=device),
+    }
+    return arguments | {name: change(arguments.get(name)) for name, change in changes.items()}
+
+
 _WRITES: dict[str, tuple[Callable[[torch.device, _Changes], _Changes], _Changes]] = {
     "packed_write-int32-slots": (_packed_write, {"slot_mapping": torch.Tensor.int}),
     "packed_write-two-dimensions": (_packed_write, {"slot_mapping": lambda x: x[None]}),
@@ -88,6 +99,13 @@ _WRITES: dict[str, tuple[Callable[[torch.device, _Changes], _Changes], _Changes]
     "packed_write-k_scale-nan": (_packed_write, {"k_scale": lambda _: torch.nan}),
     "packed_write-v_scale-0": (_packed_write, {"v_scale": lambda _: 0.0}),
     "packed_write-v_scale-inf": (_packed_write, {"v_scale": lambda _: torch.inf}),
+    "rotate-few-angles": (_rotate, {"cos": lambda x: x[:3]}),
+    "rotate-wide-angles": (
+        _rotate,
+        {"cos": lambda x: x.repeat(1, 2), "sin": lambda x: x.repeat(1, 2)},
+    ),
+    "rotate-no-sine": (_rotate, {"sin": lambda _: None}),
+    "rotate-norm-of-8": (_rotate, {"norm": lambda _: HeadNorm(torch.ones(8))}),
     "rotate_and_write-few-angles": (_rotate_and_write, {"cos": lambda x: x[:3]}),
     "rotate_and_write-wide-angles": (
         _rotate_and_write,
@@ -107,18 +125,30 @@ _WRITES: dict[str, tuple[Callable[[torch.device, _Changes], _Changes], _Changes]
     "write_packed_latents-bytes": (_packed_latents, {"data": lambda x: x[..., 16:]}),
 }
 """OPERATION-name -> the arguments, and what is changed."""
+_OPTIONS = ("k_scale", "v_scale", "norm")
+"""Arguments that are given by name."""
+
+
+_PAST = {"slot_mapping": lambda x: x + 4}
+"""One slot, of 24, is past the cache."""
+_PAST_THE_CACHE = {
+    "packed_write-past-the-cache": (_packed_write, _PAST),
+    "rotate_and_write-past-the-cache": (_rotate_and_write, _PAST),
+    "write_packed_latents-past-the-cache": (_packed_latents, _PAST),
+}
+"""As `_WRITES`; values of tensors are read on a CPU only."""
 
 
 def _check(target: BackendUnderTest, case: Case, name: str) -> str:
     operation = name.split("-", 1)[0]
     run = find_operation(target.backend, operation)
-    make, changes = _WRITES[name]
+    make, changes = (_WRITES | _PAST_THE_CACHE)[name]
     arguments = make(target.device, changes)
     caches = [
         arguments[cache] for cache in ("key_cache", "value_cache", "data") if cache in arguments
     ]
     before = [cache.clone() for cache in caches]
-    options = {scale: arguments.pop(scale) for scale in ("k_scale", "v_scale") if scale in changes}
+    options = {name: arguments.pop(name) for name in _OPTIONS if name in changes}
     try:
         run(*arguments.values(), **options)
     except ContractError:
@@ -132,7 +162,7 @@ def _check(target: BackendUnderTest, case: Case, name: str) -> str:
 
 def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     case = operation_case(target)
-    for name in _WRITES:
+    for name in _WRITES if target.on_gpu else _WRITES | _PAST_THE_CACHE:
         yield CheckCase(name, partial(_check, target, case, name))
 
 

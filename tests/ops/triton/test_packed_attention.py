@@ -309,3 +309,17 @@ def test_tensors_that_the_kernels_cannot_address(
             *given.values(), AttentionParams(scale=1.0), max_seq_len=40,
             out=torch.empty_like(given["query"]),
         )  # fmt: skip
+
+
+def test_slots_past_the_cache() -> None:
+    """P4: refused before anything is written, on a CPU; a GPU does not read them."""
+    case = Case(torch.device("cpu"))
+    before = [cache.view(torch.uint8).clone() for cache in case.caches]
+    num_slots = case.caches[1].shape[0] * case.caches[1].shape[3]
+    slots = torch.zeros_like(case.slots)
+    slots[-1] = num_slots
+    for operations in (kernels, reference):
+        with pytest.raises(ContractError, match=f"={num_slots} is outside the cache"):
+            operations.packed_write(case.key, case.value, *case.caches, slots)
+    for cache, clean in zip(case.caches, before, strict=True):
+        assert torch.equal(cache.view(torch.uint8), clean)

@@ -122,6 +122,10 @@ def test_refusals() -> None:
             operations.write_packed_latents(torch.zeros(1, 512), data, torch.tensor([0]))
         with pytest.raises(ContractError, match="one row per slot"):
             operations.write_packed_latents(torch.zeros(1, 576), data, torch.tensor([0, 1]))
+        with pytest.raises(
+            ContractError, match=r"slot_mapping\[1\]=8 is outside the cache of 8 slots"
+        ):
+            operations.write_packed_latents(torch.ones(2, 576), data, torch.tensor([0, 8]))
         with pytest.raises(ContractError, match="656"):
             operations.write_packed_latents(torch.ones(1, 576), data[..., :640], torch.tensor([0]))
     with pytest.raises(ContractError, match="multiple of 16"):
