@@ -82,19 +82,18 @@ def attend_with_rounded_weights(
         step = max(1, _SCORES // (query.shape[1] * (end - start)))
         for first in range(0, request.query_len, step):
             block = rows.select(first, min(first + step, request.query_len))
-            weights = attention_weights(
+            weights, _, empty = attention_weights(
                 block.query,
                 span.key,
                 rows_bias(block, start, end, params),
                 params,
                 span.k_factor,
                 rows_score(block, start, end, params),
-            )[0]
+            )
             grouped = _round_weights(weights).view(value.shape[1], -1, *weights.shape[1:])
             begin, count = request.start + first, block.query.shape[0]
-            out[begin : begin + count] = torch.einsum("hgls,shd->lhgd", grouped, value).flatten(
-                1, 2
-            )
+            result = torch.einsum("hgls,shd->lhgd", grouped, value).flatten(1, 2)
+            out[begin : begin + count] = result.masked_fill(empty.T.unsqueeze(-1), 0.0)
 
 
 def _round_weights(weights: torch.Tensor) -> torch.Tensor:

@@ -9,12 +9,11 @@ rows are therefore stacked per KV head, so that K and V are read once.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.torch.quant import may_be_nan
 from attnlib.ops.torch.softmax import add_sink, merge_weights
 
 __all__ = ["FusedQuery", "can_fuse", "fused_attention"]
@@ -108,16 +107,17 @@ class FusedQuery:
         ]
         out, lse = states[0] if len(states) == 1 else _combine(states)
         out, lse = out.reshape(*self.shape, self.padded_size), lse.reshape(self.shape)
-        if isinstance(self.k_factor, Tensor) or math.isnan(self.k_factor):
+        if may_be_nan(self.k_factor):
             out, lse = self._with_invalid_scales(out, lse)
         empty = (lse == -torch.inf).unsqueeze(-1)
         if self.sinks is not None:
             out, lse = add_sink(out, lse, self.sinks)
         if isinstance(self.v_factor, Tensor):
             out = out * _per_query_head(self.v_factor, self.group)
-            out = out.masked_fill(empty, 0.0)  # also under a scale of NaN (M5)
         elif self.v_factor != 1.0:
             out = out * self.v_factor
+        if may_be_nan(self.v_factor):
+            out = out.masked_fill(empty, 0.0)  # M5
         return out[..., : self.head_size_v], lse
 
     def _with_invalid_scales(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

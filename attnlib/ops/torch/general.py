@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.torch.quant import may_be_nan
 from attnlib.ops.torch.softmax import softmax_with_sink
 
 __all__ = ["attention_weights", "general_attention"]
@@ -44,11 +45,13 @@ def general_attention(
     """
     num_rows, num_heads, _ = query.shape
     num_keys, num_kv_heads, head_size_v = value.shape
-    weights, lse = attention_weights(query, key, bias, params, k_factor, score)
+    weights, lse, empty = attention_weights(query, key, bias, params, k_factor, score)
     grouped = weights.reshape(num_kv_heads, num_heads // num_kv_heads * num_rows, num_keys)
     out = torch.bmm(grouped, value.to(weights.dtype).transpose(0, 1))
-    out = out * _per_head(v_factor)
-    return out.view(num_heads, num_rows, head_size_v).transpose(0, 1), lse.transpose(0, 1)
+    out = (out * _per_head(v_factor)).view(num_heads, num_rows, head_size_v)
+    if may_be_nan(v_factor):
+        out = out.masked_fill(empty.unsqueeze(-1), 0.0)  # M5
+    return out.transpose(0, 1), lse.transpose(0, 1)
 
 
 def attention_weights(
@@ -58,8 +61,9 @@ def attention_weights(
     params: AttentionParams,
     k_factor: float | Tensor,
     score: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The weights after the softmax `[Hq, L, S]` and the LSE `[Hq, L]`; see `general_attention`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights after the softmax `[Hq, L, S]`, the LSE `[Hq, L]`, and the rows without a visible
+    key, a bool `[Hq, L]`; see `general_attention`."""
     num_rows, num_heads, head_size = query.shape
     num_keys, num_kv_heads, _ = key.shape
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -86,6 +90,8 @@ def attention_weights(
             logits = logits.masked_fill(hidden, -torch.inf)
     elif bias is not None:
         torch.add(bias, logits, alpha=cap if cap > 0 else 1.0, out=logits)
+        if may_be_nan(k_factor):
+            logits.masked_fill_(bias == -torch.inf, -torch.inf)
     return softmax_with_sink(logits, params.sinks)
 
 

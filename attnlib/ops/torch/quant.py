@@ -6,12 +6,14 @@ value is a float32 value.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from attnlib.ops.scales import valid_scale
 
-__all__ = ["compute_dtype", "head_factor", "is_quantized", "quantize"]
+__all__ = ["compute_dtype", "head_factor", "is_quantized", "may_be_nan", "quantize"]
 
 _FUSED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -47,6 +49,11 @@ def head_factor(scale: float | Tensor) -> float | Tensor:
     if scale.numel() == 1 and scale.device.type == "cpu":
         return float(scale)
     return scale.reshape(-1)
+
+
+def may_be_nan(factor: float | Tensor) -> bool:
+    """Whether a factor of `head_factor` may be NaN (M9); elements of a tensor are not read."""
+    return isinstance(factor, Tensor) or math.isnan(factor)
 
 
 def compute_dtype(query: Tensor, cache: Tensor, *factors: float | Tensor) -> torch.dtype:

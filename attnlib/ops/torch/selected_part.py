@@ -10,7 +10,7 @@ from torch import Tensor
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.batch import Request
 from attnlib.ops.torch.mask import score_bias, visible_keys
-from attnlib.ops.torch.quant import head_factor
+from attnlib.ops.torch.quant import head_factor, may_be_nan
 from attnlib.ops.torch.request import fill_empty_rows
 from attnlib.ops.torch.row_terms import score_dtype
 from attnlib.ops.torch.softmax import softmax_with_sink
@@ -108,13 +108,16 @@ class SelectedPart:
             logits = logits + bias
         logits = self._score(logits, per_head, tokens).masked_fill(hidden, -torch.inf)
         flat = logits.permute(1, 0, 2, 3).reshape(num_heads, num_lists * size, num_keys)
-        weights, lse = softmax_with_sink(flat, params.sinks)
+        weights, lse, without_keys = softmax_with_sink(flat, params.sinks)
         weights = weights.view(num_heads, num_lists, size, num_keys).permute(1, 0, 2, 3)
         weights = weights.reshape(num_lists * units, group * size, num_keys)
         result = torch.bmm(weights, values.flatten(0, 1))
-        result = result * self._of_units(head_factor(params.v_scale), units, num_lists)
-        result = result.view(num_lists, num_heads, size, -1).permute(0, 2, 1, 3)
-        return result.flatten(0, 1)[:count], lse.transpose(0, 1)[:count]
+        v_factor = head_factor(params.v_scale)
+        result = result * self._of_units(v_factor, units, num_lists)
+        result = result.view(num_lists, num_heads, size, -1).permute(0, 2, 1, 3).flatten(0, 1)
+        if may_be_nan(v_factor):
+            result = result.masked_fill(without_keys.transpose(0, 1).unsqueeze(-1), 0.0)  # M5
+        return result[:count], lse.transpose(0, 1)[:count]
 
     def _gather(self, positions: Tensor, units: int) -> tuple[Tensor, Tensor]:
         """Keys `[C, units, S, D]` and values `[C, units, S, Dv]` as stored. Positions of -1 get the

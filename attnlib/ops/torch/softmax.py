@@ -14,7 +14,7 @@ from torch import Tensor
 __all__ = ["add_sink", "merge_weights", "softmax_with_sink"]
 
 
-def softmax_with_sink(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def softmax_with_sink(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Softmax over the last dimension, with the sinks in the denominator.
 
     Args:
@@ -22,14 +22,15 @@ def softmax_with_sink(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Ten
         sinks: `[H]`, or None.
 
     Returns:
-        Weights `[H, L, S]` and natural-log LSE `[H, L]`, in the dtype of the logits. A row without
-        a visible key has weights 0 and LSE -inf, or the sink.
+        Weights `[H, L, S]` and natural-log LSE `[H, L]`, in the dtype of the logits, and the rows
+        without a visible key, a bool `[H, L]`. Such a row has weights 0 and LSE -inf, or the sink.
     """
     sink = None if sinks is None else sinks.to(logits.dtype)[:, None].expand(logits.shape[:-1])
     if logits.shape[-1] == 0:
-        empty = logits.new_full(logits.shape[:-1], -torch.inf)
-        return logits, empty if sink is None else sink.contiguous()
+        lse = logits.new_full(logits.shape[:-1], -torch.inf) if sink is None else sink.contiguous()
+        return logits, lse, torch.ones_like(lse, dtype=torch.bool)
     peak = logits.amax(dim=-1)
+    empty = peak == -torch.inf
     if sink is not None:
         peak = torch.maximum(peak, sink)
     peak = peak.masked_fill(peak == -torch.inf, 0.0)
@@ -38,7 +39,7 @@ def softmax_with_sink(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Ten
     if sink is not None:
         total = total + torch.exp(sink - peak)
     lse = peak + torch.log(total)
-    return weights.div_(total.masked_fill(total == 0, 1.0).unsqueeze(-1)), lse
+    return weights.div_(total.masked_fill(total == 0, 1.0).unsqueeze(-1)), lse, empty
 
 
 def add_sink(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

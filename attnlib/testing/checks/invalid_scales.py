@@ -1,7 +1,7 @@
 """Q7: scales of a float8 cache that are not valid count as NaN (M9).
 
 Output rows that see a key through such a scale are NaN, and so is their LSE if it is the scale of
-the keys. Rows of other heads are those of the oracle.
+the keys. Rows of other heads, and those that see no key (M5), are those of the oracle.
 """
 
 from __future__ import annotations
@@ -21,6 +21,15 @@ from attnlib.testing.runner import AttentionOutput, compare_with_oracle, run_mat
 __all__ = ["CHECKS"]
 
 _BATCHES = {"decode": "q1s37_q1s16_2q1s5", "prefill": "q23_q9s40"}
+_WITHOUT_KEYS = "q3s1_q1s0_q1s9_q2s0"
+"""Tokens before the first position, and requests without keys."""
+_FEATURES: dict[str, dict[str, object]] = {
+    "plain": {},
+    "soft_cap": {"logits_soft_cap": 5.0},
+    "sinks": {"sinks": True},
+    "batch_invariant": {"batch_invariant": True},
+    "selected": {"key_selection": ("kv_head", 4, 2, 1)},
+}
 
 
 def _check(target: BackendUnderTest, case: Case, side: str, value: float) -> str:
@@ -65,20 +74,21 @@ def _check(target: BackendUnderTest, case: Case, side: str, value: float) -> str
 
 
 def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
+    fields: dict[str, object] = {"kv_cache_dtype": "fp8_e4m3", "k_scale": 0.5, "v_scale": 0.5}
     for kind in ("tensor", "head"):
         for phase, batch in _BATCHES.items():
             for side, value in (("k", torch.nan), ("v", torch.nan), ("k", 0.0), ("v", 2.0**101)):
                 if value == value and (target.quick or phase == "prefill"):
                     continue
-                case = target.case(
-                    batch=batch,
-                    kv_cache_dtype="fp8_e4m3",
-                    kv_scale_kind=kind,
-                    k_scale=0.5,
-                    v_scale=0.5,
-                )
+                case = target.case(batch=batch, kv_scale_kind=kind, **fields)
                 check = partial(_check, target, case, side, value)
                 yield CheckCase(f"{side}-{kind}-{phase}-{value:.2g}", check, case)
+    for name, feature in _FEATURES.items():
+        for side in ("k", "v"):
+            kind = "tensor" if name == "plain" else "head"
+            case = target.case(batch=_WITHOUT_KEYS, kv_scale_kind=kind, **fields, **feature)
+            check = partial(_check, target, case, side, torch.nan)
+            yield CheckCase(f"{side}-without-keys-{name}", check, case)
 
 
 CHECKS = (Check("Q7", "invalid scales of float8 caches reach the rows that see them", _cases),)

@@ -32,6 +32,7 @@ from attnlib.ops.triton.kernels.chunks import pack_rows
 from attnlib.ops.triton.kernels.program import (
     UNALIGNED,
     UNSPECIALIZED,
+    apply_scales,
     clear_rows,
     count_splits,
     divide_results,
@@ -42,7 +43,6 @@ from attnlib.ops.triton.kernels.program import (
     row_scores,
     store_partials,
     store_results,
-    value_scale,
 )
 from attnlib.ops.triton.kernels.schedule import request_tiles, tiles_per_split
 from attnlib.ops.triton.kernels.softmax import LN2, finish_rows
@@ -141,7 +141,7 @@ def decode_kernel(
         Query(query, stride_qt, stride_qh), rows, tile, cache, logits, mask, split_begin, split_end,
         0, SCORE, BOUNDS, CONFIG)  # fmt: skip
 
-    v_factor = value_scale(v_scale, tile.kv_head, CONFIG)
+    state, v_factor = apply_scales(state, k_scale, v_scale, tile.kv_head, CONFIG)
     if CONFIG.SPLIT:
         # One program per tile tells the combine kernel how many splits there are.
         if tile.kv_head == 0 and split == 0:

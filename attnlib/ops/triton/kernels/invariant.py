@@ -37,6 +37,7 @@ from attnlib.ops.triton.kernels.mask import visible_span
 from attnlib.ops.triton.kernels.program import (
     UNALIGNED,
     UNSPECIALIZED,
+    apply_scales,
     clear_rows,
     count_splits,
     divide_results,
@@ -47,9 +48,8 @@ from attnlib.ops.triton.kernels.program import (
     query_length,
     row_scores,
     store_results,
-    value_scale,
 )
-from attnlib.ops.triton.kernels.softmax import LN2, finish_rows
+from attnlib.ops.triton.kernels.softmax import LN2, finish_rows, of_rows
 
 __all__ = ["invariant_combine_kernel", "invariant_kernel"]
 
@@ -79,8 +79,8 @@ def _fold_weights(row_max, row_sum, more_max, more_sum):
 
 @triton.jit
 def _fold_segment(total, part, v_factor, CONFIG: tl.constexpr):
-    """Add the softmax of a segment to that of the segments before it. The scale of the values is
-    applied to each segment, whoever adds the segments.
+    """Add the softmax of a segment to that of the segments before it. The scale of the values, a
+    number or [M], is applied to each segment, whoever adds the segments.
 
     Returns:
         (softmax of all, softmax of the segment with scaled values).
@@ -90,10 +90,10 @@ def _fold_segment(total, part, v_factor, CONFIG: tl.constexpr):
     )
     acc0, acc1 = total.sums
     part0, part1 = part.sums
-    part0 = part0 * v_factor
+    part0 = part0 * of_rows(v_factor)
     acc0 = _fold(acc0, part0, old, new)
     if CONFIG.DV1 > 0:
-        part1 = part1 * v_factor
+        part1 = part1 * of_rows(v_factor)
         acc1 = _fold(acc1, part1, old, new)
     scaled = State((part0, part1), part.row_max, part.row_sum)
     return State((acc0, acc1), row_max, row_sum), scaled
@@ -202,11 +202,11 @@ def invariant_kernel(
         key, value, block_table, stride_table, stride_kb, stride_kn, stride_kh, stride_vb,
         stride_vn, stride_vh, k_scale, v_scale, None, None, None, None, None, None)  # fmt: skip
     cache = open_cache(cache, tile, batch, CONFIG)
-    v_factor = value_scale(v_scale, tile.kv_head, CONFIG)
     work = Work(queries, rows, tile.request, cache, logits, view)
     total = empty_state(CONFIG)
     for segment in range(first_segment, end_segment):
         part = _attend_segment(work, first, last, begin, segment, SCORE, CONFIG)
+        part, v_factor = apply_scales(part, k_scale, v_scale, tile.kv_head, CONFIG)
         total, part = _fold_segment(total, part, v_factor, CONFIG)
         if CONFIG.SPLIT:
             if num_segments > 1:

@@ -36,6 +36,7 @@ from attnlib.ops.triton.kernels.chunks import (
     scale_rows,
 )
 from attnlib.ops.triton.kernels.program import (
+    apply_scales,
     clear_rows,
     count_splits,
     divide_results,
@@ -43,7 +44,6 @@ from attnlib.ops.triton.kernels.program import (
     row_scores,
     store_partials,
     store_results,
-    value_scale,
 )
 from attnlib.ops.triton.kernels.quant import decode_kv
 from attnlib.ops.triton.kernels.schedule import balanced_tiles
@@ -348,7 +348,7 @@ def packed_decode_kernel(
     view = View(seq_len - 1, positions, 0, 0)
     work = Work(queries, rows, request, cache, logits, view)
     state = _attend_split(work, begin, end, seq_len, stripe, pattern, CONFIG)
-    v_factor = value_scale(v_scale, kv_head, CONFIG)
+    state, v_factor = apply_scales(state, k_scale, v_scale, kv_head, CONFIG)
     parts = divide_results(partials, num_reqs, num_heads, num_splits, 1, CONFIG)
     if CONFIG.SPLIT:
         # One program per request tells the combine kernel how many splits there are.
@@ -479,9 +479,10 @@ def packed_prefill_kernel(
     view = View(context, positions, row_first, 0)
     work = Work(queries, rows, request, cache, cached, view)
     state = _attend_context(empty_state(CONFIG), work, first, context, CONFIG)
-    v_factor = value_scale(v_scale, kv_head, CONFIG)
+    state, v_factor = apply_scales(state, k_scale, v_scale, kv_head, CONFIG)
     acc0, acc1 = state.sums
-    state = State((acc0 * v_factor, acc1 * v_factor), state.row_max, state.row_sum)
+    factors = of_rows(v_factor)
+    state = State((acc0 * factors, acc1 * factors), state.row_max, state.row_sum)
     kv_head64 = kv_head.to(tl.int64)
     new_key += kv_head64 * stride_kth
     new_value += kv_head64 * stride_vth

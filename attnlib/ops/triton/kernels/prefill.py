@@ -10,6 +10,7 @@ from attnlib.ops.triton.kernels.attend import attend
 from attnlib.ops.triton.kernels.program import (
     UNALIGNED,
     UNSPECIALIZED,
+    apply_scales,
     clear_rows,
     find_tile,
     load_tile,
@@ -18,7 +19,6 @@ from attnlib.ops.triton.kernels.program import (
     query_length,
     row_scores,
     store_results,
-    value_scale,
 )
 
 __all__ = ["prefill_kernel"]
@@ -65,5 +65,5 @@ def prefill_kernel(
     state = attend(
         Query(query, stride_qt, stride_qh), rows, tile, cache, logits, mask, 0, 0,
         tile.kv_head * CONFIG.GROUP + tile.head_offset, SCORE, BOUNDS, CONFIG)  # fmt: skip
-    v_factor = value_scale(v_scale, tile.kv_head, CONFIG)
+    state, v_factor = apply_scales(state, k_scale, v_scale, tile.kv_head, CONFIG)
     store_results(output, rows, state, sinks, v_factor, CONFIG)

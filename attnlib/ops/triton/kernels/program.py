@@ -12,16 +12,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.arguments import Cache, Partials, Rows, Tile
+from attnlib.ops.triton.kernels.arguments import Cache, Partials, Rows, State, Tile
 from attnlib.ops.triton.kernels.chunks import aligned, empty_chunks, pack_rows, store_chunks
 from attnlib.ops.triton.kernels.page_parts import empty_parts, open_pages, store_parts
-from attnlib.ops.triton.kernels.quant import load_scale
+from attnlib.ops.triton.kernels.quant import SCALE_FLOAT, load_scale
 from attnlib.ops.triton.kernels.schedule import find_request
 from attnlib.ops.triton.kernels.softmax import LN2, finish_rows
 
 __all__ = [
     "UNALIGNED",
     "UNSPECIALIZED",
+    "apply_scales",
     "clear_rows",
     "count_splits",
     "divide_results",
@@ -33,7 +34,6 @@ __all__ = [
     "row_scores",
     "store_partials",
     "store_results",
-    "value_scale",
 ]
 
 UNSPECIALIZED = """
@@ -153,7 +153,11 @@ def open_cache(cache, tile, batch, CONFIG: tl.constexpr):
 def row_scores(rows, kv_head, scale, k_scale, alibi_slopes, bias, stride_bt, CONFIG: tl.constexpr):
     """Return (scale of the products, ALiBi slope and pointer to the query bias of each row)."""
     if CONFIG.PAGE_KIND is None:
-        scale = scale * load_scale(k_scale, kv_head, CONFIG.K_SCALE_KIND)
+        factor = load_scale(k_scale, kv_head, CONFIG.K_SCALE_KIND)
+        if CONFIG.K_SCALE_KIND != SCALE_FLOAT:
+            # `apply_scales` makes NaN of the rows that see a key; -inf * NaN would hide no key.
+            factor = tl.where(factor == factor, factor, 1.0)
+        scale = scale * factor
     slopes = 0.0
     if CONFIG.HAS_ALIBI:
         slopes = tl.load(alibi_slopes + rows.head, mask=rows.valid, other=0.0).to(tl.float32)
@@ -164,14 +168,23 @@ def row_scores(rows, kv_head, scale, k_scale, alibi_slopes, bias, stride_bt, CON
 
 
 @triton.jit
-def value_scale(v_scale, kv_head, CONFIG: tl.constexpr):
-    """Return the scale of the values of a KV head: constant, so it is applied to their sums. Scales
-    in pages are applied by the loop."""
+def apply_scales(state, k_scale, v_scale, kv_head, CONFIG: tl.constexpr):
+    """Return (softmax, factor of its sums of values) under the scales of a KV head.
+
+    The scale of the values is constant, so it is applied to their sums. An invalid scale makes NaN
+    of the rows that see a key through it (M9), and leaves those without a key (M5). Scales in pages
+    are applied by the loop.
+    """
+    row_sum = state.row_sum
+    v_factor = 1.0
     if CONFIG.PAGE_KIND is None:
-        factor = load_scale(v_scale, kv_head, CONFIG.V_SCALE_KIND)
-    else:
-        factor = 1.0
-    return factor
+        v_factor = load_scale(v_scale, kv_head, CONFIG.V_SCALE_KIND)
+        if CONFIG.V_SCALE_KIND != SCALE_FLOAT:
+            v_factor = tl.where(row_sum == 0.0, 1.0, v_factor)
+        if CONFIG.K_SCALE_KIND != SCALE_FLOAT:
+            invalid = load_scale(k_scale, kv_head, CONFIG.K_SCALE_KIND) * 0.0  # 0 or NaN
+            row_sum = tl.where(row_sum == 0.0, 0.0, row_sum + invalid)
+    return State(state.sums, state.row_max, row_sum), v_factor
 
 
 @triton.jit

@@ -31,6 +31,7 @@ from attnlib.ops.triton.kernels.attend import empty_state, load_rows, view_rows
 from attnlib.ops.triton.kernels.chunks import add_chunks, aligned, multiply_chunks
 from attnlib.ops.triton.kernels.mask import visible_span
 from attnlib.ops.triton.kernels.program import (
+    apply_scales,
     clear_rows,
     count_splits,
     divide_results,
@@ -42,7 +43,6 @@ from attnlib.ops.triton.kernels.program import (
     row_scores,
     store_partials,
     store_results,
-    value_scale,
 )
 from attnlib.ops.triton.kernels.softmax import online_softmax, transform_scores
 
@@ -237,7 +237,7 @@ def selected_kernel(
         keys = next_keys
         blocks = next_blocks
 
-    v_factor = value_scale(v_scale, tile.kv_head, CONFIG)
+    state, v_factor = apply_scales(state, k_scale, v_scale, tile.kv_head, CONFIG)
     if CONFIG.SPLIT:
         # One program per tile tells the combine kernel how many splits there are.
         if tl.program_id(1) == 0 and split == 0:
