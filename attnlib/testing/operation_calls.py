@@ -45,7 +45,7 @@ def operation_case(target: BackendUnderTest, **fields: object) -> Case:
 
 
 def operation_params(step: MaterializedCase) -> AttentionParams:
-    """The parameters of a step, without explicit bias and score function."""
+    """The parameters of a step."""
     params = step.params
     return AttentionParams(
         scale=params.scale,
@@ -56,6 +56,8 @@ def operation_params(step: MaterializedCase) -> AttentionParams:
         alibi_slopes=params.alibi_slopes,
         sinks=params.sinks,
         query_bias=params.query_bias,
+        score_function=step.spec.score_function,
+        score_tensors={**step.score_tensors(), **step.score_tensors("batch_tensors")},
         k_scale=params.k_scale,
         v_scale=params.v_scale,
     )

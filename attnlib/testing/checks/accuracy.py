@@ -109,6 +109,10 @@ def _shapes(target: BackendUnderTest) -> Iterator[CheckCase]:
         sizes = {"dtype": dtype, "num_heads": 24, "num_kv_heads": 2}
         case = target.case(batch="q5s21_q1s40", **sizes)
         yield _check(target, f"group-12-{dtype}", case)
+    # More than 4 MiB of scattered keys in 16 bits, which may be read a few heads at a time.
+    sizes = {"dtype": "float16", "num_heads": 16, "num_kv_heads": 8, "head_size": 256}
+    case = target.case(batch="2q1s530", sinks=True, alibi=True, **sizes)
+    yield _check(target, "sinks+alibi-many-heads-float16", case)
     for head in (256,) if target.quick else (128, 256, 512):
         case = target.case(batch="q1s700_q2s300", head_size=head)
         yield _check(target, f"head-{head}-splits", case)

@@ -119,12 +119,31 @@ def _check_chunks(target: BackendUnderTest, case: Case, chunk: int) -> str:
     return ""
 
 
+def _check_prefixes(target: BackendUnderTest, case: Case) -> str:
+    """Rows of a causal sequence do not depend on the tokens after them."""
+    step = case.materialize(target.device)
+    found = run_materialized_case(target.backend, step)
+    if error := compare_with_oracle(case, found, target.device):
+        return error
+    whole, length = found.out.clone(), case.batch_spec.query_lens[0]
+    for stop in (1, 5, length // 2, length - 1):
+        part = run_materialized_case(target.backend, slice_batch(step, [0], [(0, stop)])).out
+        same = compare_bits(part, whole[:stop])
+        if not same.passed:
+            return (
+                f"batch_invariant=True is declared, but the first {stop} of {length} tokens have "
+                f"different bits without the others (M15): {same} | case: {case}"
+            )
+    return ""
+
+
 _FEATURES: dict[str, dict[str, object]] = {
     "sinks": {"sinks": True, "needs_lse": True},
     "window": {"sliding_window": 9},
     "two-sided-window": {"mask": "bidirectional", "window": (7, 3)},
     "chunk": {"attention_chunk_size": 21},
     "alibi+soft_cap": {"alibi": True, "logits_soft_cap": 3.0},
+    "tree": {"mask": "query_bias"},
     "score_function": {"score": "attnlib.testing.score_functions:POSITIONS"},
     "fp8": {"kv_cache_dtype": "fp8_e4m3", "k_scale": 0.25, "v_scale": 0.5},
     "bfloat16": {"dtype": "bfloat16"},
@@ -144,6 +163,9 @@ def _invariance(target: BackendUnderTest) -> Iterator[CheckCase]:
             partial(_check_chunks, target, case, chunk),
             case,
         )
+    fields = {"attn_type": "encoder_only", "batch_invariant": True, "needs_lse": False}
+    case = target.case(batch=f"q{3 * block + 5}", **fields)
+    yield CheckCase("prefixes-unpaged", partial(_check_prefixes, target, case), case)
     for feature, fields in _FEATURES.items():
         batch = f"q1s{block + 3}_q{block + 9}s{3 * block}_q5_q1s{2 * block}"
         case = target.case(batch=batch, batch_invariant=True, **fields)

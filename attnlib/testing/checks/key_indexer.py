@@ -65,7 +65,7 @@ _FORMS = {
     "many-scores": _Form(batch="q1s40_q230s600", heads=128, size=8, max_blocks=12),
     "odd-size": _Form(heads=5, size=24, max_blocks=9),
 }
-_QUICK = ("tokens-fp8", "nan-keys", "blocks-local")
+_QUICK = ("tokens-fp8", "nan-keys", "blocks-local", "many-scores")
 
 
 def _scores(query: torch.Tensor, weights: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:
@@ -161,6 +161,8 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     for dtype in () if target.quick else ("float16", "bfloat16"):
         for name in ("tokens", "blocks-local-fp8"):
             named[f"{name}-{dtype}"] = _FORMS[name], {"dtype": dtype}
+    # Entries past a sequence are not read (P3).
+    named["wrong-ids"] = _FORMS["blocks-local"], {"garbage": "huge", "extra_columns": 3}
     for name, (form, fields) in named.items():
         scope = "all_heads" if form.weighted else "kv_head"
         selection = (scope, form.block_size, form.max_blocks, 1)

@@ -194,7 +194,7 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
             case = target.case(batch=batch, key_selection=selection)
             yield CheckCase(f"{form}-{phase}", partial(_check, target, case), case)
     for feature, fields in _FEATURES.items():
-        if target.quick and feature not in ("sinks", "fp8", "mla"):
+        if target.quick and feature not in ("sinks", "fp8_per_head", "mla"):
             continue
         for form in ("blocks", "shared") if not target.quick else ("blocks",):
             changes = {"key_selection": _FORMS[form], **fields}

@@ -224,6 +224,7 @@ _SCORES: dict[str, dict[str, object]] = {
     "alibi": {"alibi": True},
     "float16": {"dtype": "float16"},
     "tree": {"mask": "query_bias", "batch": "q5s40_q3s9"},
+    "score-function": {"score": "attnlib.testing.score_functions:POSITIONS", "sliding_window": 11},
     "fp8": {"kv_cache_dtype": "fp8_e4m3", "kv_scale_kind": "head", "k_scale": 0.5, "v_scale": 2.0},
 }
 
@@ -242,6 +243,8 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     prefixes = _PREFIXES["two-levels"]
     yield named("shared-sinks", _check_shared, prefixes, sinks=True)
     yield named("shared-soft-cap", _check_shared, prefixes, logits_soft_cap=3.0, scale=0.5)
+    for dtype in ("float16", "bfloat16"):
+        yield named(f"shared-{dtype}", _check_shared, prefixes, dtype=dtype)
     for name, fields in _SCORES.items():
         fields = {"batch": "q1s37_q9s20_q0s5_q4_pad2", **fields}
         yield named(f"scores-{name}", _check_scores, **fields)

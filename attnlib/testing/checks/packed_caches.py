@@ -122,6 +122,26 @@ def _check_packed_prefill(target: BackendUnderTest, case: Case) -> str:
     return ""
 
 
+def _check_no_requests(target: BackendUnderTest, case: Case, phase: str) -> str:
+    """Without requests, no block is read: the pool has none."""
+    step = case.materialize(target.device)
+    views = [view[:0] for view in packed_views(step)]
+    rows = 0 if phase == "decode" else 3
+    query, new = step.inputs.query[:rows], (step.inputs.key[:rows], step.inputs.value[:rows])
+    out = torch.full_like(query, torch.nan)
+    table, lengths = step.inputs.block_table[:0], step.inputs.seq_lens[:0]
+    params, starts = operation_params(step), step.inputs.query_start_loc[:1]
+    if phase == "decode":
+        arguments, bound = (query, *views, table, lengths), {"max_seq_len": 0}
+    else:
+        arguments = (query, *new, *views, table, starts, lengths)
+        bound = {"max_query_len": 0}
+    call_operation(target, f"packed_{phase}", *arguments, params, **bound, out=out)
+    if bool((out != 0).any()):
+        return f"padding rows must be exactly 0 (M6) | case: {case}"
+    return ""
+
+
 _PACKED_DECODES: dict[str, tuple[dict[str, object], tuple[int, ...] | None]] = {
     "plain": ({}, None),
     "alibi": ({"alibi": True, "scale": 0.3}, None),
@@ -164,6 +184,8 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name, fields in _PACKED_PREFILLS.items():
         fields = {"batch": "q5s40_q7_q1s16_q3s33_pad2", **fields}
         yield named(f"prefill-{name}", _check_packed_prefill, **fields)
+    for phase in ("decode", "prefill"):
+        yield named(f"{phase}-no-requests", _check_no_requests, phase)
 
 
 CHECKS = (Check("A4", "attention over packed caches of blocks", _cases),)

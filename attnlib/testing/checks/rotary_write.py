@@ -193,6 +193,10 @@ def _operation_cases(target: BackendUnderTest, styles: dict[str, _Style]) -> Ite
         case = target.case(batch="graph_padding", **size, **fields)
         check = partial(_check, target, case, styles[name], _run_operation)
         yield CheckCase(f"operation-{name}", check, case)
+    # One element more than a power of two is the last one of the sum of squares.
+    case = target.case(batch="q3s20_q1s17", head_size=17)
+    check = partial(_check, target, case, _Style(8, norm="rounded"), _run_operation)
+    yield CheckCase("operation-odd-size", check, case)
 
 
 CHECKS = (Check("K7", "normalized and rotated keys are written as specified", _cases),)

@@ -143,6 +143,7 @@ def _mask_cases(target: BackendUnderTest) -> Iterator[tuple[str, Case]]:
     yield "left_2_right_0", target.case(batch=batch, mask="bidirectional", window=(2, 0))
     yield "left_0_right_1", target.case(batch=batch, mask="bidirectional", window=(0, 1))
     yield "left_0", target.case(batch=batch, mask="bidirectional", window=(0, None))
+    yield "causal-left_3", target.case(batch=batch, window=(3, None))
     yield "chunk", target.case(batch=batch, attention_chunk_size=block + 4)
     yield "chunk_of_one_block", target.case(batch=batch, attention_chunk_size=block)
     yield "soft_cap", target.case(batch=batch, logits_soft_cap=2.0)

@@ -120,3 +120,18 @@ def test_gather_budget_with_ragged_lengths(budget: int, monkeypatch: pytest.Monk
         head_size=8,
     )
     case.check(paged_decode)
+
+
+def test_keys_before_the_window_are_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in the first gathered block, before the window of every row, changes no bit."""
+    case = long_case((1, 2, 1), (90, 71, 83), monkeypatch, window=(20, -1))
+    wanted = case.run(paged_decode)
+    _, key_cache, value_cache, table, starts, lengths = case.tensors
+    for request, seq_len in enumerate(lengths.tolist()):
+        first = seq_len - int(starts[request + 1] - starts[request]) - 20
+        block, before = int(table[request, first // 16]), first % 16
+        assert before
+        for cache in (key_cache, value_cache):
+            cache[block, :before] = math.nan
+    for got, clean in zip(case.run(paged_decode), wanted, strict=True):
+        assert torch.equal(got, clean)
