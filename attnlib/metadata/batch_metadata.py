@@ -64,6 +64,7 @@ class AttentionMetadata:
 
     fixed_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields from which the builder computed other fields of the batch."""
+    lengths_read: ClassVar[LengthsRead | None] = None  # of an instance, where a builder sets it
 
     num_prefills: int = 0
     num_prefill_tokens: int = 0
@@ -87,11 +88,10 @@ class AttentionMetadata:
         self.handle: torch.Tensor
         self.recent_plan: Any
         self.plans: dict[Hashable, Any]
-        self.lengths_read: LengthsRead | None
         # From here on `__setattr__` takes the batch as constructed, which it sees by its plans.
         state = self.__dict__
         state["handle"] = register_tensor_id(self)
-        state["recent_plan"], state["plans"], state["lengths_read"] = None, {}, None
+        state["recent_plan"], state["plans"] = None, {}
         if state.get("score_tensors") is not None:
             state["score_tensors"] = FixedTensors(state["score_tensors"])
 
@@ -122,7 +122,7 @@ class AttentionMetadata:
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, plans={}, recent_plan=None, lengths_read=None)
+        self.__dict__.update(state, plans={}, recent_plan=None)
         self.__dict__["handle"] = register_tensor_id(self)
 
     @functools.cached_property

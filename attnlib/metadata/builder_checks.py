@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from attnlib.metadata.batch_metadata import AttentionMetadata
@@ -14,6 +15,17 @@ if TYPE_CHECKING:
     from attnlib.metadata.builder import AttentionMetadataBuilder
 
 __all__ = ["with_checks"]
+
+_PARAMETERS = [
+    (name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default)
+    for name, default in (
+        ("self", inspect.Parameter.empty),
+        ("common_prefix_len", inspect.Parameter.empty),
+        ("common_attn_metadata", inspect.Parameter.empty),
+        ("fast_build", False),
+    )
+]
+"""Those of `build`: name, kind and default."""
 
 
 def with_checks(build: Any) -> Any:
@@ -31,14 +43,37 @@ def with_checks(build: Any) -> Any:
                 args = tuple(own if x is common else x for x in args)
                 kwargs = {name: own if x is common else x for name, x in kwargs.items()}
             first = first or own
-            if own.block_size is not None:
-                check_block_size(own, self.spec)
-            if self.limits is not None:
-                check_limits(own, self.limits)
+            _check(self, own)
         built = build(self, *args, **kwargs)
         if first is not None and self.needs_host_lengths and self.device.type != "cpu":
             if isinstance(built, AttentionMetadata):
                 vars(built)["lengths_read"] = LengthsRead(first)
         return built
 
-    return checked
+    parameters = inspect.signature(build).parameters.values()
+    if [(x.name, x.kind, x.default) for x in parameters] != _PARAMETERS:
+        return checked
+
+    @functools.wraps(build)
+    def checked_build(
+        self: AttentionMetadataBuilder[Any],
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        # Most batches of most steps: packing the arguments takes longer than the checks.
+        if type(common_attn_metadata) is CommonAttentionMetadata and not self.needs_host_lengths:
+            own_size = getattr(self.spec, "block_size", None)
+            if common_attn_metadata.block_size != own_size or self.limits is not None:
+                _check(self, common_attn_metadata)
+            return build(self, common_prefix_len, common_attn_metadata, fast_build)
+        return checked(self, common_prefix_len, common_attn_metadata, fast_build)
+
+    return checked_build
+
+
+def _check(builder: AttentionMetadataBuilder[Any], common: CommonAttentionMetadata) -> None:
+    if common.block_size is not None:
+        check_block_size(common, builder.spec)
+    if builder.limits is not None:
+        check_limits(common, builder.limits)

@@ -43,7 +43,7 @@ def check_batch(
     if isinstance(spec, StateSpec):
         _check_state_batch(common, needs_host_lengths)
         return
-    if spec.is_paged and common.block_table_tensor is None:
+    if common.block_table_tensor is None and spec.is_paged:
         raise ContractError(
             f"attn_type={spec.attn_type.value} reads the cache through a block table, but the "
             "batch has none: pass block_table and block_size",
@@ -91,6 +91,12 @@ def check_limits(common: CommonAttentionMetadata, limits: BatchLimits) -> None:
     Raises:
         ContractError: it is not; names the limit.
     """
+    if (
+        common.num_reqs <= limits.max_num_reqs
+        and max(common.num_actual_tokens, common.max_query_len) <= limits.max_num_tokens
+        and common.max_seq_len <= limits.max_seq_len
+    ):
+        return
     for name, found, of_limit in (
         ("num_reqs", common.num_reqs, "max_num_reqs"),
         ("num_actual_tokens", common.num_actual_tokens, "max_num_tokens"),

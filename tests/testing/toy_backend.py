@@ -302,7 +302,9 @@ class ToyImpl(AttentionImpl):
             )
         lse = torch.logsumexp(logits, dim=2)
         weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-        return torch.einsum("qhk,khd->qhd", weights, values), lse
+        out = torch.einsum("qhk,khd->qhd", weights, values)
+        without_keys = (scores == -torch.inf).all(dim=2, keepdim=True)
+        return out.masked_fill(without_keys, 0.0), lse  # also under a scale of NaN (M5)
 
 
 TOY_CAPABILITIES = Capabilities(

@@ -138,6 +138,11 @@ def _storage(target: BackendUnderTest) -> Iterator[CheckCase]:
             yield _check(
                 target, f"layout-{layout}", target.case(layout=layout, batch="q7s40_q1s33")
             )
+    if not target.base_case.use_mla:
+        # As many heads as tokens of a block: their strides are easily mistaken.
+        sizes = {"num_heads": 16, "num_kv_heads": 16, "block_size": 16}
+        case = target.case(batch="q7s40_q1s33", layout="HND", placement="contiguous", **sizes)
+        yield _check(target, "layout-HND-square", case)
     for stored in ("fp8_e4m3", "fp8_e5m2"):
         for kind in ("tensor", "head"):
             if not target.quick or (stored == "fp8_e4m3" and kind == "head"):

@@ -147,6 +147,17 @@ def _check(target: BackendUnderTest, case: Case) -> str:
     return error
 
 
+def _check_empty_list(target: BackendUnderTest, case: Case) -> str:
+    """The list of one head is empty, and that of the other has the query's own block only: block 0
+    of the table is invalid."""
+    lists = case.key_lists
+    assert lists is not None and case.key_selection is not None
+    lists.indices[:] = -1
+    ends = torch.tensor(case.batch_spec.seq_lens, dtype=torch.int32)
+    lists.indices[:, 1, 0] = (ends - 1) // case.key_selection[1]
+    return _check(target, case)
+
+
 def _check_everything(target: BackendUnderTest, case: Case) -> str:
     """Lists that select all keys give the result without selection."""
     check_supported(target.backend, case, target.device)
@@ -208,6 +219,8 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
             yield CheckCase(f"{name}-{form}", partial(_check, target, case), case)
     sinks_split = target.case(batch=_BATCHES["long"], key_selection=_FORMS["many"], sinks=True)
     yield CheckCase("sinks-many", partial(_check, target, sinks_split), sinks_split)
+    empty = target.case(batch="q1s150_q1s70", key_selection=_FORMS["blocks"])
+    yield CheckCase("empty-list", partial(_check_empty_list, target, empty), empty)
     padded = target.case(batch="q1s40_q5s33_q0s0_pad3", key_selection=_FORMS["blocks"])
     yield CheckCase("padding", partial(_check, target, padded), padded)
     batch = _BATCHES["decode" if target.quick else "mixed"]

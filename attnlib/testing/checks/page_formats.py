@@ -39,6 +39,8 @@ _QUICK = dict(
     zip(PAGE_NAMES, ("mixed", "decode_long", "window+sinks", "mixed", "mixed"), strict=True)
 )
 """The case of a format in the short form of Q5."""
+_LARGEST = {"int8_per_token_head": 127, "fp8_per_token_head": 448}
+"""The largest stored number of the formats whose scales can be as small as 2^-100."""
 
 
 def _case(target: BackendUnderTest, name: str, **changes: object) -> Case:
@@ -63,6 +65,8 @@ def _check_written(target: BackendUnderTest, case: Case, kind: str = "") -> str:
             elif kind == "ties":  # with a scale of 1, midway between two 4-bit floats
                 ties = torch.tensor((6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)).to(new)
                 new.copy_(sign * ties.repeat(new.shape[-1] // 8 + 1)[: new.shape[-1]])
+            elif kind == "smallest":
+                new.fill_(sign * _LARGEST[case.kv_cache_dtype] * 2.0**-100)
             else:  # from one token to the next, twice as large
                 new[:, :, 0] = 1.0
                 steps = torch.arange(len(new), device=new.device)[:, None, None]
@@ -124,6 +128,10 @@ def _round_trip(target: BackendUnderTest) -> Iterator[CheckCase]:
         yield CheckCase(f"ties-{name}", partial(_check_written, target, case, "ties"), case)
         case = _case(target, name, batch="q34")
         yield CheckCase(f"small-{name}", partial(_check_written, target, case, "small"), case)
+    for name in _LARGEST:
+        case = _case(target, name, batch="q3s20_q1s17")
+        check = partial(_check_written, target, case, "smallest")
+        yield CheckCase(f"smallest-scale-{name}", check, case)
 
 
 def _check_attention(target: BackendUnderTest, case: Case) -> str:

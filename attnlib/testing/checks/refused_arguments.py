@@ -111,6 +111,10 @@ _WRITES: dict[str, tuple[Callable[[torch.device, _Changes], _Changes], _Changes]
         _rotate_and_write,
         {"cos": lambda x: x.repeat(1, 2), "sin": lambda x: x.repeat(1, 2)},
     ),
+    "rotate_and_write-more-keys-than-angles": (
+        _rotate_and_write,
+        {"key": lambda x: x.repeat(2, 1, 1), "value": lambda x: x.repeat(2, 1, 1)},
+    ),
     "rotate_and_write-no-sine": (_rotate_and_write, {"sin": lambda _: None}),
     "rotate_and_write-latents": (_rotate_latents, {}),
     "rotate_and_write-key-heads": (_rotate_and_write, {"key": lambda x: x[:, :1]}),

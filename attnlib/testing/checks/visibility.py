@@ -145,6 +145,10 @@ def _mask_cases(target: BackendUnderTest) -> Iterator[tuple[str, Case]]:
     yield "left_0", target.case(batch=batch, mask="bidirectional", window=(0, None))
     yield "causal-left_3", target.case(batch=batch, window=(3, None))
     yield "chunk", target.case(batch=batch, attention_chunk_size=block + 4)
+    yield (
+        "chunk_of_one-bidirectional",
+        target.case(batch=batch, mask="bidirectional", attention_chunk_size=1),
+    )
     yield "chunk_of_one_block", target.case(batch=batch, attention_chunk_size=block)
     yield "soft_cap", target.case(batch=batch, logits_soft_cap=2.0)
     yield "soft_cap-window", target.case(batch=batch, logits_soft_cap=2.0, sliding_window=5)
