@@ -30,6 +30,7 @@ TARGETS = {
     "repeated prefill layer": 2,
     "repeated mixed layer": 2,
     "first decode layer of a step": 7,
+    "build of 256 decodes": 12,
 }
 
 
@@ -86,6 +87,10 @@ def traces(device: str = "cuda", backend: Any = "triton") -> dict[str, tuple[set
     step(call, 4094)
     found["first decode layer of a step"] = trace(call)
     call()
+    many = LayerCall([1] * 256, [100] * 256, device=device, backend=backend)
+    for _ in range(3):
+        many.builder.build(0, many.common)
+    found["build of 256 decodes"] = trace(lambda: many.builder.build(0, many.common))
     call.metadata = call.builder.build(0, call.common)
     spec = call.spec.replace(has_sink=False, logits_soft_cap=30.0)
     call.layer = attnlib.Attention(spec, backend=backend, device=device)

@@ -2,7 +2,7 @@
 
 Each case sets one field of the spec to an uncommon value. If the backend returns reasons, selecting
 it explicitly and building a layer must raise an error with the same reasons. Otherwise the layer
-must build.
+must build. A capability that is declared must be supported in a layer without other features.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from attnlib.errors import UnsupportedConfigError
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
 from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.outcome import UnsupportedCase
+from attnlib.testing.page_formats import PAGE_NAMES
 
 __all__ = ["CHECKS"]
 
+_PAGES: dict[str, object] = {"head_size": 64, "layout": "HND_INTERLEAVED"}
 _UNUSUAL: dict[str, dict[str, object]] = {
     "head_size-13": {"head_size": 13},
     "head_size-1024": {"head_size": 1024},
@@ -29,11 +32,7 @@ _UNUSUAL: dict[str, dict[str, object]] = {
     "dtype-float64": {"dtype": "float64"},
     "cache-fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"},
     "cache-fp8_e5m2-head": {"kv_cache_dtype": "fp8_e5m2", "kv_scale_kind": "head"},
-    "cache-int8_per_token_head": {
-        "kv_cache_dtype": "int8_per_token_head",
-        "head_size": 64,
-        "layout": "HND_INTERLEAVED",
-    },
+    "cache-int8_per_token_head": {**_PAGES, "kv_cache_dtype": "int8_per_token_head"},
     "layout-HND_PACKED": {"layout": "HND_PACKED"},
     "sliding_window": {"sliding_window": 7},
     "two-sided-window": {"mask": "bidirectional", "window": (3, 2)},
@@ -61,6 +60,8 @@ _UNUSUAL: dict[str, dict[str, object]] = {
     "batch_invariant": {"batch_invariant": True},
     "cudagraph": {"cudagraph": "ALWAYS"},
 }
+_DECLARED = ("score_function", "key_selection", "compressed_entries", "batch_invariant")
+"""Capabilities that do not depend on the version of a package."""
 
 
 def _check(target: BackendUnderTest, case: Case) -> str:
@@ -115,10 +116,32 @@ def _check_unknown_device(target: BackendUnderTest) -> str:
     )
 
 
+def _check_declared(target: BackendUnderTest, case: Case, capability: str) -> str:
+    """What the capabilities declare is supported in a layer without other features."""
+    capabilities = target.backend.capabilities
+    if capability in PAGE_NAMES:
+        declared = capability in (capabilities.kv_formats or ())
+    else:
+        declared = getattr(capabilities, capability) is True
+    if not declared:
+        raise UnsupportedCase([f"{capability}: not declared"])
+    reasons = target.backend.validate_configuration(case.spec, target.device)
+    if not reasons:
+        return ""
+    return (
+        f"the capabilities declare {capability}, but a layer without other features is "
+        f"refused: {'; '.join(reasons)} | case: {case}"
+    )
+
+
 def _unsupported(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name, changes in _UNUSUAL.items():
         case = target.case(**changes)
         yield CheckCase(name, partial(_check, target, case))
+    pages = {name: {**_PAGES, "kv_cache_dtype": name} for name in PAGE_NAMES}
+    for name, changes in {**{name: _UNUSUAL[name] for name in _DECLARED}, **pages}.items():
+        case = target.case(needs_lse=False, **changes)
+        yield CheckCase(f"declared-{name}", partial(_check_declared, target, case, name))
     yield CheckCase("unknown-device", partial(_check_unknown_device, target))
 
 

@@ -937,8 +937,8 @@ def check_replaced_methods() -> None:
 
 
 def check_files_of_layers() -> None:
-    """A layer enters few files: a repeated one, and the first one of a step. Without the check of
-    block ids, which batches on a GPU do not have."""
+    """A layer enters few files: a repeated one, and the first one of a step; so does a build.
+    Without the check of block ids, which batches on a GPU do not have."""
     sys.path.append(str(ROOT / "benchmarks"))
     from call_trace import TARGETS, traces
 
@@ -950,7 +950,7 @@ def check_files_of_layers() -> None:
     for name, target in TARGETS.items():
         files, calls = found[name]
         assert len(files) <= target, f"{name}: {sorted(files)}"
-        most = 23 if name.startswith("first") else 2
+        most = 2 if name.startswith("repeated") else 23 if name.startswith("first") else 18
         assert calls <= most, f"{name}: {calls} calls of Python functions"
 
 
