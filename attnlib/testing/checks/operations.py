@@ -243,6 +243,8 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     prefixes = _PREFIXES["two-levels"]
     yield named("shared-sinks", _check_shared, prefixes, sinks=True)
     yield named("shared-soft-cap", _check_shared, prefixes, logits_soft_cap=3.0, scale=0.5)
+    wrong = {"garbage": "huge", "extra_columns": 3}  # entries past the segments are not read (P3)
+    yield named("shared-wrong-ids", _check_shared, prefixes, **wrong)
     for dtype in ("float16", "bfloat16"):
         yield named(f"shared-{dtype}", _check_shared, prefixes, dtype=dtype)
     for name, fields in _SCORES.items():
