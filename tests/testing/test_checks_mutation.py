@@ -17,7 +17,7 @@ from tests.testing.mutation import (
     run_to_the_end,
     summarize,
 )
-from tests.testing.mutation_report import report_of
+from tests.testing.mutation_report import replaced, report_of
 from tests.testing.mutation_runs import ROOT, Result
 
 SOURCE = '''
@@ -131,10 +131,19 @@ def test_scores_leave_out_equivalent_mutants_only() -> None:
     lines = (ROOT / same.file).read_text().splitlines()
     key = (same.file, same.mutant.change, lines[same.mutant.line - 1].strip())
     entries = [{"commit": "x"}, *(one.to_json() for one in candidates)]
-    report = report_of(entries, {key: ["equivalent", "why"]})
+
+    def read(_commit: str, file: str) -> list[str]:
+        return (ROOT / file).read_text().splitlines()
+
+    report = report_of(entries, {key: ["equivalent", "why"]}, read)
     full, quick = report["forms"]["full"], report["forms"]["quick"]
     assert (full["noticed"], full["equivalent"], full["noticed_percent"]) == (2, 1, 66.7)
     assert (quick["noticed"], quick["equivalent"], quick["noticed_percent"]) == (1, 1, 33.3)
     kinds = [one["kind"] for one in report["survivors"]]
     assert kinds == ["equivalent", "unexplained", "unexplained"]
     assert report["survivors"][1]["line"] == other.mutant.line
+    again = json.loads(json.dumps(entries[3]))  # a later run, which notices the second survivor
+    again["full"]["outcome"] = again["quick"]["outcome"] = "check"
+    report = report_of(replaced(entries, [again]), {key: ["equivalent", "why"]}, read)
+    assert report["forms"]["full"]["noticed_percent"] == 100.0
+    assert report["forms"]["quick"]["noticed_percent"] == 66.7
