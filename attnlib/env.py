@@ -157,14 +157,16 @@ def read(name: str) -> Any:
     Raises:
         EnvironmentVariableError: the value does not parse; the message lists the values that do.
     """
-    key = (name, raw(name))
+    environment: Any = os.environ
     try:
-        return _parsed[key]
-    except KeyError:
+        return _parsed[name, environment._data.get(_KEYS[name])]  # as `raw`, without its call
+    except (AttributeError, KeyError):
+        key = (name, raw(name))
+    if key not in _parsed:
         if len(_parsed) >= _MAX_PARSED:
             _parsed.clear()
-        value = _parsed[key] = _parse(ENVIRONMENT[name])
-        return value
+        _parsed[key] = _parse(ENVIRONMENT[name])
+    return _parsed[key]
 
 
 def raw(name: str) -> object:
