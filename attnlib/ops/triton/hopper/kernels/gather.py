@@ -119,10 +119,14 @@ class RequestRows:
         first = self.cache.to(_BYTE_POINTER, bitcast=True) + _wide(self.kv_head) * _multiple(
             self.stride_h
         )
-        rows = first + _wide(page) * _multiple(self.stride_b)
+        offsets = _wide(page) * _multiple(self.stride_b)
         if self.BLOCK_SIZE > 1:
-            rows += _wide(positions % self.BLOCK_SIZE) * _multiple(self.stride_n)
-        pointers = rows.to(gl.pointer_type(buffer.dtype), bitcast=True)[:, None] + columns
+            offsets += _wide(positions % self.BLOCK_SIZE) * _multiple(self.stride_n)
+        # Pointers count elements of 2 bytes, so offsets are halved, which the compiler drops. One
+        # instruction multiplies a page and adds the address of the thread's columns.
+        gl.static_assert(buffer.dtype.primitive_bitwidth == 16)
+        start = first.to(gl.pointer_type(buffer.dtype), bitcast=True) + columns
+        pointers = start + (offsets >> 1)[:, None]
         if ALL and self.D == WIDTH:
             copy_to_shared(buffer, pointers)
         else:
