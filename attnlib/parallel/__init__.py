@@ -9,6 +9,7 @@ from attnlib.parallel.attention import ParallelAttention
 from attnlib.parallel.builder import ParallelBuilder
 from attnlib.parallel.divisions import Contiguous, Division, Interleaved, ZigZag
 from attnlib.parallel.exchange import ExchangeMethod, exchange_bytes
+from attnlib.parallel.explain import explain_parallel
 from attnlib.parallel.group import RankGroup
 from attnlib.parallel.metadata import ParallelMetadata, divided_batch
 from attnlib.parallel.prefill import ParallelPrefill
@@ -31,6 +32,7 @@ __all__ = [
     "ZigZag",
     "divided_batch",
     "exchange_bytes",
+    "explain_parallel",
     "local_block_table",
     "local_slots",
     "token_positions",

@@ -27,7 +27,7 @@ from attnlib.parallel import (
 )
 from attnlib.parallel.exchange import Exchange
 from attnlib.spec import Window
-from tests.parallel.problem import BLOCK, STEPS, Problem, Run
+from tests.parallel.problem import BLOCK, STEPS, Problem, Run, error_of
 
 LIMIT = 2e-6
 """Of outputs and LSEs in float32: a few roundings of numbers of about 3."""
@@ -103,6 +103,52 @@ def padding(group: RankGroup) -> str:
     none = run.layer(run.own(query), key, value, run.caches[1], empty)
     good = output[:2].isfinite().all() and not output[2:].any() and not none.any()
     return "" if good else "rows past the batch are not 0"
+
+
+def captured(group: RankGroup) -> str:
+    """X9: a batch of the same sizes is built into the tensors that a graph reads."""
+    for spec in ({}, {"has_sink": True, "sliding_window": 5}):
+        for query_lens in ([1, 1, 1, 1], [2, 3, 1, 2]):
+            run = Run(Problem(spec), group)
+            for name in ("prefill", "mixed", "decode"):
+                run.step(STEPS[name])
+            seq_lens = [end for _, end in STEPS["decode"]]
+            for number in range(3):
+                seq_lens = [a + b for a, b in zip(seq_lens, query_lens, strict=True)]
+                lengths = list(zip(query_lens, seq_lens, strict=True))
+                error = error_of(*run.step(lengths, captures=number == 0))
+                if not error <= LIMIT:
+                    return f"{spec} {query_lens}, replay {number}: error {error:g}"
+    try:
+        run = Run(Problem(), group)
+        run.step(STEPS["prefill"], captures=True)
+    except ContractError as error:
+        return "" if "can be captured" in str(error) else str(error)
+    return "a prefill was captured"
+
+
+def compiled(group: RankGroup) -> str:
+    """X9: a model with a divided layer compiles as a whole, and follows other batches."""
+    run, whole = Run(Problem(), group), Run(Problem(), group)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def model(q: Any, k: Any, v: Any, cache: Any, metadata: Any) -> Any:
+        out, lse = run.layer(q * 1.0, k, v, cache, metadata, True)
+        return out + 0.0, lse
+
+    for name in ("prefill", "mixed", "decode", "verification"):
+        lengths = STEPS[name]
+        query, key, value = run.tensors(sum(pair[0] for pair in lengths))
+        parts = [[pair[n] for pair in lengths] for n in (0, 1)]
+        outs = []
+        for each, call in ((run, model), (whole, whole.layer)):
+            built = each.builders[1].build(divided_batch(*parts, each.tables[1], "cpu"))
+            more = () if call is model else (True,)
+            with torch.no_grad():
+                outs.append(call(run.own(query), key, value, each.caches[1], built, *more))
+        if not all(torch.equal(a, b) for a, b in zip(*outs, strict=True)):
+            return f"{name}: {[float((a - b).abs().max()) for a, b in zip(*outs, strict=True)]}"
+    return ""
 
 
 def invariance(group: RankGroup) -> str:
@@ -229,6 +275,7 @@ WRONG: dict[str, Callable[[RankGroup], str]] = {
 PROPERTIES: dict[str, Callable[[RankGroup], str]] = {
     "kernels with NaN": kernels_with_nan,
     "padding": padding,
+    "captured": captured,
     "invariance": invariance,
     "refusals": refusals,
 }
@@ -236,4 +283,5 @@ CASES: dict[str, Callable[[RankGroup], str]] = {
     **{name: partial(compare, problem) for name, problem in PROBLEMS.items()},
     **PROPERTIES,
     **WRONG,
+    "compiled": compiled,
 }

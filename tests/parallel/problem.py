@@ -13,7 +13,13 @@ from typing import Any
 import torch
 
 import attnlib
-from attnlib.parallel import Interleaved, ParallelAttention, RankGroup, divided_batch
+from attnlib.parallel import (
+    Interleaved,
+    ParallelAttention,
+    ParallelMetadata,
+    RankGroup,
+    divided_batch,
+)
 from attnlib.parallel.divisions import Division
 
 BLOCK = 4
@@ -58,15 +64,18 @@ class Run:
     Args:
         problem: the problem.
         group: the ranks.
+        device: of this rank.
     """
 
-    def __init__(self, problem: Problem, group: RankGroup) -> None:
+    def __init__(self, problem: Problem, group: RankGroup, device: str = "cpu") -> None:
         self.problem, self.group, self.spec = problem, group, problem.rank_spec()
+        self.device = device
         spec, world = self.spec, group.world_size
         self.division: Division = (
             Interleaved(world, problem.run) if problem.division is None else problem.division(world)
         )
         self.random = torch.Generator().manual_seed(7)
+        self.captured: ParallelMetadata | None = None
         heads = world * spec.num_heads
         per_head = {}
         if spec.has_sink:
@@ -75,17 +84,20 @@ class Run:
             per_head["alibi_slopes"] = self.draw(heads).abs() / 8
         scale = spec.head_size**-0.5
         self.whole = attnlib.Attention(
-            spec.replace(num_heads=heads, needs_lse=True), scale=scale, device="cpu", **per_head
+            spec.replace(num_heads=heads, needs_lse=True),
+            scale=scale,
+            device=self.device,
+            **per_head,
         )
         own = {name: self.own(values[None])[0] for name, values in per_head.items()}
         self.layer = ParallelAttention(
-            spec, group, self.division, scale=scale, device="cpu", **own, **problem.options
+            spec, group, self.division, scale=scale, device=self.device, **own, **problem.options
         )
         blocks, scales = 4 * 9, {"k_scale": problem.scales, "v_scale": problem.scales}
         if spec.kv_format.scales_in_page:
             scales = {}
         self.caches = [
-            attnlib.PagedKVCache.allocate(spec, blocks, "cpu", **scales) for _ in range(2)
+            attnlib.PagedKVCache.allocate(spec, blocks, self.device, **scales) for _ in range(2)
         ]
         for cache in self.caches:
             if spec.kv_dtype == torch.float32:
@@ -93,15 +105,15 @@ class Run:
                 cache.value_cache.fill_(torch.nan)
         order = torch.Generator().manual_seed(group.rank)
         self.tables = [
-            torch.randperm(blocks, generator=random).view(4, 9).int()
+            torch.randperm(blocks, generator=random).view(4, 9).int().to(self.device)
             for random in (self.random, order)
         ]
         self.builders = (
-            self.whole.backend.make_builder(self.whole.spec, "cpu"), self.layer.make_builder()
+            self.whole.backend.make_builder(self.whole.spec, self.device), self.layer.make_builder()
         )  # fmt: skip
 
     def draw(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.random)
+        return torch.randn(*shape, generator=self.random).to(self.device)
 
     def own(self, per_head: torch.Tensor) -> torch.Tensor:
         """The heads of this rank, `[T, Hq, ...]`, of those of all ranks."""
@@ -116,27 +128,43 @@ class Run:
         value = self.draw(tokens, spec.num_kv_heads, spec.head_size_v).to(spec.dtype)
         return query, key, key[..., : spec.head_size_v] if spec.use_mla else value
 
-    def step(self, lengths: list[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
-        """One batch: output and LSE of this rank, and of the reference."""
+    def step(
+        self, lengths: list[tuple[int, int]], *, captures: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        """One batch: output and LSE of this rank, and of the reference.
+
+        With `captures`, this batch and those after it run over the metadata of this one, as a CUDA
+        graph of it would.
+        """
         query_lens, seq_lens = ([pair[n] for pair in lengths] for n in (0, 1))
         query, key, value = self.tensors(sum(query_lens))
-        arguments = (self.tables[0], BLOCK, "cpu")
+        arguments = (self.tables[0], BLOCK, self.device)
         common = attnlib.CommonAttentionMetadata.from_lengths(query_lens, seq_lens, *arguments)
         metadata = self.builders[0].build(0, common)
         whole = self.whole(query, key, value, self.caches[0], metadata, True)
-        batch = self.builders[1].build(divided_batch(query_lens, seq_lens, self.tables[1], "cpu"))
-        found = self.layer(self.own(query), key, value, self.caches[1], batch, True)
+        batch = divided_batch(query_lens, seq_lens, self.tables[1], self.device)
+        if captures:
+            built = self.captured = self.builders[1].build_for_cudagraph_capture(batch)
+        else:
+            built = self.builders[1].build(batch)
+            built = built if self.captured is None else self.captured
+        found = self.layer(self.own(query), key, value, self.caches[1], built, True)
         return (*found, *(self.own(part) for part in whole))
 
     def largest_error(self) -> float:
-        """Of all steps; inf where one is not finite or LSEs are -inf in other rows."""
+        """Of all steps."""
         worst = 0.0
         for name in self.problem.steps:
-            out, lse, wanted, wanted_lse = self.step(STEPS[name])
-            empty = wanted_lse == -torch.inf
-            same = torch.equal(empty, lse == -torch.inf) and bool(out.isfinite().all())
-            errors = (out - wanted).abs().flatten(), (lse - wanted_lse)[~empty].abs()
-            worst = max(worst, *(float(each.max()) if each.numel() else 0.0 for each in errors))
-            if not same or worst != worst:
-                return float("inf")
+            worst = max(worst, error_of(*self.step(STEPS[name])))
         return worst
+
+
+def error_of(
+    out: torch.Tensor, lse: torch.Tensor, wanted: torch.Tensor, wanted_lse: torch.Tensor
+) -> float:
+    """The largest difference; inf for a result that is not finite, or LSEs of -inf elsewhere."""
+    empty = wanted_lse == -torch.inf
+    if not torch.equal(empty, lse == -torch.inf) or not bool(out.isfinite().all()):
+        return float("inf")
+    errors = (out - wanted).abs().flatten(), (lse - wanted_lse)[~empty].abs()
+    return max(float(each.max()) if each.numel() else 0.0 for each in errors)

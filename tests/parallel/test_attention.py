@@ -13,9 +13,17 @@ SMOKE = ("window", "latents", "refusals", "a sink of each rank")
 """Cases of the fast selection, with two ranks."""
 
 
+FOUR = ("grouped heads", "window", "sinks", "latents", "chunks, contiguous", "refusals")
+"""Cases of four ranks, which differ from three in their number only."""
+
+
+def _compared(world_size: int) -> tuple[str, ...]:
+    return FOUR if world_size == 4 else (*PROBLEMS, *PROPERTIES)
+
+
 @functools.cache
 def found(world_size: int, fast: bool = False) -> dict[str, list[str]]:
-    names = SMOKE if fast else (*PROBLEMS, *PROPERTIES, *WRONG)
+    names = SMOKE if fast else (*_compared(world_size), *WRONG)
     return results("tests.parallel.cases", names, world_size)
 
 
@@ -28,11 +36,19 @@ def test_two_ranks_agree_with_one_process() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*PROBLEMS, *PROPERTIES])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_results_are_those_of_one_process(name: str, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "name"), [(size, name) for size in (2, 3, 4) for name in _compared(size)]
+)
+def test_results_are_those_of_one_process(world_size: int, name: str) -> None:
     """X4, X5: outputs and LSEs of prefills, mixed batches, decodes and verifications."""
     texts = found(world_size)[name]
+    assert not any(texts), "\n".join(texts)
+
+
+@pytest.mark.slow
+def test_a_layer_compiles_as_a_whole() -> None:
+    """X9. On its own, because torch takes long to import its compiler."""
+    texts = results("tests.parallel.cases", ["compiled"], 2)["compiled"]
     assert not any(texts), "\n".join(texts)
 
 

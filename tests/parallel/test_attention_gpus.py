@@ -1,0 +1,24 @@
+"""Divided layers on two and four GPUs of one host."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_results_are_those_of_one_gpu(world_size: int) -> None:
+    """X4, X5, X9."""
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
+    done = subprocess.run(
+        [sys.executable, *command, "-m", "tests.parallel.gpu_ranks"],
+        capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
