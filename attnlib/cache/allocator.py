@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from attnlib.cache.block_pool import BlockPool
 from attnlib.cache.prefix_tree import (
+    Label,
     PrefixHit,
     PrefixNode,
     PrefixTree,
@@ -201,14 +202,14 @@ class BlockAllocator:
                 return
 
     def commit_block(
-        self, parent: PrefixNode, token_ids: TokenIds, block_id: int
+        self, parent: PrefixNode, token_ids: TokenIds | Label, block_id: int
     ) -> PrefixNode | None:
         """Make one full block findable, behind others that may have been freed since.
 
         Args:
             parent: what the call for the block before returned, or a content of `find_contents`,
                 or `start_of`.
-            token_ids: the tokens of the block, all of them.
+            token_ids: the tokens of the block, all of them, or a label.
             block_id: the block.
 
         Returns:
@@ -218,8 +219,8 @@ class BlockAllocator:
             ContractError: a block without references, or `token_ids` that are not integers.
         """
         block = self._pool.held(block_id, "commit")
-        (chunk,) = chunks(token_ids, len(token_ids), 0, 1)
-        return None if block.content is not None else self._pool.commit(parent, chunk, block_id)
+        chunk = token_ids if isinstance(token_ids, Label) else as_tokens(token_ids)
+        return None if block.content else self._pool.commit(parent, chunk, block_id)
 
     def start_of(self, key: Hashable = None) -> PrefixNode:
         """The parent of the first block of sequences with this key."""

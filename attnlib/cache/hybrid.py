@@ -5,22 +5,25 @@ the last W tokens of a request, a full one all of them. In one pool, the memory 
 give back serves full layers too. All blocks of the pool have the same size in bytes; a block holds
 `block_size` tokens of all layers of one group, and groups differ in `block_size`. The caches are
 strided views of the pool (P1), so kernels see ordinary paged caches. As in vLLM's hybrid KV cache
-manager, a block belongs to any group, one at a time.
+manager, a block belongs to any group, one at a time. The state of a request in one state layer is a
+block too (T15).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from attnlib.cache.pages import page_sizes
+from attnlib.cache.states import StateCache, state_layout
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
-from attnlib.spec import AttentionSpec
+from attnlib.spec import AttentionSpec, StateSpec
 
-__all__ = ["HybridKVCache", "KVCacheGroup", "with_equal_blocks"]
+__all__ = ["Group", "HybridKVCache", "KVCacheGroup", "StateGroup", "with_equal_blocks"]
 
 _ALIGNMENT = 256
 """Bytes to which the size of a block is rounded up: TMA and vector loads need multiples of 16."""
@@ -76,31 +79,69 @@ class KVCacheGroup:
         return first
 
 
+@dataclass(frozen=True)
+class StateGroup:
+    """State layers with one spec. Each layer has one block per request.
+
+    Attributes:
+        spec: of each layer, with the form and chunk size of its backend (`StateLayer.spec`).
+        num_layers: layers with states of their own.
+
+    Raises:
+        ContractError: there is no layer.
+    """
+
+    spec: StateSpec
+    num_layers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise ContractError(f"a group of {self.num_layers} state layers: give at least one")
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one request in one layer."""
+        return state_layout(self.spec).bytes_per_slot
+
+
+Group = KVCacheGroup | StateGroup
+"""Layers that share a pool with others."""
+
+
 def _page_bytes(spec: AttentionSpec) -> int:
     """Bytes of a page that holds its scales."""
     sizes = (spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v)
     return page_sizes(spec.kv_format, *sizes).num_bytes
 
 
-def with_equal_blocks(groups: Mapping[str, KVCacheGroup]) -> dict[str, KVCacheGroup]:
+def with_equal_blocks(groups: Mapping[str, Any]) -> dict[str, Any]:
     """The groups with block sizes that make their blocks about equally large in bytes.
 
     The group with the most bytes per block keeps its block size; the block sizes of the others
     are doubled as long as the blocks fit into as many bytes: kernels prefer powers of two. What is
-    left over of a smaller block is not used.
+    left over of a smaller block is not used. States cannot be divided, and are often larger than a
+    power of two of key blocks: beside states, a single group of keys gets the largest multiple of
+    its block size.
 
     Args:
         groups: group name -> group, with the smallest block size that its kernels support.
     """
-    largest = max((g.block_size * g.bytes_per_token for g in groups.values()), default=0)
-    sizes = {}
-    for name, group in groups.items():
-        times = largest // (group.block_size * group.bytes_per_token)
-        sizes[name] = group.block_size << (times.bit_length() - 1)
-    return {
-        name: replace(group, spec=group.spec.replace(block_size=sizes[name]))
-        for name, group in groups.items()
-    }
+    keys = {name: group for name, group in groups.items() if isinstance(group, KVCacheGroup)}
+    largest = max((_block_bytes(group) for group in groups.values()), default=0)
+    found = dict(groups)
+    for name, group in keys.items():
+        times = largest // _block_bytes(group)
+        if len(keys) > 1 or len(keys) == len(groups):
+            times = 1 << (times.bit_length() - 1)
+        found[name] = replace(group, spec=group.spec.replace(block_size=group.block_size * times))
+    return found
+
+
+def _block_bytes(group: Group) -> int:
+    """Bytes that a block of the group needs."""
+    if isinstance(group, StateGroup):
+        return group.block_bytes
+    return group.block_size * group.bytes_per_token
 
 
 class HybridKVCache:
@@ -116,7 +157,9 @@ class HybridKVCache:
         groups: as given.
         num_blocks: as given.
         block_bytes: bytes of one block.
-        caches: group name -> one cache per layer.
+        caches: group of keys -> one cache per layer.
+        states: group of states -> the slots of all its layers, one per block: layers of a request
+            have different ones.
 
     Raises:
         ContractError: there is no group, or fewer than two blocks.
@@ -124,7 +167,7 @@ class HybridKVCache:
 
     def __init__(
         self,
-        groups: Mapping[str, KVCacheGroup],
+        groups: Mapping[str, Group],
         num_blocks: int,
         device: torch.device | str | None = None,
     ) -> None:
@@ -133,13 +176,22 @@ class HybridKVCache:
                 f"a pool of {num_blocks} blocks for {len(groups)} groups cannot hold anything: "
                 "block 0 is the null block, so give at least one group and two blocks"
             )
-        self.groups = dict(groups)
+        self.groups: dict[str, Any] = dict(groups)
         self.num_blocks = num_blocks
-        most = max(group.block_size * group.bytes_per_token for group in groups.values())
+        most = max(map(_block_bytes, groups.values()))
         self.block_bytes = -(-most // _ALIGNMENT) * _ALIGNMENT
         # Zeros: a null block that is read behind a window must be finite.
         self._storage = torch.zeros(num_blocks, self.block_bytes, dtype=torch.uint8, device=device)
-        self.caches = {name: self._caches(group) for name, group in groups.items()}
+        self.caches = {
+            name: self._caches(group)
+            for name, group in groups.items()
+            if isinstance(group, KVCacheGroup)
+        }
+        self.states = {
+            name: StateCache(group.spec, self._storage)
+            for name, group in groups.items()
+            if isinstance(group, StateGroup)
+        }
 
     @property
     def nbytes(self) -> int:

@@ -3,44 +3,23 @@
 Each request has one row of blocks per group. Blocks that no later query sees, because they lie
 behind the window of their group, go back to the pool while the request runs; the null block takes
 their place (P12). A group with a window of W tokens therefore holds a bounded number of blocks for
-each request, however long it grows.
+each request, however long it grows. State layers have one block per layer (`hybrid_states.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import lcm
 
 from attnlib.cache.allocator import BlockAllocator, TokenIds, as_tokens
-from attnlib.cache.hybrid import KVCacheGroup
-from attnlib.cache.prefix_tree import PrefixNode
+from attnlib.cache.hybrid import Group, KVCacheGroup, StateGroup
+from attnlib.cache.hybrid_forks import fork_sequence
+from attnlib.cache.hybrid_prefixes import longest_prefix
+from attnlib.cache.hybrid_states import LayerSlots, StateBlocks
+from attnlib.cache.sequence_blocks import NULL_BLOCK, SequenceBlocks
 from attnlib.errors import ContractError
 
 __all__ = ["NULL_BLOCK", "HybridBlockAllocator", "SequenceBlocks"]
-
-NULL_BLOCK = 0
-"""The block that stands for blocks behind a window. It is never allocated."""
-
-
-@dataclass(eq=False)
-class SequenceBlocks:
-    """The blocks of one request. Only its allocator changes it.
-
-    Attributes:
-        blocks: group name -> block ids in the order of positions: the row of the block table.
-        num_computed: tokens whose keys and values are in the caches.
-        key: what the keys and values depend on besides the tokens; see
-            `BlockAllocator.acquire_prefix`.
-    """
-
-    blocks: dict[str, list[int]]
-    num_computed: int = 0
-    key: Hashable = None
-    _freed: dict[str, int] = field(default_factory=dict)
-    """Group name -> leading blocks that were freed."""
-    _chains: dict[str, tuple[int, PrefixNode | None]] = field(default_factory=dict)
-    """Group name -> (committed blocks, content of the last one; None after a broken chain)."""
 
 
 class HybridBlockAllocator:
@@ -57,19 +36,21 @@ class HybridBlockAllocator:
 
     def __init__(
         self,
-        groups: Mapping[str, KVCacheGroup],
+        groups: Mapping[str, Group],
         num_blocks: int,
         *,
         prefix_caching: bool = True,
     ) -> None:
         if not groups:
             raise ContractError("an allocator needs at least one group of layers")
-        self.groups = dict(groups)
-        smallest = min(group.block_size for group in groups.values())
+        self.groups = {n: each for n, each in groups.items() if isinstance(each, KVCacheGroup)}
+        smallest = min((group.block_size for group in self.groups.values()), default=1)
         self.pool = BlockAllocator(
             num_blocks, smallest, prefix_caching=prefix_caching, reserve_null_block=True
         )
-        self._used = dict.fromkeys(groups, 0)
+        states = {n: each for n, each in groups.items() if isinstance(each, StateGroup)}
+        self._states = StateBlocks(self.pool, states)
+        self._used = dict.fromkeys(self.groups, 0)
 
     @property
     def num_free_blocks(self) -> int:
@@ -77,7 +58,7 @@ class HybridBlockAllocator:
         return self.pool.num_free_blocks
 
     def num_used_blocks(self, group: str) -> int:
-        """Blocks that requests hold for a group; a shared block counts once for each holder."""
+        """Blocks that requests hold for a group of keys; a shared one counts for each holder."""
         return self._used[group]
 
     def start(self, token_ids: TokenIds = (), key: Hashable = None) -> SequenceBlocks:
@@ -85,7 +66,7 @@ class HybridBlockAllocator:
 
         The prefix ends at a common multiple of the block sizes. A group with a window needs the
         blocks that its next query sees; blocks before them may have been evicted, and the null
-        block stands for them.
+        block stands for them. State layers need a checkpoint at its end (T17).
 
         Args:
             token_ids: tokens of the request; without them, nothing is reused.
@@ -99,8 +80,10 @@ class HybridBlockAllocator:
             name: self.pool.find_contents(tokens, (name, key), block_size=group.block_size)
             for name, group in self.groups.items()
         }
-        reused = self._longest(found)
-        sequence = SequenceBlocks({}, reused, key)
+        has_states = self._states.has_checkpoint
+        reused, last_node = longest_prefix(self.groups, found, self.common_block_size, has_states)
+        states = self._states.start(last_node)
+        sequence = SequenceBlocks({}, reused, key, states)
         for name, group in self.groups.items():
             count = reused // group.block_size
             dead = min(group.first_visible(reused) // group.block_size, count)
@@ -113,34 +96,29 @@ class HybridBlockAllocator:
             self._used[name] += len(kept)
         return sequence
 
-    def _longest(self, found: Mapping[str, Sequence[PrefixNode]]) -> int:
-        """Tokens of the longest prefix whose visible blocks every group has."""
-        step = lcm(*(group.block_size for group in self.groups.values()))
-        cached = {name: _runs(nodes) for name, nodes in found.items()}
-        most = min(
-            len(nodes) * self.groups[name].block_size for name, nodes in found.items()
-        )  # a group has no longer one
-        for end in range(most // step * step, 0, -step):
-            if all(
-                cached[name][end // group.block_size - 1]
-                >= end // group.block_size - group.first_visible(end) // group.block_size
-                for name, group in self.groups.items()
-            ):
-                return end
-        return 0
+    @property
+    def common_block_size(self) -> int:
+        """The least common multiple of the block sizes: where prefixes and checkpoints end."""
+        return lcm(*(group.block_size for group in self.groups.values()))
 
     def num_missing_blocks(self, sequence: SequenceBlocks, num_tokens: int) -> int:
         """Blocks of all groups to allocate before the first `num_tokens` tokens have slots."""
-        return sum(self._missing(sequence, num_tokens).values())
+        slots = self._states.missing(sequence.states)
+        return sum(self._missing(sequence, num_tokens).values()) + sum(slots.values())
 
     def grow(self, sequence: SequenceBlocks, num_tokens: int) -> None:
-        """Allocate blocks for the first `num_tokens` tokens of a request in every group.
+        """Allocate blocks for the first `num_tokens` tokens of a request in every group of keys,
+        and the slots of its states.
 
         Raises:
             CacheExhaustedError: fewer blocks are free; none is allocated.
         """
         missing = self._missing(sequence, num_tokens)
-        fresh = self.pool.allocate(sum(missing.values()))
+        slots = self._states.missing(sequence.states)
+        fresh = self.pool.allocate(sum(missing.values()) + sum(slots.values()))
+        for name, count in slots.items():
+            sequence.states.slots[name] += fresh[:count]
+            del fresh[:count]
         for name, count in missing.items():
             sequence.blocks[name] += fresh[:count]
             self._used[name] += count
@@ -158,18 +136,65 @@ class HybridBlockAllocator:
                 not integers.
         """
         count = len(token_ids)
-        if count < sequence.num_computed or any(self._missing(sequence, count).values()):
+        states, runs = sequence.states, count > sequence.num_computed
+        missing = {
+            **self._missing(sequence, count),
+            **(self._states.missing(states) if runs else {}),
+        }
+        if count < sequence.num_computed or any(missing.values()):
             raise ContractError(
                 f"{count} tokens are computed, but {sequence.num_computed} were before, and the "
                 f"blocks hold {self._capacity(sequence)}: grow the request first"
             )
-        if self.pool.prefix_caching:
+        if self.pool.prefix_caching and self.groups:
             first = min(sequence._chains[name][0] * g.block_size for name, g in self.groups.items())
             new = as_tokens(token_ids[first:count])
             for name, group in self.groups.items():
                 self._commit(sequence, name, group.block_size, new, first)
         sequence.num_computed = count
+        if runs:  # a request without new tokens has not read its sources (T11)
+            self._states.advance(states)
         self._free_behind_windows(sequence)
+
+    def keep(self, sequence: SequenceBlocks) -> None:
+        """After `advance`, keep the states as a checkpoint for prefixes, without a copy (T16): the
+        next step reads them and writes new slots, which `grow` allocates.
+
+        Raises:
+            ContractError: no multiple of `common_block_size`, or no step since the last call.
+        """
+        count = sequence.num_computed
+        if not self.groups or not count or count % self.common_block_size:
+            raise ContractError(
+                f"a checkpoint after {count} tokens would not be found: end the step at a multiple "
+                f"of {self.common_block_size if self.groups else 'the blocks of a group of keys'}",
+                rule="T16",
+            )
+        if sequence.states.sources:
+            raise ContractError(
+                f"the states after {count} tokens are kept already, or were not written: run a "
+                "step first",
+                rule="T16",
+            )
+        name, group = next(iter(self.groups.items()))
+        done, node = sequence._chains[name]
+        self._states.keep(sequence.states, node if done * group.block_size == count else None)
+
+    def fork(self, sequence: SequenceBlocks) -> tuple[SequenceBlocks, dict[str, list[list[int]]]]:
+        """A second request with the computed tokens of a first one, which shares its full blocks.
+        The next steps of both read the states of the first one (T12).
+
+        Returns:
+            The request, and for each group of keys the pairs for `PagedKVCache.copy_blocks`.
+
+        Raises:
+            CacheExhaustedError: no block is free for a copy; nothing changes.
+        """
+        return fork_sequence(self, sequence)
+
+    def state_slots(self, sequences: Sequence[SequenceBlocks]) -> dict[str, list[LayerSlots]]:
+        """Group of states -> slots and sources of a batch, for each layer."""
+        return self._states.layer_slots([one.states for one in sequences])
 
     def release(self, sequence: SequenceBlocks) -> None:
         """Free all blocks of a request. It is then empty, like a new one without a prefix."""
@@ -178,12 +203,13 @@ class HybridBlockAllocator:
             self.pool.free(held)
             self._used[name] -= len(held)
         sequence.num_computed = 0
+        self._states.release(sequence.states)
         for name in self.groups:
             sequence.blocks[name], sequence._freed[name] = [], 0
             sequence._chains[name] = (0, self.pool.start_of((name, sequence.key)))
 
     def block_tables(self, sequences: Sequence[SequenceBlocks]) -> dict[str, list[list[int]]]:
-        """Group name -> one row per request, for `CommonAttentionMetadata.from_lengths`."""
+        """Group of keys -> one row per request, for `CommonAttentionMetadata.from_lengths`."""
         return {name: [list(one.blocks[name]) for one in sequences] for name in self.groups}
 
     def _commit(
@@ -202,7 +228,8 @@ class HybridBlockAllocator:
             sequence._chains[name] = (done, node)
 
     def _capacity(self, sequence: SequenceBlocks) -> int:
-        return min(len(sequence.blocks[name]) * g.block_size for name, g in self.groups.items())
+        sizes = (len(sequence.blocks[name]) * g.block_size for name, g in self.groups.items())
+        return min(sizes, default=0)
 
     def _missing(self, sequence: SequenceBlocks, num_tokens: int) -> dict[str, int]:
         return {
@@ -220,12 +247,3 @@ class HybridBlockAllocator:
                 ids[freed:dead] = [NULL_BLOCK] * (dead - freed)
                 sequence._freed[name] = dead
                 self._used[name] -= dead - freed
-
-
-def _runs(nodes: Sequence[PrefixNode]) -> list[int]:
-    """For each content: cached contents in a row that end with it."""
-    runs, run = [], 0
-    for node in nodes:
-        run = 0 if node.block is None else run + 1
-        runs.append(run)
-    return runs

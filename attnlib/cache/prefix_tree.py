@@ -10,17 +10,39 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import index
+from typing import Any
 
 import torch
 
 from attnlib.errors import ContractError
 
-__all__ = ["PrefixHit", "PrefixNode", "PrefixTree", "TokenIds", "as_tokens", "chunks"]
+__all__ = [
+    "Label",
+    "PrefixHit",
+    "PrefixNode",
+    "PrefixTree",
+    "TokenIds",
+    "as_tokens",
+    "chunks",
+]
 
 TokenIds = Sequence[int] | torch.Tensor
 """Token ids: a sequence of integers (0-d integer tensors included) or an integer tensor `[T]`."""
 
 Chunk = tuple[int, ...]
+
+
+class Label(tuple[Any, ...]):
+    """The content of a block that holds no tokens, but what belongs to all tokens before it, such
+    as a state (T16). It equals equal labels only, and no tokens."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Label) and tuple.__eq__(self, other)
+
+    def __hash__(self) -> int:
+        return hash((Label, tuple(self)))
 
 
 @dataclass(frozen=True)
@@ -73,6 +95,11 @@ class PrefixNode:
         self.block: int | None = None
         self.children: dict[Chunk, PrefixNode] = {}
         self.linked = self.dead = False
+
+    def block_at(self, chunk: Chunk) -> int | None:
+        """The block of the content that follows this one; None if there is none."""
+        child = self.children.get(chunk)
+        return None if child is None else child.block
 
 
 class PrefixTree:

@@ -1,0 +1,351 @@
+"""Keys and states in one pool: blocks, checkpoints without copies, prefixes, forks, eviction."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+import attnlib
+from attnlib.cache.hybrid import HybridKVCache, KVCacheGroup, StateGroup, with_equal_blocks
+from attnlib.cache.hybrid_allocator import NULL_BLOCK, HybridBlockAllocator, SequenceBlocks
+from attnlib.errors import CacheExhaustedError, ContractError
+from attnlib.testing.states.inputs import draw_layer, draw_tokens
+from attnlib.testing.states.kinds import KINDS
+from attnlib.testing.states.layers import compare_results, expected, part_of
+from attnlib.testing.states.serving import Results
+
+KEYS = attnlib.AttentionSpec(
+    num_heads=2, num_kv_heads=1, head_size=8, dtype=torch.float32, block_size=4
+)
+GDN = KINDS["gated delta"].replace(form="plain")
+GROUPS = {"keys": KVCacheGroup(KEYS), "states": StateGroup(GDN, 2)}
+SIZE = 4
+
+
+def allocator(num_blocks: int = 24, **changes: object) -> HybridBlockAllocator:
+    return HybridBlockAllocator(GROUPS, num_blocks, **changes)
+
+
+def run(blocks: HybridBlockAllocator, one: SequenceBlocks, tokens: list[int], end: int) -> None:
+    """A step up to `end` tokens."""
+    blocks.grow(one, end)
+    blocks.advance(one, tokens[:end])
+
+
+def test_a_block_holds_a_state_or_a_multiple_of_key_blocks() -> None:
+    groups = with_equal_blocks(GROUPS)
+    state, key = groups["states"].block_bytes, groups["keys"].bytes_per_token
+    assert groups["keys"].block_size == state // (4 * key) * 4 > 4
+    assert groups["keys"].block_size & (groups["keys"].block_size - 1)  # no power of two
+    several = with_equal_blocks({**GROUPS, "wide": KVCacheGroup(KEYS, 2)})
+    assert several["keys"].block_size == 2 * several["wide"].block_size
+    pool = HybridKVCache(groups, 6, "cpu")
+    assert pool.block_bytes >= state and set(pool.caches) == {"keys"}
+    states = pool.states["states"]
+    assert (states.num_slots, states.spec) == (6, GDN)
+    states.tensors.state[3].fill_(1)
+    assert pool.caches["keys"][0].key_cache[3].any()
+    assert not pool.caches["keys"][0].key_cache[[0, 1, 2, 4, 5]].any()
+    with pytest.raises(ContractError, match="a group of 0 state layers"):
+        StateGroup(GDN, 0)
+
+
+def test_a_checkpoint_is_left_behind() -> None:
+    """T16, T17: no copy; the next step reads it, and a second request finds it."""
+    blocks, tokens = allocator(), list(range(20))
+    one = blocks.start(tokens)
+    assert blocks.num_missing_blocks(one, 8) == 2 + 2
+    run(blocks, one, tokens, 8)
+    kept = list(one.states.slots["states"])
+    blocks.keep(one)
+    assert one.states.slots["states"] == [] and one.states.sources["states"] == kept
+    blocks.grow(one, 9)
+    (first, second) = blocks.state_slots([one])["states"]
+    assert [first.sources, second.sources] == [[block] for block in kept]
+    assert len({*first.slots, *second.slots, *kept, *one.blocks["keys"]}) == 4 + 3
+    blocks.advance(one, tokens[:9])
+    assert one.states.sources == {} and blocks.pool.ref_count(kept[0]) == 0
+    other = blocks.start(tokens[:10])
+    assert other.num_computed == 8 and other.states.sources["states"] == kept
+    assert blocks.start([*tokens[:7], 99, 98]).num_computed == 0
+    for each in (one, other):
+        blocks.release(each)
+    assert blocks.num_free_blocks == 23
+
+
+def test_a_prefix_needs_a_state() -> None:
+    """T17: key blocks without a checkpoint at their end are no prefix, longer ones included."""
+    blocks, tokens = allocator(), list(range(20))
+    one = blocks.start(tokens)
+    run(blocks, one, tokens, 4)
+    blocks.keep(one)
+    run(blocks, one, tokens, 16)
+    assert blocks.start(tokens).num_computed == 4
+    blocks.keep(one)
+    assert blocks.start(tokens).num_computed == 16
+    assert blocks.start(tokens, key="adapter").num_computed == 0
+
+
+def test_evicted_checkpoints() -> None:
+    """One of the layers is enough to lose it; the shorter one serves then."""
+    blocks, tokens = allocator(13), list(range(20))
+    one = blocks.start(tokens)
+    for end in (4, 8):
+        run(blocks, one, tokens, end)
+        blocks.keep(one)
+    blocks.release(one)
+    assert blocks.start(tokens).num_computed == 8
+    other = allocator(13)
+    one = other.start(tokens)
+    for end in (4, 8):
+        run(other, one, tokens, end)
+        other.keep(one)
+    other.release(one)
+    taken = other.pool.allocate(7)  # 6 unused ones, and the one that was used least recently
+    assert other.start(tokens).num_computed in (0, 8)
+    other.pool.free(taken)
+
+
+def test_without_prefix_caching() -> None:
+    blocks, tokens = allocator(prefix_caching=False), list(range(9))
+    one = blocks.start(tokens)
+    run(blocks, one, tokens, 8)
+    blocks.keep(one)
+    run(blocks, one, tokens, 9)
+    assert blocks.start(tokens).num_computed == 0
+    blocks.release(one)
+    assert blocks.num_free_blocks == 23
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [(6, "a checkpoint after 6 tokens would not be found"), (0, "a checkpoint after 0 tokens")],
+)
+def test_refused_checkpoints(end: int, message: str) -> None:
+    blocks, tokens = allocator(), list(range(9))
+    one = blocks.start(tokens)
+    if end:
+        run(blocks, one, tokens, end)
+    with pytest.raises(ContractError, match=message) as error:
+        blocks.keep(one)
+    assert error.value.rule == "T16"
+
+
+def test_a_checkpoint_is_kept_once() -> None:
+    blocks, tokens = allocator(), list(range(9))
+    one = blocks.start(tokens)
+    run(blocks, one, tokens, 4)
+    blocks.keep(one)
+    with pytest.raises(ContractError, match="are kept already"):
+        blocks.keep(one)
+    blocks.advance(one, tokens[:4])  # no step: its sources are still to be read
+    assert one.states.sources
+    with pytest.raises(ContractError, match="grow the request first"):
+        blocks.advance(one, tokens[:5])
+
+
+def test_no_free_block_changes_nothing() -> None:
+    blocks, tokens = allocator(6), list(range(20))
+    one = blocks.start(tokens)
+    run(blocks, one, tokens, 8)
+    blocks.keep(one)
+    before = (list(one.blocks["keys"]), dict(one.states.sources))
+    with pytest.raises(CacheExhaustedError):
+        blocks.grow(one, 12)
+    assert before == (one.blocks["keys"], one.states.sources) and not one.states.slots["states"]
+
+
+def test_states_alone() -> None:
+    """A model without keys: slots and forks, no prefixes."""
+    blocks = HybridBlockAllocator({"states": StateGroup(GDN, 3)}, 20)
+    one = blocks.start([1, 2, 3])
+    run(blocks, one, [1, 2, 3], 2)
+    with pytest.raises(ContractError, match="a group of keys"):
+        blocks.keep(one)
+    other, pairs = blocks.fork(one)
+    assert pairs == {} and other.states.sources == one.states.sources
+    run(blocks, other, [1, 2, 3], 3)
+    run(blocks, one, [1, 2, 3], 3)
+    blocks.release(one)
+    blocks.release(other)
+    assert blocks.num_free_blocks == 19
+
+
+def served(pool: HybridKVCache, blocks: HybridBlockAllocator, keeps: bool) -> list[list[Results]]:
+    """Two requests with a common prefix through a real layer, the second one after the first, and a
+    fork of it; the outputs of all their tokens."""
+    given = draw_layer(GDN)
+    layer = attnlib.StateLayer(GDN, conv_weight=given.conv_weight, device="cpu")
+    builder = layer.backend.make_builder(layer.spec, "cpu")
+    prompts = [draw_tokens(GDN, 30, 1), draw_tokens(GDN, 30, 1)]
+    ids = [list(range(30)), [*range(20), *range(50, 60)]]
+    outs: list[list[Results]] = []
+    for prompt, tokens in zip(prompts, ids, strict=True):
+        one = blocks.start(tokens)
+        requests = [one]
+        outs.append([])
+        while one.num_computed < 29:
+            first = one.num_computed
+            end = min(first - first % SIZE + SIZE, 29)
+            results = []
+            for each in requests:
+                blocks.grow(each, end)
+                slots = blocks.state_slots([each])["states"][1]
+                common = attnlib.CommonAttentionMetadata.from_lengths(
+                    [end - first], [end], device="cpu", state_slots=slots.slots,
+                    state_sources=slots.sources,
+                )  # fmt: skip
+                metadata, part = builder.build(0, common), prompt.rows(first, end)
+                x = layer.convolve(part.x, pool.states["states"], metadata)
+                out = layer(
+                    part.query, part.key, part.value, part.log_decay, part.beta,
+                    pool.states["states"], metadata,
+                )  # fmt: skip
+                results.append(Results(x, out))
+                blocks.advance(each, tokens[:end])
+            if len(results) == 2:
+                assert all(map(torch.equal, *results))
+            outs[-1].append(results[0])
+            if keeps and end % SIZE == 0:
+                blocks.keep(one)
+            if first == 20 and not keeps:
+                copied, pairs = blocks.fork(one)
+                assert pairs == {"keys": []}
+                requests.append(copied)
+        for each in requests:
+            blocks.release(each)
+    return outs
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("num_blocks", [40, 22])
+def test_real_states(keeps: bool, num_blocks: int) -> None:
+    """The results are those of the rules, with prefixes that are reused and without."""
+    groups = {**GROUPS, "keys": KVCacheGroup(KEYS)}
+    pool, blocks = HybridKVCache(groups, num_blocks, "cpu"), allocator(num_blocks)
+    outs = served(pool, blocks, keeps)
+    exact = expected(GDN, draw_layer(GDN), draw_tokens(GDN, 30, 1))
+    computed = [sum(len(part.out) for part in each) for each in outs]
+    assert computed[0] == 29 and (computed[1] < 29) is keeps
+    for each, count in zip(outs, computed, strict=True):
+        got = Results(torch.cat([p[0] for p in each]), torch.cat([p[1] for p in each]))
+        rows = slice(29 - count, 29)
+        parts = part_of(exact[0], rows), part_of(exact[1], rows)
+        assert not compare_results(GDN, got, parts, "served from a pool")
+    assert blocks.num_free_blocks == num_blocks - 1
+
+
+class StateMachine(RuleBasedStateMachine):
+    """Requests, checkpoints, forks and eviction. Model: what the memory of each state block holds,
+    (layer, all tokens up to there); a step checks what it reads and writes what it must."""
+
+    @initialize(blocks=st.integers(14, 40))
+    def create(self, blocks: int) -> None:
+        self.size, self.blocks = blocks, allocator(blocks)
+        self.memory: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self.running: list[tuple[SequenceBlocks, list[int]]] = []
+
+    @precondition(lambda self: len(self.running) < 4)
+    @rule(prefix=st.integers(0, 1), length=st.integers(1, 24))
+    def start(self, prefix: int, length: int) -> None:
+        tokens = [prefix] * min(length, 13) + [prefix + 3] * max(length - 13, 0)
+        one = self.blocks.start(tokens)
+        assert one.num_computed % SIZE == 0 and one.num_computed < length
+        self.check_sources(one, tokens)
+        self.running.append((one, tokens))
+
+    def check_sources(self, one: SequenceBlocks, tokens: list[int]) -> None:
+        held = one.states.sources.get("states", one.states.slots["states"])
+        for layer, block in enumerate(held):
+            if one.num_computed:
+                assert self.memory[block] == (layer, tuple(tokens[: one.num_computed]))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), more=st.integers(0, 9), keeps=st.booleans())
+    def compute(self, data: st.DataObject, more: int, keeps: bool) -> None:
+        one, tokens = data.draw(st.sampled_from(self.running))
+        end = min(one.num_computed + more, len(tokens))
+        if self.blocks.num_missing_blocks(one, end) > self.blocks.num_free_blocks:
+            with pytest.raises(CacheExhaustedError):
+                self.blocks.grow(one, end)
+            return
+        before = self.held()
+        self.blocks.grow(one, end)
+        for block in self.held() - before:
+            self.memory.pop(block, None)  # evicted, or never written
+        self.check_sources(one, tokens)
+        if end > one.num_computed:
+            for layer, block in enumerate(one.states.slots["states"]):
+                assert block != NULL_BLOCK and self.held()[block] == 1, "a slot has one writer"
+                self.memory[block] = layer, tuple(tokens[:end])
+        written = end > one.num_computed
+        self.blocks.advance(one, tokens[:end])
+        if keeps and written and end % SIZE == 0:
+            self.blocks.keep(one)
+
+    @precondition(lambda self: 0 < len(self.running) < 4)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        one, tokens = data.draw(st.sampled_from(self.running))
+        if self.blocks.num_free_blocks == 0:
+            return
+        copied, pairs = self.blocks.fork(one)
+        assert bool(pairs["keys"]) is bool(one.num_computed % SIZE)
+        self.check_sources(copied, tokens)
+        self.running.append((copied, list(tokens)))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        one, _ = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.blocks.release(one)
+
+    def held(self) -> Counter[int]:
+        rows = Counter(block for one, _ in self.running for block in one.blocks["keys"])
+        del rows[NULL_BLOCK]
+        for one, _ in self.running:
+            for named in (one.states.slots, one.states.sources):
+                rows.update(block for each in named.values() for block in each)
+        return rows
+
+    @invariant()
+    def counts_agree(self) -> None:
+        if not hasattr(self, "blocks"):
+            return
+        held = self.held()
+        for block in range(1, self.size):
+            assert self.blocks.pool.ref_count(block) == held[block]
+        assert self.blocks.num_free_blocks == self.size - 1 - len(held)
+        keys = {block for one, _ in self.running for block in one.blocks["keys"]}
+        states = {
+            block
+            for one, _ in self.running
+            for named in (one.states.slots, one.states.sources)
+            for each in named.values()
+            for block in each
+        }
+        assert not keys & states, "T15: a block of states is in no block table"
+
+
+@pytest.mark.parametrize("examples", [40, pytest.param(300, marks=pytest.mark.slow)])
+def test_random_requests(examples: int) -> None:
+    bounded = settings(
+        max_examples=examples,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    run_state_machine_as_test(StateMachine, settings=bounded)
