@@ -37,6 +37,10 @@ _NEEDED = (_PACKAGE, "gguf", "accelerate", "transformers")
 _FORMAT = "bfloat16-1"
 """Increase the number when the converted files change."""
 _MANIFEST = "files.json"
+_TEXTS = {
+    "language reference": ("objects", "class", "naming", "exceptions", "with"),
+    "debugger": ("debugger",),
+}
 _PARTIAL = "partial-"
 _STALE_SECONDS = 3600
 
@@ -73,9 +77,11 @@ def checkpoint() -> Path:
     return target
 
 
-def text() -> str:
-    """Some 20 000 characters of English: chapters of the language reference of Python, from its
-    standard library.
+def text(which: str = "language reference") -> str:
+    """Some 20 000 characters of English from the standard library of Python.
+
+    Args:
+        which: "language reference", some of its chapters, or "debugger", the manual of pdb.
 
     Raises:
         ContractError: the installation of Python has no `pydoc_data`.
@@ -87,7 +93,7 @@ def text() -> str:
             "this Python has no pydoc_data, the source of the example text: install the complete "
             "standard library, or give a text of your own"
         ) from error
-    return "\n".join(topics[name] for name in ("objects", "class", "naming", "exceptions", "with"))
+    return "\n".join(topics[name] for name in _TEXTS[which])
 
 
 def _is_complete(folder: Path) -> bool:

@@ -13,8 +13,8 @@ import torch
 from attnlib.errors import ContractError
 
 __all__ = [
-    "KV_CACHE_DTYPES", "KVFormat", "PAGE_FORMATS", "kv_cache_format", "kv_cache_torch_dtype",
-    "page_format",
+    "KV_CACHE_DTYPES", "KV_FORMAT_PAIRS", "KVFormat", "PAGE_FORMATS", "format_pair",
+    "kv_cache_format", "kv_cache_torch_dtype", "page_format", "plain_format",
 ]  # fmt: skip
 
 
@@ -111,6 +111,27 @@ KV_CACHE_DTYPES = ("auto", *_KV_DTYPES, *PAGE_FORMATS)
 """The names that `AttentionSpec.kv_cache_dtype` takes."""
 _NAMES = ", ".join(KV_CACHE_DTYPES)
 
+_PLAIN = "plain"
+_KEYS, _VALUES = ("int8_per_token_head", "fp8_per_token_head"), ("int4_per_group", "nvfp4")
+KV_FORMAT_PAIRS = (
+    *(f"{key},{value}" for key in _KEYS for value in _VALUES),
+    *(f"{_PLAIN},{name}" for name in PAGE_FORMATS),
+    *(f"{name},{_PLAIN}" for name in PAGE_FORMATS),
+)
+"""The formats of keys and values that one cache may combine, besides equal ones. Errors of keys
+cost far more than those of values, so that pairs have keys of 8 bits and values of 4, or one side
+in the dtype of the model ("plain")."""
+
+
+def format_pair(keys: KVFormat, values: KVFormat) -> str | None:
+    """The name of a pair, as in `KV_FORMAT_PAIRS`; None for equal formats."""
+    if keys == values:
+        return None
+    return ",".join(
+        _PLAIN if side.dtype.is_floating_point and side.dtype.itemsize > 1 else side.name
+        for side in (keys, values)
+    )
+
 
 def kv_cache_format(kv_cache_dtype: str | torch.dtype, dtype: torch.dtype) -> KVFormat:
     """The format that a cache stores.
@@ -124,7 +145,7 @@ def kv_cache_format(kv_cache_dtype: str | torch.dtype, dtype: torch.dtype) -> KV
     """
     if isinstance(kv_cache_dtype, str) and kv_cache_dtype in PAGE_FORMATS:
         return PAGE_FORMATS[kv_cache_dtype]
-    return _plain_format(kv_cache_torch_dtype(kv_cache_dtype, dtype))
+    return plain_format(kv_cache_torch_dtype(kv_cache_dtype, dtype))
 
 
 def page_format(elements: torch.Tensor, scale: object) -> KVFormat | None:
@@ -177,6 +198,7 @@ def kv_cache_torch_dtype(kv_cache_dtype: str | torch.dtype, dtype: torch.dtype) 
     return _KV_DTYPES[kv_cache_dtype]
 
 
-def _plain_format(dtype: torch.dtype) -> KVFormat:
+def plain_format(dtype: torch.dtype) -> KVFormat:
+    """The format of elements of a dtype without scales in the page."""
     name = str(dtype).removeprefix("torch.")
     return KVFormat(name=name, dtype=dtype, bits=8 * dtype.itemsize)

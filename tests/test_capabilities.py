@@ -18,7 +18,7 @@ from attnlib.capabilities import (
 )
 from attnlib.device import DeviceInfo
 from attnlib.errors import RegistrationError
-from attnlib.kv_dtype import PAGE_FORMATS
+from attnlib.kv_dtype import KV_FORMAT_PAIRS, PAGE_FORMATS
 from attnlib.score_functions.builtin import alibi_sqrt
 from attnlib.selection import load_backend
 from attnlib.sparse.compressed_entries import CompressedEntries
@@ -35,6 +35,7 @@ EVERYTHING = Capabilities(
     devices=("cpu", "cuda"),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
     kv_cache_dtypes=(torch.bfloat16, torch.float8_e4m3fn),
+    kv_format_pairs=KV_FORMAT_PAIRS,
     kv_scale_kinds=("tensor", "head"),
     head_sizes=Sizes(1),
     head_size_v_may_differ=True,
@@ -83,6 +84,12 @@ CASES = {
         {"kv_cache_dtype": "fp8"},
         {"kv_cache_dtypes": ()},
         "kv_cache_dtype=float8_e4m3fn not supported (supported: none)",
+    ),
+    "value_cache_dtype": (
+        {"kv_cache_dtype": "int8_per_token_head", "value_cache_dtype": "nvfp4"},
+        {"kv_format_pairs": ("int8_per_token_head,int4_per_group",)},
+        "formats of keys and values=int8_per_token_head,nvfp4 not supported (supported: "
+        "int8_per_token_head,int4_per_group)",
     ),
     "kv_scale_kind": (
         {"kv_cache_dtype": "fp8", "kv_scale_kind": "head"},

@@ -16,7 +16,7 @@ _FILLED_SLOTS = 1 << 15
 
 def _layout(spec: AttentionSpec) -> str | None:
     """The layout of the caches; None is the default of pages that hold their scales."""
-    return None if spec.kv_format.scales_in_page else "NHD"
+    return None if spec.scales_in_page else "NHD"
 
 
 def _stored(cache: PagedKVCache) -> tuple[torch.Tensor, ...]:

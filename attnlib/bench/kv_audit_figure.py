@@ -20,10 +20,11 @@ _LEAST = 1e-8
 
 
 def draw_audit(audit: KVAudit, labels: Sequence[str], title: str, path: str | Path) -> None:
-    """Draw an audit in four panels.
+    """Draw an audit in three or four panels.
 
-    By layer: the error of the output, the error of the LSE (mean as lines, largest as dots) and the
-    share of saturated elements. Over all layers: the error of the output against memory.
+    By layer: the error of the output and of the LSE (mean as lines, largest as dots), and the share
+    of saturated elements, where some saturate. Over all layers: the error of the output against
+    memory.
 
     Args:
         audit: the errors of at least one layer.
@@ -75,30 +76,24 @@ def _draw_panels(audit: KVAudit, shown: Sequence[str], axes: Any) -> None:
             saturation.plot(layers, [100 * e.saturation for e in errors], **look)
         share = 100 * total.bytes_per_token / auto
         largest_memory = max(largest_memory, share)
-        error = max(_LEAST, total.output_error)
+        error = max(_LEAST, audit.output_error(label))
         memory.plot([share], [error], **{**dots, "markersize": 6})
     for panel, name in ((output, "output"), (lse, "LSE")):
         panel.set_yscale("log")
         panel.set_title(f"error of the {name}")
     output.set_ylabel("relative RMS error")
     lse.set_ylabel("mean (lines) and largest (dots)")
+    saturation.set_visible(saturates)
     saturation.set_title("saturated keys and values")
     saturation.set_ylabel("% of the elements")
-    if saturates:
-        saturation.set_yscale("symlog", linthresh=1e-3)
-    else:
-        saturation.text(
-            0.5, 0.5, "no element saturates", transform=saturation.transAxes, ha="center"
-        )
-        saturation.set_xlim(output.get_xlim())
-        saturation.set_yticks([0])
+    saturation.set_yscale("symlog", linthresh=1e-3)
     saturation.set_ylim(bottom=0)  # formats that never saturate are not drawn
     for panel in (output, lse, saturation):
         panel.set_xlabel("layer")
         panel.xaxis.get_major_locator().set_params(integer=True)
     memory.set_yscale("log")
     memory.set_title("error of the output against memory")
-    memory.set_xlabel("memory, % of the dtype of the model")
+    memory.set_xlabel("memory, % of 16 bits")
     memory.set_xlim(0, 1.08 * largest_memory)
 
 

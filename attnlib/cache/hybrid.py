@@ -61,7 +61,7 @@ class KVCacheGroup:
         """Bytes of one token in all layers, with its share of what pages with scales leave unused
         (P13)."""
         spec = self.spec
-        if spec.kv_format.scales_in_page:
+        if spec.scales_in_page:
             return self.num_layers * -(-_page_bytes(spec) // spec.block_size)
         elements = spec.head_size if spec.use_mla else spec.head_size + spec.head_size_v
         return self.num_layers * spec.num_kv_heads * elements * spec.kv_dtype.itemsize
@@ -111,7 +111,7 @@ Group = KVCacheGroup | StateGroup
 def _page_bytes(spec: AttentionSpec) -> int:
     """Bytes of a page that holds its scales."""
     sizes = (spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v)
-    return page_sizes(spec.kv_format, *sizes).num_bytes
+    return page_sizes((spec.kv_format, spec.value_format), *sizes).num_bytes
 
 
 def with_equal_blocks(groups: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class HybridKVCache:
     def _caches(self, group: KVCacheGroup) -> list[PagedKVCache]:
         """One cache per layer: in each block, the keys and then the values of the layer."""
         spec, itemsize = group.spec, group.spec.kv_dtype.itemsize
-        if spec.kv_format.scales_in_page:
+        if spec.scales_in_page:
             size = _page_bytes(spec)
             starts = range(0, group.num_layers * size, size)
             return [

@@ -1,9 +1,10 @@
 """Pages of formats that store their scales in the page (P13).
 
 A page is one contiguous region of bytes with four parts: elements of the keys, elements of the
-values, scales of the keys, scales of the values. Each part is ordered heads first
-(`HND_INTERLEAVED`, the default) or tokens first (`NHD_INTERLEAVED`) and starts at a multiple of 16
-bytes, so that copying the bytes of a page copies the block.
+values, scales of the keys, scales of the values; a side in the dtype of the
+model has no scales. Each part is ordered heads first (`HND_INTERLEAVED`, the default) or tokens
+first (`NHD_INTERLEAVED`) and starts at a multiple of 16 bytes, so that copying the bytes of a page
+copies the block.
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ import torch
 from attnlib.errors import ContractError, LayoutMismatchError
 from attnlib.kv_dtype import KVFormat
 
-__all__ = ["PAGE_LAYOUTS", "PageSizes", "page_sizes", "page_views"]
+__all__ = ["Formats", "PAGE_LAYOUTS", "PageSizes", "page_sizes", "page_views"]
 
 PAGE_LAYOUTS = ("HND_INTERLEAVED", "NHD_INTERLEAVED")
 """The layouts of a page, the default first."""
 
 _ALIGNMENT = 16
 """Bytes: kernels read elements in vectors of this size."""
+
+
+Formats = tuple[KVFormat, KVFormat]
+"""Those of keys and of values."""
+Scales = torch.Tensor | float
 
 
 class PageSizes(NamedTuple):
@@ -41,41 +47,41 @@ class PageSizes(NamedTuple):
 
 
 def page_sizes(
-    stored: KVFormat, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int
+    stored: Formats, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int
 ) -> PageSizes:
-    """Where the parts of a page start, and its size."""
-    assert stored.scale_dtype is not None  # formats with scales in the page only
-    heads = block_size * num_kv_heads
-    sizes = (
-        heads * stored.stored_size(head_size) * stored.dtype.itemsize,
-        heads * stored.stored_size(head_size_v) * stored.dtype.itemsize,
-        heads * stored.num_scales(head_size) * stored.scale_dtype.itemsize,
-        heads * stored.num_scales(head_size_v) * stored.scale_dtype.itemsize,
+    """Where the parts of a page start, and its size, for the formats of keys and values."""
+    heads, sides = (
+        block_size * num_kv_heads,
+        list(zip(stored, (head_size, head_size_v), strict=True)),
     )
+    elements = [one.stored_size(size) * one.dtype.itemsize for one, size in sides]
+    scales = [one.bytes_per_head(size) - n for (one, size), n in zip(sides, elements, strict=True)]
     offsets = [0]
-    for size in sizes:
+    for size in (heads * each for each in (*elements, *scales)):
         offsets.append(-(-(offsets[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
     return PageSizes(*offsets)
 
 
 def page_views(
     pages: torch.Tensor,
-    stored: KVFormat,
+    stored: Formats,
     block_size: int,
     num_kv_heads: int,
     head_size: int,
     head_size_v: int,
     layout: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, Scales, Scales]:
     """The views of a pool of pages.
 
     Args:
         pages: `[B, num_bytes]` uint8; bytes past those of `page_sizes` are not used.
+        stored: the formats of keys and of values.
         layout: a name of `PAGE_LAYOUTS`.
 
     Returns:
         (`key_cache` `[B, N, Hkv, stored size]`, `value_cache`, scales of the keys
-        `[B, N, Hkv, scales per head]`, scales of the values).
+        `[B, N, Hkv, scales per head]`, scales of the values). The scale of a side without scales
+        in the page is 1.
 
     Raises:
         ContractError: `pages` have another dtype or shape, or a page is not aligned to 16 bytes.
@@ -83,8 +89,8 @@ def page_views(
     """
     if layout.upper() not in PAGE_LAYOUTS:
         raise LayoutMismatchError(
-            f"kv_cache_layout={layout!r} is no layout of kv_cache_dtype={stored.name}, whose pages "
-            f"hold elements and scales: use {' or '.join(PAGE_LAYOUTS)}"
+            f"kv_cache_layout={layout!r} is no layout of kv_cache_dtype={stored[0].name}, whose "
+            f"pages hold elements and scales: use {' or '.join(PAGE_LAYOUTS)}"
         )
     sizes = page_sizes(stored, block_size, num_kv_heads, head_size, head_size_v)
     if pages.dtype != torch.uint8 or pages.dim() != 2 or pages.shape[1] < sizes.num_bytes:
@@ -93,14 +99,7 @@ def page_views(
             f"{sizes.num_bytes}]",
             rule="P13",
         )
-    strides = pages.stride()
-    misplaced = pages.data_ptr() % _ALIGNMENT if not pages.is_meta else 0
-    if strides[1] != 1 or strides[0] % _ALIGNMENT or misplaced:
-        raise ContractError(
-            f"pages have strides {strides} and start at {misplaced} modulo {_ALIGNMENT}; bytes of "
-            f"a page must be consecutive, and pages must start at multiples of {_ALIGNMENT} bytes",
-            rule="P13",
-        )
+    _check_alignment(pages)
     heads_first = layout.upper() == PAGE_LAYOUTS[0]
     outer = (num_kv_heads, block_size) if heads_first else (block_size, num_kv_heads)
 
@@ -109,10 +108,32 @@ def page_views(
         view = pages[:, start : start + num_bytes].view(dtype).view(pages.shape[0], *outer, inner)
         return view.transpose(1, 2) if heads_first else view
 
-    assert stored.scale_dtype is not None  # checked by `page_sizes`
+    def scales(start: int, one: KVFormat, size: int) -> Scales:
+        return (
+            1.0 if one.scale_dtype is None else part(start, one.scale_dtype, one.num_scales(size))
+        )
+
+    keys, values = stored
     return (
-        part(sizes.key, stored.dtype, stored.stored_size(head_size)),
-        part(sizes.value, stored.dtype, stored.stored_size(head_size_v)),
-        part(sizes.k_scale, stored.scale_dtype, stored.num_scales(head_size)),
-        part(sizes.v_scale, stored.scale_dtype, stored.num_scales(head_size_v)),
+        part(sizes.key, keys.dtype, keys.stored_size(head_size)),
+        part(sizes.value, values.dtype, values.stored_size(head_size_v)),
+        scales(sizes.k_scale, keys, head_size),
+        scales(sizes.v_scale, values, head_size_v),
     )
+
+
+def _check_alignment(pages: torch.Tensor) -> None:
+    """Whether kernels can read the pages in vectors.
+
+    Raises:
+        ContractError: the bytes of a page are apart, or a page starts elsewhere than at a multiple
+            of 16.
+    """
+    strides = pages.stride()
+    misplaced = pages.data_ptr() % _ALIGNMENT if not pages.is_meta else 0
+    if strides[1] != 1 or strides[0] % _ALIGNMENT or misplaced:
+        raise ContractError(
+            f"pages have strides {strides} and start at {misplaced} modulo {_ALIGNMENT}; bytes of "
+            f"a page must be consecutive, and pages must start at multiples of {_ALIGNMENT} bytes",
+            rule="P13",
+        )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attnlib.cache.pages import page_views
+from attnlib.kv_dtype import plain_format
 
 __all__ = ["picklable_state", "restored_state"]
 
@@ -24,7 +25,9 @@ def picklable_state(attributes: Mapping[str, Any], sizes: tuple[int, ...]) -> di
     """
     state = {name: value for name, value in attributes.items() if name not in _DERIVED}
     if state["pages"] is not None:  # the views share its memory
-        stored = (state["page_format"], *sizes, state["layout"])
+        views = zip(_VIEWS, state["page_formats"], strict=True)
+        formats = tuple(one or plain_format(state[name].dtype) for name, one in views)
+        stored = (formats, *sizes, state["layout"])
         return {"pages": state["pages"], "stored": stored, "rotation": state["rotation"]}
     dtype = state["key_cache"].dtype
     if dtype.itemsize == 1:  # torch pickles float8 tensors, but cannot load them
@@ -41,7 +44,7 @@ def restored_state(state: Mapping[str, Any]) -> dict[str, Any]:
         names = (*_VIEWS, "k_scale", "v_scale")
         views = page_views(state["pages"], *stored)
         state |= {**dict(zip(names, views, strict=True)), "layout": stored[-1]}
-        state["page_format"] = stored[0]
+        state["page_formats"] = tuple(one if one.scales_in_page else None for one in stored[0])
     if (dtype := state.pop("stored_dtype", None)) is not None:
         for name in _VIEWS:
             state[name] = state[name].view(dtype)

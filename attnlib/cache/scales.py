@@ -99,7 +99,7 @@ def check_same_kind(cache: PagedKVCache, other: PagedKVCache) -> None:
     Raises:
         ContractError: they differ in sizes, format, rotation or scales of stored elements.
     """
-    kind = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "page_format")
+    kind = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "page_formats")
     for name in (*kind, "rotation"):
         mine, theirs = getattr(cache, name), getattr(other, name)
         if mine != theirs:

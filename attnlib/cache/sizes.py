@@ -18,7 +18,7 @@ class CacheSizes:
 
     key_cache: torch.Tensor
     value_cache: torch.Tensor
-    page_format: KVFormat | None
+    page_formats: tuple[KVFormat | None, KVFormat | None]
     layout: str | None
     rotation: KVRotation | None
 
@@ -45,14 +45,14 @@ class CacheSizes:
     @property
     def head_size(self) -> int:
         """Elements of one key head (D)."""
-        stored = self.key_cache.shape[3]
-        return stored if self.page_format is None else self.page_format.head_size(stored)
+        stored, found = self.key_cache.shape[3], self.page_formats[0]
+        return stored if found is None else found.head_size(stored)
 
     @property
     def head_size_v(self) -> int:
         """Elements of one value head (Dv)."""
-        stored = self.value_cache.shape[3]
-        return stored if self.page_format is None else self.page_format.head_size(stored)
+        stored, found = self.value_cache.shape[3], self.page_formats[1]
+        return stored if found is None else found.head_size(stored)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,13 +80,25 @@ class CacheSizes:
         """True if the values are a prefix of the keys (P10): writing the keys writes both."""
         return values_are_prefix(self.key_cache, self.value_cache)
 
+    @property
+    def page_format(self) -> KVFormat | None:
+        """The format with scales in the page of the keys, else of the values; None for caches
+        without scales in the page."""
+        return self.page_formats[0] or self.page_formats[1]
+
+    @property
+    def format_name(self) -> str:
+        """The formats of keys and values, once where they are equal."""
+        views = zip((self.key_cache, self.value_cache), self.page_formats, strict=True)
+        names = [one.name if one else str(x.dtype).removeprefix("torch.") for x, one in views]
+        return ",".join(dict.fromkeys(names))
+
     def __repr__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
         return (
             f"PagedKVCache({self.num_blocks} blocks x {self.block_size} tokens x "
             f"{self.num_kv_heads} heads x {self.head_size}"
             f"{'' if self.head_size_v == self.head_size else f'/{self.head_size_v}'}, "
-            f"{self.page_format.name if self.page_format else dtype}, "
+            f"{self.format_name}, "
             f"{f'{self.rotation}, ' if self.rotation else ''}"
             f"{self.layout or 'unknown layout'}, "
             f"{self.device})"

@@ -13,7 +13,7 @@ import torch
 from attnlib.cache.engine_layouts import EngineLayouts
 from attnlib.cache.layout import get_kv_cache_layout
 from attnlib.cache.moves import BlockMoves, BlockPairs
-from attnlib.cache.pages import PAGE_LAYOUTS, page_sizes, page_views
+from attnlib.cache.pages import PAGE_LAYOUTS, Formats, page_sizes, page_views
 from attnlib.cache.pickling import picklable_state, restored_state
 from attnlib.cache.scales import UNIT_SCALE, Scale, check_page_scales, checked_scale
 from attnlib.cache.sizes import CacheSizes
@@ -39,13 +39,13 @@ class PagedKVCache(CacheSizes, BlockMoves, EngineLayouts):
         layout: name of the memory layout, or None if the views match no known layout.
         k_scale, v_scale: stored value * scale = real value (M9): a float, float32 `[]` or `[Hkv]`.
             With scales in the page (M16), the views of these, `[B, N, Hkv, scales per head]`.
-        page_format: the format with scales in the page; None for all others.
+        page_formats: the formats with scales in the page of keys and values; None for others.
         pages: `[B, num_bytes]` uint8, the memory of such a cache; None for all others.
         rotation: how its heads are rotated (P15), or None. Assign it over memory of rotated heads.
     """
 
     rotation: KVRotation | None
-    page_format: KVFormat | None
+    page_formats: tuple[KVFormat | None, KVFormat | None]
     pages: torch.Tensor | None
     _signature: CacheSignature | None
 
@@ -58,8 +58,9 @@ class PagedKVCache(CacheSizes, BlockMoves, EngineLayouts):
         k_scale: Scale = UNIT_SCALE,
         v_scale: Scale = UNIT_SCALE,
     ) -> None:
-        check_views(key_cache, value_cache)
-        self.page_format = page_format(key_cache, k_scale)
+        found = page_format(key_cache, k_scale), page_format(value_cache, v_scale)
+        check_views(key_cache, value_cache, one_dtype=found == (None, None))
+        self.page_formats = found
         self.pages = None
         self.rotation = None
         self.key_cache = key_cache
@@ -85,10 +86,11 @@ class PagedKVCache(CacheSizes, BlockMoves, EngineLayouts):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("k_scale", "v_scale"):
             view = self.key_cache if name == "k_scale" else self.value_cache
-            if self.page_format is None:
+            found = self.page_formats[name == "v_scale"]
+            if found is None:
                 value = checked_scale(name, value, view)
             else:
-                check_page_scales(name, value, view, self.page_format)
+                check_page_scales(name, value, view, found)
         elif name == "rotation":
             value = KVRotation.of(value)
         state = self.__dict__
@@ -130,7 +132,7 @@ class PagedKVCache(CacheSizes, BlockMoves, EngineLayouts):
             ContractError: they do not fit each other.
         """
         if self.__dict__.get("_assigned"):
-            check_views(self.key_cache, self.value_cache)
+            check_views(self.key_cache, self.value_cache, one_dtype=self.page_format is None)
             self.__dict__["_assigned"] = False
 
     @classmethod
@@ -165,14 +167,14 @@ class PagedKVCache(CacheSizes, BlockMoves, EngineLayouts):
                 f"call the layer with cache=None"
             )
         wanted = layout or spec.kv_cache_layout or get_kv_cache_layout()
-        if spec.kv_format.scales_in_page:
+        if spec.scales_in_page:
             if not (k_scale is UNIT_SCALE and v_scale is UNIT_SCALE):
                 raise ContractError(
                     f"kv_cache_dtype={spec.kv_format.name} computes a scale for each token and "
                     "head: pass no k_scale and v_scale",
                     rule="M16",
                 )
-            num_bytes = page_sizes(spec.kv_format, *_page_shape(spec)).num_bytes
+            num_bytes = page_sizes(*_page_shape(spec)).num_bytes
             pages = torch.zeros(num_blocks, num_bytes, dtype=torch.uint8, device=device)
             return cls.from_pages(pages, spec, wanted)
         key, value, name = allocated_views(spec, num_blocks, wanted or "NHD", device)
@@ -197,16 +199,14 @@ class PagedKVCache(CacheSizes, BlockMoves, EngineLayouts):
             ContractError: the format of `spec` has no scales in the page, or other pages.
             LayoutMismatchError: no layout of a page.
         """
-        if not spec.kv_format.scales_in_page:
+        if not spec.scales_in_page:
             raise ContractError(
                 f"kv_cache_dtype={spec.kv_format.name} has no scales in the page: use allocate or "
                 "from_views",
                 rule="P13",
             )
         layout = (layout or spec.kv_cache_layout or PAGE_LAYOUTS[0]).upper()
-        key, value, k_scales, v_scales = page_views(
-            pages, spec.kv_format, *_page_shape(spec), layout
-        )
+        key, value, k_scales, v_scales = page_views(pages, *_page_shape(spec), layout)
         cache = cls(key, value, layout=layout, k_scale=k_scales, v_scale=v_scales)
         cache.pages, cache.rotation = pages, spec.kv_rotation
         return cache
@@ -239,12 +239,12 @@ class PagedKVCache(CacheSizes, BlockMoves, EngineLayouts):
     def block_views(self) -> tuple[torch.Tensor, ...]:
         """All memory of the blocks, `[B, ...]`: elements, and scales in the page."""
         self._check_assigned()
-        if self.page_format is None:
-            return self.key_cache, self.value_cache
-        scales = (self.k_scale, self.v_scale)
-        return (self.key_cache, self.value_cache, *scales)  # type: ignore[return-value]  # views
+        scales = zip((self.k_scale, self.v_scale), self.page_formats, strict=True)
+        in_pages = (x for x, found in scales if found is not None and isinstance(x, torch.Tensor))
+        return (self.key_cache, self.value_cache, *in_pages)
 
 
-def _page_shape(spec: AttentionSpec) -> tuple[int, int, int, int]:
-    """N, Hkv, D and Dv of a page."""
-    return spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v
+def _page_shape(spec: AttentionSpec) -> tuple[Formats, int, int, int, int]:
+    """Formats, N, Hkv, D and Dv of a page."""
+    sizes = (spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v)
+    return ((spec.kv_format, spec.value_format), *sizes)

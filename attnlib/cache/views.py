@@ -30,8 +30,8 @@ class CacheSignature:
 _signatures: WeakValueDictionary[tuple[Any, ...], CacheSignature] = WeakValueDictionary()
 
 
-def check_views(key: torch.Tensor, value: torch.Tensor) -> None:
-    """Whether two views are the keys and values of one cache (P1).
+def check_views(key: torch.Tensor, value: torch.Tensor, one_dtype: bool = True) -> None:
+    """Whether two views are the keys and values of one cache (P1), of one dtype or of two.
 
     Raises:
         ContractError: another number of dimensions, sizes, dtypes or devices that disagree, or
@@ -55,7 +55,7 @@ def check_views(key: torch.Tensor, value: torch.Tensor) -> None:
             f"blocks, block_size and heads",
             rule="P1",
         )
-    if key.dtype != value.dtype or key.device != value.device:
+    if (one_dtype and key.dtype != value.dtype) or key.device != value.device:
         raise ContractError(
             f"key_cache ({key.dtype}, {key.device}) and value_cache ({value.dtype}, "
             f"{value.device}) must agree in dtype and device",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from attnlib.capabilities.declaration import NOT_STATED, Capabilities
 from attnlib.capabilities.predicates import check_cudagraph, flag, member, not_stated
+from attnlib.kv_dtype import format_pair
 from attnlib.spec import AttentionSpec
 
 __all__ = ["CHECKS"]
@@ -23,15 +24,25 @@ def _check_head_size_v(spec: AttentionSpec, caps: Capabilities) -> str | None:
 
 
 def _check_kv_cache_dtype(spec: AttentionSpec, caps: Capabilities) -> str | None:
-    if spec.kv_format.scales_in_page:
+    if format_pair(spec.kv_format, spec.value_format) is not None:
+        return None  # `value_cache_dtype` covers both
+    if spec.scales_in_page:
         return member("kv_formats", lambda s: s.kv_format.name, "kv_cache_dtype")(spec, caps)
     if spec.kv_dtype == spec.dtype:
         return None  # the check of dtype covers a cache of the same dtype
     return member("kv_cache_dtypes", lambda s: s.kv_dtype, "kv_cache_dtype")(spec, caps)
 
 
+def _check_value_cache_dtype(spec: AttentionSpec, caps: Capabilities) -> str | None:
+    pair = format_pair(spec.kv_format, spec.value_format)
+    if pair is None:
+        return None
+    label = "formats of keys and values"
+    return member("kv_format_pairs", lambda _: pair, label)(spec, caps)
+
+
 def _check_kv_scale_kind(spec: AttentionSpec, caps: Capabilities) -> str | None:
-    if not spec.is_kv_quantized or spec.kv_format.scales_in_page:
+    if not spec.is_kv_quantized or spec.scales_in_page:
         return None
     return member("kv_scale_kinds", lambda s: s.kv_scale_kind, "kv_scale_kind")(spec, caps)
 
@@ -39,7 +50,7 @@ def _check_kv_scale_kind(spec: AttentionSpec, caps: Capabilities) -> str | None:
 def _check_layout(spec: AttentionSpec, caps: Capabilities) -> str | None:
     if spec.kv_cache_layout is None or not spec.is_paged or "ANY" in (caps.kv_cache_layouts or ()):
         return None
-    if spec.kv_format.scales_in_page:
+    if spec.scales_in_page:
         return None  # the format has its own pages, which `kv_formats` covers
     return member("kv_cache_layouts", lambda s: s.kv_cache_layout, "kv_cache_layout")(spec, caps)
 
@@ -61,6 +72,7 @@ CHECKS: Mapping[str, _Check] = {
     "head_size_v": _check_head_size_v,
     "dtype": member("dtypes", lambda s: s.dtype, "dtype"),
     "kv_cache_dtype": _check_kv_cache_dtype,
+    "value_cache_dtype": _check_value_cache_dtype,
     "kv_scale_kind": _check_kv_scale_kind,
     "kv_rotation": lambda spec, caps: None,  # the layer rotates, in front of every backend
     "block_size": _check_block_size,

@@ -89,6 +89,8 @@ class Capabilities(Declaration):
             needs this dtype in `dtypes`.
         kv_formats: formats with scales in the page, by name (M16). They need no entry in
             `kv_cache_dtypes` and `kv_scale_kinds`.
+        kv_format_pairs: pairs of formats of keys and of values, besides equal ones
+            (`kv_dtype.KV_FORMAT_PAIRS`).
         kv_scale_kinds: granularities of the scales of a quantized cache, of "tensor" and "head";
             () without a quantized cache.
         head_sizes: elements of one query or key head.
@@ -120,6 +122,7 @@ class Capabilities(Declaration):
     dtypes: tuple[torch.dtype, ...] = NOT_STATED
     kv_cache_dtypes: tuple[torch.dtype, ...] = NOT_STATED
     kv_formats: tuple[str, ...] = NOT_STATED
+    kv_format_pairs: tuple[str, ...] = NOT_STATED
     kv_scale_kinds: tuple[str, ...] = NOT_STATED
     head_sizes: Sizes = NOT_STATED
     head_size_v_may_differ: bool = NOT_STATED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import sys
@@ -22,14 +23,14 @@ from attnlib.cli.arguments import (
     present_device,
     write_text,
 )
+from attnlib.cli.audit_tables import DTYPE_OF_THE_MODEL, audit_table, quality_table
 from attnlib.errors import ContractError
 
 if TYPE_CHECKING:
-    from attnlib.debug.kv_audit import AuditFormat, FormatErrors, KVAudit
+    from attnlib.cli.kv_quality import Quality
+    from attnlib.debug.kv_audit import AuditFormat, KVAudit
 
 __all__ = ["main", "parser"]
-
-_BLOCK_SIZE = 16
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print('attnlib audit-kv --figure: pip install "attnlib[bench]"', file=sys.stderr)
         return 2
     audit = KVAudit()
+    quality: dict[str, dict[str, Quality]] = {}
     if options.recordings:
         source = f"{len(options.recordings)} recorded calls"
         _audit_recordings(options.recordings, formats, options.device or "cpu", audit)
@@ -53,16 +55,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     else:
-        source = _audit_model(options, formats, audit)
-    print(_table(audit, formats, source, options.layers))
+        source, quality = _audit_model(options, formats, audit)
+    labels = [one.label for one in formats]
+    print(audit_table(audit, labels, source, options.layers))
+    if quality:
+        print("\n" + quality_table(quality))
     if options.json:
-        document = {"source": source, "layers": audit.to_dict()}
-        write_text(options.json, json.dumps(document, indent=1))
+        rows = {
+            label: {text: vars(one) for text, one in row.items()} for label, row in quality.items()
+        }
+        document = {"source": source, "total": audit.totals(), "quality": rows}
+        write_text(options.json, json.dumps(document | {"layers": audit.to_dict()}, indent=1))
     if options.figure:
         from attnlib.bench.kv_audit_figure import draw_audit
 
         Path(options.figure).parent.mkdir(parents=True, exist_ok=True)
-        draw_audit(audit, [one.label for one in formats], source, options.figure)
+        draw_audit(audit, labels, source, options.figure)
     return 0
 
 
@@ -93,30 +101,47 @@ def _audit_recordings(
 
 def _audit_model(
     options: argparse.Namespace, formats: Sequence[AuditFormat], audit: KVAudit
-) -> str:
-    """Prefill a text and audit the call of every layer; returns a description of the model."""
+) -> tuple[str, dict[str, dict[str, Quality]]]:
+    """Prefill each text and audit the call of every layer; returns a description of the model, and
+    label -> text -> quality with `--perplexity`."""
     from attnlib.cli.demo.model import load_model
-    from attnlib.debug.kv_audit import audit_call
-    from attnlib.debug.record import capture_layer_call
-    from attnlib.instrumentation import OBSERVERS
-    from attnlib.integrations.transformers.paged_model import PagedModel
-    from attnlib.metadata.common import CommonAttentionMetadata
+    from attnlib.cli.kv_quality import measure_quality, reference_of
     from attnlib.selection.current import current_request
 
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = options.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     current_request(options.backend)  # a wrong name is refused before the model is loaded
-    prompt = _prompt(options.prompts) if options.prompts else example_model.text()
-    loaded = load_model(options.model, device, dtype)
-    tokens = loaded.encode(prompt)[: options.max_tokens]
-    num_blocks = -(-len(tokens) // _BLOCK_SIZE)
-    common = CommonAttentionMetadata.from_lengths(
-        [len(tokens)], [len(tokens)], [list(range(num_blocks))], _BLOCK_SIZE, device
-    )
-    paged = PagedModel(
-        loaded.model, num_blocks=num_blocks, block_size=_BLOCK_SIZE, backend=options.backend,
-        latents=False,
-    )  # fmt: skip
+    texts = _texts(options)
+    loaded, lengths = load_model(options.model, device, dtype), []
+    quality: dict[str, dict[str, Quality]] = {}
+    for name, text in texts.items():
+        tokens = loaded.encode(text)[: options.max_tokens]
+        lengths.append(len(tokens))
+        _audit_prompt(loaded.model, tokens, options.backend, formats, audit)
+        if options.perplexity:
+            reference = reference_of(loaded.model, tokens, options.backend)
+            quality.setdefault(DTYPE_OF_THE_MODEL, {})[name] = reference.quality
+            for one in formats:
+                if one.fp8_queries or one.scales == "head":
+                    continue  # steps of a `PagedModel` have neither
+                with contextlib.suppress(ContractError):  # the audit has the reason
+                    found = measure_quality(loaded.model, one, reference, options.backend)
+                    quality.setdefault(one.label, {})[name] = found
+    tokens_text = " and ".join(map(str, dict.fromkeys(lengths)))
+    prompts = f"{len(lengths)} texts of " if len(lengths) > 1 else ""
+    return f"{loaded.name}, {prompts}{tokens_text} tokens", quality
+
+
+def _audit_prompt(
+    model: Any, tokens: Sequence[int], backend: str | None, formats: Sequence[AuditFormat],
+    audit: KVAudit,
+) -> None:  # fmt: skip
+    """Prefill a prompt and audit the call of every layer."""
+    from attnlib.cli.kv_quality import paged_model, prefill
+    from attnlib.debug.kv_audit import audit_call
+    from attnlib.debug.record import capture_layer_call
+    from attnlib.instrumentation import OBSERVERS
+
     names: dict[int, str] = {}
 
     def observe(layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any,
@@ -127,16 +152,17 @@ def _audit_model(
 
     OBSERVERS.append(observe)
     try:
-        with paged.attached():
-            paged.step(
-                torch.tensor(tokens, device=device),
-                torch.arange(len(tokens), device=device),
-                common,
-                rows=torch.tensor([len(tokens) - 1]),
-            )
+        prefill(paged_model(model, tokens, backend), tokens, torch.tensor([len(tokens) - 1]))
     finally:
         OBSERVERS.remove(observe)
-    return f"{loaded.name}, {len(tokens)} tokens"
+
+
+def _texts(options: argparse.Namespace) -> dict[str, str]:
+    """Name -> text of each prompt."""
+    if options.prompts:
+        return {Path(file).name: _prompt(file) for file in options.prompts}
+    names = ("language reference", "debugger") if options.perplexity else ("language reference",)
+    return {name: example_model.text(name) for name in names}
 
 
 def _prompt(file: str) -> str:
@@ -152,50 +178,6 @@ def _prompt(file: str) -> str:
     if not text.strip():
         raise ContractError(f"--prompts {file} is empty: give a file with the text of a prompt")
     return text
-
-
-_MEMORY = f"{'bytes/token':>11} {'saved':>6}"
-_HEADER = f"{'LSE':>9} {'max':>9} {'saturated':>10}"
-
-
-def _columns(errors: FormatErrors) -> str:
-    """The columns of `_HEADER`."""
-    return f"{errors.mean_lse_error:>9.2e} {errors.max_lse_error:>9.2e} {errors.saturation:>10.2%}"
-
-
-def _table(audit: KVAudit, formats: Sequence[AuditFormat], source: str, all_layers: bool) -> str:
-    lines = [
-        f"KV formats on {source}",
-        "output error: root mean square, relative to the output; LSE error: mean and largest",
-        "",
-        f"{'format':24} {_MEMORY} {'output':>9} {'worst layer':>20} {_HEADER}",
-    ]
-    auto = sum(audit.bytes_per_token.values())
-    for one in formats:
-        total = audit.total(one.label)
-        if total.reason:
-            lines.append(f"{one.label:24} {total.reason}")
-            continue
-        worst = max(audit.layers, key=lambda name: audit.layers[name][one.label].output_error)
-        error = audit.layers[worst][one.label].output_error
-        lines.append(
-            f"{one.label:24} {total.bytes_per_token:>11} {1 - total.bytes_per_token / auto:>6.0%} "
-            f"{total.output_error:>9.2e} {f'{worst} {error:.2e}':>20} {_columns(total)}"
-        )
-    if all_layers:
-        width = max(map(len, ("layer", *audit.layers)))
-        lines += ["", f"{'layer':{width}} {'format':24} {_MEMORY} {'output':>9} {_HEADER}"]
-        for name, found in audit.layers.items():
-            for label, errors in found.items():
-                if errors.reason:
-                    lines.append(f"{name:{width}} {label:24} {errors.reason}")
-                    continue
-                saved = 1 - errors.bytes_per_token / audit.bytes_per_token[name]
-                lines.append(
-                    f"{name:{width}} {label:24} {errors.bytes_per_token:>11} {saved:>6.0%} "
-                    f"{errors.output_error:>9.2e} {_columns(errors)}"
-                )
-    return "\n".join(lines)
 
 
 def parser() -> CommandParser:
@@ -220,12 +202,19 @@ def parser() -> CommandParser:
     )
     made.add_argument(
         "--prompts",
+        nargs="+",
         type=input_file,
         metavar="FILE",
-        help="a text; default: chapters of the language reference of Python",
+        help="texts, each a prompt; default: chapters of the documentation of Python",
     )
     made.add_argument(
-        "--max-tokens", type=count, default=1024, metavar="N", help="of the text (default 1024)"
+        "--perplexity",
+        action="store_true",
+        help="also run the texts over a cache of each format, and report perplexity, divergence "
+        "and agreement of the next tokens",
+    )
+    made.add_argument(
+        "--max-tokens", type=count, default=1024, metavar="N", help="of a text (default 1024)"
     )
     made.add_argument("--formats", help="labels of the table, separated by ';' (default: all)")
     made.add_argument("--layers", action="store_true", help="print every layer")

@@ -62,7 +62,11 @@ def add_spec_flags(parser: argparse.ArgumentParser) -> None:
     for name, about in _NUMBERS.items():
         spec.add_argument(f"--{name.replace('_', '-')}", type=count, metavar="N", help=about)
     spec.add_argument("--dtype", type=model_dtype, help="bfloat16, float16 or float32")
-    spec.add_argument("--kv-cache-dtype", metavar="FORMAT", help=", ".join(KV_CACHE_DTYPES))
+    spec.add_argument(
+        "--kv-cache-dtype",
+        metavar="FORMAT",
+        help=", ".join(KV_CACHE_DTYPES) + "; KEYS,VALUES for two, as int8_per_token_head,nvfp4",
+    )
     spec.add_argument(
         "--kv-scale-kind",
         choices=("tensor", "head"),
@@ -139,6 +143,9 @@ def spec_fields(options: argparse.Namespace) -> dict[str, Any]:
     """
     names = (*_NUMBERS, *_SWITCHES, *_WORDS)
     fields = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    keys, _, values = str(fields.get("kv_cache_dtype", "")).partition(",")
+    if values:
+        fields |= {"kv_cache_dtype": keys.strip(), "value_cache_dtype": values.strip()}
     if options.key_selection:
         fields["key_selection"] = KeySelection.parse(options.key_selection)
     if options.compressed_entries:

@@ -210,7 +210,8 @@ def _copied_blocks(
         return CacheViews(*unpack_cache_views(packed, device), (), "NHD")
     copied = allocate_views(case.dimensions, max(1, len(blocks)), case.layout, device)
     assert copied.scales is not None  # a format with scales in the page
-    views = (copied.key, copied.value, *copied.scales)
+    scales = (scale for scale in copied.scales if isinstance(scale, torch.Tensor))
+    views = (copied.key, copied.value, *scales)
     move_blocks(cache.block_views, views, blocks.tolist(), list(range(len(blocks))))
     return copied
 

@@ -74,7 +74,7 @@ class KVAudit:
 
     Attributes:
         layers: layer name -> format label -> errors.
-        bytes_per_token: layer name -> bytes of a token in the dtype of the model.
+        bytes_per_token: layer name -> bytes of a token in 16 bits.
     """
 
     layers: dict[str, dict[str, FormatErrors]] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class KVAudit:
         known = self.layers.setdefault(layer, {})
         for label, errors in call.items():
             known.setdefault(label, FormatErrors()).add(errors)
-        self.bytes_per_token[layer] = spec.replace(kv_cache_dtype="auto").kv_bytes_per_token
+        self.bytes_per_token[layer] = spec.replace(kv_cache_dtype="bfloat16").kv_bytes_per_token
 
     def total(self, label: str) -> FormatErrors:
         """The errors of a format over all layers; `bytes_per_token` is that of the model."""
@@ -95,6 +95,31 @@ class KVAudit:
             num_bytes += formats[label].bytes_per_token
         total.bytes_per_token = num_bytes
         return total
+
+    def output_error(self, label: str) -> float:
+        """The root mean square over layers of the relative error of the output: every layer counts
+        alike, however large its outputs are. The divergence of a model follows its square."""
+        errors = [formats[label].output_error for formats in self.layers.values()]
+        return float((sum(x * x for x in errors) / max(1, len(errors))) ** 0.5)
+
+    def totals(self) -> dict[str, Any]:
+        """Each format over all layers, as plain values for JSON."""
+        labels = dict.fromkeys(label for formats in self.layers.values() for label in formats)
+        found: dict[str, Any] = {}
+        for label in labels:
+            total = self.total(label)
+            found[label] = (
+                {"unsupported": total.reason}
+                if total.reason
+                else {
+                    "output_error": self.output_error(label),
+                    "pooled_output_error": total.output_error,
+                    "mean_lse_error": total.mean_lse_error,
+                    "bytes_per_token": total.bytes_per_token,
+                    "memory_saved": 1 - total.bytes_per_token / sum(self.bytes_per_token.values()),
+                }
+            )
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

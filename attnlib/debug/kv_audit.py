@@ -8,12 +8,14 @@ of the format alone; it contains no rounding of a kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from attnlib.backends.rotated import RotatedImpl
 from attnlib.cache.storage import PagedKVCache, Scale
+from attnlib.debug.audit_formats import AUDIT_FORMATS as AUDIT_FORMATS
+from attnlib.debug.audit_formats import AuditFormat as AuditFormat
 from attnlib.debug.format_errors import FormatErrors as FormatErrors
 from attnlib.debug.format_errors import KVAudit as KVAudit
 from attnlib.debug.fp8_queries import (
@@ -22,45 +24,12 @@ from attnlib.debug.fp8_queries import (
     rounded_requests,
 )
 from attnlib.errors import ContractError
-from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.layer import Attention
 from attnlib.ops.scales import scale_for, valid_scale
 from attnlib.testing.layouts import read_slots
 from attnlib.testing.materialized_case import MaterializedCase
 
 __all__ = ["AUDIT_FORMATS", "AuditFormat", "FormatErrors", "KVAudit", "audit_call"]
-
-
-@dataclass(frozen=True)
-class AuditFormat:
-    """A format to audit.
-
-    Attributes:
-        label: name in reports.
-        kv_cache_dtype: value of `AttentionSpec.kv_cache_dtype`.
-        scales: "one", "tensor" or "head" for scales outside of the cache: 1, or computed from the
-            keys and values of each call, as `enable_kv_scales_calculation` does; "page" for formats
-            with scales in the page.
-        fp8_queries: whether queries and weights of requests with more than one query token are
-            rounded to e4m3, too (`AttentionSpec.allow_fp8_queries`, M19).
-    """
-
-    label: str
-    kv_cache_dtype: str
-    scales: str = "page"
-    fp8_queries: bool = False
-
-
-AUDIT_FORMATS: tuple[AuditFormat, ...] = (
-    AuditFormat("fp8_e4m3, scale 1", "fp8_e4m3", "one"),
-    AuditFormat("fp8_e4m3", "fp8_e4m3", "tensor"),
-    AuditFormat("fp8_e4m3 per head", "fp8_e4m3", "head"),
-    AuditFormat("fp8_e4m3, fp8 queries", "fp8_e4m3", "tensor", fp8_queries=True),
-    AuditFormat("fp8_e5m2, scale 1", "fp8_e5m2", "one"),
-    AuditFormat("fp8_e5m2", "fp8_e5m2", "tensor"),
-    *(AuditFormat(name, name) for name in PAGE_FORMATS),
-)
-"""The formats that `audit_call` compares by default."""
 
 
 def audit_call(
@@ -81,10 +50,11 @@ def audit_call(
     """
     if not step.inputs.kv_written:
         raise ContractError("the recording does not hold the keys of its own step: record it again")
-    if step.spec.is_kv_quantized:
+    if step.spec.is_kv_quantized or step.spec.kv_rotation is not None:
         raise ContractError(
-            f"the recorded call has kv_cache_dtype={step.spec.kv_format.name}, and the audit "
-            "compares formats with the keys of the model: record it with kv_cache_dtype='auto'"
+            f"the recorded call has kv_cache_dtype={step.spec.kv_format.name} and kv_rotation="
+            f"{step.spec.kv_rotation}, and the audit compares formats with the keys of the model: "
+            "record it with kv_cache_dtype='auto' and without a rotation"
         )
     inputs = step.inputs
     slots = sorted(
@@ -103,13 +73,13 @@ def audit_call(
     found: dict[str, FormatErrors] = {}
     for one in formats:
         try:
-            new_out, new_lse, cache = _attend(step, one, key, value, tokens)
+            new_out, new_lse, cache, stored = _attend(step, one, key, value, tokens)
         except ContractError as error:
             found[one.label] = FormatErrors(reason=str(error))
             continue
         errors = _compare(out, lse, new_out, new_lse)
-        errors.saturated, errors.stored = _count_clipped(cache, key, value, slots)
-        spec = step.spec.replace(kv_cache_dtype=one.kv_cache_dtype)
+        errors.saturated, errors.stored = _count_clipped(cache, *stored, slots)
+        spec = step.spec.replace(**one.spec_fields)
         errors.bytes_per_token = spec.kv_bytes_per_token
         found[one.label] = errors
     return found
@@ -121,8 +91,9 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     slots: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, PagedKVCache]:
-    """Output and LSE in float32 over a cache of a format that holds these tokens."""
+) -> tuple[torch.Tensor, torch.Tensor, PagedKVCache, tuple[torch.Tensor, torch.Tensor]]:
+    """Output and LSE in float32 over a cache of a format that holds these tokens, the cache, and
+    keys and values as it quantizes them."""
     layer, cache = _layer_and_cache(step, one, key, value)
     inputs, spec, device = step.inputs, layer.spec, key.device
     layer.impl.write_kv(key, value, cache, slots)
@@ -141,7 +112,10 @@ def _attend(
     lse = query.new_empty(query.shape[:2])
     layer.impl.forward(query, cache, metadata, out, lse)
     attend_with_rounded_weights(query, cache, inputs.block_table, rounded, used, out)
-    return out, lse, cache
+    impl, stored = layer.impl, (key, value)
+    if isinstance(impl, RotatedImpl):
+        stored = impl.rotated_kv(key, value)
+    return out, lse, cache, stored
 
 
 def _layer_and_cache(
@@ -154,7 +128,7 @@ def _layer_and_cache(
     scales = (scales[0], scales[0]) if step.spec.use_mla else scales
     spec = step.spec.replace(
         dtype=torch.float32,
-        kv_cache_dtype=one.kv_cache_dtype,
+        **one.spec_fields,
         kv_cache_layout=None,
         needs_lse=True,
         batch_invariant=False,
@@ -170,7 +144,7 @@ def _layer_and_cache(
         spec,
         max(1, inputs.placement.num_blocks),
         device,
-        **({} if spec.kv_format.scales_in_page else outside),
+        **({} if spec.scales_in_page else outside),
     )
     extra: dict[str, Any] = {}
     if spec.score_function is not None:
@@ -224,11 +198,11 @@ def _count_clipped(
 ) -> tuple[int, int]:
     """(elements beyond the largest number that their scale can store, all elements)."""
     clipped = 0
-    for x, view, scale in (
+    sides = (
         (key, cache.key_cache, cache.k_scale),
         (value, cache.value_cache, cache.v_scale),
-    ):
-        stored = cache.page_format
+    )
+    for (x, view, scale), stored in zip(sides, cache.page_formats, strict=True):
         if stored is not None and isinstance(scale, torch.Tensor):
             factor = read_slots(scale, slots).float()
             largest = (factor * stored.largest).repeat_interleave(

@@ -165,8 +165,8 @@ def _load(path: Path) -> Any:
 def _spec_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a spec from plain values."""
     spec_fields = dict(plain)
-    for name in ("dtype", "kv_cache_dtype"):
-        if str(spec_fields[name]).startswith("torch."):
+    for name in ("dtype", "kv_cache_dtype", "value_cache_dtype"):
+        if str(spec_fields.get(name)).startswith("torch."):
             spec_fields[name] = getattr(torch, spec_fields[name].removeprefix("torch."))
     if spec_fields["window"] is not None:
         spec_fields["window"] = Window(*spec_fields["window"])

@@ -64,7 +64,7 @@ def check_call_values(
         check_entries(extra, name)
     elif extra is not None:
         check_lists(layer, extra, metadata, name)
-    scales_outside = layer.spec.is_kv_quantized and not layer.spec.kv_format.scales_in_page
+    scales_outside = layer.spec.is_kv_quantized and not layer.spec.scales_in_page
     if cache is not None and scales_outside:
         for which in ("k_scale", "v_scale"):
             _check_scale(which, getattr(cache, which), name)

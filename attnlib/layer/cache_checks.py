@@ -66,13 +66,12 @@ def _check_form(spec: AttentionSpec, cache: PagedKVCache, device: torch.device) 
             raise ContractError(
                 f"cache has {name}={getattr(cache, name)}, the spec says {wanted}", rule="P1"
             )
-    stored = spec.kv_format if spec.kv_format.scales_in_page else None
-    if cache.dtype != spec.kv_dtype or cache.page_format != stored:
-        found = cache.page_format.name if cache.page_format else cache.dtype
-        raise ContractError(
-            f"cache stores {found}, the spec says {stored.name if stored else spec.kv_dtype}",
-            rule="P1",
-        )
+    formats = (spec.kv_format, spec.value_format)
+    stored = tuple(one if one.scales_in_page else None for one in formats)
+    dtypes = (cache.key_cache.dtype, cache.value_cache.dtype)
+    if dtypes != tuple(one.dtype for one in formats) or cache.page_formats != stored:
+        names = ",".join(dict.fromkeys(one.name for one in formats))
+        raise ContractError(f"cache stores {cache.format_name}, the spec says {names}", rule="P1")
     if cache.rotation != spec.kv_rotation:
         raise ContractError(
             f"cache has rotation={cache.rotation}, the spec says kv_rotation={spec.kv_rotation}: "
@@ -104,7 +103,7 @@ def _check_aliasing(spec: AttentionSpec, cache: PagedKVCache, key: torch.Tensor 
 
 def _check_layout(layer: Attention, cache: PagedKVCache) -> None:
     reads = layer.backend.capabilities.kv_cache_layouts or ("NHD",)
-    stored = layer.spec.kv_format.scales_in_page
+    stored = layer.spec.scales_in_page
     # A backend checks the strides of views without a layout name; `kv_formats` covers pages.
     named = cache.layout is not None and not stored
     if named and cache.layout not in reads and "ANY" not in reads:

@@ -31,7 +31,7 @@ def checked_layer_scale(name: str, scale: Scale, spec: AttentionSpec) -> Scale:
             or a scale for a format that has its scales in the page.
     """
     is_one = not isinstance(scale, torch.Tensor) and scale == UNIT_SCALE
-    if spec.kv_format.scales_in_page and not is_one:
+    if spec.scales_in_page and not is_one:
         raise ContractError(
             f"{name} is given, but kv_cache_dtype={spec.kv_format.name} computes a scale for each "
             "token and head: leave it out",
@@ -52,7 +52,7 @@ def checked_layer_scale(name: str, scale: Scale, spec: AttentionSpec) -> Scale:
 def set_scales(layer: Attention, key: torch.Tensor, value: torch.Tensor) -> None:
     """See `Attention.calc_kv_scales`."""
     spec = layer.spec
-    if not spec.is_kv_quantized or spec.kv_format.scales_in_page:
+    if not spec.is_kv_quantized or spec.scales_in_page:
         return
     largest = torch.finfo(spec.kv_dtype).max
     key, value = _as_stored(layer, key, value)
@@ -119,7 +119,7 @@ def calculate_scales(
     if not unset or (len(unset) == 1 and not layer._has_calculated):
         return  # what a caller gives for one is meant for both
     spec = layer.spec
-    if not spec.is_kv_quantized or spec.kv_format.scales_in_page:
+    if not spec.is_kv_quantized or spec.scales_in_page:
         return
     if key.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ContractError(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnlib.errors import ContractError
 from attnlib.kv_dtype import KVFormat, page_format
 from attnlib.ops.checks import vector_elements
 from attnlib.ops.latent import values_are_prefix
@@ -32,6 +33,7 @@ class LayerShape(NamedTuple):
         latent: the values are a prefix of the keys, in the same memory (P10).
         aligned: every key starts on a 16-byte boundary.
         page_format: the format of a cache with scales in its pages (M16); None for others.
+        value_format: that of the values, where it is another one; else None.
     """
 
     num_heads: int
@@ -45,6 +47,7 @@ class LayerShape(NamedTuple):
     latent: bool = False
     aligned: bool = True
     page_format: KVFormat | None = None
+    value_format: KVFormat | None = None
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> LayerShape:
@@ -57,10 +60,18 @@ class LayerShape(NamedTuple):
             params: of the call.
 
         Raises:
-            ContractError: keys whose last dimension is not dense, or pages of no known format.
+            ContractError: keys whose last dimension is not dense, pages of no known format, or
+                pages in which one side has scales.
         """
         stored, in_pages = page_format(key, params.k_scale), key.dim() == 4
-        size_v = value.shape[-1] if stored is None else stored.head_size(value.shape[-1])
+        values = page_format(value, params.v_scale)
+        if (stored is None) != (values is None):
+            raise ContractError(
+                "the pages of this cache hold scales of keys or of values only, which the Triton "
+                "kernels do not read: use backend='torch'",
+                rule="M16",
+            )
+        size_v = value.shape[-1] if values is None else values.head_size(value.shape[-1])
         return cls(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[-2],
@@ -73,6 +84,7 @@ class LayerShape(NamedTuple):
             latent=in_pages and values_are_prefix(key, value),
             aligned=vector_elements("key", key) > 1,
             page_format=stored,
+            value_format=None if values == stored else values,
         )
 
     @property

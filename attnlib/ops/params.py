@@ -85,7 +85,8 @@ class AttentionParams:
     @property
     def scales_in_page(self) -> bool:
         """Whether the pages of the cache hold its scales (M16)."""
-        return isinstance(self.k_scale, Tensor) and self.k_scale.dim() == 4
+        both = (self.k_scale, self.v_scale)
+        return any(isinstance(scale, Tensor) and scale.dim() == 4 for scale in both)
 
     def count_lookups(self) -> int:
         """Lookups of the score function with as many results as scores."""

@@ -169,7 +169,7 @@ def _explain_lines(backend: Backend, spec: LayerSpec, device: DeviceInfo) -> tup
     decodes = spec.attn_type is AttentionType.DECODER and not spec.use_mla
     if backend.capabilities.rotary_write and decodes:
         # The capability leaves pages that hold their scales out, and rotations of the cache.
-        fused = not spec.kv_format.scales_in_page and spec.kv_rotation is None
+        fused = not spec.scales_in_page and spec.kv_rotation is None
         lines.append(
             "write:   one launch, with q/k norm and rotation"
             if fused

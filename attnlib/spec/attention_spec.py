@@ -35,6 +35,8 @@ class AttentionSpec(LayerSpec):
         kv_cache_dtype: what the cache stores: a dtype, "auto" (= `dtype`), "fp8" (= "fp8_e4m3"),
             "fp8_e5m2", "float16", "bfloat16", "float32", or a format with scales in the page
             (M16): "int8_per_token_head", "fp8_per_token_head", "int4_per_group", "nvfp4", "mxfp4".
+        value_cache_dtype: the same for values, where they are stored in another format
+            (`kv_dtype.KV_FORMAT_PAIRS`); None for that of the keys.
         kv_scale_kind: granularity of the scales of a quantized cache, "tensor" or "head" (M9); not
             read for formats with scales in the page.
         kv_rotation: how heads are rotated before the cache stores them (P15): a `KVRotation`,
@@ -79,6 +81,7 @@ class AttentionSpec(LayerSpec):
     num_kv_heads: int = None  # type: ignore[assignment]  # __post_init__ replaces None
     head_size_v: int = None  # type: ignore[assignment]  # as above
     kv_cache_dtype: str | torch.dtype = "auto"
+    value_cache_dtype: str | torch.dtype | None = None
     kv_scale_kind: str = "tensor"
     kv_rotation: KVRotation | None = None
     block_size: int = 16
@@ -115,6 +118,8 @@ class AttentionSpec(LayerSpec):
         assign(self, "window", as_window(self.window))
         assign(self, "kv_rotation", KVRotation.of(self.kv_rotation))
         check_spec(self)
+        if self.value_format == self.kv_format:
+            assign(self, "value_cache_dtype", None)
         self._freeze()
 
     __hash__ = LayerSpec.__hash__
@@ -133,25 +138,35 @@ class AttentionSpec(LayerSpec):
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """The dtype that the cache stores."""
+        """The dtype in which the cache stores keys."""
         return kv_cache_torch_dtype(self.kv_cache_dtype, self.dtype)
 
     @property
     def kv_format(self) -> KVFormat:
-        """How the cache stores the elements of a head."""
+        """How the cache stores the elements of a key head."""
         return kv_cache_format(self.kv_cache_dtype, self.dtype)
+
+    @property
+    def value_format(self) -> KVFormat:
+        """How the cache stores the elements of a value head."""
+        stored = self.value_cache_dtype
+        return kv_cache_format(self.kv_cache_dtype if stored is None else stored, self.dtype)
+
+    @property
+    def scales_in_page(self) -> bool:
+        """Whether pages hold the scales of keys, of values or of both (M16)."""
+        return self.kv_format.scales_in_page or self.value_format.scales_in_page
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of the keys and values of one token of one layer, with scales in the page."""
-        stored = self.kv_format
-        size_v = 0 if self.use_mla else stored.bytes_per_head(self.head_size_v)
-        return self.num_kv_heads * (stored.bytes_per_head(self.head_size) + size_v)
+        size_v = 0 if self.use_mla else self.value_format.bytes_per_head(self.head_size_v)
+        return self.num_kv_heads * (self.kv_format.bytes_per_head(self.head_size) + size_v)
 
     @property
     def is_kv_quantized(self) -> bool:
         """True if the cache stores elements of 8 bits or less, with scales."""
-        return self.kv_dtype.itemsize == 1
+        return 1 in (self.kv_dtype.itemsize, self.value_format.dtype.itemsize)
 
     @property
     def is_causal(self) -> bool:

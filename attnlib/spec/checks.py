@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from attnlib.errors import ContractError
-from attnlib.kv_dtype import kv_cache_format
+from attnlib.kv_dtype import KV_FORMAT_PAIRS, format_pair
 from attnlib.sizes import MAX_LOGITS_SOFT_CAP
 from attnlib.spec.feature_checks import check_features
 from attnlib.spec.kinds import Window
@@ -143,6 +143,32 @@ def _check_mask(spec: AttentionSpec) -> None:
         )
 
 
+def _check_formats(spec: AttentionSpec) -> None:
+    """The formats of keys and values, by themselves and together."""
+    keys, values = spec.kv_format, spec.value_format
+    for name, stored in (("head_size", keys), ("head_size_v", values)):
+        if getattr(spec, name) % stored.head_size_multiple:
+            raise ContractError(
+                f"{name}={getattr(spec, name)} must be a multiple of "
+                f"{stored.head_size_multiple} for kv_cache_dtype={stored.name}",
+                rule="M16",
+            )
+    pair = format_pair(keys, values)
+    if pair is not None and pair not in KV_FORMAT_PAIRS:
+        raise ContractError(
+            f"kv_cache_dtype={keys.name} with value_cache_dtype={values.name}: no cache combines "
+            f"them; leave value_cache_dtype out, or use one of {'; '.join(KV_FORMAT_PAIRS)}",
+            rule="M16",
+        )
+    if spec.use_mla and (spec.scales_in_page or pair is not None):
+        stored = keys if keys.scales_in_page else values
+        raise ContractError(
+            f"kv_cache_dtype={stored.name} stores keys and values separately, and use_mla "
+            "stores them once: use fp8, or the dtype of the model",
+            rule="M16",
+        )
+
+
 def _check_dtypes(spec: AttentionSpec) -> None:
     if (
         not isinstance(spec.dtype, torch.dtype)
@@ -153,20 +179,7 @@ def _check_dtypes(spec: AttentionSpec) -> None:
             f"dtype={spec.dtype!r} must be a floating-point torch dtype of at least 16 bits, "
             f"such as torch.bfloat16"
         )
-    stored = kv_cache_format(spec.kv_cache_dtype, spec.dtype)
-    for name in ("head_size", "head_size_v"):
-        if getattr(spec, name) % stored.head_size_multiple:
-            raise ContractError(
-                f"{name}={getattr(spec, name)} must be a multiple of "
-                f"{stored.head_size_multiple} for kv_cache_dtype={stored.name}",
-                rule="M16",
-            )
-    if stored.scales_in_page and spec.use_mla:
-        raise ContractError(
-            f"kv_cache_dtype={stored.name} stores keys and values separately, and use_mla "
-            "stores them once: use fp8, or the dtype of the model",
-            rule="M16",
-        )
+    _check_formats(spec)
     if spec.kv_scale_kind not in ("tensor", "head"):
         raise ContractError(
             f"kv_scale_kind={spec.kv_scale_kind!r} must be 'tensor' or 'head'", rule="M9"

@@ -129,7 +129,7 @@ def _check_compressed_entries(spec: AttentionSpec) -> None:
 def _check_fp8_queries(spec: AttentionSpec) -> None:
     if not spec.allow_fp8_queries:
         return
-    if spec.kv_dtype != torch.float8_e4m3fn or spec.kv_format.scales_in_page:
+    if spec.kv_dtype != torch.float8_e4m3fn or spec.scales_in_page:
         raise ContractError(
             f"allow_fp8_queries=True with kv_cache_dtype={spec.kv_cache_dtype}: queries are "
             "rounded to the elements of an e4m3 cache; use kv_cache_dtype='fp8_e4m3', or leave "

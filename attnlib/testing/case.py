@@ -72,6 +72,7 @@ class Case:
     block_size: int = 16
     dtype: str = "float32"
     kv_cache_dtype: str = "auto"
+    value_cache_dtype: str | None = None
     kv_scale_kind: str = "tensor"
     kv_rotation: str | None = None
     k_scale: float = 1.0
@@ -156,9 +157,17 @@ class Case:
             block_size=self.block_size,
             dtype=self.torch_dtype,
             cache_dtype=cache_dtype,
-            page_format=self.kv_cache_dtype if self.kv_cache_dtype in PAGE_NAMES else None,
+            page_formats=self._page_formats,
             kv_rotation=self.kv_rotation,
         )
+
+    @property
+    def _page_formats(self) -> tuple[str, str] | None:
+        """The formats of keys and values in pages with scales; "plain" for the dtype of the model.
+        None for caches without scales in the page."""
+        both = (self.kv_cache_dtype, self.value_cache_dtype or self.kv_cache_dtype)
+        names = tuple(name if name in PAGE_NAMES else "plain" for name in both)
+        return None if names == ("plain", "plain") else (names[0], names[1])
 
     @property
     def spec(self) -> AttentionSpec:
@@ -174,6 +183,7 @@ class Case:
             head_size_v=self.head_size_v or self.head_size,
             dtype=self.torch_dtype,
             kv_cache_dtype=self.kv_cache_dtype,
+            value_cache_dtype=self.value_cache_dtype,
             kv_scale_kind=self.kv_scale_kind,
             kv_rotation=self.kv_rotation,  # type: ignore[arg-type]  # its text
             block_size=self.block_size,

@@ -14,6 +14,7 @@ from typing import Any
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.capabilities import NOT_STATED, Capabilities
+from attnlib.kv_dtype import format_pair
 from attnlib.spec import CudaGraphSupport
 from attnlib.testing.case import Case
 from attnlib.testing.outcome import CaseResult, Outcome
@@ -27,6 +28,7 @@ _LISTED = (
     "dtypes",
     "kv_cache_dtypes",
     "kv_formats",
+    "kv_format_pairs",
     "kv_scale_kinds",
     "kv_cache_layouts",
     "attn_types",
@@ -66,13 +68,16 @@ def capability_uses(case: Case, device_type: str) -> tuple[str, ...]:
         f"attn_types:{_format_value(spec.attn_type)}",
         f"mask_kinds:{_format_value(spec.mask_kind)}",
     ]
-    if spec.kv_format.scales_in_page:
+    pair = format_pair(spec.kv_format, spec.value_format)
+    if pair is not None:
+        uses += ["block_sizes", f"kv_format_pairs:{pair}"]
+    elif spec.scales_in_page:
         uses += ["block_sizes", f"kv_formats:{spec.kv_format.name}"]
     elif spec.is_paged:
         uses += ["block_sizes", f"kv_cache_dtypes:{_format_value(spec.kv_dtype)}"]
-    if spec.kv_cache_layout is not None and not spec.kv_format.scales_in_page:
+    if spec.kv_cache_layout is not None and not spec.scales_in_page:
         uses.append(f"kv_cache_layouts:{spec.kv_cache_layout}")
-    if spec.is_kv_quantized and not spec.kv_format.scales_in_page:
+    if spec.is_kv_quantized and not spec.scales_in_page:
         uses.append(f"kv_scale_kinds:{spec.kv_scale_kind}")
     flags = {
         "head_size_v_may_differ": spec.head_size_v != spec.head_size and not spec.use_mla,

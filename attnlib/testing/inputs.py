@@ -81,6 +81,8 @@ class StepInputs:
         if self.cache.scales is not None:
             key, value = (
                 dequantize_tokens(elements, scales)
+                if isinstance(scales, torch.Tensor)
+                else elements
                 for elements, scales in zip((key, value), self.cache.scales, strict=True)
             )
             params = replace(params, k_scale=1.0, v_scale=1.0)

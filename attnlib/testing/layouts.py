@@ -29,8 +29,8 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
-    """Sizes and dtypes of one layer: Hq, Hkv, D, Dv, N. `page_format` names a format with scales in
-    the page (M16), `kv_rotation` a rotation (P15)."""
+    """Sizes and dtypes of one layer: Hq, Hkv, D, Dv, N. `page_formats` names the formats of keys
+    and values in pages with scales (M16), `kv_rotation` a rotation (P15)."""
 
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -39,8 +39,11 @@ class Dimensions:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype = torch.float32
-    page_format: str | None = None
+    page_formats: tuple[str, str] | None = None
     kv_rotation: str | None = None
+
+
+Scales = torch.Tensor | float
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,15 @@ class CacheViews:
         value: [B, N, Hkv, Dv], last stride 1.
         storage: flat uint8 views of the allocations, including unused bytes.
         layout: a name of `CACHE_LAYOUTS` or "ALIASED".
-        scales: the scales of keys and values in the pages, [B, N, Hkv, G] (M16); None for formats
-            without them.
+        scales: the scales of keys and values in the pages, [B, N, Hkv, G] (M16), 1 for a side
+            without them; None for caches without them.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     storage: tuple[torch.Tensor, ...]
     layout: str
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    scales: tuple[Scales, Scales] | None = None
 
 
 Allocate = Callable[[Sequence[int]], torch.Tensor]
@@ -142,14 +145,14 @@ def allocate_views(
         raise ContractError(
             f"no cache layout is named {layout!r}; the layouts are {', '.join(_MAKERS)}"
         )
-    if dims.page_format is not None:
-        sizes = (dims.head_size, dims.head_size_v)
+    if dims.page_formats is not None:
+        heads = (dims.num_kv_heads, (dims.head_size, dims.head_size_v))
         pages, views = allocate_pages(
-            dims.page_format, num_blocks, dims.block_size, dims.num_kv_heads, sizes, layout, device
+            dims.page_formats, dims.dtype, num_blocks, dims.block_size, *heads, layout, device
         )
         fill_pages(views, fill)
-        key, val, k_scales, v_scales = views
-        return CacheViews(key, val, (pages.view(-1),), layout, (k_scales, v_scales))
+        k_scales, v_scales = (scale if scale.shape[-1] else 1.0 for scale in views[2:])
+        return CacheViews(views[0], views[1], (pages.view(-1),), layout, (k_scales, v_scales))
     value = poison_value(dims.cache_dtype, fill)
 
     def empty(shape: Sequence[int]) -> torch.Tensor:

@@ -70,25 +70,26 @@ def _name_of(elements: torch.Tensor, scales: torch.Tensor) -> str:
 
 
 def allocate_pages(
-    name: str, num_blocks: int, block_size: int, num_kv_heads: int, sizes: tuple[int, int],
-    layout: str, device: torch.device | str = "cpu",
+    names: tuple[str, str], plain: torch.dtype, num_blocks: int, block_size: int,
+    num_kv_heads: int, sizes: tuple[int, int], layout: str, device: torch.device | str = "cpu",
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:  # fmt: skip
     """A pool of pages of zeros and its views.
 
     Args:
-        name: the format.
+        names: the formats of keys and values; "plain" stores elements of the dtype `plain`.
         sizes: D and Dv.
         layout: a name of `PAGE_LAYOUT_NAMES`.
 
     Returns:
         (pages `[B, bytes]` uint8, (elements of the keys `[B, N, Hkv, stored]`, of the values,
-        scales of the keys `[B, N, Hkv, G]`, of the values)).
+        scales of the keys `[B, N, Hkv, G]`, of the values)). A plain side has 0 scales.
     """
-    dtype, scale_dtype = _DTYPES[name]
-    stored = [size // 2 if dtype == torch.uint8 else size for size in sizes]
-    groups = [_num_groups(name, size) for size in sizes]
-    parts = [(dtype, stored[0]), (dtype, stored[1]), (scale_dtype, groups[0]),
-             (scale_dtype, groups[1])]  # fmt: skip
+    elements, scales = [], []
+    for name, size in zip(names, sizes, strict=True):
+        dtype, scale_dtype = _DTYPES.get(name, (plain, torch.float32))
+        elements.append((dtype, size // 2 if dtype == torch.uint8 else size))
+        scales.append((scale_dtype, _num_groups(name, size) if name in _DTYPES else 0))
+    parts = [*elements, *scales]
     starts, end = [], 0
     for part, inner in parts:
         starts.append(end)
@@ -113,7 +114,7 @@ def fill_pages(views: Sequence[torch.Tensor], poison: str) -> None:
         return
     scale = {"nan": math.nan, "inf": math.inf}.get(poison)
     for view in views[:2]:
-        view.view(torch.uint8).fill_(0xFF)
+        view.view(torch.uint8).fill_(0xFF)  # NaN of a plain side, too
     for view in views[2:]:
         if view.element_size() == 1:  # NaN of e4m3 and e8m0, or a large number of both
             view.fill_(0x7E if scale is None else 0xFF)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from attnlib.kv_dtype import format_pair
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
 
 __all__ = ["layer_class"]
@@ -30,7 +31,7 @@ def layer_class(spec: AttentionSpec) -> dict[str, Any]:
     ]
     return {
         "dtype": str(spec.dtype).removeprefix("torch."),
-        "kv_cache_dtype": spec.kv_format.name,
+        "kv_cache_dtype": format_pair(spec.kv_format, spec.value_format) or spec.kv_format.name,
         "group_size": spec.group_size,
         "head_size": spec.head_size,
         "head_size_v": spec.head_size_v,

@@ -38,7 +38,7 @@ def test_parts_of_a_page_are_disjoint_and_aligned(name: str, layout: str) -> Non
     spec = SPEC.replace(kv_cache_dtype=name)
     cache = attnlib.PagedKVCache.allocate(spec, 3, "cpu", layout)
     assert cache.pages is not None and cache.layout == layout
-    sizes = page_sizes(spec.kv_format, 5, 3, 64, 32)
+    sizes = page_sizes((spec.kv_format, spec.value_format), 5, 3, 64, 32)
     assert cache.pages.shape == (3, sizes.num_bytes) and not any(part % 16 for part in sizes)
     assert sizes.num_bytes - spec.kv_bytes_per_token * 5 < 4 * 16
     seen = torch.zeros_like(cache.pages)
@@ -99,7 +99,7 @@ def test_what_is_refused() -> None:
         attnlib.PagedKVCache.from_pages(pool, SPEC.replace(kv_cache_dtype="fp8"))
     with pytest.raises(LayoutMismatchError, match="hold elements and scales and cannot be split"):
         split_blocks(cache, 1)
-    with pytest.raises(ContractError, match="page_format is .*fp8_per_token_head"):
+    with pytest.raises(ContractError, match="page_formats is .*fp8_per_token_head"):
         fp8 = attnlib.PagedKVCache.allocate(SPEC.replace(kv_cache_dtype=NAMES[1]), 4, "cpu")
         fp8.swap_blocks(attnlib.PagedKVCache.allocate(SPEC.replace(kv_cache_dtype="fp8"), 4), [])
 

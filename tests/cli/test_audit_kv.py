@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from attnlib.cli.main import main
-from attnlib.debug.kv_audit import AUDIT_FORMATS
 from attnlib.debug.record import save_recording
 from attnlib.instrumentation import OBSERVERS
 from attnlib.testing.case import Case
@@ -31,7 +30,10 @@ def test_recordings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads((tmp_path / "audit.json").read_text())["layers"]
     assert set(found) == {"call0", "call1"}
     assert 0 < found["call0"]["int8_per_token_head"]["output_error"] < 0.02
-    assert found["call0"]["int8_per_token_head"]["memory_saved"] == 1 - 36 / 128
+    assert found["call0"]["int8_per_token_head"]["memory_saved"] == 1 - 36 / 64, "of 16 bits"
+    total = json.loads((tmp_path / "audit.json").read_text())["total"]["int8_per_token_head"]
+    errors = [found[name]["int8_per_token_head"]["output_error"] for name in found]
+    assert total["output_error"] == pytest.approx((sum(x * x for x in errors) / 2) ** 0.5)
 
 
 def test_layers_have_the_columns_of_the_total(
@@ -82,14 +84,43 @@ def test_a_model_with_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str
     rows = {line.split()[0]: line.split() for line in printed.splitlines() if "_per_" in line}
     assert float(rows["int8_per_token_head"][3]) < float(rows["int4_per_group"][3])
     assert (tmp_path / "audit.svg").read_text().startswith("<?xml")
-    guide = (Path(__file__).parents[2] / "docs/guides/quantized-caches.md").read_text()
-    assert next(line for line in printed.splitlines() if line.startswith("format ")) in guide
-    assert all(f"\n{one.label:24}  " in guide for one in AUDIT_FORMATS)
+
+
+def test_perplexity_of_several_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every row goes through `PagedModel`; the errors of both texts are in the audit."""
+    pytest.importorskip("transformers")
+    texts = [tmp_path / "first.txt", tmp_path / "second.txt"]
+    for number, text in enumerate(texts):
+        text.write_text(f"a paged cache {number} " * 3)
+    labels = ["bfloat16", "int8_per_token_head", "int8_per_token_head, rotated",
+              "int8_per_token_head, nvfp4 values, rotated", "int4_per_group, keys",
+              "fp8_e4m3", "fp8_e4m3 per head"]  # fmt: skip
+    target = tmp_path / "audit.json"
+    arguments = ["audit-kv", "--model", "seeded", "--prompts", *map(str, texts), "--perplexity"]
+    arguments += ["--device", "cpu", "--backend", "torch", "--formats", ";".join(labels)]
+    assert main([*arguments, "--json", str(target)]) == 0 and not OBSERVERS
+    printed, found = capsys.readouterr().out, json.loads(target.read_text())
+    assert "2 texts of 48 tokens" in printed
+    assert list(found["quality"]) == ["dtype of the model", *labels[:-1]]
+    rows = {
+        label: {name: one["kl"] for name, one in row.items()}
+        for label, row in found["quality"].items()
+    }
+    assert set(rows["bfloat16"]) == {"first.txt", "second.txt"}
+    for name in rows["bfloat16"]:
+        assert rows["dtype of the model"][name] == 0
+        assert 0 < rows["bfloat16"][name] < rows["int8_per_token_head"][name]
+        assert rows["int8_per_token_head"][name] < rows["int4_per_group, keys"][name]
+    line = [line for line in printed.splitlines() if line.startswith(f"{labels[3]} ")][-1]
+    quality = found["quality"][labels[3]].values()
+    mean = sum(one["kl"] for one in quality) / 2
+    assert line.split()[-2] == f"{mean:.5f}"
+    assert found["total"][labels[3]]["memory_saved"] == pytest.approx(1 - 0.4, abs=0.05)
 
 
 def test_an_unknown_format_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit-kv", "--formats", "fp3"]) == 2
-    assert "'fp3' is not known; use some of fp8_e4m3, scale 1; fp8_e4m3" in capsys.readouterr().err
+    assert "'fp3' is not known; use some of bfloat16; fp8_e4m3, scale 1" in capsys.readouterr().err
 
 
 def test_the_example_model_and_its_text_by_default(

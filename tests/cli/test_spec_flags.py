@@ -41,6 +41,13 @@ def test_flags_are_fields_of_the_spec() -> None:
     assert spec.mask_kind is MaskKind.PER_REQUEST
 
 
+def test_two_formats_are_one_word() -> None:
+    arguments = "--kv-cache-dtype int8_per_token_head,nvfp4 --kv-rotation hadamard_keys"
+    (spec,) = specs_of(_parse(*arguments.split())).values()
+    assert (spec.kv_format.name, spec.value_format.name) == ("int8_per_token_head", "nvfp4")
+    assert str(spec.kv_rotation) == "hadamard_keys"
+
+
 def test_a_key_selection_is_written_in_one_word() -> None:
     (spec,) = specs_of(_parse("--key-selection", "kv_head:128:16")).values()
     selection = spec.key_selection

@@ -79,7 +79,9 @@ def test_layers_add_up() -> None:
     assert total.bytes_per_token == 2 * one[label].bytes_per_token
     assert audit.layers["second"][label].lse_count == 2 * one[label].lse_count
     saved = audit.to_dict()["first"][label]["memory_saved"]
-    assert saved == pytest.approx(1 - (16 + 8) / (4 * 32))
+    assert saved == pytest.approx(1 - (16 + 8) / (2 * 32)), "of 16 bits"
+    assert audit.output_error(label) == pytest.approx(one[label].output_error)
+    assert audit.totals()[label]["pooled_output_error"] == pytest.approx(total.output_error)
 
 
 def test_what_cannot_be_audited() -> None:

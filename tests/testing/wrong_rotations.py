@@ -1,4 +1,4 @@
-"""Backends that rotate heads for the cache in a wrong way (P15)."""
+"""Backends that rotate heads for the cache (P15), or store pairs of formats, in a wrong way."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.torch import TorchBackend
 from attnlib.backends.torch.impl import TorchImpl
+from attnlib.cache.storage import PagedKVCache
 from attnlib.kv_rotation import rotation_block
 from attnlib.ops.hadamard import sign_table
 from attnlib.ops.torch.hadamard import rotate_heads
@@ -104,6 +105,26 @@ class PadsToAPowerOfTwo(TorchImpl):
         return found if out is None else out.copy_(found)
 
 
+class OneScaleForTheValuesOfPairs(TorchImpl):
+    """Stores 4-bit values with the scale of their first group."""
+
+    def write_kv(self, key: Tensor, value: Tensor, cache: PagedKVCache, slots: Tensor) -> None:
+        super().write_kv(key, value, cache, slots)
+        if len(set(cache.page_formats)) == 2 and isinstance(cache.v_scale, Tensor):
+            at = slots[slots >= 0]
+            places = at // cache.block_size, at % cache.block_size
+            cache.v_scale[places] = cache.v_scale[places][..., :1]
+
+
+class ScalesQueriesOfPairs(TorchImpl):
+    """Multiplies scores by 1 + 2^-10 where keys and values have two formats."""
+
+    def forward(self, query: Tensor, cache: PagedKVCache, *rest: Any, **more: Any) -> None:
+        if None not in cache.page_formats and len(set(cache.page_formats)) == 2:
+            query = query * 1.0009765625
+        super().forward(query, cache, *rest, **more)
+
+
 def _torch_with(impl: type[TorchImpl]) -> type[AttentionBackend]:
     return type(impl.__name__, (TorchBackend,), {"get_impl_cls": staticmethod(lambda: impl)})
 
@@ -121,4 +142,7 @@ WRONG_ROTATIONS: dict[str, tuple[type[AttentionBackend], str]] = {
         "NaN hidden": HidesNan,
         "blocks that are no divisors": PadsToAPowerOfTwo,
     }.items()
+} | {
+    "one scale for the values of pairs": (_torch_with(OneScaleForTheValuesOfPairs), "Q9"),
+    "a wrong factor over pairs": (_torch_with(ScalesQueriesOfPairs), "Q9"),
 }

@@ -30,6 +30,7 @@ def latent_capabilities(
         dtypes=(torch.float16, torch.bfloat16),
         kv_cache_dtypes=(),
         kv_formats=(),
+        kv_format_pairs=(),
         kv_scale_kinds=(),
         head_sizes=Sizes(exactly=(_HEAD_SIZE,)),
         head_size_v_may_differ=True,

@@ -40,6 +40,7 @@ class FlashAttnBackend(AttentionBackend):
         dtypes=(torch.float16, torch.bfloat16),
         kv_cache_dtypes=(torch.float8_e4m3fn,),
         kv_formats=(),
+        kv_format_pairs=(),
         kv_scale_kinds=("tensor", "head"),
         head_sizes=Sizes(8, 256, 8),
         head_size_v_may_differ=True,

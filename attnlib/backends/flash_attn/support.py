@@ -45,6 +45,7 @@ def capabilities_of(kernel: FlashKernel) -> Capabilities:
         else (torch.float16, torch.bfloat16),
         kv_cache_dtypes=(torch.float8_e4m3fn,) if _has_fp8(kernel) else (),
         kv_formats=(),
+        kv_format_pairs=(),
         kv_scale_kinds=("tensor", "head") if _has_fp8(kernel) else (),
         head_sizes=_head_sizes(kernel),
         head_size_v_may_differ=version in (3, 4),

@@ -38,6 +38,7 @@ class FlashInferBackend(AttentionBackend):
         dtypes=(torch.float16, torch.bfloat16),
         kv_cache_dtypes=(torch.float8_e4m3fn, torch.float8_e5m2),
         kv_formats=(),
+        kv_format_pairs=(),
         kv_scale_kinds=("tensor",),
         head_sizes=Sizes(exactly=(64, 128, 256)),
         head_size_v_may_differ=False,

@@ -10,7 +10,7 @@ import torch
 from attnlib.backends.base import AttentionBackend, AttentionImpl, StateImpl
 from attnlib.capabilities import Capabilities, Sizes, StateCapabilities
 from attnlib.device import DeviceInfo
-from attnlib.kv_dtype import PAGE_FORMATS
+from attnlib.kv_dtype import KV_FORMAT_PAIRS, PAGE_FORMATS
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.ops.dispatch import named_operation
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
@@ -34,6 +34,7 @@ class TorchBackend(AttentionBackend):
             torch.float8_e5m2,
         ),
         kv_formats=tuple(PAGE_FORMATS),
+        kv_format_pairs=KV_FORMAT_PAIRS,
         kv_scale_kinds=("tensor", "head"),
         head_sizes=Sizes(1),
         head_size_v_may_differ=True,
@@ -111,9 +112,9 @@ class TorchBackend(AttentionBackend):
     @classmethod
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
         """Selected keys are computed for several lists at once, and read the cache as stored."""
-        if spec.key_selection is not None and spec.kv_format.scales_in_page:
+        if spec.key_selection is not None and spec.scales_in_page:
             return [f"key_selection with kv_cache_dtype={spec.kv_format.name}: not supported"]
-        if spec.compressed_entries is not None and spec.kv_format.scales_in_page:
+        if spec.compressed_entries is not None and spec.scales_in_page:
             return [f"compressed_entries with kv_cache_dtype={spec.kv_format.name}: not supported"]
         if spec.compressed_entries is not None and spec.batch_invariant:
             return ["compressed_entries with batch_invariant=True: not supported"]

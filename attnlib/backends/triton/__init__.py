@@ -16,7 +16,7 @@ from attnlib.backends.triton.availability import interpreter_reasons, toolchain_
 from attnlib.backends.triton.explain import kernel_lines
 from attnlib.capabilities import Capabilities, Sizes, StateCapabilities
 from attnlib.device import DeviceInfo
-from attnlib.kv_dtype import PAGE_FORMATS
+from attnlib.kv_dtype import KV_FORMAT_PAIRS, PAGE_FORMATS
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.ops.dispatch import named_operation
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
@@ -43,6 +43,7 @@ class TritonBackend(AttentionBackend):
             torch.float8_e5m2,
         ),
         kv_formats=tuple(PAGE_FORMATS),
+        kv_format_pairs=tuple(pair for pair in KV_FORMAT_PAIRS if "plain" not in pair),
         kv_scale_kinds=("tensor", "head"),
         head_sizes=Sizes(8, 576, 8),
         head_size_v_may_differ=True,
@@ -175,13 +176,13 @@ class TritonBackend(AttentionBackend):
                 reasons.append("key_selection with mask_kind=query_bias: not supported")
             if spec.batch_invariant:
                 reasons.append("key_selection with batch_invariant=True: not supported")
-            if spec.kv_format.scales_in_page:
+            if spec.scales_in_page:
                 reasons.append(
                     f"key_selection with kv_cache_dtype={spec.kv_format.name}: not supported"
                 )
         if spec.compressed_entries is not None:
             reasons += _unsupported_entries(spec)
-        if spec.batch_invariant and spec.kv_format.scales_in_page:
+        if spec.batch_invariant and spec.scales_in_page:
             reasons.append(
                 f"batch_invariant=True with kv_cache_dtype={spec.kv_format.name}: not supported"
             )
@@ -198,7 +199,7 @@ def _unsupported_entries(spec: AttentionSpec) -> list[str]:
     reasons = []
     if spec.batch_invariant:
         reasons.append("compressed_entries with batch_invariant=True: not supported")
-    if spec.kv_format.scales_in_page:
+    if spec.scales_in_page:
         reasons.append(
             f"compressed_entries with kv_cache_dtype={spec.kv_format.name}: not supported"
         )

@@ -14,6 +14,7 @@ from attnlib.backends.triton.explain_hopper import (
 from attnlib.backends.triton.explain_tiles import tile_lines
 from attnlib.backends.triton.spec_shape import call_features, layer_shape
 from attnlib.device import DeviceInfo
+from attnlib.kv_dtype import format_pair
 from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, COPIED_TOKENS, hopper_reads
 from attnlib.ops.triton.hopper.support import (
     invariant_unsupported_reasons,
@@ -56,7 +57,7 @@ def _kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str) -> list
     if spec.batch_invariant:
         return _invariant_lines(spec, device, kernels)
     not_hopper = device.is_rocm or device.capability is None or device.capability[0] != 9
-    if spec.kv_format.scales_in_page:
+    if spec.scales_in_page:
         return _page_lines(spec, None if not_hopper else device.capability, kernels)
     if kernels == "portable":
         return ["prefill, decode: portable Triton kernels (configured: kernels=portable)"]
@@ -117,11 +118,14 @@ def _entries_line(spec: AttentionSpec) -> str:
 
 def _page_lines(spec: AttentionSpec, capability: tuple[int, int] | None, kernels: str) -> list[str]:
     """The lines of layers whose pages hold their scales (M16); `capability` of Hopper GPUs only."""
-    stored = spec.kv_format
-    how = f"elements and scales of {stored.name} are decoded in registers"
+    stored, pair = spec.kv_format, format_pair(spec.kv_format, spec.value_format)
+    how = f"elements and scales of {pair or stored.name} are decoded in registers"
     if capability is None or kernels == "portable":
         configured = "; configured: kernels=portable" if kernels == "portable" else ""
         return [f"prefill, decode: portable Triton kernels ({how}{configured})"]
+    if pair is not None:
+        reason = "keys and values in two formats"
+        return [f"prefill, decode: portable Triton kernels ({reason}; {how})"]
     prefill = f"prefill: portable Triton kernel ({how}){copies_note(spec, capability)}"
     if not hopper_reads(stored):
         return [prefill, "decode:  portable Triton kernel"]

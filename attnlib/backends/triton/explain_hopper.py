@@ -117,7 +117,7 @@ def hopper_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:
     decode = decode_unsupported_reasons(*layer) or _window_reasons(spec)
     portable, gluon = "portable Triton kernel", "Hopper kernel"
     if spec.is_kv_quantized:
-        paged = spec.kv_format.scales_in_page
+        paged = spec.scales_in_page
         cache = spec.kv_format.name if paged else str(spec.kv_dtype).removeprefix("torch.")
         gluon += f" (products in float16, to which {cache} is converted)"
     return [

@@ -12,6 +12,7 @@ from attnlib.backends._two_streams import EntryOperations, attend_two_streams
 from attnlib.backends.base import AttentionImpl
 from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.backends.triton.plan import make_plan
+from attnlib.backends.triton.spec_shape import layer_shape
 from attnlib.cache.storage import PagedKVCache
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.rotary import HeadNorm
@@ -37,8 +38,8 @@ class TritonImpl(AttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._kernels = str(self.config.get("kernels", "auto"))
-        stored = self.spec.kv_format
-        if stored.scales_in_page and not hopper_reads(stored):
+        shape = layer_shape(self.spec)
+        if not hopper_reads(shape.page_format, shape.value_format):
             self._kernels = "portable"  # the only ones that read these pages
 
     def write_kv(

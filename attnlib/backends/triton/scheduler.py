@@ -50,7 +50,7 @@ class Scheduler(NamedTuple):
     ) -> Scheduler:
         """The scheduler of layers with this spec, for decodes of up to `longest_decode` tokens."""
         shape = layer_shape(spec)
-        if not hopper_reads(shape.page_format):
+        if not hopper_reads(shape.page_format, shape.value_format):
             kernels = "portable"  # the only ones that read these pages
         window, chunk = spec.visible_window.as_kernel_args(), spec.attention_chunk_size or 0
         limits = device_limits(device)

@@ -25,7 +25,8 @@ def layer_shape(spec: AttentionSpec) -> LayerShape:
         block_size=spec.block_size,
         score_tiles=0 if score is None else score.count_tile_lookups(),
         latent=spec.use_mla,
-        page_format=spec.kv_format if spec.kv_format.scales_in_page else None,
+        page_format=spec.kv_format if spec.scales_in_page else None,
+        value_format=None if spec.value_format == spec.kv_format else spec.value_format,
     )
 
 

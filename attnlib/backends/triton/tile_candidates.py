@@ -126,7 +126,7 @@ def _hopper_decode(
         choose_hopper_decode_tile(
             *sizes,
             cache_bits=cache_bits,
-            scales_in_page=case.spec.kv_format.scales_in_page,
+            scales_in_page=case.spec.scales_in_page,
             rows=rows,
             keys_per_sm=case_work(case, limits),
             pairs_per_sm=-(-pairs // limits.num_sms),

@@ -100,7 +100,7 @@ def tile_group(case: BenchCase, op: str, limits: DeviceLimits) -> TileGroup | No
     elements = _elements(spec, limits)
     head_size = max(padded_width(size) for size in sizes)
     rows = DECODE_ROWS if op == "hopper_decode" else 128
-    if op == "hopper_decode" and spec.kv_format.scales_in_page and elements != "int4":
+    if op == "hopper_decode" and spec.scales_in_page and elements != "int4":
         elements = "int8"  # all pages of 8-bit elements with scales
     if op == "hopper_decode" and elements != "16-bit":
         # Converted tiles are in registers, so the tile depends on the rows.
@@ -124,7 +124,7 @@ def tile_group(case: BenchCase, op: str, limits: DeviceLimits) -> TileGroup | No
 def _elements(spec: AttentionSpec, limits: DeviceLimits) -> str:
     """The element format (`TileProblem.elements`)."""
     stored = "16-bit" if spec.kv_dtype.itemsize > 1 else "fp8" if limits.has_fp8 else "fp8-bytes"
-    if spec.kv_format.scales_in_page and spec.kv_format.bits == 4:
+    if spec.scales_in_page and spec.kv_format.bits == 4:
         stored = "int4"
     return "float32" if spec.dtype.itemsize == 4 else stored
 

@@ -96,8 +96,8 @@ class LatentLayers:
         if not has_latents(module):
             return False
         paged = self._paged.attention
-        if paged.stored["kv_rotation"] is not None:  # latents cannot be rotated
-            return False
+        if any(paged.stored[name] is not None for name in ("kv_rotation", "value_cache_dtype")):
+            return False  # a latent is key and value at once
         spec = LatentWeights(module).spec(**paged.stored, block_size=paged.block_size)
         try:
             get_attn_backend(spec, paged.backend, next(module.parameters()).device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from attnlib.workspace import BatchLimits
 
 __all__ = ["PagedLayers"]
 
+_STORED = ("kv_cache_dtype", "value_cache_dtype", "kv_rotation")
+
 
 class PagedLayers:
     """What belongs to the attention modules of a model. A layer and its cache are made in the first
@@ -29,7 +31,7 @@ class PagedLayers:
 
     Args:
         num_blocks, block_size, backend, limits: as in `PagedModel`.
-        stored: the fields of a spec that say how the cache stores heads.
+        stored: how the cache stores heads, the fields `_STORED` of a spec.
 
     Attributes:
         by_module: attention module -> its layer and the cache that it reads.
@@ -42,13 +44,13 @@ class PagedLayers:
         num_blocks: int,
         block_size: int,
         backend: str | type[AttentionBackend] | None,
-        stored: Mapping[str, Any],
+        stored: tuple[Any, Any, Any],
         limits: BatchLimits | None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.backend = backend
-        self.stored = stored
+        self.stored = dict(zip(_STORED, stored, strict=True))
         self.limits = limits
         self.by_module: dict[nn.Module, tuple[Attention, PagedKVCache]] = {}
         self.groups: dict[nn.Module, str] = {}

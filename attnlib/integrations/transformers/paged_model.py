@@ -58,7 +58,7 @@ class PagedModel:
         num_blocks: blocks in the cache of each layer; of the one pool, if `hybrid`.
         block_size: tokens in one block; the least of all groups, if `hybrid`.
         backend: as in `get_attn_backend`; None selects by environment and priority.
-        kv_cache_dtype, kv_rotation: as in `AttentionSpec`. Rotated modules cache no latents.
+        kv_cache_dtype, value_cache_dtype, kv_rotation: as in `AttentionSpec`.
         limits: the largest step, for workspaces that are allocated once; None lets them grow.
         latents: cache latents (P10). None where a module has them and the backend supports it;
             True requires both, False never does.
@@ -85,6 +85,7 @@ class PagedModel:
         block_size: int = 16,
         backend: str | type[AttentionBackend] | None = None,
         kv_cache_dtype: str = "auto",
+        value_cache_dtype: str | None = None,
         kv_rotation: KVRotation | str | None = None,
         limits: BatchLimits | None = None,
         latents: bool | None = None,
@@ -92,11 +93,10 @@ class PagedModel:
     ) -> None:
         refuse_model(model)
         if hybrid and latents:
-            message = "hybrid=True has no groups of latents: leave out latents=True"
-            raise UnsupportedConfigError(message)
+            raise UnsupportedConfigError("hybrid=True has no groups of latents: leave them out")
         self.model = model
         self.num_blocks, self.block_size = num_blocks, block_size
-        stored = {"kv_cache_dtype": kv_cache_dtype, "kv_rotation": KVRotation.of(kv_rotation)}
+        stored = (kv_cache_dtype, value_cache_dtype, kv_rotation)
         self.attention = PagedLayers(num_blocks, block_size, backend, stored, limits)
         self.hybrid = hybrid
         self._shared_layers: list[nn.Module] = []

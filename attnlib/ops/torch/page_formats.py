@@ -102,8 +102,7 @@ def gather_pages(
     Returns:
         (keys `[P, N, Hkv, D]`, values, block table, parameters), the last with scales of 1.
     """
-    stored = page_format(key_cache, params.k_scale)
-    if stored is None:
+    if not params.scales_in_page:
         return key_cache, value_cache, block_table, params
     num_blocks, block_size = key_cache.shape[:2]
     width = -(-max(lengths.tolist(), default=0) // block_size)
@@ -112,14 +111,11 @@ def gather_pages(
     used = torch.arange(width, device=table.device) * block_size < ends
     # Entries past the end of a request may hold anything (P3).
     blocks = torch.where(used, table, 0).flatten().clamp(0, max(num_blocks - 1, 0)).long()
-    found = [
-        dequantize_groups(_blocks(cache, blocks), _blocks(scales, blocks), stored)
-        for cache, scales in ((key_cache, params.k_scale), (value_cache, params.v_scale))
-        if isinstance(scales, Tensor)
-    ]
+    keys = _real_values(key_cache, params.k_scale, blocks)
+    values = _real_values(value_cache, params.v_scale, blocks)
     renumbered = torch.arange(blocks.numel(), dtype=torch.int32, device=table.device)
     dense = replace(params, k_scale=1.0, v_scale=1.0)
-    return found[0], found[1], renumbered.view(table.shape[0], width), dense
+    return keys, values, renumbered.view(table.shape[0], width), dense
 
 
 _OFFSET = 8
@@ -175,6 +171,14 @@ def _unpack(packed: Tensor) -> Tensor:
     """`[..., D / 2]` bytes as `[..., D]` numbers from 0 to 15."""
     low, high = packed[..., 0::2], packed[..., 1::2]
     return torch.cat((low & 15, low >> 4, high & 15, high >> 4), -1)
+
+
+def _real_values(cache: Tensor, scales: float | Tensor, blocks: Tensor) -> Tensor:
+    """The real values of some blocks, float32. A side without scales in the page has none."""
+    stored, elements = page_format(cache, scales), _blocks(cache, blocks)
+    if stored is None or not isinstance(scales, Tensor):
+        return elements.float()
+    return dequantize_groups(elements, _blocks(scales, blocks), stored)
 
 
 def _blocks(view: Tensor, blocks: Tensor) -> Tensor:

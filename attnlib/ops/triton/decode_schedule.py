@@ -77,7 +77,8 @@ def _programs_per_sm(tile: Tile, shape: LayerShape, limits: DeviceLimits) -> int
     sizes, stored = shape.head_sizes, shape.page_format
     if stored is not None:
         query_bytes = shape.query_dtype.itemsize
-        need = page_shared_bytes(tile, stored, *sizes, query_bytes, limits.products)
+        values = shape.value_format
+        need = page_shared_bytes(tile, stored, *sizes, query_bytes, limits.products, values)
         most = page_ctas_per_sm(tile)
     else:
         need = shared_bytes(

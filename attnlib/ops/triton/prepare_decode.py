@@ -54,7 +54,7 @@ class Decode(NamedTuple):
         prepared: PreparedAttention | None = None
         if (
             schedule.uses_hopper
-            and hopper_reads(call.shape.page_format)
+            and hopper_reads(call.shape.page_format, call.shape.value_format)
             and (dispatch := hopper.load()) is not None
         ):
             prepared = dispatch.select_decode(call, schedule)

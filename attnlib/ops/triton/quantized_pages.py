@@ -27,7 +27,7 @@ from attnlib.ops.triton.kernels.page_formats import (
     PAGE_MXFP4,
     PAGE_NVFP4,
 )
-from attnlib.ops.triton.kernels.page_write import PageWriteConfig, write_pages_kernel
+from attnlib.ops.triton.kernels.page_write import PageFormat, PageWriteConfig, write_pages_kernel
 from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES, KV_PLAIN
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.config import with_config
@@ -66,15 +66,11 @@ def page_write(
     Raises:
         ContractError: pages that the kernel cannot address.
     """
-    stored = _format(key_cache, scales[0])
-    words, padded = page_words(key_cache, scales[0], stored)
-    words_v, padded_v = page_words(value_cache, scales[1], stored)
+    keys, values = _format(key_cache, scales[0]), _format(value_cache, scales[1])
+    words, padded = page_words(key_cache, scales[0], keys)
+    words_v, padded_v = page_words(value_cache, scales[1], values)
     num_heads = key_cache.shape[2]
     block_h = min(next_power_of_2(num_heads), max(1, 1024 // max(padded, padded_v)))
-    assert stored.scale_dtype is not None  # a format with scales in the page
-    largest_scale = 448.0
-    if not stored.elements_per_group:
-        largest_scale = min(MAX_KV_SCALE, torch.finfo(stored.scale_dtype).max)
     constants = {
         "BLOCK_SIZE": key_cache.shape[1],
         "WORDS": words,
@@ -82,9 +78,8 @@ def page_write(
         "DV_WORDS": words_v,
         "DV_PAD": padded_v,
         "BLOCK_H": block_h,
-        "KIND": page_kind(stored),
-        "LARGEST": stored.largest,
-        "LARGEST_SCALE": largest_scale,
+        "K_FORMAT": _written(keys),
+        "V_FORMAT": _written(values),
         "VEC_K": vector_elements("key", key),
         "VEC_V": vector_elements("value", value),
         "VEC_KC": vector_elements("key_cache", key_cache),
@@ -102,6 +97,15 @@ def page_write(
         return numbers, None
     grid = (num_tokens, triton.cdiv(num_heads, block_h), 1)
     return numbers, BoundLaunch(write_pages_kernel, grid, with_config(constants, PageWriteConfig))
+
+
+def _written(stored: KVFormat) -> PageFormat:
+    """The constants of the write of a format."""
+    assert stored.scale_dtype is not None  # a format with scales in the page
+    largest_scale = 448.0
+    if not stored.elements_per_group:
+        largest_scale = min(MAX_KV_SCALE, torch.finfo(stored.scale_dtype).max)
+    return PageFormat(page_kind(stored), stored.largest, largest_scale)
 
 
 def element_constants(call: AttentionCall, tile: Tile) -> dict[str, Any]:
@@ -131,7 +135,8 @@ def _page_constants(call: AttentionCall, stored: KVFormat) -> dict[str, Any]:
     assert isinstance(params.k_scale, Tensor) and isinstance(params.v_scale, Tensor)
     shared = attention_constants(replace(call, params=replace(params, k_scale=1.0, v_scale=1.0)))
     words, padded = page_words(call.key, params.k_scale, stored)
-    words_v, padded_v = page_words(call.value, params.v_scale, stored)
+    values = call.shape.value_format or stored
+    words_v, padded_v = page_words(call.value, params.v_scale, values)
     is_mxfp4 = page_kind(stored) == PAGE_MXFP4.value
     is_short, capability = call.shape.query_dtype.itemsize == 2, call.limits.capability
     ptx = 0
@@ -147,6 +152,7 @@ def _page_constants(call: AttentionCall, stored: KVFormat) -> dict[str, Any]:
         "DV_WORDS": words_v,
         "DV_PAD": padded_v,
         "PAGE_KIND": page_kind(stored),
+        "V_PAGE_KIND": page_kind(values),
         "COMPUTE": compute_dtype(call.shape.query_dtype, kind),
         "PTX": ptx,
         "VEC_K": max(1, shared["VEC_K"] // 2),
@@ -192,7 +198,8 @@ def _check_bytes(tile: Tile, call: AttentionCall) -> None:
     (head_size, head_size_v), stored = call.shape.head_sizes, call.shape.page_format
     assert stored is not None
     sizes = (head_size, head_size_v, call.shape.query_dtype.itemsize)
-    need, limit = page_shared_bytes(tile, stored, *sizes, call.limits.products), call.limits
+    values, limit = call.shape.value_format, call.limits
+    need = page_shared_bytes(tile, stored, *sizes, limit.products, values)
     if need > limit.shared_memory:
         raise UnsupportedConfigError(
             f"head sizes {head_size} and {head_size_v} of {stored.name} need {need} bytes of "

@@ -22,9 +22,9 @@ from attnlib.testing.page_formats import PAGE_LAYOUT_NAMES, PAGE_NAMES, dequanti
 from attnlib.testing.poison import poisoned_allocations
 from attnlib.testing.runner import compare_with_oracle, make_impl, run_case, run_materialized_case
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "FEATURES", "check_attention", "check_unseen", "check_written", "page_case"]
 
-_FEATURES: dict[str, dict[str, object]] = {
+FEATURES: dict[str, dict[str, object]] = {
     "window+sinks": {"sliding_window": 9, "sinks": True},
     "soft_cap+alibi": {"logits_soft_cap": 5.0, "alibi": True},
     "bidirectional": {"mask": "bidirectional"},
@@ -43,17 +43,19 @@ _LARGEST = {"int8_per_token_head": 127, "fp8_per_token_head": 448}
 """The largest stored number of the formats whose scales can be as small as 2^-100."""
 
 
-def _case(target: BackendUnderTest, name: str, **changes: object) -> Case:
-    """The base case with a format; its head size is one that every format can store."""
+def page_case(target: BackendUnderTest, name: str, **changes: object) -> Case:
+    """The base case with a format, or a pair; its head size is one that every format can store."""
     base = target.base_case
     size = base.head_size if base.head_size % 32 == 0 else 64
+    keys, _, values = name.partition(",")
     fields: dict[str, object] = {
-        "kv_cache_dtype": name, "layout": PAGE_LAYOUT_NAMES[0], "head_size": size, **changes,
+        "kv_cache_dtype": keys, "value_cache_dtype": values or None,
+        "layout": PAGE_LAYOUT_NAMES[0], "head_size": size, **changes,
     }  # fmt: skip
     return target.case(**fields)
 
 
-def _check_written(target: BackendUnderTest, case: Case, kind: str = "") -> str:
+def check_written(target: BackendUnderTest, case: Case, kind: str = "") -> str:
     """Pages after a write, against pages that integer arithmetic has filled."""
     actual = case.materialize(target.device, kv_written=False)
     expected = case.materialize(target.device)
@@ -93,7 +95,9 @@ def _check_written(target: BackendUnderTest, case: Case, kind: str = "") -> str:
         assert expected.inputs.cache.scales is not None  # a case with scales in the page
         at = torch.tensor(expected.inputs.written_slots(), device=target.device)
         block, offset = at // case.block_size, at % case.block_size
-        stored = (expected.inputs.cache.key, expected.inputs.cache.scales[0])
+        scale = expected.inputs.cache.scales[0]
+        assert isinstance(scale, torch.Tensor)  # keys are not plain
+        stored = (expected.inputs.cache.key, scale)
         raw = [view.view(torch.uint8) if view.element_size() == 1 else view for view in stored]
         elements, scales = (
             view[block, offset].view(like.dtype) for view, like in zip(raw, stored, strict=True)
@@ -119,48 +123,49 @@ def _round_trip(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name in PAGE_NAMES:
         for layout in PAGE_LAYOUT_NAMES[:1] if target.quick else PAGE_LAYOUT_NAMES:
             for batch in ("mixed",) if target.quick else ("mixed", "graph_padding", "empty"):
-                case = _case(target, name, batch=batch, layout=layout)
-                check = partial(_check_written, target, case)
+                case = page_case(target, name, batch=batch, layout=layout)
+                check = partial(check_written, target, case)
                 yield CheckCase(f"written-{name}-{layout}-{batch}", check, case)
-        case = _case(target, name, batch="q3s20_q1s17")
-        check = partial(_check_written, target, case, "largest")
+        case = page_case(target, name, batch="q3s20_q1s17")
+        check = partial(check_written, target, case, "largest")
         yield CheckCase(f"saturated-{name}", check, case)
-        yield CheckCase(f"ties-{name}", partial(_check_written, target, case, "ties"), case)
-        case = _case(target, name, batch="q34")
-        yield CheckCase(f"small-{name}", partial(_check_written, target, case, "small"), case)
+        yield CheckCase(f"ties-{name}", partial(check_written, target, case, "ties"), case)
+        case = page_case(target, name, batch="q34")
+        yield CheckCase(f"small-{name}", partial(check_written, target, case, "small"), case)
     for name in _LARGEST:
-        case = _case(target, name, batch="q3s20_q1s17")
-        check = partial(_check_written, target, case, "smallest")
+        case = page_case(target, name, batch="q3s20_q1s17")
+        check = partial(check_written, target, case, "smallest")
         yield CheckCase(f"smallest-scale-{name}", check, case)
 
 
-def _check_attention(target: BackendUnderTest, case: Case) -> str:
+def check_attention(target: BackendUnderTest, case: Case) -> str:
+    """The output against the oracle over the dequantized elements."""
     return compare_with_oracle(case, run_case(target.backend, case, target.device), target.device)
 
 
 def _attention(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name in PAGE_NAMES:
         cases: dict[str, Case] = {
-            batch: _case(target, name, batch=batch)
+            batch: page_case(target, name, batch=batch)
             for batch in ("mixed", "decode_long", "chunked", "graph_padding")
         }
-        cases["tokens-first"] = _case(target, name, batch="mixed", layout=PAGE_LAYOUT_NAMES[1])
+        cases["tokens-first"] = page_case(target, name, batch="mixed", layout=PAGE_LAYOUT_NAMES[1])
         for size in (64, 96, 128, 256) if name == "mxfp4" else (48, 80, 96, 128, 256):
-            cases[f"head-{size}"] = _case(target, name, batch="q7s20_q1s37", head_size=size)
+            cases[f"head-{size}"] = page_case(target, name, batch="q7s20_q1s37", head_size=size)
         sizes = {"head_size": 64, "head_size_v": 32}
-        cases["value-size"] = _case(target, name, batch="q7s20_q1s37", **sizes)
-        cases["block-17"] = _case(target, name, batch="q3s40_q1s33", block_size=17)
-        cases["float16"] = _case(target, name, batch="q5s40_q1s33", dtype="float16")
-        for feature, fields in _FEATURES.items():
-            cases[feature] = _case(target, name, batch="q7s40_3q1s33", **fields)
-        cases["empty"] = _case(target, name, batch="empty")
-        cases["no-keys"] = _case(target, name, batch="q2s0_q1s3_q0s0")
+        cases["value-size"] = page_case(target, name, batch="q7s20_q1s37", **sizes)
+        cases["block-17"] = page_case(target, name, batch="q3s40_q1s33", block_size=17)
+        cases["float16"] = page_case(target, name, batch="q5s40_q1s33", dtype="float16")
+        for feature, fields in FEATURES.items():
+            cases[feature] = page_case(target, name, batch="q7s40_3q1s33", **fields)
+        cases["empty"] = page_case(target, name, batch="empty")
+        cases["no-keys"] = page_case(target, name, batch="q2s0_q1s3_q0s0")
         for label, case in cases.items():
             if not target.quick or label in (_QUICK[name], "empty"):
-                yield CheckCase(f"{name}-{label}", partial(_check_attention, target, case), case)
+                yield CheckCase(f"{name}-{label}", partial(check_attention, target, case), case)
 
 
-def _check_unseen(target: BackendUnderTest, case: Case) -> str:
+def check_unseen(target: BackendUnderTest, case: Case) -> str:
     """Elements and scales outside of all sequences change no bit (P5)."""
     clean = run_case(target.backend, case.replace(poison="zero"), target.device)
     with poisoned_allocations():
@@ -190,10 +195,10 @@ def _poison(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name in PAGE_NAMES:
         for kind in ("nan",) if target.quick else ("nan", "inf", "huge"):
             batch = "q7s40_3q1s33" if target.quick else "mixed"
-            case = _case(target, name, batch=batch, poison=kind)
-            yield CheckCase(f"unseen-{name}-{kind}", partial(_check_unseen, target, case), case)
+            case = page_case(target, name, batch=batch, poison=kind)
+            yield CheckCase(f"unseen-{name}-{kind}", partial(check_unseen, target, case), case)
         for which in ("key",) if target.quick else ("key", "value"):
-            case = _case(target, name, batch="2q1s20", poison="zero")
+            case = page_case(target, name, batch="2q1s20", poison="zero")
             check = partial(_check_visible, target, case, which)
             yield CheckCase(f"visible-{name}-{which}", check, case)
 

@@ -211,10 +211,11 @@ def _tile(
     tile = Tile(config.BLOCK_M, config.BLOCK_N, kwargs["num_warps"], kwargs["num_stages"])
     query, key = args[:2]
     if config.PAGE_KIND is not None:
-        stored = next(f for f in PAGE_FORMATS.values() if page_kind(f) == config.PAGE_KIND)
-        sizes = [stored.head_size(2 * words) for words in (config.WORDS, config.DV_WORDS)]
+        kinds = {page_kind(stored): stored for stored in PAGE_FORMATS.values()}
+        keys, values = kinds[config.PAGE_KIND], kinds[config.V_PAGE_KIND]
+        sizes = [keys.head_size(2 * config.WORDS), values.head_size(2 * config.DV_WORDS)]
         sizes.append(query.element_size())
-        return page_shared_bytes(tile, stored, *sizes, limits.products), tile
+        return page_shared_bytes(tile, keys, *sizes, limits.products, values), tile
     if config.X:  # over the packed cache: 16 bytes of its elements
         return packed_shared_bytes(tile, config.D, query.element_size(), 16 // config.X), tile
     estimate = shared_bytes(
@@ -450,7 +451,7 @@ def _pages(name: str, options: dict[str, Any]) -> None:
     spec = AttentionSpec(
         num_heads=group * kv_heads, num_kv_heads=kv_heads, head_size=size,
         head_size_v=options.get("dv", size), dtype=dtype, kv_cache_dtype=options["cache"],
-        block_size=options.get("n", 16),
+        value_cache_dtype=options.get("values"), block_size=options.get("n", 16),
     )  # fmt: skip
     cache = PagedKVCache.allocate(spec, 2)
     scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
@@ -470,6 +471,14 @@ def _pages(name: str, options: dict[str, Any]) -> None:
         **_features(options.get("features", ""), query, kv_heads),
         **({"kernels": "portable"} if name == "decode" else {}),
     )  # fmt: skip
+
+
+def _rotate_heads(options: dict[str, Any]) -> None:
+    from attnlib.ops.triton.hadamard import rotate_heads
+
+    heads = torch.empty(64, 8, options["d"], dtype=options.get("dtype", torch.bfloat16))
+    rotate_heads(heads)
+    rotate_heads(heads, inverse=True, out=heads)
 
 
 def _context(options: dict[str, Any]) -> None:
@@ -898,6 +907,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pages-write-int8": ("pages write", {"cache": "int8_per_token_head"}),
     "pages-write-fp8": ("pages write", {"cache": "fp8_per_token_head", "dv": 64}),
     "pages-write-int4": ("pages write", {"cache": "int4_per_group"}),
+    "pages-decode-int8-int4": (
+        "pages decode",
+        {"cache": "int8_per_token_head", "values": "int4_per_group"},
+    ),
+    "pages-prefill-fp8-nvfp4": (
+        "pages prefill",
+        {"cache": "fp8_per_token_head", "values": "nvfp4"},
+    ),
+    "pages-write-int8-nvfp4": ("pages write", {"cache": "int8_per_token_head", "values": "nvfp4"}),
+    "rotate-heads": ("rotate heads", {"d": 256}),
+    "rotate-heads-80-f16": ("rotate heads", {"d": 80, "dtype": torch.float16}),
     "packed-write": ("packed write", {}),
     "packed-write-fp8": ("packed write", {"fp8": "fp8"}),
     "packed-counters": ("packed counters", {}),
@@ -1042,6 +1062,8 @@ def run_case(name: str) -> None:
         _context(options)
     elif operation.startswith("packed "):
         _packed(operation.split()[1], options)
+    elif operation == "rotate heads":
+        _rotate_heads(options)
     elif operation.startswith("pages "):
         _pages(operation.split()[1], options)
     elif operation == "write":

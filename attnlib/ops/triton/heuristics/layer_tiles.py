@@ -53,7 +53,8 @@ def decode_tile(
     """
     if shape.page_format is not None:
         return choose_page_decode_tile(
-            rows, shape.page_format, *shape.head_sizes, shape.query_dtype.itemsize, limits
+            *(rows, shape.page_format, *shape.head_sizes, shape.query_dtype.itemsize, limits),
+            values=shape.value_format,
         )
     request = tile_request(shape, limits, rows)
     if shape.latent:
@@ -75,7 +76,8 @@ def prefill_tile(
     """
     if shape.page_format is not None:
         return choose_page_prefill_tile(
-            rows, shape.page_format, *shape.head_sizes, shape.query_dtype.itemsize, limits
+            *(rows, shape.page_format, *shape.head_sizes, shape.query_dtype.itemsize, limits),
+            values=shape.value_format,
         )
     request = tile_request(shape, limits, rows)
     if shape.latent:

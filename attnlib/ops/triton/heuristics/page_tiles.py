@@ -23,7 +23,13 @@ _RESERVED = 8 * 1024
 
 
 def page_shared_bytes(
-    tile: Tile, stored: KVFormat, head_size: int, head_size_v: int, query_bytes: int, products: str
+    tile: Tile,
+    stored: KVFormat,
+    head_size: int,
+    head_size_v: int,
+    query_bytes: int,
+    products: str,
+    values: KVFormat | None = None,
 ) -> int:
     """Shared memory of a CTA: stages of keys and values with their scales, and the weights.
 
@@ -33,17 +39,18 @@ def page_shared_bytes(
         products: `DeviceLimits.products`. Asynchronous products of 64 rows and more read queries
             and converted elements from shared memory, too; others exchange converted keys, then
             values, between warps there, and mma.sync reads as many queries from there.
+        values: the format of the values, where `stored` is that of the keys only.
     """
-    per_key = 0
-    for size in (head_size, head_size_v):
-        scales = stored.bytes_per_head(size) - stored.stored_size(size) * stored.dtype.itemsize
-        per_key += max(32, next_power_of_2(stored.stored_size(size))) + scales
+    per_key, values = 0, values or stored
+    for one, size in ((stored, head_size), (values, head_size_v)):
+        scales = one.bytes_per_head(size) - one.stored_size(size) * one.dtype.itemsize
+        per_key += max(32, next_power_of_2(one.stored_size(size))) + scales
     elements = next_power_of_2(head_size) + next_power_of_2(head_size_v)
     from_shared = products == "async" and tile.block_m >= 64
     extra = 0
     if from_shared:
         extra = 2 * (tile.block_n + tile.block_m) * elements
-    elif stored.elements_per_group:
+    elif stored.elements_per_group or values.elements_per_group:
         extra = 2 * tile.block_n * elements
     elif tile.block_m >= 64:
         extra = 2 * tile.block_n * max(map(next_power_of_2, (head_size, head_size_v)))
@@ -67,18 +74,20 @@ def choose_page_decode_tile(
     head_size_v: int,
     query_bytes: int,
     limits: DeviceLimits,
+    values: KVFormat | None = None,
 ) -> Tile:
     """The tile of a decode.
 
     Args:
         rows: query heads per KV head times the longest query of the batch.
         query_bytes: bytes of an element of the queries.
+        values: as in `page_shared_bytes`.
     """
     block_m = min(64, max(16, next_power_of_2(rows)))
     tile = Tile(block_m, 64, 4, 4) if query_bytes == 2 else Tile(block_m, 32, 4, 2)
     if limits.products == "mfma":
         tile = Tile(block_m, 32, 4, 2)  # with more keys, the registers of 4 warps spill
-    return _fit(tile, stored, head_size, head_size_v, query_bytes, limits)
+    return _fit(tile, stored, head_size, head_size_v, query_bytes, limits, values)
 
 
 def choose_page_prefill_tile(
@@ -88,6 +97,7 @@ def choose_page_prefill_tile(
     head_size_v: int,
     query_bytes: int,
     limits: DeviceLimits,
+    values: KVFormat | None = None,
 ) -> Tile:
     """The tile of a prefill.
 
@@ -96,11 +106,11 @@ def choose_page_prefill_tile(
         query_bytes: bytes of an element of the queries.
     """
     largest = 128 if max(head_size, head_size_v) <= 128 else 64
-    if limits.products == "mfma" and stored.bits == 4:
+    if limits.products == "mfma" and 4 in (stored.bits, (values or stored).bits):
         largest = 64  # with 128 rows, unpacked elements in two layouts spill
     block_m = min(largest, max(16, next_power_of_2(rows)))
     tile = Tile(block_m, 32, 8 if block_m == 128 else 4, 2)
-    return _fit(tile, stored, head_size, head_size_v, query_bytes, limits)
+    return _fit(tile, stored, head_size, head_size_v, query_bytes, limits, values)
 
 
 def _fit(
@@ -110,9 +120,10 @@ def _fit(
     head_size_v: int,
     query_bytes: int,
     limits: DeviceLimits,
+    values: KVFormat | None = None,
 ) -> Tile:
     """The tile with as many stages, then rows, then keys as the shared memory of a CTA holds."""
-    sizes = (stored, head_size, head_size_v, query_bytes, limits.products)
+    sizes = (stored, head_size, head_size_v, query_bytes, limits.products, values)
     while page_shared_bytes(tile, *sizes) > limits.shared_memory:
         if tile.num_stages > 1:
             tile = replace(tile, num_stages=tile.num_stages - 1)

@@ -27,7 +27,7 @@ from attnlib.ops.triton.hopper.converted_prefill import (
     prepare_float8_prefill,
 )
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper_prefill
-from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, gathers
+from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, gathers, hopper_reads
 from attnlib.ops.triton.hopper.support import prefill_unsupported_reasons
 from attnlib.ops.triton.hopper.tensor_support import are_readable, unsupported_strides
 from attnlib.ops.triton.launch.score import has_head_bounds, has_short_ranges
@@ -75,8 +75,8 @@ def select_page_prefill(call: AttentionCall) -> ConvertedPrefill | None:
     """`select_prefill` for pages that hold their scales (M16): long prompts."""
     shape, params, limits = call.shape, call.params, call.limits
     stored = shape.page_format
-    if stored is None or stored.elements_per_group:
-        return None  # layers over 4-bit floats use portable kernels only
+    if stored is None or not hopper_reads(stored, shape.value_format):
+        return None  # layers over 4-bit floats, or two formats, use portable kernels only
     features = CallFeatures.of(params)._replace(tensor_scales=False)
     copies = _copied(shape)
     if shape.query_dtype.itemsize != 2 or prefill_unsupported_reasons(copies, features, limits):

@@ -90,9 +90,14 @@ def gathers(block_size: int) -> bool:
     return block_size in GATHERED_SIZES
 
 
-def hopper_reads(stored: KVFormat | None) -> bool:
-    """Return whether the Hopper decode reads pages of this format."""
-    return stored is None or not stored.elements_per_group
+def hopper_reads(stored: KVFormat | None, values: KVFormat | None = None) -> bool:
+    """Return whether the Hopper decode reads pages of this format.
+
+    Args:
+        stored: of the keys; None for caches without scales in their pages.
+        values: of the values, where it is another one.
+    """
+    return values is None and (stored is None or not stored.elements_per_group)
 
 
 def decode_rows(head_size_v: int, cache_dtype: torch.dtype | None = None) -> int:

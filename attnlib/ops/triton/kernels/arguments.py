@@ -58,7 +58,8 @@ class AttentionConfig(NamedTuple):
         SPLIT, BALANCED, MIN_TILES, MAX_SPLITS: how keys are split over programs (`schedule`).
         SEGMENT: keys of a segment of the batch-invariant kernel.
         PDL: the kernel starts before the previous one has ended.
-        PAGE_KIND: `PAGE_*` constant of pages that hold their scales (M16), or None.
+        PAGE_KIND, V_PAGE_KIND: `PAGE_*` constants of keys and values in pages that hold their
+            scales (M16), or None.
         WORDS, WORDS_PAD, DV_WORDS, DV_PAD, PTX: words of their heads (`page_parts`).
         SELECT, QUERY_BLOCK, LIST_HEADS, LIST_LANES: lists of selected keys (`selected`).
         X, NUM_KV_HEADS, SPARSE, STRIPES_PER_QUERY_HEAD: the cache of PagedAttention and its
@@ -108,6 +109,7 @@ class AttentionConfig(NamedTuple):
     SEGMENT: int = 0
     PDL: bool = False
     PAGE_KIND: int | None = None
+    V_PAGE_KIND: int | None = None
     WORDS: int = 0
     WORDS_PAD: int = 0
     DV_WORDS: int = 0

@@ -100,10 +100,10 @@ def unpack(words, KIND: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr):
     """Convert 16-bit words to COMPUTE (float16 or float32); return four parts.
 
     8-bit formats have two parts, which are returned twice. 4-bit floats are returned as float16,
-    without their scales (`scaled`). With PTX above 0, COMPUTE is float16, and pairs of words are
-    converted by PTX code for this compute capability.
+    without their scales (`scaled`). With PTX above 0, COMPUTE is float16, and pairs of words of
+    other formats are converted by PTX code for this compute capability.
     """
-    if PTX > 0:
+    if PTX > 0 and KIND < PAGE_NVFP4:
         x0, x1, x2, x3 = _unpack_float16(words, KIND, PTX)
     elif KIND >= PAGE_NVFP4:
         x0 = _e2m1(words)

@@ -1,8 +1,8 @@
 """Queries, keys, values and outputs as parts of a head, for pages that hold their scales (M16).
 
-In place of two chunks of a head size (`chunks`) there are two or four parts of a head
-(`page_formats`), and scales per token: those of the keys multiply the scores, those of the values
-the weights; those of 4-bit floats multiply the elements.
+In place of two chunks of a head size (`chunks`) there are two or four parts of a head, by the
+formats (`page_formats`) of the keys and of the values, and scales per token: those of the keys
+multiply the scores, those of the values the weights; those of 4-bit floats multiply the elements.
 
 Sums of values are in units of the largest scale of the values so far, which is their last element:
 weights times scales are then at most 1, and in the range of float16.
@@ -45,7 +45,9 @@ def open_pages(cache, kv_head, table, CONFIG: tl.constexpr):
     Scales are float32, four float16 as an int64, or bytes.
     """
     KIND: tl.constexpr = CONFIG.PAGE_KIND
-    PER_SCALE: tl.constexpr = 4 if KIND == PAGE_INT4 else 1
+    V_KIND: tl.constexpr = CONFIG.V_PAGE_KIND
+    K_PER_SCALE: tl.constexpr = 4 if KIND == PAGE_INT4 else 1
+    V_PER_SCALE: tl.constexpr = 4 if V_KIND == PAGE_INT4 else 1
     kv_head64 = kv_head.to(tl.int64)
     WORD: tl.constexpr = tl.pointer_type(tl.uint16)
     key = (cache.key + aligned(kv_head64 * cache.stride_kh, 2 * CONFIG.VEC_K)).to(WORD)
@@ -54,9 +56,11 @@ def open_pages(cache, kv_head, table, CONFIG: tl.constexpr):
     v_scale = cache.v_scale + kv_head64 * cache.stride_vsh
     if KIND == PAGE_INT4:
         k_scale = k_scale.to(tl.pointer_type(tl.int64))
-        v_scale = v_scale.to(tl.pointer_type(tl.int64))
     elif KIND >= PAGE_NVFP4:
         k_scale = k_scale.to(tl.pointer_type(tl.uint8))
+    if V_KIND == PAGE_INT4:
+        v_scale = v_scale.to(tl.pointer_type(tl.int64))
+    elif V_KIND >= PAGE_NVFP4:
         v_scale = v_scale.to(tl.pointer_type(tl.uint8))
     return Cache(
         key,
@@ -71,11 +75,11 @@ def open_pages(cache, kv_head, table, CONFIG: tl.constexpr):
         cache.stride_vh,
         k_scale,
         v_scale,
-        cache.stride_ksb // PER_SCALE,
-        cache.stride_ksn // PER_SCALE,
+        cache.stride_ksb // K_PER_SCALE,
+        cache.stride_ksn // K_PER_SCALE,
         cache.stride_ksh,
-        cache.stride_vsb // PER_SCALE,
-        cache.stride_vsn // PER_SCALE,
+        cache.stride_vsb // V_PER_SCALE,
+        cache.stride_vsn // V_PER_SCALE,
         cache.stride_vsh,
     )
 
@@ -199,8 +203,8 @@ def _largest_scale(scales, KIND: tl.constexpr):
 def _weigh(weights, scales, inverse, v, acc, acc_scale, PART: tl.constexpr, CONFIG: tl.constexpr):
     """Add the weighted values of one part to its accumulator."""
     p = weights
-    if CONFIG.PAGE_KIND < PAGE_NVFP4:
-        p = weights * (scale_of_part(scales, PART, CONFIG.PAGE_KIND) * inverse)[None, :]
+    if CONFIG.V_PAGE_KIND < PAGE_NVFP4:
+        p = weights * (scale_of_part(scales, PART, CONFIG.V_PAGE_KIND) * inverse)[None, :]
     return tl.dot(p.to(CONFIG.COMPUTE), v, acc * acc_scale[:, None], input_precision="ieee")
 
 
@@ -210,7 +214,7 @@ def add_parts(
     CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Return the sums of values, and their unit, with those of a tile, by its weights."""
-    KIND: tl.constexpr = CONFIG.PAGE_KIND
+    KIND: tl.constexpr = CONFIG.V_PAGE_KIND
     acc0, acc1, acc2, acc3, unit = sums
     offsets = _token_offsets(blocks, start, cache.stride_vb, cache.stride_vn, CONFIG.VEC_V, CONFIG)
     words = load_words(cache.value, offsets, inside, CONFIG.DV_WORDS, CONFIG.DV_PAD, MASKED)
@@ -242,12 +246,12 @@ def empty_parts(CONFIG: tl.constexpr):
     """Return sums of no values, four parts and their unit. 8-bit formats use two parts."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     WIDTH: tl.constexpr = CONFIG.DV_PAD
-    WIDTH2: tl.constexpr = CONFIG.DV_PAD if CONFIG.PAGE_KIND >= PAGE_INT4 else 1
+    WIDTH2: tl.constexpr = CONFIG.DV_PAD if CONFIG.V_PAGE_KIND >= PAGE_INT4 else 1
     acc0 = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     acc1 = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     acc2 = tl.zeros([BLOCK_M, WIDTH2], tl.float32)
     acc3 = tl.zeros([BLOCK_M, WIDTH2], tl.float32)
-    UNIT: tl.constexpr = 1.0 if CONFIG.PAGE_KIND >= PAGE_NVFP4 else 0.0
+    UNIT: tl.constexpr = 1.0 if CONFIG.V_PAGE_KIND >= PAGE_NVFP4 else 0.0
     unit = tl.full([], UNIT, tl.float32)
     return acc0, acc1, acc2, acc3, unit
 
@@ -256,8 +260,8 @@ def empty_parts(CONFIG: tl.constexpr):
 def _store_part(out, offsets, acc, factor, valid, PART: tl.constexpr, CONFIG: tl.constexpr):
     """Store one part of the outputs, `acc * factor` row by row."""
     lanes = tl.arange(0, CONFIG.DV_PAD)
-    FIRST: tl.constexpr = first_element(PART, CONFIG.DV_WORDS, CONFIG.PAGE_KIND)
-    elements = FIRST + lanes * element_step(CONFIG.PAGE_KIND)
+    FIRST: tl.constexpr = first_element(PART, CONFIG.DV_WORDS, CONFIG.V_PAGE_KIND)
+    elements = FIRST + lanes * element_step(CONFIG.V_PAGE_KIND)
     mask = valid[:, None] & (lanes < CONFIG.DV_WORDS)[None, :]
     x = (acc * factor[:, None]).to(out.dtype.element_ty)
     tl.store(out + offsets[:, None] + elements[None, :], x, mask=mask)
@@ -270,6 +274,6 @@ def store_parts(out, offsets, sums, factor, valid, CONFIG: tl.constexpr):
     factor = factor * unit
     _store_part(out, offsets, acc0, factor, valid, 0, CONFIG)
     _store_part(out, offsets, acc1, factor, valid, 1, CONFIG)
-    if CONFIG.PAGE_KIND >= PAGE_INT4:
+    if CONFIG.V_PAGE_KIND >= PAGE_INT4:
         _store_part(out, offsets, acc2, factor, valid, 2, CONFIG)
         _store_part(out, offsets, acc3, factor, valid, 3, CONFIG)

@@ -1,0 +1,69 @@
+"""The KV formats that an audit compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from attnlib.kv_dtype import PAGE_FORMATS
+
+__all__ = ["AUDIT_FORMATS", "AuditFormat"]
+
+
+@dataclass(frozen=True)
+class AuditFormat:
+    """A format to audit.
+
+    Attributes:
+        label: name in reports.
+        kv_cache_dtype: value of `AttentionSpec.kv_cache_dtype`.
+        scales: "one", "tensor" or "head" for scales outside of the cache: 1, or computed from the
+            keys and values of each call, as `enable_kv_scales_calculation` does; "page" for formats
+            with scales in the page.
+        fp8_queries: whether queries and weights of requests with more than one query token are
+            rounded to e4m3, too (`AttentionSpec.allow_fp8_queries`, M19).
+        value_cache_dtype, kv_rotation: as in `AttentionSpec`.
+    """
+
+    label: str
+    kv_cache_dtype: str
+    scales: str = "page"
+    fp8_queries: bool = False
+    value_cache_dtype: str | None = None
+    kv_rotation: str | None = None
+
+    @property
+    def spec_fields(self) -> dict[str, Any]:
+        """The fields of a spec that say how a cache stores heads."""
+        return {
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "value_cache_dtype": self.value_cache_dtype,
+            "kv_rotation": self.kv_rotation,
+        }
+
+
+def _rotated(key: str, value: str | None = None) -> AuditFormat:
+    """A format with rotated heads, and another one for values."""
+    label = f"{key}, rotated" if value is None else f"{key}, {value} values, rotated"
+    return AuditFormat(label, key, value_cache_dtype=value, kv_rotation="hadamard")
+
+
+_BY_SIDE = ("int8_per_token_head", "int4_per_group", "nvfp4")
+
+AUDIT_FORMATS: tuple[AuditFormat, ...] = (
+    AuditFormat("bfloat16", "bfloat16", "one"),
+    AuditFormat("fp8_e4m3, scale 1", "fp8_e4m3", "one"),
+    AuditFormat("fp8_e4m3", "fp8_e4m3", "tensor"),
+    AuditFormat("fp8_e4m3 per head", "fp8_e4m3", "head"),
+    AuditFormat("fp8_e4m3, fp8 queries", "fp8_e4m3", "tensor", fp8_queries=True),
+    AuditFormat("fp8_e5m2, scale 1", "fp8_e5m2", "one"),
+    AuditFormat("fp8_e5m2", "fp8_e5m2", "tensor"),
+    *(AuditFormat(name, name) for name in PAGE_FORMATS),
+    *(_rotated(name) for name in PAGE_FORMATS),
+    _rotated("int8_per_token_head", "int4_per_group"),
+    _rotated("int8_per_token_head", "nvfp4"),
+    *(AuditFormat(f"{name}, keys", name, value_cache_dtype="auto") for name in _BY_SIDE),
+    *(AuditFormat(f"{name}, values", "auto", value_cache_dtype=name) for name in _BY_SIDE),
+)
+"""The formats that `audit_call` compares by default. Rows of keys or of values have the other side
+in the dtype of the model."""
