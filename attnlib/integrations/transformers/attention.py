@@ -15,7 +15,7 @@ from torch import nn
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.autocast import as_eager_casts
 from attnlib.integrations.transformers.continuous import attend_continuous
-from attnlib.integrations.transformers.decode_again import DecodeAgain
+from attnlib.integrations.transformers.decode_again import attend_known_decode
 from attnlib.integrations.transformers.dense import dense_weights
 from attnlib.integrations.transformers.described_mask import known_step, read_mask
 from attnlib.integrations.transformers.inference_only import InferenceOnly
@@ -73,15 +73,15 @@ def attnlib_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if is_compiled():
         return _in_graph(module, query, key, value, attention_mask, dropout, scaling, kwargs)
-    refuse_export()
     if not dropout and not torch.is_grad_enabled() and (known := known_step(attention_mask)):
-        decode: DecodeAgain | None = known.plans.get("decode again")
-        if decode is not None:
-            again = decode.attend(query, key, value, scale, kwargs)
-        else:
+        again = None
+        if query.is_cpu:
+            again = attend_known_decode(query, key, value, known, scale, kwargs)
+        if again is None:
             again = attend_again(module, query, key, value, known, scale, kwargs)
         if again is not None:
             return again, None
+    refuse_export()
     _refuse(module, (query, key, value), dropout, kwargs)
     if kwargs.get("attnlib_step") is not None:
         query, key, value = as_eager_casts(query, key, value)

@@ -1,26 +1,34 @@
-"""Decodes on a CPU, layers of a step after the first one.
+"""Decodes on a CPU whose plan is known: later layers of a step, and the steps after it.
 
 A forward reads all weights between two layers, so that the code and the objects of a call come from
 memory again: each function that a call enters takes several times as long as in a loop. The first
 layer of a step leaves what it has found with the mask of the step. A later layer compares its
-tensors and arguments with those, and calls the operator.
+tensors and arguments with those, and calls the operator. So does the first layer of the next step,
+which reads the padding of its own mask.
 """
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from attnlib.instrumentation import OBSERVERS
+from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY
+from attnlib.integrations.transformers.decode_spans import Spans, attend_spans, visible_spans
 from attnlib.integrations.transformers.growing_cache import adopt
-from attnlib.integrations.transformers.layers import Call
+from attnlib.integrations.transformers.layers import Call, is_transient
+from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.integrations.transformers.recorded_weights import weights_are_recorded
 from attnlib.integrations.transformers.step_mask import StepMask
+from attnlib.selection.current import selection_state
 
-__all__ = ["DecodeAgain", "keep_decode"]
+__all__ = ["DecodeAgain", "attend_known_decode", "keep_decode"]
 
 _PLAN = "decode again"
+_MAX_PATTERNS = 8
+"""Patterns of one thread whose last decode is kept."""
 _ABSENT = (
     "attnlib_step",
     "write_index",
@@ -28,32 +36,70 @@ _ABSENT = (
     "position_bias",
     "indices",
     "block_indices",
-    "s_aux",
-    "sinks",
-    "softcap",
 )
 """Arguments with which a call is not repeated."""
-_attend = torch.nn.functional.scaled_dot_product_attention
+_SINKS = ("s_aux", "sinks")
+
+_local = threading.local()
+
+
+@dataclass(frozen=True, eq=False)
+class _Facts:
+    """What a decode has in common with the next step. It holds no tensor.
+
+    Attributes:
+        query: shape of the query.
+        sizes: sizes of keys and values besides their tokens.
+        dtype, scale, soft_cap, sinks: of the call; `sinks` is the name of the argument.
+        names: of the further arguments.
+        absent: those among them with which a call is not repeated.
+        pattern: of the mask.
+        selection: state of the selection that chose the torch backend.
+    """
+
+    query: torch.Size
+    sizes: tuple[Any, ...]
+    dtype: torch.dtype
+    scale: float
+    soft_cap: float | None
+    sinks: str | None
+    names: frozenset[str]
+    absent: tuple[str, ...]
+    pattern: Pattern
+    selection: tuple[Any, ...]
 
 
 class DecodeAgain:
-    """What a decode of a step has found: all rows see the keys from `start` to `end`.
+    """What a decode of a step has found.
 
     Args:
-        call: the attention call.
-        kwargs: further arguments of it.
-        start, end: the keys.
+        facts: see `_Facts`.
+        key, value: shapes of keys and values.
+        spans: the keys that the rows see.
     """
 
-    __slots__ = ("dtype", "keys", "names", "rows", "scale", "shapes", "whole")
+    __slots__ = ("facts", "key", "spans", "value")
 
-    def __init__(self, call: Call, kwargs: dict[str, Any], start: int, end: int) -> None:
-        query, key, value = call.query, call.key, call.value
-        self.shapes = query.shape, key.shape, value.shape
-        self.dtype, self.scale, self.names = query.dtype, call.scale, set(kwargs)
-        self.keys, self.whole = slice(start, end), start == 0 and end == key.shape[2]
-        group = query.shape[1] // key.shape[1]
-        self.rows = (query.shape[0], key.shape[1], group, query.shape[3])
+    def __init__(self, facts: _Facts, key: torch.Size, value: torch.Size, spans: Spans) -> None:
+        self.facts, self.key, self.value, self.spans = facts, key, value, spans
+
+    @classmethod
+    def of(cls, call: Call, kwargs: dict[str, Any], pattern: Pattern, spans: Spans) -> DecodeAgain:
+        """What a call has found under a mask."""
+        name = next((name for name in _SINKS if kwargs.get(name) is not None), None)
+        facts = _Facts(
+            call.query.shape,
+            _sizes(call.key, call.value),
+            call.query.dtype,
+            call.scale,
+            call.soft_cap,
+            name,
+            frozenset(kwargs),
+            tuple(given for given in (*_ABSENT, *_SINKS) if given in kwargs and given != name),
+            pattern,
+            selection_state(),
+        )
+        return cls(facts, call.key.shape, call.value.shape, spans)
 
     def attend(
         self,
@@ -64,35 +110,94 @@ class DecodeAgain:
         kwargs: dict[str, Any],
     ) -> torch.Tensor | None:
         """Attention of another layer of the step, `[B, 1, Hq, D]`; None for a call that differs."""
-        if (query.shape, key.shape, value.shape) != self.shapes or scale != self.scale:
+        facts = self.facts
+        if query.shape != facts.query or key.shape != self.key or value.shape != self.value:
             return None
-        if not query.dtype == key.dtype == value.dtype == self.dtype or kwargs.keys() != self.names:
+        dtype = facts.dtype
+        if query.dtype != dtype or key.dtype != dtype or value.dtype != dtype:
             return None
-        for name in _ABSENT:
-            if name in self.names and kwargs[name] is not None:
+        if scale != facts.scale or kwargs.keys() != facts.names or OBSERVERS:
+            return None
+        for name in facts.absent:
+            if kwargs[name] is not None:
                 return None
-        if key.stride(3) != 1 or value.stride(3) != 1 or OBSERVERS:
+        if kwargs.get("softcap") != facts.soft_cap or torch.is_autocast_enabled("cpu"):
             return None
-        if torch.is_autocast_enabled("cpu"):
+        if key.stride(3) != 1 or value.stride(3) != 1:
+            return None
+        sinks = None if facts.sinks is None else kwargs[facts.sinks]
+        if facts.sinks is not None and (sinks is None or sinks.numel() != query.shape[1]):
             return None
         adopt(key, value)
-        if not self.whole:
-            key, value = key[:, :, self.keys], value[:, :, self.keys]
-        rows = query.reshape(self.rows)
-        out = _attend(rows, key, value, scale=scale)
-        return out.reshape(query.shape[0], 1, query.shape[1], query.shape[3])
+        return attend_spans(query, key, value, self.spans, scale, facts.soft_cap, sinks)
 
 
-def keep_decode(step: StepMask, call: Call, kwargs: dict[str, Any], start: int, end: int) -> None:
-    """Keep what a decode has found, for the other layers of its step.
+def attend_known_decode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    step: StepMask,
+    scale: float,
+    kwargs: dict[str, Any],
+) -> torch.Tensor | None:
+    """Attention as an earlier layer of the step, or the step before, has computed it.
 
     Args:
-        step: the mask.
-        call, kwargs: the attention call; one with a soft cap, sinks or weights is not repeated.
-        start, end: the keys that all rows see.
+        query, key, value, kwargs: as in `attnlib_attention`.
+        step: the mask of the step.
+        scale: softmax scale.
+
+    Returns:
+        `[B, 1, Hq, D]`, or None for a call that is not known.
     """
-    if _PLAN in step.plans or step.is_reused or call.soft_cap is not None or call.sinks is not None:
+    found: DecodeAgain | None = step.plans.get(_PLAN)
+    if found is not None:
+        return found.attend(query, key, value, scale, kwargs)
+    found = _continued(query, key, value, step, kwargs)
+    if found is None:
+        return None
+    out = found.attend(query, key, value, scale, kwargs)
+    if out is not None:
+        keep_decode(step, found)
+    return out
+
+
+def keep_decode(step: StepMask, found: DecodeAgain) -> None:
+    """Keep what a decode has found, for the other layers of its step and for the next step."""
+    if _PLAN in step.plans or torch.is_autocast_enabled("cpu"):
         return
-    if weights_are_recorded(kwargs) or torch.is_autocast_enabled("cpu"):
-        return
-    step.plans[_PLAN] = DecodeAgain(call, kwargs, start, end)
+    step.plans[_PLAN] = found
+    last: dict[Pattern, _Facts] = _local.__dict__.setdefault("last", {})
+    pattern = found.facts.pattern
+    if len(last) >= _MAX_PATTERNS and pattern not in last:
+        last.clear()
+    last[pattern] = found.facts
+
+
+def _continued(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    step: StepMask,
+    kwargs: dict[str, Any],
+) -> DecodeAgain | None:
+    """The decode of the step before, over the keys that this one sees; None if it is another."""
+    pattern = step.pattern
+    if step.q_length != 1 or step.is_reused or pattern is None or is_transient():
+        return None
+    if pattern.segments is not None or pattern.spans is not None:
+        return None
+    last: _Facts | None = getattr(_local, "last", {}).get(pattern)
+    if last is None or query.shape != last.query or last.sizes != _sizes(key, value):
+        return None
+    if VALIDATE_KEY in ENVIRONMENT or selection_state() != last.selection:
+        return None
+    if weights_are_recorded(kwargs):
+        return None
+    step.check(query, key)
+    spans = visible_spans(step)
+    return None if spans is None else DecodeAgain(last, key.shape, value.shape, spans)
+
+
+def _sizes(key: torch.Tensor, value: torch.Tensor) -> tuple[Any, ...]:
+    return key.shape[:2], key.shape[3], value.shape[:2], value.shape[3]

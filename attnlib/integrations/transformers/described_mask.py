@@ -35,7 +35,7 @@ def read_mask(mask: torch.Tensor | None) -> StepMask | torch.Tensor | None:
 def known_step(mask: torch.Tensor | None) -> StepMask | None:
     """The `StepMask` of an unmodified `MaskTensor` or described tensor; None for all else."""
     if type(mask) is MaskTensor:
-        return mask.step if mask.modified() is None else None
+        return mask.step if mask._cached is None or mask.modified() is None else None
     step: StepMask | None
     step, writes = getattr(mask, _DESCRIPTION, (None, 0))
     return None if step is None or mask is None or tensor_writes(mask) != writes else step

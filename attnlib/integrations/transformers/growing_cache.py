@@ -46,6 +46,9 @@ class _Buffers:
 
     Attributes:
         keys, values: the memory.
+        targets: the same memory, with version counters of its own: views that autograd has saved do
+            not change with a write.
+        places: (address, strides) of keys and values.
         views: what the layer handed out last.
         fits: whether states have the layout of those that were appended last.
         append_row: writes one token of this layout in one launch; None where torch copies.
@@ -53,6 +56,8 @@ class _Buffers:
 
     keys: torch.Tensor
     values: torch.Tensor
+    targets: tuple[torch.Tensor, torch.Tensor]
+    places: tuple[Any, Any]
     views: tuple[Any, Any] = (None, None)
     fits: Callable[..., bool] | None = None
     append_row: RowAppend | None = None
@@ -71,20 +76,18 @@ class _Buffers:
             used = given.shape[2]
             buffer.narrow(2, 0, used).copy_(given)
             buffer.narrow(2, used, capacity - used).zero_()  # a pickled view contains it
-        return cls(made[0], made[1])
+        keys, values = made
+        places = (keys.data_ptr(), keys.stride()), (values.data_ptr(), values.stride())
+        return cls(keys, values, (keys.data, values.data), places)
 
     def hold(self, layer: Any) -> bool:
         """Whether the layer has what it handed out last: the same tensors, over the same memory.
         Not after a crop or a restored copy, behind which others may have kept longer views."""
         keys, values = self.views
-        return (
-            layer.keys is keys
-            and layer.values is values
-            and keys.data_ptr() == self.keys.data_ptr()
-            and values.data_ptr() == self.values.data_ptr()
-            and keys.stride() == self.keys.stride()
-            and values.stride() == self.values.stride()
-        )
+        if layer.keys is not keys or layer.values is not values:
+            return False
+        places = (keys.data_ptr(), keys.stride()), (values.data_ptr(), values.stride())
+        return places == self.places
 
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Write states behind the views of the layer."""
@@ -92,9 +95,9 @@ class _Buffers:
         if self.append_row is not None:
             self.append_row.run(key_states, value_states, begin)
             return
-        for buffer, new in ((self.keys, key_states), (self.values, value_states)):
-            # `data` has a version counter of its own: views that autograd has saved do not change.
-            buffer.data.narrow(2, begin, added).copy_(new)
+        keys, values = self.targets
+        keys.narrow(2, begin, added).copy_(key_states)
+        values.narrow(2, begin, added).copy_(value_states)
 
     def take(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
         """Whether these states can be appended."""

@@ -9,7 +9,7 @@ import torch
 
 import attnlib
 from attnlib.instrumentation import OBSERVERS
-from attnlib.integrations.transformers import plain
+from attnlib.integrations.transformers import attention, plain
 from tests.integrations.tiny_models import decoder, generated, llama4, padded, prompts
 
 
@@ -26,7 +26,15 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             found.append(out is not None)
         return out
 
+    def repeated(*args: Any) -> torch.Tensor | None:
+        out = known(*args)
+        if out is not None:
+            found.append(True)
+        return out
+
+    known = attention.attend_known_decode
     monkeypatch.setattr(plain, "attend_decode", recording)
+    monkeypatch.setattr(attention, "attend_known_decode", repeated)
     return found
 
 

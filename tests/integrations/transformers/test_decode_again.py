@@ -1,4 +1,4 @@
-"""Decodes on a CPU: layers of a step after the first one call the operator."""
+"""Decodes on a CPU: the layers after the first one call the operator, also in the next steps."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+import attnlib
 from attnlib.instrumentation import OBSERVERS
-from attnlib.integrations.transformers import decode, plain
+from attnlib.integrations.transformers import decode, decode_again, plain
 from attnlib.integrations.transformers.decode_again import DecodeAgain
+from attnlib.integrations.transformers.decode_spans import Spans
 from attnlib.integrations.transformers.layers import Call
+from attnlib.integrations.transformers.patterns import Pattern
 from tests.integrations.tiny_models import decoder, generated, padded, prompts
 
 
@@ -24,17 +27,34 @@ def states(**changes: Any) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(sizes["dtype"]) for tensor in made)
 
 
-def made(start: int, kwargs: dict[str, Any]) -> DecodeAgain:
-    call = Call(torch.nn.Identity(), *states(), 0.3, None, None, None, True)
-    return DecodeAgain(call, kwargs, start, 9)
+def made(kwargs: dict[str, Any], starts: tuple[int, int] = (0, 0)) -> DecodeAgain:
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    call = Call(torch.nn.Identity(), *states(), 0.3, softcap, sinks, None, True)
+    spans = Spans(starts, 9, starts[0] == starts[1])
+    return DecodeAgain.of(call, kwargs, Pattern(True), spans)
 
 
-@pytest.mark.parametrize("start", [0, 3])
-def test_values(start: int) -> None:
+@pytest.fixture(autouse=True)
+def nothing_is_known() -> None:
+    decode_again._local.__dict__.clear()
+
+
+@pytest.mark.parametrize("starts", [(0, 0), (3, 3), (0, 4)], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "soft cap", "sinks"])
+def test_values(kind: str, starts: tuple[int, int]) -> None:
     query, key, value = states()
-    found = made(start, {}).attend(query, key, value, 0.3, {})
-    key, value = (x[:, :, start:].repeat_interleave(2, 1) for x in (key, value))
-    expected = ((query @ key.mT * 0.3).softmax(-1) @ value).transpose(1, 2)
+    cap, sinks = 0.5, torch.randn(4, generator=torch.Generator().manual_seed(1))
+    kwargs = {"soft cap": {"softcap": cap}, "sinks": {"s_aux": sinks}}.get(kind, {})
+    found = made(kwargs, starts).attend(query, key, value, 0.3, kwargs)
+    key, value = (x.repeat_interleave(2, 1) for x in (key, value))
+    scores = query @ key.mT * 0.3
+    if kind == "soft cap":
+        scores = cap * (scores / cap).tanh()
+    hidden = torch.arange(9) < torch.tensor(starts)[:, None]
+    scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
+    if kind == "sinks":
+        scores = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(2, -1, -1, -1)], -1)
+    expected = (scores.softmax(-1)[..., :9] @ value).transpose(1, 2)
     assert found is not None and float((found - expected).abs().max()) < 1e-6
 
 
@@ -49,6 +69,7 @@ def test_values(start: int) -> None:
         {"kwargs": {"use_cache": True}},
         {"kwargs": {"position_bias": torch.zeros(1)}},
         {"kwargs": {"position_bias": None, "sinks": torch.zeros(4)}},
+        {"kwargs": {"position_bias": None, "softcap": 30.0}},
         {"autocast": True},
         {"observer": True},
     ],
@@ -57,7 +78,7 @@ def test_values(start: int) -> None:
 def test_a_call_that_differs_takes_the_whole_way(change: dict[str, Any]) -> None:
     kwargs = change.get("kwargs", {"position_bias": None})
     sizes = {k: v for k, v in change.items() if k in ("keys", "batch", "size", "dtype")}
-    again = made(0, {"position_bias": None})
+    again = made({"position_bias": None})
     if change.get("observer"):
         OBSERVERS.append(lambda *call: None)
     try:
@@ -68,12 +89,17 @@ def test_a_call_that_differs_takes_the_whole_way(change: dict[str, Any]) -> None
     assert again.attend(*states(), 0.3, {"position_bias": None}) is not None
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-def test_only_the_first_layer_of_a_mask_takes_the_whole_way(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Gemma 3 has two masks, one for each of its two layers."""
-    monkeypatch.setenv("ATTNLIB_VALIDATE", "0")
+@pytest.mark.parametrize("change", [{"s_aux": None}, {"s_aux": torch.zeros(3)}, {}], ids=str)
+def test_sinks_must_be_given_as_before(change: dict[str, Any]) -> None:
+    again = made({"s_aux": torch.zeros(4)})
+    assert again.attend(*states(), 0.3, change) is None
+    assert again.attend(*states(), 0.3, {"s_aux": torch.ones(4)}) is not None
+
+
+@pytest.fixture
+def whole_way(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The masks of single queries whose plan was not known."""
+    monkeypatch.delenv("ATTNLIB_VALIDATE")
     calls: list[Any] = []
     attend = decode.attend_decode
 
@@ -83,7 +109,51 @@ def test_only_the_first_layer_of_a_mask_takes_the_whole_way(
         return attend(call, step, kwargs)
 
     monkeypatch.setattr(plain, "attend_decode", counted)
-    model, batch = decoder(name), padded(prompts(7, 7), "left")
+    return calls
+
+
+@pytest.mark.parametrize("lengths", [(7, 7), (7, 4)], ids=["equal", "padded"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "gpt_oss"])
+def test_only_the_first_decode_of_a_pattern_takes_the_whole_way(
+    name: str, lengths: tuple[int, ...], whole_way: list[Any]
+) -> None:
+    """Models with two masks have one for each of their two layers."""
+    model, batch = decoder(name), padded(prompts(*lengths), "left")
     expected = generated(model, "eager", batch, 10)
     assert torch.equal(generated(model, "attnlib", batch, 10), expected)
-    assert len(calls) == 9 * (2 if name == "gemma3" else 1)
+    assert len(whole_way) == (1 if name in ("llama", "mistral") else 2)
+    static = generated(model, "attnlib", batch, 10, cache_implementation="static")
+    assert torch.equal(static, expected)
+
+
+@pytest.mark.parametrize("change", ["padding", "backend", "validation", "weights", "rows"])
+@torch.no_grad()
+def test_what_changes_between_two_steps_is_noticed(
+    change: str, whole_way: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = decoder("llama"), padded(prompts(7, 7), "left")
+    found = {}
+    for name in ("eager", "attnlib"):
+        model.set_attn_implementation(name)
+        cache, mask = model(**batch, use_cache=True).past_key_values, batch["attention_mask"]
+        logits, ids = [], torch.tensor([[5], [6]])
+        for step in range(4):
+            mask, options = torch.cat([mask, mask.new_ones(len(mask), 1)], 1), {}
+            if step == 2:
+                whole_way.clear()
+                if change == "padding":
+                    mask[0, :3] = 0
+                elif change == "rows":
+                    cache.batch_select_indices(torch.tensor([1]))
+                    mask, ids = mask[1:], ids[1:]
+                elif change == "weights":
+                    options["output_attentions"] = True
+                elif change == "validation":
+                    monkeypatch.setenv("ATTNLIB_VALIDATE", "1")
+            backend = "triton" if change == "backend" and step == 2 else None
+            with attnlib.use_backend(backend):
+                out = model(ids, attention_mask=mask, past_key_values=cache, **options)
+            logits.append(out.logits[-1])
+        found[name] = torch.stack(logits)
+    assert float((found["eager"] - found["attnlib"]).abs().max()) < 1e-4
+    assert bool(whole_way) == (change != "padding")
