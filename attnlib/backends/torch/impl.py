@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class TorchImpl(AttentionImpl):
         if decode is not None:
             rows = slice(0, None if prefill is None else split)
             self._attend(
-                paged_decode,
+                partial(paged_decode, plans=decode.decode_plans),
                 decode,
                 query[rows],
                 cache,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
@@ -14,7 +14,13 @@ __all__ = ["TorchMetadata", "TorchMetadataBuilder"]
 
 @dataclass(kw_only=True)
 class TorchMetadata(PagedMetadata):
-    """The common paged metadata; lengths are read on the host, without synchronization."""
+    """The common paged metadata; lengths are read on the host, without synchronization.
+
+    Attributes:
+        decode_plans: what the layers of the batch share in decodes; see `ops.torch.paged_decode`.
+    """
+
+    decode_plans: dict[Any, Any] = field(default_factory=dict)
 
 
 class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,9 +24,8 @@ from attnlib.ops.torch.mask import score_bias, visible_keys
 from attnlib.ops.torch.paged import PagedInputs, visible_range
 from attnlib.ops.torch.row_terms import score_dtype
 
-__all__ = ["attend_group", "group_requests"]
+__all__ = ["Group", "attend_group", "group_requests"]
 
-# Bytes of K that one thread gathers at a time, and as many of V: sized for a level-2 cache.
 # Factor of that limit when blocks are split by heads: short reads from each block cost more than
 # exceeding the level-2 cache.
 _HEAD_SPLIT_FACTOR = 4
@@ -59,53 +57,64 @@ def group_requests(requests: list[Request], inputs: PagedInputs) -> Iterator[lis
 
 
 def attend_group(
-    requests: list[Request],
+    group: Group,
     inputs: PagedInputs,
     dtype: torch.dtype,
     scratch: Scratch,
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """Write `out` and `lse` for these requests, all of one query length; computes in `dtype`."""
-    group = _Group(requests, inputs)
-    rows = torch.cat(
-        [torch.arange(request.start, request.start + request.query_len) for request in requests]
-    )
-    query = inputs.query[rows].view(len(requests), -1, *inputs.query.shape[1:]).transpose(1, 2)
+    """Write `out` and `lse` for the requests of a group; computes in `dtype`."""
+    rows = group.rows
+    query = inputs.query[rows].view(len(group.requests), -1, *inputs.query.shape[1:])
+    query = query.transpose(1, 2)
     ratio = query.shape[1] // inputs.key_cache.shape[2]
     by_heads = dtype in (torch.float16, torch.bfloat16)
-    splits = [slice(0, group.width)] if by_heads else list(group.block_splits(dtype))
-    head_groups = group.head_groups() if by_heads else [slice(0, inputs.key_cache.shape[2])]
+    splits = [slice(0, group.width)] if by_heads else list(group.block_splits(inputs, dtype))
+    head_groups = group.head_groups(inputs) if by_heads else [slice(0, inputs.key_cache.shape[2])]
     for kv_heads in head_groups:
         heads = slice(kv_heads.start * ratio, kv_heads.stop * ratio)
-        result, logs = group.attend(query[:, heads], kv_heads, heads, splits, dtype, scratch)
+        states = query[:, heads], kv_heads, heads, splits
+        result, logs = group.attend(*states, inputs, dtype, scratch)
         out[rows, heads] = result.transpose(1, 2).flatten(0, 1).to(out.dtype)
         if lse is not None:
             lse[rows, heads] = logs.transpose(1, 2).flatten(0, 1).to(lse.dtype)
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Requests of one query length. Gathered key i of request r has position `offsets[r] + i`."""
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Requests of one query length. Gathered key i of request r has position `offsets[r] + i`.
+
+    Attributes:
+        requests: the requests.
+        rows: `[G * L]` their query tokens.
+        tables: `[G, W]` block ids. Short rows repeat their first block; those copies are masked.
+        ranges: for each request, the half-open range of positions visible to some row.
+        block_size: positions per block.
+        bias: `[G, 1 or Hq, L, S]` over all blocks; None if every row sees every gathered key.
+    """
 
     requests: list[Request]
-    inputs: PagedInputs
+    rows: Tensor
+    tables: Tensor
+    ranges: list[tuple[int, int]]
+    block_size: int
+    bias: Tensor | None = None
 
-    @cached_property
-    def tables(self) -> Tensor:
-        """`[G, W]` block ids. Short rows repeat their first block; those copies are masked."""
-        rows = [self.inputs.blocks(request) for request in self.requests]
-        width = max(row.numel() for row in rows)
+    @classmethod
+    def of(cls, requests: list[Request], inputs: PagedInputs) -> Group:
+        """The group of these requests."""
+        tokens = [torch.arange(request.start, request.rows.stop) for request in requests]
+        blocks = [inputs.blocks(request) for request in requests]
+        width = max(row.numel() for row in blocks)
         padded = (
             row if row.numel() == width else torch.cat([row, row[:1].expand(width - row.numel())])
-            for row in rows
+            for row in blocks
         )
-        return torch.stack(list(padded))
-
-    @cached_property
-    def ranges(self) -> list[tuple[int, int]]:
-        """For each request, the half-open range of positions visible to some row."""
-        return [visible_range(request, self.inputs.params) for request in self.requests]
+        ranges = [visible_range(request, inputs.params) for request in requests]
+        size = inputs.key_cache.shape[1]
+        group = cls(requests, torch.cat(tokens), torch.stack(list(padded)), ranges, size)
+        return replace(group, bias=group.make_bias(inputs))
 
     @property
     def width(self) -> int:
@@ -113,19 +122,14 @@ class _Group:
         return self.tables.shape[1]
 
     @property
-    def block_size(self) -> int:
-        """Positions per block."""
-        return self.inputs.key_cache.shape[1]
-
-    @cached_property
     def offsets(self) -> list[int]:
         """For each request, the position of its first gathered key."""
         return [start // self.block_size * self.block_size for start, _ in self.ranges]
 
-    def head_groups(self) -> Iterator[slice]:
+    def head_groups(self, inputs: PagedInputs) -> Iterator[slice]:
         """KV heads per step: as many as fit the buffer, and enough to give every thread work."""
-        num_kv_heads = self.inputs.key_cache.shape[2]
-        head_bytes = self.tables.numel() * _block_bytes(self.inputs) // num_kv_heads
+        num_kv_heads = inputs.key_cache.shape[2]
+        head_bytes = self.tables.numel() * _block_bytes(inputs) // num_kv_heads
         step = max(
             _HEAD_SPLIT_FACTOR * _gather_bytes() // head_bytes,
             -(-torch.get_num_threads() // len(self.requests)),
@@ -133,10 +137,10 @@ class _Group:
         for head in range(0, num_kv_heads, step):
             yield slice(head, min(head + step, num_kv_heads))
 
-    def block_splits(self, dtype: torch.dtype) -> Iterator[slice]:
+    def block_splits(self, inputs: PagedInputs, dtype: torch.dtype) -> Iterator[slice]:
         """Blocks per step: as many as fit the buffer once they are converted to `dtype`."""
-        element_size = self.inputs.key_cache.element_size()
-        block_bytes = _block_bytes(self.inputs) // element_size * dtype.itemsize
+        element_size = inputs.key_cache.element_size()
+        block_bytes = _block_bytes(inputs) // element_size * dtype.itemsize
         step = max(1, _gather_bytes() // (block_bytes * len(self.requests)))
         for block in range(0, self.width, step):
             yield slice(block, min(block + step, self.width))
@@ -147,6 +151,7 @@ class _Group:
         kv_heads: slice,
         heads: slice,
         splits: list[slice],
+        inputs: PagedInputs,
         dtype: torch.dtype,
         scratch: Scratch,
     ) -> tuple[Tensor, Tensor]:
@@ -158,7 +163,7 @@ class _Group:
         Returns:
             Output `[G, H, L, Dv]` and LSE `[G, H, L]`.
         """
-        inputs, params, bias = self.inputs, self.inputs.params, self.bias
+        params, bias = inputs.params, self.bias
         if bias is not None and bias.shape[1] > 1:
             bias = bias[:, heads]
         caches = [cache[:, :, kv_heads] for cache in (inputs.key_cache, inputs.value_cache)]
@@ -199,11 +204,10 @@ class _Group:
                 found.append((member, slice(max(last, 0), None)))
         return found
 
-    @cached_property
-    def bias(self) -> Tensor | None:
+    def make_bias(self, inputs: PagedInputs) -> Tensor | None:
         """`[G, 1 or Hq, L, S]` over all blocks; None if every row sees every gathered key."""
         num_keys, query_len = self.width * self.block_size, self.requests[0].query_len
-        params = self.inputs.params
+        params = inputs.params
         spans = zip(self.ranges, self.offsets, strict=True)
         filled = all((start, end) == (offset, offset + num_keys) for (start, end), offset in spans)
         has_bias = params.alibi_slopes is not None or params.query_bias is not None
@@ -218,7 +222,7 @@ class _Group:
         query_bias = params.query_bias
         if query_bias is not None:
             query_bias = self._bias_over_keys(query_bias, num_keys)
-        dtype = score_dtype(self.inputs.query)
+        dtype = score_dtype(inputs.query)
         return score_bias(positions, keys, visible, params, query_bias, dtype)
 
     def _bias_over_keys(self, query_bias: Tensor, num_keys: int) -> Tensor:

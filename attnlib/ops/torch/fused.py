@@ -77,7 +77,7 @@ class FusedQuery:
             self._bias = _stacked_bias(bias, num_kv_heads, self.group)
 
     def attend(
-        self, key: Tensor, value: Tensor, keys: slice = slice(None)
+        self, key: Tensor, value: Tensor, keys: slice = slice(None), member: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Attention over one split; pass the results to `combine`.
 
@@ -85,14 +85,22 @@ class FusedQuery:
             key: `[B, Hkv, S, D]` as stored, S >= 1, finite.
             value: `[B, Hkv, S, Dv]`, likewise.
             keys: the columns of the bias that belong to the split.
+            member: the element of the batch whose keys these are, B = 1; None for all. Without a
+                bias only.
         """
-        key = _padded(key.to(self.dtype), self.padded_size)
-        value = _padded(value.to(self.dtype), self.padded_size)
+        key, value = (
+            x if (x.dtype, x.shape[3]) == (self.dtype, self.padded_size) else self._as_computed(x)
+            for x in (key, value)
+        )
         bias = None if self._bias is None else self._bias[..., keys]
+        rows = self._rows if member is None else self._rows[member : member + 1]
         result: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            self._rows, key, value, 0.0, self.square_causal, attn_mask=bias, scale=self.scale
+            rows, key, value, 0.0, self.square_causal, attn_mask=bias, scale=self.scale
         )
         return result
+
+    def _as_computed(self, states: Tensor) -> Tensor:
+        return _padded(states.to(self.dtype), self.padded_size)
 
     def combine(
         self, splits: list[tuple[Tensor, Tensor]], keys: list[slice]

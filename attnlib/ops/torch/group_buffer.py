@@ -10,6 +10,7 @@ from attnlib.ops.torch.paged import PagedInputs
 
 __all__ = ["GroupBuffer"]
 
+# Bytes of K that one thread gathers at a time, and as many of V: sized for a level-2 cache.
 _GATHER_BYTES = 1 << 19
 
 

@@ -1,29 +1,29 @@
 """Attention of many short queries over the paged cache.
 
-A decode on a CPU is bound by reading K and V once. Requests of similar length go to fused attention
-together (see `decode_group`); a request whose blocks are consecutive in memory is read in place.
-Requests that fused attention does not support are computed as in `paged_prefill`.
+A decode on a CPU is bound by reading K and V once. Requests whose keys lie in a few runs of
+consecutive blocks are read in place (`decode_runs`); others of similar length are gathered, and go
+to fused attention together (`decode_group`). Requests that fused attention does not support are
+computed as in `paged_prefill`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnlib.ops.autocast import without_autocast
 from attnlib.ops.params import AttentionParams
-from attnlib.ops.torch.batch import Request, clear_tail, list_requests, on_host
-from attnlib.ops.torch.decode_group import attend_group, group_requests
-from attnlib.ops.torch.fused import can_fuse
-from attnlib.ops.torch.gather import Scratch, consecutive_blocks
+from attnlib.ops.torch.batch import clear_tail, on_host
+from attnlib.ops.torch.decode_group import attend_group
+from attnlib.ops.torch.decode_plan import DecodePlan, plan_of
+from attnlib.ops.torch.gather import Scratch
 from attnlib.ops.torch.page_formats import gather_pages
-from attnlib.ops.torch.paged import PagedInputs, attend_paged, visible_range
+from attnlib.ops.torch.paged import PagedInputs, attend_paged
 from attnlib.ops.torch.quant import compute_dtype
 
 __all__ = ["paged_decode"]
-
-# Largest query length that is batched; longer queries keep the fused kernel busy on their own.
-_MAX_BATCHED_QUERY_LEN = 8
 
 
 @torch.no_grad()
@@ -48,41 +48,28 @@ def paged_decode(
     workspace: Tensor | None = None,
     counters: Tensor | None = None,
     kernels: str = "auto",
+    plans: dict[Any, DecodePlan] | None = None,
 ) -> None:
     """Compute what `paged_prefill` computes, faster for queries of a few tokens on a CPU.
 
     Args:
         num_splits: ignored; see `attnlib.ops.triton.paged_decode`.
         workspace: ignored; likewise.
+        plans: what calls over this batch have prepared, for those of other layers; added to.
 
     The other arguments are those of `paged_prefill`.
     """
     starts, lengths = on_host(query_start_loc, query_start_loc_cpu), on_host(seq_lens, seq_lens_cpu)
     cache = gather_pages(key_cache, value_cache, block_table, lengths, params)
-    key_cache, value_cache, block_table, params = cache
-    inputs = PagedInputs(query, key_cache, value_cache, block_table, params)
-    dtype = compute_dtype(query, key_cache, inputs.k_factor, inputs.v_factor)
-    batchable: list[Request] = []
-    others = list_requests(starts, lengths, params.causal)
-    if not batch_invariant and can_fuse(query.device, dtype, params):
-        batchable = [request for request in others if _is_batchable(request, inputs)]
-        batched = {request.index for request in batchable}
-        others = [request for request in others if request.index not in batched]
-    attend_paged(others, inputs, out, lse, batch_invariant)
+    if cache[2] is not block_table:
+        plans = None
+    inputs = PagedInputs(query, *cache)
+    dtype = compute_dtype(query, inputs.key_cache, inputs.k_factor, inputs.v_factor)
+    plan = plan_of(inputs, starts, lengths, dtype, batch_invariant, plans)
+    attend_paged(plan.others, inputs, out, lse, batch_invariant)
+    if plan.runs is not None:
+        plan.runs.attend(inputs, dtype, out, lse)
     scratch = Scratch(query.device)
-    for group in group_requests(batchable, inputs):
+    for group in plan.groups:
         attend_group(group, inputs, dtype, scratch, out, lse)
     clear_tail(out, lse, starts)
-
-
-def _is_batchable(request: Request, inputs: PagedInputs) -> bool:
-    """Whether the query is short, sees at least one key, and its blocks are not consecutive."""
-    start, end = visible_range(request, inputs.params)
-    too_long = request.query_len > _MAX_BATCHED_QUERY_LEN
-    if too_long or request.first_position < 0 or end <= start:
-        return False
-    blocks = inputs.blocks(request)
-    return (
-        consecutive_blocks(inputs.key_cache, blocks) is None
-        or consecutive_blocks(inputs.value_cache, blocks) is None
-    )
