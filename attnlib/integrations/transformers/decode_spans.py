@@ -67,26 +67,33 @@ def attend_spans(
     batch, heads, _, size = query.shape
     # Query heads that share a KV head are rows of one product, so that keys are read once.
     rows = query.reshape(batch, key.shape[1], -1, size)
-    fused = soft_cap is None and sinks is None
     if spans.uniform:
         if spans.starts[0] != 0 or spans.end != key.shape[2]:
             start, count = spans.starts[0], spans.end - spans.starts[0]
             key, value = key.narrow(2, start, count), value.narrow(2, start, count)
-        if fused:
-            out = _attend(rows, key, value, scale=scale)
-        else:
-            out = _by_scores(rows, key, value, scale, soft_cap, sinks)
+        out = _attend_all(rows, key, value, scale, soft_cap, sinks)
     else:
         outputs = []
         for row, start in enumerate(spans.starts):
-            own = slice(row, row + 1)
-            states = (rows[own], *(x[own, :, start : spans.end] for x in (key, value)))
-            if fused:
-                outputs.append(_attend(*states, scale=scale))
-            else:
-                outputs.append(_by_scores(*states, scale, soft_cap, sinks))
+            own, keys = slice(row, row + 1), slice(start, spans.end)
+            own_keys, own_values = key[own, :, keys], value[own, :, keys]
+            outputs.append(_attend_all(rows[own], own_keys, own_values, scale, soft_cap, sinks))
         out = torch.cat(outputs)
     return out.reshape(batch, 1, heads, size)
+
+
+def _attend_all(
+    rows: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of `[B, Hkv, G, D]` rows that see all of these keys."""
+    if soft_cap is None and sinks is None:
+        return _attend(rows, key, value, scale=scale)
+    return _by_scores(rows, key, value, scale, soft_cap, sinks)
 
 
 def _by_scores(

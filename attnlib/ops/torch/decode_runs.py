@@ -25,11 +25,11 @@ _SHORT = (torch.float16, torch.bfloat16)
 
 
 class _Run(NamedTuple):
-    """Adjacent keys: `count` of them, from a slot of a block on."""
+    """Adjacent keys: `num_keys` of them, from a slot of a block on."""
 
     block: int
     slot: int
-    count: int
+    num_keys: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +50,11 @@ class Runs:
         self, inputs: PagedInputs, dtype: torch.dtype, out: Tensor, lse: Tensor | None
     ) -> None:
         """Write `out` and `lse` of these requests; computes in `dtype`."""
-        caches = inputs.key_cache, inputs.value_cache
+        keys, values = inputs.key_cache, inputs.value_cache
         query = FusedQuery(
             inputs.query[self.rows].unsqueeze(2),
-            caches[0].shape[2],
-            caches[1].shape[3],
+            keys.shape[2],
+            values.shape[3],
             None,
             inputs.params,
             inputs.k_factor,
@@ -64,7 +64,7 @@ class Runs:
         states = []
         for place in range(len(self.runs[0])):
             found = [
-                query.attend(*(_view(cache, runs[place]) for cache in caches), member=member)
+                query.attend(_view(keys, runs[place]), _view(values, runs[place]), member=member)
                 for member, runs in enumerate(self.runs)
                 if place < len(runs)
             ]
@@ -144,5 +144,5 @@ def _view(cache: Tensor, run: _Run) -> Tensor:
     """The keys or values of a run, `[1, Hkv, S, D]`."""
     per_block, per_slot, per_head, element = cache.stride()
     begin = cache.storage_offset() + run.block * per_block + run.slot * per_slot
-    shape = (1, cache.shape[2], run.count, cache.shape[3])
+    shape = (1, cache.shape[2], run.num_keys, cache.shape[3])
     return cache.as_strided(shape, (0, per_head, per_slot, element), begin)
