@@ -66,10 +66,14 @@ def _demo(options: argparse.Namespace, device: torch.device) -> int:
         num_blocks=num_blocks,
         block_size=options.block_size,
         backend=options.backend,
+        num_slots=options.max_num_reqs,
     )
     budget = options.token_budget or (48 if options.tiny else 128)
     scheduler = Scheduler(
-        BlockAllocator(num_blocks, options.block_size), budget, options.max_num_reqs
+        BlockAllocator(num_blocks, options.block_size),
+        budget,
+        options.max_num_reqs,
+        reuse_prefixes=not paged.states.modules,
     )
     if not options.json:
         _introduce(demo_model, requests, num_blocks, options, device)
@@ -139,6 +143,8 @@ def _tight_cache(requests: list[Request], block_size: int) -> int:
 def _selection(demo_model: DemoModel, options: argparse.Namespace, device: torch.device) -> str:
     """The selection for each kind of layer in the config of the model, as text."""
     model = demo_model.model
+    if not getattr(model.config.get_text_config(), "num_attention_heads", None):
+        return "no attention layers: state layers only"
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         specs = specs_from_config(

@@ -30,6 +30,7 @@ class Request:
         num_computed: number of tokens whose keys and values are in the cache.
         num_reused: number of tokens whose keys and values another request computed.
         was_preempted: its blocks were taken; later hits in the cache may be its own.
+        slot: its place among the running requests, for the states of state layers; -1 for none.
     """
 
     index: int
@@ -41,6 +42,7 @@ class Request:
     num_computed: int = 0
     num_reused: int = 0
     was_preempted: bool = False
+    slot: int = -1
 
     @property
     def tokens(self) -> list[int]:
@@ -81,10 +83,20 @@ class Scheduler:
         allocator: the blocks.
         token_budget: maximum number of tokens of one step.
         max_num_reqs: maximum number of running requests.
+        reuse_prefixes: take the blocks of a prefix that another request has computed. Not for
+            models with state layers: the keys of a prefix are of no use without its states.
     """
 
-    def __init__(self, allocator: BlockAllocator, token_budget: int, max_num_reqs: int) -> None:
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        token_budget: int,
+        max_num_reqs: int,
+        reuse_prefixes: bool = True,
+    ) -> None:
         self.allocator = allocator
+        self.reuse_prefixes = reuse_prefixes
+        self._free_slots = list(range(max_num_reqs))
         self.token_budget = token_budget
         self.max_num_reqs = max_num_reqs
         self.waiting: deque[Request] = deque()
@@ -143,17 +155,17 @@ class Scheduler:
         """Record that a chunk was computed, and the next token if it was sampled."""
         request = chunk.request
         request.num_computed += chunk.count
-        self.allocator.commit(request.tokens[: request.num_computed], request.blocks)
+        if self.reuse_prefixes:
+            self.allocator.commit(request.tokens[: request.num_computed], request.blocks)
         if next_token is not None:
             request.generated.append(next_token)
         if request.is_done:
-            self.running.remove(request)
-            self.allocator.free(request.blocks)
-            request.blocks = []
+            self._release(request)
 
     def _admit(self, budget: int) -> Chunk | None:
         request = self.waiting[0]
-        hit = self.allocator.acquire_prefix(request.tokens)
+        known = request.tokens if self.reuse_prefixes else []
+        hit = self.allocator.acquire_prefix(known)
         request.blocks, request.num_computed = list(hit.block_ids), hit.num_tokens
         count = min(request.num_pending, budget)
         need = self._num_new_blocks(request, count)
@@ -165,6 +177,7 @@ class Scheduler:
             request.num_reused = hit.num_tokens
         request.blocks += self.allocator.allocate(need)
         self.running.append(self.waiting.popleft())
+        request.slot = self._free_slots.pop(0)
         return Chunk(request, request.num_computed, count)
 
     def _grow(self, request: Request, count: int) -> bool:
@@ -183,9 +196,14 @@ class Scheduler:
     def _num_new_blocks(self, request: Request, count: int) -> int:
         return -(-(request.num_computed + count) // self.allocator.block_size) - len(request.blocks)
 
-    def _preempt(self, request: Request) -> None:
+    def _release(self, request: Request) -> None:
         self.running.remove(request)
         self.allocator.free(request.blocks)
-        request.blocks, request.num_computed, request.was_preempted = [], 0, True
+        self._free_slots.append(request.slot)
+        request.blocks, request.slot = [], -1
+
+    def _preempt(self, request: Request) -> None:
+        self._release(request)
+        request.num_computed, request.was_preempted = 0, True
         self.waiting.appendleft(request)
         self.num_preemptions += 1

@@ -76,9 +76,8 @@ def warm_up(paged: PagedModel, scheduler: Scheduler, requests: list[Request]) ->
         for request in requests
     ]
     pool = BlockAllocator(scheduler.allocator.num_blocks, scheduler.allocator.block_size)
-    return serve(
-        paged, Scheduler(pool, scheduler.token_budget, scheduler.max_num_reqs), copies
-    ).seconds
+    limits = (scheduler.token_budget, scheduler.max_num_reqs, scheduler.reuse_prefixes)
+    return serve(paged, Scheduler(pool, *limits), copies).seconds
 
 
 def _run(paged: PagedModel, scheduler: Scheduler, plan: list[Chunk], served: ServingResult) -> None:
@@ -89,6 +88,7 @@ def _run(paged: PagedModel, scheduler: Scheduler, plan: list[Chunk], served: Ser
         block_table=[chunk.request.blocks for chunk in plan],
         block_size=paged.block_size,
         device=device,
+        state_slots=[chunk.request.slot for chunk in plan] if paged.states.modules else None,
     )
     ids = [
         token

@@ -62,7 +62,7 @@ def statistics(paged: PagedModel, requests: list[Request], served: ServingResult
         "cache_mib": paged.cache_bytes / 2**20,
         **latents,
         "preemptions": served.preemptions,
-        "backends": sorted({layer.backend.get_name() for layer, _ in paged.layers()}),
+        "backends": sorted({layer.backend.get_name() for layer in paged.all_layers()}),
     }
 
 

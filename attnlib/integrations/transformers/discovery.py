@@ -15,7 +15,9 @@ from torch import nn
 
 from attnlib.cache.hybrid import HybridKVCache, KVCacheGroup, with_equal_blocks
 from attnlib.cache.storage import PagedKVCache
+from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.layers import layer_name
+from attnlib.integrations.transformers.paged_calls import paged_forward
 from attnlib.integrations.transformers.paged_step import PagedStep
 from attnlib.layer import Attention
 from attnlib.spec import AttentionSpec
@@ -23,7 +25,7 @@ from attnlib.spec import AttentionSpec
 if TYPE_CHECKING:
     from attnlib.integrations.transformers.paged_model import PagedModel
 
-__all__ = ["CreatedLayers", "DiscoveryStep", "FoundLayer", "create_layers"]
+__all__ = ["CreatedLayers", "DiscoveryStep", "FoundLayer", "create_layers", "discover"]
 
 
 class FoundLayer(NamedTuple):
@@ -44,6 +46,8 @@ class FoundLayer(NamedTuple):
 
 class DiscoveryStep(PagedStep):
     """A step that computes no attention: it records what the modules need, in their order."""
+
+    is_discovery = True
 
     def __init__(self, paged: PagedModel) -> None:
         super().__init__(paged, {})
@@ -67,6 +71,26 @@ class DiscoveryStep(PagedStep):
         self.found.append(found)
         self._keys.append((key, found if owner is None else owner))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+@torch.no_grad()
+def discover(paged: PagedModel) -> list[FoundLayer]:
+    """The attention modules of a model, by a forward of one token without attention and states.
+
+    Raises:
+        UnsupportedConfigError: an attention layer did not receive the step.
+    """
+    model: Any = paged.model
+    token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    step = DiscoveryStep(paged)
+    with paged.attached(), paged_forward(model), paged.states.running(step):
+        model(input_ids=token, position_ids=token, use_cache=False, attnlib_step=step)
+    if not step.found:
+        raise UnsupportedConfigError(
+            f"{type(model).__name__}: no attention layer received the step; use generate with "
+            "attn_implementation='attnlib'"
+        )
+    return step.found
 
 
 class CreatedLayers(NamedTuple):

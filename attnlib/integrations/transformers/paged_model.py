@@ -19,7 +19,7 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.cache.hybrid import HybridKVCache, KVCacheGroup
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import UnsupportedConfigError
-from attnlib.integrations.transformers.discovery import DiscoveryStep, create_layers
+from attnlib.integrations.transformers.discovery import create_layers, discover
 from attnlib.integrations.transformers.latents import unexpanded
 from attnlib.integrations.transformers.paged_calls import paged_forward
 from attnlib.integrations.transformers.paged_latents import LatentLayers
@@ -32,8 +32,10 @@ from attnlib.integrations.transformers.shared_layers import (
     needed_rows,
     shared_suffix,
 )
+from attnlib.integrations.transformers.state_mixers import StateMixers
 from attnlib.kv_rotation import KVRotation
 from attnlib.layer import Attention
+from attnlib.layer.state import StateLayer
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionSpec
@@ -65,16 +67,20 @@ class PagedModel:
         hybrid: one pool of blocks for all layers, in which windowed layers keep the tokens of their
             window only: `groups` describes it, a `HybridBlockAllocator` assigns its blocks, and
             each group of a step has a batch of its own. Latents are not supported.
+        num_slots: requests whose recurrent states are held at once, for models with state layers,
+            whose batches name the slot of each request (`state_slots`).
+        max_rollback: tokens of the last step that the next one may take back (T10).
 
     Attributes:
         attention: the layers, caches and builders of its attention modules.
         latents: the modules that cache latents.
+        states: the mixers of state layers, with their slots.
 
     Raises:
         UnsupportedConfigError: `hybrid` and `latents` are both True, or `latents` is True and no
             module has latents that the backend supports, or the model uses the index of a token in
             the packed row as its position, or has layers that select keys by an indexer, have
-            compressed entries or have recurrent states.
+            compressed entries or have other states than those of `state_mixers.SERVED`.
     """
 
     def __init__(
@@ -90,8 +96,11 @@ class PagedModel:
         limits: BatchLimits | None = None,
         latents: bool | None = None,
         hybrid: bool = False,
+        num_slots: int = 16,
+        max_rollback: int = 0,
     ) -> None:
-        refuse_model(model)
+        self.states = StateMixers(model, num_slots, max_rollback, backend)
+        refuse_model(model, serves_states=bool(self.states.modules))
         if hybrid and latents:
             raise UnsupportedConfigError("hybrid=True has no groups of latents: leave them out")
         self.model = model
@@ -118,8 +127,8 @@ class PagedModel:
 
     @property
     def cache_bytes(self) -> int:
-        """Total size of the caches in bytes; a shared cache counts once."""
-        return self.attention.cache_bytes
+        """Total size of the caches and slots in bytes; a shared cache counts once."""
+        return self.attention.cache_bytes + self.states.cache_bytes
 
     @property
     def expanded_cache_bytes(self) -> int:
@@ -131,6 +140,10 @@ class PagedModel:
         """Layers and caches in the order of execution; empty before the first step."""
         return list(self.attention.by_module.values())
 
+    def all_layers(self) -> list[Attention | StateLayer]:
+        """Attention layers, then state layers; empty before the first step."""
+        return [layer for layer, _ in (*self.layers(), *self.states.layers.values())]
+
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Context in which the attention of the model runs on attnlib; restored on exit."""
@@ -139,7 +152,7 @@ class PagedModel:
         before = model.config._attn_implementation
         model.set_attn_implementation(NAME)
         try:
-            with unexpanded(self.latents.modules):
+            with unexpanded(self.latents.modules), self.states.attached():
                 yield
         finally:
             model.set_attn_implementation(before)
@@ -155,7 +168,6 @@ class PagedModel:
         self.prepare()
         return {} if self.pool is None else self.pool.groups
 
-    @torch.no_grad()
     def prepare(self) -> None:
         """Find the layers of a hybrid model, or of one whose layers share keys, by a forward of one
         token without attention, and create their caches. The first step does it otherwise.
@@ -166,24 +178,12 @@ class PagedModel:
         """
         if self._is_prepared:
             return
-        model: Any = self.model
-        token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
-        discovery = DiscoveryStep(self)
-        with self.attached(), paged_forward(model):
-            model(input_ids=token, position_ids=token, use_cache=False, attnlib_step=discovery)
-        if not discovery.found:
-            raise UnsupportedConfigError(
-                f"{type(model).__name__}: no attention layer received the step; use generate with "
-                "attn_implementation='attnlib'"
-            )
-        created = create_layers(
-            discovery.found, self.attention.num_blocks, self.hybrid, token.device
-        )
-        found = self.attention
-        found.by_module, found.groups, found.pool = created
-        shared = {one.module for one in discovery.found if one.producer is not None}
-        modules = [one.module for one in discovery.found]
-        self._shared_layers = shared_suffix(model, modules, shared)
+        found, layers = discover(self), self.attention
+        device = next(self.model.parameters()).device
+        created = create_layers(found, layers.num_blocks, self.hybrid, device)
+        layers.by_module, layers.groups, layers.pool = created
+        shared = {one.module for one in found if one.producer is not None}
+        self._shared_layers = shared_suffix(self.model, [one.module for one in found], shared)
         self._is_prepared = True
 
     @torch.no_grad()
@@ -227,7 +227,7 @@ class PagedModel:
         fewer: Any = nullcontext()
         if needed is not None:
             fewer = computed_for(self._shared_layers, needed.rows, input_ids.shape[0])
-        with paged_forward(self.model), fewer:
+        with paged_forward(self.model), fewer, self.states.running(step):
             out = model(
                 input_ids=input_ids[None],
                 position_ids=position_ids[None],
@@ -235,12 +235,12 @@ class PagedModel:
                 attnlib_step=step,
                 **selected,
             )
-        known = self.attention.by_module
-        if not step.reached or step.reached != set(known):
+        known = {*self.attention.by_module, *self.states.modules}
+        if not step.reached or step.reached != known:
             raise UnsupportedConfigError(
                 f"{type(self.model).__name__}: the step reached {len(step.reached)} of "
-                f"{len(known) or 'its'} attention layers, so the logits would be wrong: use "
-                f"generate with attn_implementation='attnlib'"
+                f"{len(known) or 'its'} attention and state layers, so the logits would be wrong: "
+                f"use generate with attn_implementation='attnlib'"
             )
         logits: torch.Tensor = out.logits[0]
         return logits if needed is None else logits[needed.kept]

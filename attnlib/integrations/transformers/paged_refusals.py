@@ -16,9 +16,10 @@ def shares_keys(module: nn.Module) -> bool:
     return bool(getattr(module, "is_kv_shared_layer", False))
 
 
+_STATES = "states"
 _OUTSIDE_THE_CACHE = {
     **dict.fromkeys(
-        ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"), "states"
+        ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"), _STATES
     ),
     **dict.fromkeys(
         ("indexed_attention", "deepseek_sparse_attention", "minimax_m3_sparse"), "index keys"
@@ -30,14 +31,24 @@ _OUTSIDE_THE_CACHE = {
 """Layer types of transformers, and what these layers keep that a paged KV cache does not hold."""
 
 
-def refuse_model(model: nn.Module) -> None:
+def refuse_model(model: nn.Module, *, serves_states: bool = False) -> None:
+    """Refuse a model that keeps what a step has no place for.
+
+    Args:
+        model: the model.
+        serves_states: its recurrent states are in slots (`StateMixers`).
+
+    Raises:
+        UnsupportedConfigError: names the layers, and what they keep.
+    """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     for kind in getattr(text, "layer_types", None) or ():
-        if kind in _OUTSIDE_THE_CACHE:
+        held = _OUTSIDE_THE_CACHE.get(kind)
+        if held is not None and not (serves_states and held == _STATES):
             raise UnsupportedConfigError(
                 f"{type(model).__name__} has layers of type {kind}, whose "
-                f"{_OUTSIDE_THE_CACHE[kind]} are not in a paged KV cache: use generate with "
+                f"{held} are not in a paged KV cache: use generate with "
                 "attn_implementation='attnlib'"
             )
     if getattr(text, "attn_temperature_tuning", False):

@@ -16,7 +16,9 @@ from attnlib.integrations.transformers.layers import layer_name
 from attnlib.integrations.transformers.shared_layers import NeededRows
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.layer import Attention
+from attnlib.layer.state import StateLayer
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.states import StateMetadata
 from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -52,6 +54,10 @@ class PagedStep:
         batches = (batch,) if isinstance(batch, CommonAttentionMetadata) else batch.values()
         self.is_tree = any(one.query_bias is not None for one in batches)
         self._metadata: dict[LayerGroupKey, Any] = {}
+        self._states: dict[type[AttentionBackend], StateMetadata] = {}
+
+    is_discovery = False
+    """The step computes nothing and shows what the modules need."""
 
     def record(
         self,
@@ -64,6 +70,17 @@ class PagedStep:
         """What stands for the attention of a module in a step that computes none; None in a step
         that does."""
         return None
+
+    def state_metadata(self, layer: StateLayer) -> StateMetadata:
+        """The metadata of this step for state layers; built once per backend."""
+        if layer.backend not in self._states:
+            batch = self.batch
+            one = (
+                batch if isinstance(batch, CommonAttentionMetadata) else next(iter(batch.values()))
+            )
+            builder = layer.backend.make_builder(layer.spec, one.query_start_loc.device)
+            self._states[layer.backend] = builder.build(0, one)
+        return self._states[layer.backend]
 
     def metadata_for(self, layer: Attention, group: str | None = None) -> Any:
         """The metadata of this step for a layer; built once per group of layers.

@@ -1,0 +1,292 @@
+"""Models with state layers in a `PagedModel`: ten families and more, served with attention beside
+them, equal plain forwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from attnlib.cache.allocator import BlockAllocator
+from attnlib.cli.demo.result import check_tokens
+from attnlib.cli.demo.scheduler import Request, Scheduler
+from attnlib.cli.demo.serve import serve
+from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.integrations.transformers.paged_model import PagedModel, PagedStep
+from attnlib.integrations.transformers.state_mixers import SERVED
+from attnlib.metadata.common import CommonAttentionMetadata
+from tests.integrations.tiny_models import VOCABULARY, decoder, prompts
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(hf.models.bamba.modeling_bamba, "mamba2_chunk_scan"),
+    reason="this release of transformers has no functions that mixers call",
+)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_DELTA = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1, 3]}),
+    "falcon_h1": (
+        "FalconH1",
+        {**_MAMBA, "mamba_d_ssm": 128, "num_hidden_layers": 2, "head_dim": 16},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **_MAMBA,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 32,
+            "layer_types": ["mamba", "attention", "mamba", "attention"],
+        },
+    ),
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            **_EXPERTS,
+            "num_key_value_heads": 4,
+            "linear_conv_kernel_dim": 4,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "num_local_experts": 4,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "layer_types": [*["linear_attention"] * 3, "full_attention"],
+        },
+    ),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
+    "mamba2": (
+        "Mamba2",
+        {
+            "num_heads": 8,
+            "head_dim": 16,
+            "state_size": 16,
+            "expand": 2,
+            "n_groups": 2,
+            "num_hidden_layers": 2,
+            "chunk_size": 16,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "hybrid_override_pattern": "M*M-",
+            "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+            "head_dim": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "conv_kernel": 4,
+            "expand": 2,
+            "chunk_size": 16,
+        },
+    ),
+    "olmo_hybrid": ("OlmoHybrid", _DELTA),
+    "qwen3_5_text": ("Qwen3_5Text", {**_DELTA, "head_dim": 16}),
+    "qwen3_next": (
+        "Qwen3Next",
+        {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32, "head_dim": 16},
+    ),
+}
+_FAST = ("kimi_linear", "lfm2", "mamba2", "qwen3_next")
+_MARKED = [
+    name if name in _FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES
+]
+_BY_SWEEP = {"bailing_hybrid", "lfm2_moe", "lfm3", "qwen3_5_moe_text", "zamba2"}
+"""Served types whose tiny models are those of the sweep."""
+
+
+def built(name: str) -> Any:
+    """A model with random weights, so large that its tokens do not tie."""
+    if name in _BY_SWEEP:
+        from tests.integrations.transformers_sweep import tiny
+
+        class_name = hf.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
+        return tiny.build(name, class_name).eval().float()
+    prefix, sizes = FAMILIES[name]
+    torch.manual_seed(0)
+    common = _COMMON
+    if name == "mamba2":
+        common = {
+            key: _COMMON[key]
+            for key in ("vocab_size", "hidden_size", "tie_word_embeddings", "eos_token_id")
+        }
+    config = getattr(hf, prefix + "Config")(**{**common, **sizes})
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "conv" not in key and "A_log" not in key:
+                parameter.mul_(3.0)
+            if not parameter.isfinite().all():
+                parameter.copy_(torch.rand_like(parameter))
+    return model.eval().float()
+
+
+def served(model: Any, backend: str = "torch", new_tokens: int = 8, **kwargs: Any) -> Any:
+    """Prompts of several lengths through chunks, mixed batches and preemptions."""
+    requests = [
+        Request(index, prompt, new_tokens) for index, prompt in enumerate(prompts(19, 3, 40))
+    ]
+    paged = PagedModel(model, num_blocks=14, block_size=4, backend=backend, num_slots=3, **kwargs)
+    scheduler = Scheduler(BlockAllocator(14, 4), 11, 3, reuse_prefixes=False)
+    result = serve(paged, scheduler, requests)
+    assert scheduler.num_preemptions > 0
+    return paged, check_tokens(model, requests, result.logits)
+
+
+def test_every_served_type_is_tested() -> None:
+    assert set(FAMILIES) | _BY_SWEEP == SERVED
+
+
+@pytest.mark.parametrize("name", _MARKED)
+def test_tokens_equal_the_plain_model(name: str) -> None:
+    """Chunked prefill, decodes beside prompts, and requests that start again after preemption in
+    slots that others have used (T14)."""
+    paged, result = served(built(name))
+    assert result.passed and result.tokens == 24, str(result)
+    assert len(paged.states.layers) >= len(paged.states.modules) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(_BY_SWEEP))
+def test_logits_of_other_types(name: str) -> None:
+    if name.removesuffix("_text") not in hf.CONFIG_MAPPING and name not in hf.CONFIG_MAPPING:
+        pytest.skip(f"transformers {hf.__version__} has no {name}")
+    _, result = served(built(name))
+    assert result.passed, str(result)
+
+
+def step(paged: PagedModel, tokens: list[int], first: int, slot: int = 2) -> torch.Tensor:
+    """Logits of tokens that continue a request from position `first`."""
+    end = first + len(tokens)
+    common = CommonAttentionMetadata.from_lengths(
+        [len(tokens)], [end], [list(range(12))], 4, "cpu", state_slots=[slot]
+    )
+    with paged.attached():
+        return paged.step(torch.tensor(tokens), torch.arange(first, end), common)
+
+
+@pytest.mark.parametrize("name", _MARKED)
+def test_drafts_are_taken_back(name: str) -> None:
+    """T10: greedy decoding with drafts of which 0 to 3 are right; transformers has no assisted
+    generation for these models."""
+    model = built(name)
+    (prompt,) = prompts(13, seed=5)
+    paged = PagedModel(
+        model, num_blocks=16, block_size=4, backend="torch", num_slots=3, max_rollback=3
+    )
+    with torch.no_grad():
+        known = list(prompt)
+        for _ in range(12):
+            known.append(int(model(torch.tensor([known]), use_cache=False).logits[0, -1].argmax()))
+    wanted = known[len(prompt) :]
+    tokens = [int(step(paged, prompt, 0)[-1].argmax())]
+    rounds = 0
+    while len(tokens) < len(wanted):
+        ahead = wanted[len(tokens) : len(tokens) + 3]
+        drafts = [*ahead[: rounds % 4], *[(t + 7) % VOCABULARY for t in ahead[rounds % 4 :]]]
+        first = len(prompt) + len(tokens) - 1
+        best = step(paged, [tokens[-1], *drafts], first).argmax(-1).tolist()
+        right = 0
+        while right < len(drafts) and drafts[right] == best[right]:
+            right += 1
+        tokens += best[: right + 1]
+        rounds += 1
+    assert tokens[: len(wanted)] == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
+def test_through_triton(name: str) -> None:
+    pytest.importorskip("triton")
+    _, result = served(built(name), "triton", new_tokens=2)
+    assert result.passed, str(result)
+
+
+def test_functions_are_restored_and_others_keep_theirs() -> None:
+    """Within `attached`, another model of the family runs as before."""
+    model, other = built("lfm2"), built("lfm2")
+    module = hf.models.lfm2.modeling_lfm2
+    before = module.causal_conv1d_fn
+    ids = torch.tensor([prompts(9)[0]])
+    with torch.no_grad():
+        expected = other(ids, use_cache=False).logits
+        paged = PagedModel(model, num_blocks=16, block_size=4, backend="torch")
+        with paged.attached():
+            assert module.causal_conv1d_fn is not before
+            assert torch.equal(other(ids, use_cache=False).logits, expected)
+    assert module.causal_conv1d_fn is before
+
+
+def test_a_step_needs_slots() -> None:
+    paged = PagedModel(built("lfm2"), num_blocks=16, block_size=4, backend="torch")
+    common = CommonAttentionMetadata.from_lengths([2], [2], [[0]], 4, "cpu")
+    with pytest.raises(ContractError, match="state_slots"), paged.attached():
+        paged.step(torch.tensor([3, 4]), torch.arange(2), common)
+
+
+def test_generate_keeps_its_own_states() -> None:
+    """Also within `attached`: only calls in a step are served."""
+    model = built("bamba")
+    paged = PagedModel(model, num_blocks=16, block_size=4, backend="torch")
+    ids = torch.tensor([prompts(9)[0]])
+    with torch.no_grad():
+        expected = model.generate(ids, max_new_tokens=3, do_sample=False)
+        with paged.attached():
+            assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), expected)
+
+
+def test_states_of_transformers_are_refused() -> None:
+    model = built("mamba2")
+    paged = PagedModel(model, num_blocks=16, block_size=4, backend="torch")
+    x = torch.zeros(1, 2, 8, 16)
+    arguments = (x, x[..., 0], x[0, 0, :, 0], x[:, :, :2], x[:, :, :2])
+    with paged.states.attached(), paged.states.running(PagedStep(paged, {})):
+        paged.states._enter(paged.states.modules[0], ())
+        with pytest.raises(UnsupportedConfigError, match="use_cache=False"):
+            hf.models.mamba2.modeling_mamba2.mamba2_chunk_scan(
+                *arguments, dt_softplus=True, initial_states=x
+            )
+
+
+def test_other_recurrences_are_refused() -> None:
+    """Mamba1 calls the same convolution, and a scan that attnlib has not."""
+    model = decoder("llama")
+    model.config.model_type, model.config.layer_types = "jamba", ["mamba", "full_attention"]
+    with pytest.raises(UnsupportedConfigError, match="whose states are not in a paged KV cache"):
+        PagedModel(model, num_blocks=4)
