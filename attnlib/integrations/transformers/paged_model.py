@@ -52,8 +52,8 @@ class PagedModel:
     attention cache latents where the backend supports it, and keys and values of every head
     elsewhere.
 
-    Layers that attend to the keys of earlier layers (Gemma 3n, Gemma 4) have no cache (P8). Where
-    they are the last layers, a step computes them only for the tokens whose logits are returned.
+    Layers that attend to the keys of earlier layers (Gemma 3n, Gemma 4) have no cache (P8). The
+    last of these are computed only for the tokens whose logits are returned.
 
     Args:
         model: a transformers decoder with an attention interface, in evaluation mode.
@@ -79,8 +79,8 @@ class PagedModel:
     Raises:
         UnsupportedConfigError: `hybrid` and `latents` are both True, or `latents` is True and no
             module has latents that the backend supports, or the model uses the index of a token in
-            the packed row as its position, or has layers that select keys by an indexer, have
-            compressed entries or have other states than those of `state_mixers.SERVED`.
+            the packed row as its position, or has layers with an indexer, compressed entries, or
+            states of models that are not in `state_mixers.SERVED`.
     """
 
     def __init__(
@@ -142,7 +142,8 @@ class PagedModel:
 
     def all_layers(self) -> list[Attention | StateLayer]:
         """Attention layers, then state layers; empty before the first step."""
-        return [layer for layer, _ in (*self.layers(), *self.states.layers.values())]
+        states = [layer for layer, _ in self.states.layers.values()]
+        return [*(layer for layer, _ in self.layers()), *states]
 
     @contextmanager
     def attached(self) -> Iterator[None]:

@@ -1,0 +1,177 @@
+"""The functions that mixers of transformers call, over attnlib's state layers (T2 to T6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from attnlib.cache.states import StateCache
+from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.transformers.layers import layer_name
+from attnlib.layer.state import StateLayer
+from attnlib.ops.state_gates import mamba2_gates
+
+if TYPE_CHECKING:
+    from attnlib.integrations.transformers.paged_step import PagedStep
+
+__all__ = ["FUNCTIONS", "MixerCall"]
+
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", None: None}
+
+
+class LayerSource(Protocol):
+    """Where the layers of mixers are (`StateMixers`)."""
+
+    def layer_of(
+        self,
+        mixer: nn.Module,
+        part: str,
+        fields: dict[str, Any],
+        tensors: dict[str, torch.Tensor],
+        scale: float | None,
+    ) -> tuple[StateLayer, StateCache]:
+        """The layer and the slots of a part of a mixer."""
+
+
+@dataclass(frozen=True, eq=False)
+class MixerCall:
+    """The call of a function by a mixer in a step.
+
+    Attributes:
+        layers: of the model.
+        step: the step.
+        mixer: the mixer.
+    """
+
+    layers: LayerSource
+    step: PagedStep
+    mixer: nn.Module
+
+    def layer(
+        self,
+        part: str,
+        fields: dict[str, Any],
+        tensors: dict[str, torch.Tensor],
+        scale: float | None = None,
+    ) -> tuple[StateLayer, StateCache]:
+        """The layer and the slots of a part of the mixer; arguments as in `StateMixers`."""
+        return self.layers.layer_of(self.mixer, part, fields, tensors, scale)
+
+
+def convolve(
+    call: MixerCall,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """`causal_conv1d_fn`: `[1, C, T]` -> the same."""
+    call.step.reached.add(call.mixer)
+    if call.step.is_discovery:
+        return torch.zeros_like(x)
+    fields = {
+        "conv_channels": x.shape[1],
+        "conv_width": weight.shape[1],
+        "conv_activation": _ACTIVATIONS[activation],
+        "has_conv_bias": bias is not None,
+        "dtype": x.dtype,
+    }
+    tensors = {"conv_weight": weight, "conv_bias": bias}
+    layer, cache = call.layer("convolution", fields, _given(tensors))
+    out = layer.convolve(x[0].mT.contiguous(), cache, call.step.state_metadata(layer))
+    return out.mT[None]
+
+
+def delta_rule(
+    call: MixerCall,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`."""
+    _refuse_states(call.mixer, kwargs)
+    if call.step.is_discovery:
+        return torch.zeros_like(value), None
+    fields = {
+        "num_heads": value.shape[2],
+        "num_key_heads": key.shape[2],
+        "key_size": key.shape[3],
+        "value_size": value.shape[3],
+        "decay": "head" if g.dim() == 3 else "channel",
+        "qk_norm": use_qk_l2norm_in_kernel,
+        "dtype": value.dtype,
+    }
+    layer, cache = call.layer("recurrence", fields, {"value": value})
+    gates = g[0].float(), beta[0].float()
+    states = query[0], key[0], value[0]
+    return layer(*states, *gates, cache, call.step.state_metadata(layer))[None], None
+
+
+def mamba2(
+    call: MixerCall,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,  # noqa: N803  # names of transformers
+    B: torch.Tensor,  # noqa: N803
+    C: torch.Tensor,  # noqa: N803
+    D: torch.Tensor | None = None,  # noqa: N803
+    dt_bias: torch.Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    dt_softplus: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """`mamba2_chunk_scan`."""
+    _refuse_states(call.mixer, kwargs)
+    if not dt_softplus:
+        raise UnsupportedConfigError(f"{layer_name(call.mixer)}: step sizes without softplus")
+    if call.step.is_discovery:
+        return torch.zeros_like(x)
+    fields = {
+        "num_heads": x.shape[2],
+        "num_key_heads": B.shape[2],
+        "key_size": B.shape[3],
+        "value_size": x.shape[3],
+        "update": "add",
+        "has_skip": D is not None,
+        "dtype": x.dtype,
+    }
+    skip = None if D is None else D.detach().float()
+    tensors = _given({"value": x, "skip": skip})
+    layer, cache = call.layer("recurrence", fields, tensors, scale=1.0)
+    bias = torch.zeros_like(A) if dt_bias is None else dt_bias
+    gates = mamba2_gates(dt[0], (-A.float()).log(), bias, dt_limit)
+    metadata = call.step.state_metadata(layer)
+    out: torch.Tensor = layer(C[0], B[0], x[0], *gates, cache, metadata)
+    return out[None]
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": convolve,
+    "torch_chunk_gated_delta_rule": delta_rule,
+    "chunk_kimi_delta_attention": delta_rule,
+    "mamba2_chunk_scan": mamba2,
+}
+"""Name in the modules of transformers -> function."""
+
+
+def _given(tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+
+
+def _refuse_states(mixer: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuse states of transformers, which a step has not."""
+    names = ("initial_state", "initial_states", "output_final_state", "return_final_states")
+    if any(kwargs.get(name) is not None and kwargs.get(name) is not False for name in names):
+        raise UnsupportedConfigError(
+            f"{layer_name(mixer)} is called with a cache of transformers: a step of a PagedModel "
+            "holds its states in slots, so run it with use_cache=False"
+        )
