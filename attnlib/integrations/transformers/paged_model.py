@@ -64,23 +64,22 @@ class PagedModel:
         limits: the largest step, for workspaces that are allocated once; None lets them grow.
         latents: cache latents (P10). None where a module has them and the backend supports it;
             True requires both, False never does.
-        hybrid: one pool of blocks for all layers, in which windowed layers keep the tokens of their
-            window only: `groups` describes it, a `HybridBlockAllocator` assigns its blocks, and
-            each group of a step has a batch of its own. Latents are not supported.
+        hybrid: one pool of blocks for all layers, in which windowed layers keep their window only:
+            `groups` describes it, a `HybridBlockAllocator` assigns its blocks, and each group of a
+            step has a batch of its own. No latents.
         num_slots: requests whose recurrent states are held at once, for models with state layers,
             whose batches name the slot of each request (`state_slots`).
         max_rollback: tokens of the last step that the next one may take back (T10).
 
     Attributes:
         attention: the layers, caches and builders of its attention modules.
-        latents: the modules that cache latents.
-        states: the mixers of state layers, with their slots.
+        latents, states: the modules that cache latents; the mixers of state layers.
 
     Raises:
         UnsupportedConfigError: `hybrid` and `latents` are both True, or `latents` is True and no
             module has latents that the backend supports, or the model uses the index of a token in
             the packed row as its position, or has layers with an indexer, compressed entries, or
-            states of models that are not in `state_mixers.SERVED`.
+            states of models that `state_mixers.SERVED` has not.
     """
 
     def __init__(
@@ -105,8 +104,8 @@ class PagedModel:
             raise UnsupportedConfigError("hybrid=True has no groups of latents: leave them out")
         self.model = model
         self.num_blocks, self.block_size = num_blocks, block_size
-        stored = (kv_cache_dtype, value_cache_dtype, kv_rotation)
-        self.attention = PagedLayers(num_blocks, block_size, backend, stored, limits)
+        formats = (kv_cache_dtype, value_cache_dtype, kv_rotation)
+        self.attention = PagedLayers(num_blocks, block_size, backend, formats, limits)
         self.hybrid = hybrid
         self._shared_layers: list[nn.Module] = []
         # The lazy creation of layers knows neither groups nor who shares keys.
