@@ -45,9 +45,8 @@ def test_a_server_with_the_folder_compiles_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     assert not (tmp_path / "build").exists()  # everything is in the folder
     written.rename(shipped)
-    names = [
-        name for name, _ in json.loads((shipped / "attnlib-kernels.json").read_text())["kernels"]
-    ]
+    (entry,) = json.loads((shipped / "attnlib-kernels.json").read_text())["entries"]
+    names = [name for name, _ in entry["kernels"]]
     assert {"hopper_prefill_kernel", "decode_kernel"} <= set(names)
 
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "server"), "ATTNLIB_KERNELS": str(shipped)}

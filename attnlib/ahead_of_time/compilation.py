@@ -48,25 +48,44 @@ def compile_kernels(
     Args:
         server: where the layers will run.
         specs: kind of layer -> spec.
-        folder: gets the kernels and a manifest (`ATTNLIB_KERNELS`); None for Triton's cache.
+        folder: gets the kernels and a manifest (`ATTNLIB_KERNELS`), besides those of earlier runs;
+            None for Triton's cache.
         processes: that compile at the same time.
 
     Returns:
         The kernels, sorted by name and key.
 
     Raises:
+        ContractError: a folder of something else.
         ContractError, BackendUnavailableError, UnsupportedConfigError: as `run_described`.
     """
     layers = list(described_layers(specs).values())
     check_described(server, layers)
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        _open_folder(folder)
     shares = [(server, layers, folder, (part, processes)) for part in range(processes)]
     parts = _compile_shares(shares)
     kernels = sorted({kernel for part in parts for kernel in part})
     if folder is not None:
         _write_manifest(server, specs, folder, kernels)
     return kernels
+
+
+def _open_folder(folder: Path) -> None:
+    """Make a folder with an empty manifest, or open one of earlier runs, wherever it was then.
+
+    Raises:
+        ContractError: a folder of something else.
+    """
+    from attnlib.ops.triton.launch.kernel_folder import add_to_cache, cache_at
+    from attnlib.ops.triton.launch.manifest import Manifest
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if not any(folder.iterdir()):
+        Manifest().write(folder)
+    entries = Manifest.read(folder).entries
+    with cache_at(folder):
+        add_to_cache(folder, {kernel: None for entry in entries for kernel in entry.needed()})
 
 
 def _compile_shares(shares: list[tuple[Any, ...]]) -> list[list[StoredKernel]]:
@@ -116,17 +135,18 @@ def _write_manifest(
     kernels: Iterable[StoredKernel],
 ) -> None:
     from attnlib.ops.triton.launch.described import target_of
-    from attnlib.ops.triton.launch.kernel_folder import VERSION, Manifest
     from attnlib.ops.triton.launch.keys import key_facts
+    from attnlib.ops.triton.launch.manifest import Entry, Manifest
 
     chip = server.chip()
-    numbers = {name: getattr(chip, name) for name in ("num_sms", "shared_memory")}
-    Manifest(
-        VERSION,
+    target = target_of(chip)
+    entry = Entry(
         device=str(server.device),
-        chip={**numbers, "capability": list(chip.capability)},
+        target=f"{target.backend}:{target.arch}",
+        chip={name: getattr(chip, name) for name in ("num_sms", "shared_memory")},
         limits=asdict(server.limits),
         specs={kind or "spec": str(spec) for kind, spec in specs.items()},
-        facts=key_facts(target_of(chip)),
+        facts=key_facts(target),
         kernels=[[kernel.name, kernel.key] for kernel in kernels],
-    ).write(folder)
+    )
+    Manifest.read(folder).add(entry).write(folder)

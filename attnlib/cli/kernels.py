@@ -59,7 +59,8 @@ def kernels_of(
     if not specs:
         return {}
     from attnlib.ops.triton.launch.described import target_of
-    from attnlib.ops.triton.launch.kernel_folder import Manifest, cache_folder, is_stored
+    from attnlib.ops.triton.launch.kernel_folder import cache_folder, is_stored
+    from attnlib.ops.triton.launch.manifest import Manifest
 
     path = Path(folder) if folder else None
     target, differences = target_of(server.chip()), []
@@ -83,13 +84,18 @@ def kernel_facts() -> dict[str, str]:
 
 
 def _folder_state(folder: Path) -> str:
+    """The kernels of a folder by GPU, and why this installation finds none of them."""
     from triton.backends.compiler import GPUTarget
 
-    from attnlib.ops.triton.launch.kernel_folder import Manifest, is_stored
+    from attnlib.ops.triton.launch.kernel_folder import is_stored
+    from attnlib.ops.triton.launch.manifest import Manifest
 
-    manifest = Manifest.read(folder)
-    major, minor = manifest.chip["capability"]
-    differences = manifest.differences(GPUTarget("cuda", 10 * major + minor, 32))
-    present = sum(is_stored(kernel, folder) for kernel in manifest.needed())
-    text = f"{present} of {len(manifest.kernels)} kernels for {manifest.device} in {folder}"
-    return "; ".join([text, *(f"not used: {each}" for each in differences)])
+    manifest, lines = Manifest.read(folder), [str(folder)]
+    for entry in manifest.entries:
+        present = sum(is_stored(kernel, folder) for kernel in entry.needed())
+        lines.append(f"{present} of {len(entry.kernels)} kernels for {entry.device}")
+        backend, arch = entry.target.split(":")
+        lines += [
+            f"not used: {one}" for one in entry.differences(GPUTarget(backend, int(arch), 32))
+        ]
+    return "; ".join(lines)

@@ -61,9 +61,13 @@ def test_compile_for_a_model(
     assert (spec.num_heads, spec.num_kv_heads, given, share) == (8, 2, folder, (0, 2))
     assert last[-1] == (1, 2) and server.limits.max_num_tokens == 8192
     assert (server.limits.max_num_reqs, server.limits.max_seq_len) == (8, 4096)
-    manifest = json.loads((folder / "attnlib-kernels.json").read_text())
-    assert manifest["kernels"] == [["a_kernel", KEYS[1]], ["b_kernel", KEYS[0]]]
-    assert manifest["chip"]["num_sms"] == 132 and list(manifest["specs"]) == ["full_attention"]
+    (entry,) = json.loads((folder / "attnlib-kernels.json").read_text())["entries"]
+    assert entry["kernels"] == [["a_kernel", KEYS[1]], ["b_kernel", KEYS[0]]]
+    assert entry["chip"]["num_sms"] == 132 and list(entry["specs"]) == ["full_attention"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    assert main(["compile", *arguments, "--out", str(tmp_path / "other")]) == 2
+    assert "is not a folder of kernels" in capsys.readouterr().err
     assert main(["compile", *arguments, "--json"]) == 0
     assert [row["name"] for row in json.loads(capsys.readouterr().out)["kernels"]] == [
         "a_kernel", "b_kernel",
@@ -112,19 +116,20 @@ def test_explain_shows_which_kernels_are_there(
     assert "1 of 2 kernels are in Triton's cache" in shown and "missing: b_kernel (1)" in shown
     assert servers[0].limits.max_num_reqs == 256 and servers[0].limits.max_seq_len == 32768
 
-    assert main(["compile", "--device", "sm_90", "--out", str(tmp_path)]) == 0
+    folder = tmp_path / "kernels"
+    assert main(["compile", "--device", "sm_90", "--out", str(folder)]) == 0
     capsys.readouterr()
     monkeypatch.setenv("DISABLE_PTXAS_OPT", "1")
-    arguments = ["--device", "sm_90", "--kernels", str(tmp_path), "--json"]
+    arguments = ["--device", "sm_90", "--kernels", str(folder), "--json"]
     assert main(["explain", *arguments]) == 0
     found = json.loads(capsys.readouterr().out)["spec"]["kernels"]
-    assert found["where"] == str(tmp_path) and found["missing"] == {"b_kernel": 1}
+    assert found["where"] == str(folder) and found["missing"] == {"b_kernel": 1}
     assert found["differences"] == ["DISABLE_PTXAS_OPT: none in the folder, true here"]
-    monkeypatch.setenv("ATTNLIB_KERNELS", str(tmp_path))
+    monkeypatch.setenv("ATTNLIB_KERNELS", str(folder))
     assert kernel_facts() == {
         "Triton's cache": str(tmp_path / "cache"),
-        "ATTNLIB_KERNELS": f"1 of 2 kernels for sm_90 (hypothetical device) in {tmp_path}; not "
-        "used: DISABLE_PTXAS_OPT: none in the folder, true here",
+        "ATTNLIB_KERNELS": f"{folder}; 1 of 2 kernels for sm_90 (hypothetical device); not used: "
+        "DISABLE_PTXAS_OPT: none in the folder, true here",
     }
 
 

@@ -13,26 +13,20 @@ import json
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import FileCacheManager, get_cache_manager
 
 from attnlib import env
-from attnlib.errors import ContractError
-from attnlib.fields import check_types
 from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.launch.described import NeededKernel
 from attnlib.ops.triton.launch.driver import Native
-from attnlib.ops.triton.launch.keys import folder_name, key_facts
+from attnlib.ops.triton.launch.keys import folder_name
+from attnlib.ops.triton.launch.manifest import Manifest
 
 __all__ = [
-    "MANIFEST",
-    "VERSION",
-    "Manifest",
     "add_to_cache",
     "cache_at",
     "cache_folder",
@@ -41,76 +35,7 @@ __all__ = [
     "write_launcher",
 ]
 
-MANIFEST = "attnlib-kernels.json"
-VERSION = 1
-"""Of the format of manifests."""
 _log = logging.getLogger("attnlib")
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a folder of kernels was made for.
-
-    Attributes:
-        version: `VERSION`.
-        device: the GPU, as text.
-        chip: its numbers, by name.
-        limits: the largest batch, by name.
-        specs: kind of layer -> its spec, as text.
-        facts: what the keys of all kernels depend on (`key_facts`).
-        kernels: name and key of each kernel.
-    """
-
-    version: int
-    device: str
-    chip: dict[str, Any]
-    limits: dict[str, int]
-    specs: dict[str, str]
-    facts: dict[str, str]
-    kernels: list[Any]
-
-    @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """The manifest of a folder.
-
-        Raises:
-            ContractError: there is none, or it does not parse.
-        """
-        path = folder / MANIFEST
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ContractError(
-                f"{folder} is not a folder of kernels ({error}): make one with attnlib compile "
-                f"--out {folder}"
-            ) from None
-        names = set(cls.__dataclass_fields__)
-        if not isinstance(data, dict) or set(data) != names or data["version"] != VERSION:
-            raise ContractError(
-                f"{path} was written by another version of attnlib: run attnlib compile again"
-            )
-        check_types(cls, data, str(path))
-        return cls(**data)
-
-    def write(self, folder: Path) -> None:
-        """Write it to a folder."""
-        text = json.dumps(asdict(self), indent=1)
-        (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
-
-    def differences(self, target: GPUTarget) -> list[str]:
-        """Facts of this process that differ. With any but the sources of attnlib no key is equal;
-        with other sources, those of kernels that did not change are."""
-        here = key_facts(target)
-        return [
-            f"{name}: {self.facts.get(name) or 'none'} in the folder, {here.get(name) or 'none'} "
-            "here"
-            for name in {**self.facts, **here}
-            if self.facts.get(name) != here.get(name)
-        ]
-
-    def needed(self) -> list[NeededKernel]:
-        """The kernels."""
-        return [NeededKernel(name, key) for name, key in self.kernels]
 
 
 def is_stored(kernel: NeededKernel, folder: Path | None = None) -> bool:
@@ -172,7 +97,8 @@ def use_kernel_folder() -> None:
             "; ".join(differences),
         )
     try:
-        added, missing = add_to_cache(folder, manifest.needed())
+        kernels = {one: None for entry in manifest.entries_for(target) for one in entry.needed()}
+        added, missing = add_to_cache(folder, kernels)
     except OSError as error:
         _log.warning("the kernels of ATTNLIB_KERNELS=%s are not used: %s", folder, error)
         return

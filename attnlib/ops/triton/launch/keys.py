@@ -10,7 +10,7 @@ The key of a kernel joins
    `TRITON_DEFAULT_FP_FUSION`, `TRITON_OVERRIDE_ARCH`, ...), and the contents of libdevice;
 5. the environment variables that Triton lists (`DISABLE_PTXAS_OPT`, `TRITON_ENABLE_ASAN`, ...).
 
-Paths are in no key. `key_facts` names what all kernels of an installation share.
+No key of a kernel has a path. `key_facts` names what all kernels of an installation share.
 """
 
 from __future__ import annotations
