@@ -266,6 +266,23 @@ def nan_of_an_empty_rank(group: RankGroup) -> str:
         return kernels_with_nan(group)
 
 
+def kernels(spec: dict[str, Any], run: int, group: RankGroup) -> str:
+    """Attention and merge by Triton's kernels, in its interpreter."""
+    from attnlib.ops.triton.merge_states import merge_partial_rows
+
+    case = Run(Problem(spec, run, options={"backend": "triton"}), group)
+    with mock.patch.object(merge, "operation", lambda *_: merge_partial_rows):
+        for end in range(1, 5):
+            error = error_of(*case.step([(1, end), (0, 0), (0, 0), (1, end)]))
+            if not error <= LIMIT:
+                return f"length {end}: error {error:g}"
+    return ""
+
+
+KERNELS: dict[str, Callable[[RankGroup], str]] = {
+    "kernels: sinks": partial(kernels, {"has_sink": True}, 1),
+    "kernels: window, alibi": partial(kernels, {"has_alibi": True, "sliding_window": 3}, 2),
+}
 WRONG: dict[str, Callable[[RankGroup], str]] = {
     "a sink of each rank": sink_per_rank,
     "an LSE in base 2": base_2_lse,
@@ -283,5 +300,6 @@ CASES: dict[str, Callable[[RankGroup], str]] = {
     **{name: partial(compare, problem) for name, problem in PROBLEMS.items()},
     **PROPERTIES,
     **WRONG,
+    **KERNELS,
     "compiled": compiled,
 }

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from tests.parallel.cases import PROBLEMS, PROPERTIES, WRONG
+from tests.parallel.cases import KERNELS, PROBLEMS, PROPERTIES, WRONG
 from tests.parallel.workers import results
 
 SMOKE = ("window", "latents", "refusals", "a sink of each rank")
@@ -50,6 +50,14 @@ def test_a_layer_compiles_as_a_whole() -> None:
     """X9. On its own, because torch takes long to import its compiler."""
     texts = results("tests.parallel.cases", ["compiled"], 2)["compiled"]
     assert not any(texts), "\n".join(texts)
+
+
+@pytest.mark.slow
+def test_interpreted_kernels() -> None:
+    """X4, X5: score functions of ranges and of ALiBi, and the merge with a row of sinks."""
+    environment = {"TRITON_INTERPRET": "1"}
+    for name, texts in results("tests.parallel.cases", [*KERNELS], 2, environment).items():
+        assert not any(texts), (name, texts)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import os
 import tempfile
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -27,19 +27,25 @@ __all__ = ["results", "run_ranks"]
 TIMEOUT = timedelta(seconds=20)
 
 
-def results(module: str, names: Sequence[str], world_size: int) -> dict[str, list[str]]:
+def results(
+    module: str,
+    names: Sequence[str],
+    world_size: int,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, list[str]]:
     """For each case the texts of all ranks: "" where the rank finds nothing wrong.
 
     Args:
         module: has `CASES`, a dictionary of functions of a `RankGroup`.
         names: of cases.
         world_size: ranks.
+        environment: further variables of the ranks.
     """
     program = (
         "import torch\nfrom tests.parallel.workers import run_ranks\n"
         f"run_ranks({module!r}, {list(names)!r}, {world_size})"
     )
-    run = run_program(program, {**os.environ, "OMP_NUM_THREADS": "1"})
+    run = run_program(program, {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})})
     assert run.returncode == 0, run.stderr
     found: dict[str, list[str]] = json.loads(run.stdout.splitlines()[-1])
     return found
