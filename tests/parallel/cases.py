@@ -64,6 +64,9 @@ PROBLEMS = {
     "fp8": Problem({"kv_cache_dtype": "fp8"}, scales=0.5),
     "scales in the page": Problem({"kv_cache_dtype": "int8_per_token_head"}),
     "rotated heads": Problem({"kv_cache_dtype": "fp8", "kv_rotation": "hadamard"}, scales=0.5),
+    "values of another format": Problem(
+        {"kv_cache_dtype": "int8_per_token_head", "value_cache_dtype": "int4_per_group"}
+    ),
     "reduce-scatter": Problem({"has_sink": True}, options={"exchange": "reduce_scatter"}),
     "bidirectional": Problem(FULL, steps=GROWING),
     "bidirectional window": Problem({**FULL, "sliding_window": 5}, steps=GROWING),
