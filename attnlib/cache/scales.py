@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "UNIT_SCALE",
+    "ScaleResets",
     "Scale",
     "check_equal_scales",
     "check_page_scales",
@@ -26,6 +27,38 @@ Scale = float | torch.Tensor
 
 UNIT_SCALE: float = 1.0
 """The default scale. A layer whose scale is this object uses the scales of its cache."""
+
+
+class ScaleResets:
+    """The method of `PagedKVCache` that lets a step calculate scales again.
+
+    Attributes:
+        scale_epoch: resets so far. Elements of another epoch have other scales.
+        awaits_scales: names of the scales that the next calculated ones replace.
+    """
+
+    scale_epoch: int = 0
+    awaits_scales: frozenset[str] = frozenset()
+
+    if TYPE_CHECKING:
+
+        @property
+        def dtype(self) -> torch.dtype: ...
+
+        @property
+        def page_format(self) -> KVFormat | None: ...
+
+    def reset_scales(self) -> None:
+        """Forget the scales of a quantized cache (M9), after the weights of the model have changed:
+        the next step with `enable_kv_scales_calculation`, or `Attention.calc_kv_scales` before it,
+        sets them again. Tensors keep their memory, so that CUDA graphs and plans stay valid.
+
+        The caller vouches that no block is in use and that no prefix is kept: stored elements would
+        change their values. A cache with scales in the page, or without scales, needs no reset.
+        """
+        if self.dtype.itemsize == 1 and self.page_format is None:
+            names = frozenset(("k_scale", "v_scale"))
+            self.__dict__.update(scale_epoch=self.scale_epoch + 1, awaits_scales=names)
 
 
 def checked_scale(name: str, scale: Scale, view: torch.Tensor) -> Scale:
@@ -108,5 +141,12 @@ def check_same_kind(cache: PagedKVCache, other: PagedKVCache) -> None:
                 f"{theirs} in the destination"
             )
     if cache.dtype.itemsize == 1 and cache.page_format is None:
+        if cache.scale_epoch != other.scale_epoch:
+            raise ContractError(
+                f"swap_blocks copies quantized elements as stored, but scale_epoch is "
+                f"{cache.scale_epoch} in the source and {other.scale_epoch} in the destination: "
+                "the others were stored before reset_scales; drop them, and reset both caches",
+                rule="M9",
+            )
         for name in ("k_scale", "v_scale"):
             check_equal_scales(name, getattr(cache, name), getattr(other, name))

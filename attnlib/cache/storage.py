@@ -15,7 +15,7 @@ from attnlib.cache.layout import get_kv_cache_layout
 from attnlib.cache.moves import BlockMoves, BlockPairs
 from attnlib.cache.pages import PAGE_LAYOUTS, Formats, page_sizes, page_views
 from attnlib.cache.pickling import picklable_state, restored_state
-from attnlib.cache.scales import UNIT_SCALE, Scale, check_page_scales, checked_scale
+from attnlib.cache.scales import UNIT_SCALE, Scale, ScaleResets, check_page_scales, checked_scale
 from attnlib.cache.sizes import CacheSizes
 from attnlib.cache.views import CacheSignature, allocated_views, check_views, recognized_layout
 from attnlib.compile.objects import register_tensor_id
@@ -29,7 +29,7 @@ from attnlib.spec import AttentionSpec
 __all__ = ["BlockPairs", "PagedKVCache", "Scale", "UNIT_SCALE"]
 
 
-class PagedKVCache(CacheSizes, BlockMoves, EngineLayouts):
+class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
     """The keys and values of one layer in blocks.
 
     Attributes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +16,8 @@ from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from attnlib.layer.attention import Attention
+
+_log = logging.getLogger("attnlib")
 
 __all__ = [
     "agree_on_scales",
@@ -72,11 +76,13 @@ def agree_on_scales(layer: Attention, cache: PagedKVCache) -> None:
         ours, theirs = getattr(layer, name), getattr(cache, name)
         if ours is theirs or ours is UNIT_SCALE:
             continue
-        fresh = isinstance(theirs, float) and theirs == 1.0
+        awaits = name in cache.awaits_scales
+        fresh = awaits or (isinstance(theirs, float) and theirs == 1.0)
         if not fresh and not _equal_scales(ours, theirs):
             raise ContractError(
                 f"{name} of layer {layer.prefix or '(unnamed)'} is {ours}, that of its cache is "
-                f"{theirs}: they must agree",
+                f"{theirs}: they must agree; to calculate them again, drop all blocks and call "
+                "cache.reset_scales()",
                 rule="M9",
             )
         if layer.spec.kv_sharing:  # the cache is another layer's
@@ -89,8 +95,12 @@ def agree_on_scales(layer: Attention, cache: PagedKVCache) -> None:
                 )
             setattr(layer, name, theirs)
         else:
-            setattr(cache, name, ours)
+            if awaits and isinstance(theirs, torch.Tensor):
+                theirs.copy_(torch.as_tensor(ours))  # graphs and plans hold its address
+            else:
+                setattr(cache, name, ours)
             setattr(layer, name, getattr(cache, name))
+            cache.__dict__["awaits_scales"] = cache.awaits_scales - {name}
 
 
 def calculate_scales(
@@ -115,12 +125,14 @@ def calculate_scales(
     """
     if key is None or value is None or slots is None or not layer.writes:
         return
-    unset = [name for name in ("k_scale", "v_scale") if _is_unset(layer, cache, name)]
-    if not unset or (len(unset) == 1 and not layer._has_calculated):
-        return  # what a caller gives for one is meant for both
     spec = layer.spec
     if not spec.is_kv_quantized or spec.scales_in_page:
         return
+    unset = [name for name in ("k_scale", "v_scale") if _is_unset(layer, cache, name)]
+    if not unset and layer._has_calculated:
+        _warn_of_old_scales()
+    if not unset or (len(unset) == 1 and not layer._has_calculated):
+        return  # what a caller gives for one is meant for both
     if key.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ContractError(
             "enable_kv_scales_calculation computes new scales, which a CUDA graph would "
@@ -151,7 +163,18 @@ def _as_stored(
     return impl.rotated_kv(key, value.reshape(-1, spec.num_kv_heads, spec.head_size_v))
 
 
+@functools.lru_cache(maxsize=1)  # once, not per layer and step
+def _warn_of_old_scales() -> None:
+    _log.warning(
+        "a batch has enable_kv_scales_calculation, and its layers keep the scales of an earlier "
+        "step, because the cache has elements with them; where the weights have changed, drop all "
+        "blocks and call cache.reset_scales() before"
+    )
+
+
 def _is_unset(layer: Attention, cache: PagedKVCache, name: str) -> bool:
+    if name in cache.awaits_scales:
+        return True
     both = (getattr(layer, name), getattr(cache, name))
     return all(isinstance(scale, float) and scale == UNIT_SCALE for scale in both)
 

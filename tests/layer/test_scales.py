@@ -9,6 +9,7 @@ import torch
 
 import attnlib
 from attnlib.errors import ContractError
+from attnlib.layer.scales import _warn_of_old_scales
 from attnlib.ops.scales import MIN_KV_SCALE, scale_for
 from tests.ops.naive import naive_attention
 
@@ -248,3 +249,105 @@ def test_keys_and_values_get_their_scales_in_different_steps() -> None:
         layer(q, k, factor * v, cache, step)
     assert float(cache.k_scale) == pytest.approx(float(k.abs().max()) / 448)
     assert float(cache.v_scale) == pytest.approx(float(v.abs().max()) / 448)
+
+
+def _calculate(
+    layer: attnlib.Attention, cache: attnlib.PagedKVCache, factor: float
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A step that asks for scales, over keys and values `factor` times as large."""
+    step = _step(layer)
+    step.enable_kv_scales_calculation = True
+    rows = _tensors(factor)
+    return layer(*rows, cache, step), rows
+
+
+@pytest.mark.parametrize("rotation", [None, "hadamard"])
+def test_scales_are_calculated_again_after_a_reset(rotation: str | None) -> None:
+    """R1, R2: after an update of the weights, into the same memory."""
+    spec = SPEC.replace(kv_rotation=rotation)
+    layer = attnlib.Attention(spec, backend="torch", device="cpu")
+    cache = attnlib.PagedKVCache.allocate(spec, 4, "cpu")
+    _calculate(layer, cache, 1.0)
+    first, memory = float(cache.k_scale), cache.k_scale
+    assert isinstance(memory, torch.Tensor) and cache.scale_epoch == 0
+    cache.reset_scales()
+    signature = cache.signature
+    _calculate(layer, cache, 10.0)
+    assert cache.k_scale is memory is layer.k_scale and cache.signature is signature
+    assert float(cache.k_scale) == pytest.approx(10 * first, rel=1e-5)
+    assert float(cache.v_scale) == float(layer.v_scale) and cache.scale_epoch == 1
+    # The cache is that of a layer that has seen the large tensors only.
+    fresh = attnlib.PagedKVCache.allocate(spec, 4, "cpu")
+    other = attnlib.Attention(spec, backend="torch", device="cpu")
+    want, _ = _calculate(other, fresh, 10.0)
+    got = layer(*_tensors(10.0), cache, _step(layer))
+    assert torch.equal(got, want)
+    assert torch.equal(cache.key_cache.view(torch.uint8), fresh.key_cache.view(torch.uint8))
+
+
+def test_a_step_of_zeros_leaves_a_reset_pending() -> None:
+    layer = attnlib.Attention(SPEC, backend="torch", device="cpu")
+    cache = attnlib.PagedKVCache.allocate(SPEC, 4, "cpu")
+    _calculate(layer, cache, 1.0)
+    first = float(cache.k_scale), float(cache.v_scale)
+    cache.reset_scales()
+    _calculate(layer, cache, 0.0)
+    assert cache.awaits_scales == {"k_scale", "v_scale"}
+    _calculate(layer, cache, 3.0)
+    assert not cache.awaits_scales
+    assert (float(cache.k_scale), float(cache.v_scale)) == pytest.approx([3 * x for x in first])
+
+
+def test_numbers_and_scales_by_hand_follow_a_reset() -> None:
+    layer = attnlib.Attention(SPEC, backend="torch", device="cpu", k_scale=0.5, v_scale=0.25)
+    cache = attnlib.PagedKVCache.allocate(SPEC, 4, "cpu")
+    layer(*_tensors(), cache, _step(layer))
+    q, k, v = _tensors(7.0)
+    layer.calc_kv_scales(q, k, v)
+    with pytest.raises(ContractError, match="call cache.reset_scales"):
+        layer(q, k, v, cache, _step(layer))
+    cache.reset_scales()
+    layer(q, k, v, cache, _step(layer))
+    assert float(cache.k_scale) == pytest.approx(float(k.abs().max()) / 448)
+    assert cache.v_scale is layer.v_scale
+
+
+def test_blocks_of_another_epoch_are_not_moved() -> None:
+    """R3: they share a tensor of scales, which says nothing about when they were stored."""
+    layer = attnlib.Attention(SPEC, backend="torch", device="cpu")
+    cache = attnlib.PagedKVCache.allocate(SPEC, 4, "cpu")
+    _calculate(layer, cache, 1.0)
+    host = attnlib.PagedKVCache.allocate(
+        SPEC, 4, "cpu", k_scale=cache.k_scale, v_scale=cache.v_scale
+    )
+    cache.swap_blocks(host, [(0, 0)])
+    cache.reset_scales()
+    with pytest.raises(ContractError, match="scale_epoch is 0 in the source and 1 in the dest"):
+        host.swap_blocks(cache, [(0, 0)])
+    host.reset_scales()
+    host.swap_blocks(cache, [(0, 0)])
+
+
+def test_formats_without_scales_of_their_own_need_no_reset() -> None:
+    """R5."""
+    for stored in ("fp8_per_token_head", "float32"):
+        cache = attnlib.PagedKVCache.allocate(SPEC.replace(kv_cache_dtype=stored), 4, "cpu")
+        cache.reset_scales()
+        assert cache.scale_epoch == 0 and not cache.awaits_scales
+
+
+def test_old_scales_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """R4: without a reset, a second calculation changes nothing."""
+    _warn_of_old_scales.cache_clear()
+    layer = attnlib.Attention(SPEC, backend="torch", device="cpu")
+    cache = attnlib.PagedKVCache.allocate(SPEC, 4, "cpu")
+    with caplog.at_level("WARNING", logger="attnlib"):
+        _calculate(layer, cache, 1.0)
+        assert not caplog.records
+        first = float(cache.k_scale)
+        for _ in range(2):
+            _calculate(layer, cache, 10.0)
+    assert float(cache.k_scale) == first
+    (record,) = caplog.records
+    assert "keep the scales of an earlier step" in record.message
+    assert "cache.reset_scales()" in record.message
