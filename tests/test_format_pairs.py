@@ -126,3 +126,34 @@ def test_triton_uses_portable_kernels_for_two_formats() -> None:
         "int8_per_token_head,int4_per_group, int8_per_token_head,nvfp4, "
         "fp8_per_token_head,int4_per_group, fp8_per_token_head,nvfp4)"
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "warns"),
+    [
+        ({"kv_cache_dtype": "int4_per_group", "value_cache_dtype": None}, True),
+        ({"kv_cache_dtype": "nvfp4", "value_cache_dtype": None}, True),
+        (
+            {
+                "kv_cache_dtype": "nvfp4",
+                "value_cache_dtype": None,
+                "kv_rotation": "hadamard_values",
+            },
+            True,
+        ),
+        (
+            {
+                "kv_cache_dtype": "int4_per_group",
+                "value_cache_dtype": None,
+                "kv_rotation": "hadamard",
+            },
+            False,
+        ),
+        ({}, False),
+    ],
+)
+def test_explain_warns_of_4_bit_keys(changes: dict[str, Any], warns: bool) -> None:
+    spec = SPEC.replace(**changes)
+    text = str(attnlib.explain(spec, "cpu", "torch"))
+    assert ("warning: keys of 4 bits without a rotation" in text) is warns
+    assert ("rotation: hadamard" in text) is (spec.kv_rotation is not None)

@@ -175,8 +175,15 @@ def _explain_lines(backend: Backend, spec: LayerSpec, device: DeviceInfo) -> tup
             if fused
             else "write:   one launch; q/k norm and rotation take separate ones"
         )
-    if spec.kv_rotation is not None:
-        lines.append(_rotation_line(spec.kv_rotation))
+    rotation = spec.kv_rotation
+    if rotation is not None:
+        lines.append(_rotation_line(rotation))
+    if spec.kv_format.bits == 4 and not (rotation is not None and rotation.keys):
+        lines.append(
+            f"warning: keys of 4 bits without a rotation ({spec.kv_format.name}) change many "
+            "models; compare them by attnlib audit-kv --perplexity with int8_per_token_head keys, "
+            "4-bit values and kv_rotation=hadamard"
+        )
     return tuple(lines)
 
 
