@@ -50,8 +50,8 @@ def _add_cases(made: CommandParser) -> None:
     )
     made.add_argument(
         "--suite",
-        choices=tuple(SUITES),
-        help="named cases (default: anchors on a GPU, cpu elsewhere)",
+        choices=(*SUITES, "states"),
+        help="named cases (default: anchors on a GPU, cpu elsewhere); states has state layers",
     )
     made.add_argument(
         "--backends",

@@ -21,6 +21,7 @@ from attnlib.bench.provenance import provenance
 from attnlib.bench.results import Document, Row, Run, merge, read_document, write_document
 from attnlib.bench.runner import unmeasured
 from attnlib.bench.solutions import write_solutions
+from attnlib.bench.states import measure_states
 from attnlib.bench.suites import choose_cases
 from attnlib.bench.table import HEADER, LEGEND, case_lines, heading, kernel_lines, summary_line
 from attnlib.bench.timing import DeviceLostError, device_works
@@ -42,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.solutions:
         return _write_solutions(options)
     device = resolve_device(options.device)
+    command = "attnlib bench " + shlex.join(arguments)
+    if options.suite == "states":
+        return measure_states(
+            options.cases, options.backends or [], device.torch_device, options.json, command
+        )
     default = "anchors" if device.type == "cuda" else "cpu"
     if options.workloads:
         cases = _workload_cases(options)
@@ -57,9 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"no backend can run on {device}: `attnlib list` shows the reasons; --backends names "
             "one explicitly"
         )
-    return _run(
-        options, cases, backends, device.torch_device, "attnlib bench " + shlex.join(arguments)
-    )
+    return _run(options, cases, backends, device.torch_device, command)
 
 
 def _workload_cases(options: argparse.Namespace) -> list[BenchCase]:

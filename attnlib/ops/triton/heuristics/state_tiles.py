@@ -40,6 +40,8 @@ def state_tile(key_size: int, value_size: int) -> StateTile:
     """The tile of heads of this size, both at most `LARGEST_HEAD`."""
     part = min(_MOST_COLUMNS, max(16, triton.next_power_of_2(key_size)))
     rows = min(_MOST_ROWS, max(16, triton.next_power_of_2(value_size)))
+    if key_size > 128 and value_size <= 128:
+        rows = min(rows, 32)  # as many registers as 64 rows of 128 keys
     parts, blocks = triton.cdiv(key_size, part), triton.cdiv(value_size, rows)
     assert blocks <= POSITION_COPIES
     # Products of float32 hold each operand in two parts, so a warp has 8 columns of 64.

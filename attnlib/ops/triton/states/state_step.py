@@ -65,7 +65,7 @@ def state_step(
     tensors = (*step.inputs, skip, out, slots.state, *stored, *batch_tensors(batch), workspace)
     grid = (batch.num_reqs + 1, config.HV * config.BLOCKS)
     numbers = (params.scale, batch.num_reqs, out.shape[0])
-    stages = 2 if is_long else 1
+    stages = 2 if is_long and step.warps == 8 else 1
     run_kernel(
         state_step_kernel, config, grid, tensors, numbers, num_warps=step.warps, num_stages=stages
     )
@@ -90,8 +90,9 @@ class _Step(NamedTuple):
 
     @property
     def warps(self) -> int:
-        """Warps of a program."""
-        return state_tile(self.config.DK, self.config.DV).num_warps
+        """Warps of a program. Those of AMD have 64 threads."""
+        warps = state_tile(self.config.DK, self.config.DV).num_warps
+        return 4 if limits_of(self.inputs[0]).is_amd else warps
 
     def prepare(self, num_tokens: int) -> Tensor:
         """The matrices of all chunks."""

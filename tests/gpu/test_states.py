@@ -1,0 +1,111 @@
+"""State layers on a GPU: equal bits of splits, batches and drafts; CUDA graphs across a fold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.spec import CudaGraphSupport, StateSpec
+from attnlib.testing.states.inputs import draw_layer, draw_tokens
+from attnlib.testing.states.serving import Part, Server, Step
+from attnlib.workspace import BatchLimits
+from tests.gpu.devices import needs_gpu
+from tests.ops.torch.states.layers import Operations, largest_error, wanted
+
+pytestmark = [pytest.mark.gpu, needs_gpu]
+
+GDN = StateSpec(
+    num_heads=4,
+    num_key_heads=2,
+    key_size=128,
+    value_size=128,
+    qk_norm=True,
+    conv_channels=512,
+    conv_width=4,
+    dtype=torch.bfloat16,
+    max_rollback=3,
+    batch_invariant=True,
+    cudagraph=CudaGraphSupport.ALWAYS,
+)
+LAYERS = {
+    "gated delta": GDN,
+    "float16, bfloat16 state": GDN.replace(dtype=torch.float16, state_dtype=torch.bfloat16),
+    "float32": GDN.replace(dtype=torch.float32),
+    "kimi delta": GDN.replace(num_key_heads=4, decay="channel"),
+    "c 64": GDN.replace(chunk_size=64, max_rollback=0),
+    "mamba2": GDN.replace(update="add", qk_norm=False, value_size=64, has_skip=True),
+    "large heads": GDN.replace(key_size=256, value_size=256),
+}
+ERRORS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+def operations(spec: StateSpec, num_slots: int) -> Operations:
+    return Operations(spec, draw_layer(spec), "tail", num_slots, "triton", "cuda")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_bits_of_splits_batches_and_drafts(name: str) -> None:
+    """T18: prefills, decodes and verification give a token the same bits."""
+    spec = LAYERS[name]
+    requests = [draw_tokens(spec, count, count) for count in (333, 1, 150)]
+    server = Server(spec, operations(spec, 8), requests, [5, 2, 7], extra_rows=2)
+    drafts, turn = spec.max_rollback, 0
+    while any(done < len(r) for done, r in zip(server.done, requests, strict=True)):
+        longest = (1, 2, 1, 4, 1, 37)[turn % 6]
+        counts = [
+            min(len(r) - done, longest) for done, r in zip(server.done, requests, strict=True)
+        ]
+        parts = [
+            Part(place, count, (turn + place) % (drafts + 1) if count else 0)
+            for place, count in enumerate(counts)
+        ]
+        server.step([*parts, Part(-1, turn % 3)])
+        turn += 1
+    for place, request in enumerate(requests):
+        got = server.result(place)
+        assert largest_error(got, wanted(spec, draw_layer(spec), request)) < ERRORS[spec.dtype]
+        alone = operations(spec, 1).run(request, Step([len(request)], [len(request)], [0]))
+        for a, b in zip(got, alone, strict=True):
+            assert a is not None and b is not None and torch.equal(a, b)
+
+
+def test_a_graph_serves_every_length() -> None:
+    """T19: one captured decode, replayed over other slots and tail lengths and across folds."""
+    spec, steps, device = GDN.replace(max_rollback=0), 40, torch.device("cuda")
+    own, tokens = draw_layer(spec), draw_tokens(spec, 3 * steps, 1)
+    inputs = {name: x.to(device).unflatten(0, (steps, 3)) for name, x in tokens.tensors().items()}
+    with attnlib.use_backend("triton"):
+        layer = attnlib.StateLayer(spec, conv_weight=own.conv_weight.to(device), device=device)
+    caches = [attnlib.StateCache.allocate(layer.spec, 8, device=device) for _ in range(2)]
+    limits = BatchLimits(max_num_reqs=4, max_num_tokens=4, max_seq_len=4096)
+    builder = layer.backend.make_builder(layer.spec, device, limits=limits)
+    state = layer.backend.get_state_cls()(builder, limits)
+    static = {
+        name: torch.zeros(4, *x.shape[2:], dtype=x.dtype, device=device)
+        for name, x in inputs.items()
+    }
+    names = ("query", "key", "value", "log_decay", "beta")
+
+    def run(given: dict[str, torch.Tensor], cache: attnlib.StateCache, metadata: object):
+        convolved = layer.convolve(given["x"], cache, metadata)
+        return convolved, layer(*(given[name] for name in names), cache, metadata)
+
+    captured = state.graph_capture_get_metadata_for_batch(4)
+    run(static, caches[0], captured)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = run(static, caches[0], captured)
+    for step in range(steps):
+        common = attnlib.CommonAttentionMetadata.from_lengths(
+            [1, 1, 1], [step + 1] * 3, device=device, state_slots=[6, 1, 3]
+        )
+        for name, x in inputs.items():
+            static[name][:3] = x[step]
+        state.begin_forward(common, 4, 1)
+        graph.replay()
+        rows = {name: x[step] for name, x in inputs.items()}
+        eager = run(rows, caches[1], builder.build(0, common))
+        for ours, theirs in zip(replayed, eager, strict=True):
+            assert torch.equal(ours[:3], theirs) and not ours[3].any(), step
