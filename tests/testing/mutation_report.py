@@ -3,11 +3,11 @@
     python -m tests.testing.mutation_report RUN.jsonl benchmarks/results/mutation.json
     python -m tests.testing.mutation_report RUN.jsonl RESULT.json --again SURVIVORS.jsonl
 
-Reasons come from `mutation_reasons.json`: a file, a change, the line of the source, "equivalent" or
-"unreachable", and why. A survivor without a reason counts as one that the suite should notice, and
-so does an unreachable one. `--again` gives a later run of the survivors (`mutation --only`), with
-the checks that were written for them: its outcomes replace those of the run, and the result has the
-score of the run alone, too.
+Reasons come from `mutation_reasons.json`: a file, a change, the line of the source, "equivalent",
+"unreachable" or "within budget", and why. All survivors but the equivalent ones count as mutants
+that the suite should notice, with or without a reason. `--again` gives a later run of the survivors
+(`mutation --only`), with the checks that were written for them: what it notices counts, and the
+result has the score of the run alone, too.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _Key = tuple[str, str, str]
 def replaced(
     entries: Sequence[dict[str, Any]], again: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The entries of a run with the outcomes of a later run of its survivors. A mutant is found by
-    its file, column and change, if only one of them survived."""
+    """The entries of a run, with the survivors that a later run has noticed. A mutant is found by
+    its file, column and change, if the later run has only one of them."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for one in again:
         if "file" in one:
@@ -43,9 +43,10 @@ def replaced(
     for one in entries:
         same = found.get((one.get("file"), one.get("column"), one.get("change")), [])
         forms = {form: same[0][form] for form in FORMS} if len(same) == 1 else {}
-        # A survivor of one form only had been noticed by the other.
         kept = {
-            form: outcome for form, outcome in forms.items() if one[form]["outcome"] == "survives"
+            form: later
+            for form, later in forms.items()
+            if one[form]["outcome"] == "survives" != later["outcome"]
         }
         result.append({**one, **kept})
     return result
