@@ -110,16 +110,16 @@ def _shapes(target: BackendUnderTest) -> Iterator[CheckCase]:
         case = target.case(batch="q5s21_q1s40", **sizes)
         yield _check(target, f"group-12-{dtype}", case)
     # More than 4 MiB of scattered keys in 16 bits, which may be read a few heads at a time.
-    sizes = {"dtype": "float16", "num_heads": 16, "num_kv_heads": 8, "head_size": 256}
+    sizes = {"dtype": "bfloat16", "num_heads": 16, "num_kv_heads": 8, "head_size": 256}
     for feature, batch, fields in (
         ("alibi", "2q1s530", {"sinks": True, "alibi": True}),
         ("unequal", "q1s560_q1s530", {"sinks": True}),
     ):
         case = target.case(batch=batch, **sizes, **fields)
-        yield _check(target, f"many-heads-{feature}-float16", case)
+        yield _check(target, f"many-heads-{feature}-bfloat16", case)
     if not target.quick:  # more than 2 MiB of one head
         sizes |= {"num_heads": 2, "num_kv_heads": 1, "head_size": 512}
-        yield _check(target, "many-keys-float16", target.case(batch="2q1s2200", **sizes))
+        yield _check(target, "many-keys-bfloat16", target.case(batch="2q1s2200", **sizes))
     for head in (256,) if target.quick else (128, 256, 512):
         case = target.case(batch="q1s700_q2s300", head_size=head)
         yield _check(target, f"head-{head}-splits", case)
