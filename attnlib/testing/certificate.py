@@ -10,7 +10,6 @@ and a hash of the results: the hashes of two machines with one kind of GPU must 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections import Counter
@@ -31,10 +30,12 @@ from attnlib.testing.batch_variants import KINDS, BatchVariant, hidden_memory, v
 from attnlib.testing.budget import compare_bits
 from attnlib.testing.captured_step import CapturedStep
 from attnlib.testing.case import Case
+from attnlib.testing.certified_spec import CertifiedSpec, hash_of
 from attnlib.testing.conformance import make_target
 from attnlib.testing.materialized_case import MaterializedCase
 from attnlib.testing.parallel import default_jobs
 from attnlib.testing.runner import AttentionOutput, run_materialized_case
+from attnlib.testing.states.certificate import STATE_KINDS, certify_states, declares_invariance
 
 __all__ = ["Certificate", "CertifiedSpec", "certify_batch_invariance"]
 
@@ -44,46 +45,6 @@ _MAX_FAILURES = 5
 _CAPTURED_REQUESTS = 7
 _OTHER_KERNELS = ("void at::", "at::", "Memcpy", "Memset")
 """Beginnings of the names of torch's own kernels, of copies and of fills."""
-
-
-@dataclass(frozen=True)
-class CertifiedSpec:
-    """The comparisons of one kind of layer.
-
-    Attributes:
-        name: of the kind of layer.
-        case: sizes and features.
-        explanation: what the backend says about its kernels.
-        kernels: names of the GPU kernels that ran, in alphabetical order; empty on a CPU.
-        batch: the requests, in the notation of `batch_spec`.
-        unsupported: why the backend does not support the layer; empty if it does.
-        compared: rows compared for each of `KINDS`.
-        sha256: hash of the results of the requests alone.
-        different: batches with other bits for each of `KINDS`.
-        failures: the first of them.
-    """
-
-    name: str
-    case: str
-    explanation: tuple[str, ...]
-    batch: str
-    kernels: tuple[str, ...] = ()
-    unsupported: tuple[str, ...] = ()
-    compared: dict[str, int] | None = None
-    sha256: str = ""
-    different: dict[str, int] | None = None
-    failures: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        """One line, and the first failures."""
-        if self.unsupported:
-            return f"{self.name}: unsupported: {'; '.join(self.unsupported)}"
-        rows, batches = (sum((n or {}).values()) for n in (self.compared, self.different))
-        line = (
-            f"{self.name}: {rows} rows compared, {batches} batches with other bits, "
-            f"sha256 {self.sha256[:16]}"
-        )
-        return "\n  ".join([line, *self.failures])
 
 
 @dataclass(frozen=True)
@@ -122,7 +83,8 @@ class Certificate:
     def to_json(self) -> str:
         """The certificate as JSON; `version` changes with the names and meanings of the keys."""
         facts = {"certificate": "batch-invariance", "rule": "M15", "version": 2}
-        data = {**facts, "passed": self.passed, "varied": list(KINDS), **asdict(self)}
+        data = {**facts, "passed": self.passed, "varied": [*KINDS, *STATE_KINDS]}
+        data |= asdict(self)
         return json.dumps(data, indent=1)
 
     def __str__(self) -> str:
@@ -169,9 +131,18 @@ def certify_batch_invariance(
 
     started = time.perf_counter()
     target = make_target(backend, device=device, seed=seed, quick=quick, against=())
-    declared = target.supports(target.case(batch_invariant=True, needs_lse=False))
+    attends = "attention" in target.kinds
+    declared = (
+        target.supports(target.case(batch_invariant=True, needs_lse=False))
+        if attends
+        else declares_invariance(target)
+    )
+    processes = default_jobs(target) if jobs is None else jobs
     specs = []
-    for spec in _specs(target, declared, default_jobs(target) if jobs is None else jobs):
+    for spec in (
+        *(_specs(target, declared, processes) if attends else ()),
+        *certify_states(target),
+    ):
         specs.append(spec)
         if on_spec is not None:
             on_spec(spec)
@@ -269,7 +240,7 @@ def _certify(target: BackendUnderTest, name: str, case: Case) -> CertifiedSpec:
         explanation=tuple(target.backend.explain_lines(case.spec, info)),
         kernels=_kernels(target, step, [*requests, [*range(len(requests))]]),
         compared={kind: compared[kind] for kind in KINDS if compared[kind]},
-        sha256=_hash(alone),
+        sha256=hash_of(x for one in alone for x in (one.out, one.lse)),
         different=dict(Counter(failure.partition(":")[0] for failure in failures)),
         failures=tuple(failures[:_MAX_FAILURES]),
     )
@@ -378,13 +349,3 @@ def _graphs(
         failure = _difference(variant, AttentionOutput(out, None), alone, compared)
         failures += [failure] if failure else []
     return failures
-
-
-def _hash(results: list[AttentionOutput]) -> str:
-    """SHA-256 of the bits of outputs and log-sum-exps."""
-    digest = hashlib.sha256()
-    for result in results:
-        for tensor in (result.out, result.lse):
-            if tensor is not None:
-                digest.update(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

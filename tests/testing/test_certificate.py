@@ -20,8 +20,10 @@ from attnlib.testing.batch_variants import KINDS
 from attnlib.testing.case import Case
 from attnlib.testing.certificate import certify_batch_invariance
 from attnlib.testing.commands import verify_main
+from attnlib.testing.states.certificate import STATE_KINDS
 from tests.testing.toy_backend import ToyBackend
 from tests.testing.wrong_backends import UNCERTIFIED
+from tests.testing.wrong_states import RIGHT_STATES, WRONG_STATES
 
 
 def test_torch_is_certified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,13 +37,15 @@ def test_torch_is_certified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert found["passed"] and found["declared"] and found["certificate"] == "batch-invariance"
     assert found["backend_class"] == "attnlib.backends.torch:TorchBackend"
     assert {"torch", "triton", "commit", "command", "date"} <= set(found["provenance"])
-    assert found["varied"] == list(KINDS)
+    assert found["varied"] == [*KINDS, *STATE_KINDS]
     compared = [spec for spec in found["specs"] if not spec["unsupported"]]
     assert len(compared) == len(found["specs"]) >= 10
     assert all(len(spec["sha256"]) == 64 and not spec["different"] for spec in compared)
     # torch captures no graphs; everything else is compared for every decoder.
     assert set(compared[0]["compared"]) == set(KINDS) - {"CUDA graphs"}
     assert len({spec["sha256"] for spec in compared}) == len(compared)
+    states = [spec for spec in compared if " states, " in spec["name"]]
+    assert len(states) == 12 and all(set(s["compared"]) == set(STATE_KINDS) for s in states)
 
 
 def test_only_kernels_that_ran_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +115,8 @@ def test_backends_that_only_claim_it_fail(error: str) -> None:
     found = certify_batch_invariance(backend, device="cpu", quick=True)
     assert found.declared and not found.passed
     for spec in found.specs:
+        if " states, " in spec.name:  # the error is one of attention
+            continue
         assert set(spec.different or {}) == kinds
         assert spec.failures and str(found).endswith("FAILED")
 
@@ -119,6 +125,23 @@ def test_a_backend_that_does_not_declare_it_is_compared_too() -> None:
     found = certify_batch_invariance(ToyBackend, device="cpu", quick=True)
     assert not found.declared and "does not declare it" in str(found)
     assert all(spec.compared for spec in found.specs)
+
+
+def test_states_that_only_claim_it_fail() -> None:
+    """A backend of state layers alone: chunks that begin where a step begins, and a right one."""
+    wrong, right = (
+        certify_batch_invariance(backend, device="cpu", quick=True)
+        for backend in (WRONG_STATES["chunks from the start of a step"][0], RIGHT_STATES["tail"])
+    )
+    assert wrong.declared and not wrong.passed and right.passed
+    assert {spec.name for spec in right.specs} == {
+        "gated delta states, float32",
+        "short convolution states, float32",
+    }
+    assert set(wrong.specs[0].different or {}) >= {"single tokens", "steps", "rejected drafts"}
+    undeclared = certify_batch_invariance(RIGHT_STATES["plain"], device="cpu", quick=True)
+    assert not undeclared.declared and not undeclared.passed
+    assert undeclared.specs[0].unsupported
 
 
 @pytest.mark.slow
@@ -134,5 +157,5 @@ def test_triton_is_certified_under_the_interpreter(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(certificate, "_cases", one_kind)
     found = certify_batch_invariance("triton", device="cpu", quick=True)
     assert found.passed and found.declared, found
-    assert [spec.name for spec in found.specs] == ["log-sum-exp"]
+    assert [spec.name for spec in found.specs if " states, " not in spec.name] == ["log-sum-exp"]
     assert set(found.specs[0].compared) == set(KINDS)
