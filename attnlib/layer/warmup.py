@@ -20,9 +20,12 @@ from typing import Any
 import torch
 
 from attnlib.cache.slots import compute_slot_mapping
+from attnlib.cache.states import StateCache
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.layer.attention import Attention
+from attnlib.layer.state import StateLayer
+from attnlib.layer.state_warmup import run_state_batches
 from attnlib.layer.warmup_batches import (
     bounded_batches,
     extra_keys,
@@ -64,8 +67,8 @@ class WarmupReport:
 
 
 def warmup(
-    layer: Attention,
-    cache: PagedKVCache | None,
+    layer: Attention | StateLayer,
+    cache: PagedKVCache | StateCache | None,
     limits: BatchLimits,
     *,
     builder: AttentionMetadataBuilder[Any] | None = None,
@@ -78,7 +81,7 @@ def warmup(
 
     Args:
         layer: the layer.
-        cache: the cache of the layer, which is not changed; None for encoders.
+        cache: the cache of the layer, which is not changed, or its slots; None for encoders.
         limits: the largest batch.
         builder: the metadata builder that will be used, so that its workspace and plans are warmed
             up too; None creates one with `limits`.
@@ -92,7 +95,10 @@ def warmup(
     Raises:
         ContractError: a paged layer without a cache.
     """
+    if isinstance(layer, StateLayer):
+        return _warm_states(layer, cache, limits, builder)
     spec = layer.spec
+    assert not isinstance(cache, StateCache)  # of an attention layer
     if spec.is_paged and cache is None:
         raise ContractError(
             f"warmup of a layer with attn_type={spec.attn_type.value} needs its cache: kernels "
@@ -129,6 +135,26 @@ def _new_kernels(device: torch.device) -> AbstractContextManager[list[Any]]:
     if not (runs_kernels(device) and has_triton()):
         return nullcontext([])
     return compiled_kernels()
+
+
+def _warm_states(
+    layer: StateLayer,
+    cache: object,
+    limits: BatchLimits,
+    builder: AttentionMetadataBuilder[Any] | None,
+) -> WarmupReport:
+    if not isinstance(cache, StateCache):
+        raise ContractError(
+            f"warmup of a state layer needs its slots, and cache is a {type(cache).__name__}: pass "
+            "StateCache.allocate(layer.spec, num_slots)"
+        )
+    started = time.perf_counter()
+    builder = builder or layer.backend.make_builder(layer.spec, cache.device, limits=limits)
+    with torch.no_grad():
+        batches = run_state_batches(layer, cache, limits, builder)
+    if cache.device.type == "cuda":
+        torch.cuda.synchronize(cache.device)
+    return WarmupReport(tuple(batches), time.perf_counter() - started)
 
 
 def _run(

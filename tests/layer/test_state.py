@@ -276,3 +276,16 @@ def test_torch_compile() -> None:
             cache.memory.copy_(before)
             got = compiled(tokens, metadata)
             assert all(map(torch.equal, got, wanted)) and torch.equal(cache.memory, after)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_warmup_changes_no_slot(name: str) -> None:
+    layer = layer_of(KINDS[name])
+    cache = attnlib.StateCache.allocate(layer.spec, 3, device="cpu")
+    before = cache.memory.clone()
+    limits = attnlib.BatchLimits(max_num_reqs=3, max_num_tokens=8, max_seq_len=32)
+    report = attnlib.warmup(layer, cache, limits)
+    assert (1,) in report.batches and max(map(sum, report.batches)) == 8
+    assert torch.equal(cache.memory, before)
+    with pytest.raises(ContractError, match="needs its slots"):
+        attnlib.warmup(layer, None, limits)
