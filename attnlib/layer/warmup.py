@@ -104,9 +104,7 @@ def warmup(
             f"warmup of a layer with attn_type={spec.attn_type.value} needs its cache: kernels "
             f"depend on its strides"
         )
-    where = (
-        cache.device if cache is not None else torch.device(device or torch.get_default_device())
-    )
+    where = torch.device(device or torch.get_default_device()) if cache is None else cache.device
     builder = builder or layer.backend.make_builder(spec, where, limits=limits)
     started, batches = time.perf_counter(), warmup_batches(limits, builder.reorder_batch_threshold)
     if runs_kernels(where) and spec.is_paged:
