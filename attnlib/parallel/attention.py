@@ -17,7 +17,7 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache
 from attnlib.compile.objects import register
 from attnlib.device import resolve_device
-from attnlib.errors import AttnlibError, ContractError
+from attnlib.errors import ContractError
 from attnlib.layer import Attention
 from attnlib.layer.call import new_lse
 from attnlib.parallel.builder import ParallelBuilder
@@ -85,13 +85,13 @@ class ParallelAttention(nn.Module):
         self.scale = spec.head_size**-0.5 if scale is None else float(scale)
         validates = agreement == "batch" and env.read("ATTNLIB_VALIDATE")
         self.agreement = "call" if validates else agreement
-        error: AttnlibError | None = None
+        error: Exception | None = None
         try:
             method = checked_method(spec, group, division, exchange, agreement)
             slopes = checked_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, spec)
             sinks = checked_per_head("sinks", sinks, spec.has_sink, spec)
             self._select(spec)
-        except AttnlibError as found:
+        except Exception as found:  # of any kind: the other ranks wait
             error = found
         self._agree((str(spec), division, exchange, self.agreement, prefix), error)
         self._exchange = Exchange(group, spec, method)
@@ -100,7 +100,7 @@ class ParallelAttention(nn.Module):
         self._make_layers()
         self.handle = register(self)
 
-    def _agree(self, facts: object, error: AttnlibError | None) -> None:
+    def _agree(self, facts: object, error: Exception | None) -> None:
         if self.agreement != "never":
             self.group.agree(("layer", facts), error)
         elif error is not None:

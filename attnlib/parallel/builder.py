@@ -64,10 +64,10 @@ class ParallelBuilder:
             ContractError: on every rank, if one of them cannot build the batch, or the batches
                 differ (unless agreements are off: then on this rank).
         """
-        error: ContractError | None = None
+        error: Exception | None = None
         try:
             check_batch(self.spec, self.division, common)
-        except ContractError as found:
+        except Exception as found:  # of any kind: the other ranks wait
             error = found
         if self._agreement != "never":
             lengths = (common.num_reqs, common.num_actual_tokens)

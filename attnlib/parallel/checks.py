@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnlib.cache.storage import PagedKVCache
-from attnlib.errors import AttnlibError, ContractError
+from attnlib.errors import ContractError
 from attnlib.layer.attention import Attention
 from attnlib.layer.cache_checks import check_cache
 from attnlib.layer.call import LayerCall, per_head
@@ -88,13 +88,13 @@ def check_parallel_call(
     Raises:
         ContractError: see `ParallelAttention.forward`.
     """
-    error: AttnlibError | None = None
+    error: Exception | None = None
     call = None
     try:
         call = _checked(layer, query, key, value, cache, metadata, output)
-    except AttnlibError as found:
+    except Exception as found:  # of any kind: the other ranks wait
         error = found
-    if layer.agreement != "never" and not _is_capturing(query):
+    if layer.agreement != "never" and not _is_capturing():
         agreed = isinstance(metadata, ParallelMetadata) and metadata.agreed
         if layer.agreement == "call" or not agreed:
             layer.group.agree(("call", str(layer.spec), key is None), error)
@@ -106,8 +106,8 @@ def check_parallel_call(
     return call
 
 
-def _is_capturing(query: Tensor) -> bool:
-    return query.is_cuda and torch.cuda.is_current_stream_capturing()
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _checked(

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache
 from attnlib.device import resolve_device
-from attnlib.errors import AttnlibError
 from attnlib.layer import Attention
 from attnlib.layer.call import new_lse
 from attnlib.ops.dispatch import operation
@@ -77,14 +76,14 @@ class ParallelPrefill(nn.Module):
         self.spec, self.group, self.division, self.method = spec, group, division, method
         self.agreement, self._device = agreement, resolve_device(device).torch_device
         self._rings = keeps_order(spec) and method != "all_gather"
-        error: AttnlibError | None = None
+        error: Exception | None = None
         try:
             check_prefill(spec, group, division, method, agreement)
             checked_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, spec)
             checked_per_head("sinks", sinks, spec.has_sink, spec)
             specs = self._specs()
             backends = [get_attn_backend(each, backend, self._device) for each in specs]
-        except AttnlibError as found:
+        except Exception as found:  # of any kind: the other ranks wait
             error = found
         self.agree(("prefill layer", str(spec), division, method, agreement), error)
         given: dict[str, Any] = {"scale": scale, "device": self._device, "prefix": prefix}
@@ -107,7 +106,7 @@ class ParallelPrefill(nn.Module):
         )
         return [causal, cross]
 
-    def agree(self, facts: object, error: AttnlibError | None) -> None:
+    def agree(self, facts: object, error: Exception | None) -> None:
         """See `RankGroup.agree`; without agreements, raise the error of this rank."""
         if self.agreement != "never":
             self.group.agree(facts, error)

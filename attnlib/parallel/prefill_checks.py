@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnlib.cache.storage import PagedKVCache
-from attnlib.errors import AttnlibError, ContractError, UnsupportedConfigError
+from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.parallel.checks import check_own_cache, sized
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.group import RankGroup
@@ -85,11 +85,11 @@ def check_prefill_call(
     Raises:
         ContractError: see `ParallelPrefill.forward`.
     """
-    error: AttnlibError | None = None
+    error: Exception | None = None
     call = None
     try:
         call = _checked(layer, query, key, value, cache, metadata)
-    except AttnlibError as found:
+    except Exception as found:  # of any kind: the other ranks wait
         error = found
     known = isinstance(metadata, PrefillMetadata) and metadata.agreed
     if layer.agreement == "call" or not known:

@@ -59,14 +59,15 @@ def _mistral() -> Any:
     return MistralForCausalLM(config)
 
 
-def _gemma2() -> Any:
+def _gemma2(kv_heads: int = 2) -> Any:
     """Soft cap, and windows in every second layer. With freshly initialized weights its tied
     embedding makes it repeat the last token; large norm weights behind each block prevent that."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     config = Gemma2Config(
-        **_SIZES, initializer_range=0.1, sliding_window=WINDOW, query_pre_attn_scalar=32,
-        attn_logit_softcapping=5.0, final_logit_softcapping=30.0,
+        **{**_SIZES, "num_key_value_heads": kv_heads}, initializer_range=0.1,
+        sliding_window=WINDOW, query_pre_attn_scalar=32, attn_logit_softcapping=5.0,
+        final_logit_softcapping=30.0,
     )  # fmt: skip
     model = Gemma2ForCausalLM(config)
     for name, module in model.named_modules():
@@ -103,7 +104,7 @@ def _bert() -> Any:
 
 DECODERS = {
     "llama": _llama, "mistral": _mistral, "gemma2": _gemma2, "loops": _loops, "mqa": _mqa,
-    "deepseek": _deepseek,
+    "gemma2-mqa": lambda: _gemma2(1), "deepseek": _deepseek,
 }  # fmt: skip
 
 

@@ -99,15 +99,20 @@ def test_tokens_over_a_cache_in_hnd_order(engine: Any, models: Path, version: st
 
 
 def test_tokens_with_decode_context_parallelism(engine: Any, models: Path) -> None:
-    """Two processes, each with half of the cached tokens. (vLLM 0.33 has no such CPU path.)"""
+    """Two processes, each with half of the cached tokens; layers without and with windows and soft
+    caps. (vLLM 0.33 has no such CPU path.)"""
     arguments = {
         "tensor_parallel_size": 2, "decode_context_parallel_size": 2,
         "distributed_executor_backend": "mp",
     }  # fmt: skip
-    case = {"model": str(models / "mqa"), "arguments": arguments}
-    result = engine(VLLM[0], {"dcp": case})["dcp"]
-    assert result.get("error") is None
-    assert result["tokens"] == expected_tokens(models, "mqa")
+    windows = {**arguments, "disable_hybrid_kv_cache_manager": True}
+    cases = {
+        "mqa": {"model": str(models / "mqa"), "arguments": arguments},
+        "gemma2-mqa": {"model": str(models / "gemma2-mqa"), "arguments": windows},
+    }
+    for name, result in engine(VLLM[0], cases).items():
+        assert result.get("error") is None
+        assert result["tokens"] == expected_tokens(models, name)
 
 
 def test_tokens_by_interpreted_triton_kernels(engine: Any, models: Path) -> None:

@@ -200,13 +200,19 @@ def refusals(group: RankGroup) -> str:
         own = run.own(query)
         run.layer(own.double() if last else own, key, value, run.caches[1], built)
 
+    def no_tensor() -> None:
+        lengths = [[pair[n] for pair in STEPS["prefill"]] for n in (0, 1)]
+        built = run.builders[1].build(divided_batch(*lengths, run.tables[1], "cpu"))
+        given: Any = None if last else run.own(query)
+        run.layer(given, key, value, run.caches[1], built)
+
     def zig_zag() -> None:
         ParallelAttention(run.spec, group, ZigZag(group.world_size, 4), device="cpu")
 
     expected = {
         other_window: "ranks 0 and", bad_sinks: "sinks is torch.float32 [5]",
         other_batch: "ranks 0 and", short_table: "has 1 columns", other_dtype: "torch.float64",
-        zig_zag: "for the tokens of a prefill",
+        no_tensor: f"rank {group.world_size - 1} refuses: ", zig_zag: "for the tokens of a prefill",
     }  # fmt: skip
     for call, text in expected.items():
         try:
