@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from attnlib.layer.warmup import WarmupReport
 from attnlib.score_functions.builtin import alibi_sqrt
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
+from tests.described_kinds import KINDS, LAYOUT_KINDS
 from tests.fresh_process import run_module
 
 LIMITS = BatchLimits(max_num_reqs=2, max_num_tokens=16, max_seq_len=64)
@@ -50,13 +53,30 @@ def test_a_server_with_the_folder_compiles_nothing(tmp_path: Path) -> None:
     assert {"hopper_prefill_kernel", "decode_kernel"} <= set(names)
 
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "server"), "ATTNLIB_KERNELS": str(shipped)}
-    done = run_module("tests.described_server", [], environment)
+    environment |= {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
+    # A new interpreter, whose sets have another order.
+    command = [sys.executable, "-m", "tests.described_server"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     served = json.loads(done.stdout.splitlines()[-1])
     assert served["random batches"]["compiled"] == []
     assert sorted(served["random batches"]["found"]) == sorted(names)
     assert served["unaligned"] == {"found": [], "compiled": ["decode_kernel", "write_kv_kernel"]}
     assert "ATTNLIB_KERNELS" not in done.stderr
+
+
+@pytest.mark.slow
+def test_every_kind_of_layer_has_kernels() -> None:
+    """Layouts of the cache select no kernels; GPUs of other kinds share none."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = run_module("tests.described_kinds", [], environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    on_hopper = found["H100"]
+    assert set(on_hopper) == set(KINDS) and all(len(keys) >= 2 for keys in on_hopper.values())
+    assert len({tuple(on_hopper[kind]) for kind in LAYOUT_KINDS}) == 1
+    for kind, keys in found["sm_80"].items():
+        assert len(keys) >= 4 and not set(keys) & set(on_hopper[kind])
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")

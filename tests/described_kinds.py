@@ -1,0 +1,80 @@
+"""The kernels of every kind of layer on described GPUs; nothing is compiled.
+
+    python -m tests.described_kinds
+
+The last line is a JSON object: GPU and kind of layer -> keys of its kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import torch
+
+from attnlib.ahead_of_time import DescribedLayer, DescribedServer, needed_kernels
+from attnlib.cache.layout import LAYOUTS
+from attnlib.device import resolve_device
+from attnlib.sparse.compressed_entries import CompressedEntries
+from attnlib.sparse.key_selection import KeySelection
+from attnlib.spec import AttentionSpec, AttentionType, MaskKind
+from attnlib.workspace import BatchLimits
+
+__all__ = ["KINDS", "LAYOUT_KINDS"]
+
+LIMITS = BatchLimits(max_num_reqs=4, max_num_tokens=64, max_seq_len=512)
+BASE: dict[str, Any] = {
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "head_size": 128,
+    "dtype": torch.bfloat16,
+    "block_size": 16,
+}
+LATENTS: dict[str, Any] = {
+    "num_kv_heads": 1,
+    "head_size": 576,
+    "head_size_v": 512,
+    "use_mla": True,
+    "block_size": 64,
+}
+LAYOUT_KINDS = {f"layout {name}": {"kv_cache_layout": name} for name in LAYOUTS}
+KINDS: dict[str, dict[str, Any]] = {
+    "alibi": {"has_alibi": True},
+    "sink": {"has_sink": True, "sliding_window": 128, "head_size": 64},
+    "chunks": {"attention_chunk_size": 64},
+    "encoder": {"attn_type": AttentionType.ENCODER_ONLY},
+    "cross-attention": {"attn_type": AttentionType.ENCODER_DECODER},
+    "per request": {"mask_kind": MaskKind.PER_REQUEST},
+    "tree": {"mask_kind": MaskKind.QUERY_BIAS},
+    "selected keys": {"key_selection": KeySelection.parse("kv_head:128:16"), "block_size": 128},
+    "entries": {"compressed_entries": CompressedEntries.parse("4:64:512"), "sliding_window": 128},
+    "batch invariant": {"batch_invariant": True},
+    "float32": {"dtype": torch.float32},
+    "scales of heads": {"kv_cache_dtype": "fp8_e4m3", "kv_scale_kind": "head"},
+    "int4": {"kv_cache_dtype": "int4_per_group"},
+    "nvfp4": {"kv_cache_dtype": "nvfp4"},
+    "blocks of one token": {"block_size": 1},
+    "latents": LATENTS,
+    "float8 latents": {"kv_cache_dtype": "fp8_e4m3", **LATENTS},
+    "selected latents": {"key_selection": KeySelection(max_blocks=2048), **LATENTS},
+    **LAYOUT_KINDS,
+}
+
+
+def main() -> None:
+    """Print the keys."""
+    logging.disable(logging.WARNING)
+    found: dict[str, dict[str, list[str]]] = {}
+    for device, kinds in {"H100": [*KINDS], "sm_80": ["sink", "int4", "float8 latents"]}.items():
+        server = DescribedServer(resolve_device(device), LIMITS)
+        layers = {kind: DescribedLayer(AttentionSpec(**{**BASE, **KINDS[kind]})) for kind in kinds}
+        found[device] = {
+            kind: sorted(kernel.key for kernel in needed_kernels(server, [layer]))
+            for kind, layer in layers.items()
+        }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
