@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import lru_cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -150,7 +150,7 @@ class Capabilities(Declaration):
     rotary_write: bool = False
 
 
-@cache
+@lru_cache(maxsize=16)
 def _field_types(cls: Any) -> dict[str, Any]:
     return get_type_hints(cls)
 

@@ -18,7 +18,7 @@ def test_module_caches_are_few_and_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     call_trace = import_module("call_trace")
     caches = call_trace.module_caches()
-    assert 0 < len(caches) <= 8, caches
+    keyed = []
     for line in caches:
         path, _, rest = line.partition(": ")
         name = rest.replace(":", " ").split()[0]
@@ -28,3 +28,6 @@ def test_module_caches_are_few_and_bounded(monkeypatch: pytest.MonkeyPatch) -> N
             assert name in BOUNDED, f"{line}: is it bounded?"
         elif cached.cache_parameters()["maxsize"] is None:
             assert not inspect.signature(cached.__wrapped__).parameters, line
+            continue  # one value of the process
+        keyed.append(line)
+    assert 0 < len(keyed) <= 6, keyed

@@ -18,6 +18,7 @@ COUNTERPARTS = {
     "shared_decode": "shared_decode",
     "cache_write": "write_kv",
     "context_attention": "context_attention",
+    "hadamard": "rotate_heads",
     "merge_states": "merge_states",
     "packed_attention": "packed_decode",
     "packed_latents": "packed_latent_attention",
@@ -29,6 +30,9 @@ COUNTERPARTS = {
     "visible_keys": "list_visible_keys",
 }
 
+OF_TORCH = {"plans"}
+"""Parameters of the torch operations only: what layers of a step share, which kernels compute."""
+
 
 @pytest.mark.parametrize("module", COUNTERPARTS)
 def test_signatures_are_equal(module: str) -> None:
@@ -39,7 +43,8 @@ def test_signatures_are_equal(module: str) -> None:
         )
         for folder in ("torch", "triton")
     )
-    assert ours == theirs
+    kept = [each for name, each in ours.parameters.items() if name not in OF_TORCH]
+    assert ours.replace(parameters=kept) == theirs
 
 
 @pytest.mark.parametrize(
