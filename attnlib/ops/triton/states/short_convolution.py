@@ -13,7 +13,7 @@ from attnlib.ops.triton.kernels.short_convolution import (
     short_convolution_kernel,
 )
 from attnlib.ops.triton.states.config import check_dense
-from attnlib.ops.triton.states.launch import batch_tensors, run_kernel
+from attnlib.ops.triton.states.launch import KernelLaunch, batch_tensors
 
 __all__ = ["short_convolution"]
 
@@ -69,4 +69,4 @@ def short_convolution(
     bias = weight if bias is None else bias
     tensors = (x, weight, bias, out, window, positions, *batch_tensors(batch))
     numbers = (batch.num_reqs, out.shape[0], tiles)
-    run_kernel(short_convolution_kernel, config, grid, tensors, numbers)
+    KernelLaunch(short_convolution_kernel, config, grid).run(tensors, numbers)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,6 @@ from attnlib.ops.states.params import RecurrenceParams
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics.device import limits_of
 from attnlib.ops.triton.heuristics.state_tiles import state_tile
-from attnlib.ops.triton.kernels.state_arguments import StateConfig
 from attnlib.ops.triton.kernels.state_prefill import state_matrices_kernel, state_tail_kernel
 from attnlib.ops.triton.kernels.state_step import state_step_kernel
 from attnlib.ops.triton.states.config import (
@@ -23,9 +20,9 @@ from attnlib.ops.triton.states.config import (
     slot_strides,
     state_config,
 )
-from attnlib.ops.triton.states.launch import batch_tensors, run_kernel
+from attnlib.ops.triton.states.launch import KernelLaunch, batch_tensors
 
-__all__ = ["state_step"]
+__all__ = ["PreparedStep", "state_step"]
 
 
 def state_step(
@@ -47,72 +44,91 @@ def state_step(
         ContractError: slots of another form than `tail`, heads of more than 256, dtypes that the
             kernels do not take, or heads that are not dense.
     """
-    _check(query, key, value, log_decay, beta, slots, out)
-    if not out.numel():
-        return
-    is_long = batch.max_query_len > slots.layout.max_rollback + 1
-    strides = _strides(query, key, value, log_decay, beta, slots, out)
-    recurrence = Recurrence.on_chip(params, limits_of(value))
-    config = state_config(slots.layout, recurrence, strides, is_long)
-    # Tensors that the kernels do not read stand for absent ones.
-    beta = log_decay if beta is None else beta
-    tails = (slots.tail_key, slots.tail_value, slots.tail_log_decay, slots.tail_beta)
-    assert slots.positions is not None and slots.state is not None  # `_check`: they are tails
-    stored = (slots.positions, *(log_decay if field is None else field for field in tails))
-    step = _Step(config, (query, key, value, log_decay, beta), stored, batch)
-    workspace = step.prepare(out.shape[0]) if is_long else log_decay
-    skip = log_decay if params.skip is None else params.skip
-    tensors = (*step.inputs, skip, out, slots.state, *stored, *batch_tensors(batch), workspace)
-    grid = (batch.num_reqs + 1, config.HV * config.BLOCKS)
-    numbers = (params.scale, batch.num_reqs, out.shape[0])
-    stages = 2 if is_long and step.warps == 8 else 1
-    run_kernel(
-        state_step_kernel, config, grid, tensors, numbers, num_warps=step.warps, num_stages=stages
-    )
-    if is_long:
-        step.write_tails()
+    if out.numel():
+        step = PreparedStep(query, key, value, log_decay, beta, slots, batch, params, out=out)
+        step.run(query, key, value, log_decay, beta, slots, params.skip, out)
+    else:
+        _check(query, key, value, log_decay, beta, slots, out)
 
 
-class _Step(NamedTuple):
-    """The launches around that of a long step.
+class PreparedStep:
+    """The launches of `state_step` over one batch, for tensors that differ in addresses and values
+    only. Arguments and errors as of `state_step`."""
 
-    Attributes:
-        config: constants.
-        inputs: queries, keys, values, decays and beta.
-        stored: positions, and the tails of keys, values, decays and beta.
-        batch: lengths and slots.
-    """
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor,
+        beta: Tensor | None,
+        slots: StateTensors,
+        batch: StateBatch,
+        params: RecurrenceParams,
+        *,
+        out: Tensor,
+    ) -> None:
+        _check(query, key, value, log_decay, beta, slots, out)
+        limits, num_reqs = limits_of(value), batch.num_reqs
+        is_long = batch.max_query_len > slots.layout.max_rollback + 1
+        strides = _strides(query, key, value, log_decay, beta, slots, out)
+        recurrence = Recurrence.on_chip(params, limits)
+        config = state_config(slots.layout, recurrence, strides, is_long)
+        # Those of AMD have 64 threads.
+        warps = 4 if limits.is_amd else state_tile(config.DK, config.DV).num_warps
+        chunks = out.shape[0] // config.C + num_reqs * config.EXTRA if is_long else 0
+        self._where, self._scale = batch_tensors(batch), params.scale
+        self._numbers = (num_reqs, out.shape[0])
+        self._workspace = chunks * config.HV * 2 * config.C * config.C
+        self._step = KernelLaunch(
+            state_step_kernel,
+            config,
+            (num_reqs + 1, config.HV * config.BLOCKS),
+            num_warps=warps,
+            num_stages=2 if is_long and warps == 8 else 1,
+        )
+        self._matrices, self._tails = (
+            KernelLaunch(kernel, config, (programs, config.HV), num_warps=warps)
+            for kernel, programs in ((state_matrices_kernel, chunks), (state_tail_kernel, num_reqs))
+        )
 
-    config: StateConfig
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-    stored: tuple[Tensor, ...]
-    batch: StateBatch
-
-    @property
-    def warps(self) -> int:
-        """Warps of a program. Those of AMD have 64 threads."""
-        warps = state_tile(self.config.DK, self.config.DV).num_warps
-        return 4 if limits_of(self.inputs[0]).is_amd else warps
-
-    def prepare(self, num_tokens: int) -> Tensor:
-        """The matrices of all chunks."""
-        config, num_reqs = self.config, self.batch.num_reqs
-        query, key, _, *gates = self.inputs
-        positions, tail_key, _, *tails = self.stored
-        chunks = num_tokens // config.C + num_reqs * config.EXTRA
-        size = chunks * config.HV * 2 * config.C * config.C
-        workspace = torch.empty(size, dtype=torch.float32, device=query.device)
-        where = batch_tensors(self.batch)
-        tensors = (query, key, *gates, positions, tail_key, *tails, *where, workspace)
-        grid = (chunks, config.HV)
-        run_kernel(state_matrices_kernel, config, grid, tensors, (num_reqs,), num_warps=self.warps)
-        return workspace
-
-    def write_tails(self) -> None:
-        """The tails and positions, when no program reads them any more."""
-        tensors = (*self.inputs[1:], *self.stored, *batch_tensors(self.batch))
-        grid = (self.batch.num_reqs, self.config.HV)
-        run_kernel(state_tail_kernel, self.config, grid, tensors, (), num_warps=self.warps)
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor,
+        beta: Tensor | None,
+        slots: StateTensors,
+        skip: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Launch on the current stream."""
+        # Tensors that the kernels do not read stand for absent ones.
+        gates = (log_decay, log_decay if beta is None else beta)
+        assert slots.positions is not None and slots.state is not None  # `_check`: they are tails
+        positions, (tail_key, *tails) = (
+            slots.positions,
+            (
+                log_decay if field is None else field
+                for field in (
+                    slots.tail_key,
+                    slots.tail_value,
+                    slots.tail_log_decay,
+                    slots.tail_beta,
+                )
+            ),
+        )
+        stored = (positions, tail_key, *tails, *self._where)
+        workspace = log_decay
+        if self._workspace:
+            workspace = torch.empty(self._workspace, dtype=torch.float32, device=query.device)
+            tensors = (query, key, *gates, positions, tail_key, *tails[1:], *self._where, workspace)
+            self._matrices.run(tensors, self._numbers[:1])
+        first = (query, key, value, *gates, log_decay if skip is None else skip, out, slots.state)
+        self._step.run((*first, *stored, workspace), (self._scale, *self._numbers))
+        if self._workspace:
+            self._tails.run((key, value, *gates, *stored), ())
 
 
 def _check(
