@@ -1,0 +1,48 @@
+"""X3, X4: the addresses of a batch follow on the device, without reading it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnlib import AttentionSpec
+from attnlib.parallel import Contiguous, Interleaved, local_block_table, local_slots
+from attnlib.parallel.addresses import token_positions
+from attnlib.parallel.divisions import Division
+from attnlib.parallel.local_spec import local_form
+from attnlib.parallel.merge import MergeRows
+from attnlib.parallel.rows import local_rows
+from attnlib.parallel.staging import StagingPlan
+
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, block_size=4)
+
+
+@pytest.mark.parametrize("division", [Interleaved(2, 4), Contiguous(2, 20)], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 6}, {"has_alibi": True}], ids=str)
+def test_nothing_reads_the_device(changes: dict[str, object], division: Division) -> None:
+    """Meta tensors have no elements: a function that reads one raises."""
+    starts, lengths, table = (
+        torch.zeros(*shape, dtype=torch.int32, device="meta") for shape in ((4,), (3,), (3, 8))
+    )
+    tokens = token_positions(starts, lengths, 7)
+    assert local_slots(division, 1, tokens, table, 4).shape == (7,)
+    assert local_block_table(division, 1, table, 4).shape[0] == 3
+    rows = local_rows(
+        local_form(SPEC.replace(**changes), division, 1), division, 1, tokens, lengths, table
+    )
+    assert rows.seq_lens.shape == (7,)
+    assert StagingPlan.of(starts, tokens.request, 5, 4).block_table.shape == (3, 2)
+    assert MergeRows.of(2, 7, True, table.device).rows.shape == (21,)
+
+
+def test_tables_of_windows_are_narrow() -> None:
+    """A row has the blocks of its window, not those of its request."""
+    division, lengths = Interleaved(2), torch.tensor([1000], dtype=torch.int32)
+    table = torch.arange(125, dtype=torch.int32)[None]
+    tokens = token_positions(torch.tensor([0, 2], dtype=torch.int32), lengths, 2)
+    form = local_form(SPEC.replace(sliding_window=16), division, 0)
+    rows = local_rows(form, division, 0, tokens, lengths, table)
+    # Positions 983 to 998 and 984 to 999: local indices 492 to 499, in the blocks 123 and 124.
+    assert rows.block_table[:, :2].tolist() == [[123, 124]] * 2
+    assert rows.block_table.shape[1] <= 4
+    assert rows.seq_lens.tolist() == [8, 8]
