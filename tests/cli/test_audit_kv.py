@@ -118,6 +118,18 @@ def test_perplexity_of_several_texts(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["total"][labels[3]]["memory_saved"] == pytest.approx(1 - 0.4, abs=0.05)
 
 
+def test_the_guide_has_the_committed_results() -> None:
+    """The table of the guide is what `audit-kv` wrote."""
+    root = Path(__file__).parents[2]
+    result = json.loads((root / "benchmarks/results/kv_quality.json").read_text())
+    guide = (root / "docs/guides/quantized-caches.md").read_text()
+    for label, row in result["quality"].items():
+        kl = sum(one["kl"] for one in row.values()) / len(row)
+        line = next(line for line in guide.splitlines() if line.startswith(f"|{label}|"))
+        shown = "/".join(f"{one['perplexity']:.2f}" for one in row.values())
+        assert line.split("|")[3:5] == [shown, f"{kl:.5f}"], label
+
+
 def test_an_unknown_format_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit-kv", "--formats", "fp3"]) == 2
     assert "'fp3' is not known; use some of bfloat16; fp8_e4m3, scale 1" in capsys.readouterr().err
