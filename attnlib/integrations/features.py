@@ -21,6 +21,7 @@ _LATENT = "tests/hosts/vllm_latent_adapter.py"
 _WARMUP = "tests/hosts/test_vllm_warmup.py"
 _SGLANG = "tests/integrations/sglang/test_backend.py"
 _TOKENS = f"{_ENGINE}::test_tokens_equal_transformers"
+_PAGES = f"{_ENGINE}::test_tokens_over_pages_with_scales"
 _RESULTS = "benchmarks/results/h200"
 _LATER = "absent: 0.26 does not ask"
 
@@ -70,7 +71,8 @@ _VLLM = {
     "blocks of 16 to 64 tokens": _both(f"{_ENGINE}::test_block_size"),
     "fp8, a scale per tensor": _both(f"{_ADAPTER}::test_fp8_cache_with_scales_per_tensor"),
     "fp8, a scale per head": _both(f"{_MASKS}::test_scales_per_head"),
-    "int8, int4, nvfp4 and mxfp4 caches": _both("refused: no adapter for their pages"),
+    "int8 and fp8 per token and head, nvfp4": _both(_PAGES),
+    "int4 per group, mxfp4": ("refused: 0.26 takes no other names", _PAGES),
     "latent attention": _both(_TOKENS),
     "fp8 latents": _both(f"{_LATENT}::test_steps"),
     "sparse latents": _both("refused: no adapter for indexers"),

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
+from attnlib.kv_dtype import PAGE_FORMATS
+
 NEW_TOKENS = 24
 SPAN = 3, 20
 """First and last position of tokens that see each other, as those of an image do."""
 PROMPT_LENGTHS = (5, 17, 64, 130, 1, 40)
 WINDOW = 48
 
-_SIZES: dict[str, Any] = dict(
+SIZES: dict[str, Any] = dict(
     hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
     num_key_value_heads=2, head_dim=32, vocab_size=512, max_position_embeddings=1024,
     bos_token_id=1, eos_token_id=2,
@@ -30,7 +32,7 @@ _SIZES: dict[str, Any] = dict(
 def _llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**_SIZES, initializer_range=0.2, tie_word_embeddings=False)
+    config = LlamaConfig(**SIZES, initializer_range=0.2, tie_word_embeddings=False)
     return LlamaForCausalLM(config)
 
 
@@ -38,7 +40,7 @@ def _loops() -> Any:
     """Small weights: it soon repeats itself, so that n-gram speculation is accepted."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**_SIZES, initializer_range=0.05, tie_word_embeddings=False)
+    config = LlamaConfig(**SIZES, initializer_range=0.05, tie_word_embeddings=False)
     return LlamaForCausalLM(config)
 
 
@@ -46,7 +48,7 @@ def _mqa() -> Any:
     """One KV head, as decode context parallelism needs."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {**_SIZES, "num_key_value_heads": 1}
+    sizes = {**SIZES, "num_key_value_heads": 1}
     return LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.2, tie_word_embeddings=False))
 
 
@@ -54,7 +56,7 @@ def _mistral() -> Any:
     from transformers import MistralConfig, MistralForCausalLM
 
     config = MistralConfig(
-        **_SIZES, initializer_range=0.2, tie_word_embeddings=False, sliding_window=WINDOW
+        **SIZES, initializer_range=0.2, tie_word_embeddings=False, sliding_window=WINDOW
     )
     return MistralForCausalLM(config)
 
@@ -65,7 +67,7 @@ def _gemma2(kv_heads: int = 2) -> Any:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     config = Gemma2Config(
-        **{**_SIZES, "num_key_value_heads": kv_heads}, initializer_range=0.1,
+        **{**SIZES, "num_key_value_heads": kv_heads}, initializer_range=0.1,
         sliding_window=WINDOW, query_pre_attn_scalar=32, attn_logit_softcapping=5.0,
         final_logit_softcapping=30.0,
     )  # fmt: skip
@@ -81,9 +83,9 @@ def _deepseek() -> Any:
     others on a GPU."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    layers = _SIZES["num_hidden_layers"]
+    layers = SIZES["num_hidden_layers"]
     config = DeepseekV3Config(
-        **{**_SIZES, "num_key_value_heads": 8, "head_dim": 64}, initializer_range=0.1,
+        **{**SIZES, "num_key_value_heads": 8, "head_dim": 64}, initializer_range=0.1,
         tie_word_embeddings=False, q_lora_rank=48, kv_lora_rank=512, qk_nope_head_dim=128,
         qk_rope_head_dim=64, v_head_dim=128, first_k_dense_replace=layers, n_routed_experts=8,
         n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=64,
@@ -109,6 +111,7 @@ DECODERS = {
 
 
 WITH_SPANS = ("llama", "mistral")
+WITH_PAGES = "llama"
 
 
 def _save_tokenizer(folder: Path) -> None:
@@ -152,6 +155,34 @@ def generate(model: Any, prompt: list[int], span: bool = False) -> tuple[list[in
     return ids[len(prompt) :], lead
 
 
+def page_tokens(model: Any, prompt: list[int], name: str, but: int | None = None) -> list[int]:
+    """Greedy tokens over a cache that holds what pages of a format give back, but in layer `but`
+    keys and values as they are."""
+    from transformers import DynamicCache
+
+    from attnlib.testing.page_formats import dequantize_tokens, quantize_tokens
+
+    def stored(states: torch.Tensor) -> torch.Tensor:
+        tokens = states[0].transpose(0, 1)  # [T, H, D]
+        found = dequantize_tokens(*quantize_tokens(tokens, name)).to(states.dtype)
+        return found.transpose(0, 1)[None]
+
+    class Cache(DynamicCache):
+        def update(
+            self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **more: Any
+        ) -> Any:
+            if layer != but:
+                keys, values = stored(keys), stored(values)
+            return super().update(keys, values, layer, *args, **more)
+
+    new, found, cache = list(prompt), list[int](), Cache()
+    for _ in range(NEW_TOKENS):
+        out = model(torch.tensor([new]), past_key_values=cache, use_cache=True)
+        new = [int(out.logits[0, -1].argmax())]
+        found += new
+    return found
+
+
 def write(folder: Path) -> None:
     """All models and `expected.json` of each."""
     for name, make in DECODERS.items():
@@ -164,6 +195,14 @@ def write(folder: Path) -> None:
             "prompts": prompts(), "tokens": [tokens for tokens, _ in rows],
             "lead": min(lead for _, lead in rows),
         }  # fmt: skip
+        if name == WITH_PAGES:
+            expected["page_tokens"] = {
+                stored: [page_tokens(model, prompt, stored) for prompt in prompts()]
+                for stored in PAGE_FORMATS
+            }
+            expected["tokens_but_layer_1"] = [
+                page_tokens(model, prompt, next(iter(PAGE_FORMATS)), but=1) for prompt in prompts()
+            ]
         if name in WITH_SPANS:
             long = [prompt for prompt in prompts() if len(prompt) > SPAN[1] + 1]
             with_span = [generate(model, prompt, span=True)[0] for prompt in long]

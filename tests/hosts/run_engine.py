@@ -72,6 +72,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         result["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
         if case.get("leads"):
             result["leads"] = [leads(output.outputs[0].logprobs) for output in outputs]
+        result["blocks"] = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
         result["cached_tokens"] = [output.num_cached_tokens for output in outputs]
         if not arguments["disable_log_stats"]:
             counts = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}

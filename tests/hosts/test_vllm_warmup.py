@@ -23,6 +23,7 @@ ARGUMENTS: dict[str, Any] = {
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "llama": {}, "gemma2": {}, "llama fp8": {"kv_cache_dtype": "fp8"}, "deepseek": {},
+    "llama int8": {"kv_cache_dtype": "int8_per_token_head"},
     "llama eager": {"enforce_eager": True},
 }  # fmt: skip
 """Name of the model and more -> arguments of the engine."""
@@ -43,7 +44,8 @@ def test_engine(engine: Any, models: Path, version: str, runner: str) -> None:
     for name, result in results.items():
         assert result.get("error") is None, name
         assert result["backends"] == ["triton"]
-        assert {"decode_kernel", "prefill_kernel", "write_kv_kernel"} <= set(result["served"])
+        write = "write_pages_kernel" if name == "llama int8" else "write_kv_kernel"
+        assert {"decode_kernel", "prefill_kernel", write} <= set(result["served"])
         if name == "llama eager":
             assert len(result["late"]) == len(result["served"]) and not result["started_by"]
             continue

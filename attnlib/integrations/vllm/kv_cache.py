@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from attnlib.cache.storage import PagedKVCache
+from attnlib.errors import ContractError
 from attnlib.spec import AttentionSpec
 
 __all__ = ["cache_shape", "cache_view", "stride_order"]
@@ -34,14 +35,31 @@ def cache_view(layer: Any, kv_cache: torch.Tensor, spec: AttentionSpec) -> Paged
     Args:
         layer: vLLM's layer. Its `_k_scale` and `_v_scale` are read at each step, because vLLM may
             load or compute their values later.
-        kv_cache: `[B, Hkv, N, 2 * D]`, any strides; 8-bit floats may be stored as uint8.
+        kv_cache: `[B, Hkv, N, 2 * D]`, any strides; 8-bit floats may be stored as uint8. For
+            formats with scales in the page `[B, Hkv, N, bytes]`, consecutive within a block.
         spec: of the layer.
 
     Raises:
         ContractError: memory of another shape.
     """
+    if spec.kv_format.scales_in_page:
+        return _page_view(kv_cache, spec)
     scales = {}
     if spec.is_kv_quantized:
         scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
     dtype = spec.kv_dtype if kv_cache.dtype.itemsize == 1 else None
     return PagedKVCache.from_vllm(kv_cache, head_size=spec.head_size, dtype=dtype, **scales)
+
+
+def _page_view(kv_cache: torch.Tensor, spec: AttentionSpec) -> PagedKVCache:
+    """The cache of a format with scales in the page."""
+    blocks, heads, tokens, content = kv_cache.shape
+    data = kv_cache.view(torch.uint8)
+    if data.stride()[1:] != (tokens * content, content, 1):
+        raise ContractError(
+            f"the KV cache has strides {data.stride()} for shape {tuple(data.shape)}: the bytes of "
+            f"a block of {spec.kv_format.name} must be consecutive; unset VLLM_KV_CACHE_LAYOUT",
+            rule="P13",
+        )
+    pages = data.as_strided((blocks, heads * tokens * content), (data.stride(0), 1))
+    return PagedKVCache.from_pages(pages, spec.replace(block_size=tokens))

@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from attnlib.backends.base import AttentionBackend
 from attnlib.errors import AttnlibError, BackendUnavailableError, UnsupportedConfigError
 from attnlib.integrations.vllm.masks import Mask, masked_spec
+from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, AttentionType
 
@@ -28,8 +29,8 @@ __all__ = [
 ]
 
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
-"""Values of `--kv-cache-dtype` that attnlib reads. Each is also a value of
-`AttentionSpec.kv_cache_dtype`."""
+"""Values of `--kv-cache-dtype` that attnlib reads, besides those of `page_backend`. Each is also a
+value of `AttentionSpec.kv_cache_dtype`."""
 
 ATTENTION_TYPES = ("decoder", "encoder", "encoder_only", "encoder_decoder")
 
@@ -86,7 +87,8 @@ def spec_of_layer(*, kv_cache_dtype: str, **fields: Any) -> AttentionSpec:
     """
     config = get_current_vllm_config()
     scheme = getattr(config.quant_config, "kv_cache_scheme", None) or {}
-    per_head = kv_cache_dtype.startswith("fp8") and scheme.get("strategy") == "attn_head"
+    scaled = kv_cache_dtype.startswith("fp8") and kv_cache_dtype not in PAGE_FORMATS
+    per_head = scaled and scheme.get("strategy") == "attn_head"
     return AttentionSpec(
         dtype=torch.get_default_dtype(),
         kv_cache_dtype=kv_cache_dtype,

@@ -1,12 +1,15 @@
 """The class that vLLM gets for attnlib's name.
 
-vLLM has one class per name of a backend, and a class serves either latent attention (MLA) or other
-layers. `Backend` is the one for the model that is being loaded.
+vLLM has one class per name of a backend. A class serves either latent attention (MLA) or other
+layers, and one format of pages with scales. `Backend` is the one for the model that is being
+loaded.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from attnlib.kv_dtype import PAGE_FORMATS
 
 __all__ = ["Backend"]  # noqa: F822  # by `__getattr__`
 
@@ -23,6 +26,11 @@ def __getattr__(name: str) -> Any:
         from attnlib.integrations.vllm.mla_backend import AttnlibMLABackend
 
         return AttnlibMLABackend
+    stored = "auto" if config is None else config.cache_config.cache_dtype
+    if stored in PAGE_FORMATS:
+        from attnlib.integrations.vllm.page_backend import backend_of
+
+        return backend_of(stored)
     from attnlib.integrations.vllm.backend import AttnlibBackend
 
     return AttnlibBackend

@@ -82,6 +82,8 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
     names.register_backend = registry.register_backend
     backend: Any = importlib.import_module("vllm.v1.attention.backend")
     backend.AttentionCGSupport = Enum("AttentionCGSupport", GRAPH_LEVELS)
+    cache: Any = importlib.import_module("vllm.config.cache")
+    cache.is_known_kv_cache_dtype = lambda name: True
     set_backends(None)
     yield registry
     _forget()
@@ -95,7 +97,9 @@ def set_backends(backend: Any, **per_kind: Any) -> None:
     """Make the configuration with these choices vLLM's current one."""
     attention = SimpleNamespace(backend=backend, backend_per_kind=per_kind)
     config = SimpleNamespace(
-        attention_config=attention, model_config=SimpleNamespace(use_mla=False)
+        attention_config=attention,
+        model_config=SimpleNamespace(use_mla=False),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
     )
     module: Any = importlib.import_module("vllm.config")
     module.get_current_vllm_config_or_none = lambda: config
