@@ -249,18 +249,20 @@ def _runs_on(name: str, device: DeviceInfo) -> str:
 def engines() -> str:
     """docs/engines.md: features inside other engines."""
     titles = {"vllm": "vLLM", "sglang": "SGLang"}
-    releases = "; ".join(f"{titles[name]} {' and '.join(ENGINES[name])}" for name in ENGINES)
-    rows = [
-        f"| {titles[row.engine]} | {row.name} | {' | '.join(map(_engine_cell, row.cells))} |"
-        for row in FEATURES_OF_ENGINES
-    ]
-    return (
+    text = (
         "# Features inside engines\n\n" + NOTE + "What attnlib does inside other engines, in the "
-        f"older and the newer supported release\n({releases}). A cell links its\ntest, which CI "
-        "runs on a CPU, or the result of a GPU run, or says why there is none. `attnlib doctor`\n"
-        "prints the part that applies to what is installed.\n\n"
-        "| engine | feature | older | newer |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+        "older and the newer supported release. A cell links its\ntest, which CI runs on a CPU, or "
+        "the result of a GPU run, or says why there is none. `attnlib doctor` prints the\n"
+        "part that applies to what is installed.\n"
     )
+    for engine, releases in ENGINES.items():
+        text += f"\n## {titles[engine]}\n\n| feature | {' | '.join(releases)} |\n"
+        text += "|---|---|---|\n"
+        rows = (row for row in FEATURES_OF_ENGINES if row.engine == engine)
+        text += "".join(
+            f"| {row.name} | {' | '.join(map(_engine_cell, row.cells))} |\n" for row in rows
+        )
+    return text
 
 
 def _engine_cell(cell: str) -> str:

@@ -22,6 +22,7 @@ _WARMUP = "tests/hosts/test_vllm_warmup.py"
 _SGLANG = "tests/integrations/sglang/test_backend.py"
 _TOKENS = f"{_ENGINE}::test_tokens_equal_transformers"
 _PAGES = f"{_ENGINE}::test_tokens_over_pages_with_scales"
+_CONNECTOR = f"{_ENGINE}::test_a_connector_saves_and_another_process_loads"
 _RESULTS = "benchmarks/results/h200"
 _LATER = "absent: 0.26 does not ask"
 
@@ -75,7 +76,7 @@ _VLLM = {
     "int4 per group, mxfp4": ("refused: 0.26 takes no other names", _PAGES),
     "latent attention": _both(_TOKENS),
     "fp8 latents": _both(f"{_LATENT}::test_steps"),
-    "sparse latents": _both("refused: no adapter for indexers"),
+    "sparse latents": _both(f"{_LATENT}::test_selected_keys"),
     "verification of chains": _both(f"{_ADAPTER}::test_steps"),
     "query lengths decided on the device": (
         _LATER,
@@ -90,8 +91,7 @@ _VLLM = {
     ),
     "cache written before attention": _both(f"{_ADAPTER}::test_metadata_has_no_slots"),
     "nothing compiled while serving": _both(f"{_WARMUP}::test_engine"),
-    "the same for masks": _both(f"{_WARMUP}::test_masks_and_decode_context_parallelism"),
-    "second model runner": (f"{_RESULTS}/vllm_tokens.txt", f"{_WARMUP}::test_engine"),
+    "second model runner": _both(f"{_ENGINE}::test_tokens_by_the_second_model_runner"),
     "CUDA graphs": (
         f"{_RESULTS}/vllm_tokens.txt",
         f"{_ADAPTER}::test_bound_of_captured_queries",
@@ -107,24 +107,38 @@ _VLLM = {
     ),
     "the same with masks by batch": _both("refused: no code for them"),
     "prefill context parallelism": _both("refused: no code for it"),
-    "KV connectors": _both("refused: never tested"),
+    "KV connectors": _both(_CONNECTOR),
+    "KV connectors of latents": _both("refused: ExampleConnector misreads them"),
     "quantized output": _both("refused: outputs are not quantized"),
     "vLLM's CPU platform": _both(
         f"{_ADAPTER}::test_vllms_own_cpu_platform_serves_what_the_user_names"
     ),
 }
 _GPU = f"{_RESULTS}/sglang_tokens.json"
+_REAL = "tests/hosts/test_sglang.py::test_sglang_finds_attnlib_and_serves_its_batches"
 _UNTRIED = "not run: only with 0.5.23"
+_ABSENT = "absent: 0.5.17 does not ask"
 _SGLANG_FEATURES = {
     "decoders, chunked prefill": (_GPU, f"{_SGLANG}::test_extend_decode_and_verify"),
     "windows, soft caps, sinks": (_UNTRIED, f"{_SGLANG}::test_extend_decode_and_verify"),
     "verification of chains": (_GPU, f"{_SGLANG}::test_extend_decode_and_verify"),
     "CUDA graphs": (_GPU, f"{_SGLANG}::test_captured_metadata_follows_later_batches"),
-    "plug-in": (_GPU, "tests/hosts/test_sglang.py::test_sglang_finds_and_registers_attnlib"),
+    "plug-in": (_GPU, _REAL),
+    "deterministic mode": (_ABSENT, f"{_SGLANG}::test_deterministic_mode_selects_batch_invariance"),
+    "lengths on the device only": (
+        _UNTRIED,
+        f"{_SGLANG}::test_batches_without_lengths_on_the_host",
+    ),
+    "latent attention": (_UNTRIED, f"{_SGLANG}::test_latents"),
+    "cache written by SGLang": (
+        _ABSENT,
+        f"{_SGLANG}::test_an_operation_of_sglang_may_write_the_pool",
+    ),
     "fp8 pools": ("not compared: ran on a GPU", "not run: only with 0.5.17"),
-    "speculation trees": _both("refused: no masks of trees"),
-    "batches of draft models": _both("refused: `--speculative-draft-attention-backend` selects"),
-    "latent attention, cross-attention": _both("refused: no adapter"),
+    "speculation trees": (_UNTRIED, _REAL),
+    "drafts in blocks (DFlash)": (_ABSENT, f"{_SGLANG}::test_drafts_in_blocks_see_each_other"),
+    "other draft models": _both("refused: SGLang lists their backends"),
+    "cross-attention": _both("refused: no adapter"),
     "decode context parallelism": _both("refused: no adapter"),
     "pools for windows": _both("refused: `--disable-hybrid-swa-memory`"),
 }

@@ -66,7 +66,7 @@ def test_features_of_installed_engines_are_printed(
     monkeypatch.setattr(doctor, "_backends", lambda: [])
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
-    assert "KV connectors" in printed and "refused: never tested" in printed
+    assert "KV connectors" in printed and "refused: ExampleConnector misreads them" in printed
     assert "no tested release: 0.5.17, 0.5.23" in printed
     assert main(["doctor", "--json"]) == 1
     engines = json.loads(capsys.readouterr().out)["engines"]

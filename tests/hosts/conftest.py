@@ -81,7 +81,7 @@ def run_script(name: str, environment: dict[str, str], *arguments: str) -> str:
     """Output of a script of this folder; its failure fails the test with its last lines."""
     done = subprocess.run(
         [sys.executable, str(HERE / name), *arguments],
-        env=environment, capture_output=True, text=True, timeout=600, check=False,
+        env=environment, capture_output=True, text=True, timeout=1500, check=False,
     )  # fmt: skip
     log = done.stdout + done.stderr
     assert done.returncode == 0, f"{name} failed:\n{log[-6000:]}"

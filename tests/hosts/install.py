@@ -26,6 +26,9 @@ VLLM = ("0.26.0", "0.33.0")
 """The oldest and the newest supported release."""
 
 SGLANG = "0.5.23"
+_WITH_SGLANG = ("dill==0.4.1", "gguf==0.19.0", "sentencepiece==0.2.3", "torchvision==0.28.0")
+"""What SGLang's classes import besides `requirements.txt`. vLLM must not find this torchvision,
+whose compiled operations do not load beside a torch without CUDA."""
 
 _REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 _SKIPPED = re.compile(
@@ -43,6 +46,8 @@ def install(target: Path) -> None:
     for version in VLLM:
         _once(target / f"vllm-{version}", f"{version} {_SKIPPED.pattern}", _unpack, "vllm", version)
     _once(target / "sglang", f"{SGLANG} {_SKIPPED.pattern}", _unpack, "sglang", SGLANG)
+    more = target / "sglang-packages"
+    _once(more, " ".join(_WITH_SGLANG), _install, *_WITH_SGLANG)
 
 
 def _once(folder: Path, made_from: str, make: object, *arguments: str) -> None:
@@ -59,7 +64,11 @@ def _once(folder: Path, made_from: str, make: object, *arguments: str) -> None:
 
 
 def _install_packages(folder: Path) -> None:
-    _pip("install", "--no-deps", "--target", str(folder), "--requirement", str(_REQUIREMENTS))
+    _install(folder, "--requirement", str(_REQUIREMENTS))
+
+
+def _install(folder: Path, *packages: str) -> None:
+    _pip("install", "--no-deps", "--target", str(folder), *packages)
 
 
 def _unpack(folder: Path, package: str, version: str) -> None:

@@ -4,8 +4,8 @@
 
 Started by `test_vllm_engine.py` with one release of vLLM on PYTHONPATH. A case has a `model` folder
 and `arguments` of `vllm.LLM`, and `times` repeats each prompt in itself. With `span`, tokens at
-these positions see each other, as those of an image. The result has the tokens (or embeddings) of
-each prompt, or `error`.
+these positions see each other, as those of an image; `from_tokens` leaves out shorter prompts. The
+result has the tokens (or embeddings) of each prompt, or `error`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(**arguments)
     times = case.get("times", 1)
     rows = expected["span_prompts" if "span" in case else "prompts"][: case.get("prompts")]
+    rows = [row for row in rows if len(row) >= case.get("from_tokens", 0)]
     given = [{"prompt_token_ids": row * times} for row in rows]
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     ours = (getattr(layer.impl, "_attention", None) for layer in layers.values())
@@ -82,8 +83,13 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             result["accepted"] = f"{accepted} of {drafted} drafted tokens accepted"
         if arguments["distributed_executor_backend"] == "uni":
             worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+            result["runner"] = type(worker.model_runner).__module__
             config = getattr(worker.model_runner, "kv_cache_config", None)
             result["cache_groups"] = len(config.kv_cache_groups) if config else None
+    if "kv_transfer_config" in arguments:  # a process has one connector
+        from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+        ensure_kv_transfer_shutdown()
     return result
 
 

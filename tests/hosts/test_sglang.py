@@ -1,4 +1,4 @@
-"""attnlib's registration with the real SGLang package."""
+"""attnlib behind the real classes of SGLang."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.hosts.install import VLLM
 
 
 @pytest.mark.hosts
-def test_sglang_finds_and_registers_attnlib(environment: Any, hosts: Path) -> None:
+def test_sglang_finds_attnlib_and_serves_its_batches(environment: Any, hosts: Path) -> None:
     variables = environment(VLLM[0])
-    variables["PYTHONPATH"] = os.pathsep.join([str(hosts / "sglang"), variables["PYTHONPATH"]])
+    folders = [str(hosts / name) for name in ("sglang", "sglang-packages")]
+    variables["PYTHONPATH"] = os.pathsep.join([*folders, variables["PYTHONPATH"]])
     run_script("sglang_registration.py", variables)

@@ -14,10 +14,12 @@ import pytest
 
 from attnlib.kv_dtype import PAGE_FORMATS
 from tests.hosts.install import VLLM
-from tests.hosts.models import SIZES, SPAN, WITH_SPANS
+from tests.hosts.models import PROMPT_LENGTHS, SIZES, SPAN, WITH_SPANS
 
 pytestmark = pytest.mark.hosts
 MODELS = ("llama", "mistral", "gemma2", "deepseek")
+STORED = {"llama": "auto", "llama int8": "int8_per_token_head", "deepseek": "auto"}
+"""Model and more -> `kv_cache_dtype` of the cache that a connector saves."""
 
 
 def expected_tokens(models: Path, name: str) -> list[list[int]]:
@@ -58,8 +60,9 @@ def results(request: pytest.FixtureRequest, engine: Any, models: Path) -> dict[s
     cases["all but one layer"] = {**cases["llama"], "arguments": skipped}
     for stored in page_formats(request.param):
         cases[stored] = {**cases["llama"], "arguments": {"kv_cache_dtype": stored}}
+    cases |= stored_cases(models, request.param)
     found: dict[str, Any] = engine(request.param, cases)
-    return found
+    return found | {"version": request.param}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -131,11 +134,75 @@ def test_layers_may_be_excluded_from_quantization(results: dict[str, Any], model
     assert result["tokens"] == expected["tokens_but_layer_1"]
 
 
+@pytest.fixture(scope="module")
+def later(results: dict[str, Any], engine: Any, models: Path) -> dict[str, Any]:
+    """Results of a second process, whose cache is in HND order. It loads what the first saved."""
+    version = results["version"]
+    cases = {"hnd": {"model": str(models / "llama")}, **stored_cases(models, version)}
+    found: dict[str, Any] = engine(version, cases, VLLM_KV_CACHE_LAYOUT="HND")
+    return found
+
+
+def stored_cases(models: Path, version: str) -> dict[str, Any]:
+    """Engines with a connector that saves prompts, or loads those that are there."""
+    cases = {}
+    for name, stored in STORED.items():
+        path = str(models / f"stored-{version}-{name}")
+        connector = {
+            "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": path},
+        }  # fmt: skip
+        # The connector saves when a request starts, so that no prefill is split.
+        sizes = {"block_size": 16, "max_num_batched_tokens": 512}
+        cases[f"stored {name}"] = {
+            "model": str(models / name.split()[0]), "from_tokens": 33,
+            "arguments": {"kv_transfer_config": connector, "kv_cache_dtype": stored, **sizes},
+        }  # fmt: skip
+    return cases
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_connector_saves_and_another_process_loads(
+    results: dict[str, Any], later: dict[str, Any], models: Path, name: str
+) -> None:
+    saved, loaded = results[f"stored {name}"], later[f"stored {name}"]
+    if name == "deepseek":
+        assert "KV connector not supported" in saved["error"]
+        return
+    assert saved.get("error") is None and loaded.get("error") is None
+    stored = STORED[name]
+    tokens = expected_tokens(models, name) if stored == "auto" else page_tokens(models, stored)
+    lengths = [n for n in PROMPT_LENGTHS if n >= 33] + [99]
+    kept = [row for row, n in zip(tokens, [*PROMPT_LENGTHS, 99], strict=True) if n >= 33]
+    assert saved["tokens"] == loaded["tokens"] == kept
+    assert loaded["cached_tokens"] == [(length - 1) // 16 * 16 for length in lengths]
+
+
+def test_tokens_over_a_cache_in_hnd_order(later: dict[str, Any], models: Path) -> None:
+    assert later["hnd"]["tokens"] == expected_tokens(models, "llama")
+
+
+RUNNER_2 = {"VLLM_USE_V2_MODEL_RUNNER": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+"""vLLM's second model runner; its kernels run in Triton's interpreter."""
+
+
 @pytest.mark.parametrize("version", VLLM)
-def test_tokens_over_a_cache_in_hnd_order(engine: Any, models: Path, version: str) -> None:
-    case = {"model": str(models / "llama")}
-    result = engine(version, {"hnd": case}, VLLM_KV_CACHE_LAYOUT="HND")["hnd"]
-    assert result["tokens"] == expected_tokens(models, "llama")
+def test_tokens_by_the_second_model_runner(engine: Any, models: Path, version: str) -> None:
+    sizes = {"block_size": 16}
+    cases: dict[str, Any] = {
+        name: {"model": str(models / name), "new_tokens": 8, "arguments": sizes} for name in MODELS
+    }
+    cases["llama"]["repeat"] = 2
+    stored = "int8_per_token_head"
+    cases[stored] = {**cases["mistral"], "model": cases["llama"]["model"]}
+    cases[stored]["arguments"] = {**sizes, "kv_cache_dtype": stored}
+    results = engine(version, cases, **RUNNER_2, ATTNLIB_BACKEND="torch")
+    for name, result in results.items():
+        assert result.get("error") is None, name
+        assert result["runner"] == "vllm.v1.worker.cpu.model_runner"
+        expected = page_tokens(models, stored) if name == stored else expected_tokens(models, name)
+        assert result["tokens"] == [row[:8] for row in expected], name
+    assert sum(results["llama"]["cached_tokens"]) >= 128
 
 
 def test_tokens_with_decode_context_parallelism(engine: Any, models: Path) -> None:

@@ -276,7 +276,6 @@ def ask(**changes: Any) -> list[str]:
         ({"use_mla": True}, "MLA not supported"),
         ({"use_sparse": True}, "sparse not supported"),
         ({"use_pcp": True}, "PCP not supported"),
-        ({"use_kv_connector": True}, "KV connector not supported"),
         ({"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype not supported"),
         ({"block_size": 24}, "block_size not supported"),

@@ -111,6 +111,9 @@ def worker_class() -> Any:
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     if hasattr(operations, "cp_lse_ag_out_rs"):  # vLLM 0.26
+        import vllm.v1.worker.cpu.buffer_utils as buffers
+
+        buffers.is_uva_available = lambda: True  # vLLM says so for its own CPU platform
         operations.cp_lse_ag_out_rs = combine_ranks
         kernels.compute_slot_mapping_kernel = kernels._FuncWrapper(distributed_slots)
 

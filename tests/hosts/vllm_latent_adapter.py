@@ -21,6 +21,11 @@ from attnlib.integrations.vllm.backend import AttnlibBackend
 from attnlib.integrations.vllm.mla_backend import AttnlibMLABackend
 from attnlib.integrations.vllm.mla_builder import AttnlibMLAMetadataBuilder
 from attnlib.integrations.vllm.mla_impl import AttnlibMLAImpl
+from attnlib.integrations.vllm.mla_sparse import (
+    AttnlibSparseMLABackend,
+    AttnlibSparseMLAImpl,
+    AttnlibSparseMLAMetadataBuilder,
+)
 from attnlib.mla import latent_attention
 from attnlib.mla.latent_attention import EXPAND_FROM
 
@@ -39,6 +44,9 @@ def _config() -> Any:
 class Layer:
     """One layer with its cache and builder, over vLLM's memory."""
 
+    impl_class: Any = AttnlibMLAImpl
+    builder_class: Any = AttnlibMLAMetadataBuilder
+
     def __init__(self, kv_cache_dtype: str = "auto", **arguments: Any) -> None:
         weight = torch.randn(HEADS * (KEY + VALUE), LATENT) / LATENT**0.5
         self.projection = weight.view(HEADS, KEY + VALUE, LATENT)
@@ -50,7 +58,7 @@ class Layer:
             alibi_slopes=None, sliding_window=None, logits_soft_cap=None, attn_type="decoder",
             kv_sharing_target_layer_name=None, indexer=None,
         )  # fmt: skip
-        self.impl = AttnlibMLAImpl(**{**sizes, "kv_cache_dtype": kv_cache_dtype, **arguments})
+        self.impl = self.impl_class(**{**sizes, "kv_cache_dtype": kv_cache_dtype, **arguments})
         dtype = torch.float32 if kv_cache_dtype == "auto" else torch.uint8
         self.kv_cache = torch.zeros(2 * COLUMNS + 1, BLOCK, LATENT + ROTARY, dtype=dtype)
         self.layer = SimpleNamespace(impl=self.impl, _k_scale=torch.tensor([0.5]))
@@ -61,7 +69,7 @@ class Layer:
             parallel_config=SimpleNamespace(decode_context_parallel_size=1),
             speculative_config=None,
         )
-        self.builder = AttnlibMLAMetadataBuilder(
+        self.builder = self.builder_class(
             SimpleNamespace(block_size=BLOCK), ["layer"], self.config, torch.device("cpu")
         )
 
@@ -89,6 +97,7 @@ class Layer:
             seq_lens_cpu_upper_bound=lengths,
         )  # fmt: skip
         metadata = self.builder.build(0, batch)
+        self.before_attention(query_lens, seq_lens)
         query = torch.randn(tokens, HEADS, KEY + ROTARY)
         latents, rotary = torch.randn(tokens, LATENT), torch.randn(tokens, 1, ROTARY)
         scale, decodes = self.layer._k_scale, metadata.num_decode_tokens
@@ -127,13 +136,48 @@ class Layer:
             attended = torch.nn.functional.scaled_dot_product_attention(
                 query[start : start + new].transpose(0, 1),
                 torch.cat((both[..., :KEY], rotary), -1), both[..., KEY:],
-                attn_mask=torch.ones(new, total).tril(total - new).bool(), scale=SCALE,
+                attn_mask=self.visible(start, new, total), scale=SCALE,
             )  # fmt: skip
             rows.append(attended.transpose(0, 1))
             start += new
         return torch.cat(rows)
 
+    def before_attention(self, query_lens: list[int], seq_lens: list[int]) -> None:
+        """What the model computes for the batch."""
 
+    def visible(self, start: int, new: int, total: int) -> torch.Tensor:
+        """Whether each of the new tokens from `start` on sees each key, `[new, total]`."""
+        return torch.ones(new, total).tril(total - new).bool()
+
+
+class SparseLayer(Layer):
+    """A layer over keys that an indexer selects at random."""
+
+    impl_class, builder_class = AttnlibSparseMLAImpl, AttnlibSparseMLAMetadataBuilder
+
+    def __init__(self, kv_cache_dtype: str = "auto") -> None:
+        self.indexer = SimpleNamespace(topk_indices_buffer=torch.zeros(0, TOPK).int())
+        super().__init__(kv_cache_dtype, indexer=self.indexer)
+        # vLLM gives the indexers of drafts the buffer of the target after the layers exist.
+        self.indexer.topk_indices_buffer = torch.full((1024, TOPK), 77, dtype=torch.int32)
+
+    def before_attention(self, query_lens: list[int], seq_lens: list[int]) -> None:
+        rows = self.indexer.topk_indices_buffer
+        rows[: sum(query_lens)] = -1
+        row = 0
+        for new, total in zip(query_lens, seq_lens, strict=True):
+            for position in range(total - new, total):
+                found = torch.randperm(position + 1)[:TOPK]
+                rows[row, : len(found)] = found.int()
+                row += 1
+
+    def visible(self, start: int, new: int, total: int) -> torch.Tensor:
+        rows = self.indexer.topk_indices_buffer[start : start + new].long()
+        seen = torch.zeros(new, total + 1, dtype=torch.bool)
+        return seen.scatter_(1, rows.where(rows >= 0, total), True)[:, :total]
+
+
+TOPK = 12
 LONG = EXPAND_FROM + 20
 STEPS = [
     ([40, 9], [40, 9], (0, 2)),
@@ -167,6 +211,29 @@ def test_padded_batch() -> None:
     torch.testing.assert_close(output[:2], expected, atol=2e-5, rtol=2e-5)
     assert not output[2:].any()
     assert (layer.kv_cache != held).any(-1).sum() == 2
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_selected_keys(kv_cache_dtype: str) -> None:
+    layer = SparseLayer(kv_cache_dtype)
+    for query_lens, seq_lens, _ in STEPS:
+        query, output = layer.step(query_lens, seq_lens)
+        assert layer.metadata.num_decode_tokens == sum(query_lens)
+        expected = layer.expected(query, query_lens, seq_lens)
+        torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
+    assert layer.impl.is_sparse and not layer.impl.supports_dense_mha_prefill
+
+
+def test_a_layer_without_an_indexer_attends_to_the_keys_of_an_earlier_one() -> None:
+    first = SparseLayer()
+    sizes = {"indexer": None, "topk_indices_buffer": torch.zeros(0, TOPK).int()}
+    later = Layer.__new__(SparseLayer)
+    Layer.__init__(later, **sizes)
+    later.indexer, later.impl.topk_indices_buffer = first.indexer, first.impl.topk_indices_buffer
+    query, output = later.step([40, 9], [40, 9])
+    torch.testing.assert_close(output, later.expected(query, [40, 9], [40, 9]))
+    with pytest.raises(UnsupportedConfigError, match="neither an indexer"):
+        Layer.__init__(later, indexer=None)
 
 
 def test_long_prefills_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,23 +279,26 @@ def test_the_class_follows_the_model() -> None:
     config.model_config = SimpleNamespace(use_mla=True, hf_text_config=sizes)
     with set_current_vllm_config(config):
         assert registered.Backend is AttnlibMLABackend
+        sizes.index_topk = 2048
+        assert registered.Backend is AttnlibSparseMLABackend
     with pytest.raises(AttributeError):
         registered.Other  # noqa: B018
 
 
 def ask(parallel: int = 1, **changes: Any) -> list[str]:
     """The reasons for a configuration that is supported but for the changes."""
+    backend = changes.pop("backend", AttnlibMLABackend)
     question = dict(
         head_size=LATENT + ROTARY, dtype=torch.float32, kv_cache_dtype="auto", block_size=None,
         use_mla=True, has_sink=False, use_sparse=False, use_mm_prefix=False,
         use_per_head_quant_scales=False, device_capability=None, attn_type="decoder",
     )  # fmt: skip
     config = VllmConfig()
-    sizes = SimpleNamespace(qk_rope_head_dim=ROTARY)
+    sizes = SimpleNamespace(qk_rope_head_dim=ROTARY, index_topk=2048)
     config.model_config = SimpleNamespace(use_mla=True, hf_text_config=sizes)
     config.parallel_config.decode_context_parallel_size = parallel
     with set_current_vllm_config(config):
-        return AttnlibMLABackend.validate_configuration(**{**question, **changes})
+        return backend.validate_configuration(**{**question, **changes})
 
 
 def test_refusals() -> None:
@@ -236,9 +306,13 @@ def test_refusals() -> None:
     assert ask(kv_cache_dtype="fp8") == []
     assert ask(use_mla=False)[0] == "non-MLA not supported"
     assert "sparse not supported" in ask(use_sparse=True)
+    assert ask(use_sparse=True, backend=AttnlibSparseMLABackend) == []
+    assert "non-sparse not supported" in ask(backend=AttnlibSparseMLABackend)
     assert "kv_cache_dtype not supported" in ask(kv_cache_dtype="fp8_ds_mla")
     assert ask(parallel=2) == []
     assert AttnlibMLABackend.supports_dcp()
+    sparse = ask(parallel=2, use_sparse=True, backend=AttnlibSparseMLABackend)
+    assert sparse == ["attnlib: no decode context parallelism over selected keys"]
 
 
 def test_prefills_are_not_captured() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm_adapter import HEADS, SIZE, Layer, vllm_batch
 from vllm_masks import IMAGES, RANGES, plain
 
+from attnlib.integrations.vllm import backend
 from attnlib.integrations.vllm.backend import AttnlibBackend
 from attnlib.integrations.vllm.mla_backend import AttnlibMLABackend
 from attnlib.workspace import BatchLimits
@@ -143,12 +145,28 @@ def test_graphs_of_models_with_images_replay_decodes_of_any_length() -> None:
     assert layer.builder.get_varlen_cudagraph_max_query_len(layer.config, None) == 8
 
 
-@pytest.mark.parametrize(("backend", "answer"), [("triton", True), ("torch", False)])
+@pytest.mark.parametrize(("name", "answer"), [("triton", True), ("torch", False)])
 def test_the_answer_follows_the_selected_backend(
-    backend: str, answer: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, answer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ATTNLIB_BACKEND", backend)
+    monkeypatch.setenv("ATTNLIB_BACKEND", name)
     assert AttnlibBackend.supports_device_cpu_query_lens_mismatch() is answer
     assert not AttnlibMLABackend.supports_device_cpu_query_lens_mismatch()
     assert Layer().builder.supports_draft_decode_metadata_update is answer
     assert not Layer(model={"rswa_window": 4}).builder.supports_draft_decode_metadata_update
+
+
+@pytest.mark.parametrize(
+    ("size", "layers", "answer"), [(64, False, True), (33, False, False), (33, True, True)]
+)
+def test_the_answer_is_for_the_model_until_there_are_layers(
+    size: int, layers: bool, answer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton kernels take head sizes that are multiples of 8."""
+    config = Layer().config
+    config.model_config = SimpleNamespace(dtype=torch.float32, get_head_size=lambda: size)
+    config.cache_config = SimpleNamespace(cache_dtype="auto")
+    if not layers:
+        config.compilation_config = SimpleNamespace(static_forward_context={})
+    monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: config)
+    assert AttnlibBackend.supports_device_cpu_query_lens_mismatch() is answer

@@ -3,9 +3,10 @@
     python -m sglang.launch_server --model-path MODEL --attention-backend attnlib
 
 SGLang finds `register` by the entry point `sglang.srt.plugins`. ATTNLIB_BACKEND selects attnlib's
-backend inside SGLang as it does elsewhere. `backend` is the attention backend, `batch` translates
-SGLang's batches and `graph_buffers` holds the tensors that captured graphs read. Only `register`
-can be imported without SGLang.
+backend inside SGLang as it does elsewhere. `backend` is the attention backend, `layers`
+translates its layers and `batch` its batches, `trees` the masks of draft tokens, and
+`graph_buffers` holds the tensors that captured graphs read. Only `register` can be imported without
+SGLang.
 """
 
 from __future__ import annotations
@@ -20,11 +21,18 @@ NAME = "attnlib"
 
 def register() -> None:
     """Register attnlib with SGLang, as a choice of the command line and as a backend."""
+    from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.server_args import add_attention_backend_choices
 
-    add_attention_backend_choices([NAME])
+    server_args.add_attention_backend_choices([NAME])
     register_attention_backend(NAME)(_create)
+    try:
+        from sglang.srt.arg_groups import choices
+    except ImportError:  # 0.5.17
+        return
+    choices.add_draft_attention_backend_choices([NAME])
+    choices.add_deterministic_attention_backend_choices([NAME])
+    choices.add_radix_supported_deterministic_attention_backend_choices([NAME])
 
 
 def _create(runner: Any) -> Any:

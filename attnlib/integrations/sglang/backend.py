@@ -7,13 +7,19 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import UnsupportedConfigError
-from attnlib.integrations.sglang.batch import common_metadata, rejections, sequence_lengths
+from attnlib.integrations.sglang.batch import (
+    common_metadata,
+    rejections,
+    sequence_lengths,
+    verifies_trees,
+)
 from attnlib.integrations.sglang.graph_buffers import GraphBuffers
+from attnlib.integrations.sglang.layers import Layers, check_keys
+from attnlib.integrations.sglang.trees import TreeMasks, tree_bias
 from attnlib.layer import Attention
 from attnlib.metadata.common import CommonAttentionMetadata
-from attnlib.spec import AttentionSpec, AttentionType, Window
+from attnlib.spec import AttentionSpec, MaskKind
 from attnlib.workspace import BatchLimits
 
 __all__ = ["AttnlibAttentionBackend"]
@@ -28,12 +34,15 @@ class AttnlibAttentionBackend(AttentionBackend):
     Args:
         runner: SGLang's model runner.
 
+    Attributes:
+        needs_cpu_seq_lens: whether SGLang must copy lengths to the host for each decode.
+        max_context_len: the longest sequence.
+        verify_mask: the buffer for the mask of a verification; None without trees.
+
     Raises:
         UnsupportedConfigError: the model or the options need something that attnlib does not
             support; with all reasons.
     """
-
-    needs_cpu_seq_lens: bool = True
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
@@ -43,48 +52,86 @@ class AttnlibAttentionBackend(AttentionBackend):
                 "--attention-backend",
                 reasons=reasons,
             )
-        self._pool = runner.token_to_kv_pool
         self._req_to_token = runner.req_to_token_pool.req_to_token
         self._page_size = int(runner.page_size or 1)
-        self._context_len = int(runner.model_config.context_len)
-        self._dtype = runner.dtype
+        self.max_context_len = int(runner.model_config.context_len)
         self._device = torch.device(runner.device)
-        self._layers: dict[int, tuple[Attention, PagedKVCache]] = {}
+        self._layers = Layers(runner)
+        self.needs_cpu_seq_lens = self._layers.needs_host_lengths()
+        self._has_trees = verifies_trees(runner)
+        drafted = getattr(runner.server_args, "speculative_num_draft_tokens", None)
+        self._drafted = int(drafted or 0)
+        self._trees: TreeMasks | None = None
         self._builders: dict[tuple[AttentionSpec, BatchLimits | None], Any] = {}
         self._graph_limits: BatchLimits | None = None
         self._buffers: GraphBuffers | None = None
         self._common: CommonAttentionMetadata | None = None
         self._host_lengths: torch.Tensor | None = None
         self._capturing = False
+        self._batch: Any = None
         self._batches: dict[AttentionSpec, Any] = {}
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Take a batch that runs outside of graphs."""
         if forward_batch.forward_mode.is_idle():
             return
-        common = common_metadata(forward_batch, self._req_to_token, self._page_size)
-        self._begin(common, capturing=False)
+        common = common_metadata(
+            forward_batch, self._req_to_token, self._page_size, self.max_context_len
+        )
+        if self._has_tree(forward_batch):
+            common = common.replace(query_bias=self._bias(forward_batch.spec_info, forward_batch))
+        self._host_lengths = common.seq_lens_cpu
+        self._begin(forward_batch, common, capturing=False)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Take a batch that is captured or replayed. A replay calls no layer, so that metadata
         that a backend computes per batch is refreshed here, in the memory that the graph reads."""
         assert self._buffers is not None  # SGLang calls `init_cuda_graph_state` first
         common = self._buffers.fill(forward_batch, self._req_to_token)
-        self._begin(common, capturing=in_capture)
+        if self._has_tree(forward_batch):
+            assert self._trees is not None
+            bias = self._trees.fill(forward_batch.spec_info, forward_batch.seq_lens)
+            common = common.replace(query_bias=bias)
+        self._begin(forward_batch, common, capturing=in_capture)
         self._host_lengths = sequence_lengths(forward_batch)
         if not in_capture:
             for (_, limits), builder in self._builders.items():
-                if limits is not None:
+                tree = builder.spec.mask_kind is MaskKind.QUERY_BIAS
+                if limits is not None and tree == (common.query_bias is not None):
                     builder.build(0, self._common_of(builder))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what captured graphs read."""
         self._graph_limits = BatchLimits(
-            max_num_reqs=max_bs, max_num_tokens=max_num_tokens, max_seq_len=self._context_len
+            max_num_reqs=max_bs, max_num_tokens=max_num_tokens, max_seq_len=self.max_context_len
         )
         self._buffers = GraphBuffers(
-            max_bs, max_num_tokens, self._context_len, self._page_size, self._device
+            max_bs, max_num_tokens, self.max_context_len, self._page_size, self._device
         )
+        if self._has_trees and self._drafted:
+            self._trees = TreeMasks(max_bs, self._drafted, self._device)
+
+    @property
+    def verify_mask(self) -> Any:
+        """See the class."""
+        return None if self._trees is None else self._trees.verify_mask
+
+    def update_verify_buffers_to_fill_after_draft(
+        self, spec_info: Any, cuda_graph_bs: int | None
+    ) -> None:
+        """Take the mask of the current batch again: the draft stage has filled it."""
+        common, batch = self._common, self._batch
+        if common is not None and common.query_bias is not None:
+            common.query_bias.copy_(self._bias(spec_info, batch))
+
+    def get_fused_kv_write_buffers(
+        self, layer: Any, forward_batch: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """The pool of a layer and the slots of the batch, for an operation of SGLang that rotates
+        and writes; None where keys and values are latents or have scales."""
+        buffers = self._layers.fused_write_buffers(layer)
+        slots = forward_batch.out_cache_loc
+        return None if buffers is None or slots is None else (*buffers, slots)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length of padding rows, whose token is written to SGLang's padding slot."""
@@ -112,12 +159,16 @@ class AttnlibAttentionBackend(AttentionBackend):
             k, v: `[T, Hkv, D]` and `[T, Hkv, Dv]`, or None where they are in the pool.
             layer: SGLang's layer.
             forward_batch: the batch that the last `init_forward_metadata` took.
-            save_kv_cache: whether to write k and v to the pool.
+            save_kv_cache: whether to write k and v to the pool. Layers over keys of the heads of a
+                model with latents never write.
             sinks: `[Hq]`, one sink logit per head.
             unsupported: refused unless None.
 
         Returns:
             `[T, Hq * Dv]`.
+
+        Raises:
+            UnsupportedConfigError: arguments, layers or batches that attnlib does not serve.
         """
         given = sorted(name for name, value in unsupported.items() if value is not None)
         if given:
@@ -126,22 +177,34 @@ class AttnlibAttentionBackend(AttentionBackend):
                 "--attention-backend",
                 reasons=[f"{name} is not supported" for name in given],
             )
-        attention, cache = self._layer(layer, sinks)
+        assert self._common is not None
+        attention, cache = self._layers.find(
+            layer, sinks, trees=self._common.query_bias is not None
+        )
         spec = attention.spec
         batch = self._batches.get(spec)
         if batch is None:
             batch = self._batches[spec] = self._build(attention)
         query = q.view(-1, spec.num_heads, spec.head_size)
-        if not save_kv_cache or k is None or v is None:
+        if k is None or v is None or (spec.is_paged and not save_kv_cache):
             k = v = None
         else:
             k = k.view(-1, spec.num_kv_heads, spec.head_size)
             v = v.view(-1, spec.num_kv_heads, spec.head_size_v)
+        check_keys(layer, spec, saved=save_kv_cache, given=k is not None, batch=forward_batch)
         output: torch.Tensor = attention.forward(query, k, v, cache, batch)
         return output.view(-1, spec.num_heads * spec.head_size_v)
 
-    def _begin(self, common: CommonAttentionMetadata, *, capturing: bool) -> None:
-        self._common, self._capturing, self._batches = common, capturing, {}
+    def _has_tree(self, batch: Any) -> bool:
+        return self._has_trees and batch.forward_mode.is_target_verify()
+
+    def _bias(self, spec_info: Any, batch: Any) -> torch.Tensor:
+        if self._trees is not None:
+            return self._trees.bias(spec_info, batch.seq_lens)
+        return tree_bias(spec_info.custom_mask, batch.seq_lens, int(spec_info.draft_token_num))
+
+    def _begin(self, batch: Any, common: CommonAttentionMetadata, *, capturing: bool) -> None:
+        self._batch, self._common, self._capturing, self._batches = batch, common, capturing, {}
 
     def _build(self, attention: Attention) -> Any:
         """The current batch for layers with this spec. Captured batches have builders of their own,
@@ -162,58 +225,16 @@ class AttnlibAttentionBackend(AttentionBackend):
                     "ATTNLIB_BACKEND"
                 )
             return builder.build_for_cudagraph_capture(self._common_of(builder))
-        return builder.build(0, self._common)
+        return builder.build(0, self._common_of(builder))
 
     def _common_of(self, builder: Any) -> CommonAttentionMetadata:
-        """The current batch of a graph, with host lengths only where the builder needs them: those
-        of a captured batch hold for no replay. On a CPU the batch's own tensor serves."""
+        """The current batch, with host lengths only where the builder needs them: those of a
+        captured batch hold for no replay. On a CPU the batch's own tensor serves."""
         assert self._common is not None
+        common = self._common
+        if not builder.spec.is_paged:
+            common = common.replace(block_table_tensor=None, slot_mapping=None)
         if not builder.needs_host_lengths or self._device.type == "cpu":
-            return self._common
-        return self._common.replace(seq_lens_cpu=self._host_lengths)
-
-    def _layer(self, layer: Any, sinks: torch.Tensor | None) -> tuple[Attention, PagedKVCache]:
-        found = self._layers.get(layer.layer_id)
-        if found is None:
-            keys, values = self._pool.get_kv_buffer(layer.layer_id)
-            spec = self._spec(layer, keys.dtype, sinks is not None)
-            attention = Attention(spec, scale=layer.scaling, sinks=sinks, device=self._device)
-            pages = (-1, self._page_size)
-            scales = {}
-            if spec.is_kv_quantized:
-                scales = {
-                    "k_scale": layer.k_scale_float or 1.0,
-                    "v_scale": layer.v_scale_float or 1.0,
-                }
-            cache = PagedKVCache.from_views(
-                keys.view(*pages, *keys.shape[1:]), values.view(*pages, *values.shape[1:]), **scales
-            )
-            found = self._layers[layer.layer_id] = (attention, cache)
-        return found
-
-    def _spec(self, layer: Any, cache_dtype: torch.dtype, has_sink: bool) -> AttentionSpec:
-        """The spec of one of SGLang's layers.
-
-        Raises:
-            UnsupportedConfigError: cross-attention or an encoder layer.
-        """
-        if layer.is_cross_attention or layer.attn_type.value != AttentionType.DECODER.value:
-            raise UnsupportedConfigError(
-                f"layer {layer.layer_id} is cross-attention or an encoder layer "
-                f"({layer.attn_type}), which attnlib does not serve under SGLang: use another "
-                "--attention-backend"
-            )
-        window = layer.sliding_window_size
-        return AttentionSpec(
-            num_heads=layer.tp_q_head_num,
-            num_kv_heads=layer.tp_k_head_num,
-            head_size=layer.qk_head_dim,
-            head_size_v=layer.v_head_dim,
-            dtype=self._dtype,
-            kv_cache_dtype=cache_dtype,
-            block_size=self._page_size,
-            # SGLang counts the keys before the query, without its own.
-            window=Window(window, 0) if window is not None and window >= 0 else None,
-            logits_soft_cap=layer.logit_cap or None,
-            has_sink=has_sink,
-        )
+            return common
+        host = self._host_lengths
+        return common.replace(seq_lens_cpu=common.seq_lens.cpu() if host is None else host)

@@ -8,14 +8,19 @@ import torch
 
 from attnlib.metadata.common import CommonAttentionMetadata
 
-__all__ = ["block_table", "common_metadata", "rejections", "sequence_lengths", "step_lengths"]
+__all__ = [
+    "block_table",
+    "common_metadata",
+    "rejections",
+    "sequence_lengths",
+    "step_lengths",
+    "verifies_trees",
+]
 
 
 def rejections(runner: Any) -> list[str]:
     """Why attnlib cannot serve a model runner; empty if it can."""
     reasons = []
-    if getattr(runner, "use_mla_backend", False):
-        reasons.append("MLA is not supported")
     if getattr(runner.model_config, "is_encoder_decoder", False):
         reasons.append("cross-attention is not supported")
     if hasattr(runner.token_to_kv_pool, "translate_loc_from_full_to_swa"):
@@ -23,19 +28,22 @@ def rejections(runner: Any) -> list[str]:
             "a separate pool for layers with windows is not supported: pass "
             "--disable-hybrid-swa-memory"
         )
-    topk = getattr(runner.server_args, "speculative_eagle_topk", None)
-    if topk not in (None, 1):
-        reasons.append(
-            "speculation trees are not supported: pass --speculative-eagle-topk 1 instead of "
-            f"{topk}"
-        )
     if (getattr(runner.server_args, "dcp_size", None) or 1) > 1:
         reasons.append("decode context parallelism is not supported")
     return reasons
 
 
-def step_lengths(batch: Any) -> tuple[torch.Tensor | int, torch.Tensor, int]:
+def verifies_trees(runner: Any) -> bool:
+    """Whether the draft tokens of a verification form a tree."""
+    return getattr(runner.server_args, "speculative_eagle_topk", None) not in (None, 1)
+
+
+def step_lengths(batch: Any, context_len: int) -> tuple[torch.Tensor | int, torch.Tensor, int]:
     """Lengths of a batch.
+
+    Args:
+        batch: SGLang's.
+        context_len: the longest sequence, the bound where SGLang has no lengths on the host.
 
     Returns:
         The new tokens of each request (`[R]`, or one number for all), the sequence lengths with
@@ -45,22 +53,18 @@ def step_lengths(batch: Any) -> tuple[torch.Tensor | int, torch.Tensor, int]:
         NotImplementedError: a kind of batch that is not supported.
     """
     mode = batch.forward_mode
-    longest = int(batch.seq_lens_cpu.max()) if batch.seq_lens_cpu is not None else None
+    longest = int(batch.seq_lens_cpu.max()) if batch.seq_lens_cpu is not None else context_len
     if mode.is_decode():
-        return 1, batch.seq_lens, _bound(batch, longest, 0)
+        return 1, batch.seq_lens, longest
     if mode.is_target_verify():  # the draft tokens are not part of `seq_lens`
         drafted = int(batch.spec_info.draft_token_num)
-        return drafted, batch.seq_lens + drafted, _bound(batch, longest, drafted)
+        return drafted, batch.seq_lens + drafted, min(longest + drafted, context_len)
     if batch.extend_seq_lens is not None:
-        return batch.extend_seq_lens, batch.seq_lens, _bound(batch, longest, 0)
+        return batch.extend_seq_lens, batch.seq_lens, longest
     raise NotImplementedError(
         f"attnlib has no implementation of batches with forward_mode={mode}: use another "
         "--attention-backend, for the draft model --speculative-draft-attention-backend"
     )
-
-
-def _bound(batch: Any, longest: int | None, more: int) -> int:
-    return longest + more if longest is not None else int(batch.seq_lens.max()) + more
 
 
 def sequence_lengths(batch: Any) -> torch.Tensor | None:
@@ -82,10 +86,10 @@ def block_table(
 
 
 def common_metadata(
-    batch: Any, req_to_token: torch.Tensor, page_size: int
+    batch: Any, req_to_token: torch.Tensor, page_size: int, context_len: int
 ) -> CommonAttentionMetadata:
     """A batch outside of graphs."""
-    new, seq_lens, longest = step_lengths(batch)
+    new, seq_lens, longest = step_lengths(batch, context_len)
     requests = len(seq_lens)
     device = seq_lens.device
     host_lengths: torch.Tensor

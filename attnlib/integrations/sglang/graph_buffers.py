@@ -48,7 +48,7 @@ class GraphBuffers:
         Returns:
             The batch over the buffers, with bounds that hold for every batch of this size.
         """
-        new, seq_lens, longest = step_lengths(batch)
+        new, seq_lens, longest = step_lengths(batch, self._context_len)
         assert isinstance(new, int)  # only decodes and verifications are captured
         requests, tokens = len(seq_lens), new * len(seq_lens)
         starts = torch.arange(0, tokens + 1, new, dtype=torch.int32)

@@ -11,9 +11,10 @@ processes. Inside vLLM, ATTNLIB_BACKEND selects attnlib's backend as it does els
 metadata of one batch, `masks` the masks that depend on the batch, `kv_cache` views vLLM's memory as
 a paged cache, `warm` compiles kernels before vLLM serves, `context_parallel` computes attention
 over a cache that is distributed over the ranks of a decode context parallel group. `mla_backend`,
-`mla_impl` and `mla_builder` are the same for multi-head latent attention, `page_backend` has a
-class per format of pages with scales, and `format_names` their names; `registered` chooses among
-the classes, and `cpu` serves vLLM's own CPU platform. Only `register` can be imported without vLLM.
+`mla_impl` and `mla_builder` are the same for multi-head latent attention, `mla_sparse` for that
+over selected keys. `page_backend` has a class per format of pages with scales, and `format_names`
+their names; `registered` chooses among the classes, and `cpu` serves vLLM's own CPU platform. Only
+`register` can be imported without vLLM.
 """
 
 from __future__ import annotations

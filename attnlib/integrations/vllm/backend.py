@@ -6,16 +6,18 @@ import inspect
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
 from attnlib.errors import AttnlibError
-from attnlib.integrations.vllm.builder import AttnlibMetadataBuilder
+from attnlib.integrations.vllm.builder import AttnlibMetadataBuilder, specs_of_engine
 from attnlib.integrations.vllm.impl import AttnlibImpl
 from attnlib.integrations.vllm.kv_cache import cache_shape, stride_order
 from attnlib.integrations.vllm.layer_spec import (
     ATTENTION_TYPES,
     KV_CACHE_DTYPES,
+    PROBE_HEADS,
     rejections,
     select,
 )
@@ -131,16 +133,31 @@ class AttnlibBackend(AttentionBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Yes if the selected backend reads lengths on the device only. vLLM asks before it says
-        which layers there are, so that the answer is for those of most models."""
+        """Yes if the selected backends read lengths on the device only. Before there are layers,
+        the answer is for the sizes and the cache of the model."""
         try:
-            dtype = torch.float32 if current_platform.device_type == "cpu" else torch.bfloat16
-            spec = AttentionSpec(num_heads=1, head_size=128, dtype=dtype)
-            return select(spec).get_builder_cls().follows_device
+            return all(select(spec).get_builder_cls().follows_device for spec in _expected_specs())
         except AttnlibError:
             return False
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """No: caches that are moved between processes were not tested. vLLM's default is True."""
-        return False
+        """Caches of every layout and format may be saved and loaded."""
+        return True
+
+
+def _expected_specs() -> set[AttentionSpec]:
+    """The specs of the layers that vLLM is asking about: those that exist, else those of a plain
+    layer of the model, else those of most models."""
+    config = get_current_vllm_config_or_none()
+    model = None if config is None else config.model_config
+    if config is None or model is None:
+        dtype = torch.float32 if current_platform.device_type == "cpu" else torch.bfloat16
+        return {AttentionSpec(num_heads=PROBE_HEADS, head_size=128, dtype=dtype)}
+    plain = AttentionSpec(
+        num_heads=PROBE_HEADS,
+        head_size=model.get_head_size(),
+        dtype=model.dtype,
+        kv_cache_dtype=config.cache_config.cache_dtype,
+    )
+    return specs_of_engine(config) or {plain}

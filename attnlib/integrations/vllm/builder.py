@@ -24,7 +24,7 @@ from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.parameters import PerLayerParameters
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport
 
-__all__ = ["AttnlibMetadataBuilder"]
+__all__ = ["AttnlibMetadataBuilder", "specs_of_engine"]
 
 
 class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
@@ -92,7 +92,7 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
         """Whether layers with equal caches, also of other groups, have equal specs, so that one
         group's metadata with other blocks is that of another group."""
         kinds: dict[Any, set[AttentionSpec]] = {}
-        for spec in _specs_of_engine(self.vllm_config):
+        for spec in specs_of_engine(self.vllm_config):
             sizes = spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype
             found = kinds.setdefault((*sizes, spec.attn_type, spec.sliding_window), set())
             found.add(spec.replace(block_size=16))  # vLLM has not decided that of all groups
@@ -125,7 +125,7 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
         """What the backends of all layers can capture; with decode context parallelism, decodes of
         one token, because other batches attend in two parts; for models with images, decodes and
         verifications, because a graph of prefills has one mask."""
-        builders = [select(spec).get_builder_cls() for spec in _specs_of_engine(vllm_config)]
+        builders = [select(spec).get_builder_cls() for spec in specs_of_engine(vllm_config)]
         levels = [builder.cudagraph_support for builder in builders]
         level = min(levels, default=CudaGraphSupport.NEVER)
         if Mask.SPANS in announced_masks(vllm_config):
@@ -138,7 +138,7 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
         """The longest decode of graphs that do not replay every batch: those of models with
         images. vLLM does not ask about other graphs."""
-        builders = [select(spec).get_builder_cls() for spec in _specs_of_engine(vllm_config)]
+        builders = [select(spec).get_builder_cls() for spec in specs_of_engine(vllm_config)]
         if not all(builder.follows_device for builder in builders):
             return None
         return min((builder.reorder_batch_threshold or 1 for builder in builders), default=None)
@@ -214,7 +214,7 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
         return VllmMetadata(tokens, batches, mask=mask, mm_prefix_range_tensor=spans)
 
 
-def _specs_of_engine(vllm_config: Any) -> set[AttentionSpec]:
+def specs_of_engine(vllm_config: Any) -> set[AttentionSpec]:
     """The specs of all layers of attnlib but those over latents."""
     layers = vllm_config.compilation_config.static_forward_context.values()
     impls = (getattr(layer, "impl", None) for layer in layers)

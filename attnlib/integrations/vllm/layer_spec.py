@@ -15,6 +15,7 @@ from attnlib.errors import AttnlibError, BackendUnavailableError, UnsupportedCon
 from attnlib.integrations.vllm.masks import Mask, masked_spec
 from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.selection import get_attn_backend
+from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import AttentionSpec, AttentionType
 
 __all__ = [
@@ -60,6 +61,8 @@ def spec_of(question: Mapping[str, Any]) -> AttentionSpec:
     if question.get("use_mla"):
         config = get_current_vllm_config().model_config.hf_text_config
         latent = {"use_mla": True, "head_size_v": size - config.qk_rope_head_dim}
+        if question.get("use_sparse"):
+            latent["key_selection"] = KeySelection(max_blocks=config.index_topk)
     return AttentionSpec(
         num_heads=PROBE_HEADS,
         num_kv_heads=PROBE_HEADS,

@@ -16,9 +16,9 @@ from attnlib.integrations.vllm.layer_spec import select
 from attnlib.integrations.vllm.warm import GroupWarmup
 from attnlib.metadata.batch_slice import slice_batch
 from attnlib.parallel import ParallelAttention
-from attnlib.spec import CudaGraphSupport
+from attnlib.spec import AttentionSpec, CudaGraphSupport
 
-__all__ = ["AttnlibMLAMetadataBuilder", "VllmLatentMetadata"]
+__all__ = ["AttnlibMLAMetadataBuilder", "VllmLatentMetadata", "latent_specs"]
 
 
 @dataclass
@@ -98,8 +98,7 @@ class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Decodes and verifications as far as the backend can capture them. Prefills compute keys
         and values of the heads in chunks of the context, which needs lengths on the host."""
-        layers = vllm_config.compilation_config.static_forward_context.values()
-        specs = {spec for layer in layers if (spec := _latent_spec(layer)) is not None}
+        specs = latent_specs(vllm_config)
         levels = [select(spec).get_builder_cls().cudagraph_support for spec in specs]
         level = min(levels, default=CudaGraphSupport.NEVER)
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
@@ -154,7 +153,8 @@ class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
         return VllmLatentMetadata(tokens, decodes, prefills, decode_tokens, decode, prefill)
 
 
-def _latent_spec(layer: Any) -> Any:
-    """The spec of a layer of attnlib over latents; None for other layers."""
-    spec = getattr(getattr(layer, "impl", None), "spec", None)
-    return spec if spec is not None and getattr(spec, "use_mla", False) else None
+def latent_specs(vllm_config: Any) -> set[AttentionSpec]:
+    """The specs of all layers of attnlib over latents."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    specs = (getattr(getattr(layer, "impl", None), "spec", None) for layer in layers)
+    return {spec for spec in specs if isinstance(spec, AttentionSpec) and spec.use_mla}

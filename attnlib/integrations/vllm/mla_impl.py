@@ -22,6 +22,7 @@ from attnlib.layer import Attention
 from attnlib.mla.latent_attention import LatentAttention
 from attnlib.mla.warmup import warm_up_expanded
 from attnlib.parallel import ParallelAttention, warmup_parallel
+from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import AttentionSpec
 
 __all__ = ["AttnlibMLAImpl"]
@@ -41,6 +42,7 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
             without rotary embedding, and of a value.
         kv_b_proj: computes keys and values of the heads from latents.
         attn_type, q_lora_rank, qk_rope_head_dim, qk_head_dim: not read.
+        key_selection: of a layer over selected keys.
         unsupported: arguments for which attnlib has no implementation; refused unless None.
 
     Raises:
@@ -68,6 +70,7 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
         q_lora_rank: int | None = None,
         qk_rope_head_dim: int | None = None,
         qk_head_dim: int | None = None,
+        key_selection: KeySelection | None = None,
         **unsupported: Any,
     ) -> None:
         refuse_arguments("latent attention", unsupported)
@@ -85,6 +88,7 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
             kv_cache_dtype=kv_cache_dtype,
             block_size=get_current_vllm_config().cache_config.block_size or 16,
             use_mla=True,
+            key_selection=key_selection,
         )
         arguments: dict[str, Any] = {"scale": self.scale, "device": self._device}
         self.divided: ParallelAttention | None = None
@@ -204,8 +208,7 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
         """
         assert output_scale is None
         self._warm_up_pending()
-        if self._prefills is None:
-            self._prefills = self._prefill_layer()
+        self._prefills = self._prefills or self._prefill_layer()
         cache = self._view(kv_c_and_k_pe_cache, k_scale)
         latents = torch.cat((kv_c_normed, k_pe.flatten(1)), dim=-1)
         if self.divided is None:

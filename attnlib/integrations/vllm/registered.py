@@ -1,8 +1,8 @@
 """The class that vLLM gets for attnlib's name.
 
-vLLM has one class per name of a backend. A class serves either latent attention (MLA) or other
-layers, and one format of pages with scales. `Backend` is the one for the model that is being
-loaded.
+vLLM has one class per name of a backend. A class serves latent attention (MLA), that over selected
+keys, or other layers, and one format of pages with scales. `Backend` is the one for the model that
+is being loaded.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ def __getattr__(name: str) -> Any:
     config = get_current_vllm_config_or_none()
     model = None if config is None else config.model_config
     if model is not None and model.use_mla:
+        if hasattr(model.hf_text_config, "index_topk"):
+            from attnlib.integrations.vllm.mla_sparse import AttnlibSparseMLABackend
+
+            return AttnlibSparseMLABackend
         from attnlib.integrations.vllm.mla_backend import AttnlibMLABackend
 
         return AttnlibMLABackend

@@ -37,6 +37,10 @@ class Pool:
         shape = (layers, slots + page, heads, size)
         self.keys, self.values = torch.randn(shape), torch.randn(shape)
 
+    def as_latents(self, rank: int) -> None:
+        """The values are a part of the keys, as in SGLang's `MLATokenToKVPool`."""
+        self.values = self.keys[..., :rank]
+
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.keys[layer_id], self.values[layer_id]
 
@@ -44,7 +48,8 @@ class Pool:
 @pytest.fixture
 def sglang(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Stand-ins for the modules of SGLang that the adapter imports; what was registered."""
-    registered: dict[str, Any] = {"choices": [], "backends": {}}
+    registered: dict[str, Any] = {"choices": [], "more": {}, "backends": {}}
+    kinds = "draft", "deterministic", "radix_supported_deterministic"
 
     class AttentionBackend:
         pass
@@ -61,13 +66,19 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "sglang.srt.layers.attention.attention_registry": {
             "register_attention_backend": register_attention_backend
         },
+        "sglang.srt.arg_groups": {},
+        "sglang.srt.arg_groups.choices": {
+            f"add_{kind}_attention_backend_choices": registered["more"].setdefault(kind, []).extend
+            for kind in kinds
+        },
         "sglang.srt.server_args": {"add_attention_backend_choices": registered["choices"].extend},
     }
     for name, members in modules.items():
         module = ModuleType(name)
         module.__dict__.update(members)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "attnlib.integrations.sglang.backend", raising=False)
+    for name in ("backend", "trees"):
+        monkeypatch.delitem(sys.modules, f"attnlib.integrations.sglang.{name}", raising=False)
     return registered
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from attnlib.backends.triton import TritonBackend
 from attnlib.errors import UnsupportedConfigError
 from tests.integrations.sglang.conftest import Mode, Pool, make_runner
 
@@ -28,12 +29,15 @@ def make_layer(**changes: Any) -> Any:
 class Engine:
     """A runner with two requests whose pages are spread over the pool."""
 
-    def __init__(self, page: int, **options: Any) -> None:
+    def __init__(self, page: int, rank: int | None = None, **options: Any) -> None:
         from attnlib.integrations.sglang.backend import AttnlibAttentionBackend
 
         torch.manual_seed(0)
-        self.pool = Pool(CAPACITY, page, KV_HEADS, SIZE)
+        self.pool = Pool(CAPACITY, page, KV_HEADS if rank is None else 1, SIZE)
         self.runner = make_runner(page, self.pool)
+        if rank is not None:
+            self.pool.as_latents(rank)
+            self.runner.use_mla_backend, self.runner.model_config.kv_lora_rank = True, rank
         vars(self.runner.server_args).update(options)
         pages = torch.randperm(CAPACITY // page) + 1  # page 0 is SGLang's padding
         slots = (pages[:, None] * page + torch.arange(page)).flatten()
@@ -49,6 +53,7 @@ class Engine:
         lengths = counted if mode is Mode.TARGET_VERIFY else total
         extends = mode is Mode.EXTEND
         return SimpleNamespace(
+            extend_prefix_lens_cpu=counted if extends else None,
             forward_mode=mode, batch_size=2, req_pool_indices=torch.tensor([0, 1]),
             seq_lens=torch.tensor(lengths), seq_lens_cpu=torch.tensor(lengths),
             extend_seq_lens=torch.tensor(new) if extends else None,
@@ -57,19 +62,22 @@ class Engine:
         )  # fmt: skip
 
     def expected(
-        self, q: torch.Tensor, layer: Any, new: list[int], total: list[int]
+        self, q: torch.Tensor, layer: Any, new: list[int], total: list[int], tree: Any = None
     ) -> torch.Tensor:
-        """Attention over the keys that the pool holds now."""
+        """Attention over the keys that the pool holds now; `tree[r]` is the mask of the new tokens
+        of a request."""
         keys, values = self.pool.get_kv_buffer(layer.layer_id)
         rows, start = [], 0
         for request, (n, t) in enumerate(zip(new, total, strict=True)):
             slots = self.table[request, :t].long()
             visible = torch.ones(n, t).tril(t - n).bool()
+            if tree is not None:
+                visible[:, t - n :] = tree[request]
             if layer.sliding_window_size >= 0:
                 visible &= torch.ones(n, t).triu(t - n - layer.sliding_window_size).bool()
             rows.append(
                 torch.nn.functional.scaled_dot_product_attention(
-                    q[start : start + n].view(n, HEADS, SIZE).transpose(0, 1),
+                    q[start : start + n].view(n, HEADS, -1).transpose(0, 1),
                     keys[slots].transpose(0, 1), values[slots].transpose(0, 1),
                     attn_mask=visible, enable_gqa=True, scale=layer.scaling,
                 ).transpose(0, 1).reshape(n, -1)
@@ -114,7 +122,7 @@ def test_captured_metadata_follows_later_batches(sglang: Any, page: int) -> None
     addresses = [captured.seq_lens.data_ptr(), captured.block_table.data_ptr()]
     replayed = engine.batch(Mode.DECODE, [1, 1], [90, 33])
     backend.init_forward_metadata_out_graph(replayed, in_capture=False)
-    attention, cache = backend._layers[layer.layer_id]
+    attention, cache = backend._layers.find(layer, None, trees=False)
     q, k, v = tensors(2)
     out = attention.forward(q.view(2, HEADS, SIZE), k, v, cache, captured)
     assert [captured.seq_lens.data_ptr(), captured.block_table.data_ptr()] == addresses
@@ -140,7 +148,7 @@ def test_padding_rows_of_a_replay_write_nothing(sglang: Any, query_len: int) -> 
     backend.init_forward_metadata_out_graph(live)
     assert captured.slot_mapping[query_len:].tolist() == [-1] * query_len
     before, _ = (buffer.clone() for buffer in engine.pool.get_kv_buffer(layer.layer_id))
-    attention, cache = backend._layers[layer.layer_id]
+    attention, cache = backend._layers.find(layer, None, trees=False)
     q, k, v = tensors(2 * query_len)
     out = attention.forward(q.view(-1, HEADS, SIZE), k, v, cache, captured)
     keys, _ = engine.pool.get_kv_buffer(layer.layer_id)
@@ -213,14 +221,15 @@ def test_registration(sglang: Any) -> None:
 
     register()
     assert sglang["choices"] == ["attnlib"]
+    assert list(sglang["more"].values()) == [["attnlib"]] * 3
     backend = sglang["backends"]["attnlib"](make_runner(16, Pool(64, 16, KV_HEADS, SIZE)))
     assert type(backend).__name__ == "AttnlibAttentionBackend"
 
 
 def test_what_is_not_supported_is_refused_with_reasons(sglang: Any) -> None:
-    with pytest.raises(UnsupportedConfigError, match="speculation trees") as caught:
-        Engine(16, speculative_eagle_topk=4, dcp_size=2)
-    assert len(caught.value.reasons) == 2
+    with pytest.raises(UnsupportedConfigError, match="decode context parallelism") as caught:
+        Engine(16, dcp_size=2)
+    assert len(caught.value.reasons) == 1
     engine = Engine(16)
     batch = engine.batch(Mode.DECODE, [1, 1], [30, 20])
     engine.backend.init_forward_metadata(batch)
@@ -231,3 +240,157 @@ def test_what_is_not_supported_is_refused_with_reasons(sglang: Any) -> None:
     draft = engine.batch(Mode.DRAFT_EXTEND_V2, [1, 1], [30, 20])
     with pytest.raises(NotImplementedError, match="speculative-draft-attention-backend"):
         engine.backend.init_forward_metadata(draft)
+
+
+TREES = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 4}
+
+
+def trees(seed: int) -> torch.Tensor:
+    """For both requests the ancestors of 4 tokens, `[2, 4, 4]`."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(2, 4, 4, generator=generator).round().bool().tril() | torch.eye(4).bool()
+    mask[:, 1:, 0] = True
+    return mask
+
+
+def flat(mask: torch.Tensor, lengths: list[int], full: bool) -> torch.Tensor:
+    """SGLang's mask of a batch: over all keys of a request, or over its draft tokens."""
+    if not full:
+        return mask.flatten()
+    seen = (torch.ones(4, length, dtype=torch.bool) for length in lengths)
+    return torch.cat([torch.cat(pair, 1).flatten() for pair in zip(seen, mask, strict=True)])
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_trees(sglang: Any, full: bool) -> None:
+    engine, layer, mask = Engine(16, **TREES), make_layer(), trees(1)
+    for mode, new, total in [
+        (Mode.EXTEND, [40, 25], [40, 25]), (Mode.TARGET_VERIFY, [4, 4], [44, 29]),
+        (Mode.DECODE, [1, 1], [41, 26]),
+    ]:  # fmt: skip
+        batch = engine.batch(mode, new, total)
+        batch.spec_info.custom_mask = flat(mask, [40, 25], full)
+        engine.backend.init_forward_metadata(batch)
+        q, k, v = tensors(sum(new))
+        out = engine.backend.forward_extend(q, k, v, layer, batch)
+        tree = mask if mode is Mode.TARGET_VERIFY else None
+        torch.testing.assert_close(out, engine.expected(q, layer, new, total, tree))
+    with pytest.raises(UnsupportedConfigError, match="tokens of a tree share positions"):
+        batch = engine.batch(Mode.TARGET_VERIFY, [4, 4], [44, 29])
+        batch.spec_info.custom_mask = mask.flatten()
+        engine.backend.init_forward_metadata(batch)
+        engine.backend.forward_extend(
+            *tensors(8), make_layer(layer_id=0, sliding_window_size=3), batch
+        )
+
+
+def test_captured_trees_take_the_mask_that_the_draft_stage_fills(sglang: Any) -> None:
+    engine, layer = Engine(16, **TREES), make_layer()
+    backend = engine.backend
+    backend.init_cuda_graph_state(max_bs=4, max_num_tokens=16)
+    first = engine.batch(Mode.TARGET_VERIFY, [4, 4], [20, 40])
+    first.spec_info.custom_mask = flat(trees(1), [16, 36], True)
+    backend.init_forward_metadata_out_graph(first, in_capture=True)
+    backend.forward_extend(*tensors(8), layer, first)
+    (captured,) = backend._batches.values()
+    replayed = engine.batch(Mode.TARGET_VERIFY, [4, 4], [90, 33])
+    replayed.spec_info.custom_mask = flat(trees(2), [86, 29], True)
+    backend.init_forward_metadata_out_graph(replayed)
+    replayed.spec_info.custom_mask = flat(trees(3), [86, 29], True)
+    backend.update_verify_buffers_to_fill_after_draft(replayed.spec_info, 2)
+    attention, cache = backend._layers.find(layer, None, trees=True)
+    q, k, v = tensors(8)
+    out = attention.forward(q.view(8, HEADS, SIZE), k, v, cache, captured)
+    expected = engine.expected(q, layer, [4, 4], [90, 33], trees(3))
+    torch.testing.assert_close(out.flatten(1), expected)
+    assert backend.verify_mask is None  # the stand-in is of 0.5.17
+
+
+def test_deterministic_mode_selects_batch_invariance(sglang: Any) -> None:
+    for wanted in (False, True):
+        engine = Engine(16, enable_deterministic_inference=wanted)
+        attention, _ = engine.backend._layers.find(make_layer(), None, trees=False)
+        assert attention.spec.batch_invariant is wanted
+
+
+@pytest.mark.parametrize(("name", "reads"), [("torch", True), ("triton", False)])
+def test_lengths_on_the_host_only_where_the_backend_reads_them(
+    sglang: Any, name: str, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNLIB_BACKEND", name)
+    monkeypatch.setattr(TritonBackend, "unavailable", classmethod(lambda cls, *question: []))
+    assert Engine(16).backend.needs_cpu_seq_lens is reads
+
+
+def test_batches_without_lengths_on_the_host(sglang: Any) -> None:
+    engine, layer = Engine(16), make_layer()
+    for mode, new, total in [
+        (Mode.DECODE, [1, 1], [48, 27]),
+        (Mode.TARGET_VERIFY, [4, 4], [52, 31]),
+    ]:
+        batch = engine.batch(mode, new, total)
+        batch.seq_lens_cpu = None
+        engine.backend.init_forward_metadata(batch)
+        assert engine.backend._common.max_seq_len == engine.backend.max_context_len
+        q, k, v = tensors(sum(new))
+        out = engine.backend.forward_extend(q, k, v, layer, batch)
+        torch.testing.assert_close(out, engine.expected(q, layer, new, total))
+
+
+def test_drafts_in_blocks_see_each_other(sglang: Any) -> None:
+    """DFlash: verification batches whose layers SGLang calls encoders."""
+    engine, layer = Engine(16), make_layer(attn_type=SimpleNamespace(value="encoder_only"))
+    batch = engine.batch(Mode.TARGET_VERIFY, [4, 4], [52, 31])
+    engine.backend.init_forward_metadata(batch)
+    q, k, v = tensors(8)
+    out = engine.backend.forward_extend(q, k, v, layer, batch)
+    all_new = torch.ones(2, 4, 4, dtype=torch.bool)
+    torch.testing.assert_close(out, engine.expected(q, layer, [4, 4], [52, 31], all_new))
+    with pytest.raises(UnsupportedConfigError, match="keys are not in the pool"):
+        engine.backend.forward_extend(q, k, v, layer, batch, save_kv_cache=False)
+
+
+RANK = 24
+
+
+def test_latents(sglang: Any) -> None:
+    """Prefills without a prefix attend to keys of the heads, all else to the latents."""
+    engine = Engine(16, rank=RANK)
+    latent = make_layer(tp_k_head_num=1, v_head_dim=RANK)
+    heads = make_layer(tp_k_head_num=HEADS, qk_head_dim=20, v_head_dim=12, scaling=20**-0.5)
+    batch = engine.batch(Mode.EXTEND, [40, 25], [40, 25])
+    engine.backend.init_forward_metadata(batch)
+    q, k, v = (torch.randn(65, HEADS, size) for size in (20, 20, 12))
+    out = engine.backend.forward_extend(q, k, v, heads, batch, save_kv_cache=False)
+    for rows in (slice(0, 40), slice(40, 65)):
+        parts = (x[rows].transpose(0, 1) for x in (q, k, v))
+        expected = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        torch.testing.assert_close(out[rows], expected.transpose(0, 1).flatten(1))
+    for mode, new, total in [
+        (Mode.EXTEND, [7, 1], [47, 26]), (Mode.DECODE, [1, 1], [48, 27]),
+        (Mode.TARGET_VERIFY, [4, 4], [52, 31]),
+    ]:  # fmt: skip
+        batch = engine.batch(mode, new, total)
+        engine.backend.init_forward_metadata(batch)
+        q, k = torch.randn(sum(new), HEADS, SIZE), torch.randn(sum(new), 1, SIZE)
+        out = engine.backend.forward_extend(q, k, k[..., :RANK], latent, batch)
+        keys, _ = engine.pool.get_kv_buffer(latent.layer_id)
+        assert torch.equal(keys[batch.out_cache_loc], k)
+        torch.testing.assert_close(out, engine.expected(q, latent, new, total))
+    batch = engine.batch(Mode.EXTEND, [7, 1], [47, 26])
+    engine.backend.init_forward_metadata(batch)
+    with pytest.raises(UnsupportedConfigError, match="has a prefix in the pool"):
+        engine.backend.forward_extend(
+            *(torch.randn(8, HEADS, n) for n in (20, 20, 12)), heads, batch
+        )
+    assert engine.backend.get_fused_kv_write_buffers(latent, batch) is None
+
+
+def test_an_operation_of_sglang_may_write_the_pool(sglang: Any) -> None:
+    engine, layer = Engine(16), make_layer()
+    batch = engine.batch(Mode.DECODE, [1, 1], [48, 27])
+    engine.backend.init_forward_metadata(batch)
+    keys, values, slots = engine.backend.get_fused_kv_write_buffers(layer, batch)
+    q, keys[slots], values[slots] = tensors(2)
+    out = engine.backend.forward_decode(q, None, None, layer, batch, save_kv_cache=False)
+    torch.testing.assert_close(out, engine.expected(q, layer, [1, 1], [48, 27]))

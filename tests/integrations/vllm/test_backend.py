@@ -10,8 +10,9 @@ from tests.integrations.vllm.conftest import Registry
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [("backend", "AttnlibBackend"), ("mla_backend", "AttnlibMLABackend")]
+    ("module", "name", "expected"),
+    [("backend", "AttnlibBackend", True), ("mla_backend", "AttnlibMLABackend", False)],
 )
-def test_kv_connectors_were_not_tested(registry: Registry, module: str, name: str) -> None:
+def test_kv_connectors(registry: Registry, module: str, name: str, expected: bool) -> None:
     backend = getattr(importlib.import_module(f"attnlib.integrations.vllm.{module}"), name)
-    assert backend.supports_kv_connector() is False
+    assert backend.supports_kv_connector() is expected
