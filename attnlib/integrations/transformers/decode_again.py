@@ -10,6 +10,7 @@ which reads the padding of its own mask.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from attnlib.integrations.transformers.layers import Call, is_transient
 from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.integrations.transformers.recorded_weights import weights_are_recorded
 from attnlib.integrations.transformers.step_mask import StepMask
+from attnlib.ops.signature import tensor_check
 from attnlib.selection.current import selection_state
 
 __all__ = ["DecodeAgain", "attend_known_decode", "keep_decode"]
@@ -43,14 +45,18 @@ _SINKS = ("s_aux", "sinks")
 _local = threading.local()
 
 
+def _never(*_: torch.Tensor) -> bool:
+    return False
+
+
 @dataclass(frozen=True, eq=False)
 class _Facts:
     """What a decode has in common with the next step. It holds no tensor.
 
     Attributes:
         query: shape of the query.
-        sizes: sizes of keys and values besides their tokens.
-        dtype, scale, soft_cap, sinks: of the call; `sinks` is the name of the argument.
+        layouts: dtypes of all, and sizes of keys and values besides their tokens.
+        scale, soft_cap, sinks: of the call; `sinks` is the name of the argument.
         names: of the further arguments.
         absent: those among them with which a call is not repeated.
         pattern: of the mask.
@@ -58,8 +64,7 @@ class _Facts:
     """
 
     query: torch.Size
-    sizes: tuple[Any, ...]
-    dtype: torch.dtype
+    layouts: tuple[Any, ...]
     scale: float
     soft_cap: float | None
     sinks: str | None
@@ -74,23 +79,23 @@ class DecodeAgain:
 
     Args:
         facts: see `_Facts`.
-        key, value: shapes of keys and values.
+        fits: whether query, key and value have the layout of those of the first layer.
         spans: the keys that the rows see.
     """
 
-    __slots__ = ("facts", "key", "spans", "value")
+    __slots__ = ("facts", "fits", "spans")
 
-    def __init__(self, facts: _Facts, key: torch.Size, value: torch.Size, spans: Spans) -> None:
-        self.facts, self.key, self.value, self.spans = facts, key, value, spans
+    def __init__(self, facts: _Facts, fits: Callable[..., bool], spans: Spans) -> None:
+        self.facts, self.fits, self.spans = facts, fits, spans
 
     @classmethod
     def of(cls, call: Call, kwargs: dict[str, Any], pattern: Pattern, spans: Spans) -> DecodeAgain:
-        """What a call has found under a mask."""
+        """What a call has found under a mask. Tensors that require a gradient are not compared."""
+        fits = tensor_check(call.query, call.key, call.value) or _never
         name = next((name for name in _SINKS if kwargs.get(name) is not None), None)
         facts = _Facts(
             call.query.shape,
-            _sizes(call.key, call.value),
-            call.query.dtype,
+            _layouts(call.query, call.key, call.value),
             call.scale,
             call.soft_cap,
             name,
@@ -99,7 +104,7 @@ class DecodeAgain:
             pattern,
             selection_state(),
         )
-        return cls(facts, call.key.shape, call.value.shape, spans)
+        return cls(facts, fits, spans)
 
     def attend(
         self,
@@ -111,20 +116,13 @@ class DecodeAgain:
     ) -> torch.Tensor | None:
         """Attention of another layer of the step, `[B, 1, Hq, D]`; None for a call that differs."""
         facts = self.facts
-        if query.shape != facts.query or key.shape != self.key or value.shape != self.value:
-            return None
-        dtype = facts.dtype
-        if query.dtype != dtype or key.dtype != dtype or value.dtype != dtype:
-            return None
         if scale != facts.scale or kwargs.keys() != facts.names or OBSERVERS:
+            return None
+        if not self.fits(query, key, value) or kwargs.get("softcap") != facts.soft_cap:
             return None
         for name in facts.absent:
             if kwargs[name] is not None:
                 return None
-        if kwargs.get("softcap") != facts.soft_cap or torch.is_autocast_enabled("cpu"):
-            return None
-        if key.stride(3) != 1 or value.stride(3) != 1:
-            return None
         sinks = None if facts.sinks is None else kwargs[facts.sinks]
         if facts.sinks is not None and (sinks is None or sinks.numel() != query.shape[1]):
             return None
@@ -188,16 +186,17 @@ def _continued(
     if pattern.segments is not None or pattern.spans is not None:
         return None
     last: _Facts | None = getattr(_local, "last", {}).get(pattern)
-    if last is None or query.shape != last.query or last.sizes != _sizes(key, value):
+    if last is None or query.shape != last.query or last.layouts != _layouts(query, key, value):
         return None
     if VALIDATE_KEY in ENVIRONMENT or selection_state() != last.selection:
         return None
-    if weights_are_recorded(kwargs):
+    if weights_are_recorded(kwargs) or torch.is_autocast_enabled("cpu"):
         return None
     step.check(query, key)
-    spans = visible_spans(step)
-    return None if spans is None else DecodeAgain(last, key.shape, value.shape, spans)
+    spans, fits = visible_spans(step), tensor_check(query, key, value)
+    return None if spans is None or fits is None else DecodeAgain(last, fits, spans)
 
 
-def _sizes(key: torch.Tensor, value: torch.Tensor) -> tuple[Any, ...]:
-    return key.shape[:2], key.shape[3], value.shape[:2], value.shape[3]
+def _layouts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[Any, ...]:
+    states = (key, value)
+    return query.dtype, *((x.dtype, x.shape[:2], x.shape[3], x.stride(3)) for x in states)

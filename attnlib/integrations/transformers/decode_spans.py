@@ -66,7 +66,7 @@ def attend_spans(
     """
     batch, heads, _, size = query.shape
     # Query heads that share a KV head are rows of one product, so that keys are read once.
-    rows = query.reshape(batch, key.shape[1], -1, size)
+    rows = query if key.shape[1] == heads else query.reshape(batch, key.shape[1], -1, size)
     if spans.uniform:
         if spans.starts[0] != 0 or spans.end != key.shape[2]:
             start, count = spans.starts[0], spans.end - spans.starts[0]

@@ -94,9 +94,11 @@ def _described(given: dict[str, Any], dtype: torch.dtype) -> torch.Tensor | None
     pattern = Pattern(True, Window(None, 0)) if function is None else recognize(function)
     if given["allow_is_bidirectional_skip"] and padding is None and pattern == Pattern(False):
         return None
-    plain = _plain_mask(given, pattern)
-    if plain is not None and plain.is_cuda and given["q_length"] == 1:
-        return describe_tensor(plain, _shown(plain))  # reading the counter would wait
+    is_plain = _is_plain(given, pattern)
+    if is_plain and given["q_length"] == 1 and torch.device(given["device"]).type == "cuda":
+        mask = _values(given)
+        if mask is not None:  # reading the counter would wait
+            return describe_tensor(mask, _shown(mask))
     step = StepMask(
         pattern,
         *(given["batch_size"], given["q_length"], given["kv_length"]),
@@ -108,7 +110,8 @@ def _described(given: dict[str, Any], dtype: torch.dtype) -> torch.Tensor | None
         given["device"],
         given["use_vmap"],
     )
-    return MaskTensor(step, dtype) if plain is None else describe_tensor(plain, step)
+    mask = _values(given, step) if is_plain else None
+    return MaskTensor(step, dtype) if mask is None else describe_tensor(mask, step)
 
 
 def _shown(mask: torch.Tensor) -> StepMask:
@@ -120,15 +123,22 @@ def _shown(mask: torch.Tensor) -> StepMask:
     )
 
 
-def _plain_mask(given: dict[str, Any], pattern: Pattern | None) -> torch.Tensor | None:
-    """The mask as values, if compiled code may take it: that of a static cache, which counts its
-    tokens in a tensor, or whose decodes must have a mask. None for other caches."""
+def _is_plain(given: dict[str, Any], pattern: Pattern | None) -> bool:
+    """Whether the mask is a plain tensor, which compiled code may take: that of a static cache,
+    which counts its tokens in a tensor, or whose decodes must have a mask."""
+    if isinstance(given["q_offset"], torch.Tensor):
+        return True
     causal = pattern is None or pattern.causal
-    must_be_made = given["q_length"] == 1 and given.get("allow_is_causal_skip") is False and causal
-    if not isinstance(given["q_offset"], torch.Tensor) and not must_be_made:
-        return None
+    return given["q_length"] == 1 and given.get("allow_is_causal_skip") is False and causal
+
+
+def _values(given: dict[str, Any], step: StepMask | None = None) -> torch.Tensor | None:
+    """The mask as values. A single query needs fewer operations with its description."""
     with torch.inference_mode(False), torch.no_grad():  # so that it counts writes
-        return evaluated_mask(given | {"allow_is_causal_skip": False})
+        mask = None if step is None else step.single_query()
+        if mask is None:
+            mask = evaluated_mask(given | {"allow_is_causal_skip": False})
+        return mask
 
 
 def _check_padding(attention_mask: torch.Tensor, batch_size: int) -> None:

@@ -122,6 +122,21 @@ class StepMask:
         dense: torch.Tensor = self.plans["dense"]
         return dense
 
+    def single_query(self) -> torch.Tensor | None:
+        """The evaluated mask `[B, 1, 1, S]` of one causal query per row; None for other masks."""
+        pattern = self.pattern
+        if pattern is None or self.q_length != 1 or not pattern.causal or not pattern.is_plain:
+            return None
+        if self.kv_length < self.q_offset + 1 - self.kv_offset or self.kv_length < 1:
+            return None
+        first = first_visible_key(self, pattern, None)
+        assert isinstance(first, int)  # a plain pattern has no chunks
+        shape = (self.batch_size, 1, 1, self.kv_length)
+        mask = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        keys, padding = slice(max(first, 0), self.width), self.padding()
+        mask[:, 0, 0, keys] = True if padding is None else padding[:, keys]
+        return mask
+
     def check(self, query: torch.Tensor, key: torch.Tensor) -> None:
         """Check that the mask was made for these tensors.
 
