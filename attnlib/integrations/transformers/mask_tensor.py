@@ -88,6 +88,8 @@ class MaskTensor(torch.Tensor):
             extended = _extended(func, args, kwargs)
             if extended is not None:
                 return extended
+        if func is torch.cat:
+            args = _as_numbers(args)
         args, kwargs = tree_map_only(MaskTensor, lambda mask: mask.evaluated(), (args, kwargs))
         return func(*args, **kwargs)
 
@@ -120,6 +122,20 @@ class MaskTensor(torch.Tensor):
         if self.modified() is not None or not dtype.is_floating_point:
             return None
         return MaskTensor(self.step, dtype, device or self.device)
+
+
+def _as_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of `torch.cat` with masks of static caches, which are bool, as floats."""
+    parts, *others = args
+    dtype = next(part.dtype for part in parts if isinstance(part, MaskTensor))
+    hidden = torch.finfo(dtype).min
+    numbers = [
+        torch.zeros_like(part, dtype=dtype).masked_fill_(~part, hidden)
+        if part.dtype == torch.bool
+        else part
+        for part in parts
+    ]
+    return (numbers, *others)
 
 
 def _parsed_to(

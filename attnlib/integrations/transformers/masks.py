@@ -124,12 +124,15 @@ def _shown(mask: torch.Tensor) -> StepMask:
 
 
 def _is_plain(given: dict[str, Any], pattern: Pattern | None) -> bool:
-    """Whether the mask is a plain tensor, which compiled code may take: that of a static cache,
-    which counts its tokens in a tensor, or whose decodes must have a mask."""
+    """Whether the mask is a plain tensor, which compiled code may take: that of a static cache.
+    Such a cache counts its tokens in a tensor, and those of a window in an integer, but its decodes
+    must have a mask. Models that ask for one with other caches compute with floats."""
     if isinstance(given["q_offset"], torch.Tensor):
         return True
-    causal = pattern is None or pattern.causal
-    return given["q_length"] == 1 and given.get("allow_is_causal_skip") is False and causal
+    if pattern is None or not pattern.causal or not pattern.depends_on_distance:
+        return False
+    is_described = pattern.spans is None and pattern.segments is None
+    return is_described and given["q_length"] == 1 and given.get("allow_is_causal_skip") is False
 
 
 def _values(given: dict[str, Any], step: StepMask | None = None) -> torch.Tensor | None:

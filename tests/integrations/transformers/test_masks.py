@@ -178,3 +178,24 @@ def test_the_mask_of_a_single_query(offset: int, window: int | None, padded_keys
     step = StepMask(Pattern(True, Window(left, 0)), 2, 1, 12, offset, 0, function, padding)
     mask = step.single_query()
     assert mask is not None and torch.equal(mask, step.dense())
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_decode_that_must_have_a_mask_has_numbers(window: int | None) -> None:
+    """T5Gemma 2 appends a mask of the encoder to it, and GIT adds it to the scores."""
+    function = masking_utils.causal_mask_function
+    if window is not None:
+        function = masking_utils.sliding_window_causal_mask_function(window)
+    keep = torch.tensor([[False, True, True, True, True, True], [True] * 6])
+    sizes = {"q_offset": 5, "mask_function": function, "attention_mask": keep}
+    own = attnlib_mask(2, 1, 6, **sizes, allow_is_causal_skip=False)
+    encoder = attnlib_mask(
+        2, 1, 3, mask_function=masking_utils.bidirectional_mask_function, attention_mask=keep[:, :3]
+    )
+    visible = masking_utils.sdpa_mask(2, 1, 6, **sizes, allow_is_causal_skip=False)
+    both = torch.cat([own, encoder], dim=-1)
+    assert both.dtype == torch.float32
+    expected = torch.cat([visible, keep[:, None, None, :3]], dim=-1)
+    assert torch.equal(both == 0, expected) and torch.equal(both < -1e38, ~expected)
+    if window is None:
+        assert own.is_floating_point()
