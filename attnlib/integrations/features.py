@@ -77,7 +77,10 @@ _VLLM = {
     "latent attention": _both(_TOKENS),
     "fp8 latents": _both(f"{_LATENT}::test_steps"),
     "sparse latents": _both(f"{_LATENT}::test_selected_keys"),
-    "verification of chains": _both(f"{_ADAPTER}::test_steps"),
+    "verification of chains": (
+        f"{_ADAPTER}::test_steps",
+        f"{_ENGINE}::test_verified_n_grams_give_the_same_tokens",
+    ),
     "query lengths decided on the device": (
         _LATER,
         f"{_SCHEDULING}::test_query_lengths_may_differ_on_the_host",

@@ -112,7 +112,7 @@ def report(models: Path, results: dict[str, Any]) -> None:
         pairs = [pair for row in rows for pair in zip(*row, strict=True)]
         equal = sum(a == b for a, b in pairs)
         of = f"{equal} of {len(pairs)} tokens equal" if pairs else "reference"
-        print(f"{name}: {of}; {result.get('accepted', '')}")
+        print(f"{name}: {of}; drafted tokens accepted: {result.get('accepted')}")
         if pairs and peer is not result:
             for request, row in enumerate(rows):
                 _print_divergence(request, row, (result["leads"], peer["leads"]))

@@ -71,11 +71,33 @@ def _gemma2(kv_heads: int = 2) -> Any:
         sliding_window=WINDOW, query_pre_attn_scalar=32, attn_logit_softcapping=5.0,
         final_logit_softcapping=30.0,
     )  # fmt: skip
-    model = Gemma2ForCausalLM(config)
+    return _with_large_norms(Gemma2ForCausalLM(config))
+
+
+def _with_large_norms(model: Any) -> Any:
     for name, module in model.named_modules():
         if "post_" in name:
             module.weight.data.normal_(0, 16.0)
     return model
+
+
+def _gemma3() -> Any:
+    """Norms of queries and keys, and windows in all layers but one."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        **SIZES, initializer_range=0.1, sliding_window=WINDOW, query_pre_attn_scalar=32,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention",
+                     "sliding_attention"],
+    )  # fmt: skip
+    return _with_large_norms(Gemma3ForCausalLM(config))
+
+
+def _qwen3() -> Any:
+    """Norms of queries and keys."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, initializer_range=0.2, tie_word_embeddings=False))
 
 
 def _deepseek() -> Any:
@@ -106,7 +128,7 @@ def _bert() -> Any:
 
 DECODERS = {
     "llama": _llama, "mistral": _mistral, "gemma2": _gemma2, "loops": _loops, "mqa": _mqa,
-    "gemma2-mqa": lambda: _gemma2(1), "deepseek": _deepseek,
+    "gemma2-mqa": lambda: _gemma2(1), "deepseek": _deepseek, "gemma3": _gemma3, "qwen3": _qwen3,
 }  # fmt: skip
 
 

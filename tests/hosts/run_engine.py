@@ -77,10 +77,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         result["cached_tokens"] = [output.num_cached_tokens for output in outputs]
         if not arguments["disable_log_stats"]:
             counts = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
-            drafted, accepted = (
-                counts[f"vllm:spec_decode_num_{kind}_tokens"] for kind in ("draft", "accepted")
-            )
-            result["accepted"] = f"{accepted} of {drafted} drafted tokens accepted"
+            result["accepted"] = counts["vllm:spec_decode_num_accepted_tokens"]
         if arguments["distributed_executor_backend"] == "uni":
             worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
             result["runner"] = type(worker.model_runner).__module__

@@ -33,6 +33,12 @@ def define_operations() -> None:
             " -> ()",
             compute_slots,
         ),
+        (
+            "rejection_greedy_sample_kernel_impl(Tensor(a!) a, Tensor b, Tensor c, Tensor d, Tensor"
+            " e, Tensor? f, int g) -> ()",
+            accept_greedy_drafts,
+        ),
+        ("expand_kernel_impl(Tensor(a!) a, Tensor b, Tensor c, int d, int e) -> ()", expand),
     ):
         name = schema.split("(")[0]
         if not hasattr(torch.ops._C, name):
@@ -56,6 +62,38 @@ def compute_slots(
     blocks = block_table[request, position // block_size].long()
     slot_mapping.fill_(-1)
     slot_mapping[:tokens] = blocks * block_size + position % block_size
+
+
+def accept_greedy_drafts(
+    output: torch.Tensor,
+    ends: torch.Tensor,
+    drafted: torch.Tensor,
+    best: torch.Tensor,
+    bonus: torch.Tensor,
+    is_greedy: torch.Tensor | None,
+    longest: int,
+) -> None:
+    """The best tokens of each greedy request up to the first that was not drafted; the bonus token
+    behind them where all were."""
+    start = 0
+    for request, end in enumerate(ends.tolist()):
+        if is_greedy is None or bool(is_greedy[request]):
+            same = (drafted[start:end] == best[start:end]).long()
+            accepted = int(same.cumprod(0).sum())
+            kept = min(accepted + 1, end - start)
+            output[request, :kept] = best[start : start + kept]
+            if accepted == end - start:
+                output[request, accepted] = bonus.flatten()[request]
+        start = end
+
+
+def expand(
+    output: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, old: int, new: int
+) -> None:
+    """The value of each request for each of its tokens, `new` instead of `old`."""
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    values = torch.where(values == old, new, values)
+    output.copy_(torch.repeat_interleave(values, counts))
 
 
 def distributed_slots(
