@@ -49,7 +49,7 @@ def test_models_are_supported(model: str) -> None:
     [
         ({"key_size": 320}, "key_size=320 not supported"),
         ({"form": "plain"}, "form=plain"),
-        ({"chunk_size": 128}, "chunk_size=128"),
+        ({"chunk_size": 64}, "chunk_size=64"),
         ({"max_rollback": 65}, "max_rollback=65"),
         ({"dtype": torch.float64}, "float64"),
     ],

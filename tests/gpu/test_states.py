@@ -33,7 +33,7 @@ LAYERS = {
     "float16, bfloat16 state": GDN.replace(dtype=torch.float16, state_dtype=torch.bfloat16),
     "float32": GDN.replace(dtype=torch.float32),
     "kimi delta": GDN.replace(num_key_heads=4, decay="channel"),
-    "c 64": GDN.replace(chunk_size=64, max_rollback=0),
+    "c 32": GDN.replace(chunk_size=32, max_rollback=0),
     "mamba2": GDN.replace(update="add", qk_norm=False, value_size=64, has_skip=True),
     "large heads": GDN.replace(key_size=256, value_size=256),
 }

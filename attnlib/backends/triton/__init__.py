@@ -93,7 +93,7 @@ class TritonBackend(AttentionBackend):
         conv_activations=("silu", "none"),
         conv_bias=True,
         forms=("tail",),
-        chunk_sizes=Sizes(exactly=(16, 32, 64)),
+        chunk_sizes=Sizes(exactly=(16, 32)),
         max_rollback=64,
         batch_invariant=True,
         cudagraph=CudaGraphSupport.ALWAYS,

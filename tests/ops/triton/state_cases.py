@@ -24,7 +24,7 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "state-64-f32": ("state", {"key_size": 64, "value_size": 64, "dtype": torch.float32}),
     "state-128": ("state", {"max_rollback": 3}),
     "state-128-channels": ("state", {"decay": "channel", "num_key_heads": 32}),
-    "state-128-c64": ("state", {"chunk_size": 64, "state_dtype": torch.bfloat16}),
+    "state-128-c32": ("state", {"chunk_size": 32, "state_dtype": torch.bfloat16}),
     "state-mamba2": (
         "state",
         {"value_size": 64, "num_heads": 128, "num_key_heads": 8, "update": "add", "skip": True},

@@ -176,6 +176,8 @@ def test_refusals() -> None:
     large = spec.replace(key_size=264)
     with pytest.raises(ContractError, match="heads of 264"):
         operations(large, 1).run(draw_tokens(large, 2, 0), step)
+    with pytest.raises(ContractError, match="chunk_size=64; the kernels take at most 32"):
+        operations(spec.replace(chunk_size=64), 1).run(request, step)
     double = TokenInputs(**{k: x.double() for k, x in request.tensors().items()})
     with pytest.raises(ContractError, match="query is torch.float64"):
         operations(spec, 1).run(double, step)

@@ -13,7 +13,7 @@ from attnlib.ops.states.layout import POSITION_COPIES, StateLayout
 from attnlib.ops.states.params import QK_NORM_EPS, RecurrenceParams
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits
-from attnlib.ops.triton.heuristics.state_tiles import LARGEST_HEAD, state_tile
+from attnlib.ops.triton.heuristics.state_tiles import LARGEST_CHUNK, LARGEST_HEAD, state_tile
 from attnlib.ops.triton.kernels.state_arguments import (
     DECAY_CHANNEL,
     DECAY_CONSTANT,
@@ -63,7 +63,7 @@ def slot_strides(slots: StateTensors) -> tuple[int, ...]:
 
 
 def check_slots(layout: StateLayout) -> None:
-    """Whether the kernels have slots of this form and heads of these sizes.
+    """Whether the kernels have slots of this form, chunks and heads of these sizes.
 
     Raises:
         ContractError: they do not.
@@ -74,6 +74,10 @@ def check_slots(layout: StateLayout) -> None:
             f"form={layout.form!r} with heads of {largest}; the kernels take slots of the form "
             f"'tail' and heads of at most {LARGEST_HEAD}",
             rule="T9",
+        )
+    if layout.chunk_size > LARGEST_CHUNK:
+        raise ContractError(
+            f"chunk_size={layout.chunk_size}; the kernels take at most {LARGEST_CHUNK}", rule="T9"
         )
 
 
