@@ -20,7 +20,7 @@ KINDS = {
     "vision-language": "Vision-language models (`AutoModelForImageTextToText`)",
     "encoder": "Encoders and other models (`AutoModelForMaskedLM`, `AutoModel`)",
 }
-_CASES = ("forward", "left padding", "right padding", "generate", "generate_batch")
+_CASES = ("forward", "left padding", "right padding", "generate", "generate_batch", "autocast")
 
 _INTRODUCTION = """\
 Every architecture in the auto mappings of transformers {transformers}, run with eager attention and
@@ -30,7 +30,7 @@ Run on {date} at commit {commit} with `python -m tests.integrations.transformers
 outcome, error and tolerance of every case, and the reason of every exception.
 
 - **correct**: outputs agree with eager attention in forwards without padding and with padding on
-  both sides, logits of every step in `generate`, and tokens in `generate_batch` (decoders).
+  both sides or under `torch.autocast`, logits in `generate`, and tokens in `generate_batch`.
 - **refused**: attnlib raises an error that names the cause.
 - **unaffected**: the model computes its own attention, so attnlib is never called.
 - **skipped**: the case does not work in transformers without attnlib either.
