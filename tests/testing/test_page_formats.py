@@ -100,7 +100,7 @@ def test_torch_stores_the_same_bits(name: str, size: float, dtype: torch.dtype) 
 @pytest.mark.parametrize("name", PAGE_NAMES)
 def test_slots_of_pages(name: str) -> None:
     """P4: a token is stored in its slot, elements and scales; other slots keep their poison."""
-    dims = Dimensions(head_size=32, head_size_v=32, page_format=name)
+    dims = Dimensions(head_size=32, head_size_v=32, page_formats=(name, name))
     cache = allocate_views(dims, 3, "HND_INTERLEAVED", fill="nan")
     assert cache.scales is not None
     tokens = torch.randn(2, 2, 32)
