@@ -23,7 +23,7 @@ KINDS = {
 _CASES = ("forward", "left padding", "right padding", "generate", "generate_batch", "autocast")
 
 _INTRODUCTION = """\
-Every architecture in the auto mappings of transformers {transformers}, run with eager attention and
+Every architecture in the auto mappings of transformers {transformers}, with eager attention and
 with attnlib (`torch` backend, float32, torch {torch}). The models are tiny and have random weights.
 Run on {date} at commit {commit} with `python -m tests.integrations.transformers_sweep`. The
 [records](../benchmarks/results/transformers_sweep.jsonl) have one line for each architecture: the
