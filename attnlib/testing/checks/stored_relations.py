@@ -133,7 +133,7 @@ def _difference(found: torch.Tensor, wanted: torch.Tensor, case: Case, other: st
 def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     batch = "q7s20_q1s37"
     fields: dict[str, object]
-    for size in (64,) if target.quick else (64, 80):
+    for size in (64, 80):
         case = target.case(batch=batch, head_size=size, kv_rotation="hadamard", dtype="float32")
         yield CheckCase(f"heads-{size}", partial(_check_heads, target, case), case)
     for name in ("hadamard", "hadamard_values@3"):
