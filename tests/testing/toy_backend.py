@@ -318,6 +318,7 @@ TOY_CAPABILITIES = Capabilities(
         torch.float8_e5m2,
     ),
     kv_formats=(),
+    kv_format_pairs=(),
     kv_scale_kinds=("tensor", "head"),
     head_sizes=Sizes(1),
     head_size_v_may_differ=True,
