@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,7 @@ def test_a_reason_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_names_every_format_of_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--help"]) == 0
-    words = capsys.readouterr().out.replace(",", " ").split()
+    words = re.split(r"[\s,;]+", capsys.readouterr().out)
     assert {"auto", "fp8_e4m3", "bfloat16", *PAGE_FORMATS} <= set(words)
 
 

@@ -143,6 +143,7 @@ WRONG_ROTATIONS: dict[str, tuple[type[AttentionBackend], str]] = {
         "blocks that are no divisors": PadsToAPowerOfTwo,
     }.items()
 } | {
+    "rotation: without its factor, beside none": (_torch_with(WithoutTheFactor), "Q10"),
     "one scale for the values of pairs": (_torch_with(OneScaleForTheValuesOfPairs), "Q9"),
     "a wrong factor over pairs": (_torch_with(ScalesQueriesOfPairs), "Q9"),
 }

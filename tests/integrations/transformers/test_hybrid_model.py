@@ -243,5 +243,5 @@ def test_a_step_needs_the_batches_of_all_groups() -> None:
 
 
 def test_latents_have_no_groups() -> None:
-    with pytest.raises(UnsupportedConfigError, match="leave out latents=True"):
+    with pytest.raises(UnsupportedConfigError, match="no groups of latents: leave them out"):
         PagedModel(randomized(deepseek_v3()), num_blocks=8, hybrid=True, latents=True)
