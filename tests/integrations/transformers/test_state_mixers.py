@@ -165,7 +165,7 @@ def served(model: Any, backend: str = "torch", new_tokens: int = 8, **kwargs: An
     paged = PagedModel(model, num_blocks=14, block_size=4, backend=backend, num_slots=3, **kwargs)
     scheduler = Scheduler(BlockAllocator(14, 4), 11, 3, reuse_prefixes=False)
     result = serve(paged, scheduler, requests)
-    assert scheduler.num_preemptions > 0
+    assert new_tokens < 8 or scheduler.num_preemptions > 0
     return paged, check_tokens(model, requests, result.logits)
 
 
