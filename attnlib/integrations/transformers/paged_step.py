@@ -78,7 +78,7 @@ class PagedStep:
             one = (
                 batch if isinstance(batch, CommonAttentionMetadata) else next(iter(batch.values()))
             )
-            builder = layer.backend.make_builder(layer.spec, one.query_start_loc.device)
+            builder = self.paged.states.builder_of(layer)
             self._states[layer.backend] = builder.build(0, one)
         return self._states[layer.backend]
 

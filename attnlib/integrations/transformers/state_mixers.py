@@ -22,6 +22,7 @@ from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.layers import layer_name
 from attnlib.integrations.transformers.state_calls import FUNCTIONS, MixerCall
 from attnlib.layer.state import StateLayer
+from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.spec import StateSpec
 
 if TYPE_CHECKING:
@@ -86,12 +87,20 @@ class StateMixers:
                     f"{layer_name(mixer)}: this release of transformers has no causal_conv1d_fn "
                     f"in {type(mixer).__module__}; install transformers 5.24"
                 )
+        self._builders: dict[type[AttentionBackend], AttentionMetadataBuilder[Any]] = {}
         self._local = threading.local()
 
     @property
     def cache_bytes(self) -> int:
         """Total size of the slots in bytes."""
         return sum(cache.memory.numel() for _, cache in self.layers.values())
+
+    def builder_of(self, layer: StateLayer) -> AttentionMetadataBuilder[Any]:
+        """The metadata builder that all layers of one backend share."""
+        if layer.backend not in self._builders:
+            device = next(iter(self.layers.values()))[1].device
+            self._builders[layer.backend] = layer.backend.make_builder(layer.spec, device)
+        return self._builders[layer.backend]
 
     @contextmanager
     def attached(self) -> Iterator[None]:
