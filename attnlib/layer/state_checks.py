@@ -11,6 +11,8 @@ from attnlib.backends.state_impl import StateInputs
 from attnlib.cache.states import StateCache
 from attnlib.errors import ContractError
 from attnlib.metadata.states import StateMetadata
+from attnlib.ops.addresses import are_readable
+from attnlib.ops.states.checks import check_slots
 from attnlib.spec import StateSpec
 
 if TYPE_CHECKING:
@@ -237,3 +239,5 @@ def _check_tensors(
             "pass a row per token",
             rule="T1",
         )
+    if are_readable(metadata.state_slots):
+        check_slots(list(metadata.batch.requests()), cache.num_slots)

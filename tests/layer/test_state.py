@@ -198,6 +198,28 @@ def test_a_convolution_alone_has_no_recurrence() -> None:
         other.convolve(torch.zeros(1, 0), cache, metadata)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_slots_outside_the_cache(backend: str) -> None:
+    """T7: on a CPU no backend writes past the slots; sources too, and slots of two requests."""
+    pytest.importorskip("triton")
+    spec = StateSpec(num_heads=2, key_size=16, value_size=16, dtype=torch.float32, max_rollback=1)
+    layer = attnlib.StateLayer(spec, backend=backend, device="cpu")
+    cache = attnlib.StateCache.allocate(layer.spec, num_slots=4, device="cpu")
+    before = cache.memory.clone()
+    tokens = [torch.randn(3, 32) for _ in range(3)]
+    for slots, sources, message in (
+        ([9], None, r"state_slots\[0\]=9 is outside the pool of 4 slots"),
+        ([1], [7], r"state_sources\[0\]=7 is outside the pool of 4 slots"),
+    ):
+        batch = attnlib.CommonAttentionMetadata.from_lengths(
+            [3], [5], device="cpu", state_slots=slots, state_sources=sources
+        )
+        metadata = layer.backend.make_builder(layer.spec, "cpu").build(0, batch)
+        with pytest.raises(ContractError, match=message):
+            layer(*tokens, -torch.rand(3, 2), torch.rand(3, 2), cache, metadata)
+        assert torch.equal(cache.memory, before)
+
+
 def test_positions_are_checked_in_every_call() -> None:
     """Also in one whose plan is known."""
     layer, tokens = layer_of(GDN), draw_tokens(GDN, 2, 0)
