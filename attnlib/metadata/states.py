@@ -22,9 +22,9 @@ __all__ = ["StateMetadata", "StateMetadataBuilder"]
 class StateMetadata(AttentionMetadata):
     """One batch over slots of state layers.
 
+    What is not listed is as in `CommonAttentionMetadata`.
+
     Attributes:
-        query_start_loc, query_start_loc_cpu, seq_lens, seq_lens_cpu, num_reqs, num_actual_tokens,
-            max_query_len, max_seq_len: as in `CommonAttentionMetadata`.
         state_slots: `[R]` int32 device; the slot of each request, -1 for padding (T7).
         state_sources: `[R]` int32 device; the slot that each request reads (T12), or None for its
             own.
