@@ -20,6 +20,7 @@ KINDS = {
     "vision-language": "Vision-language models (`AutoModelForImageTextToText`)",
     "encoder": "Encoders and other models (`AutoModelForMaskedLM`, `AutoModel`)",
 }
+MOST_NAMES = 8
 _CASES = ("forward", "left padding", "right padding", "generate", "generate_batch", "autocast")
 
 _INTRODUCTION = """\
@@ -38,7 +39,7 @@ outcome, error and tolerance of every case, and the reason of every exception.
 
 Where outputs depend on padding queries, eager and sdpa attention differ, and attnlib must agree
 with sdpa. A class has one row of each kind: `sarvam_mla` is in that of `deepseek_v3`. The lists
-name what is neither correct nor not run.
+name what is neither correct nor not run, at most eight models where attnlib is not the reason.
 """
 
 
@@ -101,7 +102,7 @@ def _exceptions(records: list[dict[str, Any]]) -> str:
             for record in records
             if any(_short(case["reason"]) == reason for case in record["cases"].values())
         ]
-        lines.append(f"| {outcome} | {', '.join(cases)} | {reason} | {_names(models)} |\n")
+        lines.append(f"| {outcome} | {', '.join(cases)} | {reason} | {_names(models, outcome)} |\n")
     return "".join(lines)
 
 
@@ -124,9 +125,13 @@ def _lists(records: list[dict[str, Any]]) -> str:
     for outcome in OUTCOMES:
         models = [record["model_type"] for record in records if record["outcome"] == outcome]
         if models and outcome not in ("correct", "not run"):
-            lines.append(f"- **{outcome}** ({len(models)}): {_names(models)}\n")
+            lines.append(f"- **{outcome}** ({len(models)}): {_names(models, outcome)}\n")
     return "".join(lines)
 
 
-def _names(models: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in sorted(set(models)))
+def _names(models: Iterable[str], outcome: str) -> str:
+    """The names; of outcomes that say nothing about attnlib only the first, and how many more."""
+    names = sorted(set(models))
+    most = len(names) if outcome in ("wrong", "crash", "refused") else MOST_NAMES
+    text = ", ".join(f"`{name}`" for name in names[:most])
+    return text + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -36,7 +36,7 @@ FRAGMENTS = ("write-a-backend.md", "test-your-backend.md")
 RUN = [page for page in PAGES if page.name not in FRAGMENTS]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 PARTS = {"tutorial-engine.md": ROOT / "examples" / "tutorial_engine.py"}
-"""Pages whose Python blocks together are one program, an example."""
+"""Pages whose Python blocks together are the beginning of a program, an example."""
 
 
 def _name(page: Path) -> str:
@@ -73,22 +73,27 @@ def _same(shown: str, printed: str) -> bool:
 
 
 def _programs(page: Path) -> list[tuple[str, str]]:
-    """The blocks of a page; parts of one example form one program, which prints the last text
-    without the example model."""
+    """The blocks of a page; of an example the whole program, which prints the last text without
+    the example model."""
     blocks = _blocks(page)
     if page.name not in PARTS:
         return blocks
-    source = "\n".join(body for language, body in blocks if language == "python")
+    source = PARTS[page.name].read_text().split('"""', 2)[2]
     return [("python", source), [block for block in blocks if block[0] == "text"][-1]]
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_pages_show_the_whole_example(name: str) -> None:
-    """The blocks of the page are the lines of the example, without its docstring."""
+def test_pages_show_whole_parts_of_the_example(name: str) -> None:
+    """The blocks of the page are the first lines of the example, without its docstring, up to a
+    function or class that the page only names."""
     (page,) = DOCS.rglob(name)
-    shown = [line for line in _programs(page)[0][1].splitlines() if line]
-    source = PARTS[name].read_text().split('"""', 2)[2]
-    assert shown == [line for line in source.splitlines() if line]
+    blocks = "\n".join(body for language, body in _blocks(page) if language == "python")
+    shown = [line for line in blocks.splitlines() if line]
+    source = [line for line in _programs(page)[0][1].splitlines() if line]
+    assert len(shown) > 150
+    assert shown == source[: len(shown)]
+    following = re.match(r"(?:def|class) (\w+)", source[len(shown)])
+    assert following and f"`{following[1]}`" in page.read_text()
 
 
 @pytest.mark.parametrize("page", RUN, ids=_name)
