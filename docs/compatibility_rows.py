@@ -38,7 +38,7 @@ def fill(page: str) -> str:
 
 
 def table(rows: Iterable[Row], module: str) -> str:
-    """One line for each row.
+    """One line for each row; remarks only where it differs from the original.
 
     Args:
         rows: of one seed.
@@ -50,7 +50,8 @@ def table(rows: Iterable[Row], module: str) -> str:
         if row.module != module:
             words.append(f"from `{row.module}`")
         claim = ": ".join(filter(None, words[:2]))
-        note = "; ".join(filter(None, (claim, *words[2:], row.note)))
+        remark = "" if row.claim.kind == "same" else row.note
+        note = "; ".join(filter(None, (claim, *words[2:], remark)))
         name = ARGUMENTS.sub(r"\1(\2, ...)`", row.name)  # the rows have all arguments
         lines.append(f"{row.number} {name} | {note}")
     return "\n".join(lines) + "\n"
