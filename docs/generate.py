@@ -1,7 +1,7 @@
 """Generate the generated pages of the documentation.
 
 `docs/environment.md` comes from the table of environment variables, `docs/support.md` from the
-declarations of the backends, `docs/engines.md` from
+declarations of the backends, `docs/state-forms.svg` from `StateLayout`, `docs/engines.md` from
 `attnlib.integrations.features`, the tables of `docs/compatibility.md` from the rows of
 `tests/compat/seeds`, the results in `docs/performance.md` and `docs/guides/hugging-face.md` from
 benchmark results, and `docs/transformers-models.md` from the records of
@@ -37,6 +37,7 @@ sys.path.insert(0, str(PAGES))  # for the next imports where this file is loaded
 
 import compatibility_rows  # noqa: E402
 import result_tables  # noqa: E402
+import state_forms  # noqa: E402
 import transformers_models  # noqa: E402
 import transformers_speed  # noqa: E402
 
@@ -277,6 +278,7 @@ def pages() -> dict[str, str]:
     return {
         "environment.md": environment(),
         "support.md": support(),
+        "state-forms.svg": state_forms.figure(),
         "engines.md": engines(),
         "compatibility.md": compatibility_rows.fill(PAGES.joinpath("compatibility.md").read_text()),
         "performance.md": result_tables.fill(PAGES.joinpath("performance.md").read_text()),

@@ -1,8 +1,9 @@
 """The state layers of a model in a `PagedModel`: mixers over attnlib's slots (T1 to T20).
 
 A mixer without a cache of transformers calls functions of its module: a convolution, then a
-recurrence. Within a step, these names lead here; no forward is replaced. Calls of other models, and
-outside of a step, reach transformers' functions.
+recurrence. Within a step, these names lead here; only the forward of lightning attention, which
+calls none, is replaced. Calls of other models, and outside of a step, reach transformers'
+functions.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.cache.states import StateCache
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.layers import layer_name
+from attnlib.integrations.transformers.lightning import is_lightning, lightning_forward
 from attnlib.integrations.transformers.state_calls import FUNCTIONS, MixerCall
 from attnlib.layer.state import StateLayer
 from attnlib.metadata.base import AttentionMetadataBuilder
@@ -41,6 +43,7 @@ SERVED = frozenset(
         "lfm2_moe",
         "lfm3",
         "mamba2",
+        "minimax",
         "nemotron_h",
         "olmo_hybrid",
         "qwen3_5_moe_text",
@@ -49,7 +52,7 @@ SERVED = frozenset(
         "zamba2",
     )
 )
-"""Model types whose mixers call these functions and nothing else; tests serve each of them."""
+"""Model types whose mixers are served; tests serve each of them."""
 
 
 class StateMixers:
@@ -82,7 +85,7 @@ class StateMixers:
         self.modules = [m for m in model.modules() if served and _is_mixer(m)]
         self.layers: dict[tuple[nn.Module, str], tuple[StateLayer, StateCache]] = {}
         for mixer in self.modules:
-            if not hasattr(_module_of(mixer), "causal_conv1d_fn"):
+            if not (is_lightning(mixer) or hasattr(_module_of(mixer), "causal_conv1d_fn")):
                 raise UnsupportedConfigError(
                     f"{layer_name(mixer)}: this release of transformers has no causal_conv1d_fn "
                     f"in {type(mixer).__module__}; install transformers 5.24"
@@ -105,7 +108,7 @@ class StateMixers:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Context in which the functions of the mixers' modules lead here."""
-        before: list[tuple[Any, str, Callable[..., Any]]] = []
+        before: list[tuple[Any, str, Callable[..., Any] | None]] = []
         hooks = []
         try:
             for module in {_module_of(mixer) for mixer in self.modules}:
@@ -113,12 +116,18 @@ class StateMixers:
                     before.append((module, name, getattr(module, name)))
                     setattr(module, name, self._in_step(name, getattr(module, name)))
             for mixer in self.modules:
+                if is_lightning(mixer):
+                    before.append((mixer, "forward", vars(mixer).get("forward")))
+                    mixer.forward = self._lightning_in_step(mixer, mixer.forward)
                 hooks.append(mixer.register_forward_pre_hook(self._enter))
                 hooks.append(mixer.register_forward_hook(self._leave, always_call=True))
             yield
         finally:
             for module, name, function in before:
-                setattr(module, name, function)
+                if function is None:
+                    delattr(module, name)  # of the class
+                else:
+                    setattr(module, name, function)
             for hook in hooks:
                 hook.remove()
 
@@ -148,6 +157,19 @@ class StateMixers:
             return function(MixerCall(self, step, mixer), *args, **kwargs)
 
         return call
+
+    def _lightning_in_step(
+        self, mixer: nn.Module, original: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """The forward of a mixer: over slots in a step, and `original` outside of one."""
+
+        def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            step = getattr(self._local, "step", None)
+            if step is None:
+                return original(hidden_states, *args, **kwargs)
+            return lightning_forward(MixerCall(self, step, mixer), hidden_states)
+
+        return forward
 
     def layer_of(
         self,
@@ -181,11 +203,12 @@ class StateMixers:
         return self.layers[mixer, part]
 
 
-_LAYER_TENSORS = ("conv_weight", "conv_bias", "skip")
+_LAYER_TENSORS = ("conv_weight", "conv_bias", "skip", "log_decay")
 
 
 def _is_mixer(module: nn.Module) -> bool:
-    return any(isinstance(getattr(module, name, None), nn.Conv1d) for name in ("conv1d", "conv"))
+    convolutions = (getattr(module, name, None) for name in ("conv1d", "conv"))
+    return is_lightning(module) or any(isinstance(one, nn.Conv1d) for one in convolutions)
 
 
 def _module_of(mixer: nn.Module) -> Any:

@@ -214,7 +214,6 @@ OUTSIDE_THE_CACHE = {
     "hy_v4": ("HYV4ForCausalLM", _SELECTED),
     "hy_v4_vl": ("HYV4VLForConditionalGeneration", _SELECTED),
     "jamba": ("JambaForCausalLM", "[a-z_]+, whose states"),
-    "minimax": ("MiniMaxForCausalLM", "linear_attention, whose states"),
     "minimax_m3_vl_text": ("MiniMaxM3VLForCausalLM", "minimax_m3_sparse, whose index keys"),
     "mistral_large4": (
         "MistralLarge4ForConditionalGeneration",

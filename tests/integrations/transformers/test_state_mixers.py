@@ -101,6 +101,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "chunk_size": 16,
         },
     ),
+    "minimax": (
+        "MiniMax",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "block_size": 8,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
     "nemotron_h": (
         "NemotronH",
         {
@@ -251,6 +261,19 @@ def test_functions_are_restored_and_others_keep_theirs() -> None:
             assert module.causal_conv1d_fn is not before
             assert torch.equal(other(ids, use_cache=False).logits, expected)
     assert module.causal_conv1d_fn is before
+
+
+def test_lightning_attention_outside_of_a_step_is_that_of_transformers() -> None:
+    model = built("minimax")
+    mixer = model.model.layers[0].self_attn
+    hidden = torch.randn(1, 9, 64)
+    with torch.no_grad():
+        expected = mixer(hidden, None, None)[0]
+        paged = PagedModel(model, num_blocks=16, block_size=4, backend="torch")
+        with paged.attached():
+            assert torch.equal(mixer(hidden, None, None)[0], expected)
+            assert "forward" in vars(mixer)
+    assert "forward" not in vars(mixer)
 
 
 def test_a_step_needs_slots() -> None:
