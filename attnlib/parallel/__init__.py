@@ -1,7 +1,7 @@
 """Attention whose keys are divided among the ranks of a group, over torch.distributed.
 
 In: a layer's spec, a process group and a division of positions. Out: layers and builders that an
-engine calls on every rank. `docs/parallel.md` has the rules X1 to X9.
+engine calls on every rank. `docs/parallel.md` has the rules X1 to X10.
 """
 
 from attnlib.parallel.addresses import local_block_table, local_slots, token_positions

@@ -17,6 +17,9 @@ from attnlib.errors import ContractError
 
 __all__ = ["Contiguous", "Division", "Interleaved", "ZigZag"]
 
+_ENDLESS = 1 << 30
+"""More runs than any request has."""
+
 
 @dataclass(frozen=True)
 class Division(ABC):
@@ -51,14 +54,21 @@ class Division(ABC):
     def count(self, length: Any, rank: int) -> Any:
         """How many of the positions `[0, length)` a rank holds."""
 
-    @abstractmethod
-    def position(self, local: Any, rank: int) -> Any:
-        """The position of a local index of a rank."""
-
     @property
     @abstractmethod
     def run_length(self) -> int:
         """Positions of a run."""
+
+    @abstractmethod
+    def gaps(self, rank: int) -> tuple[int, int]:
+        """`(size, count)`: `size` positions of other ranks follow each of the first `count` runs of
+        a rank."""
+
+    def position(self, local: Any, rank: int) -> Any:
+        """The position of a local index of a rank."""
+        size, count = self.gaps(rank)
+        passed = _least(local // self.run_length, count)
+        return local + rank * self.run_length + passed * size
 
     def bound(self, length: int) -> int:
         """The most positions of `[0, length)` that a rank holds."""
@@ -95,8 +105,8 @@ class Interleaved(Division):
         rest = _clamp(length % self.period - rank * self.run, self.run)
         return length // self.period * self.run + rest
 
-    def position(self, local: Any, rank: int) -> Any:
-        return local // self.run * self.period + rank * self.run + local % self.run
+    def gaps(self, rank: int) -> tuple[int, int]:
+        return self.period - self.run, _ENDLESS
 
 
 @dataclass(frozen=True)
@@ -128,8 +138,8 @@ class Contiguous(Division):
         last = rank == self.world_size - 1
         return _clamp(length - rank * self.span, None if last else self.span)
 
-    def position(self, local: Any, rank: int) -> Any:
-        return local + rank * self.span
+    def gaps(self, rank: int) -> tuple[int, int]:
+        return 0, 0
 
 
 @dataclass(frozen=True)
@@ -174,9 +184,8 @@ class ZigZag(Division):
         rest = length - (self.last_chunk - rank) * self.span
         return first + _clamp(rest, None if rank == 0 else self.span)
 
-    def position(self, local: Any, rank: int) -> Any:
-        second = _least(local // self.span, 1)
-        return local + rank * self.span + second * (self.last_chunk - 2 * rank - 1) * self.span
+    def gaps(self, rank: int) -> tuple[int, int]:
+        return (self.last_chunk - 2 * rank - 1) * self.span, 1
 
     def segments(self, rank: int, length: int) -> list[tuple[int, int]]:
         """The runs `[first, end)` of a rank in a request of this length; some may be empty."""
@@ -189,9 +198,9 @@ class ZigZag(Division):
 
 
 def _least(value: Any, most: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.minimum(value, torch.as_tensor(most, dtype=value.dtype, device=value.device))
-    return min(value, most)
+    if not isinstance(value, torch.Tensor):
+        return min(value, most)
+    return torch.minimum(value, most) if isinstance(most, torch.Tensor) else value.clamp(max=most)
 
 
 def _clamp(value: Any, most: int | None) -> Any:

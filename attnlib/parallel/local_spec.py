@@ -13,9 +13,9 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.parallel.divisions import Contiguous, Division, Interleaved
+from attnlib.parallel.divisions import Division, Interleaved
 from attnlib.score_functions.function import ScoreFunction
-from attnlib.score_functions.operators import lookup, where
+from attnlib.score_functions.operators import lookup, minimum, where
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind, Window
 
 __all__ = ["Edge", "LocalForm", "local_form", "rejections"]
@@ -64,7 +64,7 @@ class LocalForm(NamedTuple):
         return min(seen, (seen // division.period + 1) * division.run)
 
 
-def rejections(spec: AttentionSpec, division: Division) -> list[str]:
+def rejections(spec: AttentionSpec) -> list[str]:
     """Why layers of this kind cannot attend over divided keys; empty if they can."""
     features = {
         "attn_type": None if spec.attn_type is AttentionType.DECODER else spec.attn_type.value,
@@ -73,14 +73,11 @@ def rejections(spec: AttentionSpec, division: Division) -> list[str]:
         "key_selection": spec.key_selection,
         "compressed_entries": spec.compressed_entries,
     }
-    reasons = [
+    return [
         f"{name}={value} counts positions or lists that a rank does not have"
         for name, value in features.items()
         if value is not None
     ]
-    if not isinstance(division, Interleaved | Contiguous):
-        reasons.append(f"{division} is for the tokens of a prefill, not for a cache")
-    return reasons
 
 
 def local_form(spec: AttentionSpec, division: Division, rank: int) -> LocalForm:
@@ -94,7 +91,7 @@ def local_form(spec: AttentionSpec, division: Division, rank: int) -> LocalForm:
     Raises:
         UnsupportedConfigError: the layer cannot be divided; with all reasons.
     """
-    if reasons := rejections(spec, division):
+    if reasons := rejections(spec):
         raise UnsupportedConfigError(
             f"context parallelism: {'; '.join(reasons)}: run this layer on one rank",
             reasons=reasons,
@@ -148,10 +145,9 @@ def _score_function(spec: AttentionSpec, division: Division, rank: int) -> Score
     """Hides the keys before the range of a row, and adds ALiBi by positions of the request."""
     if not spec.has_alibi:
         return ScoreFunction(_hide, batch_tensors=("row",), bounds=_visible, exact_bounds=True)
-    if isinstance(division, Interleaved):
-        constants = {"run": division.run, "period": division.period, "start": rank * division.run}
-    else:
-        constants = {"run": 1 << 30, "period": 0, "start": division.position(0, rank)}
+    size, count = division.gaps(rank)
+    start = division.position(0, rank)
+    constants = {"run": division.run_length, "start": start, "gap": size, "gaps": count}
     return ScoreFunction(
         _biased,
         constants=tuple(constants.items()),
@@ -172,7 +168,7 @@ def _visible(q_first: Any, q_last: Any, seq_len: Any, request: Any, aux: Any) ->
 
 def _biased(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: Any) -> Any:
     local = k_pos + lookup(aux.row, request, 1)
-    key = local // aux.run * aux.period + aux.start + local % aux.run
+    key = local + aux.start + minimum(local // aux.run, aux.gaps) * aux.gap
     score = score - lookup(aux.slope, head) * abs(lookup(aux.row, request, 2) - key)
     return where(k_pos < lookup(aux.row, request, 0), float("-inf"), score)
 

@@ -2,8 +2,9 @@
 
 Every rank has the queries, keys and values of its own tokens, for all heads of the layer. Short
 prompts are computed over keys gathered from all ranks, long ones by passing the keys around a ring
-while the rank attends to those that it has. Each rank stores its share of the keys as they pass, by
-the division of the cache, so that decodes by `ParallelAttention` can follow.
+while the rank attends to those that it has. Context that the ranks hold takes part as it is stored.
+Each rank stores its share of the new keys as they pass, by the division of the cache, so that
+decodes by `ParallelAttention` can follow.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from attnlib.device import resolve_device
 from attnlib.layer import Attention
 from attnlib.layer.call import new_lse
 from attnlib.ops.dispatch import operation
+from attnlib.parallel.cache_rows import read_rows, write_rows
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.group import RankGroup
 from attnlib.parallel.prefill_builder import PrefillBuilder
@@ -28,7 +30,7 @@ from attnlib.parallel.prefill_checks import (
     check_prefill_call,
     keeps_order,
 )
-from attnlib.parallel.prefill_metadata import PrefillMetadata
+from attnlib.parallel.prefill_metadata import PrefillMetadata, PrefillStep
 from attnlib.parallel.setup_checks import checked_per_head
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
@@ -113,16 +115,20 @@ class ParallelPrefill(nn.Module):
         elif error is not None:
             raise error
 
-    def uses_ring(self, num_tokens: int) -> bool:
-        """Whether keys are passed around, for a batch in which the most tokens of a rank are
-        `num_tokens`."""
+    def uses_ring(self, num_tokens: int, num_context: int) -> bool:
+        """Whether keys are passed around.
+
+        Args:
+            num_tokens: new tokens of the rank with most of them.
+            num_context: tokens of context that the rank with most of them sends.
+        """
         if not self._rings or self.method is not None:
             return self._rings
         spec = self.spec
         size_v = 0 if spec.use_mla else spec.head_size_v
-        elements = spec.num_kv_heads * (spec.head_size + size_v)
-        gathered = self.group.world_size * num_tokens * elements * spec.dtype.itemsize
-        return gathered > GATHER_BYTES
+        per_token = spec.num_kv_heads * (spec.head_size + size_v) * spec.dtype.itemsize
+        of_rank = num_tokens * per_token + num_context * spec.kv_bytes_per_token
+        return bool(self.group.world_size * of_rank > GATHER_BYTES)
 
     def make_builder(self, **kwargs: Any) -> PrefillBuilder:
         """The builder of batches; arguments of `AttentionMetadataBuilder`."""
@@ -165,8 +171,8 @@ class ParallelPrefill(nn.Module):
 
     def _gathered(self, call: PrefillCall) -> tuple[Tensor, Tensor]:
         metadata, (step,) = call.metadata, call.metadata.steps
-        keys = [self.group.all_gather(part).flatten(0, 1) for part in call.sent]
-        scratch = self._store(call, keys, step.slots, metadata.cache_slots.flatten())
+        keys = [self.group.all_gather(part).flatten(0, 1) for part in self._sent(call)]
+        scratch = self._store(call, keys, step, metadata.cache_slots.flatten())
         if step.metadata is None:
             return call.output, new_lse(self.spec, call.query)
         found: tuple[Tensor, Tensor] = self.causal(
@@ -180,13 +186,13 @@ class ParallelPrefill(nn.Module):
         state = torch.zeros_like(call.output, dtype=wide), new_lse(self.spec, call.query)
         state[1].fill_(-torch.inf)
         merge = operation("merge_states", "merge_states", call.output)
-        keys = call.sent
+        keys = self._sent(call)
         for number, step in enumerate(metadata.steps):
             following = [torch.empty_like(part) for part in keys]
             last = number == group.world_size - 1
             requests = [] if last else group.start_shift(following, keys)
             owner = (group.rank - number) % group.world_size
-            scratch = self._store(call, keys, step.slots, metadata.cache_slots[owner])
+            scratch = self._store(call, keys, step, metadata.cache_slots[owner])
             layer = self.causal if step.is_causal else self.cross
             if step.metadata is not None and layer is not None:
                 part = layer(call.query, None, None, scratch, step.metadata, True)
@@ -197,14 +203,23 @@ class ParallelPrefill(nn.Module):
         call.output.copy_(state[0])
         return call.output, state[1]
 
+    def _sent(self, call: PrefillCall) -> list[Tensor]:
+        """New keys and values, or latents, and stored context of this rank."""
+        slots = call.metadata.context_slots
+        return [*call.sent, *(read_rows(call.cache, slots) if len(slots) else ())]
+
     def _store(
-        self, call: PrefillCall, keys: list[Tensor], slots: Tensor, cache_slots: Tensor
+        self, call: PrefillCall, keys: list[Tensor], step: PrefillStep, cache_slots: Tensor
     ) -> PagedKVCache:
-        """Write received keys to the scratch cache, and this rank's share of them to its own."""
+        """Write received keys to the scratch cache, and this rank's share of new ones to its
+        own."""
         scratch = call.metadata.scratch.like(call.cache)
-        key = keys[0]
-        value = key[..., : self.spec.head_size_v] if self.spec.use_mla else keys[1]
-        self.causal.impl.write_kv(key, value, scratch, slots)
+        new, context = keys[: len(call.sent)], keys[len(call.sent) :]
+        if context:
+            write_rows(scratch, context, step.context_slots)
+        key = new[0]
+        value = key[..., : self.spec.head_size_v] if self.spec.use_mla else new[1]
+        self.causal.impl.write_kv(key, value, scratch, step.slots)
         if not self.spec.kv_sharing:
             self.causal.impl.write_kv(key, value, call.cache, cache_slots)
         return scratch

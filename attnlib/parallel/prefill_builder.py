@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.parallel.addresses import TokenPositions, local_slots
+from attnlib.parallel.prefill_checks import prompts_error
+from attnlib.parallel.prefill_keys import StepKeys, all_keys, keys_of_rank, padded, taken
 from attnlib.parallel.prefill_metadata import PrefillMetadata, PrefillStep
-from attnlib.parallel.prompts import Prompts, Segment, visible_keys
+from attnlib.parallel.prompts import Prompts, Segment
 from attnlib.parallel.staging import Staging
 
 if TYPE_CHECKING:
@@ -43,115 +44,88 @@ class PrefillBuilder:
         self._layer, self.causal, self.cross = layer, causal, cross
         self._scratch = Staging(layer.causal.spec, causal.device)
 
-    def build(self, prompt_lens: Sequence[int], block_table: Tensor) -> PrefillMetadata:
+    def build(
+        self,
+        prompt_lens: Sequence[int],
+        block_table: Tensor,
+        context_lens: Sequence[int] | None = None,
+    ) -> PrefillMetadata:
         """The parts of one batch.
 
         Args:
-            prompt_lens: tokens of each prompt; none of them is in the cache.
+            prompt_lens: new tokens of each prompt.
             block_table: `[R, columns]` int32, the blocks of this rank's local indices (X2).
+            context_lens: tokens of each prompt that the caches of all ranks hold already; None
+                means 0.
 
         Raises:
             ContractError: on every rank, if one of them cannot build the batch, or prompts differ.
         """
-        layer, error = self._layer, None
-        rows, lengths = block_table.shape[0], [int(length) for length in prompt_lens]
-        division, block_size = layer.division, layer.spec.block_size
-        needed = division.bound(max(lengths, default=0))
-        if min(lengths, default=0) < 0 or rows != len(lengths):
-            error = ContractError(
-                f"{len(lengths)} prompts of {lengths} tokens with {rows} rows of the block table: "
-                "pass one row for each, and lengths of at least 0",
-                rule="X10",
-            )
-        elif needed > block_table.shape[1] * block_size:
-            error = ContractError(
-                f"block_table has {block_table.shape[1]} columns, but a rank holds {needed} keys "
-                f"of a prompt: it needs {-(-needed // block_size)}",
-                rule="X2",
-            )
-        layer.agree(("prompts", lengths), error)
-        return self._parts(Prompts(lengths, layer.group.world_size), block_table)
+        layer = self._layer
+        lengths = [int(length) for length in prompt_lens]
+        given = [0] * len(lengths) if context_lens is None else context_lens
+        contexts = [int(length) for length in given]
+        error = prompts_error(layer, lengths, contexts, block_table)
+        layer.agree(("prompts", lengths, contexts), error)
+        return self._parts(Prompts(layer.spec, layer.division, lengths, contexts), block_table)
 
     def _parts(self, prompts: Prompts, block_table: Tensor) -> PrefillMetadata:
         layer, device = self._layer, block_table.device
-        rank, world_size = layer.group.rank, layer.group.world_size
-        tokens = [prompts.tokens(each) for each in range(world_size)]
-        most = max(map(len, tokens))
-        is_ring = layer.uses_ring(most)
-        pairs = torch.full((world_size, most, 2), -1, dtype=torch.int64)
-        for each, found in enumerate(tokens):
-            if found:
-                pairs[each, : len(found)] = torch.tensor(found)
-        own = pairs[rank, : len(tokens[rank])]
-        starts = torch.tensor(prompts.starts[:-1] or [0])
-        where = pairs.to(device, non_blocking=True).view(-1, 2)
-        found_at = TokenPositions(where[:, 0].clamp(min=0), where[:, 1].int())
-        spec = layer.spec
-        slots = local_slots(layer.division, rank, found_at, block_table, spec.block_size)
-        owners = [(rank - step) % world_size for step in range(world_size)]
-        steps = (
-            [self._ring_step(prompts, pairs[owner], owner, device) for owner in owners]
-            if is_ring
-            else [self._whole(prompts, pairs.view(-1, 2), device)]
+        rank, ranks = layer.group.rank, range(layer.group.world_size)
+        new = padded([prompts.tokens(each) for each in ranks])
+        held = padded([prompts.context(each) for each in ranks])
+        own = prompts.tokens(rank)
+        contexts, starts = (
+            torch.tensor(each, dtype=torch.int64) for each in (prompts.contexts, prompts.starts)
         )
+        positions = torch.where(new[..., 0] < 0, -1, taken(contexts, new) + new[..., 1]).int()
+        where = TokenPositions(
+            new[..., 0].clamp(min=0).flatten().to(device, non_blocking=True),
+            positions.flatten().to(device, non_blocking=True),
+        )
+        size = layer.spec.block_size
+        slots = local_slots(layer.division, rank, where, block_table, size)
+        is_ring = layer.uses_ring(new.shape[1], held.shape[1])
+        if is_ring:
+            owners = [(rank - step) % len(ranks) for step in ranks]
+            keys = [keys_of_rank(prompts, new, held, rank, owner) for owner in owners]
+        else:
+            keys = [all_keys(prompts, new, held, rank, size)]
+        segments = list(prompts.segments(rank))
         return PrefillMetadata(
-            token_rows=(starts[own[:, 0]] + own[:, 1]).to(device),
-            positions=own[:, 1].int().to(device),
+            token_rows=(taken(starts, own) + own[:, 1]).to(device),
+            positions=positions[rank, : len(own)].to(device),
             num_actual_tokens=len(own),
-            num_padded_tokens=most,
+            num_padded_tokens=new.shape[1],
             is_ring=is_ring,
-            steps=steps,
-            cache_slots=slots.view(world_size, most),
+            steps=[self._step(each, segments, device) for each in keys],
+            cache_slots=slots.view(len(ranks), -1),
+            context_slots=_context_slots(held[rank].to(device), block_table, size),
             scratch=self._scratch,
         )
 
-    def _whole(self, prompts: Prompts, pairs: Tensor, device: torch.device) -> PrefillStep:
-        """All keys: the segments of this rank see the prompt up to their ends."""
-        segments = list(prompts.segments(self._layer.group.rank))
-        seen = [segment.end for segment in segments]
-        return self._step(prompts.lengths, pairs, pairs[:, 1], segments, seen, True, device)
-
-    def _ring_step(
-        self, prompts: Prompts, pairs: Tensor, owner: int, device: torch.device
-    ) -> PrefillStep:
-        rank = self._layer.group.rank
-        segments = list(prompts.segments(rank))
-        seen = [visible_keys(prompts.divisions[s.request], s, owner, rank) for s in segments]
-        local = torch.tensor(
-            [prompts.divisions[r].local(p) if r >= 0 else 0 for r, p in pairs.tolist()],
-            dtype=torch.int64,
-        )
-        lengths = prompts.held(owner)
-        return self._step(lengths, pairs, local, segments, seen, owner == rank, device)
-
     def _step(
-        self,
-        lengths: list[int],
-        pairs: Tensor,
-        index: Tensor,
-        segments: list[Segment],
-        seen: list[int],
-        is_causal: bool,
-        device: torch.device,
+        self, keys: StepKeys, segments: Sequence[Segment], device: torch.device
     ) -> PrefillStep:
-        """One step: sequences of `lengths` in the scratch cache, of which row i of the received
-        keys is element `index[i]` of sequence `pairs[i, 0]`, and each segment sees a beginning."""
         size = self._layer.spec.block_size
-        blocks = [-(-length // size) for length in lengths]
-        first = torch.tensor([0, *accumulate(blocks)])
-        self._scratch.reserve(max(1, int(first[-1])))
-        request = pairs[:, 0].clamp(min=0)
-        slots = torch.where(pairs[:, 0] < 0, -1, first[request] * size + index)
+        num_blocks = int(keys.first_blocks(size)[-1])
+        self._scratch.reserve(num_blocks + 1)  # the last one for rows of padding
         metadata = None
-        if any(seen):
-            table = first[:-1, None] + torch.arange(max(1, *blocks))
-            table = table.clamp(max=int(first[-1]) - 1)[[s.request for s in segments]]
-            metadata = self._attention(segments, seen, table.int(), is_causal, device)
-        return PrefillStep(slots.to(device, non_blocking=True), metadata, is_causal)
+        if any(keys.seen):
+            table = keys.block_table(segments, size)
+            metadata = self._attention(segments, keys.seen, table, keys.is_causal, device)
+        return PrefillStep(
+            slots=keys.slots(keys.new, size, -1).to(device, non_blocking=True),
+            context_slots=keys.slots(keys.context, size, num_blocks * size).to(
+                device, non_blocking=True
+            ),
+            metadata=metadata,
+            is_causal=keys.is_causal,
+        )
 
     def _attention(
         self,
-        segments: list[Segment],
+        segments: Sequence[Segment],
         seen: list[int],
         table: Tensor,
         is_causal: bool,
@@ -176,3 +150,12 @@ class PrefillBuilder:
         assert builder is not None
         found: AttentionMetadata = builder.build(0, batch)
         return found
+
+
+def _context_slots(rows: Tensor, block_table: Tensor, block_size: int) -> Tensor:
+    """`[rows]` int64, slots in this rank's cache; 0 for padding, which may be anything."""
+    if not len(rows):
+        return rows[:, 0]
+    column = rows[:, 1].clamp(min=0) // block_size
+    block = block_table[rows[:, 0].clamp(min=0), column].long()
+    return torch.where(rows[:, 0] < 0, 0, block * block_size + rows[:, 1] % block_size)

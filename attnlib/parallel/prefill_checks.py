@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from attnlib.spec import AttentionSpec, MaskKind
 if TYPE_CHECKING:
     from attnlib.parallel.prefill import ParallelPrefill
 
-__all__ = ["PrefillCall", "check_prefill", "check_prefill_call", "keeps_order"]
+__all__ = ["PrefillCall", "check_prefill", "check_prefill_call", "keeps_order", "prompts_error"]
 
 _METHODS = ("ring", "all_gather")
 
@@ -57,7 +58,7 @@ def check_prefill(
         UnsupportedConfigError: a layer that cannot be divided, or passed around a ring.
     """
     check_choices(group, division, agreement, ("method", method, _METHODS))
-    reasons = rejections(spec, division)
+    reasons = rejections(spec)
     if spec.mask_kind is not MaskKind.CAUSAL:
         reasons.append(f"mask_kind={spec.mask_kind.value}: a divided prefill is causal")
     if method == "ring" and not keeps_order(spec):
@@ -70,6 +71,32 @@ def check_prefill(
             f"context parallelism: {'; '.join(reasons)}: run this layer on one rank",
             reasons=reasons,
         )
+
+
+def prompts_error(
+    layer: ParallelPrefill,
+    lengths: Sequence[int],
+    contexts: Sequence[int],
+    block_table: Tensor,
+) -> ContractError | None:
+    """Why a batch of prompts cannot be built, or None; arguments of `PrefillBuilder.build`."""
+    rows, size = block_table.shape[0], layer.spec.block_size
+    if not len(lengths) == len(contexts) == rows or min((*lengths, *contexts), default=0) < 0:
+        return ContractError(
+            f"{len(lengths)} prompts of {list(lengths)} new tokens after {list(contexts)} with "
+            f"{rows} rows of the block table: pass one row and one context length for each, and "
+            "lengths of at least 0",
+            rule="X10",
+        )
+    longest = max((a + b for a, b in zip(lengths, contexts, strict=True)), default=0)
+    needed = layer.division.bound(longest)
+    if needed > block_table.shape[1] * size:
+        return ContractError(
+            f"block_table has {block_table.shape[1]} columns, but a rank holds {needed} keys of a "
+            f"prompt: it needs {-(-needed // size)}",
+            rule="X2",
+        )
+    return None
 
 
 def check_prefill_call(
@@ -132,6 +159,7 @@ def _checked(
             rule="X10",
         )
     check_own_cache(layer.causal, query, cache)
+    _check_slots(metadata, cache)
     parts = [key] if spec.use_mla else [key, value]
     sent = []
     for part in parts:
@@ -141,3 +169,20 @@ def _checked(
     shape = (tokens, spec.num_heads, spec.head_size_v)
     output = torch.zeros(shape, dtype=query.dtype, device=query.device)
     return PrefillCall(query, sent, output, cache, metadata)
+
+
+def _check_slots(metadata: PrefillMetadata, cache: PagedKVCache) -> None:
+    """On a CPU, whether the slots of a batch are in the cache."""
+    found = torch.cat((metadata.cache_slots.flatten(), metadata.context_slots))
+    num_slots = cache.num_blocks * cache.block_size
+    if (
+        found.device.type == "cpu"
+        and len(found)
+        and not -1 <= int(found.min()) <= int(found.max()) < num_slots
+    ):
+        raise ContractError(
+            f"slots from {int(found.min())} to {int(found.max())}, but the cache has "
+            f"{cache.num_blocks} blocks of {cache.block_size} tokens: pass the block table of this "
+            "cache",
+            rule="X2",
+        )

@@ -18,12 +18,15 @@ class PrefillStep:
     """The keys of one rank, or of all.
 
     Attributes:
-        slots: `[rows]` int64, of the received rows in the scratch cache; -1 for padding.
+        slots: `[rows]` int64, of the received new keys in the scratch cache; -1 for padding.
+        context_slots: `[rows]` int64, of the received context in the scratch cache; rows of padding
+            have a slot that nothing reads.
         metadata: the queries of this rank over these keys; None if they see none of them.
         is_causal: whether the keys are at the end of those that the queries see.
     """
 
     slots: Tensor
+    context_slots: Tensor
     metadata: AttentionMetadata | None
     is_causal: bool
 
@@ -33,14 +36,16 @@ class PrefillMetadata:
     """One batch of prompts on one rank.
 
     Attributes:
-        token_rows: `[T]` int64, this rank's tokens among the packed tokens of all prompts.
-        positions: `[T]` int32, of these tokens.
+        token_rows: `[T]` int64, this rank's tokens among the packed new tokens of all prompts.
+        positions: `[T]` int32, of these tokens in their requests.
         num_actual_tokens: T, of this rank.
         num_padded_tokens: of the rank with most tokens; what each rank sends.
         is_ring: whether keys are passed around, or gathered.
         steps: one per rank, beginning with this one and going back; or one for all keys.
         cache_slots: `[world_size, num_padded_tokens]` int64, where this rank stores the keys of the
             tokens of each rank; -1 for those of other ranks.
+        context_slots: `[rows]` int64, in this rank's cache, of the context that it sends; empty if
+            new tokens see no context on any rank.
         scratch: the memory of one step.
         agreed: whether all ranks have agreed on a call.
     """
@@ -52,6 +57,7 @@ class PrefillMetadata:
     is_ring: bool
     steps: list[PrefillStep]
     cache_slots: Tensor
+    context_slots: Tensor
     scratch: Staging
     agreed: bool = False
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from attnlib.parallel.divisions import ZigZag
+import torch
+from torch import Tensor
+
+from attnlib.parallel.divisions import Division, ZigZag
+from attnlib.spec import AttentionSpec
 
 __all__ = ["Prompts", "Segment", "visible_keys"]
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens of a prompt on one rank.
+    """Consecutive new tokens of a prompt on one rank.
 
     Attributes:
         request: of the batch.
-        first, end: positions `[first, end)`.
+        first, end: new tokens `[first, end)` of the prompt.
     """
 
     request: int
@@ -25,25 +29,46 @@ class Segment(NamedTuple):
 
 
 def visible_keys(division: ZigZag, segment: Segment, owner: int, rank: int) -> int:
-    """How many keys of a rank, in its order, the queries of a segment see; the last ones causally
-    if the rank owns the segment."""
+    """How many new keys of a rank, in its order, the queries of a segment see; the last ones
+    causally if the rank owns the segment."""
     if owner == rank:
         return int(division.local(segment.end - 1)) + 1
     return int(division.count(segment.first, owner))
 
 
 class Prompts:
-    """The division of the prompts of a batch.
+    """The division of the prompts of a batch: new tokens by a zigzag of each prompt, the context
+    by the division of the cache.
 
     Args:
-        lengths: of the prompts.
-        world_size: ranks.
+        spec: of the layer.
+        division: of the cache.
+        lengths: new tokens of each prompt.
+        contexts: tokens of each prompt in the cache.
+
+    Attributes:
+        firsts: position of the first context token that new tokens may see, at the beginning of a
+            block.
+        starts: of each prompt in the packed new tokens.
     """
 
-    def __init__(self, lengths: Sequence[int], world_size: int) -> None:
-        self.lengths, self.world_size = list(lengths), world_size
-        self.divisions = [ZigZag.of_length(world_size, length) for length in lengths]
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        division: Division,
+        lengths: Sequence[int],
+        contexts: Sequence[int],
+    ) -> None:
+        self.cache, self.world_size = division, division.world_size
+        self.lengths, self.contexts = list(lengths), list(contexts)
+        self.divisions = [ZigZag.of_length(self.world_size, length) for length in lengths]
         self.starts = [0, *accumulate(self.lengths)]
+        self.firsts = [
+            _first_visible(spec, context)
+            if length
+            else context // spec.block_size * spec.block_size
+            for length, context in zip(lengths, contexts, strict=True)
+        ]
 
     def segments(self, rank: int) -> Iterator[Segment]:
         """Those of a rank that have tokens, in the order of its tokens."""
@@ -52,13 +77,47 @@ class Prompts:
                 if end > first:
                     yield Segment(request, first, end)
 
-    def tokens(self, rank: int) -> list[tuple[int, int]]:
-        """(request, position) of the tokens of a rank."""
-        return [(s.request, p) for s in self.segments(rank) for p in range(s.first, s.end)]
+    def tokens(self, rank: int) -> Tensor:
+        """`[n, 2]` int64: prompt and index among its new tokens, of the new tokens of a rank."""
+        return _pairs(self.segments(rank))
 
-    def held(self, rank: int) -> list[int]:
-        """Tokens of each prompt on a rank."""
+    def context(self, rank: int) -> Tensor:
+        """`[n, 2]` int64: prompt and local index of the context tokens of a rank that new tokens
+        may see."""
+        count = self.cache.count
+        return _pairs(
+            (request, count(first, rank), count(context, rank))
+            for request, (first, context) in enumerate(zip(self.firsts, self.contexts, strict=True))
+            if self.lengths[request]
+        )
+
+    def context_counts(self, rank: int) -> list[int]:
+        """Context tokens of each prompt on a rank, from the first position on."""
+        return [int(self.cache.count(context, rank)) for context in self.contexts]
+
+    def new_counts(self, rank: int) -> list[int]:
+        """New tokens of each prompt on a rank."""
         return [
             int(division.count(length, rank))
             for division, length in zip(self.divisions, self.lengths, strict=True)
         ]
+
+
+def _first_visible(spec: AttentionSpec, context: int) -> int:
+    """The first position that a token at position `context` or later sees, at a block."""
+    before, chunk, first = spec.visible_window.left, spec.attention_chunk_size, 0
+    if before is not None:
+        first = max(0, context - before)
+    if chunk:
+        first = max(first, context // chunk * chunk)
+    return first // spec.block_size * spec.block_size
+
+
+def _pairs(ranges: Iterable[tuple[int, int, int]]) -> Tensor:
+    """`[n, 2]` of (request, index) for ranges of indices `(request, first, end)`."""
+    parts = [
+        torch.stack((torch.full((end - first,), request), torch.arange(first, end)), 1)
+        for request, first, end in ranges
+        if end > first
+    ]
+    return torch.cat(parts) if parts else torch.empty(0, 2, dtype=torch.int64)

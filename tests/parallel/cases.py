@@ -45,6 +45,12 @@ PROBLEMS = {
     "runs of a block": Problem(run=BLOCK),
     "runs of 3": Problem(run=3),
     "contiguous": Problem(division=runs_of(9)),
+    "zigzag": Problem(division=partial(ZigZag, span=4)),
+    "zigzag: window": Problem({"sliding_window": 7}, division=partial(ZigZag, span=3)),
+    "zigzag: chunks of whole blocks": Problem(
+        {"attention_chunk_size": 8}, division=partial(ZigZag, span=4)
+    ),
+    "zigzag: alibi": Problem({"has_alibi": True}, division=partial(ZigZag, span=3)),
     "window of whole periods": Problem({"sliding_window": 12}),
     "window": Problem({"sliding_window": 5}, run=2),
     "window, contiguous": Problem({"sliding_window": 5}, division=runs_of(9)),
@@ -206,13 +212,10 @@ def refusals(group: RankGroup) -> str:
         given: Any = None if last else run.own(query)
         run.layer(given, key, value, run.caches[1], built)
 
-    def zig_zag() -> None:
-        ParallelAttention(run.spec, group, ZigZag(group.world_size, 4), device="cpu")
-
     expected = {
         other_window: "ranks 0 and", bad_sinks: "sinks is torch.float32 [5]",
         other_batch: "ranks 0 and", short_table: "has 1 columns", other_dtype: "torch.float64",
-        no_tensor: f"rank {group.world_size - 1} refuses: ", zig_zag: "for the tokens of a prefill",
+        no_tensor: f"rank {group.world_size - 1} refuses: ",
     }  # fmt: skip
     for call, text in expected.items():
         try:

@@ -11,24 +11,49 @@ import torch
 
 import attnlib
 from attnlib.errors import ContractError
-from attnlib.parallel import Interleaved, ParallelPrefill, RankGroup
+from attnlib.parallel import (
+    Division,
+    Interleaved,
+    ParallelAttention,
+    ParallelPrefill,
+    RankGroup,
+    ZigZag,
+    divided_batch,
+)
 from attnlib.parallel.prompts import Segment
-from tests.parallel.cases import LATENT, LIMIT
-from tests.parallel.problem import BLOCK, Problem
+from tests.parallel.cases import LATENT, LIMIT, runs_of
+from tests.parallel.problem import BLOCK, STEPS, Problem, error_of
 
-PROMPTS = [13, 1, 22, 0, 7]
 RING, GATHER = {"method": "ring"}, {"method": "all_gather"}
 FULL = {"has_sink": True, "logits_soft_cap": 3.0}
+PAGES = {"kv_cache_dtype": "int8_per_token_head", "value_cache_dtype": "int4_per_group"}
+CHUNKS = ("prefill", "mixed", "decode", "verification", "more")
+"""Steps in which prompts are without context, with context, and decodes among them."""
+LENGTHS = {**STEPS, "more": [(0, 19), (14, 28), (7, 35), (11, 30)]}
+
+
+def zigzag(world_size: int) -> ZigZag:
+    return ZigZag(world_size, 3)
+
 
 PROBLEMS = {
     "ring": Problem(options=RING),
     "ring: sinks, soft cap": Problem(FULL, run=3, options=RING),
+    "ring: contiguous": Problem(division=runs_of(9), options=RING),
+    "ring: zigzag": Problem(division=zigzag, options=RING),
     "ring: latents": Problem(LATENT, options=RING),
     "ring: fp8": Problem({"kv_cache_dtype": "fp8"}, scales=0.5, options=RING),
+    "ring: two formats": Problem(PAGES, options=RING),
+    "gather: zigzag": Problem(division=zigzag, options=GATHER),
     "gather: window, sinks, soft cap": Problem({**FULL, "sliding_window": 6}, options=GATHER),
+    "gather: window, contiguous": Problem({"sliding_window": 11}, division=runs_of(9)),
     "gather: chunks": Problem({"attention_chunk_size": 8}),
+    "gather: chunks, window": Problem({"attention_chunk_size": 12, "sliding_window": 7}, run=3),
     "gather: alibi": Problem({"has_alibi": True}, run=BLOCK),
-    "gather: latents in fp8": Problem({**LATENT, "kv_cache_dtype": "fp8"}, scales=0.25),
+    "gather: latents in fp8": Problem(
+        {**LATENT, "kv_cache_dtype": "fp8", "sliding_window": 5}, scales=0.25
+    ),
+    "gather: two formats": Problem(PAGES, options=GATHER),
 }
 
 
@@ -41,39 +66,130 @@ def per_head(spec: attnlib.AttentionSpec, random: torch.Generator) -> dict[str, 
     return found
 
 
+class Run:
+    """A problem on one rank: divided prefills, and the reference over a whole cache.
+
+    Args:
+        problem: the problem; a rank computes all heads of its spec.
+        group: the ranks.
+    """
+
+    def __init__(self, problem: Problem, group: RankGroup) -> None:
+        self.group, self.spec = group, problem.rank_spec()
+        spec, self.random = self.spec, torch.Generator().manual_seed(11)
+        self.division: Division = (
+            Interleaved(group.world_size, problem.run)
+            if problem.division is None
+            else problem.division(group.world_size)
+        )
+        given = per_head(spec, self.random)
+        self.layer = ParallelPrefill(
+            spec, group, self.division, device="cpu", **given, **problem.options
+        )
+        self.builder = self.layer.make_builder()
+        self.whole = attnlib.Attention(spec.replace(needs_lse=True), device="cpu", **given)
+        self.caches = [problem.cache(4 * 9, "cpu") for _ in range(2)]
+        order = torch.Generator().manual_seed(group.rank)
+        self.tables = [
+            torch.randperm(36, generator=random).view(4, 9).int() for random in (self.random, order)
+        ]
+
+    def tensors(self, tokens: int) -> list[torch.Tensor]:
+        spec = self.spec
+        sizes = (spec.num_heads, spec.head_size), (spec.num_kv_heads, spec.head_size)
+        query, key = (torch.randn(tokens, *each, generator=self.random) for each in sizes)
+        value = torch.randn(tokens, spec.num_kv_heads, spec.head_size_v, generator=self.random)
+        return [query, key, key[..., : spec.head_size_v] if spec.use_mla else value]
+
+    def step(self, lengths: list[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
+        """Output and LSE of the tokens of this rank, and of the reference."""
+        query_lens, seq_lens = ([pair[n] for pair in lengths] for n in (0, 1))
+        inputs = self.tensors(sum(query_lens))
+        common = attnlib.CommonAttentionMetadata.from_lengths(
+            query_lens, seq_lens, self.tables[0], BLOCK, "cpu"
+        )
+        built = self.whole.backend.make_builder(self.whole.spec, "cpu").build(0, common)
+        whole = self.whole(*inputs, self.caches[0], built, True)
+        contexts = [total - new for new, total in lengths]
+        batch = self.builder.build(query_lens, self.tables[1], contexts)
+        own = batch.token_rows
+        found = self.layer(*(each[own] for each in inputs), self.caches[1], batch, True)
+        return (*found, *(each[own] for each in whole))
+
+    def wrong_keys(self, lengths: list[tuple[int, int]]) -> str:
+        """Which position of a rank is not stored as in the whole cache; "" for none."""
+        for request, (_, length) in enumerate(lengths):
+            for position in range(length):
+                local = self.division.local(position)
+                held, stored = (
+                    [
+                        view.view(torch.uint8)[table[request, index // BLOCK], index % BLOCK]
+                        for view in cache.block_views
+                    ]
+                    for cache, table, index in zip(
+                        self.caches, self.tables, (position, local), strict=True
+                    )
+                )
+                own = self.division.owner(position) == self.group.rank
+                if own and not all(map(torch.equal, held, stored)):
+                    return f"error: position {position} of request {request} is not stored"
+        return ""
+
+
 def compare(problem: Problem, group: RankGroup) -> str:
     """Outputs, LSEs and the stored share of a rank against one process."""
-    spec, random = problem.rank_spec(), torch.Generator().manual_seed(11)
-    division, given = Interleaved(group.world_size, problem.run), per_head(spec, random)
-    layer = ParallelPrefill(spec, group, division, device="cpu", **given, **problem.options)
-    whole = attnlib.Attention(spec.replace(needs_lse=True), device="cpu", **given)
-    scales = {"k_scale": problem.scales, "v_scale": problem.scales}
-    blocks, reqs = 9, len(PROMPTS)
-    caches = [attnlib.PagedKVCache.allocate(spec, blocks * reqs, "cpu", **scales) for _ in range(2)]
-    table = torch.randperm(blocks * reqs, generator=random).view(reqs, blocks).int()
-    sizes = (spec.num_heads, spec.head_size), (spec.num_kv_heads, spec.head_size)
-    tokens = sum(PROMPTS)
-    query, key = (torch.randn(tokens, *each, generator=random) for each in sizes)
-    value = torch.randn(tokens, spec.num_kv_heads, spec.head_size_v, generator=random)
-    value = key[..., : spec.head_size_v] if spec.use_mla else value
-    common = attnlib.CommonAttentionMetadata.from_lengths(PROMPTS, PROMPTS, table, BLOCK, "cpu")
-    built = whole.backend.make_builder(whole.spec, "cpu").build(0, common)
-    wanted, wanted_lse = whole(query, key, value, caches[0], built, True)
-    batch = layer.make_builder().build(PROMPTS, table)
-    own = batch.token_rows
-    out, lse = layer(query[own], key[own], value[own], caches[1], batch, True)
-    error = float(max((out - wanted[own]).abs().max(), (lse - wanted_lse[own]).abs().max()))
-    if not error <= LIMIT:
-        return f"error {error:g}"
-    for request, length in enumerate(PROMPTS):
-        for position in range(length):
-            local = division.local(position)
-            held, stored = (
-                cache.key_cache.view(torch.uint8)[table[request, index // BLOCK], index % BLOCK]
-                for cache, index in zip(caches, (position, local), strict=True)
+    run = Run(problem, group)
+    errors = [error_of(*run.step(LENGTHS[name])) for name in CHUNKS]
+    return _text(errors, run, LENGTHS["more"])
+
+
+def _text(errors: list[float], run: Run, lengths: list[tuple[int, int]]) -> str:
+    if all(error <= LIMIT for error in errors):
+        return run.wrong_keys(lengths)
+    return f"error of each step: {errors}"
+
+
+def decodes_between(group: RankGroup) -> str:
+    """X10: `ParallelAttention` decodes over the cache that prefills fill, and the other way."""
+    world = group.world_size
+    run = Run(Problem({**FULL, "num_heads": 4 * world}), group)
+    spec = run.spec
+    heads = torch.arange(spec.num_heads).view(spec.num_kv_heads, world, -1)[:, group.rank].flatten()
+    layer = ParallelAttention(
+        spec.replace(num_heads=spec.num_heads // world), group, run.division, device="cpu",
+        sinks=run.whole.impl.per_head_tensors[1][heads],
+    )  # fmt: skip
+    builder = layer.make_builder()
+    lengths, errors = [0] * 4, []
+    for number in range(4):
+        new = [1 + 2 * number, 5, 0, 9] if number % 2 == 0 else [1, 1, 0, 1]
+        lengths = [a + b for a, b in zip(lengths, new, strict=True)]
+        pairs = list(zip(new, lengths, strict=True))
+        if number % 2 == 0:
+            errors.append(error_of(*run.step(pairs)))
+        else:
+            query, key, value = run.tensors(sum(new))
+            common = attnlib.CommonAttentionMetadata.from_lengths(
+                new, lengths, run.tables[0], BLOCK, "cpu"
             )
-            if division.owner(position) == group.rank and not torch.equal(held, stored):
-                return f"error: the key of position {position} of prompt {request} is not stored"
+            built = run.whole.backend.make_builder(run.whole.spec, "cpu").build(0, common)
+            whole = run.whole(query, key, value, run.caches[0], built, True)
+            batch = builder.build(divided_batch(new, lengths, run.tables[1], "cpu"))
+            found = layer(query[:, heads], key, value, run.caches[1], batch, True)
+            errors.append(error_of(*found, *(each[:, heads] for each in whole)))
+    return _text(errors, run, pairs)
+
+
+def equal_bits(group: RankGroup) -> str:
+    """X9: a prompt has the bits of one process, whole and in parts."""
+    for spec in ({}, {"sliding_window": 6, "has_sink": True}):
+        for cuts in ([22], [9, 12, 22]):
+            run = Run(Problem({**spec, "batch_invariant": True}), group)
+            for first, end in zip([0, *cuts], cuts, strict=False):
+                other = end % 2 * 3
+                found = run.step([(other, other), (0, 0), (end - first, end), (0, 0)])
+                if not all(map(torch.equal, found[:2], found[2:])):
+                    return f"{spec}: other bits in {first} to {end}"
     return ""
 
 
@@ -91,6 +207,13 @@ def refusals(group: RankGroup) -> str:
         windowed = spec.replace(sliding_window=4)
         ParallelPrefill(windowed, group, division, device="cpu", method="ring")
 
+    def other_context() -> None:
+        layer.make_builder().build([4, 5], table, [0, last])
+
+    def other_cache() -> None:
+        rows = layer.make_builder().build([4, 5], table + (6 if last else 0), [0, 1])
+        layer(*(torch.zeros(rows.num_actual_tokens, n, 16) for n in (4, 2, 2)), cache, rows)
+
     def too_many_rows() -> None:
         batch = layer.make_builder().build([4, 5], table)
         rows = batch.num_actual_tokens + last
@@ -98,7 +221,8 @@ def refusals(group: RankGroup) -> str:
         layer(query, key, value, cache, batch)
 
     expected = {
-        other_prompts: "ranks 0 and", window_in_a_ring: "use 'all_gather'",
+        other_prompts: "ranks 0 and", other_context: "ranks 0 and",
+        other_cache: "but the cache has 6 blocks", window_in_a_ring: "use 'all_gather'",
         too_many_rows: "this rank has",
     }  # fmt: skip
     for call, text in expected.items():
@@ -117,13 +241,28 @@ def diagonal_of_local_lengths(group: RankGroup) -> str:
         length = int(division.count(segment.end, owner))
         return min(int(division.local(segment.end - 1)) + 1, length)
 
-    with mock.patch("attnlib.parallel.prefill_builder.visible_keys", wrong):
+    with mock.patch("attnlib.parallel.prefill_keys.visible_keys", wrong):
         return compare(PROBLEMS["ring"], group)
 
 
-PROPERTIES: dict[str, Callable[[RankGroup], str]] = {"refusals": refusals}
+def context_at_local_positions(group: RankGroup) -> str:
+    """A window over received context that is arranged by the indices of its rank."""
+
+    def wrong(self: Any, local: Any, rank: int) -> Any:
+        return local
+
+    with mock.patch.object(Interleaved, "position", wrong):
+        return compare(PROBLEMS["gather: window, sinks, soft cap"], group)
+
+
+PROPERTIES: dict[str, Callable[[RankGroup], str]] = {
+    "refusals": refusals,
+    "decodes between prefills": decodes_between,
+    "equal bits": equal_bits,
+}
 WRONG: dict[str, Callable[[RankGroup], str]] = {
-    "a diagonal from local lengths": diagonal_of_local_lengths
+    "a diagonal from local lengths": diagonal_of_local_lengths,
+    "context at local positions": context_at_local_positions,
 }
 CASES: dict[str, Callable[[RankGroup], str]] = {
     **{name: partial(compare, problem) for name, problem in PROBLEMS.items()},

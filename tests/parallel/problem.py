@@ -57,6 +57,17 @@ class Problem:
         sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
         return attnlib.AttentionSpec(**{**sizes, "block_size": BLOCK, **self.spec})
 
+    def cache(self, num_blocks: int, device: str) -> attnlib.PagedKVCache:
+        """An empty cache, of NaN where its elements are not quantized."""
+        spec, scales = self.rank_spec(), {"k_scale": self.scales, "v_scale": self.scales}
+        if spec.kv_format.scales_in_page:
+            scales = {}
+        cache = attnlib.PagedKVCache.allocate(spec, num_blocks, device, **scales)
+        if spec.kv_dtype == torch.float32:
+            cache.key_cache.fill_(torch.nan)
+            cache.value_cache.fill_(torch.nan)
+        return cache
+
 
 class Run:
     """A problem on one rank.
@@ -93,16 +104,8 @@ class Run:
         self.layer = ParallelAttention(
             spec, group, self.division, scale=scale, device=self.device, **own, **problem.options
         )
-        blocks, scales = 4 * 9, {"k_scale": problem.scales, "v_scale": problem.scales}
-        if spec.kv_format.scales_in_page:
-            scales = {}
-        self.caches = [
-            attnlib.PagedKVCache.allocate(spec, blocks, self.device, **scales) for _ in range(2)
-        ]
-        for cache in self.caches:
-            if spec.kv_dtype == torch.float32:
-                cache.key_cache.fill_(torch.nan)
-                cache.value_cache.fill_(torch.nan)
+        blocks = 4 * 9
+        self.caches = [problem.cache(blocks, self.device) for _ in range(2)]
         order = torch.Generator().manual_seed(group.rank)
         self.tables = [
             torch.randperm(blocks, generator=random).view(4, 9).int().to(self.device)

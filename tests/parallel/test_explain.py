@@ -27,7 +27,6 @@ def test_a_backend_that_cannot_find_the_first_key_is_named() -> None:
     assert "score_function=" in text and "not supported" in text
 
 
-def test_reasons_against_a_division() -> None:
+def test_reasons_against_a_layer() -> None:
     text = explain_parallel(SPEC.replace(mask_kind="per_request"), ZigZag(2, 4), device="cpu")
     assert "refused   mask_kind=per_request" in text
-    assert "ZigZag(world_size=2, span=4) is for the tokens of a prefill" in text
