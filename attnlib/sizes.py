@@ -1,4 +1,4 @@
-"""Sets of sizes that a backend supports, such as head sizes, and the largest soft cap."""
+"""Sets of sizes that a backend supports, such as head sizes, and limits of numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Any
 
 from attnlib.errors import ContractError
 
-__all__ = ["MAX_LOGITS_SOFT_CAP", "Sizes"]
+__all__ = ["MAX_KV_SCALE", "MAX_LOGITS_SOFT_CAP", "MIN_KV_SCALE", "Sizes"]
+
+MIN_KV_SCALE = 2.0**-100
+"""Smallest scale of stored keys and values (M9). Kernels multiply it by the softmax scale in
+float32; a product that is flushed to zero would turn hidden scores (-inf) into NaN."""
+
+MAX_KV_SCALE = 2.0**100
+"""Largest scale of stored keys and values."""
 
 MAX_LOGITS_SOFT_CAP = 8192.0
 """Largest soft cap c (M3). Kernels compute `c * tanh(s / c)` in float32 from `exp`, with an error

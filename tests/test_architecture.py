@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "attnlib"
 LAYERS = (
     ("errors", "env", "device", "compile", "object_path", "fields"),
     ("score_functions", "sparse"),
-    ("kv_dtype", "kv_rotation", "spec", "sizes", "capabilities"),
+    ("kv_formats", "kv_dtype", "kv_rotation", "spec", "sizes", "capabilities"),
     ("ops",),
     ("cache", "workspace", "tuning"),
     ("metadata",),
@@ -128,7 +128,8 @@ def test_imports_go_down() -> None:
 
 
 _FOR_OPS = (
-    "ops", "errors", "env", "fields", "sizes", "kv_dtype", "kv_rotation", "score_functions",
+    "ops", "errors", "env", "fields", "sizes", "kv_formats", "kv_dtype", "kv_rotation",
+    "score_functions",
     "sparse.key_selection",
 )  # fmt: skip
 

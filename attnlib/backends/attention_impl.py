@@ -177,6 +177,8 @@ class AttentionImpl(ABC):
             score_tensors=self._all_score_tensors(metadata),
             k_scale=1.0 if cache is None else cache.k_scale,
             v_scale=1.0 if cache is None else cache.v_scale,
+            k_format=None if cache is None else cache.page_formats[0],
+            v_format=None if cache is None else cache.page_formats[1],
         )
 
     def _all_score_tensors(self, metadata: MaskedBatch) -> dict[str, torch.Tensor]:

@@ -38,8 +38,17 @@ def random_tokens(
 
 def write(cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
     """Store tokens by the reference operation."""
-    scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
-    write_kv(key, value, cache.key_cache, cache.value_cache, slots, **scales)
+    write_kv(
+        key,
+        value,
+        cache.key_cache,
+        cache.value_cache,
+        slots,
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale,
+        k_format=cache.page_formats[0],
+        v_format=cache.page_formats[1],
+    )
 
 
 def _fill_pages(cache: PagedKVCache, spec: AttentionSpec, draw: torch.Generator) -> None:

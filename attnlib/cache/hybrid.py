@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from attnlib.cache.pages import page_sizes
+from attnlib.cache.pages import page_bytes
 from attnlib.cache.states import StateCache, state_layout
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
@@ -62,7 +62,7 @@ class KVCacheGroup:
         (P13)."""
         spec = self.spec
         if spec.scales_in_page:
-            return self.num_layers * -(-_page_bytes(spec) // spec.block_size)
+            return self.num_layers * -(-page_bytes(spec) // spec.block_size)
         elements = spec.head_size if spec.use_mla else spec.head_size + spec.head_size_v
         return self.num_layers * spec.num_kv_heads * elements * spec.kv_dtype.itemsize
 
@@ -106,12 +106,6 @@ class StateGroup:
 
 Group = KVCacheGroup | StateGroup
 """Layers that share a pool with others."""
-
-
-def _page_bytes(spec: AttentionSpec) -> int:
-    """Bytes of a page that holds its scales."""
-    sizes = (spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v)
-    return page_sizes((spec.kv_format, spec.value_format), *sizes).num_bytes
 
 
 def with_equal_blocks(groups: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,7 +196,7 @@ class HybridKVCache:
         """One cache per layer: in each block, the keys and then the values of the layer."""
         spec, itemsize = group.spec, group.spec.kv_dtype.itemsize
         if spec.scales_in_page:
-            size = _page_bytes(spec)
+            size = page_bytes(spec)
             starts = range(0, group.num_layers * size, size)
             return [
                 PagedKVCache.from_pages(self._storage[:, first : first + size], spec)

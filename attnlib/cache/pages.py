@@ -16,8 +16,17 @@ import torch
 
 from attnlib.errors import ContractError, LayoutMismatchError
 from attnlib.kv_dtype import KVFormat
+from attnlib.spec import AttentionSpec
 
-__all__ = ["Formats", "PAGE_LAYOUTS", "PageSizes", "page_sizes", "page_views"]
+__all__ = [
+    "Formats",
+    "PAGE_LAYOUTS",
+    "PageSizes",
+    "page_bytes",
+    "page_shape",
+    "page_sizes",
+    "page_views",
+]
 
 PAGE_LAYOUTS = ("HND_INTERLEAVED", "NHD_INTERLEAVED")
 """The layouts of a page, the default first."""
@@ -44,6 +53,17 @@ class PageSizes(NamedTuple):
     k_scale: int
     v_scale: int
     num_bytes: int
+
+
+def page_shape(spec: AttentionSpec) -> tuple[Formats, int, int, int, int]:
+    """Formats, N, Hkv, D and Dv of a page of a layer."""
+    sizes = (spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v)
+    return ((spec.kv_format, spec.value_format), *sizes)
+
+
+def page_bytes(spec: AttentionSpec) -> int:
+    """Bytes of a page of a layer."""
+    return page_sizes(*page_shape(spec)).num_bytes
 
 
 def page_sizes(

@@ -13,7 +13,7 @@ import torch
 from attnlib.cache.engine_layouts import EngineLayouts
 from attnlib.cache.layout import get_kv_cache_layout
 from attnlib.cache.moves import BlockMoves, BlockPairs
-from attnlib.cache.pages import PAGE_LAYOUTS, Formats, page_sizes, page_views
+from attnlib.cache.pages import PAGE_LAYOUTS, Formats, page_bytes, page_shape, page_views
 from attnlib.cache.pickling import picklable_state, restored_state
 from attnlib.cache.scales import UNIT_SCALE, Scale, ScaleResets, check_page_scales, checked_scale
 from attnlib.cache.sizes import CacheSizes
@@ -57,8 +57,12 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
         layout: str | None = None,
         k_scale: Scale = UNIT_SCALE,
         v_scale: Scale = UNIT_SCALE,
+        formats: Formats | tuple[None, None] = (None, None),
     ) -> None:
-        found = page_format(key_cache, k_scale), page_format(value_cache, v_scale)
+        found = (
+            page_format(key_cache, k_scale, formats[0]),
+            page_format(value_cache, v_scale, formats[1]),
+        )
         check_views(key_cache, value_cache, one_dtype=found == (None, None))
         self.page_formats = found
         self.pages = None
@@ -120,8 +124,8 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
                 for scale in (self.k_scale, self.v_scale)
             )
             views = (tensor_signature(self.key_cache), tensor_signature(self.value_cache))
-            facts = (self.layout, self.rotation, self.values_alias_keys, *views, *scales)
-            found = CacheSignature.of(facts)
+            stored = (self.layout, self.rotation, self.page_formats, self.values_alias_keys)
+            found = CacheSignature.of((*stored, *views, *scales))
             self.__dict__["_signature"] = found
         return found
 
@@ -163,8 +167,8 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
         num_blocks = as_count("num_blocks", num_blocks, 1)
         if not spec.is_paged:
             raise ContractError(
-                f"attn_type={spec.attn_type.value} keeps no keys between steps and needs no cache: "
-                f"call the layer with cache=None"
+                f"attn_type={spec.attn_type.value} keeps no keys and needs no cache: call the "
+                "layer with cache=None"
             )
         wanted = layout or spec.kv_cache_layout or get_kv_cache_layout()
         if spec.scales_in_page:
@@ -174,8 +178,7 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
                     "head: pass no k_scale and v_scale",
                     rule="M16",
                 )
-            num_bytes = page_sizes(*_page_shape(spec)).num_bytes
-            pages = torch.zeros(num_blocks, num_bytes, dtype=torch.uint8, device=device)
+            pages = torch.zeros(num_blocks, page_bytes(spec), dtype=torch.uint8, device=device)
             return cls.from_pages(pages, spec, wanted)
         key, value, name = allocated_views(spec, num_blocks, wanted or "NHD", device)
         cache = cls(key, value, layout=name, k_scale=k_scale, v_scale=v_scale)
@@ -206,8 +209,10 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
                 rule="P13",
             )
         layout = (layout or spec.kv_cache_layout or PAGE_LAYOUTS[0]).upper()
-        key, value, k_scales, v_scales = page_views(pages, *_page_shape(spec), layout)
-        cache = cls(key, value, layout=layout, k_scale=k_scales, v_scale=v_scales)
+        shape = page_shape(spec)
+        *views, k_scale, v_scale = page_views(pages, *shape, layout)
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        cache = cls(views[0], views[1], layout=layout, formats=shape[0], **scales)
         cache.pages, cache.rotation = pages, spec.kv_rotation
         return cache
 
@@ -242,9 +247,3 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
         scales = zip((self.k_scale, self.v_scale), self.page_formats, strict=True)
         in_pages = (x for x, found in scales if found is not None and isinstance(x, torch.Tensor))
         return (self.key_cache, self.value_cache, *in_pages)
-
-
-def _page_shape(spec: AttentionSpec) -> tuple[Formats, int, int, int, int]:
-    """Formats, N, Hkv, D and Dv of a page."""
-    sizes = (spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v)
-    return ((spec.kv_format, spec.value_format), *sizes)

@@ -23,9 +23,20 @@ def _check_head_size_v(spec: AttentionSpec, caps: Capabilities) -> str | None:
     return f"head_size_v={spec.head_size_v} must equal head_size={spec.head_size}"
 
 
+def _open_reason(spec: AttentionSpec, caps: Capabilities) -> str | None:
+    """Why a backend does not read the open formats of a layer."""
+    names = {side.name for side in (spec.kv_format, spec.value_format) if side.is_open}
+    unread = sorted(names.difference(caps.kv_formats or ()))
+    if not unread or caps.open_kv_formats:
+        return None
+    return f"open KV format {', '.join(unread)}: not supported (backend='torch' reads all of them)"
+
+
 def _check_kv_cache_dtype(spec: AttentionSpec, caps: Capabilities) -> str | None:
     if format_pair(spec.kv_format, spec.value_format) is not None:
         return None  # `value_cache_dtype` covers both
+    if spec.kv_format.is_open:
+        return _open_reason(spec, caps)
     if spec.scales_in_page:
         return member("kv_formats", lambda s: s.kv_format.name, "kv_cache_dtype")(spec, caps)
     if spec.kv_dtype == spec.dtype:
@@ -37,6 +48,8 @@ def _check_value_cache_dtype(spec: AttentionSpec, caps: Capabilities) -> str | N
     pair = format_pair(spec.kv_format, spec.value_format)
     if pair is None:
         return None
+    if spec.kv_format.is_open or spec.value_format.is_open:
+        return _open_reason(spec, caps)
     label = "formats of keys and values"
     return member("kv_format_pairs", lambda _: pair, label)(spec, caps)
 

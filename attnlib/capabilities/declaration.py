@@ -91,6 +91,7 @@ class Capabilities(Declaration):
             `kv_cache_dtypes` and `kv_scale_kinds`.
         kv_format_pairs: pairs of formats of keys and of values, besides equal ones
             (`kv_dtype.KV_FORMAT_PAIRS`).
+        open_kv_formats: formats of packages (P16) that are not in `kv_formats`, alone or in pairs.
         kv_scale_kinds: granularities of the scales of a quantized cache, of "tensor" and "head";
             () without a quantized cache.
         head_sizes: elements of one query or key head.
@@ -123,6 +124,7 @@ class Capabilities(Declaration):
     kv_cache_dtypes: tuple[torch.dtype, ...] = NOT_STATED
     kv_formats: tuple[str, ...] = NOT_STATED
     kv_format_pairs: tuple[str, ...] = NOT_STATED
+    open_kv_formats: bool = False
     kv_scale_kinds: tuple[str, ...] = NOT_STATED
     head_sizes: Sizes = NOT_STATED
     head_size_v_may_differ: bool = NOT_STATED

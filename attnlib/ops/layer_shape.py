@@ -63,8 +63,8 @@ class LayerShape(NamedTuple):
             ContractError: keys whose last dimension is not dense, pages of no known format, or
                 pages in which one side has scales.
         """
-        stored, in_pages = page_format(key, params.k_scale), key.dim() == 4
-        values = page_format(value, params.v_scale)
+        stored, in_pages = page_format(key, params.k_scale, params.k_format), key.dim() == 4
+        values = page_format(value, params.v_scale, params.v_format)
         if (stored is None) != (values is None):
             raise ContractError(
                 "the pages of this cache hold scales of keys or of values only, which the Triton "

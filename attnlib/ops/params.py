@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.kv_formats import KVFormat
 from attnlib.ops.scales import check_scale
 from attnlib.score_functions.function import ScoreFunction
 from attnlib.sizes import MAX_LOGITS_SOFT_CAP
@@ -37,6 +38,8 @@ class AttentionParams:
             elements, from 2^-100 to 2^100. An element of a tensor outside these limits counts as
             NaN. For a format with scales in the page, the view of these scales (M16).
         v_scale: the same for values.
+        k_format, v_format: the formats with scales in the page; None for the one of the library
+            with the dtypes of the views (`kv_dtype.page_format`).
 
     Raises:
         ContractError: a number outside these limits, or tensors that the score function lacks.
@@ -55,6 +58,8 @@ class AttentionParams:
     allow_fp8_queries: bool = False
     k_scale: float | Tensor = 1.0
     v_scale: float | Tensor = 1.0
+    k_format: KVFormat | None = None
+    v_format: KVFormat | None = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.sizes import MAX_KV_SCALE, MIN_KV_SCALE
 
 __all__ = [
     "MAX_KV_SCALE",
@@ -20,13 +21,6 @@ __all__ = [
     "scale_for",
     "valid_scale",
 ]
-
-MIN_KV_SCALE = 2.0**-100
-"""Smallest scale. Kernels multiply it by the softmax scale in float32; a product that is flushed to
-zero would turn hidden scores (-inf) into NaN."""
-
-MAX_KV_SCALE = 2.0**100
-"""Largest scale."""
 
 MIN_LATE_SCALE = 2.0**-20
 """Smallest softmax scale that kernels may apply after masking, where -inf * 0 would be NaN. Its

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from attnlib.errors import ContractError
-from attnlib.kv_dtype import KV_FORMAT_PAIRS, format_pair
+from attnlib.kv_dtype import KV_FORMAT_PAIRS, format_pair, is_pair
 from attnlib.sizes import MAX_LOGITS_SOFT_CAP
 from attnlib.spec.feature_checks import check_features
 from attnlib.spec.kinds import Window
@@ -154,7 +154,7 @@ def _check_formats(spec: AttentionSpec) -> None:
                 rule="M16",
             )
     pair = format_pair(keys, values)
-    if pair is not None and pair not in KV_FORMAT_PAIRS:
+    if not is_pair(keys, values):
         raise ContractError(
             f"kv_cache_dtype={keys.name} with value_cache_dtype={values.name}: no cache combines "
             f"them; leave value_cache_dtype out, or use one of {'; '.join(KV_FORMAT_PAIRS)}",

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from attnlib.kv_dtype import PAGE_FORMATS
-from attnlib.ops.torch.page_formats import dequantize_groups, quantize_groups
 from attnlib.testing.layouts import Dimensions, allocate_views, read_slots, write_slots
 from attnlib.testing.page_formats import PAGE_NAMES, dequantize_tokens, quantize_tokens
 
@@ -80,11 +79,11 @@ def test_torch_stores_the_same_bits(name: str, size: float, dtype: torch.dtype) 
     x[4, 0, 5], x[5, 1, 7] = float("nan"), float("inf")
     x[7] = torch.randint(-127, 128, (3, 64)) / 2
     x[8] = torch.finfo(dtype).max
-    elements, scales = quantize_groups(x, PAGE_FORMATS[name])
+    elements, scales = PAGE_FORMATS[name].store(x)
     wanted, wanted_scales = quantize_tokens(x, name)
     assert torch.equal(elements.view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(scales.float().nan_to_num(-1.0), wanted_scales.float().nan_to_num(-1.0))
-    real = dequantize_groups(elements, scales, PAGE_FORMATS[name])
+    real = PAGE_FORMATS[name].load(elements, scales)
     torch.testing.assert_close(
         real.double(), dequantize_tokens(wanted, wanted_scales), rtol=1e-6, atol=0, equal_nan=True
     )

@@ -35,6 +35,7 @@ class TorchBackend(AttentionBackend):
         ),
         kv_formats=tuple(PAGE_FORMATS),
         kv_format_pairs=KV_FORMAT_PAIRS,
+        open_kv_formats=True,
         kv_scale_kinds=("tensor", "head"),
         head_sizes=Sizes(1),
         head_size_v_may_differ=True,

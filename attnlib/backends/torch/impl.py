@@ -42,6 +42,8 @@ class TorchImpl(AttentionImpl):
             slot_mapping,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
+            k_format=cache.page_formats[0],
+            v_format=cache.page_formats[1],
         )
 
     def forward(

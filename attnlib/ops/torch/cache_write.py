@@ -9,15 +9,16 @@ token has a slot, the first slot of the cache is rewritten with its own bits.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from attnlib.kv_dtype import page_format
+from attnlib.kv_dtype import KVFormat, page_format
 from attnlib.ops.addresses import check_slot_values
 from attnlib.ops.checks import check_slots
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.scales import check_scale
-from attnlib.ops.torch.page_formats import quantize_groups
 from attnlib.ops.torch.quant import is_quantized, quantize
 
 __all__ = ["write_kv"]
@@ -33,6 +34,8 @@ def write_kv(
     *,
     k_scale: float | Tensor = 1.0,
     v_scale: float | Tensor = 1.0,
+    k_format: KVFormat | None = None,
+    v_format: KVFormat | None = None,
 ) -> None:
     """Write `key[t]` and `value[t]` to slot `slot_mapping[t]` for each t with a slot >= 0.
 
@@ -48,6 +51,8 @@ def write_kv(
             elements. Read for a float8 cache only, which stores key / k_scale, saturated (M9). For
             a format with scales in the page, the view of these scales, which is written (M16).
         v_scale: the same for values.
+        k_format, v_format: the formats with scales in the page; None for the one of the library
+            with these dtypes (`kv_dtype.page_format`).
 
     Raises:
         ContractError: slots that are not int64, fewer keys or values than slots (P4), a scale that
@@ -60,30 +65,30 @@ def write_kv(
     slots, num_tokens = slot_mapping, slot_mapping.shape[0]
     if num_tokens == 0 or key_cache.shape[0] == 0:
         return
-    sides = [(key, key_cache, k_scale)]
+    sides = [(key, key_cache, k_scale, k_format)]
     if not values_are_prefix(key_cache, value_cache):
-        sides.append((value, value_cache, v_scale))
+        sides.append((value, value_cache, v_scale, v_format))
     every_token = slots.device.type == "cpu" and bool((slots >= 0).all())
-    for rows, cache, scale in sides:
+    for rows, cache, *stored in sides:
         if every_token:
-            _write(rows[:num_tokens], cache, slots, scale)
+            _write(rows[:num_tokens], slots, cache, *stored)
         else:
-            _write_valid(rows, cache, slots, scale)
+            _write_valid(rows, slots, cache, *stored)
 
 
-def _write_valid(values: Tensor, cache: Tensor, slots: Tensor, scale: float | Tensor) -> None:
+def _write_valid(values: Tensor, slots: Tensor, *side: Any) -> None:
     """Write the tokens that have a slot, without a synchronization."""
     valid = slots >= 0
     first_valid = valid.int().argmax()
     tokens = torch.where(valid, torch.arange(slots.numel(), device=slots.device), first_valid)
     targets = slots.index_select(0, tokens).clamp_min(0)
-    for stored, target in _stored(values.index_select(0, tokens), cache, scale):
+    for stored, target in _stored(values.index_select(0, tokens), *side):
         unchanged = _as_bytes(target)[:1, :1].flatten(0, 1)
         _scatter(torch.where(valid.any(), _as_bytes(stored), unchanged), target, targets)
 
 
-def _write(values: Tensor, cache: Tensor, slots: Tensor, scale: float | Tensor) -> None:
-    for stored, target in _stored(values, cache, scale):
+def _write(values: Tensor, slots: Tensor, *side: Any) -> None:
+    for stored, target in _stored(values, *side):
         _scatter(_as_bytes(stored), target, slots)
 
 
@@ -93,11 +98,13 @@ def _scatter(stored: Tensor, cache: Tensor, slots: Tensor) -> None:
     target.index_put_((slots // block_size, slots % block_size), stored)
 
 
-def _stored(values: Tensor, cache: Tensor, scale: float | Tensor) -> list[tuple[Tensor, Tensor]]:
+def _stored(
+    values: Tensor, cache: Tensor, scale: float | Tensor, known: KVFormat | None
+) -> list[tuple[Tensor, Tensor]]:
     """What is stored for `values`, each with the view that receives it."""
-    found = page_format(cache, scale)
+    found = page_format(cache, scale, known)
     if found is not None and isinstance(scale, Tensor):
-        elements, scales = quantize_groups(values, found)
+        elements, scales = found.store(values)
         return [(elements, cache), (scales, scale)]
     if is_quantized(cache.dtype):
         return [(quantize(values, scale, cache.dtype), cache)]

@@ -1,0 +1,222 @@
+"""`KVFormat`, how a cache stores a head of a token."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlib.errors import ContractError
+
+__all__ = ["KVFormat", "plain_format"]
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(:[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_SCALES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8)
+
+Encode = Callable[[Tensor], tuple[Tensor, Tensor]]
+Decode = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVFormat:
+    """How the elements of one head of one token are stored (M16, P16).
+
+    The formats of the library and those of packages are objects of this class. A head of D numbers
+    is stored as `stored_size(D)` elements of `dtype` and `num_scales(D)` scales, which depend on
+    these D numbers only. A dtype without scales in the page is a plain format: it has a name, a
+    dtype and bits.
+
+    Attributes:
+        name: value of `AttentionSpec.kv_cache_dtype`; "package:name" for a format of a package.
+        dtype: dtype of `key_cache` and `value_cache`, of one byte in formats with scales.
+        bits: bits per element, without scales.
+        scale_dtype: dtype of the scales in the page: float32, float16, bfloat16, uint8 or int8;
+            None for plain formats.
+        groups_per_head: scales per head, where their number is fixed; else 0.
+        elements_per_group: consecutive elements that share a scale, where their number is fixed;
+            else 0.
+        largest: the largest magnitude of a stored element, in units of its scale, where a scale is
+            the largest magnitude of a group divided by it; else 0.
+        head_size_multiple: head sizes must be multiples of this number.
+        version: of the stored bytes. Recordings and pickled caches of another version are refused.
+        encode: `[n, D]` float32 -> (elements `[n, stored_size(D)]`, scales `[n, num_scales(D)]`).
+        decode: the reverse, in float32.
+        error: bound of the root mean square of `decode(encode(x)) - x`, divided by that of `x`,
+            averaged over Gaussian heads whose root mean square is in `span`.
+        span: (smallest, largest) root mean square of heads for which `error` holds.
+        rotated: `error` and the quality of the format need rotated heads (`kv_rotation`, P15).
+
+    Raises:
+        ContractError: no format can have this value; the message names the field and the limit.
+    """
+
+    name: str
+    dtype: torch.dtype
+    bits: int
+    scale_dtype: torch.dtype | None = None
+    groups_per_head: int = 0
+    elements_per_group: int = 0
+    largest: float = 0.0
+    head_size_multiple: int = 1
+    version: int = 1
+    encode: Encode | None = None
+    decode: Decode | None = None
+    error: float = 0.0
+    span: tuple[float, float] = (2.0**-13, 2.0**13)
+    rotated: bool = False
+
+    def __post_init__(self) -> None:
+        _check_names(self)
+        if self.scale_dtype is not None or self.is_open:
+            _check_storage(self)
+            _check_conversions(self)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.version))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is the format of a package."""
+        return ":" in self.name
+
+    @property
+    def scales_in_page(self) -> bool:
+        """Whether each page holds the scales of its tokens (M16)."""
+        return self.scale_dtype is not None
+
+    def stored_size(self, head_size: int) -> int:
+        """Elements of `dtype` in which one head of one token is stored."""
+        return head_size * self.bits // (8 * self.dtype.itemsize)
+
+    def head_size(self, stored_size: int) -> int:
+        """The head size that `stored_size` elements of `dtype` hold."""
+        return stored_size * 8 * self.dtype.itemsize // self.bits
+
+    def num_scales(self, head_size: int) -> int:
+        """Scales in the page for one head of one token."""
+        if self.elements_per_group:
+            return head_size // self.elements_per_group
+        return self.groups_per_head
+
+    def bytes_per_head(self, head_size: int) -> int:
+        """Bytes of one head of one token, with its scales."""
+        scales = 0 if self.scale_dtype is None else self.scale_dtype.itemsize
+        return self.stored_size(head_size) * self.dtype.itemsize + scales * self.num_scales(
+            head_size
+        )
+
+    def store(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What is stored for keys or values `[..., D]`: elements `[..., stored_size(D)]`, and
+        scales `[..., num_scales(D)]`.
+
+        Raises:
+            ContractError: `encode` returns other dtypes or shapes than the format declares.
+        """
+        assert self.encode is not None and self.scale_dtype is not None  # no plain format
+        outer, size = values.shape[:-1], values.shape[-1]
+        found = self.encode(values.float().reshape(-1, size))
+        wanted = ((self.dtype, self.stored_size(size)), (self.scale_dtype, self.num_scales(size)))
+        rows = math.prod(outer)
+        if _forms(found) != [(dtype, (rows, inner)) for dtype, inner in wanted]:
+            raise ContractError(
+                f"encode of {self.name} returns {_forms(found)} for {rows} heads of {size}; its "
+                f"fields declare {[(dtype, (rows, inner)) for dtype, inner in wanted]}",
+                rule="P16",
+            )
+        elements, scales = found
+        return elements.view(*outer, wanted[0][1]), scales.view(*outer, wanted[1][1])
+
+    def load(self, elements: Tensor, scales: Tensor) -> Tensor:
+        """The real values of stored elements `[..., stored size]` with scales `[..., G]`, float32
+        `[..., D]`.
+
+        Raises:
+            ContractError: `decode` returns another dtype or shape than `[n, D]` float32.
+        """
+        assert self.decode is not None  # no plain format
+        outer, size = elements.shape[:-1], self.head_size(elements.shape[-1])
+        inputs = (x.reshape(-1, x.shape[-1]) for x in (elements, scales))
+        found = self.decode(*inputs)
+        if _forms((found,)) != [(torch.float32, (math.prod(outer), size))]:
+            raise ContractError(
+                f"decode of {self.name} returns {_forms((found,))}; it must return float32 "
+                f"{(math.prod(outer), size)}",
+                rule="P16",
+            )
+        return found.view(*outer, size)
+
+
+@functools.cache
+def plain_format(dtype: torch.dtype) -> KVFormat:
+    """The format of elements of a dtype without scales in the page."""
+    name = str(dtype).removeprefix("torch.")
+    return KVFormat(name=name, dtype=dtype, bits=8 * dtype.itemsize)
+
+
+def _forms(found: Any) -> list[tuple[Any, Any]]:
+    """Dtypes and shapes of what a function returned."""
+    items = found if isinstance(found, tuple | list) else (found,)
+    return [(getattr(x, "dtype", type(x)), tuple(getattr(x, "shape", ()))) for x in items]
+
+
+def _refuse(stored: KVFormat, field: str, limit: str) -> ContractError:
+    return ContractError(
+        f"KV format {stored.name!r} has {field}={getattr(stored, field)!r}: {limit}", rule="P16"
+    )
+
+
+def _check_names(stored: KVFormat) -> None:
+    if not isinstance(stored.name, str) or not _NAME.fullmatch(stored.name):
+        raise _refuse(stored, "name", "write package:name, of letters, digits, '_', '-' and '.'")
+    for field in ("version", "bits", "head_size_multiple"):
+        value = getattr(stored, field)
+        if type(value) is not int or value < 1:
+            raise _refuse(stored, field, "it must be an integer of at least 1")
+    for field in ("groups_per_head", "elements_per_group"):
+        value = getattr(stored, field)
+        if type(value) is not int or value < 0:
+            raise _refuse(stored, field, "it must be an integer of at least 0")
+
+
+def _check_storage(stored: KVFormat) -> None:
+    """Sizes of a format with scales in the page."""
+    if not isinstance(stored.dtype, torch.dtype) or stored.dtype.itemsize != 1:
+        raise _refuse(stored, "dtype", "elements must have one byte, such as torch.uint8")
+    if stored.scale_dtype not in _SCALES:
+        names = ", ".join(str(dtype) for dtype in _SCALES)
+        raise _refuse(stored, "scale_dtype", f"every format has scales, of one of {names}")
+    group, multiple = stored.elements_per_group, stored.head_size_multiple
+    if (stored.groups_per_head == 0) == (group == 0):
+        raise _refuse(
+            stored, "groups_per_head", "give one of groups_per_head and elements_per_group"
+        )
+    if multiple * stored.bits % 8:
+        raise _refuse(
+            stored,
+            "head_size_multiple",
+            f"heads of {multiple} elements of {stored.bits} bits are no whole bytes; use a "
+            f"multiple of {8 // math.gcd(8, stored.bits)}",
+        )
+    if group and multiple % group:
+        raise _refuse(stored, "head_size_multiple", f"use a multiple of elements_per_group={group}")
+
+
+def _check_conversions(stored: KVFormat) -> None:
+    """The functions of a format with scales in the page, and what it states about them."""
+    for field in ("encode", "decode"):
+        if not callable(getattr(stored, field)):
+            raise _refuse(stored, field, "give a function, module-level so that workers find it")
+    if not (isinstance(stored.error, int | float) and 0 < stored.error < 1):
+        raise _refuse(stored, "error", "state a bound of the relative error, above 0 and below 1")
+    span = stored.span
+    numbers = isinstance(span, tuple) and len(span) == 2
+    if not numbers or not 0 < span[0] <= span[1] < math.inf:
+        raise _refuse(stored, "span", "it must be a pair (smallest, largest) of numbers above 0")
+    if not isinstance(stored.rotated, bool):
+        raise _refuse(stored, "rotated", "it must be True or False")
