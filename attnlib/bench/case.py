@@ -53,6 +53,7 @@ class BenchCase:
         unpaged: an encoder: keys and values are packed like the queries, without a cache.
         fp8_queries: queries and weights may be rounded to e4m3, with a bound of the error of their
             own. The built-in backends use it in prefills only (`AttentionSpec.allow_fp8_queries`).
+        batch_invariant: the bits of a row do not depend on the other rows (M8).
     """
 
     name: str
@@ -75,6 +76,7 @@ class BenchCase:
     causal: bool = True
     unpaged: bool = False
     fp8_queries: bool = False
+    batch_invariant: bool = False
 
     @property
     def spec(self) -> AttentionSpec:
@@ -105,6 +107,7 @@ class BenchCase:
             logits_soft_cap=self.logits_soft_cap,
             has_sink=self.sinks,
             allow_fp8_queries=self.fp8_queries,
+            batch_invariant=self.batch_invariant,
             use_mla=self.mla,
             score_function=None if self.score is None else load_score_function(self.score),
             key_selection=self.key_selection,
@@ -142,6 +145,7 @@ class BenchCase:
         words += [] if self.causal else ["not causal"]
         words += ["unpaged"] if self.unpaged else []
         words += ["float8 queries"] if self.fp8_queries else []
+        words += ["batch-invariant"] if self.batch_invariant else []
         words += [f"score {self.score.rpartition(':')[2]}"] if self.score else []
         words += [f"selected {self.key_selection}"] if self.key_selection else []
         words += [f"and {entries_of(self.entries)}"] if self.entries else []

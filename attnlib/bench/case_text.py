@@ -56,6 +56,7 @@ _KEYS: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "entries": _entries,
     "dtype": lambda text: {"dtype": text},
     "kv": lambda text: {"kv_cache_dtype": text},
+    "invariant": lambda text: {"batch_invariant": text not in ("0", "no")},
     "fp8q": lambda text: {"fp8_queries": text not in ("0", "no")},
 }
 

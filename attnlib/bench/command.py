@@ -14,7 +14,9 @@ import torch
 
 from attnlib.bench.arguments import parser
 from attnlib.bench.backends import BenchBackend, find_backends, unavailable_backends
+from attnlib.bench.bars import bar_lines
 from attnlib.bench.case import BenchCase
+from attnlib.bench.gap_cases import BARS
 from attnlib.bench.measure import measure_case
 from attnlib.bench.peaks import Peaks, measure_peaks
 from attnlib.bench.provenance import provenance
@@ -55,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = choose_cases(options.cases, options.suite, default, options.page)
     if options.list:
         for case in cases:
-            print(f"{case.name:<30} {case.kind:<8} {_brief(case)} · {case.shape}")
+            bar = f" · {BARS[case.name]}" if case.name in BARS else ""
+            print(f"{case.name:<30} {case.kind:<8} {_brief(case)} · {case.shape}{bar}")
         return 0
     backends = find_backends(options.backends, device.torch_device)
     if not backends:
@@ -184,7 +187,8 @@ def _finish(options: argparse.Namespace, document: Document, seconds: float) -> 
     if left:
         reason = next(row.reason for row in document.rows if row.status == "not run")
         _say("", f"not run ({reason}): {' '.join(left)}")
-    _say("", *kernel_lines(document.rows), summary_line(document.rows, seconds))
+    bars = bar_lines(document.rows, BARS)
+    _say("", *kernel_lines(document.rows), *bars, summary_line(document.rows, seconds))
     _draw(options, document)
     return 1 if any(row.status in ("wrong", "failed") for row in document.rows) else 0
 
@@ -202,6 +206,8 @@ def _show(options: argparse.Namespace) -> int:
         _say(heading(run), HEADER)
         for name in dict.fromkeys(row.case for row in mine):
             _say(case_lines([row for row in mine if row.case == name]))
+    if bars := bar_lines(document.rows, BARS):
+        _say("", *bars)
     if options.json:
         write_document(_without_empty_runs(document), options.json)
     _draw(options, document)

@@ -18,6 +18,7 @@ __all__ = [
     "MLA",
     "QUICK",
     "SPARSE",
+    "latent",
     "named",
     "ragged",
 ]
@@ -93,7 +94,7 @@ _PREFILL = named(
 _MIXED = named(("mixed-60x4k-and-2k", "60q1s4k_q2k", {}))
 
 
-def _latent(heads: int) -> dict[str, Any]:
+def latent(heads: int) -> dict[str, Any]:
     """DeepSeek V3 on one of several GPUs: absorbed decode, scale of heads of 128 + 64."""
     return {
         "num_heads": heads,
@@ -115,18 +116,18 @@ _EXPANDED: dict[str, Any] = {
 }
 
 MLA = named(
-    ("mla-decode-1x8k-16heads", "q1s8k", _latent(16)),
-    ("mla-decode-32x4k-16heads", "32q1s4k", _latent(16)),
-    ("mla-decode-64x16k-16heads", "64q1s16k", _latent(16)),
-    ("mla-decode-1x8k-128heads", "q1s8k", _latent(128)),
-    ("mla-decode-32x4k-128heads", "32q1s4k", _latent(128)),
-    ("mla-decode-128x4k-128heads", "128q1s4k", _latent(128)),
+    ("mla-decode-1x8k-16heads", "q1s8k", latent(16)),
+    ("mla-decode-32x4k-16heads", "32q1s4k", latent(16)),
+    ("mla-decode-64x16k-16heads", "64q1s16k", latent(16)),
+    ("mla-decode-1x8k-128heads", "q1s8k", latent(128)),
+    ("mla-decode-32x4k-128heads", "32q1s4k", latent(128)),
+    ("mla-decode-128x4k-128heads", "128q1s4k", latent(128)),
     *(
-        (f"mla-decode-32x4k-{n}heads-e4m3", "32q1s4k", {**_latent(n), "kv_cache_dtype": "fp8_e4m3"})
+        (f"mla-decode-32x4k-{n}heads-e4m3", "32q1s4k", {**latent(n), "kv_cache_dtype": "fp8_e4m3"})
         for n in (16, 128)
     ),
-    ("mla-verify-16x4k-16heads", "16q4s4k", _latent(16)),
-    ("mla-prefill-1x2k-128heads", "q2k", _latent(128)),
+    ("mla-verify-16x4k-16heads", "16q4s4k", latent(16)),
+    ("mla-prefill-1x2k-128heads", "q2k", latent(128)),
     ("mla-prefill-1x8k-expanded", "q8k", _EXPANDED),
     ("mla-prefill-1x32k-expanded", "q32k", _EXPANDED),
 )
@@ -146,27 +147,27 @@ SPARSE = named(
     (
         "sparse-decode-32x32k-latents",
         "32q1s32k",
-        {**_latent(64), "select": ("all_heads", 1, 2048)},
+        {**latent(64), "select": ("all_heads", 1, 2048)},
     ),
     (
         "sparse-decode-32x128k-latents",
         "32q1s128k",
-        {**_latent(64), "select": ("all_heads", 1, 2048)},
+        {**latent(64), "select": ("all_heads", 1, 2048)},
     ),
     (
         "sparse-prefill-4k-over-32k-latents",
         "q4ks32k",
-        {**_latent(64), "select": ("all_heads", 1, 2048)},
+        {**latent(64), "select": ("all_heads", 1, 2048)},
     ),
     (
         "sparse-prefill-4k-over-32k-latents-128heads",
         "q4ks32k",
-        {**_latent(128), "select": ("all_heads", 1, 2048)},
+        {**latent(128), "select": ("all_heads", 1, 2048)},
     ),
     (
         "sparse-prefill-4k-over-32k-latents-16heads",
         "q4ks32k",
-        {**_latent(16), "select": ("all_heads", 1, 2048)},
+        {**latent(16), "select": ("all_heads", 1, 2048)},
     ),
 )
 

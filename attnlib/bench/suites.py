@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from attnlib.bench.case import BenchCase
 from attnlib.bench.case_text import parse_case
 from attnlib.bench.coverage_cases import COVERAGE, CPU
+from attnlib.bench.gap_cases import GAPS
 from attnlib.bench.named_cases import (
     ANCHORS,
     ENTRIES,
@@ -34,14 +35,16 @@ SUITES: Mapping[str, tuple[BenchCase, ...]] = {
     "mla": MLA,
     "sparse": SPARSE,
     "streams": ENTRIES,
+    "gaps": GAPS,
     "cpu": CPU,
 }
 """Name -> cases. `anchors` are the rows of the published results; `float8` has decodes and prefills
 over a float8 cache, `float8_queries` the same where queries may be rounded; `formats` has caches
 with scales in the page, and float8 with heads of 64 and with blocks of 128, each next to bfloat16;
 `mla` has latent caches and the expanded prefill of the same model, `sparse` lists of selected
-blocks and tokens, `streams` own keys and compressed entries; `coverage` has other head sizes, page
-sizes and features, and small or uneven batches."""
+blocks and tokens, `streams` own keys and compressed entries; `gaps` has rows with a bar
+(`gap_cases.BARS`); `coverage` has other head sizes, page sizes and features, and small or uneven
+batches."""
 
 
 def known_cases() -> dict[str, BenchCase]:

@@ -85,6 +85,7 @@ SETS: dict[str, list[Kernel]] = {
         Kernel("fa2", B, B, 256, soft_cap=True),
         Kernel("fa2", H, H, 128),
         Kernel("fa3", H, H, 128),
+        Kernel("fa2", B, E4, 256),
     ],
 }
 """Kernels of the conformance suite, and those that the decoder and `attnlib bench` add.

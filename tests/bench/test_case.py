@@ -92,7 +92,7 @@ def test_the_ragged_batch_is_fixed() -> None:
 def test_kinds() -> None:
     kinds = {case.name: case.kind for case in known_cases().values()}
     for name, kind in kinds.items():
-        suite = "^(cpu|cov|mla|sparse|streams|e4m3|e5m2|bf16|int8|fp8|fp8q|int4)-"
+        suite = "^(cpu|cov|mla|sparse|streams|gap|e4m3|e5m2|bf16|int8|fp8|fp8q|int4)-"
         first = re.sub(suite, "", name).split("-")[0]
         assert kind == {"verify": "decode"}.get(first, first), name
 
