@@ -74,9 +74,10 @@ def _with_written_kv(step: MaterializedCase) -> MaterializedCase:
     inputs, slots = step.inputs, step.inputs.written_slots()
     rows = inputs.slot_mapping >= 0
     new = stored_heads(inputs.dims, inputs.key[rows], inputs.value[rows])
-    write_slots(inputs.cache.key, slots, new[0], step.params.k_scale)
+    names = inputs.dims.side_formats
+    write_slots(inputs.cache.key, slots, new[0], step.params.k_scale, names[0])
     if not step.spec.use_mla:
-        write_slots(inputs.cache.value, slots, new[1], step.params.v_scale)
+        write_slots(inputs.cache.value, slots, new[1], step.params.v_scale, names[1])
     return replace(step, inputs=replace(inputs, kv_written=True))
 
 

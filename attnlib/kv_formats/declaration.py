@@ -130,7 +130,7 @@ class KVFormat:
                 rule="P16",
             )
         elements, scales = found
-        return elements.view(*outer, wanted[0][1]), scales.view(*outer, wanted[1][1])
+        return elements.reshape(*outer, wanted[0][1]), scales.reshape(*outer, wanted[1][1])
 
     def load(self, elements: Tensor, scales: Tensor) -> Tensor:
         """The real values of stored elements `[..., stored size]` with scales `[..., G]`, float32
@@ -149,7 +149,7 @@ class KVFormat:
                 f"{(math.prod(outer), size)}",
                 rule="P16",
             )
-        return found.view(*outer, size)
+        return found.reshape(*outer, size)
 
 
 @functools.cache

@@ -49,7 +49,13 @@ def verify_parser() -> CommandParser:
         "for invalid arguments, 3 if the backend is unavailable."
     )
     made = _parser("verify", about, known_device)
-    made.add_argument("backend", help=_BACKEND_HELP)
+    made.add_argument("backend", nargs="?", help=_BACKEND_HELP)
+    made.add_argument(
+        "--kv-format",
+        metavar="NAME",
+        help="test a KV format over the backend (default: torch); a name, module:OBJECT or "
+        "path/to/file.py:OBJECT",
+    )
     made.add_argument(
         "--against",
         nargs="+",

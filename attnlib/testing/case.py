@@ -23,7 +23,7 @@ from attnlib.testing.key_selection import KeyLists, make_lists, selected_masks, 
 from attnlib.testing.layouts import Dimensions
 from attnlib.testing.materialized_case import MaterializedCase, materialize_case
 from attnlib.testing.oracle import OracleParams
-from attnlib.testing.page_formats import PAGE_NAMES
+from attnlib.testing.page_formats import is_page_name
 from attnlib.testing.score_functions import (
     load_score_function,
     make_score_tensors,
@@ -146,7 +146,7 @@ class Case:
     def dimensions(self) -> Dimensions:
         """The sizes and dtypes of the layer."""
         stored = self.kv_cache_dtype
-        if stored == "auto" or stored in PAGE_NAMES:
+        if stored == "auto" or is_page_name(stored):
             stored = self.dtype
         cache_dtype = _FP8_DTYPES.get(stored) or getattr(torch, stored)
         return Dimensions(
@@ -166,7 +166,7 @@ class Case:
         """The formats of keys and values in pages with scales; "plain" for the dtype of the model.
         None for caches without scales in the page."""
         both = (self.kv_cache_dtype, self.value_cache_dtype or self.kv_cache_dtype)
-        names = tuple(name if name in PAGE_NAMES else "plain" for name in both)
+        names = tuple(name if is_page_name(name) else "plain" for name in both)
         return None if names == ("plain", "plain") else (names[0], names[1])
 
     @property

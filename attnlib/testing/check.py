@@ -205,6 +205,7 @@ def run_check_case(check: Check, check_case: CheckCase, target: BackendUnderTest
             str(target.device),
             target.quick,
             target.score,
+            target.kv_format,
         ),
         uses=uses,
         seconds=time.perf_counter() - started,

@@ -46,9 +46,16 @@ def _check_combination(args: argparse.Namespace) -> None:
     """Refuse options that the chosen form of the command would ignore."""
     from attnlib.errors import ContractError
 
+    if args.backend is None:
+        if args.kv_format is None:
+            raise ContractError("name a backend, or a KV format with --kv-format")
+        args.backend = "torch"
+    if args.kv_format is not None and args.score is not None:
+        raise ContractError("--kv-format and --score test different things: give one of them")
     suite_only = {
         "--only": args.only,
         "--score": args.score,
+        "--kv-format": args.kv_format,
         "--against": args.against,
         "--seeds": args.seeds != 1,
     }
@@ -65,7 +72,7 @@ def _run_suite(args: argparse.Namespace) -> int:
     from attnlib.testing.score_functions import load_score_function
 
     settings = {"device": args.device, "quick": args.quick, "against": args.against}
-    settings["score"] = args.score
+    settings |= {"score": args.score, "kv_format": args.kv_format}
     if args.score is not None:
         load_score_function(args.score)  # a wrong path is refused before anything is run
     reports = []
@@ -81,14 +88,13 @@ def _run_suite(args: argparse.Namespace) -> int:
 def _run_seed(args: argparse.Namespace, settings: dict[str, Any]) -> ConformanceReport:
     """The suite with one seed, with a progress bar."""
     from attnlib.testing.check import check_filter
-    from attnlib.testing.checks import CHECKS
-    from attnlib.testing.conformance import count_cases, make_target, run_conformance
+    from attnlib.testing.conformance import checks_of, count_cases, make_target, run_conformance
     from attnlib.testing.outcome import CaseResult, Outcome
     from attnlib.testing.progress import ProgressBar
 
     only = args.only if args.only is not None else (None if args.score is None else "S1")
     target = make_target(args.backend, **settings)
-    check_filter(CHECKS, target, only)
+    check_filter(checks_of(target), target, only)
     bar = ProgressBar(count_cases(target, only))
 
     def show(result: CaseResult) -> None:

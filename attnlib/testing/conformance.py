@@ -16,17 +16,20 @@ import torch
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.device import resolve_device
-from attnlib.errors import BackendUnavailableError
+from attnlib.errors import BackendUnavailableError, UnsupportedConfigError
 from attnlib.testing.backend_under_test import BackendUnderTest, load_backend
 from attnlib.testing.check import Check, run_check, select_cases
 from attnlib.testing.checks import CHECKS
+from attnlib.testing.checks.kv_format_caches import kv_format_case
 from attnlib.testing.coverage import measure_coverage
+from attnlib.testing.kv_formats import KV_FORMAT_CHECKS, load_kv_format
 from attnlib.testing.outcome import CaseResult, Outcome
 from attnlib.testing.parallel import default_jobs, run_in_parallel
 from attnlib.testing.report import ConformanceReport
 
 __all__ = [
     "ConformanceReport",
+    "checks_of",
     "count_cases",
     "find_available_backends",
     "make_target",
@@ -45,9 +48,10 @@ def run_conformance(
     only: str | None = None,
     against: Sequence[str | Backend] | None = None,
     label: str | None = None,
-    checks: Iterable[Check] = CHECKS,
+    checks: Iterable[Check] | None = None,
     jobs: int | None = None,
     score: str | None = None,
+    kv_format: str | None = None,
     on_result: Callable[[CaseResult], None] | None = None,
 ) -> ConformanceReport:
     """Run the conformance suite on a backend.
@@ -62,17 +66,20 @@ def run_conformance(
         against: backends to exchange caches with. None selects `torch`, or for `torch` itself all
             other backends that are available.
         label: the backend's name in reproduction lines; None derives it from `backend`.
-        checks: the checks to run.
+        checks: the checks to run; None for those of backends, or of the KV format.
         jobs: number of worker processes. None selects several on a GPU, where kernel compilation
             takes most of the time, and one elsewhere.
         score: path of a score function, `module:name` or `path/to/file.py:name`. Check S1 then
             tests the backend with this function and is the only check unless `only` selects more.
+        kv_format: a KV format (`testing.kv_formats.load_kv_format`), which is tested over the
+            backend instead of the backend (P16).
         on_result: called after each case, for progress bars.
 
     Raises:
         UnknownBackendError: no backend is registered under the name.
         BackendUnavailableError: the backend cannot run on this machine; the message says why.
-        ContractError: the backend supports none of the common cases.
+        ContractError: the backend supports none of the common cases, or there is no such format.
+        UnsupportedConfigError: the backend does not read the format.
     """
     started = time.perf_counter()
     target = make_target(
@@ -83,7 +90,9 @@ def run_conformance(
         against=against,
         label=label,
         score=score,
+        kv_format=kv_format,
     )
+    checks = checks_of(target) if checks is None else checks
     only = only or (None if score is None else "S1")
     base = target.base_case if "attention" in target.kinds else "state layers only"
     processes = default_jobs(target) if jobs is None else jobs
@@ -103,6 +112,7 @@ def run_conformance(
         coverage=measure_coverage(target.backend, results),
         seconds=time.perf_counter() - started,
         versions=_versions(),
+        kv_format=target.kv_format,
     )
 
 
@@ -131,6 +141,7 @@ def make_target(
     against: Sequence[str | Backend] | None = None,
     label: str | None = None,
     score: str | None = None,
+    kv_format: str | None = None,
 ) -> BackendUnderTest:
     """Create the `BackendUnderTest` from the arguments of `run_conformance`.
 
@@ -138,6 +149,8 @@ def make_target(
         UnknownBackendError: no backend is registered under the name.
         BackendUnavailableError: the backend's package, compiler or device is not available; the
             message names the next action.
+        ContractError: there is no such KV format.
+        UnsupportedConfigError: the backend does not read it.
     """
     loaded = load_backend(backend)
     place = _choose_device(loaded, device)
@@ -158,14 +171,25 @@ def make_target(
             if (peer.get_name() == "torch") is not is_torch
         )
     name = label or (backend if isinstance(backend, str) else ":".join(loaded.full_cls_name()))
-    return BackendUnderTest(loaded, name, place, seed, quick, peers, score)
+    format_name = None if kv_format is None else load_kv_format(kv_format).name
+    target = BackendUnderTest(loaded, name, place, seed, quick, peers, score, format_name)
+    if format_name is not None:
+        reasons = loaded.validate_configuration(kv_format_case(target).spec, resolve_device(place))
+        if reasons:
+            raise UnsupportedConfigError(
+                f"{name} does not read {format_name}: {'; '.join(reasons)}", backend=name
+            )
+    return target
 
 
-def count_cases(
-    target: BackendUnderTest, only: str | None = None, checks: Iterable[Check] = CHECKS
-) -> int:
+def checks_of(target: BackendUnderTest) -> Sequence[Check]:
+    """The checks of a backend, or of the KV format under test."""
+    return CHECKS if target.kv_format is None else KV_FORMAT_CHECKS
+
+
+def count_cases(target: BackendUnderTest, only: str | None = None) -> int:
     """Number of selected cases; runs none of them."""
-    return sum(len(select_cases(check, target, only)) for check in checks)
+    return sum(len(select_cases(check, target, only)) for check in checks_of(target))
 
 
 def find_available_backends(device: torch.device) -> list[Backend]:

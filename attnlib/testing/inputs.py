@@ -80,10 +80,12 @@ class StepInputs:
         key, value = self.cache.key, self.cache.value
         if self.cache.scales is not None:
             key, value = (
-                dequantize_tokens(elements, scales)
+                dequantize_tokens(elements, scales, name)
                 if isinstance(scales, torch.Tensor)
                 else elements
-                for elements, scales in zip((key, value), self.cache.scales, strict=True)
+                for elements, scales, name in zip(
+                    (key, value), self.cache.scales, self.dims.side_formats, strict=True
+                )
             )
             params = replace(params, k_scale=1.0, v_scale=1.0)
         rotation = self.dims.kv_rotation  # scores are those of rotated queries over rotated keys
@@ -143,13 +145,13 @@ def make_inputs(
     cache = allocate_views(dims, placement.num_blocks, layout, "cpu", poison)
     scales = cache.scales or (_cpu(k_scale), _cpu(v_scale))
     _fill_context(cache, batch, dims, placement, generator, *scales)
-    slots = _slot_mapping(batch, placement, dims.block_size)
+    slots, names = _slot_mapping(batch, placement, dims.block_size), dims.side_formats
     kept = [row for row, slot in enumerate(slots) if slot >= 0]
     if kv_written:
         new = stored_heads(dims, key[kept], value[kept])
-        write_slots(cache.key, [slots[row] for row in kept], new[0], scales[0])
+        write_slots(cache.key, [slots[row] for row in kept], new[0], scales[0], names[0])
         if layout != "ALIASED":
-            write_slots(cache.value, [slots[row] for row in kept], new[1], scales[1])
+            write_slots(cache.value, [slots[row] for row in kept], new[1], scales[1], names[1])
     starts = [0, *accumulate(batch.query_lens)]
     out = _strided_out(batch, dims, poison)
     if contiguous:
@@ -271,6 +273,7 @@ def _fill_context(
 ) -> None:
     """Fill every request's context with random keys and values; shared blocks are filled once."""
     filled: set[int] = set()
+    names = dims.side_formats
     for request, (query_len, seq_len) in enumerate(
         zip(batch.query_lens, batch.seq_lens, strict=True)
     ):
@@ -284,9 +287,9 @@ def _fill_context(
         slots = placement.slots(request, 0, context, dims.block_size)
         fresh = [i for i, slot in enumerate(slots) if slot not in filled]
         filled.update(slots)
-        write_slots(cache.key, [slots[i] for i in fresh], keys[fresh], k_scale)
+        write_slots(cache.key, [slots[i] for i in fresh], keys[fresh], k_scale, names[0])
         if cache.layout != "ALIASED":
-            write_slots(cache.value, [slots[i] for i in fresh], values[fresh], v_scale)
+            write_slots(cache.value, [slots[i] for i in fresh], values[fresh], v_scale, names[1])
 
 
 def _slot_mapping(batch: BatchSpec, placement: BlockPlacement, block_size: int) -> list[int]:

@@ -42,6 +42,11 @@ class Dimensions:
     page_formats: tuple[str, str] | None = None
     kv_rotation: str | None = None
 
+    @property
+    def side_formats(self) -> tuple[str | None, str | None]:
+        """`page_formats`, or None for both sides."""
+        return self.page_formats or (None, None)
+
 
 Scales = torch.Tensor | float
 
@@ -190,16 +195,21 @@ def _as_indexable(view: torch.Tensor) -> torch.Tensor:
 
 
 def write_slots(
-    view: torch.Tensor, slots: Sequence[int], tokens: torch.Tensor, scale: float | torch.Tensor
+    view: torch.Tensor,
+    slots: Sequence[int],
+    tokens: torch.Tensor,
+    scale: float | torch.Tensor,
+    name: str | None = None,
 ) -> None:
     """Store tokens [T, H, D] at slots (P4); an fp8 view stores tokens / scale, saturated (M9).
 
-    With scales in the page, `scale` is the view of these scales (M16).
+    With scales in the page, `scale` is the view of these scales (M16), and `name` the format, or
+    None for the one of the library with these dtypes.
     """
     if not len(slots):
         return
     if isinstance(scale, torch.Tensor) and scale.dim() == 4:
-        write_page_slots(view, scale, slots, tokens)
+        write_page_slots(view, scale, slots, tokens, name)
         return
     block_size = view.shape[1]
     index = torch.as_tensor(slots, dtype=torch.long, device=view.device)

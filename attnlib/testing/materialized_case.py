@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlib.cache.storage import PagedKVCache
+from attnlib.cache.views import recognized_layout
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
@@ -45,11 +46,13 @@ class MaterializedCase:
 
     def cache(self) -> PagedKVCache:
         """The cache as a `PagedKVCache` over the same memory."""
-        cache = PagedKVCache.from_views(
-            self.inputs.cache.key,
-            self.inputs.cache.value,
+        views = (self.inputs.cache.key, self.inputs.cache.value)
+        cache = PagedKVCache(
+            *views,
+            layout=recognized_layout(*views),
             k_scale=self.params.k_scale,
             v_scale=self.params.v_scale,
+            formats=(self.spec.kv_format, self.spec.value_format),
         )
         cache.rotation = self.spec.kv_rotation
         return cache

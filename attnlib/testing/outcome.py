@@ -80,6 +80,7 @@ def reproduction_line(
     device: str,
     quick: bool,
     score: str | None = None,
+    kv_format: str | None = None,
 ) -> str:
     """The shell command that runs one case, or a Python call for a class defined in a function."""
     if "<locals>" in backend:
@@ -91,4 +92,5 @@ def reproduction_line(
     options = f" --device {device}" if device != "cpu" else ""
     options += " --quick" if quick else ""
     options += f" --score {score}" if score else ""
+    options += f" --kv-format {kv_format}" if kv_format else ""
     return f"attnlib verify {backend} --only {check}/{case} --seed {seed}{options}"

@@ -9,11 +9,12 @@ from typing import Any
 
 from attnlib.testing.checks import CHECKS
 from attnlib.testing.coverage import Coverage
+from attnlib.testing.kv_formats import KV_FORMAT_CHECKS
 from attnlib.testing.outcome import CaseResult, Outcome
 
 __all__ = ["ConformanceReport", "format_table", "render_report", "report_to_json"]
 
-_TITLES = {check.id: check.title for check in CHECKS}
+_TITLES = {check.id: check.title for check in (*CHECKS, *KV_FORMAT_CHECKS)}
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class ConformanceReport:
         coverage: the coverage of the declared capabilities.
         seconds: run time.
         versions: versions of Python, torch, Triton and the name of the GPU.
+        kv_format: the KV format that was tested over the backend, or None.
     """
 
     backend: str
@@ -42,6 +44,7 @@ class ConformanceReport:
     coverage: Coverage
     seconds: float
     versions: dict[str, str]
+    kv_format: str | None = None
 
     @property
     def passed(self) -> bool:
@@ -100,7 +103,7 @@ def render_report(report: ConformanceReport) -> str:
         by_check.setdefault(result.check, []).append(result)
     header = ("check", "requirement", *(outcome.value for outcome in Outcome), "seconds")
     lines = [
-        f"attnlib verify {report.backend}: {report.backend_class} on {report.device}, "
+        f"attnlib verify {_tested(report)}: {report.backend_class} on {report.device}, "
         f"seed {report.seed}{', quick' if report.quick else ''}, "
         f"{', '.join(f'{name} {version}' for name, version in report.versions.items())}",
         f"base case: {report.base_case}",
@@ -109,12 +112,17 @@ def render_report(report: ConformanceReport) -> str:
         *_failures(report),
         "",
         *_skips(report),
-        *_coverage(report),
+        *(_coverage(report) if report.kv_format is None else ()),
         "",
         *_start_here(report),
         summary_line(report),
     ]
     return "\n".join(lines)
+
+
+def _tested(report: ConformanceReport) -> str:
+    chosen = report.kv_format
+    return report.backend if chosen is None else f"--kv-format {chosen} {report.backend}"
 
 
 def _first_failures(report: ConformanceReport) -> list[tuple[CaseResult, int]]:
@@ -202,6 +210,7 @@ def report_to_json(report: ConformanceReport) -> str:
         "device": report.device,
         "seed": report.seed,
         "quick": report.quick,
+        "kv_format": report.kv_format,
         "only": report.only,
         "base_case": report.base_case,
         "seconds": round(report.seconds, 3),

@@ -22,7 +22,15 @@ from attnlib.testing.page_formats import PAGE_LAYOUT_NAMES, PAGE_NAMES, dequanti
 from attnlib.testing.poison import poisoned_allocations
 from attnlib.testing.runner import compare_with_oracle, make_impl, run_case, run_materialized_case
 
-__all__ = ["CHECKS", "FEATURES", "check_attention", "check_unseen", "check_written", "page_case"]
+__all__ = [
+    "CHECKS",
+    "FEATURES",
+    "check_attention",
+    "check_unseen",
+    "check_visible",
+    "check_written",
+    "page_case",
+]
 
 FEATURES: dict[str, dict[str, object]] = {
     "window+sinks": {"sliding_window": 9, "sinks": True},
@@ -174,7 +182,7 @@ def check_unseen(target: BackendUnderTest, case: Case) -> str:
     return "" if found.passed else f"unused scales change the result: {found} | case: {case}"
 
 
-def _check_visible(target: BackendUnderTest, case: Case, which: str) -> str:
+def check_visible(target: BackendUnderTest, case: Case, which: str) -> str:
     """A NaN in a key or value makes the rows that see it NaN, and no others."""
     step = case.materialize(target.device, kv_written=False)
     new = step.inputs.key if which == "key" else step.inputs.value
@@ -199,7 +207,7 @@ def _poison(target: BackendUnderTest) -> Iterator[CheckCase]:
             yield CheckCase(f"unseen-{name}-{kind}", partial(check_unseen, target, case), case)
         for which in ("key",) if target.quick else ("key", "value"):
             case = page_case(target, name, batch="2q1s20", poison="zero")
-            check = partial(_check_visible, target, case, which)
+            check = partial(check_visible, target, case, which)
             yield CheckCase(f"visible-{name}-{which}", check, case)
 
 
