@@ -138,16 +138,14 @@ class Bench:
         built = layer.make_builder().build_for_cudagraph_capture(batch, write=False)
         exchange, own = layer._exchange, query[:, : self.rank_spec.num_heads].contiguous()
         gathered = exchange.gather_heads(own)
-        partial, lse = layer.cached(gathered, None, None, cache, built.cached, True)
+        partial, lse = layer.attend_cached(gathered, cache, built)
         out, own_lse = torch.empty_like(own), torch.empty_like(lse[:, : own.shape[1]])
 
         def exchange_only() -> None:
             exchange.gather_heads(own)
             exchange.combine(partial, lse, built.merge_rows, out, own_lse, None)
 
-        part = self.time(
-            lambda: layer.cached(gathered, None, None, cache, built.cached, True), in_graph=True
-        )
+        part = self.time(lambda: layer.attend_cached(gathered, cache, built), in_graph=True)
         received = exchange_bytes(self.rank_spec, world, requests)
         bound = part + received["queries"] / rate["all_gather"]
         bound += received["all_to_all"] / rate["all_to_all"]

@@ -17,18 +17,16 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache
 from attnlib.compile.objects import register
 from attnlib.device import resolve_device
-from attnlib.errors import ContractError
-from attnlib.layer import Attention
 from attnlib.layer.call import new_lse
 from attnlib.parallel.builder import ParallelBuilder
-from attnlib.parallel.checks import check_parallel_call
+from attnlib.parallel.checks import ParallelCall, check_parallel_call
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.exchange import Exchange
 from attnlib.parallel.group import RankGroup
+from attnlib.parallel.layer_parts import choose_parts, make_builders
 from attnlib.parallel.local_spec import local_form
 from attnlib.parallel.metadata import ParallelMetadata
 from attnlib.parallel.operator import parallel_attend_opaquely
-from attnlib.parallel.rows import limits_of_rows
 from attnlib.parallel.setup_checks import checked_method, checked_per_head
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec
@@ -44,7 +42,8 @@ class ParallelAttention(nn.Module):
         spec: of the layer, with the query heads of this rank. All ranks have the same KV heads.
         group: the ranks.
         division: of the positions.
-        backend: as in `Attention`; it must return LSEs and attend to the keys of another sequence.
+        backend: as in `Attention`; it must return LSEs. One that serves decoders only, and each of
+            "prefill:A,decode:B", gets the parts that it can compute.
         scale: softmax scale; None means 1/sqrt(head_size).
         alibi_slopes: `[Hq]` float32, of this rank's heads.
         sinks: `[Hq]` of a floating-point dtype, of this rank's heads.
@@ -56,8 +55,9 @@ class ParallelAttention(nn.Module):
         prefix: name of the layer, for messages.
 
     Attributes:
-        form: what this rank computes.
-        cached, new: the layers over its keys, and over new tokens.
+        form: what `cached` computes.
+        cached, context, new: the layers over its keys, over the context of prefills, and over their
+            new tokens. Without the last two, every token is a request of `cached`.
 
     Raises:
         ContractError: on every rank, if the layer cannot be divided on one of them, with the
@@ -93,7 +93,8 @@ class ParallelAttention(nn.Module):
             self._select(spec)
         except Exception as found:  # of any kind: the other ranks wait
             error = found
-        self._agree((str(spec), division, exchange, self.agreement, prefix), error)
+        facts: tuple[object, ...] = str(spec), division, exchange, self.agreement, prefix
+        self._agree(facts if error else (*facts, self._parts.context is None), error)
         self._exchange = Exchange(group, spec, method)
         self._slopes = None if slopes is None else self._exchange.own_heads(slopes.float())
         self.sinks = sinks
@@ -108,28 +109,18 @@ class ParallelAttention(nn.Module):
 
     def _select(self, spec: AttentionSpec) -> None:
         """Decide what this rank computes, and by which backends."""
-        self.form = local_form(spec, self.division, self.group.rank)
-        self._new_spec = spec.replace(
-            has_alibi=False, has_sink=False, needs_lse=True, kv_sharing=False
-        )
-        self._backends = [
-            get_attn_backend(each, self._backend, self._device, layer_name=self.prefix)
-            for each in (self.form.spec, self._new_spec)
-        ]
+        form = local_form(spec, self.division, self.group.rank)
+
+        def select(part: AttentionSpec, backend: Any) -> type[AttentionBackend]:
+            return get_attn_backend(part, backend, self._device, layer_name=self.prefix)
+
+        self._parts = choose_parts(spec, form, self._backend, select)
+        self.form = self._parts.form
 
     def _make_layers(self) -> None:
         tensors = None if self._slopes is None else {"slope": self._slopes}
-        self.cached, self.new = (
-            Attention(
-                spec,
-                backend=backend,
-                scale=self.scale,
-                score_tensors=tensors if spec is self.form.spec else None,
-                device=self._device,
-                prefix=self.prefix,
-            )
-            for spec, backend in zip((self.form.spec, self._new_spec), self._backends, strict=True)
-        )
+        arguments = {"scale": self.scale, "device": self._device, "prefix": self.prefix}
+        self.cached, self.context, self.new = self._parts.make_layers(tensors, arguments)
 
     def set_block_size(self, block_size: int) -> None:
         """See `Attention.set_block_size`; without an agreement."""
@@ -145,14 +136,10 @@ class ParallelAttention(nn.Module):
             limits: the largest batch.
             kwargs: further arguments of `AttentionMetadataBuilder`.
         """
-        cached, new = (
-            layer.backend.make_builder(layer.spec, self._device, limits=within, **kwargs)
-            for layer, within in (
-                (self.cached, limits_of_rows(limits, by_row=self.form.by_row)),
-                (self.new, limits),
-            )
+        layers = self.cached, self.context, self.new
+        return ParallelBuilder(
+            self, *make_builders(*layers, limits, {"device": self._device, **kwargs})
         )
-        return ParallelBuilder(self, cached, new)
 
     def forward(
         self,
@@ -207,7 +194,7 @@ class ParallelAttention(nn.Module):
         """The output `[T, Hq, Dv]` and the LSE of a call that is not traced; see `forward`."""
         call = check_parallel_call(self, query, key, value, cache, metadata, output)
         if call.key is not None and call.value is not None and metadata.slot_mapping is not None:
-            self.new.impl.write_kv(call.key, call.value, cache, metadata.slot_mapping)
+            self.cached.impl.write_kv(call.key, call.value, cache, metadata.slot_mapping)
         tokens, result = metadata.num_actual_tokens, call.output
         if lse is None:
             lse = new_lse(self.spec, call.query)
@@ -217,33 +204,42 @@ class ParallelAttention(nn.Module):
         if tokens == 0:
             return result, lse
         own, out, own_lse = call.query[:tokens], result[:tokens], lse[:tokens]
-        self._attend_new(own, call.key, call.value, cache, metadata, out, own_lse)
+        self._attend_new(call, cache, metadata, out, own_lse)
         if metadata.cached is not None:
             queries = self._exchange.gather_heads(own)
-            partial, partial_lse = self.cached(queries, None, None, cache, metadata.cached, True)
+            partial, partial_lse = self.attend_cached(queries, cache, metadata)
             rows = metadata.merge_rows
             self._exchange.combine(partial, partial_lse, rows, out, own_lse, self.sinks)
         elif self.sinks is not None:
             self._exchange.add_sinks(out, own_lse, self.sinks)
         return result, lse
 
+    def attend_cached(
+        self, queries: Tensor, cache: PagedKVCache, metadata: ParallelMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """The state of the query heads of all ranks, `[T, world_size * Hq, D]`, over this rank's
+        keys: output and LSE, -inf for tokens that see none of them. Nothing is exchanged."""
+        layer = self.context if metadata.over_context else self.cached
+        assert layer is not None and metadata.cached is not None
+        out, lse = layer(queries, None, None, cache, metadata.cached, True)
+        if metadata.empty is not None:
+            lse[: len(metadata.empty)].masked_fill_(metadata.empty[:, None], -torch.inf)
+        return out, lse
+
     def _attend_new(
         self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
+        call: ParallelCall,
         cache: PagedKVCache,
         metadata: ParallelMetadata,
         out: Tensor,
         lse: Tensor,
     ) -> None:
         """The state over the new tokens, where the cached keys are the context only."""
-        if metadata.new is None or metadata.staging is None:
+        if metadata.new is None or self.new is None:
             return
         tokens = metadata.num_actual_tokens
-        if key is None or value is None:  # `check_parallel_call` refuses it
-            raise ContractError("key and value are needed", rule="X7")
+        assert call.key is not None and call.value is not None  # `check_parallel_call` refuses it
+        keys = call.key[:tokens], call.value[:tokens]
         scratch = metadata.scratch.like(cache)
-        keys = key[:tokens], value[:tokens]
-        _, found = self.new(query, *keys, scratch, metadata.new, True, output=out)
+        _, found = self.new(call.query[:tokens], *keys, scratch, metadata.new, True, output=out)
         lse.copy_(found)

@@ -28,21 +28,28 @@ class ParallelBuilder:
 
     Args:
         layer: one of them.
-        cached, new: attnlib's builders of the two parts.
+        cached, context, new: attnlib's builders of its parts.
     """
 
     def __init__(
         self,
         layer: ParallelAttention,
         cached: AttentionMetadataBuilder[Any],
-        new: AttentionMetadataBuilder[Any],
+        context: AttentionMetadataBuilder[Any] | None,
+        new: AttentionMetadataBuilder[Any] | None,
     ) -> None:
         self.spec, self.form, self.division = layer.spec, layer.form, layer.division
         self.group, self._agreement = layer.group, layer.agreement
-        self.cached, self.new = cached, new
-        self._scratch = Staging(new.spec, cached.device)
+        self.cached, self.context, self.new = cached, context, new
+        self._scratch = Staging(cached.spec, cached.device)
         self._fixed: dict[tuple[str, torch.Size], Tensor] = {}
         self._captures = False
+
+    @property
+    def needs_host_lengths(self) -> bool:
+        """Whether a part needs lengths on the host."""
+        parts = (self.cached, self.context, self.new)
+        return any(part.needs_host_lengths for part in parts if part is not None)
 
     def build(
         self,
@@ -109,12 +116,14 @@ class ParallelBuilder:
             self._fixed[key] = tensor
         return tensor
 
-    def _build_cached(self, batch: CommonAttentionMetadata) -> AttentionMetadata:
+    def _build(
+        self, builder: AttentionMetadataBuilder[Any], batch: CommonAttentionMetadata
+    ) -> AttentionMetadata:
         found: AttentionMetadata
         if self._captures:
-            found = self.cached.build_for_cudagraph_capture(batch)
+            found = builder.build_for_cudagraph_capture(batch)
         else:
-            found = self.cached.build(0, batch)
+            found = builder.build(0, batch)
         return found
 
     def _parts(
@@ -128,18 +137,24 @@ class ParallelBuilder:
         if write and not self.spec.kv_sharing:
             found = local_slots(self.division, rank, where, table, self.spec.block_size)
             slots = self._keep("slots", found)
+        causal, most = self.spec.is_causal, common.max_query_len
+        over_context = self.context is not None and most > (ROWS_UP_TO if causal else 1)
+        by_row = self.context is None or self.form.is_decoder or (causal and most > 1)
         cached: AttentionMetadata | None
-        new, staging = None, None
-        if self.form.by_row or (self.spec.is_causal and 1 < common.max_query_len <= ROWS_UP_TO):
-            cached = self._by_row(common, where)
-        elif not self.spec.is_causal or common.max_query_len <= 1:
-            cached = self._over_cache(common, common.seq_lens, common.seq_lens_cpu)
-        else:
+        new = staging = empty = None
+        if over_context and causal:
             cached = self._context(common, has_context)
             new, staging = self._new(common, where)
+        elif over_context or not by_row:
+            builder = self.context if over_context else self.cached
+            cached = self._over_cache(builder, common, common.seq_lens, common.seq_lens_cpu)
+        else:
+            cached, empty = self._by_row(common, where)
         return ParallelMetadata(
             num_actual_tokens=tokens,
             cached=cached,
+            over_context=over_context,
+            empty=empty,
             new=new,
             staging=staging,
             scratch=self._scratch,
@@ -151,7 +166,9 @@ class ParallelBuilder:
         found = MergeRows.of(self.group.world_size, tokens, self.spec.has_sink, device)
         return MergeRows(self._keep("merge", found.starts), self._keep("merge rows", found.rows))
 
-    def _by_row(self, common: CommonAttentionMetadata, where: TokenPositions) -> AttentionMetadata:
+    def _by_row(
+        self, common: CommonAttentionMetadata, where: TokenPositions
+    ) -> tuple[AttentionMetadata, Tensor | None]:
         tokens, arguments = common.num_actual_tokens, (self.form, self.division, self.group.rank)
         table = common.block_table_tensor
         assert table is not None
@@ -178,13 +195,18 @@ class ParallelBuilder:
             max_seq_len=bound,
             block_table_tensor=self._keep("table", rows.block_table),
             score_tensors=score,
-            is_cross_attention=True,
+            is_cross_attention=not self.form.is_decoder,
             **on_host,
         )
-        return self._build_cached(batch)
+        empty = None if rows.empty is None else self._keep("empty", rows.empty)
+        return self._build(self.cached, batch), empty
 
     def _over_cache(
-        self, common: CommonAttentionMetadata, seq_lens: Tensor, seq_lens_cpu: Tensor | None
+        self,
+        builder: AttentionMetadataBuilder[Any] | None,
+        common: CommonAttentionMetadata,
+        seq_lens: Tensor,
+        seq_lens_cpu: Tensor | None,
     ) -> AttentionMetadata:
         """The queries of a batch over this rank's keys of the first `seq_lens` positions."""
         rank, count = self.group.rank, self.division.count
@@ -200,7 +222,8 @@ class ParallelBuilder:
             block_table_tensor=common.block_table_tensor,
             is_cross_attention=True,
         )
-        return self._build_cached(batch)
+        assert builder is not None
+        return self._build(builder, batch)
 
     def _context(
         self, common: CommonAttentionMetadata, has_context: bool | None
@@ -213,25 +236,14 @@ class ParallelBuilder:
             has_context = bool(on_host.any())
         if has_context is False:
             return None
-        return self._over_cache(common, common.compute_num_computed_tokens(), on_host)
+        lengths = common.compute_num_computed_tokens()
+        return self._over_cache(self.context, common, lengths, on_host)
 
     def _new(
         self, common: CommonAttentionMetadata, where: TokenPositions
     ) -> tuple[AttentionMetadata, StagingPlan]:
-        starts, starts_cpu = common.query_start_loc, common.query_start_loc_cpu
-        bound = common.max_query_len
-        staging = StagingPlan.of(starts, where.request, bound, self.spec.block_size)
+        size = self.spec.block_size
+        staging = StagingPlan.of(common.query_start_loc, where.request, common.max_query_len, size)
         self._scratch.reserve(staging.num_blocks)
-        batch = CommonAttentionMetadata(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts_cpu,
-            seq_lens=starts.diff(),
-            seq_lens_cpu=None if starts_cpu is None else starts_cpu.diff(),
-            num_reqs=common.num_reqs,
-            num_actual_tokens=common.num_actual_tokens,
-            max_query_len=bound,
-            max_seq_len=bound,
-            block_table_tensor=staging.block_table,
-            slot_mapping=staging.slots,
-        )
-        return self.new.build(0, batch), staging
+        assert self.new is not None
+        return self.new.build(0, staging.batch(common)), staging

@@ -7,7 +7,8 @@ from typing import Any
 from attnlib.errors import UnsupportedConfigError
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.exchange import choose_exchange, exchange_bytes
-from attnlib.parallel.local_spec import local_form
+from attnlib.parallel.layer_parts import LayerParts, Part, choose_parts
+from attnlib.parallel.local_spec import LocalForm, local_form
 from attnlib.selection import explain
 from attnlib.spec import AttentionSpec
 
@@ -31,14 +32,38 @@ def explain_parallel(
         return "\n".join([head, *(f"  refused   {reason}" for reason in error.reasons)])
     received = exchange_bytes(spec, division.world_size, 1)
     chosen = choose_exchange(spec, division.world_size).value
-    rows = "each new token is a request" if form.by_row else "requests as they are"
+    parts = _parts(spec, form, backend, device)
+    by_row = form.by_row if parts is None else parts.context is None
+    rows = "each new token is a request" if by_row else "requests as they are"
     lines = [
         head,
         f"  queries   {form.spec.num_heads} heads, {rows}; the first visible key is found by "
         f"{form.edge.value}",
         f"  exchange  {chosen}: {received['queries']} bytes of queries and {received[chosen]} of "
         "results per new token and layer",
-        "  keys of a rank:",
     ]
-    report = str(explain(form.spec, device, backend=backend))
-    return "\n".join([*lines, *(f"    {line}" for line in report.splitlines())])
+    shown = {"keys of a rank": Part(form.spec, backend)}
+    if parts is not None:
+        shown = {"keys of a rank": parts.cached}
+        if parts.context is not None and parts.new is not None:
+            if parts.context != parts.cached:
+                shown["context of prefills"] = parts.context
+            shown["new tokens of prefills"] = parts.new
+    for name, part in shown.items():
+        report = str(explain(part.spec, device, backend=part.backend))
+        lines += [f"  {name}:", *(f"    {line}" for line in report.splitlines())]
+    return "\n".join(lines)
+
+
+def _parts(spec: AttentionSpec, form: LocalForm, backend: Any, device: Any) -> LayerParts | None:
+    """The parts with requests instead of backends; None if no backend serves the keys."""
+
+    def select(part: AttentionSpec, request: Any) -> Any:
+        if explain(part, device, backend=request).chosen is None:
+            raise UnsupportedConfigError("no backend", reasons=[])
+        return request
+
+    try:
+        return choose_parts(spec, form, backend, select)
+    except UnsupportedConfigError:
+        return None

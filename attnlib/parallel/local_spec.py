@@ -40,6 +40,7 @@ class LocalForm(NamedTuple):
         reach: `(before, after)`, positions that a query sees besides its own; None is unbounded.
         chunk: positions per attention chunk; 0 is none.
         by_row: every token is a request of its own, because rows of a request see other ranges.
+        is_decoder: the spec is one of a decoder, which cannot have a token without keys.
     """
 
     spec: AttentionSpec
@@ -47,6 +48,19 @@ class LocalForm(NamedTuple):
     reach: tuple[int | None, int | None]
     chunk: int
     by_row: bool
+    is_decoder: bool = False
+
+    def for_decoders(self) -> LocalForm:
+        """The same part for backends that serve decoders only: requests of one token, whose causal
+        mask hides no key."""
+        window = self.spec.window
+        spec = self.spec.replace(
+            attn_type=AttentionType.DECODER,
+            mask_kind=MaskKind.CAUSAL,
+            window=None,
+            sliding_window=None if window is None else (window.left or 0) + 1,
+        )
+        return self._replace(spec=spec, is_decoder=True)
 
     @property
     def cuts(self) -> bool:

@@ -24,6 +24,8 @@ class ParallelMetadata:
     Attributes:
         num_actual_tokens: T, equal on all ranks.
         cached: the queries of all ranks over this rank's keys; None if no request has context.
+        over_context: whether the layer `context` computes that, instead of `cached`.
+        empty: `LocalRows.empty`.
         new: the queries of this rank over the new tokens, where `cached` is the context only.
         staging: where these new tokens are.
         scratch: the memory for them.
@@ -34,6 +36,8 @@ class ParallelMetadata:
 
     num_actual_tokens: int
     cached: AttentionMetadata | None
+    over_context: bool
+    empty: Tensor | None
     new: AttentionMetadata | None
     staging: StagingPlan | None
     scratch: Staging

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache
 from attnlib.device import resolve_device
+from attnlib.errors import UnsupportedConfigError
 from attnlib.layer import Attention
 from attnlib.layer.call import new_lse
 from attnlib.ops.dispatch import operation
 from attnlib.parallel.cache_rows import read_rows, write_rows
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.group import RankGroup
+from attnlib.parallel.layer_parts import phases
 from attnlib.parallel.prefill_builder import PrefillBuilder
 from attnlib.parallel.prefill_checks import (
     PrefillCall,
@@ -48,8 +50,10 @@ class ParallelPrefill(nn.Module):
         spec: of the layer, with all query heads that this rank computes.
         group: the ranks.
         division: of the positions in the cache, as in `ParallelAttention`.
-        backend, scale, alibi_slopes, sinks, device, prefix: as in `Attention`.
-        method: "ring" or "all_gather"; None takes the ring from `GATHER_BYTES` on.
+        backend, scale, alibi_slopes, sinks, device, prefix: as in `Attention`; of a pair
+            "prefill:A,decode:B", A is used.
+        method: "ring" or "all_gather"; None takes the ring from `GATHER_BYTES` on, if the backend
+            can attend to the keys of another sequence.
         agreement: as in `ParallelAttention`.
 
     Attributes:
@@ -76,37 +80,49 @@ class ParallelPrefill(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.group, self.division, self.method = spec, group, division, method
-        self.agreement, self._device = agreement, resolve_device(device).torch_device
+        self.agreement, self.prefix, self._device = (
+            agreement,
+            prefix,
+            resolve_device(device).torch_device,
+        )
         self._rings = keeps_order(spec) and method != "all_gather"
         error: Exception | None = None
         try:
             check_prefill(spec, group, division, method, agreement)
             checked_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, spec)
             checked_per_head("sinks", sinks, spec.has_sink, spec)
-            specs = self._specs()
-            backends = [get_attn_backend(each, backend, self._device) for each in specs]
+            self._select(phases(backend)[0])
         except Exception as found:  # of any kind: the other ranks wait
             error = found
-        self.agree(("prefill layer", str(spec), division, method, agreement), error)
+        facts = (str(spec), division, method, agreement, prefix, self._rings)
+        self.agree(("prefill layer", facts), error)
         given: dict[str, Any] = {"scale": scale, "device": self._device, "prefix": prefix}
         own: dict[str, Any] = {"alibi_slopes": alibi_slopes, "sinks": sinks}
-        self.causal = Attention(specs[0], backend=backends[0], **given, **own)
+        causal, cross = self._chosen
+        self.causal = Attention(causal[0], backend=causal[1], **given, **own)
         self.cross: Attention | None = None
-        if self._rings:
-            self.cross = Attention(specs[1], backend=backends[1], **given)
+        if cross is not None:
+            self.cross = Attention(cross[0], backend=cross[1], **given)
 
-    def _specs(self) -> list[AttentionSpec]:
-        """Of the layer over keys that end with the queries, and of the one over other keys, which
-        counts no sink."""
+    def _select(self, backend: Any) -> None:
+        """Choose backends for keys that end with the queries, and for others, where no sink counts.
+        A backend that cannot serve these does without a ring."""
         causal = self.spec.replace(kv_sharing=False, needs_lse=True)
-        if not self._rings:
-            return [causal]
         cross = causal.replace(
             has_sink=False,
             attn_type=AttentionType.ENCODER_DECODER,
             mask_kind=MaskKind.BIDIRECTIONAL,
         )
-        return [causal, cross]
+        first = causal, get_attn_backend(causal, backend, self._device, layer_name=self.prefix)
+        second = None
+        if self._rings:
+            try:
+                second = cross, get_attn_backend(cross, backend, self._device)
+            except UnsupportedConfigError:
+                if self.method == "ring":
+                    raise
+        self._rings = second is not None
+        self._chosen = first, second
 
     def agree(self, facts: object, error: Exception | None) -> None:
         """See `RankGroup.agree`; without agreements, raise the error of this rank."""

@@ -40,12 +40,15 @@ class LocalRows(NamedTuple):
     Attributes:
         seq_lens: `[T]` int32, keys from the first one of the table to the last visible one.
         block_table: `[T, columns]` int32.
+        empty: `[T]` bool under `LocalForm.is_decoder`, tokens without keys here, which see one that
+            they must not; else None.
         row: `[T, 3]` int32 under `Edge.FUNCTION`, else None: keys of the table before the first
             visible one; local index of the first key of the table; position of the token.
     """
 
     seq_lens: Tensor
     block_table: Tensor
+    empty: Tensor | None
     row: Tensor | None
 
 
@@ -55,6 +58,10 @@ class _Ranges(NamedTuple):
     table: Tensor
     first: Tensor
     end: Tensor
+
+    def lengths(self, form: LocalForm) -> Tensor:
+        """Keys of each row from the first one of its table on, int32."""
+        return (self.end - self.table).clamp(min=int(form.is_decoder)).to(torch.int32)
 
 
 def _ranges(
@@ -78,8 +85,7 @@ def row_lengths(
     form: LocalForm, division: Division, rank: int, tokens: TokenPositions, seq_lens: Tensor
 ) -> Tensor:
     """`LocalRows.seq_lens`, `[T]` int32; arguments as in `local_rows`."""
-    found = _ranges(form, division, rank, tokens, seq_lens)
-    return (found.end - found.table).clamp(min=0).to(torch.int32)
+    return _ranges(form, division, rank, tokens, seq_lens).lengths(form)
 
 
 def local_rows(
@@ -99,18 +105,20 @@ def local_rows(
         block_table: `[R, columns]` int32, blocks of the local indices of each request.
     """
     found, block_size = _ranges(form, division, rank, tokens, seq_lens), form.spec.block_size
-    lengths = (found.end - found.table).clamp(min=0).to(torch.int32)
     request = tokens.request[:, None]
     columns = torch.arange(table_columns(form, division, block_table), device=seq_lens.device)
     if form.cuts:
         columns = columns + (found.table // block_size)[:, None]
         columns = columns.clamp(max=max(block_table.shape[1] - 1, 0))
     table = block_table[request, columns] if block_table.shape[0] else block_table
-    row = None
+    empty = row = None
+    if form.is_decoder:
+        empty = found.end <= found.first
+        table = table.masked_fill((found.end <= found.table)[:, None], 0)
     if form.edge is Edge.FUNCTION:
         hidden = found.first - found.table
         row = torch.stack((hidden, found.table, tokens.position), 1).to(torch.int32)
-    return LocalRows(lengths, table, row)
+    return LocalRows(found.lengths(form), table, empty, row)
 
 
 def table_columns(form: LocalForm, division: Division, block_table: Tensor) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnlib.cache.storage import PagedKVCache
+from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionSpec
 
 __all__ = ["Staging", "StagingPlan"]
@@ -54,6 +55,22 @@ class StagingPlan(NamedTuple):
             return cls(num_blocks, table, torch.full_like(token, -1))
         slots = first[request] * block_size + token - query_start_loc[request]
         return cls(num_blocks, table, torch.where(token < query_start_loc[-1], slots, -1))
+
+    def batch(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """The new tokens of a batch alone, as requests without context over the scratch cache."""
+        starts, starts_cpu = common.query_start_loc, common.query_start_loc_cpu
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts_cpu,
+            seq_lens=starts.diff(),
+            seq_lens_cpu=None if starts_cpu is None else starts_cpu.diff(),
+            num_reqs=common.num_reqs,
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_query_len,
+            block_table_tensor=self.block_table,
+            slot_mapping=self.slots,
+        )
 
 
 class Staging:

@@ -28,7 +28,7 @@ def warmup_parallel(
     builder: ParallelBuilder | None = None,
     max_blocks: int | None = None,
 ) -> None:
-    """Run every class of batch within limits on both parts of a layer, and the merge.
+    """Run every class of batch within limits on all parts of a layer, and the merge.
 
     Args:
         layer: the layer.
@@ -38,12 +38,15 @@ def warmup_parallel(
         max_blocks: columns of the block table; None for as many as `limits.max_seq_len` needs.
     """
     builder = layer.make_builder(limits) if builder is None else builder
-    rows = limits_of_rows(limits, by_row=layer.form.by_row)
+    rows = limits_of_rows(limits, by_row=layer.context is None)
     assert rows is not None
     warmup(layer.cached, cache, rows, builder=builder.cached, max_blocks=max_blocks)
-    scratch = Staging(layer.new.spec, cache.device)
-    scratch.reserve(1)
-    warmup(layer.new, scratch.like(cache), limits, builder=builder.new)
+    if layer.context is not None and layer.context is not layer.cached:
+        warmup(layer.context, cache, limits, builder=builder.context, max_blocks=max_blocks)
+    if layer.new is not None:
+        scratch = Staging(layer.new.spec, cache.device)
+        scratch.reserve(1)
+        warmup(layer.new, scratch.like(cache), limits, builder=builder.new)
     spec, world_size = layer.spec, layer.group.world_size
     for tokens in _TOKENS:
         shape = torch.Size((world_size, tokens, spec.num_heads, spec.head_size_v))

@@ -13,6 +13,8 @@ from unittest import mock
 
 import torch
 
+from attnlib.backends.composite import make_composite
+from attnlib.backends.torch import TorchBackend
 from attnlib.errors import ContractError
 from attnlib.ops.torch.softmax import add_sink
 from attnlib.parallel import (
@@ -26,8 +28,9 @@ from attnlib.parallel import (
     merge,
 )
 from attnlib.parallel.exchange import Exchange
-from attnlib.spec import Window
+from attnlib.spec import AttentionType, Window
 from tests.parallel.problem import BLOCK, STEPS, Problem, Run, error_of
+from tests.testing.toy_backend import ToyBackend, ToyBuilder, toy_with
 
 LIMIT = 2e-6
 """Of outputs and LSEs in float32: a few roundings of numbers of about 3."""
@@ -39,6 +42,24 @@ GROWING = ("prefill", "mixed", "decode")
 def runs_of(span: int) -> Callable[[int], Contiguous]:
     return partial(Contiguous, span=span)
 
+
+class DecodesOnlyBuilder(ToyBuilder):
+    """Of a backend that serves requests of one token only."""
+
+    def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
+        assert common.max_query_len <= 1 and bool((common.seq_lens > 0).all())
+        return super().build(common_prefix_len, common, fast_build)
+
+
+DecodesOnly = toy_with(builder=DecodesOnlyBuilder, attn_types=(AttentionType.DECODER,))
+DECODERS: dict[str, tuple[Any, ...]] = {
+    "sinks, soft cap": ({"has_sink": True, "logits_soft_cap": 3.0},),
+    "window of whole periods": ({"sliding_window": 12},),
+    "window, alibi": ({"sliding_window": 5, "has_alibi": True}, 2),
+    "bidirectional": (FULL, 1, None, GROWING),
+    "latents": (LATENT,),
+}
+"""Layers of a backend without attention to the keys of another sequence."""
 
 PROBLEMS = {
     "grouped heads": Problem(),
@@ -77,6 +98,14 @@ PROBLEMS = {
     "bidirectional": Problem(FULL, steps=GROWING),
     "bidirectional window": Problem({**FULL, "sliding_window": 5}, steps=GROWING),
     "batch invariant": Problem({"batch_invariant": True}),
+    **{
+        f"decoders only: {name}": Problem(*more, options={"backend": ToyBackend})
+        for name, more in DECODERS.items()
+    },
+    "decodes only": Problem(options={"backend": DecodesOnly}),
+    "a backend for decodes": Problem(
+        {"has_sink": True}, options={"backend": make_composite(TorchBackend, DecodesOnly)}
+    ),
 }
 
 
@@ -212,7 +241,16 @@ def refusals(group: RankGroup) -> str:
         given: Any = None if last else run.own(query)
         run.layer(given, key, value, run.caches[1], built)
 
+    def without_lse() -> None:
+        backend = toy_with(lse=False) if last else None
+        ParallelAttention(run.spec, group, run.division, device="cpu", backend=backend)
+
+    def other_rows() -> None:
+        backend = ToyBackend if last else None
+        ParallelAttention(run.spec, group, run.division, device="cpu", backend=backend)
+
     expected = {
+        without_lse: "returning the LSE: not supported", other_rows: "ranks 0 and",
         other_window: "ranks 0 and", bad_sinks: "sinks is torch.float32 [5]",
         other_batch: "ranks 0 and", short_table: "has 1 columns", other_dtype: "torch.float64",
         no_tensor: f"rank {group.world_size - 1} refuses: ",

@@ -23,6 +23,7 @@ from attnlib.parallel import (
 from attnlib.parallel.prompts import Segment
 from tests.parallel.cases import LATENT, LIMIT, runs_of
 from tests.parallel.problem import BLOCK, STEPS, Problem, error_of
+from tests.testing.toy_backend import ToyBackend
 
 RING, GATHER = {"method": "ring"}, {"method": "all_gather"}
 FULL = {"has_sink": True, "logits_soft_cap": 3.0}
@@ -54,6 +55,7 @@ PROBLEMS = {
         {**LATENT, "kv_cache_dtype": "fp8", "sliding_window": 5}, scales=0.25
     ),
     "gather: two formats": Problem(PAGES, options=GATHER),
+    "a backend of decoders": Problem({"has_sink": True}, options={"backend": ToyBackend}),
 }
 
 
@@ -214,6 +216,11 @@ def refusals(group: RankGroup) -> str:
         rows = layer.make_builder().build([4, 5], table + (6 if last else 0), [0, 1])
         layer(*(torch.zeros(rows.num_actual_tokens, n, 16) for n in (4, 2, 2)), cache, rows)
 
+    def ring_of_decoders() -> None:
+        ParallelPrefill(
+            spec, group, division, device="cpu", method="ring", backend=ToyBackend if last else None
+        )
+
     def too_many_rows() -> None:
         batch = layer.make_builder().build([4, 5], table)
         rows = batch.num_actual_tokens + last
@@ -223,7 +230,7 @@ def refusals(group: RankGroup) -> str:
     expected = {
         other_prompts: "ranks 0 and", other_context: "ranks 0 and",
         other_cache: "but the cache has 6 blocks", window_in_a_ring: "use 'all_gather'",
-        too_many_rows: "this rank has",
+        ring_of_decoders: "encoder_decoder", too_many_rows: "this rank has",
     }  # fmt: skip
     for call, text in expected.items():
         try:

@@ -154,8 +154,7 @@ class DistributedBuilder:
         """
         found, has_context = {}, _has_context(batch)
         for spec, own in self.builders.items():
-            host_lengths = own.cached.needs_host_lengths or own.new.needs_host_lengths
-            common = common_batch(batch, spec, host_lengths)
+            common = common_batch(batch, spec, own.needs_host_lengths)
             if captures:
                 found[spec] = own.build_for_cudagraph_capture(common, write=False)
             else:

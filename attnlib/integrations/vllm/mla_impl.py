@@ -179,9 +179,7 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         cache = self._view(kv_c_and_k_pe_cache, layer._k_scale)
         if self.divided is not None:
-            decode = attn_metadata.decode.cached
-            out, lse = self.divided.cached(query, None, None, cache, decode, True)
-            return out, lse
+            return self.divided.attend_cached(query, cache, attn_metadata.decode)
         return self._attention(query, None, None, cache, attn_metadata.decode), None
 
     def forward_mha(
