@@ -185,7 +185,8 @@ TESTS = Path(__file__).parent
 OUTSIDE = ("benchmarks", "examples", "gpu", "hosts", "properties")
 """Folders of tests of scripts and examples, and of tests that need a GPU, vLLM or random draws."""
 SEVERAL_MODULES = """
-    backends/flash_mla/test_backend.py backends/flashinfer/test_backend.py
+    backends/fla/test_backend.py backends/flash_mla/test_backend.py
+    backends/flashinfer/test_backend.py
     backends/test_adapter_conformance.py backends/test_device_values.py backends/test_refusals.py
     backends/test_signatures.py
     cache/test_state_machines.py cli/test_random_calls.py compat/seeds/test_programs.py

@@ -75,7 +75,8 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
             "'flash_atn'",
             "from argument",
             "Did you mean 'flash_attn'?",
-            "Registered: flash_attn, flash_mla, flashinfer, flashinfer_mla, torch, triton",
+            "Registered: fla, flash_attn, flash_mla, flashinfer, flashinfer_gdn, flashinfer_mla, "
+            "torch, triton",
         ),
     ),
     "invalid request": (

@@ -137,9 +137,7 @@ def test_devices() -> None:
     caps = dataclasses.replace(EVERYTHING, devices=("cuda",), min_capability=(9, 0))
     spec = StateSpec(**BASE)
     assert unsupported_reasons(spec, CPU, caps) == ["device cpu not supported (supported: cuda)"]
-    assert unsupported_reasons(spec, CPU, StateCapabilities()) == [
-        "state layers: not stated by this backend, so not assumed"
-    ]
+    assert unsupported_reasons(spec, CPU, StateCapabilities()) == ["serves no state layers"]
 
 
 def test_wrong_types() -> None:
@@ -170,7 +168,7 @@ def test_a_backend_of_state_layers_alone() -> None:
         assert "only_states     chosen       slots:   plain" in str(report)
         attention = attnlib.AttentionSpec(num_heads=2, head_size=16, dtype=torch.float32)
         assert attnlib.get_attn_backend(attention, device="cpu").get_name() == "torch"
-        with pytest.raises(UnsupportedConfigError, match="devices: not stated"):
+        with pytest.raises(UnsupportedConfigError, match="serves no attention layers"):
             attnlib.get_attn_backend(attention, "only_states", "cpu")
     finally:
         unregister_backend("only_states")

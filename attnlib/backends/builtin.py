@@ -54,5 +54,15 @@ BUILTIN_BACKENDS: dict[str, BuiltinBackend] = {
             40,
             "pip install flashinfer-python (compiles its kernels with nvcc and ninja at first use)",
         ),
+        # State layers only, in the form `plain`: by name until a measurement ranks them.
+        BuiltinBackend(
+            "fla", "attnlib.backends.fla:FlaBackend", 30, "pip install flash-linear-attention"
+        ),
+        BuiltinBackend(
+            "flashinfer_gdn",
+            "attnlib.backends.flashinfer.gdn:FlashInferGDNBackend",
+            20,
+            "pip install flashinfer-python (compiles its kernels with nvcc and ninja at first use)",
+        ),
     )
 }

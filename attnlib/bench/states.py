@@ -181,22 +181,24 @@ def _fill(cache: StateCache, slots: list[int], high: int, rollback: int) -> None
 
 
 def _rows(case: StateCase, backends: list[str], device: torch.device) -> Iterator[dict[str, Any]]:
-    """The results of a case."""
-    facts, works, spec = resolve_device(device), {}, case.spec
-    if device.type == "cuda":
-        spec = spec.replace(cudagraph=CudaGraphSupport.ALWAYS)
+    """The results of a case. Backends that no graph can capture are timed without one."""
+    facts, works, graphs = resolve_device(device), {}, {}
+    captured = case.spec.replace(cudagraph=CudaGraphSupport.ALWAYS)
     for name in backends:
         backend = load_backend(name)
-        if not (backend.unavailable(facts) or backend.state_reasons(spec, facts)):
+        if not (backend.unavailable(facts) or backend.state_reasons(case.spec, facts)):
             works[name] = _prepare(case, name, device)
+            graphs[name] = device.type == "cuda" and not backend.state_reasons(captured, facts)
     expected = {name: warm_up(work.call, device) for name, work in works.items()}
-    kind = GraphTimer if device.type == "cuda" else EagerTimer
     timers = {
-        name: kind(work.call, work.copies, device, expected[name]) for name, work in works.items()
+        name: (GraphTimer if graphs[name] else EagerTimer)(
+            work.call, work.copies, device, expected[name]
+        )
+        for name, work in works.items()
     }
     for name, found in measure_in_turn(timers, expected).items():
-        moved = works[name].bytes_per_call
-        yield {"case": case.name, "backend": name, **asdict(found), "bytes": moved}
+        facts_of = {"bytes": works[name].bytes_per_call, "graph": graphs[name]}
+        yield {"case": case.name, "backend": name, **asdict(found), **facts_of}
 
 
 def measure_states(

@@ -57,8 +57,8 @@ def unsupported_reasons(
         caps: what the backend declares for this kind of layers.
     """
     is_state = isinstance(spec, StateSpec)
-    if is_state and caps.devices is NOT_STATED:
-        return [not_stated("state layers")]
+    if (is_state and caps.devices is NOT_STATED) or caps == Capabilities():
+        return [f"serves no {spec.kind} layers"]
     reasons = unsupported_device_reasons(device, caps)
     checks: Mapping[str, Check] = STATE_CHECKS if is_state else CHECKS
     for field, check in checks.items():

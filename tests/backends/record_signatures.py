@@ -57,6 +57,7 @@ _PAGED = {
     for kind in ("decode", "prefill")
 }
 _PLANNED = {**_PAGED, "flashinfer/decode.py": (*_PAGED["flashinfer/decode.py"], _DECODE_PLAN)}
+_GDN = {"flashinfer/gdn_prefill.py": ("chunk_gated_delta_rule",)}
 _FLAT_MLA = {"flashinfer/mla/_core.py": _MLA}
 _STRUCTURED_MLA = {
     "flashinfer/mla/_batch_mla/_wrapper.py": _MLA,
@@ -67,6 +68,11 @@ _VLLM = {
         "flash_attn_varlen_func",
         "get_scheduler_metadata",
     )
+}
+_FLA = {
+    f"fla/ops/{module}/{form}.py": (f"{form}_{module}",)
+    for module in ("gated_delta_rule", "kda", "simple_gla", "gla")
+    for form in ("chunk", "fused_recurrent")
 }
 RELEASES = (
     Release(
@@ -85,10 +91,11 @@ RELEASES = (
         "flash-attn-4", "4.0.0b36", {"flash_attn/cute/interface.py": ("flash_attn_varlen_func",)}
     ),
     *(Release("vllm", version, _VLLM) for version in ("0.24.0", "0.27.0", "0.33.0")),
-    Release("flashinfer-python", "0.6.12", {**_PAGED, **_FLAT_MLA}),
-    Release("flashinfer-python", "0.6.18", {**_PLANNED, **_FLAT_MLA}),
-    Release("flashinfer-python", "0.7.0", {**_PLANNED, **_STRUCTURED_MLA}),
-    Release("flashinfer-python", "0.7.2", {**_PLANNED, **_STRUCTURED_MLA}),
+    Release("flashinfer-python", "0.6.12", {**_PAGED, **_FLAT_MLA, **_GDN}),
+    Release("flashinfer-python", "0.6.18", {**_PLANNED, **_FLAT_MLA, **_GDN}),
+    Release("flashinfer-python", "0.7.0", {**_PLANNED, **_STRUCTURED_MLA, **_GDN}),
+    Release("flashinfer-python", "0.7.2", {**_PLANNED, **_STRUCTURED_MLA, **_GDN}),
+    Release("fla-core", "0.6.0", _FLA),
 )
 """The first and last release that the adapters support, and those between them that changed a
 signature in more than arguments at its end."""

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import attnlib
+from attnlib.device import resolve_device
+from attnlib.selection import load_backend
 from attnlib.spec import CudaGraphSupport, StateSpec
+from attnlib.testing.conformance import run_conformance
 from attnlib.testing.states.inputs import draw_layer, draw_tokens
 from attnlib.testing.states.serving import Part, Server, Step
 from attnlib.workspace import BatchLimits
@@ -109,3 +112,13 @@ def test_a_graph_serves_every_length() -> None:
         eager = run(rows, caches[1], builder.build(0, common))
         for ours, theirs in zip(replayed, eager, strict=True):
             assert torch.equal(ours[:3], theirs) and not ours[3].any(), step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fla", "flashinfer_gdn"])
+def test_the_adapters_conform(name: str) -> None:
+    """Over the installed packages."""
+    if reasons := load_backend(name).unavailable(resolve_device("cuda")):
+        pytest.skip("; ".join(reasons))
+    report = run_conformance(name, device="cuda", quick=True, against=[])
+    assert report.passed, str(report)

@@ -88,7 +88,7 @@ def test_the_spec_of_a_layer_is_resolved() -> None:
 
 
 def test_a_backend_without_states() -> None:
-    with pytest.raises(UnsupportedConfigError, match="state layers: not stated by this backend"):
+    with pytest.raises(UnsupportedConfigError, match="serves no state layers"):
         layer_of(GDN, backend=_Attends)
 
 

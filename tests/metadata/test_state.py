@@ -112,7 +112,7 @@ def test_a_clone_has_its_own_workspace() -> None:
     assert captured.workspace.numel() == cloned.workspace.numel() > 0
 
 
-@pytest.mark.parametrize("backend", sorted(BUILTIN_BACKENDS))
+@pytest.mark.parametrize("backend", sorted(set(BUILTIN_BACKENDS) - {"fla", "flashinfer_gdn"}))
 def test_builders_declare_the_capability_of_their_backend(backend: str) -> None:
     """`full_cudagraph_supported` is true exactly for backends that can capture every batch."""
     cls = import_backend(BUILTIN_BACKENDS[backend].path)
