@@ -118,11 +118,12 @@ def test_import_takes_little_time_besides_torch() -> None:
 
 
 def test_an_excluded_backend_is_never_imported() -> None:
-    """I6: `-name` prevents the import of the declaration, too. The declarations of `flashinfer` and
-    `flashinfer_mla` are in one package."""
+    """I6: `-name` prevents the import of the declaration, too. The declarations of
+    FlashInfer's three backends are in one package."""
+    names = "-flash_attn,-flashinfer,-flashinfer_mla,-flashinfer_gdn"
     statement = (
         "import os\n"
-        "os.environ['ATTNLIB_BACKEND'] = '-flash_attn,-flashinfer,-flashinfer_mla'\n"
+        f"os.environ['ATTNLIB_BACKEND'] = '{names}'\n"
         "import attnlib\n"
         "spec = attnlib.AttentionSpec(num_heads=4, head_size=64, dtype=torch.float32)\n"
         "attnlib.get_attn_backend(spec, device='cpu')\n"
