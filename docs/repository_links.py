@@ -22,6 +22,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "README.md": "index.md",
     "benchmarks/README.md": "benchmarks.md",
+    "examples/attnlib-kv-format-example/README.md": "examples/kv-format.md",
     "examples/attnlib-plugin-example/README.md": "examples/plugin.md",
 }
 """Path in the repository -> path in the site. Links to `README.md` go to `index.md`."""

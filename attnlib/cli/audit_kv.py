@@ -75,11 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _formats(names: str | None) -> list[AuditFormat]:
-    from attnlib.debug.kv_audit import AUDIT_FORMATS
+    from attnlib.debug.kv_audit import audit_formats
 
-    known = {one.label: one for one in AUDIT_FORMATS}
+    known = {one.label: one for one in audit_formats()}
     if names is None:
-        return list(AUDIT_FORMATS)
+        return list(known.values())
     wanted = [name.strip() for name in names.split(";")]
     if unknown := [name for name in wanted if name not in known]:
         raise ContractError(

@@ -1,4 +1,4 @@
-"""`attnlib list`: all backends, and whether they can run here."""
+"""`attnlib list`: all backends and whether they can run here, and open KV formats."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from attnlib.cli.arguments import CommandParser, any_device
 from attnlib.device import DeviceInfo, resolve_device
+from attnlib.kv_formats import installed_kv_formats
 from attnlib.selection.registry import availability, list_backends, registrations
 
 __all__ = ["main", "parser"]
@@ -19,8 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     device = resolve_device(options.device)
     rows = [_row(name, device) for name in list_backends()]
+    formats = {one.name: one.version for one in installed_kv_formats()}
     if options.json:
-        print(json.dumps({"device": str(device), "backends": rows}, indent=2))
+        found = {"device": str(device), "backends": rows, "kv_formats": formats}
+        print(json.dumps(found, indent=2))
         return 0
     width = max(len(str(row["name"])) for row in rows)
     print(f"backends on {device}")
@@ -39,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 break_long_words=False,
             )
         )
+    if formats:
+        print("KV formats of packages")
+    for name, version in formats.items():
+        print(f"  {name}, version {version}")
     return 0
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnlib.kv_dtype import PAGE_FORMATS
+from attnlib.kv_formats import installed_kv_formats
 
-__all__ = ["AUDIT_FORMATS", "AuditFormat"]
+__all__ = ["AUDIT_FORMATS", "AuditFormat", "audit_formats"]
 
 
 @dataclass(frozen=True)
@@ -67,3 +68,14 @@ AUDIT_FORMATS: tuple[AuditFormat, ...] = (
 )
 """The formats that `audit_call` compares by default. Rows of keys or of values have the other side
 in the dtype of the model."""
+
+
+def audit_formats() -> tuple[AuditFormat, ...]:
+    """`AUDIT_FORMATS`, and the open formats that are registered or installed (P16): rotated, and
+    not rotated unless they need it."""
+    rows = list(AUDIT_FORMATS)
+    for stored in installed_kv_formats():
+        if not stored.rotated:
+            rows.append(AuditFormat(stored.name, stored.name))
+        rows.append(_rotated(stored.name))
+    return tuple(rows)

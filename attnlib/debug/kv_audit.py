@@ -16,6 +16,7 @@ from attnlib.backends.rotated import RotatedImpl
 from attnlib.cache.storage import PagedKVCache, Scale
 from attnlib.debug.audit_formats import AUDIT_FORMATS as AUDIT_FORMATS
 from attnlib.debug.audit_formats import AuditFormat as AuditFormat
+from attnlib.debug.audit_formats import audit_formats as audit_formats
 from attnlib.debug.format_errors import FormatErrors as FormatErrors
 from attnlib.debug.format_errors import KVAudit as KVAudit
 from attnlib.debug.fp8_queries import (
@@ -29,7 +30,7 @@ from attnlib.ops.scales import scale_for, valid_scale
 from attnlib.testing.layouts import read_slots
 from attnlib.testing.materialized_case import MaterializedCase
 
-__all__ = ["AUDIT_FORMATS", "AuditFormat", "FormatErrors", "KVAudit", "audit_call"]
+__all__ = ["AUDIT_FORMATS", "AuditFormat", "FormatErrors", "KVAudit", "audit_call", "audit_formats"]
 
 
 def audit_call(
@@ -203,6 +204,8 @@ def _count_clipped(
         (value, cache.value_cache, cache.v_scale),
     )
     for (x, view, scale), stored in zip(sides, cache.page_formats, strict=True):
+        if stored is not None and stored.largest == 0:
+            continue  # its numbers are not a scale times one of a range
         if stored is not None and isinstance(scale, torch.Tensor):
             factor = read_slots(scale, slots).float()
             largest = (factor * stored.largest).repeat_interleave(

@@ -9,19 +9,16 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from enum import Enum
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
 
+from attnlib.debug.recorded_fields import plain_value, score_fields, spec_fields
 from attnlib.errors import ContractError
 from attnlib.fields import check_types
-from attnlib.kv_rotation import KVRotation
-from attnlib.object_path import load_object
-from attnlib.score_functions import ScoreFunction
-from attnlib.spec import AttentionSpec, Window
+from attnlib.kv_formats import find_kv_format
+from attnlib.spec import AttentionSpec
 from attnlib.testing.batch_spec import parse_batch
 from attnlib.testing.block_placement import BlockPlacement
 from attnlib.testing.case import Case
@@ -63,9 +60,15 @@ def save_recording(step: MaterializedCase, path: str | Path) -> Path:
     params = {field.name: getattr(step.params, field.name) for field in fields(OracleParams)}
     data = {
         "attnlib_recording": _VERSION,
-        "case": {name: _plain(value) for name, value in asdict(step.case).items()},
+        "case": {name: plain_value(value) for name, value in asdict(step.case).items()},
         "spec": {
-            field.name: _plain(getattr(step.spec, field.name)) for field in fields(AttentionSpec)
+            field.name: plain_value(getattr(step.spec, field.name))
+            for field in fields(AttentionSpec)
+        },
+        "kv_formats": {
+            one.name: one.version
+            for one in (step.spec.kv_format, step.spec.value_format)
+            if one.scales_in_page
         },
         "params": {
             name: value.cpu() if isinstance(value, torch.Tensor) else value
@@ -102,8 +105,8 @@ def load_recording(path: str | Path, device: torch.device | str = "cpu") -> Mate
         device: where to allocate the tensors.
 
     Raises:
-        ContractError: the file is not a recording of this version, or its score function cannot be
-            imported.
+        ContractError: the file is not a recording of this version, its score function cannot be
+            imported, or its KV format has another version here.
     """
     data = _load(Path(path))
     if not isinstance(data, dict) or data.get("attnlib_recording") != _VERSION:
@@ -112,6 +115,7 @@ def load_recording(path: str | Path, device: torch.device | str = "cpu") -> Mate
             f"{path} is not an attnlib recording of version {_VERSION} (found {found}): record the "
             "call again"
         )
+    _check_formats(path, data.get("kv_formats", {}))  # recordings of earlier versions have none
     try:
         return _step(data, device)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -122,11 +126,24 @@ def load_recording(path: str | Path, device: torch.device | str = "cpu") -> Mate
         ) from error
 
 
+def _check_formats(path: str | Path, formats: Any) -> None:
+    """Refuse stored bytes that the KV formats here would read in another way (P16).
+
+    Raises:
+        ContractError: a format of another version, or none of its name.
+    """
+    for name, version in formats.items() if isinstance(formats, dict) else [(formats, 0)]:
+        try:
+            find_kv_format(str(name), version)
+        except ContractError as error:
+            raise ContractError(f"{path} cannot be read: {error}") from None
+
+
 def _step(data: Mapping[str, Any], device: torch.device | str) -> MaterializedCase:
     """The recorded step on a device."""
     check_types(Case, data["case"], "case")
     check_types(OracleParams, data["params"], "params")
-    spec = AttentionSpec(**_spec_fields(data["spec"]))
+    spec = AttentionSpec(**spec_fields(data["spec"]))
     case = Case(**data["case"])
     inputs = _inputs(data, case, device)
     params: dict[str, Any] = {
@@ -162,19 +179,6 @@ def _load(path: Path) -> Any:
         raise ContractError(f"{path} cannot be read as a recording: {reason}") from error
 
 
-def _spec_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a spec from plain values."""
-    spec_fields = dict(plain)
-    for name in ("dtype", "kv_cache_dtype", "value_cache_dtype"):
-        if str(spec_fields.get(name)).startswith("torch."):
-            spec_fields[name] = getattr(torch, spec_fields[name].removeprefix("torch."))
-    if spec_fields["window"] is not None:
-        spec_fields["window"] = Window(*spec_fields["window"])
-    if spec_fields["score_function"] is not None:
-        spec_fields["score_function"] = _score_function(spec_fields["score_function"])
-    return spec_fields
-
-
 def _inputs(data: Mapping[str, Any], case: Case, device: torch.device | str) -> StepInputs:
     """The tensors of a call."""
     table = unpack_tensor(data["block_table"], "cpu")
@@ -200,51 +204,3 @@ def _inputs(data: Mapping[str, Any], case: Case, device: torch.device | str) -> 
         cache=cache,
         **{name: unpack_tensor(data[name], device) for name in _TENSORS},
     )
-
-
-def score_fields(function: ScoreFunction) -> dict[str, Any]:
-    """A score function as plain values; functions as "module:name".
-
-    Raises:
-        ContractError: a function is defined in `__main__`.
-    """
-    values = {field.name: getattr(function, field.name) for field in fields(ScoreFunction)}
-    for name, value in values.items():
-        if isinstance(value, FunctionType):
-            if value.__module__ == "__main__":
-                raise ContractError(
-                    f"a call with score function {function} cannot be recorded: {name} is defined "
-                    "in __main__, which a replay cannot import; define it in a module of its own"
-                )
-            values[name] = f"{value.__module__}:{value.__qualname__}"
-    return values
-
-
-def _score_function(values: Mapping[str, Any]) -> ScoreFunction:
-    """The score function of `score_fields`.
-
-    Raises:
-        ContractError: a function cannot be imported.
-    """
-    made = dict(values)
-    for name in ("function", "bounds", "head_bounds", "examples"):
-        if made.get(name) is None:  # recordings of earlier versions have no head_bounds
-            continue
-        try:
-            made[name] = load_object(made[name])
-        except (ImportError, ContractError) as error:
-            raise ContractError(
-                f"the recorded call has the score function {values['function']}, and {made[name]} "
-                f"cannot be imported ({error}): make the module importable, for example by "
-                "PYTHONPATH, and replay again"
-            ) from None
-    return ScoreFunction(**made)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, ScoreFunction):
-        return score_fields(value)
-    if isinstance(value, torch.dtype | KVRotation):
-        return str(value)
-    value = value.value if isinstance(value, Enum) else value
-    return tuple(value) if isinstance(value, tuple) else value

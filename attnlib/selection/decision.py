@@ -178,13 +178,28 @@ def _explain_lines(backend: Backend, spec: LayerSpec, device: DeviceInfo) -> tup
     rotation = spec.kv_rotation
     if rotation is not None:
         lines.append(_rotation_line(rotation))
-    if spec.kv_format.bits == 4 and not (rotation is not None and rotation.keys):
+    lines += _open_format_lines(spec)
+    if spec.kv_format.bits <= 4 and not (rotation is not None and rotation.keys):
         lines.append(
-            f"warning: keys of 4 bits without a rotation ({spec.kv_format.name}) change many "
-            "models; compare them by attnlib audit-kv --perplexity with int8_per_token_head keys, "
-            "4-bit values and kv_rotation=hadamard"
+            f"warning: keys of {spec.kv_format.bits} bits without a rotation "
+            f"({spec.kv_format.name}) change many models; compare them by attnlib audit-kv "
+            "--perplexity with int8_per_token_head keys, 4-bit values and kv_rotation=hadamard"
         )
     return tuple(lines)
+
+
+def _open_format_lines(spec: AttentionSpec) -> list[str]:
+    """The formats of packages, and what they need (P16)."""
+    rotation, lines = spec.kv_rotation, []
+    keys = ("keys", spec.kv_format, spec.head_size)
+    for side, stored, size in (keys, ("values", spec.value_format, spec.head_size_v)):
+        if not stored.is_open:
+            continue
+        bits = f"{8 * stored.bytes_per_head(size) / size:.4g} bits"
+        lines.append(f"{side} are stored as {stored.name}, version {stored.version}: {bits}")
+        if stored.rotated and not (rotation is not None and getattr(rotation, side)):
+            lines.append(f"warning: {stored.name} is made for rotated {side}: set kv_rotation")
+    return lines
 
 
 def _rotation_line(rotation: KVRotation) -> str:

@@ -14,6 +14,7 @@ from tests.fresh_process import run_module, run_program
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "attnlib-plugin-example"
+FORMAT_EXAMPLE = ROOT / "examples" / "attnlib-kv-format-example"
 
 _SELECT = """
 import os
@@ -36,7 +37,7 @@ def _run(arguments: list[str], site: Path, **env: str) -> subprocess.CompletedPr
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example package, built and installed into a separate folder."""
+    """The example packages, built and installed into a separate folder."""
     if importlib.util.find_spec("hatchling") is None:
         pytest.skip("hatchling builds the example's wheel: pip install 'attnlib[test]'")
     folder = tmp_path_factory.mktemp("site")
@@ -52,7 +53,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(folder),
     ]
     done = subprocess.run(
-        [sys.executable, *command, str(EXAMPLE)], capture_output=True, text=True, check=False
+        [sys.executable, *command, str(EXAMPLE), str(FORMAT_EXAMPLE)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return folder
@@ -83,6 +87,35 @@ def test_the_test_suite_of_the_package_passes(site: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout
+
+
+_SERVE = """
+import torch
+from attnlib.cache.allocator import BlockAllocator
+from attnlib.cli.demo.scheduler import Request, Scheduler
+from attnlib.cli.demo.serve import serve
+from attnlib.integrations.transformers.paged_model import PagedModel
+from tests.integrations.tiny_models import decoder, prompts
+
+fields = {"kv_cache_dtype": "example:rotated4", "kv_rotation": "hadamard"}
+paged = PagedModel(decoder("llama"), num_blocks=16, block_size=8, backend="torch", **fields)
+requests = [Request(0, prompts(9)[0], 4)]
+serve(paged, Scheduler(BlockAllocator(16, 8), 16, 8), requests)
+print(len(requests[0].generated), *{cache.format_name for _, cache in paged.layers()})
+"""
+
+
+@pytest.mark.slow
+def test_the_format_package_is_found_verified_and_serves_a_model(site: Path) -> None:
+    """By its name alone: the entry point imports it."""
+    done = _run(["-c", _SERVE], site)
+    assert done.stdout.split() == ["4", "example:rotated4"], done.stderr
+    done = _run(["-m", "attnlib", "verify", "--kv-format", "example:rotated4"], site)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "75 cases · 75 passed" in done.stdout
+    tests = str(FORMAT_EXAMPLE / "tests")
+    done = _run(["-m", "pytest", "-q", "-p", "no:cacheprovider", tests], site)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow
