@@ -20,6 +20,7 @@ from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.dispatch import operation
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.rotary import HeadNorm
+from attnlib.score_functions.query_tensors import QueryTensors
 from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 
@@ -141,8 +142,29 @@ class AttentionImpl(ABC):
 
     @property
     def layer_score_tensors(self) -> tuple[torch.Tensor, ...]:
-        """The layer tensors of the score function, in its order."""
+        """The layer tensors of the score function, in its order; of the impl of a call (`of_call`)
+        also its query tensors."""
         return tuple(getattr(self._owner, score_attribute(name)) for name in self._score_names)
+
+    def of_call(self, given: QueryTensors) -> AttentionImpl:
+        """The impl of one call that passes tensors of its query tokens (M21, M22): `forward` reads
+        them as score tensors and sinks of the layer.
+
+        Args:
+            given: the tensors of this call; checked.
+        """
+        function, names = self.spec.score_function, self._score_names
+        if function is not None:
+            names = (*names, *function.query_tensors)
+        own = dict(zip(self._score_names, self.layer_score_tensors, strict=True))
+        tensors = {score_attribute(name): {**own, **given.tensors}[name] for name in names}
+        slopes, sinks = self.per_head_tensors
+        owner = SimpleNamespace(
+            alibi_slopes=slopes, sinks=sinks if given.sinks is None else given.sinks, **tensors
+        )
+        bound = object.__new__(type(self))
+        bound.__dict__.update(self.__dict__, _owner=owner, _score_names=names)
+        return bound
 
     @property
     def group(self) -> LayerGroup:

@@ -20,6 +20,7 @@ from attnlib.backends.step_plan import LayerGroup, StepPlan
 from attnlib.cache.storage import PagedKVCache
 from attnlib.kv_rotation import KVRotation
 from attnlib.metadata.base import AttentionMetadata
+from attnlib.score_functions.query_tensors import QueryTensors
 from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 
@@ -73,6 +74,12 @@ class RotatedImpl(PairImpl):
             made = LayerGroup(inner.has_plan, has_rotary_write=True, has_rotary_plan=False)
             found = self.__dict__["_group"] = _groups.setdefault((inner, self._rotation), made)
         return found
+
+    def of_call(self, given: QueryTensors) -> AttentionImpl:
+        """See `AttentionImpl.of_call`."""
+        bound = super().of_call(given)
+        bound.__dict__["_inner"] = self._inner.of_call(given)
+        return bound
 
     def rotated_kv(
         self, key: torch.Tensor, value: torch.Tensor

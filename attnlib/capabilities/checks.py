@@ -76,6 +76,16 @@ def _check_block_size(spec: AttentionSpec, caps: Capabilities) -> str | None:
     )
 
 
+def _check_score_function(spec: AttentionSpec, caps: Capabilities) -> str | None:
+    function = spec.score_function
+    label = "score_function={spec.score_function}"
+    reason = flag("score_function", lambda s: s.score_function, label)(spec, caps)
+    if reason is not None or function is None:
+        return reason
+    label = f"query tensors ({', '.join(function.query_tensors)})"
+    return flag("query_tensors", lambda _: function.query_tensors, label)(spec, caps)
+
+
 CHECKS: Mapping[str, _Check] = {
     "num_heads": lambda spec, caps: (
         None
@@ -108,9 +118,8 @@ CHECKS: Mapping[str, _Check] = {
     ),
     "has_alibi": flag("alibi", lambda s: s.has_alibi, "ALiBi slopes"),
     "has_sink": flag("sink", lambda s: s.has_sink, "attention sinks"),
-    "score_function": flag(
-        "score_function", lambda s: s.score_function, "score_function={spec.score_function}"
-    ),
+    "token_sinks": flag("token_sinks", lambda s: s.token_sinks, "sinks of query tokens"),
+    "score_function": _check_score_function,
     "key_selection": flag(
         "key_selection", lambda s: s.key_selection, "key_selection={spec.key_selection}"
     ),

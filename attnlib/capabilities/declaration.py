@@ -105,6 +105,8 @@ class Capabilities(Declaration):
         attention_chunks: attention within chunks.
         logits_soft_cap, alibi, sink, score_function, mla, lse, kv_sharing, batch_invariant: the
             features of the spec with these names.
+        query_tensors: score functions with tensors of query tokens (M21).
+        token_sinks: sinks of query tokens (M22).
         key_selection: attention to selected keys (M11).
         compressed_entries: two key streams under one softmax (M17).
         cudagraph: batches that a CUDA graph can capture.
@@ -139,6 +141,8 @@ class Capabilities(Declaration):
     alibi: bool = NOT_STATED
     sink: bool = NOT_STATED
     score_function: bool = NOT_STATED
+    query_tensors: bool = NOT_STATED
+    token_sinks: bool = NOT_STATED
     key_selection: bool = NOT_STATED
     compressed_entries: bool = NOT_STATED
     mla: bool = NOT_STATED

@@ -30,6 +30,7 @@ _NUMBERS = {
 _SWITCHES = {
     "has_alibi": "ALiBi slopes",
     "has_sink": "one sink logit for each query head (M4)",
+    "token_sinks": "one sink logit for each query token and head (M22)",
     "allow_fp8_queries": "queries may be rounded to float8 over a float8 cache",
     "use_mla": "the cache holds latents (P10)",
     "needs_lse": "the log-sum-exp is returned, too",

@@ -66,13 +66,14 @@ def capture_call(
 
     Raises:
         ContractError: the metadata does not have the required attributes, the layer has selected
-            keys or compressed entries, or its score function is defined in `__main__`, which no
-            other process can import.
+            keys, compressed entries or tensors of query tokens, or its score function is defined in
+            `__main__`, which no other process can import.
     """
-    if spec.key_selection is not None or spec.compressed_entries is not None:
+    if spec.takes_extra:
         raise ContractError(
-            "a call with selected keys or compressed entries cannot be recorded, because "
-            "recordings hold neither: compare two backends in a test instead"
+            "a call with selected keys, compressed entries or tensors of query tokens cannot be "
+            "recorded, because recordings hold none of these: compare two backends in a test "
+            "instead"
         )
     facts, tensors, score = metadata.facts, None, None
     if spec.score_function is not None:

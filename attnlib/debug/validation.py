@@ -20,6 +20,7 @@ from attnlib.metadata.batch_values import BatchValues
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.metadata.values import check_values
 from attnlib.ops.scales import MAX_KV_SCALE, MIN_KV_SCALE
+from attnlib.score_functions.query_tensors import QueryTensors
 from attnlib.sparse.key_selection import SelectedKeys
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def check_call_values(
     value: torch.Tensor | None,
     cache: PagedKVCache | None,
     metadata: AttentionMetadata,
-    extra: SelectedKeys | CompressedKeys | None = None,
+    extra: SelectedKeys | CompressedKeys | QueryTensors | None = None,
 ) -> Callable[[], None] | None:
     """Check the values of a batch, the scales of the cache, and slopes and sinks of the layer. Warn
     if the cache saturates the new keys or values. This synchronizes with the device; while a CUDA
@@ -47,7 +48,7 @@ def check_call_values(
         cache: the cache of the layer; None where keys are not cached.
         metadata: the metadata of the batch. Metadata without `query_start_loc` and `seq_lens` is
             not checked.
-        extra: the selected keys or the compressed entries of the call.
+        extra: the selected keys, compressed entries or query tensors of the call.
 
     Returns:
         What to call after the launches; None if nothing.
@@ -62,7 +63,7 @@ def check_call_values(
     _check_per_head(layer, name)
     if isinstance(extra, CompressedKeys):
         check_entries(extra, name)
-    elif extra is not None:
+    elif isinstance(extra, SelectedKeys):
         check_lists(layer, extra, metadata, name)
     scales_outside = layer.spec.is_kv_quantized and not layer.spec.scales_in_page
     if cache is not None and scales_outside:

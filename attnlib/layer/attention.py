@@ -17,7 +17,7 @@ from attnlib.cache.storage import UNIT_SCALE, PagedKVCache, Scale
 from attnlib.compile.objects import register
 from attnlib.errors import ContractError
 from attnlib.layer.arguments import layer_from_arguments
-from attnlib.layer.call import ExtraKeys, LayerCall, call_layer, new_lse, new_output
+from attnlib.layer.call import LayerCall, call_layer, new_lse, new_output
 from attnlib.layer.metadata_checks import extra_keys
 from attnlib.layer.operator import attend_opaquely
 from attnlib.layer.per_head import make_impl, own_per_head_tensors
@@ -27,6 +27,7 @@ from attnlib.layer.scales import checked_layer_scale, set_scales
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.rotary import HeadNorm
+from attnlib.score_functions.query_tensors import QueryTensors
 from attnlib.selection import get_attn_backend
 from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
@@ -106,6 +107,7 @@ class Attention(nn.Module):
         output: torch.Tensor | None = None,
         selected_keys: SelectedKeys | None = None,
         compressed_keys: CompressedKeys | None = None,
+        query_tensors: QueryTensors | None = None,
     ) -> Any:
         """Write the new keys and values to the cache, then attend.
 
@@ -122,19 +124,17 @@ class Attention(nn.Module):
                 has a `key_selection`.
             compressed_keys: the entries of the second key stream (M17), exactly when the spec has
                 `compressed_entries`. Not under torch.compile.
+            query_tensors: of the query tokens (M21, M22), if the spec has any. As above.
 
         Returns:
-            The output, flat or per head like the query; with `return_lse` a pair with the LSE,
-            `[T, Hq]` float32.
+            The output, flat or per head like the query; with `return_lse` also the LSE `[T, Hq]`.
 
         Raises:
             ContractError: a tensor does not fit the spec, the cache or the batch. Nothing is
                 written or launched then.
             LayoutMismatchError: the backend does not read the cache's memory layout; likewise.
         """
-        given: ExtraKeys | None = selected_keys
-        if compressed_keys is not None:
-            given = extra_keys(selected_keys, compressed_keys)
+        given = extra_keys(selected_keys, compressed_keys, query_tensors)
         call = LayerCall(query, key, value, cache, metadata, output, return_lse, given)
         if torch.compiler.is_compiling():
             return attend_opaquely(self, call)

@@ -21,6 +21,7 @@ from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY
 from attnlib.layer.per_head import own_tensors, per_head_signature
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys
+from attnlib.score_functions.query_tensors import QueryTensors
 from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 
@@ -40,13 +41,14 @@ __all__ = [
     "per_head",
 ]
 
-ExtraKeys = SelectedKeys | CompressedKeys
-"""What a call passes about keys besides its own."""
+_EXTRA_NAMES = ("selected_keys", "compressed_keys", "query_tensors")
+ExtraKeys = SelectedKeys | CompressedKeys | QueryTensors
+"""What a call passes about keys besides its own, or about its query tokens."""
 
 
 class LayerCall(NamedTuple):
     """The arguments of one call; `Attention.forward` describes them. Tensors may be flat or per
-    head. `extra` are the selected keys or the compressed entries."""
+    head. `extra` are the selected keys, the compressed entries or the tensors of query tokens."""
 
     query: torch.Tensor
     key: torch.Tensor | None
@@ -170,6 +172,7 @@ def call_layer(
     output: torch.Tensor | None = None,
     selected_keys: SelectedKeys | None = None,
     compressed_keys: CompressedKeys | None = None,
+    query_tensors: QueryTensors | None = None,
 ) -> Any:
     """See `Attention.forward`."""
     recent = None if is_dynamo_compiling() else getattr(metadata, "recent_plan", None)
@@ -178,6 +181,7 @@ def call_layer(
         and cache is not None
         and selected_keys is None
         and compressed_keys is None
+        and query_tensors is None
         and not (self._forward_hooks or self._forward_pre_hooks)
         and not (_global_forward_hooks or _global_forward_pre_hooks)
         and (self._is_plain and (cls := type(self)).forward is cls._own_forward)
@@ -212,9 +216,7 @@ def call_layer(
                 if OBSERVERS:
                     notify(self, LayerCall(query, key, value, cache, metadata), out, lse)
                 return (out, lse) if with_lse else out
-    given: dict[str, Any] = {"output": output}  # hooks see no arguments that were left out
-    if selected_keys is not None:
-        given["selected_keys"] = selected_keys
-    if compressed_keys is not None:
-        given["compressed_keys"] = compressed_keys
+    extra = zip(_EXTRA_NAMES, (selected_keys, compressed_keys, query_tensors), strict=True)
+    # Hooks see no arguments that were left out.
+    given: dict[str, Any] = {"output": output, **{n: x for n, x in extra if x is not None}}
     return nn.Module.__call__(self, query, key, value, cache, metadata, return_lse, **given)

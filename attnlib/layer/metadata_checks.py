@@ -13,6 +13,7 @@ from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.metadata.facts import BatchFacts
 from attnlib.ops.addresses import are_readable, check_block_table, check_starts
+from attnlib.score_functions.query_tensors import QueryTensors
 from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 
@@ -97,9 +98,20 @@ def check_addresses(metadata: AttentionMetadata, cache: PagedKVCache) -> None:
 
 
 def extra_keys(
-    selected_keys: SelectedKeys | None, compressed_keys: CompressedKeys | None
+    selected_keys: SelectedKeys | None,
+    compressed_keys: CompressedKeys | None,
+    query_tensors: QueryTensors | None,
 ) -> ExtraKeys | None:
-    """The one of both arguments of a call that is given; no layer takes both."""
+    """The one of these arguments of a call that is given; no layer takes two."""
+    if query_tensors is not None:
+        if selected_keys is not None or compressed_keys is not None:
+            other = "selected_keys" if compressed_keys is None else "compressed_keys"
+            raise ContractError(
+                f"query_tensors and {other} are both given, and no layer takes both: leave one out",
+                rule="M21",
+            )
+        _refuse_tracing("tensors of query tokens", "M21")
+        return query_tensors
     if compressed_keys is None:
         return selected_keys
     if selected_keys is not None:
@@ -108,22 +120,30 @@ def extra_keys(
             "part of CompressedKeys",
             rule="M17",
         )
-    if torch.compiler.is_compiling():
-        raise ContractError(
-            "a layer with compressed entries cannot be traced by torch.compile: call it in a "
-            "function with torch.compiler.disable",
-            rule="M17",
-        )
+    _refuse_tracing("compressed entries", "M17")
     return compressed_keys
 
 
+def _refuse_tracing(what: str, rule: str) -> None:
+    if torch.compiler.is_compiling():
+        raise ContractError(
+            f"a layer with {what} cannot be traced by torch.compile: call it in a function with "
+            "torch.compiler.disable",
+            rule=rule,
+        )
+
+
 def check_extra_keys(spec: AttentionSpec, call: LayerCall) -> None:
-    """Whether a call passes the selected keys (M11) or entries (M17) that the spec declares.
+    """Whether a call passes the selected keys (M11), entries (M17) or tensors of query tokens (M21,
+    M22) that the spec declares.
 
     Raises:
         ContractError: they are missing, given without being declared, or of another form.
     """
     entries, extra, facts = spec.compressed_entries, call.extra, call.metadata.facts
+    if spec.has_query_tensors or isinstance(extra, QueryTensors):
+        _check_query_tensors(spec, call, facts)
+        return
     if entries is None and not isinstance(extra, CompressedKeys):
         _check_selected_keys(spec, call.query, facts, extra)
         return
@@ -141,6 +161,21 @@ def check_extra_keys(spec: AttentionSpec, call: LayerCall) -> None:
             rule="M17",
         )
     extra.check(spec, call.query, facts.num_actual_tokens or 0)
+
+
+def _check_query_tensors(spec: AttentionSpec, call: LayerCall, facts: BatchFacts) -> None:
+    extra = call.extra
+    if not isinstance(extra, QueryTensors) or not spec.has_query_tensors:
+        given = "missing" if extra is None else f"a {type(extra).__name__}"
+        needs = f"token_sinks={spec.token_sinks}, score_function={spec.score_function}"
+        raise ContractError(
+            f"query_tensors is {given}, but the spec has {needs}: pass an attnlib.score_functions."
+            "QueryTensors exactly when the spec has token_sinks or a function with query tensors",
+            rule="M21",
+        )
+    sink_heads = spec.num_heads if spec.token_sinks else None
+    tokens = facts.num_actual_tokens or 0
+    extra.check(spec.score_function, sink_heads, tokens, call.query.device)
 
 
 def _check_selected_keys(

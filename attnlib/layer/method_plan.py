@@ -11,6 +11,7 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.layer.call import ExtraKeys
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys
+from attnlib.score_functions.query_tensors import QueryTensors
 from attnlib.spec import AttentionSpec
 
 __all__ = ["MethodPlan"]
@@ -35,7 +36,9 @@ class MethodPlan:
         lse: torch.Tensor | None,
         extra: ExtraKeys | None = None,
     ) -> None:
-        """See `StepPlan.run`; `extra` are the selected keys or the compressed entries."""
+        """See `StepPlan.run`; `extra` is what the call passes besides."""
+        if isinstance(extra, QueryTensors):
+            impl, extra = impl.of_call(extra), None
         spec, metadata = self._spec, self._metadata
         if metadata.lengths_read is not None:
             metadata.lengths_read.check()

@@ -26,6 +26,7 @@ from attnlib.layer.plans import find_plan, run_plan
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.rotary import HeadNorm
+from attnlib.score_functions.query_tensors import QueryTensors
 from attnlib.sparse.key_selection import SelectedKeys
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def attend_opaquely(layer: Attention, call: LayerCall) -> Any:
     if torch.is_grad_enabled():
         refuse_gradients(call.query, call.key, call.value)
     query, key, value, cache, metadata, output, return_lse, extra = call.per_head(spec)
-    assert not isinstance(extra, CompressedKeys)  # `extra_keys` refuses them
+    assert not isinstance(extra, (CompressedKeys, QueryTensors))  # `extra_keys` refuses them
     check_output(spec, call)
     if output is None:
         output = torch.empty(call.output_shape(spec), dtype=query.dtype, device=query.device)

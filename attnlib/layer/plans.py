@@ -11,7 +11,7 @@ from attnlib.backends.step_plan import StepPlan
 from attnlib.cache.storage import UNIT_SCALE, PagedKVCache
 from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY, checker_for_level
 from attnlib.layer.cache_checks import check_cache_type, check_latent_scales
-from attnlib.layer.call import LayerCall, RecentPlan, call_signature, new_lse, notify
+from attnlib.layer.call import ExtraKeys, LayerCall, RecentPlan, call_signature, new_lse, notify
 from attnlib.layer.checks import check_call, check_output, refuse_gradients
 from attnlib.layer.metadata_checks import (
     check_addresses,
@@ -23,10 +23,8 @@ from attnlib.layer.method_plan import MethodPlan
 from attnlib.layer.per_head import own_tensors, per_head_signature
 from attnlib.layer.scales import agree_on_scales, calculate_scales
 from attnlib.metadata.base import AttentionMetadata
-from attnlib.metadata.compressed import CompressedKeys
 from attnlib.metadata.paged import PagedMetadata
 from attnlib.ops.signature import tensor_check
-from attnlib.sparse.key_selection import SelectedKeys
 
 if TYPE_CHECKING:
     from attnlib.layer.attention import Attention
@@ -71,7 +69,7 @@ def find_plan(layer: Attention, call: LayerCall) -> FoundPlan:
         check_cache_type(cache)  # raises
     if not isinstance(metadata, AttentionMetadata):
         check_metadata_type(layer, metadata)  # raises
-    if extra is not None and not isinstance(extra, (SelectedKeys, CompressedKeys)):
+    if extra is not None and not isinstance(extra, ExtraKeys):
         check_extra_keys(layer.spec, call)  # raises
     if torch.is_grad_enabled():
         refuse_gradients(call.query, call.key, call.value)
@@ -213,8 +211,7 @@ def _check(
         if query.shape == shape and query.is_contiguous():
             shape = None
         layer._memory.accepted = given, shape
-    declares = spec.key_selection is not None or spec.compressed_entries is not None
-    if call.extra is not None or declares:
+    if call.extra is not None or spec.takes_extra:
         check_extra_keys(spec, call)
         if call.extra is not None:
             check_extra_values(spec, call)
@@ -233,8 +230,7 @@ def _plan(layer: Attention, signature: tuple[Any, ...], heads: LayerCall) -> Ste
     """
     spec, (query, key, value, cache, metadata, output, return_lse, _) = layer.spec, heads
     writes = layer.writes and metadata.slot_mapping is not None
-    takes_plans = spec.key_selection is None and spec.compressed_entries is None
-    if cache is not None and takes_plans and signature[0].has_plan:
+    if cache is not None and not spec.takes_extra and signature[0].has_plan:
         rows = (query.shape[0], spec.num_heads, spec.head_size_v)
         if output is None:  # a stand-in with the strides that the output will have
             output = torch.empty(rows, dtype=query.dtype, device=query.device)

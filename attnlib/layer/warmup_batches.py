@@ -16,6 +16,7 @@ from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys, EntryBatch
 from attnlib.ops.dispatch import runs_kernels
+from attnlib.score_functions.query_tensors import QueryTensors
 from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
 from attnlib.workspace import BatchLimits
@@ -131,7 +132,10 @@ def _score_tensors(
 def extra_keys(
     spec: AttentionSpec, metadata: AttentionMetadata, num_tokens: int, device: torch.device
 ) -> dict[str, Any]:
-    """The arguments of a call besides keys and values: selected keys or compressed entries."""
+    """The arguments of a call besides keys and values: selected keys, compressed entries or tensors
+    of query tokens."""
+    if spec.has_query_tensors:
+        return {"query_tensors": _query_tensors(spec, num_tokens, device)}
     entries = spec.compressed_entries
     if entries is None:
         selected = _selected_keys(spec, metadata, num_tokens, device)
@@ -150,6 +154,16 @@ def extra_keys(
     with_lists = plain.replace(key_selection=entries.selection)
     selected = _selected_keys(with_lists, metadata, num_tokens, device)
     return {"compressed_keys": CompressedKeys(cache, batch, selected)}
+
+
+def _query_tensors(spec: AttentionSpec, num_tokens: int, device: torch.device) -> QueryTensors:
+    """Zeros; kernels do not depend on the width of query tensors, and take those of the model's
+    dtype."""
+    names = () if spec.score_function is None else spec.score_function.query_tensors
+    tensors = {name: torch.zeros(num_tokens, 1, dtype=spec.dtype, device=device) for name in names}
+    shape = (num_tokens, spec.num_heads)
+    sinks = torch.zeros(shape, dtype=spec.dtype, device=device) if spec.token_sinks else None
+    return QueryTensors(tensors, sinks)
 
 
 def _selected_keys(

@@ -48,7 +48,9 @@ class GraphBuffers:
         # Without sources, each request reads the slot that it writes.
         self._state_slots = torch.full((reqs,), -1, dtype=torch.int32, device=device)
         self._state_sources = self._state_slots.clone()
-        function = spec.score_function if isinstance(spec, AttentionSpec) else None
+        self.score_function = function = (
+            spec.score_function if isinstance(spec, AttentionSpec) else None
+        )
         self.score_tensors = {
             name: torch.zeros(reqs, self.score_columns, dtype=torch.int32, device=device)
             for name in (() if function is None else function.batch_tensors)

@@ -9,6 +9,7 @@ import torch
 from attnlib.errors import ContractError
 from attnlib.metadata.checks import check_batch
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.query_rows import with_query_rows
 from attnlib.metadata.split import leading_decodes
 from attnlib.spec import AttentionSpec, MaskKind
 
@@ -103,7 +104,7 @@ def _score_tensors(
     function = spec.score_function
     if function is None or not function.batch_tensors:
         return None
-    given = common.score_tensors or {}
+    given = with_query_rows(common, function).score_tensors or {}
     function.check_tensors(given, function.batch_tensors, "batch")
     for name in function.batch_tensors:
         if given[name].shape[0] != common.num_reqs:

@@ -15,6 +15,7 @@ from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadataBuilder, M
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.graph_buffers import GraphBuffers, block_size_of
+from attnlib.metadata.query_rows import with_query_rows
 from attnlib.metadata.state_checks import check_fits, check_size
 from attnlib.spec import CudaGraphSupport
 from attnlib.workspace import BatchLimits
@@ -96,6 +97,7 @@ class AttentionState(Generic[M]):
                 `query_bias` is a tensor.
         """
         common, tokens = common_attn_metadata.normalized(), padded_num_reqs * query_len
+        common = with_query_rows(common, self.buffers.score_function)
         check_fits(self, common, padded_num_reqs, query_len)
         self.buffers.fill(common, padded_num_reqs, tokens)
         return self.buffers.batch(padded_num_reqs, query_len, common)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -28,12 +28,14 @@ class AttentionParams:
         attention_chunk_size: positions per attention chunk; 0 is none.
         logits_soft_cap: c of `c * tanh(score / c)`, at most `MAX_LOGITS_SOFT_CAP`; 0 is none.
         alibi_slopes: `[Hq]` float32; `slope * |p - k|` is subtracted from the score.
-        sinks: `[Hq]` float32; one more logit per head, in the denominator only (M4).
+        sinks: `[Hq]` float32; one more logit per head, in the denominator only (M4). `[T, Hq]`,
+            contiguous: one per query token and head (M22).
         query_bias: `[T, >= max_query_len]` float32, added to the scores of the query span's keys;
             -inf hides a key.
         score_function: changes the scores before the mask is applied (M10).
         allow_fp8_queries: prefills over an e4m3 cache may round queries and weights to e4m3 (M19).
-        score_tensors: its layer and batch tensors by name; batch tensors have a row per request.
+        score_tensors: its layer, query and batch tensors by name; batch tensors have a row per
+            request.
         k_scale: real key = stored key * k_scale; a number, or a float32 tensor of 1 or `[Hkv]`
             elements, from 2^-100 to 2^100. An element of a tensor outside these limits counts as
             NaN. For a format with scales in the page, the view of these scales (M16).
@@ -86,6 +88,24 @@ class AttentionParams:
         if function is not None:
             function.check_tensors(self.score_tensors, function.layer_tensors, "layer")
             function.check_tensors(self.score_tensors, function.batch_tensors, "batch")
+            function.check_tensors(self.score_tensors, function.query_tensors, "query")
+
+    @property
+    def has_token_sinks(self) -> bool:
+        """Whether the sinks are those of query tokens (M22)."""
+        return self.sinks is not None and self.sinks.dim() == 2
+
+    @property
+    def sink_kind(self) -> int:
+        """`HAS_SINK` of the plain kernels: whether there are sinks, 2 for those of query tokens."""
+        return 2 if self.has_token_sinks else self.sinks is not None
+
+    def of_rows(self, rows: slice) -> AttentionParams:
+        """The parameters of some query tokens. Rows of query tensors are those of the whole batch
+        (M21)."""
+        if self.sinks is None or not self.has_token_sinks:
+            return self
+        return replace(self, sinks=self.sinks[rows])
 
     @property
     def scales_in_page(self) -> bool:
@@ -103,11 +123,10 @@ class AttentionParams:
         return self.count_lookups() + (self.query_bias is not None)
 
     def layer_score_tensors(self) -> tuple[Tensor, ...]:
-        """The layer tensors of the score function, in its order."""
+        """The layer tensors of the score function, then its query tensors, in its order."""
         function = self.score_function
-        return (
-            () if function is None else tuple(self.score_tensors[n] for n in function.layer_tensors)
-        )
+        names = () if function is None else function.layer_tensors + function.query_tensors
+        return tuple(self.score_tensors[name] for name in names)
 
     def batch_score_tensors(self) -> tuple[Tensor, ...]:
         """The batch tensors of the score function, in its order."""

@@ -28,8 +28,10 @@ from attnlib.score_functions.operators import (
     sqrt,
     where,
 )
+from attnlib.score_functions.query_tensors import QueryTensors, query_row, query_row_tensor
 
 __all__ = [
+    "QueryTensors",
     "ScoreFunction",
     "absolute",
     "exp",
@@ -40,6 +42,8 @@ __all__ = [
     "lookup",
     "maximum",
     "minimum",
+    "query_row",
+    "query_row_tensor",
     "sqrt",
     "where",
 ]

@@ -1,4 +1,4 @@
-"""Windows and biases of single heads."""
+"""Windows and biases of single heads, and biases of query tokens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from attnlib.score_functions.function import ScoreFunction
-from attnlib.score_functions.operators import lookup, sqrt, where
+from attnlib.score_functions.operators import lookup, maximum, sqrt, where
+from attnlib.score_functions.query_tensors import query_row
 
-__all__ = ["alibi_sqrt", "head_windows", "relative_bias", "t5_relative_bias"]
+__all__ = ["alibi_sqrt", "head_windows", "relative_bias", "relative_logits", "t5_relative_bias"]
 
 
 def head_windows(smallest: int = 1, largest: int = 1 << 30) -> ScoreFunction:
@@ -116,3 +117,37 @@ def _alibi_sqrt(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux
 def _slope_examples(num_heads: int, seq_lens: Sequence[int]) -> dict[str, Tensor]:
     heads = torch.arange(1, num_heads + 1)
     return {"slope": 2.0 ** (-8.0 * heads / num_heads)}
+
+
+def relative_logits(extent: int = 64) -> ScoreFunction:
+    """A bias by query token, head and distance, as in Inkling. Query tensor `rel`
+    `[T, Hq * extent]`: column `head * extent + d` is the bias of the key d positions before the
+    query. Later keys and those at `extent` and farther have none.
+
+    Args:
+        extent: distances with a bias.
+    """
+    return ScoreFunction(
+        _relative_logits,
+        constants=(("extent", extent),),
+        query_tensors=("rel",),
+        bounds=_relative_logits_bounds,
+        examples=_relative_logits_examples,
+    )
+
+
+def _relative_logits(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: Any) -> Any:
+    distance = q_pos - k_pos
+    row = query_row(aux.query_row, request, q_pos)
+    bias = lookup(aux.rel, row, head * aux.extent + distance)
+    return score + where((distance >= 0) & (distance < aux.extent), bias, 0.0)
+
+
+def _relative_logits_bounds(q_first: Any, q_last: Any, seq_len: Any, request: Any, aux: Any) -> Any:
+    return 0, seq_len, 0, maximum(q_first - aux.extent + 1, 0)
+
+
+def _relative_logits_examples(num_heads: int, seq_lens: Sequence[int]) -> dict[str, Tensor]:
+    rows = torch.arange(sum(seq_lens))[:, None]
+    columns = torch.arange(num_heads * 64)
+    return {"rel": torch.sin(rows * 0.7 + columns * 0.3) * 2.0}

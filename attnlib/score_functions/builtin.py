@@ -10,6 +10,7 @@
 | `block_diffusion` | blocks are bidirectional, causal between blocks | bidirectional | |
 | `head_windows` | every head has its own window | causal | window |
 | `relative_bias` | T5: a bias by head and distance | any | bias |
+| `relative_logits` | Inkling: a bias by token, head and distance | any | rel |
 | `alibi_sqrt` | ALiBi with the root of the distance | any | slope |
 | `speculative_tree` | window, chunks, ALiBi in a tree of tokens | query_bias | tree, slope |
 
@@ -18,7 +19,13 @@ The functions of one row of the table are equal for equal arguments, so layers s
 
 from __future__ import annotations
 
-from attnlib.score_functions.biases import alibi_sqrt, head_windows, relative_bias, t5_relative_bias
+from attnlib.score_functions.biases import (
+    alibi_sqrt,
+    head_windows,
+    relative_bias,
+    relative_logits,
+    t5_relative_bias,
+)
 from attnlib.score_functions.documents import document_tensors, documents, multi_item
 from attnlib.score_functions.spans import (
     bidirectional_spans,
@@ -39,6 +46,7 @@ __all__ = [
     "multi_item",
     "prefix_lm",
     "relative_bias",
+    "relative_logits",
     "retained_window",
     "span_tensors",
     "speculative_tree",

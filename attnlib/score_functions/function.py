@@ -20,6 +20,7 @@ from attnlib.score_functions.analysis import (
 )
 from attnlib.score_functions.checks import check_function, check_top_level
 from attnlib.score_functions.operators import observed_lookups
+from attnlib.score_functions.query_tensors import QUERY_ROW
 from attnlib.score_functions.tensor_checks import check_names, check_score_tensors
 
 __all__ = ["MAX_TENSORS", "PARAMETERS", "ScoreFunction"]
@@ -74,14 +75,13 @@ class ScoreFunction:
         form: parameters of `function`: "score" as above, or those of torch's `flex_attention`:
             "score_mod" (score, b, h, q_idx, kv_idx) and "mask_mod" (b, h, q_idx, kv_idx), where
             `b` is the request. A "mask_mod" returns whether the key is visible.
-        needs_bidirectional: the function hides later keys itself, so the layer must have
-            `mask_kind="bidirectional"`.
-        in_tree: the function takes positions from a batch tensor (`trees.tree_position`) and holds
-            in trees of tokens (M20).
+        needs_bidirectional: it hides later keys itself; the layer has `mask_kind="bidirectional"`.
+        in_tree: it takes positions from a batch tensor (`trees.tree_position`, M20).
+        query_tensors: names of tensors of a call, attributes of `aux` (`query_tensors`, M21):
+            `[T, m]`. The batch tensor `query_row` is added to `batch_tensors`.
 
     Raises:
-        ContractError: a function that cannot be compiled or pickled; the message names it and the
-            cause.
+        ContractError: a function that cannot be compiled or pickled; the message says why.
     """
 
     function: Callable[..., Any]
@@ -95,13 +95,16 @@ class ScoreFunction:
     form: str = "score"
     needs_bidirectional: bool = False
     in_tree: bool = False
+    query_tensors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assign = object.__setattr__
         pairs = self.constants.items() if isinstance(self.constants, Mapping) else self.constants
         assign(self, "constants", tuple(sorted(tuple(pair) for pair in pairs)))
-        for name in ("layer_tensors", "batch_tensors"):
+        for name in ("layer_tensors", "batch_tensors", "query_tensors"):
             assign(self, name, tuple(getattr(self, name)))
+        if self.query_tensors and QUERY_ROW not in self.batch_tensors:
+            assign(self, "batch_tensors", (*self.batch_tensors, QUERY_ROW))
         if self.form not in PARAMETERS:
             raise ContractError(
                 f"form={self.form!r} of a score function must be one of {', '.join(PARAMETERS)}",
@@ -150,8 +153,8 @@ class ScoreFunction:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """Layer tensors, then batch tensors: the order of the parameters of kernels."""
-        return self.layer_tensors + self.batch_tensors
+        """Layer, query and batch tensors: the order of the parameters of kernels."""
+        return self.layer_tensors + self.query_tensors + self.batch_tensors
 
     @property
     def reads_positions(self) -> bool:
@@ -172,8 +175,7 @@ class ScoreFunction:
 
         Args:
             score: scores in float32 or float64.
-            q_pos, k_pos, head: integers that broadcast with the scores.
-            request: the row of the batch tensors.
+            q_pos, k_pos, head: integers that broadcast with them; request: row of batch tensors.
             tensors: all tensors of the function by name.
         """
         result = self._call(score, q_pos, k_pos, head, request, tensors)
@@ -206,8 +208,7 @@ class ScoreFunction:
         )
 
     def count_tile_lookups(self) -> int:
-        """Lookups that depend on the query and on the key, so that a tile of scores has as many
-        results as scores."""
+        """Lookups that depend on query and key: as many results as a tile has scores."""
         return count_tile_lookups_of(self)
 
     def count_ranges(self, by_head: bool = False) -> int:
@@ -237,12 +238,11 @@ class ScoreFunction:
     def check_tensors(
         self, tensors: Mapping[str, Tensor] | None, names: Sequence[str], owner: str
     ) -> None:
-        """Check the tensors of a layer or of a batch; values are not read.
+        """Check the tensors of a layer, batch or call; values are not read.
 
         Args:
-            tensors: the given tensors by name.
-            names: `layer_tensors` or `batch_tensors`.
-            owner: "layer" or "batch", for messages.
+            tensors: by name.
+            names: those of `owner`, "layer", "batch" or "query".
 
         Raises:
             ContractError: a tensor is missing, or has a dtype or layout that kernels do not read.

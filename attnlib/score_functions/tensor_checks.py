@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def check_names(function: ScoreFunction, most_tensors: int) -> None:
         if not isinstance(value, int | float):
             raise ContractError(
                 f"constant {name}={value!r} of a score function must be a number; pass tensors "
-                "as layer_tensors or batch_tensors",
+                "as layer_tensors, batch_tensors or query_tensors",
                 rule="M10",
             )
     if len(function.tensor_names) > most_tensors:
@@ -52,40 +52,57 @@ def check_names(function: ScoreFunction, most_tensors: int) -> None:
         )
 
 
+class _Form(NamedTuple):
+    """What the tensors of an owner must be: numbers of dimensions, shape and way in which they are
+    passed as text, whether they may be floating point, and the rule."""
+
+    dims: tuple[int, ...]
+    shape: str
+    given: str
+    is_floating: bool = True
+    rule: str = "M10"
+
+
+_FORMS = {
+    "layer": _Form((1, 2), "[n] or [n, m]", "score_tensors={{{name!r}: ...}} with the layer"),
+    "batch": _Form(
+        (2,), "[requests, m]", "score_tensors={{{name!r}: ...}} with the batch", is_floating=False
+    ),
+    "query": _Form(
+        (2,),
+        "[tokens, m]",
+        "query_tensors=QueryTensors({{{name!r}: ...}}) in each call",
+        rule="M21",
+    ),
+}
+
+
 def check_score_tensors(
     function: str, tensors: Mapping[str, Tensor] | None, names: Sequence[str], owner: str
 ) -> None:
     """See `ScoreFunction.check_tensors`; `function` is its name."""
-    given = tensors or {}
+    given, form = tensors or {}, _FORMS[owner]
     if missing := [name for name in names if name not in given]:
         raise ContractError(
             f"score function {function} needs the {owner} tensor {missing[0]!r}: pass "
-            f"score_tensors={{{missing[0]!r}: ...}} with the {owner}",
-            rule="M10",
+            + form.given.format(name=missing[0]),
+            rule=form.rule,
         )
     for name in names:
-        tensor = given[name]
-        integer = tensor.dtype == torch.int32
-        if not integer and (owner == "batch" or not tensor.is_floating_point()):
-            allowed = "int32" if owner == "batch" else "int32 or floating point"
+        tensor, what = given[name], f"{owner} tensor {name!r} of score function {function}"
+        if tensor.dtype != torch.int32 and not (form.is_floating and tensor.is_floating_point()):
+            allowed = "int32 or floating point" if form.is_floating else "int32"
+            raise ContractError(f"{what} is {tensor.dtype}; it must be {allowed}", rule=form.rule)
+        if tensor.dim() not in form.dims or not tensor.is_contiguous() or 0 in tensor.shape[1:]:
             raise ContractError(
-                f"{owner} tensor {name!r} of score function {function} is {tensor.dtype}; it must "
-                f"be {allowed}",
-                rule="M10",
-            )
-        dims = (2,) if owner == "batch" else (1, 2)
-        if tensor.dim() not in dims or not tensor.is_contiguous() or 0 in tensor.shape[1:]:
-            raise ContractError(
-                f"{owner} tensor {name!r} of score function {function} has shape "
-                f"{tuple(tensor.shape)} and strides {tensor.stride()}; it must be contiguous, "
-                + ("[requests, m]" if owner == "batch" else "[n] or [n, m]")
-                + ", with at least one column: call .contiguous()",
-                rule="M10",
+                f"{what} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; it must be "
+                f"contiguous, {form.shape}, with at least one column: call .contiguous()",
+                rule=form.rule,
             )
         if tensor.dtype.itemsize not in (2, 4) or tensor.numel() >= 1 << 31:
+            fewer = ": split the step into fewer tokens" if owner == "query" else ""
             raise ContractError(
-                f"{owner} tensor {name!r} of score function {function} has {tensor.numel()} "
-                f"elements of {tensor.dtype}; kernels index up to 2^31 - 1 elements of 16 or "
-                "32 bits",
-                rule="M10",
+                f"{what} has {tensor.numel()} elements of {tensor.dtype}; kernels index up to "
+                f"2^31 - 1 elements of 16 or 32 bits{fewer}",
+                rule=form.rule,
             )

@@ -53,6 +53,7 @@ class AttentionSpec(LayerSpec):
         logits_soft_cap: c in c * tanh(score / c); None for no soft cap.
         has_alibi: the layer has ALiBi slopes.
         has_sink: the layer has one sink logit per query head (M4).
+        token_sinks: every call passes one sink logit per query token and head (M22).
         score_function: a function that changes scores before the mask is applied (M10); None for
             none.
         key_selection: the form of the lists of selected keys that every call passes (M11); None
@@ -94,6 +95,7 @@ class AttentionSpec(LayerSpec):
     logits_soft_cap: float | None = None
     has_alibi: bool = False
     has_sink: bool = False
+    token_sinks: bool = False
     score_function: ScoreFunction | None = None
     key_selection: KeySelection | None = None
     compressed_entries: CompressedEntries | None = None
@@ -177,6 +179,18 @@ class AttentionSpec(LayerSpec):
     def is_paged(self) -> bool:
         """True if keys and values are in the paged cache; encoder self-attention has no cache."""
         return self.attn_type in _PAGED_TYPES
+
+    @property
+    def has_query_tensors(self) -> bool:
+        """True if every call passes tensors of its query tokens (M21, M22)."""
+        function = self.score_function
+        return self.token_sinks or (function is not None and bool(function.query_tensors))
+
+    @property
+    def takes_extra(self) -> bool:
+        """True if every call passes more than its queries, keys and values."""
+        selects = self.key_selection is not None or self.compressed_entries is not None
+        return selects or self.has_query_tensors
 
     @property
     def visible_window(self) -> Window:

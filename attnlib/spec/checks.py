@@ -24,6 +24,7 @@ _Kind = TypeVar("_Kind", bound=Enum)
 _FLAGS = (
     "has_alibi",
     "has_sink",
+    "token_sinks",
     "allow_fp8_queries",
     "use_mla",
     "needs_lse",

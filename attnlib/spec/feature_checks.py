@@ -26,6 +26,7 @@ def check_features(spec: AttentionSpec) -> None:
     """
     _check_query_bias(spec)
     _check_score_function(spec)
+    _check_call_tensors(spec)
     _check_key_selection(spec)
     _check_compressed_entries(spec)
     _check_fp8_queries(spec)
@@ -75,6 +76,25 @@ def _check_score_function(spec: AttentionSpec) -> None:
             f"{spec.mask_kind.value} hides them: set mask_kind='bidirectional'",
             rule="M10",
         )
+
+
+def _check_call_tensors(spec: AttentionSpec) -> None:
+    """Refuse what has no tensors of query tokens beside them (M21, M22)."""
+    if not spec.has_query_tensors:
+        return
+    rule = "M22" if spec.token_sinks else "M21"
+    needs = "token_sinks=True" if spec.token_sinks else f"score_function={spec.score_function}"
+    other = {
+        "has_sink": (spec.has_sink and spec.token_sinks, "a row has one sink"),
+        "use_mla": (spec.use_mla, "latents have no tensors of query tokens"),
+        "key_selection": (spec.key_selection, "a call passes one of both"),
+        "compressed_entries": (spec.compressed_entries, "a call passes one of both"),
+    }
+    for name, (value, reason) in other.items():
+        if value:
+            raise ContractError(
+                f"{name}={value} with {needs}: {reason}; leave one of them out", rule=rule
+            )
 
 
 def _check_key_selection(spec: AttentionSpec) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from attnlib.score_functions.query_tensors import QUERY_ROW
 from attnlib.testing.batch_spec import BatchSpec
 from attnlib.testing.materialized_case import MaterializedCase
 from attnlib.testing.score_functions import oracle_score
@@ -55,7 +56,12 @@ def slice_batch(
     if function is not None:
         per_request = step.score_tensors("batch_tensors")
         sliced = {name: tensor[chosen] for name, tensor in per_request.items()}
-        score_tensors = {**step.score_tensors(), **sliced}
+        of_tokens = {name: x[index] for name, x in step.score_tensors("query_tensors").items()}
+        if of_tokens:
+            ends = starts[1:], smaller.seq_lens
+            rows_before = [[end - length] for end, length in zip(*ends, strict=True)]
+            sliced[QUERY_ROW] = torch.tensor(rows_before, dtype=torch.int32, device=index.device)
+        score_tensors = {**step.score_tensors(), **of_tokens, **sliced}
         score = oracle_score(function, score_tensors, inputs.query.device)
     return replace(
         step,
@@ -78,6 +84,9 @@ def slice_batch(
         params=replace(
             step.params,
             query_bias=None if bias is None else bias[index],
+            sinks=step.params.sinks[index]
+            if step.params.sinks is not None and step.case.token_sinks
+            else step.params.sinks,
             causal=causal[chosen] if isinstance(causal, torch.Tensor) else causal,
             score=score,
         ),

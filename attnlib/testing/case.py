@@ -87,6 +87,7 @@ class Case:
     alibi: bool = False
     sinks: bool = False
     disabled_sinks: bool = False
+    token_sinks: bool = False
     score: str | None = None
     key_selection: tuple[str, int, int, int] | None = None
     compressed: tuple[int, int, int] | None = None
@@ -196,6 +197,7 @@ class Case:
             logits_soft_cap=self.logits_soft_cap,
             has_alibi=self.alibi,
             has_sink=self.sinks,
+            token_sinks=self.token_sinks,
             score_function=None if self.score is None else load_score_function(self.score),
             key_selection=selection_of(self.key_selection),
             compressed_entries=entries_of(self.compressed),
@@ -230,6 +232,7 @@ class Case:
             ("alibi_slopes", self.alibi),
             ("sinks", self.sinks),
             ("query_bias", self.mask == "query_bias"),
+            ("token_sinks", self.token_sinks),
         ):
             if enabled:
                 features[name] = True
@@ -253,7 +256,8 @@ class Case:
         if self.score is None:
             return {}
         function = load_score_function(self.score)
-        return make_score_tensors(function, self.num_heads, self.batch_spec.seq_lens)
+        batch = self.batch_spec
+        return make_score_tensors(function, self.num_heads, batch.seq_lens, batch.query_lens)
 
     @cached_property
     def key_lists(self) -> KeyLists | None:

@@ -193,8 +193,8 @@ def make_oracle_params(
         dims: sizes and dtypes.
         batch: the request lengths.
         features: fields of `OracleParams`. True creates a tensor: `alibi_slopes` powers of two,
-            `sinks` random logits, `query_bias` a random tree mask over the query tokens (each
-            token sees itself) with random finite biases.
+            `sinks` random logits, `token_sinks` sinks of query tokens, `query_bias` a random tree
+            mask over the query tokens (each token sees itself) with random finite biases.
         seed: seed of the random numbers.
         device: where to allocate the tensors.
     """
@@ -206,6 +206,10 @@ def make_oracle_params(
         )
     if drawn.get("sinks") is True:
         drawn["sinks"] = torch.randn(dims.num_heads, generator=generator) + 1.0
+    if drawn.pop("token_sinks", False):
+        sinks = torch.randn(batch.num_tokens, dims.num_heads, generator=generator) + 1.0
+        sinks[batch.num_actual_tokens :] = math.nan
+        drawn["sinks"] = sinks
     if drawn.get("query_bias") is True:
         drawn["query_bias"] = _tree_bias(batch, generator)
     moved = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import torch
 from attnlib.cache.storage import PagedKVCache
 from attnlib.cache.views import recognized_layout
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.score_functions.query_tensors import QUERY_ROW, QueryTensors
 from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 from attnlib.testing.block_placement import place_blocks
@@ -36,6 +38,7 @@ class MaterializedCase:
         inputs: the tensors.
         params: the parameters of the oracle.
         given_score_tensors: the tensors of the score function by name; None for those of the case.
+        given_query_tensors: the tensors of the query tokens; None for those of the case.
     """
 
     case: Case
@@ -43,6 +46,7 @@ class MaterializedCase:
     inputs: StepInputs
     params: OracleParams
     given_score_tensors: Mapping[str, torch.Tensor] | None = None
+    given_query_tensors: QueryTensors | None = None
 
     def cache(self) -> PagedKVCache:
         """The cache as a `PagedKVCache` over the same memory."""
@@ -76,15 +80,20 @@ class MaterializedCase:
             slot_mapping=inputs.slot_mapping.clone() if self.case.attn_type == "decoder" else None,
             causal=self.params.causal if self.case.mask == "per_request" else None,
             query_bias=self.params.query_bias,
-            score_tensors=self.score_tensors("batch_tensors") or None,
+            score_tensors=self._batch_tensors() or None,
             is_cross_attention=self.case.attn_type == "encoder_decoder",
         )
+
+    def _batch_tensors(self) -> dict[str, torch.Tensor]:
+        """The batch tensors that a caller gives: the builder makes the rows of queries (M21)."""
+        given = self.score_tensors("batch_tensors")
+        return {name: tensor for name, tensor in given.items() if name != QUERY_ROW}
 
     def score_tensors(self, kind: str = "layer_tensors") -> dict[str, torch.Tensor]:
         """The tensors of the score function on the device of the inputs, by name.
 
         Args:
-            kind: "layer_tensors" or "batch_tensors".
+            kind: "layer_tensors", "batch_tensors" or "query_tensors".
         """
         function, device = self.spec.score_function, self.inputs.query.device
         names = () if function is None else getattr(function, kind)
@@ -92,6 +101,18 @@ class MaterializedCase:
         if tensors is None:
             tensors = self.case.score_tensors
         return {name: tensors[name].to(device) for name in names}
+
+    def query_tensors(self) -> QueryTensors | None:
+        """The tensors of the query tokens on the device of the inputs, with poison in the rows past
+        the tokens of the batch; None for layers without any."""
+        if not self.spec.has_query_tensors or self.given_query_tensors is not None:
+            return self.given_query_tensors
+        tensors = self.score_tensors("query_tensors")
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.clone()
+            if tensor.is_floating_point():
+                tensors[name][self.inputs.batch.num_actual_tokens :] = math.nan
+        return QueryTensors(tensors, self.params.sinks if self.case.token_sinks else None)
 
     def selected_keys(self) -> SelectedKeys | None:
         """The lists of selected keys on the device of the inputs; None without a selection."""

@@ -39,7 +39,7 @@ class OracleParams:
         window: number of visible keys before and after the query's own key (M2); -1 is unbounded.
         attention_chunk_size: only keys in the query's chunk are visible; 0 disables chunks.
         logits_soft_cap: c of c * tanh(score / c); 0 disables the cap.
-        alibi_slopes, sinks: [Hq] float32, or None.
+        alibi_slopes, sinks: [Hq] float32, or None. Sinks of query tokens are [T, Hq] (M22).
         query_bias: [T, >= max query_len] float32, added to the scores of this step's keys; -inf
             masks a key. None adds nothing.
         score: function (request, scores, query positions, key positions, heads) that returns other
@@ -63,12 +63,14 @@ class OracleParams:
 
     def of_request(self, request: int, rows: slice) -> OracleParams:
         """The parameters of one request with query tokens `rows`."""
+        per_token = self.sinks is not None and self.sinks.dim() == 2
         return replace(
             self,
             causal=bool(self.causal[request])
             if isinstance(self.causal, torch.Tensor)
             else self.causal,
             query_bias=None if self.query_bias is None else self.query_bias[rows],
+            sinks=self.sinks[rows] if self.sinks is not None and per_token else self.sinks,
             score=None if self.score is None else partial(self.score, request),
             selected=None if self.selected is None else (self.selected[request],),
         )
@@ -193,8 +195,8 @@ def _attend(
     if params.selected is not None:  # M11
         logits = logits.masked_fill(~params.selected[0], -math.inf)
     denominator = logits
-    if params.sinks is not None:  # M4
-        sink = params.sinks.to(logits.dtype)[:, None, None].expand(num_heads, query_len, 1)
+    if params.sinks is not None:  # M4; of query tokens M22
+        sink = params.sinks.to(logits.dtype).expand(query_len, num_heads).T[:, :, None]
         denominator = torch.cat([logits, sink], dim=2)
     if denominator.shape[2]:
         lse = torch.logsumexp(denominator, dim=2)

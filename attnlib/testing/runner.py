@@ -87,7 +87,7 @@ def make_impl(backend: Backend, step: MaterializedCase) -> AttentionImpl:
         step.spec,
         scale=step.params.scale,
         alibi_slopes=step.params.alibi_slopes,
-        sinks=step.params.sinks,
+        sinks=step.params.sinks if step.spec.has_sink else None,
         kv_sharing_target_layer_name="producer" if step.spec.kv_sharing else None,
         config=backend.config,
         prefix="verify",
@@ -103,6 +103,8 @@ def attend(impl: AttentionImpl, step: MaterializedCase, metadata: Any) -> Attent
         lse = torch.full(
             inputs.query.shape[:2], float("nan"), dtype=torch.float32, device=inputs.query.device
         )
+    if (given := step.query_tensors()) is not None:
+        impl = impl.of_call(given)
     selected = step.selected_keys()
     if selected is not None:
         impl.forward_selected(inputs.query, step.cache(), metadata, selected, inputs.out, lse)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,17 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.object_path import load_object
-from attnlib.score_functions import ScoreFunction, absolute, exp2, lookup, sqrt, where
+from attnlib.score_functions import (
+    ScoreFunction,
+    absolute,
+    exp2,
+    lookup,
+    query_row,
+    sqrt,
+    where,
+)
 from attnlib.score_functions.function import PARAMETERS
+from attnlib.score_functions.query_tensors import QUERY_ROW
 from attnlib.score_functions.trees import speculative_tree
 
 __all__ = ["SUITE", "load_score_function", "make_score_tensors", "oracle_score"]
@@ -57,10 +67,25 @@ def _nonlinear(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux:
     return score * score * 0.1 + exp2(score * 0.25)
 
 
+def _query_tokens(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: Any) -> Any:
+    row = query_row(aux.query_row, request, q_pos)
+    chosen = k_pos % 3 == lookup(aux.choice, row, 0)
+    return score * lookup(aux.gain, row, head) + where(chosen, lookup(aux.weight, head), 0.0)
+
+
 def _examples(num_heads: int, seq_lens: Sequence[int]) -> dict[str, torch.Tensor]:
     return {
         "weight": torch.linspace(-1.0, 1.0, num_heads),
         "shift": torch.arange(len(seq_lens), dtype=torch.int32).reshape(-1, 1) % 3,
+    }
+
+
+def _examples_of_tokens(num_heads: int, seq_lens: Sequence[int]) -> dict[str, torch.Tensor]:
+    rows = torch.arange(sum(seq_lens))[:, None]
+    return {
+        "weight": torch.linspace(-1.0, 1.0, num_heads),
+        "gain": 1.0 + torch.sin(rows * 1.3 + torch.arange(num_heads)),
+        "choice": (rows % 4).int(),
     }
 
 
@@ -70,6 +95,12 @@ FINITE = ScoreFunction(_finite)
 HEADS = ScoreFunction(_heads)
 REQUESTS = ScoreFunction(
     _requests, layer_tensors=("weight",), batch_tensors=("shift",), examples=_examples
+)
+QUERY_TOKENS = ScoreFunction(
+    _query_tokens,
+    layer_tensors=("weight",),
+    query_tensors=("gain", "choice"),
+    examples=_examples_of_tokens,
 )
 EMPTY_ROWS = ScoreFunction(_empty_rows)
 NONLINEAR = ScoreFunction(_nonlinear)
@@ -140,9 +171,17 @@ def load_score_function(path: str) -> ScoreFunction:
 
 
 def make_score_tensors(
-    function: ScoreFunction, num_heads: int, seq_lens: Sequence[int]
+    function: ScoreFunction,
+    num_heads: int,
+    seq_lens: Sequence[int],
+    query_lens: Sequence[int] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Tensors for a score function, on the CPU.
+
+    Args:
+        function: the function.
+        num_heads: Hq.
+        seq_lens, query_lens: of the requests; without query lengths, requests have no context.
 
     Raises:
         ContractError: the function has tensors and no `examples`.
@@ -155,7 +194,11 @@ def make_score_tensors(
             "it examples=fn, with fn(num_heads, seq_lens) returning valid tensors by name",
             rule="M10",
         )
-    made = function.examples(num_heads, list(seq_lens))
+    made = dict(function.examples(num_heads, list(seq_lens)))
+    if function.query_tensors:
+        rows = accumulate(query_lens or seq_lens)  # the row after the last one of each request
+        first = [[end - length] for end, length in zip(rows, seq_lens, strict=True)]
+        made[QUERY_ROW] = torch.tensor(first, dtype=torch.int32).reshape(-1, 1)
     return {name: made[name] for name in function.tensor_names}
 
 

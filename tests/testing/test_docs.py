@@ -32,6 +32,7 @@ CALLED_BY_ENGINES = {
     "AttentionBackend.make_builder",
     "AttentionBackend.full_cls_name",
     "AttentionImpl.attention_params",
+    "AttentionImpl.of_call",
     "AttentionImpl.read_per_head_tensors_from",
     "AttentionMetadataBuilder.with_host_lengths",
 }

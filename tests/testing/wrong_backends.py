@@ -25,6 +25,7 @@ from tests.testing.toy_backend import ToyBackend, ToyBuilder, ToyImpl, ToyMetada
 from tests.testing.wrong_at_scale import SUBTLE
 from tests.testing.wrong_from_reports import REPORTED
 from tests.testing.wrong_operations import WRONG_OPERATIONS, OtherOperation
+from tests.testing.wrong_query_tensors import WRONG_QUERY_TENSORS
 from tests.testing.wrong_rotations import WRONG_ROTATIONS
 
 
@@ -896,6 +897,7 @@ WRONG: dict[str, tuple[type[AttentionBackend], str]] = {
     **REPORTED,
     **WRONG_OPERATIONS,
     **WRONG_ROTATIONS,
+    **WRONG_QUERY_TENSORS,
     "off-by-one window": (toy_with(OffByOneWindow), "W2"),
     "window on one phase only": (toy_with(WindowOnPrefillOnly), "W2"),
     "ignored soft cap": (toy_with(IgnoredSoftCap), "F1"),

@@ -44,6 +44,8 @@ def latent_capabilities(
         logits_soft_cap=False,
         alibi=False,
         score_function=False,
+        query_tensors=False,
+        token_sinks=False,
         key_selection=False,
         compressed_entries=False,
         sink=True,  # applied after the kernel, from the LSE

@@ -51,6 +51,8 @@ def common_capabilities(first: Backend, second: Backend, **changes: Any) -> Capa
         allocates_in_forward=one.allocates_in_forward or two.allocates_in_forward,
         rotary_write=False,
         batch_invariant=False,
+        query_tensors=False,  # nor the rows of sinks
+        token_sinks=False,
         key_selection=False,  # lists are not split between the backends
         compressed_entries=False,
     )

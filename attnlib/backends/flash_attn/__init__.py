@@ -61,6 +61,8 @@ class FlashAttnBackend(AttentionBackend):
         logits_soft_cap=True,
         alibi=True,
         score_function=False,
+        query_tensors=False,
+        token_sinks=False,
         key_selection=False,
         compressed_entries=False,
         sink=True,

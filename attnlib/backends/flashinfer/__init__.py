@@ -58,6 +58,8 @@ class FlashInferBackend(AttentionBackend):
         attention_chunks=False,
         logits_soft_cap=True,
         score_function=False,
+        query_tensors=False,
+        token_sinks=False,
         key_selection=False,
         compressed_entries=False,
         alibi=False,  # FlashInfer supports the standard slopes only

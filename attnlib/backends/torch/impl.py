@@ -59,25 +59,11 @@ class TorchImpl(AttentionImpl):
         decode, prefill = metadata.decode_metadata, metadata.prefill_metadata
         if decode is not None:
             rows = slice(0, None if prefill is None else split)
-            self._attend(
-                partial(paged_decode, plans=decode.decode_plans),
-                decode,
-                query[rows],
-                cache,
-                output[rows],
-                None if lse is None else lse[rows],
-            )
+            operation = partial(paged_decode, plans=decode.decode_plans)
+            self._attend(operation, decode, rows, query, cache, output, lse)
         if prefill is not None or decode is None:
             part = metadata if prefill is None else prefill
-            rows = slice(split, None)
-            self._attend(
-                paged_prefill,
-                part,
-                query[rows],
-                cache,
-                output[rows],
-                None if lse is None else lse[rows],
-            )
+            self._attend(paged_prefill, part, slice(split, None), query, cache, output, lse)
 
     def forward_selected(
         self,
@@ -156,24 +142,25 @@ class TorchImpl(AttentionImpl):
         self,
         operation: Any,
         part: TorchMetadata,
+        rows: slice,
         query: torch.Tensor,
         cache: PagedKVCache,
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
         operation(
-            query,
+            query[rows],
             cache.key_cache,
             cache.value_cache,
             part.block_table,
             part.query_start_loc,
             part.seq_lens,
-            self.attention_params(part, cache),
+            self.attention_params(part, cache).of_rows(rows),
             max_query_len=part.max_query_len,
             max_seq_len=part.max_seq_len,
             query_start_loc_cpu=part.query_start_loc_cpu,
             seq_lens_cpu=part.seq_lens_cpu,
             batch_invariant=self.spec.batch_invariant,
-            out=output,
-            lse=lse,
+            out=output[rows],
+            lse=None if lse is None else lse[rows],
         )

@@ -66,6 +66,8 @@ class TritonBackend(AttentionBackend):
         alibi=True,
         sink=True,
         score_function=True,
+        query_tensors=True,
+        token_sinks=True,
         key_selection=True,
         compressed_entries=True,
         mla=True,

@@ -24,6 +24,7 @@ from attnlib.ops.triton.launch.sequence import (
     LSE,
     OUT,
     QUERY,
+    SINKS,
     VALUE,
     VALUE_CACHE,
     Launches,
@@ -33,7 +34,7 @@ from attnlib.ops.triton.launch.sequence import (
 )
 from attnlib.spec import AttentionSpec
 
-__all__ = ["LayerCall", "StepLaunches"]
+__all__ = ["LayerCall", "StepLaunches", "row_bytes"]
 
 
 class LayerCall(NamedTuple):
@@ -101,7 +102,7 @@ class StepLaunches:
         decode: PreparedAttention | None,
         prefill: PreparedAttention | None,
         concurrent: PreparedConcurrentPrefill | None,
-        first_prefill_row: int,
+        row_offsets: dict[Source, int],
         fixed: dict[Source, Any],
         num_values: int,
     ) -> None:
@@ -119,7 +120,7 @@ class StepLaunches:
         self.as_bytes = any(part.as_bytes for part in parts)
         self.concurrent = concurrent
         self._index = call.query.get_device()
-        self.row_offsets = _row_bytes(call, first_prefill_row) if first_prefill_row else {}
+        self.row_offsets = row_offsets
         self.rows_aligned = not any(self.row_offsets.get(x, 0) & ALIGNMENT for x in (QUERY, OUT))
         self._fixed = fixed
         self._num_values = num_values
@@ -180,6 +181,7 @@ class StepLaunches:
                 write.launches(False, write_aligned).submit(0, given, (batch.slots,))
             if self.as_bytes:
                 values = _with_bytes(values)
+            whole = list(values)
             for launches, of_prefill in self.attention(False, aligned):
                 part, tensors = (
                     (self.prefill, batch.prefills) if of_prefill else (self.decode, batch.decodes)
@@ -187,7 +189,8 @@ class StepLaunches:
                 assert part is not None and tensors is not None
                 if split:
                     rows = slice(split, None) if of_prefill else slice(None, split)
-                    for source, x in ((QUERY, call.query), (OUT, call.out), (LSE, call.lse)):
+                    for source in self.row_offsets:
+                        x = whole[source]
                         values[source] = None if x is None else x[rows]
                 launches.submit(0, values, part.tensors(tensors))
 
@@ -224,9 +227,17 @@ def _with_bytes(values: list[Any]) -> list[Any]:
     return changed
 
 
-def _row_bytes(call: LayerCall, row: int) -> dict[Source, int]:
-    """Offsets in bytes of a row in query, output and LSE."""
-    tensors = {QUERY: call.query, OUT: call.out, LSE: call.lse}
+def row_bytes(call: LayerCall, sinks: Tensor | None, row: int) -> dict[Source, int]:
+    """Offsets in bytes of a row in query, output, LSE and the sinks of query tokens.
+
+    Args:
+        call: of the whole batch.
+        sinks: of the layer, or of query tokens; None without any.
+        row: query token.
+    """
+    tensors: dict[Source, Tensor | None] = {QUERY: call.query, OUT: call.out, LSE: call.lse}
+    if sinks is not None and sinks.dim() == 2:
+        tensors[SINKS] = sinks
     return {
         source: 0 if x is None else row * x.stride(0) * x.element_size()
         for source, x in tensors.items()

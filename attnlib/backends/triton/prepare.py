@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from attnlib.backends.base import AttentionImpl
-from attnlib.backends.triton.launches import LayerCall, StepLaunches
+from attnlib.backends.triton.launches import LayerCall, StepLaunches, row_bytes
 from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.attention_call import AttentionCall
@@ -91,7 +91,7 @@ class Step(NamedTuple):
             call.out[rows],
             None if call.lse is None else call.lse[rows],
             batch,
-            _params_of(params, batch),
+            _params_of(params, batch).of_rows(rows),
             self.metadata.scheduler.limits,
             (signature, name),
         )
@@ -112,13 +112,15 @@ def prepare_step(step: Step) -> StepLaunches:
         ContractError: tensors that the kernels cannot address.
     """
     impl, metadata = step.impl, step.metadata
+    first_row = metadata.num_decode_tokens if metadata.num_prefills else 0
+    sinks = impl.per_head_tensors[1]
     parts = _prepare_invariant(step) if impl.spec.batch_invariant else _prepare_parts(step)
     return StepLaunches(
         step.call,
         metadata.scheduler.limits,
         _prepare_write(step),
         *parts,
-        first_prefill_row=metadata.num_decode_tokens if metadata.num_prefills else 0,
+        row_offsets=row_bytes(step.call, sinks, first_row) if first_row else {},
         fixed=_fixed_values(step),
         num_values=NUM_VALUES + len(impl.layer_score_tensors),
     )
@@ -179,7 +181,8 @@ def _fixed_values(step: Step) -> dict[Source, Any]:
     spec, cache = step.impl.spec, step.call.cache
     scales = {K_SCALE: cache.k_scale, V_SCALE: cache.v_scale}
     fixed = {source: scale for source, scale in scales.items() if not isinstance(scale, Tensor)}
-    return fixed if spec.has_alibi or spec.has_sink else {**fixed, SLOPES: None, SINKS: None}
+    has_tensors = spec.has_alibi or spec.has_sink or spec.token_sinks
+    return fixed if has_tensors else {**fixed, SLOPES: None, SINKS: None}
 
 
 def _params_of(params: AttentionParams, part: BatchTensors) -> AttentionParams:

@@ -37,4 +37,5 @@ def call_features(spec: AttentionSpec) -> CallFeatures:
         alibi=spec.has_alibi,
         query_bias=spec.mask_kind is MaskKind.QUERY_BIAS,
         score_function=spec.score_function is not None,
+        token_sinks=spec.token_sinks,
     )

@@ -22,12 +22,14 @@ from attnlib.ops.torch.gather import Scratch
 from attnlib.ops.torch.page_formats import gather_pages
 from attnlib.ops.torch.paged import PagedInputs, attend_paged
 from attnlib.ops.torch.quant import compute_dtype
+from attnlib.ops.torch.token_sinks import adds_token_sinks
 
 __all__ = ["paged_decode"]
 
 
 @torch.no_grad()
 @without_autocast
+@adds_token_sinks
 def paged_decode(
     query: Tensor,
     key_cache: Tensor,

@@ -10,12 +10,14 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.batch import clear_tail, list_requests, on_host
 from attnlib.ops.torch.page_formats import gather_pages
 from attnlib.ops.torch.paged import PagedInputs, attend_paged
+from attnlib.ops.torch.token_sinks import adds_token_sinks
 
 __all__ = ["paged_prefill"]
 
 
 @torch.no_grad()
 @without_autocast
+@adds_token_sinks
 def paged_prefill(
     query: Tensor,
     key_cache: Tensor,

@@ -48,9 +48,10 @@ def add_sink(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         out: `[..., Hq, L, Dv]`.
         lse: `[..., Hq, L]`.
-        sinks: `[Hq]`; +inf counts as NaN, as it does in `softmax_with_sink`.
+        sinks: `[Hq]`, or one for each LSE; +inf counts as NaN, as it does in `softmax_with_sink`.
     """
-    sink = sinks.to(lse.dtype)[:, None]
+    sink = sinks.to(lse.dtype)
+    sink = sink[:, None] if sink.dim() == 1 else sink
     sink = sink.masked_fill(sink == torch.inf, torch.nan)
     weights, total = merge_weights(torch.stack([lse, sink.expand_as(lse)]))
     return out * weights[0].unsqueeze(-1), total

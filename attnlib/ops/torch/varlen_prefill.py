@@ -11,12 +11,14 @@ from attnlib.ops.torch.batch import clear_tail, list_requests, on_host
 from attnlib.ops.torch.invariant import attend_rows_invariant
 from attnlib.ops.torch.quant import head_factor
 from attnlib.ops.torch.request import KeySpan, QueryRows, attend_rows
+from attnlib.ops.torch.token_sinks import adds_token_sinks
 
 __all__ = ["varlen_prefill"]
 
 
 @torch.no_grad()
 @without_autocast
+@adds_token_sinks
 def varlen_prefill(
     query: Tensor,
     key: Tensor,

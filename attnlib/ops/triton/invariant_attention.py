@@ -189,7 +189,7 @@ def _combine(call: AttentionCall) -> BoundLaunch:
     size = call.shape.head_size_v
     columns = combine_columns(size)
     constants = {
-        "HAS_SINK": call.params.sinks is not None,
+        "HAS_SINK": call.params.sink_kind,
         "HAS_LSE": call.lse is not None,
         "DV": size,
         "COLUMNS": columns,

@@ -93,7 +93,7 @@ def _plain_launch(call: AttentionCall, schedule: DecodeSchedule) -> PlainAttenti
     partials = Partials.of_splits(
         num_splits,
         *(call.num_tokens, shape.num_heads, shape.head_size_v),
-        has_sink=call.params.sinks is not None,
+        has_sink=call.params.sink_kind,
         has_lse=call.lse is not None,
         overlap=overlap,
     )

@@ -41,6 +41,7 @@ class CallFeatures(NamedTuple):
         query_bias: a bias of the query span.
         tensor_scales: a scale of the cache is a tensor.
         score_function: scores are changed before the mask is applied (M10).
+        token_sinks: sinks of query tokens (M22).
     """
 
     causal_per_request: bool = False
@@ -48,6 +49,7 @@ class CallFeatures(NamedTuple):
     query_bias: bool = False
     tensor_scales: bool = False
     score_function: bool = False
+    token_sinks: bool = False
 
     @classmethod
     def of(cls, params: AttentionParams) -> CallFeatures:
@@ -58,6 +60,7 @@ class CallFeatures(NamedTuple):
             query_bias=params.query_bias is not None,
             tensor_scales=isinstance(params.k_scale, Tensor) or isinstance(params.v_scale, Tensor),
             score_function=params.score_function is not None,
+            token_sinks=params.has_token_sinks,
         )
 
 
@@ -118,6 +121,8 @@ def feature_reasons(kernel: str, features: CallFeatures) -> list[str]:
         reasons.append(f"alibi_slopes: not supported by the {kernel}")
     if features.query_bias:
         reasons.append(f"query_bias: not supported by the {kernel}")
+    if features.token_sinks:
+        reasons.append(f"sinks of query tokens: not supported by the {kernel}")
     if features.tensor_scales:
         reasons.append(f"k_scale or v_scale as tensors: the {kernel} reads a cache without scales")
     return reasons

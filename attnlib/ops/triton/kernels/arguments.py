@@ -92,7 +92,7 @@ class AttentionConfig(NamedTuple):
     HAS_CAP: bool = False
     HAS_ALIBI: bool = False
     HAS_BIAS: bool = False
-    HAS_SINK: bool = False
+    HAS_SINK: int = False
     HAS_LSE: bool = False
     SCALE_LATE: bool = False
     VEC_Q: int = 1

@@ -268,6 +268,8 @@ def invariant_combine_kernel(
             acc = _fold(acc, part, old, new)
     sink = tl.zeros([1], tl.float32)
     if HAS_SINK:
+        if HAS_SINK == 2:  # one for each token and head
+            sinks += token.to(tl.int64) * num_heads
         sink += tl.load(sinks + head).to(tl.float32)
     normalizer, base2_lse = finish_rows(row_max, row_sum, sink, HAS_SINK)
     offsets = token.to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh + columns

@@ -192,6 +192,8 @@ def load_sink(sinks, rows, CONFIG: tl.constexpr):
     """Return the sink of each row, or 0."""
     sink = 0.0
     if CONFIG.HAS_SINK:
+        if CONFIG.HAS_SINK == 2:  # one for each token and head
+            sinks += rows.row.to(tl.int64) * (CONFIG.NUM_KV_HEADS * CONFIG.GROUP)
         sink = tl.load(sinks + rows.head, mask=rows.valid, other=0.0).to(tl.float32)
     return sink
 

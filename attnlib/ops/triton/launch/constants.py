@@ -109,6 +109,8 @@ def attention_constants(call: AttentionCall) -> dict[str, Any]:
         "V_SCALE_KIND": scale_kind("v_scale", params.v_scale),
         **score_constants(params, "triton"),
         "LATENT": shape.latent,
+        # Sinks of query tokens have a row of all heads. Other kernels stay as they are.
+        "NUM_KV_HEADS": shape.num_kv_heads if params.has_token_sinks else 0,
         "VEC_Q": vector_elements("query", call.query),
         "VEC_K": vector_elements("key", call.key),
         "VEC_V": vector_elements("value", call.value),
@@ -131,7 +133,7 @@ def _features(params: AttentionParams) -> dict[str, Any]:
         "HAS_CHUNK": params.attention_chunk_size > 0,
         "HAS_CAP": params.logits_soft_cap > 0,
         "HAS_ALIBI": params.alibi_slopes is not None,
-        "HAS_SINK": params.sinks is not None,
+        "HAS_SINK": params.sink_kind,
         "HAS_BIAS": params.query_bias is not None,
         "SCALE_LATE": params.scale >= MIN_LATE_SCALE and not changes_scores,
     }

@@ -39,7 +39,7 @@ class Partials(NamedTuple):
         num_heads: int,
         head_size_v: int,
         *,
-        has_sink: bool = False,
+        has_sink: int = False,
         has_lse: bool = False,
         overlap: dict[str, bool] | None = None,
     ) -> Partials:
@@ -48,7 +48,8 @@ class Partials(NamedTuple):
         Args:
             num_splits: programs that may share the keys of one request.
             num_tokens, num_heads, head_size_v: sizes of the output.
-            has_sink, has_lse: whether the combine kernel adds sinks and writes LSEs.
+            has_sink: `AttentionParams.sink_kind`: whether the combine kernel adds sinks, and which.
+            has_lse: whether it writes LSEs.
             overlap: constants of programmatic launches (`programmatic_launch`); None for none.
         """
         if num_splits <= 1:
