@@ -19,12 +19,28 @@ def tensor_signature(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-def tensor_check(*tensors: torch.Tensor) -> Callable[..., bool] | None:
+def tensor_check(
+    *tensors: torch.Tensor, free: tuple[int | None, ...] | None = None
+) -> Callable[..., bool] | None:
     """`check(*others)`: True if the others have the signatures of these tensors, False if they have
     not or if it cannot tell. A C function of torch.compile's guards, several times faster than
-    comparing signatures. None where torch has it not, and for tensors that require a gradient."""
+    comparing signatures. None where torch has it not, and for tensors that require a gradient.
+
+    Args:
+        tensors: what the others are compared with.
+        free: a dimension of each tensor whose size may be another one, and with it the strides of
+            the dimensions before it; None for a tensor without, and for all.
+    """
     if _TensorGuards is None or any(tensor.requires_grad for tensor in tensors):
         return None
-    guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    sizes: list[list[int | None]] | None = None
+    strides: list[list[int | None]] | None = None
+    if free is not None:
+        sizes, strides = [], []
+        for tensor, dim in zip(tensors, free, strict=True):
+            first = 0 if dim is None else dim
+            sizes.append([None if i == dim else n for i, n in enumerate(tensor.shape)])
+            strides.append([None if i < first else n for i, n in enumerate(tensor.stride())])
+    guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     check: Callable[..., bool] = guards.check
     return check

@@ -71,7 +71,7 @@ def attnlib_attention(
             arguments of a paged step, or a mask that does not fit.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if is_compiled():
+    if torch.compiler.is_compiling() and is_compiled():
         return _in_graph(module, query, key, value, attention_mask, dropout, scaling, kwargs)
     if not dropout and not torch.is_grad_enabled() and (known := known_step(attention_mask)):
         again = None

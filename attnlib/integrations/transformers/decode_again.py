@@ -54,8 +54,7 @@ class _Facts:
     """What a decode has in common with the next step. It holds no tensor.
 
     Attributes:
-        query: shape of the query.
-        layouts: dtypes of all, and sizes of keys and values besides their tokens.
+        fits: whether query, key and value have these layouts, with any number of keys.
         scale, soft_cap, sinks: of the call; `sinks` is the name of the argument.
         names: of the further arguments.
         absent: those among them with which a call is not repeated.
@@ -63,8 +62,7 @@ class _Facts:
         selection: state of the selection that chose the torch backend.
     """
 
-    query: torch.Size
-    layouts: tuple[Any, ...]
+    fits: Callable[..., bool]
     scale: float
     soft_cap: float | None
     sinks: str | None
@@ -79,23 +77,22 @@ class DecodeAgain:
 
     Args:
         facts: see `_Facts`.
-        fits: whether query, key and value have the layout of those of the first layer.
         spans: the keys that the rows see.
+        keys: number of keys of the calls, seen or not.
     """
 
-    __slots__ = ("facts", "fits", "spans")
+    __slots__ = ("facts", "keys", "spans")
 
-    def __init__(self, facts: _Facts, fits: Callable[..., bool], spans: Spans) -> None:
-        self.facts, self.fits, self.spans = facts, fits, spans
+    def __init__(self, facts: _Facts, spans: Spans, keys: int) -> None:
+        self.facts, self.spans, self.keys = facts, spans, keys
 
     @classmethod
     def of(cls, call: Call, kwargs: dict[str, Any], pattern: Pattern, spans: Spans) -> DecodeAgain:
         """What a call has found under a mask. Tensors that require a gradient are not compared."""
-        fits = tensor_check(call.query, call.key, call.value) or _never
+        states = call.query, call.key, call.value
         name = next((name for name in _SINKS if kwargs.get(name) is not None), None)
         facts = _Facts(
-            call.query.shape,
-            _layouts(call.query, call.key, call.value),
+            tensor_check(*states, free=(None, 2, 2)) or _never,
             call.scale,
             call.soft_cap,
             name,
@@ -104,7 +101,7 @@ class DecodeAgain:
             pattern,
             selection_state(),
         )
-        return cls(facts, fits, spans)
+        return cls(facts, spans, call.key.shape[2])
 
     def attend(
         self,
@@ -118,7 +115,9 @@ class DecodeAgain:
         facts = self.facts
         if scale != facts.scale or kwargs.keys() != facts.names or OBSERVERS:
             return None
-        if not self.fits(query, key, value) or kwargs.get("softcap") != facts.soft_cap:
+        if not facts.fits(query, key, value) or kwargs.get("softcap") != facts.soft_cap:
+            return None
+        if key.shape[2] != self.keys or value.shape[2] != self.keys:
             return None
         for name in facts.absent:
             if kwargs[name] is not None:
@@ -151,7 +150,7 @@ def attend_known_decode(
     found: DecodeAgain | None = step.plans.get(_PLAN)
     if found is not None:
         return found.attend(query, key, value, scale, kwargs)
-    found = _continued(query, key, value, step, kwargs)
+    found = _continued(query, step, kwargs)
     if found is None:
         return None
     out = found.attend(query, key, value, scale, kwargs)
@@ -172,13 +171,7 @@ def keep_decode(step: StepMask, found: DecodeAgain) -> None:
     last[pattern] = found.facts
 
 
-def _continued(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: StepMask,
-    kwargs: dict[str, Any],
-) -> DecodeAgain | None:
+def _continued(query: torch.Tensor, step: StepMask, kwargs: dict[str, Any]) -> DecodeAgain | None:
     """The decode of the step before, over the keys that this one sees; None if it is another."""
     pattern = step.pattern
     if step.q_length != 1 or step.is_reused or pattern is None or is_transient():
@@ -186,17 +179,11 @@ def _continued(
     if pattern.segments is not None or pattern.spans is not None:
         return None
     last: _Facts | None = getattr(_local, "last", {}).get(pattern)
-    if last is None or query.shape != last.query or last.layouts != _layouts(query, key, value):
+    if last is None or query.shape[0] != step.batch_size:
         return None
     if VALIDATE_KEY in ENVIRONMENT or selection_state() != last.selection:
         return None
     if weights_are_recorded(kwargs) or torch.is_autocast_enabled("cpu"):
         return None
-    step.check(query, key)
-    spans, fits = visible_spans(step), tensor_check(query, key, value)
-    return None if spans is None or fits is None else DecodeAgain(last, fits, spans)
-
-
-def _layouts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[Any, ...]:
-    states = (key, value)
-    return query.dtype, *((x.dtype, x.shape[:2], x.shape[3], x.stride(3)) for x in states)
+    spans = visible_spans(step)
+    return None if spans is None else DecodeAgain(last, spans, step.kv_length)

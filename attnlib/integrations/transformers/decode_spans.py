@@ -71,7 +71,10 @@ def attend_spans(
         if spans.starts[0] != 0 or spans.end != key.shape[2]:
             start, count = spans.starts[0], spans.end - spans.starts[0]
             key, value = key.narrow(2, start, count), value.narrow(2, start, count)
-        out = _attend_all(rows, key, value, scale, soft_cap, sinks)
+        if soft_cap is None and sinks is None:
+            out = _attend(rows, key, value, scale=scale)
+        else:
+            out = _by_scores(rows, key, value, scale, soft_cap, sinks)
     else:
         outputs = []
         for row, start in enumerate(spans.starts):

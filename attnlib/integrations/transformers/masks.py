@@ -137,11 +137,11 @@ def _is_plain(given: dict[str, Any], pattern: Pattern | None) -> bool:
 
 def _values(given: dict[str, Any], step: StepMask | None = None) -> torch.Tensor | None:
     """The mask as values. A single query needs fewer operations with its description."""
-    with torch.inference_mode(False), torch.no_grad():  # so that it counts writes
-        mask = None if step is None else step.single_query()
-        if mask is None:
-            mask = evaluated_mask(given | {"allow_is_causal_skip": False})
-        return mask
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():  # so that it counts writes
+            return _values(given, step)
+    mask = None if step is None else step.single_query()
+    return evaluated_mask(given | {"allow_is_causal_skip": False}) if mask is None else mask
 
 
 def _check_padding(attention_mask: torch.Tensor, batch_size: int) -> None:

@@ -9,6 +9,7 @@ function with an unknown part is never guessed: `recognize` returns None and the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +63,18 @@ def recognize(mask_function: MaskFunction) -> Pattern | None:
     Returns:
         The pattern, or None if some part of the function is unknown.
     """
+    if getattr(mask_function, "__closure__", ()) is None:
+        return _recognize_constant(mask_function)
+    return _recognize(mask_function)
+
+
+@lru_cache(maxsize=16)
+def _recognize_constant(mask_function: MaskFunction) -> Pattern | None:
+    """The pattern of a function that captures nothing, such as the causal one."""
+    return _recognize(mask_function)
+
+
+def _recognize(mask_function: MaskFunction) -> Pattern | None:
     causal, window, chunk, segments = False, Window(), None, None
     spans, outside = None, None
     for name, values in _parts(mask_function):

@@ -25,8 +25,8 @@ def weights_are_recorded(kwargs: Mapping[str, Any]) -> bool:
     # have imported the module.
     module = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(module, "_active_collector", None)
-    collected = None if collector is None else collector.get()
-    return any("attentions" in name for name in collected or ())
+    collected: Any = None if collector is None else collector.get()
+    return bool(collected) and any("attentions" in name for name in collected)
 
 
 def weights_are_recorded_in_trace() -> bool:

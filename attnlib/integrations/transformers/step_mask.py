@@ -103,6 +103,8 @@ class StepMask:
         if self.attention_mask is None:
             return None
         mask, end = self.attention_mask, self.kv_offset + self.width
+        if mask.shape[-1] == end and self.kv_offset == 0:
+            return mask
         if mask.shape[-1] < end:
             mask = torch.nn.functional.pad(mask, (0, end - mask.shape[-1]))
         return mask[:, self.kv_offset : end]
@@ -131,10 +133,13 @@ class StepMask:
             return None
         first = first_visible_key(self, pattern, None)
         assert isinstance(first, int)  # a plain pattern has no chunks
-        shape = (self.batch_size, 1, 1, self.kv_length)
-        mask = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        keys, padding = slice(max(first, 0), self.width), self.padding()
-        mask[:, 0, 0, keys] = True if padding is None else padding[:, keys]
+        size, rest = (self.batch_size, 1, 1, self.kv_length), self.kv_length - self.width
+        padding = self.padding()
+        if padding is None:
+            padding = torch.ones(self.batch_size, self.width, dtype=torch.bool, device=self.device)
+        mask = torch.nn.functional.pad(padding, (0, rest)).view(size)
+        if first > 0:
+            mask.narrow(3, 0, min(first, self.kv_length)).fill_(False)
         return mask
 
     def check(self, query: torch.Tensor, key: torch.Tensor) -> None:
