@@ -59,7 +59,11 @@ class StateBackend:
         """Lines that `explain` prints for an accepted backend: by default the form of a slot."""
         chosen = cls.resolve_state_spec(spec)
         chunks = f", chunks of {chosen.chunk_size} tokens" if chosen.form == "tail" else ""
-        return [f"slots:   {chosen.form}{chunks}"]
+        lines = [f"slots:   {chosen.form}{chunks}"]
+        if spec.has_recurrence and spec.has_convolution:
+            launches = "one launch for decodes" if cls.state_capabilities.fused_step else "separate"
+            lines.append(f"step:    {launches}, with convolution, gates and norm")
+        return lines
 
     @classmethod
     def resolve_state_spec(cls, spec: StateSpec) -> StateSpec:

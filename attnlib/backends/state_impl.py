@@ -11,6 +11,8 @@ import torch
 from attnlib.cache.states import StateCache
 from attnlib.metadata.states import StateMetadata
 from attnlib.ops.states import RecurrenceParams
+from attnlib.ops.states.step_form import FusedInputs
+from attnlib.ops.torch.states.step_parts import gated_norm, state_gates
 from attnlib.spec import StateSpec
 
 __all__ = ["StateImpl", "StateInputs", "StateOperations", "StateOwner"]
@@ -53,7 +55,11 @@ class StateImpl(ABC):
 
     Attributes:
         group: layers with equal groups share plans.
+        state_gates, gated_norm: gates and norm of `StateLayer.step` in launches of their own.
     """
+
+    state_gates: ClassVar[Callable[..., Any]] = staticmethod(state_gates)
+    gated_norm: ClassVar[Callable[..., None]] = staticmethod(gated_norm)
 
     def __init__(
         self,
@@ -140,6 +146,18 @@ class StateImpl(ABC):
         output: torch.Tensor,
     ) -> Callable[[StateImpl, torch.Tensor, StateCache, torch.Tensor], None] | None:
         """The same for `convolve`; `run(impl, x, cache, output)`."""
+        return None
+
+    def plan_fused_step(
+        self,
+        signature: Hashable,
+        inputs: FusedInputs,
+        cache: StateCache,
+        metadata: StateMetadata,
+        output: torch.Tensor,
+    ) -> Callable[[StateImpl, FusedInputs, StateCache, torch.Tensor], None] | None:
+        """The same for `StateLayer.step` in one launch, with the bits of separate ones. With None,
+        which a backend may return for some batches, the layer runs these."""
         return None
 
 

@@ -37,6 +37,7 @@ class StateCapabilities(Declaration):
         batch_invariant: the feature of the spec (T18).
         cudagraph: batches that a CUDA graph can capture (T19).
         needs_host_lengths: a step reads lengths and slots on the host.
+        fused_step: `StateLayer.step` is one launch for decodes.
         deterministic: two equal calls give equal bits.
     """
 
@@ -60,4 +61,5 @@ class StateCapabilities(Declaration):
     batch_invariant: bool = NOT_STATED
     cudagraph: CudaGraphSupport = NOT_STATED
     needs_host_lengths: bool = True
+    fused_step: bool = False
     deterministic: bool = True

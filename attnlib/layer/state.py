@@ -18,8 +18,10 @@ from attnlib.cache.states import StateCache, state_layout
 from attnlib.compile.objects import register
 from attnlib.layer.state_call import call_convolution, call_step
 from attnlib.layer.state_checks import check_layer_tensors
+from attnlib.layer.state_fused import call_fused_step, separate_step
 from attnlib.layer.state_operator import convolve_opaquely, step_opaquely
 from attnlib.metadata.states import StateMetadata
+from attnlib.ops.states.step_form import FusedInputs, StepForm
 from attnlib.selection import get_attn_backend
 from attnlib.spec import StateSpec
 
@@ -156,6 +158,44 @@ class StateLayer(nn.Module):
         if torch.compiler.is_compiling():
             return convolve_opaquely(self, x, cache, metadata, output)
         return call_convolution(self, x, cache, metadata, output)
+
+    def step(
+        self,
+        x: torch.Tensor,
+        gates: tuple[torch.Tensor | None, torch.Tensor | None],
+        z: torch.Tensor | None,
+        form: StepForm,
+        cache: StateCache,
+        metadata: StateMetadata,
+        *,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Convolution, gates, recurrence and norm: one launch for decodes where the backend
+        declares `fused_step`, else separate ones with the same bits (but not in torch.compile).
+
+        Args:
+            x: `[T, C]`, with dense rows; its channels are those of queries, keys and values.
+            gates: projections, `[T, Hv]` each and the first `[T, Hv, Dk]` with decays per channel;
+                or log decay and beta, if the form says so; None for what the layer has not.
+            z: `[T, Hv * Dv]`, of the output gate, or None.
+            form: the formulas and their tensors.
+            cache, metadata: as in `forward`.
+            output: where to write, `[T, Hv * Dv]`; None allocates.
+
+        Returns:
+            `[T, Hv * Dv]`.
+
+        Raises:
+            ContractError: as `forward`, or a form that is not one of the layer.
+        """
+        decay: Any = self.log_decay if gates[0] is None else gates[0]
+        inputs = FusedInputs(x, decay, gates[1], z, form)
+        if output is None:
+            shape = (x.shape[0], self.spec.num_heads * self.spec.value_size)
+            output = torch.empty(shape, dtype=self.spec.dtype, device=x.device)
+        compiles = torch.compiler.is_compiling()
+        (separate_step if compiles else call_fused_step)(self, inputs, cache, metadata, output)
+        return output
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()

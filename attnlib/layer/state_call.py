@@ -23,7 +23,7 @@ from attnlib.ops.signature import tensor_signature
 if TYPE_CHECKING:
     from attnlib.layer.state import StateLayer
 
-__all__ = ["call_convolution", "call_step"]
+__all__ = ["call_convolution", "call_signature", "call_step", "keep_plan"]
 
 MAX_PLANS = 64
 """Plans that one batch keeps; beyond it they are dropped and made again on demand."""
@@ -46,12 +46,12 @@ def call_step(
     rows = output
     if output.dim() == 2:
         rows = output.view(output.shape[0], spec.num_heads, spec.value_size)
-    signature = _signature(layer, cache, (*heads, rows))
+    signature = call_signature(layer, cache, (*heads, rows))
     run: Any = metadata.plans.get(signature)
     if run is None:
         check_step(layer, heads, cache, metadata, rows)
         run = layer.impl.plan_step(signature, heads, cache, metadata, rows) or _unplanned_step
-        _keep(metadata, signature, run)
+        keep_plan(metadata, signature, run)
     if VALIDATE_KEY in ENVIRONMENT:
         validate_step(spec, heads, cache, metadata)
     if run is _unplanned_step:
@@ -74,13 +74,13 @@ def call_convolution(
         refuse_gradients(x)
     if output is None:
         output = torch.empty(x.shape, dtype=layer.spec.dtype, device=x.device)
-    signature = _signature(layer, cache, (x, output))
+    signature = call_signature(layer, cache, (x, output))
     run: Any = metadata.plans.get(signature)
     if run is None:
         check_convolution(layer, x, cache, metadata, output)
         plan = layer.impl.plan_convolution(signature, x, cache, metadata, output)
         run = plan or _unplanned_convolution
-        _keep(metadata, signature, run)
+        keep_plan(metadata, signature, run)
     if VALIDATE_KEY in ENVIRONMENT:
         validate_convolution(cache, metadata)
     if run is _unplanned_convolution:
@@ -90,7 +90,7 @@ def call_convolution(
     return output
 
 
-def _signature(
+def call_signature(
     layer: StateLayer, cache: StateCache, tensors: tuple[torch.Tensor | None, ...]
 ) -> tuple[Any, ...]:
     """Everything that checks and launches follow from, besides the batch and addresses."""
@@ -99,7 +99,7 @@ def _signature(
     return (layer.impl.group, cache.signature, *described)
 
 
-def _keep(metadata: StateMetadata, signature: tuple[Any, ...], run: Any) -> None:
+def keep_plan(metadata: StateMetadata, signature: tuple[Any, ...], run: Any) -> None:
     if len(metadata.plans) >= MAX_PLANS:
         metadata.plans.clear()
     metadata.plans[signature] = run

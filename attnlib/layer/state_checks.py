@@ -23,6 +23,7 @@ __all__ = [
     "check_convolution",
     "check_layer_tensors",
     "check_step",
+    "check_tensors",
     "per_head_inputs",
 ]
 
@@ -174,7 +175,7 @@ def check_step(
         "output": (output, spec.dtype, (*heads, spec.value_size)),
         "skip": (layer.skip, torch.float32, (spec.num_heads,)),
     }
-    _check_tensors(wanted, cache, metadata, rows, "T5")
+    check_tensors(wanted, cache, metadata, rows, "T5")
 
 
 def check_convolution(
@@ -202,7 +203,7 @@ def check_convolution(
         "conv_weight": (layer.conv_weight, spec.dtype, (spec.conv_channels, spec.conv_width)),
         "conv_bias": (layer.conv_bias, spec.dtype, (spec.conv_channels,)),
     }
-    _check_tensors(wanted, cache, metadata, x.shape[0], "T6")
+    check_tensors(wanted, cache, metadata, x.shape[0], "T6")
     if output.data_ptr() == x.data_ptr() and x.numel():
         raise ContractError(
             "output is x, and a convolution reads rows after it has written earlier ones: pass "
@@ -211,7 +212,7 @@ def check_convolution(
         )
 
 
-def _check_tensors(
+def check_tensors(
     wanted: Mapping[str, tuple[torch.Tensor | None, torch.dtype, tuple[int, ...]]],
     cache: StateCache,
     metadata: StateMetadata,

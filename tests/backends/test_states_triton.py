@@ -44,6 +44,12 @@ def test_models_are_supported(model: str) -> None:
     assert (chosen.form, chosen.chunk_size) == ("tail", 16)
 
 
+def test_explain_names_the_launches_of_a_step() -> None:
+    lines = TritonBackend.explain_state_lines(MODELS["Kimi Linear"], H200)
+    assert "step:    one launch for decodes, with convolution, gates and norm" in lines
+    assert len(TritonBackend.explain_state_lines(MODELS["LFM2"], H200)) == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import attnlib
+from attnlib.backends.triton import TritonBackend
 from attnlib.device import resolve_device
 from attnlib.selection import load_backend
 from attnlib.spec import CudaGraphSupport, StateSpec
+from attnlib.testing.checks.state_fused import drawn_step
 from attnlib.testing.conformance import run_conformance
 from attnlib.testing.states.inputs import draw_layer, draw_tokens
 from attnlib.testing.states.serving import Part, Server, Step
@@ -122,3 +126,57 @@ def test_the_adapters_conform(name: str) -> None:
         pytest.skip("; ".join(reasons))
     report = run_conformance(name, device="cuda", quick=True, against=[])
     assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("check", ["ST13", "ST15"])
+def test_checks(check: str) -> None:
+    """Graphs of both operations; fused steps have the bits of separate launches."""
+    report = run_conformance(TritonBackend, device="cuda", only=check)
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("name", ["gated delta", "kimi delta", "mamba2"])
+def test_a_graph_of_fused_steps(name: str) -> None:
+    """T19: one captured decode, replayed over other slots and tails, has the bits of eager steps;
+    the norm leaves its counters at zero."""
+    device, small = torch.device("cuda"), LAYERS[name]
+    keys, values = small.num_key_heads * 128, small.num_heads * small.value_size
+    spec = small.replace(max_rollback=0, conv_channels=2 * keys + values)
+    drawn = drawn_step(spec, 120, 1)
+    named = {k: x.to(device) for k, x in vars(drawn.form).items() if torch.is_tensor(x)}
+    form, own = dataclasses.replace(drawn.form, **named), draw_layer(spec)
+    tensors = {
+        key: None if x is None else x.to(device) for key, x in vars(own).items() if key != "scale"
+    }
+    with attnlib.use_backend("triton"):
+        layer = attnlib.StateLayer(spec, device=device, **tensors)
+    caches = [attnlib.StateCache.allocate(layer.spec, 8, device=device) for _ in range(2)]
+    limits = BatchLimits(max_num_reqs=4, max_num_tokens=4, max_seq_len=4096)
+    builder = layer.backend.make_builder(layer.spec, device, limits=limits)
+    state = layer.backend.get_state_cls()(builder, limits)
+    inputs = [None if x is None else x.to(device).unflatten(0, (40, 3)) for x in drawn[:4]]
+    static = [None if x is None else x.new_zeros(4, *x.shape[2:]) for x in inputs]
+
+    def run(given: list[torch.Tensor | None], cache: attnlib.StateCache, metadata: object):
+        x, a, b, z = given
+        return layer.step(x, (a, b), z, form, cache, metadata)
+
+    captured = state.graph_capture_get_metadata_for_batch(4)
+    run(static, caches[0], captured)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = run(static, caches[0], captured)
+    for step in range(40):
+        common = attnlib.CommonAttentionMetadata.from_lengths(
+            [1, 1, 1], [step + 1] * 3, device=device, state_slots=[6, 1, 3]
+        )
+        for held, new in zip(static, inputs, strict=True):
+            if held is not None:
+                held[:3] = new[step]
+        state.begin_forward(common, 4, 1)
+        graph.replay()
+        rows = [None if x is None else x[step] for x in inputs]
+        eager = run(rows, caches[1], builder.build(0, common))
+        assert torch.equal(replayed[:3], eager) and not replayed[3].any(), step
+    assert not caches[0].tensors.counters.any()

@@ -57,6 +57,8 @@ def test_signatures_are_equal(module: str) -> None:
         ("rotary_write", "rotate"),
         ("states.short_convolution", "short_convolution"),
         ("states.state_step", "state_step"),
+        ("states.step_parts", "gated_norm"),
+        ("states.step_parts", "state_gates"),
     ],
 )
 def test_signatures_of_further_operations_are_equal(module: str, name: str) -> None:

@@ -17,8 +17,10 @@ from attnlib.backends.state_impl import StateInputs
 from attnlib.backends.torch import TorchBackend
 from attnlib.backends.torch.states import TorchStateImpl
 from attnlib.cache.states import StateCache
+from attnlib.layer.state_fused import separate_step
 from attnlib.metadata.states import StateMetadata
 from attnlib.ops.states.batch import StateRequest
+from attnlib.ops.states.step_form import FusedInputs
 from attnlib.ops.torch.states.exchange import read_state
 from attnlib.ops.torch.states.state_step import state_step
 
@@ -591,7 +593,44 @@ class _FlaOrderInSlots(_FlaWrapper):
     transposes = False
 
 
+class _FusedNorm(TorchStateImpl):
+    """One launch whose output gate is on the other side of the norm."""
+
+    def plan_fused_step(
+        self, signature: Any, inputs: FusedInputs, cache: StateCache, metadata: StateMetadata,
+        output: torch.Tensor,
+    ) -> Any:  # fmt: skip
+        def run(
+            impl: attnlib.StateImpl, inputs: FusedInputs, cache: StateCache, output: torch.Tensor
+        ) -> None:
+            self.fused(impl, inputs, cache, metadata, output.flatten(1))
+
+        return run
+
+    def fused(
+        self, impl: Any, inputs: FusedInputs, cache: StateCache, metadata: StateMetadata,
+        output: torch.Tensor,
+    ) -> None:  # fmt: skip
+        form = dataclasses.replace(inputs.form, gate_first=not inputs.form.gate_first)
+        separate_step(impl.owner, inputs._replace(form=form), cache, metadata, output)
+
+
+class _FusedWithoutWindow(_FusedNorm):
+    """One launch that computes the convolution and does not keep its inputs."""
+
+    def fused(
+        self, impl: Any, inputs: FusedInputs, cache: StateCache, metadata: StateMetadata,
+        output: torch.Tensor,
+    ) -> None:  # fmt: skip
+        before = cache.tensors.window.clone()
+        separate_step(impl.owner, inputs, cache, metadata, output)
+        if metadata.max_query_len <= impl.spec.max_rollback + 1:
+            cache.tensors.window.copy_(before)
+
+
 WRONG_STATES = {
+    "fused gate on the other side": (_backend(_FusedNorm), "ST15"),
+    "fused step without its window": (_backend(_FusedWithoutWindow, "tail"), "ST15"),
     "reads fresh slots": (_backend(_ReadsFreshSlot), "ST1"),
     "rollback off by one": (_backend(_RollbackOffByOne, "snapshots"), "ST4"),
     "window not rolled back": (_backend(_WindowNotRolledBack, "tail"), "ST5"),

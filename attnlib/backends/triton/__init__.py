@@ -100,6 +100,7 @@ class TritonBackend(AttentionBackend):
         batch_invariant=True,
         cudagraph=CudaGraphSupport.ALWAYS,
         needs_host_lengths=False,
+        fused_step=True,
     )
 
     @staticmethod

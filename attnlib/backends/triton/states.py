@@ -9,8 +9,11 @@ import torch
 from attnlib.backends.state_impl import StateImpl, StateInputs, StateOperations
 from attnlib.cache.states import StateCache
 from attnlib.metadata.states import StateMetadata
-from attnlib.ops.triton.states.short_convolution import short_convolution
+from attnlib.ops.states.step_form import FusedInputs
+from attnlib.ops.triton.states.fused_step import PreparedFusedStep
+from attnlib.ops.triton.states.short_convolution import PreparedConvolution, short_convolution
 from attnlib.ops.triton.states.state_step import PreparedStep, state_step
+from attnlib.ops.triton.states.step_parts import gated_norm, state_gates
 
 __all__ = ["TritonStateImpl"]
 
@@ -20,6 +23,8 @@ class TritonStateImpl(StateOperations):
 
     state_step = staticmethod(state_step)
     short_convolution = staticmethod(short_convolution)
+    state_gates = staticmethod(state_gates)
+    gated_norm = staticmethod(gated_norm)
 
     def plan_step(
         self,
@@ -39,5 +44,53 @@ class TritonStateImpl(StateOperations):
             impl: StateImpl, inputs: StateInputs, cache: StateCache, output: torch.Tensor
         ) -> None:
             prepared.run(*inputs, cache.tensors, impl.owner.skip, output)
+
+        return run
+
+    def plan_convolution(
+        self,
+        signature: Hashable,
+        x: torch.Tensor,
+        cache: StateCache,
+        metadata: StateMetadata,
+        output: torch.Tensor,
+    ) -> Callable[[StateImpl, torch.Tensor, StateCache, torch.Tensor], None] | None:
+        """The same for the convolution."""
+        weight, bias = self.owner.conv_weight, self.owner.conv_bias
+        assert weight is not None  # the layer checks it
+        activation, batch = self.spec.conv_activation, metadata.batch
+        prepared = PreparedConvolution(x, weight, bias, cache.tensors, batch, activation, output)
+
+        def run(impl: StateImpl, x: torch.Tensor, cache: StateCache, output: torch.Tensor) -> None:
+            weight = impl.owner.conv_weight
+            assert weight is not None  # as above
+            prepared.run(x, weight, impl.owner.conv_bias, cache.tensors, output)
+
+        return run
+
+    def plan_fused_step(
+        self,
+        signature: Hashable,
+        inputs: FusedInputs,
+        cache: StateCache,
+        metadata: StateMetadata,
+        output: torch.Tensor,
+    ) -> Callable[[StateImpl, FusedInputs, StateCache, torch.Tensor], None] | None:
+        """One launch for decodes and verification."""
+        owner, batch = self.owner, metadata.batch
+        if not output.numel() or batch.max_query_len > self.spec.max_rollback + 1:
+            return None
+        weight, activation = owner.conv_weight, self.spec.conv_activation
+        assert weight is not None  # the layer checks it
+        given = (inputs, weight, owner.conv_bias, cache.tensors, batch, self.params)
+        prepared = PreparedFusedStep(*given, activation, output)
+
+        def run(
+            impl: StateImpl, inputs: FusedInputs, cache: StateCache, output: torch.Tensor
+        ) -> None:
+            owner = impl.owner
+            assert owner.conv_weight is not None  # as above
+            weights = (owner.conv_weight, owner.conv_bias)
+            prepared.run(inputs, *weights, cache.tensors, owner.skip, output)
 
         return run

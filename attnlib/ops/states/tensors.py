@@ -33,6 +33,8 @@ class StateTensors:
             `[S, num_tail_rows, Hv, Dv]`, `[S, num_tail_rows, Hv]` or `[S, num_tail_rows, Hv, Dk]`,
             `[S, num_tail_rows, Hv]`: the inputs of the positions from `low // c * c` up to `high`,
             as they were given, neither normalized nor scaled.
+        counters: `[S, Hv]` int32 zeros beside the slots, which a fused step leaves at zero. None
+            without a convolution and a recurrence.
     """
 
     layout: StateLayout
@@ -44,6 +46,7 @@ class StateTensors:
     tail_value: Tensor | None = None
     tail_log_decay: Tensor | None = None
     tail_beta: Tensor | None = None
+    counters: Tensor | None = None
 
     @classmethod
     def from_bytes(cls, layout: StateLayout, slots: Tensor) -> StateTensors:
@@ -71,6 +74,9 @@ class StateTensors:
             .view(slots.shape[0], *field.shape)
             for field in layout.fields
         }
+        if layout.num_heads and layout.conv_channels:
+            shape = (slots.shape[0], layout.num_heads)
+            views["counters"] = torch.zeros(shape, dtype=torch.int32, device=slots.device)
         return cls(layout, **views)
 
     @property

@@ -55,6 +55,7 @@ from attnlib.testing.checks import (
     sink_share,
     state_bits,
     state_exchange,
+    state_fused,
     state_graphs,
     state_slots,
     state_steps,
@@ -127,4 +128,5 @@ CHECKS: tuple[Check, ...] = (
     *state_steps.CHECKS,
     *state_bits.CHECKS,
     *state_graphs.CHECKS,
+    *state_fused.CHECKS,
 )

@@ -46,7 +46,7 @@ from attnlib.testing.score_functions import SUITE, load_score_function, make_sco
 from tests.fresh_process import run_module
 from tests.ops.calls import call_operation, split_options
 from tests.ops.triton.sass import descriptor_sources, disassemble
-from tests.ops.triton.state_cases import STATE_CASES, run_convolution, run_state
+from tests.ops.triton.state_cases import STATE_CASES, run_convolution, run_fused, run_state
 
 __all__ = [
     "CASES", "PROCESSES", "SCORE_CASES", "TARGETS", "Compiled", "Launch", "Target",
@@ -1054,8 +1054,9 @@ def run_case(name: str) -> None:
         _selected(options)
     elif operation == "indexer":
         _indexer(options)
-    elif operation in ("state", "convolution"):
-        {"state": run_state, "convolution": run_convolution}[operation](options)
+    elif operation in ("state", "convolution", "fused"):
+        run = {"state": run_state, "convolution": run_convolution, "fused": run_fused}
+        run[operation](options)
     elif operation == "packed-latent":
         _packed_latent(options)
     elif operation == "context":

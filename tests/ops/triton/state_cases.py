@@ -7,10 +7,24 @@ from typing import Any
 import torch
 
 from attnlib.ops.states import RecurrenceParams, StateBatch, StateLayout, StateTensors
+from attnlib.ops.states.step_form import FusedInputs, StepForm
+from attnlib.ops.triton.states.fused_step import PreparedFusedStep
 from attnlib.ops.triton.states.short_convolution import short_convolution
 from attnlib.ops.triton.states.state_step import state_step
+from attnlib.ops.triton.states.step_parts import gated_norm, state_gates
 
-__all__ = ["STATE_CASES", "run_convolution", "run_state"]
+__all__ = ["STATE_CASES", "run_convolution", "run_fused", "run_state"]
+
+FORMS: dict[str, dict[str, Any]] = {
+    "delta": {"gates": "softplus", "norm_size": 128, "output_gate": "silu"},
+    "kimi": {
+        "gates": "bounded", "bounds": (-5.0, 0.0), "norm_size": 128, "output_gate": "sigmoid",
+    },
+    "mamba2": {
+        "order": "vkq", "gates": "mamba2", "norm_size": 1024, "output_gate": "silu",
+        "gate_first": True,
+    },
+}  # fmt: skip
 
 STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "convolution": ("convolution", {}),
@@ -29,9 +43,24 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "state",
         {"value_size": 64, "num_heads": 128, "num_key_heads": 8, "update": "add", "skip": True},
     ),
+    "fused-64": ("fused", {"key_size": 64, "value_size": 64, "form": "delta"}),
+    "fused-128": ("fused", {"max_rollback": 3, "form": "delta"}),
+    "fused-128-channels": ("fused", {"decay": "channel", "num_key_heads": 32, "form": "kimi"}),
+    "fused-mamba2": (
+        "fused",
+        {
+            "value_size": 64,
+            "num_heads": 128,
+            "num_key_heads": 8,
+            "update": "add",
+            "skip": True,
+            "conv_channels": 10240,
+            "form": "mamba2",
+        },
+    ),
     "state-256": ("state", {"key_size": 256, "value_size": 256, "dtype": torch.float16}),
 }
-"""Name -> (operation, options) of one decode and one prefill."""
+"""Name -> (operation, options) of one decode and one prefill; of a decode with `fused`."""
 
 
 def _slots(options: dict[str, Any]) -> tuple[StateTensors, StateBatch, StateBatch]:
@@ -85,3 +114,31 @@ def run_state(options: dict[str, Any]) -> None:
             query, query.clone(), value, decay, beta.expand(value.shape[:2]), slots, batch,
             params, out=torch.empty_like(value),
         )  # fmt: skip
+
+
+def run_fused(options: dict[str, Any]) -> None:
+    """A decode in one launch, and the launches of gates and norm."""
+    options = dict(options)
+    kind, update = options.pop("form"), options.pop("update", "delta")
+    has_skip = options.pop("skip", False)
+    slots, batch, _ = _slots(options)
+    layout = slots.layout
+    heads, dtype = layout.num_heads, layout.dtype
+    decays = (heads, layout.key_size) if layout.decay == "channel" else (heads,)
+    weight = torch.empty(layout.conv_channels, layout.conv_width, dtype=dtype)
+    form = StepForm(
+        rate=torch.empty(heads), bias=torch.empty(decays),
+        norm_weight=torch.empty(FORMS[kind]["norm_size"], dtype=dtype), **FORMS[kind],
+    )  # fmt: skip
+    x = torch.empty(64, layout.conv_channels, dtype=dtype)
+    a = torch.empty(64, *decays, dtype=dtype)
+    b = None if kind == "mamba2" else torch.empty(64, heads, dtype=dtype)
+    out = torch.empty(64, heads, layout.value_size, dtype=dtype)
+    inputs = FusedInputs(x, a, b, out.flatten(1).clone(), form)
+    params = RecurrenceParams(
+        scale=0.1, update=update, qk_norm=update == "delta", skip=form.rate if has_skip else None
+    )
+    given = (inputs, weight, None, slots)
+    PreparedFusedStep(*given, batch, params, "silu", out).run(*given, params.skip, out)
+    state_gates(a, b, form)
+    gated_norm(out, inputs.z, form)

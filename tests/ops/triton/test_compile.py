@@ -113,7 +113,7 @@ MAIN = [
     "packed-latent-selected",
     "packed-latent-all",
 ]
-STATES = ["state-64", "state-64-channels", "state-64-add", "state-64-f32"]
+STATES = ["state-64", "state-64-channels", "fused-64", "state-64-f32"]
 """Cases of kernels of state layers, one for each kind of matrix instruction."""
 HOPPER_SAMPLE = [
     "varying", "decode-all", "decode-latent-all", "prefill-latent", "prefill-all",
@@ -141,6 +141,7 @@ LARGE_SPILLED = {
     "invariant-prefill-all": 512,  # gfx942
     "invariant-decode-all": 448,  # gfx942
     "prefill-128-f32": 448,  # as the table entry for float32
+    "fused-128-channels": 328,  # sm_80; four parts of decays, and the convolution before them
     "state-128-c32": 640,  # sm_89; twice the rows of a chunk
     "state-256": 704,  # sm_120; a program keeps 64 x 256 elements of the state
     "packed-prefill-all": 368,  # sm_100; 336 on sm_90: a scale for each row, in two loops

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import attnlib
+from attnlib.backends.triton import TritonBackend
+from attnlib.layer.state_fused import separate_step
+from attnlib.ops.states.step_form import FusedInputs
+from attnlib.testing.conformance import run_conformance
 from attnlib.testing.states.inputs import draw_layer, draw_tokens
 from attnlib.testing.states.kinds import KINDS
+from tests.layer.test_state_fused import FORM, SPEC, tokens
 
 
 @pytest.mark.parametrize("name", ["gated delta", "short convolution"])
@@ -38,3 +45,41 @@ def test_layers_equal_those_of_torch(device: torch.device, name: str) -> None:
         results.append(outs)
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_fused_steps_have_the_bits_of_separate_launches(device: torch.device) -> None:
+    """Two decodes beside padding; outputs and slots. The step is one launch."""
+    x, gates, z = (
+        tuple(t.to(device) for t in each) if isinstance(each, tuple) else each.to(device)
+        for each in tokens(4)
+    )
+    tensors = {k: t.to(device) for k, t in vars(FORM).items() if isinstance(t, torch.Tensor)}
+    form = dataclasses.replace(FORM, **tensors)
+    own = draw_layer(SPEC).conv_weight.to(device)
+    layer = attnlib.StateLayer(SPEC, backend="triton", conv_weight=own, device=device)
+    size = (3, layer.layout.bytes_per_slot)
+    caches = [
+        attnlib.StateCache(layer.spec, torch.zeros(size, dtype=torch.uint8, device=device))
+        for _ in range(2)
+    ]
+    builder = layer.backend.make_builder(layer.spec, device)
+    for end in (2, 3):
+        common = attnlib.CommonAttentionMetadata.from_lengths(
+            [2, 1], [end, 1], device=device, state_slots=[1, -1]
+        )
+        metadata = builder.build(0, common)
+        got = layer.step(x, gates, z, form, caches[0], metadata)
+        wanted = torch.full_like(got, 3)
+        separate_step(layer, FusedInputs(x, *gates, z, form), caches[1], metadata, wanted)
+        assert torch.equal(got, wanted) and got[:2].all() and not got[2:].any()
+        assert torch.equal(caches[0].memory, caches[1].memory)
+        (fused,) = (run for key, run in metadata.plans.items() if key[0] == form.scalars)
+        assert fused.__qualname__.startswith("TritonStateImpl.plan_fused_step")
+
+
+@pytest.mark.slow
+def test_fused_steps_pass_their_check() -> None:
+    """Gated delta, Kimi delta and Mamba2 with drafts, other slots and NaN in padding."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    report = run_conformance(TritonBackend, device=device, quick=True, only="ST15")
+    assert report.passed and len(report.results) == 3, str(report)

@@ -19,6 +19,7 @@ __all__ = [
     "Factors",
     "Request",
     "Rows",
+    "Slots",
     "StateBatch",
     "StateConfig",
     "Tail",
@@ -145,6 +146,14 @@ class Tail(NamedTuple):
     v: Any
     decay: Any
     beta: Any
+
+
+class Slots(NamedTuple):
+    """States, positions and tails of all slots: pointers, and a `Tail`."""
+
+    state: Any
+    positions: Any
+    tail: Any
 
 
 class Chunk(NamedTuple):

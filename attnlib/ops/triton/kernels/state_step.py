@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.state_arguments import UNALIGNED, StateBatch, Tail, Tokens
+from attnlib.ops.triton.kernels.state_arguments import UNALIGNED, Slots, StateBatch, Tail, Tokens
 from attnlib.ops.triton.kernels.state_chunk import (
     advance_state,
     chunk_factors,
@@ -37,7 +37,7 @@ from attnlib.ops.triton.kernels.state_rows import (
 )
 from attnlib.ops.triton.kernels.stored_state import load_state, round_state, store_state
 
-__all__ = ["state_step_kernel"]
+__all__ = ["compute_request", "state_step_kernel"]
 
 
 @triton.jit
@@ -46,6 +46,66 @@ def _store_outputs(out, rows, o, columns, CONFIG: tl.constexpr):
     place = out + rows.token[:, None] * CONFIG.O_T + columns[None, :]
     inside = rows.fresh[:, None] & (columns < CONFIG.DV)[None, :]
     tl.store(place, o.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def compute_request(
+    request,
+    number,
+    base,
+    s,
+    tokens,
+    slots,
+    skip,
+    out,
+    workspace,
+    scale,
+    CONFIG: tl.constexpr,
+):
+    """Compute the step of a request for the value rows and the head of this program, and write its
+    outputs and its slot. `s` is the state at `base`, `number` the request's place in the batch."""
+    head, block = tl.program_id(1) // CONFIG.BLOCKS, tl.program_id(1) % CONFIG.BLOCKS
+    columns = block * CONFIG.ROWS + tl.arange(0, CONFIG.ROWS)
+    state = slots.state
+    keep = first_kept(request, CONFIG) // CONFIG.C * CONFIG.C
+    tokens = open_head(tokens, head, CONFIG)
+    tail = open_tail(slots.tail, request.source, head, CONFIG)
+    target = open_tail(slots.tail, request.slot, head, CONFIG)
+    copies = request.source != request.slot
+    first = first_written(request, CONFIG)
+    if copies & (base > 0) & (keep == base):
+        store_state(state, request.slot, head, columns, s, CONFIG)
+    chunks = request.first // CONFIG.C + number * CONFIG.EXTRA
+    for start in range(base, request.end, CONFIG.C):
+        rows = chunk_rows(request, start, CONFIG)
+        chunk = load_chunk(rows, tokens, tail, CONFIG)
+        values = load_values(rows, tokens, tail, columns, CONFIG)
+        factors = chunk_factors(chunk, scale, CONFIG)
+        if CONFIG.PREPARED:
+            index = (start - base) // CONFIG.C
+            matrices = matrix_places(workspace, chunks, index, head, CONFIG)
+            pairs = tl.load(matrices + CONFIG.C * CONFIG.C)
+            solve = pairs
+            if CONFIG.DELTA:
+                solve = tl.load(matrices)
+        else:
+            solve, pairs = chunk_matrices(chunk, factors, CONFIG)
+        value = values.to(tl.float32)
+        u, o = chunk_outputs(s, chunk, value, factors, solve, pairs, CONFIG)
+        if CONFIG.HAS_SKIP:
+            o = o + value * tl.load(skip + head).to(tl.float32)
+        _store_outputs(out + head * CONFIG.O_H, rows, o, columns, CONFIG)
+        if not CONFIG.PREPARED:
+            wanted = (rows.position >= first) & (rows.position < request.end)
+            store_chunk(rows, wanted, chunk, values, target, columns, head, block, CONFIG)
+        after = start + CONFIG.C
+        if after <= request.end:
+            # A state is rounded once for each chunk, whether it is stored or not (T13).
+            s = round_state(advance_state(s, u, chunk, factors, CONFIG), state, CONFIG)
+            if after == keep:
+                store_state(state, request.slot, head, columns, s, CONFIG)
+    if not CONFIG.PREPARED:
+        store_positions(slots.positions, request, head, block, CONFIG)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=UNALIGNED)
@@ -91,45 +151,8 @@ def state_step_kernel(
         return
     if request.count <= 0:
         return
+    slots_of = Slots(state, positions, Tail(tail_k, tail_v, tail_decay, tail_beta))
     base = load_base(positions, request, head, block, CONFIG)
-    keep = first_kept(request, CONFIG) // CONFIG.C * CONFIG.C
-    tokens = open_head(Tokens(q, k, v, decay, beta), head, CONFIG)
-    tails = Tail(tail_k, tail_v, tail_decay, tail_beta)
-    tail = open_tail(tails, request.source, head, CONFIG)
-    target = open_tail(tails, request.slot, head, CONFIG)
-    copies = request.source != request.slot
-    first = first_written(request, CONFIG)
     s = load_state(state, request.source, head, columns, base, CONFIG)
-    if copies & (base > 0) & (keep == base):
-        store_state(state, request.slot, head, columns, s, CONFIG)
-    chunks = request.first // CONFIG.C + number * CONFIG.EXTRA
-    for start in range(base, request.end, CONFIG.C):
-        rows = chunk_rows(request, start, CONFIG)
-        chunk = load_chunk(rows, tokens, tail, CONFIG)
-        values = load_values(rows, tokens, tail, columns, CONFIG)
-        factors = chunk_factors(chunk, scale, CONFIG)
-        if CONFIG.PREPARED:
-            index = (start - base) // CONFIG.C
-            matrices = matrix_places(workspace, chunks, index, head, CONFIG)
-            pairs = tl.load(matrices + CONFIG.C * CONFIG.C)
-            solve = pairs
-            if CONFIG.DELTA:
-                solve = tl.load(matrices)
-        else:
-            solve, pairs = chunk_matrices(chunk, factors, CONFIG)
-        value = values.to(tl.float32)
-        u, o = chunk_outputs(s, chunk, value, factors, solve, pairs, CONFIG)
-        if CONFIG.HAS_SKIP:
-            o = o + value * tl.load(skip + head).to(tl.float32)
-        _store_outputs(out + head * CONFIG.O_H, rows, o, columns, CONFIG)
-        if not CONFIG.PREPARED:
-            wanted = (rows.position >= first) & (rows.position < request.end)
-            store_chunk(rows, wanted, chunk, values, target, columns, head, block, CONFIG)
-        after = start + CONFIG.C
-        if after <= request.end:
-            # A state is rounded once for each chunk, whether it is stored or not (T13).
-            s = round_state(advance_state(s, u, chunk, factors, CONFIG), state, CONFIG)
-            if after == keep:
-                store_state(state, request.slot, head, columns, s, CONFIG)
-    if not CONFIG.PREPARED:
-        store_positions(positions, request, head, block, CONFIG)
+    tokens = Tokens(q, k, v, decay, beta)
+    compute_request(request, number, base, s, tokens, slots_of, skip, out, workspace, scale, CONFIG)

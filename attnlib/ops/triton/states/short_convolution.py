@@ -15,7 +15,7 @@ from attnlib.ops.triton.kernels.short_convolution import (
 from attnlib.ops.triton.states.config import check_dense
 from attnlib.ops.triton.states.launch import KernelLaunch, batch_tensors
 
-__all__ = ["short_convolution"]
+__all__ = ["PreparedConvolution", "convolution_config", "short_convolution"]
 
 _CHANNELS = 256
 """Channels of a program."""
@@ -38,16 +38,62 @@ def short_convolution(
     Raises:
         ContractError: dtypes that the kernels do not take, or rows that are not dense.
     """
-    check_dense(x=x, out=out)
-    limits_of(x)
-    if not out.numel():
-        return
+    prepared = PreparedConvolution(x, weight, bias, slots, batch, activation, out)
+    prepared.run(x, weight, bias, slots, out)
+
+
+class PreparedConvolution:
+    """The launch of `short_convolution` over one batch, for tensors that differ in addresses and
+    values only. Arguments and errors as there."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        slots: StateTensors,
+        batch: StateBatch,
+        activation: str | None,
+        out: Tensor,
+    ) -> None:
+        check_dense(x=x, out=out)
+        limits_of(x)
+        config = convolution_config(x, weight, bias, slots, batch, activation, out)
+        tiles = out.shape[0] // config.TOKENS + batch.num_reqs + 1
+        grid = (tiles, triton.cdiv(config.C, config.CHANNELS))
+        self._launch = KernelLaunch(short_convolution_kernel, config, grid)
+        self._where = batch_tensors(batch)
+        self._numbers = (batch.num_reqs, out.shape[0], tiles)
+
+    def run(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, slots: StateTensors, out: Tensor
+    ) -> None:
+        """Launch on the current stream."""
+        window, positions = slots.window, slots.window_positions
+        assert window is not None and positions is not None  # the layer has a convolution
+        if out.numel():
+            # An argument that the kernel does not read stands for an absent one.
+            bias = weight if bias is None else bias
+            tensors = (x, weight, bias, out, window, positions, *self._where)
+            self._launch.run(tensors, self._numbers)
+
+
+def convolution_config(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    slots: StateTensors,
+    batch: StateBatch,
+    activation: str | None,
+    out: Tensor,
+) -> ConvolutionConfig:
+    """The constants of a call; arguments as in `short_convolution`."""
     window, positions = slots.window, slots.window_positions
     assert window is not None and positions is not None  # a layer with a convolution has them
     layout, width = slots.layout, weight.shape[1]
     channels = min(_CHANNELS, triton.next_power_of_2(layout.conv_channels))
     tokens = min(batch.max_query_len, max(1, _ELEMENTS // channels))
-    config = ConvolutionConfig(
+    return ConvolutionConfig(
         C=layout.conv_channels,
         W=width,
         D=layout.max_rollback,
@@ -63,10 +109,3 @@ def short_convolution(
         WINDOW=window.stride(0),
         POSITIONS=positions.stride(0),
     )
-    tiles = out.shape[0] // config.TOKENS + batch.num_reqs + 1
-    grid = (tiles, triton.cdiv(layout.conv_channels, channels))
-    # An argument that the kernel does not read stands for an absent one.
-    bias = weight if bias is None else bias
-    tensors = (x, weight, bias, out, window, positions, *batch_tensors(batch))
-    numbers = (batch.num_reqs, out.shape[0], tiles)
-    KernelLaunch(short_convolution_kernel, config, grid).run(tensors, numbers)

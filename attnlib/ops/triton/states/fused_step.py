@@ -1,0 +1,106 @@
+"""Convolution, gates, recurrence and norm of a step in one launch (`kernels/fused_step.py`)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from attnlib.ops.states.batch import StateBatch
+from attnlib.ops.states.params import RecurrenceParams
+from attnlib.ops.states.step_form import FusedInputs
+from attnlib.ops.states.tensors import StateTensors
+from attnlib.ops.triton.heuristics.device import limits_of
+from attnlib.ops.triton.heuristics.state_tiles import state_tile
+from attnlib.ops.triton.kernels.fused_step import FusedConfig, fused_step_kernel
+from attnlib.ops.triton.states.config import Recurrence, slot_strides, state_config
+from attnlib.ops.triton.states.launch import KernelLaunch, batch_tensors
+from attnlib.ops.triton.states.short_convolution import convolution_config
+from attnlib.ops.triton.states.step_parts import step_config
+
+__all__ = ["PreparedFusedStep"]
+
+
+class PreparedFusedStep:
+    """The launch of one step over one batch, for tensors that differ in addresses and values only.
+
+    Its bits, and those of the slots, are those of the separate operations. Tensors, slots and
+    positions are not checked.
+
+    Args:
+        inputs: of the step; all last dimensions are dense.
+        weight, bias: of the convolution.
+        slots: in the form `tail`, with a convolution and a recurrence.
+        batch: of requests with at most `max_rollback + 1` tokens.
+        params: of the recurrence.
+        activation: of the convolution.
+        out: `[T', Hv, Dv]`, each row dense, written in place.
+    """
+
+    def __init__(
+        self,
+        inputs: FusedInputs,
+        weight: Tensor,
+        bias: Tensor | None,
+        slots: StateTensors,
+        batch: StateBatch,
+        params: RecurrenceParams,
+        activation: str | None,
+        out: Tensor,
+    ) -> None:
+        x, a, b, z, form = inputs
+        layout, limits, rows = slots.layout, limits_of(x), out.shape[0]
+        keys, values, heads = layout.key_size, layout.value_size, layout.num_heads
+        tokens, channels = triton.next_power_of_2(batch.max_query_len), x.shape[1]
+        width = keys if layout.decay == "channel" else 1
+        gates: tuple[int, ...] = (heads * width, width, heads, 1)
+        if form.gates == "given":
+            decays = (0, a.stride(0)) if a.dim() == 1 else a.stride()[:2]
+            gates = (*decays, *((0, 0) if b is None else b.stride()))
+        strides = (channels, keys, channels, keys, channels, values, *out.stride()[:2], *gates)
+        recurrence = Recurrence.on_chip(params, limits)
+        state = state_config(layout, recurrence, (*strides, *slot_strides(slots)), prepared=False)
+        given = (x, weight, bias, slots, batch, activation, x.new_empty(0, channels))
+        sizes = {"q": layout.num_key_heads * keys, "v": heads * values}
+        sizes["k"] = sizes["q"]
+        starts = [sum(sizes[each] for each in form.order.partition(name)[0]) for name in "qkv"]
+        config = FusedConfig(
+            state,
+            convolution_config(*given)._replace(TOKENS=tokens),
+            step_config(a, b, z, out, form, layout.has_beta, tokens),
+            Q=starts[0],
+            K=starts[1],
+            V=starts[2],
+            WIDTH=triton.next_power_of_2(keys),
+        )
+        warps = 4 if limits.is_amd else state_tile(keys, values).num_warps
+        grid = (batch.num_reqs + 1, heads * state.BLOCKS)
+        self._launch = KernelLaunch(fused_step_kernel, config, grid, num_warps=warps, num_stages=1)
+        self._where, self._numbers = batch_tensors(batch), (params.scale, batch.num_reqs, rows)
+        self._gates = 0 if form.gates == "given" else rows * heads
+        self._width = width
+
+    def run(
+        self,
+        inputs: FusedInputs,
+        weight: Tensor,
+        bias: Tensor | None,
+        slots: StateTensors,
+        skip: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Launch on the current stream."""
+        x, a, b, z, form = inputs
+        decay, beta = a, b
+        if self._gates:
+            sizes = (self._gates * self._width, self._gates)
+            memory = torch.empty(sum(sizes), dtype=torch.float32, device=x.device)
+            decay, beta = memory[: sizes[0]], memory[sizes[0] :]
+        convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        sources = (x, weight, bias, a, b, form.rate, form.bias, z, form.norm_weight)
+        targets = (convolved, decay, beta, skip, out, slots.counters)
+        windows = (slots.window, slots.window_positions, slots.state, slots.positions)
+        tails = (slots.tail_key, slots.tail_value, slots.tail_log_decay, slots.tail_beta)
+        # A tensor that the kernel does not read stands for an absent one.
+        given = (a if each is None else each for each in (*sources, *targets, *windows, *tails))
+        self._launch.run((*given, *self._where), self._numbers)

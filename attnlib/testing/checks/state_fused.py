@@ -1,0 +1,143 @@
+"""ST15: `StateLayer.step`: convolution, gates, recurrence and norm, values and bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlib.layer.state_fused import separate_step
+from attnlib.ops.states.step_form import FusedInputs, StepForm
+from attnlib.spec import StateSpec
+from attnlib.testing.backend_under_test import BackendUnderTest
+from attnlib.testing.budget import compare
+from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.states.cases import ROLLBACK, over_kinds
+from attnlib.testing.states.inputs import LayerTensors
+from attnlib.testing.states.layers import LayerUnderTest
+from attnlib.testing.states.oracle import convolve, recurrence
+from attnlib.testing.states.serving import Step
+
+__all__ = ["CHECKS", "drawn_step"]
+
+
+def drawn_step(spec: StateSpec, count: int, seed: int) -> FusedInputs:
+    """Tokens of a request, and the form of the models of a kind."""
+    generator = torch.Generator().manual_seed(seed + 15)
+
+    def normal(*shape: int, dtype: torch.dtype = spec.dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    heads, size, wide = spec.num_heads, spec.value_size, torch.float32
+    decays = (heads, spec.key_size) if spec.decay == "channel" else (heads,)
+    form = StepForm(
+        gates="softplus",
+        rate=normal(heads, dtype=wide).exp(),
+        bias=normal(*decays, dtype=wide),
+        beta_factor=2.0,
+        norm_size=size,
+        norm_weight=normal(size),
+        output_gate="silu",
+    )
+    if spec.decay == "channel":
+        form = replace(form, gates="bounded", bounds=(-5.0, 0.0), output_gate="sigmoid")
+    elif spec.update == "add":
+        weight = normal(heads * size)
+        form = replace(form, order="vkq", gates="mamba2", bounds=(0.05, 0.8), gate_first=True)
+        form = replace(form, norm_size=2 * size, norm_weight=weight)
+    b = None if form.gates == "mamba2" else normal(count, heads)
+    x, z = normal(count, spec.conv_channels), normal(count, heads * size)
+    return FusedInputs(x, normal(count, *decays) - 1, b, z, form)
+
+
+def _expected(
+    spec: StateSpec, own: LayerTensors, inputs: FusedInputs, rounding: torch.dtype | None
+) -> Tensor:
+    """What the rules give in float64; with `rounding`, in float32 and rounded where outputs are."""
+    x, a, b, z, form = inputs
+    dtype = torch.float64 if rounding is None else torch.float32
+    assert form.rate is not None and form.bias is not None and form.norm_weight is not None
+    assert z is not None and own.conv_weight is not None
+
+    def rounded(tensor: Tensor) -> Tensor:
+        return tensor if rounding is None else tensor.to(rounding).to(dtype)
+
+    y = rounded(convolve(spec, x, own.conv_weight, own.conv_bias, dtype=dtype))
+    keys = spec.num_key_heads * spec.key_size
+    first, end = (0, 2 * keys) if form.order == "qkv" else (spec.conv_channels - 2 * keys, None)
+    pair = y[:, first:end].reshape(len(y), 2, spec.num_key_heads, -1)
+    q, k = (pair[:, i] for i in ((0, 1) if form.order == "qkv" else (1, 0)))
+    v = y[:, 2 * keys :] if form.order == "qkv" else y[:, : -2 * keys]
+    v = v.reshape(len(y), spec.num_heads, -1)
+    rate, shifted = form.rate.to(dtype), a.to(dtype) + form.bias
+    size = torch.log1p(shifted.exp())
+    beta = size.clamp(*form.bounds) if b is None else form.beta_factor * b.to(dtype).sigmoid()
+    decay = -rate * (beta if b is None else size) if a.dim() == 2 else size
+    if form.gates == "bounded":
+        decay = form.bounds[0] * (rate[:, None] * shifted).sigmoid()
+    given = (spec, q, k, v, decay, beta)
+    out, _ = recurrence(*given, scale=own.scale, skip=own.skip, dtype=dtype)
+    rows = rounded(out).reshape(len(y), -1, form.norm_size)
+    gate = z.to(dtype).view(rows.shape)
+    gate = gate.sigmoid() * (gate if form.output_gate == "silu" else 1)
+    rows = rows * gate if form.gate_first else rows
+    rows = rows / (rows.square().mean(-1, keepdim=True) + form.norm_eps).sqrt()
+    rows = rows * form.norm_weight.to(dtype).view(-1, form.norm_size)
+    return rounded((rows if form.gate_first else rows * gate).flatten(1))
+
+
+def _served(target: BackendUnderTest, spec: StateSpec) -> str:
+    """A request in a prefill, decodes, drafts that are taken back, and other slots, beside padding
+    with NaN; and the same steps in separate launches."""
+    inputs = drawn_step(spec, 30, target.seed)
+    pair = [LayerUnderTest(target, spec, used=False) for _ in range(2)]
+    own, form = pair[0].tensors, inputs.form
+    named: dict[str, Any] = {
+        name: x.to(target.device) for name, x in vars(form).items() if torch.is_tensor(x)
+    }
+    exact, plain = (_expected(spec, own, inputs, dtype) for dtype in (None, spec.dtype))
+    moved, done, slot, rng = replace(form, **named), 0, 2, random.Random(target.seed)
+    for stay, drafts in ((13, 1), (1, 3), (1, 0), (2, 2), (3, 1), (1, 3)):
+        end, drafts, source = done + stay, min(drafts, spec.max_rollback), slot
+        slot = rng.choice((1, 2))
+        step = Step([1, stay + drafts], [1, end + drafts], [-1, slot], [-1, source])
+        rows = torch.arange(done - 1, end + drafts + 1).clamp(0, 29)
+        x, a, b, z = (None if t is None else t[rows].to(target.device) for t in inputs[:4])
+        assert x is not None and a is not None and z is not None
+        x[0] = x[-1] = z[0] = z[-1] = torch.nan
+        got, other = (torch.full_like(z, torch.nan) for _ in range(2))
+        one, two = (each.metadata(step) for each in pair)
+        pair[0].layer.step(x, (a, b), z, moved, pair[0].cache, one, output=got)
+        separate = FusedInputs(x, a, b, z, moved)
+        separate_step(pair[1].layer, separate, pair[1].cache, two, other)
+        what, part = f"a step of {stay + drafts} tokens from {done}", slice(done, end)
+        found = compare(got[1 : 1 + stay].cpu(), exact[part], plain[part], spec.dtype)
+        if not found.passed:
+            return f"{what}: {found}"
+        if bool(got[[0, -1]].any()):
+            return f"{what}: rows of no request are not 0 (T3)"
+        if not torch.equal(got, other):
+            return f"{what}: separate launches give other bits"
+        if not torch.equal(pair[0].memory, pair[1].memory):
+            return f"{what}: separate launches leave other slots"
+        done = end
+    return ""
+
+
+def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
+    names = ("gated delta", "kimi delta", "mamba2")
+    rollback = min(ROLLBACK, target.backend.state_capabilities.max_rollback or 0)
+    for each in over_kinds(target, _served, names=names, rollback=rollback):
+        spec = each.state_spec
+        assert spec is not None
+        channels = 2 * spec.num_key_heads * spec.key_size + spec.num_heads * spec.value_size
+        chosen = spec.replace(conv_channels=channels)
+        yield CheckCase(each.id, partial(_served, target, chosen), state_spec=chosen)
+
+
+CHECKS = (Check("ST15", "states: steps from convolution to norm", _cases, kind="state"),)

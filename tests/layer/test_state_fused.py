@@ -1,0 +1,130 @@
+"""`StateLayer.step`: the separate launches, checks of forms and calls, torch.compile."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.errors import ContractError
+from attnlib.ops.states.step_form import StepForm
+from attnlib.ops.torch.states.step_parts import gated_norm, state_gates
+from attnlib.spec import StateSpec
+from tests.layer.test_state import batch_of, layer_of
+
+SPEC = StateSpec(
+    num_heads=4, num_key_heads=2, key_size=16, value_size=16, qk_norm=True, conv_channels=128,
+    conv_width=4, dtype=torch.float32, max_rollback=1,
+)  # fmt: skip
+FORM = StepForm(
+    gates="softplus", rate=torch.ones(4), bias=torch.zeros(4), norm_size=16,
+    norm_weight=torch.ones(16), output_gate="silu",
+)  # fmt: skip
+
+
+def tokens(count: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    random = torch.Generator().manual_seed(count)
+    x, a, b, z = (torch.randn(count, n, generator=random) for n in (128, 4, 4, 64))
+    return x, (a, b), z
+
+
+def caches(layer: attnlib.StateLayer) -> tuple[attnlib.StateCache, attnlib.StateCache]:
+    """Two with equal bytes."""
+    size = (3, layer.layout.bytes_per_slot)
+    one, two = (attnlib.StateCache(layer.spec, torch.zeros(size).byte()) for _ in range(2))
+    return one, two
+
+
+def test_a_step_is_its_parts() -> None:
+    """The torch backend: the operations one by one have the same bits."""
+    layer, (x, gates, z) = layer_of(SPEC), tokens(6)
+    one, two = caches(layer)
+    metadata = batch_of(layer, [4, 1], [4, 1], [2, 0])
+    got = layer.step(x, gates, z, FORM, one, metadata)
+    q, k, v = layer.convolve(x, two, metadata).split([32, 32, 64], 1)
+    wanted = layer(q, k, v, *state_gates(*gates, FORM), two, metadata)
+    gated_norm(wanted.view(6, 4, 16), z, FORM)
+    assert torch.equal(got, wanted) and not got[5].any() and got[:5].all()
+    assert torch.equal(one.memory, two.memory)
+
+
+def test_no_tokens() -> None:
+    layer, (x, gates, z) = layer_of(SPEC), tokens(0)
+    cache = attnlib.StateCache.allocate(layer.spec, 3, device="cpu")
+    metadata = batch_of(layer, [0], [0], [2])
+    assert layer.step(x, gates, z, FORM, cache, metadata).shape == (0, 64)
+
+
+def test_given_and_constant_decays() -> None:
+    """A lightning layer behind a convolution: its decay is a tensor of the layer."""
+    spec = SPEC.replace(update="add", decay="constant", has_beta=False, qk_norm=False)
+    layer, (x, _, _) = layer_of(spec), tokens(3)
+    cache = attnlib.StateCache.allocate(layer.spec, 3, device="cpu")
+    metadata = batch_of(layer, [3], [3], [2])
+    got = layer.step(x, (None, None), None, StepForm(), cache, metadata)
+    q, k, v = layer.convolve(x, cache, metadata).split([32, 32, 64], 1)
+    assert torch.equal(got, layer(q, k, v, None, None, cache, metadata))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"order": "kqv"}, r"order='kqv' must be one of \('qkv', 'vkq'\)"),
+        ({"gates": "given"}, "rate with gates='given', norm_size=16: leave it out"),
+        ({"bias": None}, "bias with gates='softplus', norm_size=16: pass it"),
+        ({"norm_weight": None}, "norm_weight with gates='softplus', norm_size=16: pass it"),
+        ({"norm_size": 0, "norm_weight": None}, "output_gate='silu' with norm_size=0"),
+    ],
+)
+def test_forms_that_no_layer_has(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        dataclasses.replace(FORM, **changes)
+
+
+@pytest.mark.parametrize(
+    ("spec", "form", "call", "message"),
+    [
+        ({"conv_channels": 24}, {}, {}, r"conv_channels=24: it needs both, .* \(128\)"),
+        ({}, {"norm_size": 24, "norm_weight": torch.ones(24)}, {}, "norm_size=24 must be a mult"),
+        ({}, {"rate": torch.ones(3)}, {}, r"rate is torch.float32 \[3\] with strides"),
+        ({}, {"bias": torch.zeros(4).half()}, {}, "bias is torch.float16"),
+        ({"has_beta": False, "update": "add"}, {"gates": "mamba2"}, {}, "has_beta=False"),
+        ({"decay": "channel"}, {"gates": "mamba2"}, {}, "gates='mamba2' with decay='channel'"),
+        ({}, {}, {"z": None}, "z is missing: pass it"),
+        ({}, {"gates": "mamba2"}, {}, r"gates\[1\] is given: pass None"),
+        ({}, {}, {"z": torch.zeros(3, 60)}, r"z is float32 \[3, 60\]; it must be float32 \[3, 64"),
+        ({}, {}, {"z": torch.zeros(64, 3).mT}, r"z has strides \(1, 3\); its rows must be dense"),
+        ({}, {}, {"x": torch.zeros(3, 128).half()}, "x is float16"),
+    ],
+    ids=lambda value: "",
+)
+def test_wrong_calls(
+    spec: dict[str, Any], form: dict[str, Any], call: dict[str, Any], message: str
+) -> None:
+    """Nothing is written."""
+    layer, (x, gates, z) = layer_of(SPEC.replace(**spec)), tokens(3)
+    cache = attnlib.StateCache.allocate(layer.spec, 3, device="cpu")
+    before, metadata = cache.memory.clone(), batch_of(layer, [3], [3], [2])
+    given = {"x": x, "gates": gates, "z": z, **call}
+    with pytest.raises(ContractError, match=message):
+        layer.step(*given.values(), dataclasses.replace(FORM, **form), cache, metadata)
+    assert torch.equal(cache.memory, before)
+
+
+@pytest.mark.slow
+def test_under_torch_compile() -> None:
+    layer, (x, gates, z) = layer_of(SPEC), tokens(3)
+    one, two = caches(layer)
+    metadata = batch_of(layer, [3], [3], [2])
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return layer.step(x + 1, gates, z, FORM, one, metadata) * 2
+
+    with torch.no_grad():
+        got = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+        wanted = 2 * layer.step(x + 1, gates, z, FORM, two, metadata)
+    torch.testing.assert_close(got, wanted)
+    assert torch.equal(one.memory, two.memory)
