@@ -26,7 +26,8 @@ from attnlib.ops.triton.hopper.kernels.decode_steps import (
     first_tile,
     last_tile,
 )
-from attnlib.ops.triton.hopper.kernels.quantized import WEIGHT_SCALE, load_kv_scale
+from attnlib.ops.triton.hopper.kernels.kv_scales import load_kv_scale
+from attnlib.ops.triton.hopper.kernels.quantized import WEIGHT_SCALE
 from attnlib.ops.triton.hopper.kernels.softmax import (
     score_factor,
 )

@@ -12,7 +12,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
 from attnlib.ops.triton.hopper.kernels.decode_call import Split
 from attnlib.ops.triton.hopper.kernels.decode_queries import send_queries
 from attnlib.ops.triton.hopper.kernels.gather import RequestRows
-from attnlib.ops.triton.hopper.kernels.quantized import load_kv_scale
+from attnlib.ops.triton.hopper.kernels.kv_scales import load_kv_scale
 from attnlib.ops.triton.hopper.kernels.ranges import even_worker_range, worker_range
 from attnlib.ops.triton.hopper.kernels.tma_load import RequestPages
 from attnlib.ops.triton.hopper.kernels.token_scales import copy_token_scales

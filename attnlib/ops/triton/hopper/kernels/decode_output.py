@@ -11,6 +11,7 @@ from attnlib.ops.triton.hopper.kernels.decode_products import (
     score_layout,
     value_lanes,
 )
+from attnlib.ops.triton.hopper.kernels.kv_scales import factor_without_keys
 from attnlib.ops.triton.hopper.kernels.ranges import even_begin, even_index
 from attnlib.ops.triton.hopper.kernels.softmax import add_sink
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS, atomic_increment
@@ -117,6 +118,8 @@ def finish_split(call, worker, share, split, sums, value_scale, position, before
     final_sum = sums.row_sum
     if ROWS <= 16:
         final_sum = column_sum(final_sum, worker.columns)
+    if KV_KIND != KV_PLAIN:
+        value_scale = factor_without_keys(value_scale, final_sum == 0.0, config.V_SCALE_KIND)
     finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
     acc_scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, LAYOUT))
     if config.HAS_SINK:

@@ -31,6 +31,13 @@ from attnlib.ops.triton.hopper.kernels.float8_operands import (
     value_column,
 )
 from attnlib.ops.triton.hopper.kernels.float8_visits import WEIGHT_EXPONENT, Float8Rows, attend
+from attnlib.ops.triton.hopper.kernels.kv_scales import (
+    factor_without_keys,
+    is_tensor,
+    load_kv_scale,
+    sums_of_keys,
+    valid_factor,
+)
 from attnlib.ops.triton.hopper.kernels.lanes import lane_sums
 from attnlib.ops.triton.hopper.kernels.prefill_call import (
     UNALIGNED,
@@ -49,7 +56,6 @@ from attnlib.ops.triton.hopper.kernels.prefill_rows import (
 )
 from attnlib.ops.triton.hopper.kernels.prefill_sources import CacheSource
 from attnlib.ops.triton.hopper.kernels.prefill_storage import allocate_storage, allocate_tiles
-from attnlib.ops.triton.hopper.kernels.quantized import load_kv_scale
 from attnlib.ops.triton.hopper.kernels.schedule import Batch
 from attnlib.ops.triton.hopper.kernels.softmax import (
     LN2,
@@ -95,13 +101,15 @@ def _finish(
     STORE: gl.constexpr = store_layout(WIDTH_V)
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW)
     empty = row_sum == 0.0
+    row_sum = sums_of_keys(row_sum, empty, scoring.k_scale, work.kv_head, call.config.K_SCALE_KIND)
     safe_sum = gl.where(empty, 1.0, row_sum)
     if call.config.HAS_LSE:
         finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
         base2 = finite_max + gl.log2(safe_sum) - WEIGHT_EXPONENT
         natural = gl.where(empty, float("-inf"), base2 * LN2)
         gl.store(outputs.lses(work.start + token, head), natural, mask=valid)
-    normalizer = load_kv_scale(scoring.v_scale, work.kv_head, call.config.V_SCALE_KIND) / safe_sum
+    v_factor = load_kv_scale(scoring.v_scale, work.kv_head, call.config.V_SCALE_KIND)
+    normalizer = factor_without_keys(v_factor, empty, call.config.V_SCALE_KIND) / safe_sum
     normalizer = gl.convert_layout(normalizer, gl.SliceLayout(1, acc.type.layout))
     stage_rows(q_tile, (acc * normalizer[:, None]).to(DTYPE))
     token, head, valid = work_rows(call, work, WARPGROUP, gl.SliceLayout(1, STORE))
@@ -144,8 +152,11 @@ def _consumer(call, scoring, outputs, storage, WARPGROUP: gl.constexpr):
             row_factor = gl.convert_layout(quantize_queries(q_tile, q_own), ROW)
             k_scale = load_kv_scale(scoring.k_scale, work.kv_head, call.config.K_SCALE_KIND)
             row_factor *= scoring.scale * LOG2E * k_scale
-            # Masked scores are -inf, and -inf * 0 would be NaN.
-            row_factor = gl.where(row_factor < 2.0**-105, 2.0**-105, row_factor)
+            if is_tensor(call.config.K_SCALE_KIND):
+                row_factor = valid_factor(row_factor)
+            else:
+                # Masked scores are -inf, and -inf * 0 would be NaN.
+                row_factor = gl.where(row_factor < 2.0**-105, 2.0**-105, row_factor)
             token, head, valid = work_rows(call, work, WARPGROUP, ROW)
             first, last = call.mask.span(token + (work.seq_len - work.query_len), work.seq_len)
             rows = Float8Rows(

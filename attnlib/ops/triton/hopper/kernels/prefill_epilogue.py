@@ -4,6 +4,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels.compat import exp2
+from attnlib.ops.triton.hopper.kernels.kv_scales import (
+    factor_without_keys,
+    is_tensor,
+    load_kv_scale,
+    sums_of_keys,
+)
 from attnlib.ops.triton.hopper.kernels.prefill_rows import (
     stage_rows,
     store_layout,
@@ -11,7 +17,7 @@ from attnlib.ops.triton.hopper.kernels.prefill_rows import (
     wide_layout,
     work_rows,
 )
-from attnlib.ops.triton.hopper.kernels.quantized import WEIGHT_SCALE, load_kv_scale
+from attnlib.ops.triton.hopper.kernels.quantized import WEIGHT_SCALE
 from attnlib.ops.triton.hopper.kernels.softmax import LN2, LOG2E
 from attnlib.ops.triton.hopper.kernels.value_columns import PART_KEYS, first_columns
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
@@ -41,6 +47,9 @@ def finish_rows(
         OWN_QUERIES: see `QueryTiles`.
     """
     QUANTIZED: gl.constexpr = call.config.KV_KIND != KV_PLAIN
+    K_KIND: gl.constexpr = call.config.K_SCALE_KIND
+    V_KIND: gl.constexpr = call.config.V_SCALE_KIND
+    kv_head = work.kv_head // call.config.SHARED
     ROW: gl.constexpr = gl.SliceLayout(1, consumer.S_LAYOUT)
     if QUANTIZED:
         row_sum = row_sum * (1.0 / WEIGHT_SCALE)
@@ -52,6 +61,14 @@ def finish_rows(
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW)
     if consumer.V_COLUMNS > 0:
         acc = first_columns(acc, call.config.DV, consumer.O_LAYOUT)
+    if is_tensor(K_KIND) or is_tensor(V_KIND):
+        if consumer.EARLY_SINK:
+            without_keys = rows.last <= rows.first  # the sums have the sink
+        else:
+            without_keys = row_sum == 0.0
+        row_sum = sums_of_keys(row_sum, without_keys, scoring.k_scale, kv_head, K_KIND)
+    else:
+        without_keys = False  # not used
     finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
     acc_scale = gl.full([64], 1.0, gl.float32, ROW)
     if call.config.HAS_SINK and not consumer.EARLY_SINK:
@@ -70,11 +87,10 @@ def finish_rows(
         gl.store(outputs.lses(work.start + rows.tokens, rows.heads), natural, mask=rows.valid)
     normalizer = acc_scale / safe_sum
     if QUANTIZED:
-        normalizer = normalizer * v_factor
+        normalizer = normalizer * factor_without_keys(v_factor, without_keys, V_KIND)
     elif scoring.v_scale is not None:
-        normalizer *= load_kv_scale(
-            scoring.v_scale, work.kv_head // call.config.SHARED, call.config.V_SCALE_KIND
-        )
+        scale = load_kv_scale(scoring.v_scale, kv_head, V_KIND)
+        normalizer *= factor_without_keys(scale, without_keys, V_KIND)
     normalizer = gl.convert_layout(normalizer, gl.SliceLayout(1, consumer.O_LAYOUT))
     tile = (acc * normalizer[:, None]).to(rows.tile.dtype)
     _store(call, consumer, rows.tile, outputs, work, tile, OWN_QUERIES)

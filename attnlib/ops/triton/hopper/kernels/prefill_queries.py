@@ -6,9 +6,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from attnlib.ops.triton.hopper.kernels.compat import partition_barrier
 from attnlib.ops.triton.hopper.kernels.consumer_state import RowState
+from attnlib.ops.triton.hopper.kernels.kv_scales import is_tensor, load_kv_scale, valid_factor
 from attnlib.ops.triton.hopper.kernels.prefill_products import keep_queries
 from attnlib.ops.triton.hopper.kernels.prefill_rows import aligned_offset, store_layout, work_rows
-from attnlib.ops.triton.hopper.kernels.quantized import WEIGHT_SCALE, halve_queries, load_kv_scale
+from attnlib.ops.triton.hopper.kernels.quantized import WEIGHT_SCALE, halve_queries
 from attnlib.ops.triton.hopper.kernels.slopes import slope_operand
 from attnlib.ops.triton.hopper.kernels.softmax import score_factor
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
@@ -92,14 +93,16 @@ def row_state(call, scoring, queries, q_halves, work, stage, warpgroup, tile, fa
         else:
             operand = halves
         k_factor = k_factor * load_kv_scale(scoring.k_scale, kv_head, call.config.K_SCALE_KIND)
-        # Masked scores are -inf, and -inf * 0 would be NaN.
-        k_factor = gl.where(k_factor < 2.0**-105, 2.0**-105, k_factor)
+        if is_tensor(call.config.K_SCALE_KIND):
+            k_factor = valid_factor(k_factor)
+        else:
+            # Masked scores are -inf, and -inf * 0 would be NaN.
+            k_factor = gl.where(k_factor < 2.0**-105, 2.0**-105, k_factor)
         v_factor = load_kv_scale(scoring.v_scale, kv_head, call.config.V_SCALE_KIND) / WEIGHT_SCALE
     elif scoring.k_scale is not None:
         # Copies of a float8 cache, whose scale is not a number.
         k_scaled = scoring.scale * load_kv_scale(scoring.k_scale, kv_head, call.config.K_SCALE_KIND)
-        k_scaled = gl.where(k_scaled < 2.0**-105, 2.0**-105, k_scaled)
-        factor = score_factor(k_scaled, scoring.soft_cap, call.config.HAS_CAP)
+        factor = score_factor(valid_factor(k_scaled), scoring.soft_cap, call.config.HAS_CAP)
     slopes = 0.0  # not used
     if scoring.KEY_SLOPE is not None:
         slopes = _row_slopes(call, scoring, work, warpgroup)

@@ -27,13 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from attnlib.ops.triton.hopper.kernels.compat import (
     partition_barrier,
 )
-from attnlib.ops.triton.kernels.quant import (
-    KV_E5M2_BYTES,
-    KV_INT8,
-    SCALE_PER_HEAD,
-    SCALE_PER_TOKEN,
-    SCALE_TENSOR,
-)
+from attnlib.ops.triton.kernels.quant import KV_E5M2_BYTES, KV_INT8
 
 __all__ = [
     "WEIGHT_EXPONENT",
@@ -44,7 +38,6 @@ __all__ = [
     "float16_values",
     "halve_queries",
     "key_layout",
-    "load_kv_scale",
     "neighbors_ptx",
     "query_columns",
     "query_powers",
@@ -57,22 +50,6 @@ WEIGHT_EXPONENT: gl.constexpr = gl.constexpr(14.0)
 WEIGHT_SCALE: gl.constexpr = gl.constexpr(2.0**14)
 """Factor of the weights, which are at most 1, in float16: weights down to 2^-28 are normal numbers.
 """
-
-
-@gluon.jit
-def load_kv_scale(scale, head, KIND: gl.constexpr):
-    """Return the scale of a KV head, from a number or a pointer; NaN if out of range (M9)."""
-    if KIND == SCALE_PER_HEAD:
-        value = gl.load(scale + head)
-        value = gl.where((value >= 2.0**-100) & (value <= 2.0**100), value, float("nan"))
-    elif KIND == SCALE_TENSOR:
-        value = gl.load(scale)
-        value = gl.where((value >= 2.0**-100) & (value <= 2.0**100), value, float("nan"))
-    elif KIND == SCALE_PER_TOKEN:
-        value = 1.0  # scores and weights have those of their tokens
-    else:
-        value = scale
-    return value
 
 
 @gluon.constexpr_function

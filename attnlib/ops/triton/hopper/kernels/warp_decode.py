@@ -27,7 +27,7 @@ from attnlib.ops.triton.hopper.kernels.decode_call import (
     Queries,
     Split,
 )
-from attnlib.ops.triton.hopper.kernels.quantized import load_kv_scale
+from attnlib.ops.triton.hopper.kernels.kv_scales import load_kv_scale
 from attnlib.ops.triton.hopper.kernels.ranges import worker_range
 from attnlib.ops.triton.hopper.kernels.schedule import Batch, KeyTiles, Mask
 from attnlib.ops.triton.hopper.kernels.softmax import score_factor

@@ -6,6 +6,7 @@ from triton.experimental.gluon import language as gl
 from attnlib.ops.triton.hopper.kernels.compat import (
     store_in_l2,
 )
+from attnlib.ops.triton.hopper.kernels.kv_scales import factor_without_keys
 from attnlib.ops.triton.hopper.kernels.softmax import add_sink
 from attnlib.ops.triton.hopper.kernels.warp_operands import (
     PRODUCTS,
@@ -51,6 +52,7 @@ def store_split(call, split, sums, num_splits, skipped, follows):
         )
     row_max = sums.row_max
     final_sum = gl.convert_layout(gl.sum(sums.row_sum, 0), COLUMN) * (2.0**-14)
+    value_scale = factor_without_keys(call.value_scale, final_sum == 0.0, config.V_SCALE_KIND)
     finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
     acc_scale = gl.full([ROWS], 1.0, gl.float32, COLUMN)
     if config.HAS_SINK:
@@ -61,7 +63,7 @@ def store_split(call, split, sums, num_splits, skipped, follows):
     empty = final_sum == 0.0
     safe_sum = gl.where(empty, 1.0, final_sum)
     base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
-    acc = scale_parts(sums.acc, acc_scale / safe_sum * (call.value_scale * 2.0**-14))
+    acc = scale_parts(sums.acc, acc_scale / safe_sum * (value_scale * 2.0**-14))
     index = gl.arange(0, WORDS, gl.SliceLayout(1, PRODUCTS))
     if num_splits == 1:
         offsets = call.outputs.offsets(split.start + token, head)
