@@ -22,6 +22,7 @@ _WARMUP = "tests/hosts/test_vllm_warmup.py"
 _SGLANG = "tests/integrations/sglang/test_backend.py"
 _TOKENS = f"{_ENGINE}::test_tokens_equal_transformers"
 _PAGES = f"{_ENGINE}::test_tokens_over_pages_with_scales"
+_MEDIA = f"{_ENGINE}::test_tokens_of_models_that_hear_or_see"
 _CONNECTOR = f"{_ENGINE}::test_a_connector_saves_and_another_process_loads"
 _RESULTS = "benchmarks/results/h200"
 _LATER = "absent: 0.26 does not ask"
@@ -57,11 +58,8 @@ _VLLM = {
     "ALiBi": _both(f"{_ADAPTER}::test_alibi"),
     "ALiBi by the root of the distance": _both(f"{_MASKS}::test_alibi_by_the_root_of_the_distance"),
     "encoders": _both(f"{_ENGINE}::test_encoder_states_equal_transformers"),
-    "cross-attention": _both(f"{_MASKS}::test_cross_attention"),
-    "image spans": (
-        f"{_MASKS}::test_the_tokens_of_an_image_see_each_other",
-        f"{_ENGINE}::test_tokens_with_image_spans",
-    ),
+    "cross-attention (Whisper)": _both(_MEDIA),
+    "images (Gemma 3)": _both(_MEDIA),
     "non-causal drafts": _both(f"{_MASKS}::test_drafts_that_see_each_other"),
     "masks per request": _both(f"{_MASKS}::test_drafts_and_other_requests_in_one_batch"),
     "retained windows (R-SWA)": _both(f"{_MASKS}::test_retained_windows"),
@@ -74,6 +72,8 @@ _VLLM = {
     "fp8, a scale per head": _both(f"{_MASKS}::test_scales_per_head"),
     "int8 and fp8 per token and head, nvfp4": _both(_PAGES),
     "int4 per group, mxfp4": ("refused: 0.26 takes no other names", _PAGES),
+    "rotated formats": _both(_PAGES),
+    "keys and values in different formats": ("refused: 0.26 takes no other names", _PAGES),
     "latent attention": _both(_TOKENS),
     "fp8 latents": _both(f"{_LATENT}::test_steps"),
     "sparse latents": _both(f"{_LATENT}::test_selected_keys"),

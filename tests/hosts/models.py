@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from attnlib.kv_dtype import PAGE_FORMATS
+from tests.hosts import media_models
 
 NEW_TOKENS = 24
 SPAN = 3, 20
@@ -71,10 +72,10 @@ def _gemma2(kv_heads: int = 2) -> Any:
         sliding_window=WINDOW, query_pre_attn_scalar=32, attn_logit_softcapping=5.0,
         final_logit_softcapping=30.0,
     )  # fmt: skip
-    return _with_large_norms(Gemma2ForCausalLM(config))
+    return with_large_norms(Gemma2ForCausalLM(config))
 
 
-def _with_large_norms(model: Any) -> Any:
+def with_large_norms(model: Any) -> Any:
     for name, module in model.named_modules():
         if "post_" in name:
             module.weight.data.normal_(0, 16.0)
@@ -90,7 +91,7 @@ def _gemma3() -> Any:
         layer_types=["sliding_attention", "sliding_attention", "full_attention",
                      "sliding_attention"],
     )  # fmt: skip
-    return _with_large_norms(Gemma3ForCausalLM(config))
+    return with_large_norms(Gemma3ForCausalLM(config))
 
 
 def _qwen3() -> Any:
@@ -134,6 +135,13 @@ DECODERS = {
 
 WITH_SPANS = ("llama", "mistral")
 WITH_PAGES = "llama"
+ROTATED = "nvfp4+hadamard"
+STORED = (
+    *PAGE_FORMATS, ROTATED, "fp8_per_token_head,int4_per_group",
+    "float32,int8_per_token_head+hadamard",
+)  # fmt: skip
+"""How caches store heads: names of formats, of those of keys and values, of rotated ones.
+Tokens over these do not depend on the last bits of keys and values."""
 
 
 def _save_tokenizer(folder: Path) -> None:
@@ -178,15 +186,22 @@ def generate(model: Any, prompt: list[int], span: bool = False) -> tuple[list[in
 
 
 def page_tokens(model: Any, prompt: list[int], name: str, but: int | None = None) -> list[int]:
-    """Greedy tokens over a cache that holds what pages of a format give back, but in layer `but`
-    keys and values as they are."""
+    """Greedy tokens over a cache that holds what pages give back of (rotated) heads, but in layer
+    `but` keys and values as they are."""
     from transformers import DynamicCache
 
+    from attnlib.testing.kv_rotation import rotate_reference
     from attnlib.testing.page_formats import dequantize_tokens, quantize_tokens
 
-    def stored(states: torch.Tensor) -> torch.Tensor:
-        tokens = states[0].transpose(0, 1)  # [T, H, D]
-        found = dequantize_tokens(*quantize_tokens(tokens, name)).to(states.dtype)
+    sides, _, rotation = name.partition("+")
+    formats = dict(zip(("keys", "values"), (sides.split(",") * 2)[:2], strict=True))
+
+    def stored(states: torch.Tensor, side: str) -> torch.Tensor:
+        if formats[side] == "float32":
+            return states
+        tokens = rotate_reference(states[0].transpose(0, 1), rotation or None, side)  # [T, H, D]
+        found = dequantize_tokens(*quantize_tokens(tokens, formats[side])).to(states.dtype)
+        found = rotate_reference(found, rotation or None, side, inverse=True)
         return found.transpose(0, 1)[None]
 
     class Cache(DynamicCache):
@@ -194,7 +209,7 @@ def page_tokens(model: Any, prompt: list[int], name: str, but: int | None = None
             self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **more: Any
         ) -> Any:
             if layer != but:
-                keys, values = stored(keys), stored(values)
+                keys, values = stored(keys, "keys"), stored(values, "values")
             return super().update(keys, values, layer, *args, **more)
 
     new, found, cache = list(prompt), list[int](), Cache()
@@ -220,7 +235,7 @@ def write(folder: Path) -> None:
         if name == WITH_PAGES:
             expected["page_tokens"] = {
                 stored: [page_tokens(model, prompt, stored) for prompt in prompts()]
-                for stored in PAGE_FORMATS
+                for stored in STORED
             }
             expected["tokens_but_layer_1"] = [
                 page_tokens(model, prompt, next(iter(PAGE_FORMATS)), but=1) for prompt in prompts()
@@ -248,3 +263,4 @@ def write(folder: Path) -> None:
 
 if __name__ == "__main__":
     write(Path(sys.argv[1]))
+    media_models.write(Path(sys.argv[1]))

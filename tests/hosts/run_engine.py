@@ -18,6 +18,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import media_models
+
 for _name, _value in {
     "TEST_VLLM_CPU": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
@@ -52,9 +54,12 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         give_spans(case["span"])
     llm = LLM(**arguments)
     times = case.get("times", 1)
-    rows = expected["span_prompts" if "span" in case else "prompts"][: case.get("prompts")]
-    rows = [row for row in rows if len(row) >= case.get("from_tokens", 0)]
-    given = [{"prompt_token_ids": row * times} for row in rows]
+    if "media" in expected:
+        given = media_models.given(Path(case["model"]).name)
+    else:
+        rows = expected["span_prompts" if "span" in case else "prompts"][: case.get("prompts")]
+        rows = [row for row in rows if len(row) >= case.get("from_tokens", 0)]
+        given = [{"prompt_token_ids": row * times} for row in rows]
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     ours = (getattr(layer.impl, "_attention", None) for layer in layers.values())
     result: dict[str, Any] = {

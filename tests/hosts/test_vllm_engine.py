@@ -14,12 +14,15 @@ import pytest
 
 from attnlib.kv_dtype import PAGE_FORMATS
 from tests.hosts.install import VLLM
-from tests.hosts.models import PROMPT_LENGTHS, SIZES, SPAN, WITH_SPANS
+from tests.hosts.models import PROMPT_LENGTHS, ROTATED, SIZES, SPAN, WITH_SPANS
+from tests.hosts.models import STORED as STORED_NAMES
 
 pytestmark = pytest.mark.hosts
 MODELS = ("llama", "mistral", "gemma2", "gemma3", "qwen3", "deepseek")
 STORED = {"llama": "auto", "llama int8": "int8_per_token_head", "deepseek": "auto"}
 """Model and more -> `kv_cache_dtype` of the cache that a connector saves."""
+
+ROTATION = {"attnlib": {"kv_rotation": "hadamard"}}
 
 
 def expected_tokens(models: Path, name: str) -> list[list[int]]:
@@ -35,10 +38,14 @@ def page_tokens(models: Path, stored: str) -> list[list[int]]:
     return found
 
 
-def page_formats(version: str) -> list[str]:
-    """Those that a release can name."""
+def stored_arguments(version: str) -> dict[str, Any]:
+    """Name -> arguments, of the caches with scales in the page that a release can name."""
+    names = {name: {"kv_cache_dtype": name} for name in STORED_NAMES}
+    if version == VLLM[1]:
+        return names
     own = "int8_per_token_head", "fp8_per_token_head", "nvfp4"
-    return [name for name in PAGE_FORMATS if name in own or version == VLLM[1]]
+    rotated = {"kv_cache_dtype": ROTATED.split("+")[0], "additional_config": ROTATION}
+    return {name: names[name] for name in own} | {ROTATED: rotated}
 
 
 @pytest.fixture(scope="module", params=VLLM)
@@ -58,9 +65,16 @@ def results(request: pytest.FixtureRequest, engine: Any, models: Path) -> dict[s
     cases["refused"] = {**cases["llama"], "arguments": {"kv_cache_dtype": "int4_per_token_head"}}
     skipped = {"kv_cache_dtype": next(iter(PAGE_FORMATS)), "kv_cache_dtype_skip_layers": ["1"]}
     cases["all but one layer"] = {**cases["llama"], "arguments": skipped}
-    for stored in page_formats(request.param):
-        cases[stored] = {**cases["llama"], "arguments": {"kv_cache_dtype": stored}}
+    for stored, arguments in stored_arguments(request.param).items():
+        cases[stored] = {**cases["llama"], "arguments": arguments}
+    cases["rotated"] = {**cases["llama"], "arguments": {"additional_config": ROTATION}}
     cases |= stored_cases(models, request.param)
+    media = {"skip_tokenizer_init": False, "max_num_batched_tokens": 512}
+    if request.param == VLLM[1]:  # an environment variable in 0.26
+        media["mm_hasher_algorithm"] = "sha256"
+    for name, length in {"whisper": 128, "gemma3-images": 512}.items():
+        arguments = {**media, "max_model_len": length}
+        cases[name] = {"model": str(models / name), "arguments": arguments}
     if request.param == VLLM[1]:  # the samplers of 0.26 need more compiled operations
         # The last case: no engine of 0.33 starts in a process that has loaded numba for them.
         drafts = {
@@ -71,7 +85,8 @@ def results(request: pytest.FixtureRequest, engine: Any, models: Path) -> dict[s
             "model": str(models / "loops"), "repeat": 2,
             "arguments": {"speculative_config": drafts, "disable_log_stats": False},
         }  # fmt: skip
-    found: dict[str, Any] = engine(request.param, cases)
+    variables = {"VLLM_MM_HASHER_ALGORITHM": "sha256"} if request.param == VLLM[0] else {}
+    found: dict[str, Any] = engine(request.param, cases, **variables)
     return found | {"version": request.param}
 
 
@@ -107,6 +122,21 @@ def test_verified_n_grams_give_the_same_tokens(results: dict[str, Any], models: 
     assert result["accepted"] > 0
 
 
+@pytest.mark.parametrize("name", ["whisper", "gemma3-images"])
+def test_tokens_of_models_that_hear_or_see(
+    results: dict[str, Any], models: Path, name: str
+) -> None:
+    """Cross-attention; images whose tokens see each other."""
+    assert results[name].get("error") is None
+    expected = json.loads((models / name / "expected.json").read_text())
+    assert results[name]["tokens"] == expected["tokens"]
+    first, second = expected["tokens"][:2]
+    assert first != second  # their prompts differ in what is heard or seen
+    if "causal_tokens" in expected:
+        pairs = list(zip(expected["tokens"], expected["causal_tokens"], strict=True))
+        assert [a == b for a, b in pairs] == [False, False, False, True]  # the last is text
+
+
 def test_cached_prefixes_give_the_same_tokens(results: dict[str, Any], models: Path) -> None:
     again = results["llama twice"]
     assert again["tokens"] == expected_tokens(models, "llama")
@@ -131,7 +161,16 @@ def test_the_engine_prints_the_reason_of_a_refusal(results: dict[str, Any]) -> N
     assert "kv_cache_dtype not supported" in message
 
 
-@pytest.mark.parametrize("stored", PAGE_FORMATS)
+def test_refused_rotations_have_reasons(results: dict[str, Any]) -> None:
+    """0.26: only of caches with scales in the page. 0.33: only by the name of the format."""
+    expected = {
+        VLLM[0]: "kv_rotation=hadamard with --kv-cache-dtype auto: use int8_per",
+        VLLM[1]: "kv_rotation=hadamard: use --kv-cache-dtype FORMAT+hadamard",
+    }
+    assert expected[results["version"]] in results["rotated"]["error"]
+
+
+@pytest.mark.parametrize("stored", STORED_NAMES)
 def test_tokens_over_pages_with_scales(
     results: dict[str, Any], models: Path, stored: str, request: pytest.FixtureRequest
 ) -> None:
@@ -142,7 +181,10 @@ def test_tokens_over_pages_with_scales(
     assert result.get("error") is None
     assert result["tokens"] == page_tokens(models, stored)
     size = SIZES["head_dim"]
-    times = size * 4 / PAGE_FORMATS[stored].bytes_per_head(size)
+    sides = stored.split("+")[0].split(",") * 2
+    formats = [PAGE_FORMATS.get(side) for side in sides[:2]]
+    used = sum(size * 4 if one is None else one.bytes_per_head(size) for one in formats)
+    times = 2 * size * 4 / used
     assert result["blocks"] == pytest.approx(times * results["llama"]["blocks"], rel=0.02)
 
 
@@ -261,33 +303,23 @@ def test_tokens_by_interpreted_triton_kernels(engine: Any, models: Path) -> None
         assert results[name]["tokens"] == [row[: case["new_tokens"]] for row in expected]
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_tokens_with_image_spans(engine: Any, models: Path, backend: str) -> None:
+def test_tokens_with_image_spans_by_interpreted_triton_kernels(engine: Any, models: Path) -> None:
     """No prefill is split inside a span, as vLLM does for images."""
     cases = {
         name: {
-            "model": str(models / name), "span": SPAN, "new_tokens": new_tokens(backend),
+            "model": str(models / name), "span": SPAN, "new_tokens": 3,
             "arguments": {"max_num_batched_tokens": 512},
         }
         for name in WITH_SPANS
     }  # fmt: skip
-    variables = {"ATTNLIB_BACKEND": backend}
-    if backend == "triton":
-        variables["TRITON_INTERPRET"] = "1"
-    results = engine(VLLM[1], cases, **variables)
+    results = engine(VLLM[1], cases, ATTNLIB_BACKEND="triton", TRITON_INTERPRET="1")
     for name, result in results.items():
         expected = json.loads((models / name / "expected.json").read_text())
-        assert result.get("error") is None and result["backends"] == [backend]
-        rows = [row[: new_tokens(backend)] for row in expected["span_tokens"]]
-        assert result["tokens"] == rows
+        assert result.get("error") is None and result["backends"] == ["triton"]
+        assert result["tokens"] == [row[:3] for row in expected["span_tokens"]]
         plain = dict(zip(map(tuple, expected["prompts"]), expected["tokens"], strict=True))
         others = [plain[tuple(prompt)] for prompt in expected["span_prompts"]]
         assert sum(a != b for a, b in zip(expected["span_tokens"], others, strict=True)) > 1
-
-
-def new_tokens(backend: str) -> int:
-    """Fewer where kernels are interpreted."""
-    return 24 if backend == "torch" else 3
 
 
 def test_a_backend_that_cannot_run_here_is_refused_with_its_reason(

@@ -23,6 +23,7 @@ from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.vllm import context_parallel, register
 from attnlib.integrations.vllm.backend import AttnlibBackend
 from attnlib.integrations.vllm.builder import AttnlibMetadataBuilder
+from attnlib.integrations.vllm.format_names import stored_fields, takes_names
 from attnlib.integrations.vllm.impl import AttnlibImpl
 from attnlib.integrations.vllm.names import backend_name
 
@@ -365,3 +366,23 @@ def test_layers_that_cannot_be_distributed_are_refused(
     monkeypatch.setattr(AttnlibImpl, "__new__", two_ranks)
     with pytest.raises(UnsupportedConfigError, match="decode context parallelism"):
         Layer(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("more", "stored", "connector", "reason"),
+    [
+        ({"rotation": "hadamard"}, "nvfp4", None, "rotation is not known: kv_rotation is the only"),
+        ({"kv_rotation": "hadamard"}, "fp8", None, "use int8_per_token_head, fp8_per_token_head"),
+        ({"kv_rotation": "hadamard"}, "nvfp4", object(), "connectors do not compare it"),
+    ],
+)
+def test_refused_rotations(more: Any, stored: str, connector: Any, reason: str) -> None:
+    config = SimpleNamespace(
+        additional_config={"attnlib": more}, kv_transfer_config=connector,
+        cache_config=SimpleNamespace(cache_dtype=stored),
+    )  # fmt: skip
+    if takes_names() and "kv_rotation" in more:
+        reason = "use --kv-cache-dtype FORMAT"
+    with pytest.raises(UnsupportedConfigError, match=reason):
+        stored_fields(stored, config)
+    assert stored_fields("int8_per_token_head")["kv_rotation"] is None

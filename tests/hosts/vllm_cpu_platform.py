@@ -7,7 +7,9 @@ layers take their plain torch path. Two C++ operations of vLLM's CPU runner are 
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import nullcontext
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,9 +17,25 @@ import torch
 _KEPT: list[torch.library.Library] = []
 
 
+_IMAGES = "transformers.models.gemma3.image_processing_gemma3"
+
+
+class _ByPil(ModuleType):
+    """A module of transformers that needs torchvision, whose class vLLM names in annotations."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "Gemma3ImageProcessor":
+            raise AttributeError(name)
+        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+        return Gemma3ImageProcessorPil
+
+
 def platform() -> str | None:
     """Entry point of `vllm.platform_plugins`."""
     used = os.environ.get("TEST_VLLM_CPU") == "1"
+    if used:
+        sys.modules.setdefault(_IMAGES, _ByPil(_IMAGES))
     return "vllm_cpu_platform_class.TestCpuPlatform" if used else None
 
 
@@ -150,6 +168,11 @@ def worker_class() -> Any:
 
     if hasattr(operations, "cp_lse_ag_out_rs"):  # vLLM 0.26
         import vllm.v1.worker.cpu.buffer_utils as buffers
+        import vllm.v1.worker.utils as caches
+        from vllm.platforms.cpu import CpuPlatform
+
+        # Layers with two caches, for cross-attention, are known to work on vLLM's own platforms.
+        caches.current_platform = CpuPlatform()
 
         buffers.is_uva_available = lambda: True  # vLLM says so for its own CPU platform
         operations.cp_lse_ag_out_rs = combine_ranks

@@ -12,6 +12,7 @@ from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
 from attnlib.errors import AttnlibError
 from attnlib.integrations.vllm.builder import AttnlibMetadataBuilder, specs_of_engine
+from attnlib.integrations.vllm.format_names import stored_fields
 from attnlib.integrations.vllm.impl import AttnlibImpl
 from attnlib.integrations.vllm.kv_cache import cache_shape, stride_order
 from attnlib.integrations.vllm.layer_spec import (
@@ -158,6 +159,6 @@ def _expected_specs() -> set[AttentionSpec]:
         num_heads=PROBE_HEADS,
         head_size=model.get_head_size(),
         dtype=model.dtype,
-        kv_cache_dtype=config.cache_config.cache_dtype,
+        **stored_fields(config.cache_config.cache_dtype, config),
     )
     return specs_of_engine(config) or {plain}

@@ -1,26 +1,99 @@
-"""Names of formats with scales in the page (M16) as values of `--kv-cache-dtype`."""
+"""Names of caches with scales in the page (M16) as values of `--kv-cache-dtype`.
+
+A name is that of a format, or those of the formats of keys and of values with a comma. A side may
+be in the dtype of the model, which the name says. `+hadamard` rotates heads (P15). vLLM 0.26 takes
+no other names than its own; there `additional_config` names the rotation.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from attnlib.kv_dtype import PAGE_FORMATS
+from attnlib.errors import UnsupportedConfigError
+from attnlib.kv_dtype import KV_FORMAT_PAIRS, PAGE_FORMATS
 
-__all__ = ["register_formats"]
+__all__ = ["PAGE_NAMES", "register_formats", "stored_fields", "takes_names"]
+
+_ROTATED = "+hadamard"
+
+
+def _names() -> Iterator[str]:
+    for sides in (*PAGE_FORMATS, *KV_FORMAT_PAIRS):
+        for dtype in ("float16", "bfloat16", "float32")[: 3 if "plain" in sides else 1]:
+            name = sides.replace("plain", dtype)
+            yield from (name, name + _ROTATED)
+
+
+PAGE_NAMES = tuple(_names())
+"""All names."""
+
+
+def stored_fields(name: str, config: Any = None) -> dict[str, Any]:
+    """The fields of an `AttentionSpec` that say how a cache stores heads.
+
+    Args:
+        name: value of `--kv-cache-dtype`, of the engine or of a layer.
+        config: vLLM's, for the rotation of all layers with scales in the page.
+
+    Raises:
+        UnsupportedConfigError: `additional_config` names a rotation that cannot be served.
+    """
+    wanted = _rotation(config)
+    if name not in PAGE_NAMES:
+        return {"kv_cache_dtype": name}
+    sides, _, rotation = name.partition("+")
+    keys, _, values = sides.partition(",")
+    return {
+        "kv_cache_dtype": keys,
+        "value_cache_dtype": values or None,
+        "kv_rotation": rotation or wanted,
+    }
+
+
+def _rotation(config: Any) -> str | None:
+    """The rotation that `additional_config` names."""
+    more = getattr(config, "additional_config", None)
+    given = dict(more.get("attnlib") or {}) if isinstance(more, dict) else {}
+    rotation: str | None = given.pop("kv_rotation", None)
+    stored = config.cache_config.cache_dtype if given or rotation else ""
+    reason = None
+    if given:
+        reason = f"{', '.join(given)} is not known: kv_rotation is the only key"
+    elif rotation and takes_names():
+        reason = f"kv_rotation={rotation}: use --kv-cache-dtype FORMAT{_ROTATED}"
+    elif rotation and stored not in PAGE_NAMES:
+        reason = (
+            f"kv_rotation={rotation} with --kv-cache-dtype {stored}: use int8_per_token_head, "
+            "fp8_per_token_head or nvfp4"
+        )
+    elif rotation and getattr(config, "kv_transfer_config", None) is not None:
+        reason = f"kv_rotation={rotation}: connectors do not compare it, use none"
+    if reason:
+        raise UnsupportedConfigError(f"additional_config['attnlib']: {reason}", reasons=[reason])
+    return rotation
+
+
+def takes_names() -> bool:
+    """Whether vLLM takes names of formats from others (not 0.26)."""
+    from vllm.config import cache
+
+    return hasattr(cache, "register_kv_cache_dtype")
 
 
 def register_formats() -> None:
-    """Let `--kv-cache-dtype` take the formats that vLLM does not know. Up to 0.26 it takes no other
-    names than its own."""
+    """Let `--kv-cache-dtype` take the names that vLLM does not know."""
     from vllm.config import cache
 
-    if not hasattr(cache, "register_kv_cache_dtype"):
+    if not takes_names():
         return
-    for name, stored in PAGE_FORMATS.items():
+    for name in PAGE_NAMES:
         if not cache.is_known_kv_cache_dtype(name):
-            cache.register_kv_cache_dtype(name)(_handler(name, stored.dtype))
+            stored = PAGE_FORMATS.get(name.removesuffix(_ROTATED))
+            dtype = torch.uint8 if stored is None else stored.dtype
+            cache.register_kv_cache_dtype(name)(_handler(name, dtype))
 
 
 def _handler(name: str, dtype: torch.dtype) -> type:

@@ -8,6 +8,7 @@ import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
+from attnlib.kv_dtype import format_pair
 from attnlib.spec import AttentionSpec
 
 __all__ = ["cache_shape", "cache_view", "stride_order"]
@@ -42,7 +43,7 @@ def cache_view(layer: Any, kv_cache: torch.Tensor, spec: AttentionSpec) -> Paged
     Raises:
         ContractError: memory of another shape.
     """
-    if spec.kv_format.scales_in_page:
+    if spec.scales_in_page:
         return _page_view(kv_cache, spec)
     scales = {}
     if spec.is_kv_quantized:
@@ -56,9 +57,10 @@ def _page_view(kv_cache: torch.Tensor, spec: AttentionSpec) -> PagedKVCache:
     blocks, heads, tokens, content = kv_cache.shape
     data = kv_cache.view(torch.uint8)
     if data.stride()[1:] != (tokens * content, content, 1):
+        stored = format_pair(spec.kv_format, spec.value_format) or spec.kv_format.name
         raise ContractError(
             f"the KV cache has strides {data.stride()} for shape {tuple(data.shape)}: the bytes of "
-            f"a block of {spec.kv_format.name} must be consecutive; unset VLLM_KV_CACHE_LAYOUT",
+            f"a block of {stored} must be consecutive; unset VLLM_KV_CACHE_LAYOUT",
             rule="P13",
         )
     pages = data.as_strided((blocks, heads * tokens * content), (data.stride(0), 1))

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from vllm import envs
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.errors import AttnlibError, BackendUnavailableError, UnsupportedConfigError
+from attnlib.integrations.vllm.format_names import PAGE_NAMES, stored_fields
 from attnlib.integrations.vllm.masks import Mask, masked_spec
-from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.selection import get_attn_backend
 from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import AttentionSpec, AttentionType
@@ -69,7 +69,9 @@ def spec_of(question: Mapping[str, Any]) -> AttentionSpec:
         head_size=size,
         **latent,
         dtype=question["dtype"],
-        kv_cache_dtype=question.get("kv_cache_dtype") or "auto",
+        **stored_fields(
+            question.get("kv_cache_dtype") or "auto", get_current_vllm_config_or_none()
+        ),
         block_size=question.get("block_size") or 16,
         attn_type=AttentionType(question.get("attn_type", "decoder")),
         sliding_window=PROBE_WINDOW if question.get("has_sliding_window") else None,
@@ -90,11 +92,12 @@ def spec_of_layer(*, kv_cache_dtype: str, **fields: Any) -> AttentionSpec:
     """
     config = get_current_vllm_config()
     scheme = getattr(config.quant_config, "kv_cache_scheme", None) or {}
-    scaled = kv_cache_dtype.startswith("fp8") and kv_cache_dtype not in PAGE_FORMATS
+    stored = stored_fields(kv_cache_dtype, config)
+    scaled = kv_cache_dtype.startswith("fp8") and kv_cache_dtype not in PAGE_NAMES
     per_head = scaled and scheme.get("strategy") == "attn_head"
     return AttentionSpec(
         dtype=torch.get_default_dtype(),
-        kv_cache_dtype=kv_cache_dtype,
+        **stored,
         kv_scale_kind="head" if per_head else "tensor",
         block_size=config.cache_config.block_size or 16,
         batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),

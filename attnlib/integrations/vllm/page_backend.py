@@ -1,6 +1,6 @@
-"""Caches whose pages hold their scales (M16): one class of backend per format.
+"""Caches whose pages hold their scales (M16): one class of backend per name of `format_names`.
 
-vLLM asks a class about its pages without saying which format the user named, so that each format
+vLLM asks a class about its pages without saying which format the user named, so that each name
 has a class, an attribute of this module. A page is one region of consecutive bytes, of the size
 that vLLM 0.26 computes for its own formats of the same name; vLLM 0.33 takes any size.
 """
@@ -11,27 +11,33 @@ import functools
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
+
 from attnlib.integrations.vllm.backend import AttnlibBackend
+from attnlib.integrations.vllm.format_names import PAGE_NAMES, stored_fields
 from attnlib.integrations.vllm.layer_spec import KV_CACHE_DTYPES
-from attnlib.kv_dtype import PAGE_FORMATS, KVFormat
+from attnlib.kv_dtype import KVFormat, kv_cache_format
 
 __all__ = ["PageBackend", "backend_of"]
 
 
 class PageBackend(AttnlibBackend):
-    """attnlib over pages of one format. Layers that the user excludes from quantization have this
+    """attnlib over pages of one kind. Layers that the user excludes from quantization have this
     class, too, and a cache of their own dtype.
 
     Attributes:
-        page_format: the format.
+        stored_name: value of `--kv-cache-dtype`.
+        formats: of keys and of values.
     """
 
-    page_format: ClassVar[KVFormat]
+    stored_name: ClassVar[str]
+    formats: ClassVar[tuple[KVFormat, KVFormat]]
 
     @classmethod
     def _content_bytes(cls, head_size: int, head_size_v: int) -> int:
         """Bytes of the key and the value of one head of one token, with their scales."""
-        return sum(cls.page_format.bytes_per_head(size) for size in (head_size, head_size_v))
+        keys, values = cls.formats
+        return keys.bytes_per_head(head_size) + values.bytes_per_head(head_size_v)
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
@@ -58,7 +64,7 @@ class PageBackend(AttnlibBackend):
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
         """`[B, Hkv, N, bytes]`, or that of a layer that is not quantized (0.26)."""
-        if cache_dtype_str != cls.page_format.name:
+        if cache_dtype_str != cls.stored_name:
             return super().get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
         return num_blocks, num_kv_heads, block_size, cls._content_bytes(head_size, head_size)
 
@@ -70,12 +76,17 @@ class PageBackend(AttnlibBackend):
 
 @functools.cache
 def backend_of(name: str) -> type[PageBackend]:
-    """The class of a format of `PAGE_FORMATS`."""
+    """The class of a name of `PAGE_NAMES`."""
+    fields = stored_fields(name)
+    # A side in the dtype of the model is named by it.
+    keys, values = fields["kv_cache_dtype"], fields["value_cache_dtype"]
+    formats = tuple(kv_cache_format(side, torch.float32) for side in (keys, values or keys))
     found: type[PageBackend] = type(
         name,
         (PageBackend,),
         {
-            "page_format": PAGE_FORMATS[name],
+            "stored_name": name,
+            "formats": formats,
             "supported_kv_cache_dtypes": [*KV_CACHE_DTYPES, name],
             "__module__": __name__,  # vLLM imports the class by its path
             "__doc__": f"attnlib over pages of {name}.",
@@ -85,7 +96,7 @@ def backend_of(name: str) -> type[PageBackend]:
 
 
 def __getattr__(name: str) -> Any:
-    """The class of the format `name`."""
-    if name not in PAGE_FORMATS:
+    """The class of the pages `name`."""
+    if name not in PAGE_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return backend_of(name)

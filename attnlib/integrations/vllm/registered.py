@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnlib.kv_dtype import PAGE_FORMATS
+from attnlib.integrations.vllm.format_names import PAGE_NAMES
 
 __all__ = ["Backend"]  # noqa: F822  # by `__getattr__`
 
@@ -31,7 +31,7 @@ def __getattr__(name: str) -> Any:
 
         return AttnlibMLABackend
     stored = "auto" if config is None else config.cache_config.cache_dtype
-    if stored in PAGE_FORMATS:
+    if stored in PAGE_NAMES:
         from attnlib.integrations.vllm.page_backend import backend_of
 
         return backend_of(stored)
