@@ -4,7 +4,8 @@ A page is one contiguous region of bytes with four parts: elements of the keys, 
 values, scales of the keys, scales of the values; a side in the dtype of the
 model has no scales. Each part is ordered heads first (`HND_INTERLEAVED`, the default) or tokens
 first (`NHD_INTERLEAVED`) and starts at a multiple of 16 bytes, so that copying the bytes of a page
-copies the block.
+copies the block. With `HND_ROWS`, the four parts of a head of a token follow each other in one row
+of bytes, `[Hkv, N, row]`, so that memory can be cut by heads.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ __all__ = [
     "PAGE_LAYOUTS",
     "PageSizes",
     "page_bytes",
+    "page_layout",
     "page_shape",
     "page_sizes",
     "page_views",
 ]
 
-PAGE_LAYOUTS = ("HND_INTERLEAVED", "NHD_INTERLEAVED")
+PAGE_LAYOUTS = ("HND_INTERLEAVED", "NHD_INTERLEAVED", "HND_ROWS")
 """The layouts of a page, the default first."""
 
 _ALIGNMENT = 16
@@ -44,8 +46,9 @@ class PageSizes(NamedTuple):
     """Byte offsets within a page.
 
     Attributes:
-        key, value, k_scale, v_scale: where the four parts start.
+        key, value, k_scale, v_scale: where the four parts start; those of the first row of rows.
         num_bytes: size of the page.
+        row: bytes of a head of a token in a page of rows; 0 for pages of parts.
     """
 
     key: int
@@ -53,6 +56,7 @@ class PageSizes(NamedTuple):
     k_scale: int
     v_scale: int
     num_bytes: int
+    row: int = 0
 
 
 def page_shape(spec: AttentionSpec) -> tuple[Formats, int, int, int, int]:
@@ -61,25 +65,55 @@ def page_shape(spec: AttentionSpec) -> tuple[Formats, int, int, int, int]:
     return ((spec.kv_format, spec.value_format), *sizes)
 
 
-def page_bytes(spec: AttentionSpec) -> int:
+def page_layout(spec: AttentionSpec, layout: str | None = None) -> str:
+    """The layout of the pages of a layer: the given one, that of the spec, or the default."""
+    return (layout or spec.kv_cache_layout or PAGE_LAYOUTS[0]).upper()
+
+
+def page_bytes(spec: AttentionSpec, layout: str | None = None) -> int:
     """Bytes of a page of a layer."""
-    return page_sizes(*page_shape(spec)).num_bytes
+    return page_sizes(*page_shape(spec), page_layout(spec, layout)).num_bytes
 
 
 def page_sizes(
-    stored: Formats, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int
+    stored: Formats,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    head_size_v: int,
+    layout: str = PAGE_LAYOUTS[0],
 ) -> PageSizes:
     """Where the parts of a page start, and its size, for the formats of keys and values."""
-    heads, sides = (
-        block_size * num_kv_heads,
-        list(zip(stored, (head_size, head_size_v), strict=True)),
-    )
+    heads = block_size * num_kv_heads
+    sides = list(zip(stored, (head_size, head_size_v), strict=True))
     elements = [one.stored_size(size) * one.dtype.itemsize for one, size in sides]
     scales = [one.bytes_per_head(size) - n for (one, size), n in zip(sides, elements, strict=True)]
+    if layout == "HND_ROWS":
+        # Kernels load words of 2 bytes, and up to 8 bytes of scales at once.
+        units = [max(2, one.dtype.itemsize if one.scale_dtype is None else 1) for one in stored]
+        units += [_scale_unit(one) for one in stored]
+        starts, end = [], 0
+        for unit, size in zip(units, (*elements, *scales), strict=True):
+            starts.append(_up(end, unit))
+            end = starts[-1] + size
+        row = _up(end, max(units))
+        return PageSizes._make((*starts, _up(heads * row, _ALIGNMENT), row))
     offsets = [0]
     for size in (heads * each for each in (*elements, *scales)):
-        offsets.append(-(-(offsets[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
+        offsets.append(_up(offsets[-1] + size, _ALIGNMENT))
     return PageSizes(*offsets)
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def _scale_unit(stored: KVFormat) -> int:
+    """Bytes at whose multiples the scales of a head start."""
+    if stored.scale_dtype is None:
+        return 1
+    together = max(1, stored.groups_per_head) * stored.scale_dtype.itemsize
+    return max(stored.scale_dtype.itemsize, min(8, together & -together))
 
 
 def page_views(
@@ -112,7 +146,8 @@ def page_views(
             f"kv_cache_layout={layout!r} is no layout of kv_cache_dtype={stored[0].name}, whose "
             f"pages hold elements and scales: use {' or '.join(PAGE_LAYOUTS)}"
         )
-    sizes = page_sizes(stored, block_size, num_kv_heads, head_size, head_size_v)
+    layout = layout.upper()
+    sizes = page_sizes(stored, block_size, num_kv_heads, head_size, head_size_v, layout)
     if pages.dtype != torch.uint8 or pages.dim() != 2 or pages.shape[1] < sizes.num_bytes:
         raise ContractError(
             f"pages are {pages.dtype} {tuple(pages.shape)}; they must be uint8 [blocks, at least "
@@ -120,12 +155,11 @@ def page_views(
             rule="P13",
         )
     _check_alignment(pages)
-    heads_first = layout.upper() == PAGE_LAYOUTS[0]
+    heads_first = layout != "NHD_INTERLEAVED"
     outer = (num_kv_heads, block_size) if heads_first else (block_size, num_kv_heads)
 
     def part(start: int, dtype: torch.dtype, inner: int) -> torch.Tensor:
-        num_bytes = prod(outer) * inner * dtype.itemsize
-        view = pages[:, start : start + num_bytes].view(dtype).view(pages.shape[0], *outer, inner)
+        view = _part(pages, sizes, outer, start, dtype, inner)
         return view.transpose(1, 2) if heads_first else view
 
     def scales(start: int, one: KVFormat, size: int) -> Scales:
@@ -140,6 +174,22 @@ def page_views(
         scales(sizes.k_scale, keys, head_size),
         scales(sizes.v_scale, values, head_size_v),
     )
+
+
+def _part(
+    pages: torch.Tensor,
+    sizes: PageSizes,
+    outer: tuple[int, int],
+    start: int,
+    dtype: torch.dtype,
+    inner: int,
+) -> torch.Tensor:
+    """One of the four parts, `[B, *outer, inner]`."""
+    shape, num_bytes = (pages.shape[0], *outer), inner * dtype.itemsize
+    if sizes.row:
+        rows = pages[:, : prod(outer) * sizes.row].view(*shape, sizes.row)
+        return rows[..., start : start + num_bytes].view(dtype)
+    return pages[:, start : start + prod(outer) * num_bytes].view(dtype).view(*shape, inner)
 
 
 def _check_alignment(pages: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from attnlib.cache.engine_layouts import EngineLayouts
 from attnlib.cache.layout import get_kv_cache_layout
 from attnlib.cache.moves import BlockMoves, BlockPairs
-from attnlib.cache.pages import PAGE_LAYOUTS, Formats, page_bytes, page_shape, page_views
+from attnlib.cache.pages import Formats, page_bytes, page_layout, page_shape, page_views
 from attnlib.cache.pickling import picklable_state, restored_state
 from attnlib.cache.scales import UNIT_SCALE, Scale, ScaleResets, check_page_scales, checked_scale
 from attnlib.cache.sizes import CacheSizes
@@ -178,7 +178,8 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
                     "head: pass no k_scale and v_scale",
                     rule="M16",
                 )
-            pages = torch.zeros(num_blocks, page_bytes(spec), dtype=torch.uint8, device=device)
+            shape = (num_blocks, page_bytes(spec, wanted))
+            pages = torch.zeros(shape, dtype=torch.uint8, device=device)
             return cls.from_pages(pages, spec, wanted)
         key, value, name = allocated_views(spec, num_blocks, wanted or "NHD", device)
         cache = cls(key, value, layout=name, k_scale=k_scale, v_scale=v_scale)
@@ -195,7 +196,7 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
             pages: `[B, num_bytes]` uint8, at least `cache.pages.page_sizes(...)` bytes per page;
                 any distance between pages that is a multiple of 16.
             spec: heads, sizes, format and block size.
-            layout: "HND_INTERLEAVED" or "NHD_INTERLEAVED"; None for `spec.kv_cache_layout`, else
+            layout: a name of `cache.pages.PAGE_LAYOUTS`; None for `spec.kv_cache_layout`, else
                 "HND_INTERLEAVED".
 
         Raises:
@@ -208,7 +209,7 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
                 "from_views",
                 rule="P13",
             )
-        layout = (layout or spec.kv_cache_layout or PAGE_LAYOUTS[0]).upper()
+        layout = page_layout(spec, layout)
         shape = page_shape(spec)
         *views, k_scale, v_scale = page_views(pages, *shape, layout)
         scales = {"k_scale": k_scale, "v_scale": v_scale}

@@ -14,7 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from attnlib.errors import ContractError
-from attnlib.testing.page_formats import allocate_pages, fill_pages, write_page_slots
+from attnlib.testing.page_formats import (
+    PAGE_LAYOUT_NAMES,
+    allocate_pages,
+    fill_pages,
+    write_page_slots,
+)
 
 __all__ = [
     "CACHE_LAYOUTS",
@@ -146,9 +151,10 @@ def allocate_views(
     Raises:
         ContractError: the layout is unknown.
     """
-    if layout not in _MAKERS:
+    known = tuple(_MAKERS) if dims.page_formats is None else (*PAGE_LAYOUT_NAMES, "NHD")
+    if layout not in known:
         raise ContractError(
-            f"no cache layout is named {layout!r}; the layouts are {', '.join(_MAKERS)}"
+            f"no cache layout is named {layout!r}; the layouts are {', '.join(known)}"
         )
     if dims.page_formats is not None:
         heads = (dims.num_kv_heads, (dims.head_size, dims.head_size_v))

@@ -9,6 +9,7 @@ import torch
 
 from attnlib.kv_formats import find_kv_format
 from attnlib.testing.page_numbers import (
+    GROUPS,
     PAGE_DTYPES,
     PAGE_NAMES,
     dequantize_tokens,
@@ -33,7 +34,7 @@ __all__ = [
     "write_page_slots",
 ]
 
-PAGE_LAYOUT_NAMES = ("HND_INTERLEAVED", "NHD_INTERLEAVED")
+PAGE_LAYOUT_NAMES = ("HND_INTERLEAVED", "NHD_INTERLEAVED", "HND_ROWS")
 
 
 def _parts(name: str, plain: torch.dtype, size: int) -> tuple[tuple[torch.dtype, int], ...]:
@@ -69,6 +70,8 @@ def allocate_pages(
         *(_parts(name, plain, size) for name, size in zip(names, sizes, strict=True)), strict=True
     )
     parts = [*elements, *scales]
+    if layout == "HND_ROWS":
+        return _rows(parts, names, num_blocks, block_size, num_kv_heads, device)
     starts, end = [], 0
     for part, inner in parts:
         starts.append(end)
@@ -84,6 +87,40 @@ def allocate_pages(
         else:
             view = flat.view(num_blocks, block_size, num_kv_heads, inner)
         views.append(view)
+    return pages, tuple(views)
+
+
+def _has_fixed_number(name: str) -> bool:
+    """Whether heads of all sizes have as many scales."""
+    return not find_kv_format(name).elements_per_group if ":" in name else name not in GROUPS
+
+
+def _rows(
+    parts: Sequence[tuple[torch.dtype, int]], names: tuple[str, str], num_blocks: int,
+    block_size: int, num_kv_heads: int, device: torch.device | str,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:  # fmt: skip
+    """`allocate_pages` for "HND_ROWS": elements start at even bytes, all scales of a format with a
+    fixed number of them at multiples of their size together, of 8 bytes at most."""
+    views, starts, end, widest = [], [], 0, 2
+    for index, (dtype, inner) in enumerate(parts):
+        unit = max(2, dtype.itemsize) if index < 2 else dtype.itemsize if inner else 1
+        if index >= 2 and inner and _has_fixed_number(names[index - 2]):
+            while unit < 8 and inner * dtype.itemsize % (2 * unit) == 0:
+                unit *= 2
+        end += -end % unit
+        starts.append(end)
+        end += inner * dtype.itemsize
+        widest = max(widest, unit)
+    row = end + -end % widest
+    size = num_kv_heads * block_size * row
+    pages = torch.zeros(num_blocks, size + -size % 16, dtype=torch.uint8, device=device)
+    for start, (dtype, inner) in zip(starts, parts, strict=True):
+        shape = (num_blocks, num_kv_heads, block_size, inner)
+        strides = (pages.shape[1], block_size * row, row)
+        first = start // dtype.itemsize
+        flat = pages.view(-1).view(dtype)
+        elements = tuple(stride // dtype.itemsize for stride in strides)
+        views.append(flat.as_strided(shape, (*elements, 1), first).transpose(1, 2))
     return pages, tuple(views)
 
 

@@ -14,6 +14,7 @@ import torch
 from attnlib.kv_formats import find_kv_format
 
 __all__ = [
+    "GROUPS",
     "PAGE_DTYPES",
     "PAGE_NAMES",
     "dequantize_tokens",
@@ -36,7 +37,7 @@ PAGE_DTYPES = {
 }
 """Dtypes of elements and scales; those of nvfp4 are the bits of e4m3, of mxfp4 of e8m0."""
 
-_GROUPS = {"nvfp4": 16, "mxfp4": 32}
+GROUPS = {"nvfp4": 16, "mxfp4": 32}
 """Elements per scale, where their number is fixed."""
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -48,7 +49,7 @@ def is_page_name(name: str) -> bool:
 
 
 def num_groups(name: str, size: int) -> int:
-    return size // _GROUPS[name] if name in _GROUPS else 4 if name == "int4_per_group" else 1
+    return size // GROUPS[name] if name in GROUPS else 4 if name == "int4_per_group" else 1
 
 
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-100, 2.0**100
@@ -109,7 +110,7 @@ def quantize_tokens(tokens: torch.Tensor, name: str) -> tuple[torch.Tensor, torc
         scales = torch.where(has_nan, 0x7F, scale_bits).to(torch.uint8)
     else:
         scales = torch.where(has_nan, math.nan, scale).to(scale_dtype)
-    if name in _GROUPS:
+    if name in GROUPS:
         bits = _nearest(quotient, torch.tensor(_E2M1, dtype=torch.float64), 8)
         return bits[..., 0::2] | bits[..., 1::2] << 4, scales
     if name == "fp8_per_token_head":
@@ -141,7 +142,7 @@ def dequantize_tokens(
         bits = elements.contiguous().view(torch.uint8).long()
         magnitudes = torch.cat((e4m3_magnitudes(), torch.tensor([math.nan]))).to(bits.device)
         numbers = magnitudes[bits & 127] * torch.where(bits > 127, -1.0, 1.0)
-    elif name in _GROUPS:
+    elif name in GROUPS:
         bits = torch.stack((elements & 15, elements >> 4), -1).flatten(-2).long()
         table = torch.tensor(_E2M1, dtype=torch.float64, device=bits.device)
         numbers = table[bits & 7] * torch.where(bits > 7, -1.0, 1.0)

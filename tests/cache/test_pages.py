@@ -38,8 +38,9 @@ def test_parts_of_a_page_are_disjoint_and_aligned(name: str, layout: str) -> Non
     spec = SPEC.replace(kv_cache_dtype=name)
     cache = attnlib.PagedKVCache.allocate(spec, 3, "cpu", layout)
     assert cache.pages is not None and cache.layout == layout
-    sizes = page_sizes((spec.kv_format, spec.value_format), 5, 3, 64, 32)
-    assert cache.pages.shape == (3, sizes.num_bytes) and not any(part % 16 for part in sizes)
+    sizes = page_sizes((spec.kv_format, spec.value_format), 5, 3, 64, 32, layout)
+    assert cache.pages.shape == (3, sizes.num_bytes) and sizes.num_bytes % 16 == 0
+    assert sizes.row or not any(part % 16 for part in sizes)
     assert sizes.num_bytes - spec.kv_bytes_per_token * 5 < 4 * 16
     seen = torch.zeros_like(cache.pages)
     for view in (cache.key_cache, cache.value_cache, cache.k_scale, cache.v_scale):
@@ -49,8 +50,42 @@ def test_parts_of_a_page_are_disjoint_and_aligned(name: str, layout: str) -> Non
         raw.fill_(255 if raw.dtype is torch.uint8 else float("nan"))
         seen += (cache.pages != 0).to(torch.uint8)
     assert int(seen.max()) == 1, "parts overlap"
-    heads_first = layout == PAGE_LAYOUTS[0]
+    heads_first = layout != "NHD_INTERLEAVED"
     assert (cache.key_cache.stride(1) < cache.key_cache.stride(2)) == heads_first
+
+
+@pytest.mark.parametrize(
+    ("sizes", "row"),
+    [
+        (("int8_per_token_head", 64, 64), 136), (("int4_per_group", 128, 128), 144),
+        (("nvfp4", 64, 64), 72), (("mxfp4", 32, 32), 34),
+        (("int4_per_group", 8, 16), 32),  # 12 bytes of elements; scales start at 16
+        (("nvfp4", 16, 32), 28),  # 27 bytes, and words of two
+    ],
+)  # fmt: skip
+def test_a_row_has_the_bytes_of_a_head(sizes: tuple[str, int, int], row: int) -> None:
+    """HND_ROWS: the bytes of a head of a token follow each other: memory can be cut by heads."""
+    name, size, size_v = sizes
+    fields = {"kv_cache_dtype": name, "head_size": size, "head_size_v": size_v}
+    cache = attnlib.PagedKVCache.allocate(SPEC.replace(**fields), 2, "cpu", "HND_ROWS")
+    assert cache.pages is not None and cache.pages.shape[1] == -(-15 * row // 16) * 16
+    assert cache.key_cache[0, 1, 0].data_ptr() - cache.key_cache.data_ptr() == row
+    assert cache.value_cache[0, 0, 1].data_ptr() - cache.value_cache.data_ptr() == 5 * row
+    for scales in (cache.k_scale, cache.v_scale):
+        assert isinstance(scales, torch.Tensor)
+        together = PAGE_FORMATS[name].groups_per_head * scales.element_size()
+        assert (scales[0, 1, 1].data_ptr() - cache.pages.data_ptr()) % max(1, together) == 0
+    cache.pages.copy_(torch.arange(cache.pages.numel()).view_as(cache.pages) % 251)
+    memory = torch.zeros(2, -(-5 * row // 16) * 16, dtype=torch.uint8)  # of the rank of one head
+    memory[:, : 5 * row] = cache.pages[:, 5 * row : 10 * row]
+    part = SPEC.replace(**fields, num_heads=2, num_kv_heads=1)
+    cut = attnlib.PagedKVCache.from_pages(memory, part, "HND_ROWS")
+    for mine, whole in zip(cut.block_views, cache.block_views, strict=True):
+        assert torch.equal(_as_bytes(mine), _as_bytes(whole[:, :, 1:2]))
+
+
+def _as_bytes(view: torch.Tensor) -> torch.Tensor:
+    return view.contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -111,8 +111,8 @@ def _attention(target: BackendUnderTest) -> Iterator[CheckCase]:
     cases["value-size"] = kv_format_case(target, batch="q7s20_q1s37", **sizes)
     cases["block-17"] = kv_format_case(target, batch="q3s40_q1s33", block_size=17)
     cases["float16"] = kv_format_case(target, batch="q5s40_q1s33", dtype="float16")
-    layout = PAGE_LAYOUT_NAMES[1]
-    cases["tokens-first"] = kv_format_case(target, batch="mixed", layout=layout)
+    for layout in PAGE_LAYOUT_NAMES[1:]:
+        cases[layout] = kv_format_case(target, batch="mixed", layout=layout)
     for rotation in (None, "hadamard", "hadamard_values@3"):
         fields = {"batch": "q7s20_q1s37", "kv_rotation": rotation}
         cases[f"rotation-{rotation}"] = kv_format_case(target, **fields)

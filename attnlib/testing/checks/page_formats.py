@@ -47,6 +47,8 @@ _QUICK = dict(
     zip(PAGE_NAMES, ("mixed", "decode_long", "window+sinks", "mixed", "mixed"), strict=True)
 )
 """The case of a format in the short form of Q5."""
+_ROWS = ("int8_per_token_head", "int4_per_group")
+"""Formats whose rows of bytes Q5 reads."""
 _LARGEST = {"int8_per_token_head": 127, "fp8_per_token_head": 448}
 """The largest stored number of the formats whose scales can be as small as 2^-100."""
 
@@ -130,7 +132,8 @@ def _rewritten(step: MaterializedCase) -> MaterializedCase:
 def _round_trip(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name in PAGE_NAMES:
         for layout in PAGE_LAYOUT_NAMES[:1] if target.quick else PAGE_LAYOUT_NAMES:
-            for batch in ("mixed",) if target.quick else ("mixed", "graph_padding", "empty"):
+            short = target.quick or layout == PAGE_LAYOUT_NAMES[2]
+            for batch in ("mixed",) if short else ("mixed", "graph_padding", "empty"):
                 case = page_case(target, name, batch=batch, layout=layout)
                 check = partial(check_written, target, case)
                 yield CheckCase(f"written-{name}-{layout}-{batch}", check, case)
@@ -158,6 +161,8 @@ def _attention(target: BackendUnderTest) -> Iterator[CheckCase]:
             for batch in ("mixed", "decode_long", "chunked", "graph_padding")
         }
         cases["tokens-first"] = page_case(target, name, batch="mixed", layout=PAGE_LAYOUT_NAMES[1])
+        if name in _ROWS:
+            cases["rows"] = page_case(target, name, batch="mixed", layout=PAGE_LAYOUT_NAMES[2])
         for size in (64, 96, 128, 256) if name == "mxfp4" else (48, 80, 96, 128, 256):
             cases[f"head-{size}"] = page_case(target, name, batch="q7s20_q1s37", head_size=size)
         sizes = {"head_size": 64, "head_size_v": 32}
