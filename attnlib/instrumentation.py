@@ -9,7 +9,15 @@ from typing import Any
 
 from attnlib import env
 
-__all__ = ["ENVIRONMENT", "OBSERVERS", "VALIDATE_KEY", "VALIDATORS", "Checker", "checker_for_level"]
+__all__ = [
+    "ENVIRONMENT",
+    "OBSERVERS",
+    "STATE_OBSERVERS",
+    "VALIDATE_KEY",
+    "VALIDATORS",
+    "Checker",
+    "checker_for_level",
+]
 
 _VARIABLE = "ATTNLIB_VALIDATE"
 _encode: Any = getattr(os.environ, "encodekey", None)
@@ -21,6 +29,12 @@ VALIDATE_KEY: Any = _VARIABLE if _encode is None else _encode(_VARIABLE)
 
 OBSERVERS: list[Callable[..., None]] = []
 """Called after every layer call with (layer, query, key, value, cache, metadata, output, lse)."""
+
+
+STATE_OBSERVERS: list[Callable[..., Callable[[], None] | None]] = []
+"""Called before every call of a state layer, which overwrites its states, with (layer, "recurrence"
+or "convolution", tensors of the call, cache, metadata, output); each returns what to call after the
+launches, or None."""
 
 
 Checker = Callable[..., Callable[[], None] | None]

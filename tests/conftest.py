@@ -128,6 +128,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _observers_end_with_the_test() -> Iterator[None]:
     """ATTNLIB_VALIDATE=2 registers an observer for the rest of the process."""
     yield
-    from attnlib.instrumentation import OBSERVERS
+    from attnlib.instrumentation import OBSERVERS, STATE_OBSERVERS
 
     OBSERVERS.clear()
+    STATE_OBSERVERS.clear()

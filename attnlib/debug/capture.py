@@ -10,7 +10,7 @@ import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.debug.recorded_case import case_of
-from attnlib.debug.recording import score_fields
+from attnlib.debug.recorded_fields import score_fields
 from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.ops.block_moves import move_blocks

@@ -9,8 +9,11 @@ from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from attnlib.layer import Attention
+    from attnlib.layer.state import StateLayer
 
-__all__ = ["CountedCalls", "new_path"]
+    Layer = Attention | StateLayer
+
+__all__ = ["CountedCalls", "StateSampler", "new_path"]
 
 
 class CountedCalls:
@@ -19,17 +22,17 @@ class CountedCalls:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._known: WeakKeyDictionary[Attention, tuple[str, int]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Layer, tuple[str, int]] = WeakKeyDictionary()
         self._names: set[str] = set()
 
-    def next(self, layer: Attention) -> tuple[str, int]:
+    def next(self, layer: Layer) -> tuple[str, int]:
         """The name of the layer, and the number of this call of it, from 0."""
         with self._lock:
             name, number = self._known.get(layer) or (self._new_name(layer), 0)
             self._known[layer] = name, number + 1
             return name, number
 
-    def _new_name(self, layer: Attention) -> str:
+    def _new_name(self, layer: Layer) -> str:
         prefix = layer.prefix or f"layer{len(self._names)}"
         name, more = prefix, 0
         while name in self._names:
@@ -37,6 +40,23 @@ class CountedCalls:
             name = f"{prefix}.{more}"
         self._names.add(name)
         return name
+
+
+class StateSampler:
+    """Samples the calls of state layers; the parts of a layer are counted one by one.
+
+    Args:
+        every: the first call and then every `every`-th call of each part.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._counted = {part: CountedCalls() for part in ("convolution", "recurrence")}
+
+    def sampled(self, layer: StateLayer, part: str) -> tuple[str, int] | None:
+        """The name of the part and the number of this call, or None for a call to leave out."""
+        name, number = self._counted[part].next(layer)
+        return (f"{name}.{part}", number) if number % self._every == 0 else None
 
 
 def new_path(folder: str | Path, name: str, number: int) -> Path:

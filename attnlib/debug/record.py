@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from attnlib.debug.capture import capture_call, capture_layer_call
-from attnlib.debug.counted_calls import CountedCalls, new_path
+from attnlib.debug.counted_calls import CountedCalls, StateSampler, new_path
 from attnlib.debug.recording import load_recording, save_recording
+from attnlib.debug.state_calls import capture_state_call
+from attnlib.debug.state_recording import save_state_recording
 from attnlib.errors import ContractError
-from attnlib.instrumentation import OBSERVERS
+from attnlib.instrumentation import OBSERVERS, STATE_OBSERVERS
 from attnlib.metadata.base import AttentionMetadata
 
 __all__ = [
@@ -32,7 +34,7 @@ __all__ = [
 
 @contextmanager
 def record_calls(folder: str | Path, *, every: int = 1) -> Iterator[list[Path]]:
-    """Record `Attention` calls of this process inside the `with` block.
+    """Record calls of `Attention` and `StateLayer` of this process inside the `with` block.
 
     The files are `LAYER-NUMBER.pt`, with the prefix of the layer, for `attnlib audit-kv
     --recordings` and `attnlib replay`. Further layers of one prefix are `PREFIX.1`, `PREFIX.2`, and
@@ -73,8 +75,17 @@ def record_calls(folder: str | Path, *, every: int = 1) -> Iterator[list[Path]]:
             )
             files.append(save_recording(step, new_path(folder, name, number)))
 
+    states = StateSampler(every)
+
+    def observe_state(layer: Any, part: str, *call: Any) -> None:
+        if (place := states.sampled(layer, part)) is not None:
+            captured = capture_state_call(layer, part, *call[:-1])
+            files.append(save_state_recording(captured, new_path(folder, *place)))
+
     OBSERVERS.append(observe)
+    STATE_OBSERVERS.append(observe_state)
     try:
         yield files
     finally:
         OBSERVERS.remove(observe)
+        STATE_OBSERVERS.remove(observe_state)

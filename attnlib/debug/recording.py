@@ -6,7 +6,6 @@ of its Python functions, which are imported when the file is read, and by its te
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from attnlib.debug.recorded_fields import plain_value, score_fields, spec_fields
+from attnlib.debug.recording_files import KEY_OF_STATES, read_file, refuse_damaged
 from attnlib.errors import ContractError
 from attnlib.fields import check_types
 from attnlib.kv_formats import find_kv_format
@@ -108,7 +108,9 @@ def load_recording(path: str | Path, device: torch.device | str = "cpu") -> Mate
         ContractError: the file is not a recording of this version, its score function cannot be
             imported, or its KV format has another version here.
     """
-    data = _load(Path(path))
+    data = read_file(Path(path))
+    if isinstance(data, dict) and KEY_OF_STATES in data:
+        raise ContractError(f"{path} is a call of a state layer: replay it with attnlib replay")
     if not isinstance(data, dict) or data.get("attnlib_recording") != _VERSION:
         found = data.get("attnlib_recording") if isinstance(data, dict) else type(data).__name__
         raise ContractError(
@@ -116,14 +118,8 @@ def load_recording(path: str | Path, device: torch.device | str = "cpu") -> Mate
             "call again"
         )
     _check_formats(path, data.get("kv_formats", {}))  # recordings of earlier versions have none
-    try:
+    with refuse_damaged(path):
         return _step(data, device)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        own = "" if isinstance(error, ContractError) else f"{type(error).__name__}: "
-        reason = f"{own}{error}".partition("\n")[0]
-        raise ContractError(
-            f"{path} is a damaged recording ({reason}): record the call again"
-        ) from error
 
 
 def _check_formats(path: str | Path, formats: Any) -> None:
@@ -157,26 +153,6 @@ def _step(data: Mapping[str, Any], device: torch.device | str) -> MaterializedCa
         score_tensors = {name: tensor.to(device) for name, tensor in data["score_tensors"].items()}
         params["score"] = oracle_score(spec.score_function, score_tensors, device)
     return MaterializedCase(case, spec, inputs, OracleParams(**params), score_tensors)
-
-
-def _load(path: Path) -> Any:
-    """The content of a file of `torch.save`.
-
-    Raises:
-        ContractError: it is no such file.
-    """
-    if not path.is_file():
-        raise ContractError(f"{path} is not a file: give a file of save_recording or record_calls")
-    try:
-        return torch.load(path, weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError as error:  # its advice, weights_only=False, would run the file
-        raise ContractError(
-            f"{path} cannot be read as a recording: it is damaged, or no file of save_recording or "
-            "record_calls"
-        ) from error
-    except Exception as error:  # the reader of a damaged file raises errors of many kinds
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ContractError(f"{path} cannot be read as a recording: {reason}") from error
 
 
 def _inputs(data: Mapping[str, Any], case: Case, device: torch.device | str) -> StepInputs:

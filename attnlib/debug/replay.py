@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnlib.backends.base import AttentionBackend
+from attnlib.debug.state_calls import RecordedStateCall, StateOutcome, run_state_call
+from attnlib.debug.state_errors import compare_state_call
 from attnlib.testing.backend_under_test import load_backend
 from attnlib.testing.batch_slicing import slice_batch
 from attnlib.testing.inputs import stored_heads
@@ -21,7 +23,7 @@ from attnlib.testing.outcome import UnsupportedCase
 from attnlib.testing.runner import AttentionOutput, compare_with_oracle, run_materialized_case
 from attnlib.testing.tensor_io import pack_cache_views, unpack_cache_views
 
-__all__ = ["ReplayResult", "replay", "shrink"]
+__all__ = ["ReplayResult", "replay", "replay_state", "shrink", "shrink_state"]
 
 Backend = type[AttentionBackend]
 
@@ -34,13 +36,14 @@ class ReplayResult:
         backend: name of the backend.
         batch: the batch in the notation of `attnlib.testing.batch_spec`.
         message: "" if the result is within budget, otherwise the errors and the case.
-        output: the output of the backend; None if it raised an exception.
+        output: the output of the backend, with states of a state layer; None if it raised an
+            exception.
     """
 
     backend: str
     batch: str
     message: str
-    output: AttentionOutput | None
+    output: AttentionOutput | StateOutcome | None
 
     @property
     def passed(self) -> bool:
@@ -100,6 +103,24 @@ def replay(step: MaterializedCase, backend: str | Backend) -> ReplayResult:
     return ReplayResult(loaded.get_name(), str(step.inputs.batch), message, output)
 
 
+def replay_state(call: RecordedStateCall, backend: str | Backend) -> ReplayResult:
+    """Run a recorded call of a state layer on a backend, and compare outputs and states with the
+    oracle.
+
+    Raises:
+        UnsupportedCase: as `run_state_call`.
+    """
+    loaded, batch = load_backend(backend), str(call)
+    name = loaded.get_name()
+    try:
+        output = run_state_call(call, loaded)
+    except UnsupportedCase:
+        raise
+    except Exception as error:
+        return ReplayResult(name, batch, f"raised {type(error).__name__}: {error}", None)
+    return ReplayResult(name, batch, compare_state_call(call, output), output)
+
+
 def _copy_outputs(step: MaterializedCase) -> MaterializedCase:
     """The step with a copy of its cache and an empty output."""
     out = torch.full_like(step.inputs.out, float("nan"))
@@ -124,22 +145,37 @@ def shrink(step: MaterializedCase, fails: Callable[[MaterializedCase], bool]) ->
     return _fewer_tokens(smaller, fails)
 
 
+def shrink_state(
+    call: RecordedStateCall, fails: Callable[[RecordedStateCall], bool]
+) -> RecordedStateCall:
+    """Remove requests of a failing call of a state layer as long as the rest still fails."""
+    if not fails(call):
+        return call
+    kept = _fewer(len(call.slots), lambda requests: fails(call.selected(requests)))
+    return call.selected(kept)
+
+
 def _fewer_requests(
     step: MaterializedCase, fails: Callable[[MaterializedCase], bool]
 ) -> MaterializedCase:
+    count = step.inputs.batch.num_reqs
+    return slice_batch(step, _fewer(count, lambda requests: fails(slice_batch(step, requests))))
+
+
+def _fewer(count: int, fails: Callable[[list[int]], bool]) -> list[int]:
     """Remove halves, quarters, ... and single requests while the rest fails (delta debugging)."""
-    kept = list(range(step.inputs.batch.num_reqs))
+    kept = list(range(count))
     size = len(kept)
     while size > 1:
         size = max(size // 2, 1)
         start = 0
         while start < len(kept) and len(kept) > 1:
             rest = kept[:start] + kept[start + size :]
-            if rest and fails(slice_batch(step, rest)):
+            if rest and fails(rest):
                 kept = rest
             else:
                 start += size
-    return slice_batch(step, kept)
+    return kept
 
 
 def _fewer_tokens(

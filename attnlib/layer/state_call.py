@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attnlib.backends.state_impl import StateImpl, StateInputs
 from attnlib.cache.states import StateCache
-from attnlib.instrumentation import ENVIRONMENT, VALIDATE_KEY
+from attnlib.instrumentation import ENVIRONMENT, STATE_OBSERVERS, VALIDATE_KEY
 from attnlib.layer.checks import refuse_gradients
 from attnlib.layer.state_checks import (
     check_batch,
@@ -54,10 +55,13 @@ def call_step(
         keep_plan(metadata, signature, run)
     if VALIDATE_KEY in ENVIRONMENT:
         validate_step(spec, heads, cache, metadata)
+    finish = _observed(layer, "recurrence", heads, cache, metadata, rows)
     if run is _unplanned_step:
         layer.impl.step(heads, cache, metadata, rows)
     else:
         run(layer.impl, heads, cache, rows)
+    for call in finish:
+        call()
     return output
 
 
@@ -83,11 +87,21 @@ def call_convolution(
         keep_plan(metadata, signature, run)
     if VALIDATE_KEY in ENVIRONMENT:
         validate_convolution(cache, metadata)
+    finish = _observed(layer, "convolution", (x,), cache, metadata, output)
     if run is _unplanned_convolution:
         layer.impl.convolve(x, cache, metadata, output)
     else:
         run(layer.impl, x, cache, output)
+    for call in finish:
+        call()
     return output
+
+
+def _observed(*call: Any) -> Sequence[Callable[[], None]]:
+    """Tell observers of a call before it runs; returns what they want to be called after it."""
+    if not STATE_OBSERVERS:
+        return ()
+    return [after for after in (observe(*call) for observe in STATE_OBSERVERS) if after is not None]
 
 
 def call_signature(

@@ -9,7 +9,7 @@ import torch
 from attnlib.backends.state_impl import StateImpl
 from attnlib.cache.states import StateCache
 from attnlib.errors import ContractError
-from attnlib.instrumentation import ENVIRONMENT, VALIDATE_KEY
+from attnlib.instrumentation import ENVIRONMENT, STATE_OBSERVERS, VALIDATE_KEY
 from attnlib.layer.checks import refuse_gradients
 from attnlib.layer.state_call import call_signature, keep_plan
 from attnlib.layer.state_checks import check_batch, check_tensors
@@ -44,7 +44,7 @@ def call_fused_step(
         _check_inputs(layer, inputs, cache, metadata, output)
         run = layer.impl.plan_fused_step(signature, inputs, cache, metadata, rows) or _separately
         keep_plan(metadata, signature, run)
-    if run is _separately or VALIDATE_KEY in ENVIRONMENT:
+    if run is _separately or VALIDATE_KEY in ENVIRONMENT or STATE_OBSERVERS:
         separate_step(layer, inputs, cache, metadata, output)
     else:
         run(layer.impl, inputs, cache, rows)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from attnlib import env
 from attnlib.backends.state_impl import StateInputs
 from attnlib.cache.states import StateCache
 from attnlib.errors import ContractError
+from attnlib.instrumentation import checker_for_level
 from attnlib.metadata.states import StateMetadata
 from attnlib.ops.states.checks import check_positions, check_slots
 from attnlib.spec import StateSpec
@@ -23,7 +23,7 @@ def validate_step(
     Raises:
         ContractError: names the request or token, the value and the limit.
     """
-    if not env.read("ATTNLIB_VALIDATE") or _is_capturing(inputs.value):
+    if checker_for_level() is None or _is_capturing(inputs.value):
         return
     positions = cache.tensors.positions
     assert positions is not None  # the layer has a recurrence
@@ -43,7 +43,7 @@ def validate_convolution(cache: StateCache, metadata: StateMetadata) -> None:
         ContractError: names the request and the slot.
     """
     positions = cache.tensors.window_positions
-    if positions is not None and env.read("ATTNLIB_VALIDATE") and not _is_capturing(positions):
+    if positions is not None and checker_for_level() and not _is_capturing(positions):
         _validate_slots(cache, metadata, positions, "window")
 
 

@@ -15,6 +15,7 @@ from attnlib.cli.arguments import write_text
 from attnlib.testing.arguments import parity_parser, replay_parser, verify_parser
 
 if TYPE_CHECKING:
+    from attnlib.debug.state_calls import RecordedStateCall
     from attnlib.testing.conformance import ConformanceReport
 
 __all__ = [
@@ -146,11 +147,19 @@ def _run_parity_command(args: argparse.Namespace) -> int:
 def _run_replay(args: argparse.Namespace) -> int:
     """Run `replay`: 0 within the error budget, 1 above it, 2 for invalid arguments."""
     from attnlib.debug.record import load_recording, save_recording
-    from attnlib.debug.replay import replay, shrink
+    from attnlib.debug.replay import replay, replay_state, shrink
+    from attnlib.debug.state_recording import is_state_recording, load_state_recording
     from attnlib.errors import AttnlibError
     from attnlib.testing.outcome import UnsupportedCase
 
     try:
+        if is_state_recording(args.recording):
+            call = load_state_recording(args.recording, args.device)
+            result = replay_state(call, args.backend)
+            print(result)
+            if not result.passed and args.shrink:
+                _write_smallest(call, args)
+            return 0 if result.passed else 1
         step = load_recording(args.recording, args.device)
         result = replay(step, args.backend)
     except (AttnlibError, UnsupportedCase) as error:
@@ -162,6 +171,15 @@ def _run_replay(args: argparse.Namespace) -> int:
         path = save_recording(smallest, args.shrink)
         print(f"smallest failing batch: {smallest.inputs.batch}, written to {path}")
     return 0 if result.passed else 1
+
+
+def _write_smallest(call: RecordedStateCall, args: argparse.Namespace) -> None:
+    from attnlib.debug.replay import replay_state, shrink_state
+    from attnlib.debug.state_recording import save_state_recording
+
+    smallest = shrink_state(call, lambda part: not replay_state(part, args.backend).passed)
+    path = save_state_recording(smallest, args.shrink)
+    print(f"smallest failing batch: {smallest}, written to {path}")
 
 
 def _write_json(target: str | None, text: str) -> None:

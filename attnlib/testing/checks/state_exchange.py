@@ -17,6 +17,7 @@ from attnlib.testing.states.layers import (
     drawn,
     expected,
     part_of,
+    state_difference,
     to_cpu,
 )
 from attnlib.testing.states.oracle import recurrence
@@ -69,20 +70,12 @@ def _canonical(target: BackendUnderTest, spec: StateSpec) -> str:
 
 
 def _wrong_state(spec: StateSpec, layer: LayerUnderTest, tokens: TokenInputs, count: int) -> str:
-    """The exported state against the rules; a transposed one is named. Operands of products may
-    have been rounded to the dtype of the layer, as the norms of T4."""
+    """The exported state against the rules."""
     states = layer.cache.export([2], [count], log_decay=layer.layer.log_decay).states
     assert states is not None  # the caller checks it
     exact = _state(spec, layer.tensors, tokens.rows(0, count))
-    got, size = states[0].cpu().double(), exact.abs().max()
-    rounding = torch.finfo(spec.dtype).eps
-    limit = 16 * torch.finfo(spec.state_dtype).eps + rounding + 1e-5
-    if bool((got - exact).abs().max() <= limit * size):
-        return ""
-    if got.shape[1] == got.shape[2] and bool((got.mT - exact).abs().max() <= limit * size):
-        return "the exported state is transposed: it must be [Hv, Dv, Dk] (T20)"
-    error = float((got - exact).abs().max() / size)
-    return f"the exported state differs by {error:.2g} of its largest element"
+    message = state_difference(spec, states[0].cpu(), exact)
+    return message and f"the exported state {message}"
 
 
 def _state(spec: StateSpec, layer: LayerTensors, tokens: TokenInputs) -> torch.Tensor:

@@ -19,7 +19,13 @@ from attnlib.testing.states.inputs import LayerTensors, TokenInputs, draw_layer,
 from attnlib.testing.states.oracle import convolve, recurrence
 from attnlib.testing.states.serving import Results, Step
 
-__all__ = ["LayerUnderTest", "compare_results", "compare_result_bits", "expected"]
+__all__ = [
+    "LayerUnderTest",
+    "compare_result_bits",
+    "compare_results",
+    "expected",
+    "state_difference",
+]
 
 
 class LayerUnderTest:
@@ -157,6 +163,30 @@ def compare_result_bits(got: Results, wanted: Results, what: str) -> str:
         if not found.passed:
             return f"{what}: {name}: {found}"
     return ""
+
+
+def state_difference(spec: StateSpec, state: Tensor, exact: Tensor) -> str:
+    """How a canonical state or window differs from the exact one, or "". A transposed state is
+    named. Operands of products may have been rounded to the dtype of the layer, as the norms of T4;
+    windows must be equal.
+    """
+    exact = exact.double()
+    size = exact.nan_to_num(0.0).abs().max()
+    rounding = 16 * torch.finfo(spec.state_dtype).eps + torch.finfo(spec.dtype).eps + 1e-5
+    limit = rounding * size if state.dim() == 3 else 0.0
+    error = _largest_error(state, exact)
+    if bool(error <= limit):
+        return ""
+    square = state.dim() == 3 and state.shape[1] == state.shape[2]
+    if square and bool(_largest_error(state.mT, exact) <= limit):
+        return "is transposed: it must be [Hv, Dv, Dk] (T20)"
+    return f"differs by {float(error / size):.2g} of its largest element"
+
+
+def _largest_error(got: Tensor, exact: Tensor) -> Tensor:
+    """NaN where only one is NaN."""
+    difference = (got.double() - exact).abs()
+    return difference.masked_fill(got.isnan() & exact.isnan(), 0.0).max()
 
 
 def part_of(results: Results, rows: slice) -> Results:

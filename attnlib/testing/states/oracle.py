@@ -22,8 +22,9 @@ def recurrence(
     skip: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
     rounded_norm: torch.dtype | None = None,
+    initial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs and the last state of one request from its first token on.
+    """The outputs and the last state of one request.
 
     Args:
         spec: of the layer.
@@ -35,6 +36,7 @@ def recurrence(
         skip: `[Hv]`, or None.
         dtype: of the computation.
         rounded_norm: dtype to which normalized heads are rounded, which T4 allows; None for none.
+        initial: `[Hv, Dv, Dk]`, the state before these tokens; None if they are the first ones.
 
     Returns:
         `[n, Hv, Dv]` and `[Hv, Dv, Dk]`.
@@ -47,6 +49,8 @@ def recurrence(
         v = value[:, h].to(dtype)
         decay = (log_decay[h].expand(count) if log_decay.dim() == 1 else log_decay[:, h]).to(dtype)
         state = torch.zeros(spec.key_size, spec.value_size, dtype=dtype)  # [Dk, Dv], unlike slots
+        if initial is not None:
+            state = initial[h].T.to(dtype)
         rows = []
         for t in range(count):
             factor = torch.exp(decay[t])

@@ -1,0 +1,51 @@
+"""What the files of recorded calls have in common."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnlib.errors import ContractError
+
+__all__ = ["KEY_OF_STATES", "read_file", "refuse_damaged"]
+
+KEY_OF_STATES = "attnlib_state_recording"
+"""Of the version in files of calls of state layers."""
+
+
+def read_file(path: Path) -> Any:
+    """The content of a file of `torch.save`.
+
+    Raises:
+        ContractError: it is no such file.
+    """
+    if not path.is_file():
+        raise ContractError(f"{path} is not a file: give a file of save_recording or record_calls")
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError as error:  # its advice, weights_only=False, would run the file
+        raise ContractError(
+            f"{path} cannot be read as a recording: it is damaged, or no file of save_recording or "
+            "record_calls"
+        ) from error
+    except Exception as error:  # the reader of a damaged file raises errors of many kinds
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ContractError(f"{path} cannot be read as a recording: {reason}") from error
+
+
+@contextmanager
+def refuse_damaged(path: str | Path) -> Iterator[None]:
+    """Context in which errors of a file's content name the file."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        own = "" if isinstance(error, ContractError) else f"{type(error).__name__}: "
+        reason = f"{own}{error}".partition("\n")[0]
+        raise ContractError(
+            f"{path} is a damaged recording ({reason}): record the call again"
+        ) from error
