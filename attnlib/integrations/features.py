@@ -109,7 +109,11 @@ _VLLM = {
         "tests/hosts/test_vllm_adapter.py::test_divided_layers"
     ),
     "the same with masks by batch": _both("refused: no code for them"),
-    "prefill context parallelism": _both("refused: no code for it"),
+    "prefill context parallelism of latents": _both(
+        f"{_ENGINE}::test_tokens_with_prefill_context_parallelism"
+    ),
+    "the same of other layers": _both("refused: vLLM divides prompts of latent models only"),
+    "the same of sparse latents": _both("refused: vLLM's indexer was not tested with it"),
     "KV connectors": _both(_CONNECTOR),
     "KV connectors of latents": _both("refused: ExampleConnector misreads them"),
     "quantized output": _both("refused: outputs are not quantized"),

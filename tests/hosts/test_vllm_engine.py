@@ -284,6 +284,21 @@ def test_tokens_with_decode_context_parallelism(engine: Any, models: Path) -> No
         assert result["tokens"] == expected_tokens(models, name)
 
 
+@pytest.mark.parametrize("version", VLLM)
+def test_tokens_with_prefill_context_parallelism(engine: Any, models: Path, version: str) -> None:
+    """Two processes, each with half of the new tokens of a chunk and all cached latents."""
+    case: dict[str, Any] = {
+        "model": str(models / "deepseek"), "new_tokens": 4,
+        "arguments": {
+            "block_size": 16, "prefill_context_parallel_size": 2,
+            "distributed_executor_backend": "mp",
+        },
+    }  # fmt: skip
+    result = engine(version, {"divided": case}, **RUNNER_2, ATTNLIB_BACKEND="torch")["divided"]
+    assert result.get("error") is None
+    assert result["tokens"] == [row[:4] for row in expected_tokens(models, "deepseek")]
+
+
 def test_tokens_by_interpreted_triton_kernels(engine: Any, models: Path) -> None:
     cases = {
         "llama": {"model": str(models / "llama"), "prompts": 4, "new_tokens": 6},

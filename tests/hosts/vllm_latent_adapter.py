@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.integrations.vllm import registered
+from attnlib.integrations.vllm import context_parallel, registered
 from attnlib.integrations.vllm.backend import AttnlibBackend
 from attnlib.integrations.vllm.mla_backend import AttnlibMLABackend
 from attnlib.integrations.vllm.mla_builder import AttnlibMLAMetadataBuilder
@@ -42,12 +43,13 @@ def _config() -> Any:
 
 
 class Layer:
-    """One layer with its cache and builder, over vLLM's memory."""
+    """One layer with its cache and builder, over vLLM's memory; `prompts` is the number of ranks
+    that have parts of prompts."""
 
     impl_class: Any = AttnlibMLAImpl
     builder_class: Any = AttnlibMLAMetadataBuilder
 
-    def __init__(self, kv_cache_dtype: str = "auto", **arguments: Any) -> None:
+    def __init__(self, kv_cache_dtype: str = "auto", prompts: int = 1, **arguments: Any) -> None:
         weight = torch.randn(HEADS * (KEY + VALUE), LATENT) / LATENT**0.5
         self.projection = weight.view(HEADS, KEY + VALUE, LATENT)
         sizes: dict[str, Any] = dict(
@@ -66,7 +68,9 @@ class Layer:
             compilation_config=SimpleNamespace(static_forward_context={"layer": self.layer}),
             scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=1024),
             model_config=SimpleNamespace(max_model_len=1024, enforce_eager=True),
-            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+            parallel_config=SimpleNamespace(
+                decode_context_parallel_size=1, prefill_context_parallel_size=prompts
+            ),
             speculative_config=None,
         )
         self.builder = self.builder_class(
@@ -201,6 +205,33 @@ def test_steps(kv_cache_dtype: str) -> None:
         torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
 
 
+def test_parts_of_prompts_are_no_decodes() -> None:
+    """Ranks have the same decodes and other parts of prompts: a decode, the last token of a prompt,
+    and a part without tokens."""
+    layer = Layer(prompts=2)
+    is_prefilling = torch.tensor([False, True, True])
+    lengths = torch.tensor([20, 9, 4], dtype=torch.int32)
+    starts = torch.tensor([0, 1, 2, 2], dtype=torch.int32)
+    batch = CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=3,
+        num_actual_tokens=2, max_query_len=1, max_seq_len=20, causal=True,
+        block_table_tensor=torch.zeros(3, COLUMNS, dtype=torch.int32),
+        slot_mapping=torch.full((2,), -1), seq_lens_cpu_upper_bound=lengths,
+        is_prefilling=is_prefilling,
+    )  # fmt: skip
+    found = layer.builder.build(0, batch)
+    assert (found.num_decodes, found.num_decode_tokens, found.num_prefills) == (1, 1, 2)
+
+
+def test_ranks_divide_prompts_or_the_cache() -> None:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(prefill_context_parallel_size=2))
+    with (
+        mock.patch.object(context_parallel, "get_current_vllm_config", lambda: config),
+        pytest.raises(UnsupportedConfigError, match="set one of the two to 1"),
+    ):
+        context_parallel.refuse_prefill_groups()
+
+
 def test_padded_batch() -> None:
     """Padding rows have no tokens and length 0: nothing is written, and their output is 0."""
     layer = Layer()
@@ -310,7 +341,8 @@ def test_refusals() -> None:
     assert "non-sparse not supported" in ask(backend=AttnlibSparseMLABackend)
     assert "kv_cache_dtype not supported" in ask(kv_cache_dtype="fp8_ds_mla")
     assert ask(parallel=2) == []
-    assert AttnlibMLABackend.supports_dcp()
+    assert AttnlibMLABackend.supports_dcp() and AttnlibMLABackend.supports_pcp()
+    assert not AttnlibSparseMLABackend.supports_pcp()
     sparse = ask(parallel=2, use_sparse=True, backend=AttnlibSparseMLABackend)
     assert sparse == ["attnlib: no decode context parallelism over selected keys"]
 

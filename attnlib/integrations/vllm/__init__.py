@@ -19,6 +19,8 @@ their names; `registered` chooses among the classes, and `cpu` serves vLLM's own
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = ["register"]
 
 _BACKEND = "attnlib.integrations.vllm.registered.Backend"
@@ -35,5 +37,18 @@ def register() -> None:
     name = backend_name()
     known = AttentionBackendEnum.__members__
     register_backend(known[name] if name in known else name, _BACKEND)
+    # A worker that is spawned reads its configuration before vLLM calls `register` there.
+    known[name].__reduce_ex__ = lambda protocol: (_registered_name, ())
     cpu.register()
     register_formats()
+
+
+def _registered_name() -> Any:
+    """vLLM's name for attnlib, registered in this process."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from attnlib.integrations.vllm.names import backend_name
+
+    if backend_name() not in AttentionBackendEnum.__members__:
+        register()
+    return AttentionBackendEnum[backend_name()]

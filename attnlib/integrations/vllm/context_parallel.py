@@ -28,7 +28,13 @@ from attnlib.parallel import (
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
 
-__all__ = ["ContextParallelAttention", "DistributedBuilder", "divided_layer", "rank_group"]
+__all__ = [
+    "ContextParallelAttention",
+    "DistributedBuilder",
+    "divided_layer",
+    "rank_group",
+    "refuse_prefill_groups",
+]
 
 
 def rank_group() -> RankGroup:
@@ -63,6 +69,20 @@ def divided_layer(spec: AttentionSpec, **arguments: Any) -> ParallelAttention:
         raise UnsupportedConfigError(
             f"decode context parallelism: {error}", reasons=error.reasons
         ) from error
+
+
+def refuse_prefill_groups() -> None:
+    """Refuse divided keys whose ranks have other tokens of a prompt.
+
+    Raises:
+        UnsupportedConfigError: vLLM divides prompts among the ranks.
+    """
+    size = get_current_vllm_config().parallel_config.prefill_context_parallel_size
+    if size > 1:
+        raise UnsupportedConfigError(
+            f"decode context parallelism with prefill_context_parallel_size={size}: each rank has "
+            "other tokens of a prompt and a part of the cache only; set one of the two to 1"
+        )
 
 
 class ContextParallelAttention:

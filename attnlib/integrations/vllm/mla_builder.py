@@ -76,6 +76,7 @@ class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
         (self._spec,) = specs
         backend = select(self._spec, layer_names[0])
         self.limits, self.block_table_width = batch_limits(vllm_config), block_table_width
+        self._divides_prompts = vllm_config.parallel_config.prefill_context_parallel_size > 1
         GroupWarmup(self, (layers[name] for name in layer_names), vllm_config)
         # A builder with limits uses the same memory for each batch, and both parts are in use at
         # the same time.
@@ -132,7 +133,10 @@ class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
 
     def _build(self, batch: VllmBatch, build_decodes: Any) -> VllmLatentMetadata:
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(
-            batch, decode_threshold=self.reorder_batch_threshold or 1
+            batch,
+            decode_threshold=self.reorder_batch_threshold or 1,
+            # Every rank has the same decodes, but other parts of prompts, which may be as short.
+            treat_short_extends_as_decodes=not self._divides_prompts,
         )
         own = self.decodes.cached if self.is_divided else self.decodes
         common = common_batch(batch, self._spec, own.needs_host_lengths)

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MLAAttentionImpl
 
 from attnlib.cache.storage import PagedKVCache
-from attnlib.integrations.vllm.context_parallel import divided_layer
+from attnlib.integrations.vllm.context_parallel import divided_layer, refuse_prefill_groups
 from attnlib.integrations.vllm.layer_spec import refuse_arguments
 from attnlib.integrations.vllm.mla_builder import AttnlibMLAMetadataBuilder, VllmLatentMetadata
 from attnlib.integrations.vllm.warm import GroupWarmup, register_kernels, run_batches
@@ -52,7 +52,7 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
 
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
-    supports_pcp: bool = False
+    supports_pcp: bool = True
 
     def __init__(
         self,
@@ -93,6 +93,7 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
         arguments: dict[str, Any] = {"scale": self.scale, "device": self._device}
         self.divided: ParallelAttention | None = None
         if self.dcp_world_size > 1:
+            refuse_prefill_groups()
             self.divided = divided_layer(spec, **arguments)
         self._attention = Attention(spec, **arguments)
         self._prefills: LatentAttention | None = None

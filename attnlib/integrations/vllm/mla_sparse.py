@@ -64,7 +64,7 @@ class AttnlibSparseMLAImpl(AttnlibMLAImpl):
 
     is_sparse = True
     supports_dense_mha_prefill = False
-    can_return_lse_for_decode = supports_dcp = False
+    can_return_lse_for_decode = supports_dcp = supports_pcp = False
 
     def __init__(
         self,
