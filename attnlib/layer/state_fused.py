@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnlib.backends.state_impl import StateImpl
+from attnlib.backends.state_impl import StateImpl, StateInputs
 from attnlib.cache.states import StateCache
 from attnlib.errors import ContractError
 from attnlib.instrumentation import ENVIRONMENT, STATE_OBSERVERS, VALIDATE_KEY
 from attnlib.layer.checks import refuse_gradients
 from attnlib.layer.state_call import call_signature, keep_plan
 from attnlib.layer.state_checks import check_batch, check_tensors
+from attnlib.layer.state_values import validate_convolution, validate_step
 from attnlib.metadata.states import StateMetadata
 from attnlib.ops.states.step_form import FusedInputs
 from attnlib.spec import StateSpec
@@ -35,8 +36,8 @@ def call_fused_step(
     *tensors, form = inputs
     if torch.is_grad_enabled():
         refuse_gradients(*tensors)
-    given = (*tensors, form.rate, form.bias, form.norm_weight, output)
-    signature = (form.scalars, *call_signature(layer, cache, given))
+    described = (*tensors, form.rate, form.bias, form.norm_weight, output)
+    signature = (form.scalars, *call_signature(layer, cache, described))
     run: Any = metadata.plans.get(signature)
     rows = _per_head(layer, output)
     if run is None:
@@ -44,10 +45,15 @@ def call_fused_step(
         _check_inputs(layer, inputs, cache, metadata, output)
         run = layer.impl.plan_fused_step(signature, inputs, cache, metadata, rows) or _separately
         keep_plan(metadata, signature, run)
-    if run is _separately or VALIDATE_KEY in ENVIRONMENT or STATE_OBSERVERS:
+    if run is _separately or STATE_OBSERVERS:
         separate_step(layer, inputs, cache, metadata, output)
-    else:
-        run(layer.impl, inputs, cache, rows)
+        return
+    if VALIDATE_KEY in ENVIRONMENT:
+        validate_convolution(cache, metadata)
+        given = StateInputs(rows, rows, rows, inputs.a, inputs.b)
+        is_given = form.gates == "given"
+        validate_step(layer.spec, given, cache, metadata, gates_are_given=is_given)
+    run(layer.impl, inputs, cache, rows)
 
 
 def separate_step(

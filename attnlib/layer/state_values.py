@@ -16,9 +16,15 @@ __all__ = ["validate_convolution", "validate_step"]
 
 
 def validate_step(
-    spec: StateSpec, inputs: StateInputs, cache: StateCache, metadata: StateMetadata
+    spec: StateSpec,
+    inputs: StateInputs,
+    cache: StateCache,
+    metadata: StateMetadata,
+    *,
+    gates_are_given: bool = True,
 ) -> None:
-    """With ATTNLIB_VALIDATE: slots, positions and gates (T5, T7, T8, T12). Synchronizes.
+    """With ATTNLIB_VALIDATE: slots, positions and gates (T5, T7, T8, T12). Synchronizes. Gates that
+    are not given are not in `inputs`.
 
     Raises:
         ContractError: names the request or token, the value and the limit.
@@ -28,6 +34,8 @@ def validate_step(
     positions = cache.tensors.positions
     assert positions is not None  # the layer has a recurrence
     _validate_slots(cache, metadata, positions[:, 0, 0], "state")
+    if not gates_are_given:
+        return
     rows = slice(0, metadata.num_actual_tokens)
     decay = inputs.log_decay if spec.decay == "constant" else inputs.log_decay[rows]
     _validate_gate("log_decay", decay, decay > 0, "must be finite and at most 0")

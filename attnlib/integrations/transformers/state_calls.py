@@ -12,8 +12,13 @@ from torch import nn
 from attnlib.cache.states import StateCache
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.layers import layer_name
+from attnlib.integrations.transformers.state_steps import (
+    PendingConvolution,
+    PendingStep,
+    channel_order,
+    norm_of,
+)
 from attnlib.layer.state import StateLayer
-from attnlib.ops.state_gates import mamba2_gates
 
 if TYPE_CHECKING:
     from attnlib.integrations.transformers.paged_step import PagedStep
@@ -25,6 +30,11 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", None: None}
 
 class LayerSource(Protocol):
     """Where the layers of mixers are (`StateMixers`)."""
+
+    pending: PendingConvolution | PendingStep | None
+
+    def has_recurrence(self, mixer: nn.Module) -> bool:
+        """Whether the mixer calls a recurrence after its convolution."""
 
     def layer_of(
         self,
@@ -81,8 +91,11 @@ def convolve(
         "has_conv_bias": bias is not None,
         "dtype": x.dtype,
     }
-    tensors = {"conv_weight": weight, "conv_bias": bias}
-    layer, cache = call.layer("convolution", fields, _given(tensors))
+    tensors = _given({"conv_weight": weight, "conv_bias": bias})
+    if call.layers.has_recurrence(call.mixer):
+        call.layers.pending = PendingConvolution(x[0].mT, fields, tensors)
+        return x
+    layer, cache = call.layer("convolution", fields, tensors)
     out = layer.convolve(x[0].mT.contiguous(), cache, call.step.state_metadata(layer))
     return out.mT[None]
 
@@ -110,10 +123,8 @@ def delta_rule(
         "qk_norm": use_qk_l2norm_in_kernel,
         "dtype": value.dtype,
     }
-    layer, cache = call.layer("recurrence", fields, {"value": value})
     gates = g[0].float(), beta[0].float()
-    states = query[0], key[0], value[0]
-    return layer(*states, *gates, cache, call.step.state_metadata(layer))[None], None
+    return _step(call, (query, key, value), gates, {}, fields, {}), None
 
 
 def mamba2(
@@ -145,13 +156,43 @@ def mamba2(
         "dtype": x.dtype,
     }
     skip = None if D is None else D.detach().float()
-    tensors = _given({"value": x, "skip": skip})
-    layer, cache = call.layer("recurrence", fields, tensors, scale=1.0)
-    bias = torch.zeros_like(A) if dt_bias is None else dt_bias
-    gates = mamba2_gates(dt[0], (-A.float()).log(), bias, dt_limit)
-    metadata = call.step.state_metadata(layer)
-    out: torch.Tensor = layer(C[0], B[0], x[0], *gates, cache, metadata)
-    return out[None]
+    bias = torch.zeros_like(A) if dt_bias is None else dt_bias.detach()
+    form = {"gates": "mamba2", "rate": -A.float(), "bias": bias.float(), "bounds": dt_limit}
+    gates = (dt[0], None)
+    return _step(call, (C, B, x), gates, form, fields, _given({"skip": skip}), scale=1.0)
+
+
+def _step(
+    call: MixerCall,
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    gates: tuple[torch.Tensor, torch.Tensor | None],
+    form: dict[str, Any],
+    fields: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The recurrence of a mixer together with its convolution: at once, or by its norm.
+
+    Args:
+        call: of the recurrence.
+        parts: queries, keys and values, `[1, T, heads, size]`.
+        gates: of `StateLayer.step`.
+        form: fields of its form.
+        fields, tensors, scale: of the recurrence, as in `StateMixers.layer_of`.
+    """
+    convolution, call.layers.pending = call.layers.pending, None
+    assert isinstance(convolution, PendingConvolution)  # mixers convolve first
+    x = convolution.x
+    form["order"] = channel_order(x, parts, call.mixer)
+    fields, tensors = fields | convolution.fields, tensors | convolution.tensors
+    layer, cache = call.layer("step", fields, tensors, scale)
+    out = x.new_empty(x.shape[0], layer.spec.num_heads * layer.spec.value_size)
+    step = PendingStep(layer, cache, call.step.state_metadata(layer), x, gates, form, out)
+    if norm_of(call.mixer) is None:
+        step.run()
+    else:
+        call.layers.pending = step
+    return out.view(parts[2].shape)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -1,9 +1,9 @@
 """The state layers of a model in a `PagedModel`: mixers over attnlib's slots (T1 to T20).
 
 A mixer without a cache of transformers calls functions of its module: a convolution, then a
-recurrence. Within a step, these names lead here; only the forward of lightning attention, which
-calls none, is replaced. Calls of other models, and outside of a step, reach transformers'
-functions.
+recurrence. Within a step, these names lead here (`state_steps`); only the forwards of norms and of
+lightning attention, which calls none, are replaced. Calls of other models, and outside of a step,
+reach transformers' functions.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.layers import layer_name
 from attnlib.integrations.transformers.lightning import is_lightning, lightning_forward
 from attnlib.integrations.transformers.state_calls import FUNCTIONS, MixerCall
+from attnlib.integrations.transformers.state_steps import (
+    PendingConvolution,
+    PendingStep,
+    norm_in_step,
+    norm_of,
+)
 from attnlib.layer.state import StateLayer
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.spec import StateSpec
@@ -66,7 +72,7 @@ class StateMixers:
 
     Attributes:
         modules: the mixers.
-        layers: (mixer, "convolution" or "recurrence") -> its layer and slots.
+        layers: (mixer, "convolution", "recurrence" or "step") -> its layer and slots.
 
     Raises:
         UnsupportedConfigError: transformers has no such functions for the model.
@@ -119,6 +125,10 @@ class StateMixers:
                 if is_lightning(mixer):
                     before.append((mixer, "forward", vars(mixer).get("forward")))
                     mixer.forward = self._lightning_in_step(mixer, mixer.forward)
+                elif (found := norm_of(mixer)) is not None:
+                    norm, fields = found
+                    before.append((norm, "forward", vars(norm).get("forward")))
+                    norm.forward = norm_in_step(self, norm.forward, fields)
                 hooks.append(mixer.register_forward_pre_hook(self._enter))
                 hooks.append(mixer.register_forward_hook(self._leave, always_call=True))
             yield
@@ -141,10 +151,28 @@ class StateMixers:
             self._local.step = None
 
     def _enter(self, mixer: nn.Module, arguments: object) -> None:
-        self._local.mixer = mixer
+        self._local.mixer, self.pending = mixer, None
 
     def _leave(self, mixer: nn.Module, arguments: object, output: object) -> None:
         self._local.mixer = None
+        if self.pending is not None and output is not None:
+            raise UnsupportedConfigError(
+                f"{layer_name(mixer)}: in this release of transformers, its norm does not read the "
+                "output of its recurrence; install transformers 5.24"
+            )
+
+    @property
+    def pending(self) -> PendingConvolution | PendingStep | None:
+        """What the mixer in this thread has called, and a later call computes."""
+        return getattr(self._local, "pending", None)
+
+    @pending.setter
+    def pending(self, value: PendingConvolution | PendingStep | None) -> None:
+        self._local.pending = value
+
+    def has_recurrence(self, mixer: nn.Module) -> bool:
+        """Whether the mixer calls a recurrence after its convolution."""
+        return bool((FUNCTIONS.keys() - {"causal_conv1d_fn"}) & vars(_module_of(mixer)).keys())
 
     def _in_step(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """The function of this name for mixers in a step, and `original` for all others."""
@@ -183,7 +211,7 @@ class StateMixers:
 
         Args:
             mixer: the mixer.
-            part: "convolution" or "recurrence".
+            part: "convolution", "recurrence", or "step" for both.
             fields: of its spec.
             tensors: those of the layer by name; any other one shows the device.
             scale: of the layer.

@@ -248,6 +248,56 @@ def test_through_triton(name: str) -> None:
     assert result.passed, str(result)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "kimi_linear"])
+def test_decodes_are_one_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the convolution of a mixer to its norm."""
+    pytest.importorskip("triton")
+    from attnlib.ops.triton.states.fused_step import PreparedFusedStep
+
+    run, norms = PreparedFusedStep.run, []
+
+    def counted(self: Any, inputs: Any, *given: Any) -> None:
+        norms.append(inputs.form.norm_size)
+        run(self, inputs, *given)
+
+    monkeypatch.setattr(PreparedFusedStep, "run", counted)
+    model, (prompt,) = built(name), prompts(5)
+    paged = PagedModel(model, num_blocks=16, block_size=4, backend="triton", num_slots=3)
+    step(paged, prompt[:4], 0)
+    assert not norms
+    got = step(paged, prompt[4:], 4)
+    assert len(norms) == len(paged.states.modules) and all(norms)
+    with torch.no_grad():
+        wanted = model(torch.tensor([prompt]), use_cache=False).logits[0, 4:]
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
+def test_a_norm_of_something_else_is_refused(name: str) -> None:
+    """The output of a recurrence is computed by the norm that gets it."""
+    model = built(name)
+    paged = PagedModel(model, num_blocks=16, block_size=4, backend="torch")
+    norm = paged.states.modules[0].norm
+    handle = norm.register_forward_pre_hook(lambda module, given: (given[0].clone(), *given[1:]))
+    with pytest.raises(UnsupportedConfigError, match="its norm does not read"):
+        step(paged, prompts(5)[0], 0)
+    handle.remove()
+    assert step(paged, prompts(5)[0], 0).isfinite().all()
+
+
+def test_changed_channels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recurrence gets what the convolution got, as views."""
+    module = hf.models.bamba.modeling_bamba
+    mask = module.apply_mask_to_padding_states
+    monkeypatch.setattr(
+        module, "apply_mask_to_padding_states", lambda x, given: mask(x, given).clone()
+    )
+    paged = PagedModel(built("bamba"), num_blocks=16, block_size=4, backend="torch")
+    with pytest.raises(UnsupportedConfigError, match="changes the channels"):
+        step(paged, prompts(5)[0], 0)
+
+
 def test_functions_are_restored_and_others_keep_theirs() -> None:
     """Within `attached`, another model of the family runs as before."""
     model, other = built("lfm2"), built("lfm2")

@@ -9,8 +9,9 @@ import torch
 
 import attnlib
 from attnlib.backends.triton import TritonBackend
+from attnlib.errors import ContractError
 from attnlib.layer.state_fused import separate_step
-from attnlib.ops.states.step_form import FusedInputs
+from attnlib.ops.states.step_form import FusedInputs, StepForm
 from attnlib.testing.conformance import run_conformance
 from attnlib.testing.states.inputs import draw_layer, draw_tokens
 from attnlib.testing.states.kinds import KINDS
@@ -75,6 +76,25 @@ def test_fused_steps_have_the_bits_of_separate_launches(device: torch.device) ->
         assert torch.equal(caches[0].memory, caches[1].memory)
         (fused,) = (run for key, run in metadata.plans.items() if key[0] == form.scalars)
         assert fused.__qualname__.startswith("TritonStateImpl.plan_fused_step")
+
+
+def test_fused_steps_are_validated(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ATTNLIB_VALIDATE, a step from a position that the slot does not have is an error."""
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "1")
+    x, gates, z = tokens(1)
+    own = draw_layer(SPEC).conv_weight.to(device)
+    layer = attnlib.StateLayer(SPEC, backend="triton", conv_weight=own, device=device)
+    cache = attnlib.StateCache.allocate(layer.spec, 2, device=device)
+    builder = layer.backend.make_builder(layer.spec, device)
+    common = attnlib.CommonAttentionMetadata.from_lengths([1], [8], device=device, state_slots=[1])
+    moved = [t.to(device) for t in (x, *gates, z)]
+    gate = torch.ones_like(moved[1])
+    form = StepForm(norm_size=0)
+    with pytest.raises(ContractError, match="the window in slot 1 can continue from -1 to -1"):
+        layer.step(moved[0], (-gate, gate), None, form, cache, builder.build(0, common))
+    common = attnlib.CommonAttentionMetadata.from_lengths([1], [1], device=device, state_slots=[1])
+    with pytest.raises(ContractError, match=r"log_decay\[0\]\[0\]=1 must be finite and at most 0"):
+        layer.step(moved[0], (gate, gate), None, form, cache, builder.build(0, common))
 
 
 @pytest.mark.slow

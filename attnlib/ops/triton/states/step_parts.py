@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 import triton
 from torch import Tensor
@@ -67,7 +65,7 @@ def step_config(
         TOKENS=tokens,
         GATES=GATES[form.gates],
         LOW=form.bounds[0],
-        HIGH=min(form.bounds[1], sys.float_info.max),
+        HIGH=min(form.bounds[1], torch.finfo(torch.float32).max),
         BETA=form.beta_factor,
         HAS_BETA=has_beta,
         NORM=size > 0,
