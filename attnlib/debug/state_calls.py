@@ -1,27 +1,21 @@
-"""Copies of calls of state layers with the slots that they use, and the same calls on other
-backends."""
+"""Copies of calls of state layers with the slots that they use."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attnlib.backends.base import AttentionBackend
-from attnlib.backends.state_impl import StateInputs
 from attnlib.cache.states import StateCache
-from attnlib.device import resolve_device
 from attnlib.errors import ContractError
 from attnlib.layer.state import StateLayer
-from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.ops.states import RecurrenceParams, StateTensors
 from attnlib.ops.states.batch import StateRequest
 from attnlib.ops.torch.states import exchange
-from attnlib.spec import CudaGraphSupport, StateSpec
+from attnlib.spec import StateSpec
 from attnlib.testing.batch_spec import BatchSpec
-from attnlib.testing.outcome import UnsupportedCase
 from attnlib.testing.tensor_io import pack_tensor, unpack_tensor
 
 if TYPE_CHECKING:
@@ -31,8 +25,8 @@ __all__ = [
     "RecordedStateCall",
     "StateOutcome",
     "capture_state_call",
+    "is_fork",
     "live_outcome",
-    "run_state_call",
 ]
 
 _TENSORS = ("conv_weight", "conv_bias", "skip", "log_decay")
@@ -43,11 +37,14 @@ class StateOutcome(NamedTuple):
 
     Attributes:
         out: `[T, Hv, Dv]` or `[T, C]`.
-        states: after the call, of each request with new tokens and a slot, in canonical form (T20).
+        states: after the call, in canonical form (T20): of each request with new tokens and a slot,
+            then, at their positions before it, of slots that a request only reads (T12).
+        problem: why the slots hold no such states, or "".
     """
 
     out: torch.Tensor
     states: list[torch.Tensor]
+    problem: str = ""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -111,6 +108,22 @@ class RecordedStateCall:
         params = RecurrenceParams(scale=1.0, update=spec.update, qk_norm=spec.qk_norm)
         return exchange.read_state(tensors, slot, position, params, self.tensors.get("log_decay"))
 
+    def outcome(
+        self, out: torch.Tensor, tensors: StateTensors, requests: Sequence[StateRequest]
+    ) -> StateOutcome:
+        """What the call has done to slots, where `requests` are these."""
+        places = [(r.slot, r.end) for r in requests]
+        places += [(r.source, r.computed) for r in requests if is_fork(r)]
+        try:
+            return StateOutcome(out, [self.read(tensors, *place) for place in places])
+        except ContractError as error:
+            return StateOutcome(out, [], f"after the call, {error}")
+
+
+def is_fork(request: StateRequest) -> bool:
+    """Whether a request reads a slot that it does not write."""
+    return request.computed > 0 and request.source != request.slot
+
 
 def capture_state_call(
     layer: StateLayer,
@@ -151,87 +164,4 @@ def live_outcome(
     call: RecordedStateCall, cache: StateCache, metadata: StateMetadata, output: torch.Tensor
 ) -> StateOutcome:
     """What the live call has done that `call` was captured from."""
-    states = [call.read(cache.tensors, r.slot, r.end) for r in metadata.batch.requests()]
-    return StateOutcome(output.clone(), states)
-
-
-def run_state_call(call: RecordedStateCall, backend: type[AttentionBackend]) -> StateOutcome:
-    """Run a call on a backend, over copies of the slots. Where it has not their form, the states
-    before the call are converted, and no tokens can be taken back.
-
-    Raises:
-        UnsupportedCase: the backend does not support the layer, or its slots cannot begin where
-            the requests continue (T20).
-    """
-    device = call.memory.device
-    call = _in_form_of(call, backend)
-    layer = StateLayer(
-        call.spec, backend=backend, scale=call.scale, prefix="replay", device=device, **call.tensors
-    )
-    cache = StateCache(layer.spec, call.memory.clone())
-    common = CommonAttentionMetadata.from_lengths(
-        call.query_lens,
-        call.seq_lens,
-        device=device,
-        state_slots=torch.tensor(call.slots, dtype=torch.int32),
-        state_sources=torch.tensor(call.sources, dtype=torch.int32),
-    )
-    metadata = layer.backend.make_builder(layer.spec, device).build(0, common)
-    out = _call(call, layer, cache, metadata)
-    states = [call.read(cache.tensors, r.slot, r.end) for r in call.requests()]
-    return StateOutcome(out, states)
-
-
-@torch.no_grad()
-def _call(
-    call: RecordedStateCall, layer: StateLayer, cache: StateCache, metadata: StateMetadata
-) -> torch.Tensor:
-    """The call of the impl: observers of layers do not see it."""
-    run: Any
-    if call.part == "convolution":
-        x: Any = call.inputs[0]
-        out = torch.full_like(x, torch.nan, memory_format=torch.contiguous_format)
-        run = layer.impl.plan_convolution("replay", x, cache, metadata, out)
-        if run is None:
-            layer.impl.convolve(x, cache, metadata, out)
-        else:
-            run(layer.impl, x, cache, out)
-        return out
-    values: Any = call.inputs
-    given = StateInputs(*values)
-    if layer.log_decay is not None:
-        given = given._replace(log_decay=layer.log_decay)
-    out = torch.full_like(given.value, torch.nan, memory_format=torch.contiguous_format)
-    run = layer.impl.plan_step("replay", given, cache, metadata, out)
-    if run is None:
-        layer.impl.step(given, cache, metadata, out)
-    else:
-        run(layer.impl, given, cache, out)
-    return out
-
-
-def _in_form_of(call: RecordedStateCall, backend: type[AttentionBackend]) -> RecordedStateCall:
-    """The call with slots of a form that the backend supports, one per request if another one."""
-    facts = resolve_device(call.memory.device)
-    if reasons := backend.unavailable(facts):
-        raise UnsupportedCase(reasons)
-    if not backend.state_reasons(call.spec, facts):
-        return call
-    alone = {"max_rollback": 0, "batch_invariant": False, "cudagraph": CudaGraphSupport.NEVER}
-    spec = call.spec.replace(form=None, chunk_size=None, **alone)
-    if reasons := backend.state_reasons(spec, facts):
-        raise UnsupportedCase(reasons)
-    spec, count = backend.resolve_state_spec(spec), len(call.slots)
-    before = StateCache(call.spec, call.memory).tensors
-    after = StateCache.allocate(spec, max(count, 1), device=call.memory.device)
-    write = exchange.write_window if call.part == "convolution" else exchange.write_state
-    for request in call.requests():
-        computed = request.computed
-        if computed:
-            state = call.read(before, request.source, computed)
-            try:
-                write(after.tensors, request.number, computed, state)
-            except ContractError as error:  # a tail begins at multiples of its chunk size
-                raise UnsupportedCase([str(error)]) from None
-    own = [number if slot >= 0 else -1 for number, slot in enumerate(call.slots)]
-    return replace(call, spec=spec, slots=own, sources=own, memory=after.memory)
+    return call.outcome(output.clone(), cache.tensors, list(metadata.batch.requests()))

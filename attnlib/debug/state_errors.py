@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnlib.cache.states import StateCache
-from attnlib.debug.state_calls import RecordedStateCall, StateOutcome
+from attnlib.debug.state_calls import RecordedStateCall, StateOutcome, is_fork
 from attnlib.ops.states.batch import StateRequest
 from attnlib.testing.budget import compare
 from attnlib.testing.states.layers import state_difference
@@ -16,9 +16,13 @@ __all__ = ["compare_state_call"]
 
 def compare_state_call(call: RecordedStateCall, found: StateOutcome) -> str:
     """The first difference from what the rules give in float64 beyond its budget, or ""."""
+    if found.problem:
+        return found.problem
     before = StateCache(call.spec, call.memory).tensors
     outs, exacts, rounded, rest = [], [], [], found.out.clone()
-    for request, state in zip(call.requests(), found.states, strict=True):
+    states: list[tuple[str, torch.Tensor]] = []
+    kept: list[tuple[str, torch.Tensor]] = []
+    for request in call.requests():
         first = None
         if request.computed:
             first = call.read(before, request.source, request.computed).cpu()
@@ -27,8 +31,12 @@ def compare_state_call(call: RecordedStateCall, found: StateOutcome) -> str:
         rounded.append(_computed(call, request, first, call.spec.dtype)[0].to(call.spec.dtype))
         outs.append(found.out[request.rows].cpu())
         rest[request.rows] = 0
+        states.append((f"{call.part} of request {request.number}: the state after it", wanted))
+        if is_fork(request) and first is not None:
+            kept.append((f"{call.part}: the source of request {request.number}", first))
+    for (what, wanted), state in zip([*states, *kept], found.states, strict=True):
         if message := state_difference(call.spec, state.cpu(), wanted):
-            return f"{call.part} of request {request.number}: the state after it {message}"
+            return f"{what} {message}"
     if bool((rest != 0).any()):
         row = int((rest != 0).flatten(1).any(1).nonzero()[0])
         return f"row {row} belongs to no request with a slot, and is not 0 (T3)"

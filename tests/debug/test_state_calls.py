@@ -79,6 +79,7 @@ def test_slots_of_another_form(name: str, tmp_path: Path) -> None:
         ("rounded between steps", "the state after it differs"),
         ("rows past the batch of states", "is not 0"),
         ("bias after activation", "convolution: out"),
+        ("source written", "the source of request 0 differs"),
     ],
 )
 def test_a_wrong_backend_fails_its_replay(error: str, message: str, tmp_path: Path) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from attnlib.backends.torch.states import TorchStateImpl
 from attnlib.debug.replay import replay_state
 from attnlib.debug.shadow import shadow
 from attnlib.debug.state_recording import load_state_recording
 from attnlib.errors import ContractError
 from attnlib.instrumentation import OBSERVERS, STATE_OBSERVERS
 from tests.debug.state_layers import SPECS, Served
-from tests.testing.wrong_states import RIGHT_STATES, WRONG_STATES
+from tests.testing.wrong_states import RIGHT_STATES, WRONG_STATES, _backend
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,25 @@ def test_a_wrong_live_call_is_recorded(error: str, tmp_path: Path) -> None:
     assert wrong[0].path is not None and "written to" in str(log)
     call = load_state_recording(wrong[0].path)
     assert not replay_state(call, backend).passed and replay_state(call, "torch").passed
+
+
+def test_slots_without_positions_are_a_result(tmp_path: Path) -> None:
+    """What has no state to compare does not stop the live process."""
+
+    class NoPositions(TorchStateImpl):
+        def step(self, inputs: Any, cache: Any, metadata: Any, output: torch.Tensor) -> None:
+            before = cache.tensors.positions.clone()
+            super().step(inputs, cache, metadata, output)
+            cache.tensors.positions.copy_(before)
+
+    served = Served(SPECS["gla"], _backend(NoPositions))
+    with shadow("torch", dump_dir=tmp_path) as log:
+        served.prefill()
+    (record,) = log.records
+    assert "after the call, " in record.message and record.path is not None
+    with shadow(served.layer.backend, dump_dir=tmp_path) as log:
+        Served(SPECS["gla"]).prefill()
+    assert "after the call, " in log.records[0].skipped
 
 
 def test_what_the_second_backend_has_not_is_skipped() -> None:

@@ -89,13 +89,15 @@ class PackedBatch:
         def on_device(values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
-        lengths = [request.end - request.computed for request in requests]
+        lengths = [r.end - r.computed for r in requests]
         starts = torch.tensor([0, *lengths]).cumsum(0)
-        numbers = [row for r in requests for row in range(r.start, r.start + r.end - r.computed)]
-        in_order = numbers == list(range(len(numbers)))
+        rows: torch.Tensor | slice = slice(0, sum(lengths))
+        if [r.start for r in requests] != starts[:-1].tolist():
+            numbers = [torch.arange(r.rows.start, r.rows.stop) for r in requests]
+            rows = torch.cat(numbers).to(device)
         begun = [r.source if r.computed else r.slot for r in requests]
         return cls(
-            rows=slice(0, len(numbers)) if in_order else on_device(numbers),
+            rows=rows,
             starts=starts.to(device),
             starts_cpu=starts,
             sources=on_device(begun),
