@@ -18,6 +18,7 @@ import torch
 
 from attnlib.bench.peaks import measure_peaks
 from attnlib.bench.provenance import provenance
+from attnlib.bench.state_steps import step_call, step_fields, surrounding_bytes
 from attnlib.bench.timer import EagerTimer, GraphTimer, measure_in_turn, warm_up
 from attnlib.cache.states import StateCache
 from attnlib.device import resolve_device
@@ -62,24 +63,28 @@ class StateCase:
         num_reqs: requests.
         query_len: new tokens of each.
         drafts: whether they are a token and its drafts; else a prompt.
+        is_step: from convolution to norm, in one launch and in separate ones.
     """
 
     model: str
     num_reqs: int
     query_len: int
     drafts: bool = True
+    is_step: bool = False
 
     @property
     def name(self) -> str:
         """Such as `qwen3-next-decode-64x1`."""
-        kind = "prefill" if not self.drafts else "verify" if self.query_len > 1 else "decode"
+        decode = "step" if self.is_step else "verify" if self.query_len > 1 else "decode"
+        kind = decode if self.drafts else "prefill"
         return f"{self.model}-{kind}-{self.num_reqs}x{self.query_len}"
 
     @property
     def spec(self) -> StateSpec:
         """The layer, in bfloat16 with float32 states."""
+        fields = _MODELS[self.model]
         return StateSpec(
-            **_MODELS[self.model],
+            **(step_fields(fields) if self.is_step else fields),
             dtype=torch.bfloat16,
             max_rollback=self.query_len - 1 if self.drafts else 0,
         )
@@ -92,8 +97,8 @@ STATE_CASES = tuple(
         *((num_reqs, query_len, True) for query_len in (1, 4) for num_reqs in (1, 32, 64, 256)),
         *((n, length, False) for n, length in ((1, 8192), (8, 1024), (1, 32768), (32, 128))),
     )
-)
-"""Decodes and verification of 1 to 256 requests, and prefills."""
+) + tuple(StateCase(model, n, 1, is_step=True) for model in _MODELS for n in (1, 64))
+"""Decodes and verification of 1 to 256 requests, prefills, and steps from convolution to norm."""
 
 
 def step_bytes(spec: StateSpec, computed: int, query_len: int) -> int:
@@ -127,13 +132,17 @@ class _Work(NamedTuple):
     bytes_per_call: float
 
 
-def _prepare(case: StateCase, backend: str, device: torch.device) -> _Work:
+def _prepare(
+    case: StateCase, backend: str, device: torch.device, *, separate: bool = False
+) -> _Work:
+    spec = case.spec
+    weight = torch.randn(spec.conv_channels, spec.conv_width, device=device).to(spec.dtype)
     with use_backend(backend):
-        layer = StateLayer(case.spec, device=device)
+        layer = StateLayer(spec, device=device, conv_weight=weight if case.is_step else None)
     spec = layer.spec
     copies = (spec.chunk_size or 16) if case.drafts else 1
     cache = StateCache.allocate(spec, copies * case.num_reqs, device=device)
-    tokens = case.num_reqs * case.query_len
+    tokens, builder = case.num_reqs * case.query_len, layer.backend.make_builder(spec, device)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(tokens, *shape, device=device)
@@ -143,7 +152,6 @@ def _prepare(case: StateCase, backend: str, device: torch.device) -> _Work:
     decays = (spec.num_heads, spec.key_size) if spec.decay == "channel" else (spec.num_heads,)
     decay, beta = -normal(*decays).abs() / 8, normal(spec.num_heads).sigmoid()
     output = torch.empty_like(value)
-    builder = layer.backend.make_builder(spec, device)
     batches, moved = [], 0
     for copy in range(copies):
         before = 1024 + copy if case.drafts else 0
@@ -158,6 +166,11 @@ def _prepare(case: StateCase, backend: str, device: torch.device) -> _Work:
         )
         batches.append(builder.build(0, common))
         moved += case.num_reqs * step_bytes(spec, before, case.query_len)
+        if case.is_step:
+            moved += case.num_reqs * surrounding_bytes(spec, case.query_len)
+    if case.is_step:
+        step = step_call(layer, cache, batches, tokens, separate=separate)
+        return _Work(step, copies, moved / copies)
 
     def call(copy: int) -> object:
         return layer(query, key, value, decay, beta, cache, batches[copy], output=output)
@@ -176,8 +189,11 @@ def _fill(cache: StateCache, slots: list[int], high: int, rollback: int) -> None
         tensors.tail_log_decay[rows] = -0.1
     if tensors.tail_beta is not None:
         tensors.tail_beta[rows] = 0.5
-    tensors.positions[rows, ..., 0] = high - rollback
-    tensors.positions[rows, ..., 1] = high
+    if tensors.window is not None:
+        tensors.window[rows].normal_()
+    for positions in (tensors.positions, tensors.window_positions):
+        if positions is not None:
+            positions[rows, ..., 0], positions[rows, ..., 1] = high - rollback, high
 
 
 def _rows(case: StateCase, backends: list[str], device: torch.device) -> Iterator[dict[str, Any]]:
@@ -188,7 +204,11 @@ def _rows(case: StateCase, backends: list[str], device: torch.device) -> Iterato
         backend = load_backend(name)
         if not (backend.unavailable(facts) or backend.state_reasons(case.spec, facts)):
             works[name] = _prepare(case, name, device)
-            graphs[name] = device.type == "cuda" and not backend.state_reasons(captured, facts)
+            if case.is_step:
+                works[f"{name}, separate"] = _prepare(case, name, device, separate=True)
+            graphs[name] = graphs[f"{name}, separate"] = (
+                device.type == "cuda" and not backend.state_reasons(captured, facts)
+            )
     expected = {name: warm_up(work.call, device) for name, work in works.items()}
     timers = {
         name: (GraphTimer if graphs[name] else EagerTimer)(
@@ -213,14 +233,14 @@ def measure_states(
     chosen = [c for c in STATE_CASES if not patterns or any(p in c.name for p in patterns)]
     names = backends or [name for name in list_backends() if name != "torch"]
     peaks, rows = measure_peaks(device), []
-    print(f"{'case':34} {'backend':10} {'us':>9} {'bound us':>9} {'share':>6}")
+    print(f"{'case':34} {'backend':16} {'us':>9} {'bound us':>9} {'share':>6}")
     for case in chosen:
         for row in _rows(case, names, device):
             bound = row["bytes"] / peaks.copy_gbps / 1e3
             row |= {"bound_us": bound, "share": bound / row["us"]}
             rows.append(row)
             print(
-                f"{row['case']:34} {row['backend']:10} {row['us']:9.1f} {bound:9.1f} "
+                f"{row['case']:34} {row['backend']:16} {row['us']:9.1f} {bound:9.1f} "
                 f"{100 * row['share']:5.0f}%",
                 flush=True,
             )

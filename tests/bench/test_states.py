@@ -12,9 +12,11 @@ import torch
 from attnlib.bench import states
 from attnlib.bench.command import main
 from attnlib.bench.peaks import Peaks
+from attnlib.bench.state_steps import surrounding_bytes
 from attnlib.bench.states import STATE_CASES, step_bytes
 
 torch_step = import_module("attnlib.ops.torch.states.state_step")
+torch_convolution = import_module("attnlib.ops.torch.states.short_convolution")
 GDN = next(case.spec for case in STATE_CASES if case.name == "qwen3-next-decode-64x1")
 STATE = 32 * 128 * 128 * 4
 ROW = 2 * (16 + 32) * 128 + 2 * 32 * 4
@@ -35,7 +37,14 @@ def test_bytes_of_a_step() -> None:
 
 
 def test_names_are_unique() -> None:
-    assert len({case.name for case in STATE_CASES}) == len(STATE_CASES) == 36
+    assert len({case.name for case in STATE_CASES}) == len(STATE_CASES) == 42
+
+
+def test_bytes_around_a_recurrence() -> None:
+    """A window of three rows is read, one row is written, and the output gate is read."""
+    spec = next(case.spec for case in STATE_CASES if case.name == "qwen3-next-step-64x1")
+    assert spec.conv_channels == 8192
+    assert surrounding_bytes(spec, 1) == 2 * (4 * 8192 + 32 * 128)
 
 
 def test_a_run(
@@ -54,5 +63,10 @@ def test_a_run(
     for row in rows:
         assert row["us"] > 0 and row["share"] == row["bound_us"] / row["us"]
     assert "qwen3-next-verify-1x4" in capsys.readouterr().out
+    monkeypatch.setattr(torch_convolution, "check_positions", lambda *given: None)
+    steps = ["qwen3-next-step-1x1", "--suite", "states", "--backends", "torch"]
+    assert main([*steps, "--device", "cpu", "--json", str(target)]) == 0
+    rows = json.loads(target.read_text())["rows"]
+    assert [row["backend"] for row in rows] == ["torch", "torch, separate"]
     assert main(["nothing", "--suite", "states", "--device", "cpu"]) == 1
     assert torch.float32 in (case.spec.state_dtype for case in STATE_CASES)
