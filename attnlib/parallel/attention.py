@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnlib import env
 from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache
 from attnlib.compile.objects import register
@@ -26,8 +25,8 @@ from attnlib.parallel.group import RankGroup
 from attnlib.parallel.layer_parts import choose_parts, make_builders
 from attnlib.parallel.local_spec import local_form
 from attnlib.parallel.metadata import ParallelMetadata
-from attnlib.parallel.operator import parallel_attend_opaquely
-from attnlib.parallel.setup_checks import checked_method, checked_per_head
+from attnlib.parallel.operator import attend_opaquely
+from attnlib.parallel.setup_checks import checked_method, checked_per_head, effective_agreement
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
@@ -83,8 +82,7 @@ class ParallelAttention(nn.Module):
         self.spec, self.group, self.division, self.prefix = spec, group, division, prefix
         self._backend, self._device = backend, resolve_device(device).torch_device
         self.scale = spec.head_size**-0.5 if scale is None else float(scale)
-        validates = agreement == "batch" and env.read("ATTNLIB_VALIDATE")
-        self.agreement = "call" if validates else agreement
+        self.agreement = effective_agreement(agreement)
         error: Exception | None = None
         try:
             method = checked_method(spec, group, division, exchange, agreement)
@@ -173,7 +171,7 @@ class ParallelAttention(nn.Module):
         """
         if torch.compiler.is_compiling():
             arguments = (self, query, key, value, cache, metadata, output)
-            out, lse = parallel_attend_opaquely(*arguments)
+            out, lse = attend_opaquely(*arguments)
         else:
             out, lse = self.run(query, key, value, cache, metadata, output)
         shown = output

@@ -1,9 +1,9 @@
-"""A divided layer under torch.compile: one opaque operator, as `attnlib.layer.operator` has for
-`Attention`. Agreements, collectives and kernels happen inside of it."""
+"""Divided layers under torch.compile: opaque operators, as `attnlib.layer.operator` has one for
+`Attention`. Agreements, collectives and kernels happen inside of them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,18 @@ from attnlib.compile.objects import lookup
 from attnlib.layer.call import new_lse, per_head
 from attnlib.layer.checks import refuse_gradients
 from attnlib.parallel.metadata import ParallelMetadata
+from attnlib.parallel.prefill_metadata import PrefillMetadata
 
 if TYPE_CHECKING:
     from attnlib.parallel.attention import ParallelAttention
+    from attnlib.parallel.prefill import ParallelPrefill
 
-__all__ = ["parallel_attend", "parallel_attend_opaquely"]
+__all__ = ["attend_opaquely", "parallel_attend", "parallel_prefill"]
+
+_MUTATED = ("out", "lse", "cache")
 
 
-@torch.library.custom_op("attnlib::parallel_attend", mutates_args=("out", "lse", "cache"))
+@torch.library.custom_op("attnlib::parallel_attend", mutates_args=_MUTATED)
 def parallel_attend(
     query: Tensor,
     key: Tensor | None,
@@ -37,35 +41,43 @@ def parallel_attend(
         ContractError: as the method, or the object of an id no longer exists.
     """
     found: Any = lookup(layer, nn.Module, "layer")
-    kept = lookup(cache, PagedKVCache, "cache")
     batch = lookup(metadata, ParallelMetadata, "metadata")
-    cast("ParallelAttention", found).run(query, key, value, kept, batch, out, lse)
+    found.run(query, key, value, lookup(cache, PagedKVCache, "cache"), batch, out, lse)
 
 
-@parallel_attend.register_fake
-def _(
+@torch.library.custom_op("attnlib::parallel_prefill", mutates_args=_MUTATED)
+def parallel_prefill(
     query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
+    key: Tensor,
+    value: Tensor,
     out: Tensor,
     lse: Tensor,
     layer: int,
     cache: Tensor,
     metadata: Tensor,
 ) -> None:
+    """`ParallelPrefill.forward`; arguments and errors as of `parallel_attend`."""
+    found: Any = lookup(layer, nn.Module, "layer")
+    batch = lookup(metadata, PrefillMetadata, "metadata")
+    found.run(query, key, value, lookup(cache, PagedKVCache, "cache"), batch, out, lse)
+
+
+@parallel_attend.register_fake
+@parallel_prefill.register_fake
+def _(*arguments: Any) -> None:
     return None
 
 
-def parallel_attend_opaquely(
-    layer: ParallelAttention,
+def attend_opaquely(
+    layer: ParallelAttention | ParallelPrefill,
     query: Tensor,
     key: Tensor | None,
     value: Tensor | None,
     cache: PagedKVCache,
-    metadata: ParallelMetadata,
+    metadata: ParallelMetadata | PrefillMetadata,
     output: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`ParallelAttention.forward` while torch.compile traces it: output per head, and LSE."""
+    """The `forward` of a layer while torch.compile traces it: output per head, and LSE."""
     spec = layer.spec
     if torch.is_grad_enabled():
         refuse_gradients(query, key, value)
@@ -77,6 +89,6 @@ def parallel_attend_opaquely(
     if output is None:
         output = torch.empty(shape, dtype=query.dtype, device=query.device)
     out, lse = output.view(shape), new_lse(spec, query)
-    handles = layer.handle, cache.handle, metadata.handle
-    parallel_attend(query, key, value, out, lse, *handles)
+    operator = parallel_attend if isinstance(metadata, ParallelMetadata) else parallel_prefill
+    operator(query, key, value, out, lse, layer.handle, cache.handle, metadata.handle)
     return out, lse

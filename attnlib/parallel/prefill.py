@@ -16,23 +16,24 @@ from torch import Tensor, nn
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache
+from attnlib.compile.objects import register
 from attnlib.device import resolve_device
 from attnlib.errors import UnsupportedConfigError
 from attnlib.layer import Attention
 from attnlib.layer.call import new_lse
 from attnlib.ops.dispatch import operation
-from attnlib.parallel.cache_rows import read_rows, write_rows
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.group import RankGroup
 from attnlib.parallel.layer_parts import phases
+from attnlib.parallel.operator import attend_opaquely
 from attnlib.parallel.prefill_builder import PrefillBuilder
+from attnlib.parallel.prefill_call import PrefillCall
 from attnlib.parallel.prefill_checks import (
-    PrefillCall,
     check_prefill,
     check_prefill_call,
     keeps_order,
 )
-from attnlib.parallel.prefill_metadata import PrefillMetadata, PrefillStep
+from attnlib.parallel.prefill_metadata import PrefillMetadata
 from attnlib.parallel.setup_checks import checked_per_head
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
@@ -94,7 +95,7 @@ class ParallelPrefill(nn.Module):
             self._select(phases(backend)[0])
         except Exception as found:  # of any kind: the other ranks wait
             error = found
-        facts = (str(spec), division, method, agreement, prefix, self._rings)
+        facts = (str(spec), division, method, self.agreement, prefix, self._rings)
         self.agree(("prefill layer", facts), error)
         given: dict[str, Any] = {"scale": scale, "device": self._device, "prefix": prefix}
         own: dict[str, Any] = {"alibi_slopes": alibi_slopes, "sinks": sinks}
@@ -103,6 +104,7 @@ class ParallelPrefill(nn.Module):
         self.cross: Attention | None = None
         if cross is not None:
             self.cross = Attention(cross[0], backend=cross[1], **given)
+        self.handle = register(self)
 
     def _select(self, backend: Any) -> None:
         """Choose backends for keys that end with the queries, and for others, where no sink counts.
@@ -180,35 +182,58 @@ class ParallelPrefill(nn.Module):
         Raises:
             ContractError: a tensor does not fit; on every rank. Nothing is written or sent then.
         """
-        call = check_prefill_call(self, query, key, value, cache, metadata)
-        out, lse = self._ring(call) if metadata.is_ring else self._gathered(call)
+        arguments = (query, key, value, cache, metadata)
+        if torch.compiler.is_compiling():
+            out, lse = attend_opaquely(self, *arguments, None)
+        else:
+            out, lse = self.run(*arguments)
         out = out.flatten(1) if query.dim() == 2 else out
         return (out, lse) if return_lse else out
 
-    def _gathered(self, call: PrefillCall) -> tuple[Tensor, Tensor]:
-        metadata, (step,) = call.metadata, call.metadata.steps
-        keys = [self.group.all_gather(part).flatten(0, 1) for part in self._sent(call)]
-        scratch = self._store(call, keys, step, metadata.cache_slots.flatten())
-        if step.metadata is None:
-            return call.output, new_lse(self.spec, call.query)
-        found: tuple[Tensor, Tensor] = self.causal(
-            call.query, None, None, scratch, step.metadata, True, output=call.output
-        )
-        return found
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: PagedKVCache,
+        metadata: PrefillMetadata,
+        output: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The output `[T, Hq, Dv]` and the LSE of a call that is not traced; see `forward`."""
+        call = check_prefill_call(self, query, key, value, cache, metadata, output)
+        lse = new_lse(self.spec, call.query) if lse is None else lse
+        lse.fill_(-torch.inf)
+        if metadata.is_ring:
+            self._ring(call, lse)
+        else:
+            self._gathered(call, lse)
+        return call.output, lse
 
-    def _ring(self, call: PrefillCall) -> tuple[Tensor, Tensor]:
-        metadata, group = call.metadata, self.group
+    def first_state(self, output: Tensor) -> Tensor:
+        """The state to which the steps of a ring are added, in float32 or wider."""
         wide = torch.float64 if self.spec.dtype == torch.float64 else torch.float32
-        state = torch.zeros_like(call.output, dtype=wide), new_lse(self.spec, call.query)
-        state[1].fill_(-torch.inf)
+        return torch.zeros_like(output, dtype=wide)
+
+    def _gathered(self, call: PrefillCall, lse: Tensor) -> None:
+        metadata, (step,) = call.metadata, call.metadata.steps
+        keys = [self.group.all_gather(part).flatten(0, 1) for part in call.sent_rows()]
+        scratch = call.store(self.causal, keys, step, metadata.cache_slots.flatten())
+        if step.metadata is not None:
+            arguments = (call.query, None, None, scratch, step.metadata, True)
+            lse.copy_(self.causal(*arguments, output=call.output)[1])
+
+    def _ring(self, call: PrefillCall, lse: Tensor) -> None:
+        metadata, group = call.metadata, self.group
+        state = self.first_state(call.output), lse
         merge = operation("merge_states", "merge_states", call.output)
-        keys = self._sent(call)
+        keys = call.sent_rows()
         for number, step in enumerate(metadata.steps):
             following = [torch.empty_like(part) for part in keys]
             last = number == group.world_size - 1
             requests = [] if last else group.start_shift(following, keys)
             owner = (group.rank - number) % group.world_size
-            scratch = self._store(call, keys, step, metadata.cache_slots[owner])
+            scratch = call.store(self.causal, keys, step, metadata.cache_slots[owner])
             layer = self.causal if step.is_causal else self.cross
             if step.metadata is not None and layer is not None:
                 part = layer(call.query, None, None, scratch, step.metadata, True)
@@ -217,25 +242,3 @@ class ParallelPrefill(nn.Module):
                 request.wait()
             keys = following
         call.output.copy_(state[0])
-        return call.output, state[1]
-
-    def _sent(self, call: PrefillCall) -> list[Tensor]:
-        """New keys and values, or latents, and stored context of this rank."""
-        slots = call.metadata.context_slots
-        return [*call.sent, *(read_rows(call.cache, slots) if len(slots) else ())]
-
-    def _store(
-        self, call: PrefillCall, keys: list[Tensor], step: PrefillStep, cache_slots: Tensor
-    ) -> PagedKVCache:
-        """Write received keys to the scratch cache, and this rank's share of new ones to its
-        own."""
-        scratch = call.metadata.scratch.like(call.cache)
-        new, context = keys[: len(call.sent)], keys[len(call.sent) :]
-        if context:
-            write_rows(scratch, context, step.context_slots)
-        key = new[0]
-        value = key[..., : self.spec.head_size_v] if self.spec.use_mla else new[1]
-        self.causal.impl.write_kv(key, value, scratch, step.slots)
-        if not self.spec.kv_sharing:
-            self.causal.impl.write_kv(key, value, call.cache, cache_slots)
-        return scratch

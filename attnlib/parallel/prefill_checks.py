@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from attnlib.parallel.checks import check_own_cache, sized
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.group import RankGroup
 from attnlib.parallel.local_spec import rejections
+from attnlib.parallel.prefill_call import PrefillCall
 from attnlib.parallel.prefill_metadata import PrefillMetadata
 from attnlib.parallel.setup_checks import check_choices
 from attnlib.spec import AttentionSpec, MaskKind
@@ -21,25 +22,9 @@ from attnlib.spec import AttentionSpec, MaskKind
 if TYPE_CHECKING:
     from attnlib.parallel.prefill import ParallelPrefill
 
-__all__ = ["PrefillCall", "check_prefill", "check_prefill_call", "keeps_order", "prompts_error"]
+__all__ = ["check_prefill", "check_prefill_call", "keeps_order", "prompts_error"]
 
 _METHODS = ("ring", "all_gather")
-
-
-class PrefillCall(NamedTuple):
-    """The tensors of a call.
-
-    Attributes:
-        query: `[T, Hq, D]`.
-        sent: `[num_padded_tokens, Hkv, ...]`, keys and values, or latents only.
-        output: `[T, Hq, Dv]`.
-    """
-
-    query: Tensor
-    sent: list[Tensor]
-    output: Tensor
-    cache: PagedKVCache
-    metadata: PrefillMetadata
 
 
 def keeps_order(spec: AttentionSpec) -> bool:
@@ -106,6 +91,7 @@ def check_prefill_call(
     value: Tensor,
     cache: PagedKVCache,
     metadata: PrefillMetadata,
+    output: Tensor | None,
 ) -> PrefillCall:
     """The tensors of a call, after all ranks have agreed.
 
@@ -115,7 +101,7 @@ def check_prefill_call(
     error: Exception | None = None
     call = None
     try:
-        call = _checked(layer, query, key, value, cache, metadata)
+        call = _checked(layer, query, key, value, cache, metadata, output)
     except Exception as found:  # of any kind: the other ranks wait
         error = found
     known = isinstance(metadata, PrefillMetadata) and metadata.agreed
@@ -136,6 +122,7 @@ def _checked(
     value: Tensor,
     cache: PagedKVCache,
     metadata: PrefillMetadata,
+    output: Tensor | None,
 ) -> PrefillCall:
     spec = layer.spec
     if not isinstance(metadata, PrefillMetadata):
@@ -166,9 +153,10 @@ def _checked(
         padded = part.new_zeros(metadata.num_padded_tokens, *part.shape[1:])
         padded[:tokens] = part[:tokens]
         sent.append(padded)
-    shape = (tokens, spec.num_heads, spec.head_size_v)
-    output = torch.zeros(shape, dtype=query.dtype, device=query.device)
-    return PrefillCall(query, sent, output, cache, metadata)
+    if output is None:
+        shape = (tokens, spec.num_heads, spec.head_size_v)
+        output = torch.empty(shape, dtype=query.dtype, device=query.device)
+    return PrefillCall(query, sent, output, cache, metadata, not spec.kv_sharing)
 
 
 def _check_slots(metadata: PrefillMetadata, cache: PagedKVCache) -> None:

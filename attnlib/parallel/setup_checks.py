@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from attnlib import env
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.exchange import ExchangeMethod, choose_exchange
 from attnlib.parallel.group import RankGroup
 from attnlib.spec import AttentionSpec
 
-__all__ = ["check_choices", "checked_method", "checked_per_head"]
+__all__ = ["check_choices", "checked_method", "checked_per_head", "effective_agreement"]
 
 _AGREEMENTS = ("call", "batch", "never")
+
+
+def effective_agreement(agreement: str) -> str:
+    """When ranks agree: with ATTNLIB_VALIDATE=1 with every call instead of once per batch."""
+    return "call" if agreement == "batch" and env.read("ATTNLIB_VALIDATE") else agreement
 
 
 def check_choices(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.layer.warmup import warmup
+from attnlib.ops.dispatch import operation
 from attnlib.parallel.attention import ParallelAttention
 from attnlib.parallel.builder import ParallelBuilder
 from attnlib.parallel.merge import MergeRows, Parts
+from attnlib.parallel.prefill import ParallelPrefill
 from attnlib.parallel.rows import limits_of_rows
 from attnlib.parallel.staging import Staging
 from attnlib.workspace import BatchLimits
@@ -21,7 +25,7 @@ not."""
 
 
 def warmup_parallel(
-    layer: ParallelAttention,
+    layer: ParallelAttention | ParallelPrefill,
     cache: PagedKVCache,
     limits: BatchLimits,
     *,
@@ -31,12 +35,15 @@ def warmup_parallel(
     """Run every class of batch within limits on all parts of a layer, and the merge.
 
     Args:
-        layer: the layer.
+        layer: the layer, of decodes or of divided prefills.
         cache: its cache, which is not changed.
         limits: the largest batch.
-        builder: of the batches; None creates one.
+        builder: of the batches; None creates one. Not read for prefills.
         max_blocks: columns of the block table; None for as many as `limits.max_seq_len` needs.
     """
+    if isinstance(layer, ParallelPrefill):
+        _warm_up_prefill(layer, cache, limits)
+        return
     builder = layer.make_builder(limits) if builder is None else builder
     rows = limits_of_rows(limits, by_row=layer.context is None)
     assert rows is not None
@@ -55,3 +62,20 @@ def warmup_parallel(
         parts = Parts.like(shape, out, has_sink=spec.has_sink)
         parts.rows.zero_()
         MergeRows.of(world_size, tokens, spec.has_sink, out.device).merge(parts, out, lse)
+
+
+def _warm_up_prefill(layer: ParallelPrefill, cache: PagedKVCache, limits: BatchLimits) -> None:
+    """The layers over the scratch cache, and the merge of two steps of a ring."""
+    scratch = Staging(layer.causal.spec, cache.device)
+    scratch.reserve(1)
+    limits = replace(limits, max_num_reqs=2 * limits.max_num_reqs)  # two runs of each prompt
+    warmup(layer.causal, scratch.like(cache), limits)
+    if layer.cross is None:
+        return
+    warmup(layer.cross, scratch.like(cache), limits)
+    spec = layer.spec
+    for tokens in _TOKENS:
+        shape = (tokens, spec.num_heads, spec.head_size_v)
+        part = torch.zeros(shape, dtype=spec.dtype, device=cache.device)
+        state, lse = layer.first_state(part), part.new_zeros(shape[:2], dtype=torch.float32)
+        operation("merge_states", "merge_states", part)(state, lse, part, lse, state, lse)

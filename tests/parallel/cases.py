@@ -165,30 +165,6 @@ def captured(group: RankGroup) -> str:
     return "a prefill was captured"
 
 
-def compiled(group: RankGroup) -> str:
-    """X9: a model with a divided layer compiles as a whole, and follows other batches."""
-    run, whole = Run(Problem(), group), Run(Problem(), group)
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def model(q: Any, k: Any, v: Any, cache: Any, metadata: Any) -> Any:
-        out, lse = run.layer(q * 1.0, k, v, cache, metadata, True)
-        return out + 0.0, lse
-
-    for name in ("prefill", "mixed", "decode", "verification"):
-        lengths = STEPS[name]
-        query, key, value = run.tensors(sum(pair[0] for pair in lengths))
-        parts = [[pair[n] for pair in lengths] for n in (0, 1)]
-        outs = []
-        for each, call in ((run, model), (whole, whole.layer)):
-            built = each.builders[1].build(divided_batch(*parts, each.tables[1], "cpu"))
-            more = () if call is model else (True,)
-            with torch.no_grad():
-                outs.append(call(run.own(query), key, value, each.caches[1], built, *more))
-        if not all(torch.equal(a, b) for a, b in zip(*outs, strict=True)):
-            return f"{name}: {[float((a - b).abs().max()) for a, b in zip(*outs, strict=True)]}"
-    return ""
-
-
 def invariance(group: RankGroup) -> str:
     """M15 for a fixed number of ranks: a prompt in one batch, in parts, and among others."""
     spec = {"batch_invariant": True, "sliding_window": 6, "has_sink": True}
@@ -351,5 +327,4 @@ CASES: dict[str, Callable[[RankGroup], str]] = {
     **PROPERTIES,
     **WRONG,
     **KERNELS,
-    "compiled": compiled,
 }

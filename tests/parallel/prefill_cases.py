@@ -19,6 +19,7 @@ from attnlib.parallel import (
     RankGroup,
     ZigZag,
     divided_batch,
+    warmup_parallel,
 )
 from attnlib.parallel.prompts import Segment
 from tests.parallel.cases import LATENT, LIMIT, runs_of
@@ -88,6 +89,7 @@ class Run:
         self.layer = ParallelPrefill(
             spec, group, self.division, device="cpu", **given, **problem.options
         )
+        self.call: Callable[..., Any] = self.layer
         self.builder = self.layer.make_builder()
         self.whole = attnlib.Attention(spec.replace(needs_lse=True), device="cpu", **given)
         self.caches = [problem.cache(4 * 9, "cpu") for _ in range(2)]
@@ -115,7 +117,7 @@ class Run:
         contexts = [total - new for new, total in lengths]
         batch = self.builder.build(query_lens, self.tables[1], contexts)
         own = batch.token_rows
-        found = self.layer(*(each[own] for each in inputs), self.caches[1], batch, True)
+        found = self.call(*(each[own] for each in inputs), self.caches[1], batch, True)
         return (*found, *(each[own] for each in whole))
 
     def wrong_keys(self, lengths: list[tuple[int, int]]) -> str:
@@ -195,6 +197,24 @@ def equal_bits(group: RankGroup) -> str:
     return ""
 
 
+def warmed_up(group: RankGroup) -> str:
+    """Only one rank warms up: nothing is exchanged, and its cache does not change."""
+    for options in (RING, GATHER):
+        run = Run(Problem(FULL, options=options), group)
+        errors = [error_of(*run.step(LENGTHS["prefill"]))]
+        if group.rank == 0:
+            limits = attnlib.BatchLimits(max_num_reqs=4, max_num_tokens=32, max_seq_len=36)
+            before = [view.clone() for view in run.caches[1].block_views]
+            warmup_parallel(run.layer, run.caches[1], limits)
+            for view, kept in zip(run.caches[1].block_views, before, strict=True):
+                if not torch.equal(view.nan_to_num(7.0), kept.nan_to_num(7.0)):
+                    return "error: the cache changed"
+        errors.append(error_of(*run.step(LENGTHS["mixed"])))
+        if text := _text(errors, run, LENGTHS["mixed"]):
+            return text
+    return ""
+
+
 def refusals(group: RankGroup) -> str:
     """X8, X10."""
     last, spec = group.rank == group.world_size - 1, Problem().rank_spec()
@@ -266,6 +286,7 @@ PROPERTIES: dict[str, Callable[[RankGroup], str]] = {
     "refusals": refusals,
     "decodes between prefills": decodes_between,
     "equal bits": equal_bits,
+    "warmed up": warmed_up,
 }
 WRONG: dict[str, Callable[[RankGroup], str]] = {
     "a diagonal from local lengths": diagonal_of_local_lengths,

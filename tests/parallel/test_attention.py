@@ -7,6 +7,7 @@ import functools
 import pytest
 
 from tests.parallel.cases import KERNELS, PROBLEMS, PROPERTIES, WRONG
+from tests.parallel.compiled_cases import CASES as COMPILED
 from tests.parallel.workers import results
 
 SMOKE = ("window", "latents", "refusals", "a sink of each rank")
@@ -46,10 +47,11 @@ def test_results_are_those_of_one_process(world_size: int, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_layer_compiles_as_a_whole() -> None:
-    """X9. On its own, because torch takes long to import its compiler."""
-    texts = results("tests.parallel.cases", ["compiled"], 2)["compiled"]
-    assert not any(texts), "\n".join(texts)
+def test_layers_compile_as_a_whole() -> None:
+    """X9. On their own, because torch takes long to import its compiler."""
+    names = [*COMPILED]
+    for name, texts in results("tests.parallel.compiled_cases", names, 2).items():
+        assert not any(texts), (name, texts)
 
 
 @pytest.mark.slow
