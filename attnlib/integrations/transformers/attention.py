@@ -30,6 +30,7 @@ from attnlib.integrations.transformers.selected import (
     attend_selected,
     selects_keys,
 )
+from attnlib.integrations.transformers.token_terms import attend_single_tokens, checked_sinks
 from attnlib.integrations.transformers.traced import (
     REASONS,
     is_compiled,
@@ -82,6 +83,8 @@ def attnlib_attention(
         if again is not None:
             return again, None
     refuse_export()
+    if (alone := attend_single_tokens(module, query, key, value, scale)) is not None:
+        return alone, None
     _refuse(module, (query, key, value), dropout, kwargs)
     if kwargs.get("attnlib_step") is not None:
         query, key, value = as_eager_casts(query, key, value)
@@ -143,13 +146,7 @@ def _call(
     scale: float,
     kwargs: dict[str, Any],
 ) -> Call:
-    causal, sinks = kwargs.get("is_causal"), kwargs.get("s_aux")
-    sinks = kwargs.get("sinks") if sinks is None else sinks
-    if sinks is not None and sinks.numel() != query.shape[1]:
-        raise UnsupportedConfigError(
-            f"{layer_name(module)}: the sinks have shape {tuple(sinks.shape)}, attnlib supports "
-            f"one per query head, [{query.shape[1]}]; use attn_implementation='eager'"
-        )
+    causal, sinks = kwargs.get("is_causal"), checked_sinks(module, query, kwargs)
     return Call(
         module,
         query,

@@ -50,7 +50,7 @@ def run_layer(
         layer, plan, call: the layer, its batch and the attention call.
         key, value: packed keys and values of the new tokens, or None.
         cache: the layer's cache, or None.
-        extra: `selected_keys` or `compressed_keys` of the layer.
+        extra: `selected_keys`, `compressed_keys` or `query_tensors` of the layer.
 
     Returns:
         `[B, T, Hq, Dv]`; queries that are not in the batch are 0.

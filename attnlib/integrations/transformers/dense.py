@@ -114,7 +114,9 @@ def _weights(call: Call, added: torch.Tensor) -> torch.Tensor:
         scores = torch.tanh(scores / call.soft_cap) * call.soft_cap
     scores = scores + added
     if call.sinks is not None:
-        sinks = call.sinks.float().view(1, heads, 1, 1).expand(batch, heads, queries, 1)
+        sinks = call.sinks.float()
+        if sinks.dim() != 4:  # of the layer
+            sinks = sinks.view(1, heads, 1, 1).expand(batch, heads, queries, 1)
         return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
     hidden = (scores == -torch.inf).all(-1, keepdim=True)
     return torch.softmax(scores, dim=-1).masked_fill(hidden, 0.0)

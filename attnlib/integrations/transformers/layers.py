@@ -52,7 +52,7 @@ class Call:
         value: `[B, Hkv, S, Dv]`.
         scale: softmax scale.
         soft_cap: soft cap of the scores, or None.
-        sinks: `[Hq]` sink logits, or None.
+        sinks: `[Hq]` sink logits, or `[B, Hq, T, 1]` of query tokens, or None.
         sliding_window: W keys are visible, including the query's own; None for all.
         declared_causal: the argument `is_causal`; None for what the module declares.
     """
@@ -85,15 +85,14 @@ class Call:
         Args:
             fields: how the keys are stored and masked.
         """
+        own = {"has_sink": self.sinks is not None, "logits_soft_cap": self.soft_cap}
         return _spec(
             num_heads=self.query.shape[1],
             num_kv_heads=self.key.shape[1],
             head_size=self.query.shape[3],
             head_size_v=self.value.shape[3],
             dtype=self.query.dtype,
-            logits_soft_cap=self.soft_cap,
-            has_sink=self.sinks is not None,
-            **fields,
+            **{**own, **fields},
         )
 
 

@@ -9,24 +9,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from attnlib.integrations.transformers.state_calls import MixerCall
 
-__all__ = ["is_lightning", "lightning_forward"]
+__all__ = ["lightning_forward"]
 
 
-def is_lightning(module: nn.Module) -> bool:
-    """Whether a module is such a mixer."""
-    return type(module).__name__ == "MiniMaxLightningAttention"
-
-
-def lightning_forward(call: MixerCall, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
+def lightning_forward(
+    call: MixerCall, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
     """The forward of a mixer in a step.
 
     Args:
         call: of the mixer.
         hidden_states: `[1, T, hidden size]`.
+        args, kwargs: without meaning in a step.
 
     Returns:
         The same shape, and None for the state, which stays in its slot.

@@ -115,7 +115,7 @@ class PagedLayers:
             module: the attention module.
             query: `[1, Hq, T, D]`.
             value: `[1, Hkv, T, Dv]`.
-            options: scaling, sliding_window, chunk, softcap and s_aux of the call.
+            options: scaling, sliding_window, chunk, softcap, s_aux and token_fields of the call.
             in_tree: the layer for trees of tokens (M20), over the same cache.
         """
         found = self.by_module.get(module)
@@ -150,6 +150,7 @@ class PagedLayers:
             "attention_chunk_size": options["chunk"],
             "logits_soft_cap": options["softcap"],
             "has_sink": options["s_aux"] is not None,
+            **options["token_fields"],
         }
 
     def layer_options(

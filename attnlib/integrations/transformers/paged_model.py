@@ -33,6 +33,7 @@ from attnlib.integrations.transformers.shared_layers import (
     shared_suffix,
 )
 from attnlib.integrations.transformers.state_mixers import StateMixers
+from attnlib.integrations.transformers.token_terms import by_distance
 from attnlib.kv_rotation import KVRotation
 from attnlib.layer import Attention
 from attnlib.layer.state import StateLayer
@@ -131,8 +132,7 @@ class PagedModel:
 
     @property
     def expanded_cache_bytes(self) -> int:
-        """What `cache_bytes` would be with the keys and values of every head in place of latents,
-        as with `latents=False`."""
+        """`cache_bytes` with `latents=False`: keys and values of every head in place of latents."""
         return self.attention.expanded_bytes(self.latents.modules)
 
     def layers(self) -> list[tuple[Attention, PagedKVCache]]:
@@ -152,7 +152,7 @@ class PagedModel:
         before = model.config._attn_implementation
         model.set_attn_implementation(NAME)
         try:
-            with unexpanded(self.latents.modules), self.states.attached():
+            with unexpanded(self.latents.modules), self.states.attached(), by_distance(model):
                 yield
         finally:
             model.set_attn_implementation(before)
@@ -223,7 +223,7 @@ class PagedModel:
         if needed is not None:  # Gemma 4 selects no rows of a part, so `kept` is applied below
             rows = torch.arange(needed.rows.shape[0])
         selected = {} if rows is None else {"logits_to_keep": rows.to(device)}
-        step = PagedStep(self, batch, needed)
+        step = PagedStep(self, batch, needed, position_ids)
         fewer: Any = nullcontext()
         if needed is not None:
             fewer = computed_for(self._shared_layers, needed.rows, input_ids.shape[0])

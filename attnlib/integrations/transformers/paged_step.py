@@ -15,6 +15,11 @@ from attnlib.integrations.transformers.described_mask import read_mask
 from attnlib.integrations.transformers.layers import layer_name
 from attnlib.integrations.transformers.shared_layers import NeededRows
 from attnlib.integrations.transformers.step_mask import StepMask
+from attnlib.integrations.transformers.token_terms import (
+    is_by_token,
+    query_tensors,
+    token_fields,
+)
 from attnlib.layer import Attention
 from attnlib.layer.state import StateLayer
 from attnlib.metadata.common import CommonAttentionMetadata
@@ -39,6 +44,7 @@ class PagedStep:
         needed: the tokens that layers without keys of their own compute; None for all.
         reached: the attention modules that have attended in this step.
         is_tree: the new tokens form trees (M20).
+        position_ids: `[T]`, the position of each token in its sequence.
     """
 
     def __init__(
@@ -46,7 +52,9 @@ class PagedStep:
         paged: PagedModel,
         batch: CommonAttentionMetadata | Mapping[str, CommonAttentionMetadata],
         needed: NeededRows | None = None,
+        position_ids: torch.Tensor | None = None,
     ) -> None:
+        self.position_ids = position_ids
         self.paged = paged
         self.batch = batch
         self.needed = needed
@@ -136,19 +144,19 @@ def attend(
         `[1, T, Hq, Dv]`, and None for the weights.
 
     Raises:
-        UnsupportedConfigError: the layer is not causal, adds a position bias, or has a mask that no
-            spec expresses.
+        UnsupportedConfigError: the layer is not causal, or no spec expresses its bias or mask.
     """
     _refuse_call(module, kwargs)
-    window, chunk = _window_and_chunk(module, attention_mask)
+    window, chunk = _window_and_chunk(module, attention_mask, sliding_window)
+    sinks = kwargs.get("sinks") if s_aux is None else s_aux
+    given = query_tensors(kwargs["position_bias"], sinks) if is_by_token(module) else None
     options = {
         "scaling": scaling,
-        "sliding_window": sliding_window
-        if window is None
-        else min(window, sliding_window or window),
+        "sliding_window": window,
         "chunk": chunk,
         "softcap": softcap,
-        "s_aux": kwargs.get("sinks") if s_aux is None else s_aux,
+        "s_aux": sinks if given is None else None,
+        "token_fields": {} if given is None else token_fields(module, sinks),
     }
     attnlib_step.reached.add(module)
     if (recorded := attnlib_step.record(module, query, key, value, options)) is not None:
@@ -163,16 +171,17 @@ def attend(
     if torch.is_autocast_enabled(query.device.type):  # steps with and without it share a cache
         q, k, v = (states.to(layer.spec.dtype) for states in (q, k, v))
     new = (k, v) if layer.writes else (None, None)  # P8: the keys are in the cache already
-    out: torch.Tensor = layer(q, new[0], new[1], cache, metadata)
+    out: torch.Tensor = layer(q, new[0], new[1], cache, metadata, query_tensors=given)
     return out[None], None
 
 
 def _window_and_chunk(
-    module: nn.Module, mask: torch.Tensor | None
+    module: nn.Module, mask: torch.Tensor | None, window: int | None
 ) -> tuple[int | None, int | None]:
-    """(sliding window, chunk size) of the mask, which some modules do not pass themselves."""
+    """(sliding window, chunk size) of a call: those of the mask, which some modules do not pass
+    themselves, and the window that the module passes."""
     if mask is None:
-        return None, None
+        return window, None
     step = read_mask(mask)
     if (
         not isinstance(step, StepMask)
@@ -188,7 +197,9 @@ def _window_and_chunk(
             f"attn_implementation='attnlib'"
         )
     left = step.pattern.window.left
-    return None if left is None else left + 1, step.pattern.chunk
+    if left is not None:
+        window = min(left + 1, window or left + 1)
+    return window, step.pattern.chunk
 
 
 def _refuse_call(module: nn.Module, kwargs: dict[str, Any]) -> None:
@@ -197,7 +208,7 @@ def _refuse_call(module: nn.Module, kwargs: dict[str, Any]) -> None:
         raise UnsupportedConfigError(
             f"{layer_name(module)} is not causal: only decoders run in steps over a cache"
         )
-    if kwargs.get("position_bias") is not None:
+    if kwargs.get("position_bias") is not None and not is_by_token(module):
         raise UnsupportedConfigError(
             f"{layer_name(module)}: position_bias= covers the tokens of the packed row, but not "
             f"the keys in the cache; use generate with attn_implementation='attnlib'"

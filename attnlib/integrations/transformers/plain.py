@@ -19,6 +19,7 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.integrations.transformers.batch_plan import BatchPlan, pack, run_layer
+from attnlib.integrations.transformers.by_token import attend_by_token
 from attnlib.integrations.transformers.decode import attend_decode
 from attnlib.integrations.transformers.decode_on_device import (
     attend_decode_on_device,
@@ -54,11 +55,13 @@ from attnlib.integrations.transformers.repeated import remember
 from attnlib.integrations.transformers.spans import span_fields
 from attnlib.integrations.transformers.step_batches import paged_plan, unpaged_plan
 from attnlib.integrations.transformers.step_mask import StepMask
+from attnlib.integrations.transformers.token_terms import is_by_token
 from attnlib.spec import AttentionType, MaskKind, Window
 
 __all__ = ["attend_plain", "mask_of"]
 
 _MAX_CACHED_SHAPES = 8
+_BIASED = "the model adds a position bias to the scores"
 _local = threading.local()
 
 
@@ -91,11 +94,12 @@ def attend_plain(
         found = described
     step = found if isinstance(found, StepMask) else mask_of(call, found)
     if step.q_length == 1 < call.query.shape[2]:
-        broadcast = broadcast_over_queries(step, call.query.shape[2])
-        if broadcast is None:
+        if (broadcast := broadcast_over_queries(step, call.query.shape[2])) is None:
             return attend_dense(call, step.dense(), bias, "one mask row serves all queries")
         step = broadcast
     step.check(call.query, call.key)
+    if bias is not None and is_by_token(call.module):
+        return attend_by_token(call, step, bias)
     if bias is not None and not is_transient() and is_zero(bias):
         bias = None
     if step.q_length == 1 and adopt(call.key, call.value):
@@ -115,8 +119,7 @@ def attend_plain(
     if bias is not None:
         if is_by_distance(call, step, bias):
             return _attend_paged(call, step, bias)
-        reason = "the model adds a position bias to the scores"
-        return attend_dense(call, step.dense(), bias, reason)
+        return attend_dense(call, step.dense(), bias, _BIASED)
     if "dense reason" not in step.plans:
         step.plans["dense reason"] = dense_reason(step)
     if step.plans["dense reason"] is not None:

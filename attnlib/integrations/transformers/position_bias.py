@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import torch
 
 from attnlib.integrations.transformers.layers import Call
+from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.layer import Attention
 from attnlib.score_functions import ScoreFunction
 from attnlib.score_functions.builtin import relative_bias
 from attnlib.spec import AttentionType, MaskKind, Window
 
-__all__ = ["distance_fields", "is_by_distance", "is_zero", "load_distances"]
+__all__ = ["distance_fields", "is_by_distance", "is_zero", "keeps_distances", "load_distances"]
 
 _MAX_READ = 4
 """Tensors of which the checks are remembered: a decoder hands on two, one for its own keys and one
@@ -64,9 +65,7 @@ def is_by_distance(call: Call, step: StepMask, bias: torch.Tensor) -> bool:
     """
     pattern = step.pattern
     sizes = (1, call.query.shape[1], call.query.shape[2], call.key.shape[2])
-    if pattern is None or tuple(bias.shape) != sizes or step.kv_offset > 0:
-        return False
-    if pattern.spans is not None or pattern.segments is not None or pattern.chunk is not None:
+    if pattern is None or tuple(bias.shape) != sizes or step.kv_offset > 0 or _is_special(pattern):
         return False
     if not pattern.causal and step.q_length != step.kv_length:
         return False  # distances to keys of another sequence
@@ -75,10 +74,23 @@ def is_by_distance(call: Call, step: StepMask, bias: torch.Tensor) -> bool:
         return step.attention_mask is None and not _is_capturing(bias.device)
     if not _may_read(bias) or not _read(bias).by_distance:
         return False
+    return keeps_distances(step)
+
+
+def keeps_distances(step: StepMask) -> bool:
+    """Whether the requests of a step, without their padding, have the distances of its columns."""
+    pattern = step.pattern
+    if pattern is None or _is_special(pattern):
+        return False
     rows = step.rows()
     return rows is None or (
         rows.contiguous and not rows.interleaved and not (pattern.causal and rows.trailing.any())
     )
+
+
+def _is_special(pattern: Pattern) -> bool:
+    special = (pattern.spans, pattern.segments, pattern.chunk)
+    return any(part is not None for part in special)
 
 
 def distance_fields(step: StepMask, keys: int) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 A mixer without a cache of transformers calls functions of its module: a convolution, then a
 recurrence. Within a step, these names lead here (`state_steps`); only the forwards of norms and of
-lightning attention, which calls none, are replaced. Calls of other models, and outside of a step,
-reach transformers' functions.
+mixers that call none of them (`forward_of`) are replaced. Calls of other models, and outside of a
+step, reach transformers' functions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.cache.states import StateCache
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.layers import layer_name
-from attnlib.integrations.transformers.lightning import is_lightning, lightning_forward
+from attnlib.integrations.transformers.mixer_forwards import forward_of, is_mixer
 from attnlib.integrations.transformers.state_calls import FUNCTIONS, MixerCall
 from attnlib.integrations.transformers.state_steps import (
     PendingConvolution,
@@ -44,6 +44,10 @@ SERVED = frozenset(
         "bamba",
         "falcon_h1",
         "granitemoehybrid",
+        "inkling2",
+        "inkling2_text",
+        "inkling_mm_model",
+        "inkling_text",
         "kimi_linear",
         "lfm2",
         "lfm2_moe",
@@ -88,10 +92,10 @@ class StateMixers:
         self.num_slots, self.max_rollback, self.backend = num_slots, max_rollback, backend
         config: Any = getattr(model, "config", None)
         served = getattr(config, "model_type", None) in SERVED
-        self.modules = [m for m in model.modules() if served and _is_mixer(m)]
+        self.modules = [m for m in model.modules() if served and is_mixer(m)]
         self.layers: dict[tuple[nn.Module, str], tuple[StateLayer, StateCache]] = {}
         for mixer in self.modules:
-            if not (is_lightning(mixer) or hasattr(_module_of(mixer), "causal_conv1d_fn")):
+            if not (forward_of(mixer) or hasattr(_module_of(mixer), "causal_conv1d_fn")):
                 raise UnsupportedConfigError(
                     f"{layer_name(mixer)}: this release of transformers has no causal_conv1d_fn "
                     f"in {type(mixer).__module__}; install transformers 5.24"
@@ -122,9 +126,9 @@ class StateMixers:
                     before.append((module, name, getattr(module, name)))
                     setattr(module, name, self._in_step(name, getattr(module, name)))
             for mixer in self.modules:
-                if is_lightning(mixer):
+                if (function := forward_of(mixer)) is not None:
                     before.append((mixer, "forward", vars(mixer).get("forward")))
-                    mixer.forward = self._lightning_in_step(mixer, mixer.forward)
+                    mixer.forward = self._forward_in_step(mixer, mixer.forward, function)
                 elif (found := norm_of(mixer)) is not None:
                     norm, fields = found
                     before.append((norm, "forward", vars(norm).get("forward")))
@@ -186,8 +190,8 @@ class StateMixers:
 
         return call
 
-    def _lightning_in_step(
-        self, mixer: nn.Module, original: Callable[..., Any]
+    def _forward_in_step(
+        self, mixer: nn.Module, original: Callable[..., Any], function: Callable[..., Any]
     ) -> Callable[..., Any]:
         """The forward of a mixer: over slots in a step, and `original` outside of one."""
 
@@ -195,7 +199,7 @@ class StateMixers:
             step = getattr(self._local, "step", None)
             if step is None:
                 return original(hidden_states, *args, **kwargs)
-            return lightning_forward(MixerCall(self, step, mixer), hidden_states)
+            return function(MixerCall(self, step, mixer), hidden_states, *args, **kwargs)
 
         return forward
 
@@ -232,11 +236,6 @@ class StateMixers:
 
 
 _LAYER_TENSORS = ("conv_weight", "conv_bias", "skip", "log_decay")
-
-
-def _is_mixer(module: nn.Module) -> bool:
-    convolutions = (getattr(module, name, None) for name in ("conv1d", "conv"))
-    return is_lightning(module) or any(isinstance(one, nn.Conv1d) for one in convolutions)
 
 
 def _module_of(mixer: nn.Module) -> Any:

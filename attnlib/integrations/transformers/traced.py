@@ -16,6 +16,7 @@ from attnlib.integrations.transformers.autocast import as_eager_casts
 from attnlib.integrations.transformers.layers import is_causal_module
 from attnlib.integrations.transformers.opaque import attend_opaquely
 from attnlib.integrations.transformers.recorded_weights import weights_are_recorded_in_trace
+from attnlib.integrations.transformers.token_terms import is_by_token
 
 __all__ = ["REASONS", "evaluated_mask", "is_compiled", "traced_attention", "untraced_reason"]
 
@@ -71,7 +72,7 @@ def untraced_reason(
         return "training"
     if mask is not None and type(mask) is not torch.Tensor:
         return "mask"
-    if sinks is not None and sinks.numel() != query.shape[1]:
+    if sinks is not None and (is_by_token(module) or sinks.numel() != query.shape[1]):
         return "sinks"
     return None
 

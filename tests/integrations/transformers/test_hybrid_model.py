@@ -68,8 +68,13 @@ class Engine:
         device = next(self.paged.model.parameters()).device
         batches = {
             name: attnlib.CommonAttentionMetadata.from_lengths(
-                counts, lens, tables[name], group.block_size, device
-            )
+                counts,
+                lens,
+                tables[name],
+                group.block_size,
+                device,
+                state_slots=list(range(len(counts))),
+            )  # fmt: skip
             for name, group in self.paged.groups.items()
         }
         spans = [range(length - count, length) for length, count in zip(lens, counts, strict=True)]

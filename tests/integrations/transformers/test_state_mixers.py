@@ -53,6 +53,20 @@ _MAMBA = {
     "mamba_expand": 2,
     "mamba_chunk_size": 16,
 }
+_INKLING: dict[str, Any] = {
+    "head_dim": 16,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "sliding_window_size": 5,
+    "d_rel": 4,
+    "rel_extent": 7,
+    "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "log_scaling_n_floor": 8,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1, 3]}),
     "falcon_h1": (
@@ -68,6 +82,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_intermediate_size": 32,
             "layer_types": ["mamba", "attention", "mamba", "attention"],
         },
+    ),
+    "inkling_text": (
+        "InklingText",
+        {**_INKLING, "n_shared_experts": 1, "logits_mup_width_multiplier": 1.0},
+    ),
+    "inkling2_text": (
+        "Inkling2Text",
+        {**_INKLING, "unpadded_vocab_size": VOCABULARY, "n_layers_per_attn_res_block": 2},
     ),
     "kimi_linear": (
         "KimiLinear",
@@ -133,11 +155,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32, "head_dim": 16},
     ),
 }
-_FAST = ("kimi_linear", "lfm2", "mamba2", "qwen3_next")
+_FAST = ("inkling2_text", "kimi_linear", "lfm2", "mamba2", "qwen3_next")
 _MARKED = [
     name if name in _FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES
 ]
-_BY_SWEEP = {"bailing_hybrid", "lfm2_moe", "lfm3", "qwen3_5_moe_text", "zamba2"}
+_BY_SWEEP = {
+    "bailing_hybrid",
+    "inkling2",
+    "inkling_mm_model",
+    "lfm2_moe",
+    "lfm3",
+    "qwen3_5_moe_text",
+    "zamba2",
+}
 """Served types whose tiny models are those of the sweep."""
 
 
@@ -146,8 +176,12 @@ def built(name: str) -> Any:
     if name in _BY_SWEEP:
         from tests.integrations.transformers_sweep import tiny
 
-        class_name = hf.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
-        return tiny.build(name, class_name).eval().float()
+        auto = hf.models.auto.modeling_auto
+        names = {
+            **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+            **auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        }
+        return tiny.build(name, names[name]).eval().float()
     prefix, sizes = FAMILIES[name]
     torch.manual_seed(0)
     common = _COMMON
@@ -241,7 +275,7 @@ def test_drafts_are_taken_back(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "inkling2_text"])
 def test_through_triton(name: str) -> None:
     pytest.importorskip("triton")
     _, result = served(built(name), "triton", new_tokens=2)
