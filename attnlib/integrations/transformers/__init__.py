@@ -11,10 +11,10 @@ an attnlib `Attention` layer. `registration` registers the names and `attention`
 function; `traced` and `opaque` are both under torch.compile. `masks`, `mask_tensor`,
 `described_mask`, `mask_values`, `step_mask` and `patterns` describe what is visible (`packing`: in
 packed rows), `mask_kinds` and `step_batches` how a mask is served.
-`plain` (with `decode` and `decode_on_device` for single queries), `continuous`, `dense`, `selected`
-and `two_streams` are the ways to compute attention. `pages` and `storage` view the memory of
-transformers as a paged cache, `layers` and `batch_plan` hold what belongs to a module and to a
-step. `paged_model` runs a model over attnlib's own paged caches: `discovery` finds its layers,
+`plain` (with `prefill` and `decode` on a CPU, and `decode_on_device`), `continuous`, `dense`,
+`selected` and `two_streams` are the ways to compute attention. `pages` and `storage` view the
+memory of transformers as a paged cache, `layers` and `batch_plan` hold what belongs to a module and
+to a step. `paged_model` runs a model over attnlib's own paged caches: `discovery` finds its layers,
 `paged_layers` holds them, `paged_step` is one step, `paged_latents` holds layers over latents, and
 `shared_layers` selects the tokens for layers without keys of their own. Requires transformers 5.17
 or later.

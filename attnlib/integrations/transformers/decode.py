@@ -23,7 +23,7 @@ from attnlib.ops.torch.fused import can_fuse
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, AttentionType
 
-__all__ = ["attend_decode"]
+__all__ = ["attend_decode", "operator_spec"]
 
 
 def attend_decode(call: Call, step: StepMask, kwargs: dict[str, object]) -> torch.Tensor | None:
@@ -53,7 +53,7 @@ def attend_decode(call: Call, step: StepMask, kwargs: dict[str, object]) -> torc
 
 def _found(call: Call, step: StepMask, kwargs: dict[str, object]) -> DecodeAgain | None:
     """What serves the call, or None if this module does not support it."""
-    spec, pattern = _spec(call, step), step.pattern
+    spec, pattern = operator_spec(call, step), step.pattern
     if spec is None or pattern is None:
         return None
     backend = get_attn_backend(spec, None, call.query.device, layer_name=layer_name(call.module))
@@ -63,8 +63,14 @@ def _found(call: Call, step: StepMask, kwargs: dict[str, object]) -> DecodeAgain
     return None if spans is None else DecodeAgain.of(call, kwargs, pattern, spans)
 
 
-def _spec(call: Call, step: StepMask) -> AttentionSpec | None:
-    """The spec that selection is asked for; None for calls of another kind."""
+def operator_spec(call: Call, step: StepMask) -> AttentionSpec | None:
+    """The spec that selection is asked for, for causal calls that torch's fused operator may serve;
+    None for others.
+
+    Args:
+        call: the attention call.
+        step: its mask.
+    """
     pattern, dtype = step.pattern, call.query.dtype
     if pattern is None or env.read("ATTNLIB_VALIDATE"):
         return None

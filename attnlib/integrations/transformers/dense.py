@@ -2,7 +2,7 @@
 
 If the new tokens are all keys and all heads share the mask, the mask is passed to the backend as an
 explicit bias over the query span (`MaskKind.QUERY_BIAS`). Everything else is computed with torch
-operations.
+operations; on a CPU by those of the torch backend, where all heads share the mask.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from attnlib.integrations.transformers.layers import (
 )
 from attnlib.integrations.transformers.pages import token_pages
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.ops.autocast import without_autocast
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.torch.request import KeySpan, QueryRows, attend_rows
 from attnlib.selection import explain, get_attn_backend
 from attnlib.spec import MaskKind
 
@@ -56,6 +59,9 @@ def attend_dense(
             call, added.expand(batch, 1, queries, keys).reshape(batch * queries, keys)
         )
     _check_torch_is_allowed(call, reason)
+    of_layer = call.sinks is None or call.sinks.dim() != 4
+    if of_layer and call.query.is_cpu and heads == 1 < queries == call.query.shape[2]:
+        return _attend_by_rows(call, added.expand(batch, 1, queries, keys))
     weights = _weights(call, added)
     grouped = weights.view(batch, call.key.shape[1], -1, keys)
     out = torch.matmul(grouped, call.value.to(weights.dtype))
@@ -140,6 +146,25 @@ def _attend_by_query_bias(call: Call, rows: torch.Tensor) -> torch.Tensor:
     flat = call.query.transpose(1, 2).reshape(batch * queries, heads, -1)
     out: torch.Tensor = layer(flat, None, None, cache, metadata)
     return out.view(batch, queries, heads, -1)
+
+
+@without_autocast
+def _attend_by_rows(call: Call, added: torch.Tensor) -> torch.Tensor:
+    """Each row of the batch in blocks of queries, over the range of keys that a block sees."""
+    (batch, heads, queries, _), keys = call.query.shape, call.key.shape[2]
+    sinks, cap = call.sinks, call.soft_cap or 0.0
+    params = AttentionParams(
+        scale=call.scale,
+        causal=False,
+        logits_soft_cap=cap,
+        sinks=None if sinks is None else sinks.float().reshape(heads),
+    )
+    out = call.query.new_empty(batch, queries, heads, call.value.shape[3])
+    for row in range(batch):
+        query, key, value = (x[row].transpose(0, 1) for x in (call.query, call.key, call.value))
+        rows = QueryRows(query, keys - queries, keys, 0, False, added[row, 0])
+        attend_rows(rows, KeySpan(key, value), params, out[row], None)
+    return out
 
 
 def _check_torch_is_allowed(call: Call, reason: str) -> None:

@@ -51,6 +51,7 @@ from attnlib.integrations.transformers.position_bias import (
     is_zero,
     load_distances,
 )
+from attnlib.integrations.transformers.prefill import attend_prefill
 from attnlib.integrations.transformers.repeated import remember
 from attnlib.integrations.transformers.spans import span_fields
 from attnlib.integrations.transformers.step_batches import paged_plan, unpaged_plan
@@ -105,14 +106,13 @@ def attend_plain(
     if step.q_length == 1 and adopt(call.key, call.value):
         step.plans["adopted"] = True
     if bias is None and kwargs.get("cu_seq_lens_q") is None:
-        out = attend_decode(call, step, kwargs)
+        single = step.q_length == 1
+        out = attend_decode(call, step, kwargs) if single else attend_prefill(call, step)
         if out is not None:
             return out
     step = with_callers_segments(step, kwargs)
-    if bias is None:
-        out = attend_decode_on_device(call, step)
-        if out is not None:
-            return out
+    if bias is None and (out := attend_decode_on_device(call, step)) is not None:
+        return out
     if is_transient() and not _is_uniform(step, bias):
         return attend_dense(call, step.dense(), bias, "a CUDA graph is recorded")
     step = window_as_padding(step)

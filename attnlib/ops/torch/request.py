@@ -1,8 +1,8 @@
 """Attention of one request's query rows, in blocks of rows.
 
-Each block reads only the keys that at least one of its rows sees, so the cost of a window layer
-follows the window and not the sequence. A block uses fused attention where that computes the same
-result, and the general implementation otherwise.
+Each block reads only the range of keys that its rows see, so the cost of a window layer follows the
+window and not the sequence. On a CPU an explicit bias narrows the range, too. A block uses fused
+attention where that computes the same result, and the general implementation otherwise.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ __all__ = [
 
 # Rows per fused block: enough to occupy the kernel, few enough to keep the mask of a block small.
 _FUSED_ROWS = 512
+# With an explicit bias, which may hide other keys from other rows, as for packed documents.
+_BIASED_ROWS = 128
 # Scores that the general implementation holds at a time: 64 MiB in float32, and on a CPU what fits
 # a cache, because it passes over them several times. Blocks of few rows would read keys too often.
 _GENERAL_SCORES = 1 << 24
@@ -114,9 +116,13 @@ def attend_rows(
     step = _FUSED_ROWS if fused else _general_rows(rows)
     if fused and _is_square_causal(rows, 0, rows.seq_len, params):
         step = num_rows
+    elif fused and _narrows(rows):
+        step = _BIASED_ROWS
     for begin in range(0, num_rows, step):
         block = rows.select(begin, min(begin + step, num_rows))
         start, end = key_range(block.first, block.last, block.seq_len, block.causal, params)
+        if _narrows(block):
+            start, end = _range_of_bias(block, start, end)
         block_out = out[begin : begin + step]
         block_lse = None if lse is None else lse[begin : begin + step]
         if end <= start:
@@ -127,6 +133,25 @@ def attend_rows(
             block_out.copy_(result)
             if block_lse is not None:
                 block_lse.copy_(logs)
+
+
+def _narrows(rows: QueryRows) -> bool:
+    """Whether the bias is searched for hidden keys: not for a few rows, and not on a GPU, where the
+    host would wait."""
+    on_cpu = rows.query.device.type == "cpu"
+    return on_cpu and rows.bias is not None and rows.query.shape[0] >= _LEAST_ROWS
+
+
+def _range_of_bias(rows: QueryRows, start: int, end: int) -> tuple[int, int]:
+    """The part of `[start, end)` without the keys at its ends that the bias hides from all rows."""
+    assert rows.bias is not None
+    first, last = rows.span_start, min(rows.span_start + rows.bias.shape[1], rows.seq_len)
+    seen = (rows.bias[:, : last - first] != -torch.inf).any(0).nonzero()
+    if end <= last:
+        end = min(end, first + int(seen[-1]) + 1 if len(seen) else first)
+    if start >= first:
+        start = max(start, first + int(seen[0]) if len(seen) else last)
+    return start, end
 
 
 def _general_rows(rows: QueryRows) -> int:

@@ -28,6 +28,32 @@ def test_a_mask_of_the_user(as_float: bool, backend: str) -> None:
     assert float((run(model, "attnlib", lambda m: m(ids).logits) - expected).abs().max()) > 1e-2
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_a_mask_of_documents_over_a_cache(name: str) -> None:
+    """A chunk of 40 queries after 30 keys."""
+    query, key, value = (torch.randn(2, heads, n, 8) for heads, n in ((4, 40), (2, 70), (2, 70)))
+    places = torch.arange(70)
+    documents = torch.tensor([0] * 25 + [1] * 20 + [2] * 25)
+    mask = (documents[30:, None] == documents) & (places[30:, None] >= places)
+    mask = torch.stack([mask, mask & (places >= 10)])[:, None]
+    fields: dict[str, object] = {}
+    if name == "gemma2":
+        fields["softcap"] = 2.0
+    if name == "gpt_oss":
+        fields["s_aux"] = torch.randn(4)
+    scores = query @ key.repeat_interleave(2, 1).mT * 8**-0.5
+    if name == "gemma2":
+        scores = torch.tanh(scores / 2.0) * 2.0
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if name == "gpt_oss":
+        sinks = fields["s_aux"].view(1, 4, 1, 1).expand(2, 4, 40, 1)  # type: ignore[attr-defined]
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., :70]
+    expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    found, _ = attnlib_attention(Module(), query, key, value, mask, **fields)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+
+
 def test_a_required_backend_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only torch computes a bias per head and position; with a required triton that is an error."""
     pytest.importorskip("triton")
