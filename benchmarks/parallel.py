@@ -1,13 +1,16 @@
 """Divided layers on the GPUs of one host against one GPU, and against their parts.
 
-    torchrun --nproc-per-node 4 -m benchmarks.parallel --out parallel.json
+    for n in 1 2 4; do
+        torchrun --nproc-per-node $n -m benchmarks.parallel --out parallel_$n.json
+    done
     torchrun --nproc-per-node 2 -m benchmarks.parallel --shrink 512 --repeats 2   # gloo, on a CPU
 
 For each decode: the layer on one GPU with all heads and keys; a rank's attention to its keys, on
 the slowest rank; the exchange; the divided layer. `bound` is the attention of the slowest rank and
 the received bytes (X6) at the measured rate of a large exchange; the divided layer should reach 85%
-of it. For the prefill: one GPU, the ring, and gathered keys. Times are medians in microseconds, of
-calls in one CUDA graph each (decodes) or of calls from the host.
+of it. For the prefill of a prompt, and of its last part over the rest: one GPU, the ring, and
+gathered keys; four GPUs should be 3.2 times as fast as one. `met` says so, on GPUs. Times are
+medians in microseconds, of calls in one CUDA graph each (decodes) or of calls from the host.
 """
 
 from __future__ import annotations
@@ -36,7 +39,10 @@ from attnlib.parallel import (
 
 DECODES = ((2, 64), (4, 128), (16, 32), (1, 1024))
 """Requests, and thousands of tokens of each (1024 per thousand)."""
-PREFILL = 128
+PREFILLS = ((128, 0), (8, 120))
+"""Thousands of new tokens, and of tokens in the cache."""
+SHARE, SPEEDUP = 0.85, {4: 3.2}
+"""What must be reached: of the bound of decodes, and of prompts by number of ranks."""
 BLOCK = 16
 RATE_BYTES = 64 << 20
 """Received in the measurement of the rate."""
@@ -104,8 +110,10 @@ class Bench:
             torch.cuda.synchronize()
 
     def rate(self) -> dict[str, float]:
-        """Received bytes per microsecond of large exchanges."""
+        """Received bytes per microsecond of large exchanges; nothing on one rank."""
         world = self.group.world_size
+        if world == 1:
+            return {}
         count = RATE_BYTES // self.options.shrink // (world - 1)
         part = torch.zeros(count, dtype=torch.uint8, device=self.device)
         whole = torch.zeros(count * world, dtype=torch.uint8, device=self.device)
@@ -147,39 +155,49 @@ class Bench:
 
         part = self.time(lambda: layer.attend_cached(gathered, cache, built), in_graph=True)
         received = exchange_bytes(self.rank_spec, world, requests)
-        bound = part + received["queries"] / rate["all_gather"]
-        bound += received["all_to_all"] / rate["all_to_all"]
+        bound = part
+        if rate:
+            bound += received["queries"] / rate["all_gather"]
+            bound += received["all_to_all"] / rate["all_to_all"]
         divided = self.time(lambda: layer(own, None, None, cache, built), in_graph=True)
+        exchanged = self.time(exchange_only, in_graph=True)
         return {
             "requests": requests, "length": length, "one_gpu": one, "rank": part,
-            "exchange": self.time(exchange_only, in_graph=True), "divided": divided,
-            "received_bytes": received, "bound": round(bound, 1),
+            "exchange": exchanged, "rank_and_exchange": round(part + exchanged, 1),
+            "divided": divided, "received_bytes": received, "bound": round(bound, 1),
             "share_of_bound": round(bound / divided, 3), "speedup": round(one / divided, 2),
+            **self.met(bound / divided, SHARE),
         }  # fmt: skip
 
-    def prefill(self, length: int) -> dict[str, Any]:
-        """One prompt, with its tokens divided among the ranks."""
-        spec = self.spec
+    def met(self, value: float, target: float | None) -> dict[str, bool]:
+        """Whether a target is reached; nothing without a target or a GPU."""
+        return {"met": value >= target} if target is not None and self.on_gpu else {}
+
+    def prefill(self, new: int, context: int) -> dict[str, Any]:
+        """New tokens of one prompt, divided among the ranks; the context by the cache."""
+        spec, length = self.spec, new + context
         cache, table = self.cache(length, 1)
         whole = attnlib.Attention(spec, device=self.device)
         common = attnlib.CommonAttentionMetadata.from_lengths(
-            [length], [length], table, BLOCK, self.device
+            [new], [length], table, BLOCK, self.device
         )
         metadata = whole.backend.make_builder(spec, self.device).build(0, common)
         sizes = [(spec.num_heads, spec.head_size), *[(spec.num_kv_heads, spec.head_size)] * 2]
-        inputs = [self.random(length, *size) for size in sizes]
-        found: dict[str, Any] = {"length": length}
+        inputs = [self.random(new, *size) for size in sizes]
+        found: dict[str, Any] = {"new": new, "context": context}
         found["one_gpu"] = self.time(lambda: whole(*inputs, cache, metadata))
+        division = Interleaved(self.group.world_size)
         for method in ("ring", "all_gather"):
             layer = ParallelPrefill(
-                spec, self.group, Interleaved(self.group.world_size), method=method,
-                agreement="never", device=self.device,
-            )  # fmt: skip
-            batch = layer.make_builder().build([length], table)
+                spec, self.group, division, method=method, agreement="never", device=self.device
+            )
+            batch = layer.make_builder().build([new], table, [context])
             own = [each[batch.token_rows] for each in inputs]
             found[method] = self.time(lambda x=own, b=batch, f=layer: f(*x, cache, b))
             found[f"{method}_speedup"] = round(found["one_gpu"] / found[method], 2)
-        return found
+        best = max(found["ring_speedup"], found["all_gather_speedup"])
+        target = None if context else SPEEDUP.get(self.group.world_size)
+        return {**found, **self.met(best, target)}
 
 
 def main() -> None:
@@ -202,7 +220,10 @@ def main() -> None:
                 bench.decode(requests, thousands * 1024 // options.shrink, rate)
                 for requests, thousands in DECODES
             ],
-            "prefill": bench.prefill(PREFILL * 1024 // options.shrink),
+            "prefill": [
+                bench.prefill(*(thousands * 1024 // options.shrink for thousands in row))
+                for row in PREFILLS
+            ],
         }  # fmt: skip
     if bench.group.rank == 0:
         text = json.dumps(result, indent=1)

@@ -112,8 +112,7 @@ _VLLM = {
     "prefill context parallelism of latents": _both(
         f"{_ENGINE}::test_tokens_with_prefill_context_parallelism"
     ),
-    "the same of other layers": _both("refused: vLLM divides prompts of latent models only"),
-    "the same of sparse latents": _both("refused: vLLM's indexer was not tested with it"),
+    "the same of other layers": _both("refused: vLLM divides no prompts of dense layers"),
     "KV connectors": _both(_CONNECTOR),
     "KV connectors of latents": _both("refused: ExampleConnector misreads them"),
     "quantized output": _both("refused: outputs are not quantized"),

@@ -1,17 +1,26 @@
 """Divided layers on several GPUs, with NCCL and CUDA graphs; run by `test_attention_gpus.py`.
 
-torchrun --nproc-per-node 2 -m tests.parallel.gpu_ranks
+    torchrun --nproc-per-node 2 -m tests.parallel.gpu_ranks
+    torchrun --nproc-per-node 2 -m tests.parallel.gpu_ranks --one-gpu
+
+NCCL refuses two ranks on one GPU, and gloo has no all-to-all of CUDA tensors. With `--one-gpu` what
+ranks send passes through the CPU, so that kernels and batches are tested, but neither NCCL nor
+graphs. Without a GPU, that is a dry run of this file.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from attnlib.parallel import RankGroup, divided_batch
+from tests.parallel import prefill_cases
 from tests.parallel.cases import PROBLEMS
 from tests.parallel.problem import STEPS, Problem, Run, error_of
 
@@ -61,18 +70,59 @@ def replays(group: RankGroup, device: str) -> None:
     assert error <= LIMIT, f"replay: error {error}"
 
 
+class ThroughHost(RankGroup):
+    """Ranks whose tensors are copied to the CPU and back for each exchange."""
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return super().all_gather(tensor.cpu()).to(tensor.device)
+
+    def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        received = torch.empty_like(out, device="cpu")
+        super().all_to_all(received, tensor.cpu())
+        out.copy_(received)
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        return super().reduce_scatter(tensor.cpu()).to(tensor.device)
+
+    def start_shift(
+        self, out: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+    ) -> list[Any]:
+        received = [torch.empty_like(each, device="cpu") for each in out]
+        for request in super().start_shift(received, [each.cpu() for each in tensors]):
+            request.wait()
+        for each, found in zip(out, received, strict=True):
+            each.copy_(found)
+        return []
+
+
 def main() -> None:
-    device = f"cuda:{os.environ['LOCAL_RANK']}"
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    group = RankGroup()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--one-gpu", action="store_true", help="all ranks on one GPU, or on a CPU")
+    shared = parser.parse_args().one_gpu
+    device = "cuda:0" if shared else f"cuda:{os.environ['LOCAL_RANK']}"
+    if shared and not torch.cuda.is_available():
+        device = "cpu"
+    else:
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if shared else "cpu:gloo,cuda:nccl")
+    group = ThroughHost() if shared else RankGroup()
     for name, problem in PROBLEMS.items():
         error = Run(in_bfloat16(problem), group, device).largest_error()
-        assert error <= LIMIT, f"{name}: error {error}"
-        if group.rank == 0:
-            print(f"{name}: error {error:.2g}")
-    replays(group, device)
+        report(group, name, error)
+    for name, problem in prefill_cases.PROBLEMS.items():
+        run = prefill_cases.Run(in_bfloat16(problem), group, device)
+        steps = [prefill_cases.LENGTHS[each] for each in prefill_cases.CHUNKS]
+        report(group, f"prefill, {name}", max(error_of(*run.step(each)) for each in steps))
+        assert not run.wrong_keys(steps[-1]), name
+    if not shared:
+        replays(group, device)
     dist.destroy_process_group()
+
+
+def report(group: RankGroup, name: str, error: float) -> None:
+    assert error <= LIMIT, f"{name}: error {error}"
+    if group.rank == 0:
+        print(f"{name}: error {error:.2g}", flush=True)
 
 
 if __name__ == "__main__":

@@ -75,34 +75,38 @@ class Run:
     Args:
         problem: the problem; a rank computes all heads of its spec.
         group: the ranks.
+        device: of this rank.
     """
 
-    def __init__(self, problem: Problem, group: RankGroup) -> None:
-        self.group, self.spec = group, problem.rank_spec()
+    def __init__(self, problem: Problem, group: RankGroup, device: str = "cpu") -> None:
+        self.group, self.spec, self.device = group, problem.rank_spec(), device
         spec, self.random = self.spec, torch.Generator().manual_seed(11)
         self.division: Division = (
             Interleaved(group.world_size, problem.run)
             if problem.division is None
             else problem.division(group.world_size)
         )
-        given = per_head(spec, self.random)
+        given = {name: x.to(device) for name, x in per_head(spec, self.random).items()}
         self.layer = ParallelPrefill(
-            spec, group, self.division, device="cpu", **given, **problem.options
+            spec, group, self.division, device=device, **given, **problem.options
         )
         self.call: Callable[..., Any] = self.layer
         self.builder = self.layer.make_builder()
-        self.whole = attnlib.Attention(spec.replace(needs_lse=True), device="cpu", **given)
-        self.caches = [problem.cache(4 * 9, "cpu") for _ in range(2)]
+        self.whole = attnlib.Attention(spec.replace(needs_lse=True), device=device, **given)
+        self.caches = [problem.cache(4 * 9, device) for _ in range(2)]
         order = torch.Generator().manual_seed(group.rank)
         self.tables = [
-            torch.randperm(36, generator=random).view(4, 9).int() for random in (self.random, order)
+            torch.randperm(36, generator=random).view(4, 9).int().to(device)
+            for random in (self.random, order)
         ]
 
     def tensors(self, tokens: int) -> list[torch.Tensor]:
         spec = self.spec
         sizes = (spec.num_heads, spec.head_size), (spec.num_kv_heads, spec.head_size)
-        query, key = (torch.randn(tokens, *each, generator=self.random) for each in sizes)
-        value = torch.randn(tokens, spec.num_kv_heads, spec.head_size_v, generator=self.random)
+        query, key, value = (
+            torch.randn(tokens, *each, generator=self.random).to(self.device, spec.dtype)
+            for each in (*sizes, (spec.num_kv_heads, spec.head_size_v))
+        )
         return [query, key, key[..., : spec.head_size_v] if spec.use_mla else value]
 
     def step(self, lengths: list[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
@@ -110,9 +114,9 @@ class Run:
         query_lens, seq_lens = ([pair[n] for pair in lengths] for n in (0, 1))
         inputs = self.tensors(sum(query_lens))
         common = attnlib.CommonAttentionMetadata.from_lengths(
-            query_lens, seq_lens, self.tables[0], BLOCK, "cpu"
+            query_lens, seq_lens, self.tables[0], BLOCK, self.device
         )
-        built = self.whole.backend.make_builder(self.whole.spec, "cpu").build(0, common)
+        built = self.whole.backend.make_builder(self.whole.spec, self.device).build(0, common)
         whole = self.whole(*inputs, self.caches[0], built, True)
         contexts = [total - new for new, total in lengths]
         batch = self.builder.build(query_lens, self.tables[1], contexts)
