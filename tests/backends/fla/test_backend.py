@@ -4,6 +4,8 @@ Triton's interpreter where it is installed."""
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -27,6 +29,7 @@ from attnlib.testing.states.inputs import draw_layer, draw_tokens
 from attnlib.testing.states.kinds import KINDS
 from tests.backends.cpu_backend import H200
 from tests.backends.fla import fake
+from tests.fresh_process import run_module
 
 RECURRENT = {name: spec for name, spec in KINDS.items() if spec.has_recurrence}
 
@@ -114,6 +117,18 @@ def test_it_conforms(form: str, calls: fake.Calls) -> None:
     report = run_conformance(backend, device="cpu", quick=True, only=only, against=[])
     assert report.passed, str(report)
     assert {name for name, _ in calls} == {f"{form}_{module}" for module in MODULES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["chunk", "fused_recurrent"])
+def test_it_conforms_over_its_own_kernels(form: str) -> None:
+    """In Triton's interpreter; on a GPU, tests/gpu/test_states.py does it."""
+    if not importlib.util.find_spec("fla"):
+        pytest.skip("flash-linear-attention is not installed")
+    options = ["float16", "1"] if form == "chunk" else ["float32", "999"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = run_module("tests.backends.fla.interpreted", [*options, "ST1,ST8"], environment)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 class _KeysFirst(FlaStateImpl):
