@@ -9,6 +9,8 @@ import torch
 from attnlib.backends._foreign.packed_states import PackedBatch, PackedStateImpl, normalized
 from attnlib.backends.fla.probe import find_functions
 from attnlib.backends.state_impl import StateInputs
+from attnlib.ops.addresses import as_count
+from attnlib.spec import StateSpec
 
 __all__ = ["FlaStateImpl"]
 
@@ -27,7 +29,16 @@ _FUNCTIONS = {
 
 
 class FlaStateImpl(PackedStateImpl):
-    """Log decays are natural logarithms there too; states are asked for as `[Dv, Dk]`."""
+    """Log decays are natural logarithms there too; states are asked for as `[Dv, Dk]`.
+
+    Raises:
+        ContractError: the setting `chunk_from` is no count.
+    """
+
+    def __init__(self, spec: StateSpec, **kwargs: Any) -> None:
+        super().__init__(spec, **kwargs)
+        setting = self.config.get("chunk_from", _CHUNK_FROM)
+        self._chunk_from = as_count("chunk_from", setting, 1)
 
     def recur(
         self, inputs: StateInputs, initial: torch.Tensor, batch: PackedBatch
@@ -36,8 +47,7 @@ class FlaStateImpl(PackedStateImpl):
         float32 layers run in the recurrent form only."""
         spec = self.spec
         name, decay_name = _FUNCTIONS[spec.update, spec.decay]
-        chunked = batch.longest >= int(self.config.get("chunk_from", _CHUNK_FROM))
-        chunked = chunked and spec.dtype is not torch.float32
+        chunked = batch.longest >= self._chunk_from and spec.dtype is not torch.float32
         arguments = self._delta(inputs) if spec.update == "delta" else self._add(inputs)
         decay = inputs.log_decay
         if decay_name == "g":

@@ -22,6 +22,7 @@ from attnlib.backends.fla.probe import MODULES, find_functions
 from attnlib.backends.state_impl import StateInputs
 from attnlib.cache.states import StateCache
 from attnlib.device import DeviceInfo
+from attnlib.errors import ContractError
 from attnlib.layer import StateLayer
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.testing.conformance import run_conformance
@@ -99,13 +100,24 @@ def test_short_steps_and_float32_run_in_the_recurrent_form(calls: fake.Calls) ->
     assert names == ["fused_recurrent", "fused_recurrent", "chunk"]
 
 
-def test_a_constant_decay_of_a_delta_layer(calls: fake.Calls) -> None:
-    """No model has one; the function takes one per token."""
-    spec = RECURRENT["gated delta"].replace(decay="constant")
-    _, found = run(on_cpu(), spec, [5, 2])
-    _, expected = run("torch", spec, [5, 2])
+@pytest.mark.parametrize("update", ["delta", "add"])
+@pytest.mark.parametrize("decay", ["head", "channel", "constant"])
+@pytest.mark.parametrize("has_beta", [True, False])
+def test_every_combination_agrees_with_torch(
+    update: str, decay: str, has_beta: bool, calls: fake.Calls
+) -> None:
+    """Those that no model has, too: constant decays of a delta layer, norms without one."""
+    changes = {"update": update, "decay": decay, "has_beta": has_beta, "has_skip": True}
+    spec = RECURRENT["gated delta"].replace(**changes)
+    _, found = run(on_cpu(), spec, [5, 0, 2])
+    _, expected = run("torch", spec, [5, 0, 2])
     torch.testing.assert_close(found, expected)
-    assert calls[0][1]["g"].shape == (1, 7, spec.num_heads)
+    assert len(calls) == 1
+
+
+def test_a_wrong_setting() -> None:
+    with pytest.raises(ContractError, match="chunk_from"):
+        run(on_cpu(chunk_from=0), RECURRENT["gla"], [1])
 
 
 @pytest.mark.slow
