@@ -48,7 +48,7 @@ def _check_value_cache_dtype(spec: AttentionSpec, caps: Capabilities) -> str | N
     pair = format_pair(spec.kv_format, spec.value_format)
     if pair is None:
         return None
-    if spec.kv_format.is_open or spec.value_format.is_open:
+    if spec.has_open_format:
         return _open_reason(spec, caps)
     label = "formats of keys and values"
     return member("kv_format_pairs", lambda _: pair, label)(spec, caps)

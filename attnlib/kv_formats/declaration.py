@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.score_functions.checks import check_function
 
 __all__ = ["KVFormat", "plain_format"]
 
@@ -51,6 +52,11 @@ class KVFormat:
             averaged over Gaussian heads whose root mean square is in `span`.
         span: (smallest, largest) root mean square of heads for which `error` holds.
         rotated: `error` and the quality of the format need rotated heads (`kv_rotation`, P15).
+        number: device function, `number(word, part)`, in the operators of score functions: the
+            number that `decode` multiplies by the scale, of element `part` of a 16-bit word. Word i
+            of a head holds its elements P i to P i + P - 1, P = 16 / bits. For formats of 4 and 8
+            bits with one floating-point scale per head; numbers are below 2^15. None: the format is
+            read by the `torch` backend only.
 
     Raises:
         ContractError: no format can have this value; the message names the field and the limit.
@@ -70,6 +76,7 @@ class KVFormat:
     error: float = 0.0
     span: tuple[float, float] = (2.0**-13, 2.0**13)
     rotated: bool = False
+    number: Callable[[Any, int], Any] | None = None
 
     def __post_init__(self) -> None:
         _check_names(self)
@@ -220,3 +227,12 @@ def _check_conversions(stored: KVFormat) -> None:
         raise _refuse(stored, "span", "it must be a pair (smallest, largest) of numbers above 0")
     if not isinstance(stored.rotated, bool):
         raise _refuse(stored, "rotated", "it must be True or False")
+    if stored.number is None:
+        return
+    assert stored.scale_dtype is not None  # of formats with scales in the page
+    one_scale = stored.groups_per_head == 1 and stored.scale_dtype.is_floating_point
+    if stored.bits not in (4, 8) or not one_scale:
+        raise _refuse(
+            stored, "number", "device functions are for 4 or 8 bits and one floating-point scale"
+        )
+    check_function(stored.number, ("word", "part"))

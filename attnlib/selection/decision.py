@@ -12,7 +12,7 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.capabilities import Capabilities, StateCapabilities, unsupported_reasons
 from attnlib.device import DeviceInfo
 from attnlib.errors import LayoutMismatchError
-from attnlib.kv_rotation import KVRotation
+from attnlib.selection.cache_lines import cache_lines, write_line
 from attnlib.selection.registration import Registration
 from attnlib.selection.report import CandidateReport, SelectionReport, SelectionStatus
 from attnlib.selection.request import Request
@@ -168,48 +168,9 @@ def _explain_lines(backend: Backend, spec: LayerSpec, device: DeviceInfo) -> tup
         lines.append("requires a cache without NaN or Inf in unused slots")
     decodes = spec.attn_type is AttentionType.DECODER and not spec.use_mla
     if backend.capabilities.rotary_write and decodes:
-        # The capability leaves pages that hold their scales out, and rotations of the cache.
-        fused = not spec.scales_in_page and spec.kv_rotation is None
-        lines.append(
-            "write:   one launch, with q/k norm and rotation"
-            if fused
-            else "write:   one launch; q/k norm and rotation take separate ones"
-        )
-    rotation = spec.kv_rotation
-    if rotation is not None:
-        lines.append(_rotation_line(rotation))
-    lines += _open_format_lines(spec)
-    if spec.kv_format.bits <= 4 and not (rotation is not None and rotation.keys):
-        lines.append(
-            f"warning: keys of {spec.kv_format.bits} bits without a rotation "
-            f"({spec.kv_format.name}) change many models; compare them by attnlib audit-kv "
-            "--perplexity with int8_per_token_head keys, 4-bit values and kv_rotation=hadamard"
-        )
+        lines.append(write_line(spec))
+    lines += cache_lines(spec)
     return tuple(lines)
-
-
-def _open_format_lines(spec: AttentionSpec) -> list[str]:
-    """The formats of packages, and what they need (P16)."""
-    rotation, lines = spec.kv_rotation, []
-    keys = ("keys", spec.kv_format, spec.head_size)
-    for side, stored, size in (keys, ("values", spec.value_format, spec.head_size_v)):
-        if not stored.is_open:
-            continue
-        bits = f"{8 * stored.bytes_per_head(size) / size:.4g} bits"
-        lines.append(f"{side} are stored as {stored.name}, version {stored.version}: {bits}")
-        if stored.rotated and not (rotation is not None and getattr(rotation, side)):
-            lines.append(f"warning: {stored.name} is made for rotated {side}: set kv_rotation")
-    return lines
-
-
-def _rotation_line(rotation: KVRotation) -> str:
-    """What a rotation of the cache adds to the launches of a backend (P15)."""
-    sides = [name for name in ("keys", "values") if getattr(rotation, name)]
-    around = ["queries"] * rotation.keys + ["outputs"] * rotation.values
-    return (
-        f"rotation: {rotation}; {' and '.join(sides)} before the write, {' and '.join(around)} in "
-        "launches of their own"
-    )
 
 
 def _evaluate_pair(

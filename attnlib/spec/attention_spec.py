@@ -160,6 +160,11 @@ class AttentionSpec(LayerSpec):
         return self.kv_format.scales_in_page or self.value_format.scales_in_page
 
     @property
+    def has_open_format(self) -> bool:
+        """Whether keys or values have the format of a package (P16)."""
+        return self.kv_format.is_open or self.value_format.is_open
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of the keys and values of one token of one layer, with scales in the page."""
         size_v = 0 if self.use_mla else self.value_format.bytes_per_head(self.head_size_v)

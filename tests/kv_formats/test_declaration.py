@@ -51,7 +51,7 @@ def test_wrong_fields_are_refused(
 def test_sizes(rotated4: KVFormat) -> None:
     assert (rotated4.stored_size(128), rotated4.num_scales(128)) == (64, 1)
     assert rotated4.bytes_per_head(128) == 66 and rotated4.head_size(64) == 128
-    three = replace(rotated4, bits=3, head_size_multiple=8)
+    three = replace(rotated4, bits=3, head_size_multiple=8, number=None)
     assert (three.stored_size(64), three.head_size(24)) == (24, 64)
 
 

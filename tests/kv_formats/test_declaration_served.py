@@ -13,6 +13,7 @@ import attnlib
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.kv_formats import KVFormat, register_kv_format, unregister_kv_format
 from attnlib.ops.torch.hadamard import rotate_heads
+from tests.testing.toy_backend import ToyBackend
 
 HEADS, KV_HEADS, SIZE = 4, 2, 32
 
@@ -69,7 +70,7 @@ def test_bytes_that_a_format_of_the_library_could_have(rotated4: KVFormat) -> No
     assert encode is not None and decode is not None
     four = register_kv_format(
         replace(
-            rotated4, name="example:four", groups_per_head=4, head_size_multiple=8,
+            rotated4, name="example:four", groups_per_head=4, head_size_multiple=8, number=None,
             encode=lambda x: (encode(x)[0], encode(x)[1].expand(-1, 4)),
             decode=lambda codes, scale: decode(codes, scale[:, :1]),
         )
@@ -101,7 +102,7 @@ def test_other_backends_refuse_an_open_format(rotated4: KVFormat) -> None:
     reason = "open KV format example:rotated4: not supported .backend='torch' reads all of them"
     for changes in ({}, {"value_cache_dtype": "auto"}):
         with pytest.raises(UnsupportedConfigError, match=reason):
-            attnlib.get_attn_backend(_spec(**changes), backend="triton", device="cpu")
+            attnlib.get_attn_backend(_spec(**changes), backend=ToyBackend, device="cpu")
     assert attnlib.get_attn_backend(_spec(), device="cpu").get_name() == "torch"
 
 

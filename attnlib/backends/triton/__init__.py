@@ -44,6 +44,7 @@ class TritonBackend(AttentionBackend):
         ),
         kv_formats=tuple(PAGE_FORMATS),
         kv_format_pairs=tuple(pair for pair in KV_FORMAT_PAIRS if "plain" not in pair),
+        open_kv_formats=True,
         kv_scale_kinds=("tensor", "head"),
         head_sizes=Sizes(8, 576, 8),
         head_size_v_may_differ=True,
@@ -171,7 +172,7 @@ class TritonBackend(AttentionBackend):
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
         """bfloat16 on a CPU, because Triton's interpreter computes with numpy, which has none; and
         selected keys with features that their kernel has not."""
-        reasons = []
+        reasons = _unread_formats(spec)
         if spec.key_selection is not None:
             if spec.score_function is not None:
                 reasons.append("key_selection with a score function: not supported")
@@ -195,6 +196,23 @@ class TritonBackend(AttentionBackend):
                 "float16"
             )
         return reasons
+
+
+def _unread_formats(spec: AttentionSpec) -> list[str]:
+    """Open formats that no device function converts (P16)."""
+    if not spec.has_open_format:
+        return []
+    sides = {one.name: one for one in (spec.kv_format, spec.value_format)}
+    reasons = [
+        f"open KV format {name}: no device function (KVFormat.number; backend='torch' reads it)"
+        for name, one in sides.items()
+        if one.is_open and one.number is None
+    ]
+    if not all(one.scales_in_page for one in sides.values()):
+        reasons.append("open KV format beside a side in the dtype of the model: not supported")
+    if "mxfp4" in sides:
+        reasons.append("open KV format beside mxfp4: not supported")  # no 16-bit products hold both
+    return reasons
 
 
 def _unsupported_entries(spec: AttentionSpec) -> list[str]:

@@ -126,6 +126,8 @@ def _page_lines(spec: AttentionSpec, capability: tuple[int, int] | None, kernels
     if pair is not None:
         reason = "keys and values in two formats"
         return [f"prefill, decode: portable Triton kernels ({reason}; {how})"]
+    if stored.is_open:
+        return [f"prefill, decode: portable Triton kernels (an open format; {how})"]
     prefill = f"prefill: portable Triton kernel ({how}){copies_note(spec, capability)}"
     if not hopper_reads(stored):
         return [prefill, "decode:  portable Triton kernel"]

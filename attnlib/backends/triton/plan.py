@@ -193,8 +193,11 @@ def make_plan(
     output: Tensor,
     lse: Tensor | None,
 ) -> TritonPlan | None:
-    """See `AttentionImpl.plan`. Calls without query rows have no launches and no plan."""
+    """See `AttentionImpl.plan`. Calls without query rows have no launches and no plan; those that
+    write an open format have its own functions to call (P16)."""
     if query.shape[0] == 0 or not cache.key_cache.shape[0]:
+        return None
+    if key is not None and self.spec.has_open_format:
         return None
     call = LayerCall(query, key, value, cache, output, lse)
     return TritonPlan(self, signature, call, metadata, self._kernels)

@@ -18,6 +18,7 @@ from attnlib.kv_dtype import KVFormat, page_format
 from attnlib.ops.checks import vector_elements
 from attnlib.ops.scales import MAX_KV_SCALE
 from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.heuristics.page_tiles import page_shared_bytes
 from attnlib.ops.triton.heuristics.tiles import Tile, key_chunks, next_power_of_2
 from attnlib.ops.triton.kernels.page_formats import (
@@ -26,12 +27,15 @@ from attnlib.ops.triton.kernels.page_formats import (
     PAGE_INT8,
     PAGE_MXFP4,
     PAGE_NVFP4,
+    PAGE_OPEN4,
+    PAGE_OPEN8,
 )
 from attnlib.ops.triton.kernels.page_write import PageFormat, PageWriteConfig, write_pages_kernel
 from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES, KV_PLAIN
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.constants import attention_constants, compute_dtype
+from attnlib.ops.triton.launch.score_compile import compile_number
 
 __all__ = ["element_constants", "page_kind", "page_words", "page_write"]
 
@@ -49,8 +53,27 @@ _LANES = 16
 
 
 def page_kind(stored: KVFormat) -> int:
-    """The `PAGE_*` constant of a format."""
-    return _KINDS[stored.name]
+    """The `PAGE_*` constant of a format.
+
+    Raises:
+        UnsupportedConfigError: an open format without a device function.
+    """
+    if not stored.is_open:
+        return _KINDS[stored.name]
+    if stored.number is None:
+        raise UnsupportedConfigError(
+            f"{stored.name} has no device function (KVFormat.number): use backend='torch'",
+            backend="triton",
+        )
+    return int((PAGE_OPEN4 if stored.bits == 4 else PAGE_OPEN8).value)
+
+
+def _numbers(keys: KVFormat, values: KVFormat) -> dict[str, Any]:
+    """The device functions of open formats, and what identifies their code."""
+    found = [None if one.number is None else compile_number(one.number) for one in (keys, values)]
+    named = [one for one in found if one is not None]
+    texts = () if chips.INTERPRETED else tuple(one.cache_key for one in named)
+    return {"NUMBER": found[0], "V_NUMBER": found[1], "NUMBER_KEYS": texts}
 
 
 def page_write(
@@ -140,6 +163,7 @@ def _page_constants(call: AttentionCall, stored: KVFormat) -> dict[str, Any]:
     is_mxfp4 = page_kind(stored) == PAGE_MXFP4.value
     is_short, capability = call.shape.query_dtype.itemsize == 2, call.limits.capability
     ptx = 0
+    is_open = stored.is_open or values.is_open
     if capability >= (8, 0) and is_short and not stored.elements_per_group:
         ptx = 89 if call.limits.has_fp8 else 80
     # float16 holds the elements, and takes fewer conversions than bfloat16. Elements of mxfp4 times
@@ -153,6 +177,7 @@ def _page_constants(call: AttentionCall, stored: KVFormat) -> dict[str, Any]:
         "DV_PAD": padded_v,
         "PAGE_KIND": page_kind(stored),
         "V_PAGE_KIND": page_kind(values),
+        **(_numbers(stored, values) if is_open else {}),
         "COMPUTE": compute_dtype(call.shape.query_dtype, kind),
         "PTX": ptx,
         "VEC_K": max(1, shared["VEC_K"] // 2),

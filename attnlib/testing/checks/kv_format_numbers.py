@@ -1,4 +1,4 @@
-"""KV1 to KV8: the functions of a KV format by themselves (P16).
+"""KV1 to KV8, and KV14: the functions of a KV format by themselves (P16).
 
 They are the rules on which prefix sharing, chunked prefills, transfers and error budgets rely. A
 case is a head size.
@@ -166,6 +166,24 @@ def _check_error(stored: KVFormat, size: int) -> str:
     return ""
 
 
+def _check_device(stored: KVFormat, size: int) -> str:
+    """The device function against `decode` with a scale of 1, for all bytes."""
+    assert stored.number is not None  # `_cases` yields none without it
+    assert stored.scale_dtype is not None  # of a format with scales in the page
+    bytes_ = torch.arange(256, dtype=torch.uint8).repeat_interleave(stored.stored_size(size))
+    elements = bytes_.view(256, -1).view(stored.dtype)
+    wanted = stored.load(elements, torch.ones(256, 1, dtype=stored.scale_dtype))
+    words = elements.view(torch.int16).int() & 0xFFFF
+    parts = [stored.number(words, part) for part in range(16 // stored.bits)]
+    found = torch.stack([torch.as_tensor(part).float() for part in parts], -1).flatten(1)
+    valid = wanted.isfinite()
+    if not torch.equal(found[valid], wanted[valid]):
+        return "the device function gives other numbers than decode with a scale of 1"
+    if bool((found[valid].abs() >= 2.0**15).any()):
+        return "the device function gives numbers of 2^15 and more, which float16 products exceed"
+    return ""
+
+
 def _cases(check: Callable[[KVFormat, int], str], target: BackendUnderTest) -> Iterator[CheckCase]:
     assert target.kv_format is not None  # the only caller names one
     stored = find_kv_format(target.kv_format)
@@ -174,6 +192,8 @@ def _cases(check: Callable[[KVFormat, int], str], target: BackendUnderTest) -> I
         message = check(stored, size)
         return f"{message} (P16) | {stored.name}, head size {size}" if message else ""
 
+    if check is _check_device and stored.number is None:
+        return
     for size in head_sizes(stored, (64, 96) if target.quick else _SIZES):
         yield CheckCase(f"head-{size}", partial(run, size))
 
@@ -191,4 +211,5 @@ NUMBER_CHECKS = (
     _check("KV6", "a NaN stays visible, in its head", _check_nan),
     _check("KV7", "infinities and large numbers saturate", _check_saturation),
     _check("KV8", "the error is within the stated bound", _check_error),
+    _check("KV14", "the device function gives the numbers of decode", _check_device),
 )

@@ -29,6 +29,8 @@ from triton.runtime.jit import JITFunction
 
 from attnlib import AttentionSpec, PagedKVCache
 from attnlib.kv_dtype import PAGE_FORMATS
+from attnlib.kv_formats import register_kv_format
+from attnlib.object_path import load_object
 from attnlib.ops.triton.heuristics import device
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.packed_tiles import packed_shared_bytes
@@ -44,6 +46,8 @@ from attnlib.ops.triton.launch.score_compile import compile_score
 from attnlib.ops.triton.quantized_pages import page_kind, page_words
 from attnlib.testing.score_functions import SUITE, load_score_function, make_score_tensors
 from tests.fresh_process import run_module
+from tests.kv_formats.conftest import MODULE
+from tests.kv_formats.device_formats import SQUARES
 from tests.ops.calls import call_operation, split_options
 from tests.ops.triton.sass import descriptor_sources, disassemble
 from tests.ops.triton.state_cases import STATE_CASES, run_convolution, run_fused, run_state
@@ -197,6 +201,9 @@ def compile_for(name: str, cases: list[str]) -> dict[str, list[Compiled]]:
     return results
 
 
+OPEN_FORMATS = (load_object(f"{MODULE}:ROTATED_4BIT"), SQUARES)
+"""Formats with device functions (P16)."""
+
 _score_lookups: dict[Any, int] = {}
 """Device function of a score function -> its lookups that have a result for every score."""
 
@@ -211,7 +218,8 @@ def _tile(
     tile = Tile(config.BLOCK_M, config.BLOCK_N, kwargs["num_warps"], kwargs["num_stages"])
     query, key = args[:2]
     if config.PAGE_KIND is not None:
-        kinds = {page_kind(stored): stored for stored in PAGE_FORMATS.values()}
+        known = (*PAGE_FORMATS.values(), *OPEN_FORMATS)
+        kinds = {page_kind(stored): stored for stored in known}
         keys, values = kinds[config.PAGE_KIND], kinds[config.V_PAGE_KIND]
         sizes = [keys.head_size(2 * config.WORDS), values.head_size(2 * config.DV_WORDS)]
         sizes.append(query.element_size())
@@ -446,6 +454,8 @@ def _pages(name: str, options: dict[str, Any]) -> None:
     from attnlib.ops.triton.paged_prefill import paged_prefill
     from attnlib.spec import AttentionSpec
 
+    for stored in OPEN_FORMATS:
+        register_kv_format(stored)
     group, kv_heads, size = options.get("group", 4), 8, options.get("d", 128)
     dtype = options.get("dtype", torch.bfloat16)
     spec = AttentionSpec(
@@ -454,7 +464,9 @@ def _pages(name: str, options: dict[str, Any]) -> None:
         value_cache_dtype=options.get("values"), block_size=options.get("n", 16),
     )  # fmt: skip
     cache = PagedKVCache.allocate(spec, 2)
-    scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    scales: dict[str, Any] = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    if spec.has_open_format:
+        scales |= {"k_format": spec.kv_format, "v_format": spec.value_format}
     if name == "write":
         new = torch.empty(4, kv_heads, size, dtype=dtype)
         new_v, slots = new[..., : spec.head_size_v], torch.zeros(4, dtype=torch.int64)
@@ -916,6 +928,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"cache": "fp8_per_token_head", "values": "nvfp4"},
     ),
     "pages-write-int8-nvfp4": ("pages write", {"cache": "int8_per_token_head", "values": "nvfp4"}),
+    "pages-decode-open4": ("pages decode", {"cache": "example:rotated4"}),
+    "pages-decode-int8-open4": (
+        "pages decode",
+        {"cache": "int8_per_token_head", "values": "example:rotated4"},
+    ),
+    "pages-prefill-open8": ("pages prefill", {"cache": "tests:squares", "dv": 64}),
     "rotate-heads": ("rotate heads", {"d": 256}),
     "rotate-heads-80-f16": ("rotate heads", {"d": 80, "dtype": torch.float16}),
     "packed-write": ("packed write", {}),

@@ -109,6 +109,8 @@ MAIN = [
     "pages-prefill-int8",
     "pages-prefill-int4-all",
     "pages-prefill-fp8",
+    "pages-decode-open4",
+    "pages-prefill-open8",
     "packed-latent-64",
     "packed-latent-selected",
     "packed-latent-all",

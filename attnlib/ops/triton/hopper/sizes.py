@@ -97,7 +97,9 @@ def hopper_reads(stored: KVFormat | None, values: KVFormat | None = None) -> boo
         stored: of the keys; None for caches without scales in their pages.
         values: of the values, where it is another one.
     """
-    return values is None and (stored is None or not stored.elements_per_group)
+    if values is not None or stored is None:
+        return values is None
+    return not (stored.elements_per_group or stored.is_open)
 
 
 def decode_rows(head_size_v: int, cache_dtype: torch.dtype | None = None) -> int:

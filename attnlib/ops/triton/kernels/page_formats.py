@@ -9,6 +9,8 @@ passing through shared memory a second time, because 16-bit tiles are loaded as 
   that a scale multiplies a product or a weight, and never a single element.
 - 4-bit floats: word i holds the elements 4 i to 4 i + 3. 4 or 8 neighboring words have a scale,
   which multiplies their elements.
+- Open formats (P16): word i holds the P elements from P i on, and a device function converts them.
+  A head has one scale.
 
 On NVIDIA GPUs, two words in a register are converted at a time by a few integer instructions that
 place the bits of an element in the mantissa of a 16-bit float (PTX). Elsewhere the same
@@ -23,16 +25,19 @@ import triton.language as tl
 from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES, decode_kv
 
 __all__ = [
-    "PAGE_E4M3", "PAGE_INT4", "PAGE_INT8", "PAGE_MXFP4", "PAGE_NVFP4", "decode_scale",
-    "element_step", "first_element", "load_element_scales", "load_scales", "load_words",
-    "scale_of_part", "scaled", "unpack", "unpack_ptx", "words_per_scale",
+    "PAGE_E4M3", "PAGE_INT4", "PAGE_INT8", "PAGE_MXFP4", "PAGE_NVFP4", "PAGE_OPEN4", "PAGE_OPEN8",
+    "decode_scale", "element_step", "first_element", "load_element_scales", "load_scales",
+    "load_words", "scale_of_part", "scaled", "unpack", "unpack_ptx", "words_per_scale",
 ]  # fmt: skip
 
-PAGE_INT8: tl.constexpr = tl.constexpr(0)
-PAGE_E4M3: tl.constexpr = tl.constexpr(1)
-PAGE_INT4: tl.constexpr = tl.constexpr(2)
-PAGE_NVFP4: tl.constexpr = tl.constexpr(3)
-PAGE_MXFP4: tl.constexpr = tl.constexpr(4)
+# Two parts per word, then four; from PAGE_NVFP4 on, elements are multiplied by their scales.
+PAGE_OPEN8: tl.constexpr = tl.constexpr(0)
+PAGE_INT8: tl.constexpr = tl.constexpr(1)
+PAGE_E4M3: tl.constexpr = tl.constexpr(2)
+PAGE_INT4: tl.constexpr = tl.constexpr(3)
+PAGE_OPEN4: tl.constexpr = tl.constexpr(4)
+PAGE_NVFP4: tl.constexpr = tl.constexpr(5)
+PAGE_MXFP4: tl.constexpr = tl.constexpr(6)
 
 
 @triton.constexpr_function
@@ -50,7 +55,7 @@ def words_per_scale(kind):
 @triton.constexpr_function
 def element_step(kind):
     """Return the distance between the elements of one part in neighboring words."""
-    return 1 if kind == PAGE_INT4 else 4 if kind >= PAGE_NVFP4 else 2
+    return 1 if kind == PAGE_INT4 else 4 if kind >= PAGE_OPEN4 else 2
 
 
 @triton.jit
@@ -91,19 +96,30 @@ def scale_of_part(scales, PART: tl.constexpr, KIND: tl.constexpr):
         bits = ((scales >> (16 * PART)) & 0xFFFF).to(tl.uint16)
         number = bits.to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        number = scales
+        number = scales.to(tl.float32)
     return number
 
 
 @triton.jit
-def unpack(words, KIND: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr):
+def unpack(
+    words, KIND: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr, NUMBER: tl.constexpr = None
+):
     """Convert 16-bit words to COMPUTE (float16 or float32); return four parts.
 
     8-bit formats have two parts, which are returned twice. 4-bit floats are returned as float16,
-    without their scales (`scaled`). With PTX above 0, COMPUTE is float16, and pairs of words of
-    other formats are converted by PTX code for this compute capability.
+    without their scales (`scaled`), open formats by their device function NUMBER. With PTX above 0,
+    COMPUTE is float16, and pairs of words of other formats are converted by PTX code for this
+    compute capability.
     """
-    if PTX > 0 and KIND < PAGE_NVFP4:
+    if NUMBER is not None:
+        bits = words.to(tl.int32)
+        x0 = NUMBER(bits, 0).to(COMPUTE)
+        x1 = NUMBER(bits, 1).to(COMPUTE)
+        x2, x3 = x0, x1
+        if KIND == PAGE_OPEN4:
+            x2 = NUMBER(bits, 2).to(COMPUTE)
+            x3 = NUMBER(bits, 3).to(COMPUTE)
+    elif PTX > 0 and KIND < PAGE_NVFP4:
         x0, x1, x2, x3 = _unpack_float16(words, KIND, PTX)
     elif KIND >= PAGE_NVFP4:
         x0 = _e2m1(words)

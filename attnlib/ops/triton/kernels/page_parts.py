@@ -18,6 +18,7 @@ from attnlib.ops.triton.kernels.chunks import aligned, query_powers
 from attnlib.ops.triton.kernels.page_formats import (
     PAGE_INT4,
     PAGE_NVFP4,
+    PAGE_OPEN4,
     element_step,
     first_element,
     load_element_scales,
@@ -42,7 +43,7 @@ __all__ = [
 def open_pages(cache, kv_head, table, CONFIG: tl.constexpr):
     """Return the cache of one KV head: pointers to 16-bit words and to scales, and their strides.
 
-    Scales are float32, four float16 as an int64, or bytes.
+    Scales are numbers, four float16 as an int64, or bytes.
     """
     KIND: tl.constexpr = CONFIG.PAGE_KIND
     V_KIND: tl.constexpr = CONFIG.V_PAGE_KIND
@@ -161,7 +162,7 @@ def multiply_parts(
     offsets = _token_offsets(blocks, start, cache.stride_kb, cache.stride_kn, CONFIG.VEC_K, CONFIG)
     words = load_words(cache.key, offsets, inside, CONFIG.WORDS, CONFIG.WORDS_PAD, MASKED)
     offsets = _token_offsets(blocks, start, cache.stride_ksb, cache.stride_ksn, 1, CONFIG)
-    k0, k1, k2, k3 = unpack(words, KIND, COMPUTE, CONFIG.PTX)
+    k0, k1, k2, k3 = unpack(words, KIND, COMPUTE, CONFIG.PTX, CONFIG.NUMBER)
     if KIND >= PAGE_NVFP4:
         factors = load_element_scales(
             cache.k_scale, offsets, inside, CONFIG.WORDS, CONFIG.WORDS_PAD, KIND, MASKED
@@ -184,6 +185,9 @@ def multiply_parts(
             qk += product * scale_of_part(scales, 3, KIND)[None, :]
         else:
             qk = tl.dot(q1, tl.trans(k1), qk, input_precision="ieee")
+            if KIND == PAGE_OPEN4:
+                qk = tl.dot(q2, tl.trans(k2), qk, input_precision="ieee")
+                qk = tl.dot(q3, tl.trans(k3), qk, input_precision="ieee")
             qk *= scale_of_part(scales, 0, KIND)[None, :]
     return qk
 
@@ -219,7 +223,7 @@ def add_parts(
     offsets = _token_offsets(blocks, start, cache.stride_vb, cache.stride_vn, CONFIG.VEC_V, CONFIG)
     words = load_words(cache.value, offsets, inside, CONFIG.DV_WORDS, CONFIG.DV_PAD, MASKED)
     offsets = _token_offsets(blocks, start, cache.stride_vsb, cache.stride_vsn, 1, CONFIG)
-    v0, v1, v2, v3 = unpack(words, KIND, CONFIG.COMPUTE, CONFIG.PTX)
+    v0, v1, v2, v3 = unpack(words, KIND, CONFIG.COMPUTE, CONFIG.PTX, CONFIG.V_NUMBER)
     if KIND >= PAGE_NVFP4:
         factors = load_element_scales(
             cache.v_scale, offsets, inside, CONFIG.DV_WORDS, CONFIG.DV_PAD, KIND, MASKED

@@ -24,7 +24,7 @@ from attnlib.ops.triton.launch.score_source import device_source
 from attnlib.score_functions.function import ScoreFunction
 from attnlib.score_functions.operators import OPERATORS, TORCH_OPERATORS
 
-__all__ = ["CompiledScore", "compile_score"]
+__all__ = ["CompiledScore", "compile_number", "compile_score"]
 
 _TEMPLATES: dict[str, Any] = {
     "score": device_code.apply_score,
@@ -117,6 +117,16 @@ def compile_score(function: ScoreFunction, language: str) -> CompiledScore:
         template = device_code.bound_head_ranges
         more["head_ranges"] = converter.template(template, function.head_bounds, extra)
     return CompiledScore(apply, **more)
+
+
+@functools.lru_cache(maxsize=64)
+def compile_number(function: Callable[..., Any]) -> Any:
+    """The device function of `KVFormat.number` (P16).
+
+    Raises:
+        UnsupportedConfigError: the source of the function is not available.
+    """
+    return _Converter(_language("triton")).convert(function)
 
 
 class _Converter:

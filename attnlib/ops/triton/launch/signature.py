@@ -35,5 +35,6 @@ def call_signature(
         None if alibi is None else tensor_signature(alibi),
         None if sinks is None else tensor_signature(sinks),
         *(scale_signature(params.k_scale), scale_signature(params.v_scale)),
+        *(params.k_format, params.v_format),
         score_signature(params),
     )

@@ -1,0 +1,42 @@
+"""An open format of 8 bits with a device function (P16)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlib.kv_formats import KVFormat
+from attnlib.score_functions import where
+
+__all__ = ["SQUARES"]
+
+
+def encode(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Signed squares of numbers from 0 to 127: fine steps around 0."""
+    has_nan = x.isnan().any(-1, keepdim=True)
+    x = x.nan_to_num(0.0).clamp(-1e30, 1e30)
+    scale = x.abs().amax(-1, keepdim=True) / 127.0**2
+    roots = (x.abs() / scale.clamp(min=1e-37)).sqrt().round().clamp(0, 127)
+    codes = torch.where(scale > 0, roots, 0.0).to(torch.uint8) | (x < 0).to(torch.uint8) << 7
+    return codes, torch.where(has_nan, torch.nan, scale)
+
+
+def decode(codes: Tensor, scale: Tensor) -> Tensor:
+    """The reverse of `encode`."""
+    roots = (codes & 127).float()
+    return torch.where(codes > 127, -roots * roots, roots * roots) * scale
+
+
+def number(word: Any, part: int) -> Any:
+    """The device function."""
+    code = (word >> (8 * part)) & 255
+    root = (code & 127) * 1.0
+    return where(code > 127, -root * root, root * root)
+
+
+SQUARES = KVFormat(
+    name="tests:squares", version=1, dtype=torch.uint8, bits=8, scale_dtype=torch.float32,
+    groups_per_head=1, encode=encode, decode=decode, error=0.02, number=number,
+)  # fmt: skip
