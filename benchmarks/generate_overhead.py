@@ -1,17 +1,21 @@
 """Speed of transformers with attnlib and with other implementations, on one CPU thread.
 
-    python benchmarks/generate_overhead.py
+    python benchmarks/generate_overhead.py --record
     python benchmarks/generate_overhead.py --rows "static cache" "soft cap, prefill" --rounds 5
 
-Random float32 decoders of 4 layers with hidden size 512 continue prompts of up to 512 tokens by 64
-tokens: `generate` over a `DynamicCache` and over a static cache, with and without left padding, and
-`generate_batch`. A Gemma 2 shape, whose scores have a soft cap, is compared with eager, because
-sdpa has none; its prefill of 1024 tokens is a row of its own. The implementations take turns in one
-process, and the median over the rounds of the ratios of neighbors is reported. Seconds are CPU time
-of the process, so that other processes do not count. Prefill is not counted in the rows of
-`generate`: a call with one new token is subtracted.
+Random float32 decoders continue prompts of up to 512 tokens by 64 tokens: `generate` over a
+`DynamicCache` and over a static cache, with and without left padding, and `generate_batch`. They
+are a Llama of 4 layers with hidden size 512, one of 8 layers with 32 million weights, and a Gemma 2
+shape, whose scores have a soft cap: it is compared with eager, because sdpa has none. Gemma 3 270M
+has its own weights (`attnlib[model]`) and makes 24 tokens. Prefills of 1024 tokens are rows of
+their own; one of them has a mask of eight documents.
 
-Writes benchmarks/results/generate_overhead.json, if all rows run.
+The implementations take turns in one process, and the median over the rounds of the ratios of
+neighbors is reported. Seconds are CPU time of the process, so that other processes do not count.
+Prefill does not count in the rows of `generate`: time runs from the first token.
+
+`--record` adds the rows to benchmarks/results/generate_overhead.json, and removes those of other
+commits.
 """
 
 from __future__ import annotations
@@ -29,10 +33,11 @@ import torch
 import transformers
 
 import attnlib.integrations.transformers as integration
+from attnlib import example_model
 from attnlib.bench.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results" / "generate_overhead.json"
-PROMPT, NEW_TOKENS, PREFILL = 512, 64, 1024
+PROMPT, NEW_TOKENS, PREFILL, DOCUMENT = 512, 64, 1024, 128
 PADDED = (512, 480, 400, 256)
 
 
@@ -41,10 +46,11 @@ class Row:
     """One workload.
 
     Attributes:
-        model: "llama" or "gemma2".
+        model: "llama", "llama-32m", "gemma2" or "gemma3-270m".
         other: the implementation that attnlib is compared with.
         lengths: tokens of each prompt.
-        run: "generate", "prefill" or "batch".
+        run: "generate", "prefill", "documents" or "batch".
+        new_tokens: tokens that `generate` makes after the first one.
         arguments: further arguments of `generate`.
     """
 
@@ -52,23 +58,38 @@ class Row:
     other: str = "sdpa"
     lengths: tuple[int, ...] = (PROMPT,)
     run: str = "generate"
+    new_tokens: int = NEW_TOKENS
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
+STATIC = {"cache_implementation": "static"}
 ROWS = {
     "batch 1": Row(),
     "batch 4, padded": Row(lengths=PADDED),
-    "static cache": Row(arguments={"cache_implementation": "static"}),
-    "static cache, padded": Row(lengths=PADDED, arguments={"cache_implementation": "static"}),
+    "static cache": Row(arguments=STATIC),
+    "static cache, padded": Row(lengths=PADDED, arguments=STATIC),
     "generate_batch": Row(lengths=(*PADDED, 40, 130, 300, 64), run="batch"),
+    "prefill": Row(lengths=(PREFILL,), run="prefill"),
+    "prefill, mask of documents": Row(lengths=(PREFILL,), run="documents"),
+    "32M Llama": Row(model="llama-32m"),
+    "32M Llama, static cache": Row(model="llama-32m", arguments=STATIC),
     "soft cap": Row(model="gemma2", other="eager"),
     "soft cap, padded": Row(model="gemma2", other="eager", lengths=PADDED),
     "soft cap, prefill": Row(model="gemma2", other="eager", lengths=(PREFILL,), run="prefill"),
+    "Gemma 3 270M": Row(model="gemma3-270m", new_tokens=24),
+    "Gemma 3 270M, padded": Row(model="gemma3-270m", lengths=PADDED, new_tokens=24),
+    "Gemma 3 270M, static cache": Row(model="gemma3-270m", new_tokens=24, arguments=STATIC),
 }
 
 
 def build_model(name: str) -> Any:
     """The model in evaluation mode; no token ends a sequence."""
+    if name == "gemma3-270m":
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            example_model.checkpoint(), dtype=torch.float32
+        )
+        model.generation_config.eos_token_id = None
+        return model
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "vocab_size": 1024,
@@ -80,8 +101,10 @@ def build_model(name: str) -> Any:
         "pad_token_id": 0,
         "eos_token_id": None,
     }
-    if name == "llama":
-        config = transformers.LlamaConfig(**sizes, num_key_value_heads=8)
+    if name == "llama-32m":
+        sizes |= {"num_hidden_layers": 8, "vocab_size": 6400}
+    if name != "gemma2":
+        config: Any = transformers.LlamaConfig(**sizes, num_key_value_heads=8)
     else:
         config = transformers.Gemma2Config(
             **sizes, num_key_value_heads=4, head_dim=64, query_pre_attn_scalar=64
@@ -106,20 +129,38 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def generate_rate(model: Any, row: Row, batch: dict[str, torch.Tensor]) -> float:
-    """Decoded tokens per second of greedy `generate`."""
+    """Decoded tokens per second of greedy `generate`, from the first token on."""
+    times: list[float] = []
 
-    def run(new_tokens: int) -> float:
-        settings = {"max_new_tokens": new_tokens, "do_sample": False, **row.arguments}
-        return seconds(lambda: model.generate(**batch, **settings))
+    def stamp(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        times.append(time.process_time())
+        return scores
 
-    prefill = run(1)
-    return NEW_TOKENS * len(row.lengths) / (run(NEW_TOKENS + 1) - prefill)
+    model.generate(
+        **batch,
+        max_new_tokens=row.new_tokens + 1,
+        do_sample=False,
+        logits_processor=transformers.LogitsProcessorList([stamp]),
+        **row.arguments,
+    )
+    return row.new_tokens * len(row.lengths) / (times[-1] - times[0])
 
 
 @torch.no_grad()
 def prefill_rate(model: Any, row: Row, batch: dict[str, torch.Tensor]) -> float:
     """Prompt tokens per second of a forward without a cache."""
     return sum(row.lengths) / seconds(lambda: model(**batch, use_cache=False, logits_to_keep=1))
+
+
+@torch.no_grad()
+def documents_rate(model: Any, row: Row, batch: dict[str, torch.Tensor]) -> float:
+    """The same with a mask `[1, 1, T, T]` that separates documents of `DOCUMENT` tokens."""
+    places = torch.arange(row.lengths[0])
+    own = places[:, None] // DOCUMENT == places // DOCUMENT
+    mask = (own & (places[:, None] >= places))[None, None]
+    given = {"input_ids": batch["input_ids"], "position_ids": places[None] % DOCUMENT}
+    used = seconds(lambda: model(**given, attention_mask=mask, use_cache=False, logits_to_keep=1))
+    return row.lengths[0] / used
 
 
 def batch_rate(model: Any, row: Row, batch: dict[str, torch.Tensor]) -> float:
@@ -141,7 +182,12 @@ def batch_rate(model: Any, row: Row, batch: dict[str, torch.Tensor]) -> float:
     return NEW_TOKENS * len(inputs) / used
 
 
-RATES = {"generate": generate_rate, "prefill": prefill_rate, "batch": batch_rate}
+RATES = {
+    "generate": generate_rate,
+    "prefill": prefill_rate,
+    "documents": documents_rate,
+    "batch": batch_rate,
+}
 
 
 def measure(rows: list[str], rounds: int) -> dict[str, dict[str, float]]:
@@ -153,17 +199,17 @@ def measure(rows: list[str], rounds: int) -> dict[str, dict[str, float]]:
         model, batch, rate = models[row.model], build_batch(row.lengths), RATES[row.run]
         found: dict[str, list[float]] = {"attnlib": [], row.other: []}
         for turn in range(rounds + 1):
-            for name, rates in found.items():
+            for name in sorted(found, reverse=turn % 2 == 1):
                 model.set_attn_implementation(name)
                 value = rate(model, row, batch)
                 if turn:  # the first round makes plans
-                    rates.append(value)
+                    found[name].append(value)
         ours, theirs = found.values()
         ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
         median = {name: statistics.median(rates) for name, rates in found.items()}
         results[label] = {**median, "ratio": ratio}
         shown = "  ".join(f"{name} {value:8.1f} tokens/s" for name, value in median.items())
-        print(f"{label:22} {shown}  ratio {ratio:.2f}", flush=True)
+        print(f"{label:26} {shown}  ratio {ratio:.3f}", flush=True)
     return results
 
 
@@ -172,15 +218,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--record", action="store_true", help="write the results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     integration.register()
     results = measure(arguments.rows, arguments.rounds)
-    if set(arguments.rows) == set(ROWS):
-        facts = {**provenance(), "transformers": transformers.__version__}
-        report = {**facts, "seconds": "CPU time of the process", "results": results}
-        RESULTS.write_text(json.dumps(report, indent=2) + "\n")
+    if arguments.record:
+        record(results)
+
+
+def record(results: dict[str, dict[str, float]]) -> None:
+    """Write rows beside those that the file has of the same commit."""
+    facts = {**provenance(), "transformers": transformers.__version__}
+    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    rows = before["results"] if before.get("commit") == facts["commit"] else {}
+    rows = {label: (rows | results)[label] for label in ROWS if label in rows | results}
+    report = {**facts, "seconds": "CPU time of the process", "results": rows}
+    RESULTS.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

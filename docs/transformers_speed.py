@@ -57,10 +57,7 @@ def _table(chip: str, rows: dict[str, dict[str, str]], sources: list[str]) -> st
 def _rates(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, float | None]]:
     """(model, row) -> implementation -> tokens per second, None where it ended with an error."""
     if "rows" not in document:  # on a CPU
-        return {
-            ("tokens/s", row): {name: rate for name, rate in found.items() if "ratio" not in name}
-            for row, found in document["results"].items()
-        }
+        return {("tokens/s", row): dict(found) for row, found in document["results"].items()}
     found = {}
     for label, by_name in document["rows"].items():
         model, _, row = label.partition(" ")
@@ -69,14 +66,15 @@ def _rates(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, float | 
 
 
 def _cell(rates: dict[str, float | None]) -> str:
-    """attnlib's tokens per second, and their ratio to those of each other implementation."""
+    """attnlib's tokens per second, and their ratio to those of each other implementation: the one
+    that a CPU row has, of neighbors in time."""
     rate = rates.get("attnlib")
     if rate is None:
         return "failed"
     ratios = [
-        f"{rate / other:.2f} {SHORT.get(name, name)}"
+        f"{rates.get('ratio') or rate / other:.2f} {SHORT.get(name, name)}"
         for name, other in rates.items()
-        if other is not None and name != "attnlib"
+        if other is not None and name not in ("attnlib", "ratio")
     ]
     return f"{rate:.0f}" + (f" ({', '.join(ratios)})" if ratios else "")
 
