@@ -49,6 +49,7 @@ EVERYTHING = Capabilities(
     logits_soft_cap=True,
     alibi=True,
     sink=True,
+    token_sinks=True,
     score_function=True,
     key_selection=True,
     compressed_entries=True,
@@ -138,6 +139,11 @@ CASES = {
     ),
     "has_alibi": ({"has_alibi": True}, {"alibi": False}, "ALiBi slopes: not supported"),
     "has_sink": ({"has_sink": True}, {"sink": False}, "attention sinks: not supported"),
+    "token_sinks": (
+        {"token_sinks": True},
+        {"token_sinks": False},
+        "sinks of query tokens: not supported",
+    ),
     "score_function": (
         {"score_function": alibi_sqrt()},
         {"score_function": False},

@@ -39,7 +39,8 @@ def test_the_import_lines_run(module: str) -> None:
 
 
 def test_the_table_of_rows() -> None:
-    """Arguments after the first one are left out; other modules, notes and claims are not."""
+    """Arguments after the first one are left out, and the notes of rows that are the same; other
+    modules, notes and claims are not."""
     rows = generator("compatibility_rows")
     row: Row = (
         SEEDS[0]
@@ -54,7 +55,7 @@ def test_the_table_of_rows() -> None:
     same = row._replace(claim=row.claim._replace(kind="same", text=""))
     differs = row._replace(claim=row.claim._replace(kind="differs", text="why"), module="own")
     assert rows.table([same, differs], "own").splitlines()[2:] == [
-        "9.01 `f(a, ...)` of `g(a)` and `h()` | same; from `other`; a note",
+        "9.01 `f(a, ...)` of `g(a)` and `h()` | same; from `other`",
         "9.01 `f(a, ...)` of `g(a)` and `h()` | differs: why; a note",
     ]
     assert rows.counts([same, differs]).splitlines()[2:] == [

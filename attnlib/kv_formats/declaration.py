@@ -159,7 +159,7 @@ class KVFormat:
         return found.reshape(*outer, size)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def plain_format(dtype: torch.dtype) -> KVFormat:
     """The format of elements of a dtype without scales in the page."""
     name = str(dtype).removeprefix("torch.")

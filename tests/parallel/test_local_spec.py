@@ -20,7 +20,7 @@ DECIDED = """
     num_heads num_kv_heads head_size head_size_v dtype kv_cache_dtype kv_scale_kind block_size
     kv_cache_layout attn_type mask_kind sliding_window window attention_chunk_size logits_soft_cap
     has_alibi has_sink score_function key_selection compressed_entries allow_fp8_queries use_mla
-    needs_lse kv_sharing batch_invariant cudagraph kv_rotation value_cache_dtype
+    needs_lse kv_sharing batch_invariant cudagraph kv_rotation value_cache_dtype token_sinks
 """.split()
 """Fields of `AttentionSpec` that divided layers keep, convert or refuse."""
 

@@ -36,8 +36,8 @@ def without_sync(
     v_scale: Any = 1.0,
 ) -> None:
     """The implementation for devices, run on the CPU."""
-    cache_write._write_valid(key, key_cache, slots, k_scale)
-    cache_write._write_valid(value, value_cache, slots, v_scale)
+    cache_write._write_valid(key, slots, key_cache, k_scale, None)
+    cache_write._write_valid(value, slots, value_cache, v_scale, None)
 
 
 WAYS = pytest.mark.parametrize("write", [with_sync, without_sync])
