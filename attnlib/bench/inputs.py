@@ -20,6 +20,7 @@ from attnlib.bench.work import kv_bytes
 from attnlib.cache.storage import PagedKVCache
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys
+from attnlib.score_functions import QueryTensors
 from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
 from attnlib.testing.layouts import read_slots
@@ -50,6 +51,7 @@ class CaseInputs:
         params: the parameters of attention for the oracle.
         score_tensors: layer tensors of the score function by name.
         compressed_keys: random compressed entries for each copy of the cache; empty without.
+        query_tensors: those of the score function; None without any.
         selected_keys: random lists of selected keys for each copy of the cache; empty without.
     """
 
@@ -64,6 +66,7 @@ class CaseInputs:
     output: torch.Tensor
     params: OracleParams
     score_tensors: dict[str, torch.Tensor]
+    query_tensors: QueryTensors | None = None
     selected_keys: tuple[SelectedKeys, ...] = ()
     compressed_keys: tuple[CompressedKeys, ...] = ()
 
@@ -104,15 +107,17 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> CaseInp
     # Without a cache, the keys of the step are all keys; the correctness check reads this copy.
     cached = replace(case, unpaged=False).spec
     placement = case.place(seed)
-    tensors = _score_tensors(case, device)
-    layer_names = () if spec.score_function is None else spec.score_function.layer_tensors
+    tensors, function = _score_tensors(case, device), spec.score_function
+    layer_names = () if function is None else function.layer_tensors
+    query_names = () if function is None else function.query_tensors
+    own = {*layer_names, *query_names}
     common = CommonAttentionMetadata.from_lengths(
         case.batch.query_lens,
         case.batch.seq_lens,
         placement.block_table,
         case.block_size,
         device,
-        score_tensors={n: t for n, t in tensors.items() if n not in layer_names} or None,
+        score_tensors={n: t for n, t in tensors.items() if n not in own} or None,
     )
     assert common.slot_mapping is not None  # a block table was given
     draw = torch.Generator(device=device).manual_seed(seed)
@@ -136,6 +141,7 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> CaseInp
         output=query.new_full((*shape, spec.head_size_v), float("nan")),
         params=params,
         score_tensors={name: tensors[name] for name in layer_names},
+        query_tensors=QueryTensors({n: tensors[n] for n in query_names}) if query_names else None,
         selected_keys=_lists(case, copies, device),
         compressed_keys=tuple(random_entries(spec, common, copies, draw) if case.entries else ()),
     )
@@ -146,7 +152,8 @@ def _score_tensors(case: BenchCase, device: torch.device) -> dict[str, torch.Ten
     function = case.spec.score_function
     if function is None:
         return {}
-    made = make_score_tensors(function, case.spec.num_heads, case.batch.seq_lens)
+    batch = case.batch
+    made = make_score_tensors(function, case.spec.num_heads, batch.seq_lens, batch.query_lens)
     return {name: tensor.to(device) for name, tensor in made.items()}
 
 

@@ -41,25 +41,27 @@ class Runner:
 
     def attend(self, copy: int) -> None:
         """One forward over copy `copy` of the cache, into the output of the case."""
-        inputs = self.inputs
+        inputs, impl = self.inputs, self.layer.impl
+        if inputs.query_tensors is not None:
+            impl = impl.of_call(inputs.query_tensors)
         if inputs.selected_keys:
-            self.layer.impl.forward_selected(
+            impl.forward_selected(
                 inputs.query, inputs.caches[copy], self.metadata, inputs.selected_keys[copy],
                 inputs.output,
             )  # fmt: skip
             return
         if inputs.compressed_keys:
-            self.layer.impl.forward_compressed(
+            impl.forward_compressed(
                 inputs.query, inputs.caches[copy], self.metadata, inputs.compressed_keys[copy],
                 inputs.output,
             )  # fmt: skip
             return
         if inputs.case.unpaged:
-            self.layer.impl.forward_unpaged(
+            impl.forward_unpaged(
                 inputs.query, inputs.key, inputs.value, self.metadata, inputs.output
             )
             return
-        self.layer.impl.forward(inputs.query, inputs.caches[copy], self.metadata, inputs.output)
+        impl.forward(inputs.query, inputs.caches[copy], self.metadata, inputs.output)
 
     def write(self, copy: int) -> None:
         """One cache write to copy `copy`."""
@@ -74,6 +76,7 @@ class Runner:
         self.layer(
             m.query, m.key, m.value, None if m.case.unpaged else m.caches[0], self.metadata,
             output=m.output, selected_keys=selected, compressed_keys=entries,
+            query_tensors=m.query_tensors,
         )  # fmt: skip
 
 

@@ -125,6 +125,7 @@ SUITE: dict[str, tuple[str, dict[str, object]]] = {
     "block_diffusion": (f"{_BUILTIN}:block_diffusion", {"mask": "bidirectional"}),
     "head_windows": (f"{_BUILTIN}:head_windows", {}),
     "relative_bias": (f"{_BUILTIN}:relative_bias", {}),
+    "relative_logits": (f"{_BUILTIN}:relative_logits", {}),
     "alibi_sqrt": (f"{_BUILTIN}:alibi_sqrt", {}),
     "tree": (f"{_HERE}:TREE", {"mask": "query_bias"}),
     "tree_with_alibi": (f"{_HERE}:TREE_WITH_ALIBI", {"mask": "query_bias"}),
@@ -194,7 +195,10 @@ def make_score_tensors(
             "it examples=fn, with fn(num_heads, seq_lens) returning valid tensors by name",
             rule="M10",
         )
-    made = dict(function.examples(num_heads, list(seq_lens)))
+    # Query tensors have a row per query token, of which long contexts have few.
+    few = query_lens is not None and function.batch_tensors == (QUERY_ROW,)
+    lengths = query_lens if few and query_lens is not None else seq_lens
+    made = dict(function.examples(num_heads, list(lengths)))
     if function.query_tensors:
         rows = accumulate(query_lens or seq_lens)  # the row after the last one of each request
         first = [[end - length] for end, length in zip(rows, seq_lens, strict=True)]

@@ -14,7 +14,7 @@ from attnlib.backends.loading import configured
 from attnlib.backends.triton import TritonBackend
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.ops.triton.hopper.preference import hopper_decode_keys
-from attnlib.score_functions.builtin import documents
+from attnlib.score_functions.builtin import documents, relative_logits
 from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import MaskKind
 
@@ -211,6 +211,15 @@ def test_score_functions_and_the_hopper_kernels() -> None:
     assert decode.startswith("decode:  Hopper kernel")
     (line,) = _lines(score_function=documents(), batch_invariant=True)
     assert "portable batch-invariant Triton kernel (score function: not supported by" in line
+
+
+def test_tensors_and_sinks_of_query_tokens() -> None:
+    """M21, M22: each is the reason against the kernel that does not take it."""
+    prefill, decode = _lines(score_function=relative_logits())
+    assert "portable Triton kernel (tensors of query tokens: the Hopper prefill" in prefill
+    assert decode == DECODE
+    for line in _lines(token_sinks=True):
+        assert "portable Triton kernel (sinks of query tokens: not supported by" in line
 
 
 USED = (

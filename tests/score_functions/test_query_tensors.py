@@ -89,6 +89,27 @@ def test_a_layer_against_attention_by_hand(backend: str) -> None:
     torch.testing.assert_close(step.call(QueryTensors({"rel": half}, step.sinks)), step.expected())
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_rows_of_a_batch_invariant_layer_have_equal_bits(backend: str) -> None:
+    """M15: alone, in a batch, and in chunks."""
+    step = Step(SPEC.replace(batch_invariant=True), backend)
+    whole = step.call(QueryTensors({"rel": step.rel}, step.sinks))
+    first = 0
+    for request, (new, length) in enumerate(zip(QUERY_LENS, SEQ_LENS, strict=True)):
+        for begin, end in ((0, new), (0, 1), (new - 1, new)):
+            common = attnlib.CommonAttentionMetadata.from_lengths(
+                [end - begin], [length - new + end], step.table[request : request + 1], 4
+            ).replace(slot_mapping=None)
+            builder = step.layer.backend.make_builder(step.spec, torch.device("cpu"))
+            rows = slice(first + begin, first + end)
+            out = step.layer(
+                *(step.query[rows], None, None, step.cache, builder.build(0, common)),
+                query_tensors=QueryTensors({"rel": step.rel[rows]}, step.sinks[rows]),
+            )
+            assert torch.equal(out, whole[rows]), (request, begin, end)
+        first += new
+
+
 def row(**changes: Any) -> QueryTensors:
     given: dict[str, Any] = {"rel": torch.zeros(TOKENS, HEADS * EXTENT)}
     sinks = changes.pop("sinks", torch.zeros(TOKENS, HEADS))

@@ -37,5 +37,6 @@ def call_features(spec: AttentionSpec) -> CallFeatures:
         alibi=spec.has_alibi,
         query_bias=spec.mask_kind is MaskKind.QUERY_BIAS,
         score_function=spec.score_function is not None,
+        query_tensors=bool(spec.score_function and spec.score_function.query_tensors),
         token_sinks=spec.token_sinks,
     )

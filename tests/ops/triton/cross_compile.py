@@ -958,6 +958,7 @@ SCORE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "spans",
         "documents",
         "relative_bias",
+        "relative_logits",
         "alibi_sqrt",
         "multi_item",
         "head_windows",

@@ -41,6 +41,7 @@ class CallFeatures(NamedTuple):
         query_bias: a bias of the query span.
         tensor_scales: a scale of the cache is a tensor.
         score_function: scores are changed before the mask is applied (M10).
+        query_tensors: the score function reads tensors of query tokens (M21).
         token_sinks: sinks of query tokens (M22).
     """
 
@@ -49,17 +50,20 @@ class CallFeatures(NamedTuple):
     query_bias: bool = False
     tensor_scales: bool = False
     score_function: bool = False
+    query_tensors: bool = False
     token_sinks: bool = False
 
     @classmethod
     def of(cls, params: AttentionParams) -> CallFeatures:
         """The features of a call with these parameters."""
+        function = params.score_function
         return cls(
             causal_per_request=isinstance(params.causal, Tensor),
             alibi=params.alibi_slopes is not None,
             query_bias=params.query_bias is not None,
             tensor_scales=isinstance(params.k_scale, Tensor) or isinstance(params.v_scale, Tensor),
-            score_function=params.score_function is not None,
+            score_function=function is not None,
+            query_tensors=function is not None and bool(function.query_tensors),
             token_sinks=params.has_token_sinks,
         )
 

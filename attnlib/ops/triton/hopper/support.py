@@ -63,6 +63,8 @@ def prefill_unsupported_reasons(shape: LayerShape, features: CallFeatures, chip:
         )
     if widest > 256 and features.score_function:
         reasons.append(f"score function: the {kernel} takes none with head sizes above 256")
+    if features.query_tensors:  # 36 accesses in its loop over keys, where 24 are the limit of tests
+        reasons.append(f"tensors of query tokens: the {kernel} would keep scores in local memory")
     if shape.cache_dtype in FLOAT8:
         features = features._replace(tensor_scales=False)
     return reasons + feature_reasons(kernel, features)

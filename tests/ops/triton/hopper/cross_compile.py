@@ -335,6 +335,7 @@ SCORE_CASES: dict[str, dict[str, Any]] = {
         for d in (64, 128, 256)
         for name in SCORE_NAMES
     },
+    "decode-128-relative_logits": {"op": "hopper_decode", "score": "relative_logits"},
     "decode-128-documents-combine": {"op": "hopper_decode", "reqs": 16, "score": "documents"},
     "128-e4m3-heads": {"cache": E4M3, "score": "heads"},
     "decode-128-e4m3-heads": {"op": "hopper_decode", "cache": E4M3, "score": "heads"},
