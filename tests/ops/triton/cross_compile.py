@@ -366,6 +366,7 @@ def _features(names: str, query: torch.Tensor, kv_heads: int) -> dict[str, Any]:
     values: dict[str, Any] = {
         "window": (127, 0),
         "sinks": torch.empty(heads),
+        "token_sinks": torch.empty(query.shape[0], heads),
         "alibi": torch.empty(heads),
         "bias": torch.empty(query.shape[0], 2048),
         "cap": 50.0,
@@ -382,6 +383,7 @@ def _features(names: str, query: torch.Tensor, kv_heads: int) -> dict[str, Any]:
         "chunk": "attention_chunk_size",
         "causal_each": "causal",
         "k_heads": "k_scale",
+        "token_sinks": "sinks",
     }
     for name in names.split():
         if name.startswith("score:"):
@@ -772,6 +774,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"d": 576, "dv": 512, "group": 16, "latent": True, "features": _ALL},
     ),
     "decode-all": ("decode", {"features": _ALL}),
+    "decode-128-token-sinks": ("decode", {"features": "token_sinks lse"}),
+    "prefill-128-token-sinks": ("prefill", {"features": "token_sinks lse"}),
+    "invariant-decode-128-token-sinks": (
+        "decode",
+        {"features": "token_sinks lse", "batch_invariant": True},
+    ),
     "prefill-64": ("prefill", {"d": 64, "group": 8, "features": "sinks"}),
     "prefill-64-window": ("prefill", {"d": 64, "group": 8, "features": "window sinks"}),
     "prefill-128": ("prefill", {}),
@@ -958,10 +966,10 @@ SCORE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "spans",
         "documents",
         "relative_bias",
-        "relative_logits",
         "alibi_sqrt",
         "multi_item",
         "head_windows",
+        "relative_logits",
     )
 }
 """Cases with a score function, apart from `CASES`, whose machine code is compared over time."""
