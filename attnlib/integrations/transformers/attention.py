@@ -72,6 +72,8 @@ def attnlib_attention(
             arguments of a paged step, or a mask that does not fit.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if (alone := attend_single_tokens(module, query, key, value, scale)) is not None:
+        return alone, None
     if torch.compiler.is_compiling() and is_compiled():
         return _in_graph(module, query, key, value, attention_mask, dropout, scaling, kwargs)
     if not dropout and not torch.is_grad_enabled() and (known := known_step(attention_mask)):
@@ -83,8 +85,6 @@ def attnlib_attention(
         if again is not None:
             return again, None
     refuse_export()
-    if (alone := attend_single_tokens(module, query, key, value, scale)) is not None:
-        return alone, None
     _refuse(module, (query, key, value), dropout, kwargs)
     if kwargs.get("attnlib_step") is not None:
         query, key, value = as_eager_casts(query, key, value)

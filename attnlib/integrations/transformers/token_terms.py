@@ -52,8 +52,9 @@ _WITHIN_TOKENS = frozenset(
 
 
 def is_by_token(module: nn.Module) -> bool:
-    """Whether a module passes a bias by query token and distance."""
-    return type(module).__name__ in _ATTENTION
+    """Whether a module passes a bias by query token and distance. What stands for it in a graph of
+    torch.compile has no extent."""
+    return type(module).__name__ in _ATTENTION and hasattr(module, "rel_extent")
 
 
 def checked_sinks(

@@ -59,6 +59,40 @@ def test_generate_equals_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(set(found.sequences[0, 19:].tolist())) > 3
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_of_a_sequence_over_a_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several queries behind a context, of which the windowed cache has dropped the beginning."""
+    register()
+    model = built(name)
+    ids, _ = padded((19,))
+    results = []
+    for kind in ("eager", "attnlib"):
+        model.set_attn_implementation(kind)
+        if kind == "attnlib":
+            monkeypatch.setattr(by_token, "attend_dense", None)
+        cache, logits = None, []
+        for begin, end in ((0, 9), (9, 14), (14, 15), (15, 19)):
+            with torch.no_grad():
+                out = model(ids[:, begin:end], cache=cache, use_cache=True)
+            cache = out.cache
+            logits.append(out.logits)
+        results.append(torch.cat(logits, 1))
+    torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.slow
+def test_a_compiled_model() -> None:
+    register()
+    model = built("inkling_text")
+    ids, _ = padded((19,))
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        expected = model(ids, use_cache=False).logits
+        model.set_attn_implementation("attnlib")
+        found = torch.compile(model, backend="eager")(ids, use_cache=False).logits
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["inkling2_loop_text", "inkling2_loop"])
 def test_generate_of_the_looped_model(name: str) -> None:
