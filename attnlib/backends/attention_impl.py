@@ -238,7 +238,7 @@ class AttentionImpl(ABC):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write new keys and values to their slots (P4); by default with the Triton kernel on a
-        GPU, and with torch operations elsewhere.
+        GPU, and with torch operations elsewhere and for open formats (P16).
 
         Args:
             key: `[T, Hkv, D]`, strided; may be longer than `slot_mapping`.
@@ -246,7 +246,7 @@ class AttentionImpl(ABC):
             cache: the cache of this layer.
             slot_mapping: `[T]` int64; -1 writes nothing.
         """
-        write = operation("cache_write", "write_kv", key)
+        write = operation("cache_write", "write_kv", key, in_torch=self.spec.has_open_format)
         write(
             key,
             value,
@@ -255,6 +255,8 @@ class AttentionImpl(ABC):
             slot_mapping,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
+            k_format=cache.page_formats[0],
+            v_format=cache.page_formats[1],
         )
 
     def rotate_heads(

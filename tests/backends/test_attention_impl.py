@@ -34,8 +34,8 @@ def test_a_plug_in_writes_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     impl, cache, key, value = _layer()
     asked: list[torch.Tensor] = []
 
-    def operation(module: str, name: str, rows: torch.Tensor) -> Any:
-        assert (module, name) == ("cache_write", "write_kv")
+    def operation(module: str, name: str, rows: torch.Tensor, *, in_torch: bool) -> Any:
+        assert (module, name, in_torch) == ("cache_write", "write_kv", False)
         asked.append(rows)
         return dispatch.operation(module, name, rows)
 

@@ -13,6 +13,7 @@ import attnlib
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.kv_formats import KVFormat, register_kv_format, unregister_kv_format
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton.cache_write import write_kv
 from attnlib.ops.triton.paged_decode import paged_decode
 from attnlib.score_functions import where
 from attnlib.testing.conformance import run_conformance
@@ -88,6 +89,14 @@ def test_launches_belong_to_a_format() -> None:
         paged_decode(q, elements, elements, table, *lengths, params, out=out, **bounds)
         found.append(out)
     assert torch.equal(found[0], found[2]) and not torch.allclose(found[0], found[1])
+
+
+def test_the_kernel_does_not_write_an_open_format() -> None:
+    """It would store another format with these dtypes."""
+    x, cache = torch.zeros(1, 1, 64), torch.zeros(1, 4, 1, 64, dtype=torch.uint8)
+    scales, slots = torch.zeros(1, 4, 1, 1), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ContractError, match="tests:squares is written by its own functions"):
+        write_kv(x, x, cache, cache, slots, k_scale=scales, v_scale=scales, k_format=SQUARES)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnlib.backends.base import AttentionBackend
+from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.backends.torch import TorchBackend
 from attnlib.backends.torch.impl import TorchImpl
 from attnlib.cache.storage import PagedKVCache
@@ -81,6 +81,12 @@ class GuessesTheFormat(TorchImpl):
         return replace(found, k_format=four if found.k_format else None)
 
 
+class InheritsTheWrite(TorchImpl):
+    """As a backend of another package does."""
+
+    write_kv = AttentionImpl.write_kv
+
+
 class OtherLse(TorchImpl):
     """Of base 2."""
 
@@ -118,6 +124,11 @@ def test_a_wrong_backend_fails(rotated4: KVFormat, impl: type[TorchImpl], check:
     finally:
         unregister_kv_format(twice.name)
     assert report.failed_checks() == (check,), report
+
+
+def test_the_write_that_backends_inherit(rotated4: KVFormat) -> None:
+    settings: dict[str, Any] = {"device": "cpu", "only": "KV9", "kv_format": rotated4.name}
+    assert run_conformance(_backend(InheritsTheWrite), **settings).passed
 
 
 def test_blocks_without_their_scales_fail(

@@ -17,7 +17,6 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.rotary import HeadNorm
 from attnlib.ops.signature import tensor_signature
-from attnlib.ops.torch.cache_write import write_kv as write_reference
 from attnlib.ops.triton.cache_write import write_kv
 from attnlib.ops.triton.hadamard import rotate_heads
 from attnlib.ops.triton.hopper.sizes import hopper_reads
@@ -52,18 +51,8 @@ class TritonImpl(AttentionImpl):
     ) -> None:
         """See `AttentionImpl.write_kv`; by Triton also under the interpreter."""
         pages, scales = (cache.key_cache, cache.value_cache), (cache.k_scale, cache.v_scale)
-        if self.spec.has_open_format:  # its own functions write it (P16)
-            keys, values = cache.page_formats
-            write_reference(
-                key,
-                value,
-                *pages,
-                slot_mapping,
-                k_scale=scales[0],
-                v_scale=scales[1],
-                k_format=keys,
-                v_format=values,
-            )
+        if self.spec.has_open_format:
+            super().write_kv(key, value, cache, slot_mapping)
             return
         write_kv(key, value, *pages, slot_mapping, k_scale=scales[0], v_scale=scales[1])
 

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.kv_formats import KVFormat
 from attnlib.ops.addresses import check_slot_values
 from attnlib.ops.checks import check_slots, vector_elements
 from attnlib.ops.latent import values_are_prefix
@@ -53,6 +54,8 @@ def write_kv(
     *,
     k_scale: float | Tensor = 1.0,
     v_scale: float | Tensor = 1.0,
+    k_format: KVFormat | None = None,
+    v_format: KVFormat | None = None,
 ) -> None:
     """Write the keys and values of a step to their slots.
 
@@ -69,12 +72,20 @@ def write_kv(
             elements. Read for float8 only. For a format with scales in the page, the view of these
             scales, which is written (M16).
         v_scale: the same for values.
+        k_format, v_format: the formats with scales in the page, of the library; None for the one
+            with these dtypes (`kv_dtype.page_format`).
 
     Raises:
         ContractError: slots that are not int64 or not contiguous, keys with fewer rows than there
             are slots (P4), a scale that is not finite and above 0 (M9), or, on a CPU, a slot past
-            the cache.
+            the cache; an open format (P16), whose functions are in torch.
     """
+    for one in (k_format, v_format):
+        if one is not None and one.is_open:
+            raise ContractError(
+                f"{one.name} is written by its own functions: use attnlib.ops.torch.cache_write",
+                rule="P16",
+            )
     if slot_mapping.is_cpu:  # elsewhere the layer checks, under ATTNLIB_VALIDATE
         check_slot_values(slot_mapping, key_cache.shape[0] * key_cache.shape[1])
     scales = (scale_signature(k_scale), scale_signature(v_scale))
