@@ -20,7 +20,7 @@ from attnlib.layer.call import new_lse
 from attnlib.parallel.builder import ParallelBuilder
 from attnlib.parallel.checks import ParallelCall, check_parallel_call
 from attnlib.parallel.divisions import Division
-from attnlib.parallel.exchange import Exchange
+from attnlib.parallel.exchange import Exchange, ExchangeMethod
 from attnlib.parallel.group import RankGroup
 from attnlib.parallel.layer_parts import choose_parts, make_builders
 from attnlib.parallel.local_spec import local_form
@@ -83,27 +83,21 @@ class ParallelAttention(nn.Module):
         self._backend, self._device = backend, resolve_device(device).torch_device
         self.scale = spec.head_size**-0.5 if scale is None else float(scale)
         self.agreement = effective_agreement(agreement)
-        error: Exception | None = None
-        try:
+
+        def attempt() -> tuple[object, tuple[ExchangeMethod, Tensor | None]]:
             method = checked_method(spec, group, division, exchange, agreement)
             slopes = checked_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, spec)
-            sinks = checked_per_head("sinks", sinks, spec.has_sink, spec)
+            checked_per_head("sinks", sinks, spec.has_sink, spec)
             self._select(spec)
-        except Exception as found:  # of any kind: the other ranks wait
-            error = found
-        facts: tuple[object, ...] = str(spec), division, exchange, self.agreement, prefix
-        self._agree(facts if error else (*facts, self._parts.context is None), error)
+            facts = (str(spec), division, method, self.agreement, prefix)
+            return (*facts, self._parts.context is None), (method, slopes)
+
+        method, slopes = group.agreed(self.agreement, "layer", attempt)
         self._exchange = Exchange(group, spec, method)
         self._slopes = None if slopes is None else self._exchange.own_heads(slopes.float())
         self.sinks = sinks
         self._make_layers()
         self.handle = register(self)
-
-    def _agree(self, facts: object, error: Exception | None) -> None:
-        if self.agreement != "never":
-            self.group.agree(("layer", facts), error)
-        elif error is not None:
-            raise error
 
     def _select(self, spec: AttentionSpec) -> None:
         """Decide what this rank computes, and by which backends."""

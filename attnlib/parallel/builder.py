@@ -71,18 +71,15 @@ class ParallelBuilder:
             ContractError: on every rank, if one of them cannot build the batch, or the batches
                 differ (unless agreements are off: then on this rank).
         """
-        error: Exception | None = None
-        try:
+
+        def attempt() -> tuple[object, ParallelMetadata]:
             check_batch(self.spec, self.division, common)
-        except Exception as found:  # of any kind: the other ranks wait
-            error = found
-        if self._agreement != "never":
-            lengths = (common.num_reqs, common.num_actual_tokens)
+            sizes = (common.num_reqs, common.num_actual_tokens)
             bounds = (common.max_query_len, common.max_seq_len)
-            self.group.agree(("batch", *lengths, *bounds, write, str(self.spec)), error)
-        elif error is not None:
-            raise error
-        return self._parts(common, write, has_context)
+            facts = (*sizes, *bounds, write, str(self.spec))
+            return facts, self._parts(common, write, has_context)
+
+        return self.group.agreed(self._agreement, "batch", attempt)
 
     def build_for_cudagraph_capture(
         self, common: CommonAttentionMetadata, *, write: bool = True

@@ -88,21 +88,17 @@ def check_parallel_call(
     Raises:
         ContractError: see `ParallelAttention.forward`.
     """
-    error: Exception | None = None
-    call = None
-    try:
+    known = isinstance(metadata, ParallelMetadata) and metadata.agreed
+    agreement = layer.agreement
+    if (known and agreement == "batch") or (agreement != "never" and _is_capturing()):
+        agreement = "never"
+
+    def attempt() -> tuple[object, ParallelCall]:
         call = _checked(layer, query, key, value, cache, metadata, output)
-    except Exception as found:  # of any kind: the other ranks wait
-        error = found
-    if layer.agreement != "never" and not _is_capturing():
-        agreed = isinstance(metadata, ParallelMetadata) and metadata.agreed
-        if layer.agreement == "call" or not agreed:
-            layer.group.agree(("call", str(layer.spec), key is None), error)
-            if isinstance(metadata, ParallelMetadata):
-                metadata.agreed = True
-    if error is not None:
-        raise error
-    assert call is not None
+        return (str(layer.spec), key is None), call
+
+    call = layer.group.agreed(agreement, "call", attempt)
+    metadata.agreed = True
     return call
 
 

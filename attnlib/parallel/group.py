@@ -7,16 +7,18 @@ tensors on a GPU and gloo for tensors on a CPU.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnlib.errors import ContractError
+from attnlib.errors import AttnlibError, ContractError
 
 __all__ = ["RankGroup"]
+
+Result = TypeVar("Result")
 
 _TEXT = 400
 _RECORD = 1 + 32 + _TEXT
@@ -85,7 +87,10 @@ class RankGroup:
             ContractError: on every rank, with the text of the first rank that refuses, or the facts
                 of the first two ranks that differ.
         """
-        text = repr(facts) if error is None else str(error)
+        text = repr(facts)
+        if error is not None:
+            known = isinstance(error, AttnlibError)
+            text = str(error) if known else f"{type(error).__name__}: {error}"
         digest = hashlib.sha256(repr(facts).encode()).digest()
         shown = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
         record = torch.frombuffer(
@@ -104,6 +109,31 @@ class RankGroup:
                     "all ranks of a group the same batch and layer",
                     rule="X8",
                 )
+
+    def agreed(
+        self, agreement: str, name: str, attempt: Callable[[], tuple[object, Result]]
+    ) -> Result:
+        """What a function returns here, after no rank has raised and the facts of all are equal.
+
+        Args:
+            agreement: "never" returns or raises without asking the others.
+            name: of what the ranks agree on.
+            attempt: returns facts, which must be equal on all ranks, and a result. It neither sends
+                nor writes.
+
+        Raises:
+            ContractError: see `agree`. With "never", whatever the function raises.
+        """
+        if agreement == "never":
+            return attempt()[1]
+        facts, results, error = None, [], None
+        try:
+            facts, result = attempt()
+            results.append(result)
+        except Exception as raised:  # of any kind: the other ranks wait
+            error = raised
+        self.agree((name, facts), error)
+        return results[0]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -88,11 +88,14 @@ def rejections(spec: AttentionSpec) -> list[str]:
         "key_selection": spec.key_selection,
         "compressed_entries": spec.compressed_entries,
     }
-    return [
+    reasons = [
         f"{name}={value} counts positions or lists that a rank does not have"
         for name, value in features.items()
         if value is not None
     ]
+    if spec.token_sinks:
+        reasons.append("token_sinks=True: calls of divided layers take no tensors of query tokens")
+    return reasons
 
 
 def local_form(spec: AttentionSpec, division: Division, rank: int) -> LocalForm:

@@ -24,7 +24,7 @@ from attnlib.layer.call import new_lse
 from attnlib.ops.dispatch import operation
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.group import RankGroup
-from attnlib.parallel.layer_parts import phases
+from attnlib.parallel.layer_parts import Part, phases
 from attnlib.parallel.operator import attend_opaquely
 from attnlib.parallel.prefill_builder import PrefillBuilder
 from attnlib.parallel.prefill_call import PrefillCall
@@ -34,7 +34,7 @@ from attnlib.parallel.prefill_checks import (
     keeps_order,
 )
 from attnlib.parallel.prefill_metadata import PrefillMetadata
-from attnlib.parallel.setup_checks import checked_per_head
+from attnlib.parallel.setup_checks import checked_per_head, effective_agreement
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
 
@@ -81,32 +81,27 @@ class ParallelPrefill(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.group, self.division, self.method = spec, group, division, method
-        self.agreement, self.prefix, self._device = (
-            agreement,
-            prefix,
-            resolve_device(device).torch_device,
-        )
+        self.agreement, self.prefix = effective_agreement(agreement), prefix
+        self._device = resolve_device(device).torch_device
         self._rings = keeps_order(spec) and method != "all_gather"
-        error: Exception | None = None
-        try:
+
+        def attempt() -> tuple[object, tuple[Part, Part | None]]:
             check_prefill(spec, group, division, method, agreement)
             checked_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, spec)
             checked_per_head("sinks", sinks, spec.has_sink, spec)
-            self._select(phases(backend)[0])
-        except Exception as found:  # of any kind: the other ranks wait
-            error = found
-        facts = (str(spec), division, method, self.agreement, prefix, self._rings)
-        self.agree(("prefill layer", facts), error)
+            parts = self._select(phases(backend)[0])
+            return (str(spec), division, method, self.agreement, prefix, self._rings), parts
+
+        causal, cross = group.agreed(self.agreement, "prefill layer", attempt)
         given: dict[str, Any] = {"scale": scale, "device": self._device, "prefix": prefix}
         own: dict[str, Any] = {"alibi_slopes": alibi_slopes, "sinks": sinks}
-        causal, cross = self._chosen
-        self.causal = Attention(causal[0], backend=causal[1], **given, **own)
+        self.causal = Attention(causal.spec, backend=causal.backend, **given, **own)
         self.cross: Attention | None = None
         if cross is not None:
-            self.cross = Attention(cross[0], backend=cross[1], **given)
+            self.cross = Attention(cross.spec, backend=cross.backend, **given)
         self.handle = register(self)
 
-    def _select(self, backend: Any) -> None:
+    def _select(self, backend: Any) -> tuple[Part, Part | None]:
         """Choose backends for keys that end with the queries, and for others, where no sink counts.
         A backend that cannot serve these does without a ring."""
         causal = self.spec.replace(kv_sharing=False, needs_lse=True)
@@ -115,23 +110,16 @@ class ParallelPrefill(nn.Module):
             attn_type=AttentionType.ENCODER_DECODER,
             mask_kind=MaskKind.BIDIRECTIONAL,
         )
-        first = causal, get_attn_backend(causal, backend, self._device, layer_name=self.prefix)
+        chosen = get_attn_backend(causal, backend, self._device, layer_name=self.prefix)
         second = None
         if self._rings:
             try:
-                second = cross, get_attn_backend(cross, backend, self._device)
+                second = Part(cross, get_attn_backend(cross, backend, self._device))
             except UnsupportedConfigError:
                 if self.method == "ring":
                     raise
         self._rings = second is not None
-        self._chosen = first, second
-
-    def agree(self, facts: object, error: Exception | None) -> None:
-        """See `RankGroup.agree`; without agreements, raise the error of this rank."""
-        if self.agreement != "never":
-            self.group.agree(facts, error)
-        elif error is not None:
-            raise error
+        return Part(causal, chosen), second
 
     def uses_ring(self, num_tokens: int, num_context: int) -> bool:
         """Whether keys are passed around.

@@ -15,7 +15,7 @@ from torch import Tensor
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.parallel.addresses import TokenPositions, local_slots
-from attnlib.parallel.prefill_checks import prompts_error
+from attnlib.parallel.prefill_checks import checked_prompts
 from attnlib.parallel.prefill_keys import StepKeys, all_keys, keys_of_rank, padded, taken
 from attnlib.parallel.prefill_metadata import PrefillMetadata, PrefillStep
 from attnlib.parallel.prompts import Prompts, Segment
@@ -62,12 +62,13 @@ class PrefillBuilder:
             ContractError: on every rank, if one of them cannot build the batch, or prompts differ.
         """
         layer = self._layer
-        lengths = [int(length) for length in prompt_lens]
-        given = [0] * len(lengths) if context_lens is None else context_lens
-        contexts = [int(length) for length in given]
-        error = prompts_error(layer, lengths, contexts, block_table)
-        layer.agree(("prompts", lengths, contexts), error)
-        return self._parts(Prompts(layer.spec, layer.division, lengths, contexts), block_table)
+
+        def attempt() -> tuple[object, PrefillMetadata]:
+            lengths = checked_prompts(layer, prompt_lens, context_lens, block_table)
+            prompts = Prompts(layer.spec, layer.division, *lengths)
+            return lengths, self._parts(prompts, block_table)
+
+        return layer.group.agreed(layer.agreement, "prompts", attempt)
 
     def _parts(self, prompts: Prompts, block_table: Tensor) -> PrefillMetadata:
         layer, device = self._layer, block_table.device

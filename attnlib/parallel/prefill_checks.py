@@ -22,7 +22,7 @@ from attnlib.spec import AttentionSpec, MaskKind
 if TYPE_CHECKING:
     from attnlib.parallel.prefill import ParallelPrefill
 
-__all__ = ["check_prefill", "check_prefill_call", "keeps_order", "prompts_error"]
+__all__ = ["check_prefill", "check_prefill_call", "checked_prompts", "keeps_order"]
 
 _METHODS = ("ring", "all_gather")
 
@@ -58,30 +58,36 @@ def check_prefill(
         )
 
 
-def prompts_error(
+def checked_prompts(
     layer: ParallelPrefill,
-    lengths: Sequence[int],
-    contexts: Sequence[int],
+    prompt_lens: Sequence[int],
+    context_lens: Sequence[int] | None,
     block_table: Tensor,
-) -> ContractError | None:
-    """Why a batch of prompts cannot be built, or None; arguments of `PrefillBuilder.build`."""
+) -> tuple[list[int], list[int]]:
+    """The new tokens and the context of each prompt; arguments of `PrefillBuilder.build`.
+
+    Raises:
+        ContractError: lengths and rows of the table that do not fit each other.
+    """
+    lengths = [int(length) for length in prompt_lens]
+    contexts = [0] * len(lengths) if context_lens is None else [int(x) for x in context_lens]
     rows, size = block_table.shape[0], layer.spec.block_size
     if not len(lengths) == len(contexts) == rows or min((*lengths, *contexts), default=0) < 0:
-        return ContractError(
-            f"{len(lengths)} prompts of {list(lengths)} new tokens after {list(contexts)} with "
-            f"{rows} rows of the block table: pass one row and one context length for each, and "
-            "lengths of at least 0",
+        raise ContractError(
+            f"{len(lengths)} prompts of {lengths} new tokens after {contexts} with {rows} rows of "
+            "the block table: pass one row and one context length for each, and lengths of at "
+            "least 0",
             rule="X10",
         )
     longest = max((a + b for a, b in zip(lengths, contexts, strict=True)), default=0)
     needed = layer.division.bound(longest)
     if needed > block_table.shape[1] * size:
-        return ContractError(
+        raise ContractError(
             f"block_table has {block_table.shape[1]} columns, but a rank holds {needed} keys of a "
             f"prompt: it needs {-(-needed // size)}",
             rule="X2",
         )
-    return None
+    return lengths, contexts
 
 
 def check_prefill_call(
@@ -98,20 +104,16 @@ def check_prefill_call(
     Raises:
         ContractError: see `ParallelPrefill.forward`.
     """
-    error: Exception | None = None
-    call = None
-    try:
-        call = _checked(layer, query, key, value, cache, metadata, output)
-    except Exception as found:  # of any kind: the other ranks wait
-        error = found
     known = isinstance(metadata, PrefillMetadata) and metadata.agreed
-    if layer.agreement == "call" or not known:
-        layer.agree(("prefill call", str(layer.spec)), error)
-        if isinstance(metadata, PrefillMetadata):
-            metadata.agreed = True
-    if error is not None:
-        raise error
-    assert call is not None
+
+    def attempt() -> tuple[object, PrefillCall]:
+        call = _checked(layer, query, key, value, cache, metadata, output)
+        return str(layer.spec), call
+
+    skips = known and layer.agreement == "batch"
+    agreement = "never" if skips else layer.agreement
+    call = layer.group.agreed(agreement, "prefill call", attempt)
+    metadata.agreed = True
     return call
 
 

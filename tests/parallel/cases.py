@@ -205,6 +205,11 @@ def refusals(group: RankGroup) -> str:
         table = run.tables[1][:1, : 1 if last else 9]
         run.builders[1].build(divided_batch([22], [22], table, "cpu"))
 
+    def no_lengths() -> None:
+        missing: Any = None
+        batch = divided_batch([1, 2], [1, 3], run.tables[1][:2], "cpu")
+        run.builders[1].build(missing if last else batch)
+
     def other_dtype() -> None:
         lengths = [[pair[n] for pair in STEPS["prefill"]] for n in (0, 1)]
         built = run.builders[1].build(divided_batch(*lengths, run.tables[1], "cpu"))
@@ -228,6 +233,7 @@ def refusals(group: RankGroup) -> str:
     expected = {
         without_lse: "returning the LSE: not supported", other_rows: "ranks 0 and",
         other_window: "ranks 0 and", bad_sinks: "sinks is torch.float32 [5]",
+        no_lengths: f"rank {group.world_size - 1} refuses: AttributeError",
         other_batch: "ranks 0 and", short_table: "has 1 columns", other_dtype: "torch.float64",
         no_tensor: f"rank {group.world_size - 1} refuses: ",
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from attnlib.parallel import (
     warmup_parallel,
 )
 from attnlib.parallel.prompts import Segment
-from tests.parallel.cases import LATENT, LIMIT, runs_of
+from tests.parallel.cases import LATENT, LIMIT, DecodesOnly, runs_of
 from tests.parallel.problem import BLOCK, STEPS, Problem, error_of
 from tests.testing.toy_backend import ToyBackend
 
@@ -226,6 +227,10 @@ def refusals(group: RankGroup) -> str:
     layer = ParallelPrefill(spec, group, division, device="cpu")
     cache = attnlib.PagedKVCache.allocate(spec, 6, "cpu")
 
+    with mock.patch.dict(os.environ, {"ATTNLIB_VALIDATE": "1"}):
+        if ParallelPrefill(spec, group, division, device="cpu").agreement != "call":
+            return "ATTNLIB_VALIDATE=1 asks for no agreement in each call"
+
     def other_prompts() -> None:
         layer.make_builder().build([4, 5 + last], table)
 
@@ -245,6 +250,18 @@ def refusals(group: RankGroup) -> str:
             spec, group, division, device="cpu", method="ring", backend=ToyBackend if last else None
         )
 
+    def no_table() -> None:
+        missing: Any = None
+        layer.make_builder().build([4, 5], missing if last else table)
+
+    def no_prefills() -> None:
+        given: dict[str, Any] = {
+            "device": "cpu",
+            "backend": DecodesOnly if last else None,
+            **GATHER,
+        }
+        ParallelPrefill(spec, group, division, **given).make_builder().build([12], table[:1])
+
     def too_many_rows() -> None:
         batch = layer.make_builder().build([4, 5], table)
         rows = batch.num_actual_tokens + last
@@ -254,6 +271,7 @@ def refusals(group: RankGroup) -> str:
     expected = {
         other_prompts: "ranks 0 and", other_context: "ranks 0 and",
         other_cache: "but the cache has 6 blocks", window_in_a_ring: "use 'all_gather'",
+        no_table: "AttributeError: ", no_prefills: "refuses: AssertionError",
         ring_of_decoders: "encoder_decoder", too_many_rows: "this rank has",
     }  # fmt: skip
     for call, text in expected.items():

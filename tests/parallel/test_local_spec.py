@@ -12,7 +12,7 @@ from attnlib import AttentionSpec
 from attnlib.errors import UnsupportedConfigError
 from attnlib.parallel import Contiguous, Interleaved
 from attnlib.parallel.divisions import Division
-from attnlib.parallel.local_spec import Edge, local_form
+from attnlib.parallel.local_spec import Edge, local_form, rejections
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, block_size=4)
 
@@ -59,6 +59,7 @@ def test_the_first_visible_key(
 
 def test_all_reasons_at_once() -> None:
     spec = SPEC.replace(attn_type="encoder_decoder", mask_kind="per_request")
+    assert "token_sinks=True" in rejections(SPEC.replace(token_sinks=True))[0]
     with pytest.raises(UnsupportedConfigError) as caught:
         local_form(spec, Interleaved(2), 0)
     assert len(caught.value.reasons) == 2
