@@ -39,6 +39,17 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "state-128": ("state", {"max_rollback": 3}),
     "state-128-channels": ("state", {"decay": "channel", "num_key_heads": 32}),
     "state-128-c32": ("state", {"chunk_size": 32, "state_dtype": torch.bfloat16}),
+    "state-granite": (
+        "state",
+        {
+            "key_size": 256,
+            "value_size": 64,
+            "num_heads": 128,
+            "num_key_heads": 1,
+            "update": "add",
+            "skip": True,
+        },
+    ),
     "state-mamba2": (
         "state",
         {"value_size": 64, "num_heads": 128, "num_key_heads": 8, "update": "add", "skip": True},

@@ -76,8 +76,9 @@ def test_served_requests(name: str, dtype: torch.dtype) -> None:
         {"key_size": 40, "value_size": 72, "num_heads": 2, "num_key_heads": 1},
         {"dtype": torch.bfloat16, "max_rollback": 7, "update": "add"},
         {"decay": "channel", "key_size": 48, "has_beta": False},
+        {"key_size": 144, "num_heads": 2, "num_key_heads": 1},
     ],
-    ids=["c 32", "head sizes", "bfloat16", "channels in two parts"],
+    ids=["c 32", "head sizes", "bfloat16", "channels in two parts", "parts loaded again"],
 )
 @pytest.mark.slow
 def test_sizes_and_dtypes(options: dict[str, Any]) -> None:

@@ -44,6 +44,8 @@ class StateConfig(NamedTuple):
         RING: rows of a tail; position p is in row p % RING.
         HV, HK: state heads and key heads.
         DK, PART, PARTS: key size, and the columns of keys and states that are multiplied at a time.
+        RELOAD: parts of queries and keys are loaded where they are used. Every warp holds all of
+            them, which are as many registers as its part of the state.
         DV, ROWS, BLOCKS: value size, value rows of a program, programs of a head.
         COPIES: pairs of positions of a head, at least BLOCKS.
         DELTA, DECAY, NORM, HAS_BETA, HAS_SKIP: the recurrence (`DECAY_*`).
@@ -67,6 +69,7 @@ class StateConfig(NamedTuple):
     DK: int
     PART: int
     PARTS: int
+    RELOAD: bool
     DV: int
     ROWS: int
     BLOCKS: int
@@ -160,15 +163,19 @@ class Chunk(NamedTuple):
     """The inputs of a chunk for one head, without values; rows without a token are 0.
 
     Attributes:
-        q, k: parts [C, PART] as stored.
+        q, k: parts [C, PART] as stored; none with RELOAD.
         decay: [C] float32; with decays per channel, parts [C, PART].
         beta: [C] float32.
+        rows, tokens, tail: where `q` and `k` are.
     """
 
     q: Any
     k: Any
     decay: Any
     beta: Any
+    rows: Any
+    tokens: Any
+    tail: Any
 
 
 class Rows(NamedTuple):

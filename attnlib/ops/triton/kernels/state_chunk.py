@@ -27,6 +27,7 @@ from attnlib.ops.triton.kernels.state_arguments import (
     DECAY_CHANNEL,
     Factors,
 )
+from attnlib.ops.triton.kernels.state_rows import key_part, query_part
 from attnlib.ops.triton.kernels.state_sums import (
     border,
     is_upper,
@@ -39,10 +40,10 @@ __all__ = ["advance_state", "chunk_factors", "chunk_matrices", "chunk_outputs"]
 
 
 @triton.jit
-def _inverse_lengths(x, CONFIG: tl.constexpr):
-    """Return 1 / sqrt(sum of squares + EPS) of each row, [C] float32."""
+def _inverse_lengths(chunk, QUERIES: tl.constexpr, CONFIG: tl.constexpr):
+    """Return 1 / sqrt(sum of squares + EPS) of each query or key, [C] float32."""
     C: tl.constexpr = CONFIG.C
-    root = tl.sqrt_rn(sum_products(x, x, CONFIG) + CONFIG.EPS)
+    root = tl.sqrt_rn(sum_products(chunk, not QUERIES, QUERIES, CONFIG) + CONFIG.EPS)
     return tl.math.div_rn(tl.full([C], 1.0, tl.float32), root)
 
 
@@ -60,8 +61,8 @@ def chunk_factors(chunk, scale, CONFIG: tl.constexpr):
     norm_q = tl.full([C], 1.0, tl.float32)
     norm_k = norm_q
     if CONFIG.NORM:
-        norm_q = _inverse_lengths(chunk.q, CONFIG)
-        norm_k = _inverse_lengths(chunk.k, CONFIG)
+        norm_q = _inverse_lengths(chunk, True, CONFIG)
+        norm_k = _inverse_lengths(chunk, False, CONFIG)
     return Factors(total, norm_q * scale, norm_k)
 
 
@@ -73,7 +74,7 @@ def _channel_products(chunk, CONFIG: tl.constexpr):
     PARTS: tl.constexpr = CONFIG.PARTS
     C: tl.constexpr = CONFIG.C
     index = tl.arange(0, C)
-    own = sum_products(chunk.q, chunk.k, CONFIG)
+    own = sum_products(chunk, True, True, CONFIG)
     qk = tl.where(index[:, None] == index[None, :], own[:, None], 0.0)
     kk = qk
     total = chunk.decay  # from the beginning of each block
@@ -87,8 +88,8 @@ def _channel_products(chunk, CONFIG: tl.constexpr):
             before = border(x, level, CONFIG)
             longer = longer + (tl.where(upper, x + before, x),)
             factor = tl.exp(tl.where(upper, x, before - x))
-            k = chunk.k[part].to(tl.float32) * factor
-            q = chunk.q[part].to(tl.float32) * factor
+            k = key_part(chunk, part, CONFIG).to(tl.float32) * factor
+            q = query_part(chunk, part, CONFIG).to(tl.float32) * factor
             if CONFIG.DELTA:
                 key_products = tl.dot(
                     k, tl.trans(k), key_products, input_precision=CONFIG.PRECISION
@@ -113,7 +114,7 @@ def _head_products(chunk, factors, CONFIG: tl.constexpr):
     kk = tl.zeros([C, C], tl.float32)
     qk = kk
     for part in tl.static_range(PARTS):
-        q, k = chunk.q[part], chunk.k[part]
+        q, k = query_part(chunk, part, CONFIG), key_part(chunk, part, CONFIG)
         if CONFIG.WIDE:
             q, k = q.to(tl.float32), k.to(tl.float32)
         if CONFIG.DELTA:
@@ -184,7 +185,8 @@ def chunk_outputs(s, chunk, value, factors, solve, pairs, CONFIG: tl.constexpr):
     seen = tl.zeros([C, ROWS], tl.float32)
     o = seen
     for part in tl.static_range(PARTS):
-        q, k = chunk.q[part].to(tl.float32), chunk.k[part].to(tl.float32)
+        q = query_part(chunk, part, CONFIG).to(tl.float32)
+        k = key_part(chunk, part, CONFIG).to(tl.float32)
         if CONFIG.DECAY == DECAY_CHANNEL:
             decays = tl.exp(factors.total[part])
             q, k = q * decays, k * decays
@@ -216,7 +218,7 @@ def advance_state(s, u, chunk, factors, CONFIG: tl.constexpr):
     u = u * factor[:, None]
     after = ()
     for part in tl.static_range(PARTS):
-        k = chunk.k[part].to(tl.float32)
+        k = key_part(chunk, part, CONFIG).to(tl.float32)
         if CONFIG.DECAY == DECAY_CHANNEL:
             total = factors.total[part]
             ends = tl.sum(tl.where(last[:, None], total, 0.0), 0)

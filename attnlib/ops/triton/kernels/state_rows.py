@@ -24,6 +24,7 @@ __all__ = [
     "clear_tokens",
     "first_kept",
     "first_written",
+    "key_part",
     "load_chunk",
     "load_base",
     "load_values",
@@ -31,6 +32,7 @@ __all__ = [
     "open_request",
     "open_tail",
     "part_columns",
+    "query_part",
     "store_chunk",
     "store_positions",
 ]
@@ -173,23 +175,55 @@ def _load_decay(rows, tokens, tail, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def _load_queries(rows, tokens, part: tl.constexpr, CONFIG: tl.constexpr):
+    columns = part_columns(part, CONFIG)
+    inside = rows.fresh[:, None] & (columns < CONFIG.DK)[None, :]
+    place = tokens.q + rows.token[:, None] * CONFIG.Q_T + columns[None, :]
+    return tl.load(place, mask=inside, other=0.0)
+
+
+@triton.jit
+def _load_keys(rows, tokens, tail, part: tl.constexpr, CONFIG: tl.constexpr):
+    STRIDE: tl.constexpr = CONFIG.HK * CONFIG.DK
+    columns = part_columns(part, CONFIG)
+    return _load(rows, tail.k, tokens.k, columns, CONFIG.DK, STRIDE, CONFIG.K_T)
+
+
+@triton.jit
+def query_part(chunk, part: tl.constexpr, CONFIG: tl.constexpr):
+    """Return a part of the queries of a chunk, [C, PART] as stored."""
+    if CONFIG.RELOAD:
+        x = _load_queries(chunk.rows, chunk.tokens, part, CONFIG)
+    else:
+        x = chunk.q[part]
+    return x
+
+
+@triton.jit
+def key_part(chunk, part: tl.constexpr, CONFIG: tl.constexpr):
+    """Return a part of the keys of a chunk, [C, PART] as stored."""
+    if CONFIG.RELOAD:
+        x = _load_keys(chunk.rows, chunk.tokens, chunk.tail, part, CONFIG)
+    else:
+        x = chunk.k[part]
+    return x
+
+
+@triton.jit
 def load_chunk(rows, tokens, tail, CONFIG: tl.constexpr):
     """Return the `Chunk` of one head."""
     PARTS: tl.constexpr = CONFIG.PARTS
-    STRIDE: tl.constexpr = CONFIG.HK * CONFIG.DK
     q = ()
     k = ()
-    for part in tl.static_range(PARTS):
-        columns = part_columns(part, CONFIG)
-        inside = rows.fresh[:, None] & (columns < CONFIG.DK)[None, :]
-        place = tokens.q + rows.token[:, None] * CONFIG.Q_T + columns[None, :]
-        q = q + (tl.load(place, mask=inside, other=0.0),)
-        k = k + (_load(rows, tail.k, tokens.k, columns, CONFIG.DK, STRIDE, CONFIG.K_T),)
+    if not CONFIG.RELOAD:
+        for part in tl.static_range(PARTS):
+            q = q + (_load_queries(rows, tokens, part, CONFIG),)
+            k = k + (_load_keys(rows, tokens, tail, part, CONFIG),)
     C: tl.constexpr = CONFIG.C
     beta = tl.full([C], 1.0, tl.float32)
     if CONFIG.HAS_BETA:
         beta = _load_numbers(rows, tail.beta, tokens.beta, CONFIG.HV, CONFIG.B_T)
-    return Chunk(q, k, _load_decay(rows, tokens, tail, CONFIG), beta)
+    return Chunk(q, k, _load_decay(rows, tokens, tail, CONFIG), beta, rows, tokens, tail)
 
 
 @triton.jit
@@ -200,13 +234,13 @@ def load_values(rows, tokens, tail, columns, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def _store_keys(rows, wanted, x, base, STRIDE: tl.constexpr, CONFIG: tl.constexpr):
-    """Store the wanted rows of parts of keys or decays."""
-    PARTS: tl.constexpr = CONFIG.PARTS
-    for part in tl.static_range(PARTS):
-        columns = part_columns(part, CONFIG)
-        inside = wanted[:, None] & (columns < CONFIG.DK)[None, :]
-        tl.store(base + rows.ring[:, None] * STRIDE + columns[None, :], x[part], mask=inside)
+def _store_part(
+    rows, wanted, x, part: tl.constexpr, base, STRIDE: tl.constexpr, CONFIG: tl.constexpr
+):
+    """Store the wanted rows of a part of keys or decays."""
+    columns = part_columns(part, CONFIG)
+    inside = wanted[:, None] & (columns < CONFIG.DK)[None, :]
+    tl.store(base + rows.ring[:, None] * STRIDE + columns[None, :], x, mask=inside)
 
 
 @triton.jit
@@ -215,6 +249,7 @@ def store_chunk(rows, wanted, chunk, values, tail, columns, head, block, CONFIG:
     VALUES: tl.constexpr = CONFIG.HV * CONFIG.DV
     KEYS: tl.constexpr = CONFIG.HK * CONFIG.DK
     CHANNELS: tl.constexpr = CONFIG.HV * CONFIG.DK
+    PARTS: tl.constexpr = CONFIG.PARTS
     place = tail.v + rows.ring[:, None] * VALUES + columns[None, :]
     tl.store(place, values, mask=wanted[:, None] & (columns < CONFIG.DV)[None, :])
     if block == 0:
@@ -223,9 +258,12 @@ def store_chunk(rows, wanted, chunk, values, tail, columns, head, block, CONFIG:
         if CONFIG.DECAY == DECAY_HEAD:
             tl.store(tail.decay + rows.ring * CONFIG.HV, chunk.decay, mask=wanted)
         if CONFIG.DECAY == DECAY_CHANNEL:
-            _store_keys(rows, wanted, chunk.decay, tail.decay, CHANNELS, CONFIG)
+            for part in tl.static_range(PARTS):
+                _store_part(rows, wanted, chunk.decay[part], part, tail.decay, CHANNELS, CONFIG)
         if head % (CONFIG.HV // CONFIG.HK) == 0:
-            _store_keys(rows, wanted, chunk.k, tail.k, KEYS, CONFIG)
+            for part in tl.static_range(PARTS):
+                x = key_part(chunk, part, CONFIG)
+                _store_part(rows, wanted, x, part, tail.k, KEYS, CONFIG)
 
 
 @triton.jit

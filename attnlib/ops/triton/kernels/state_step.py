@@ -90,6 +90,9 @@ def compute_request(
                 solve = tl.load(matrices)
         else:
             solve, pairs = chunk_matrices(chunk, factors, CONFIG)
+        if CONFIG.RELOAD:
+            # The compiler would keep the parts that it loads twice without a barrier.
+            tl.debug_barrier()
         value = values.to(tl.float32)
         u, o = chunk_outputs(s, chunk, value, factors, solve, pairs, CONFIG)
         if CONFIG.HAS_SKIP:
@@ -98,6 +101,8 @@ def compute_request(
         if not CONFIG.PREPARED:
             wanted = (rows.position >= first) & (rows.position < request.end)
             store_chunk(rows, wanted, chunk, values, target, columns, head, block, CONFIG)
+        if CONFIG.RELOAD:
+            tl.debug_barrier()
         after = start + CONFIG.C
         if after <= request.end:
             # A state is rounded once for each chunk, whether it is stored or not (T13).

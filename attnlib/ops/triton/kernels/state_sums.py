@@ -8,19 +8,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnlib.ops.triton.kernels.state_rows import key_part, query_part
+
 __all__ = ["border", "is_upper", "joins", "running_sum", "sum_products"]
 
 
 @triton.jit
-def sum_products(a, b, CONFIG: tl.constexpr):
-    """Return the sum of a * b of each row, [C] float32; both are parts [C, PART]."""
+def sum_products(chunk, KEYS: tl.constexpr, QUERIES: tl.constexpr, CONFIG: tl.constexpr):
+    """Return the sum of k * k, q * q or q * k of each row, [C] float32."""
     PARTS: tl.constexpr = CONFIG.PARTS
     C: tl.constexpr = CONFIG.C
     SIZE: tl.constexpr = CONFIG.PART
     LEVELS: tl.constexpr = SIZE.bit_length() - 1
     total = tl.zeros([C], tl.float32)
     for part in tl.static_range(PARTS):
-        sums = a[part].to(tl.float32) * b[part].to(tl.float32)
+        if KEYS:
+            b = key_part(chunk, part, CONFIG).to(tl.float32)
+            a = b
+        if QUERIES:
+            a = query_part(chunk, part, CONFIG).to(tl.float32)
+            if not KEYS:
+                b = a
+        sums = a * b
         for level in tl.static_range(LEVELS):
             sums = tl.sum(tl.reshape(sums, [C, SIZE >> (level + 1), 2]), axis=2)
         total = total + tl.reshape(sums, [C])

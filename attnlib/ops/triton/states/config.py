@@ -21,7 +21,14 @@ from attnlib.ops.triton.kernels.state_arguments import (
     StateConfig,
 )
 
-__all__ = ["Recurrence", "check_dense", "check_slots", "slot_strides", "state_config"]
+__all__ = [
+    "Recurrence",
+    "check_dense",
+    "check_slots",
+    "is_pipelined",
+    "slot_strides",
+    "state_config",
+]
 
 _DECAYS = {"constant": DECAY_CONSTANT, "head": DECAY_HEAD, "channel": DECAY_CHANNEL}
 _FIELDS = ("state", "positions", "tail_key", "tail_value", "tail_log_decay", "tail_beta")
@@ -101,6 +108,12 @@ def check_dense(**tensors: Tensor) -> None:
             )
 
 
+def is_pipelined(layout: StateLayout) -> bool:
+    """Whether prefills load a chunk while they compute the one before it, on NVIDIA's chips."""
+    tile = state_tile(layout.key_size, layout.value_size)
+    return tile.num_warps == 8 and layout.chunk_size == 16
+
+
 @functools.lru_cache(maxsize=1024)
 def state_config(
     layout: StateLayout,
@@ -129,6 +142,7 @@ def state_config(
         layout.key_size,
         tile.part,
         tile.parts,
+        tile.parts > 4 and not (prepared and is_pipelined(layout)),
         layout.value_size,
         tile.rows,
         tile.blocks,

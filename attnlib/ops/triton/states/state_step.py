@@ -17,6 +17,7 @@ from attnlib.ops.triton.states.config import (
     Recurrence,
     check_dense,
     check_slots,
+    is_pipelined,
     slot_strides,
     state_config,
 )
@@ -85,7 +86,7 @@ class PreparedStep:
             config,
             (num_reqs + 1, config.HV * config.BLOCKS),
             num_warps=warps,
-            num_stages=2 if is_long and warps == 8 and config.C == 16 else 1,
+            num_stages=2 if is_long and warps == 8 and is_pipelined(slots.layout) else 1,
         )
         self._matrices, self._tails = (
             KernelLaunch(kernel, config, (programs, config.HV), num_warps=warps)
