@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from attnlib.cli.arguments import CommandParser, any_device, input_path
+from attnlib.cli.arguments import CommandParser, any_device, count, input_path
 from attnlib.cli.hf_config import fallback_lines
 from attnlib.cli.kernels import KernelsOfSpec, kernels_of
 from attnlib.cli.server_flags import add_server_flags, rank_specs, server_of
 from attnlib.cli.spec_flags import add_spec_flags, specs_of
 from attnlib.device import resolve_device
+from attnlib.parallel import Interleaved, explain_parallel
 from attnlib.selection import explain
+from attnlib.spec import AttentionSpec
 
 __all__ = ["main", "parser"]
 
@@ -29,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fallbacks = {
         kind: fallback_lines(spec) if options.config else [] for kind, spec in specs.items()
     }
+    divided = _divided(specs, options)
     kernels: dict[str, KernelsOfSpec] = {}
     if options.kernels is not None:
         on_triton = {
@@ -40,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             kind or "spec": report.to_dict()
             | ({"fallbacks": fallbacks[kind]} if fallbacks[kind] else {})
             | ({"kernels": kernels[kind].to_dict()} if kind in kernels else {})
+            | ({"divided_keys": divided[kind]} if divided else {})
             for kind, report in reports.items()
         }
         print(json.dumps(described, indent=2))
@@ -49,11 +54,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines[kind].append(str(found))
         print(
             "\n\n".join(
-                (f"{kind}\n" if kind else "") + "\n".join([str(report), *_notes(lines[kind])])
+                (f"{kind}\n" if kind else "")
+                + "\n".join([str(report), *_notes(lines[kind]), *divided.get(kind, [])])
                 for kind, report in reports.items()
             )
         )
     return 0 if all(report.chosen for report in reports.values()) else 1
+
+
+def _divided(
+    specs: Mapping[str, AttentionSpec], options: argparse.Namespace
+) -> dict[str, list[str]]:
+    """Kind of layer -> lines about what a rank computes over its keys; empty for one rank."""
+    ranks = options.divide_keys
+    if ranks == 1:
+        return {}
+    arguments = {"backend": options.backend, "device": options.device}
+    return {
+        kind: explain_parallel(spec, Interleaved(ranks), **arguments).splitlines()
+        for kind, spec in specs.items()
+    }
 
 
 def _notes(lines: Sequence[str]) -> list[str]:
@@ -95,6 +115,13 @@ def parser() -> CommandParser:
         metavar="FOLDER",
         help="also show how many kernels of the triton backend are compiled: in a folder of "
         "attnlib compile, or in Triton's cache (without FOLDER)",
+    )
+    made.add_argument(
+        "--divide-keys",
+        type=count,
+        default=1,
+        metavar="N",
+        help="also show what each of N ranks computes that divide the keys of a layer (X-rules)",
     )
     made.add_argument("--json", action="store_true", help="print JSON")
     add_server_flags(made)

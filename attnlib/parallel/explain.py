@@ -7,7 +7,7 @@ from typing import Any
 from attnlib.errors import UnsupportedConfigError
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.exchange import choose_exchange, exchange_bytes
-from attnlib.parallel.layer_parts import LayerParts, Part, choose_parts
+from attnlib.parallel.layer_parts import LayerParts, Part, choose_parts, phases
 from attnlib.parallel.local_spec import LocalForm, local_form
 from attnlib.selection import explain
 from attnlib.spec import AttentionSpec
@@ -42,8 +42,9 @@ def explain_parallel(
         f"  exchange  {chosen}: {received['queries']} bytes of queries and {received[chosen]} of "
         "results per new token and layer",
     ]
-    shown = {"keys of a rank": Part(form.spec, backend)}
-    if parts is not None:
+    if parts is None:  # what the weakest demand meets
+        shown = {"keys of a rank": Part(form.for_decoders().spec, phases(backend)[1])}
+    else:
         shown = {"keys of a rank": parts.cached}
         if parts.context is not None and parts.new is not None:
             if parts.context != parts.cached:

@@ -55,6 +55,20 @@ def test_explain_a_spec_from_flags(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_explain_divided_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    """X4: a window of 128 keys is one of 32 on each of 4 ranks."""
+    arguments = ["explain", "--device", "sm_90", "--sliding-window", "128", "--divide-keys", "4"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "divided keys: Interleaved(world_size=4, run=1)" in text
+    assert "128 heads, each new token is a request" in text
+    assert "a window of local keys" in text
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["spec"]["divided_keys"] == [
+        line for line in text[text.index("divided keys") :].splitlines()
+    ]
+
+
 def test_explain_for_a_gpu_by_name(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
