@@ -60,7 +60,10 @@ _VLLM = {
     "encoders": _both(f"{_ENGINE}::test_encoder_states_equal_transformers"),
     "cross-attention (Whisper)": _both(_MEDIA),
     "images (Gemma 3)": _both(_MEDIA),
-    "non-causal drafts": _both(f"{_MASKS}::test_drafts_that_see_each_other"),
+    "non-causal drafts (DFlash)": (
+        f"{_ENGINE}::test_tokens_by_interpreted_triton_kernels",
+        f"{_ENGINE}::test_tokens_with_image_spans_and_drafts_by_interpreted_triton_kernels",
+    ),
     "masks per request": _both(f"{_MASKS}::test_drafts_and_other_requests_in_one_batch"),
     "retained windows (R-SWA)": _both(f"{_MASKS}::test_retained_windows"),
     "layers that share a cache": _both(
@@ -77,6 +80,7 @@ _VLLM = {
     "latent attention": _both(_TOKENS),
     "fp8 latents": _both(f"{_LATENT}::test_steps"),
     "sparse latents": _both(f"{_LATENT}::test_selected_keys"),
+    "state layers (GDN, Mamba2, KDA)": _both("absent: vLLM has no backends for them"),
     "verification of chains": (
         f"{_ADAPTER}::test_steps",
         f"{_ENGINE}::test_verified_n_grams_give_the_same_tokens",
@@ -126,11 +130,14 @@ _UNTRIED = "not run: only with 0.5.23"
 _ABSENT = "absent: 0.5.17 does not ask"
 _SGLANG_FEATURES = {
     "decoders, chunked prefill": (_GPU, f"{_SGLANG}::test_extend_decode_and_verify"),
-    "windows, soft caps, sinks": (_UNTRIED, f"{_SGLANG}::test_extend_decode_and_verify"),
+    "windows, soft caps, sinks": _both(_REAL),
     "verification of chains": (_GPU, f"{_SGLANG}::test_extend_decode_and_verify"),
     "CUDA graphs": (_GPU, f"{_SGLANG}::test_captured_metadata_follows_later_batches"),
-    "plug-in": (_GPU, _REAL),
-    "deterministic mode": (_ABSENT, f"{_SGLANG}::test_deterministic_mode_selects_batch_invariance"),
+    "plug-in": _both(_REAL),
+    "deterministic mode": (
+        _REAL,
+        f"{_SGLANG}::test_deterministic_mode_selects_batch_invariance",
+    ),
     "lengths on the device only": (
         _UNTRIED,
         f"{_SGLANG}::test_batches_without_lengths_on_the_host",
@@ -140,8 +147,8 @@ _SGLANG_FEATURES = {
         _ABSENT,
         f"{_SGLANG}::test_an_operation_of_sglang_may_write_the_pool",
     ),
-    "fp8 pools": ("not compared: ran on a GPU", "not run: only with 0.5.17"),
-    "speculation trees": (_UNTRIED, _REAL),
+    "fp8 pools": _both(_REAL),
+    "speculation trees": _both(_REAL),
     "drafts in blocks (DFlash)": (_ABSENT, f"{_SGLANG}::test_drafts_in_blocks_see_each_other"),
     "other draft models": _both("refused: SGLang lists their backends"),
     "cross-attention": _both("refused: no adapter"),

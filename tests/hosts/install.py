@@ -23,9 +23,9 @@ import zipfile
 from pathlib import Path
 
 VLLM = ("0.26.0", "0.33.0")
-"""The oldest and the newest supported release."""
+SGLANG = ("0.5.17", "0.5.23")
+"""The oldest and the newest supported release of each."""
 
-SGLANG = "0.5.23"
 _WITH_SGLANG = ("dill==0.4.1", "gguf==0.19.0", "sentencepiece==0.2.3", "torchvision==0.28.0")
 """What SGLang's classes import besides `requirements.txt`. vLLM must not find this torchvision,
 whose compiled operations do not load beside a torch without CUDA."""
@@ -45,7 +45,9 @@ def install(target: Path) -> None:
     _once(target / "packages", requirements, _install_packages)
     for version in VLLM:
         _once(target / f"vllm-{version}", f"{version} {_SKIPPED.pattern}", _unpack, "vllm", version)
-    _once(target / "sglang", f"{SGLANG} {_SKIPPED.pattern}", _unpack, "sglang", SGLANG)
+    for version in SGLANG:
+        key = f"{version} {_SKIPPED.pattern}"
+        _once(target / f"sglang-{version}", key, _unpack, "sglang", version)
     more = target / "sglang-packages"
     _once(more, " ".join(_WITH_SGLANG), _install, *_WITH_SGLANG)
 

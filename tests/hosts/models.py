@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from attnlib.kv_dtype import PAGE_FORMATS
-from tests.hosts import media_models
+from tests.hosts import drafts, media_models
 
 NEW_TOKENS = 24
 SPAN = 3, 20
@@ -264,3 +264,4 @@ def write(folder: Path) -> None:
 if __name__ == "__main__":
     write(Path(sys.argv[1]))
     media_models.write(Path(sys.argv[1]))
+    drafts.write(Path(sys.argv[1]) / "qwen3-drafts", SIZES)

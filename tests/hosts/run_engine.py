@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import drafts
 import media_models
 
 for _name, _value in {
@@ -52,6 +53,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     if "span" in case:
         give_spans(case["span"])
+    watched = drafts.watch() if case.get("drafts") else None
     llm = LLM(**arguments)
     times = case.get("times", 1)
     if "media" in expected:
@@ -63,7 +65,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     ours = (getattr(layer.impl, "_attention", None) for layer in layers.values())
     result: dict[str, Any] = {
-        "backends": sorted({layer.backend.get_name() for layer in ours if layer is not None})
+        "backends": sorted({layer.backend.get_name() for layer in ours if layer is not None}),
+        "drafts": watched,
     }
     if case.get("pooling"):
         outputs = llm.encode(given, pooling_task="embed", use_tqdm=False)

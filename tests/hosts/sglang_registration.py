@@ -7,6 +7,7 @@ there.
 from __future__ import annotations
 
 import inspect
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,20 +22,34 @@ if torch.version.cuda is None:  # the compiled operations of torchvision need CU
 HEADS, KV_HEADS, SIZE, PAGE, DRAFTED = 4, 2, 32, 16, 4
 
 
+IS_OLD = "--old" in sys.argv
+"""SGLang 0.5.17, which asks less. Its trees have masks over all keys."""
+
+if IS_OLD:  # names that transformers has of its own by now
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    _take = CONFIG_MAPPING.register
+    CONFIG_MAPPING.register = lambda key, value, exist_ok=False: _take(key, value, exist_ok=True)
+
+
 def check_registration() -> Any:
     """The backend class that SGLang's registry gives for a runner."""
-    from sglang.srt.arg_groups import choices
+    try:
+        from sglang.srt.arg_groups import choices
+    except ImportError:  # 0.5.17
+        from sglang.srt import server_args as choices  # type: ignore[no-redef]
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.plugins import load_plugins_by_group
 
     register, distribution = load_plugins_by_group("sglang.srt.plugins")["attnlib"]
     assert distribution == "attnlib"
-    lists = (
-        choices.ATTENTION_BACKEND_CHOICES,
-        choices.DRAFT_ATTENTION_BACKEND_CHOICES,
-        choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
-        choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
-    )
+    names = [
+        "ATTENTION_BACKEND_CHOICES", "DETERMINISTIC_ATTENTION_BACKEND_CHOICES",
+        "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND",
+    ]  # fmt: skip
+    if not IS_OLD:
+        names.append("DRAFT_ATTENTION_BACKEND_CHOICES")
+    lists = [getattr(choices, name) for name in names]
     assert not any("attnlib" in found for found in lists)
     register()
     assert all("attnlib" in found for found in lists)
@@ -54,16 +69,29 @@ def check_methods(ours: type, base: type) -> None:
 
 
 class Engine:
-    """SGLang's pools with two requests on pages in a random order, and its layer."""
+    """SGLang's pools with two requests on pages in a random order, and its layer with `options`;
+    with `scales` of keys and values the pool is one of float8."""
 
-    def __init__(self, create: Any) -> None:
+    def __init__(
+        self,
+        create: Any,
+        scales: tuple[float, float] | None = None,
+        sinks: torch.Tensor | None = None,
+        **options: Any,
+    ) -> None:
         from sglang.srt.layers.radix_attention import RadixAttention
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
         torch.manual_seed(0)
-        self.layer = RadixAttention(HEADS, SIZE, SIZE**-0.5, KV_HEADS, layer_id=1)
+        self.sinks = sinks
+        self.layer = RadixAttention(HEADS, SIZE, SIZE**-0.5, KV_HEADS, layer_id=1, **options)
+        stored = torch.float32
+        if scales is not None:
+            stored = torch.float8_e4m3fn
+            self.layer.k_scale_float, self.layer.v_scale_float = scales
+        self.scales = scales or (1.0, 1.0)
         self.pool = MHATokenToKVPool(
-            512, PAGE, torch.float32, KV_HEADS, SIZE, 2, "cpu", False, enable_alt_stream=False
+            512, PAGE, stored, KV_HEADS, SIZE, 2, "cpu", False, enable_alt_stream=False
         )
         requests = ReqToTokenPool(4, 256, "cpu", False)
         pages = torch.randperm(512 // PAGE) + 1  # page 0 is padding
@@ -99,23 +127,61 @@ class Engine:
         if mode.is_extend() and tree is None:
             batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor(new), new
         if tree is not None:
-            verify = self.backend.verify_mask
-            verify.buffer[: tree.numel()] = tree.flatten()
-            batch.spec_info = SimpleNamespace(draft_token_num=DRAFTED, custom_mask=verify.buffer)
+            batch.spec_info = SimpleNamespace(
+                draft_token_num=DRAFTED, custom_mask=self._mask(tree, lengths)
+            )
         q, k, v = (torch.randn(sum(new), heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        more = {} if self.sinks is None else {"sinks": self.sinks}
         self.backend.init_forward_metadata(batch)
-        out = self.backend.forward(q.flatten(1), k, v, self.layer, batch).view(-1, HEADS, SIZE)
-        keys, values = self.pool.get_kv_buffer(1)
+        out = self.backend.forward(q.flatten(1), k, v, self.layer, batch, **more)
+        keys, values = (
+            side.float() * scale
+            for side, scale in zip(self.pool.get_kv_buffer(1), self.scales, strict=True)
+        )
+        new_slots = batch.out_cache_loc  # rounded to the nearest of 3 bits where they are float8
+        rounding = {} if self.scales == (1.0, 1.0) else {"rtol": 2**-4, "atol": 2**-9}
+        torch.testing.assert_close(keys[new_slots], k, **rounding)
+        torch.testing.assert_close(values[new_slots], v, **rounding)
         for request, slots in enumerate(held):
             n, t, first = new[request], total[request], sum(new[:request])
             visible = torch.ones(n, t).tril(t - n).bool()
+            if self.layer.sliding_window_size > 0:
+                visible &= torch.ones(n, t).triu(t - n - self.layer.sliding_window_size).bool()
             if tree is not None:
                 visible[:, t - n :] = tree[request]
-            expected = torch.nn.functional.scaled_dot_product_attention(
-                q[first : first + n].transpose(0, 1), keys[slots].transpose(0, 1),
-                values[slots].transpose(0, 1), attn_mask=visible, enable_gqa=True,
-            )  # fmt: skip
-            torch.testing.assert_close(out[first : first + n], expected.transpose(0, 1))
+            expected = self._dense(q[first : first + n], keys[slots], values[slots], visible)
+            torch.testing.assert_close(out.view(-1, HEADS, SIZE)[first : first + n], expected)
+
+    def _mask(self, tree: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """SGLang's mask of a verification: over the drafted tokens, in 0.5.17 over all keys."""
+        verify = self.backend.verify_mask
+        if verify is None:
+            past = [torch.ones(DRAFTED, length).bool() for length in lengths]
+            return torch.cat([torch.cat(row, 1).flatten() for row in zip(past, tree, strict=True)])
+        verify.buffer[: tree.numel()] = tree.flatten()
+        return verify.buffer
+
+    def _dense(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
+    ) -> torch.Tensor:
+        keys, values = (side.repeat_interleave(HEADS // KV_HEADS, 1) for side in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", q, keys) * SIZE**-0.5
+        if self.layer.logit_cap:
+            scores = self.layer.logit_cap * torch.tanh(scores / self.layer.logit_cap)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks.view(-1, 1, 1).expand(-1, len(q), 1)], -1)
+        weights = scores.softmax(-1)[..., : len(keys)]
+        return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+def run(engine: Engine) -> None:
+    """Prefill, prefill over a prefix, decode."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    engine.step(ForwardMode.EXTEND, [40, 25], [40, 25])
+    engine.step(ForwardMode.EXTEND, [7, 1], [47, 26])
+    engine.step(ForwardMode.DECODE, [1, 1], [48, 27])
 
 
 def main() -> None:
@@ -125,10 +191,11 @@ def main() -> None:
 
     engine = Engine(create)
     assert isinstance(engine.backend, AttentionBackend)
-    check_methods(type(engine.backend), AttentionBackend)
-    engine.step(ForwardMode.EXTEND, [40, 25], [40, 25])
-    engine.step(ForwardMode.EXTEND, [7, 1], [47, 26])
-    engine.step(ForwardMode.DECODE, [1, 1], [48, 27])
+    if not IS_OLD:
+        check_methods(type(engine.backend), AttentionBackend)
+    run(Engine(create, scales=(0.5, 0.25)))
+    run(Engine(create, sinks=torch.randn(HEADS), sliding_window_size=9, logit_cap=5.0))
+    run(engine)
     tree = torch.eye(DRAFTED).bool().repeat(2, 1, 1)
     tree[:, 1:, 0] = tree[:, 3, 1] = True
     engine.step(ForwardMode.TARGET_VERIFY, [4, 4], [52, 31], tree)

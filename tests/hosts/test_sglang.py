@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 
 from tests.hosts.conftest import run_script
-from tests.hosts.install import VLLM
+from tests.hosts.install import SGLANG, VLLM
 
 
 @pytest.mark.hosts
-def test_sglang_finds_attnlib_and_serves_its_batches(environment: Any, hosts: Path) -> None:
+@pytest.mark.parametrize("version", SGLANG)
+def test_sglang_finds_attnlib_and_serves_its_batches(
+    environment: Any, hosts: Path, version: str
+) -> None:
     variables = environment(VLLM[0])
-    folders = [str(hosts / name) for name in ("sglang", "sglang-packages")]
+    folders = [str(hosts / name) for name in (f"sglang-{version}", "sglang-packages")]
     variables["PYTHONPATH"] = os.pathsep.join([*folders, variables["PYTHONPATH"]])
-    run_script("sglang_registration.py", variables)
+    old = ("--old",) if version == SGLANG[0] else ()
+    run_script("sglang_registration.py", variables, *old)

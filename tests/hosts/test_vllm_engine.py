@@ -299,6 +299,33 @@ def test_tokens_with_prefill_context_parallelism(engine: Any, models: Path, vers
     assert result["tokens"] == [row[:4] for row in expected_tokens(models, "deepseek")]
 
 
+def drafting(models: Path, version: str) -> dict[str, Any]:
+    """A case with drafts whose tokens see each other. vLLM selects their backend on its own."""
+    name = "CUSTOM" if version == VLLM[0] else "ATTNLIB"
+    drafts = {
+        "method": "dflash", "model": str(models / "qwen3-drafts"), "num_speculative_tokens": 3,
+        "attention_backend": name,
+    }  # fmt: skip
+    return {
+        "model": str(models / "qwen3"), "prompts": 3, "new_tokens": 3, "drafts": True,
+        "arguments": {"speculative_config": drafts},
+    }  # fmt: skip
+
+
+def check_drafts(result: dict[str, Any], models: Path) -> None:
+    """Each of the two layers attends to all keys, and the tokens are those of the target."""
+    assert result.get("error") is None
+    assert result["tokens"] == [row[:3] for row in expected_tokens(models, "qwen3")[:3]]
+    drafts = result["drafts"]
+    assert drafts["calls"] >= 4 and drafts["error"] < 1e-4 < 1e-2 < drafts["to_causal"]
+
+
+INTERPRETED = {
+    "ATTNLIB_BACKEND": "triton", "TRITON_INTERPRET": "1",
+    "CUDA_VISIBLE_DEVICES": "",  # vLLM's kernels are interpreted, too
+}  # fmt: skip
+
+
 def test_tokens_by_interpreted_triton_kernels(engine: Any, models: Path) -> None:
     cases = {
         "llama": {"model": str(models / "llama"), "prompts": 4, "new_tokens": 6},
@@ -309,8 +336,8 @@ def test_tokens_by_interpreted_triton_kernels(engine: Any, models: Path) -> None
         "model": str(models / "llama"), "prompts": 2, "new_tokens": 3,
         "arguments": {"kv_cache_dtype": stored},
     }  # fmt: skip
-    variables = {"ATTNLIB_BACKEND": "triton", "TRITON_INTERPRET": "1"}
-    results = engine(VLLM[0], cases, **variables)
+    results = engine(VLLM[0], {**cases, "drafts": drafting(models, VLLM[0])}, **INTERPRETED)
+    check_drafts(results["drafts"], models)
     for name, case in cases.items():
         assert results[name]["backends"] == ["triton"]
         expected = page_tokens(models, stored) if name == stored else expected_tokens(models, name)
@@ -318,7 +345,9 @@ def test_tokens_by_interpreted_triton_kernels(engine: Any, models: Path) -> None
         assert results[name]["tokens"] == [row[: case["new_tokens"]] for row in expected]
 
 
-def test_tokens_with_image_spans_by_interpreted_triton_kernels(engine: Any, models: Path) -> None:
+def test_tokens_with_image_spans_and_drafts_by_interpreted_triton_kernels(
+    engine: Any, models: Path
+) -> None:
     """No prefill is split inside a span, as vLLM does for images."""
     cases = {
         name: {
@@ -327,7 +356,9 @@ def test_tokens_with_image_spans_by_interpreted_triton_kernels(engine: Any, mode
         }
         for name in WITH_SPANS
     }  # fmt: skip
-    results = engine(VLLM[1], cases, ATTNLIB_BACKEND="triton", TRITON_INTERPRET="1")
+    all_cases = {**cases, "drafts": drafting(models, VLLM[1])}
+    results = engine(VLLM[1], all_cases, **INTERPRETED)
+    check_drafts(results.pop("drafts"), models)
     for name, result in results.items():
         expected = json.loads((models / name / "expected.json").read_text())
         assert result.get("error") is None and result["backends"] == ["triton"]

@@ -56,6 +56,11 @@ def define_operations() -> None:
             " e, Tensor? f, int g) -> ()",
             accept_greedy_drafts,
         ),
+        ("rms_norm(Tensor(a!) out, Tensor x, Tensor? weight, float eps) -> ()", norm),
+        (
+            "rotary_embedding(Tensor a, Tensor(a!) b, Tensor? c, int d, Tensor e, bool f) -> ()",
+            rotate,
+        ),
         ("expand_kernel_impl(Tensor(a!) a, Tensor b, Tensor c, int d, int e) -> ()", expand),
     ):
         name = schema.split("(")[0]
@@ -114,6 +119,27 @@ def expand(
     output.copy_(torch.repeat_interleave(values, counts))
 
 
+def norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
+    """The root mean square of each row is 1, times `weight`, also of several layers."""
+    scaled = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        weight = weight.view(*weight.shape[:-1], *[1] * (x.dim() - weight.dim()), -1)
+        scaled = scaled * weight
+    out.copy_(scaled)
+
+
+def rotate(
+    positions: torch.Tensor, heads: torch.Tensor, _: Any, size: int, table: torch.Tensor, neox: bool
+) -> None:
+    """Rotary embedding of halves, in place."""
+    assert neox
+    view = heads.view(heads.shape[0], -1, size)
+    cos, sin = table[positions].unsqueeze(1).chunk(2, dim=-1)
+    a, b = view[..., : cos.shape[-1]].clone(), view[..., cos.shape[-1] : 2 * cos.shape[-1]].clone()
+    view[..., : cos.shape[-1]] = a * cos - b * sin
+    view[..., cos.shape[-1] : 2 * cos.shape[-1]] = b * cos + a * sin
+
+
 def distributed_slots(
     num_tokens: int,
     max_num_tokens: int,
@@ -167,12 +193,14 @@ def worker_class() -> Any:
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     if hasattr(operations, "cp_lse_ag_out_rs"):  # vLLM 0.26
+        import vllm.v1.sample.ops.topk_topp_sampler as samplers
         import vllm.v1.worker.cpu.buffer_utils as buffers
         import vllm.v1.worker.utils as caches
         from vllm.platforms.cpu import CpuPlatform
 
         # Layers with two caches, for cross-attention, are known to work on vLLM's own platforms.
         caches.current_platform = CpuPlatform()
+        samplers.HAS_TRITON = False  # its kernel cannot be interpreted
 
         buffers.is_uva_available = lambda: True  # vLLM says so for its own CPU platform
         operations.cp_lse_ag_out_rs = combine_ranks

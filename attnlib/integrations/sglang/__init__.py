@@ -29,8 +29,9 @@ def register() -> None:
     try:
         from sglang.srt.arg_groups import choices
     except ImportError:  # 0.5.17
-        return
-    choices.add_draft_attention_backend_choices([NAME])
+        choices = server_args
+    else:
+        choices.add_draft_attention_backend_choices([NAME])
     choices.add_deterministic_attention_backend_choices([NAME])
     choices.add_radix_supported_deterministic_attention_backend_choices([NAME])
 

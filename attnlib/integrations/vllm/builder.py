@@ -56,16 +56,30 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
         block_table_width: int | None = None,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = vllm_config.compilation_config.static_forward_context
-        self._layers = {name: layers[name] for name in layer_names}
-        for layer in self._layers.values():
-            layer.impl.set_block_size(kv_cache_spec.block_size)
         self.limits, self.block_table_width = batch_limits(vllm_config), block_table_width
         self.builders: dict[AttentionSpec, Any] = {}
         self.distributed: DistributedBuilder | None = None
-        GroupWarmup(self, self._layers.values(), vllm_config)
+        self._warmup = GroupWarmup(self, vllm_config)
         self._masks, self._specs = announced_masks(vllm_config), dict[Mask, list[AttentionSpec]]()
         self._tensors = BatchTensors(self.limits.max_num_reqs, device)
+        self._layers: dict[str, Any] = {}
+        self.take_layers()
+
+    def take_layers(self) -> list[Any]:
+        """vLLM's layers. It makes the builder of a draft model for its first layer and adds the
+        others to the group later, before the first batch."""
+        if len(self._layers) != len(self.layer_names):
+            layers = self.vllm_config.compilation_config.static_forward_context
+            self._layers = {name: layers[name] for name in self.layer_names}
+            for layer in self._layers.values():
+                layer.impl.set_block_size(self.kv_cache_spec.block_size)
+                layer.impl.group_warmup = self._warmup
+            self.builders.clear()
+            self._specs.clear()
+            self._make_builders()
+        return list(self._layers.values())
+
+    def _make_builders(self) -> None:
         impls = [layer.impl for layer in self._layers.values()]
         divided = [impl.distributed for impl in impls if impl.distributed is not None]
         if divided:  # drafts need not be
@@ -147,6 +161,7 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
         self, metadata: VllmMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> VllmMetadata:
         """The metadata of another group with equal layers, with the blocks of this one."""
+        self.take_layers()
         self._specs_under(metadata.mask)  # their builders exist now
         batches = {
             spec: self.builders[spec].update_block_table(batch, blk_table, None)
@@ -193,6 +208,7 @@ class AttnlibMetadataBuilder(AttentionMetadataBuilder[VllmMetadata]):
         return attn_type
 
     def _metadata(self, batch: VllmBatch, build: Any) -> VllmMetadata:
+        self.take_layers()
         mask, spans = mask_of(batch, self._attn_type, self._masks)
         tokens = batch.num_actual_tokens
         if self.distributed is not None:

@@ -37,6 +37,11 @@ class VllmMetadata:
     slot_mapping: Any = None
 
     @property
+    def causal(self) -> bool:
+        """False for drafts that see each other, which vLLM asserts (DFlash)."""
+        return self.mask is not Mask.FULL
+
+    @property
     def mask_of_layer(self) -> Mask:
         """The mask for the layers that read this object."""
         cleared = self.mask is Mask.SPANS and self.mm_prefix_range_tensor is None

@@ -64,23 +64,16 @@ class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
         block_table_width: int | None = None,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = vllm_config.compilation_config.static_forward_context
-        for name in layer_names:
-            layers[name].impl.set_block_size(kv_cache_spec.block_size)
-        specs = {layers[name].impl.spec for name in layer_names}
-        if len(specs) > 1:
-            raise UnsupportedConfigError(
-                f"latent layers of one cache group have {len(specs)} specs; attnlib needs one: "
-                f"{sorted(map(str, specs))}"
-            )
-        (self._spec,) = specs
-        backend = select(self._spec, layer_names[0])
         self.limits, self.block_table_width = batch_limits(vllm_config), block_table_width
         self._divides_prompts = vllm_config.parallel_config.prefill_context_parallel_size > 1
-        GroupWarmup(self, (layers[name] for name in layer_names), vllm_config)
+        self._warmup = GroupWarmup(self, vllm_config)
+        self._layers: dict[str, Any] = {}
+        first = self.take_layers()[0].impl
+        self._spec = first.spec
+        backend = select(self._spec, layer_names[0])
         # A builder with limits uses the same memory for each batch, and both parts are in use at
         # the same time.
-        divided: ParallelAttention | None = layers[layer_names[0]].impl.divided
+        divided: ParallelAttention | None = first.divided
         self.is_divided = divided is not None
         self.decodes: Any
         self.prefills: Any
@@ -94,6 +87,22 @@ class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
         )
         threshold = self.decodes.reorder_batch_threshold
         self._init_reorder_batch_threshold(threshold or 1, supports_spec_as_decode=True)
+
+    def take_layers(self) -> list[Any]:
+        """See `AttnlibMetadataBuilder.take_layers`."""
+        if len(self._layers) != len(self.layer_names):
+            layers = self.vllm_config.compilation_config.static_forward_context
+            self._layers = {name: layers[name] for name in self.layer_names}
+            for layer in self._layers.values():
+                layer.impl.set_block_size(self.kv_cache_spec.block_size)
+                layer.impl.group_warmup = self._warmup
+            specs = {layer.impl.spec for layer in self._layers.values()}
+            if len(specs) > 1:
+                raise UnsupportedConfigError(
+                    f"latent layers of one cache group have {len(specs)} specs; attnlib needs one: "
+                    f"{sorted(map(str, specs))}"
+                )
+        return list(self._layers.values())
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -132,6 +141,7 @@ class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
         return self.decodes.build(0, common)
 
     def _build(self, batch: VllmBatch, build_decodes: Any) -> VllmLatentMetadata:
+        self.take_layers()
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(
             batch,
             decode_threshold=self.reorder_batch_threshold or 1,

@@ -13,7 +13,6 @@ As for vLLM's own kernels, there is no warm-up with `--enforce-eager` or
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,20 +29,18 @@ class GroupWarmup:
     """The warm-up of one group of layers.
 
     Args:
-        builder: of the group's metadata.
-        layers: vLLM's layers, whose impls have `warmup_key(layer)`, equal for layers with the same
-            kernels, and `warm_up(layer, builder, shared)`, which runs the batches.
+        builder: of the group's metadata; its `take_layers()` returns vLLM's layers, whose impls
+            have `warmup_key(layer)`, equal for layers with the same kernels, and `warm_up(layer,
+            builder, shared)`, which runs the batches.
         vllm_config: of the engine.
 
     Attributes:
         pending: whether the kernels are still to be compiled.
     """
 
-    def __init__(self, builder: Any, layers: Iterable[Any], vllm_config: Any) -> None:
-        self._builder, self._layers = builder, list(layers)
+    def __init__(self, builder: Any, vllm_config: Any) -> None:
+        self._builder = builder
         self.pending = _is_wanted(vllm_config)
-        for layer in self._layers:
-            layer.impl.group_warmup = self
 
     def run(self, *, between_batches: bool) -> None:
         """Compile what is pending; nothing happens while a CUDA graph is captured.
@@ -57,7 +54,8 @@ class GroupWarmup:
         ):
             return
         self.pending = False
-        kinds = {layer.impl.warmup_key(layer): layer for layer in reversed(self._layers)}
+        layers: list[Any] = self._builder.take_layers()
+        kinds = {layer.impl.warmup_key(layer): layer for layer in reversed(layers)}
         for layer in kinds.values():
             layer.impl.warm_up(layer, self._builder, between_batches)
 
