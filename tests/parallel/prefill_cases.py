@@ -12,6 +12,7 @@ import torch
 
 import attnlib
 from attnlib.errors import ContractError
+from attnlib.mla import LatentAttention
 from attnlib.parallel import (
     Division,
     Interleaved,
@@ -189,6 +190,36 @@ def decodes_between(group: RankGroup) -> str:
     return _text(errors, run, pairs)
 
 
+def latent_projections(group: RankGroup) -> str:
+    """M12: divided prefills of absorbed queries against keys and values of every head."""
+    run = Run(Problem(LATENT, options=RING), group)
+    spec, key_size, value_size = run.spec, 12, 10
+    sizes = spec.num_heads, key_size + value_size, spec.head_size_v
+    projection = torch.randn(*sizes, generator=run.random) / 4
+    whole = LatentAttention(spec, projection, key_size, expand_from=1, device="cpu")
+    run.layer = ParallelPrefill(
+        spec, group, run.division, device="cpu", scale=whole.layer.impl.scale, **RING
+    )
+    errors = []
+    for name in ("prefill", "mixed"):
+        query_lens, seq_lens = ([pair[n] for pair in LENGTHS[name]] for n in (0, 1))
+        tokens, rotary = sum(query_lens), spec.head_size - spec.head_size_v
+        query = torch.randn(tokens, spec.num_heads, key_size + rotary, generator=run.random)
+        latent = torch.randn(tokens, spec.head_size, generator=run.random)
+        common = attnlib.CommonAttentionMetadata.from_lengths(
+            query_lens, seq_lens, run.tables[0], BLOCK, "cpu"
+        )
+        built = whole.layer.backend.make_builder(spec, "cpu").build(0, common)
+        wanted = whole(query, latent, run.caches[0], built)
+        contexts = [total - new for new, total in LENGTHS[name]]
+        batch = run.layer.make_builder().build(query_lens, run.tables[1], contexts)
+        own = batch.token_rows
+        keys = latent[own, None], latent[own, None, : spec.head_size_v]
+        found = run.layer(whole.absorb(query[own]), *keys, run.caches[1], batch)
+        errors.append(float((whole.project(found) - wanted[own]).abs().max()))
+    return _text([error / 5 for error in errors], run, LENGTHS["mixed"])  # sums of other terms
+
+
 def equal_bits(group: RankGroup) -> str:
     """X9: a prompt has the bits of one process, whole and in parts."""
     for spec in ({}, {"sliding_window": 6, "has_sink": True}):
@@ -308,6 +339,7 @@ PROPERTIES: dict[str, Callable[[RankGroup], str]] = {
     "refusals": refusals,
     "decodes between prefills": decodes_between,
     "equal bits": equal_bits,
+    "latent projections": latent_projections,
     "warmed up": warmed_up,
 }
 WRONG: dict[str, Callable[[RankGroup], str]] = {
