@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,10 @@ from attnlib.ops.triton.cache_write import write_kv
 from attnlib.ops.triton.paged_decode import paged_decode
 from attnlib.score_functions import where
 from attnlib.testing.conformance import run_conformance
+from tests.fresh_process import run_program
 from tests.kv_formats.device_formats import SQUARES
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -97,6 +102,33 @@ def test_the_kernel_does_not_write_an_open_format() -> None:
     scales, slots = torch.zeros(1, 4, 1, 1), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ContractError, match="tests:squares is written by its own functions"):
         write_kv(x, x, cache, cache, slots, k_scale=scales, v_scale=scales, k_format=SQUARES)
+
+
+_KEYS = """
+import pathlib, sys
+from dataclasses import replace
+from attnlib.ops.triton.quantized_pages import _numbers
+from tests.kv_formats.device_formats import SQUARES
+
+keys = set()
+for factor in ("1.0", "2.0"):
+    name = "factor" + factor[0]
+    source = f"def number(word, part):\\n    return ((word >> (8 * part)) & 127) * {factor}\\n"
+    pathlib.Path(name + ".py").write_text(source)
+    sys.path.insert(0, ".")
+    module = __import__(name)
+    found = _numbers(replace(SQUARES, number=module.number), SQUARES)
+    keys.add(found["NUMBER_KEYS"])
+print(len(keys), min(len(key) for keys in keys for key in keys))
+"""
+
+
+@pytest.mark.slow
+def test_compiled_kernels_are_found_by_the_code_of_a_function(tmp_path: Path) -> None:
+    """Triton's cache has functions in CONFIG by name, which does not change with their code."""
+    given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = run_program(_KEYS, given, [tmp_path, ROOT], tmp_path)
+    assert done.stdout.split() == ["2", "64"], done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from attnlib.kv_dtype import KVFormat, page_format
 from attnlib.ops.checks import vector_elements
 from attnlib.ops.scales import MAX_KV_SCALE
 from attnlib.ops.triton.attention_call import AttentionCall
-from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.heuristics.page_tiles import page_shared_bytes
 from attnlib.ops.triton.heuristics.tiles import Tile, key_chunks, next_power_of_2
 from attnlib.ops.triton.kernels.page_formats import (
@@ -72,8 +71,8 @@ def _numbers(keys: KVFormat, values: KVFormat) -> dict[str, Any]:
     """The device functions of open formats, and what identifies their code."""
     found = [None if one.number is None else compile_number(one.number) for one in (keys, values)]
     named = [one for one in found if one is not None]
-    texts = () if chips.INTERPRETED else tuple(one.cache_key for one in named)
-    return {"NUMBER": found[0], "V_NUMBER": found[1], "NUMBER_KEYS": texts}
+    keys_of_code = tuple(getattr(one, "cache_key", "") for one in named)  # "": interpreted
+    return {"NUMBER": found[0], "V_NUMBER": found[1], "NUMBER_KEYS": keys_of_code}
 
 
 def page_write(
