@@ -9,6 +9,7 @@ import torch
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.batch_slice import rows_of
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.score_functions.query_tensors import QUERY_ROW
 from attnlib.spec import AttentionSpec, AttentionType, StateSpec
 from attnlib.workspace import BatchLimits
 
@@ -52,7 +53,12 @@ class GraphBuffers:
             spec.score_function if isinstance(spec, AttentionSpec) else None
         )
         self.score_tensors = {
-            name: torch.zeros(reqs, self.score_columns, dtype=torch.int32, device=device)
+            name: torch.zeros(
+                reqs,
+                1 if name == QUERY_ROW else self.score_columns,
+                dtype=torch.int32,
+                device=device,
+            )
             for name in (() if function is None else function.batch_tensors)
         }
 
@@ -105,7 +111,7 @@ class GraphBuffers:
             persistent[:reqs, : given.shape[1]].copy_(given, non_blocking=True)
             # A lookup past the last column gives the last one, also in the wider tensor.
             persistent[:reqs, given.shape[1] :].copy_(
-                given[:, -1:].expand(-1, self.score_columns - given.shape[1]), non_blocking=True
+                given[:, -1:].expand(-1, persistent.shape[1] - given.shape[1]), non_blocking=True
             )
 
     def batch(

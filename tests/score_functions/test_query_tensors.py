@@ -182,7 +182,7 @@ def test_padded_batches_of_a_graph_have_the_rows_of_their_queries() -> None:
     common = attnlib.CommonAttentionMetadata.from_lengths([1, 3], [9, 7], step.table[:2], 4)
     padded = state.begin_forward(common, 4, 3)
     assert padded.score_tensors is not None
-    assert padded.score_tensors["query_row"][:2, 0].tolist() == [0 - 8, 1 - 4]
+    assert padded.score_tensors["query_row"][:2].tolist() == [[0 - 8], [1 - 4]]
     again = state.begin_forward(common, 4, 3).score_tensors
     assert again is not None
     assert again["query_row"].data_ptr() == padded.score_tensors["query_row"].data_ptr()
