@@ -1,31 +1,37 @@
 """4-bit Lloyd-Max numbers of a rotated head, and one float16 scale: 4.125 bits for heads of 128."""
 
+import functools
+
 import torch
 
 from attnlib.kv_formats import KVFormat
 from attnlib.score_functions import where
 
 _HALF = (0.1284, 0.3881, 0.6568, 0.9423, 1.2562, 1.6180, 2.0690, 2.7326)
-LEVELS = torch.tensor([-x for x in reversed(_HALF)] + list(_HALF))
-MIDDLES = (LEVELS[1:] + LEVELS[:-1]) / 2
+
+
+@functools.cache  # CUDA graphs cannot hold copies from the host
+def levels(device: torch.device) -> torch.Tensor:
+    return torch.tensor([-x for x in reversed(_HALF)] + list(_HALF), device=device)
 
 
 def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     has_nan = x.isnan().any(-1, keepdim=True)
     x = x.nan_to_num(0.0, 3e4, -3e4).clamp(-3e4, 3e4)
     rms = x.square().mean(-1, keepdim=True).sqrt()
-    codes = torch.bucketize((x / rms.clamp(min=1e-30)).contiguous(), MIDDLES.to(x.device))
+    middles = (levels(x.device)[1:] + levels(x.device)[:-1]) / 2
+    codes = torch.bucketize((x / rms.clamp(min=1e-30)).contiguous(), middles)
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
     return packed.to(torch.uint8), torch.where(has_nan, torch.nan, rms).half()
 
 
 def decode(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     both = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()
-    return LEVELS.to(codes.device)[both] * scale.float()
+    return levels(codes.device)[both] * scale.float()
 
 
 def number(word, part):
-    """The device function: `LEVELS` by comparisons, without a table in memory."""
+    """The device function: `levels` by comparisons, without a table in memory."""
     code = (word >> (4 * part)) & 15
     level = where(code > 7, code - 8, 7 - code)
     low = where(level > 1, where(level > 2, 0.9423, 0.6568), where(level > 0, 0.3881, 0.1284))

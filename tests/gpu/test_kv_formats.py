@@ -1,0 +1,59 @@
+"""Open KV formats on a GPU (P16): reads by the portable kernels, writes by the formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.kv_formats import KVFormat, register_kv_format, unregister_kv_format
+from attnlib.object_path import load_object
+from attnlib.testing.conformance import run_conformance
+from tests.gpu.devices import needs_gpu
+from tests.kv_formats.conftest import MODULE
+from tests.kv_formats.device_formats import SQUARES
+
+pytestmark = [pytest.mark.gpu, needs_gpu]
+
+
+@pytest.fixture(params=["tests:squares", "example:rotated4"])
+def stored(request: pytest.FixtureRequest) -> Iterator[KVFormat]:
+    """A format of 8 bits, and one of 4."""
+    formats = (SQUARES, load_object(f"{MODULE}:ROTATED_4BIT"))
+    found = register_kv_format(next(one for one in formats if one.name == request.param))
+    yield found
+    unregister_kv_format(found.name)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_conformance(stored: KVFormat, backend: str) -> None:
+    report = run_conformance(backend, device="cuda", kv_format=stored.name)
+    assert report.passed, report
+
+
+def test_a_captured_step_writes_and_reads(stored: KVFormat) -> None:
+    """`encode` of both formats does not synchronize, so that a graph can hold it."""
+    fields: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128}
+    spec = attnlib.AttentionSpec(**fields, dtype=torch.bfloat16, kv_cache_dtype=stored.name)
+    layer = attnlib.Attention(spec, backend="triton", device="cuda")
+    cache = attnlib.PagedKVCache.allocate(spec, 4, "cuda")
+    table = [[0, 0], [1, 2]]
+    batch = attnlib.CommonAttentionMetadata.from_lengths([1, 1], [9, 20], table, 16, "cuda")
+    metadata = layer.backend.make_builder(spec, "cuda").build(0, batch)
+    q, k, v = (
+        torch.randn(2, heads * 128, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2)
+    )
+    wanted = layer(q, k, v, cache, metadata).clone()  # compiles
+    assert cache.pages is not None
+    pages = cache.pages.clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = layer(q, k, v, cache, metadata)
+    cache.pages.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(found, wanted) and torch.equal(cache.pages, pages)
