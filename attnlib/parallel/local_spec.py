@@ -84,7 +84,6 @@ def rejections(spec: AttentionSpec) -> list[str]:
         "attn_type": None if spec.attn_type is AttentionType.DECODER else spec.attn_type.value,
         "mask_kind": None if spec.mask_kind in _MASKS else spec.mask_kind.value,
         "score_function": spec.score_function,
-        "token_sinks": spec.token_sinks or None,
         "key_selection": spec.key_selection,
         "compressed_entries": spec.compressed_entries,
     }
