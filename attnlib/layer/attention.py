@@ -17,7 +17,7 @@ from attnlib.cache.storage import UNIT_SCALE, PagedKVCache, Scale
 from attnlib.compile.objects import register
 from attnlib.errors import ContractError
 from attnlib.layer.arguments import layer_from_arguments
-from attnlib.layer.call import LayerCall, call_layer, new_lse, new_output
+from attnlib.layer.call import ExtraKeys, LayerCall, call_layer, new_lse, new_output
 from attnlib.layer.metadata_checks import extra_keys
 from attnlib.layer.operator import attend_opaquely
 from attnlib.layer.per_head import make_impl, own_per_head_tensors
@@ -122,19 +122,19 @@ class Attention(nn.Module):
             output: where to write, `[T, Hq, Dv]` or `[T, Hq * Dv]`; None allocates.
             selected_keys: the lists of keys that the queries attend to (M11), exactly when the spec
                 has a `key_selection`.
-            compressed_keys: the entries of the second key stream (M17), exactly when the spec has
-                `compressed_entries`. Not under torch.compile.
-            query_tensors: of the query tokens (M21, M22), if the spec has any. As above.
+            compressed_keys, query_tensors: the entries of the second key stream (M17) and tensors
+                of the query tokens (M21, M22), if the spec has any. Not under torch.compile.
 
         Returns:
             The output, flat or per head like the query; with `return_lse` also the LSE `[T, Hq]`.
 
         Raises:
-            ContractError: a tensor does not fit the spec, the cache or the batch. Nothing is
-                written or launched then.
-            LayoutMismatchError: the backend does not read the cache's memory layout; likewise.
+            ContractError: a tensor does not fit the spec, the cache or the batch.
+            LayoutMismatchError: the backend does not read the cache's layout. Nothing was written.
         """
-        given = extra_keys(selected_keys, compressed_keys, query_tensors)
+        given: ExtraKeys | None = selected_keys
+        if compressed_keys is not None or query_tensors is not None:
+            given = extra_keys(selected_keys, compressed_keys, query_tensors)
         call = LayerCall(query, key, value, cache, metadata, output, return_lse, given)
         if torch.compiler.is_compiling():
             return attend_opaquely(self, call)

@@ -179,9 +179,7 @@ def call_layer(
     if (
         recent is not None
         and cache is not None
-        and selected_keys is None
-        and compressed_keys is None
-        and query_tensors is None
+        and (selected_keys is None and compressed_keys is None and query_tensors is None)
         and not (self._forward_hooks or self._forward_pre_hooks)
         and not (_global_forward_hooks or _global_forward_pre_hooks)
         and (self._is_plain and (cls := type(self)).forward is cls._own_forward)
@@ -216,7 +214,9 @@ def call_layer(
                 if OBSERVERS:
                     notify(self, LayerCall(query, key, value, cache, metadata), out, lse)
                 return (out, lse) if with_lse else out
-    extra = zip(_EXTRA_NAMES, (selected_keys, compressed_keys, query_tensors), strict=True)
-    # Hooks see no arguments that were left out.
-    given: dict[str, Any] = {"output": output, **{n: x for n, x in extra if x is not None}}
+    given: dict[str, Any] = {"output": output}  # hooks see no arguments that were left out
+    extras = (selected_keys, compressed_keys, query_tensors)
+    for name, extra in zip(_EXTRA_NAMES, extras, strict=True):
+        if extra is not None:
+            given[name] = extra
     return nn.Module.__call__(self, query, key, value, cache, metadata, return_lse, **given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -159,7 +160,7 @@ class AttentionSpec(LayerSpec):
         """Whether pages hold the scales of keys, of values or of both (M16)."""
         return self.kv_format.scales_in_page or self.value_format.scales_in_page
 
-    @property
+    @functools.cached_property
     def has_open_format(self) -> bool:
         """Whether keys or values have the format of a package (P16)."""
         return self.kv_format.is_open or self.value_format.is_open
@@ -185,13 +186,13 @@ class AttentionSpec(LayerSpec):
         """True if keys and values are in the paged cache; encoder self-attention has no cache."""
         return self.attn_type in _PAGED_TYPES
 
-    @property
+    @functools.cached_property
     def has_query_tensors(self) -> bool:
         """True if every call passes tensors of its query tokens (M21, M22)."""
         function = self.score_function
         return self.token_sinks or (function is not None and bool(function.query_tensors))
 
-    @property
+    @functools.cached_property
     def takes_extra(self) -> bool:
         """True if every call passes more than its queries, keys and values."""
         selects = self.key_selection is not None or self.compressed_entries is not None
