@@ -207,7 +207,7 @@ def measure(rows: list[str], rounds: int) -> dict[str, dict[str, float]]:
         ours, theirs = found.values()
         ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
         median = {name: statistics.median(rates) for name, rates in found.items()}
-        results[label] = {**median, "ratio": ratio}
+        results[label] = {**median, "ratio": ratio, "rounds": rounds}
         shown = "  ".join(f"{name} {value:8.1f} tokens/s" for name, value in median.items())
         print(f"{label:26} {shown}  ratio {ratio:.3f}", flush=True)
     return results
@@ -230,7 +230,8 @@ def main() -> None:
 
 def record(results: dict[str, dict[str, float]]) -> None:
     """Write rows beside those that the file has of the same commit."""
-    facts = {**provenance(), "transformers": transformers.__version__}
+    command = "python benchmarks/generate_overhead.py --record"
+    facts = {**provenance(command), "transformers": transformers.__version__}
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     rows = before["results"] if before.get("commit") == facts["commit"] else {}
     rows = {label: (rows | results)[label] for label in ROWS if label in rows | results}

@@ -74,7 +74,7 @@ def _cell(rates: dict[str, float | None]) -> str:
     ratios = [
         f"{rates.get('ratio') or rate / other:.2f} {SHORT.get(name, name)}"
         for name, other in rates.items()
-        if other is not None and name not in ("attnlib", "ratio")
+        if other is not None and name not in ("attnlib", "ratio", "rounds")
     ]
     return f"{rate:.0f}" + (f" ({', '.join(ratios)})" if ratios else "")
 

@@ -38,7 +38,7 @@ def test_models_are_columns_of_the_table_of_their_chip(tmp_path: Path) -> None:
         "gemma 9x10+2 batch": {"attnlib": {"error": "no memory"}, "sdpa": {"tokens_per_s": 1.0}},
     }
     _write(tmp_path / "h100" / "generate_more.json", gpu="NVIDIA H100", rows=rows)
-    results = {"batch 1": {"attnlib": 205.4, "sdpa": 200.0, "ratio": 1.049}}
+    results = {"batch 1": {"attnlib": 205.4, "sdpa": 200.0, "ratio": 1.049, "rounds": 5}}
     _write(tmp_path / "generate_overhead.json", results=results)
     _write(tmp_path / "h100" / "another.json", gpu="NVIDIA H100", rows=rows)
     speed = generator("transformers_speed")
