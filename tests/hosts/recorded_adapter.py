@@ -20,6 +20,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from attnlib.integrations.vllm import builder, context_parallel, impl
+from attnlib.parallel.group import RankGroup
 from tests.ops.triton.recorded_launches import recorded
 
 HEADS, SIZE, BLOCK, COLUMNS = 8, 128, 16, 64
@@ -44,6 +45,7 @@ class Group:
     """A group whose ranks have equal tensors."""
 
     world_size, rank = RANKS, 0
+    agreed = RankGroup.agreed
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack([tensor] * RANKS)

@@ -6,6 +6,7 @@ that the cache holds.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from attnlib.integrations.vllm.builder import AttnlibMetadataBuilder
 from attnlib.integrations.vllm.format_names import stored_fields, takes_names
 from attnlib.integrations.vllm.impl import AttnlibImpl
 from attnlib.integrations.vllm.names import backend_name
+from attnlib.parallel.group import RankGroup
 
 HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 32, 16, 40
 
@@ -362,6 +364,7 @@ def test_layers_that_cannot_be_distributed_are_refused(
         return impl
 
     group = SimpleNamespace(world_size=2, rank=0)
+    group.agreed = functools.partial(RankGroup.agreed, group)
     monkeypatch.setattr(context_parallel, "rank_group", lambda: group)
     monkeypatch.setattr(AttnlibImpl, "__new__", two_ranks)
     with pytest.raises(UnsupportedConfigError, match="decode context parallelism"):
