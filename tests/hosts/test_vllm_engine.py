@@ -356,7 +356,7 @@ def test_tokens_with_image_spans_and_drafts_by_interpreted_triton_kernels(
         }
         for name in WITH_SPANS
     }  # fmt: skip
-    all_cases = {**cases, "drafts": drafting(models, VLLM[1])}
+    all_cases = {"drafts": drafting(models, VLLM[1]), **cases}  # a process keeps its spans
     results = engine(VLLM[1], all_cases, **INTERPRETED)
     check_drafts(results.pop("drafts"), models)
     for name, result in results.items():
