@@ -115,7 +115,7 @@ MAIN = [
     "packed-latent-selected",
     "packed-latent-all",
 ]
-STATES = ["state-64", "state-64-channels", "fused-64", "state-64-f32"]
+STATES = ["state-64", "state-64-channels", "state-64-add", "state-64-f32"]
 """Cases of kernels of state layers, one for each kind of matrix instruction."""
 HOPPER_SAMPLE = [
     "varying", "decode-all", "decode-latent-all", "prefill-latent", "prefill-all",
@@ -206,8 +206,9 @@ def small_cases(target: str) -> list[str]:
 
 
 def state_cases(target: str) -> list[str]:
-    """Return the case of `STATES` for the first target of each kind."""
-    return [STATES[turn] for turn, kind in enumerate(KINDS) if target == kind[0]]
+    """Return a case of `STATES` and one of a fused step for the first target of each kind."""
+    turns = [turn for turn, kind in enumerate(KINDS) if target == kind[0]]
+    return [name for turn in turns for name in (STATES[turn], "fused-64")]
 
 
 SAME_KERNELS = {"varlen", "invariant-prefill"}
