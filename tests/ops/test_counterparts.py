@@ -30,9 +30,8 @@ COUNTERPARTS = {
     "visible_keys": "list_visible_keys",
 }
 
-OF_TORCH = {"plans", "k_format", "v_format"}
-"""Parameters of the torch operations only: what layers of a step share, which kernels compute, and
-the formats of packages, which only torch writes (P16)."""
+OF_TORCH = {"plans"}
+"""Parameters of the torch operations only: what layers of a step share, which kernels compute."""
 
 
 @pytest.mark.parametrize("module", COUNTERPARTS)

@@ -83,22 +83,24 @@ def _language(name: str) -> _Language:
 
 
 @functools.lru_cache(maxsize=256)
-def compile_score(function: ScoreFunction, language: str) -> CompiledScore:
+def compile_score(function: ScoreFunction | Callable[..., Any], language: str) -> CompiledScore:
     """The device functions of a score function.
 
     Args:
-        function: the score function.
+        function: the score function; or another Python function, which is `apply` of the result.
         language: "triton" or "gluon".
 
     Raises:
         UnsupportedConfigError: the source of the function is not available.
     """
+    converter = _Converter(_language(language))
+    if not isinstance(function, ScoreFunction):
+        return CompiledScore(converter.convert(function))
     fields: list[tuple[str, int | None, int | float | None]] = [
         *((name, number, None) for number, name in enumerate(function.tensor_names)),
         *((name, None, value) for name, value in function.constants),
     ]
     extra = {"FIELDS": tl.constexpr(tuple(fields))}
-    converter = _Converter(_language(language))
     # Only the Hopper prefill is bound by the instructions of every score.
     form = function.form if language == "gluon" else None
     apply = converter.template(_TEMPLATES[function.form], function.function, extra, form)
@@ -119,14 +121,13 @@ def compile_score(function: ScoreFunction, language: str) -> CompiledScore:
     return CompiledScore(apply, **more)
 
 
-@functools.lru_cache(maxsize=64)
 def compile_number(function: Callable[..., Any]) -> Any:
     """The device function of `KVFormat.number` (P16).
 
     Raises:
         UnsupportedConfigError: the source of the function is not available.
     """
-    return _Converter(_language("triton")).convert(function)
+    return compile_score(function, "triton").apply
 
 
 class _Converter:
