@@ -73,11 +73,20 @@ def _query_tokens(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, a
     return score * lookup(aux.gain, row, head) + where(chosen, lookup(aux.weight, head), 0.0)
 
 
+def _query_bias(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: Any) -> Any:
+    return score + lookup(aux.bias, query_row(aux.query_row, request, q_pos), head)
+
+
 def _examples(num_heads: int, seq_lens: Sequence[int]) -> dict[str, torch.Tensor]:
     return {
         "weight": torch.linspace(-1.0, 1.0, num_heads),
         "shift": torch.arange(len(seq_lens), dtype=torch.int32).reshape(-1, 1) % 3,
     }
+
+
+def _examples_of_bias(num_heads: int, seq_lens: Sequence[int]) -> dict[str, torch.Tensor]:
+    rows = torch.arange(sum(seq_lens))[:, None]
+    return {"bias": torch.sin(rows * 2.1 + torch.arange(num_heads) * 0.9)}
 
 
 def _examples_of_tokens(num_heads: int, seq_lens: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -102,6 +111,7 @@ QUERY_TOKENS = ScoreFunction(
     query_tensors=("gain", "choice"),
     examples=_examples_of_tokens,
 )
+QUERY_BIAS = ScoreFunction(_query_bias, query_tensors=("bias",), examples=_examples_of_bias)
 EMPTY_ROWS = ScoreFunction(_empty_rows)
 NONLINEAR = ScoreFunction(_nonlinear)
 TREE = speculative_tree(window=9, chunk_size=16)

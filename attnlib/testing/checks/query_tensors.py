@@ -27,7 +27,7 @@ from attnlib.testing.runner import (
     run_materialized_case,
 )
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "call_twice"]
 
 _BATCHES = {
     "decode": "q1s37_q1s5_q4s80",
@@ -111,12 +111,11 @@ def _check_isolated(target: BackendUnderTest, case: Case) -> str:
     return ""
 
 
-def _check_layer(target: BackendUnderTest, case: Case) -> str:
-    """Calls of a layer over one batch with other tensors each."""
+def call_twice(target: BackendUnderTest, step: MaterializedCase) -> AttentionOutput:
+    """The output of the second of two calls of a layer over one batch, with other tensors each."""
     from attnlib.layer import Attention
 
-    check_supported(target.backend, case, target.device)
-    step = case.materialize(target.device, kv_written=False)
+    case = step.case
     layer = Attention(
         step.spec,
         backend=target.backend,
@@ -131,16 +130,34 @@ def _check_layer(target: BackendUnderTest, case: Case) -> str:
         {name: tensor.flip(0) for name, tensor in given.tensors.items()},
         None if given.sinks is None else given.sinks.flip(0),
     )
-    output = AttentionOutput(inputs.out, None)
+    lse = None
     for tensors in (other, given):
         inputs.out.fill_(torch.nan)
-        states = (inputs.query, inputs.key, inputs.value)
-        layer(*states, step.cache(), metadata, output=inputs.out, query_tensors=tensors)
+        found = layer(
+            inputs.query,
+            None,
+            None,
+            step.cache(),
+            metadata,
+            return_lse=case.needs_lse,
+            output=inputs.out,
+            query_tensors=tensors,
+        )
+        lse = found[1] if case.needs_lse else None
+    return AttentionOutput(inputs.out, lse)
+
+
+def _check_layer(target: BackendUnderTest, case: Case) -> str:
+    check_supported(target.backend, case, target.device)
+    output = call_twice(target, case.materialize(target.device))
     return compare_with_oracle(case, output, target.device)
 
 
 def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
-    for name, fields in _FUNCTIONS.items():
+    # Latents have no tensors of query tokens.
+    sizes = {"head_size": 64} if target.base_case.use_mla else {}
+    functions = {name: {**sizes, **fields} for name, fields in _FUNCTIONS.items()}
+    for name, fields in functions.items():
         for phase in _PHASES.get(name, ("mixed",)):
             if not target.quick or phase in _QUICK:
                 case = target.case(batch=_BATCHES[phase], **fields)
@@ -152,7 +169,7 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     if target.quick:
         return
     for name, fields in _FEATURES.items():
-        case = target.case(**{"batch": _BATCHES["mixed"], **_FUNCTIONS["both"], **fields})
+        case = target.case(**{"batch": _BATCHES["mixed"], **functions["both"], **fields})
         yield CheckCase(f"both-{name}", partial(_check, target, case), case)
 
 

@@ -4,7 +4,8 @@ All keys are zero, so that each visible key has the score 0, and all values are 
 then the queries are zero). A query that sees n keys then returns n / (n + exp(sink)), and its LSE
 is log(n + exp(sink)). The keys are counted: visible ones, those that lists select, and compressed
 entries. A sink that counts twice, in each stream or not at all gives another share, and so do keys
-that are hidden or shown by mistake.
+that are hidden or shown by mistake. With tensors of query tokens (M21, M22) each token has its own
+sink, and a bias b that makes the share n / (n + exp(sink - b)).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from attnlib.testing.budget import compare
 from attnlib.testing.case import Case
 from attnlib.testing.check import Check, CheckCase
 from attnlib.testing.checks.compressed_entries import attend_to_both
+from attnlib.testing.checks.query_tensors import call_twice
 from attnlib.testing.compressed_entries import Entries, expected_result, make_entries
 from attnlib.testing.inputs import StepInputs
 from attnlib.testing.layouts import write_slots
@@ -42,6 +44,10 @@ _CASES: dict[str, dict[str, object]] = {
     "entries": {"batch": "q1s90_q19s44_q2s2_q40", "compressed": (4, 8, 0), "sliding_window": 13},
     "selected-entries": {"batch": "q1s37_q4s80", "compressed": (4, 8, 5)},
 }
+
+
+_QUERY_TOKENS = ("q1s50_q9s44_q2s2_q20", "q1s300_q1s7_q4s200")
+"""Batches with tensors of query tokens."""
 
 
 def _fill(inputs: StepInputs) -> None:
@@ -93,7 +99,9 @@ def _check(target: BackendUnderTest, case: Case) -> str:
     if case.use_mla:
         step.inputs.query.zero_()
     entries = None
-    if case.compressed is None:
+    if case.token_sinks:
+        found = call_twice(target, step)
+    elif case.compressed is None:
         found = run_materialized_case(target.backend, step)
     else:
         entries = make_entries(step, target.device)
@@ -101,7 +109,13 @@ def _check(target: BackendUnderTest, case: Case) -> str:
         found = attend_to_both(target.backend, step, entries)
     counts = _counts(step, entries)
     assert step.params.sinks is not None  # all cases have sinks
-    total = counts + step.params.sinks.double().cpu().exp()
+    sinks = step.params.sinks.double().cpu()
+    bias = torch.zeros_like(counts)
+    if case.token_sinks:
+        given = step.query_tensors()
+        assert given is not None
+        sinks, bias = sinks[: len(counts)], given.tensors["bias"][: len(counts)].double().cpu()
+    total = counts + (sinks - bias).exp()
     share = (counts / total.clamp(min=1e-300))[..., None].expand(-1, -1, found.out.shape[2])
     out, dtype = found.out[: len(share)].cpu(), case.torch_dtype
     if entries is None:
@@ -111,7 +125,7 @@ def _check(target: BackendUnderTest, case: Case) -> str:
     comparisons = [compare(out, share, rounded[: len(share)].cpu(), dtype)]
     if found.lse is not None:
         # Scores of 0 have no rounding error, but kernels for 16 bits may have exponentials of 16.
-        lse, expected = found.lse[: len(share)].cpu(), total.log()
+        lse, expected = found.lse[: len(share)].cpu(), total.log() + bias
         comparisons.append(compare(lse, expected, expected.to(dtype), dtype, "lse"))
     errors = [str(comparison) for comparison in comparisons if not comparison.passed]
     if not errors:
@@ -120,7 +134,7 @@ def _check(target: BackendUnderTest, case: Case) -> str:
     token, head = divmod(int(off.argmax()), off.shape[1])
     return (
         f"row {token}, head {head}: {int(counts[token, head])} keys of score 0 and a sink of "
-        f"{float(step.params.sinks[head]):.3g} give the keys the weight "
+        f"{float((sinks - bias)[token, head]):.3g} give the keys the weight "
         f"{float(out[token, head, 0]):.6g}; expected {float(share[token, head, 0]):.6g} | "
         f"{'; '.join(errors)} | case: {case}"
     )
@@ -130,6 +144,12 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name, fields in _CASES.items():
         case = target.case(sinks=True, **fields)
         yield CheckCase(name, partial(_check, target, case), case)
+    # Latents have no tensors of query tokens.
+    sizes = {"head_size": 64} if target.base_case.use_mla else {}
+    function = {"score": "attnlib.testing.score_functions:QUERY_BIAS", "token_sinks": True}
+    for number, batch in enumerate(_QUERY_TOKENS):
+        case = target.case(batch=batch, **function, **sizes)
+        yield CheckCase(f"query-tokens-{number}", partial(_check, target, case), case)
 
 
 CHECKS = (Check("L5", "the share of a sink beside keys of equal weight", _cases),)
