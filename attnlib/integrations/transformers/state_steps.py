@@ -104,7 +104,8 @@ def norm_of(mixer: nn.Module) -> tuple[nn.Module, dict[str, Any]] | None:
     weight = norm.weight.detach()
     groups = getattr(norm, "n_groups", 1)  # of Falcon-H1
     size = getattr(norm, "group_size", weight.numel() // groups)
-    is_first = hasattr(norm, "group_size") or not getattr(norm, "norm_before_gate", True)
+    # In all releases, norms with an `activation` are those that normalize first.
+    is_first = not hasattr(norm, "activation") and not getattr(norm, "norm_before_gate", False)
     return norm, {
         "norm_size": size,
         "norm_weight": weight,
