@@ -176,6 +176,10 @@ class _StepPositions:
     def update(self, key: Any, value: Any, layer_idx: int, **kwargs: Any) -> tuple[Any, Any]:
         return key, value
 
+    def has_previous_state(self, layer_idx: int, state_idx: int = 0) -> bool:
+        """What convolutions ask before transformers 5.24."""
+        return False
+
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         return None
 
@@ -195,7 +199,8 @@ def _positions(module: Any, arguments: Any, kwargs: dict[str, Any]) -> Any:
             f"{layer_name(module)} scales by positions, which this step does not have: pass "
             "position_ids to PagedModel.step"
         )
-    return arguments, {**kwargs, "cache": _StepPositions(step.position_ids)}
+    name = "past_key_values" if "past_key_values" in kwargs else "cache"  # before transformers 5.24
+    return arguments, {**kwargs, name: _StepPositions(step.position_ids)}
 
 
 def attend_single_tokens(

@@ -156,7 +156,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32, "head_dim": 16},
     ),
 }
-_FAST = ("inkling2_text", "kimi_linear", "lfm2", "mamba2", "qwen3_next")
+_FAST = ("inkling2_text", "inkling_text", "kimi_linear", "lfm2", "mamba2", "qwen3_next")
 _MARKED = [
     name if name in _FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES
 ]
