@@ -29,7 +29,7 @@ from attnlib.ops.triton.kernels.page_formats import (
     PAGE_OPEN4,
     PAGE_OPEN8,
 )
-from attnlib.ops.triton.kernels.page_write import PageFormat, PageWriteConfig, write_pages_kernel
+from attnlib.ops.triton.kernels.page_write import PageWriteConfig, write_pages_kernel
 from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES, KV_PLAIN
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.config import with_config
@@ -100,8 +100,8 @@ def page_write(
         "DV_WORDS": words_v,
         "DV_PAD": padded_v,
         "BLOCK_H": block_h,
-        "K_FORMAT": _written(keys),
-        "V_FORMAT": _written(values),
+        **_written("K", keys),
+        **_written("V", values),
         "VEC_K": vector_elements("key", key),
         "VEC_V": vector_elements("value", value),
         "VEC_KC": vector_elements("key_cache", key_cache),
@@ -121,13 +121,17 @@ def page_write(
     return numbers, BoundLaunch(write_pages_kernel, grid, with_config(constants, PageWriteConfig))
 
 
-def _written(stored: KVFormat) -> PageFormat:
-    """The constants of the write of a format."""
+def _written(side: str, stored: KVFormat) -> dict[str, Any]:
+    """The constants of the write of a format, with names that begin with those of its side."""
     assert stored.scale_dtype is not None  # a format with scales in the page
     largest_scale = 448.0
     if not stored.elements_per_group:
         largest_scale = min(MAX_KV_SCALE, torch.finfo(stored.scale_dtype).max)
-    return PageFormat(page_kind(stored), stored.largest, largest_scale)
+    return {
+        f"{side}_KIND": page_kind(stored),
+        f"{side}_LARGEST": stored.largest,
+        f"{side}_LARGEST_SCALE": largest_scale,
+    }
 
 
 def element_constants(call: AttentionCall, tile: Tile) -> dict[str, Any]:

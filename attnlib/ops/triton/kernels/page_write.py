@@ -24,15 +24,7 @@ from attnlib.ops.triton.kernels.page_formats import (
 )
 from attnlib.ops.triton.kernels.quant import encode_fp8
 
-__all__ = ["PageFormat", "PageWriteConfig", "write_pages_kernel"]
-
-
-class PageFormat(NamedTuple):
-    """A format: its `PAGE_*` constant, its largest element and its largest scale."""
-
-    KIND: int
-    LARGEST: float
-    LARGEST_SCALE: float
+__all__ = ["PageWriteConfig", "write_pages_kernel"]
 
 
 class PageWriteConfig(NamedTuple):
@@ -43,7 +35,9 @@ class PageWriteConfig(NamedTuple):
         WORDS, WORDS_PAD, DV_WORDS, DV_PAD: words of a key and of a value, and of the rows that
             hold them (`page_parts`).
         BLOCK_H: heads of a program.
-        K_FORMAT, V_FORMAT: the formats of keys and of values.
+        K_KIND, K_LARGEST, K_LARGEST_SCALE: the `PAGE_*` constant of the format of keys, its
+            largest element and its largest scale; V_KIND, ...: those of values. A tuple of them
+            would lose its types in Triton 3.6.
         VEC_K, VEC_V, VEC_KC, VEC_VC: as in `cache_write.WriteConfig`; bytes for the caches.
     """
 
@@ -53,8 +47,12 @@ class PageWriteConfig(NamedTuple):
     DV_WORDS: int
     DV_PAD: int
     BLOCK_H: int
-    K_FORMAT: PageFormat
-    V_FORMAT: PageFormat
+    K_KIND: int
+    K_LARGEST: float
+    K_LARGEST_SCALE: float
+    V_KIND: int
+    V_LARGEST: float
+    V_LARGEST_SCALE: float
     VEC_K: int
     VEC_V: int
     VEC_KC: int
@@ -64,12 +62,12 @@ class PageWriteConfig(NamedTuple):
 @triton.jit
 def _load_part(
     source, PART: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, VEC: tl.constexpr,
-    FORMAT: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Load one part of the heads of a token, [BLOCK_H, WORDS_PAD] float32."""
     lanes = tl.arange(0, WORDS_PAD)
-    FIRST: tl.constexpr = first_element(PART, WORDS, FORMAT.KIND)
-    elements = FIRST + lanes * element_step(FORMAT.KIND)
+    FIRST: tl.constexpr = first_element(PART, WORDS, KIND)
+    elements = FIRST + lanes * element_step(KIND)
     offsets = aligned(source.numbers.to(tl.int64) * source.stride, VEC)
     mask = source.exist[:, None] & (lanes < WORDS)[None, :]
     pointers = source.base + offsets[:, None] + elements[None, :]
@@ -153,10 +151,18 @@ def _e2m1_bits(x):
 
 @triton.jit
 def _store_group_scales(
-    x0, x1, x2, x3, scales, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, FORMAT: tl.constexpr
+    x0,
+    x1,
+    x2,
+    x3,
+    scales,
+    WORDS: tl.constexpr,
+    WORDS_PAD: tl.constexpr,
+    KIND: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LARGEST_SCALE: tl.constexpr,
 ):
     """Store the scales of 4-bit floats; returns the scale of each word, [BLOCK_H, WORDS_PAD]."""
-    KIND: tl.constexpr = FORMAT.KIND
     TOGETHER: tl.constexpr = words_per_scale(KIND)
     GROUPS: tl.constexpr = WORDS_PAD // TOGETHER
     BLOCK_H: tl.constexpr = x0.shape[0]
@@ -166,7 +172,7 @@ def _store_group_scales(
     largest = tl.max(tl.reshape(largest, [BLOCK_H, GROUPS, TOGETHER]), 2)
     has_nan = tl.max(tl.reshape(has_nan.to(tl.int32), [BLOCK_H, GROUPS, TOGETHER]), 2) > 0
     if KIND == PAGE_NVFP4:
-        scale = _scale(largest, FORMAT.LARGEST, FORMAT.LARGEST_SCALE)
+        scale = _scale(largest, LARGEST, LARGEST_SCALE)
         bits = tl.where(has_nan, 0x7F, encode_fp8(scale, False).to(tl.int32)).to(tl.uint8)
     else:
         # The exponent of the largest magnitude, less 2, which is that of the largest e2m1 number.
@@ -195,19 +201,18 @@ def _write_words(words, target, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, VE
 @triton.jit
 def _write_heads(
     source, target, scales, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, VEC_S: tl.constexpr,
-    VEC_T: tl.constexpr, FORMAT: tl.constexpr,
+    VEC_T: tl.constexpr, KIND: tl.constexpr, LARGEST: tl.constexpr, LARGEST_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Quantize and store the heads of one token in a KV slot."""
-    KIND: tl.constexpr = FORMAT.KIND
-    LARGEST: tl.constexpr = FORMAT.LARGEST
-    LARGEST_SCALE: tl.constexpr = FORMAT.LARGEST_SCALE
-    x0 = _load_part(source, 0, WORDS, WORDS_PAD, VEC_S, FORMAT)
-    x1 = _load_part(source, 1, WORDS, WORDS_PAD, VEC_S, FORMAT)
+    x0 = _load_part(source, 0, WORDS, WORDS_PAD, VEC_S, KIND)
+    x1 = _load_part(source, 1, WORDS, WORDS_PAD, VEC_S, KIND)
     if KIND >= PAGE_INT4:
-        x2 = _load_part(source, 2, WORDS, WORDS_PAD, VEC_S, FORMAT)
-        x3 = _load_part(source, 3, WORDS, WORDS_PAD, VEC_S, FORMAT)
+        x2 = _load_part(source, 2, WORDS, WORDS_PAD, VEC_S, KIND)
+        x3 = _load_part(source, 3, WORDS, WORDS_PAD, VEC_S, KIND)
     if KIND >= PAGE_NVFP4:
-        divisor = _store_group_scales(x0, x1, x2, x3, scales, WORDS, WORDS_PAD, FORMAT)
+        divisor = _store_group_scales(
+            x0, x1, x2, x3, scales, WORDS, WORDS_PAD, KIND, LARGEST, LARGEST_SCALE
+        )
         words = _e2m1_bits(_quotient(x0, divisor, LARGEST))
         words |= _e2m1_bits(_quotient(x1, divisor, LARGEST)) << 4
         words |= _e2m1_bits(_quotient(x2, divisor, LARGEST)) << 8
@@ -269,11 +274,11 @@ def write_pages_kernel(
         _write_heads(
             Heads(base, heads, exist, stride_kh), Heads(target, heads, exist, stride_kch),
             Heads(scale, heads, exist, stride_ksh), CONFIG.WORDS, CONFIG.WORDS_PAD, CONFIG.VEC_K,
-            CONFIG.VEC_KC, CONFIG.K_FORMAT)  # fmt: skip
+            CONFIG.VEC_KC, CONFIG.K_KIND, CONFIG.K_LARGEST, CONFIG.K_LARGEST_SCALE)  # fmt: skip
         base = value + aligned(token * stride_vt, CONFIG.VEC_V)
         target = _slot(value_cache, slot, stride_vcb, stride_vcn, CONFIG.VEC_VC, CONFIG)
         scale = _slot(v_scale, slot, stride_vsb, stride_vsn, 1, CONFIG)
         _write_heads(
             Heads(base, heads, exist, stride_vh), Heads(target, heads, exist, stride_vch),
             Heads(scale, heads, exist, stride_vsh), CONFIG.DV_WORDS, CONFIG.DV_PAD, CONFIG.VEC_V,
-            CONFIG.VEC_VC, CONFIG.V_FORMAT)  # fmt: skip
+            CONFIG.VEC_VC, CONFIG.V_KIND, CONFIG.V_LARGEST, CONFIG.V_LARGEST_SCALE)  # fmt: skip
