@@ -46,7 +46,9 @@ class KVFormat:
             the largest magnitude of a group divided by it; else 0.
         head_size_multiple: head sizes must be multiples of this number.
         version: of the stored bytes. Recordings and pickled caches of another version are refused.
-        encode: `[n, D]` float32 -> (elements `[n, stored_size(D)]`, scales `[n, num_scales(D)]`).
+        encode: `[n, D]` float32 -> (elements `[n, stored_size(D)]`, scales `[n, num_scales(D)]`),
+            with equal bits on every device: divide by a tensor, since torch multiplies by the
+            reciprocal of a Python number on CUDA and divides by it on a CPU.
         decode: the reverse, in float32.
         error: bound of the root mean square of `decode(encode(x)) - x`, divided by that of `x`,
             averaged over Gaussian heads whose root mean square is in `span`.

@@ -31,7 +31,7 @@ def stored(request: pytest.FixtureRequest) -> Iterator[KVFormat]:
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_conformance(stored: KVFormat, backend: str) -> None:
     report = run_conformance(backend, device="cuda", kv_format=stored.name)
-    assert report.passed, report
+    assert report.passed, str(report)
 
 
 def test_a_captured_step_writes_and_reads(stored: KVFormat) -> None:

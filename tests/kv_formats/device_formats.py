@@ -17,7 +17,8 @@ def encode(x: Tensor) -> tuple[Tensor, Tensor]:
     """Signed squares of numbers from 0 to 127: fine steps around 0."""
     has_nan = x.isnan().any(-1, keepdim=True)
     x = x.nan_to_num(0.0).clamp(-1e30, 1e30)
-    scale = x.abs().amax(-1, keepdim=True) / 127.0**2
+    # A product: torch divides by a number on a CPU, and multiplies by its reciprocal on CUDA.
+    scale = x.abs().amax(-1, keepdim=True) * (1 / 127.0**2)
     roots = (x.abs() / scale.clamp(min=1e-37)).sqrt().round().clamp(0, 127)
     codes = torch.where(scale > 0, roots, 0.0).to(torch.uint8) | (x < 0).to(torch.uint8) << 7
     return codes, torch.where(has_nan, torch.nan, scale)

@@ -137,7 +137,7 @@ def test_conformance(squares: KVFormat, rotated4: KVFormat, name: str) -> None:
     """The checks of `attnlib verify triton --kv-format` in short."""
     cases = "KV14,KV9/bytes-mixed-HND_ROWS,KV11,KV12/visible-key,KV13/rotation-None"
     report = run_conformance("triton", device="cpu", quick=True, only=cases, kv_format=name)
-    assert report.passed, report
+    assert report.passed, str(report)
 
 
 def wrong_number(word: Any, part: int) -> Any:

@@ -40,7 +40,7 @@ NUMBERS = ",".join(f"KV{number}" for number in range(1, 9))
 def test_right_formats_pass(name: str) -> None:
     """The formats of the library, and that of the example package."""
     report = run_conformance("torch", device="cpu", quick=True, kv_format=name)
-    assert report.passed, report
+    assert report.passed, str(report)
     assert len({result.check for result in report.results}) == (14 if ":" in name else 13)
     assert "unsupported" not in {result.outcome.value for result in report.results}
     if ":" in name:
