@@ -215,8 +215,8 @@ def call_layer(
                     notify(self, LayerCall(query, key, value, cache, metadata), out, lse)
                 return (out, lse) if with_lse else out
     given: dict[str, Any] = {"output": output}  # hooks see no arguments that were left out
-    extras = (selected_keys, compressed_keys, query_tensors)
-    for name, extra in zip(_EXTRA_NAMES, extras, strict=True):
-        if extra is not None:
-            given[name] = extra
+    if not (selected_keys is None and compressed_keys is None and query_tensors is None):
+        extras = (selected_keys, compressed_keys, query_tensors)
+        named = zip(_EXTRA_NAMES, extras, strict=True)
+        given.update((name, extra) for name, extra in named if extra is not None)
     return nn.Module.__call__(self, query, key, value, cache, metadata, return_lse, **given)

@@ -237,11 +237,9 @@ def _find_launches(step: Step) -> StepLaunches:
         lengths = prefills.max_query_len, prefills.length_class(step.call.cache.key_cache)
         prefill_form = (prefills.form(), *lengths)
     own = (step.signature, kernels, causal if isinstance(causal, bool) else None)
-    key = (
-        *("step", own, metadata.num_decodes, metadata.num_decode_tokens, schedule, concurrent),
-        *(decode_form, prefill_form),
-        None if slots is None else (slots.dtype, slots.shape, slots.stride()),
-    )
+    parts = (schedule, concurrent, decode_form, prefill_form)
+    written = None if slots is None else (slots.dtype, slots.shape, slots.stride())
+    key = ("step", own, metadata.num_decodes, metadata.num_decode_tokens, parts, written)
     found: StepLaunches | None = LAUNCHES.get(key)
     if found is not None and (found.limits is limits or found.limits == limits):
         return found

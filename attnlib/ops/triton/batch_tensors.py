@@ -114,9 +114,18 @@ class BatchTensors(NamedTuple):
         """The tensors of a part of a batch, or of the whole batch."""
         flags = part.causal if isinstance(part.causal, Tensor) else None
         score = tuple(part.score_tensors.values()) if part.score_tensors else ()
-        lists = (part.query_start_loc, part.seq_lens, part.block_table)
-        scratch = (workspace, counters)
-        return cls(*lists, flags, part.query_bias, *scratch, max_seq_len, score, max_query_len)
+        return cls(
+            part.query_start_loc,
+            part.seq_lens,
+            part.block_table,
+            flags,
+            part.query_bias,
+            workspace,
+            counters,
+            max_seq_len,
+            score,
+            max_query_len,
+        )
 
     @property
     def num_reqs(self) -> int:
@@ -131,9 +140,13 @@ class BatchTensors(NamedTuple):
     def form(self) -> tuple[Any, ...]:
         """What a launch follows from in these tensors: dtypes, row counts and strides."""
         starts, lens, table, flags, bias, _, counters, _, score_tensors, _ = self
-        return (
-            *(starts.dtype, starts.shape, starts.stride()),
-            *(lens.dtype, lens.shape, lens.stride()),
+        return (  # one display: unpacking tuples into it would take as long as the rest
+            starts.dtype,
+            starts.shape,
+            starts.stride(),
+            lens.dtype,
+            lens.shape,
+            lens.stride(),
             None if table is None else (table.dtype, table.stride()),
             None if flags is None else (flags.dtype, flags.stride()),
             None if bias is None else (bias.dtype, bias.shape[1], bias.stride()),
