@@ -10,6 +10,7 @@ run measured. The modules, in reading order:
     correctness         the check against the oracle; a backend with a wrong output gets no time
     timer, peaks        microseconds per call; peak rates of the device
     backends, runner    which backends take part; one backend on one case
+    state_case, ...     the same parts for state layers
     measure, timing     one case on all backends
     results, table, figures   rows, stored as JSON, shown as text and as plots
 """

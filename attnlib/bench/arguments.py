@@ -50,8 +50,8 @@ def _add_cases(made: CommandParser) -> None:
     )
     made.add_argument(
         "--suite",
-        choices=(*SUITES, "states"),
-        help="named cases (default: anchors on a GPU, cpu elsewhere); states has state layers",
+        choices=tuple(SUITES),
+        help="named cases (default: anchors on a GPU, cpu elsewhere)",
     )
     made.add_argument(
         "--backends",

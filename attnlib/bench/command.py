@@ -16,15 +16,14 @@ from attnlib.bench.arguments import parser
 from attnlib.bench.backends import BenchBackend, find_backends, unavailable_backends
 from attnlib.bench.bars import bar_lines
 from attnlib.bench.case import BenchCase
-from attnlib.bench.gap_cases import BARS
 from attnlib.bench.measure import measure_case
 from attnlib.bench.peaks import Peaks, measure_peaks
 from attnlib.bench.provenance import provenance
 from attnlib.bench.results import Document, Row, Run, merge, read_document, write_document
 from attnlib.bench.runner import unmeasured
 from attnlib.bench.solutions import write_solutions
-from attnlib.bench.states import measure_states
-from attnlib.bench.suites import choose_cases
+from attnlib.bench.state_case import AnyCase, StateCase
+from attnlib.bench.suites import BARS, choose_cases
 from attnlib.bench.table import HEADER, LEGEND, case_lines, heading, kernel_lines, summary_line
 from attnlib.bench.timing import DeviceLostError, device_works
 from attnlib.bench.workload_case import workload_cases
@@ -46,19 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _write_solutions(options)
     device = resolve_device(options.device)
     command = "attnlib bench " + shlex.join(arguments)
-    if options.suite == "states":
-        return measure_states(
-            options.cases, options.backends or [], device.torch_device, options.json, command
-        )
     default = "anchors" if device.type == "cuda" else "cpu"
     if options.workloads:
-        cases = _workload_cases(options)
+        cases: list[AnyCase] = [*_workload_cases(options)]
     else:
         cases = choose_cases(options.cases, options.suite, default, options.page)
+    _refuse_figures(options, any(isinstance(case, StateCase) for case in cases))
     if options.list:
         for case in cases:
-            bar = f" · {BARS[case.name]}" if case.name in BARS else ""
-            print(f"{case.name:<30} {case.kind:<8} {_brief(case)} · {case.shape}{bar}")
+            bars = "".join(f" · {bar}" for bar in BARS.get(case.name, ()))
+            print(f"{case.name:<30} {case.kind:<8} {_brief(case)} · {case.shape}{bars}")
         return 0
     backends = find_backends(options.backends, device.torch_device)
     if not backends:
@@ -67,6 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             "one explicitly"
         )
     return _run(options, cases, backends, device.torch_device, command)
+
+
+def _refuse_figures(options: argparse.Namespace, has_states: bool) -> None:
+    if options.figures and has_states:
+        raise ContractError(
+            "--figures draws attention layers: leave it out, or measure state layers in another run"
+        )
 
 
 def _workload_cases(options: argparse.Namespace) -> list[BenchCase]:
@@ -86,7 +89,7 @@ def _write_solutions(options: argparse.Namespace) -> int:
     return 0
 
 
-def _brief(case: BenchCase) -> str:
+def _brief(case: AnyCase) -> str:
     batch = case.batch
     if len(str(batch)) <= 40:
         return str(batch)
@@ -95,7 +98,7 @@ def _brief(case: BenchCase) -> str:
 
 def _run(
     options: argparse.Namespace,
-    cases: list[BenchCase],
+    cases: list[AnyCase],
     backends: list[BenchBackend],
     device: torch.device,
     command: str,
@@ -151,7 +154,7 @@ def _run(
 
 
 def _measure(
-    case: BenchCase,
+    case: AnyCase,
     backends: list[BenchBackend],
     device: torch.device,
     peaks: Peaks,
@@ -199,6 +202,7 @@ def _show(options: argparse.Namespace) -> int:
     if given := [name for name in chosen if getattr(options, name)]:
         raise ContractError(f"--from-json measures nothing: leave out {', '.join(given)}")
     document = merge([read_document(path) for path in options.from_json])
+    _refuse_figures(options, any("work" in row.settings for row in document.rows))
     for index, run in enumerate(document.runs):
         mine = [row for row in document.rows if row.run == index]
         if not mine:

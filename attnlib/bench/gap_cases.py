@@ -10,7 +10,7 @@ from attnlib.bench.bars import Bar
 from attnlib.bench.case import BenchCase
 from attnlib.bench.named_cases import ENTRIES, latent, named
 
-__all__ = ["BARS", "GAPS"]
+__all__ = ["GAPS", "GAP_BARS"]
 
 _Rows = tuple[BenchCase, ...]
 _Part = tuple[_Rows, dict[str, Bar]]
@@ -141,5 +141,7 @@ _PARTS: tuple[_Part, ...] = (
 GAPS: _Rows = tuple({case.name: case for cases, _ in _PARTS for case in cases}.values())
 """The rows in the order of their bars, and the bfloat16 or faster rows they are compared with."""
 
-BARS: Mapping[str, Bar] = {name: bar for _, bars in _PARTS for name, bar in bars.items()}
+GAP_BARS: Mapping[str, tuple[Bar, ...]] = {
+    name: (bar,) for _, bars in _PARTS for name, bar in bars.items()
+}
 """Name of a case -> what `triton` must reach on it."""

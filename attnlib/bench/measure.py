@@ -18,6 +18,8 @@ from attnlib.bench.inputs import make_inputs
 from attnlib.bench.peaks import Peaks
 from attnlib.bench.results import Row
 from attnlib.bench.runner import Runner, error_line, make_runner, unmeasured
+from attnlib.bench.state_case import AnyCase, StateCase
+from attnlib.bench.state_runner import StateRunner, make_state_runner
 from attnlib.bench.timing import Rows, guarded, time_runners
 from attnlib.testing.budget import Comparison
 
@@ -28,7 +30,7 @@ _CONTESTED_ROWS = 8
 
 @torch.inference_mode()
 def measure_case(
-    case: BenchCase,
+    case: AnyCase,
     backends: Sequence[BenchBackend],
     device: torch.device,
     peaks: Peaks,
@@ -53,30 +55,61 @@ def measure_case(
     """
     rows = {one.label: _not_run(case, one, device) for one in backends}
     able = [one for one in backends if rows[one.label] is None]
-    runners: list[Runner] = []
-    try:
-        inputs = make_inputs(case, device) if able else None
-    except Exception as error:  # most likely out of memory; other cases may be smaller
-        for one in able:
-            reason = f"no tensors: {error_line(error)}"
-            rows[one.label] = unmeasured(case, one.label, "failed", reason)
-        inputs = None
-    if inputs is not None:
-        for one in able:
-            with guarded(case, one.label, rows, device):
-                runners.append(make_runner(case, one, inputs))
-        checker = CorrectnessCheck(inputs) if check else None
-        correct = _correct(runners, checker, rows, device) if checker else runners
-        time_runners(correct, checker, rows, device, graphs, peaks, kernels_only=kernels_only)
+    runners: Sequence[Runner | StateRunner] = (
+        _state_runners(case, able, rows, device, check=check)
+        if isinstance(case, StateCase)
+        else _runners(case, able, rows, device, check=check)
+    )
+    time_runners(runners, rows, device, graphs, peaks, kernels_only=kernels_only)
     no_result = [unmeasured(case, one.label, "failed", "no result") for one in backends]
     result = [rows[one.label] or row for one, row in zip(backends, no_result, strict=True)]
-    inputs, able = None, []
-    runners.clear()
+    runners = ()
     _release(device)
     return result
 
 
-def _not_run(case: BenchCase, one: BenchBackend, device: torch.device) -> Row | None:
+def _runners(
+    case: BenchCase, able: list[BenchBackend], rows: Rows, device: torch.device, *, check: bool
+) -> list[Runner]:
+    """The runners of an attention layer that take part in the timing."""
+    if not able:
+        return []
+    try:
+        inputs = make_inputs(case, device)
+    except Exception as error:  # most likely out of memory; other cases may be smaller
+        for one in able:
+            reason = f"no tensors: {error_line(error)}"
+            rows[one.label] = unmeasured(case, one.label, "failed", reason)
+        return []
+    runners: list[Runner] = []
+    for one in able:
+        with guarded(case, one.label, rows, device):
+            runners.append(make_runner(case, one, inputs))
+    if check:
+        checker = CorrectnessCheck(inputs)
+        for runner in runners:
+            runner.check = checker
+        runners = _correct(runners, checker, rows, device)
+    for runner in runners:
+        runner.output = None
+    return runners
+
+
+def _state_runners(
+    case: StateCase, able: list[BenchBackend], rows: Rows, device: torch.device, *, check: bool
+) -> list[StateRunner]:
+    """The same for a state layer."""
+    runners: list[StateRunner] = []
+    for one in able:
+        with guarded(case, one.label, rows, device):
+            runner = make_state_runner(case, one, device, check=check)
+            found = runner.first_calls()
+            if not check or _passes(runner, found, rows):
+                runners.append(runner)
+    return runners
+
+
+def _not_run(case: AnyCase, one: BenchBackend, device: torch.device) -> Row | None:
     """The row of a backend that is unavailable or does not support the case.
 
     Returns None if it takes part.
@@ -120,7 +153,7 @@ def _correct(
     return agreed
 
 
-def _passes(runner: Runner, found: Comparison, rows: Rows) -> bool:
+def _passes(runner: Runner | StateRunner, found: Comparison, rows: Rows) -> bool:
     if not found.passed:
         rows[runner.label] = replace(runner.row, status="wrong", reason=str(found))
         return False

@@ -15,11 +15,13 @@ from typing import Any
 from attnlib.bench.backends import PRIMARY, base_name, is_baseline
 from attnlib.bench.case import BenchCase
 from attnlib.bench.peaks import Peaks
+from attnlib.bench.state_case import AnyCase, StateCase
 from attnlib.errors import ContractError
 from attnlib.fields import from_fields
 from attnlib.testing.batch_spec import parse_batch
 
 __all__ = [
+    "NO_GRAPH",
     "SCHEMA",
     "Document",
     "Row",
@@ -34,6 +36,8 @@ __all__ = [
 
 SCHEMA = "attnlib-bench"
 VERSION = 2
+NO_GRAPH = "no graph"
+"""The beginning of the note of a row whose backend could not be captured."""
 STATUSES = ("ok", "wrong", "unsupported", "unavailable", "failed", "not run")
 
 
@@ -60,8 +64,8 @@ class Row:
         host_us: host time until an eager call returns.
         write_us: time of the cache write of this step.
         build_us: host time of one `build`.
-        layer_us: host time of one `Attention` call.
-        gbps: rate of reading the necessary keys and values.
+        layer_us: host time of one call of the layer.
+        gbps: rate of reading the necessary keys and values, or of moving a state step's bytes.
         tflops: rate over the visible pairs.
         share: least time at the peak rates of the run divided by `us`.
         error: largest error of the checked rows divided by the largest allowed error.
@@ -202,13 +206,15 @@ def merge(documents: Sequence[Document]) -> Document:
     return Document(tuple(runs), tuple(row for rows in groups.values() for row in rows))
 
 
-def case_of_row(row: Row) -> BenchCase:
+def case_of_row(row: Row) -> AnyCase:
     """The case that a row was measured on.
 
     Raises:
         ContractError: the settings are not those of a case.
     """
     try:
+        if "work" in row.settings:
+            return StateCase(**row.settings)
         return BenchCase(**{**row.settings, "batch": parse_batch(row.settings["batch"])})
     except (TypeError, KeyError) as error:
         raise ContractError(

@@ -10,9 +10,15 @@ import torch
 
 from attnlib.bench.backends import BenchBackend
 from attnlib.bench.case import BenchCase
+from attnlib.bench.correctness import CorrectnessCheck
 from attnlib.bench.inputs import CaseInputs
+from attnlib.bench.peaks import Peaks
 from attnlib.bench.results import Row
+from attnlib.bench.state_case import AnyCase
+from attnlib.bench.timer import GraphTimer, synchronize
+from attnlib.bench.work import flops, kv_bytes, roofline_us
 from attnlib.layer import Attention
+from attnlib.testing.budget import Comparison
 
 __all__ = ["Runner", "error_line", "make_runner", "unmeasured"]
 
@@ -28,6 +34,7 @@ class Runner:
         row: results so far.
         output: a copy of the output of the first call, until it is checked.
         expected_us: about how long one call takes, in microseconds.
+        check: of the outputs; None without one.
     """
 
     label: str
@@ -38,6 +45,24 @@ class Runner:
     row: Row
     output: torch.Tensor | None = None
     expected_us: float = 0.0
+    check: CorrectnessCheck | None = None
+
+    can_capture = True
+
+    @property
+    def case(self) -> BenchCase:
+        """The case of the tensors."""
+        return self.inputs.case
+
+    @property
+    def copies(self) -> int:
+        """Copies of the cache."""
+        return len(self.inputs.caches)
+
+    @property
+    def writes_apart(self) -> bool:
+        """Whether the cache write is a call of its own."""
+        return not self.case.unpaged
 
     def attend(self, copy: int) -> None:
         """One forward over copy `copy` of the cache, into the output of the case."""
@@ -79,8 +104,31 @@ class Runner:
             query_tensors=m.query_tensors,
         )  # fmt: skip
 
+    def build(self) -> None:
+        """Build the metadata of the batch."""
+        self.builder.build(0, self.inputs.common)
 
-def unmeasured(case: BenchCase, label: str, status: str, reason: str) -> Row:
+    def replayed(self, timer: GraphTimer) -> Comparison:
+        """Check the output of a graph, which is what will be timed."""
+        if self.check is None:
+            return Comparison("out", True)
+        self.inputs.output.fill_(float("nan"))
+        timer.replay()
+        return self.check.output(self.inputs.output)
+
+    def rated(self, row: Row, peaks: Peaks) -> Row:
+        """A row with its rates, and its share of the time at the peak rates."""
+        if not row.us:
+            return row
+        return replace(
+            row,
+            gbps=kv_bytes(self.case) / row.us / 1e3,
+            tflops=flops(self.case) / row.us / 1e6,
+            share=roofline_us(self.case, peaks.read_gbps, peaks.matmul_tflops) / row.us,
+        )
+
+
+def unmeasured(case: AnyCase, label: str, status: str, reason: str) -> Row:
     """A row without times."""
     return Row(
         case=case.name,
@@ -123,8 +171,7 @@ def make_runner(case: BenchCase, one: BenchBackend, inputs: CaseInputs) -> Runne
     inputs.output.fill_(float("nan"))
     start = time.perf_counter()
     runner.attend(0)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     runner.row = replace(row, first_call_s=time.perf_counter() - start)
     runner.output = inputs.output.clone()
     return runner

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from attnlib.bench.case import BenchCase
+from attnlib.bench.bars import Bar
 from attnlib.bench.case_text import parse_case
 from attnlib.bench.coverage_cases import COVERAGE, CPU
-from attnlib.bench.gap_cases import GAPS
+from attnlib.bench.gap_cases import GAP_BARS, GAPS
 from attnlib.bench.named_cases import (
     ANCHORS,
     ENTRIES,
@@ -20,12 +20,14 @@ from attnlib.bench.named_cases import (
     QUICK,
     SPARSE,
 )
+from attnlib.bench.state_case import AnyCase
+from attnlib.bench.state_cases import STATE_BARS, STATES
 from attnlib.errors import ContractError
 
-__all__ = ["SUITES", "choose_cases", "known_cases"]
+__all__ = ["BARS", "SUITES", "choose_cases", "known_cases"]
 
 
-SUITES: Mapping[str, tuple[BenchCase, ...]] = {
+SUITES: Mapping[str, tuple[AnyCase, ...]] = {
     "anchors": ANCHORS,
     "float8": FLOAT8,
     "formats": FORMATS,
@@ -36,25 +38,30 @@ SUITES: Mapping[str, tuple[BenchCase, ...]] = {
     "sparse": SPARSE,
     "streams": ENTRIES,
     "gaps": GAPS,
+    "states": STATES,
     "cpu": CPU,
 }
 """Name -> cases. `anchors` are the rows of the published results; `float8` has decodes and prefills
 over a float8 cache, `float8_queries` the same where queries may be rounded; `formats` has caches
 with scales in the page, and float8 with heads of 64 and with blocks of 128, each next to bfloat16;
 `mla` has latent caches and the expanded prefill of the same model, `sparse` lists of selected
-blocks and tokens, `streams` own keys and compressed entries; `gaps` has rows with a bar
-(`gap_cases.BARS`); `coverage` has other head sizes, page sizes and features, and small or uneven
-batches."""
+blocks and tokens, `streams` own keys and compressed entries, `states` state layers; `gaps` has rows
+with a bar; `coverage` has other head sizes, page sizes and features, and small or uneven batches.
+"""
 
 
-def known_cases() -> dict[str, BenchCase]:
+BARS: Mapping[str, tuple[Bar, ...]] = {**GAP_BARS, **STATE_BARS}
+"""Name of a case -> what `triton` must reach on it."""
+
+
+def known_cases() -> dict[str, AnyCase]:
     """Every named case."""
     return {case.name: case for cases in SUITES.values() for case in cases}
 
 
 def choose_cases(
     patterns: Sequence[str], suite: str | None, default: str, page: int | None = None
-) -> list[BenchCase]:
+) -> list[AnyCase]:
     """The cases of a run, without duplicates, in the order of the patterns.
 
     Args:
@@ -68,7 +75,7 @@ def choose_cases(
         ContractError: a pattern that matches no name and is not a case.
     """
     pool = {case.name: case for case in SUITES[suite]} if suite else known_cases()
-    chosen: list[BenchCase] = [] if patterns else list(SUITES[suite or default])
+    chosen: list[AnyCase] = [] if patterns else list(SUITES[suite or default])
     for pattern in patterns:
         named = [case for name, case in pool.items() if fnmatchcase(name, pattern)]
         chosen += named or [_parsed(pattern, pool)]
@@ -76,7 +83,7 @@ def choose_cases(
     return list({case.name: case for case in paged}.values())
 
 
-def _parsed(pattern: str, pool: Mapping[str, BenchCase]) -> BenchCase:
+def _parsed(pattern: str, pool: Mapping[str, AnyCase]) -> AnyCase:
     try:
         return parse_case(pattern)
     except ContractError as error:

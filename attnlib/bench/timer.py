@@ -16,7 +16,15 @@ import torch
 
 from attnlib.backends._foreign.outputs import same_batch_at_replay
 
-__all__ = ["EagerTimer", "GraphTimer", "Measurement", "host_us", "measure_in_turn", "warm_up"]
+__all__ = [
+    "EagerTimer",
+    "GraphTimer",
+    "Measurement",
+    "host_us",
+    "measure_in_turn",
+    "synchronize",
+    "warm_up",
+]
 
 Call = Callable[[int], object]
 """One call on the copy of the cache with the given index."""
@@ -53,7 +61,8 @@ class Measurement:
     rounds: int
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for the work of a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -76,12 +85,12 @@ class EagerTimer:
 
     def round(self) -> tuple[float, float | None]:
         """(microseconds per call, microseconds until a call returns)."""
-        _synchronize(self._device)
+        synchronize(self._device)
         start = time.perf_counter()
         for number in range(self.calls):
             self._call(number % self._copies)
         returned = time.perf_counter()
-        _synchronize(self._device)
+        synchronize(self._device)
         elapsed = time.perf_counter() - start
         return elapsed / self.calls * 1e6, (returned - start) / self.calls * 1e6
 
@@ -164,10 +173,10 @@ def warm_up(call: Call, device: torch.device) -> float:
         About how many microseconds one call takes after compilation.
     """
     call(0)
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     call(0)
-    _synchronize(device)
+    synchronize(device)
     once = (time.perf_counter() - start) * 1e6
     if once > _LONG_US:
         return once
@@ -175,7 +184,7 @@ def warm_up(call: Call, device: torch.device) -> float:
     start = time.perf_counter()
     for _ in range(number):
         call(0)
-    _synchronize(device)
+    synchronize(device)
     return min((time.perf_counter() - start) * 1e6 / number, once)
 
 
@@ -221,10 +230,10 @@ def host_us(call: Callable[[], object], device: torch.device, number: int = 20) 
     call()
     found = []
     for _ in range(ROUNDS):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         for _ in range(number):
             call()
         found.append((time.perf_counter() - start) / number * 1e6)
-    _synchronize(device)
+    synchronize(device)
     return statistics.median(found)

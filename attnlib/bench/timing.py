@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
-from attnlib.bench.case import BenchCase
-from attnlib.bench.correctness import CorrectnessCheck
 from attnlib.bench.peaks import Peaks
-from attnlib.bench.results import Row
+from attnlib.bench.results import NO_GRAPH, Row
 from attnlib.bench.runner import Runner, error_line, unmeasured
+from attnlib.bench.state_case import AnyCase
+from attnlib.bench.state_runner import StateRunner
 from attnlib.bench.timer import (
     EagerTimer,
     GraphTimer,
@@ -21,11 +21,12 @@ from attnlib.bench.timer import (
     measure_in_turn,
     warm_up,
 )
-from attnlib.bench.work import flops, kv_bytes, roofline_us
 
 __all__ = ["DeviceLostError", "Rows", "device_works", "guarded", "time_runners"]
 
 Rows = dict[str, Row | None]
+
+AnyRunner = Runner | StateRunner
 
 
 class DeviceLostError(RuntimeError):
@@ -33,7 +34,7 @@ class DeviceLostError(RuntimeError):
 
 
 @contextmanager
-def guarded(case: BenchCase, label: str, rows: Rows, device: torch.device) -> Iterator[None]:
+def guarded(case: AnyCase, label: str, rows: Rows, device: torch.device) -> Iterator[None]:
     """Record any error of a backend in its row; raise only if the device is lost."""
     try:
         yield
@@ -56,8 +57,7 @@ def device_works(device: torch.device) -> bool:
 
 
 def time_runners(
-    runners: list[Runner],
-    check: CorrectnessCheck | None,
+    runners: Sequence[AnyRunner],
     rows: Rows,
     device: torch.device,
     graphs: bool,
@@ -69,15 +69,10 @@ def time_runners(
     and host times unless `kernels_only`."""
     timers: dict[str, EagerTimer | GraphTimer] = {}
     for runner in runners:
-        runner.output = None
-        with guarded(runner.inputs.case, runner.label, rows, device):
+        with guarded(runner.case, runner.label, rows, device):
             runner.expected_us = warm_up(runner.attend, device)
             timer = _timer(runner, graphs, device)
-            if (
-                check is None
-                or not isinstance(timer, GraphTimer)
-                or _replay_is_correct(runner, timer, check, rows)
-            ):
+            if not isinstance(timer, GraphTimer) or _replay_is_correct(runner, timer, rows):
                 timers[runner.label] = timer
     ready = [runner for runner in runners if runner.label in timers]
     measurements = _measure_all(ready, timers, rows, device)
@@ -94,13 +89,13 @@ def time_runners(
             calls=found.calls,
             rounds=found.rounds,
         )
-        rows[runner.label] = _with_rates(runner.row, runner.inputs.case, peaks)
+        rows[runner.label] = runner.rated(runner.row, peaks)
         if not kernels_only:
             _add_secondary_times(runner, rows, graphs, device)
 
 
 def _measure_all(
-    ready: list[Runner],
+    ready: Sequence[AnyRunner],
     timers: dict[str, EagerTimer | GraphTimer],
     rows: Rows,
     device: torch.device,
@@ -115,14 +110,16 @@ def _measure_all(
     except Exception:  # measuring each one alone shows which backend failed
         found: dict[str, Measurement] = {}
         for runner in ready:
-            with guarded(runner.inputs.case, runner.label, rows, device):
+            with guarded(runner.case, runner.label, rows, device):
                 found.update(measure_in_turn({runner.label: timers[runner.label]}, expected))
         return found
 
 
-def _timer(runner: Runner, graphs: bool, device: torch.device) -> EagerTimer | GraphTimer:
-    copies = len(runner.inputs.caches)
-    if graphs:
+def _timer(runner: AnyRunner, graphs: bool, device: torch.device) -> EagerTimer | GraphTimer:
+    copies = runner.copies
+    if graphs and not runner.can_capture:
+        runner.row = replace(runner.row, note=f"{NO_GRAPH}: declared by the backend")
+    elif graphs:
         try:
             timer = GraphTimer(runner.attend, copies, device, runner.expected_us)
             runner.row = replace(runner.row, how="graph")
@@ -130,31 +127,27 @@ def _timer(runner: Runner, graphs: bool, device: torch.device) -> EagerTimer | G
         except Exception as error:  # not capturable: the row shows the eager time
             if not device_works(device):
                 raise
-            note = f"no graph: {error_line(error.__context__ or error)}"
+            note = f"{NO_GRAPH}: {error_line(error.__context__ or error)}"
             runner.row = replace(runner.row, note=note)
     runner.row = replace(runner.row, how="eager")
     return EagerTimer(runner.attend, copies, device, runner.expected_us)
 
 
-def _replay_is_correct(
-    runner: Runner, timer: GraphTimer, check: CorrectnessCheck, rows: Rows
-) -> bool:
+def _replay_is_correct(runner: AnyRunner, timer: GraphTimer, rows: Rows) -> bool:
     """Check the output of the graph, which is what will be timed."""
-    runner.inputs.output.fill_(float("nan"))
-    timer.replay()
-    found = check.output(runner.inputs.output)
+    found = runner.replayed(timer)
     if not found.passed:
         reason = f"replayed from a CUDA graph: {found}"
         rows[runner.label] = replace(runner.row, status="wrong", reason=reason)
     return found.passed
 
 
-def _add_secondary_times(runner: Runner, rows: Rows, graphs: bool, device: torch.device) -> None:
+def _add_secondary_times(runner: AnyRunner, rows: Rows, graphs: bool, device: torch.device) -> None:
     """Add the other times to the row. A failure becomes a note, because the main time is valid."""
     for name, measure in _secondary_times(runner, graphs, device).items():
         kept, failed = rows[runner.label], Rows()
         assert kept is not None  # the main time is there
-        with guarded(runner.inputs.case, runner.label, failed, device):
+        with guarded(runner.case, runner.label, failed, device):
             times = measure()
             rows[runner.label] = replace(kept, **times)  # type: ignore[arg-type]  # keys are float fields
         broken = failed.get(runner.label)
@@ -164,10 +157,10 @@ def _add_secondary_times(runner: Runner, rows: Rows, graphs: bool, device: torch
 
 
 def _secondary_times(
-    runner: Runner, graphs: bool, device: torch.device
+    runner: AnyRunner, graphs: bool, device: torch.device
 ) -> dict[str, Callable[[], dict[str, float | None]]]:
     """Name -> measurement of row fields: eager calls, the cache write, and host times."""
-    copies, expected = len(runner.inputs.caches), runner.expected_us
+    copies, expected = runner.copies, runner.expected_us
     layer_calls = max(min(int(20_000 / max(expected, 1.0)), 20), 1)
 
     def eager() -> dict[str, float | None]:
@@ -176,27 +169,15 @@ def _secondary_times(
         return {"eager_us": found.us, "host_us": found.host_us}
 
     def write() -> dict[str, float | None]:
+        assert isinstance(runner, Runner)  # states are written by the step
         took = warm_up(runner.write, device)
         timer = (GraphTimer if graphs else EagerTimer)(runner.write, copies, device, took)
         return {"write_us": measure_in_turn({"call": timer}, {"call": took})["call"].us}
 
-    writes = {} if runner.inputs.case.unpaged else {"cache write": write}
+    writes = {"cache write": write} if runner.writes_apart else {}
     return {
         "eager call": eager,
         **writes,
-        "build": lambda: {
-            "build_us": host_us(lambda: runner.builder.build(0, runner.inputs.common), device, 5)
-        },
+        "build": lambda: {"build_us": host_us(runner.build, device, 5)},
         "layer call": lambda: {"layer_us": host_us(runner.call, device, layer_calls)},
     }
-
-
-def _with_rates(row: Row, case: BenchCase, peaks: Peaks) -> Row:
-    if not row.us:
-        return row
-    return replace(
-        row,
-        gbps=kv_bytes(case) / row.us / 1e3,
-        tflops=flops(case) / row.us / 1e6,
-        share=roofline_us(case, peaks.read_gbps, peaks.matmul_tflops) / row.us,
-    )

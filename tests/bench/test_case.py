@@ -13,6 +13,7 @@ from attnlib.bench.case import BenchCase
 from attnlib.bench.case_text import parse_case
 from attnlib.bench.inputs import make_inputs
 from attnlib.bench.key_lists import spread_lists
+from attnlib.bench.state_case import MODELS
 from attnlib.bench.suites import SUITES, choose_cases, known_cases
 from attnlib.bench.work import flops, kv_bytes, read_keys, roofline_us, visible_pairs
 from attnlib.errors import ContractError
@@ -93,8 +94,9 @@ def test_kinds() -> None:
     kinds = {case.name: case.kind for case in known_cases().values()}
     for name, kind in kinds.items():
         suite = "^(cpu|cov|mla|sparse|streams|gap|e4m3|e5m2|bf16|int8|fp8|fp8q|int4)-"
-        first = re.sub(suite, "", name).split("-")[0]
-        assert kind == {"verify": "decode"}.get(first, first), name
+        first = re.sub(suite, "", re.sub(f"^({'|'.join(MODELS)})-", "", name)).split("-")[0]
+        decodes = dict.fromkeys(("verify", "step", "separate"), "decode")
+        assert kind == decodes.get(first, first), name
 
 
 def test_scales_in_pages_are_read() -> None:

@@ -22,7 +22,7 @@ from attnlib.bench import timer
 from attnlib.bench.backends import BenchBackend
 from attnlib.bench.bars import bar_lines
 from attnlib.bench.case import BenchCase, check_case
-from attnlib.bench.gap_cases import BARS, GAPS
+from attnlib.bench.gap_cases import GAP_BARS, GAPS
 from attnlib.bench.measure import measure_case
 from attnlib.bench.peaks import Peaks
 from attnlib.bench.results import Document, Row, Run, write_document
@@ -44,10 +44,10 @@ CPU = torch.device("cpu")
 
 def test_every_bar_has_its_rows() -> None:
     names = [case.name for case in GAPS]
-    assert len(set(names)) == len(names) and BARS.keys() <= set(names)
-    others = {bar.other for bar in BARS.values()} - {""}
-    assert others <= set(names) and not others & BARS.keys()
-    without = set(names) - others - BARS.keys()
+    assert len(set(names)) == len(names) and GAP_BARS.keys() <= set(names)
+    others = {bar.other for (bar,) in GAP_BARS.values()} - {""}
+    assert others <= set(names) and not others & GAP_BARS.keys()
+    without = set(names) - others - GAP_BARS.keys()
     assert without == {"gap-decode-200x2k-128heads", "gap-decode-32x3k-d160"}
     for case in GAPS:
         check_case(case)
@@ -98,7 +98,7 @@ def test_peers_take_the_rows(peers: list[BenchBackend]) -> None:
         rows = measure_case(_small(case), peers, CPU, peaks, kernels_only=True)
         states = {row.backend: (row.status, row.reason) for row in rows}
         assert {status for status, _ in states.values()} <= {"ok", "unsupported"}, states
-        bar = BARS.get(case.name)
+        (bar,) = GAP_BARS.get(case.name, (None,))
         if bar is None or bar.other or bar.share is not None:
             continue
         if case.fp8_queries:
@@ -128,7 +128,7 @@ def test_bars_are_told_from_results() -> None:
         _row(own, "flashinfer", 20.0),
         _row(stream, "triton", 5.0, share=0.7),
     ]
-    lines = bar_lines(rows, BARS)
+    lines = bar_lines(rows, GAP_BARS)
     assert lines[0] == "bars of triton:" and lines[-1] == "bars: 2 hold, 1 missed, 0 unknown"
     assert [line.split()[:2] for line in lines[1:-1]] == [
         ["holds", peer],
@@ -138,22 +138,22 @@ def test_bars_are_told_from_results() -> None:
     assert f"0.760 of {base}; at most 0.75 x the time of {base}" in lines[2]
     assert "70.0%; at least 70% of the peak rates" in lines[3]
     slower = replace(rows[0], us=98.1)
-    assert "missed" in bar_lines([slower, *rows[1:]], BARS)[1]
+    assert "missed" in bar_lines([slower, *rows[1:]], GAP_BARS)[1]
     lower = [replace(row, share=0.69) for row in rows[-1:]]
-    assert "missed" in bar_lines(lower, BARS)[1]
+    assert "missed" in bar_lines(lower, GAP_BARS)[1]
 
 
 def test_a_bar_without_times_is_unknown() -> None:
     peer, own = "gap-prefill-512-over-60k", "gap-decode-64x300-e4m3"
     rows = [_row(peer, "triton", 98.0), _row(own, "triton", None), _row(own, "flashinfer", 20.0)]
     rows += [_row("gap-decode-64x300", "triton", 10.0)]
-    lines = bar_lines(rows, BARS)
+    lines = bar_lines(rows, GAP_BARS)
     assert "no other backend has no time" not in "".join(lines)
     assert lines[-1] == "bars: 0 hold, 0 missed, 2 unknown"
     assert "no time of the best other backend" in lines[1] and "failed: no memory" in lines[2]
     rows[1] = replace(_row(own, "triton", 5.0), how="eager")  # not the timing of the other row
-    assert "unknown" in bar_lines(rows, BARS)[2]
-    assert not bar_lines([_row("gap-decode-64x300", "triton", 10.0)], BARS)
+    assert "unknown" in bar_lines(rows, GAP_BARS)[2]
+    assert not bar_lines([_row("gap-decode-64x300", "triton", 10.0)], GAP_BARS)
 
 
 def test_the_command_prints_bars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from attnlib.bench.case import BenchCase
 from attnlib.bench.case_text import parse_case
+from attnlib.bench.state_case import StateCase
 from attnlib.bench.suites import choose_cases
 from attnlib.cli.spec_flags import names_a_spec, specs_of
 from attnlib.errors import ContractError
@@ -48,9 +49,15 @@ def plan_cases(options: argparse.Namespace, device_type: str) -> tuple[list[Benc
         ContractError: shapes or cases that do not parse, or there is nothing to measure.
     """
     if not names_a_spec(options) and not options.shapes:
-        return choose_cases(
-            options.cases, options.suite, "quick" if device_type == "cuda" else "cpu"
-        ), []
+        default = "quick" if device_type == "cuda" else "cpu"
+        chosen = choose_cases(options.cases, options.suite, default)
+        attention = [case for case in chosen if isinstance(case, BenchCase)]
+        states = [case.name for case in chosen if isinstance(case, StateCase)]
+        if not attention:
+            raise ContractError(
+                f"{states[0]} is a state layer, which has nothing to tune: choose attention layers"
+            )
+        return attention, [f"{name}: a state layer has nothing to tune" for name in states]
     if options.cases or options.suite:
         raise ContractError(
             "a CASE includes its layer: give cases alone, or a spec (--config, --head-size ...) "

@@ -1,0 +1,56 @@
+"""The suite `states`: decodes, verification, prefills and steps of state layers, and their bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from attnlib.bench.bars import Bar
+from attnlib.bench.state_case import MODELS, StateCase
+
+__all__ = ["STATES", "STATE_BARS"]
+
+_REQUESTS = (1, 32, 64, 256)
+_PROMPTS = ((1, 8192), (8, 1024), (1, 32768), (32, 128))
+
+
+def _cases(model: str) -> tuple[StateCase, ...]:
+    def over(work: str, *sizes: tuple[int, int]) -> tuple[StateCase, ...]:
+        return tuple(StateCase(model=model, work=work, num_reqs=n, query_len=q) for n, q in sizes)
+
+    prefills = over("prefill", *_PROMPTS)
+    return (
+        *over("decode", *((n, 1) for n in _REQUESTS)),
+        # Peers take no token back: a verification is compared with their decode of as many tokens.
+        *over("decode", *((n, 4) for n in _REQUESTS)),
+        *over("verify", *((n, 4) for n in _REQUESTS)),
+        *prefills,
+        *(replace(case, batch_invariant=True) for case in prefills),
+        *over("step", (1, 1), (64, 1)),
+        *over("separate", (1, 1), (64, 1)),
+    )
+
+
+STATES = tuple(case for model in MODELS for case in _cases(model))
+"""Batches of 1 to 256 requests and prompts of 128 to 32768 tokens, for each model."""
+
+
+def _bars(case: StateCase) -> tuple[Bar, ...]:
+    plain = replace(case, batch_invariant=False).name
+    if case.batch_invariant:
+        return (Bar(1.4, plain, of_peers=True),)
+    if case.work == "verify":
+        return (Bar(0.6, replace(case, work="decode").name, of_peers=True),)
+    if case.work == "step" and case.num_reqs >= 64:
+        return (Bar(0.7, replace(case, work="separate").name),)
+    if case.is_step:
+        return ()
+    if case.query_len == 1 and case.num_reqs >= 32:
+        return Bar(1.0), Bar(share=0.75)
+    return (Bar(1.0),)
+
+
+STATE_BARS: Mapping[str, tuple[Bar, ...]] = {
+    case.name: bars for case in STATES if (bars := _bars(case))
+}
+"""Name of a case -> what `triton` must reach on it."""
