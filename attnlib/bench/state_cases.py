@@ -21,7 +21,8 @@ def _cases(model: str) -> tuple[StateCase, ...]:
     prefills = over("prefill", *_PROMPTS)
     return (
         *over("decode", *((n, 1) for n in _REQUESTS)),
-        # Peers take no token back: a verification is compared with their decode of as many tokens.
+        # Peers take no token back: a verification is compared with their decode of as many tokens,
+        # which has no bar of its own.
         *over("decode", *((n, 4) for n in _REQUESTS)),
         *over("verify", *((n, 4) for n in _REQUESTS)),
         *prefills,
@@ -43,9 +44,9 @@ def _bars(case: StateCase) -> tuple[Bar, ...]:
         return (Bar(0.6, replace(case, work="decode").name, of_peers=True),)
     if case.work == "step" and case.num_reqs >= 64:
         return (Bar(0.7, replace(case, work="separate").name),)
-    if case.is_step:
+    if case.is_step or (case.work == "decode" and case.query_len > 1):
         return ()
-    if case.query_len == 1 and case.num_reqs >= 32:
+    if case.work == "decode" and case.num_reqs >= 32:
         return Bar(1.0), Bar(share=0.75)
     return (Bar(1.0),)
 

@@ -20,18 +20,25 @@ from attnlib.testing.states.layers import state_difference
 if TYPE_CHECKING:
     from attnlib.bench.state_runner import StateRunner
 
-__all__ = ["StateCheck"]
+__all__ = ["ExpectedStep", "StateCheck"]
 
 
-class _Expected(NamedTuple):
-    """Output rows, and slots after the call."""
+class ExpectedStep(NamedTuple):
+    """What a call must leave.
 
-    output: torch.Tensor
+    Attributes:
+        exact: output rows of the chosen requests in float64.
+        rounded: in the dtype of the layer.
+        slots: of these requests.
+    """
+
+    exact: torch.Tensor
+    rounded: torch.Tensor
     slots: StateCache
 
 
 class StateCheck:
-    """Checks calls of one backend on one case.
+    """Checks calls of the backends on one case.
 
     Args:
         case: the case. The first, the last and some requests between them are checked, and that no
@@ -44,39 +51,33 @@ class StateCheck:
         self._requests = sorted({(case.num_reqs - 1) * n // (count - 1) for n in range(count)})
         rows = [torch.arange(case.query_len) + case.query_len * each for each in self._requests]
         self._rows = torch.cat(rows)
-        self._first: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._prompts: ExpectedStep | None = None
 
-    def expect(self, runner: StateRunner, copy: int) -> tuple[_Expected, _Expected]:
-        """What a call must leave, from slots as they are before it: in float64, and in the dtype of
-        the layer. Those of call 0 are kept for `compare_output`."""
+    def expect(self, runner: StateRunner, copy: int) -> ExpectedStep:
+        """What a call must leave, from slots as they are before it. That of prompts is equal for
+        all backends, and computed once."""
+        if self._prompts is not None:
+            return self._prompts
         exact, rounded = (
             self._computed(runner, copy, dtype)
             for dtype in (torch.float64, runner.layer.spec.dtype)
         )
-        if copy == 0:
-            self._first = exact.output, rounded.output
-        return exact, rounded
+        found = ExpectedStep(exact[0], rounded[0], rounded[1])
+        if not self._case.context:
+            self._prompts = found
+        return found
 
-    def compare(
-        self, runner: StateRunner, copy: int, expected: tuple[_Expected, _Expected]
-    ) -> Comparison:
+    def compare(self, runner: StateRunner, copy: int, expected: ExpectedStep) -> Comparison:
         """Compare outputs and slots after a call."""
-        exact, rounded = expected
-        found = self._compare_rows(runner.output, exact.output, rounded.output)
-        mismatch = self._slot_difference(runner, copy, rounded.slots) if found.passed else ""
+        found = self.compare_output(runner.output, expected)
+        mismatch = self._slot_difference(runner, copy, expected.slots) if found.passed else ""
         if found.passed and not mismatch:
             return found
         after = f"after {self._case.context + copy} tokens"
         return Comparison(after, False, mismatch=mismatch or str(found))
 
-    def compare_output(self, output: torch.Tensor) -> Comparison:
-        """Compare the output of a later call 0."""
-        assert self._first is not None  # calls are repeated after the first ones
-        return self._compare_rows(output, *self._first)
-
-    def _compare_rows(
-        self, output: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor
-    ) -> Comparison:
+    def compare_output(self, output: torch.Tensor, expected: ExpectedStep) -> Comparison:
+        """Compare an output, all of whose rows must be finite."""
         broken = ~torch.isfinite(output).flatten(1).all(dim=1)
         if bool(broken.any()):
             row, count = int(broken.int().argmax()), int(broken.sum())
@@ -85,25 +86,30 @@ class StateCheck:
             )
             return Comparison("out", False, mismatch=mismatch)
         chosen = output[self._rows.to(output.device)]
-        return compare(chosen, exact, rounded, output.dtype)
+        return compare(chosen, expected.exact, expected.rounded, output.dtype)
 
-    def _computed(self, runner: StateRunner, copy: int, dtype: torch.dtype) -> _Expected:
-        """The step of the chosen requests on copies of their slots, by the `torch` backend."""
+    def _computed(
+        self, runner: StateRunner, copy: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, StateCache]:
+        """Output and slots of the chosen requests, by the `torch` backend on copies of the slots.
+        Prompts read no slot; the form `plain` takes larger chunks of them."""
         case, layer, device = self._case, runner.layer, runner.output.device
         weight = None if layer.conv_weight is None else layer.conv_weight.to(dtype)
         spec = layer.spec.replace(dtype=dtype)
+        if not case.context:
+            spec = spec.replace(form="plain", batch_invariant=False)
         reference = StateLayer(spec, backend="torch", device=device, conv_weight=weight)
         count, first = len(self._requests), runner.slots(copy).start
         slots, held = StateCache.allocate(reference.spec, count, device=device), runner.cache
         index = torch.tensor([first + each for each in self._requests], device=device)
-        for part in held.layout.fields:
+        for part in held.layout.fields if case.context else ():
             getattr(slots.tensors, part.name).copy_(getattr(held.tensors, part.name)[index])
         common = step_batch(case, case.context + copy, range(count), device)
         metadata = reference.backend.make_builder(reference.spec, device).build(0, common)
         tokens = runner.tokens.chosen(self._rows.to(device), dtype)
         output = runner.output.new_empty((len(self._rows), *runner.output.shape[1:]), dtype=dtype)
         tokens.run(reference, slots, metadata, output)
-        return _Expected(output, slots)
+        return output, slots
 
     def _slot_difference(self, runner: StateRunner, copy: int, wanted: StateCache) -> str:
         """How the states or windows of the chosen requests are wrong, or ""."""

@@ -21,7 +21,7 @@ from attnlib.bench.peaks import Peaks
 from attnlib.bench.results import Row
 from attnlib.bench.runner import unmeasured
 from attnlib.bench.state_case import StateCase
-from attnlib.bench.state_check import StateCheck
+from attnlib.bench.state_check import ExpectedStep, StateCheck
 from attnlib.bench.state_inputs import (
     StateTokens,
     draw_tokens,
@@ -79,6 +79,7 @@ class StateRunner:
     row: Row
     check: StateCheck | None = None
     expected_us: float = 0.0
+    _first: ExpectedStep | None = None
     _set_back: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
 
     writes_apart = False
@@ -119,6 +120,7 @@ class StateRunner:
                 self.row = replace(self.row, first_call_s=time.perf_counter() - begin)
             if self.check is None or expected is None:
                 continue
+            self._first = self._first or expected
             found = self.check.compare(self, copy, expected)
             if not found.passed:
                 return found
@@ -128,11 +130,11 @@ class StateRunner:
 
     def replayed(self, timer: GraphTimer) -> Comparison:
         """Check the output of a graph, whose last call is number 0."""
-        if self.check is None or not self._repeats_itself:
+        if self.check is None or self._first is None or not self._repeats_itself:
             return Comparison("out", True)
         self.output.fill_(torch.nan)
         timer.replay()
-        return self.check.compare_output(self.output)
+        return self.check.compare_output(self.output, self._first)
 
     @property
     def _repeats_itself(self) -> bool:
@@ -165,9 +167,9 @@ class StateRunner:
 
 
 def make_state_runner(
-    case: StateCase, one: BenchBackend, device: torch.device, *, check: bool
+    case: StateCase, one: BenchBackend, device: torch.device, check: StateCheck | None = None
 ) -> StateRunner:
-    """Make layer, slots and metadata."""
+    """Make layer, slots and metadata. Calls are checked with `check`."""
     backend = one.backend
     assert backend is not None  # the caller has checked that it is available
     draw = torch.Generator(device).manual_seed(_SEED)
@@ -204,5 +206,5 @@ def make_state_runner(
         bytes_per_call=moved,
         can_capture=not backend.state_reasons(captured, resolve_device(device)),
         row=replace(unmeasured(case, one.label, "ok", ""), copies=len(starts)),
-        check=StateCheck(case) if check else None,
+        check=check,
     )

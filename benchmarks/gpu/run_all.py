@@ -6,9 +6,9 @@
     python benchmarks/gpu/run_all.py --only kernels --devices 0 1 --limit-seconds 520
 
 The last command measures the device times of the Hopper kernels: slow rows, quantized caches, wide
-heads, small pages, latents, rows with a bar, selected keys, and the anchors suite. With
-`--devices`, each GPU takes the next step when it is free, and runs one step at a time; host times
-need a run without it.
+heads, small pages, latents, rows with a bar, state layers, selected keys, and the anchors suite.
+With `--devices`, each GPU takes the next step when it is free, and runs one step at a time; host
+times need a run without it.
 
 Each step is one command with a time limit. Its output goes to `<step>.txt` in the output directory
 while it runs, so that a stopped run keeps what it printed. A step that fails or is stopped does not
@@ -145,6 +145,12 @@ KERNELS = (
         "rows with a bar: most time beside the best peer or the same layer over bfloat16",
     ),
     Step(
+        "states",
+        "-m attnlib bench --suite states --backends triton,fla,flashinfer_gdn --kernels-only "
+        "--json {out}/states.json",
+        "state layers with bars: decodes, verification, prefills, steps in one launch",
+    ),
+    Step(
         "expanded_prefill",
         "-m benchmarks.gpu.expanded_prefill --out {out}/expanded_prefill.json",
         "the expanded prefill over blocks and packed, beside FlashAttention 3",
@@ -160,7 +166,8 @@ KERNELS = (
         "single values found among 131072 keys, for each format and kernel",
     ),
 )  # fmt: skip
-"""Device times and retrieval of the kernels, about twelve minutes on one H200 without `gaps`."""
+"""Device times and retrieval of the kernels, about twelve minutes on one H200 without `gaps` and
+`states`."""
 
 STEPS = (
     Step(

@@ -226,7 +226,7 @@ def test_repeated_calls_do_the_same_work(query_len: int) -> None:
     work = "decode" if query_len == 1 else "verify"
     case = StateCase(model="qwen3-next", work=work, num_reqs=2, query_len=query_len)
     tail = BenchBackend("tail", TorchBackend)
-    runner = make_state_runner(case, tail, CPU, check=False)
+    runner = make_state_runner(case, tail, CPU)
     runner.first_calls()
     positions = runner.cache.tensors.positions
     assert positions is not None
