@@ -19,6 +19,7 @@ from attnlib.ops.triton.kernels.key_indexer import (
 )
 from attnlib.ops.triton.launch.constants import reads_bytes
 from attnlib.ops.triton.launch.scales import kv_kind
+from attnlib.ops.triton.launch.settle import settle_keys
 from attnlib.sparse.key_selection import KeySelection
 
 __all__ = ["select_keys"]
@@ -84,6 +85,7 @@ def select_keys(
     strides = (block_table.stride(0), *query.stride()[:2])
     strides += (0 if weights is None else weights.stride(0), *keys.stride()[:2])
     strides += (0, 0) if key_scales is None else key_scales.stride()
+    settle_keys(index_scores_kernel, index_select_kernel)
     with device_guard(query):
         for first in range(0, chunks.all_tiles, chunks.tiles):
             count = min(chunks.tiles, chunks.all_tiles - first)

@@ -32,6 +32,7 @@ from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.packed import PackedCall, joined_addresses, whole_vectors
 from attnlib.ops.triton.launch.scales import scale_kind
+from attnlib.ops.triton.launch.settle import settle_keys
 from attnlib.ops.triton.packed_decode import packed_decode
 
 __all__ = ["packed_decode", "packed_prefill", "packed_write"]
@@ -184,6 +185,7 @@ def packed_write(
     scales = (x if isinstance(x, Tensor) else float(x) for x in (k_scale, v_scale))
     tensors = (key, value, key_cache, value_cache)
     strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
+    settle_keys(packed_write_kernel)
     with device_guard(key_cache):
         packed_write_kernel[grid](
             *tensors, slot_mapping.contiguous(), *scales, elements, *strides, **constants, **kinds

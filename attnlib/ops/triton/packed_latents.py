@@ -24,6 +24,7 @@ from attnlib.ops.triton.kernels.packed_latents import (
 )
 from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES, KV_NATIVE
 from attnlib.ops.triton.launch.partials import Partials
+from attnlib.ops.triton.launch.settle import settle_keys
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys, SelectionScope
 
 __all__ = ["packed_latent_attention", "write_packed_latents"]
@@ -59,6 +60,7 @@ def write_packed_latents(latents: Tensor, data: Tensor, slot_mapping: Tensor) ->
     if not slot_mapping.shape[0] or not data.shape[0]:
         return
     elements = parts.elements.view(torch.uint8)
+    settle_keys(packed_latent_write_kernel)
     with device_guard(data):
         packed_latent_write_kernel[(slot_mapping.shape[0],)](
             latents,
@@ -120,6 +122,7 @@ def packed_latent_attention(
     elements = parts.elements if limits.has_fp8 else parts.elements.view(torch.uint8)
     strided = (query, elements, parts.scales, parts.rotary, out)
     strides = [stride for x in strided for stride in x.stride()[:2]]
+    settle_keys(packed_latent_kernel)
     with device_guard(query):
         packed_latent_kernel[(num_tokens, head_blocks, splits)](
             *(query, elements, parts.scales, parts.rotary, out, space, query_start_loc, seq_lens),

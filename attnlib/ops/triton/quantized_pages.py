@@ -35,6 +35,7 @@ from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.constants import attention_constants, compute_dtype
 from attnlib.ops.triton.launch.score_compile import compile_number
+from attnlib.ops.triton.launch.settle import settle_keys
 
 __all__ = ["element_constants", "page_kind", "page_words", "page_write"]
 
@@ -71,6 +72,7 @@ def _numbers(keys: KVFormat, values: KVFormat) -> dict[str, Any]:
     """The device functions of open formats, and what identifies their code."""
     found = [None if one.number is None else compile_number(one.number) for one in (keys, values)]
     named = [one for one in found if one is not None]
+    settle_keys(*named)
     keys_of_code = tuple(getattr(one, "cache_key", "") for one in named)  # "": interpreted
     return {"NUMBER": found[0], "V_NUMBER": found[1], "NUMBER_KEYS": keys_of_code}
 

@@ -43,6 +43,7 @@ from attnlib.ops.triton.kernels.float8_copy import float8_copy_kernel
 from attnlib.ops.triton.kernels.packed_latents import packed_latent_kernel
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.score_compile import compile_score
+from attnlib.ops.triton.launch.settle import settle_keys
 from attnlib.ops.triton.quantized_pages import page_kind, page_words
 from attnlib.testing.score_functions import SUITE, load_score_function, make_score_tensors
 from tests.fresh_process import run_module
@@ -630,6 +631,7 @@ def _convert(format_name: str | None = None) -> None:
         views = tuple(view.view(torch.uint8) for view in views)
     outputs = [torch.empty(32, heads, size, dtype=dtype) for _ in views]
     lengths, table = torch.zeros(3, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
+    settle_keys(convert_cache_kernel)
     convert_cache_kernel[(264,)](
         *views, *(scales if format_name else (None, None)), *outputs, lengths, lengths[:2], table,
         2, 32, 4, *views[0].stride()[:3], *views[1].stride()[:3], *strides, NUM_KV_HEADS=heads,
@@ -648,6 +650,7 @@ def _float8_copy() -> None:
     keys = torch.empty(32, heads, size, dtype=torch.uint8)
     values = torch.empty(heads * size, 464, dtype=torch.uint8)
     lengths, table = torch.zeros(3, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
+    settle_keys(float8_copy_kernel)
     float8_copy_kernel[(264,)](
         cache, cache, None, None, keys, values, lengths, lengths[:2], table, 2, 32, 4,
         *cache.stride()[:3], *cache.stride()[:3], *[None] * 6, NUM_KV_HEADS=heads, D=size, DV=size,

@@ -27,6 +27,7 @@ from attnlib.env import raw
 from attnlib.ops.dispatch import runs_kernels
 from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.launch.driver import CHANGES, DirectLaunch, Source, direct_launch
+from attnlib.ops.triton.launch.settle import settle_keys
 
 __all__ = [
     "ALIGNMENT",
@@ -124,6 +125,7 @@ class BoundLaunch:
         self._compiled: object = None
         self._direct: DirectLaunch | None = None
         self.hooks: Any = getattr(kernel, "pre_run_hooks", ())
+        settle_keys(kernel, *constants.values())
         if raw("ATTNLIB_KERNELS") and not runs_kernels(_CPU):  # else a GPU is described
             import_module("attnlib.ops.triton.launch.kernel_folder").use_kernel_folder()
 

@@ -10,7 +10,8 @@ The key of a kernel joins
    `TRITON_DEFAULT_FP_FUSION`, `TRITON_OVERRIDE_ARCH`, ...), and the contents of libdevice;
 5. the environment variables that Triton lists (`DISABLE_PTXAS_OPT`, `TRITON_ENABLE_ASAN`, ...).
 
-No key of a kernel has a path. `key_facts` names what all kernels of an installation share.
+No key of a kernel has a path, or depends on the process (`settle`). `key_facts` names what all
+kernels of an installation share.
 """
 
 from __future__ import annotations
