@@ -11,8 +11,9 @@ from attnlib.bench.measure import measure_case
 from attnlib.bench.peaks import Peaks
 from attnlib.bench.state_case import MODELS, StateCase
 from attnlib.bench.state_runner import make_state_runner
+from tests.gpu.devices import needs_gpu
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 DEVICE = torch.device("cuda")
 TRITON = BenchBackend("triton", TritonBackend)
