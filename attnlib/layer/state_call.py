@@ -19,7 +19,6 @@ from attnlib.layer.state_checks import (
 )
 from attnlib.layer.state_values import validate_convolution, validate_step
 from attnlib.metadata.states import StateMetadata
-from attnlib.ops.signature import tensor_signature
 
 if TYPE_CHECKING:
     from attnlib.layer.state import StateLayer
@@ -55,7 +54,9 @@ def call_step(
         keep_plan(metadata, signature, run)
     if VALIDATE_KEY in ENVIRONMENT:
         validate_step(spec, heads, cache, metadata)
-    finish = _observed(layer, "recurrence", heads, cache, metadata, rows)
+    finish: Sequence[Callable[[], None]] = ()
+    if STATE_OBSERVERS:
+        finish = _observed(layer, "recurrence", heads, cache, metadata, rows)
     if run is _unplanned_step:
         layer.impl.step(heads, cache, metadata, rows)
     else:
@@ -87,7 +88,9 @@ def call_convolution(
         keep_plan(metadata, signature, run)
     if VALIDATE_KEY in ENVIRONMENT:
         validate_convolution(cache, metadata)
-    finish = _observed(layer, "convolution", (x,), cache, metadata, output)
+    finish: Sequence[Callable[[], None]] = ()
+    if STATE_OBSERVERS:
+        finish = _observed(layer, "convolution", (x,), cache, metadata, output)
     if run is _unplanned_convolution:
         layer.impl.convolve(x, cache, metadata, output)
     else:
@@ -99,8 +102,6 @@ def call_convolution(
 
 def _observed(*call: Any) -> Sequence[Callable[[], None]]:
     """Tell observers of a call before it runs; returns what they want to be called after it."""
-    if not STATE_OBSERVERS:
-        return ()
     return [after for after in (observe(*call) for observe in STATE_OBSERVERS) if after is not None]
 
 
@@ -109,7 +110,9 @@ def call_signature(
 ) -> tuple[Any, ...]:
     """Everything that checks and launches follow from, besides the batch and addresses."""
     own = (layer.conv_weight, layer.conv_bias, layer.skip)
-    described = [None if x is None else tensor_signature(x) for x in (*tensors, *own)]
+    described = [  # `tensor_signature`, without a call for each tensor
+        None if x is None else (x.dtype, x.shape, x.stride(), x.device) for x in (*tensors, *own)
+    ]
     return (layer.impl.group, cache.signature, *described)
 
 

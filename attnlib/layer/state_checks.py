@@ -113,7 +113,7 @@ def per_head_inputs(layer: StateLayer, inputs: StateInputs) -> StateInputs:
         ContractError: a layer without a recurrence, or a flat tensor of another width.
     """
     spec = layer.spec
-    if not spec.has_recurrence:
+    if not spec.num_heads:
         raise ContractError(
             f"layer {layer.prefix or '(unnamed)'} has num_heads=0, a convolution only: call "
             "layer.convolve"

@@ -9,7 +9,7 @@ which each batch binds to its own values, and each layer runs with its tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import triton
@@ -166,6 +166,7 @@ def prepare_sequence(
     num_values: int,
     fixed: dict[Source, Any],
     num_batch_values: int = 0,
+    aligned: Collection[Source] = _ALIGNED,
 ) -> Any:
     """A template of direct launches. `template.bind(values)` makes a function of it.
 
@@ -189,8 +190,9 @@ def prepare_sequence(
         fixed: values that do not change. The others are the tensors that `run` takes, in the order
             of the sources, as tensors or None.
         num_batch_values: values of a batch, of all parts.
+        aligned: tensors whose addresses must be multiples of 16.
     """
-    template = _Template(num_values, fixed)
+    template = _Template(num_values, fixed, aligned)
     for part in parts:
         template.add(part)
     functions = (
@@ -211,10 +213,12 @@ class _Template:
         steps: the launches, each with the origin of every argument that a call gives.
     """
 
-    def __init__(self, num_values: int, fixed: dict[Source, Any]) -> None:
+    def __init__(
+        self, num_values: int, fixed: dict[Source, Any], aligned: Collection[Source]
+    ) -> None:
         given = [number for number in range(num_values) if number not in fixed]
         self._numbers: dict[int, int] = {source: number for number, source in enumerate(given)}
-        self._fixed = fixed
+        self._fixed, self._aligned = fixed, aligned
         self._num_found = 0
         self.roles = bytearray(len(given))
         self.lookups: list[tuple[Any, ...]] = []
@@ -228,7 +232,7 @@ class _Template:
         for sources, table, encode, gives in launches.lookups:
             keys = tuple((numbers[source], offsets.get(source, 0)) for source in sources)
             for source in sources:
-                roles[numbers[source]] = _MULTIPLE_OF_16 if source in _ALIGNED else _ANY
+                roles[numbers[source]] = _MULTIPLE_OF_16 if source in self._aligned else _ANY
             self.lookups.append((keys, table, encode, len(gives)))
             for source in gives:
                 maps[source] = len(numbers) + self._num_found
@@ -244,6 +248,6 @@ class _Template:
                     uses.append((maps[source], 0))
                 else:
                     number = numbers[source]
-                    roles[number] = _MULTIPLE_OF_16 if source in _ALIGNED else _ANY
+                    roles[number] = _MULTIPLE_OF_16 if source in self._aligned else _ANY
                     uses.append((number, offsets.get(source, 0)))
             self.steps.append((submit, tuple(uses)))

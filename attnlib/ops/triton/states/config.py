@@ -65,8 +65,8 @@ class Recurrence(NamedTuple):
 
 def slot_strides(slots: StateTensors) -> tuple[int, ...]:
     """The strides of slots of each field, 0 for those that the layout does not have."""
-    fields = (getattr(slots, name) for name in _FIELDS)
-    return tuple(0 if field is None else field.stride(0) for field in fields)
+    fields = [getattr(slots, name) for name in _FIELDS]
+    return tuple([0 if field is None else field.stride(0) for field in fields])
 
 
 def check_slots(layout: StateLayout) -> None:

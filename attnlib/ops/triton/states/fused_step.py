@@ -75,8 +75,11 @@ class PreparedFusedStep:
         )
         warps = 4 if limits.is_amd else state_tile(keys, values).num_warps
         grid = (batch.num_reqs + 1, heads * state.BLOCKS)
-        self._launch = KernelLaunch(fused_step_kernel, config, grid, num_warps=warps, num_stages=1)
-        self._where, self._numbers = batch_tensors(batch), (params.scale, batch.num_reqs, rows)
+        numbers = (float(params.scale), batch.num_reqs, rows)
+        self._launch = KernelLaunch(
+            fused_step_kernel, config, grid, numbers, num_warps=warps, num_stages=1
+        )
+        self._where = batch_tensors(batch)
         self._gates = 0 if form.gates == "given" else rows * heads
         self._width = width
 
@@ -102,5 +105,5 @@ class PreparedFusedStep:
         windows = (slots.window, slots.window_positions, slots.state, slots.positions)
         tails = (slots.tail_key, slots.tail_value, slots.tail_log_decay, slots.tail_beta)
         # A tensor that the kernel does not read stands for an absent one.
-        given = (a if each is None else each for each in (*sources, *targets, *windows, *tails))
-        self._launch.run((*given, *self._where), self._numbers)
+        given = [a if each is None else each for each in (*sources, *targets, *windows, *tails)]
+        self._launch.run(*given, *self._where)

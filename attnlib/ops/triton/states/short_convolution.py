@@ -61,9 +61,9 @@ class PreparedConvolution:
         config = convolution_config(x, weight, bias, slots, batch, activation, out)
         tiles = out.shape[0] // config.TOKENS + batch.num_reqs + 1
         grid = (tiles, triton.cdiv(config.C, config.CHANNELS))
-        self._launch = KernelLaunch(short_convolution_kernel, config, grid)
+        numbers = (batch.num_reqs, out.shape[0], tiles)
+        self._launch = KernelLaunch(short_convolution_kernel, config, grid, numbers)
         self._where = batch_tensors(batch)
-        self._numbers = (batch.num_reqs, out.shape[0], tiles)
 
     def run(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, slots: StateTensors, out: Tensor
@@ -74,8 +74,7 @@ class PreparedConvolution:
         if out.numel():
             # An argument that the kernel does not read stands for an absent one.
             bias = weight if bias is None else bias
-            tensors = (x, weight, bias, out, window, positions, *self._where)
-            self._launch.run(tensors, self._numbers)
+            self._launch.run(x, weight, bias, out, window, positions, *self._where)
 
 
 def convolution_config(

@@ -78,20 +78,22 @@ class PreparedStep:
         # Those of AMD have 64 threads.
         warps = 4 if limits.is_amd else state_tile(config.DK, config.DV).num_warps
         chunks = out.shape[0] // config.C + num_reqs * config.EXTRA if is_long else 0
-        self._where, self._scale = batch_tensors(batch), params.scale
-        self._numbers = (num_reqs, out.shape[0])
+        self._where = batch_tensors(batch)
         self._workspace = chunks * config.HV * 2 * config.C * config.C
         self._step = KernelLaunch(
             state_step_kernel,
             config,
             (num_reqs + 1, config.HV * config.BLOCKS),
+            (float(params.scale), num_reqs, out.shape[0]),
             num_warps=warps,
             num_stages=2 if is_long and warps == 8 and is_pipelined(slots.layout) else 1,
         )
-        self._matrices, self._tails = (
-            KernelLaunch(kernel, config, (programs, config.HV), num_warps=warps)
-            for kernel, programs in ((state_matrices_kernel, chunks), (state_tail_kernel, num_reqs))
-        )
+        if is_long:
+            grids = (chunks, config.HV), (num_reqs, config.HV)
+            self._matrices = KernelLaunch(
+                state_matrices_kernel, config, grids[0], (num_reqs,), num_warps=warps
+            )
+            self._tails = KernelLaunch(state_tail_kernel, config, grids[1], num_warps=warps)
 
     def run(
         self,
@@ -106,30 +108,25 @@ class PreparedStep:
     ) -> None:
         """Launch on the current stream."""
         # Tensors that the kernels do not read stand for absent ones.
-        gates = (log_decay, log_decay if beta is None else beta)
-        assert slots.positions is not None and slots.state is not None  # `_check`: they are tails
-        positions, (tail_key, *tails) = (
-            slots.positions,
-            (
-                log_decay if field is None else field
-                for field in (
-                    slots.tail_key,
-                    slots.tail_value,
-                    slots.tail_log_decay,
-                    slots.tail_beta,
-                )
-            ),
+        absent, positions, tail_key = log_decay, slots.positions, slots.tail_key
+        state, tail_value = slots.state, slots.tail_value
+        assert positions is not None and state is not None  # `_check`: they are tails
+        assert tail_key is not None and tail_value is not None  # as above
+        gates = (log_decay, absent if beta is None else beta)
+        tails = (
+            absent if slots.tail_log_decay is None else slots.tail_log_decay,
+            absent if slots.tail_beta is None else slots.tail_beta,
+            *self._where,
         )
-        stored = (positions, tail_key, *tails, *self._where)
-        workspace = log_decay
+        workspace = absent
         if self._workspace:
             workspace = torch.empty(self._workspace, dtype=torch.float32, device=query.device)
-            tensors = (query, key, *gates, positions, tail_key, *tails[1:], *self._where, workspace)
-            self._matrices.run(tensors, self._numbers[:1])
-        first = (query, key, value, *gates, log_decay if skip is None else skip, out, slots.state)
-        self._step.run((*first, *stored, workspace), (self._scale, *self._numbers))
+            self._matrices.run(query, key, *gates, positions, tail_key, *tails, workspace)
+        stored = (positions, tail_key, tail_value, *tails)
+        skip = absent if skip is None else skip
+        self._step.run(query, key, value, *gates, skip, out, state, *stored, workspace)
         if self._workspace:
-            self._tails.run((key, value, *gates, *stored), ())
+            self._tails.run(key, value, *gates, *stored)
 
 
 def _check(
@@ -159,7 +156,7 @@ def _strides(
     out: Tensor,
 ) -> tuple[int, ...]:
     """The strides in the order of `StateConfig`."""
-    rows = (stride for tensor in (query, key, value, out) for stride in tensor.stride()[:2])
+    rows = [stride for tensor in (query, key, value, out) for stride in tensor.stride()[:2]]
     is_constant = slots.layout.decay == "constant"
     decay = (0, log_decay.stride(0)) if is_constant else log_decay.stride()[:2]
     return (*rows, *decay, *((0, 0) if beta is None else beta.stride()), *slot_strides(slots))

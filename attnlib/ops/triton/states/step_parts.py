@@ -32,7 +32,7 @@ def state_gates(a: Tensor, b: Tensor | None, form: StepForm) -> tuple[Tensor, Te
         tensors = (a, a if b is None else b, form.rate, form.bias)
         grid = (triton.cdiv(a.shape[0], _TOKENS), a.shape[1])
         outputs = (decay, decay if beta is None else beta)
-        KernelLaunch(state_gates_kernel, config, grid).run((*tensors, *outputs), (a.shape[0],))
+        KernelLaunch(state_gates_kernel, config, grid, (a.shape[0],)).run(*tensors, *outputs)
     return decay, beta
 
 
@@ -42,8 +42,8 @@ def gated_norm(out: Tensor, z: Tensor | None, form: StepForm) -> None:
     if out.numel():
         config = step_config(out, None, z, out, form, False, 1)
         grid = (out.shape[0], out.shape[1] * out.shape[2] // form.norm_size)
-        tensors = (out, out if z is None else z, form.norm_weight)
-        KernelLaunch(gated_norm_kernel, config, grid).run(tensors, ())
+        launch = KernelLaunch(gated_norm_kernel, config, grid)
+        launch.run(out, out if z is None else z, form.norm_weight)
 
 
 def step_config(
