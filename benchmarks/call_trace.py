@@ -31,6 +31,7 @@ TARGETS = {
     "repeated mixed layer": 2,
     "first decode layer of a step": 7,
     "build of 256 decodes": 12,
+    "repeated decode of a state layer": 8,
 }
 
 
@@ -62,6 +63,23 @@ def step(call: LayerCall, seq_len: int) -> None:
     call.metadata = call.builder.build(0, type(common)(**fields))
 
 
+def state_decode(device: str, backend: Any) -> Callable[[], object]:
+    """A decode of four requests by a layer over states."""
+    spec = attnlib.StateSpec(
+        num_heads=32, num_key_heads=16, key_size=128, value_size=128, qk_norm=True,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    layer = attnlib.StateLayer(spec, backend=backend, device=device)
+    cache = attnlib.StateCache.allocate(layer.spec, 4, device=device)
+    common = attnlib.CommonAttentionMetadata.from_lengths(
+        [1] * 4, [1] * 4, device=device, state_slots=[0, 1, 2, 3]
+    )
+    metadata = layer.backend.make_builder(layer.spec, device).build(0, common)
+    keys, values = (torch.zeros(4, n, 128, dtype=spec.dtype, device=device) for n in (16, 32))
+    gates = torch.zeros(4, 32, device=device)
+    return lambda: layer(keys, keys, values, gates, gates, cache, metadata)
+
+
 def traces(device: str = "cuda", backend: Any = "triton") -> dict[str, tuple[set[str], int]]:
     """Each kind of call, after everything is compiled and bound.
 
@@ -91,6 +109,10 @@ def traces(device: str = "cuda", backend: Any = "triton") -> dict[str, tuple[set
     for _ in range(3):
         many.builder.build(0, many.common)
     found["build of 256 decodes"] = trace(lambda: many.builder.build(0, many.common))
+    decode = state_decode(device, backend)
+    for _ in range(4):
+        decode()
+    found["repeated decode of a state layer"] = trace(decode)
     call.metadata = call.builder.build(0, call.common)
     spec = call.spec.replace(has_sink=False, logits_soft_cap=30.0)
     call.layer = attnlib.Attention(spec, backend=backend, device=device)

@@ -35,6 +35,7 @@ CHECKS = [
     "check_files_of_operations",
     "check_bare_launches",
     "check_appended_rows",
+    "check_state_layers",
     "check_memory_is_bounded",
 ]
 

@@ -25,7 +25,7 @@ def state_gates(a: Tensor, b: Tensor | None, form: StepForm) -> tuple[Tensor, Te
     """See `attnlib.ops.torch.states.step_parts.state_gates`; heads of `a` and `b` are dense."""
     decay = torch.empty(a.shape, dtype=torch.float32, device=a.device)
     has_beta = b is not None or form.gates == "mamba2"
-    beta = decay.new_empty(a.shape[:2]) if has_beta else None
+    beta = torch.empty(a.shape[:2], dtype=decay.dtype, device=a.device) if has_beta else None
     assert form.rate is not None and form.bias is not None  # `StepForm` checks it
     if a.numel():
         config = step_config(a, b, None, decay, form, has_beta, _TOKENS)
