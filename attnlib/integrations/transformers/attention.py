@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.autocast import as_eager_casts
@@ -72,18 +73,19 @@ def attnlib_attention(
             arguments of a paged step, or a mask that does not fit.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if not (dropout or is_dynamo_compiling() or torch.is_grad_enabled()):
+        if (known := known_step(attention_mask)) is not None:
+            again = None
+            if query.is_cpu:
+                again = attend_known_decode(query, key, value, known, scale, kwargs)
+            if again is None:
+                again = attend_again(module, query, key, value, known, scale, kwargs)
+            if again is not None:
+                return again, None
     if (alone := attend_single_tokens(module, query, key, value, scale)) is not None:
         return alone, None
     if torch.compiler.is_compiling() and is_compiled():
         return _in_graph(module, query, key, value, attention_mask, dropout, scaling, kwargs)
-    if not dropout and not torch.is_grad_enabled() and (known := known_step(attention_mask)):
-        again = None
-        if query.is_cpu:
-            again = attend_known_decode(query, key, value, known, scale, kwargs)
-        if again is None:
-            again = attend_again(module, query, key, value, known, scale, kwargs)
-        if again is not None:
-            return again, None
     refuse_export()
     _refuse(module, (query, key, value), dropout, kwargs)
     if kwargs.get("attnlib_step") is not None:

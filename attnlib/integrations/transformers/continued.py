@@ -31,7 +31,7 @@ from attnlib.selection import get_attn_backend
 __all__ = ["Arguments", "Continued", "Repeat", "continuation", "continue_step"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Arguments:
     """The layer of a module, and the arguments that it was made from.
 
@@ -42,6 +42,8 @@ class Arguments:
         sinks: sink logits of the call, or None.
         sinks_version: version counter of the sinks.
         continued: what the next step may continue; None for nothing.
+        accepted: the names of all arguments of a call that agreed, and those that decide about it
+            with their values; None before one.
     """
 
     layer: Attention
@@ -50,6 +52,7 @@ class Arguments:
     sinks: torch.Tensor | None
     sinks_version: int
     continued: Continued | None
+    accepted: tuple[frozenset[str], tuple[tuple[str, Any], ...]] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +88,8 @@ class Repeat:
         layer: that layer.
         metadata: the batch.
         fits: whether query, key and value have the shapes, strides and dtypes of that call.
-        cache: its cache; the views of other layers have the same signature.
+        cache: its cache; the views of other layers have the same signature. None where the step
+            before found it.
         key_view, value_view: shape and strides of the views of keys and values.
         bound_call: the backend's launcher over the tensors of transformers.
         batch: the batch, if other steps use it too.
@@ -94,11 +98,16 @@ class Repeat:
     layer: Attention
     metadata: AttentionMetadata
     fits: Callable[..., bool]
-    cache: PagedKVCache
+    cache: PagedKVCache | None
     key_view: tuple[tuple[int, ...], tuple[int, ...]]
     value_view: tuple[tuple[int, ...], tuple[int, ...]]
     bound_call: BoundCall
     batch: DecodeBatch | None
+
+    def pages(self, key: torch.Tensor, value: torch.Tensor) -> PagedKVCache:
+        """The cache of a layer, as views of its keys and values."""
+        views = key.as_strided(*self.key_view), value.as_strided(*self.value_view)
+        return PagedKVCache(*views) if self.cache is None else self.cache.with_views(*views)
 
 
 def continuation(call: Call, step: StepMask, repeat: Repeat) -> Continued | None:
@@ -151,7 +160,6 @@ def continue_step(
     if not batch.holds(step):
         batch.fill(step, pattern)
     views = last.key_view, last.value_view
-    cache = PagedKVCache(key.as_strided(*views[0]), value.as_strided(*views[1]))
-    repeat = Repeat(layer, batch.metadata, fits, cache, *views, batch.bound_call, batch)
+    repeat = Repeat(layer, batch.metadata, fits, None, *views, batch.bound_call, batch)
     step.plans["repeat", id(layer.spec)] = repeat
     return repeat

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from attnlib.ops.signature import tensor_check
 
@@ -29,7 +30,6 @@ _ROOM = 8
 """A new buffer has room for 1 / _ROOM of its tokens more."""
 _ROUND = 64
 """Buffers have a multiple of these tokens, so that few strides occur."""
-_ATTRIBUTE = "_attnlib_capacity"
 
 _local = threading.local()
 
@@ -49,6 +49,8 @@ class _Buffers:
         targets: the same memory, with version counters of its own: views that autograd has saved do
             not change with a write.
         places: (address, strides) of keys and values.
+        capacity: tokens.
+        sizes: (B, H, D, Dv).
         views: what the layer handed out last.
         fits: whether states have the layout of those that were appended last.
         append_row: writes one token of this layout in one launch; None where torch copies.
@@ -58,6 +60,8 @@ class _Buffers:
     values: torch.Tensor
     targets: tuple[torch.Tensor, torch.Tensor]
     places: tuple[Any, Any]
+    capacity: int
+    sizes: tuple[int, int, int, int]
     views: tuple[Any, Any] = (None, None)
     fits: Callable[..., bool] | None = None
     append_row: RowAppend | None = None
@@ -78,7 +82,8 @@ class _Buffers:
             buffer.narrow(2, used, capacity - used).zero_()  # a pickled view contains it
         keys, values = made
         places = (keys.data_ptr(), keys.stride()), (values.data_ptr(), values.stride())
-        return cls(keys, values, (keys.data, values.data), places)
+        sizes = (*keys.shape[:2], keys.shape[3], values.shape[3])
+        return cls(keys, values, (keys.data, values.data), places, capacity, sizes)
 
     def hold(self, layer: Any) -> bool:
         """Whether the layer has what it handed out last: the same tensors, over the same memory.
@@ -98,6 +103,19 @@ class _Buffers:
         keys, values = self.targets
         keys.narrow(2, begin, added).copy_(key_states)
         values.narrow(2, begin, added).copy_(value_states)
+
+    def extend(
+        self, layer: Any, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Append a token of the layout of the last one, and show all tokens; None where that takes
+        more than one launch."""
+        row, fits, tokens = self.append_row, self.fits, self.views[0].shape[2]
+        if row is None or fits is None or tokens >= self.capacity:
+            return None
+        if not (self.hold(layer) and fits(key_states, value_states)):
+            return None
+        row.run(key_states, value_states, tokens)
+        return self.show(tokens + 1)
 
     def take(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
         """Whether these states can be appended."""
@@ -121,10 +139,12 @@ class _Buffers:
 
     def show(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first tokens of the buffers, as views."""
-        keys, values = self.keys.narrow(2, 0, tokens), self.values.narrow(2, 0, tokens)
-        capacity = self.keys.shape[2]
-        setattr(keys, _ATTRIBUTE, capacity)
-        setattr(values, _ATTRIBUTE, capacity)
+        (_, strides), (_, strides_v) = self.places
+        batch, heads, size, size_v = self.sizes
+        # What `narrow` returns, in half of its time.
+        keys: Any = self.keys.as_strided((batch, heads, tokens, size), strides)
+        values: Any = self.values.as_strided((batch, heads, tokens, size_v), strides_v)
+        keys._attnlib_capacity = values._attnlib_capacity = self.capacity
         self.views = keys, values
         return keys, values
 
@@ -144,12 +164,14 @@ def _row_append(*tensors: torch.Tensor) -> RowAppend:
 
 _buffers: WeakKeyDictionary[Any, _Buffers | None] = WeakKeyDictionary()
 """None for layers whose tensors were replaced or cropped: those of beams are, at every token."""
+_referenced: dict[Any, _Buffers | None] = vars(_buffers)["data"]
+"""The same by weak references: found without a Python function."""
 
 
 def capacity_of(key: torch.Tensor, value: torch.Tensor) -> int | None:
     """Tokens of the buffers that two tensors of a growing layer are views of; None for others."""
-    capacity: int | None = getattr(key, _ATTRIBUTE, None)
-    return capacity if capacity == getattr(value, _ATTRIBUTE, None) else None
+    capacity: int | None = getattr(key, "_attnlib_capacity", None)
+    return capacity if capacity == getattr(value, "_attnlib_capacity", None) else None
 
 
 def growing_update(update: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,14 +181,17 @@ def growing_update(update: Callable[..., Any]) -> Callable[..., Any]:
     def append_or_update(
         self: Any, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        if torch.compiler.is_compiling() or type(self) is not DynamicLayer:
+        if is_dynamo_compiling() or type(self) is not DynamicLayer:
             return update(self, key_states, value_states, *args, **kwargs)
-        buffers = _buffers.get(self)
-        if (
-            buffers is None
-            or torch.is_grad_enabled()
-            or not (buffers.hold(self) and buffers.take(key_states, value_states))
-        ):
+        buffers = _referenced.get(ref(self))
+        if buffers is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            appends = False
+        elif (shown := buffers.extend(self, key_states, value_states)) is not None:
+            self.keys, self.values = shown
+            return shown
+        else:
+            appends = buffers.hold(self) and buffers.take(key_states, value_states)
+        if buffers is None or not appends:
             if not self.is_initialized:
                 _buffers.pop(self, None)
             elif buffers is not None:
@@ -174,7 +199,7 @@ def growing_update(update: Callable[..., Any]) -> Callable[..., Any]:
             _local.updated = ref(self)
             return update(self, key_states, value_states, *args, **kwargs)
         tokens = self.keys.shape[2] + key_states.shape[2]
-        if tokens > buffers.keys.shape[2]:
+        if tokens > buffers.capacity:
             buffers = _buffers[self] = _Buffers.of(self.keys, self.values, tokens)
             buffers.show(self.keys.shape[2])
             buffers.take(key_states, value_states)

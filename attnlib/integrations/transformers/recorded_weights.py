@@ -10,7 +10,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["weights_are_recorded", "weights_are_recorded_in_trace"]
+__all__ = ["weights_are_collected", "weights_are_recorded", "weights_are_recorded_in_trace"]
+
+
+_collector: Any = None
+"""Private to transformers: what the hooks of this forward collect. Models that collect outputs have
+imported its module."""
 
 
 def weights_are_recorded(kwargs: Mapping[str, Any]) -> bool:
@@ -19,13 +24,18 @@ def weights_are_recorded(kwargs: Mapping[str, Any]) -> bool:
     Args:
         kwargs: of the call.
     """
-    if kwargs.get("output_attentions"):
-        return True
-    # Private to transformers: what the hooks of this forward collect. Models that collect outputs
-    # have imported the module.
-    module = sys.modules.get("transformers.utils.output_capturing")
-    collector = getattr(module, "_active_collector", None)
-    collected: Any = None if collector is None else collector.get()
+    return bool(kwargs.get("output_attentions")) or weights_are_collected()
+
+
+def weights_are_collected() -> bool:
+    """Whether hooks of this forward collect weights."""
+    global _collector
+    if _collector is None:
+        module = sys.modules.get("transformers.utils.output_capturing")
+        _collector = getattr(module, "_active_collector", None)
+        if _collector is None:
+            return False
+    collected: Any = _collector.get()
     return bool(collected) and any("attentions" in name for name in collected)
 
 

@@ -11,7 +11,7 @@ Selection is asked once per step.
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from attnlib.integrations.transformers.continued import (
 from attnlib.integrations.transformers.decode_batch import BoundCall, DecodeBatch
 from attnlib.integrations.transformers.growing_cache import adopt
 from attnlib.integrations.transformers.layers import Call, tensor_version
-from attnlib.integrations.transformers.recorded_weights import weights_are_recorded
+from attnlib.integrations.transformers.recorded_weights import weights_are_collected
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadata
@@ -37,6 +37,7 @@ from attnlib.ops.signature import tensor_check
 __all__ = ["attend_again", "remember"]
 
 _REFUSED = (
+    "output_attentions",
     "attnlib_step",
     "write_index",
     "cu_seq_lens_q",
@@ -45,9 +46,12 @@ _REFUSED = (
     "block_indices",
 )
 """Arguments of calls that are never repeated."""
+_DECIDING = (*_REFUSED, "is_causal", "s_aux", "sinks", "softcap", "sliding_window")
 
 
 _modules: WeakKeyDictionary[nn.Module, Arguments] = WeakKeyDictionary()
+_referenced: dict[ref[nn.Module], Arguments] = vars(_modules)["data"]
+"""The same by weak references: found without a Python function."""
 
 
 def remember(
@@ -103,7 +107,7 @@ def attend_again(
     Returns:
         `[B, 1, Hq, Dv]`, or None for a call that is not known.
     """
-    known = _modules.get(module)
+    known = _referenced.get(ref(module))
     if known is None or known.scale != scale:
         return None
     layer = known.layer
@@ -127,9 +131,7 @@ def attend_again(
         out = query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])
         if launch(query, key, value, out, None, None, None):
             return out
-    cache = repeat.cache.with_views(
-        key.as_strided(*repeat.key_view), value.as_strided(*repeat.value_view)
-    )
+    cache = repeat.pages(key, value)
     rows: torch.Tensor = layer(query.select(2, 0), None, None, cache, repeat.metadata)
     out = rows.unsqueeze(1)
     if bound.group is None:
@@ -139,20 +141,33 @@ def attend_again(
 
 def _same_arguments(known: Arguments, kwargs: dict[str, Any]) -> bool:
     """Whether a call has the arguments of the module's call before, and none that is refused."""
+    accepted = known.accepted
+    if accepted is None or kwargs.keys() != accepted[0]:
+        return _accept(known, kwargs)
+    for name, value in accepted[1]:
+        if kwargs[name] is not value:
+            return _accept(known, kwargs)
+    if known.sinks is not None and tensor_version(known.sinks) != known.sinks_version:
+        return False
+    return not weights_are_collected()
+
+
+def _accept(known: Arguments, kwargs: dict[str, Any]) -> bool:
+    """`_same_arguments` by value; the next call is compared by identity."""
     get = kwargs.get
     for name in _REFUSED:
         given = get(name)  # a tensor has no truth value
         if given is not None and given is not False:
             return False
-    if weights_are_recorded(kwargs):
-        return False
     causal, sinks = get("is_causal"), get("s_aux")
     sinks = get("sinks") if sinks is None else sinks
     values = (get("softcap"), get("sliding_window"), None if causal is None else bool(causal))
-    if values != known.values or sinks is not known.sinks:
+    if values != known.values or sinks is not known.sinks or weights_are_collected():
         return False
     if sinks is not None and tensor_version(sinks) != known.sinks_version:
         return False
+    deciding = tuple((name, kwargs[name]) for name in _DECIDING if name in kwargs)
+    known.accepted = frozenset(kwargs), deciding
     return True
 
 

@@ -69,20 +69,28 @@ class RowAppend:
             position: row of the buffers, below their capacity.
         """
         assert 0 <= position < self._capacity  # the caller makes room
-        addresses = key.data_ptr(), value.data_ptr()
-        aligned = not (addresses[0] | addresses[1]) & ALIGNMENT
-        if self._submit is None and self._launch.is_direct:
-            buffers = tuple(buffer.data_ptr() for buffer in self._buffers)
-            if not (buffers[0] | buffers[1]) & ALIGNMENT:
-                arguments = (CHANGES, CHANGES, *buffers, CHANGES, *self._numbers)
-                self._submit = self._launch.bind(True, True, arguments)
+        submit, address, address_v = self._submit, key.data_ptr(), value.data_ptr()
+        aligned = not (address | address_v) & ALIGNMENT
+        if submit is not None and aligned and not launches_observed():
+            if chips.current_device() == self._index:
+                submit(current_stream(self._index), address, address_v, position)
+                return
+        self._run(key, value, position, aligned)
+
+    def _run(self, key: Tensor, value: Tensor, position: int, aligned: bool) -> None:
+        """The same through Triton, or on another device than the current one."""
+        buffers = tuple(buffer.data_ptr() for buffer in self._buffers)
+        is_bound = not (buffers[0] | buffers[1]) & ALIGNMENT
+        if self._submit is None and is_bound and self._launch.is_direct:
+            arguments = (CHANGES, CHANGES, *buffers, CHANGES, *self._numbers)
+            self._submit = self._launch.bind(True, True, arguments)
         with chips.device_guard(key):
             if self._submit is not None and aligned and not launches_observed():
+                addresses = key.data_ptr(), value.data_ptr()
                 self._submit(current_stream(self._index), *addresses, position)
                 return
-            aligned = aligned and not any(x.data_ptr() & ALIGNMENT for x in self._buffers)
             given = (key, value, *self._buffers, position, *self._numbers)
-            self._launch.by_triton(given, aligned)
+            self._launch.by_triton(given, aligned and is_bound)
 
 
 def _strides(buffer: Tensor) -> tuple[int, int, int]:
