@@ -298,6 +298,37 @@ def test_parts_of_a_prefix_fit_the_multiprocessors() -> None:
         assert parts[-1].end == tokens
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
+@pytest.mark.parametrize("earlier", [(), (0, 1)], ids=["nothing shared", "other rows"])
+def test_batches_whose_calls_look_the_same(earlier: tuple[int, ...]) -> None:
+    """M13: an earlier batch had no LSEs of suffixes, or its prefixes read rows of the batch in
+    place."""
+    outs = []
+    for backend in ("torch", PAIRS[1]):
+        cls: Any = attnlib.get_attn_backend(_spec(), backend, "cpu")
+        if backend in PAIRS:
+            cls = merge_attention(cls.prefix_backend, cls.suffix_backend, SHARED)
+        layer = attnlib.Attention(_spec(), backend=cls, device="cpu")
+        builder = cls.make_builder(_spec(), "cpu")
+        cache = attnlib.PagedKVCache.allocate(_spec(), 200, "cpu")
+        torch.manual_seed(3)
+        cache.key_cache.normal_()
+        cache.value_cache.normal_()
+        for requests, own in ((earlier, 0), ((0, 2), 0), ((0, 2), 3)):
+            table = torch.arange(96, dtype=torch.int32).view(3, 32) + own * 32
+            table[list(requests), :8] = torch.arange(8, dtype=torch.int32) + 190
+            lengths = [80 + 32 * (number in requests) for number in range(3)]
+            common = attnlib.CommonAttentionMetadata.from_lengths(
+                [1] * 3, lengths, table, 4, "cpu", max_seq_len=112
+            )
+            if requests:
+                common = common.replace(shared_prefixes=(SharedPrefix(requests, 0, 32),))
+            rows = torch.randn(3, 8, 16).split([4, 2, 2], dim=1)  # fused: q has other strides
+            outs.append(layer(*rows, cache, builder.build(0, common)))
+    for expected, found in zip(outs[:3], outs[3:], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_prefixes_of_a_batch_on_the_host() -> None:
     """The engine's path on a GPU: find the prefixes in the host's block table, then state them."""
     forest = Forest(3, _spec(), decode=True)

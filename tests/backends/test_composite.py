@@ -137,6 +137,22 @@ def test_each_child_computes_its_phase(
     ) and step.num_decodes + step.num_prefills == len(queries)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
+def test_batches_of_as_many_tokens_have_parts_of_other_sizes() -> None:
+    """M6, P7: launches of an earlier batch are not those of a part with fewer rows."""
+    pytest.importorskip("triton")
+    backend = make_composite(attnlib.get_attn_backend(SPEC, "triton", "cpu"), TorchBackend)
+    layer = attnlib.Attention(SPEC, backend=backend, device="cpu")
+    builder, cache = backend.make_builder(SPEC, "cpu"), attnlib.PagedKVCache.allocate(SPEC, 8)
+    for queries in ([1, 1, 19, 19], [1] * 10 + [11, 19]):
+        table = torch.zeros(len(queries), 5, dtype=torch.int32)
+        common = attnlib.CommonAttentionMetadata.from_lengths(queries, queries, table, 4, "cpu")
+        q, k, v = (torch.randn(40, heads, 16) for heads in (4, 2, 2))
+        memory = torch.full((48, 4, 16), 7.0)
+        layer(q, k, v, cache, builder.build(0, common), output=memory[:40])
+        assert (memory[40:] == 7).all(), queries
+
+
 def test_the_decode_child_decides_what_a_decode_is() -> None:
     """The reorder threshold of the decode child splits the batch."""
     prefill, decode = _child("p", threshold=1), _child("d", threshold=4)

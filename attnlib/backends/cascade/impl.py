@@ -13,6 +13,7 @@ from attnlib.backends.cascade.metadata import CascadeMetadata, prefix_spec
 from attnlib.backends.cascade.plans import CascadePlan, ItemsPlan, PartialStates
 from attnlib.backends.cascade.schedule import not_shared_reason
 from attnlib.cache.storage import PagedKVCache
+from attnlib.ops.signature import tensor_signature
 from attnlib.spec import AttentionSpec
 
 __all__ = ["CascadeImpl"]
@@ -57,8 +58,10 @@ class CascadeImpl(PairImpl):
         own_lse = partial.lse_for(lse, query) if partial else lse
         suffix = None
         if self._suffix.group.has_plan:
+            # A call without LSEs has them where prefixes are merged.
+            own = (signature, "suffix", None if own_lse is None else tensor_signature(own_lse))
             suffix = self._suffix.plan(
-                (signature, "suffix"), query, key, value, cache, metadata.suffix, output, own_lse
+                own, query, key, value, cache, metadata.suffix, output, own_lse
             )
         if partial is not None and self._prefix.group.has_plan:
             partial.prepare(self._prefix, (signature, "prefix"), query, cache)

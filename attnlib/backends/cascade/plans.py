@@ -16,6 +16,7 @@ from attnlib.metadata.base import AttentionMetadata
 from attnlib.ops.dispatch import operation
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.shared_decode import DecodeItems
+from attnlib.ops.signature import tensor_signature
 from attnlib.spec import AttentionSpec
 
 __all__ = ["CascadePlan", "ItemsPlan", "PartialStates"]
@@ -65,6 +66,8 @@ class PartialStates:
         """Prepare the plan of the prefix backend."""
         rows, metadata = self.queries(query), self.batch.metadata
         states = (self.output, self.lse)
+        # Rows are those of the batch, with its strides, or copies.
+        signature = (signature, tensor_signature(rows))
         self.plan = impl.plan(signature, rows, None, None, cache, metadata, *states)
 
     def merge_into(

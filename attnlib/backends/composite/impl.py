@@ -53,9 +53,9 @@ class CompositeImpl(PairImpl):
             tensors = query[rows], output[rows], None if lse is None else lse[rows]
             plan = None
             if child.group.has_plan:
-                plan = child.plan(
-                    (signature, name), tensors[0], None, None, cache, part, *tensors[1:]
-                )
+                # Batches of as many tokens are divided at other rows.
+                own = (signature, name, tensors[0].shape[0])
+                plan = child.plan(own, tensors[0], None, None, cache, part, *tensors[1:])
             parts.append(_Part(name, rows, part, plan))
         slots = None if key is None else metadata.slot_mapping
         return _CompositePlan(self.spec, slots, parts)
