@@ -64,7 +64,7 @@ def attend(
     selected = None if indices is None else SelectedKeys(indices, list_start_loc)
     call = LayerCall(query, key, value, kept, batch, out, lse is not None, selected)
     module = _layer(layer)
-    run_plan(module, find_plan(module, call).plan, call, out, lse)
+    run_plan(module, find_plan(module, call)[0], call, out, lse)
 
 
 def _layer(handle: int) -> Attention:

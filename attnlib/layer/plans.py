@@ -3,7 +3,7 @@ run."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -51,11 +51,8 @@ class CallMemory:
         self.tensor_check: tuple[Any, Any] = ((), None)
 
 
-class FoundPlan(NamedTuple):
-    """The plan of a call, and the shape of an output to allocate (None: like the query)."""
-
-    plan: StepPlan
-    shape: tuple[int, ...] | None
+FoundPlan = tuple[StepPlan, tuple[int, ...] | None]
+"""The plan of a call, and the shape of an output to allocate (None: like the query)."""
 
 
 def find_plan(layer: Attention, call: LayerCall) -> FoundPlan:
@@ -168,7 +165,7 @@ def _prepare(layer: Attention, signature: tuple[Any, ...], call: LayerCall) -> F
     if cache is not None and spec.use_mla:
         check_latent_scales(spec, cache)
     plan = _plan(layer, signature, heads)
-    known = FoundPlan(plan, shape)
+    known = plan, shape
     if not calculates_scales:  # every layer computes its own
         plans = metadata.plans
         if len(plans) >= MAX_PLANS:

@@ -69,8 +69,7 @@ class TritonPlan:
         self._metadata = weakref.ref(metadata)  # the batch owns its plans
         self._split = metadata.num_decode_tokens if metadata.num_prefills else 0
         batch = _batch_of(metadata)
-        launches = _find_launches(Step(impl, signature, call, metadata, batch, kernels))
-        self._launches = launches
+        launches = self._launches = _find_launches(impl, signature, call, metadata, batch, kernels)
         need, decodes = launches.workspace_bytes, batch.decodes
         if need and decodes is not None:
             space = decodes.workspace
@@ -217,14 +216,17 @@ def _batch_of(metadata: TritonMetadata) -> Batch:
     return Batch(decodes, prefills, metadata.slot_mapping)
 
 
-def _find_launches(step: Step) -> StepLaunches:
+def _find_launches(
+    impl: AttentionImpl,
+    signature: Hashable,
+    call: LayerCall,
+    metadata: TritonMetadata,
+    batch: Batch,
+    kernels: str,
+) -> StepLaunches:
     """The launches of a call signature over batches like this one: from the launch cache, or
-    prepared.
-
-    Raises:
-        ContractError: tensors that the kernels cannot address.
-    """
-    metadata, kernels, (decodes, prefills, slots) = step.metadata, step.kernels, step.batch
+    prepared."""
+    decodes, prefills, slots = batch
     causal, limits = metadata.causal, metadata.scheduler.limits
     schedule = concurrent = decode_form = prefill_form = None
     if decodes is not None:
@@ -234,15 +236,15 @@ def _find_launches(step: Step) -> StepLaunches:
         elif prefills is not None:
             concurrent = metadata.concurrent_schedule
     if prefills is not None:
-        lengths = prefills.max_query_len, prefills.length_class(step.call.cache.key_cache)
+        lengths = prefills.max_query_len, prefills.length_class(call.cache.key_cache)
         prefill_form = (prefills.form(), *lengths)
-    own = (step.signature, kernels, causal if isinstance(causal, bool) else None)
+    own = (signature, kernels, causal if isinstance(causal, bool) else None)
     parts = (schedule, concurrent, decode_form, prefill_form)
     written = None if slots is None else (slots.dtype, slots.shape, slots.stride())
     key = ("step", own, metadata.num_decodes, metadata.num_decode_tokens, parts, written)
     found: StepLaunches | None = LAUNCHES.get(key)
     if found is not None and (found.limits is limits or found.limits == limits):
         return found
-    step = step._replace(signature=own, schedule=schedule, concurrent=concurrent)
+    step = Step(impl, own, call, metadata, batch, kernels, schedule, concurrent)
     kept: StepLaunches = LAUNCHES.keep(key, prepare_step(step))
     return kept

@@ -206,7 +206,7 @@ class PreparedBatch:
 
         use_slopes()
         call = LayerCall(query, None, None, cache, metadata, output, lse is not None)
-        plan = find_plan(layer, call).plan
+        plan, _ = find_plan(layer, call)
         return run
 
     def _build(self, on_host: bool) -> AttentionMetadata:

@@ -86,7 +86,7 @@ class RecentCall:
         output = torch.empty(rows, dtype=q.dtype, device=q.device)
         plan: Any
         whole = LayerCall(query, None, None, self._cache, metadata, output, call.options.lse)
-        plan = find_plan(layer, whole).plan
+        plan, _ = find_plan(layer, whole)
         self._impl, self._lse = layer.impl, call.options.lse
         self._append = call.append if self._new_keys else None
         if self._append is not None and hasattr(plan, "appending"):

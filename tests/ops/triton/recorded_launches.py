@@ -645,7 +645,7 @@ class Step:
         lse = self.__dict__.setdefault("_lse", torch.zeros(q.shape[0], 8))
         call = LayerCall(q, *new, self.cache, self.batch, out, lse is not None)
         layer = self.layer
-        return recorded(lambda: run_plan(layer, find_plan(layer, call).plan, call, out, lse))
+        return recorded(lambda: run_plan(layer, find_plan(layer, call)[0], call, out, lse))
 
     def without_plans(self) -> list[Record]:
         """The launches that Triton makes for the call, with nothing kept of earlier calls."""
