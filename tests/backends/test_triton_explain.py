@@ -87,12 +87,14 @@ def test_latents() -> None:
     prefill, decode = _lines(num_heads=16, **latent)
     assert prefill == "prefill: portable Triton kernel over latents"
     assert decode == (
-        "decode:  Hopper kernel over latents for up to 4 query tokens and batches of 8448 keys and "
-        "more (one request: 1056); else portable Triton kernel"
+        "decode:  Hopper kernel over latents in batches of 8448 keys and more (one request: "
+        "1056); else portable Triton kernel"
     )
-    assert "for up to 1 query tokens and batches of 4224" in _lines(num_heads=128, **latent)[1]
-    assert "for up to 8 query tokens and batches of 8448" in _lines(num_heads=2, **latent)[1]
-    assert "96 query heads; the Hopper decode over latents" in _lines(num_heads=96, **latent)[1]
+    assert "in batches of 4224 keys" in _lines(num_heads=128, **latent)[1]
+    assert (
+        "96 query heads and 1 query tokens; the Hopper decode over latents"
+        in _lines(num_heads=96, **latent)[1]
+    )
     fp8 = _lines(num_heads=16, kv_cache_dtype="fp8", **latent)[1]
     assert "float8_e4m3fn" in fp8 and "portable Triton kernel over latents" in fp8
     assert _lines("sm_80", num_heads=16, **latent) == ["prefill, decode: portable Triton kernels"]

@@ -214,6 +214,21 @@ DECODES: dict[str, dict[str, Any]] = {
     "128 heads, latents with gaps": {"batch": "9q1s3001_q1s130", "heads": 128, "gap": 64},
     # 36 tiles of a request in 264 ranges of 17 become two parts of 18.
     "16 heads, equal parts of requests": {"batch": "124q1s2304", "heads": 16},
+    "128 heads, 2 tokens": {"batch": "32q2s4096", "heads": 128},
+    "128 heads, 8 tokens, one request": {"batch": "q8s8192", "heads": 128},
+    "32 heads, up to 4 tokens, ragged, blocks of 16": {
+        "batch": "q4s4_q1s4097_q4s130_q3s64_q2s65_q4s7000", "heads": 32, "block_size": 16,
+    },
+    "20 heads, 7 tokens, sinks, float16": {
+        "batch": "5q7s3000_q7s7", "heads": 20, "sinks": True, "dtype": torch.float16,
+    },
+    "16 heads, 8 tokens, window, cap": {
+        "batch": "30q8s3000_q8s9", "heads": 16, "window": (999, 0), "logits_soft_cap": 20.0,
+    },
+    "64 heads, 3 tokens, not causal, rising scores": {
+        "batch": "9q3s3000_q3s65", "heads": 64, "query_scale": 10.0, "causal": False,
+        "dtype": torch.float16,
+    },
     "64 heads, window, cap": {
         "batch": "7q1s3000", "heads": 64, "window": (999, 0), "logits_soft_cap": 20.0,
     },

@@ -22,7 +22,6 @@ from attnlib.ops.triton.hopper.sizes import (
     BLOCK_SIZES,
     COPIED_GROUP,
     COPIED_TOKENS,
-    LATENT_ROWS,
     decode_rows,
     gathers,
     latent_head_blocks,
@@ -99,11 +98,10 @@ def _latent_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]
         -(-per_sm * NUM_SMS // blocks)
         for per_sm in (LATENT_KEYS_PER_SM_ONE_REQUEST, LATENT_KEYS_PER_SM)
     )
-    most = min(8, LATENT_ROWS // (spec.num_heads // blocks))
     return [
         prefill,
-        f"decode:  Hopper kernel over latents for up to {most} query tokens and batches of {keys} "
-        f"keys and more (one request: {one}); else {portable}",
+        f"decode:  Hopper kernel over latents in batches of {keys} keys and more (one request: "
+        f"{one}); else {portable}",
     ]
 
 

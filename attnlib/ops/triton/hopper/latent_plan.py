@@ -1,7 +1,7 @@
 """Host side of the Hopper decode over latents: grid and constants.
 
-It is launched as a `decode_launches.HopperDecode`, with blocks of up to 64 query heads in the place
-of KV heads.
+It is launched as a `decode_launches.HopperDecode`, with blocks of up to 64 query rows in the place
+of KV heads: up to 64 query heads of one or more query tokens of a request.
 """
 
 from __future__ import annotations
@@ -10,14 +10,19 @@ import triton
 from torch import Tensor
 
 from attnlib.ops.triton.attention_call import AttentionCall
-from attnlib.ops.triton.hopper.decode_grid import hopper_decode_workspace_bytes, workers_per_head
+from attnlib.ops.triton.hopper.decode_grid import workers_per_head
 from attnlib.ops.triton.hopper.decode_launches import HopperDecode, unbounded
 from attnlib.ops.triton.hopper.descriptors import CacheView
 from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.latent_decode import hopper_latent_decode_kernel
 from attnlib.ops.triton.hopper.kernels.latent_splits import LatentConfig
 from attnlib.ops.triton.hopper.kernels.latent_swap_ab import hopper_latent_swap_ab_kernel
-from attnlib.ops.triton.hopper.sizes import LATENT_ROWS, LATENT_SIZES, latent_head_blocks
+from attnlib.ops.triton.hopper.sizes import (
+    LATENT_ROWS,
+    LATENT_SIZES,
+    latent_blocks,
+    latent_head_blocks,
+)
 from attnlib.ops.triton.launch.bound import BoundLaunch
 
 __all__ = ["latent_decode_workspace_bytes", "prepare_latent_decode"]
@@ -42,10 +47,16 @@ def latent_decode_workspace_bytes(
     num_tokens: int, num_heads: int, max_query_len: int, num_sms: int
 ) -> int:
     """Workspace in bytes: partial results with LSEs, and headers by token and block of heads."""
-    blocks = latent_head_blocks(num_heads)
-    return hopper_decode_workspace_bytes(
-        num_tokens, blocks, num_heads // blocks, max_query_len, LATENT_SIZES[1], num_sms
-    )
+    head_blocks = latent_head_blocks(num_heads)
+    group = num_heads // head_blocks
+    rows = group * min(max_query_len, LATENT_ROWS // group)
+    # One block has at least as many CTAs as the blocks of shorter queries.
+    ctas = workers_per_head(num_sms, 1, 1)
+    return _workspace_bytes(ctas, rows, num_tokens * head_blocks)
+
+
+def _workspace_bytes(ctas: int, rows: int, num_headers: int) -> int:
+    return 4 * (2 * ctas * rows * (LATENT_SIZES[1] + 1) + num_headers)
 
 
 def _combine_tile(
@@ -84,12 +95,15 @@ def prepare_latent_decode(
     """
     query, key, out, params, shape = call.query, call.key, call.out, call.params, call.shape
     head_blocks = latent_head_blocks(shape.num_heads)
-    group = shape.num_heads // head_blocks
-    rows, (left, right) = group * max_query_len, params.window
-    swaps = rows <= _SWAPPED_ROWS
+    blocks, group = latent_blocks(shape.num_heads, max_query_len), shape.num_heads // head_blocks
+    block_tokens, (left, right) = min(max_query_len, LATENT_ROWS // group), params.window
+    rows = group * block_tokens
+    swaps = rows <= _SWAPPED_ROWS and blocks == 1
     resident = max_ctas or call.limits.num_sms
-    ctas = workers_per_head(resident, head_blocks, 1) * head_blocks
+    ctas = workers_per_head(resident, blocks, 1) * blocks
     num_partials, (size, size_v) = 2 * ctas * rows, shape.head_sizes
+    stride = (key.stride(1) == size) * key.stride(0)
+    token_blocks = blocks // head_blocks
     assert not isinstance(params.k_scale, Tensor)
     return HopperDecode(
         limits=call.limits,
@@ -98,7 +112,7 @@ def prepare_latent_decode(
         is_quantized=False,
         reads_address=not swaps,
         takes_scores=False,
-        last_strides=() if swaps else ((key.stride(1) == size) * key.stride(0),),
+        last_strides=() if swaps else (stride, token_blocks if token_blocks > 1 else None),
         views=_views(call),
         scale=params.scale * float(params.k_scale),
         score_sizes=(),
@@ -111,11 +125,9 @@ def prepare_latent_decode(
         combine_tail=(call.num_reqs, rows, *out.stride()[:2], call.lse_stride),
         lse_offset=num_partials * size_v,
         header_offset=num_partials * (size_v + 1),
-        workspace_bytes=hopper_decode_workspace_bytes(
-            call.num_tokens, head_blocks, group, max_query_len, size_v, resident
-        ),
-        attend=_attend_launch(call, group, swaps, ctas),
-        combine=_combine_launch(call, group, ctas // head_blocks),
+        workspace_bytes=_workspace_bytes(ctas, rows, call.num_tokens * head_blocks),
+        attend=_attend_launch(call, group, blocks, swaps, ctas),
+        combine=_combine_launch(call, group, blocks, ctas // blocks),
     )
 
 
@@ -126,11 +138,14 @@ def _views(call: AttentionCall) -> tuple[CacheView, CacheView]:
     return CacheView.of(call.key, box, size - size_v), CacheView.of(call.value, box, size_v // 4)
 
 
-def _attend_launch(call: AttentionCall, group: int, swaps: bool, ctas: int) -> BoundLaunch:
+def _attend_launch(
+    call: AttentionCall, group: int, blocks: int, swaps: bool, ctas: int
+) -> BoundLaunch:
     """The attention kernel.
 
     Args:
         group: query heads of a CTA.
+        blocks: of query rows of a request.
         swaps: latents are the rows of the products.
         ctas: of the grid.
     """
@@ -138,6 +153,7 @@ def _attend_launch(call: AttentionCall, group: int, swaps: bool, ctas: int) -> B
     rows = _SWAPPED_ROWS if swaps else LATENT_ROWS
     config = LatentConfig(
         HEAD_BLOCKS=shape.num_heads // group,
+        MANY_TOKENS=blocks * group > shape.num_heads,
         GROUP=group,
         DV=shape.head_size_v,
         ROTARY=shape.head_size - shape.head_size_v,
@@ -162,11 +178,12 @@ def _attend_launch(call: AttentionCall, group: int, swaps: bool, ctas: int) -> B
     return BoundLaunch(hopper_latent_swap_ab_kernel, (ctas, 1, 1), options)
 
 
-def _combine_launch(call: AttentionCall, group: int, num_ranges: int) -> BoundLaunch:
+def _combine_launch(call: AttentionCall, group: int, blocks: int, num_ranges: int) -> BoundLaunch:
     """The kernel that combines splits.
 
     Args:
         group: query heads of a CTA.
+        blocks: of query rows of a request.
         num_ranges: ranges of the line of all tiles.
     """
     num_heads, size_v = call.shape.num_heads, call.shape.head_size_v
@@ -174,6 +191,7 @@ def _combine_launch(call: AttentionCall, group: int, num_ranges: int) -> BoundLa
     tile = _combine_tile(call.num_reqs, num_rows, group, size_v, num_ranges)
     options = {
         "NUM_KV_HEADS": num_heads // group,
+        "APART": blocks,
         "GROUP": group,
         "DV": size_v,
         "HAS_SINK": call.params.sinks is not None,

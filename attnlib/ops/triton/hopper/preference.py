@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from attnlib.ops.triton.hopper.sizes import FLOAT8, LATENT_ROWS, QUANTIZED, latent_head_blocks
+from attnlib.ops.triton.hopper.sizes import FLOAT8, QUANTIZED, latent_blocks
 
 __all__ = [
     "HOPPER_DECODE_KEYS",
@@ -119,9 +119,8 @@ def latent_decode_keys(
         max_query_len: upper bound of the query lengths.
         num_sms: multiprocessors of the chip.
     """
-    blocks = latent_head_blocks(num_heads)
-    rows = num_heads // blocks * max_query_len if blocks else 0
-    if not 0 < rows <= LATENT_ROWS:
+    blocks = latent_blocks(num_heads, max_query_len)
+    if not blocks:
         return None
     keys = LATENT_KEYS_PER_SM if num_reqs > 1 else LATENT_KEYS_PER_SM_ONE_REQUEST
     return -(-keys * num_sms // max(1, num_reqs * blocks))

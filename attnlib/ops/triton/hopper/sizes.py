@@ -29,7 +29,9 @@ __all__ = [
     "decode_rows",
     "gathers",
     "hopper_reads",
+    "latent_blocks",
     "latent_head_blocks",
+    "latent_token_blocks",
 ]
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -120,3 +122,22 @@ def latent_head_blocks(num_heads: int) -> int:
     """Return the number of blocks of query heads that decodes over latents cut a layer into; 0 if
     heads do not divide into blocks."""
     return -(-num_heads // LATENT_ROWS) if num_heads <= LATENT_ROWS or not num_heads % 64 else 0
+
+
+def latent_token_blocks(num_heads: int, max_query_len: int) -> int:
+    """Return the number of blocks of query tokens of a request that a decode over latents has for
+    each block of heads, which must exist.
+
+    Args:
+        num_heads: Hq.
+        max_query_len: upper bound of the query lengths, in tokens.
+    """
+    tokens = LATENT_ROWS // (num_heads // latent_head_blocks(num_heads))
+    return max(1, -(-max_query_len // tokens))
+
+
+def latent_blocks(num_heads: int, max_query_len: int) -> int:
+    """Return the number of blocks of query rows of a request, 0 if heads do not divide into
+    blocks; arguments as of `latent_token_blocks`."""
+    head_blocks = latent_head_blocks(num_heads)
+    return head_blocks and head_blocks * latent_token_blocks(num_heads, max_query_len)

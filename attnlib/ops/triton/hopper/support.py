@@ -26,6 +26,7 @@ from attnlib.ops.triton.hopper.sizes import (
     SHARED_HEAD_SIZE,
     SMALL_SIZES,
     decode_rows,
+    latent_blocks,
     latent_head_blocks,
 )
 
@@ -163,17 +164,14 @@ def latent_unsupported_reasons(
         chip: the chip.
         max_query_len: upper bound of the query lengths, in tokens.
     """
-    kernel, blocks = "Hopper decode over latents", latent_head_blocks(shape.num_heads)
+    kernel = "Hopper decode over latents"
+    blocks = latent_blocks(shape.num_heads, max_query_len)
     reasons = _latent_reasons(kernel, shape, chip)
     if not blocks or blocks > chip.num_sms:
         reasons.append(
-            f"{shape.num_heads} query heads; the {kernel} takes up to 64, or a multiple of 64 with "
-            "at most one block per multiprocessor"
-        )
-    elif shape.num_heads // blocks * max_query_len > LATENT_ROWS:
-        reasons.append(
-            f"{shape.num_heads // blocks} query heads times {max_query_len} query tokens; the "
-            f"{kernel} takes at most {LATENT_ROWS} rows"
+            f"{shape.num_heads} query heads and {max_query_len} query tokens; the {kernel} takes "
+            "up to 64 heads, or a multiple of 64, with at most one block of "
+            f"{LATENT_ROWS} rows per multiprocessor"
         )
     return reasons + feature_reasons(kernel, features)
 

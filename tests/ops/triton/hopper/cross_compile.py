@@ -523,6 +523,14 @@ LATENT_CASES: dict[str, dict[str, Any]] = {
     "latent-128-page16": {"heads": 128, "n": 16, "dtype": FP16},
     "latent-128": {"heads": 128, "n": 64},
     "latent-5-verify-page256": {"heads": 5, "query": 8, "n": 256},
+    "latent-128-verify": {"heads": 128, "query": 2, "n": 64},
+    "latent-32-verify-all": {
+        "heads": 32,
+        "query": 4,
+        "n": 16,
+        "lse": True,
+        "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
+    },
     "latent-64-all": {
         "heads": 64,
         "lse": True,

@@ -28,6 +28,7 @@ from attnlib.ops.triton.hopper.dispatch import (
     unsupported_strides,
 )
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill
+from attnlib.ops.triton.hopper.sizes import latent_blocks, latent_head_blocks
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 from attnlib.ops.triton.launch.sequence import K_SCALE, V_SCALE
 from attnlib.ops.triton.paged_mixed import can_run_concurrently, concurrent_ctas
@@ -416,10 +417,29 @@ def test_latents_have_a_decode_of_their_own() -> None:
     assert found is not None and found.combine is not None
     assert [view.width for view in found.views] == [64, 128], "rotary part, quarter of a value"
     shape = LayerShape(128, 1, 576, 512, BF16, BF16, 64, latent=True)
-    assert supports_decode(shape, chip, 1) and not supports_decode(shape, chip, 2)
+    assert supports_decode(shape, chip, 1) and supports_decode(shape, chip, 2)
     assert found.workspace_bytes == decode_workspace_bytes(shape, chip, 3, 1)
     assert select(torch.empty(4, 64, 1, 512, dtype=BF16)) is None
     assert select(key[..., :512], v_scale=0.5) is None
+
+
+@pytest.mark.parametrize("heads", [5, 16, 20, 32, 128])
+def test_workspace_of_all_query_lengths_of_decodes_over_latents(heads: int) -> None:
+    """That of the longest query of a builder has room for the blocks of shorter ones."""
+    chip = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
+    query, key = torch.empty(24, heads, 576, dtype=BF16), torch.empty(4, 64, 1, 576, dtype=BF16)
+    out, lengths = torch.empty(24, heads, 512, dtype=BF16), torch.zeros(4, dtype=torch.int32)
+    batch = BatchTensors(lengths, lengths[:3], torch.zeros(3, 2, dtype=torch.int32))
+    call = _call(query, key, key[..., :512], out, batch, AttentionParams(scale=0.1))
+    shape = LayerShape(heads, 1, 576, 512, BF16, BF16, 64, latent=True)
+    most = decode_workspace_bytes(shape, chip, 24, 8)
+    for tokens in range(1, 9):
+        found = select_decode(call, _schedule(tokens))
+        assert found is not None and found.workspace_bytes <= most
+        blocks = latent_blocks(heads, tokens)
+        (ctas, _, _), headers = found.attend._grid, found.header_offset
+        assert ctas <= 132 and ctas % blocks == 0
+        assert 4 * (headers + 24 * latent_head_blocks(heads)) <= found.workspace_bytes
 
 
 @pytest.mark.parametrize(("heads", "tokens"), [(16, 1), (5, 3), (16, 2)])

@@ -17,7 +17,7 @@ from attnlib.ops.triton.hopper.preference import (
     hopper_decode_keys,
     latent_decode_keys,
 )
-from attnlib.ops.triton.hopper.sizes import hopper_reads, latent_head_blocks
+from attnlib.ops.triton.hopper.sizes import hopper_reads, latent_blocks, latent_head_blocks
 from attnlib.ops.triton.hopper.support import (
     decode_unsupported_reasons,
     invariant_unsupported_reasons,
@@ -176,7 +176,7 @@ def test_latents_on_hopper_need_keys() -> None:
         ((32, 16, 1), 64 * 132 // 32),
         ((16, 16, 4), 64 * 132 // 16),
         ((7, 128, 1), -(-64 * 132 // 14)),
-        ((32, 128, 2), None),
+        ((32, 128, 2), 64 * 132 // 128),
         ((32, 96, 1), None),
     ):
         assert latent_decode_keys(*batch, 132) == keys, batch
@@ -196,17 +196,22 @@ def _latent(
 
 
 def test_decodes_over_latents() -> None:
-    """P10: up to 64 rows of one block of heads."""
-    for heads, tokens in ((1, 8), (5, 12), (16, 4), (64, 1), (128, 1)):
+    """P10: blocks of up to 64 rows: up to 64 heads of one or more tokens."""
+    for heads, tokens in ((1, 8), (5, 12), (16, 4), (16, 8), (64, 1), (128, 1), (128, 8)):
         assert _latent(heads, tokens) == []
+    blocks = [latent_blocks(*sizes) for sizes in ((5, 12), (5, 13), (16, 8), (20, 7), (128, 8))]
+    assert blocks == [1, 2, 2, 3, 16]
     assert [latent_head_blocks(heads) for heads in (1, 64, 65, 96, 128, 192)] == [1, 1, 0, 0, 2, 3]
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"heads": 96}, "96 query heads; the Hopper decode over latents takes up to 64"),
-        ({"heads": 128, "tokens": 2}, "64 query heads times 2 query tokens"),
+        (
+            {"heads": 96},
+            "96 query heads and 1 query tokens; the Hopper decode over latents takes up to",
+        ),
+        ({"heads": 128, "tokens": 70}, "128 query heads and 70 query tokens"),
         ({"head_size_v": 576}, r"head sizes \(576, 576\)"),
         ({"cache_dtype": torch.float8_e4m3fn}, "needs that of the query"),
         ({"block_size": 24}, "block_size 24"),

@@ -2,7 +2,7 @@
 
 A CTA has the two consumer warpgroups of `latent_steps` and a warp that loads latents by TMA, in
 three parts: two halves of the values and the rotary part. It attends with a block of up to 64 query
-heads, all of which read the one KV head of the cache. The unit of the work distribution
+rows of a request, all of which read the one KV head of the cache. The unit of the work distribution
 (`latent_splits`) is a pair of tiles. Uses of the shared memory are counted across splits, so the
 first latents of a split are loaded while the one before it ends.
 """
@@ -33,7 +33,10 @@ from attnlib.ops.triton.hopper.kernels.logits import logits_of
 from attnlib.ops.triton.hopper.kernels.ranges import worker_range
 from attnlib.ops.triton.hopper.kernels.schedule import Batch, KeyTiles, Mask
 
-__all__ = ["hopper_latent_decode_kernel"]
+__all__ = ["MOST_BLOCKS", "hopper_latent_decode_kernel"]
+
+MOST_BLOCKS: gl.constexpr = gl.constexpr(1024)
+"""Blocks of query tokens of a request, at most."""
 
 
 @gluon.jit
@@ -71,14 +74,14 @@ def _store_split(
     CONSUMER: gl.constexpr,
 ):
     """Write one half of the results of a split, and consumer 0 the LSEs and the header."""
-    head_block = split.kv_head
+    block = split.kv_head
     valid = rows.exist(split.query_len)
     if CONSUMER == 0:
         if split.skipped == 0:
             header = rows.header(place)
             token = split.start + rows.token
             gl.store(
-                partials.headers + token * CONFIG.HEAD_BLOCKS + head_block,
+                partials.headers + token * CONFIG.HEAD_BLOCKS + block % CONFIG.HEAD_BLOCKS,
                 header,
                 mask=valid & (rows.row % CONFIG.GROUP == 0),
             )
@@ -87,7 +90,7 @@ def _store_split(
     )
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     factor = gl.convert_layout(factor, OUT_ROW)
-    out_rows = query_rows(gl.arange(0, CONFIG.ROWS, OUT_ROW), head_block, CONFIG)
+    out_rows = query_rows(gl.arange(0, CONFIG.ROWS, OUT_ROW), block, CONFIG)
     START: gl.constexpr = CONSUMER * (CONFIG.DV // 2)
     _store_half(acc, factor, out_rows, split, place, outputs, partials, START)
 
@@ -99,7 +102,7 @@ def _consumer(
     partials,
     keys,
     own,
-    head_block,
+    block,
     tiles,
     scale,
     soft_cap,
@@ -110,7 +113,7 @@ def _consumer(
     # [rows, keys].
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     logits = logits_of(scale, soft_cap, CONFIG.HAS_CAP)
-    rows = query_rows(gl.arange(0, CONFIG.ROWS, gl.SliceLayout(1, SCORES)), head_block, CONFIG)
+    rows = query_rows(gl.arange(0, CONFIG.ROWS, gl.SliceLayout(1, SCORES)), block, CONFIG)
     columns = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
     request = own.request
     before = own.before
@@ -121,7 +124,7 @@ def _consumer(
         units = keys.count(request, True)
         request_end = before + units
         if position < request_end:
-            split = split_at(keys, request, head_block, units, before, position, own.end)
+            split = split_at(keys, request, block, units, before, position, own.end)
             copy_split_queries(queries, rows, split, tiles, CONSUMER)
             acc, row_max, row_sum, step = attend_to_split(
                 split, rows, columns, keys.mask, tiles, logits, step, splits, CONFIG, CONSUMER
@@ -152,16 +155,20 @@ def hopper_latent_decode_kernel(
     key_desc, value_desc, latents, query, out, lse, sinks, query_start_loc, seq_lens, block_table,
     partials, partial_lses, split_headers, scale, soft_cap, left, right, chunk, num_reqs,
     num_tokens, num_blocks, rows, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
-    stride_table, stride_latents, CONFIG: gl.constexpr,
+    stride_table, stride_latents, token_blocks, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """One CTA of 9 warps. Grid: tile ranges * HEAD_BLOCKS, all resident at the same time.
+    """One CTA of 9 warps. Grid: tile ranges * HEAD_BLOCKS * token_blocks, all resident at a time.
 
     Args:
         key_desc, value_desc, latents, block_table, stride_latents: see `LatentCache`.
         partials, partial_lses, split_headers, rows: see `Partials`.
+        token_blocks: blocks of query tokens of a request; None without MANY_TOKENS.
         CONFIG: a `LatentConfig` with 64 ROWS.
     """
-    HEAD_BLOCKS: gl.constexpr = CONFIG.HEAD_BLOCKS
+    blocks = CONFIG.HEAD_BLOCKS
+    TOKENS: gl.constexpr = CONFIG.TILE_TOKENS * (MOST_BLOCKS if CONFIG.MANY_TOKENS else 1)
+    if CONFIG.MANY_TOKENS:
+        blocks = CONFIG.HEAD_BLOCKS * token_blocks
     tiles = allocate_tiles(CONFIG.DV, CONFIG.ROTARY, key_desc.dtype, GATHERED=False)
     # Makes the initialized barriers visible to TMA.
     fence_async_shared()
@@ -169,7 +176,7 @@ def hopper_latent_decode_kernel(
         left, right, chunk, CONFIG.CAUSAL, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, CONFIG.HAS_CHUNK
     )
     batch = Batch(query_start_loc, seq_lens, block_table, num_reqs, num_blocks, stride_table)
-    keys = KeyTiles(batch, mask, None, None, CONFIG.TILE_TOKENS, PAIR)
+    keys = KeyTiles(batch, mask, None, None, TOKENS, PAIR)
     cache = LatentCache(key_desc, value_desc, latents, batch, stride_latents, CONFIG.BLOCK_SIZE)
     queries = Queries(query, stride_qt, stride_qh, num_tokens)
     outputs = Outputs(out, lse, sinks, stride_ot, stride_oh, stride_lt)
@@ -179,22 +186,23 @@ def hopper_latent_decode_kernel(
     # kernel may start; it waits for this kernel's results by itself.
     wait_on_dependent_grids()
     launch_dependent_grids()
-    index = gl.program_id(0) // HEAD_BLOCKS
-    num_ranges = gl.num_programs(0) // HEAD_BLOCKS
+    index = gl.program_id(0) // blocks
+    num_ranges = gl.num_programs(0) // blocks
     own = worker_range(keys, index, num_ranges, 0, CONFIG.LEAST)
-    head_block = gl.program_id(0) % HEAD_BLOCKS
-    PREFETCH: gl.constexpr = HEAD_BLOCKS > 1 and CONFIG.BLOCK_SIZE >= TILE
+    block = gl.program_id(0) % blocks
+    SHARED: gl.constexpr = CONFIG.HEAD_BLOCKS > 1 or CONFIG.MANY_TOKENS
+    PREFETCH: gl.constexpr = SHARED and CONFIG.BLOCK_SIZE >= TILE
     gl.warp_specialize(
         [
             (
                 _consumer,
-                (queries, outputs, parts, keys, own, head_block, tiles, scale, soft_cap, CONFIG, 0),
+                (queries, outputs, parts, keys, own, block, tiles, scale, soft_cap, CONFIG, 0),
             ),
             (
                 _consumer,
-                (queries, outputs, parts, keys, own, head_block, tiles, scale, soft_cap, CONFIG, 1),
+                (queries, outputs, parts, keys, own, block, tiles, scale, soft_cap, CONFIG, 1),
             ),
-            (load_range, (cache, keys, own, head_block, tiles, PREFETCH)),
+            (load_range, (cache, keys, own, block, tiles, PREFETCH)),
         ],
         [4, 1],
         [CONFIG.CONSUMER_REGISTERS, CONFIG.LOADER_REGISTERS],

@@ -45,12 +45,12 @@ def _load_tile(cache, blocks, offset, tiles, parity, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def _load_split(cache, pages, split, head_block, tiles, step, PREFETCH: gl.constexpr):
+def _load_split(cache, pages, split, block, tiles, step, PREFETCH: gl.constexpr):
     """Load all pairs of tiles of a split; returns the number of pairs so far.
 
     Args:
         step: number of pairs before the split.
-        PREFETCH: the CTA of the first block of heads prefetches tiles into the L2 cache.
+        PREFETCH: the CTA of the first block of query rows prefetches tiles into the L2 cache.
     """
     ROW: gl.constexpr = 2 * tiles.latents.low.shape[2] + tiles.latents.rotary.shape[2]
     first = split.first()
@@ -61,12 +61,12 @@ def _load_split(cache, pages, split, head_block, tiles, step, PREFETCH: gl.const
         blocks_b = pages.blocks(number + 1)
         offset_a = pages.offset(number)
         offset_b = pages.offset(number + 1)
-        if PREFETCH and head_block == 0:
+        if PREFETCH and block == 0:
             cache.prefetch(blocks_b, offset_b, ROW)
         # The parity is inverted, so that the first use of a part does not wait.
         parity = (step & 1) ^ 1
         _load_tile(cache, blocks_a, offset_a, tiles, parity, 0)
-        if PREFETCH and (head_block == 0) & (i + 1 < split.count):
+        if PREFETCH and (block == 0) & (i + 1 < split.count):
             blocks = pages.blocks(number + 2)
             offset = pages.offset(number + 2)
             cache.prefetch(blocks, offset, ROW)
@@ -76,16 +76,16 @@ def _load_split(cache, pages, split, head_block, tiles, step, PREFETCH: gl.const
 
 
 @gluon.jit
-def load_range(cache, keys, own, head_block, tiles, PREFETCH: gl.constexpr):
+def load_range(cache, keys, own, block, tiles, PREFETCH: gl.constexpr):
     """Load all pairs of tiles of the CTA's range. One warp.
 
     Args:
         cache: the `LatentCache`.
         keys: the `KeyTiles`, in pairs of tiles.
         own: the `TileRange` of the CTA.
-        head_block: its block of query heads.
+        block: its block of query rows.
         tiles: the `LatentTiles`.
-        PREFETCH: the CTA of the first block of heads prefetches tiles into the L2 cache.
+        PREFETCH: the CTA of the first block of query rows prefetches tiles into the L2 cache.
     """
     request = own.request
     before = own.before
@@ -95,9 +95,9 @@ def load_range(cache, keys, own, head_block, tiles, PREFETCH: gl.constexpr):
         units = keys.count(request, True)
         request_end = before + units
         if position < request_end:
-            split = split_at(keys, request, head_block, units, before, position, own.end)
+            split = split_at(keys, request, block, units, before, position, own.end)
             pages = cache.pages(request, split.seq_len)
-            step = _load_split(cache, pages, split, head_block, tiles, step, PREFETCH)
+            step = _load_split(cache, pages, split, block, tiles, step, PREFETCH)
             position += split.count
         if position >= request_end:
             before = request_end

@@ -35,8 +35,8 @@ class QueryRows:
     def header(self, place):
         """Return what tells the combine kernel how many splits the request of a row has and where
         its first partial result is; `place` is that of its first split."""
-        GROUP: gl.constexpr = self.config.GROUP
-        return (place.partial_index << 15) | (self.token * GROUP << 9) | place.num_splits
+        first_row = self.row // self.config.GROUP * self.config.GROUP
+        return (place.partial_index << 15) | (first_row << 9) | place.num_splits
 
     @gluon.jit
     def partial_offsets(self, partials, place):
@@ -45,9 +45,14 @@ class QueryRows:
 
 
 @gluon.jit
-def query_rows(row, head_block, config):
-    """Return the `QueryRows` with these numbers of a block of heads."""
+def query_rows(row, block, config):
+    """Return the `QueryRows` with these numbers of a block. The blocks of heads of the first block
+    of tokens come first."""
     token = row // config.GROUP
+    head_block = block
+    if config.MANY_TOKENS:
+        token += block // config.HEAD_BLOCKS * config.TILE_TOKENS
+        head_block = block % config.HEAD_BLOCKS
     head = head_block * config.GROUP + row % config.GROUP
     return QueryRows(row, token, head, config)
 

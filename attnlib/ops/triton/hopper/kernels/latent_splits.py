@@ -1,7 +1,7 @@
 """How the decode kernels over latents divide requests into splits (M12).
 
 The key tiles of all requests form a line that is cut into one range for each CTA, or for each CTA
-of a block of query heads (`ranges`). The part of a request in a range is a split. A request with
+of a block of query rows (`ranges`). The part of a request in a range is a split. A request with
 one split is written to the output, and others to float32 partial results, which
 `hopper_combine_kernel` combines.
 """
@@ -22,6 +22,8 @@ class LatentConfig(NamedTuple):
 
     Attributes:
         HEAD_BLOCKS: blocks of GROUP query heads.
+        MANY_TOKENS: requests may have several blocks of TILE_TOKENS query tokens, each of which has
+            a CTA for each block of heads.
         GROUP: query heads of a CTA.
         DV: elements of a value.
         ROTARY: elements of a latent after those of the value.
@@ -36,6 +38,7 @@ class LatentConfig(NamedTuple):
     """
 
     HEAD_BLOCKS: int
+    MANY_TOKENS: bool
     GROUP: int
     DV: int
     ROTARY: int
@@ -55,12 +58,12 @@ class LatentConfig(NamedTuple):
 
 
 @gluon.jit
-def split_at(keys, request, head_block, units, before, position, end):
+def split_at(keys, request, block, units, before, position, end):
     """Return the `Split` of a request that begins at `position` in the line.
 
     Args:
         keys: the `KeyTiles`, in units of work.
-        head_block: block of query heads.
+        block: of query rows.
         units: of the request.
         before: units before the request.
         end: of the range.
@@ -71,7 +74,7 @@ def split_at(keys, request, head_block, units, before, position, end):
     query_len = gl.load(keys.batch.query_start_loc + request + 1) - start
     seq_len = gl.load(keys.batch.seq_lens + request)
     visited = keys.visited(0, query_len, seq_len, request)
-    return Split(request, start, query_len, seq_len, head_block, skipped, count, visited)
+    return Split(request, start, query_len, seq_len, block, skipped, count, visited)
 
 
 @aggregate
