@@ -140,7 +140,8 @@ def _prepare_parts(step: Step) -> _Parts:
     params, batch, schedule = step.params(), step.batch, step.schedule
     prefill = None
     if batch.prefills is not None:
-        prefill = find_launches(Prefill(step.kernels), step.part(params, False, "prefill"))
+        family = Prefill(step.kernels, divides_keys=batch.decodes is None)
+        prefill = find_launches(family, step.part(params, False, "prefill"))
     if batch.decodes is None or schedule is None:
         return _Parts(prefill=prefill)
     if step.concurrent is not None and prefill is not None:

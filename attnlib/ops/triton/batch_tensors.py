@@ -158,11 +158,14 @@ class BatchTensors(NamedTuple):
         """What the launches of a prefill follow from in the bound of the sequence lengths.
 
         Where a cache has elements of 8 bits or small blocks, its keys may be copied into scratch
-        memory. Other prefills depend on whether requests are long.
+        memory. Other prefills depend on whether requests are long, and how keys are divided over
+        programs on the power of 2 below (`splits.prefill_splits`).
         """
         copied = cache.element_size() == 1 or cache.shape[1] < _SMALL_BLOCKS
         longest = self.max_seq_len
-        return -(-longest // LENGTH_STEP) if copied else int(is_long(longest))
+        if copied:
+            return -(-longest // LENGTH_STEP)
+        return 2 * (longest - 1).bit_length() + int(is_long(longest))
 
     def check(self) -> None:
         """Refuse tensors that the kernels would misread: they index them as dense int32.

@@ -17,10 +17,12 @@ from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.layer_tiles import prefill_tile
 from attnlib.ops.triton.heuristics.tiles import next_power_of_2
 from attnlib.ops.triton.kernels.prefill import prefill_kernel
+from attnlib.ops.triton.key_splits import key_splits
 from attnlib.ops.triton.launch.attention import PlainAttention
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.constants import page_strides
+from attnlib.ops.triton.launch.partials import Partials
 from attnlib.ops.triton.launch.run import (
     KernelFamily,
     PreparedAttention,
@@ -104,7 +106,7 @@ def _families(batch_invariant: bool, kernels: str) -> tuple[KernelFamily, ...]:
         from attnlib.ops.triton.invariant_attention import InvariantKernels
 
         return (InvariantKernels(kernels),)
-    return Prefill(kernels), PlainPrefill()
+    return Prefill(kernels), PlainPrefill(divides_keys=True)
 
 
 class Prefill(NamedTuple):
@@ -112,14 +114,17 @@ class Prefill(NamedTuple):
 
     Attributes:
         kernels: "auto", "hopper" or "portable"; see `paged_prefill`.
+        divides_keys: several programs may share the keys of a query tile. A prefill of several
+            kernels cannot run concurrently with the decodes of its step.
     """
 
     kernels: str
+    divides_keys: bool = True
 
     def launch_key(self, call: AttentionCall) -> tuple[Any, ...]:
         """See `KernelFamily`."""
         batch = call.batch
-        return ("prefill", batch.max_query_len, batch.length_class(call.key), self.kernels)
+        return ("prefill", batch.max_query_len, batch.length_class(call.key), *self)
 
     def prepare_launches(self, call: AttentionCall) -> PreparedAttention:
         """See `KernelFamily`."""
@@ -127,22 +132,35 @@ class Prefill(NamedTuple):
         prepared: PreparedAttention | None = None
         if wanted and (dispatch := hopper.load()) is not None:
             in_pages = call.params.scales_in_page
-            select = dispatch.select_page_prefill if in_pages else dispatch.select_prefill
-            prepared = select(call)
-        return find_launches(PlainPrefill(), call) if prepared is None else prepared
+            if in_pages:
+                prepared = dispatch.select_page_prefill(call)
+            else:
+                prepared = dispatch.select_prefill(call, self.divides_keys)
+        plain = PlainPrefill(self.divides_keys)
+        return find_launches(plain, call) if prepared is None else prepared
 
 
 class PlainPrefill(NamedTuple):
-    """The plain kernel, which also reads unaligned tensors. Over pages or packed keys."""
+    """The plain kernel, which also reads unaligned tensors. Over pages or packed keys.
+
+    Attributes:
+        divides_keys: see `Prefill`; over pages only.
+    """
+
+    divides_keys: bool = False
 
     def launch_key(self, call: AttentionCall) -> tuple[Any, ...]:
         """See `KernelFamily`. Row counts that choose the same tile share a launch."""
-        return ("plain prefill", _tile_rows(call, has_head_bounds(call.params)), call.is_paged)
+        rows = _tile_rows(call, has_head_bounds(call.params))
+        bounds: tuple[int, ...] = ()
+        if self.divides_keys:
+            bounds = (call.batch.max_query_len, call.batch.length_class(call.key))
+        return ("plain prefill", rows, call.is_paged, bounds)
 
     def prepare_launches(self, call: AttentionCall) -> PreparedAttention:
         """See `KernelFamily`."""
         one_head = has_head_bounds(call.params)
-        return _plain_launch(call, _tile_rows(call, one_head), one_head)
+        return _plain_launch(call, _tile_rows(call, one_head), one_head, self.divides_keys)
 
 
 def _tile_rows(call: AttentionCall, one_head: bool) -> int:
@@ -151,13 +169,16 @@ def _tile_rows(call: AttentionCall, one_head: bool) -> int:
     return min(_MAX_ROWS, next_power_of_2(heads * call.max_query_len))
 
 
-def _plain_launch(call: AttentionCall, rows: int, one_head: bool) -> PlainAttention:
-    """The launch of the plain kernel.
+def _plain_launch(
+    call: AttentionCall, rows: int, one_head: bool, divides_keys: bool
+) -> PlainAttention:
+    """The launch of the plain kernel, and of the one that combines its splits.
 
     Args:
         call: over pages, or over packed keys.
         rows: query rows of a tile, at most.
         one_head: a tile has the rows of one query head.
+        divides_keys: programs may share the keys of a query tile.
     """
     shape, params = call.shape, call.params
     has_score = params.score_function is not None
@@ -165,7 +186,10 @@ def _plain_launch(call: AttentionCall, rows: int, one_head: bool) -> PlainAttent
     constants = element_constants(call, tile)
     tile_heads = 1 if one_head else min(shape.group, tile.block_m)
     tile_tokens, head_blocks = tile.block_m // tile_heads, triton.cdiv(shape.group, tile_heads)
+    blocks = shape.num_kv_heads * head_blocks
+    num_splits = key_splits(call, tile_tokens, blocks) if divides_keys else 1
     constants |= {
+        "SPLIT": num_splits > 1,
         **range_constants(params, "triton", one_head),
         "PAGED": call.is_paged,
         "TILE_HEADS": tile_heads,
@@ -174,9 +198,16 @@ def _plain_launch(call: AttentionCall, rows: int, one_head: bool) -> PlainAttent
         **tile.constants,
     }
     num_tiles = call.num_tokens // tile_tokens + call.batch.query_start_loc.shape[0]
-    grid = (num_tiles, shape.num_kv_heads * head_blocks, 1)
+    partials = Partials.of_splits(
+        num_splits,
+        *(call.num_tokens, shape.num_heads, shape.head_size_v),
+        has_sink=params.sink_kind,
+        has_lse=call.lse is not None,
+    )
+    sizes = (num_splits, shape.num_heads) if num_splits > 1 else (None, None)
     return PlainAttention(
         call,
-        BoundLaunch(prefill_kernel, grid, with_config(constants)),
-        (num_tiles, *page_strides(call)),
+        BoundLaunch(prefill_kernel, (num_tiles, blocks, num_splits), with_config(constants)),
+        (*sizes, num_tiles, *page_strides(call)),
+        partials,
     )

@@ -312,6 +312,10 @@ def _amd_resources(assembly: str) -> tuple[int | None, int | None]:
     return (int(registers[1]) if registers else None), (int(scratch[1]) if scratch else None)
 
 
+_KEYS = {"decode": 32768, "prefill": 2048}
+"""Longest sequences of the cases. Longer prefills of so few tokens divide their keys."""
+
+
 def _paged(name: str, options: dict[str, Any]) -> None:
     from attnlib.ops.triton.paged_decode import paged_decode
     from attnlib.ops.triton.paged_prefill import paged_prefill
@@ -335,7 +339,7 @@ def _paged(name: str, options: dict[str, Any]) -> None:
         operation,
         *(query, key, value, table, starts, lengths),
         max_query_len=query_len,
-        max_seq_len=32768,
+        max_seq_len=options.pop("keys", _KEYS[name]),
         scale=0.1,
         out=torch.empty(64, group * kv_heads, size_v or size, dtype=dtype),
         kernels="portable",
@@ -481,7 +485,7 @@ def _pages(name: str, options: dict[str, Any]) -> None:
         paged_decode if name == "decode" else paged_prefill,
         *(query, cache.key_cache, cache.value_cache, table, torch.zeros(3, dtype=torch.int32)),
         lengths, max_query_len=options.get("q", 1 if name == "decode" else 2048),
-        max_seq_len=32768, scale=0.1,
+        max_seq_len=_KEYS[name], scale=0.1,
         out=torch.empty(64, spec.num_heads, spec.head_size_v, dtype=dtype), **scales,
         **_features(options.get("features", ""), query, kv_heads),
         **({"kernels": "portable"} if name == "decode" else {}),
@@ -807,6 +811,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"d": 576, "dv": 512, "group": 128, "latent": True, "cache": E4M3},
     ),
     "prefill-all": ("prefill", {"features": _ALL + " causal_each"}),
+    "prefill-128-splits": ("prefill", {"keys": 32768, "q": 64, "features": "sinks"}),
     "invariant-decode-128": ("decode", {"batch_invariant": True}),
     "invariant-decode-64": (
         "decode",

@@ -15,6 +15,7 @@ __all__ = [
     "choose_uniform_splits",
     "most_splits",
     "paged_decode_workspace_bytes",
+    "prefill_splits",
     "splits_of_keys",
     "splits_per_load",
     "visible_bound",
@@ -36,6 +37,14 @@ MIN_TILES_PER_SPLIT = 2
 
 _MAX_WAVES = 4
 """Waves of CTAs in a grid of a ragged batch. CTAs without work exit immediately."""
+
+
+_KEYS_PER_PREFILL_SPLIT = 1024
+"""Keys of a split of a prefill, at least: below, writing and combining its float32 results takes a
+large part of the time. Not tuned."""
+
+_MOST_PREFILL_SPLITS = 32
+"""Splits of a prefill, which write as many float32 outputs. Not tuned."""
 
 
 def visible_bound(
@@ -125,6 +134,23 @@ def choose_uniform_splits(
     """
     most = -(-visible // block_n) // MIN_TILES_PER_SPLIT
     return max(1, min(most, max_resident_ctas // max(1, num_programs), MAX_SPLITS))
+
+
+def prefill_splits(num_programs: int, max_seq_len: int, visible: int, num_sms: int) -> int:
+    """Return how many programs share the keys of one query tile of a prefill: as many as fill the
+    chip once, so that prefills whose query tiles fill half of it have one.
+
+    Equal for all bounds of the sequence lengths in (2 ** k, 2 ** (k + 1)].
+
+    Args:
+        num_programs: query tiles times blocks of heads.
+        max_seq_len: upper bound of the sequence lengths.
+        visible: keys visible to a request's queries, an upper bound.
+        num_sms: multiprocessors; a program of a prefill takes most of one.
+    """
+    least = 1 << max(0, (max_seq_len - 1).bit_length() - 1)
+    most = min(least, visible) // _KEYS_PER_PREFILL_SPLIT
+    return max(1, min(most, num_sms // max(1, num_programs), _MOST_PREFILL_SPLITS))
 
 
 def paged_decode_workspace_bytes(

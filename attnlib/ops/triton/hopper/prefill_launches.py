@@ -15,14 +15,12 @@ from attnlib.ops.triton.hopper.descriptors import (
     CacheView,
     QueryView,
     TransposedView,
-    described,
     descriptor_arguments,
-    encode_views,
-    encoded_descriptors,
 )
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
+from attnlib.ops.triton.hopper.prefill_descriptors import PrefillDescriptors
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
-from attnlib.ops.triton.launch.cache import LaunchCache
+from attnlib.ops.triton.launch.partials import Partials
 from attnlib.ops.triton.launch.score import batch_score_values, score_arguments
 from attnlib.ops.triton.launch.sequence import (
     KEY_CACHE,
@@ -35,7 +33,6 @@ from attnlib.ops.triton.launch.sequence import (
     VALUE_CACHE,
     VALUE_MAP,
     Launches,
-    Lookup,
     Source,
     batch_sources,
     bind_step,
@@ -78,6 +75,8 @@ class HopperPrefill:
         gathers: the kernel reads the caches by address instead of descriptors.
         cache_strides: the kernel's last arguments: strides of keys and values in bytes, where
             it gathers their rows, None where it could; empty for kernels that cannot.
+        partials: how keys are divided over work tiles, and the kernel that combines them.
+        combine_tail: the numbers of that kernel after the number of splits.
     """
 
     limits: DeviceLimits
@@ -99,21 +98,33 @@ class HopperPrefill:
     num_work_tiles: int = 0
     gathers: bool = False
     cache_strides: tuple[int | None, ...] = ()
+    partials: Partials | None = None
+    combine_tail: tuple[int, ...] = ()
 
     needs_alignment: ClassVar[bool] = True
     """TMA requires aligned tensors, also for launches by Triton."""
     as_bytes: ClassVar[bool] = False
-    workspace_bytes: ClassVar[int] = 0
 
-    @property
+    @cached_property
     def kernels(self) -> tuple[BoundLaunch, ...]:
         """The kernels that `run` launches."""
-        return (self.attend,)
+        combine = None if self.partials is None else self.partials.combine
+        return (self.attend,) if combine is None else (self.attend, combine)
 
-    @property
+    @cached_property
+    def scratch_bytes(self) -> int:
+        """Global memory of a batch: for sums, or for the results of splits."""
+        return self.totals_bytes or self.workspace_bytes
+
+    @cached_property
+    def workspace_bytes(self) -> int:
+        """Bytes of the results of splits."""
+        return 0 if self.partials is None else self.partials.workspace_bytes
+
+    @cached_property
     def num_batch_values(self) -> int:
         """Values of a batch."""
-        return _NUM_BATCH_VALUES + bool(self.totals_bytes) + 3 * self.num_batch_tensors
+        return _NUM_BATCH_VALUES + bool(self.scratch_bytes) + 3 * self.num_batch_tensors
 
     def launches(
         self,
@@ -133,9 +144,11 @@ class HopperPrefill:
                 the caches of a call.
         """
         starts, lens, table, counters, l2_heads = batch_sources(_NUM_BATCH_VALUES)
-        totals: tuple[Any, ...] = () if self.totals_bytes is None else (None,)
-        if self.totals_bytes:
-            totals = batch_sources(1, _NUM_BATCH_VALUES)
+        space = batch_sources(1, _NUM_BATCH_VALUES) if self.scratch_bytes else (None,)
+        totals: tuple[Any, ...] = () if self.totals_bytes is None else space
+        split, last = self.partials, self.cache_strides
+        if last:  # of the general kernel
+            last = (*last, *((None, None) if split is None else (*space, split.num_splits)))
         pointers, sizes = score_arguments(
             self.score_sizes, self.num_batch_tensors, _NUM_BATCH_VALUES
         )
@@ -149,10 +162,14 @@ class HopperPrefill:
         arguments = (
             *caches, *query_map, QUERY, OUT, LSE, SINKS, *self.scales, *layer_tensors, *pointers,
             starts, lens, table, counters, *totals, self.scale, *self.numbers, int(concurrent),
-            l2_heads, *self.last, *sizes, *self.cache_strides,
+            l2_heads, *self.last, *sizes, *last,
         )  # fmt: skip
         step = bind_step(self.attend, direct, aligned, arguments)
-        return Launches((step,), self._lookups(direct, maps is None))
+        steps = [step]
+        if split is not None and split.combine is not None:
+            combined = (space[0], SINKS, OUT, LSE, split.num_splits, *self.combine_tail)
+            steps.append(bind_step(split.combine, direct, aligned, combined))
+        return Launches(tuple(steps), self._descriptors.lookups(direct, maps is None))
 
     @cached_property
     def direct(self) -> Launches:
@@ -160,10 +177,11 @@ class HopperPrefill:
         return self.launches(True)
 
     def with_scratch(self, batch: BatchTensors) -> BatchTensors:
-        """The batch, with memory for sums, and counters for a persistent kernel."""
-        if self.totals_bytes:
+        """The batch, with memory of `scratch_bytes`, and counters for a persistent kernel."""
+        held = 0 if self.totals_bytes or batch.workspace is None else batch.workspace.nbytes
+        if self.scratch_bytes > held:
             device = batch.query_start_loc.device
-            space = torch.empty(self.totals_bytes // 4, dtype=torch.float32, device=device)
+            space = torch.empty(self.scratch_bytes // 4, dtype=torch.float32, device=device)
             batch = batch._replace(workspace=space)
         counters = batch.counters
         if not self.tile.persistent or (
@@ -183,22 +201,26 @@ class HopperPrefill:
             counters = batch.counters.data_ptr()
             if counters & ALIGNMENT:
                 return None
-        totals: tuple[int, ...] = ()
-        if self.totals_bytes:
+        scratch: tuple[int, ...] = ()
+        if self.scratch_bytes:
             assert batch.workspace is not None  # see `with_scratch`
-            totals = (batch.workspace.data_ptr(),)
+            scratch = (batch.workspace.data_ptr(),)
         return (
             batch.query_start_loc.data_ptr(), batch.seq_lens.data_ptr(), table.data_ptr(),
-            counters, self._l2_heads(batch.max_seq_len), *totals,
+            counters, self._l2_heads(batch.max_seq_len), *scratch,
             *(batch_score_values(score, True) if score else ()),
         )  # fmt: skip
 
     def tensors(self, batch: BatchTensors) -> tuple[Any, ...]:
         """The values of a batch for launches by Triton."""
+        space: tuple[Any, ...] = ()
+        if self.scratch_bytes:
+            assert batch.workspace is not None  # see `with_scratch`
+            space = (batch.workspace.view(torch.float32),)
         return (
             batch.query_start_loc, batch.seq_lens, batch.block_table,
             batch.counters if self.tile.persistent else None, self._l2_heads(batch.max_seq_len),
-            *((batch.workspace,) if self.totals_bytes else ()),
+            *space,
             *batch_score_values(batch.score_tensors, False),
         )  # fmt: skip
 
@@ -211,40 +233,7 @@ class HopperPrefill:
             heads = choose_l2_heads(heads, max_seq_len, width + width_v)
         return heads * self.shared
 
-    def _lookups(self, direct: bool, of_caches: bool) -> tuple[Lookup, ...]:
-        """The descriptors of a call, with or without those of its caches."""
-        caches, maps, view = (KEY_CACHE, VALUE_CACHE), (KEY_MAP, VALUE_MAP), self.query_view
-        found: list[Lookup] = []
-        if of_caches and not self.gathers:
-            found.append(
-                Lookup(caches, self._descriptors, self._encode, maps)
-                if direct
-                else described(self.views, caches, maps)
-            )
-        if view is not None:
-            found.append(
-                Lookup((QUERY,), self._query_descriptors, self._encode_query, (QUERY_MAP,))
-                if direct
-                else described((view,), (QUERY,), (QUERY_MAP,))
-            )
-        return tuple(found)
-
     @cached_property
-    def _descriptors(self) -> LaunchCache:
-        """Encoded descriptors of caches like this one; known once the kernel has been launched."""
-        return encoded_descriptors(self.views, self.attend)
-
-    @cached_property
-    def _query_descriptors(self) -> LaunchCache:
-        """Encoded descriptors of queries like these; known once the kernel has been launched."""
-        return encoded_descriptors(self.query_view, self.attend)
-
-    def _encode(self, key: int, value: int) -> tuple[Any, ...]:
-        """Encode and keep the descriptors of the caches at these addresses."""
-        return encode_views(self._descriptors, self.attend, self.views, (key, value))
-
-    def _encode_query(self, query: int) -> tuple[Any, ...]:
-        """Encode and keep the descriptor of the queries at this address."""
-        assert self.query_view is not None
-        views, first = (self.query_view,), 0 if self.gathers else 2
-        return encode_views(self._query_descriptors, self.attend, views, query, first=first)
+    def _descriptors(self) -> PrefillDescriptors:
+        """The descriptors of queries and caches."""
+        return PrefillDescriptors(self.views, self.query_view, self.gathers, self.attend)

@@ -8,11 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.attention_call import AttentionCall
-from attnlib.ops.triton.heuristics.device import DeviceLimits
+from attnlib.ops.triton.heuristics.device import DeviceLimits, programmatic_launch
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     HopperTile,
 )
@@ -20,7 +18,6 @@ from attnlib.ops.triton.hopper.descriptors import (
     CacheView,
     QueryView,
     TransposedView,
-    gathered_strides,
 )
 from attnlib.ops.triton.hopper.kernels.consumer_state import BOUNDED
 from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
@@ -29,23 +26,24 @@ from attnlib.ops.triton.hopper.kernels.value_columns import PART_ELEMENTS
 from attnlib.ops.triton.hopper.prefill_geometry import PrefillGeometry
 from attnlib.ops.triton.hopper.prefill_kernels import choose_kernel
 from attnlib.ops.triton.hopper.prefill_launches import HopperPrefill
+from attnlib.ops.triton.hopper.prefill_numbers import (
+    cache_strides,
+    call_strides,
+    prefill_numbers,
+    prefill_scales,
+)
 from attnlib.ops.triton.hopper.sizes import gathers
 from attnlib.ops.triton.launch.bound import BoundLaunch
+from attnlib.ops.triton.launch.partials import Partials
 from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
 from attnlib.ops.triton.launch.score import (
     range_constants,
     score_constants,
     tensor_sizes,
 )
-from attnlib.ops.triton.launch.sequence import (
-    K_SCALE,
-    V_SCALE,
-    Source,
-)
 
 __all__ = ["HopperPrefill", "prepare_hopper_prefill"]
 
-_UNBOUNDED = 1 << 30
 _MOST_BOUNDED_CAP = 64.0
 """Soft cap up to which bfloat16 weights need no running maximum (`softmax.bounded_softmax`). Its
 tanh is too coarse for float16, whose range does not hold the weights either."""
@@ -59,6 +57,7 @@ def prepare_hopper_prefill(
     invariant: bool = False,
     unpaged: bool = False,
     transposed: TransposedView | None = None,
+    num_splits: int = 1,
 ) -> HopperPrefill:
     """Prepare the launch of calls like this one with a given tile.
 
@@ -70,17 +69,21 @@ def prepare_hopper_prefill(
         invariant: use the batch-invariant kernel.
         unpaged: keys and values `[1, Tk, Hkv, D]` are packed.
         transposed: the values of the kernel with float8 products, over packed keys.
+        num_splits: work tiles that share the keys of a query tile.
     """
     query, key, value, params = call.query, call.key, call.value, call.params
     sizes = PrefillGeometry.of(call, tile, one_head, invariant, unpaged)
     functions = _score_functions(call, one_head)
     config = _config(call, tile, sizes, functions, invariant)
+    if num_splits > 1:  # the sink counts when the splits are combined (M4)
+        config = config._replace(SPLIT=True, HAS_SINK=False)
     kernel, constants = choose_kernel(call, tile, config, functions, invariant, transposed)
     config = constants["CONFIG"]
     assert sizes.loads_queries or transposed is None
-    scale, scales = _scales(key.dtype.itemsize == 1, params)
+    scale, scales = prefill_scales(key.dtype.itemsize == 1, params)
     ctas = tile.ctas_per_sm * call.limits.num_sms
-    grid = (min(sizes.num_work_tiles, ctas) if tile.persistent else sizes.num_work_tiles, 1, 1)
+    count = sizes.num_work_tiles * num_splits
+    grid = (min(count, ctas) if tile.persistent else count, 1, 1)
     return HopperPrefill(
         limits=call.limits,
         index=query.get_device(),
@@ -97,18 +100,23 @@ def prepare_hopper_prefill(
         key_parts=sizes.key_parts,
         num_work_tiles=sizes.num_work_tiles,
         gathers=gathers(sizes.block_size),
-        cache_strides=_cache_strides(kernel, key, value),
-        numbers=_numbers(call, sizes),
-        last=(
-            key.shape[0],
-            query.stride(0),
-            query.stride(1),
-            call.out.stride(0),
-            call.out.stride(1),
-            call.lse_stride,
-            call.table_stride,
-        ),
+        cache_strides=cache_strides(key, value) if kernel is hopper_prefill_kernel else (),
+        numbers=prefill_numbers(call, sizes),
+        last=call_strides(call),
         attend=BoundLaunch(kernel, grid, constants),
+        partials=_partials(call, num_splits) if num_splits > 1 else None,
+        combine_tail=(*call.out.shape[:2], *call.out.stride()[:2], call.lse_stride),
+    )
+
+
+def _partials(call: AttentionCall, num_splits: int) -> Partials:
+    """The results of splits, which `combine_kernel` combines."""
+    return Partials.of_splits(
+        num_splits,
+        *call.out.shape,
+        has_sink=call.params.sink_kind,
+        has_lse=call.lse is not None,
+        overlap=programmatic_launch(call.limits),
     )
 
 
@@ -210,41 +218,3 @@ def _totals_bytes(sizes: PrefillGeometry, limits: DeviceLimits) -> int:
     """Global memory for the sums of the batch-invariant kernel: each CTA has one work tile at a
     time. 0 where the sums fit in shared memory."""
     return 4 * sizes.rows * sizes.width_v * limits.num_sms if sizes.width_v > 128 else 0
-
-
-def _numbers(call: AttentionCall, sizes: PrefillGeometry) -> tuple[float | int, ...]:
-    """The runtime numbers between the scale and `concurrent`."""
-    params, (left, right) = call.params, call.params.window
-    return (
-        float(params.logits_soft_cap),
-        min(left, _UNBOUNDED),
-        min(right, _UNBOUNDED),
-        min(params.attention_chunk_size, _UNBOUNDED),
-        call.batch.query_start_loc.shape[0] - 1,
-        call.num_tokens,
-        sizes.num_tiles,
-    )
-
-
-def _cache_strides(kernel: Any, key: Tensor, value: Tensor) -> tuple[int | None, ...]:
-    """See `HopperPrefill.cache_strides`."""
-    if kernel is not hopper_prefill_kernel:
-        return ()
-    return gathered_strides(key, value) if gathers(key.shape[1]) else (None,) * 6
-
-
-def _scales(
-    is_quantized: bool, params: AttentionParams
-) -> tuple[float, tuple[Source | None, Source | None]]:
-    """The softmax scale with what it includes of `k_scale`, and the scales that calls give."""
-    if is_quantized:
-        return params.scale, (K_SCALE, V_SCALE)
-    # Only copies of a float8 cache have other scales than 1 for the values, or tensors.
-    v_scale = None if _is_one(params.v_scale) else V_SCALE
-    if isinstance(params.k_scale, Tensor):
-        return params.scale, (K_SCALE, v_scale)
-    return params.scale * float(params.k_scale), (None, v_scale)
-
-
-def _is_one(scale: float | Tensor) -> bool:
-    return not isinstance(scale, Tensor) and scale == 1.0

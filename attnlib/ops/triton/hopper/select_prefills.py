@@ -26,10 +26,12 @@ from attnlib.ops.triton.hopper.converted_prefill import (
     prepare_converted_prefill,
     prepare_float8_prefill,
 )
+from attnlib.ops.triton.hopper.prefill_geometry import PrefillGeometry
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper_prefill
 from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, gathers, hopper_reads
 from attnlib.ops.triton.hopper.support import prefill_unsupported_reasons
 from attnlib.ops.triton.hopper.tensor_support import are_readable, unsupported_strides
+from attnlib.ops.triton.key_splits import key_splits
 from attnlib.ops.triton.launch.score import has_head_bounds, has_short_ranges
 
 __all__ = ["select_page_prefill", "select_prefill", "select_unpaged"]
@@ -44,8 +46,15 @@ memory's throughput to the converter. Triton 3.9 compiles them with spills in th
 """
 
 
-def select_prefill(call: AttentionCall) -> HopperPrefill | ConvertedPrefill | None:
-    """The Hopper prefill for calls of this signature; None where the plain kernel serves them."""
+def select_prefill(
+    call: AttentionCall, divides_keys: bool = False
+) -> HopperPrefill | ConvertedPrefill | None:
+    """The Hopper prefill for calls of this signature; None where the plain kernel serves them.
+
+    Args:
+        call: over pages.
+        divides_keys: several work tiles may share the keys of a query tile.
+    """
     shape, params, limits = call.shape, call.params, call.limits
     if prefill_unsupported_reasons(shape, CallFeatures.of(params), limits):
         return None
@@ -68,7 +77,17 @@ def select_prefill(call: AttentionCall) -> HopperPrefill | ConvertedPrefill | No
     one_head = has_head_bounds(params) and call.max_query_len >= _LEAST_TOKENS_OF_ONE_HEAD
     if has_short_ranges(params, one_head):
         tile = with_short_ranges(tile)
-    return prepare_hopper_prefill(call, tile, one_head=one_head)
+    num_splits = _key_splits(call, tile) if divides_keys and not has_score else 1
+    return prepare_hopper_prefill(call, tile, one_head=one_head, num_splits=num_splits)
+
+
+def _key_splits(call: AttentionCall, tile: HopperTile) -> int:
+    """Work tiles that share the keys of a query tile."""
+    shape = call.shape
+    if shape.cache_dtype.itemsize == 1 or gathers(shape.block_size):
+        return 1
+    sizes = PrefillGeometry.of(call, tile, one_head=False, invariant=False, unpaged=False)
+    return key_splits(call, sizes.tile_tokens, shape.num_kv_heads)
 
 
 def select_page_prefill(call: AttentionCall) -> ConvertedPrefill | None:

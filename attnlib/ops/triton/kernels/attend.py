@@ -233,6 +233,9 @@ def attend(
             end = tl.minimum(end, split_end)
         state = _attend_masked(work, span, begin, end, SCORE, CONFIG)
     else:
+        if CONFIG.SPLIT:
+            span = _narrow(span, split_begin, split_end, split_begin, split_end)
+            span_b = _narrow(span_b, split_begin, split_end, split_begin, split_end)
         CALLED: tl.constexpr = None if CONFIG.EXACT else SCORE
         FULL_SCORE: tl.constexpr = None if BOUNDS is not None else SCORE
         state = _attend_spans(work, span, span_b, CALLED, FULL_SCORE, CONFIG)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from attnlib.ops.triton.kernels.mask import visible_span
 
-__all__ = ["balanced_tiles", "find_request", "request_tiles", "tiles_per_split"]
+__all__ = ["balanced_tiles", "find_request", "request_tiles", "tile_share", "tiles_per_split"]
 
 
 @triton.jit
@@ -114,3 +114,17 @@ def tiles_per_split(
     else:
         per_split = tl.maximum((own_tiles + num_splits - 1) // num_splits, 1)
     return per_split
+
+
+@triton.jit
+def tile_share(tile, split, num_splits, mask, CONFIG: tl.constexpr):
+    """Return the keys [begin, end) of a split of a query tile of a prefill; none for some splits of
+    few key tiles."""
+    position = tile.seq_len - tile.query_len
+    first, _ = visible_span(position + tile.first_token, tile.seq_len, tile.causal, mask, CONFIG)
+    _, last = visible_span(position + tile.last_token, tile.seq_len, tile.causal, mask, CONFIG)
+    first_tile = first // CONFIG.BLOCK_N
+    tiles = (tl.maximum(last, 0) + CONFIG.BLOCK_N - 1) // CONFIG.BLOCK_N - first_tile
+    size = (tl.maximum(tiles, 0) + num_splits - 1) // num_splits
+    begin = (first_tile + split * size) * CONFIG.BLOCK_N
+    return begin, begin + size * CONFIG.BLOCK_N

@@ -109,8 +109,12 @@ class PlainAttention:
         return self.launches(True)
 
     def with_scratch(self, batch: BatchTensors) -> BatchTensors:
-        """The batch: the kernels need no counters."""
-        return batch
+        """The batch, with memory for partial results where it has none or too little."""
+        need, space = self.workspace_bytes, batch.workspace
+        if need == 0 or (space is not None and space.nbytes >= need):
+            return batch
+        device = batch.query_start_loc.device
+        return batch._replace(workspace=torch.empty(need // 4, dtype=torch.float32, device=device))
 
     def addresses(self, batch: BatchTensors) -> tuple[Any, ...] | None:
         """The values of a batch for direct launches; None if its workspace is not aligned."""

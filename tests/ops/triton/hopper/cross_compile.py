@@ -115,6 +115,21 @@ CASES: dict[str, dict[str, Any]] = {
     "512": {"d": 512, "group": 8, "lse": True},
     "512-group5-page1": {"d": 512, "group": 5, "n": 1, "lse": True},
     "256-page128-cap": {"d": 256, "group": 2, "n": 128, "cap": 50.0},
+    "128-splits": {"splits": 4},
+    "128-splits-all": {
+        "splits": 4,
+        "sinks": True,
+        "cap": 50.0,
+        "lse": True,
+        "window": (4095, 31),
+        "chunk": 8192,
+    },
+    "128-splits-leads": {"splits": 4, "tile": {"sign_softmax": True}},
+    "64-splits-sinks": {"splits": 4, "d": 64, "group": 8, "sinks": True},
+    "96-splits": {"splits": 4, "d": 96},
+    "192-128-splits": {"splits": 4, "d": 192, "dv": 128, "group": 1},
+    "256-splits": {"splits": 4, "d": 256, "group": 2},
+    "512-splits": {"splits": 4, "d": 512, "group": 8},
     "128-e4m3": {"cache": E4M3},
     "128-e5m2-page128": {"cache": E5M2, "n": 128, "scales": "tensor"},
     "128-e4m3-fp16": {"cache": E4M3, "dtype": FP16, "group": 5},
@@ -745,7 +760,9 @@ def compile_case(name: str) -> dict[str, Any]:
             batch = BatchTensors(starts, lens, table, max_seq_len=64, score_tensors=score_tensors)
             call = AttentionCall.of(query, keys, values, *outputs.values(), batch, params)
             one_head = has_head_bounds(params)
-            run_attention(prepare_hopper_prefill(call, tile, one_head=one_head), call)
+            splits = options.get("splits", 1)
+            prepared = prepare_hopper_prefill(call, tile, one_head=one_head, num_splits=splits)
+            run_attention(prepared, call)
 
     (launch, *_), facts = _compiled(run)
     return {

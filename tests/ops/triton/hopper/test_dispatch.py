@@ -75,7 +75,8 @@ def _schedule(max_query_len: int) -> DecodeSchedule:
 
 def _prefill(
     head_size: int = 128, block_size: int = 16, tokens: int = 600, seq_len: int = 600,
-    dtype: torch.dtype = BF16, head_size_v: int | None = None, **params: Any,
+    dtype: torch.dtype = BF16, head_size_v: int | None = None, divides_keys: bool = False,
+    **params: Any,
 ) -> HopperPrefill:  # fmt: skip
     """The launch of prefills of two requests, with 8 / 2 heads."""
     query = torch.empty(tokens, 8, head_size, dtype=dtype)
@@ -86,9 +87,35 @@ def _prefill(
     table = torch.zeros(2, -(-seq_len // block_size), dtype=torch.int32)
     given = AttentionParams(scale=0.1, **params)
     batch = BatchTensors(starts, starts[:2], table, max_seq_len=seq_len, max_query_len=tokens)
-    found = select_prefill(_call(query, cache, values, out, batch, given))
-    assert found is not None
+    found = select_prefill(_call(query, cache, values, out, batch, given), divides_keys)
+    assert isinstance(found, HopperPrefill)
     return found
+
+
+def test_few_query_tiles_over_long_keys_are_divided() -> None:
+    """2 requests of up to 64 tokens: tiles of 32 tokens, so 4 work tiles and 2 KV heads."""
+    sinks = torch.zeros(8)
+    divided = _prefill(tokens=64, seq_len=100_000, divides_keys=True, sinks=sinks)
+    config = divided.attend._constants["CONFIG"]
+    assert divided.partials is not None and divided.partials.num_splits == 132 // 8
+    assert len(divided.kernels) == 2 and config.SPLIT and not config.HAS_SINK
+    assert len(divided.launches(False).steps) == 2
+    assert divided.partials.combine is not None
+    assert divided.partials.combine._constants["HAS_SINK"]
+    assert divided.num_batch_values == _prefill().num_batch_values + 1
+    starts = torch.zeros(3, dtype=torch.int32)
+    batch = BatchTensors(starts, starts[:2], torch.zeros(2, 1, dtype=torch.int32))
+    space = divided.with_scratch(batch).workspace
+    assert space is not None and space.nbytes == 4 * (64 * 8 * 16 * 129 + 64)
+    for undivided in (
+        _prefill(tokens=64, seq_len=100_000),  # beside decodes
+        _prefill(tokens=1100, seq_len=100_000, divides_keys=True),
+        _prefill(tokens=64, seq_len=2048, divides_keys=True),
+        _prefill(tokens=64, seq_len=100_000, divides_keys=True, window=(900, 0)),
+        _prefill(tokens=64, seq_len=100_000, divides_keys=True, block_size=1),
+    ):
+        config = undivided.attend._constants["CONFIG"]
+        assert undivided.partials is None and len(undivided.kernels) == 1 and not config.SPLIT
 
 
 @pytest.mark.parametrize("max_seq_len", [600, SHORT_CONTEXT, SHORT_CONTEXT + 1, 1 << 20])
@@ -102,7 +129,7 @@ def test_prefills_of_long_requests_look_at_signs(max_seq_len: int) -> None:
     cache = torch.empty(5, 16, 2, 128, dtype=BF16)
     starts = torch.zeros(3, dtype=torch.int32)
     batch = BatchTensors(starts, starts[:2], None, max_seq_len=max_seq_len)
-    assert batch.length_class(cache) == int(is_long)
+    assert batch.length_class(cache) % 2 == int(is_long)
 
 
 @pytest.mark.parametrize("seq_len", [600, 1 << 20])

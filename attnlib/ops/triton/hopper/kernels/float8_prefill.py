@@ -202,7 +202,7 @@ def float8_prefill_kernel(
     call = PrefillCall(
         Batch(query_start_loc, seq_lens, block_table, num_reqs, num_blocks, stride_table),
         num_tokens, num_tiles, l2_heads, counters, concurrent, mask_of(left, right, chunk, CONFIG),
-        None, None, CONFIG,
+        None, None, None, CONFIG,
     )  # fmt: skip
     CONSUMERS: gl.constexpr = CONFIG.CONSUMER_REGISTERS
     PRODUCERS: gl.constexpr = CONFIG.PRODUCER_REGISTERS

@@ -79,7 +79,7 @@ def invariant_prefill_kernel(
     call = PrefillCall(
         Batch(query_start_loc, seq_lens, block_table, num_reqs, num_blocks, stride_table),
         num_tokens, num_tiles, l2_heads, counters, concurrent, mask_of(left, right, chunk, CONFIG),
-        None, None, CONFIG,
+        None, None, None, CONFIG,
     )  # fmt: skip
     keys = CacheSource(key_desc, 1, 0)
     values = CacheSource(value_desc, 1, 0)

@@ -9,6 +9,7 @@ from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate, partition
 __all__ = ["Mailbox", "TileRanges", "WorkTile"]
 
 _FIRST_TILE_FIELD: gl.constexpr = gl.constexpr(6)
+_SPLIT_FIELD: gl.constexpr = gl.constexpr(6)  # there are no tiles with splits
 
 
 @aggregate
@@ -55,6 +56,7 @@ class WorkTile:
         first_token: token of the request that the tile begins at.
         kv_head: KV head, times the work tiles that share one.
         query_len, seq_len: of the request.
+        split: its share of the keys; 0 without SPLIT.
         tiles: `TileRanges`; they are published with bounds only.
     """
 
@@ -64,6 +66,7 @@ class WorkTile:
     kv_head: Value
     query_len: Value
     seq_len: Value
+    split: Value
     tiles: Value
 
 
@@ -108,6 +111,7 @@ class Mailbox:
         empty: mbarriers [2, 1] that complete when all readers have copied it.
         FIELDS: fields of a slot.
         RANGES: ranges of keys that the bounds of the score function return; 0 without bounds.
+        SPLIT: work tiles have a share of the keys; not with RANGES.
     """
 
     memory: Value
@@ -115,6 +119,7 @@ class Mailbox:
     empty: Value
     FIELDS: gl.constexpr
     RANGES: gl.constexpr
+    SPLIT: gl.constexpr
 
     @gluon.jit
     def _write(self, index, value):
@@ -138,6 +143,8 @@ class Mailbox:
         self._write(first + 3, work.kv_head)
         self._write(first + 4, work.query_len)
         self._write(first + 5, work.seq_len)
+        if self.SPLIT:
+            self._write(first + _SPLIT_FIELD, work.split)
         if self.RANGES > 0:
             self._write(first + _FIRST_TILE_FIELD, work.tiles.begin)
             self._write(first + _FIRST_TILE_FIELD + 1, work.tiles.left_end)
@@ -167,6 +174,9 @@ class Mailbox:
         kv_head = _read_field(self.memory, slot * self.FIELDS + 3)
         query_len = _read_field(self.memory, slot * self.FIELDS + 4)
         seq_len = _read_field(self.memory, slot * self.FIELDS + 5)
+        split = 0
+        if self.SPLIT:
+            split = _read_field(self.memory, slot * self.FIELDS + _SPLIT_FIELD)
         begin, left_end, right_begin, end, left_b, right_b, after_gap, gap = _read_tiles(
             self.memory, slot, self.RANGES, self.FIELDS
         )
@@ -176,4 +186,4 @@ class Mailbox:
         tiles = TileRanges(
             begin, left_end, right_begin, end, left_b, right_b, after_gap, gap, self.RANGES
         )
-        return WorkTile(request, start, first_token, kv_head, query_len, seq_len, tiles)
+        return WorkTile(request, start, first_token, kv_head, query_len, seq_len, split, tiles)

@@ -25,6 +25,7 @@ from attnlib.ops.triton.hopper.kernels.compat import reinterpret
 from attnlib.ops.triton.hopper.kernels.converter import converter
 from attnlib.ops.triton.hopper.kernels.decode_call import Outputs, Queries
 from attnlib.ops.triton.hopper.kernels.gather import GATHER_THREADS
+from attnlib.ops.triton.hopper.kernels.key_splits import key_splits
 from attnlib.ops.triton.hopper.kernels.prefill_call import (
     UNALIGNED,
     UNSPECIALIZED,
@@ -65,7 +66,7 @@ def _allocate(CONFIG: gl.constexpr, QUERY: gl.constexpr, COMPUTE: gl.constexpr):
     q_tiles = allocate_tiles(QUERY, CONFIG.Q_STAGES * BLOCKS * CONFIG.KEY_PARTS, 64, CONFIG.WIDTH)
     k_tiles = allocate_tiles(COMPUTE, STAGES * CONFIG.KEY_PARTS, CONFIG.BLOCK_N, CONFIG.WIDTH)
     if CONFIG.VALUE_PARTS > 0:
-        SPARE: gl.constexpr = _spare_parts(CONFIG.VALUE_PARTS, CONFIG.HAS_LSE)
+        SPARE: gl.constexpr = _spare_parts(CONFIG.VALUE_PARTS, CONFIG.HAS_LSE or CONFIG.SPLIT)
         v_tiles = allocate_tiles(
             COMPUTE, STAGES * (CONFIG.VALUE_PARTS + SPARE), PART_KEYS, PART_ELEMENTS
         )
@@ -139,11 +140,12 @@ def hopper_prefill_kernel(
     num_reqs, num_tokens, num_tiles, concurrent, l2_heads, num_blocks, stride_qt, stride_qh,
     stride_ot, stride_oh, stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2,
     columns2, rows3, columns3, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    partials, num_splits,
     SCORE: gl.constexpr, KEY_SLOPE: gl.constexpr, BOUNDS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 warps per consumer and 1 + 1 loader warps.
 
-    Grid: num_tiles * NUM_KV_HEADS CTAs, or fewer with PERSISTENT.
+    Grid: num_tiles * NUM_KV_HEADS CTAs, with SPLIT times `num_splits`, or fewer with PERSISTENT.
 
     Args:
         key_desc, value_desc: TMA descriptors of the caches; of float8 ones as int16. With GATHERS
@@ -158,6 +160,7 @@ def hopper_prefill_kernel(
         aux0 to columns3: tensors of SCORE with their sizes (`kernels.score`); None without.
         stride_kb to stride_vh: with GATHERS, strides of the key and the value cache in blocks, rows
             and heads, in bytes; else None.
+        partials, num_splits: memory and number of `KeySplits`; None without SPLIT.
         SCORE, KEY_SLOPE: fields of `Scoring`.
         BOUNDS: field of `PrefillCall`.
         CONFIG: `PrefillConfig`.
@@ -173,14 +176,17 @@ def hopper_prefill_kernel(
     scoring = Scoring(scale, soft_cap, k_scale, v_scale, SCORE, KEY_SLOPE, column_tile)
     queries = Queries(query, stride_qt, stride_qh, num_tokens)
     outputs = Outputs(out, lse, sinks, stride_ot, stride_oh, stride_lt)
+    splits = key_splits(partials, num_splits, num_tokens, CONFIG) if CONFIG.SPLIT else None
     call = PrefillCall(
         Batch(query_start_loc, seq_lens, block_table, num_reqs, num_blocks, stride_table),
         num_tokens, num_tiles, l2_heads, counters, concurrent, mask_of(left, right, chunk, CONFIG),
-        aux, BOUNDS, CONFIG,
+        aux, BOUNDS, splits, CONFIG,
     )  # fmt: skip
     PRODUCERS: gl.constexpr = CONFIG.PRODUCER_REGISTERS
     SPARE: gl.constexpr = (
-        _spare_parts(CONFIG.VALUE_PARTS, CONFIG.HAS_LSE) if CONFIG.VALUE_PARTS > 0 else 0
+        _spare_parts(CONFIG.VALUE_PARTS, CONFIG.HAS_LSE or CONFIG.SPLIT)
+        if CONFIG.VALUE_PARTS > 0
+        else 0
     )
     keys = CacheSource(key_desc, CONFIG.KEY_PARTS, 0)
     values = CacheSource(value_desc, max(CONFIG.VALUE_PARTS, 1), SPARE)

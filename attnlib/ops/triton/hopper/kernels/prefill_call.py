@@ -26,6 +26,7 @@ UNSPECIALIZED = [
     *("num_blocks", "stride_qt", "stride_qh", "stride_ot", "stride_oh", "stride_lt"),
     *("stride_table", "rows0", "columns0", "rows1", "columns1", "rows2", "columns2", "rows3"),
     *("columns3", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh"),
+    "num_splits",
 ]
 """Parameters whose values must not select a compilation, because they change from step to step."""
 
@@ -72,6 +73,8 @@ class PrefillConfig(NamedTuple):
         BYTE_STAGES: stages of the rings of a float8 cache.
         CONVERTER_WARPS, CONVERTER_REGISTERS: of the partition that converts a float8 cache.
         QUERY_REGISTERS: consumers keep the queries in registers, beside a converter.
+        SPLIT: the keys of a query tile are divided over work tiles (`key_splits`); only over
+            16-bit caches with pages that TMA reads, without RANGES.
     """
 
     NUM_KV_HEADS: int
@@ -114,6 +117,7 @@ class PrefillConfig(NamedTuple):
     CONVERTER_WARPS: int = 0
     CONVERTER_REGISTERS: int = 0
     QUERY_REGISTERS: bool = False
+    SPLIT: bool = False
 
 
 @gluon.jit
@@ -139,6 +143,7 @@ class PrefillCall:
         mask: `Mask`.
         aux: tensors of the score function, in a tuple.
         BOUNDS: function of the keys that the score function shows, or None.
+        splits: `KeySplits`; None without SPLIT.
         config: `PrefillConfig`.
     """
 
@@ -151,6 +156,7 @@ class PrefillCall:
     mask: Value
     aux: Value
     BOUNDS: gl.constexpr
+    splits: Value
     config: Value
 
     @gluon.jit
@@ -171,6 +177,8 @@ class PrefillCall:
                 None, self.mask, None, None, self.config.TILE_TOKENS, self.config.BLOCK_N
             )
             found = keys.visited(work.first_token, work.query_len, work.seq_len, work.request)
+            if self.config.SPLIT:
+                found = self.splits.share(found, work.split)
             return TileRanges(
                 found.begin, found.left_end, found.right_begin, found.end, 0, 0, 0, 0, 0
             )

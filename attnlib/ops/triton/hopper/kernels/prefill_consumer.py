@@ -133,6 +133,8 @@ def consumer(call, scoring, source, outputs, storage, q_halves, WARPGROUP: gl.co
                 call.config.DV,
                 call.config.HAS_LSE and warpgroup.PART <= 0,
             )
+            if call.config.SPLIT:
+                call.splits.store_counts(work.start + token, head, valid, 0.0)
         if (request >= 0) & (request < call.batch.num_reqs):
             tiles = call.tiles(work)
             q_stage = loaded % queries.ring.STAGES

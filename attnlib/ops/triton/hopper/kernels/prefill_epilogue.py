@@ -82,7 +82,12 @@ def finish_rows(
         row_sum = row_sum * acc_scale + exp2(sink - finite_max)
     empty = row_sum == 0.0
     safe_sum = gl.where(empty, 1.0, row_sum)
-    if call.config.HAS_LSE and consumer.PART <= 0:
+    if call.config.SPLIT:
+        if consumer.PART <= 0:
+            base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
+            row = work.start + rows.tokens
+            call.splits.store_lses(row, rows.heads, rows.valid, work.split, base2)
+    elif call.config.HAS_LSE and consumer.PART <= 0:
         natural = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum)) * LN2
         gl.store(outputs.lses(work.start + rows.tokens, rows.heads), natural, mask=rows.valid)
     normalizer = acc_scale / safe_sum
@@ -92,8 +97,15 @@ def finish_rows(
         scale = load_kv_scale(scoring.v_scale, kv_head, V_KIND)
         normalizer *= factor_without_keys(scale, without_keys, V_KIND)
     normalizer = gl.convert_layout(normalizer, gl.SliceLayout(1, consumer.O_LAYOUT))
-    tile = (acc * normalizer[:, None]).to(rows.tile.dtype)
-    _store(call, consumer, rows.tile, outputs, work, tile, OWN_QUERIES)
+    if call.config.SPLIT:
+        ACC: gl.constexpr = gl.SliceLayout(1, consumer.O_LAYOUT)
+        FIRST: gl.constexpr = consumer.PART * consumer.COLUMNS if call.config.SPLIT_V else 0
+        token, head, valid = work_rows(call, work, consumer.ROW_BLOCK, ACC)
+        part = acc * normalizer[:, None]
+        call.splits.store_values(work.start + token, head, valid, work.split, part, FIRST)
+    else:
+        tile = (acc * normalizer[:, None]).to(rows.tile.dtype)
+        _store(call, consumer, rows.tile, outputs, work, tile, OWN_QUERIES)
 
 
 @gluon.jit

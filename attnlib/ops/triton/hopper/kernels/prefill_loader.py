@@ -101,6 +101,8 @@ def key_loader(call, storage, source, query_desc, ALIGNED: gl.constexpr = False)
     keys = storage.keys
     call.begin()
     count = call.num_tiles * call.config.NUM_KV_HEADS * call.config.SHARED
+    if call.config.SPLIT:
+        count = count * call.splits.count
     # The first work tile of each CTA is its own index; the counter hands out those after them.
     number = gl.program_id(0)
     first_counted = gl.num_programs(0)
@@ -113,7 +115,15 @@ def key_loader(call, storage, source, query_desc, ALIGNED: gl.constexpr = False)
     loaded = 0
     step = 0
     while number < count:
-        request, start, first_token, kv_head, query_len, seq_len = find_work(call, number, ALIGNED)
+        split = 0
+        found_at = number
+        if call.config.SPLIT:
+            # Neighboring CTAs have the splits of a query tile and KV head.
+            split = number % call.splits.count
+            found_at = number // call.splits.count
+        request, start, first_token, kv_head, query_len, seq_len = find_work(
+            call, found_at, ALIGNED
+        )
         begin = 0
         end = 0
         second_begin = 0
@@ -125,7 +135,7 @@ def key_loader(call, storage, source, query_desc, ALIGNED: gl.constexpr = False)
             end = found.end
             second_begin = found.second_begin
             gap = found.gap
-            work = WorkTile(request, start, first_token, kv_head, query_len, seq_len, found)
+            work = WorkTile(request, start, first_token, kv_head, query_len, seq_len, split, found)
             storage.mailbox.publish(mail, work)
             mail += 1
             if request < call.batch.num_reqs:
@@ -140,17 +150,7 @@ def key_loader(call, storage, source, query_desc, ALIGNED: gl.constexpr = False)
                     first_keys = gl.minimum(end - begin, keys.STAGES - 1)
                     for back in range(0, first_keys):
                         _load_key_tile(
-                            call,
-                            source,
-                            work,
-                            found,
-                            table,
-                            pages,
-                            keys,
-                            end,
-                            back,
-                            step,
-                            step,
+                            call, source, work, found, table, pages, keys, end, back, step, step
                         )
                         step += 1
                     end -= first_keys
@@ -162,7 +162,7 @@ def key_loader(call, storage, source, query_desc, ALIGNED: gl.constexpr = False)
                     begin = visited.begin
                     end = visited.end
         tiles = TileRanges(begin, 0, 0, end, 0, 0, second_begin, gap, call.config.RANGES)
-        work = WorkTile(request, start, first_token, kv_head, query_len, seq_len, tiles)
+        work = WorkTile(request, start, first_token, kv_head, query_len, seq_len, split, tiles)
         table = call.batch.table(gl.minimum(request, call.batch.num_reqs - 1))
         pages = (seq_len + PAGE - 1) // PAGE
         number = count

@@ -96,7 +96,7 @@ def allocate_storage(
         LOADERS: arrivals that complete a stage of keys or values.
         OWN_QUERIES: see `QueryTiles`.
     """
-    FIELDS: gl.constexpr = 6 + 4 * CONFIG.RANGES
+    FIELDS: gl.constexpr = 6 + 4 * CONFIG.RANGES + int(CONFIG.SPLIT)
     STAGES: gl.constexpr = CONFIG.STAGES
     CONSUMERS: gl.constexpr = CONFIG.CONSUMERS
     mailbox = gl.allocate_shared_memory(
@@ -126,7 +126,7 @@ def allocate_storage(
     fence_async_shared()
     BLOCKS: gl.constexpr = q_tiles.shape[0] // (CONFIG.Q_STAGES * CONFIG.KEY_PARTS)
     return PrefillStorage(
-        Mailbox(mailbox, mail_full, mail_empty, FIELDS, CONFIG.RANGES),
+        Mailbox(mailbox, mail_full, mail_empty, FIELDS, CONFIG.RANGES, CONFIG.SPLIT),
         QueryTiles(
             Ring(q_tiles, q_full, q_empty, CONFIG.Q_STAGES),
             BLOCKS,

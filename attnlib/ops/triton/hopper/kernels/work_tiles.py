@@ -73,4 +73,4 @@ def find_ranges(call, request, first_token, kv_head, query_len, seq_len):
 @gluon.jit
 def last_work(RANGES: gl.constexpr):
     """Return the `WorkTile` that ends the loops of all partitions."""
-    return WorkTile(-1, 0, 0, 0, 0, 0, TileRanges(0, 0, 0, 0, 0, 0, 0, 0, RANGES))
+    return WorkTile(-1, 0, 0, 0, 0, 0, 0, TileRanges(0, 0, 0, 0, 0, 0, 0, 0, RANGES))
