@@ -106,7 +106,7 @@ class HopperDecode:
     is_quantized: bool
     score_sizes: tuple[int, ...]
     numbers: tuple[float | int, ...]
-    combine_tail: tuple[int, ...]
+    combine_tail: tuple[int | None, ...]
     lse_offset: int
     header_offset: int
     workspace_bytes: int

@@ -90,7 +90,10 @@ def prepare_hopper_decode(
         last_strides=gathered_strides(call.key, call.value) if gathered else _scale_strides(params),
         gathers=gathered,
         numbers=call_numbers(call, sizes.num_blocks, sizes.rows),
-        combine_tail=(call.batch.num_decodes, sizes.rows, *call.out.stride()[:2], call.lse_stride),
+        combine_tail=(
+            *(call.batch.num_decodes, sizes.rows),
+            *(*call.out.stride()[:2], call.lse_stride, None),
+        ),
         lse_offset=num_partials * sizes.head_size_v,
         header_offset=num_partials * (sizes.head_size_v + 1),
         workspace_bytes=hopper_decode_workspace_bytes(

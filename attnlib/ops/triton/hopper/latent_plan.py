@@ -60,20 +60,23 @@ def _workspace_bytes(ctas: int, rows: int, num_headers: int) -> int:
 
 
 def _combine_tile(
-    num_reqs: int, num_rows: int, group: int, head_size_v: int, num_ranges: int
+    num_reqs: int, num_tokens: int, num_heads: int, head_size_v: int, num_ranges: int
 ) -> dict[str, int]:
     """Return the tile of the combine kernel: heads, elements, splits loaded together, warps.
 
     With few rows, up to four programs share a row. Each loads the splits that requests of equal
-    lengths have together, in at most 64 registers of each thread. The number of requests counts as
-    a power of 2, so that a warm-up over powers of 2 compiles every variant.
+    lengths have together, in at most 64 registers of each thread. Requests and tokens count as
+    powers of 2, and `num_ranges` is that of requests with one block of query tokens, so that a
+    warm-up over powers of 2 compiles every variant.
     """
+    num_reqs, num_tokens = map(triton.next_power_of_2, (num_reqs, num_tokens))
+    num_rows, group = num_tokens * num_heads, num_heads // latent_head_blocks(num_heads)
     if num_rows > _FEW_RESULTS:
         # Most programs of many requests only see that there is one split: fewer take less time.
-        warps = 8 if 2 * triton.next_power_of_2(num_reqs) > num_ranges else 4
+        warps = 8 if 2 * num_reqs > num_ranges else 4
         heads = min(warps, triton.next_power_of_2(group))
         return {"HEADS": heads, "PARTS": 1, "DV_PAD": head_size_v, "STEP": 4, "num_warps": warps}
-    splits = num_ranges // triton.next_power_of_2(num_reqs) + 2
+    splits = num_ranges // num_reqs + 2
     # Measured with two ranges for each SM: 32 requests of 16 heads take 50.3 us with one program
     # for each row, and 51.0 with four; 16 requests 33.3 and 32.5 us. 64 requests of 16k latents
     # take 292.7 us with a step of 8 and two warps, and 294.5 with 16 and four.
@@ -122,12 +125,12 @@ def prepare_latent_decode(
             *(key.shape[0], rows, *query.stride()[:2], *out.stride()[:2]),
             *(call.lse_stride, call.table_stride),
         ),
-        combine_tail=(call.num_reqs, rows, *out.stride()[:2], call.lse_stride),
+        combine_tail=(call.num_reqs, rows, *out.stride()[:2], call.lse_stride, blocks),
         lse_offset=num_partials * size_v,
         header_offset=num_partials * (size_v + 1),
         workspace_bytes=_workspace_bytes(ctas, rows, call.num_tokens * head_blocks),
         attend=_attend_launch(call, group, blocks, swaps, ctas),
-        combine=_combine_launch(call, group, blocks, ctas // blocks),
+        combine=_combine_launch(call, group, workers_per_head(resident, head_blocks, 1)),
     )
 
 
@@ -178,20 +181,17 @@ def _attend_launch(
     return BoundLaunch(hopper_latent_swap_ab_kernel, (ctas, 1, 1), options)
 
 
-def _combine_launch(call: AttentionCall, group: int, blocks: int, num_ranges: int) -> BoundLaunch:
+def _combine_launch(call: AttentionCall, group: int, num_ranges: int) -> BoundLaunch:
     """The kernel that combines splits.
 
     Args:
         group: query heads of a CTA.
-        blocks: of query rows of a request.
-        num_ranges: ranges of the line of all tiles.
+        num_ranges: ranges of the line of all tiles, if requests have one block of query tokens.
     """
     num_heads, size_v = call.shape.num_heads, call.shape.head_size_v
-    num_rows = call.num_tokens * num_heads
-    tile = _combine_tile(call.num_reqs, num_rows, group, size_v, num_ranges)
+    tile = _combine_tile(call.num_reqs, call.num_tokens, num_heads, size_v, num_ranges)
     options = {
         "NUM_KV_HEADS": num_heads // group,
-        "APART": blocks,
         "GROUP": group,
         "DV": size_v,
         "HAS_SINK": call.params.sinks is not None,

@@ -138,7 +138,7 @@ def clear_rows(outputs, batch, num_tokens, worker, num_workers, config):
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "rows", "stride_ot", "stride_oh", "stride_lt"],
+    do_not_specialize=["num_reqs", "rows", "stride_ot", "stride_oh", "stride_lt", "apart"],
     do_not_specialize_on_alignment=[
         "sinks",
         "lse",
@@ -160,6 +160,7 @@ def hopper_combine_kernel(
     stride_ot,
     stride_oh,
     stride_lt,
+    apart,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -169,14 +170,13 @@ def hopper_combine_kernel(
     HAS_SINK: tl.constexpr,
     HAS_LSE: tl.constexpr,
     PARTS: tl.constexpr = 1,
-    APART: tl.constexpr = 0,
 ):
     """Combine the splits of HEADS query heads of one token and KV head.
 
     Grid: (tokens, KV heads, blocks of HEADS in a group times PARTS). Rows after the last request
     become 0 (M6). `split_headers` is [token, KV head], written by the CTA that has the request's
     first tile. Each of PARTS programs combines DV_PAD elements of the values. Consecutive splits of
-    a request are APART CTAs apart, 0 for NUM_KV_HEADS.
+    a request are `apart` CTAs apart, None for NUM_KV_HEADS.
     """
     # PDL: started early; nothing may be read before the decode kernel has ended.
     gdc_wait()
@@ -219,10 +219,11 @@ def hopper_combine_kernel(
     acc = tl.zeros([HEADS, DV_PAD], tl.float32)
     row_max = tl.full([HEADS], float("-inf"), tl.float32)
     row_sum = tl.zeros([HEADS], tl.float32)
+    between = NUM_KV_HEADS if apart is None else apart
     for base in range(0, num_splits, STEP):
         split = base + tl.arange(0, STEP)
         live = (split < num_splits)[:, None] & inside[None, :]
-        following = (first_partial // 2 + split * (APART or NUM_KV_HEADS)) * 2
+        following = (first_partial // 2 + split * between) * 2
         index = tl.where(split == 0, first_partial, following)[:, None] * rows + row[None, :]
         split_lses = tl.load(partial_lses + index, mask=live, other=float("-inf"))
         values = tl.load(
