@@ -18,6 +18,7 @@ from attnlib.layer.warmup import WarmupReport
 from attnlib.score_functions.builtin import alibi_sqrt
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
+from tests.described_batches import KINDS as BATCH_KINDS
 from tests.described_kinds import KINDS, LAYOUT_KINDS
 from tests.fresh_process import run_module
 
@@ -77,6 +78,22 @@ def test_every_kind_of_layer_has_kernels() -> None:
     assert len({tuple(on_hopper[kind]) for kind in LAYOUT_KINDS}) == 1
     for kind, keys in found["sm_80"].items():
         assert len(keys) >= 4 and not set(keys) & set(on_hopper[kind])
+
+
+@pytest.mark.slow
+def test_random_batches_need_no_further_kernel() -> None:
+    """Verification steps over latents, divided and undivided prefills, captured batches."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = run_module("tests.described_batches", [], environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert set(found) == set(BATCH_KINDS)
+    for kind, kernels in found.items():
+        assert kernels["lacking"] == [], kind
+        # Of undivided and of divided prefills, whose splits `combine_kernel` combines.
+        prefills = [name for name in kernels["used"] if "prefill_kernel" in name]
+        assert len(prefills) >= 2 and "combine_kernel" in kernels["used"], kind
+    assert found["16 latent heads"]["used"].count("hopper_latent_decode_kernel") == 2
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")

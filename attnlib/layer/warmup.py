@@ -106,15 +106,10 @@ def warmup(
         )
     where = torch.device(device or torch.get_default_device()) if cache is None else cache.device
     builder = builder or layer.backend.make_builder(spec, where, limits=limits)
-    started, batches = time.perf_counter(), warmup_batches(limits, builder.reorder_batch_threshold)
-    if runs_kernels(where) and spec.is_paged:
-        batches = list(dict.fromkeys([*batches, large_write(limits)]))
+    started, batches = time.perf_counter(), _batches(builder, limits, where)
     columns = max_blocks or -(-limits.max_seq_len // spec.block_size)
     with torch.no_grad(), _new_kernels(where) as new:
-        for lengths in batches:
-            bounds = builder.seq_len_bounds(
-                len(lengths), max(lengths), max(limits.max_seq_len, *lengths)
-            )
+        for lengths, bounds in batches.items():
             for common in bounded_batches(spec, lengths, bounds, columns, where):
                 _run(layer, cache, builder.build(0, common), sum(lengths), where)
         for metadata, num_tokens in builder.warmup_metadata(limits):
@@ -126,6 +121,19 @@ def warmup(
     report = WarmupReport(tuple(batches), seconds, num_found, len(new) - num_found)
     logging.getLogger("attnlib").info("%s", report)  # engines do not show the result
     return report
+
+
+def _batches(
+    builder: AttentionMetadataBuilder[Any], limits: BatchLimits, device: torch.device
+) -> dict[tuple[int, ...], list[int]]:
+    """Query lengths of the batches to run -> bounds on sequence lengths."""
+    lengths, most = warmup_batches(limits, builder.reorder_batch_threshold), limits.max_seq_len
+    if runs_kernels(device) and builder.spec.is_paged:
+        lengths.append(large_write(limits))
+    found = {one: builder.seq_len_bounds(len(one), max(one), max(most, *one)) for one in lengths}
+    for one in builder.warmup_lengths(limits):
+        found.setdefault(one, [most])
+    return found
 
 
 def _new_kernels(device: torch.device) -> AbstractContextManager[list[Any]]:

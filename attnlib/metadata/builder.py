@@ -184,6 +184,10 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         """
         return sorted({least, most})
 
+    def warmup_lengths(self, limits: BatchLimits) -> list[tuple[int, ...]]:
+        """Query lengths of further batches that `warmup` runs, over the longest sequences."""
+        return []
+
     def warmup_metadata(self, limits: BatchLimits) -> Iterator[tuple[M, int]]:
         """Batches that `warmup` runs besides those of query and sequence lengths, each with its
         number of tokens. The default is none.

@@ -1,9 +1,12 @@
 """Step plans of the `triton` backend under the interpreter."""
 
+from typing import Any
+
 import pytest
 import torch
 
 import attnlib
+from attnlib.backends.triton.plan import TritonPlan
 from attnlib.errors import ContractError
 from attnlib.metadata.graph_guard import GraphGuard
 
@@ -68,23 +71,33 @@ def test_strided_metadata_of_a_captured_step_is_refused() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
-def test_a_captured_mixed_batch_serves_other_lengths() -> None:
-    """The metadata of the capture reads only tensors of the batch, so it follows their values."""
-    table = torch.arange(48, dtype=torch.int32).view(3, 16)
+@pytest.mark.parametrize(
+    ("longest", "batches", "num_splits"),
+    [
+        (256, [([1, 1, 13], [40, 33, 20]), ([12, 2, 1], [12, 200, 17])], 1),
+        (5000, [([2, 13], [40, 20]), ([13, 2], [256, 17]), ([8, 7], [8, 7])], 2),
+    ],
+)
+def test_a_captured_mixed_batch_serves_other_lengths(
+    longest: int, batches: list[tuple[list[int], list[int]]], num_splits: int
+) -> None:
+    """The metadata of the capture reads only tensors of the batch, so it follows their values; how
+    many programs share the keys follows from the bounds of the capture."""
+    table = torch.arange(48, dtype=torch.int32).view(3, 16)[: len(batches[0][0])]
 
     def batch(query_lens: list[int], seq_lens: list[int]) -> attnlib.CommonAttentionMetadata:
         return attnlib.CommonAttentionMetadata.from_lengths(
-            query_lens, seq_lens, table, 16, "cpu", max_query_len=13, max_seq_len=256
+            query_lens, seq_lens, table, 16, "cpu", max_query_len=13, max_seq_len=longest
         )
 
-    limits = attnlib.BatchLimits(max_num_reqs=3, max_num_tokens=15, max_seq_len=256)
+    limits = attnlib.BatchLimits(max_num_reqs=3, max_num_tokens=15, max_seq_len=longest)
     layer = attnlib.Attention(SPEC, backend="triton", device="cpu")
     builder = layer.backend.make_builder(SPEC, "cpu", limits=limits)
-    buffers = batch([1, 1, 13], [40, 33, 20])
+    buffers = batch(*batches[0])
     captured = builder.build_for_cudagraph_capture(buffers)
     guard = GraphGuard(captured, include_cpu=True)
     reference = attnlib.Attention(SPEC, backend="torch", device="cpu")
-    for query_lens, seq_lens in (([1, 1, 13], [40, 33, 20]), ([12, 2, 1], [12, 200, 17])):
+    for query_lens, seq_lens in batches:
         now = batch(query_lens, seq_lens)
         for name in ("query_start_loc", "seq_lens", "slot_mapping"):
             getattr(buffers, name).copy_(getattr(now, name))
@@ -101,6 +114,43 @@ def test_a_captured_mixed_batch_serves_other_lengths() -> None:
         torch.testing.assert_close(
             layer(q, k, v, cache, captured), reference(q, k, v, expected, step)
         )
+    (plan,) = _plans(captured)
+    assert plan._launches.prefill.attend._grid[2] == num_splits
+
+
+def _plans(metadata: Any) -> list[TritonPlan]:
+    """The plans of a batch."""
+    found = (known.plan for known in metadata.plans.values())
+    return [plan for plan in found if isinstance(plan, TritonPlan)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
+@pytest.mark.parametrize("has_limits", [True, False])
+def test_layers_of_a_step_share_the_results_of_divided_prefills(has_limits: bool) -> None:
+    """M7: a step allocates them once, with limits never."""
+    limits = attnlib.BatchLimits(max_num_reqs=2, max_num_tokens=32, max_seq_len=5000)
+    outs, spaces = [], set()
+    for backend in ("torch", "triton"):
+        layer, cache, _ = _step(backend, [60, 250])
+        table = torch.arange(32, dtype=torch.int32).view(2, 16)
+        builder = layer.backend.make_builder(SPEC, "cpu", limits=limits if has_limits else None)
+        for query_lens in ([9, 12], [16, 11], [9, 12]):
+            common = attnlib.CommonAttentionMetadata.from_lengths(
+                query_lens, [60, 250], table, 16, "cpu", max_seq_len=5000
+            )
+            step = builder.build(0, common)
+            for other in (layer, attnlib.Attention(SPEC, backend=backend, device="cpu")):
+                q, k, v = (torch.randn(sum(query_lens), heads, 16) for heads in (2, 1, 1))
+                outs.append(other(q, k, v, cache, step))
+            if backend == "triton":
+                (plan,) = _plans(step)
+                space = plan._batch.prefills.workspace
+                assert space.nbytes >= plan._launches.prefill.workspace_bytes > 0
+                assert (step.workspace is space) == has_limits
+                spaces.add(space.data_ptr())
+    for expected, found in zip(outs[:6], outs[6:], strict=True):
+        torch.testing.assert_close(found, expected)
+    assert len(spaces) == 1 or not has_limits
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")

@@ -202,6 +202,10 @@ class CascadeMetadataBuilder(AttentionMetadataBuilder[CascadeMetadata]):
         """The bounds of the suffix backend."""
         return self._suffix.seq_len_bounds(num_reqs, least, most)
 
+    def warmup_lengths(self, limits: BatchLimits) -> list[tuple[int, ...]]:
+        """The batches of the suffix backend."""
+        return self._suffix.warmup_lengths(limits)
+
     def warmup_metadata(self, limits: BatchLimits) -> Iterator[tuple[CascadeMetadata, int]]:
         """Batches with one shared prefix: every class of query rows, of prefix lengths, and of
         suffix lengths, whose kernels return log-sum-exps only here. `rule` does not count."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +32,7 @@ def warmup_sizes(
         one_kernel: whether one kernel computes decodes of one query token.
     """
     block = suffix.spec.block_size
-    for count, query_len in _shapes(limits, suffix.reorder_batch_threshold or 1):
+    for count, query_len in _shapes(limits, suffix):
         longest = (limits.max_seq_len - query_len) // block * block
         if longest < block:
             continue
@@ -47,15 +48,10 @@ def warmup_sizes(
             yield count, query_len, prefix_len, own
 
 
-def _shapes(limits: BatchLimits, longest_decode: int) -> list[tuple[int, int]]:
-    """(Requests, query tokens of each) of every class of query rows.
-
-    Args:
-        limits: the largest batch.
-        longest_decode: the most query tokens of a request of the decode part.
-    """
+def _shapes(limits: BatchLimits, suffix: AttentionMetadataBuilder[Any]) -> list[tuple[int, int]]:
+    """(Requests, query tokens of each) of every class of query rows; arguments as above."""
     most = limits.max_num_tokens
-    longest_decode = min(longest_decode, most // 2)
+    longest_decode = min(suffix.reorder_batch_threshold or 1, most // 2)
     powers = [1 << n for n in range(1, limits.max_num_reqs.bit_length())]
     counts = sorted({*powers, limits.max_num_reqs} - {1})
     shapes = [
@@ -66,7 +62,9 @@ def _shapes(limits: BatchLimits, longest_decode: int) -> list[tuple[int, int]]:
     ]
     if shapes and most // 2 > longest_decode:
         shapes.append((2, most // 2))
-    return shapes
+        further = [(max(2, len(x)), x[0]) for x in suffix.warmup_lengths(limits) if len({*x}) == 1]
+        shapes += [shape for shape in further if math.prod(shape) <= most]
+    return list(dict.fromkeys(shapes))
 
 
 def warmup_batch(

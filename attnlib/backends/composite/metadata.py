@@ -16,6 +16,7 @@ from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.split import leading_decodes
 from attnlib.metadata.strides import refuse_strided
 from attnlib.spec import AttentionSpec
+from attnlib.workspace import BatchLimits
 
 __all__ = ["CompositeMetadata", "CompositeMetadataBuilder"]
 
@@ -133,6 +134,10 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
                 for bound in builder.seq_len_bounds(num_reqs, least, most)
             }
         )
+
+    def warmup_lengths(self, limits: BatchLimits) -> list[tuple[int, ...]]:
+        """The batches of both children."""
+        return [*self._prefill.warmup_lengths(limits), *self._decode.warmup_lengths(limits)]
 
     def update_block_table(
         self, metadata: CompositeMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor

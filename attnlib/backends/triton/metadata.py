@@ -9,6 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from attnlib.backends.triton.declared import (
+    decode_bytes,
+    prefill_bytes,
+    seq_len_bounds,
+    warmup_lengths,
+)
 from attnlib.backends.triton.scheduler import Scheduler
 from attnlib.backends.triton.tune import use_tuned_tiles
 from attnlib.metadata.base import AttentionMetadataBuilder
@@ -16,13 +22,10 @@ from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.paged import PagedMetadata, paged_fields
 from attnlib.metadata.strides import refuse_strided
 from attnlib.ops.triton.decode_schedule import DecodeSchedule
-from attnlib.ops.triton.heuristics.splits import paged_decode_workspace_bytes
-from attnlib.ops.triton.heuristics.tile_table import work_bounds
-from attnlib.ops.triton.hopper.preference import HOPPER_DECODE_KEYS, SHORT_DECODE_KEYS
 from attnlib.ops.triton.hopper.sizes import decode_rows
 from attnlib.ops.triton.paged_mixed import concurrent_ctas
 from attnlib.spec import AttentionSpec, CudaGraphSupport
-from attnlib.workspace import Workspace
+from attnlib.workspace import BatchLimits, Workspace
 
 __all__ = ["TritonMetadata", "TritonMetadataBuilder"]
 
@@ -36,9 +39,10 @@ class TritonMetadata(PagedMetadata):
 
     Attributes:
         scheduler: chooses splits from the bounds of the batch.
-        workspace: partial results of decodes whose keys are split, float32 or uint8 device; None
-            when nothing is split. Its size follows from upper bounds only, so a graph replays it
-            with other lengths.
+        workspace: partial results of decodes, or of a batch of prefills, whose keys are split,
+            float32 or uint8 device; None when nothing is split, and for prefills of a builder
+            without limits, whose plans allocate it. Its size follows from upper bounds only, so a
+            graph replays it with other lengths.
         counters: int32 zeros by which CTAs of the Hopper kernels distribute work and detect the
             last split of a request; None where no kernel needs them.
     """
@@ -107,9 +111,14 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         self._num_counters = (
             0 if dispatch is None else int(dispatch.num_counters(self._scheduler.limits))
         )
-        self._workspace = Workspace(
-            self.device, self._declared_bytes(), fixed=self.limits is not None, dtype=torch.float32
-        )
+        declared = self._prefill_bytes = 0
+        if self.limits is not None:
+            if spec.is_paged:
+                self._prefill_bytes = prefill_bytes(self._scheduler, self.limits)
+            decodes = decode_bytes(self._scheduler, self.limits, self._longest_decode)
+            declared = max(decodes, self._prefill_bytes)
+        fixed = self.limits is not None
+        self._workspace = Workspace(self.device, declared, fixed=fixed, dtype=torch.float32)
 
     @classmethod
     def max_decode_query_len(cls, spec: AttentionSpec) -> int:
@@ -176,6 +185,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             schedule = fields["decode_schedule"] = of_length(fields["max_seq_len"])
             needed = self._needed_bytes(schedule, fields["num_decode_tokens"])
             workspace = self._workspace.reserve(needed) if needed else None
+        elif self._prefill_bytes:
+            workspace = self._workspace.reserve(self._prefill_bytes)
         fields["scheduler"], fields["workspace"] = self._scheduler, workspace
         fields["counters"] = self._step_counters(bool(fields["num_prefills"]))
         metadata: TritonMetadata = TritonMetadata.from_fields(fields)
@@ -189,58 +200,16 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             self._counters = torch.zeros(self._num_counters, dtype=torch.int32, device=self.device)
         return self._counters
 
-    def _declared_bytes(self) -> int:
-        """The most that any batch within the limits needs. Splits fall as requests rise, so every
-        number of requests is considered."""
-        limits, scheduler = self.limits, self._scheduler
-        if limits is None:
-            return 0
-        most = 0
-        longest = min(self.reorder_batch_threshold or 1, limits.max_num_tokens)
-        for query_len in range(1, longest + 1):
-            most = max(most, scheduler.hopper_bytes(limits.max_num_tokens, query_len))
-            for reqs in range(1, min(limits.max_num_reqs, limits.max_num_tokens // query_len) + 1):
-                tokens = min(reqs * query_len, limits.max_num_tokens)
-                if scheduler.batch_invariant:
-                    schedule = scheduler.decode(reqs, query_len, limits.max_seq_len, False)
-                    most = max(most, scheduler.workspace_bytes(schedule, tokens))
-                    continue
-                splits = max(
-                    scheduler.decode(reqs, query_len, seq_len, False).num_splits
-                    for seq_len in self._tile_edges(reqs, limits.max_seq_len)
-                )
-                needed = paged_decode_workspace_bytes(
-                    tokens, self.spec.num_heads, self.spec.head_size_v, splits
-                )
-                most = max(most, needed)
-        return most
-
     def seq_len_bounds(self, num_reqs: int, least: int, most: int) -> list[int]:
-        """Both sides of every length at which another kernel or tile is chosen.
+        """See `declared.seq_len_bounds`."""
+        return seq_len_bounds(self._scheduler, num_reqs, least, most)
 
-        Where tiles depend on work these are the edges between two tiles, and every power of 2,
-        where keys may begin to be split. On Hopper, also the lengths from which its own decode is
-        faster or has another tile. `least` and `most` are on the two sides of the one length from
-        which a prefill has another kernel (`hopper_tiles.SHORT_CONTEXT`).
-        """
-        turns: list[int] = []
-        if self._scheduler.limits.capability[0] == 9:
-            bounds = (SHORT_DECODE_KEYS, *HOPPER_DECODE_KEYS)
-            turns = [keys - side for keys in bounds for side in (0, 1)]
-            edges = self._work_edges("hopper_decode", num_reqs)
-            turns += [edge + side for edge in edges for side in (0, 1)]
-        inner = {edge + side for edge in self._tile_edges(num_reqs, most) for side in (0, 1)}
-        if len(inner) > 2:
-            powers = range(most.bit_length())
-            inner |= {(1 << exponent) - side for exponent in powers for side in (0, 1)}
-        return sorted({least, most, *(bound for bound in (*inner, *turns) if least < bound < most)})
+    def warmup_lengths(self, limits: BatchLimits) -> list[tuple[int, ...]]:
+        """See `declared.warmup_lengths`; none for layers without pages."""
+        if not self.spec.is_paged:
+            return []
+        return list(warmup_lengths(self._scheduler, limits, self._longest_decode))
 
-    def _tile_edges(self, num_reqs: int, max_seq_len: int) -> list[int]:
-        """The longest sequences of each decode tile: a tile for less work may split more."""
-        edges = self._work_edges("decode", num_reqs)
-        return [max_seq_len, *(edge for edge in edges if 0 < edge < max_seq_len)]
-
-    def _work_edges(self, op: str, num_reqs: int) -> list[int]:
-        """The longest sequences of the classes of work that an operation's tiles depend on."""
-        chip, heads = self._scheduler.limits, self.spec.num_kv_heads
-        return [bound * chip.num_sms // (num_reqs * heads) for bound in work_bounds(op, chip.tuned)]
+    @property
+    def _longest_decode(self) -> int:
+        return self.reorder_batch_threshold or 1

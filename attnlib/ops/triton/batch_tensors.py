@@ -157,15 +157,15 @@ class BatchTensors(NamedTuple):
     def length_class(self, cache: Tensor) -> int:
         """What the launches of a prefill follow from in the bound of the sequence lengths.
 
-        Where a cache has elements of 8 bits or small blocks, its keys may be copied into scratch
-        memory. Other prefills depend on whether requests are long, and how keys are divided over
-        programs on the power of 2 below (`splits.prefill_splits`).
+        How keys are divided over programs depends on the power of 2 below
+        (`splits.prefill_splits`), other prefills on whether requests are long. Where a cache has
+        elements of 8 bits or small blocks, its keys may be copied into scratch memory.
         """
-        copied = cache.element_size() == 1 or cache.shape[1] < _SMALL_BLOCKS
         longest = self.max_seq_len
-        if copied:
-            return -(-longest // LENGTH_STEP)
-        return 2 * (longest - 1).bit_length() + int(is_long(longest))
+        power = (longest - 1).bit_length()
+        if cache.element_size() == 1 or cache.shape[1] < _SMALL_BLOCKS:
+            return -power if longest <= LENGTH_STEP else -(-longest // LENGTH_STEP)
+        return 2 * power + int(is_long(longest))
 
     def check(self) -> None:
         """Refuse tensors that the kernels would misread: they index them as dense int32.

@@ -8,14 +8,17 @@ may therefore be generous for ragged batches, without cutting uniform batches in
 from __future__ import annotations
 
 __all__ = [
+    "KEYS_PER_PREFILL_SPLIT",
     "MAX_CTAS_PER_SM",
     "MAX_SPLITS",
     "MIN_TILES_PER_SPLIT",
+    "MOST_PREFILL_ROWS",
     "choose_num_splits",
     "choose_uniform_splits",
     "most_splits",
     "paged_decode_workspace_bytes",
     "prefill_splits",
+    "prefill_workspace_bytes",
     "splits_of_keys",
     "splits_per_load",
     "visible_bound",
@@ -39,9 +42,12 @@ _MAX_WAVES = 4
 """Waves of CTAs in a grid of a ragged batch. CTAs without work exit immediately."""
 
 
-_KEYS_PER_PREFILL_SPLIT = 1024
+KEYS_PER_PREFILL_SPLIT = 1024
 """Keys of a split of a prefill, at least: below, writing and combining its float32 results takes a
 large part of the time. Not tuned."""
+
+MOST_PREFILL_ROWS = 192
+"""Query rows of a tile of any prefill, at most."""
 
 _MOST_PREFILL_SPLITS = 32
 """Splits of a prefill, which write as many float32 outputs. Not tuned."""
@@ -149,7 +155,7 @@ def prefill_splits(num_programs: int, max_seq_len: int, visible: int, num_sms: i
         num_sms: multiprocessors; a program of a prefill takes most of one.
     """
     least = 1 << max(0, (max_seq_len - 1).bit_length() - 1)
-    most = min(least, visible) // _KEYS_PER_PREFILL_SPLIT
+    most = min(least, visible) // KEYS_PER_PREFILL_SPLIT
     return max(1, min(most, num_sms // max(1, num_programs), _MOST_PREFILL_SPLITS))
 
 
@@ -163,3 +169,12 @@ def paged_decode_workspace_bytes(
     if num_splits <= 1:
         return 0
     return 4 * (num_tokens * num_heads * num_splits * (head_size_v + 1) + num_tokens)
+
+
+def prefill_workspace_bytes(
+    num_tokens: int, num_heads: int, head_size_v: int, num_splits: int, num_sms: int
+) -> int:
+    """Return a bound of the workspace of prefills with at most `num_tokens` tokens and `num_splits`
+    splits, in bytes: `prefill_splits` fills the chip with query tiles at most once."""
+    rows = min(num_tokens * num_heads * num_splits, num_sms * MOST_PREFILL_ROWS)
+    return 4 * (rows * (head_size_v + 1) + num_tokens)

@@ -77,7 +77,7 @@ def copied_rows(
         return 0
     if params.score_function is not None:
         return 0
-    longest = batch.length_class(key) * LENGTH_STEP
+    longest = -(-batch.max_seq_len // LENGTH_STEP) * LENGTH_STEP  # as `BatchTensors.length_class`
     count = batch.seq_lens.shape[0] * longest
     return count if 2 * count * key.shape[2] * sum(sizes) <= COPIED_BYTES else 0
 

@@ -78,6 +78,8 @@ def select_prefill(
     if has_short_ranges(params, one_head):
         tile = with_short_ranges(tile)
     num_splits = _key_splits(call, tile) if divides_keys and not has_score else 1
+    if num_splits > 1:  # one kernel for all lengths
+        tile = replace(tile, sign_softmax=True)
     return prepare_hopper_prefill(call, tile, one_head=one_head, num_splits=num_splits)
 
 

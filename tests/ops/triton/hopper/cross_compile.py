@@ -71,6 +71,7 @@ __all__ = [
 _LOG = "ptxas.log"
 BF16, FP16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SPLITS: dict[str, Any] = {"splits": 4, "tile": {"sign_softmax": True}}
 CASES: dict[str, dict[str, Any]] = {
     "128": {},
     "128-page32": {"n": 32},
@@ -115,21 +116,20 @@ CASES: dict[str, dict[str, Any]] = {
     "512": {"d": 512, "group": 8, "lse": True},
     "512-group5-page1": {"d": 512, "group": 5, "n": 1, "lse": True},
     "256-page128-cap": {"d": 256, "group": 2, "n": 128, "cap": 50.0},
-    "128-splits": {"splits": 4},
+    "128-splits": {**SPLITS},
     "128-splits-all": {
-        "splits": 4,
+        **SPLITS,
         "sinks": True,
         "cap": 50.0,
         "lse": True,
         "window": (4095, 31),
         "chunk": 8192,
     },
-    "128-splits-leads": {"splits": 4, "tile": {"sign_softmax": True}},
-    "64-splits-sinks": {"splits": 4, "d": 64, "group": 8, "sinks": True},
-    "96-splits": {"splits": 4, "d": 96},
-    "192-128-splits": {"splits": 4, "d": 192, "dv": 128, "group": 1},
-    "256-splits": {"splits": 4, "d": 256, "group": 2},
-    "512-splits": {"splits": 4, "d": 512, "group": 8},
+    "64-splits-sinks": {**SPLITS, "d": 64, "group": 8, "sinks": True},
+    "96-splits": {**SPLITS, "d": 96},
+    "192-128-splits": {**SPLITS, "d": 192, "dv": 128, "group": 1},
+    "256-splits": {**SPLITS, "d": 256, "group": 2},
+    "512-splits": {**SPLITS, "d": 512, "group": 8},
     "128-e4m3": {"cache": E4M3},
     "128-e5m2-page128": {"cache": E5M2, "n": 128, "scales": "tensor"},
     "128-e4m3-fp16": {"cache": E4M3, "dtype": FP16, "group": 5},

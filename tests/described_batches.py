@@ -1,0 +1,107 @@
+"""The kernels of random batches on described GPUs, next to those of a warm-up; nothing is compiled.
+
+    python -m tests.described_batches
+
+Batches are of all lengths within the limits: decodes, verification steps, prefills whose keys are
+divided or not, mixtures, and captured batches. The last line is a JSON object: kind of layer ->
+names of the kernels that the batches use, and of those that the warm-up lacks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from typing import Any
+
+import torch
+
+from attnlib.ahead_of_time import DescribedLayer, DescribedServer, needed_kernels
+from attnlib.backends.triton.described import DescribedTritonBackend
+from attnlib.cache.storage import PagedKVCache
+from attnlib.device import resolve_device
+from attnlib.layer import Attention
+from attnlib.layer.warmup_batches import new_tensors
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.ops.triton.launch.described import NeededKernel, described_gpu
+from attnlib.spec import AttentionSpec
+from attnlib.workspace import BatchLimits
+
+__all__ = ["KINDS"]
+
+LIMITS = BatchLimits(max_num_reqs=16, max_num_tokens=1024, max_seq_len=100_000)
+LATENTS: dict[str, Any] = {
+    "num_kv_heads": 1,
+    "head_size": 576,
+    "head_size_v": 512,
+    "use_mla": True,
+    "block_size": 64,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    # From 4096 query rows on, tiles have three consumers.
+    "two tiles": ("H100", {"num_heads": 32, "num_kv_heads": 4, "head_size": 64}),
+    "one KV head": (
+        "H100",
+        {"num_heads": 8, "num_kv_heads": 1, "head_size": 64, "needs_lse": True},
+    ),
+    "portable": ("sm_80", {"num_heads": 8, "num_kv_heads": 2, "head_size": 64}),
+    "16 latent heads": ("H100", {"num_heads": 16, **LATENTS}),
+    "128 latent heads": ("H100", {"num_heads": 128, **LATENTS}),
+}
+DRAWS = 300
+
+
+def batch_of(draw: random.Random) -> list[int]:
+    """Query lengths."""
+    kind = draw.choice(("decodes", "prefills", "mixed"))
+    queries = []
+    if kind != "prefills":
+        queries += [draw.choice((1, 1, 1, 2, 3, 5, 8)) for _ in range(draw.randint(1, 13))]
+    if kind != "decodes":
+        queries += [int(2 ** draw.uniform(3.2, 9.5)) for _ in range(draw.choice((1, 1, 2, 3)))]
+    while sum(queries) > LIMITS.max_num_tokens:
+        queries.pop()
+    return queries
+
+
+def used_kernels(spec: AttentionSpec, server: DescribedServer) -> list[NeededKernel]:
+    """The kernels of random batches."""
+    found: list[NeededKernel] = []
+    draw, device = random.Random(0), torch.device("cpu")
+    with described_gpu(server.chip(), lambda kernel, compile: found.append(kernel)):
+        layer = Attention(spec, backend=DescribedTritonBackend, device="cpu")
+        cache = PagedKVCache.allocate(spec, 2, "cpu")
+        builder = layer.backend.make_builder(spec, device, limits=LIMITS)
+        for _ in range(DRAWS):
+            queries = batch_of(draw)
+            bound = max(*queries, 1, int(2 ** draw.uniform(4, 16.6)))
+            table = torch.zeros(len(queries), -(-LIMITS.max_seq_len // spec.block_size)).int()
+            batch = (queries, queries, table, spec.block_size, device)
+            common = CommonAttentionMetadata.from_lengths(*batch, max_seq_len=bound)
+            metadata = (
+                builder.build_for_cudagraph_capture(common)
+                if draw.random() < 0.2
+                else builder.build(0, common)
+            )
+            lse = spec.needs_lse and draw.random() < 0.5
+            layer(*new_tensors(spec, sum(queries), device, True), cache, metadata, lse)
+    return found
+
+
+def main() -> None:
+    """Print the names."""
+    logging.disable(logging.WARNING)
+    result = {}
+    for kind, (device, sizes) in KINDS.items():
+        spec = AttentionSpec(**{"dtype": torch.bfloat16, "block_size": 16, **sizes})
+        server = DescribedServer(resolve_device(device), LIMITS)
+        known = {kernel.key for kernel in needed_kernels(server, [DescribedLayer(spec)])}
+        with torch.no_grad():
+            used = used_kernels(spec, server)
+        lacking = [kernel.name for kernel in used if kernel.key not in known]
+        result[kind] = {"used": sorted(kernel.name for kernel in used), "lacking": lacking}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
