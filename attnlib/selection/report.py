@@ -126,7 +126,7 @@ def _row(head: str, texts: Iterable[str]) -> list[str]:
     """A row of the table: every text starts in the column after `head` and is wrapped there."""
     lines: list[str] = []
     for text in texts:
-        phase = re.match(r"(prefill|decode|write|tiles): +", text)
+        phase = re.match(r"(prefill|decode|splits|tiles|write): +", text)
         indent = " " * len(head)
         lines += textwrap.wrap(
             text,

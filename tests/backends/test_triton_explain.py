@@ -38,7 +38,8 @@ def _lines(
         **features,
     }
     lines = backend.explain_lines(AttentionSpec(**layer), resolve_device(device))
-    return [line for line in lines if not line.startswith("tiles:")]  # test_triton_explain_tiles
+    # The others have tests of their own, `tiles:` in test_triton_explain_tiles.
+    return [line for line in lines if not line.startswith(("tiles:", "splits:"))]
 
 
 def test_the_kernels_of_both_phases_with_their_limits() -> None:
@@ -46,6 +47,36 @@ def test_the_kernels_of_both_phases_with_their_limits() -> None:
     assert "up to 4 query tokens" in _lines(num_heads=128)[1]
     few_heads = _lines(num_heads=8, num_kv_heads=1)[1]
     assert "(128 from 132 to 1056 requests, 2048 above)" in few_heads
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_hopper", "elsewhere"),
+    [
+        ({}, True, True),
+        ({"sliding_window": 2048}, True, True),
+        ({"sliding_window": 1024}, False, False),
+        ({"attention_chunk_size": 1024}, False, False),
+        ({"block_size": 1}, False, True),
+        ({"block_size": 24}, True, True),
+        ({"kv_cache_dtype": "fp8_e4m3"}, False, True),
+        ({"kv_cache_dtype": "int4_per_group"}, True, True),
+        ({"score_function": documents()}, False, True),
+        ({"batch_invariant": True}, False, False),
+        ({"attn_type": "encoder_only"}, False, False),
+        ({"key_selection": KeySelection(max_blocks=16)}, False, False),
+    ],
+)
+def test_layers_whose_prefills_divide_keys(
+    changes: dict[str, Any], on_hopper: bool, elsewhere: bool
+) -> None:
+    """`select_prefills` and `PlainPrefill` decide so; see tests/ops/triton/hopper/test_dispatch."""
+    for device, divides in {"sm_90": on_hopper, "sm_80": elsewhere, "cpu": False}.items():
+        layer = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "block_size": 16, **changes}
+        spec = AttentionSpec(dtype=torch.bfloat16, **layer)
+        lines = TritonBackend.explain_lines(spec, resolve_device(device))
+        found = [line for line in lines if line.startswith("splits:")]
+        assert len(found) == divides, device
+        assert all("from sequence length 2049 that" in line for line in found)
 
 
 def test_layers_with_selected_keys_use_one_kernel() -> None:

@@ -15,7 +15,8 @@ from attnlib.backends.triton.explain_tiles import tile_lines
 from attnlib.backends.triton.spec_shape import call_features, layer_shape
 from attnlib.device import DeviceInfo
 from attnlib.kv_dtype import format_pair
-from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, COPIED_TOKENS, hopper_reads
+from attnlib.ops.triton.heuristics.splits import KEYS_PER_PREFILL_SPLIT, visible_bound
+from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, COPIED_TOKENS, gathers, hopper_reads
 from attnlib.ops.triton.hopper.support import (
     invariant_unsupported_reasons,
     prefill_unsupported_reasons,
@@ -31,7 +32,7 @@ def kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str = "auto")
     """The kernels of a layer (`_kernel_lines`), what they do with the permission of float8 queries,
     and where their tiles come from."""
     lines = _kernel_lines(spec, device, kernels)
-    notes = []
+    notes = _splits_lines(spec, device, lines)
     if spec.allow_fp8_queries:
         notes.append(_float8_queries_line(spec, device, kernels, lines))
     return [*lines, *notes, *tile_lines(spec, device, lines)]
@@ -64,6 +65,25 @@ def _kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str) -> list
     if not_hopper or device.capability is None:
         return ["prefill, decode: portable Triton kernels"]
     return hopper_lines(spec, device.capability)
+
+
+def _splits_lines(spec: AttentionSpec, device: DeviceInfo, lines: list[str]) -> list[str]:
+    """Which prefills divide their keys over programs (`splits.prefill_splits`); nothing for layers
+    of which none does."""
+    if device.type == "cpu" or not spec.is_paged or spec.batch_invariant:
+        return []
+    if spec.key_selection is not None or spec.compressed_entries is not None:
+        return []
+    if "Hopper kernel" in lines[0].partition(";")[0] and (
+        spec.is_kv_quantized or gathers(spec.block_size) or spec.score_function is not None
+    ):
+        return []
+    chunk = spec.attention_chunk_size or 0
+    most = 2 * KEYS_PER_PREFILL_SPLIT
+    mask = (spec.visible_window.as_kernel_args(), spec.is_causal, chunk)
+    if visible_bound(1, most, *mask) < most:
+        return []
+    return [f"splits:  prefills from sequence length {most + 1} that fill at most half of the GPU"]
 
 
 def _float8_queries_line(
