@@ -168,13 +168,17 @@ MIXED = [
 ]
 
 
+@pytest.mark.parametrize("longest", [LONGEST, 8192])
 @pytest.mark.parametrize("captured", range(len(MIXED)))
 @torch.inference_mode()
-def test_a_graph_of_a_mixed_batch_serves_every_order_of_lengths(captured: int) -> None:
-    """The engine keeps the tensors of its batch; only their values change between replays."""
+def test_a_graph_of_a_mixed_batch_serves_every_order_of_lengths(
+    captured: int, longest: int
+) -> None:
+    """The engine keeps the tensors of its batch; only their values change between replays. With the
+    larger bound the keys are divided, and the builder owns the results of splits."""
     spec = spec_of(needs_lse=True, cudagraph=CudaGraphSupport.ALWAYS)
     backend = backend_or_skip("triton", spec)
-    limits = BatchLimits(max_num_reqs=4, max_num_tokens=96, max_seq_len=LONGEST)
+    limits = BatchLimits(max_num_reqs=4, max_num_tokens=96, max_seq_len=longest)
     builder = backend.make_builder(spec, "cuda", limits=limits)
     layer = Attention(spec, backend=backend, device="cuda")
     cache, eager_cache = (PagedKVCache.allocate(spec, BLOCKS, "cuda") for _ in range(2))
@@ -187,10 +191,11 @@ def test_a_graph_of_a_mixed_batch_serves_every_order_of_lengths(captured: int) -
         common = batch_of(spec, *MIXED[number], BLOCKS, seed=0)
         table = torch.zeros(4, 32, dtype=torch.int32, device="cuda")
         table[:, : common.block_table_tensor.shape[1]] = common.block_table_tensor
-        return common.replace(max_query_len=96, max_seq_len=LONGEST, block_table_tensor=table)
+        return common.replace(max_query_len=96, max_seq_len=longest, block_table_tensor=table)
 
     static = batch(captured)
     metadata = builder.build_for_cudagraph_capture(static)
+    assert (metadata.workspace is not None) == (longest > 2048)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

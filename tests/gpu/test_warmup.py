@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from attnlib.backends.cascade.schedule import EVERY_PREFIX
 from attnlib.cache.storage import PagedKVCache
 from attnlib.layer import Attention
 from attnlib.layer.warmup import warmup
+from attnlib.layer.warmup_batches import new_tensors
 from attnlib.metadata.shared_prefix import SharedPrefix
 from attnlib.selection import merge_attention
 from attnlib.testing.compilations import compiled_kernels
@@ -23,11 +25,19 @@ pytestmark = [pytest.mark.gpu, needs_gpu]
 LIMITS = BatchLimits(max_num_reqs=32, max_num_tokens=2048, max_seq_len=4096)
 
 
+LATENTS = {
+    "num_heads": 16, "num_kv_heads": 1, "head_size": 576, "head_size_v": 512, "use_mla": True,
+    "block_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{"sliding_window": 1000}, {}, LATENTS], ids=str)
 @torch.inference_mode()
-def test_a_random_sweep_compiles_nothing() -> None:
-    """500 random batches of decodes, verify steps, prefills and mixtures compile no kernel."""
+def test_a_random_sweep_compiles_nothing(changes: dict[str, Any]) -> None:
+    """500 random batches of decodes, verify steps, prefills and mixtures compile no kernel. Without
+    a window, prefills of few query tokens over more than 2048 keys divide them."""
     pytest.importorskip("triton")
-    spec = spec_of(needs_lse=True, sliding_window=1000)
+    spec = spec_of(needs_lse=True, **changes)
     backend = backend_or_skip("triton", spec)
     layer, cache = (
         Attention(spec, backend=backend, device="cuda"),
@@ -38,10 +48,8 @@ def test_a_random_sweep_compiles_nothing() -> None:
     with compiled_kernels() as compiled:
         for seed in range(500):
             common = _random_batch(spec, seed)
-            size = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
-            fused = torch.randn(common.num_actual_tokens, size, dtype=spec.dtype, device="cuda")
-            split = [spec.num_heads * spec.head_size, *[spec.num_kv_heads * spec.head_size] * 2]
-            layer(*fused.split(split, dim=1), cache, builder.build(0, common), seed % 2 == 0)
+            new = new_tensors(spec, common.num_actual_tokens, cache.device, fused=True)
+            layer(*new, cache, builder.build(0, common), seed % 2 == 0)
     torch.cuda.synchronize()
     assert not compiled, (
         f"{len(compiled)} kernels were compiled after warm-up, the first: {compiled[0].name}"

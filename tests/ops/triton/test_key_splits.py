@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attnlib.ops.triton import paged_prefill as module
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.splits import prefill_splits
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.paged_prefill import paged_prefill
@@ -93,9 +94,21 @@ def test_few_tiles_over_long_keys_are_divided(programs: int, keys: int, expected
     assert prefill_splits(programs, keys, keys, SMS) == expected
 
 
-def test_splits_are_equal_in_a_class_of_lengths() -> None:
-    """Launches are shared by all bounds in (2 ** k, 2 ** (k + 1)]; windows limit splits."""
-    for exponent in range(10, 18):
-        low, high = (1 << exponent) + 1, 1 << (exponent + 1)
-        assert prefill_splits(4, low, low, SMS) == prefill_splits(4, high, high, SMS)
+def test_windows_limit_splits() -> None:
     assert prefill_splits(4, 1 << 17, 4200, SMS) == 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block_size"), [(torch.float16, 16), (torch.float16, 1), (torch.float8_e4m3fn, 16)]
+)
+def test_splits_are_equal_in_a_class_of_lengths(dtype: torch.dtype, block_size: int) -> None:
+    """Launches are shared by all bounds of a class, so they do not depend on earlier batches."""
+    cache, starts = torch.empty(2, block_size, 1, 16, dtype=dtype), torch.zeros(3).int()
+    found: dict[int, set[int]] = {}
+    for bound in range(1, 140_000, 7):
+        batch = BatchTensors(starts, starts[:2], None, max_seq_len=bound)
+        splits = prefill_splits(4, bound, bound, SMS)
+        found.setdefault(batch.length_class(cache), set()).add(splits)
+    assert all(len(splits) == 1 for splits in found.values())
+    assert {splits for (splits,) in found.values()} == {1, 2, 4, 8, 16, 32}
+    assert len(found) < 50
