@@ -111,14 +111,15 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         self._num_counters = (
             0 if dispatch is None else int(dispatch.num_counters(self._scheduler.limits))
         )
-        declared = self._prefill_bytes = 0
+        prefills = declared = 0
         if self.limits is not None:
-            if spec.is_paged:
-                self._prefill_bytes = prefill_bytes(self._scheduler, self.limits)
+            prefills = prefill_bytes(self._scheduler, self.limits) if spec.is_paged else 0
             decodes = decode_bytes(self._scheduler, self.limits, self._longest_decode)
-            declared = max(decodes, self._prefill_bytes)
+            declared = max(decodes, prefills)
         fixed = self.limits is not None
         self._workspace = Workspace(self.device, declared, fixed=fixed, dtype=torch.float32)
+        # A graph holds its address. Without limits each plan of divided prefills has its own.
+        self._prefill_space = self._workspace.reserve(prefills) if prefills else None
 
     @classmethod
     def max_decode_query_len(cls, spec: AttentionSpec) -> int:
@@ -176,7 +177,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             this_batch_only=this_batch_only,
             needs_host_lengths=self.needs_host_lengths,
         )
-        workspace, num_decodes = None, fields["num_decodes"]
+        workspace, num_decodes = self._prefill_space, fields["num_decodes"]
         if num_decodes:
             of_length = self._decodes(
                 num_decodes, fields["max_decode_query_len"], fields["causal"] is True
@@ -185,8 +186,6 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             schedule = fields["decode_schedule"] = of_length(fields["max_seq_len"])
             needed = self._needed_bytes(schedule, fields["num_decode_tokens"])
             workspace = self._workspace.reserve(needed) if needed else None
-        elif self._prefill_bytes:
-            workspace = self._workspace.reserve(self._prefill_bytes)
         fields["scheduler"], fields["workspace"] = self._scheduler, workspace
         fields["counters"] = self._step_counters(bool(fields["num_prefills"]))
         metadata: TritonMetadata = TritonMetadata.from_fields(fields)
