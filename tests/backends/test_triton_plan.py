@@ -120,7 +120,7 @@ def test_a_captured_mixed_batch_serves_other_lengths(
 
 def _plans(metadata: Any) -> list[TritonPlan]:
     """The plans of a batch."""
-    found = (known.plan for known in metadata.plans.values())
+    found = (plan for plan, _ in metadata.plans.values())
     return [plan for plan in found if isinstance(plan, TritonPlan)]
 
 
