@@ -227,7 +227,10 @@ def test_float8_caches_and_the_hopper_kernels() -> None:
         prefill, decode = _lines(kv_cache_dtype=name)
         converts = f"Hopper kernel (products in float16, to which {dtype} is converted)"
         assert prefill == f"prefill: {converts}{COPIES}"
-        bounds = "(128 from 17 to 132 requests, 2048 above)", "(1024 above 132 requests)"
+        bounds = (
+            "(128 from 17 to 132 requests, 2048 above)",
+            "(128 from 17 to 132 requests, 64 above)",
+        )
         assert decode == DECODE.replace("Hopper kernel", converts).replace(*bounds)
 
 

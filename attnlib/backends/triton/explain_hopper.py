@@ -10,7 +10,6 @@ from typing import NamedTuple
 from attnlib.backends.triton.spec_shape import call_features, layer_shape
 from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.hopper.preference import (
-    HOPPER_DECODE_KEYS,
     LATENT_KEYS_PER_SM,
     LATENT_KEYS_PER_SM_ONE_REQUEST,
     PAIRS_PER_SM,
@@ -129,11 +128,11 @@ def hopper_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:
 
 
 def _decode_conditions(spec: AttentionSpec) -> str:
-    few, many = decode_keys(spec.kv_dtype)
+    few, many = decode_keys(spec.kv_dtype, spec.head_size)
     requests = PAIRS_PER_SM * NUM_SMS // spec.num_kv_heads
     least = -(-NUM_SMS // spec.num_kv_heads)
     others = f"{many} above {requests} requests"
-    if reads_short_decodes(spec.head_size, spec.kv_dtype):
+    if reads_short_decodes(spec.head_size):
         others = f"{SHORT_DECODE_KEYS} from {least} to {requests} requests, {many} above"
     return f"from sequence length {few} ({others}) and up to {_max_query_len(spec)} query tokens"
 
@@ -151,8 +150,9 @@ def _window_reasons(spec: AttentionSpec) -> list[str]:
         spec.is_causal,
         spec.attention_chunk_size or 0,
     )
-    short = reads_short_decodes(spec.head_size, spec.kv_dtype)
-    few = SHORT_DECODE_KEYS if short else HOPPER_DECODE_KEYS[0]
+    few = min(decode_keys(spec.kv_dtype, spec.head_size))
+    if reads_short_decodes(spec.head_size):
+        few = min(few, SHORT_DECODE_KEYS)
     return (
         [f"at most {most} keys are visible; the Hopper kernel is used from {few} on"]
         if most < few

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from attnlib.ops.triton.hopper.sizes import FLOAT8, QUANTIZED, latent_blocks
+from attnlib.ops.triton.hopper.sizes import QUANTIZED, latent_blocks
 
 __all__ = [
+    "DECODE_BOUNDS",
     "HOPPER_DECODE_KEYS",
     "LATENT_KEYS_PER_SM",
     "LATENT_KEYS_PER_SM_ONE_REQUEST",
@@ -62,24 +63,45 @@ HOPPER_DECODE_KEYS = (256, 2048)
 
 SHORT_DECODE_KEYS = 128
 """The first of these bounds where there is at least one pair per multiprocessor, for heads of 65 to
-128 elements of 16 bits."""
+128 elements."""
 
-_FLOAT8_DECODE_KEYS = (256, 1024)
-"""`HOPPER_DECODE_KEYS` over a float8 cache. On an H200, 256 requests of 1k keys took 145 us, the
-portable kernel 295 us; fewer keys were not measured in such batches."""
+_QUANTIZED_DECODE_KEYS = (256, 1024)
+"""`HOPPER_DECODE_KEYS` over a quantized cache. On an H200, 256 requests of 1k keys in float8 took
+145 us, the portable kernel 295 us."""
+
+_SHORT_QUANTIZED_DECODE_KEYS = (256, 64)
+"""The same for heads of 65 to 128 elements. On an H200, Hopper / portable in microseconds
+(benchmarks/results/h200/short_quantized_decodes.json):
+
+    float8:  32 x 128 8.3 / 8.5   128 x 128 17.8 / 29.8   256 x 64 21.7 / 41.6
+             256 x 256 42.9 / 118   512 x 128 55.9 / 110   200 x 500 63.3 / 172
+    int8:    512 x 128 75.0 / 100   200 x 500 66.8 / 109
+    int4:    512 x 128 41.8 / 96.7   200 x 500 63.0 / 174
+"""
+
+DECODE_BOUNDS = (
+    SHORT_DECODE_KEYS,
+    *HOPPER_DECODE_KEYS,
+    *_QUANTIZED_DECODE_KEYS,
+    *_SHORT_QUANTIZED_DECODE_KEYS,
+)
+"""All visible keys from which decodes of some layer may have the Hopper kernel."""
 
 PAIRS_PER_SM = 8
 """(Request, KV head) pairs per multiprocessor up to which the first bound applies."""
 
 
-def decode_keys(cache_dtype: torch.dtype | None) -> tuple[int, int]:
-    """Return the bounds of `HOPPER_DECODE_KEYS` for a cache."""
-    return _FLOAT8_DECODE_KEYS if cache_dtype in QUANTIZED else HOPPER_DECODE_KEYS
+def decode_keys(cache_dtype: torch.dtype | None, head_size: int) -> tuple[int, int]:
+    """Return the bounds of `HOPPER_DECODE_KEYS` for a layer."""
+    if cache_dtype not in QUANTIZED:
+        return HOPPER_DECODE_KEYS
+    short = reads_short_decodes(head_size)
+    return _SHORT_QUANTIZED_DECODE_KEYS if short else _QUANTIZED_DECODE_KEYS
 
 
-def reads_short_decodes(head_size: int, cache_dtype: torch.dtype | None) -> bool:
+def reads_short_decodes(head_size: int) -> bool:
     """Return whether `SHORT_DECODE_KEYS` applies to a layer."""
-    return 64 < head_size <= 128 and cache_dtype not in FLOAT8
+    return 64 < head_size <= 128
 
 
 def hopper_decode_keys(
@@ -99,11 +121,11 @@ def hopper_decode_keys(
         cache_dtype: of the cache; None is 16 bits.
         head_size: D.
     """
-    few, many = decode_keys(cache_dtype)
+    few, many = decode_keys(cache_dtype, head_size)
     pairs = num_reqs * num_kv_heads
     if pairs > PAIRS_PER_SM * num_sms:
         return many
-    short = pairs >= num_sms and reads_short_decodes(head_size, cache_dtype)
+    short = pairs >= num_sms and reads_short_decodes(head_size)
     return SHORT_DECODE_KEYS if short else few
 
 

@@ -156,8 +156,12 @@ def test_short_and_windowed_decodes_use_the_portable_kernel() -> None:
     assert [hopper_decode_keys(requests, 8, 132) for requests in (1, 16)] == [few, few]
     assert [hopper_decode_keys(requests, 8, 132) for requests in (17, 132)] == [128, 128]
     e4m3, bf16 = torch.float8_e4m3fn, torch.bfloat16
-    for dtype, size in ((e4m3, 128), (bf16, 64), (bf16, 192)):  # not measured, or slower
+    for dtype, size in ((e4m3, 64), (bf16, 64), (bf16, 192)):  # not measured, or slower
         assert hopper_decode_keys(32, 8, 132, dtype, size) == few
+    for dtype in (e4m3, torch.int8, torch.uint8):
+        found = [hopper_decode_keys(requests, 8, 132, dtype) for requests in (16, 32, 132, 133)]
+        assert found == [few, 128, 128, 64]
+        assert hopper_decode_keys(133, 8, 132, dtype, 64) == 1024
     assert [hopper_decode_keys(requests, 8, 132) for requests in (133, 256)] == [many, many]
 
 
