@@ -75,7 +75,7 @@ def test_strided_metadata_of_a_captured_step_is_refused() -> None:
     ("longest", "batches", "num_splits"),
     [
         (256, [([1, 1, 13], [40, 33, 20]), ([12, 2, 1], [12, 200, 17])], 1),
-        (5000, [([2, 13], [40, 20]), ([13, 2], [256, 17]), ([8, 7], [8, 7])], 2),
+        (9000, [([2, 13], [40, 20]), ([13, 2], [256, 17]), ([8, 7], [8, 7])], 2),
     ],
 )
 def test_a_captured_mixed_batch_serves_other_lengths(
@@ -128,7 +128,7 @@ def _plans(metadata: Any) -> list[TritonPlan]:
 @pytest.mark.parametrize("has_limits", [True, False])
 def test_layers_of_a_step_share_the_results_of_divided_prefills(has_limits: bool) -> None:
     """M7: a step allocates them once, with limits never."""
-    limits = attnlib.BatchLimits(max_num_reqs=2, max_num_tokens=32, max_seq_len=5000)
+    limits = attnlib.BatchLimits(max_num_reqs=2, max_num_tokens=32, max_seq_len=9000)
     outs, spaces = [], set()
     for backend in ("torch", "triton"):
         layer, cache, _ = _step(backend, [60, 250])
@@ -136,7 +136,7 @@ def test_layers_of_a_step_share_the_results_of_divided_prefills(has_limits: bool
         builder = layer.backend.make_builder(SPEC, "cpu", limits=limits if has_limits else None)
         for query_lens in ([9, 12], [16, 11], [9, 12]):
             common = attnlib.CommonAttentionMetadata.from_lengths(
-                query_lens, [60, 250], table, 16, "cpu", max_seq_len=5000
+                query_lens, [60, 250], table, 16, "cpu", max_seq_len=9000
             )
             step = builder.build(0, common)
             for other in (layer, attnlib.Attention(SPEC, backend=backend, device="cpu")):

@@ -15,7 +15,7 @@ from attnlib.backends.triton.explain_tiles import tile_lines
 from attnlib.backends.triton.spec_shape import call_features, layer_shape
 from attnlib.device import DeviceInfo
 from attnlib.kv_dtype import format_pair
-from attnlib.ops.triton.heuristics.splits import KEYS_PER_PREFILL_SPLIT, visible_bound
+from attnlib.ops.triton.heuristics.splits import LEAST_DIVIDED_KEYS, visible_bound
 from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, COPIED_TOKENS, gathers, hopper_reads
 from attnlib.ops.triton.hopper.support import (
     invariant_unsupported_reasons,
@@ -79,11 +79,11 @@ def _splits_lines(spec: AttentionSpec, device: DeviceInfo, lines: list[str]) -> 
     ):
         return []
     chunk = spec.attention_chunk_size or 0
-    most = 2 * KEYS_PER_PREFILL_SPLIT
+    most = LEAST_DIVIDED_KEYS
     mask = (spec.visible_window.as_kernel_args(), spec.is_causal, chunk)
     if visible_bound(1, most, *mask) < most:
         return []
-    return [f"splits:  prefills from sequence length {most + 1} that fill at most half of the GPU"]
+    return [f"splits:  prefills of few query tiles from sequence length {most + 1} on"]
 
 
 def _float8_queries_line(

@@ -8,7 +8,7 @@ may therefore be generous for ragged batches, without cutting uniform batches in
 from __future__ import annotations
 
 __all__ = [
-    "KEYS_PER_PREFILL_SPLIT",
+    "LEAST_DIVIDED_KEYS",
     "MAX_CTAS_PER_SM",
     "MAX_SPLITS",
     "MIN_TILES_PER_SPLIT",
@@ -42,9 +42,22 @@ _MAX_WAVES = 4
 """Waves of CTAs in a grid of a ragged batch. CTAs without work exit immediately."""
 
 
-KEYS_PER_PREFILL_SPLIT = 1024
-"""Keys of a split of a prefill, at least: below, writing and combining its float32 results takes a
-large part of the time. Not tuned."""
+LEAST_DIVIDED_KEYS = 2048
+"""Prefills over fewer keys are not divided."""
+
+_KEYS_PER_PREFILL_SPLIT = (512, 4096)
+"""Keys of a split of a prefill, at least, where query tiles fill at most a quarter of the chip, and
+where they fill more. On an H200 with 32/8 heads of 128, in microseconds
+(benchmarks/results/h200/prefill_splits.json):
+
+                      whole   2 splits   4      8
+    1 x 64 over 8k    96.5    56.6       37.7   29.2
+    1 x 128 over 4k   50.6    42.6       34.2   37.2
+    4 x 32 over 8k    97.3    66.8       55.9   63.0
+    8 x 32 over 4k    53.0    69.3       74.4   83.1
+    2 x 128 over 16k  192     138        142    159
+    1 x 256 over 100k 1077    604        665    731
+"""
 
 MOST_PREFILL_ROWS = 192
 """Query rows of a tile of any prefill, at most."""
@@ -144,7 +157,7 @@ def choose_uniform_splits(
 
 def prefill_splits(num_programs: int, max_seq_len: int, visible: int, num_sms: int) -> int:
     """Return how many programs share the keys of one query tile of a prefill: as many as fill the
-    chip once, so that prefills whose query tiles fill half of it have one.
+    chip once, so that prefills whose query tiles fill more than half of it have one.
 
     Equal for all bounds of the sequence lengths in (2 ** k, 2 ** (k + 1)].
 
@@ -155,7 +168,10 @@ def prefill_splits(num_programs: int, max_seq_len: int, visible: int, num_sms: i
         num_sms: multiprocessors; a program of a prefill takes most of one.
     """
     least = 1 << max(0, (max_seq_len - 1).bit_length() - 1)
-    most = min(least, visible) // KEYS_PER_PREFILL_SPLIT
+    keys = min(least, visible)
+    if keys < LEAST_DIVIDED_KEYS:
+        return 1
+    most = keys // _KEYS_PER_PREFILL_SPLIT[4 * num_programs > num_sms]
     return max(1, min(most, num_sms // max(1, num_programs), _MOST_PREFILL_SPLITS))
 
 
