@@ -58,6 +58,8 @@ def register_tensor_id(thing: Any) -> torch.Tensor:
 
 def _forget(number: int, tensor: torch.Tensor, reference: ref[Any]) -> None:
     """Remove an object that is being deallocated."""
+    if _objects is None:  # at the end of the interpreter, which clears modules before objects
+        return
     del _objects[number]
     if len(_unused) < _MAX_UNUSED and type(tensor) is torch.Tensor:  # no `FakeTensor`
         _unused.append((number, tensor))

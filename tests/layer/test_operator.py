@@ -14,6 +14,7 @@ from torch import nn
 
 from attnlib.backends.torch import TorchBackend
 from attnlib.cache.storage import PagedKVCache
+from attnlib.compile import objects
 from attnlib.compile.objects import lookup, register, register_tensor_id
 from attnlib.errors import ContractError
 from attnlib.layer import Attention
@@ -271,6 +272,22 @@ def test_an_id_is_used_again_only_if_nobody_knows_it() -> None:
     for handle in known:
         with pytest.raises(ContractError, match="no longer exists"):
             lookup(handle, Thing, "thing")
+
+
+def test_an_object_may_outlive_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its end the interpreter sets the globals of modules to None."""
+
+    class Thing:
+        pass
+
+    thing, failed = Thing(), []
+    register_tensor_id(thing)
+    monkeypatch.setattr("sys.unraisablehook", failed.append)
+    with monkeypatch.context() as cleared:
+        cleared.setattr(objects, "_objects", None)
+        del thing
+        gc.collect()
+    assert not failed
 
 
 @pytest.mark.slow
