@@ -5,7 +5,8 @@ A marker names patterns of files below benchmarks/results:
     <!-- speed: h200/generate*.json generate_overhead.json -->   ...   <!-- end of speed -->
 
 Each file of `benchmarks/gpu/generate.py` or `benchmarks/generate_overhead.py` that a pattern finds
-adds its models as columns to the table of its chip.
+adds its models as columns to the table of its chip. A row that several files have shows all their
+results, in the order of the files.
 """
 
 from __future__ import annotations
@@ -35,23 +36,28 @@ def table(patterns: list[str], folder: Path = FOLDER) -> str:
         folder: the folder of results.
     """
     chips: dict[str, dict[str, dict[str, str]]] = {}  # chip -> row -> model -> cell
-    sources: dict[str, list[str]] = {}
+    sources: dict[str, dict[str, list[str]]] = {}  # chip -> versions -> lines
     for path in (path for pattern in patterns for path in sorted(folder.glob(pattern))):
         document = json.loads(path.read_text())
         chip = document.get("gpu") or f"{document['cpu']}, {document['threads']} thread"
         for label, found in _rates(document).items():
             model, row = label
-            chips.setdefault(chip, {}).setdefault(row, {})[model] = _cell(found)
-        sources.setdefault(chip, []).append(_source(path.relative_to(folder), document))
+            cells = chips.setdefault(chip, {}).setdefault(row, {})
+            cells[model] = "; ".join(filter(None, [cells.get(model), _cell(found)]))
+        versions = f"torch {document['torch']}, transformers {document['transformers']}"
+        lines = sources.setdefault(chip, {}).setdefault(versions, [])
+        lines.append(_source(path.relative_to(folder), document))
     return "\n".join(_table(chip, rows, sources[chip]) for chip, rows in chips.items())
 
 
-def _table(chip: str, rows: dict[str, dict[str, str]], sources: list[str]) -> str:
+def _table(chip: str, rows: dict[str, dict[str, str]], sources: dict[str, list[str]]) -> str:
     models = list(dict.fromkeys(model for cells in rows.values() for model in cells))
     lines = [f"| {chip} | " + " | ".join(models) + " |", "|---|" + "---|" * len(models)]
     for row, cells in rows.items():
         lines.append(f"| {row} | " + " | ".join(cells.get(model, "") for model in models) + " |")
-    return "\n".join([*lines, "", *sources]) + "\n"
+    for versions, files in sources.items():
+        lines += ["", f"With {versions}:", "", *files]
+    return "\n".join(lines) + "\n"
 
 
 def _rates(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, float | None]]:
@@ -80,7 +86,6 @@ def _cell(rates: dict[str, float | None]) -> str:
 
 
 def _source(path: Path, document: dict[str, Any]) -> str:
-    """A link to the file, which has the command, with commit and versions."""
-    versions = f"torch {document['torch']}, transformers {document['transformers']}"
+    """A link to the file, which has the command, with commit and note."""
     note = f"; {document['note']}" if "note" in document else ""
-    return f"- [{path}](../../benchmarks/results/{path}) at {document['commit']}, {versions}{note}"
+    return f"- [{path}](../../benchmarks/results/{path}) at {document['commit']}{note}"

@@ -38,6 +38,10 @@ def test_models_are_columns_of_the_table_of_their_chip(tmp_path: Path) -> None:
         "gemma 9x10+2 batch": {"attnlib": {"error": "no memory"}, "sdpa": {"tokens_per_s": 1.0}},
     }
     _write(tmp_path / "h100" / "generate_more.json", gpu="NVIDIA H100", rows=rows)
+    again = {"llama 1x10+2": {"sdpa": {"tokens_per_s": 80.0}, "attnlib": {"tokens_per_s": 72.0}}}
+    _write(
+        tmp_path / "h100" / "generate_once_more.json", gpu="NVIDIA H100", rows=again, note="busy"
+    )
     results = {"batch 1": {"attnlib": 205.4, "sdpa": 200.0, "ratio": 1.049, "rounds": 5}}
     _write(tmp_path / "generate_overhead.json", results=results)
     _write(tmp_path / "h100" / "another.json", gpu="NVIDIA H100", rows=rows)
@@ -46,16 +50,16 @@ def test_models_are_columns_of_the_table_of_their_chip(tmp_path: Path) -> None:
     text = speed.table(["h*/generate*.json", "generate_overhead.json", "none*.json"], tmp_path)
     assert text == (
         "| NVIDIA H100 | llama | gemma |\n|---|---|---|\n"
-        "| 1x10+2 | 100 (1.25 sdpa, 0.50 FA3) | 5 |\n"
+        "| 1x10+2 | 100 (1.25 sdpa, 0.50 FA3); 72 (0.90 sdpa) | 5 |\n"
         "| 4x10+2 padded | 88 (1.10 sdpa) |  |\n"
         "| 9x10+2 batch |  | failed |\n\n"
-        f"- [h100/generate_llama.json]({link}/h100/generate_llama.json) at "
-        "abc, torch 2.1, transformers 5.9\n"
-        f"- [h100/generate_more.json]({link}/h100/generate_more.json) at "
-        "abc, torch 2.1, transformers 5.9\n\n"
+        "With torch 2.1, transformers 5.9:\n\n"
+        f"- [h100/generate_llama.json]({link}/h100/generate_llama.json) at abc\n"
+        f"- [h100/generate_more.json]({link}/h100/generate_more.json) at abc\n"
+        f"- [h100/generate_once_more.json]({link}/h100/generate_once_more.json) at abc; busy\n\n"
         "| a processor, 1 thread | tokens/s |\n|---|---|\n| batch 1 | 205 (1.05 sdpa) |\n\n"
-        f"- [generate_overhead.json]({link}/generate_overhead.json) at abc, "
-        "torch 2.1, transformers 5.9\n"
+        "With torch 2.1, transformers 5.9:\n\n"
+        f"- [generate_overhead.json]({link}/generate_overhead.json) at abc\n"
     )
 
 
