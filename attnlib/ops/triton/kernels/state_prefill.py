@@ -14,6 +14,8 @@ from attnlib.ops.triton.kernels.schedule import find_request
 from attnlib.ops.triton.kernels.state_arguments import UNALIGNED, StateBatch, Tail, Tokens
 from attnlib.ops.triton.kernels.state_chunk import chunk_factors, chunk_matrices
 from attnlib.ops.triton.kernels.state_rows import (
+    choose,
+    choose_rows,
     chunk_rows,
     first_kept,
     first_written,
@@ -76,7 +78,7 @@ def state_matrices_kernel(
     tokens = open_head(Tokens(q, k, k, decay, beta), head, CONFIG)
     tail = open_tail(Tail(tail_k, tail_k, tail_decay, tail_beta), request.source, head, CONFIG)
     rows = chunk_rows(request, start, CONFIG)
-    chunk = load_chunk(rows, tokens, tail, CONFIG)
+    chunk = choose_rows(load_chunk(rows, tokens, tail, CONFIG), CONFIG)
     factors = chunk_factors(chunk, 1.0, CONFIG)
     solve, pairs = chunk_matrices(chunk, factors, CONFIG)
     place = matrix_places(workspace, chunks, tl.program_id(0) - chunks, head, CONFIG)
@@ -118,10 +120,10 @@ def state_tail_kernel(
     for start in range(keep, request.end, CONFIG.C):
         rows = chunk_rows(request, start, CONFIG)
         wanted = (rows.position >= first) & (rows.position < request.end)
-        chunk = load_chunk(rows, tokens, tail, CONFIG)
+        chunk = choose_rows(load_chunk(rows, tokens, tail, CONFIG), CONFIG)
         for block in tl.static_range(BLOCKS):
             columns = block * CONFIG.ROWS + tl.arange(0, CONFIG.ROWS)
-            values = load_values(rows, tokens, tail, columns, CONFIG)
+            values = choose(rows, load_values(rows, tokens, tail, columns, CONFIG))
             store_chunk(rows, wanted, chunk, values, target, columns, head, block, CONFIG)
     for block in tl.static_range(BLOCKS):
         store_positions(positions, request, head, block, CONFIG)

@@ -20,6 +20,8 @@ from attnlib.ops.triton.kernels.state_arguments import (
 )
 
 __all__ = [
+    "choose",
+    "choose_rows",
     "chunk_rows",
     "clear_tokens",
     "first_kept",
@@ -52,8 +54,9 @@ def open_request(batch, request):
 @triton.jit
 def load_base(positions, request, head, block, CONFIG: tl.constexpr):
     """Return the position of the stored state of the source, 0 for a first step (T1)."""
-    low = request.computed * 0
-    if request.computed > 0:
+    low = request.computed
+    # Without tokens that can be taken back, a slot continues from the first new token only.
+    if (CONFIG.D > 0) & (request.computed > 0):
         place = request.source * CONFIG.POSITIONS + (head * CONFIG.COPIES + block) * 2
         low = tl.load(positions + place)
         # A slot that cannot continue from here has any number there: the loop must end anyway.
@@ -132,14 +135,30 @@ def chunk_rows(request, start, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def _load(rows, old, new, columns, SIZE: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr):
-    """Return [C, columns] of the tail or of the step; OLD and NEW are the strides of rows."""
+def _load_both(rows, old, new, columns, SIZE: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr):
+    """Return [C, columns] of the tail and of the step; OLD and NEW are the strides of rows."""
     inside = (columns < SIZE)[None, :]
     place = old + rows.ring[:, None] * OLD + columns[None, :]
     a = tl.load(place, mask=rows.held[:, None] & inside, other=0.0)
     place = new + rows.token[:, None] * NEW + columns[None, :]
     b = tl.load(place, mask=rows.fresh[:, None] & inside, other=0.0)
-    return tl.where(rows.held[:, None], a, b)
+    return a, b
+
+
+@triton.jit
+def choose(rows, pair):
+    """Return the rows of the tail and of the step from what `_load_both` returns, [C, columns].
+
+    The compiler puts the copy of a tensor to shared memory, and its barrier, behind the operation
+    that makes the tensor. So all loads of a chunk come first, and all choices after them.
+    """
+    return tl.where(rows.held[:, None], pair[0], pair[1])
+
+
+@triton.jit
+def _load(rows, old, new, columns, SIZE: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr):
+    """The same in one step."""
+    return choose(rows, _load_both(rows, old, new, columns, SIZE, OLD, NEW))
 
 
 @triton.jit
@@ -186,7 +205,7 @@ def _load_queries(rows, tokens, part: tl.constexpr, CONFIG: tl.constexpr):
 def _load_keys(rows, tokens, tail, part: tl.constexpr, CONFIG: tl.constexpr):
     STRIDE: tl.constexpr = CONFIG.HK * CONFIG.DK
     columns = part_columns(part, CONFIG)
-    return _load(rows, tail.k, tokens.k, columns, CONFIG.DK, STRIDE, CONFIG.K_T)
+    return _load_both(rows, tail.k, tokens.k, columns, CONFIG.DK, STRIDE, CONFIG.K_T)
 
 
 @triton.jit
@@ -203,7 +222,8 @@ def query_part(chunk, part: tl.constexpr, CONFIG: tl.constexpr):
 def key_part(chunk, part: tl.constexpr, CONFIG: tl.constexpr):
     """Return a part of the keys of a chunk, [C, PART] as stored."""
     if CONFIG.RELOAD:
-        x = _load_keys(chunk.rows, chunk.tokens, chunk.tail, part, CONFIG)
+        pair = _load_keys(chunk.rows, chunk.tokens, chunk.tail, part, CONFIG)
+        x = choose(chunk.rows, pair)
     else:
         x = chunk.k[part]
     return x
@@ -211,7 +231,7 @@ def key_part(chunk, part: tl.constexpr, CONFIG: tl.constexpr):
 
 @triton.jit
 def load_chunk(rows, tokens, tail, CONFIG: tl.constexpr):
-    """Return the `Chunk` of one head."""
+    """Return the `Chunk` of one head, before `choose_rows`."""
     PARTS: tl.constexpr = CONFIG.PARTS
     q = ()
     k = ()
@@ -227,10 +247,24 @@ def load_chunk(rows, tokens, tail, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def choose_rows(chunk, CONFIG: tl.constexpr):
+    """Return the `Chunk` that `load_chunk` has loaded, with the rows of the tail or of the step."""
+    PARTS: tl.constexpr = CONFIG.PARTS
+    rows = chunk.rows
+    q = ()
+    k = ()
+    if not CONFIG.RELOAD:
+        for part in tl.static_range(PARTS):
+            q = q + (tl.where(rows.fresh[:, None], chunk.q[part], 0.0),)
+            k = k + (choose(rows, chunk.k[part]),)
+    return Chunk(q, k, chunk.decay, chunk.beta, rows, chunk.tokens, chunk.tail)
+
+
+@triton.jit
 def load_values(rows, tokens, tail, columns, CONFIG: tl.constexpr):
-    """Return the values of a chunk, [C, columns] as stored."""
+    """Return the values of a chunk in the tail and in the step, see `choose`."""
     STRIDE: tl.constexpr = CONFIG.HV * CONFIG.DV
-    return _load(rows, tail.v, tokens.v, columns, CONFIG.DV, STRIDE, CONFIG.V_T)
+    return _load_both(rows, tail.v, tokens.v, columns, CONFIG.DV, STRIDE, CONFIG.V_T)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from attnlib.ops.triton.kernels.state_rows import part_columns
 
-__all__ = ["load_state", "round_state", "store_state"]
+__all__ = ["load_state", "round_state", "settle_state", "store_state"]
 
 
 @triton.jit
@@ -20,19 +20,33 @@ def state_places(state, slot, head, columns, part: tl.constexpr, CONFIG: tl.cons
 
 
 @triton.jit
+def _exists(base, CONFIG: tl.constexpr):
+    """Return whether there is a state at position `base`, [1, ROWS]."""
+    return tl.full([1, CONFIG.ROWS], 0, tl.int32) + base > 0
+
+
+@triton.jit
 def load_state(state, slot, head, columns, base, CONFIG: tl.constexpr):
-    """Return the stored state, parts [PART, ROWS] float32; that of position 0 is 0 and not read."""
+    """Return the parts of a stored state, before `settle_state`; that of position 0 is not read."""
     PARTS: tl.constexpr = CONFIG.PARTS
-    PART: tl.constexpr = CONFIG.PART
-    ROWS: tl.constexpr = CONFIG.ROWS
     s = ()
     for part in tl.static_range(PARTS):
         place, inside = state_places(state, slot, head, columns, part, CONFIG)
-        x = tl.zeros([PART, ROWS], tl.float32)
-        if base > 0:
-            x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        s = s + (x,)
+        # A branch would wait for each part before the next one is loaded.
+        s = s + (tl.load(place, mask=inside & _exists(base, CONFIG), other=0.0),)
     return s
+
+
+@triton.jit
+def settle_state(s, base, CONFIG: tl.constexpr):
+    """Return a state that `load_state` has loaded, parts [PART, ROWS] float32, 0 at position 0."""
+    PARTS: tl.constexpr = CONFIG.PARTS
+    settled = ()
+    for part in tl.static_range(PARTS):
+        # The choice keeps copies to shared memory behind all loads, see `state_rows.choose`.
+        x = tl.where(_exists(base, CONFIG), s[part].to(tl.float32), 0.0)
+        settled = settled + (x,)
+    return settled
 
 
 @triton.jit
