@@ -10,7 +10,7 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.ops.states import RecurrenceParams, StateBatch, StateTensors
-from attnlib.ops.triton.heuristics.state_tiles import state_tile
+from attnlib.ops.triton.heuristics.state_tiles import TILES, state_tile
 from attnlib.ops.triton.states.state_step import state_step
 from attnlib.spec import StateSpec
 from attnlib.testing.states.inputs import TokenInputs, draw_layer, draw_tokens
@@ -186,7 +186,8 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize("key_size", [16, 64, 100, 128, 192, 256])
 @pytest.mark.parametrize("value_size", [16, 64, 80, 128, 256])
-def test_tiles_cover_a_head(key_size: int, value_size: int) -> None:
-    tile = state_tile(key_size, value_size)
+@pytest.mark.parametrize("kind", TILES)
+def test_tiles_cover_a_head(key_size: int, value_size: int, kind: str) -> None:
+    tile = state_tile(key_size, value_size, 16, kind)
     assert tile.part * tile.parts >= key_size and tile.rows * tile.blocks >= value_size
     assert tile.blocks <= 4 and tile.rows & (tile.rows - 1) == 0 and tile.rows >= 16

@@ -1,6 +1,8 @@
-"""Value rows of a program of the recurrence over states, and its warps.
+"""Value rows of a program of the recurrence over states, its warps and its registers.
 
-Both depend on the layer only, because the bits of an output must not depend on the batch (T18).
+All depend on the layer and on the kind of its steps only (T18). Each column of a product is a sum
+of its own, so rows, warps and registers change no bits; the columns of the keys that are multiplied
+at a time do, and all kinds of steps share them.
 """
 
 from __future__ import annotations
@@ -11,14 +13,50 @@ import triton
 
 from attnlib.ops.states.layout import POSITION_COPIES
 
-__all__ = ["LARGEST_CHUNK", "LARGEST_HEAD", "StateTile", "state_tile"]
+__all__ = [
+    "LARGEST_CHUNK",
+    "LARGEST_HEAD",
+    "TILES",
+    "StateChoice",
+    "StateTile",
+    "kind_of_step",
+    "state_tile",
+]
 
 LARGEST_HEAD = 256
 """Largest key and value size: a program keeps its rows of the state in registers."""
 LARGEST_CHUNK = 32
 """Tokens of a chunk. With 64, kernels of 128 keys spill 1600 to 3800 bytes per thread on sm_89."""
-_MOST_ROWS = 64
-_MOST_COLUMNS = 32
+MOST_COLUMNS = 32
+
+
+class StateChoice(NamedTuple):
+    """What can be chosen for a kind of steps.
+
+    Attributes:
+        rows: most value rows of a program, a power of two of at least 16.
+        num_warps: of a program with so many rows; those with fewer have at most 4.
+        registers: most of a thread on NVIDIA's chips, 0 for the compiler's choice; for heads of at
+            most 128 keys and chunks of 16 tokens.
+        num_stages: of the loop over chunks on NVIDIA's chips, for chunks of 16 tokens; with more
+            than 1, the chunk after is loaded while a chunk is computed.
+    """
+
+    rows: int
+    num_warps: int
+    registers: int = 0
+    num_stages: int = 1
+
+
+TILES = {
+    # Two programs fit an SM, one of which computes while the other one waits.
+    "decode": StateChoice(64, 8, registers=128),
+    "verify": StateChoice(64, 8),
+    "wide": StateChoice(64, 8),
+    "prefill": StateChoice(64, 8, num_stages=2),
+}
+"""Kind of steps -> choice. "verify" has tokens that can be taken back, "wide" a decay for each
+channel or float32 inputs; `benchmarks/gpu/state_tiles.py` measures others."""
 
 
 class StateTile(NamedTuple):
@@ -28,7 +66,7 @@ class StateTile(NamedTuple):
         rows: value rows of a program, a power of two of at least 16.
         part, parts: columns of the keys that are multiplied at a time, and their number.
         blocks: programs of a head, at most `POSITION_COPIES`.
-        num_warps: of a program.
+        num_warps, registers, num_stages: as of a `StateChoice`, for this head.
     """
 
     rows: int
@@ -36,15 +74,38 @@ class StateTile(NamedTuple):
     parts: int
     blocks: int
     num_warps: int
+    registers: int
+    num_stages: int
+
+    def options(self, is_amd: bool) -> dict[str, int]:
+        """The options of a launch. Warps of AMD have 64 threads."""
+        if is_amd:
+            return {"num_warps": min(self.num_warps, 4), "num_stages": 1}
+        limit = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
-def state_tile(key_size: int, value_size: int) -> StateTile:
-    """The tile of heads of this size, both at most `LARGEST_HEAD`."""
-    part = min(_MOST_COLUMNS, max(16, triton.next_power_of_2(key_size)))
-    rows = min(_MOST_ROWS, max(16, triton.next_power_of_2(value_size)))
+def kind_of_step(max_rollback: int, is_exact: bool, is_long: bool) -> str:
+    """The key of `TILES` for a layer and its steps of at most, or of more than D + 1 tokens;
+    `is_exact`: queries and keys are numbers of TF32, and no decay is multiplied with them."""
+    if is_long:
+        return "prefill"
+    if not is_exact:
+        return "wide"
+    return "verify" if max_rollback else "decode"
+
+
+def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> StateTile:
+    """The tile of heads of this size, both at most `LARGEST_HEAD`, in a kind of steps."""
+    choice = TILES[kind]
+    part = min(MOST_COLUMNS, max(16, triton.next_power_of_2(key_size)))
+    rows = min(choice.rows, max(16, triton.next_power_of_2(value_size)))
     if key_size > 128 and value_size <= 128:
         rows = min(rows, 32)  # as many registers as 64 rows of 128 keys
     parts, blocks = triton.cdiv(key_size, part), triton.cdiv(value_size, rows)
     assert blocks <= POSITION_COPIES
     # Products of float32 hold each operand in two parts, so a warp has 8 columns of 64.
-    return StateTile(rows, part, parts, blocks, 8 if rows == _MOST_ROWS else 4)
+    warps = choice.num_warps if rows >= choice.rows else min(choice.num_warps, 4)
+    is_small = key_size <= 128 and chunk_size == 16
+    stages = choice.num_stages if chunk_size == 16 and rows >= choice.rows else 1
+    return StateTile(rows, part, parts, blocks, warps, choice.registers if is_small else 0, stages)

@@ -170,13 +170,14 @@ def fused_step_kernel(
     if request.count <= 0:
         return
     base = load_base(positions, request, head, block, STATE)
+    # Before the convolution, which takes as long as the state is under way.
+    s = load_state(state, request.source, head, columns, base, STATE)
     given = Convolution(x, weight, bias, convolved, window, window_positions)
     _convolve_head(request, given, head, block, CONFIG)
     if STEP.GATES > 0:
         token = tl.arange(0, STEP.TOKENS)
         row, exists = request.first + token, token < request.count
         head_gates(a, b, rate, gate_bias, decay, beta, row, exists, head, STEP)
-    s = load_state(state, request.source, head, columns, base, STATE)
     # Threads read what others of the program have written.
     tl.debug_barrier()
     tokens = Tokens(convolved + CONFIG.Q, convolved + CONFIG.K, convolved + CONFIG.V, decay, beta)

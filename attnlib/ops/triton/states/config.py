@@ -13,7 +13,13 @@ from attnlib.ops.states.layout import POSITION_COPIES, StateLayout
 from attnlib.ops.states.params import QK_NORM_EPS, RecurrenceParams
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits
-from attnlib.ops.triton.heuristics.state_tiles import LARGEST_CHUNK, LARGEST_HEAD, state_tile
+from attnlib.ops.triton.heuristics.state_tiles import (
+    LARGEST_CHUNK,
+    LARGEST_HEAD,
+    StateTile,
+    kind_of_step,
+    state_tile,
+)
 from attnlib.ops.triton.kernels.state_arguments import (
     DECAY_CHANNEL,
     DECAY_CONSTANT,
@@ -25,9 +31,9 @@ __all__ = [
     "Recurrence",
     "check_dense",
     "check_slots",
-    "is_pipelined",
     "slot_strides",
     "state_config",
+    "step_tile",
 ]
 
 _DECAYS = {"constant": DECAY_CONSTANT, "head": DECAY_HEAD, "channel": DECAY_CHANNEL}
@@ -108,10 +114,15 @@ def check_dense(**tensors: Tensor) -> None:
             )
 
 
-def is_pipelined(layout: StateLayout) -> bool:
-    """Whether prefills load a chunk while they compute the one before it, on NVIDIA's chips."""
-    tile = state_tile(layout.key_size, layout.value_size)
-    return tile.num_warps == 8 and layout.chunk_size == 16
+def _has_exact_rows(layout: StateLayout) -> bool:
+    """Whether queries and keys are numbers of TF32, and decays are not multiplied with them."""
+    return layout.decay != "channel" and layout.dtype != torch.float32
+
+
+def step_tile(layout: StateLayout, is_long: bool) -> StateTile:
+    """The tile of steps of a layer with at most, or more than, D + 1 tokens."""
+    kind = kind_of_step(layout.max_rollback, _has_exact_rows(layout), is_long)
+    return state_tile(layout.key_size, layout.value_size, layout.chunk_size, kind)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -131,7 +142,7 @@ def state_config(
         prepared: for steps in three launches.
     """
     c, rollback = layout.chunk_size, layout.max_rollback
-    tile = state_tile(layout.key_size, layout.value_size)
+    tile = step_tile(layout, prepared)
     return StateConfig(
         c,
         c.bit_length() - 1,
@@ -142,7 +153,7 @@ def state_config(
         layout.key_size,
         tile.part,
         tile.parts,
-        tile.parts > 4 and not (prepared and is_pipelined(layout)),
+        tile.parts > 4 and tile.num_stages == 1,
         layout.value_size,
         tile.rows,
         tile.blocks,
@@ -155,9 +166,7 @@ def state_config(
         QK_NORM_EPS,
         recurrence.precision,
         recurrence.wide,
-        recurrence.precision == "tf32x3"
-        and layout.decay != "channel"
-        and layout.dtype != torch.float32,
+        recurrence.precision == "tf32x3" and _has_exact_rows(layout),
         # Chunks begin at most D + C - 1 tokens before the step.
         (3 * c + rollback - 3) // c,
         prepared,

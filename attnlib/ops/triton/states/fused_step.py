@@ -11,9 +11,8 @@ from attnlib.ops.states.params import RecurrenceParams
 from attnlib.ops.states.step_form import FusedInputs
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics.device import limits_of
-from attnlib.ops.triton.heuristics.state_tiles import state_tile
 from attnlib.ops.triton.kernels.fused_step import FusedConfig, fused_step_kernel
-from attnlib.ops.triton.states.config import Recurrence, slot_strides, state_config
+from attnlib.ops.triton.states.config import Recurrence, slot_strides, state_config, step_tile
 from attnlib.ops.triton.states.launch import KernelLaunch, batch_tensors
 from attnlib.ops.triton.states.short_convolution import convolution_config
 from attnlib.ops.triton.states.step_parts import step_config
@@ -73,12 +72,10 @@ class PreparedFusedStep:
             V=starts[2],
             WIDTH=triton.next_power_of_2(keys),
         )
-        warps = 4 if limits.is_amd else state_tile(keys, values).num_warps
+        options = step_tile(layout, False).options(limits.is_amd)
         grid = (batch.num_reqs + 1, heads * state.BLOCKS)
         numbers = (float(params.scale), batch.num_reqs, rows)
-        self._launch = KernelLaunch(
-            fused_step_kernel, config, grid, numbers, num_warps=warps, num_stages=1
-        )
+        self._launch = KernelLaunch(fused_step_kernel, config, grid, numbers, **options)
         self._where = batch_tensors(batch)
         self._gates = 0 if form.gates == "given" else rows * heads
         self._width = width

@@ -10,16 +10,15 @@ from attnlib.ops.states.batch import StateBatch
 from attnlib.ops.states.params import RecurrenceParams
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics.device import limits_of
-from attnlib.ops.triton.heuristics.state_tiles import state_tile
 from attnlib.ops.triton.kernels.state_prefill import state_matrices_kernel, state_tail_kernel
 from attnlib.ops.triton.kernels.state_step import state_step_kernel
 from attnlib.ops.triton.states.config import (
     Recurrence,
     check_dense,
     check_slots,
-    is_pipelined,
     slot_strides,
     state_config,
+    step_tile,
 )
 from attnlib.ops.triton.states.launch import KernelLaunch, batch_tensors
 
@@ -75,8 +74,7 @@ class PreparedStep:
         strides = _strides(query, key, value, log_decay, beta, slots, out)
         recurrence = Recurrence.on_chip(params, limits)
         config = state_config(slots.layout, recurrence, strides, is_long)
-        # Those of AMD have 64 threads.
-        warps = 4 if limits.is_amd else state_tile(config.DK, config.DV).num_warps
+        options = step_tile(slots.layout, is_long).options(limits.is_amd)
         chunks = out.shape[0] // config.C + num_reqs * config.EXTRA if is_long else 0
         self._where = batch_tensors(batch)
         self._workspace = chunks * config.HV * 2 * config.C * config.C
@@ -85,11 +83,11 @@ class PreparedStep:
             config,
             (num_reqs + 1, config.HV * config.BLOCKS),
             (float(params.scale), num_reqs, out.shape[0]),
-            num_warps=warps,
-            num_stages=2 if is_long and warps == 8 and is_pipelined(slots.layout) else 1,
+            **options,
         )
         if is_long:
             grids = (chunks, config.HV), (num_reqs, config.HV)
+            warps = options["num_warps"]
             self._matrices = KernelLaunch(
                 state_matrices_kernel, config, grids[0], (num_reqs,), num_warps=warps
             )
