@@ -128,9 +128,10 @@ def compile_all(cases: list[StateCase], given: list[str] | None) -> None:
     cores = len(os.sched_getaffinity(0))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(cores, len(jobs), 12), context) as pool:
-        # A choice that does not compile is an error of its row.
-        for future in [pool.submit(compile_one, job) for job in jobs]:
-            future.exception()
+        # A choice that does not compile is an error of its row, too.
+        for job, future in [(job, pool.submit(compile_one, job)) for job in jobs]:
+            if error := future.exception():
+                print(f"{job[0]} {job[1].name}: {error!r}"[:300], file=sys.stderr, flush=True)
 
 
 @cache

@@ -153,7 +153,8 @@ def state_config(
         layout.key_size,
         tile.part,
         tile.parts,
-        tile.parts > 4 and tile.num_stages == 1,
+        # A loop with stages, on NVIDIA's chips, loads the parts of the next chunk.
+        tile.parts > 4 and (tile.num_stages == 1 or recurrence.precision == "ieee"),
         layout.value_size,
         tile.rows,
         tile.blocks,
