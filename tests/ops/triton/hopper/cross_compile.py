@@ -430,7 +430,8 @@ def _compiled(run: Callable[[], None]) -> tuple[list[Launch], dict[str, Any]]:
         run()
     launch, text = launches[0], log.getvalue()
     kept = get_cache_manager(launch.kernel.hash)
-    if text:
+    # The text may be of other kernels alone, where only the first one was in the cache.
+    if f"'{launch.kernel.metadata.name}'" in text:
         kept.put(text, _LOG)
     elif (path := kept.get_file(_LOG)) is None:
         # Compiled by another program, without the log.
