@@ -128,7 +128,7 @@ def test_the_adapters_conform(name: str) -> None:
     assert report.passed, str(report)
 
 
-@pytest.mark.parametrize("check", ["ST13", "ST15"])
+@pytest.mark.parametrize("check", ["ST13", "ST15", "ST16", "ST17"])
 def test_checks(check: str) -> None:
     """Graphs of both operations; fused steps have the bits of separate launches."""
     report = run_conformance(TritonBackend, device="cuda", only=check)

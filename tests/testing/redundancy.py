@@ -21,22 +21,29 @@ from attnlib.testing.conformance import make_target
 from attnlib.testing.outcome import Outcome
 from tests.testing.toy_backend import ToyBackend
 from tests.testing.wrong_backends import WRONG
+from tests.testing.wrong_states import WRONG_STATES
 
-__all__ = ["failed_checks", "undetected_without"]
+__all__ = ["ERRORS", "failed_checks", "undetected_without"]
+
+ERRORS = {**WRONG, **WRONG_STATES}
+"""Error -> (backend, check meant to detect it)."""
 
 
 def failed_checks(error: str, *, quick: bool = True, most: int | None = None) -> tuple[str, ...]:
     """Ids of the checks that a wrong backend fails, sorted.
 
     Args:
-        error: a key of `WRONG`.
+        error: a key of `ERRORS`.
         quick: run the short form of each check.
         most: stop after this number of failed checks; the one meant to detect the error is first.
     """
-    backend, meant = WRONG[error]
-    target = make_target(backend, device="cpu", against=[ToyBackend], quick=quick)
+    backend, meant = ERRORS[error]
+    against = [] if error in WRONG_STATES else [ToyBackend]
+    target = make_target(backend, device="cpu", against=against, quick=quick)
     failed: list[str] = []
     for check in sorted(CHECKS, key=lambda check: check.id != meant):
+        if check.kind not in target.kinds:
+            continue
         results = (run_check_case(check, case, target) for case in select_cases(check, target))
         if any(result.outcome is Outcome.FAIL for result in results):
             failed.append(check.id)
@@ -60,12 +67,12 @@ def undetected_without(detected: dict[str, tuple[str, ...]]) -> dict[str, list[s
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the failed checks of each wrong backend and the errors that one check detects."""
     parser = argparse.ArgumentParser(prog="redundancy", description=__doc__)
-    parser.add_argument("errors", nargs="*", help="errors of WRONG (default: all)")
+    parser.add_argument("errors", nargs="*", help="errors of ERRORS (default: all)")
     parser.add_argument("--full", action="store_true", help="run the full form of each check")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     detected = {}
-    for error in args.errors or WRONG:
+    for error in args.errors or ERRORS:
         detected[error] = failed_checks(error, quick=not args.full)
         print(f"{error}: {', '.join(detected[error]) or 'NOT DETECTED'}", flush=True)
     alone = undetected_without(detected)

@@ -1,4 +1,4 @@
-"""Two checks detect each error of `wrong_backends`."""
+"""Two checks detect each error of `wrong_backends` and `wrong_states`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import re
 import pytest
 
 from tests.testing import redundancy
-from tests.testing.redundancy import failed_checks, main, undetected_without
-from tests.testing.wrong_backends import WRONG
+from tests.testing.redundancy import ERRORS, failed_checks, main, undetected_without
 
 FAST = (
     "written slot -1", "mapping length ignored", "score function after the mask",
@@ -22,7 +21,7 @@ def test_two_checks_detect_the_error(error: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("error", [error for error in WRONG if error not in FAST])
+@pytest.mark.parametrize("error", [error for error in ERRORS if error not in FAST])
 def test_two_checks_detect_every_other_error(error: str) -> None:
     assert len(failed_checks(error, most=2)) == 2
 

@@ -630,7 +630,7 @@ class _FusedWithoutWindow(_FusedNorm):
 
 WRONG_STATES = {
     "fused gate on the other side": (_backend(_FusedNorm), "ST15"),
-    "fused step without its window": (_backend(_FusedWithoutWindow, "tail"), "ST15"),
+    "fused step without its window": (_backend(_FusedWithoutWindow, "tail"), "ST17"),
     "reads fresh slots": (_backend(_ReadsFreshSlot), "ST1"),
     "rollback off by one": (_backend(_RollbackOffByOne, "snapshots"), "ST4"),
     "window not rolled back": (_backend(_WindowNotRolledBack, "tail"), "ST5"),
@@ -652,7 +652,7 @@ WRONG_STATES = {
     "factored channel decay": (_backend(_FactoredChannelDecay), "ST7"),
     "rounded between steps": (_backend(_RoundedBetweenSteps), "ST14"),
     "chunks from the start of a step": (_backend(_ChunksFromStepStart, "tail", True), "ST9"),
-    "source written": (_backend(_SourceWritten), "ST8"),
+    "source written": (_backend(_SourceWritten), "ST16"),
     "fork without its tail": (_backend(_ForkWithoutTail, "tail"), "ST8"),
     "fork with its own window": (_backend(_ForkWithOwnWindow), "ST8"),
     "drafts stay in the tail": (_backend(_DraftsStayInTheTail, "tail"), "ST4"),

@@ -57,6 +57,7 @@ from attnlib.testing.checks import (
     state_exchange,
     state_fused,
     state_graphs,
+    state_serving,
     state_slots,
     state_steps,
     state_values,
@@ -129,4 +130,5 @@ CHECKS: tuple[Check, ...] = (
     *state_bits.CHECKS,
     *state_graphs.CHECKS,
     *state_fused.CHECKS,
+    *state_serving.CHECKS,
 )

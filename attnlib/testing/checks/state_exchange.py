@@ -23,7 +23,7 @@ from attnlib.testing.states.layers import (
 from attnlib.testing.states.oracle import recurrence
 from attnlib.testing.states.serving import Step
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "exported_difference"]
 
 
 def _forks(target: BackendUnderTest, spec: StateSpec) -> str:
@@ -59,7 +59,7 @@ def _canonical(target: BackendUnderTest, spec: StateSpec) -> str:
     layer.run(tokens.rows(0, count), Step([count], [count], [2]))
     own = layer.layer.log_decay
     given = layer.cache.export([2], [count], log_decay=own)
-    if given.states is not None and (message := _wrong_state(spec, layer, tokens, count)):
+    if message := exported_difference(spec, layer, tokens.rows(0, count), 2):
         return message
     layer.cache.load([4], [count], given)
     got = layer.run(tokens.rows(count, count + 5), Step([5], [count + 5], [4]))
@@ -69,12 +69,16 @@ def _canonical(target: BackendUnderTest, spec: StateSpec) -> str:
     return compare_results(spec, got, parts, "continued from a canonical state")
 
 
-def _wrong_state(spec: StateSpec, layer: LayerUnderTest, tokens: TokenInputs, count: int) -> str:
-    """The exported state against the rules."""
-    states = layer.cache.export([2], [count], log_decay=layer.layer.log_decay).states
-    assert states is not None  # the caller checks it
-    exact = _state(spec, layer.tensors, tokens.rows(0, count))
-    message = state_difference(spec, states[0].cpu(), exact)
+def exported_difference(
+    spec: StateSpec, layer: LayerUnderTest, tokens: TokenInputs, slot: int
+) -> str:
+    """How the exported state of a slot that has served these tokens differs from the rules; empty
+    if it does not, or the layer has none."""
+    own = layer.layer.log_decay
+    states = layer.cache.export([slot], [len(tokens)], log_decay=own).states
+    if states is None:
+        return ""
+    message = state_difference(spec, states[0].cpu(), _state(spec, layer.tensors, tokens))
     return message and f"the exported state {message}"
 
 

@@ -1,4 +1,4 @@
-"""ST15: `StateLayer.step`: convolution, gates, recurrence and norm, values and bits."""
+"""ST15, ST17: `StateLayer.step`: convolution, gates, recurrence and norm, values and bits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from attnlib.spec import StateSpec
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.budget import compare
 from attnlib.testing.check import Check, CheckCase
-from attnlib.testing.states.cases import ROLLBACK, over_kinds
+from attnlib.testing.states.cases import ROLLBACK, Body, over_kinds
 from attnlib.testing.states.inputs import LayerTensors
 from attnlib.testing.states.layers import LayerUnderTest
 from attnlib.testing.states.oracle import convolve, recurrence
@@ -91,53 +91,101 @@ def _expected(
     return rounded((rows if form.gate_first else rows * gate).flatten(1))
 
 
-def _served(target: BackendUnderTest, spec: StateSpec) -> str:
+class _Served(NamedTuple):
+    """A step that was run by `StateLayer.step`.
+
+    Attributes:
+        layer: what ran it.
+        inputs: its rows, on the device; the first and the last one are of no request.
+        step: its batch.
+        got: its output.
+        kept: the tokens of the request that stay.
+        what: the step in words.
+    """
+
+    layer: LayerUnderTest
+    inputs: FusedInputs
+    step: Step
+    got: Tensor
+    kept: slice
+    what: str
+
+
+def _steps(target: BackendUnderTest, spec: StateSpec, given: FusedInputs) -> Iterator[_Served]:
     """A request in a prefill, decodes, drafts that are taken back, and other slots, beside padding
-    with NaN; and the same steps in separate launches."""
-    inputs = drawn_step(spec, 30, target.seed)
-    pair = [LayerUnderTest(target, spec, used=False) for _ in range(2)]
-    own, form = pair[0].tensors, inputs.form
+    with NaN."""
+    layer, form = LayerUnderTest(target, spec, used=False), given.form
     named: dict[str, Any] = {
         name: x.to(target.device) for name, x in vars(form).items() if torch.is_tensor(x)
     }
-    exact, plain = (_expected(spec, own, inputs, dtype) for dtype in (None, spec.dtype))
     moved, done, slot, rng = replace(form, **named), 0, 2, random.Random(target.seed)
     for stay, drafts in ((13, 1), (1, 3), (1, 0), (2, 2), (3, 1), (1, 3)):
         end, drafts, source = done + stay, min(drafts, spec.max_rollback), slot
         slot = rng.choice((1, 2))
         step = Step([1, stay + drafts], [1, end + drafts], [-1, slot], [-1, source])
         rows = torch.arange(done - 1, end + drafts + 1).clamp(0, 29)
-        x, a, b, z = (None if t is None else t[rows].to(target.device) for t in inputs[:4])
+        x, a, b, z = (None if t is None else t[rows].to(target.device) for t in given[:4])
         assert x is not None and a is not None and z is not None
         x[0] = x[-1] = z[0] = z[-1] = torch.nan
-        got, other = (torch.full_like(z, torch.nan) for _ in range(2))
-        one, two = (each.metadata(step) for each in pair)
-        pair[0].layer.step(x, (a, b), z, moved, pair[0].cache, one, output=got)
-        separate = FusedInputs(x, a, b, z, moved)
-        separate_step(pair[1].layer, separate, pair[1].cache, two, other)
-        what, part = f"a step of {stay + drafts} tokens from {done}", slice(done, end)
-        found = compare(got[1 : 1 + stay].cpu(), exact[part], plain[part], spec.dtype)
-        if not found.passed:
-            return f"{what}: {found}"
-        if bool(got[[0, -1]].any()):
-            return f"{what}: rows of no request are not 0 (T3)"
-        if not torch.equal(got, other):
-            return f"{what}: separate launches give other bits"
-        if not torch.equal(pair[0].memory, pair[1].memory):
-            return f"{what}: separate launches leave other slots"
+        got = torch.full_like(z, torch.nan)
+        layer.layer.step(x, (a, b), z, moved, layer.cache, layer.metadata(step), output=got)
+        what = f"a step of {stay + drafts} tokens from {done}"
+        yield _Served(layer, FusedInputs(x, a, b, z, moved), step, got, slice(done, end), what)
         done = end
+
+
+def _values(target: BackendUnderTest, spec: StateSpec) -> str:
+    """Outputs against the rules."""
+    given = drawn_step(spec, 30, target.seed)
+    exact = plain = None
+    for served in _steps(target, spec, given):
+        if exact is None or plain is None:
+            own = served.layer.tensors
+            exact, plain = (_expected(spec, own, given, dtype) for dtype in (None, spec.dtype))
+        rows, got = served.kept, served.got
+        count = rows.stop - rows.start
+        found = compare(got[1 : 1 + count].cpu(), exact[rows], plain[rows], spec.dtype)
+        if not found.passed:
+            return f"{served.what}: {found}"
+        if bool(got[[0, -1]].any()):
+            return f"{served.what}: rows of no request are not 0 (T3)"
     return ""
 
 
-def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
+def _bits(target: BackendUnderTest, spec: StateSpec) -> str:
+    """Outputs and slots against those of separate launches."""
+    other = LayerUnderTest(target, spec, used=False)
+    for served in _steps(target, spec, drawn_step(spec, 30, target.seed)):
+        wanted = torch.full_like(served.got, torch.nan)
+        metadata = other.metadata(served.step)
+        separate_step(other.layer, served.inputs, other.cache, metadata, wanted)
+        if not torch.equal(served.got, wanted):
+            return f"{served.what}: separate launches give other bits"
+        if not torch.equal(served.layer.memory, other.memory):
+            return f"{served.what}: separate launches leave other slots"
+    return ""
+
+
+def _cases(target: BackendUnderTest, body: Body) -> Iterator[CheckCase]:
     names = ("gated delta", "kimi delta", "mamba2")
     rollback = min(ROLLBACK, target.backend.state_capabilities.max_rollback or 0)
-    for each in over_kinds(target, _served, names=names, rollback=rollback):
+    for each in over_kinds(target, body, names=names, rollback=rollback):
         spec = each.state_spec
         assert spec is not None
         channels = 2 * spec.num_key_heads * spec.key_size + spec.num_heads * spec.value_size
         chosen = spec.replace(conv_channels=channels)
-        yield CheckCase(each.id, partial(_served, target, chosen), state_spec=chosen)
+        yield CheckCase(each.id, partial(body, target, chosen), state_spec=chosen)
 
 
-CHECKS = (Check("ST15", "states: steps from convolution to norm", _cases, kind="state"),)
+def _value_cases(target: BackendUnderTest) -> Iterator[CheckCase]:
+    yield from _cases(target, _values)
+
+
+def _bit_cases(target: BackendUnderTest) -> Iterator[CheckCase]:
+    yield from _cases(target, _bits)
+
+
+CHECKS = (
+    Check("ST15", "states: steps from convolution to norm", _value_cases, kind="state"),
+    Check("ST17", "states: such steps and separate launches", _bit_cases, kind="state"),
+)

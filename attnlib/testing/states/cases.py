@@ -10,7 +10,7 @@ from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.check import CheckCase
 from attnlib.testing.states.kinds import KINDS
 
-__all__ = ["ROLLBACK", "adapted", "forms_of", "over_kinds", "recurrent_kinds"]
+__all__ = ["ROLLBACK", "Body", "adapted", "forms_of", "over_kinds", "recurrent_kinds"]
 
 ROLLBACK = 3
 """Draft tokens of the cases with rollback."""
