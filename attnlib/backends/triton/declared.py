@@ -13,7 +13,7 @@ from attnlib.ops.triton.heuristics.splits import (
 )
 from attnlib.ops.triton.heuristics.tile_table import work_bounds
 from attnlib.ops.triton.heuristics.tiles import next_power_of_2
-from attnlib.ops.triton.hopper.preference import DECODE_BOUNDS
+from attnlib.ops.triton.hopper.preference import SHORT_DECODE_KEYS, decode_keys
 from attnlib.workspace import BatchLimits
 
 __all__ = ["decode_bytes", "prefill_bytes", "seq_len_bounds", "warmup_lengths"]
@@ -109,7 +109,9 @@ def seq_len_bounds(scheduler: Scheduler, num_reqs: int, least: int, most: int) -
     """
     turns: list[int] = []
     if scheduler.limits.capability[0] == 9:
-        turns = [keys - side for keys in DECODE_BOUNDS for side in (0, 1)]
+        shape = scheduler.shape
+        bounds = (SHORT_DECODE_KEYS, *decode_keys(shape.cache_dtype, shape.head_size))
+        turns = [keys - side for keys in bounds for side in (0, 1)]
         edges = _work_edges(scheduler, "hopper_decode", num_reqs)
         turns += [edge + side for edge in edges for side in (0, 1)]
     inner = {edge + side for edge in _tile_edges(scheduler, num_reqs, most) for side in (0, 1)}

@@ -171,7 +171,8 @@ def prefill_splits(num_programs: int, max_seq_len: int, visible: int, num_sms: i
     keys = min(least, visible)
     if keys < LEAST_DIVIDED_KEYS:
         return 1
-    most = keys // _KEYS_PER_PREFILL_SPLIT[4 * num_programs > num_sms]
+    few, many = _KEYS_PER_PREFILL_SPLIT
+    most = keys // (many if 4 * num_programs > num_sms else few)
     return max(1, min(most, num_sms // max(1, num_programs), _MOST_PREFILL_SPLITS))
 
 

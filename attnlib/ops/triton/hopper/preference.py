@@ -10,7 +10,6 @@ import torch
 from attnlib.ops.triton.hopper.sizes import QUANTIZED, latent_blocks
 
 __all__ = [
-    "DECODE_BOUNDS",
     "HOPPER_DECODE_KEYS",
     "LATENT_KEYS_PER_SM",
     "LATENT_KEYS_PER_SM_ONE_REQUEST",
@@ -70,22 +69,14 @@ _QUANTIZED_DECODE_KEYS = (256, 1024)
 145 us, the portable kernel 295 us."""
 
 _SHORT_QUANTIZED_DECODE_KEYS = (256, 64)
-"""The same for heads of 65 to 128 elements. On an H200, Hopper / portable in microseconds
-(benchmarks/results/h200/short_quantized_decodes.json):
+"""The same for heads of 65 to 128 elements. On an H200 with 32/8 heads of 128, Hopper / portable in
+microseconds (benchmarks/results/h200/short_quantized_decodes.json):
 
     float8:  32 x 128 8.3 / 8.5   128 x 128 17.8 / 29.8   256 x 64 21.7 / 41.6
              256 x 256 42.9 / 118   512 x 128 55.9 / 110   200 x 500 63.3 / 172
     int8:    512 x 128 75.0 / 100   200 x 500 66.8 / 109
     int4:    512 x 128 41.8 / 96.7   200 x 500 63.0 / 174
 """
-
-DECODE_BOUNDS = (
-    SHORT_DECODE_KEYS,
-    *HOPPER_DECODE_KEYS,
-    *_QUANTIZED_DECODE_KEYS,
-    *_SHORT_QUANTIZED_DECODE_KEYS,
-)
-"""All visible keys from which decodes of some layer may have the Hopper kernel."""
 
 PAIRS_PER_SM = 8
 """(Request, KV head) pairs per multiprocessor up to which the first bound applies."""
