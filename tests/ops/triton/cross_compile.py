@@ -8,7 +8,9 @@ per case.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import json
 import os
 import re
@@ -139,12 +141,14 @@ class Launch:
         seconds: compile time.
         estimate: the estimate of its shared memory; None for kernels without tiles.
         tile: its tile; None for kernels without tiles.
+        log: what the compiler printed, such as the log of ptxas; empty for a cached kernel.
     """
 
     kernel: Any
     seconds: float
     estimate: int | None
     tile: Tile | None
+    log: str
 
 
 class _StubDriver:
@@ -174,9 +178,11 @@ def stub_target(name: str) -> Iterator[list[Launch]]:
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         began = time.perf_counter()
-        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        with contextlib.redirect_stdout(io.StringIO()) as log:
+            kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
         seconds = time.perf_counter() - began
-        compiled.append(Launch(kernel, seconds, *_tile(self, args, kwargs, target.limits)))
+        tile = _tile(self, args, kwargs, target.limits)
+        compiled.append(Launch(kernel, seconds, *tile, log.getvalue()))
         return kernel
 
     LAUNCHES.clear()  # their keys name a device, not a target

@@ -6,9 +6,7 @@ process that does not interpret Triton.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import json
 import re
 import sys
@@ -424,26 +422,25 @@ def _compiled(run: Callable[[], None]) -> tuple[list[Launch], dict[str, Any]]:
     The log of ptxas is kept beside the kernel in Triton's cache, so that a kernel that has been
     compiled there is not compiled again.
     """
-    log = io.StringIO()
     triton.knobs.nvidia.dump_ptxas_log = True
-    with stub_target("sm_90") as launches, contextlib.redirect_stdout(log):
+    with stub_target("sm_90") as launches:
         run()
-    launch, text = launches[0], log.getvalue()
+    launch = launches[0]
     kept = get_cache_manager(launch.kernel.hash)
-    # The text may be of other kernels alone, where only the first one was in the cache.
-    if f"'{launch.kernel.metadata.name}'" in text:
-        kept.put(text, _LOG)
-    elif (path := kept.get_file(_LOG)) is None:
-        # Compiled by another program, without the log.
-        launch.kernel.src.fn.device_caches.clear()
-        triton.knobs.compilation.always_compile = True
-        try:
-            return _compiled(run)
-        finally:
-            triton.knobs.compilation.always_compile = False
-    else:
-        return launches, {**_facts(launch, Path(path).read_text()), "cached": True}
-    return launches, {**_facts(launch, text), "cached": False}
+    if launch.log:
+        kept.put(launch.log, _LOG)
+        return launches, {**_facts(launch, launch.log), "cached": False}
+    path = kept.get_file(_LOG)
+    log = Path(path).read_text() if path else ""
+    if f"'{launch.kernel.metadata.name}'" in log:
+        return launches, {**_facts(launch, log), "cached": True}
+    # Compiled by another program, without its log.
+    launch.kernel.src.fn.device_caches.clear()
+    triton.knobs.compilation.always_compile = True
+    try:
+        return _compiled(run)
+    finally:
+        triton.knobs.compilation.always_compile = False
 
 
 SHARED_CASES: dict[str, dict[str, Any]] = {
@@ -779,6 +776,7 @@ def compile_case(name: str) -> dict[str, Any]:
 
 def _facts(launch: Launch, text: str) -> dict[str, Any]:
     """What the launch and the log of ptxas tell about a kernel."""
+    assert f"'{launch.kernel.metadata.name}'" in text, text
     spills = re.search(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text
     )
