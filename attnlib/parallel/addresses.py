@@ -6,6 +6,7 @@ are packed: R requests, T new tokens, N tokens per block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 from attnlib.errors import ContractError
 from attnlib.parallel.divisions import Division
 
-__all__ = ["TokenPositions", "local_block_table", "local_slots", "token_positions"]
+__all__ = ["TokenPositions", "local_block_table", "local_slots", "table_of", "token_positions"]
+
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 class TokenPositions(NamedTuple):
@@ -27,6 +30,33 @@ class TokenPositions(NamedTuple):
 
     request: Tensor
     position: Tensor
+
+
+def table_of(rows: Tensor | Sequence[Sequence[int]]) -> Tensor:
+    """A block table `[R, columns]` int32, from a tensor of integers or from lists of any lengths.
+
+    Raises:
+        ContractError: another number of dimensions, or elements that are no integers.
+    """
+    if not isinstance(rows, Tensor):
+        try:
+            width = max((len(row) for row in rows), default=0)
+            padded = [[*row, *[0] * (width - len(row))] for row in rows]
+            rows = torch.as_tensor(padded).reshape(len(padded), width)
+        except (TypeError, ValueError) as error:
+            raise ContractError(
+                f"block_table={rows!r} must be a tensor or lists of block ids: {error}", rule="P3"
+            ) from None
+    if rows.dim() != 2 or (rows.numel() and rows.dtype not in _INTEGERS):
+        raise ContractError(
+            f"block_table is {rows.dtype} {list(rows.shape)}; it must be integers [requests, "
+            "columns]",
+            rule="P3",
+        )
+    if rows.dtype == torch.int64:  # an id that int32 cannot hold must not become another
+        limits = torch.iinfo(torch.int32)
+        rows = rows.clamp(limits.min, limits.max)
+    return rows.to(torch.int32)
 
 
 def token_positions(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int) -> TokenPositions:

@@ -26,7 +26,12 @@ from attnlib.parallel.layer_parts import choose_parts, make_builders
 from attnlib.parallel.local_spec import local_form
 from attnlib.parallel.metadata import ParallelMetadata
 from attnlib.parallel.operator import attend_opaquely
-from attnlib.parallel.setup_checks import checked_method, checked_per_head, effective_agreement
+from attnlib.parallel.setup_checks import (
+    check_group,
+    checked_method,
+    checked_per_head,
+    effective_agreement,
+)
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
@@ -79,6 +84,7 @@ class ParallelAttention(nn.Module):
         prefix: str = "",
     ) -> None:
         super().__init__()
+        check_group(group)
         self.spec, self.group, self.division, self.prefix = spec, group, division, prefix
         self._backend, self._device = backend, resolve_device(device).torch_device
         self.scale = spec.head_size**-0.5 if scale is None else float(scale)
@@ -89,7 +95,7 @@ class ParallelAttention(nn.Module):
             slopes = checked_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, spec)
             checked_per_head("sinks", sinks, spec.has_sink, spec)
             self._select(spec)
-            facts = (str(spec), division, method, self.agreement, prefix)
+            facts = (str(spec), division, method, self.scale, self.agreement, prefix)
             return (*facts, self._parts.context is None), (method, slopes)
 
         method, slopes = group.agreed(self.agreement, "layer", attempt)

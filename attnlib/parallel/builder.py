@@ -13,7 +13,7 @@ from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.parallel.addresses import TokenPositions, local_slots, token_positions
 from attnlib.parallel.checks import check_batch
 from attnlib.parallel.merge import MergeRows
-from attnlib.parallel.metadata import ParallelMetadata
+from attnlib.parallel.metadata import ParallelMetadata, lengths_on_host
 from attnlib.parallel.rows import ROWS_UP_TO, local_rows, row_lengths
 from attnlib.parallel.staging import Staging, StagingPlan
 
@@ -73,11 +73,11 @@ class ParallelBuilder:
         """
 
         def attempt() -> tuple[object, ParallelMetadata]:
-            check_batch(self.spec, self.division, common)
+            check_batch(self.spec, self.division, self.group.rank, common)
             sizes = (common.num_reqs, common.num_actual_tokens)
             bounds = (common.max_query_len, common.max_seq_len)
-            facts = (*sizes, *bounds, write, str(self.spec))
-            return facts, self._parts(common, write, has_context)
+            facts = (*sizes, *bounds, write, has_context, str(self.spec))
+            return (*facts, *lengths_on_host(common)), self._parts(common, write, has_context)
 
         return self.group.agreed(self._agreement, "batch", attempt)
 
@@ -148,6 +148,7 @@ class ParallelBuilder:
         else:
             cached, empty = self._by_row(common, where)
         return ParallelMetadata(
+            made_for=(self.spec, self.division),
             num_actual_tokens=tokens,
             cached=cached,
             over_context=over_context,

@@ -13,17 +13,23 @@ from attnlib.errors import ContractError
 from attnlib.layer.attention import Attention
 from attnlib.layer.cache_checks import check_cache
 from attnlib.layer.call import LayerCall, per_head
+from attnlib.layer.checks import refuse_gradients
+from attnlib.metadata.checks import check_block_size
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.ops.addresses import check_block_table, check_slot_values
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.metadata import ParallelMetadata
+from attnlib.parallel.prefill_metadata import PrefillMetadata
 from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from attnlib.parallel.attention import ParallelAttention
+    from attnlib.parallel.prefill import ParallelPrefill
 
 __all__ = [
     "ParallelCall",
     "check_batch",
+    "check_made_for",
     "check_own_cache",
     "check_parallel_call",
     "sized",
@@ -39,12 +45,15 @@ class ParallelCall(NamedTuple):
     output: Tensor
 
 
-def check_batch(spec: AttentionSpec, division: Division, common: CommonAttentionMetadata) -> None:
+def check_batch(
+    spec: AttentionSpec, division: Division, rank: int, common: CommonAttentionMetadata
+) -> None:
     """Whether a batch can be divided.
 
     Raises:
         ContractError: it is not one of self attention over a block table, has a mask that cannot
-            be divided, or a table that is too narrow.
+            be divided, or a table that is too narrow, of another block size or, on a CPU, without
+            a block where the rank has keys.
     """
     if common.block_table_tensor is None or common.is_cross_attention:
         raise ContractError(
@@ -63,6 +72,7 @@ def check_batch(spec: AttentionSpec, division: Division, common: CommonAttention
             "pass None",
             rule="X4",
         )
+    check_block_size(common, spec)
     columns = common.block_table_tensor.shape[1]
     if common.seq_lens_cpu is not None and common.num_reqs:
         longest = division.bound(int(common.seq_lens_cpu.max()))
@@ -72,6 +82,8 @@ def check_batch(spec: AttentionSpec, division: Division, common: CommonAttention
                 f"{longest} keys on a rank: it needs {-(-longest // spec.block_size)}",
                 rule="X2",
             )
+    held = division.count(common.seq_lens, rank)
+    check_block_table(common.block_table_tensor, held, spec.block_size, None)
 
 
 def check_parallel_call(
@@ -122,6 +134,9 @@ def _checked(
             "ParallelAttention.make_builder",
             rule="X3",
         )
+    check_made_for(layer, metadata)
+    if torch.is_grad_enabled():
+        refuse_gradients(query, key, value)
     sizes = (spec.num_heads, spec.head_size), (spec.num_kv_heads, spec.head_size)
     tokens = metadata.num_actual_tokens
     query = sized("query", query, *sizes[0], spec.dtype, query.device, tokens)
@@ -136,6 +151,7 @@ def _checked(
         size_v = spec.head_size_v
         value = sized("value", value, spec.num_kv_heads, size_v, spec.dtype, query.device, tokens)
     check_own_cache(layer.cached, query, cache)
+    _check_addresses(metadata, cache)
     shape = (query.shape[0], spec.num_heads, spec.head_size_v)
     if output is None:
         output = torch.empty(shape, dtype=query.dtype, device=query.device)
@@ -146,6 +162,32 @@ def _checked(
             rule="P9",
         )
     return ParallelCall(query, key, value, output.view(shape))
+
+
+def check_made_for(
+    layer: ParallelAttention | ParallelPrefill, metadata: ParallelMetadata | PrefillMetadata
+) -> None:
+    """Whether a batch was built for layers like this one.
+
+    Raises:
+        ContractError: for another spec or division.
+    """
+    if metadata.made_for != (layer.spec, layer.division):
+        spec, division = metadata.made_for
+        raise ContractError(
+            f"the batch was built for {spec} and {division}, the layer has {layer.spec} and "
+            f"{layer.division}: build it with the builder of a layer like this one",
+            rule="X3",
+        )
+
+
+def _check_addresses(metadata: ParallelMetadata, cache: PagedKVCache) -> None:
+    """On a CPU, whether the slots and blocks of a batch are in the cache."""
+    if metadata.slot_mapping is not None:
+        check_slot_values(metadata.slot_mapping, cache.num_slots)
+    facts = None if metadata.cached is None else metadata.cached.facts
+    if facts is not None and facts.block_table is not None and facts.seq_lens is not None:
+        check_block_table(facts.block_table, facts.seq_lens, cache.block_size, cache.num_blocks)
 
 
 def check_own_cache(layer: Attention, query: Tensor, cache: PagedKVCache) -> None:

@@ -11,10 +11,13 @@ from torch import Tensor
 from attnlib.compile.objects import register_tensor_id
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.parallel.addresses import table_of
+from attnlib.parallel.divisions import Division
 from attnlib.parallel.merge import MergeRows
 from attnlib.parallel.staging import Staging, StagingPlan
+from attnlib.spec import AttentionSpec
 
-__all__ = ["ParallelMetadata", "divided_batch"]
+__all__ = ["ParallelMetadata", "divided_batch", "lengths_on_host"]
 
 
 @dataclass(eq=False)
@@ -22,6 +25,7 @@ class ParallelMetadata:
     """One batch on one rank.
 
     Attributes:
+        made_for: spec and division of the layers that may use it.
         num_actual_tokens: T, equal on all ranks.
         cached: the queries of all ranks over this rank's keys; None if no request has context.
         over_context: whether the layer `context` computes that, instead of `cached`.
@@ -34,6 +38,7 @@ class ParallelMetadata:
         agreed: whether all ranks have agreed on a call.
     """
 
+    made_for: tuple[AttentionSpec, Division]
     num_actual_tokens: int
     cached: AttentionMetadata | None
     over_context: bool
@@ -64,12 +69,14 @@ def divided_batch(
         device: of the rank.
 
     Raises:
-        ContractError: lengths that contradict each other.
+        ContractError: lengths that contradict each other, or a table that holds no integers.
     """
     common = CommonAttentionMetadata.from_lengths(query_lens, seq_lens, device=device)
-    if not isinstance(block_table, Tensor):
-        width = max((len(row) for row in block_table), default=0)
-        padded = [[*row, *[0] * (width - len(row))] for row in block_table]
-        block_table = torch.tensor(padded, dtype=torch.int32).reshape(len(padded), width)
-    table = block_table.to(common.seq_lens.device, torch.int32)
+    table = table_of(block_table).to(common.seq_lens.device)
     return common.replace(block_table_tensor=table)
+
+
+def lengths_on_host(common: CommonAttentionMetadata) -> list[list[int] | None]:
+    """The lengths of a batch that the host knows, for agreements."""
+    known = (common.query_start_loc_cpu, common.seq_lens_cpu)
+    return [None if lengths is None else lengths.tolist() for lengths in known]

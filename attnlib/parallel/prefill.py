@@ -34,7 +34,7 @@ from attnlib.parallel.prefill_checks import (
     keeps_order,
 )
 from attnlib.parallel.prefill_metadata import PrefillMetadata
-from attnlib.parallel.setup_checks import checked_per_head, effective_agreement
+from attnlib.parallel.setup_checks import check_group, checked_per_head, effective_agreement
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
 
@@ -80,6 +80,8 @@ class ParallelPrefill(nn.Module):
         prefix: str = "",
     ) -> None:
         super().__init__()
+        check_group(group)
+        factor = spec.head_size**-0.5 if scale is None else float(scale)
         self.spec, self.group, self.division, self.method = spec, group, division, method
         self.agreement, self.prefix = effective_agreement(agreement), prefix
         self._device = resolve_device(device).torch_device
@@ -90,7 +92,8 @@ class ParallelPrefill(nn.Module):
             checked_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, spec)
             checked_per_head("sinks", sinks, spec.has_sink, spec)
             parts = self._select(phases(backend)[0])
-            return (str(spec), division, method, self.agreement, prefix, self._rings), parts
+            facts = (str(spec), division, method, factor, self.agreement, prefix, self._rings)
+            return facts, parts
 
         causal, cross = group.agreed(self.agreement, "prefill layer", attempt)
         given: dict[str, Any] = {"scale": scale, "device": self._device, "prefix": prefix}

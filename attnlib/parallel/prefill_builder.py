@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
-from attnlib.parallel.addresses import TokenPositions, local_slots
+from attnlib.parallel.addresses import TokenPositions, local_slots, table_of
 from attnlib.parallel.prefill_checks import checked_prompts
 from attnlib.parallel.prefill_keys import StepKeys, all_keys, keys_of_rank, padded, taken
 from attnlib.parallel.prefill_metadata import PrefillMetadata, PrefillStep
@@ -54,7 +54,7 @@ class PrefillBuilder:
 
         Args:
             prompt_lens: new tokens of each prompt.
-            block_table: `[R, columns]` int32, the blocks of this rank's local indices (X2).
+            block_table: `[R, columns]` integers, the blocks of this rank's local indices (X2).
             context_lens: tokens of each prompt that the caches of all ranks hold already; None
                 means 0.
 
@@ -64,9 +64,10 @@ class PrefillBuilder:
         layer = self._layer
 
         def attempt() -> tuple[object, PrefillMetadata]:
-            lengths = checked_prompts(layer, prompt_lens, context_lens, block_table)
+            table = table_of(block_table)
+            lengths = checked_prompts(layer, prompt_lens, context_lens, table)
             prompts = Prompts(layer.spec, layer.division, *lengths)
-            return lengths, self._parts(prompts, block_table)
+            return lengths, self._parts(prompts, table)
 
         return layer.group.agreed(layer.agreement, "prompts", attempt)
 
@@ -94,6 +95,7 @@ class PrefillBuilder:
             keys = [all_keys(prompts, new, held, rank, size)]
         segments = list(prompts.segments(rank))
         return PrefillMetadata(
+            made_for=(layer.spec, layer.division),
             token_rows=(taken(starts, own) + own[:, 1]).to(device),
             positions=positions[rank, : len(own)].to(device),
             num_actual_tokens=len(own),

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError, UnsupportedConfigError
-from attnlib.parallel.checks import check_own_cache, sized
+from attnlib.layer.checks import refuse_gradients
+from attnlib.ops.addresses import as_count, check_block_table
+from attnlib.parallel.checks import check_made_for, check_own_cache, sized
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.group import RankGroup
 from attnlib.parallel.local_spec import rejections
@@ -67,16 +69,16 @@ def checked_prompts(
     """The new tokens and the context of each prompt; arguments of `PrefillBuilder.build`.
 
     Raises:
-        ContractError: lengths and rows of the table that do not fit each other.
+        ContractError: lengths that are no integers of at least 0, lengths and rows of the table
+            that do not fit each other, or, on a CPU, no block where the rank has keys.
     """
-    lengths = [int(length) for length in prompt_lens]
-    contexts = [0] * len(lengths) if context_lens is None else [int(x) for x in context_lens]
+    lengths = _counts("prompt_lens", prompt_lens)
+    contexts = [0] * len(lengths) if context_lens is None else _counts("context_lens", context_lens)
     rows, size = block_table.shape[0], layer.spec.block_size
-    if not len(lengths) == len(contexts) == rows or min((*lengths, *contexts), default=0) < 0:
+    if not len(lengths) == len(contexts) == rows:
         raise ContractError(
             f"{len(lengths)} prompts of {lengths} new tokens after {contexts} with {rows} rows of "
-            "the block table: pass one row and one context length for each, and lengths of at "
-            "least 0",
+            "the block table: pass one row and one context length for each",
             rule="X10",
         )
     longest = max((a + b for a, b in zip(lengths, contexts, strict=True)), default=0)
@@ -87,7 +89,14 @@ def checked_prompts(
             f"prompt: it needs {-(-needed // size)}",
             rule="X2",
         )
+    totals = torch.tensor([a + b for a, b in zip(lengths, contexts, strict=True)])
+    held = layer.division.count(totals.to(block_table.device), layer.group.rank)
+    check_block_table(block_table, held, size, None)
     return lengths, contexts
+
+
+def _counts(name: str, values: Sequence[int]) -> list[int]:
+    return [as_count(f"{name}[{place}]", value) for place, value in enumerate(values)]
 
 
 def check_prefill_call(
@@ -133,6 +142,9 @@ def _checked(
             "ParallelPrefill.make_builder",
             rule="X10",
         )
+    check_made_for(layer, metadata)
+    if torch.is_grad_enabled():
+        refuse_gradients(query, key, value)
     tokens = metadata.num_actual_tokens
     given = {
         "query": (query, spec.num_heads, spec.head_size),

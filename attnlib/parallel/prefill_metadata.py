@@ -8,7 +8,9 @@ from torch import Tensor
 
 from attnlib.compile.objects import register_tensor_id
 from attnlib.metadata.base import AttentionMetadata
+from attnlib.parallel.divisions import Division
 from attnlib.parallel.staging import Staging
+from attnlib.spec import AttentionSpec
 
 __all__ = ["PrefillMetadata", "PrefillStep"]
 
@@ -36,6 +38,7 @@ class PrefillMetadata:
     """One batch of prompts on one rank.
 
     Attributes:
+        made_for: spec and division of the layers that may use it.
         token_rows: `[T]` int64, this rank's tokens among the packed new tokens of all prompts.
         positions: `[T]` int32, of these tokens in their requests.
         num_actual_tokens: T, of this rank.
@@ -50,6 +53,7 @@ class PrefillMetadata:
         agreed: whether all ranks have agreed on a call.
     """
 
+    made_for: tuple[AttentionSpec, Division]
     token_rows: Tensor
     positions: Tensor
     num_actual_tokens: int

@@ -11,7 +11,13 @@ from attnlib.parallel.exchange import ExchangeMethod, choose_exchange
 from attnlib.parallel.group import RankGroup
 from attnlib.spec import AttentionSpec
 
-__all__ = ["check_choices", "checked_method", "checked_per_head", "effective_agreement"]
+__all__ = [
+    "check_choices",
+    "check_group",
+    "checked_method",
+    "checked_per_head",
+    "effective_agreement",
+]
 
 _AGREEMENTS = ("call", "batch", "never")
 
@@ -19,6 +25,20 @@ _AGREEMENTS = ("call", "batch", "never")
 def effective_agreement(agreement: str) -> str:
     """When ranks agree: with ATTNLIB_VALIDATE=1 with every call instead of once per batch."""
     return "call" if agreement == "batch" and env.read("ATTNLIB_VALIDATE") else agreement
+
+
+def check_group(group: object) -> None:
+    """Whether a layer got ranks.
+
+    Raises:
+        ContractError: on this rank, since it cannot ask the others.
+    """
+    if not hasattr(group, "agreed"):
+        raise ContractError(
+            f"group is a {type(group).__name__}; pass an attnlib.parallel.RankGroup, which wraps a "
+            "process group of torch.distributed",
+            rule="X8",
+        )
 
 
 def check_choices(

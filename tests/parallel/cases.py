@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 
+import attnlib
 from attnlib.backends.composite import make_composite
 from attnlib.backends.torch import TorchBackend
 from attnlib.errors import ContractError
@@ -239,6 +240,13 @@ def refusals(group: RankGroup) -> str:
         other_batch: "ranks 0 and", short_table: "has 1 columns", other_dtype: "torch.float64",
         no_tensor: f"rank {group.world_size - 1} refuses: ",
     }  # fmt: skip
+    if text := not_refused(expected):
+        return text
+    return "" if run.largest_error() <= LIMIT else "wrong results after refusals"
+
+
+def not_refused(expected: dict[Callable[[], None], str]) -> str:
+    """The first call that all ranks do not refuse with its text; "" for none."""
     for call, text in expected.items():
         try:
             call()
@@ -247,7 +255,58 @@ def refusals(group: RankGroup) -> str:
                 return f"{call.__name__}: {error}"
         else:
             return f"{call.__name__} was not refused"
-    return "" if run.largest_error() <= LIMIT else "wrong results after refusals"
+    return ""
+
+
+def refused_batches(group: RankGroup) -> str:
+    """X8: batches that differ in their lengths or have wrong blocks on one rank, and batches and
+    tensors that would give a wrong result on all of them. Nothing is written."""
+    last, run = group.rank == group.world_size - 1, Run(Problem(), group)
+    cache, outside = run.caches[1], run.tables[1].clone()
+    outside[0, 0] = 99 if last else 0
+
+    def call(common: Any, layer: Any = run.layer, *, grad: bool = False) -> None:
+        built = layer.make_builder().build(common)
+        query, key, value = run.tensors(common.num_actual_tokens)
+        run.layer(run.own(query).requires_grad_(grad), key, value, cache, built)
+
+    def other_lengths() -> None:
+        lengths = [3, 9] if last else [9, 3]
+        call(divided_batch([1, 1], lengths, run.tables[1][:2], "cpu"))
+
+    def block_of_a_decode() -> None:
+        call(divided_batch([2], [9], outside[:1], "cpu"))
+
+    def block_of_a_prefill() -> None:
+        call(divided_batch([20], [20], outside[:1], "cpu"))
+
+    def no_block() -> None:
+        call(divided_batch([20], [20], outside[:1] - (100 if last else 0), "cpu"))
+
+    def other_block_size() -> None:
+        call(attnlib.CommonAttentionMetadata.from_lengths([1], [9], [[1, 2]], 2 * BLOCK, "cpu"))
+
+    def batch_of_a_window() -> None:
+        spec = run.spec.replace(sliding_window=3)
+        windowed = ParallelAttention(spec, group, run.division, device="cpu")
+        call(divided_batch([1], [9], run.tables[1][:1], "cpu"), windowed)
+
+    def gradient() -> None:
+        call(divided_batch([1], [9], run.tables[1][:1], "cpu"), grad=True)
+
+    def other_scale() -> None:
+        ParallelAttention(run.spec, group, run.division, device="cpu", scale=1 + last)
+
+    expected = {
+        other_lengths: "ranks 0 and", block_of_a_decode: "slot_mapping[",
+        block_of_a_prefill: "slot_mapping[", no_block: "must not be negative",
+        other_block_size: f"block_size={2 * BLOCK}", batch_of_a_window: "was built for",
+        gradient: "requires a gradient", other_scale: "ranks 0 and",
+    }  # fmt: skip
+    with torch.enable_grad():
+        if text := not_refused(expected):
+            return text
+    return "" if bool(cache.key_cache.isnan().all()) else "keys were written"
 
 
 # --------------------------------------------------------------------------- wrong implementations
@@ -329,6 +388,7 @@ PROPERTIES: dict[str, Callable[[RankGroup], str]] = {
     "captured": captured,
     "invariance": invariance,
     "refusals": refusals,
+    "refused batches": refused_batches,
 }
 CASES: dict[str, Callable[[RankGroup], str]] = {
     **{name: partial(compare, problem) for name, problem in PROBLEMS.items()},

@@ -10,7 +10,7 @@ from tests.parallel.cases import KERNELS, PROBLEMS, PROPERTIES, WRONG
 from tests.parallel.compiled_cases import CASES as COMPILED
 from tests.parallel.workers import results
 
-SMOKE = ("window", "latents", "refusals", "a sink of each rank")
+SMOKE = ("window", "latents", "refusals", "refused batches", "a sink of each rank")
 """Cases of the fast selection, with two ranks."""
 
 

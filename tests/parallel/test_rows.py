@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from attnlib import AttentionSpec
-from attnlib.parallel import Contiguous, Interleaved, local_block_table, local_slots
-from attnlib.parallel.addresses import token_positions
+from attnlib.errors import ContractError
+from attnlib.parallel import (
+    Contiguous,
+    Interleaved,
+    divided_batch,
+    local_block_table,
+    local_slots,
+)
+from attnlib.parallel.addresses import table_of, token_positions
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.local_spec import local_form
 from attnlib.parallel.merge import MergeRows
@@ -46,3 +53,14 @@ def test_tables_of_windows_are_narrow() -> None:
     assert rows.block_table[:, :2].tolist() == [[123, 124]] * 2
     assert rows.block_table.shape[1] <= 4
     assert rows.seq_lens.tolist() == [8, 8]
+
+
+def test_tables_hold_integers() -> None:
+    """A part of a block id is refused, and an id that int32 cannot hold becomes no other block."""
+    assert divided_batch([1, 1], [9, 1], [[1, 2], [3]], "cpu").block_table_tensor.tolist() == [
+        [1, 2], [3, 0],
+    ]  # fmt: skip
+    assert int(table_of(torch.tensor([[2**32 + 1]]))) == torch.iinfo(torch.int32).max
+    for rows in ([[1.5]], torch.tensor([[1.0]]), [1, 2], None, torch.tensor([1])):
+        with pytest.raises(ContractError, match="block_table"):
+            divided_batch([1], [9], rows, "cpu")
