@@ -11,6 +11,7 @@ from attnlib.compile.objects import register_tensor_id
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import as_count
 from attnlib.ops.states import RecurrenceParams, StateLayout, StateTensors
+from attnlib.ops.states.checks import slot_ids, slot_pairs, slot_places
 from attnlib.ops.torch.states import exchange
 from attnlib.spec import StateSpec
 
@@ -28,6 +29,7 @@ def state_layout(spec: StateSpec) -> StateLayout:
     """The layout of the slots of a layer. A spec that leaves form and chunk size open has `plain`
     slots where these serve it, else a tail, and chunks of 16 tokens; `StateLayer.spec` holds what
     its backend chose."""
+    StateSpec.check_kind(spec, "StateCache")
     return StateLayout(
         form=spec.form or next(form for form in _FORMS if spec.fits(form)),
         num_heads=spec.num_heads,
@@ -80,7 +82,7 @@ class StateCache:
     def __init__(self, spec: StateSpec, memory: torch.Tensor) -> None:
         self.spec = spec
         self.layout = state_layout(spec)
-        self.memory = memory[:, : self.layout.bytes_per_slot]
+        self.memory = memory[..., : self.layout.bytes_per_slot]
         self.tensors = StateTensors.from_bytes(self.layout, self.memory)
         self.signature = (self.layout, len(memory), memory.stride(0), memory.device)
         self.handle = register_tensor_id(self)
@@ -137,15 +139,10 @@ class StateCache:
     def positions(self, slots: Sequence[int]) -> list[tuple[int, int]]:
         """The positions (low, high) that slots can continue from (T8), window and state taken
         together. Synchronizes."""
-        index = self._index("slots", slots)
-        pairs = [
-            pair[index]
-            for pair in (
-                None if self.tensors.positions is None else self.tensors.positions[:, 0, 0],
-                self.tensors.window_positions,
-            )
-            if pair is not None
-        ]
+        index, tensors = self._index("slots", slots), self.tensors
+        of_states = None if tensors.positions is None else tensors.positions[:, 0, 0]
+        both = (of_states, tensors.window_positions)
+        pairs = [pair[index] for pair in both if pair is not None]
         lows = torch.stack([pair[:, 0] for pair in pairs]).amax(0)
         highs = torch.stack([pair[:, 1] for pair in pairs]).amin(0)
         return list(zip(lows.tolist(), highs.tolist(), strict=True))
@@ -159,15 +156,15 @@ class StateCache:
             target: the cache of the destinations, of equal layout; None for this one.
 
         Raises:
-            ContractError: slots outside a cache, another layout, or a destination that is a source
-                or named twice. Nothing is written then.
+            ContractError: slots outside a cache or no integers, another layout, or a destination
+                that is a source or named twice. Nothing is written then.
         """
         other = self if target is None else target
         if other.layout != self.layout:
             raise ContractError(
                 f"slots of {self!r} do not fit {other!r}: allocate both for one spec", rule="T9"
             )
-        rows = torch.as_tensor(pairs, dtype=torch.int64).reshape(-1, 2).tolist()
+        rows = slot_pairs(pairs)
         sources = self._index("sources", [source for source, _ in rows])
         targets = other._index("destinations", [end for _, end in rows])
         written = {end for _, end in rows}
@@ -196,9 +193,9 @@ class StateCache:
         Raises:
             ContractError: slots outside the cache, or positions that they cannot continue from.
         """
-        index, spec, tensors = self._index("slots", slots).tolist(), self.spec, self.tensors
+        spec, tensors = self.spec, self.tensors
         params = RecurrenceParams(scale=1.0, update=spec.update, qk_norm=spec.qk_norm)
-        places = list(zip(index, positions, strict=True))
+        places = slot_places(slots, positions, self.num_slots)
         states = windows = None
         if spec.has_recurrence:
             each = [exchange.read_state(tensors, *place, params, log_decay) for place in places]
@@ -218,31 +215,32 @@ class StateCache:
             given: one state and window per slot, as the layer has them.
 
         Raises:
-            ContractError: slots outside the cache, another shape, or a position in a chunk.
+            ContractError: slots outside the cache or named twice, another shape, or a position in a
+                chunk. Nothing is written then.
         """
-        tensors = self.tensors
-        for row, (slot, position) in enumerate(
-            zip(self._index("slots", slots).tolist(), positions, strict=True)
-        ):
-            if self.spec.has_recurrence:
-                states = _required("states", given.states)
-                exchange.write_state(tensors, slot, position, states[row])
-            if self.spec.has_convolution:
-                windows = _required("windows", given.windows)
-                exchange.write_window(tensors, slot, position, windows[row])
+        places = slot_places(slots, positions, self.num_slots, distinct=True)
+        states = windows = None
+        if self.spec.has_recurrence:
+            states = _required("states", given.states, len(places))
+            exchange.check_states(self.tensors, places, states)
+        if self.spec.has_convolution:
+            windows = _required("windows", given.windows, len(places))
+            exchange.check_windows(self.tensors, windows)
+        for row, place in enumerate(places):
+            if states is not None:
+                exchange.write_state(self.tensors, *place, states[row])
+            if windows is not None:
+                exchange.write_window(self.tensors, *place, windows[row])
 
     def _index(self, name: str, slots: Sequence[int]) -> torch.Tensor:
-        for place, slot in enumerate(slots):
-            if not 0 <= slot < self.num_slots:
-                raise ContractError(
-                    f"{name}[{place}]={slot} is outside the cache of {self.num_slots} slots "
-                    f"(0 to {self.num_slots - 1})",
-                    rule="T7",
-                )
-        return torch.tensor(list(slots), dtype=torch.int64, device=self.device)
+        found = slot_ids(name, slots, self.num_slots)
+        return torch.tensor(found, dtype=torch.int64, device=self.device)
 
 
-def _required(name: str, tensor: torch.Tensor | None) -> torch.Tensor:
-    if tensor is None:
-        raise ContractError(f"{name}=None, but the layer has them: pass all parts", rule="T20")
+def _required(name: str, tensor: torch.Tensor | None, rows: int) -> torch.Tensor:
+    if tensor is None or len(tensor) != rows:
+        given = None if tensor is None else tuple(tensor.shape)
+        raise ContractError(
+            f"{name} of shape {given}, and the layer needs one for each of {rows} slots", rule="T20"
+        )
     return tensor

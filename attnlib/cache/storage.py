@@ -167,8 +167,8 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
         num_blocks = as_count("num_blocks", num_blocks, 1)
         if not spec.is_paged:
             raise ContractError(
-                f"attn_type={spec.attn_type.value} keeps no keys and needs no cache: call the "
-                "layer with cache=None"
+                f"a layer of {spec} keeps no keys: call it with cache=None, or, if it is a state "
+                "layer, with a StateCache"
             )
         wanted = layout or spec.kv_cache_layout or get_kv_cache_layout()
         if spec.scales_in_page:

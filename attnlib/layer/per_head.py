@@ -12,6 +12,7 @@ from torch import nn
 from attnlib.backends.base import AttentionImpl, score_attribute
 from attnlib.backends.rotated import make_backend_impl
 from attnlib.ops.signature import tensor_signature
+from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from attnlib.layer.attention import Attention
@@ -28,6 +29,7 @@ def make_impl(
 ) -> AttentionImpl:
     """The implementation of the layer's backend; arguments as those of the layer."""
     spec = layer.spec
+    AttentionSpec.check_kind(spec, "Attention")
     if alibi_slopes is not None and not isinstance(alibi_slopes, torch.Tensor):
         alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device=layer._device)
     extra = {} if spec.score_function is None else {"score_tensors": score_tensors}

@@ -16,6 +16,7 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.backends.state_impl import StateInputs
 from attnlib.cache.states import StateCache, state_layout
 from attnlib.compile.objects import register
+from attnlib.errors import ContractError
 from attnlib.layer.state_call import call_convolution, call_step
 from attnlib.layer.state_checks import check_layer_tensors
 from attnlib.layer.state_fused import call_fused_step, separate_step
@@ -75,6 +76,7 @@ class StateLayer(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        StateSpec.check_kind(spec, "StateLayer")
         self.backend = get_attn_backend(spec, backend, device, layer_name=prefix)
         self.spec = self.backend.resolve_state_spec(spec)
         self.layout = state_layout(self.spec)
@@ -196,6 +198,14 @@ class StateLayer(nn.Module):
         compiles = torch.compiler.is_compiling()
         (separate_step if compiles else call_fused_step)(self, inputs, cache, metadata, output)
         return output
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("backend", "layout", "spec") and name in self.__dict__:
+            raise ContractError(
+                f"{name} of layer {self.prefix or '(unnamed)'} cannot be assigned, because its "
+                "impl was made for the one it has: make a new layer"
+            )
+        super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()

@@ -19,7 +19,7 @@ def state_slot_fields(slots: Slots, sources: Slots, device: torch.device) -> dic
     """The fields `state_slots` and `state_sources` that are given, on the device.
 
     Raises:
-        ContractError: sources without slots, or, in lists: no integers, a slot of two requests, or
+        ContractError: sources without slots, no integers, or, in lists: a slot of two requests, or
             a source that another request writes.
     """
     if sources is not None and slots is None:
@@ -30,12 +30,23 @@ def state_slot_fields(slots: Slots, sources: Slots, device: torch.device) -> dic
         _check_slots(slots, sources if isinstance(sources, Sequence) else slots)
     named = {"state_slots": slots, "state_sources": sources}
     return {
-        name: values.to(device, torch.int32)
-        if isinstance(values, torch.Tensor)
-        else int32_values(name, values, "T7").reshape(-1).to(device, non_blocking=True)
+        name: _on_device(name, values, device)
         for name, values in named.items()
         if values is not None
     }
+
+
+def _on_device(name: str, values: Sequence[int] | torch.Tensor, device: torch.device) -> Any:
+    if not isinstance(values, torch.Tensor):
+        return int32_values(name, values, "T7").reshape(-1).to(device, non_blocking=True)
+    if values.device.type == "cpu":
+        return int32_values(name, values, "T7").to(device)
+    if values.dtype not in (torch.int32, torch.int64):  # their values are not read
+        raise ContractError(f"{name} is {values.dtype}; it must hold integers", rule="T7")
+    if values.dtype == torch.int64:  # a slot that int32 cannot hold must not become another
+        limits = torch.iinfo(torch.int32)
+        values = values.clamp(limits.min, limits.max)
+    return values.to(device, torch.int32)
 
 
 def _check_slots(slots: Sequence[int], sources: Sequence[int]) -> None:

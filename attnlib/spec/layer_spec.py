@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from attnlib.errors import ContractError
 from attnlib.spec.kinds import CudaGraphSupport
 
 if TYPE_CHECKING:
@@ -56,6 +57,20 @@ class LayerSpec:
     def _derived(self) -> dict[str, Any]:
         """Fields whose default follows from other fields, with that default."""
         return {}
+
+    @classmethod
+    def check_kind(cls, spec: object, user: str) -> None:
+        """Whether `spec` is of this class.
+
+        Raises:
+            ContractError: it is another object; names its `user`.
+        """
+        if not isinstance(spec, cls):
+            raise ContractError(
+                f"{user} takes an attnlib.{cls.__name__}, and spec is a {type(spec).__name__}: "
+                "Attention and PagedKVCache take an AttentionSpec, StateLayer and StateCache a "
+                "StateSpec"
+            )
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed; validated again."""

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 
+from attnlib import Attention, AttentionSpec, PagedKVCache, StateLayer
 from attnlib.cache.states import CanonicalStates, StateCache, state_layout
 from attnlib.errors import ContractError
 from attnlib.spec import StateSpec
@@ -77,6 +78,10 @@ def test_copies_continue(form: str) -> None:
         ([(0, 1), (-1, 2)], r"sources\[1\]=-1 is outside"),
         ([(0, 1), (2, 1)], "each destination must be named once"),
         ([(0, 1), (1, 2)], "and be no source"),
+        ([(0.9, 1)], r"source slot 0\.9 is a float"),
+        (torch.tensor([[0.0, 1.5]]), "it must be an integer"),
+        ([0, 1], "takes .source, destination. pairs"),
+        ([(0, 1, 2)], "takes .source, destination. pairs"),
     ],
 )
 def test_refused_copies(pairs: list[tuple[int, int]], message: str) -> None:
@@ -87,6 +92,24 @@ def test_refused_copies(pairs: list[tuple[int, int]], message: str) -> None:
     assert torch.equal(cache.memory, before)
     with pytest.raises(ContractError, match="do not fit"):
         cache.copy_slots([(0, 1)], StateCache.allocate(KINDS["gla"], 5, device="cpu"))
+
+
+def test_refused_memory() -> None:
+    """T15, and specs of another kind of layer."""
+    size = state_layout(GDN).bytes_per_slot
+    memory = torch.zeros(4 * size + 16, dtype=torch.uint8)
+    for wrong in (memory, memory[1 : 4 * size + 1].view(4, size)):
+        with pytest.raises(ContractError, match="begin at multiples of 16 bytes"):
+            StateCache(GDN, wrong)
+    attention = AttentionSpec(num_heads=1, head_size=8, dtype=torch.float32)
+    with pytest.raises(ContractError, match="StateCache takes an attnlib.StateSpec"):
+        StateCache.allocate(attention, 3)
+    with pytest.raises(ContractError, match="StateLayer takes an attnlib.StateSpec"):
+        StateLayer(attention)
+    with pytest.raises(ContractError, match="Attention takes an attnlib.AttentionSpec"):
+        Attention(GDN, device="cpu")
+    with pytest.raises(ContractError, match="with a StateCache"):
+        PagedKVCache.allocate(GDN, 3)
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if KINDS[name].has_recurrence])
@@ -147,12 +170,26 @@ def test_refused_states() -> None:
     state, window = torch.zeros(1, 4, 16, 16), torch.zeros(1, 24, 3)
     with pytest.raises(ContractError, match="a state after 5 tokens cannot become that of a tail"):
         cache.load([0], [5], CanonicalStates(state, window))
-    with pytest.raises(ContractError, match=r"state has shape \(4, 16, 8\)"):
+    with pytest.raises(ContractError, match=r"states have shape \(4, 16, 8\)"):
         cache.load([0], [16], CanonicalStates(state[..., :8], window))
-    with pytest.raises(ContractError, match="windows=None, but the layer has them"):
+    with pytest.raises(ContractError, match="windows of shape None"):
         cache.load([0], [16], CanonicalStates(state, None))
     with pytest.raises(ContractError, match=r"slots\[0\]=3 is outside"):
         cache.load([3], [16], CanonicalStates(state, window))
+    two = CanonicalStates(torch.cat([state] * 2), torch.cat([window] * 2))
+    before = cache.memory.clone()
+    for slots, positions, given, message in (
+        ([0, 1], [16, 17], two, "after 17 tokens"),
+        ([0, 0], [16, 32], two, "each slot once"),
+        ([0, 1], [16], two, "one position for each slot"),
+        ([0, 1], [16, 16], CanonicalStates(state, window), "one for each of 2 slots"),
+        ([0, 1], [16, 16], CanonicalStates(two.states, two.windows[..., 1:]), "windows have shape"),
+        ([0, 1], [16, -16], two, "must not be negative"),
+        ([0, 1.5], [16, 16], two, "1.5 .index 1. is a float"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            cache.load(slots, positions, given)
+        assert torch.equal(cache.memory, before)
 
 
 def test_pickle() -> None:

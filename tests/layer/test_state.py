@@ -220,6 +220,20 @@ def test_slots_outside_the_cache(backend: str) -> None:
         assert torch.equal(cache.memory, before)
 
 
+def test_a_first_step_reads_no_source() -> None:
+    """T1, T12: whatever `state_sources` holds there."""
+    layer, tokens = layer_of(GDN.replace(form="tail")), draw_tokens(GDN, 5, 3)
+    found = []
+    for sources in (None, torch.tensor([99]), torch.tensor([-3])):
+        cache = attnlib.StateCache.allocate(layer.spec, 4, device="cpu")
+        metadata = batch_of(layer, [5], [5], [2])
+        if sources is not None:
+            metadata = metadata.with_slots(metadata.state_slots, sources.int())
+        layer.convolve(tokens.x, cache, metadata)
+        found.append(layer(*arguments(tokens), cache, metadata))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 def test_positions_are_checked_in_every_call() -> None:
     """Also in one whose plan is known."""
     layer, tokens = layer_of(GDN), draw_tokens(GDN, 2, 0)
@@ -255,6 +269,13 @@ def test_validation_of_gates(
         layer(*given, cache, batch_of(layer, [3], [3], [1]))
     assert torch.equal(cache.memory, before)
     layer(*given, cache, batch_of(layer, [1], [1], [1]))  # rows past the batch are not gates
+
+
+def test_the_spec_cannot_be_assigned() -> None:
+    """Its impl was made for the one that it has."""
+    layer = layer_of(GDN)
+    with pytest.raises(ContractError, match="spec of layer .* cannot be assigned"):
+        layer.spec = GDN.replace(max_rollback=0)
 
 
 def test_copies_of_a_layer() -> None:

@@ -51,6 +51,8 @@ def test_other_slots_of_the_same_batch() -> None:
     [
         ({"state_slots": [4, 4, 2]}, r"state_slots\[0\] and state_slots\[1\] are both 4", "T7"),
         ({"state_slots": [4, 0.5, 2]}, "state_slots is torch.float32", "T7"),
+        ({"state_slots": torch.tensor([4, 0.5, 2])}, "state_slots is torch.float32", "T7"),
+        ({"state_slots": torch.tensor([4, 2**32, 2])}, "does not fit int32", "T7"),
         ({"state_slots": [4, 0]}, r"state_slots is int32 \[2\] on cpu; it must be int32", "T7"),
         ({"state_sources": [4, 4, 2]}, r"state_sources\[1\]=4 is the slot that request 0", "T12"),
         ({"state_slots": None, "state_sources": [1, 2, 3]}, "without state_slots", "T12"),

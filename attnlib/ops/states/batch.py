@@ -19,7 +19,7 @@ class StateRequest(NamedTuple):
         start: its first row.
         computed: tokens before the step (n, T1).
         end: tokens after it.
-        source: the slot to read, where `computed` is above 0.
+        source: the slot to read; `slot` where `computed` is 0.
         slot: the slot to write.
     """
 
@@ -79,4 +79,5 @@ class StateBatch:
             count = starts[number + 1] - starts[number]
             if slot >= 0 and count > 0:
                 end = lengths[number]
-                yield StateRequest(number, starts[number], end - count, end, sources[number], slot)
+                source = sources[number] if end > count else slot  # first steps read none
+                yield StateRequest(number, starts[number], end - count, end, source, slot)

@@ -3,13 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import as_count, as_id
 from attnlib.ops.states.batch import StateRequest
 
-__all__ = ["check_positions", "check_slots"]
+__all__ = ["check_positions", "check_slots", "slot_ids", "slot_pairs", "slot_places"]
+
+
+def slot_ids(name: str, slots: Sequence[int], num_slots: int) -> list[int]:
+    """Slots as integers.
+
+    Raises:
+        ContractError: no integers, or a slot outside the cache.
+    """
+    found = [as_id(name, slot, place) for place, slot in enumerate(slots)]
+    for place, slot in enumerate(found):
+        if not 0 <= slot < num_slots:
+            raise ContractError(
+                f"{name}[{place}]={slot} is outside the cache of {num_slots} slots "
+                f"(0 to {num_slots - 1})",
+                rule="T7",
+            )
+    return found
+
+
+def slot_pairs(pairs: Any) -> list[tuple[int, int]]:
+    """(source, destination) of a copy, from pairs or a tensor `[n, 2]`.
+
+    Raises:
+        ContractError: no pairs of integers.
+    """
+    rows = pairs.tolist() if isinstance(pairs, Tensor) else pairs
+    try:
+        return [(as_id("source slot", a), as_id("destination slot", b)) for a, b in rows]
+    except (TypeError, ValueError) as error:
+        raise ContractError(
+            f"copy_slots takes (source, destination) pairs, got {pairs!r}: {error}", rule="T7"
+        ) from None
+
+
+def slot_places(
+    slots: Sequence[int], positions: Sequence[int], num_slots: int, *, distinct: bool = False
+) -> list[tuple[int, int]]:
+    """(slot, position) of requests.
+
+    Raises:
+        ContractError: slots outside the cache, a position below 0, lists of two lengths, or, with
+            `distinct`, a slot of two requests.
+    """
+    found = slot_ids("slots", slots, num_slots)
+    ends = [as_count(f"positions[{place}]", one) for place, one in enumerate(positions)]
+    if len(found) != len(ends) or (distinct and len(set(found)) < len(found)):
+        raise ContractError(
+            f"slots {found} with positions {ends}: pass one position for each slot, and each slot "
+            "once",
+            rule="T7",
+        )
+    return list(zip(found, ends, strict=True))
 
 
 def check_slots(requests: Sequence[StateRequest], num_slots: int) -> None:

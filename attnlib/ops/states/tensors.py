@@ -61,11 +61,13 @@ class StateTensors:
             ContractError: another dtype, too few bytes per slot, or other strides.
         """
         fits = slots.dim() == 2 and slots.shape[1] >= layout.bytes_per_slot
-        if slots.dtype != torch.uint8 or not fits or slots.stride(1) != 1 or slots.stride(0) % 16:
+        misplaced = slots.stride(0) % 16 or slots.storage_offset() % 16
+        if slots.dtype != torch.uint8 or not fits or slots.stride(1) != 1 or misplaced:
             raise ContractError(
-                f"slots have shape {tuple(slots.shape)}, strides {slots.stride()} and dtype "
-                f"{slots.dtype}; they must be [S, {layout.bytes_per_slot} or more] uint8 with a "
-                "dense last dimension and a first stride that is a multiple of 16",
+                f"slots have shape {tuple(slots.shape)}, strides {slots.stride()}, offset "
+                f"{slots.storage_offset()} and dtype {slots.dtype}; they must be "
+                f"[S, {layout.bytes_per_slot} or more] uint8 with a dense last dimension, and "
+                "begin at multiples of 16 bytes",
                 rule="T15",
             )
         views = {

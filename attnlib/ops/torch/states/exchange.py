@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,14 @@ from attnlib.ops.states.params import RecurrenceParams
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.torch.states.forms import state_at
 
-__all__ = ["read_state", "read_window", "write_state", "write_window"]
+__all__ = [
+    "check_states",
+    "check_windows",
+    "read_state",
+    "read_window",
+    "write_state",
+    "write_window",
+]
 
 
 @torch.no_grad()
@@ -80,16 +89,9 @@ def write_state(slots: StateTensors, slot: int, position: int, state: Tensor) ->
         ContractError: a tail cannot begin at `position`, or a state of another shape. Nothing is
             written then.
     """
-    layout, stored, positions = slots.layout, slots.state, slots.positions
+    stored, positions = slots.state, slots.positions
     assert stored is not None and positions is not None  # the layer has a recurrence
-    if layout.form == "tail" and position % layout.chunk_size:
-        raise ContractError(
-            f"a state after {position} tokens cannot become that of a tail, which begins at "
-            f"multiples of chunk_size={layout.chunk_size}: import it at "
-            f"{layout.chunk_start(position)} tokens and compute the rest",
-            rule="T20",
-        )
-    _check_shape("state", state, stored.shape[2:])
+    check_states(slots, [(slot, position)], state[None])
     if position:
         stored[slot, position % stored.shape[1]] = state.to(stored.dtype)
     positions[slot] = position
@@ -104,15 +106,45 @@ def write_window(slots: StateTensors, slot: int, position: int, window: Tensor) 
     """
     ring, positions = slots.window, slots.window_positions
     assert ring is not None and positions is not None  # the layer has a convolution
+    check_windows(slots, window[None])
     width = slots.layout.conv_width - 1
-    _check_shape("window", window, (ring.shape[2], width))
     held = torch.arange(max(position - width, 0), position, device=ring.device)
     ring[slot, held % ring.shape[1]] = window[:, width - len(held) :].mT.to(ring.dtype)
     positions[slot] = position
 
 
-def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape:
+def check_states(slots: StateTensors, places: Sequence[tuple[int, int]], states: Tensor) -> None:
+    """Whether canonical states `[n, Hv, Dv, Dk]` can be stored in (slot, position) of `places`.
+
+    Raises:
+        ContractError: a tail cannot begin at a position, or states of another shape.
+    """
+    layout, stored = slots.layout, slots.state
+    assert stored is not None  # the layer has a recurrence
+    for _, position in places:
+        if layout.form == "tail" and position % layout.chunk_size:
+            raise ContractError(
+                f"a state after {position} tokens cannot become that of a tail, which begins at "
+                f"multiples of chunk_size={layout.chunk_size}: import it at "
+                f"{layout.chunk_start(position)} tokens and compute the rest",
+                rule="T20",
+            )
+    _check_shapes("states", states, stored.shape[2:])
+
+
+def check_windows(slots: StateTensors, windows: Tensor) -> None:
+    """Whether canonical windows `[n, C, W - 1]` fit the slots.
+
+    Raises:
+        ContractError: windows of another shape.
+    """
+    ring, width = slots.window, slots.layout.conv_width - 1
+    assert ring is not None  # the layer has a convolution
+    _check_shapes("windows", windows, (ring.shape[2], width))
+
+
+def _check_shapes(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape[1:] != shape:
         raise ContractError(
-            f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}", rule="T20"
+            f"{name} have shape {tuple(tensor.shape[1:])}; it must be {tuple(shape)}", rule="T20"
         )
