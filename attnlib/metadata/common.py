@@ -160,7 +160,7 @@ class CommonAttentionMetadata:
             score_tensors=score_tensors,
             is_cross_attention=is_cross_attention,
             block_size=block_size if has_table else None,
-            **state_slot_fields(state_slots, state_sources, device),
+            **state_slot_fields(state_slots, state_sources, queries, sequences, device),
         )
 
     @property

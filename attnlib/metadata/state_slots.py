@@ -2,38 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from attnlib.errors import ContractError
 from attnlib.metadata.lengths import int32_values
+from attnlib.ops.states.batch import StateRequest
+from attnlib.ops.states.checks import check_slots
 
 __all__ = ["state_slot_fields"]
 
 Slots = Sequence[int] | torch.Tensor | None
 
 
-def state_slot_fields(slots: Slots, sources: Slots, device: torch.device) -> dict[str, Any]:
+def state_slot_fields(
+    slots: Slots,
+    sources: Slots,
+    queries: torch.Tensor,
+    sequences: torch.Tensor,
+    device: torch.device,
+) -> dict[str, Any]:
     """The fields `state_slots` and `state_sources` that are given, on the device.
 
+    Args:
+        slots, sources: as of `from_lengths`.
+        queries, sequences: `[R]` on the host, new tokens and all tokens of each request.
+        device: of the batch.
+
     Raises:
-        ContractError: sources without slots, no integers, or, in lists: a slot of two requests, or
-            a source that another request writes.
+        ContractError: sources without slots, no integers, or, in lists: a slot that two requests
+            write, or a source that another request writes.
     """
     if sources is not None and slots is None:
         raise ContractError(
             "state_sources without state_slots: pass the slot that each request writes", rule="T12"
         )
-    if isinstance(slots, Sequence):
-        _check_slots(slots, sources if isinstance(sources, Sequence) else slots)
     named = {"state_slots": slots, "state_sources": sources}
-    return {
+    fields = {
         name: _on_device(name, values, device)
         for name, values in named.items()
         if values is not None
     }
+    if isinstance(slots, Sequence):
+        read = sources if isinstance(sources, Sequence) else slots
+        lengths = (queries.tolist(), sequences.tolist())
+        check_slots([*_requests(slots, read, *lengths)], torch.iinfo(torch.int32).max)
+    return fields
 
 
 def _on_device(name: str, values: Sequence[int] | torch.Tensor, device: torch.device) -> Any:
@@ -49,20 +65,12 @@ def _on_device(name: str, values: Sequence[int] | torch.Tensor, device: torch.de
     return values.to(device, torch.int32)
 
 
-def _check_slots(slots: Sequence[int], sources: Sequence[int]) -> None:
-    writer: dict[int, int] = {}
-    for request, slot in enumerate(slots):
-        if slot >= 0 and (first := writer.setdefault(slot, request)) != request:
-            raise ContractError(
-                f"state_slots[{first}] and state_slots[{request}] are both {slot}: give each "
-                "request a slot of its own",
-                rule="T7",
-            )
-    for request, (slot, source) in enumerate(zip(slots, sources, strict=False)):
-        other = writer.get(source, request)
-        if slot >= 0 and other != request:
-            raise ContractError(
-                f"state_sources[{request}]={source} is the slot that request {other} writes in "
-                "this step: give that request another slot",
-                rule="T12",
-            )
+def _requests(
+    slots: Sequence[int], sources: Sequence[int], queries: list[int], sequences: list[int]
+) -> Iterator[StateRequest]:
+    """Those with new tokens and a slot; the others write nothing (T11)."""
+    rows = zip(slots, sources, queries, sequences, strict=False)
+    for number, (slot, source, count, end) in enumerate(rows):
+        if slot >= 0 and count > 0:
+            read = source if end > count else slot
+            yield StateRequest(number, 0, end - count, end, read, slot)

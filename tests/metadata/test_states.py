@@ -29,6 +29,15 @@ def test_fields() -> None:
     assert requests == [(0, 0, 0, 3, 4, 4), (1, 3, 8, 9, 3, 0)]
 
 
+def test_requests_without_tokens_write_nothing() -> None:
+    """T11, T12: a fork may read the slot of a request that waits, in lists as in tensors."""
+    sources = [9, 2, 2]  # the first request is new and reads no slot
+    for kind in (list, torch.tensor):
+        common = batch(state_sources=kind(sources))
+        assert common.state_sources.tolist() == sources
+    assert batch(state_slots=[4, 2, 2]).state_slots.tolist() == [4, 2, 2]
+
+
 def test_slots_of_a_part() -> None:
     part = batch(state_sources=[4, 3, 2]).slice_requests(1, 3)
     assert (part.state_slots.tolist(), part.state_sources.tolist()) == ([0, 2], [3, 2])
