@@ -25,6 +25,7 @@ from attnlib.layer.scales import agree_on_scales, calculate_scales
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.paged import PagedMetadata
 from attnlib.ops.signature import tensor_check
+from attnlib.score_functions.query_tensors import QueryTensors
 
 if TYPE_CHECKING:
     from attnlib.layer.attention import Attention
@@ -70,6 +71,8 @@ def find_plan(layer: Attention, call: LayerCall) -> FoundPlan:
         check_extra_keys(layer.spec, call)  # raises
     if torch.is_grad_enabled():
         refuse_gradients(call.query, call.key, call.value)
+        if isinstance(extra, QueryTensors):
+            refuse_gradients(*extra.tensors.values(), extra.sinks)
     signature = call_signature(layer, call)
     known: FoundPlan | None = metadata.plans.get(signature)
     if known is None or not scales_agree(layer, cache):

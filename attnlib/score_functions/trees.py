@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import are_readable, as_count
 from attnlib.score_functions.function import ScoreFunction
 from attnlib.score_functions.operators import lookup, maximum, minimum, where
 
@@ -49,7 +50,7 @@ def speculative_tree(
     """
     constants = {"window": window or _UNBOUNDED, "chunk": chunk_size or _UNBOUNDED}
     for name, size in (("window", window), ("chunk_size", chunk_size)):
-        if size is not None and not 0 < size <= _UNBOUNDED:
+        if size is not None and not 0 < as_count(name, size) <= _UNBOUNDED:
             raise ContractError(
                 f"{name}={size} must be from 1 to {_UNBOUNDED}, or None for none", rule="M20"
             )
@@ -108,14 +109,16 @@ def tree_tensor(
         positions: `[T]` integers, of each new token: the number of tokens before it in its branch,
             from the context of the request to the token's row `seq_len - query_len + i`.
         query_start_loc, seq_lens: `[R + 1]` and `[R]` int32 of the batch, on the same device.
-        max_query_len: at least the longest query.
+        max_query_len: at least the longest query; a batch does not know the width that it needs.
 
     Returns:
         `[R, 1 + max_query_len]` int32: tokens of the context, then the positions of the new tokens.
 
     Raises:
-        ContractError: another shape or device; on a CPU, a position outside these limits.
+        ContractError: another shape or device; on a CPU, a position outside these limits, fewer
+            positions than tokens, or a longer query.
     """
+    max_query_len = as_count("max_query_len", max_query_len)
     if positions.dim() != 1 or positions.dtype.is_floating_point:
         raise ContractError(
             f"positions are {positions.dtype} {tuple(positions.shape)}; pass integers [T], one for "
@@ -134,7 +137,15 @@ def tree_tensor(
     rows = (starts.unsqueeze(1) + own).clamp(max=max(len(positions) - 1, 0)).long()
     found = positions[rows] if len(positions) else rows.new_zeros(rows.shape)
     exists = own < lens.unsqueeze(1)
-    if positions.device.type == "cpu":
+    if are_readable(positions):
+        longest = int(lens.max()) if len(lens) else 0
+        if len(positions) < int(query_start_loc[-1]) or longest > max_query_len:
+            raise ContractError(
+                f"{len(positions)} positions for {int(query_start_loc[-1])} new tokens, and "
+                f"max_query_len={max_query_len} for queries of up to {longest}: pass a position "
+                "for each token, and at least the longest query",
+                rule="M20",
+            )
         _check_positions(found, context, own, exists)
     found = torch.where(exists, found, context)
     return torch.cat([context, found], 1).to(torch.int32)

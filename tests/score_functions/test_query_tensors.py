@@ -139,6 +139,18 @@ def test_wrong_tensors_are_refused(given: Any, message: str) -> None:
         step.call(given)
 
 
+@pytest.mark.parametrize("name", ["rel", "sinks"])
+def test_gradients_are_refused(name: str) -> None:
+    """As those of queries: the result would have none."""
+    step = Step()
+    getattr(step, name).requires_grad_()
+    given = QueryTensors({"rel": step.rel}, sinks=step.sinks)
+    with torch.enable_grad(), pytest.raises(ContractError, match="requires a gradient"):
+        step.call(given)
+    with torch.no_grad():
+        assert step.call(given).shape == step.query.shape
+
+
 def test_tensors_that_the_spec_does_not_declare_are_refused() -> None:
     plain = Step(SPEC.replace(score_function=None, token_sinks=False))
     with pytest.raises(ContractError, match="query_tensors is a QueryTensors, but the spec has"):
