@@ -135,6 +135,11 @@ def kv_cache_torch_dtype(kv_cache_dtype: str | torch.dtype, dtype: torch.dtype) 
                 f"kv_cache_dtype={kv_cache_dtype} cannot be stored; use one of {_NAMES}"
             )
         return kv_cache_dtype
+    if not isinstance(kv_cache_dtype, str):
+        raise ContractError(
+            f"kv_cache_dtype is a {type(kv_cache_dtype).__name__}; pass a dtype or a name, for a "
+            "KVFormat the name under which it is registered"
+        )
     if kv_cache_dtype == "auto":
         return dtype
     if kv_cache_dtype in PAGE_FORMATS or ":" in kv_cache_dtype:

@@ -225,6 +225,7 @@ def _check_conversions(stored: KVFormat) -> None:
         raise _refuse(stored, "error", "state a bound of the relative error, above 0 and below 1")
     span = stored.span
     numbers = isinstance(span, tuple) and len(span) == 2
+    numbers = numbers and all(isinstance(end, int | float) for end in span)
     if not numbers or not 0 < span[0] <= span[1] < math.inf:
         raise _refuse(stored, "span", "it must be a pair (smallest, largest) of numbers above 0")
     if not isinstance(stored.rotated, bool):

@@ -106,9 +106,15 @@ def installed_kv_formats() -> list[KVFormat]:
 def _find_installed(name: str) -> KVFormat:
     short = name.partition(":")[2]
     points = [point for point in _entry_points() if short and point.name == short]
+    failed: Exception | None = None
     for point in points:
-        if (found := _load(point)).name == name:
-            return found
+        try:
+            if (found := _load(point)).name == name:
+                return found
+        except (ContractError, RegistrationError) as error:  # another package may have the format
+            failed = failed or error
+    if failed is not None:
+        raise failed
     names = ", ".join(_formats)
     known = sorted({f"{point.name} = {point.value}" for point in _entry_points()})
     raise ContractError(

@@ -71,6 +71,8 @@ def _check_form(spec: AttentionSpec, cache: PagedKVCache, device: torch.device) 
     dtypes = (cache.key_cache.dtype, cache.value_cache.dtype)
     if dtypes != tuple(one.dtype for one in formats) or cache.page_formats != stored:
         names = ",".join(dict.fromkeys(one.name for one in formats))
+        if names == cache.format_name:
+            names += " of another version or registration: allocate the cache again"
         raise ContractError(f"cache stores {cache.format_name}, the spec says {names}", rule="P1")
     if cache.rotation != spec.kv_rotation:
         raise ContractError(

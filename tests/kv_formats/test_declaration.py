@@ -37,6 +37,7 @@ from attnlib.kv_formats import PAGE_FORMATS, KVFormat, plain_format
         ({"error": 0.0}, "state a bound of the relative error"),
         ({"span": (2.0, 1.0)}, "it must be a pair"),
         ({"span": 2.0}, "it must be a pair"),
+        ({"span": ("1", 2.0)}, "it must be a pair"),
         ({"rotated": 1}, "it must be True or False"),
     ],
 )

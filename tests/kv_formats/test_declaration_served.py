@@ -120,6 +120,11 @@ def test_caches_are_pickled_and_compared_with_their_format(rotated4: KVFormat) -
         assert newer.signature != cache.signature
         with pytest.raises(ContractError, match="swap_blocks needs caches of one kind"):
             cache.swap_blocks(newer, [(0, 1)])
+        layer, query = attnlib.Attention(_spec(), device="cpu"), torch.zeros(1, HEADS, SIZE)
+        batch = attnlib.CommonAttentionMetadata.from_lengths([1], [1], [[1]], 4, "cpu")
+        metadata = layer.backend.make_builder(layer.spec, "cpu").build(0, batch)
+        with pytest.raises(ContractError, match="of another version or registration"):
+            layer(query, query[:, :KV_HEADS], query[:, :KV_HEADS], cache, metadata)
         with pytest.raises(ContractError, match="version 1 of example:rotated4.* has version 2"):
             pickle.loads(pickle.dumps(cache))
     finally:

@@ -81,6 +81,20 @@ def test_a_broken_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         find_kv_format("example:rotated4")
 
 
+def test_a_broken_package_hides_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two packages with a format of one name, only the named one must be imported."""
+    monkeypatch.syspath_prepend(str(MODULE.parent))
+    points = [
+        EntryPoint("rotated4", path, registry.ENTRY_POINT_GROUP)
+        for path in ("no_such_module:FORMAT", "rotated4:ROTATED_4BIT")
+    ]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    try:
+        assert find_kv_format("example:rotated4").version == 1
+    finally:
+        unregister_kv_format("example:rotated4")
+
+
 def test_specs_take_the_name(rotated4: KVFormat) -> None:
     from attnlib.spec import AttentionSpec
 
@@ -95,6 +109,8 @@ def test_specs_take_the_name(rotated4: KVFormat) -> None:
         )  # fmt: skip
     with pytest.raises(ContractError, match="no cache combines them"):
         spec.replace(value_cache_dtype="fp8_e4m3")
+    with pytest.raises(ContractError, match="is a KVFormat; pass a dtype or a name"):
+        spec.replace(kv_cache_dtype=rotated4)
     with pytest.raises(ContractError, match="head_size=63 must be a multiple of 2"):
         spec.replace(head_size=63)
     with pytest.raises(ContractError, match="stores keys and values separately, and use_mla"):
