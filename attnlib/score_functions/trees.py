@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.addresses import are_readable, as_count
 from attnlib.score_functions.function import ScoreFunction
 from attnlib.score_functions.operators import lookup, maximum, minimum, where
 
@@ -50,9 +49,10 @@ def speculative_tree(
     """
     constants = {"window": window or _UNBOUNDED, "chunk": chunk_size or _UNBOUNDED}
     for name, size in (("window", window), ("chunk_size", chunk_size)):
-        if size is not None and not 0 < as_count(name, size) <= _UNBOUNDED:
+        if size is not None and (type(size) is not int or not 0 < size <= _UNBOUNDED):
             raise ContractError(
-                f"{name}={size} must be from 1 to {_UNBOUNDED}, or None for none", rule="M20"
+                f"{name}={size} must be an integer from 1 to {_UNBOUNDED}, or None for none",
+                rule="M20",
             )
     return ScoreFunction(
         _tree_with_alibi if has_alibi else _tree,
@@ -118,7 +118,6 @@ def tree_tensor(
         ContractError: another shape or device; on a CPU, a position outside these limits, fewer
             positions than tokens, or a longer query.
     """
-    max_query_len = as_count("max_query_len", max_query_len)
     if positions.dim() != 1 or positions.dtype.is_floating_point:
         raise ContractError(
             f"positions are {positions.dtype} {tuple(positions.shape)}; pass integers [T], one for "
@@ -132,23 +131,28 @@ def tree_tensor(
             rule="M20",
         )
     starts, lens = query_start_loc[:-1], query_start_loc.diff()
+    if positions.device.type == "cpu":
+        _check_sizes(len(positions), query_start_loc, max_query_len)
     context = (seq_lens - lens).unsqueeze(1)
     own = torch.arange(max_query_len, device=positions.device)
     rows = (starts.unsqueeze(1) + own).clamp(max=max(len(positions) - 1, 0)).long()
     found = positions[rows] if len(positions) else rows.new_zeros(rows.shape)
     exists = own < lens.unsqueeze(1)
-    if are_readable(positions):
-        longest = int(lens.max()) if len(lens) else 0
-        if len(positions) < int(query_start_loc[-1]) or longest > max_query_len:
-            raise ContractError(
-                f"{len(positions)} positions for {int(query_start_loc[-1])} new tokens, and "
-                f"max_query_len={max_query_len} for queries of up to {longest}: pass a position "
-                "for each token, and at least the longest query",
-                rule="M20",
-            )
+    if positions.device.type == "cpu":
         _check_positions(found, context, own, exists)
     found = torch.where(exists, found, context)
     return torch.cat([context, found], 1).to(torch.int32)
+
+
+def _check_sizes(given: int, query_start_loc: Tensor, max_query_len: int) -> None:
+    longest = max(query_start_loc.diff().tolist(), default=0)
+    if given < int(query_start_loc[-1]) or max_query_len < longest:
+        raise ContractError(
+            f"{given} positions for {int(query_start_loc[-1])} new tokens, and max_query_len="
+            f"{max_query_len} for queries of up to {longest}: pass a position for each token, and "
+            "at least the longest query",
+            rule="M20",
+        )
 
 
 def _check_positions(found: Tensor, context: Tensor, own: Tensor, exists: Tensor) -> None:

@@ -184,7 +184,7 @@ def test_positions_are_checked() -> None:
     for positions, longest in (([7, 8], 3), ([7, 8, 8], 2)):  # the last column stands for others
         with pytest.raises(ContractError, match="pass a position for each token, and at least"):
             tree_tensor(torch.tensor(positions), starts, lens, longest)
-    with pytest.raises(ContractError, match="window 2.5 is a float"):
+    with pytest.raises(ContractError, match="window=2.5 must be an integer"):
         speculative_tree(2.5)
     found = tree_tensor(torch.tensor([7, 8, 8]), starts, lens, 4)
     assert found.tolist() == [[7, 7, 8, 8, 7]] and found.dtype == torch.int32
