@@ -5,8 +5,9 @@
 
 A choice ROWSxWARPS[:REGISTERS][/STAGES] takes the place of those of
 `ops.triton.heuristics.state_tiles.TILES`, with C before it (16C64x8) for the columns of the keys
-that are multiplied at a time. Processes compile the kernels first, side by side. Each row is a case
-of `attnlib bench --suite states`: times are medians of replays of CUDA graphs, in turn, over all
+that are multiplied at a time, and with w behind it for decodes of a whole head in one program.
+Processes compile the kernels first, side by side. Each row is a case of
+`attnlib bench --suite states`: times are medians of replays of CUDA graphs, in turn, over all
 positions of a chunk. `share` is the part of the bandwidth of a copy that the bytes of the case
 reach; `equal` says whether the bits are those of the first choice, which columns may change.
 """
@@ -42,8 +43,8 @@ from attnlib.ops.triton.states.config import state_config
 from benchmarks.gpu import rows
 
 SHIPPED = "shipped"
-STEPS = ("64x8", "64x8:128", "64x4", "64x4:168", "32x4", "32x4:128", "32x4:168", "32x2", "32x2:168",
-         "32x8:128")  # fmt: skip
+STEPS = ("64x8:128", "64x4:168", "32x4:128", "32x2:168", "32x4w", "32x4:168w", "32x4:128w", "64x4w",
+         "16x4:128w", "16x2:168w", "32x2w")  # fmt: skip
 PREFILLS = ("64x8", "64x8/2", "64x8:128/2", "64x4", "64x4/2", "32x4", "32x4/2", "32x4:128/2",
             "32x2/2", "32x2/3")  # fmt: skip
 WORK = {"decode": ((32, 1), (256, 1), (1, 1)), "verify": ((64, 4),),
@@ -56,16 +57,17 @@ CASES = {
     for model in MODELS
     for case in (StateCase(model=model, work=work, num_reqs=n, query_len=q) for n, q in sizes)
 }
-_CHOICE = re.compile(r"(?:(\d+)C)?(\d+)x(\d+)(?::(\d+))?(?:/(\d+))?")
+_CHOICE = re.compile(r"(?:(\d+)C)?(\d+)x(\d+)(?::(\d+))?(?:/(\d+))?(w?)")
 
 
 def parse(name: str) -> tuple[int, StateChoice]:
     """(columns of keys, choice) of a name such as `32x4:128`."""
     found = _CHOICE.fullmatch(name)
     if found is None:
-        raise ValueError(f"choice {name!r}; the form is ROWSxWARPS[:REGISTERS][/STAGES]")
-    columns, size, warps, registers, stages = (int(each or 0) for each in found.groups())
-    choice = StateChoice(size, warps, registers, stages or 1)
+        raise ValueError(f"choice {name!r}; the form is ROWSxWARPS[:REGISTERS][/STAGES][w]")
+    *numbers, whole = found.groups()
+    columns, size, warps, registers, stages = (int(each or 0) for each in numbers)
+    choice = StateChoice(size, warps, registers, stages or 1, bool(whole))
     return columns or state_tiles.MOST_COLUMNS, choice
 
 

@@ -37,6 +37,8 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "state-64-f32": ("state", {"key_size": 64, "value_size": 64, "dtype": torch.float32}),
     "state-128": ("state", {"max_rollback": 3}),
+    "state-64-whole": ("state", {"key_size": 64, "value_size": 64, "num_reqs": 32}),
+    "state-128-whole": ("state", {"num_reqs": 32}),
     "state-128-channels": ("state", {"decay": "channel", "num_key_heads": 32}),
     "state-128-c32": ("state", {"chunk_size": 32, "state_dtype": torch.bfloat16}),
     "state-granite": (
@@ -55,6 +57,7 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"value_size": 64, "num_heads": 128, "num_key_heads": 8, "update": "add", "skip": True},
     ),
     "fused-64": ("fused", {"key_size": 64, "value_size": 64, "form": "delta"}),
+    "fused-128-whole": ("fused", {"num_reqs": 32, "form": "delta"}),
     "fused-128": ("fused", {"max_rollback": 3, "form": "delta"}),
     "fused-128-channels": ("fused", {"decay": "channel", "num_key_heads": 32, "form": "kimi"}),
     "fused-mamba2": (
@@ -71,11 +74,14 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "state-256": ("state", {"key_size": 256, "value_size": 256, "dtype": torch.float16}),
 }
-"""Name -> (operation, options) of one decode and one prefill; of a decode with `fused`."""
+"""Name -> (operation, options) of one decode and one prefill; of a decode with `fused`. With
+"whole", the heads of the requests fill a chip."""
 
 
 def _slots(options: dict[str, Any]) -> tuple[StateTensors, StateBatch, StateBatch]:
     """Slots, and a batch of decodes and one of prefills."""
+    options = dict(options)
+    num_reqs = options.pop("num_reqs", 2)
     layout = StateLayout(
         **{
             "form": "tail", "num_heads": 32, "num_key_heads": 16, "key_size": 128,
@@ -85,9 +91,9 @@ def _slots(options: dict[str, Any]) -> tuple[StateTensors, StateBatch, StateBatc
         }
     )  # fmt: skip
     slots = StateTensors.from_bytes(layout, torch.empty(1, layout.bytes_per_slot).byte())
-    zeros = torch.zeros(3, dtype=torch.int32)
+    zeros = torch.zeros(num_reqs + 1, dtype=torch.int32)
     decode, prefill = (
-        StateBatch(query_start_loc=zeros, seq_lens=zeros[:2], slots=zeros[:2], max_query_len=n)
+        StateBatch(query_start_loc=zeros, seq_lens=zeros[1:], slots=zeros[1:], max_query_len=n)
         for n in (1, 4096)
     )
     return slots, decode, prefill

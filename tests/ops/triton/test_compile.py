@@ -115,7 +115,7 @@ MAIN = [
     "packed-latent-selected",
     "packed-latent-all",
 ]
-STATES = ["state-64", "state-64-channels", "state-64-add", "state-64-f32"]
+STATES = ["state-64-whole", "state-64-channels", "state-64-add", "state-64-f32"]
 """Cases of kernels of state layers, one for each kind of matrix instruction."""
 HOPPER_SAMPLE = [
     "varying", "decode-all", "decode-latent-all", "prefill-latent", "prefill-all",
@@ -145,6 +145,8 @@ LARGE_SPILLED = {
     "pages-prefill-open8": 436,  # gfx942 with Triton 3.6; 3.9 needs less than 300
     "prefill-128-f32": 448,  # as the table entry for float32
     "fused-128-channels": 328,  # sm_80; four parts of decays, and the convolution before them
+    "fused-128-whole": 360,  # sm_90; a program keeps what all value rows share, in 168 registers
+    "state-128-whole": 336,  # the same
     "state-128-c32": 640,  # sm_89; twice the rows of a chunk
     "state-256": 704,  # sm_120; a program keeps 64 x 256 elements of the state
     "packed-prefill-all": 368,  # sm_100; 336 on sm_90: a scale for each row, in two loops

@@ -11,6 +11,7 @@ import torch
 from attnlib.errors import ContractError
 from attnlib.ops.states import RecurrenceParams, StateBatch, StateTensors
 from attnlib.ops.triton.heuristics.state_tiles import TILES, state_tile
+from attnlib.ops.triton.states import config
 from attnlib.ops.triton.states.state_step import state_step
 from attnlib.spec import StateSpec
 from attnlib.testing.states.inputs import TokenInputs, draw_layer, draw_tokens
@@ -123,6 +124,34 @@ def test_a_fork_continues_in_both() -> None:
         assert equal(forks.result(place), part)
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_one_program_computes_a_head(
+    monkeypatch: pytest.MonkeyPatch, state_dtype: torch.dtype
+) -> None:
+    """T18: decodes of few heads and of many, across the end of a chunk and of forks, give the
+    slots and the outputs the same bits; 72 value rows are three passes, with a part of a last."""
+    spec = KINDS["gated delta"].replace(max_rollback=0, value_size=72, dtype=torch.float16)
+    spec = spec.replace(conv_channels=0, conv_width=0, state_dtype=state_dtype)
+    requests, found = [draw_tokens(spec, n, n) for n in (40, 5)], []
+    for kind in ("decode", "few decodes"):
+        monkeypatch.setattr(
+            config, "kind_of_step", lambda *facts, kind=kind: "prefill" if facts[2] else kind
+        )
+        runner = operations(spec)
+        server = Server(spec, runner, requests, [6, 2], extra_rows=2)
+        server.step([Part(0, 29), Part(1, 1)])
+        for _ in range(4):
+            server.step([Part(1, 1), Part(-1, 1), Part(0, 1)])
+        fork = Server(spec, runner, requests[:1], [4])
+        fork.done = [33]
+        fork.step([Part(0, 1)], sources=[6])
+        found.append([*map(server.result, range(2)), fork.result(0), runner.memory.clone()])
+    *one, memory = found[0]
+    *other, expected = found[1]
+    assert all(map(equal, one, other)) and torch.equal(memory, expected)
+    assert state_tile(16, 72, 16, "decode").passes == 4
+
+
 @pytest.mark.parametrize("longest", [3, 9])
 def test_other_slots_and_rows(longest: int) -> None:
     """Slots that are not named, and those of requests without tokens, keep every bit (T7, T11,
@@ -189,5 +218,6 @@ def test_refusals() -> None:
 @pytest.mark.parametrize("kind", TILES)
 def test_tiles_cover_a_head(key_size: int, value_size: int, kind: str) -> None:
     tile = state_tile(key_size, value_size, 16, kind)
-    assert tile.part * tile.parts >= key_size and tile.rows * tile.blocks >= value_size
+    assert tile.part * tile.parts >= key_size
+    assert tile.rows * tile.passes * tile.blocks >= value_size
     assert tile.blocks <= 4 and tile.rows & (tile.rows - 1) == 0 and tile.rows >= 16

@@ -34,42 +34,49 @@ class StateChoice(NamedTuple):
     """What can be chosen for a kind of steps.
 
     Attributes:
-        rows: most value rows of a program, a power of two of at least 16.
+        rows: most value rows that a program computes at a time, a power of two of at least 16.
         num_warps: of a program with so many rows; those with fewer have at most 4.
         registers: most of a thread on NVIDIA's chips, 0 for the compiler's choice; for heads of at
             most 128 keys and chunks of 16 tokens.
         num_stages: of the loop over chunks on NVIDIA's chips, for chunks of 16 tokens; with more
             than 1, the chunk after is loaded while a chunk is computed.
+        is_whole: a program computes all value rows of a head, one pass after the other, so that
+            what they share is computed once; for the kind "decode" only.
     """
 
     rows: int
     num_warps: int
     registers: int = 0
     num_stages: int = 1
+    is_whole: bool = False
 
 
 TILES = {
-    # Two programs fit an SM, one of which computes while the other one waits.
-    "decode": StateChoice(64, 8, registers=128),
+    # Several programs fit an SM, so that some compute while others wait.
+    "few decodes": StateChoice(64, 8, registers=128),
+    "decode": StateChoice(32, 4, registers=168, is_whole=True),
     "verify": StateChoice(64, 8),
     "wide": StateChoice(64, 8),
     "prefill": StateChoice(64, 8, num_stages=2),
 }
-"""Kind of steps -> choice. "verify" has tokens that can be taken back, "wide" a decay for each
-channel or float32 inputs; `benchmarks/gpu/state_tiles.py` measures others."""
+"""Kind of steps -> choice. "few decodes" are too few heads for the chip, "verify" has tokens that
+can be taken back, "wide" a decay for each channel or float32 inputs;
+`benchmarks/gpu/state_tiles.py` measures others."""
 
 
 class StateTile(NamedTuple):
     """A tile of a state.
 
     Attributes:
-        rows: value rows of a program, a power of two of at least 16.
+        rows, passes: value rows that a program computes at a time, a power of two of at least 16,
+            and how often.
         part, parts: columns of the keys that are multiplied at a time, and their number.
         blocks: programs of a head, at most `POSITION_COPIES`.
         num_warps, registers, num_stages: as of a `StateChoice`, for this head.
     """
 
     rows: int
+    passes: int
     part: int
     parts: int
     blocks: int
@@ -85,27 +92,38 @@ class StateTile(NamedTuple):
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
-def kind_of_step(max_rollback: int, is_exact: bool, is_long: bool) -> str:
-    """The key of `TILES` for a layer and its steps of at most, or of more than D + 1 tokens;
-    `is_exact`: queries and keys are numbers of TF32, and no decay is multiplied with them."""
+def kind_of_step(max_rollback: int, is_exact: bool, is_long: bool, fills_chip: bool) -> str:
+    """The key of `TILES` for a layer and its steps of at most, or of more than D + 1 tokens.
+
+    Args:
+        max_rollback: D.
+        is_exact: queries and keys are numbers of TF32, and no decay is multiplied with them.
+        is_long: the step has more than D + 1 tokens.
+        fills_chip: the heads of all requests are enough programs for the chip.
+    """
     if is_long:
         return "prefill"
     if not is_exact:
         return "wide"
-    return "verify" if max_rollback else "decode"
+    if max_rollback:
+        return "verify"
+    return "decode" if fills_chip else "few decodes"
 
 
 def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> StateTile:
     """The tile of heads of this size, both at most `LARGEST_HEAD`, in a kind of steps."""
     choice = TILES[kind]
     part = min(MOST_COLUMNS, max(16, triton.next_power_of_2(key_size)))
-    rows = min(choice.rows, max(16, triton.next_power_of_2(value_size)))
+    largest = max(16, triton.next_power_of_2(value_size))
+    rows = min(choice.rows, largest)
     if key_size > 128 and value_size <= 128:
         rows = min(rows, 32)  # as many registers as 64 rows of 128 keys
-    parts, blocks = triton.cdiv(key_size, part), triton.cdiv(value_size, rows)
+    passes = largest // rows if choice.is_whole and kind == "decode" else 1
+    parts, blocks = triton.cdiv(key_size, part), triton.cdiv(value_size, rows * passes)
     assert blocks <= POSITION_COPIES
     # Products of float32 hold each operand in two parts, so a warp has 8 columns of 64.
     warps = choice.num_warps if rows >= choice.rows else min(choice.num_warps, 4)
     is_small = key_size <= 128 and chunk_size == 16
+    registers = choice.registers if is_small else 0
     stages = choice.num_stages if chunk_size == 16 and rows >= choice.rows else 1
-    return StateTile(rows, part, parts, blocks, warps, choice.registers if is_small else 0, stages)
+    return StateTile(rows, passes, part, parts, blocks, warps, registers, stages)

@@ -26,8 +26,14 @@ from attnlib.ops.triton.kernels.state_arguments import (
     Tail,
     Tokens,
 )
-from attnlib.ops.triton.kernels.state_rows import clear_tokens, load_base, open_request
-from attnlib.ops.triton.kernels.state_step import compute_request
+from attnlib.ops.triton.kernels.state_program import compute_request
+from attnlib.ops.triton.kernels.state_requests import (
+    load_base,
+    open_request,
+    pass_columns,
+    value_columns,
+)
+from attnlib.ops.triton.kernels.state_rows import clear_tokens
 from attnlib.ops.triton.kernels.step_parts import StepConfig, head_gates, normalize_row
 from attnlib.ops.triton.kernels.stored_state import load_state
 
@@ -93,7 +99,7 @@ def _convolve_head(request, given, head, block, CONFIG: tl.constexpr):
     first = key_head * STATE.DK + key
     _convolve_channels(request, given, CONFIG.Q + first, exist, is_first, CHANNELS)
     _convolve_channels(request, given, CONFIG.K + first, exist, is_first, CHANNELS)
-    columns = block * STATE.ROWS + tl.arange(0, STATE.ROWS)
+    columns = value_columns(block, STATE)
     values = CONFIG.V + head * STATE.DV + columns
     _convolve_channels(request, given, values, columns < STATE.DV, True, CHANNELS)
 
@@ -149,7 +155,7 @@ def fused_step_kernel(
     num_tokens,
     CONFIG: tl.constexpr,
 ):
-    """Compute a step of one request, of at most D + 1 tokens, for ROWS value rows of one head.
+    """Compute a step of one request, of at most D + 1 tokens, for ROWS * PASSES rows of one head.
 
     CONFIG is a `FusedConfig`. Grid: (requests + 1, HV * BLOCKS). The last programs clear the rows
     after the last request.
@@ -158,19 +164,19 @@ def fused_step_kernel(
     STEP: tl.constexpr = CONFIG.STEP
     number = tl.program_id(0)
     head, block = tl.program_id(1) // STATE.BLOCKS, tl.program_id(1) % STATE.BLOCKS
-    columns = block * STATE.ROWS + tl.arange(0, STATE.ROWS)
     if number == num_reqs:
         first = tl.load(query_start_loc + num_reqs)
-        clear_tokens(out, first, num_tokens, head, columns, STATE)
+        clear_tokens(out, first, num_tokens, head, block, STATE)
         return
     request = open_request(StateBatch(query_start_loc, seq_lens, slots, sources), number)
     if request.slot < 0:
-        clear_tokens(out, request.first, request.first + request.count, head, columns, STATE)
+        clear_tokens(out, request.first, request.first + request.count, head, block, STATE)
         return
     if request.count <= 0:
         return
     base = load_base(positions, request, head, block, STATE)
     # Before the convolution, which takes as long as the state is under way.
+    columns = pass_columns(block, 0, STATE)
     s = load_state(state, request.source, head, columns, base, STATE)
     given = Convolution(x, weight, bias, convolved, window, window_positions)
     _convolve_head(request, given, head, block, CONFIG)

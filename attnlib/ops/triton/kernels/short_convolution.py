@@ -14,7 +14,7 @@ import triton.language as tl
 
 from attnlib.ops.triton.kernels.schedule import find_request
 from attnlib.ops.triton.kernels.state_arguments import StateBatch
-from attnlib.ops.triton.kernels.state_rows import open_request
+from attnlib.ops.triton.kernels.state_requests import open_request
 
 __all__ = ["ConvolutionConfig", "short_convolution_kernel"]
 

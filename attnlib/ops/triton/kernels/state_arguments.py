@@ -46,7 +46,8 @@ class StateConfig(NamedTuple):
         DK, PART, PARTS: key size, and the columns of keys and states that are multiplied at a time.
         RELOAD: parts of queries and keys are loaded where they are used. Every warp holds all of
             them, which are as many registers as its part of the state.
-        DV, ROWS, BLOCKS: value size, value rows of a program, programs of a head.
+        DV, ROWS, BLOCKS: value size, value rows that are computed at a time, programs of a head.
+        PASSES: how many times ROWS value rows a program computes, one after the other.
         COPIES: pairs of positions of a head, at least BLOCKS.
         DELTA, DECAY, NORM, HAS_BETA, HAS_SKIP: the recurrence (`DECAY_*`).
         EPS: of the norm.
@@ -73,6 +74,7 @@ class StateConfig(NamedTuple):
     DV: int
     ROWS: int
     BLOCKS: int
+    PASSES: int
     COPIES: int
     DELTA: bool
     DECAY: int

@@ -13,20 +13,24 @@ import triton.language as tl
 from attnlib.ops.triton.kernels.schedule import find_request
 from attnlib.ops.triton.kernels.state_arguments import UNALIGNED, StateBatch, Tail, Tokens
 from attnlib.ops.triton.kernels.state_chunk import chunk_factors, chunk_matrices
+from attnlib.ops.triton.kernels.state_requests import (
+    first_kept,
+    first_written,
+    load_base,
+    open_head,
+    open_request,
+    open_tail,
+    store_positions,
+    value_columns,
+)
 from attnlib.ops.triton.kernels.state_rows import (
     choose,
     choose_rows,
     chunk_rows,
-    first_kept,
-    first_written,
-    load_base,
     load_chunk,
     load_values,
-    open_head,
-    open_request,
-    open_tail,
     store_chunk,
-    store_positions,
+    store_values,
 )
 
 __all__ = ["matrix_places", "state_matrices_kernel", "state_tail_kernel"]
@@ -122,8 +126,9 @@ def state_tail_kernel(
         wanted = (rows.position >= first) & (rows.position < request.end)
         chunk = choose_rows(load_chunk(rows, tokens, tail, CONFIG), CONFIG)
         for block in tl.static_range(BLOCKS):
-            columns = block * CONFIG.ROWS + tl.arange(0, CONFIG.ROWS)
+            columns = value_columns(block, CONFIG)
             values = choose(rows, load_values(rows, tokens, tail, columns, CONFIG))
-            store_chunk(rows, wanted, chunk, values, target, columns, head, block, CONFIG)
+            store_values(rows, wanted, values, target, columns, CONFIG)
+        store_chunk(rows, wanted, chunk, target, head, CONFIG)
     for block in tl.static_range(BLOCKS):
         store_positions(positions, request, head, block, CONFIG)

@@ -1,4 +1,4 @@
-"""Requests of a step of a state layer, and the rows of their chunks: from the tail and the step.
+"""Rows of the chunks of a step of a state layer: from the tail and the step.
 
 Row p % RING of a tail belongs to position p.
 """
@@ -13,115 +13,22 @@ from attnlib.ops.triton.kernels.state_arguments import (
     DECAY_CONSTANT,
     DECAY_HEAD,
     Chunk,
-    Request,
     Rows,
-    Tail,
-    Tokens,
 )
+from attnlib.ops.triton.kernels.state_requests import part_columns, value_columns
 
 __all__ = [
     "choose",
     "choose_rows",
     "chunk_rows",
     "clear_tokens",
-    "first_kept",
-    "first_written",
     "key_part",
     "load_chunk",
-    "load_base",
     "load_values",
-    "open_head",
-    "open_request",
-    "open_tail",
-    "part_columns",
     "query_part",
     "store_chunk",
-    "store_positions",
+    "store_values",
 ]
-
-
-@triton.jit
-def open_request(batch, request):
-    """Return the `Request`."""
-    first = tl.load(batch.query_start_loc + request)
-    count = tl.load(batch.query_start_loc + request + 1) - first
-    end = tl.load(batch.seq_lens + request)
-    slot = tl.load(batch.slots + request).to(tl.int64)
-    source = tl.load(batch.sources + request).to(tl.int64)
-    return Request(slot, source, first, count, end - count, end)
-
-
-@triton.jit
-def load_base(positions, request, head, block, CONFIG: tl.constexpr):
-    """Return the position of the stored state of the source, 0 for a first step (T1)."""
-    low = request.computed
-    # Without tokens that can be taken back, a slot continues from the first new token only.
-    if (CONFIG.D > 0) & (request.computed > 0):
-        place = request.source * CONFIG.POSITIONS + (head * CONFIG.COPIES + block) * 2
-        low = tl.load(positions + place)
-        # A slot that cannot continue from here has any number there: the loop must end anyway.
-        low = tl.minimum(tl.maximum(low, request.computed - CONFIG.D), request.computed)
-    return tl.maximum(low, 0) // CONFIG.C * CONFIG.C
-
-
-@triton.jit
-def first_kept(request, CONFIG: tl.constexpr):
-    """Return the first position that the next step may continue from (T10)."""
-    return tl.maximum(request.computed, request.end - CONFIG.D)
-
-
-@triton.jit
-def first_written(request, CONFIG: tl.constexpr):
-    """Return the first position whose inputs the step writes to the tail: those since the state
-    that it keeps, without the ones that the slot has."""
-    first = first_kept(request, CONFIG) // CONFIG.C * CONFIG.C
-    if request.source == request.slot:
-        first = tl.maximum(first, request.computed)
-    return first
-
-
-@triton.jit
-def store_positions(positions, request, head, block, CONFIG: tl.constexpr):
-    """Store the positions that the slot can continue from (T8): the copies of this program."""
-    BLOCKS: tl.constexpr = CONFIG.BLOCKS
-    COPIES: tl.constexpr = CONFIG.COPIES
-    low = first_kept(request, CONFIG)
-    base = positions + request.slot * CONFIG.POSITIONS + head * (2 * CONFIG.COPIES)
-    tl.store(base + 2 * block, low)
-    tl.store(base + 2 * block + 1, request.end)
-    if block == 0:
-        for other in tl.static_range(BLOCKS, COPIES):
-            tl.store(base + 2 * other, low)
-            tl.store(base + 2 * other + 1, request.end)
-
-
-@triton.jit
-def open_head(tokens, head, CONFIG: tl.constexpr):
-    """Return the `Tokens` of one state head."""
-    key_head = head // (CONFIG.HV // CONFIG.HK)
-    decay = tokens.decay + head * CONFIG.G_H
-    return Tokens(
-        tokens.q + key_head * CONFIG.Q_H,
-        tokens.k + key_head * CONFIG.K_H,
-        tokens.v + head * CONFIG.V_H,
-        decay,
-        tokens.beta + head * CONFIG.B_H,
-    )
-
-
-@triton.jit
-def open_tail(tail, slot, head, CONFIG: tl.constexpr):
-    """Return the `Tail` of one slot and state head."""
-    key_head = head // (CONFIG.HV // CONFIG.HK)
-    width = 1
-    if CONFIG.DECAY == DECAY_CHANNEL:
-        width = CONFIG.DK
-    return Tail(
-        tail.k + slot * CONFIG.TAIL_K + key_head * CONFIG.DK,
-        tail.v + slot * CONFIG.TAIL_V + head * CONFIG.DV,
-        tail.decay + slot * CONFIG.TAIL_G + head * width,
-        tail.beta + slot * CONFIG.TAIL_B + head,
-    )
 
 
 @triton.jit
@@ -167,12 +74,6 @@ def _load_numbers(rows, old, new, OLD: tl.constexpr, NEW: tl.constexpr):
     a = tl.load(old + rows.ring * OLD, mask=rows.held, other=0.0)
     b = tl.load(new + rows.token * NEW, mask=rows.fresh, other=0.0)
     return tl.where(rows.held, a, b)
-
-
-@triton.jit
-def part_columns(part: tl.constexpr, CONFIG: tl.constexpr):
-    """Return the channels of a part of the keys, [PART]."""
-    return part * CONFIG.PART + tl.arange(0, CONFIG.PART)
 
 
 @triton.jit
@@ -278,34 +179,40 @@ def _store_part(
 
 
 @triton.jit
-def store_chunk(rows, wanted, chunk, values, tail, columns, head, block, CONFIG: tl.constexpr):
-    """Store the wanted rows [C] of a chunk in a tail. One program stores what several share."""
-    VALUES: tl.constexpr = CONFIG.HV * CONFIG.DV
-    KEYS: tl.constexpr = CONFIG.HK * CONFIG.DK
-    CHANNELS: tl.constexpr = CONFIG.HV * CONFIG.DK
-    PARTS: tl.constexpr = CONFIG.PARTS
-    place = tail.v + rows.ring[:, None] * VALUES + columns[None, :]
+def store_values(rows, wanted, values, tail, columns, CONFIG: tl.constexpr):
+    """Store the wanted rows [C] of values in a tail."""
+    STRIDE: tl.constexpr = CONFIG.HV * CONFIG.DV
+    place = tail.v + rows.ring[:, None] * STRIDE + columns[None, :]
     tl.store(place, values, mask=wanted[:, None] & (columns < CONFIG.DV)[None, :])
-    if block == 0:
-        if CONFIG.HAS_BETA:
-            tl.store(tail.beta + rows.ring * CONFIG.HV, chunk.beta, mask=wanted)
-        if CONFIG.DECAY == DECAY_HEAD:
-            tl.store(tail.decay + rows.ring * CONFIG.HV, chunk.decay, mask=wanted)
-        if CONFIG.DECAY == DECAY_CHANNEL:
-            for part in tl.static_range(PARTS):
-                _store_part(rows, wanted, chunk.decay[part], part, tail.decay, CHANNELS, CONFIG)
-        if head % (CONFIG.HV // CONFIG.HK) == 0:
-            for part in tl.static_range(PARTS):
-                x = key_part(chunk, part, CONFIG)
-                _store_part(rows, wanted, x, part, tail.k, KEYS, CONFIG)
 
 
 @triton.jit
-def clear_tokens(out, first, end, head, columns, CONFIG: tl.constexpr):
-    """Write 0 to the outputs of tokens [first, end) of one head."""
+def store_chunk(rows, wanted, chunk, tail, head, CONFIG: tl.constexpr):
+    """Store the wanted rows [C] of a chunk in a tail, without values. One program of a head stores
+    what its programs share, and one head what the heads of a group share."""
+    KEYS: tl.constexpr = CONFIG.HK * CONFIG.DK
+    CHANNELS: tl.constexpr = CONFIG.HV * CONFIG.DK
+    PARTS: tl.constexpr = CONFIG.PARTS
+    if CONFIG.HAS_BETA:
+        tl.store(tail.beta + rows.ring * CONFIG.HV, chunk.beta, mask=wanted)
+    if CONFIG.DECAY == DECAY_HEAD:
+        tl.store(tail.decay + rows.ring * CONFIG.HV, chunk.decay, mask=wanted)
+    if CONFIG.DECAY == DECAY_CHANNEL:
+        for part in tl.static_range(PARTS):
+            _store_part(rows, wanted, chunk.decay[part], part, tail.decay, CHANNELS, CONFIG)
+    if head % (CONFIG.HV // CONFIG.HK) == 0:
+        for part in tl.static_range(PARTS):
+            x = key_part(chunk, part, CONFIG)
+            _store_part(rows, wanted, x, part, tail.k, KEYS, CONFIG)
+
+
+@triton.jit
+def clear_tokens(out, first, end, head, block, CONFIG: tl.constexpr):
+    """Write 0 to the outputs of tokens [first, end) of one head: the value rows of a program."""
     C: tl.constexpr = CONFIG.C
-    ROWS: tl.constexpr = CONFIG.ROWS
-    zeros = tl.zeros([C, ROWS], tl.float32).to(out.dtype.element_ty)
+    SPAN: tl.constexpr = CONFIG.ROWS * CONFIG.PASSES
+    columns = value_columns(block, CONFIG)
+    zeros = tl.zeros([C, SPAN], tl.float32).to(out.dtype.element_ty)
     for start in range(first, end, CONFIG.C):
         token = start + tl.arange(0, CONFIG.C)
         inside = (token < end)[:, None] & (columns < CONFIG.DV)[None, :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.state_rows import part_columns
+from attnlib.ops.triton.kernels.state_requests import part_columns
 
 __all__ = ["load_state", "round_state", "settle_state", "store_state"]
 

@@ -119,9 +119,12 @@ def _has_exact_rows(layout: StateLayout) -> bool:
     return layout.decay != "channel" and layout.dtype != torch.float32
 
 
-def step_tile(layout: StateLayout, is_long: bool) -> StateTile:
-    """The tile of steps of a layer with at most, or more than, D + 1 tokens."""
-    kind = kind_of_step(layout.max_rollback, _has_exact_rows(layout), is_long)
+def step_tile(
+    layout: StateLayout, limits: DeviceLimits, num_reqs: int, is_long: bool = False
+) -> StateTile:
+    """The tile of a step of `num_reqs` requests with at most, or more than, D + 1 tokens."""
+    fills_chip = num_reqs * layout.num_heads >= 2 * limits.num_sms
+    kind = kind_of_step(layout.max_rollback, _has_exact_rows(layout), is_long, fills_chip)
     return state_tile(layout.key_size, layout.value_size, layout.chunk_size, kind)
 
 
@@ -130,6 +133,7 @@ def state_config(
     layout: StateLayout,
     recurrence: Recurrence,
     strides: tuple[int, ...],
+    tile: StateTile,
     prepared: bool,
 ) -> StateConfig:
     """The constants of one layer.
@@ -139,10 +143,10 @@ def state_config(
         recurrence: of the layer.
         strides: of tokens and heads of queries, keys, values, outputs, decays and beta, then those
             of slots.
+        tile: of the step.
         prepared: for steps in three launches.
     """
     c, rollback = layout.chunk_size, layout.max_rollback
-    tile = step_tile(layout, prepared)
     return StateConfig(
         c,
         c.bit_length() - 1,
@@ -158,6 +162,7 @@ def state_config(
         layout.value_size,
         tile.rows,
         tile.blocks,
+        tile.passes,
         POSITION_COPIES,
         recurrence.update == "delta",
         _DECAYS[layout.decay].value,

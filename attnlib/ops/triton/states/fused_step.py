@@ -58,7 +58,8 @@ class PreparedFusedStep:
             gates = (*decays, *((0, 0) if b is None else b.stride()))
         strides = (channels, keys, channels, keys, channels, values, *out.stride()[:2], *gates)
         recurrence = Recurrence.on_chip(params, limits)
-        state = state_config(layout, recurrence, (*strides, *slot_strides(slots)), prepared=False)
+        tile = step_tile(layout, limits, batch.num_reqs)
+        state = state_config(layout, recurrence, (*strides, *slot_strides(slots)), tile, False)
         given = (x, weight, bias, slots, batch, activation, x.new_empty(0, channels))
         sizes = {"q": layout.num_key_heads * keys, "v": heads * values}
         sizes["k"] = sizes["q"]
@@ -72,7 +73,7 @@ class PreparedFusedStep:
             V=starts[2],
             WIDTH=triton.next_power_of_2(keys),
         )
-        options = step_tile(layout, False).options(limits.is_amd)
+        options = tile.options(limits.is_amd)
         grid = (batch.num_reqs + 1, heads * state.BLOCKS)
         numbers = (float(params.scale), batch.num_reqs, rows)
         self._launch = KernelLaunch(fused_step_kernel, config, grid, numbers, **options)

@@ -73,8 +73,9 @@ class PreparedStep:
         is_long = batch.max_query_len > slots.layout.max_rollback + 1
         strides = _strides(query, key, value, log_decay, beta, slots, out)
         recurrence = Recurrence.on_chip(params, limits)
-        config = state_config(slots.layout, recurrence, strides, is_long)
-        options = step_tile(slots.layout, is_long).options(limits.is_amd)
+        tile = step_tile(slots.layout, limits, num_reqs, is_long)
+        config = state_config(slots.layout, recurrence, strides, tile, is_long)
+        options = tile.options(limits.is_amd)
         chunks = out.shape[0] // config.C + num_reqs * config.EXTRA if is_long else 0
         self._where = batch_tensors(batch)
         self._workspace = chunks * config.HV * 2 * config.C * config.C

@@ -1,0 +1,230 @@
+"""What one program of a step of a state layer computes, see `state_step`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from attnlib.ops.triton.kernels.state_chunk import (
+    advance_state,
+    chunk_factors,
+    chunk_matrices,
+    chunk_outputs,
+)
+from attnlib.ops.triton.kernels.state_prefill import matrix_places
+from attnlib.ops.triton.kernels.state_requests import (
+    first_kept,
+    first_written,
+    open_head,
+    open_tail,
+    pass_columns,
+    store_positions,
+)
+from attnlib.ops.triton.kernels.state_rows import (
+    choose,
+    choose_rows,
+    chunk_rows,
+    load_chunk,
+    load_values,
+    store_chunk,
+    store_values,
+)
+from attnlib.ops.triton.kernels.stored_state import (
+    load_state,
+    round_state,
+    settle_state,
+    store_state,
+)
+
+__all__ = ["compute_request"]
+
+
+@triton.jit
+def _store_outputs(out, rows, o, columns, CONFIG: tl.constexpr):
+    """Store the outputs of new tokens, [C, ROWS]. `out` points to those of the head."""
+    place = out + rows.token[:, None] * CONFIG.O_T + columns[None, :]
+    inside = rows.fresh[:, None] & (columns < CONFIG.DV)[None, :]
+    tl.store(place, o.to(out.dtype.element_ty), mask=inside)
+
+
+class Here(NamedTuple):
+    """What a program computes.
+
+    Attributes:
+        head, block: its head and its value rows, see `value_columns`.
+        tokens, tail, target: `Tokens` of the head, and the `Tail` to read and to write.
+        keep, first: the chunk whose state is stored, and the first position of the new tail.
+        workspace, chunks: matrices of the batch, and the number of the request's first chunk.
+    """
+
+    head: Any
+    block: Any
+    tokens: Any
+    tail: Any
+    target: Any
+    keep: Any
+    first: Any
+    workspace: Any
+    chunks: Any
+
+
+class Prepared(NamedTuple):
+    """What the value rows of a chunk share: the `Chunk`, its `Factors`, and T and P [C, C]."""
+
+    chunk: Any
+    factors: Any
+    solve: Any
+    pairs: Any
+
+
+@triton.jit
+def _copy_state(request, base, s, state, columns, here, CONFIG: tl.constexpr):
+    """Store the state that a fork keeps."""
+    if (request.source != request.slot) & (base > 0) & (here.keep == base):
+        store_state(state, request.slot, here.head, columns, s, CONFIG)
+
+
+@triton.jit
+def _load(request, start, columns, here, CONFIG: tl.constexpr):
+    """Return what `load_chunk` and `load_values` return of the chunk at `start`."""
+    rows = chunk_rows(request, start, CONFIG)
+    chunk = load_chunk(rows, here.tokens, here.tail, CONFIG)
+    return chunk, load_values(rows, here.tokens, here.tail, columns, CONFIG)
+
+
+@triton.jit
+def _prepare(chunk, number, scale, here, CONFIG: tl.constexpr):
+    """Return the `Prepared` of a chunk, the `number`-th of its request, that was just loaded."""
+    chunk = choose_rows(chunk, CONFIG)
+    factors = chunk_factors(chunk, scale, CONFIG)
+    if CONFIG.PREPARED:
+        matrices = matrix_places(here.workspace, here.chunks, number, here.head, CONFIG)
+        pairs = tl.load(matrices + CONFIG.C * CONFIG.C)
+        solve = pairs
+        if CONFIG.DELTA:
+            solve = tl.load(matrices)
+    else:
+        solve, pairs = chunk_matrices(chunk, factors, CONFIG)
+    return Prepared(chunk, factors, solve, pairs)
+
+
+@triton.jit
+def _store_shared(request, prepared, here, CONFIG: tl.constexpr):
+    """Store what the programs of a head share in the rows of the tail."""
+    if not CONFIG.PREPARED:
+        rows = prepared.chunk.rows
+        wanted = (rows.position >= here.first) & (rows.position < request.end)
+        if here.block == 0:
+            store_chunk(rows, wanted, prepared.chunk, here.target, here.head, CONFIG)
+
+
+@triton.jit
+def _compute_rows(
+    request, start, s, value, prepared, state, skip, out, columns, here, CONFIG: tl.constexpr
+):
+    """Compute the value rows `columns` of the chunk that begins at `start`, write their outputs and
+    their part of the tail, and return the state after it; that of a chunk with rows left is `s`."""
+    head, rows = here.head, prepared.chunk.rows
+    values = choose(rows, value)
+    if CONFIG.RELOAD:
+        # The compiler would keep the parts that it loads twice without a barrier.
+        tl.debug_barrier()
+    value = values.to(tl.float32)
+    u, o = chunk_outputs(
+        s, prepared.chunk, value, prepared.factors, prepared.solve, prepared.pairs, CONFIG
+    )
+    if CONFIG.HAS_SKIP:
+        o = o + value * tl.load(skip + head).to(tl.float32)
+    _store_outputs(out + head * CONFIG.O_H, rows, o, columns, CONFIG)
+    if not CONFIG.PREPARED:
+        wanted = (rows.position >= here.first) & (rows.position < request.end)
+        store_values(rows, wanted, values, here.target, columns, CONFIG)
+    if CONFIG.RELOAD:
+        tl.debug_barrier()
+    after = start + CONFIG.C
+    if after <= request.end:
+        # A state is rounded once for each chunk, whether it is stored or not (T13).
+        s = advance_state(s, u, prepared.chunk, prepared.factors, CONFIG)
+        s = round_state(s, state, CONFIG)
+        if after == here.keep:
+            store_state(state, request.slot, head, columns, s, CONFIG)
+    return s
+
+
+@triton.jit
+def _compute_passes(request, base, s, slots, skip, out, scale, here, CONFIG: tl.constexpr):
+    """Compute the one new token of a request, which is in the chunk that begins at `base`: all
+    value rows of the program, ROWS at a time. Each pass loads the rows of the next one first."""
+    PASSES: tl.constexpr = CONFIG.PASSES
+    columns = pass_columns(here.block, 0, CONFIG)
+    chunk, value = _load(request, base, columns, here, CONFIG)
+    prepared = _prepare(chunk, 0, scale, here, CONFIG)
+    _store_shared(request, prepared, here, CONFIG)
+    if PASSES == 1:
+        s = settle_state(s, base, CONFIG)
+        _copy_state(request, base, s, slots.state, columns, here, CONFIG)
+        _compute_rows(
+            request, base, s, value, prepared, slots.state, skip, out, columns, here, CONFIG
+        )
+    else:
+        rows = prepared.chunk.rows
+        for number in range(0, PASSES):
+            columns = pass_columns(here.block, number, CONFIG)
+            # Rows after the last ones do not exist.
+            behind = pass_columns(here.block, number + 1, CONFIG)
+            next_s = load_state(slots.state, request.source, here.head, behind, base, CONFIG)
+            next_value = load_values(rows, here.tokens, here.tail, behind, CONFIG)
+            x = settle_state(s, base, CONFIG)
+            _copy_state(request, base, x, slots.state, columns, here, CONFIG)
+            _compute_rows(
+                request, base, x, value, prepared, slots.state, skip, out, columns, here, CONFIG
+            )
+            s, value = next_s, next_value
+
+
+@triton.jit
+def compute_request(
+    request,
+    number,
+    base,
+    s,
+    tokens,
+    slots,
+    skip,
+    out,
+    workspace,
+    scale,
+    CONFIG: tl.constexpr,
+):
+    """Compute the step of a request for the value rows and the head of this program, and write its
+    outputs and its slot. `s` is what `load_state` returns of the state at `base` for the first
+    pass, `number` the request's place in the batch."""
+    head, block = tl.program_id(1) // CONFIG.BLOCKS, tl.program_id(1) % CONFIG.BLOCKS
+    here = Here(
+        head,
+        block,
+        open_head(tokens, head, CONFIG),
+        open_tail(slots.tail, request.source, head, CONFIG),
+        open_tail(slots.tail, request.slot, head, CONFIG),
+        first_kept(request, CONFIG) // CONFIG.C * CONFIG.C,
+        first_written(request, CONFIG),
+        workspace,
+        request.first // CONFIG.C + number * CONFIG.EXTRA,
+    )
+    if CONFIG.D == 0 and not CONFIG.PREPARED:
+        _compute_passes(request, base, s, slots, skip, out, scale, here, CONFIG)
+    else:
+        columns = pass_columns(block, 0, CONFIG)
+        s = settle_state(s, base, CONFIG)
+        _copy_state(request, base, s, slots.state, columns, here, CONFIG)
+        for start in range(base, request.end, CONFIG.C):
+            chunk, value = _load(request, start, columns, here, CONFIG)
+            prepared = _prepare(chunk, (start - base) // CONFIG.C, scale, here, CONFIG)
+            s = _compute_rows(
+                request, start, s, value, prepared, slots.state, skip, out, columns, here, CONFIG
+            )
+            _store_shared(request, prepared, here, CONFIG)
+    if not CONFIG.PREPARED:
+        store_positions(slots.positions, request, head, block, CONFIG)
