@@ -47,10 +47,6 @@ class EnvironmentVariable:
     parse: Callable[[str], Any]
 
 
-def _text(value: str) -> str:
-    return value.strip()
-
-
 def _one_of(*choices: str) -> Callable[[str], str]:
     def parse(value: str) -> str:
         name = value.strip().upper()
@@ -86,7 +82,7 @@ ENVIRONMENT: Mapping[str, EnvironmentVariable] = {
             "Selects the attention backend. NAME is registered, or `module:Class`, or "
             "`path/to/file.py:Class`. It is never replaced by another backend, and raises "
             "`UnknownBackendError` if there is none; a leading `-` excludes a backend from auto.",
-            _text,
+            str.strip,
         ),
         EnvironmentVariable(
             "ATTNLIB_KV_CACHE_LAYOUT",
@@ -109,7 +105,7 @@ ENVIRONMENT: Mapping[str, EnvironmentVariable] = {
             "attnlib-cases",
             "a directory",
             "Where ATTNLIB_VALIDATE=2 and `attnlib.debug.shadow` write cases for `attnlib replay`.",
-            _text,
+            str.strip,
         ),
         EnvironmentVariable(
             "ATTNLIB_PLUGINS",
@@ -125,15 +121,18 @@ ENVIRONMENT: Mapping[str, EnvironmentVariable] = {
             "The tuning table, written by `attnlib tune`, that auto and the tiles of the triton "
             "backend follow. Default: `~/.cache/attnlib/tuning/CHIP.json` if it exists. `off` "
             "ignores all tuning tables.",
-            _text,
+            str.strip,
         ),
         EnvironmentVariable(
             "ATTNLIB_KERNELS",
             "",
             "a folder",
-            "Kernels written by `attnlib compile --out`, which Triton's cache gets at the first "
-            "launch. A warning says why if they do not fit the installation.",
-            _text,
+            "Kernels of `attnlib compile --out`, which Triton's cache gets at the first launch. A "
+            "warning says why if they do not fit the installation.",
+            str.strip,
+        ),
+        EnvironmentVariable(
+            "ATTNLIB_VLLM_STATES", "0", "`0`, `1`", "1 computes state layers of vLLM, too.", _switch
         ),
     )
 }

@@ -263,18 +263,7 @@ def engines() -> str:
         text += "".join(
             f"| {row.name} | {' | '.join(map(_engine_cell, row.cells))} |\n" for row in rows
         )
-        text += STATES_IN_VLLM if engine == "vllm" else ""
     return text
-
-
-STATES_IN_VLLM = """
-**State layers.** vLLM selects only their metadata builder (`get_mamba_attn_backend`,
-`v1/attention/selector.py:211` in 0.26, `:231` in 0.33); layers call their kernels. The hook is the
-class of a layer: `PluggableLayer.register_oot` (`model_executor/custom_op.py:60`, `:59`) replaces
-it, and a subclass may override `MambaMixer2.conv_ssm_forward` (`mamba_mixer2.py:669`, `:725`) or
-`_forward_core` of gated delta nets (`qwen_gdn_linear_attn.py:1180`, `:1556`) over vLLM's pages and
-metadata. attnlib has no such classes.
-"""
 
 
 def _engine_cell(cell: str) -> str:

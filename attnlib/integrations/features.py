@@ -16,6 +16,7 @@ ENGINES = {"vllm": ("0.26", "0.33"), "sglang": ("0.5.17", "0.5.23")}
 _ENGINE = "tests/hosts/test_vllm_engine.py"
 _ADAPTER = "tests/hosts/vllm_adapter.py"
 _MASKS = "tests/hosts/vllm_masks.py"
+_STATES = "tests/hosts/vllm_states.py"
 _SCHEDULING = "tests/hosts/vllm_scheduling.py"
 _LATENT = "tests/hosts/vllm_latent_adapter.py"
 _WARMUP = "tests/hosts/test_vllm_warmup.py"
@@ -80,7 +81,14 @@ _VLLM = {
     "latent attention": _both(_TOKENS),
     "fp8 latents": _both(f"{_LATENT}::test_steps"),
     "sparse latents": _both(f"{_LATENT}::test_selected_keys"),
-    "state layers (GDN, Mamba2, KDA)": _both("absent: vLLM has no backends for them"),
+    "state layers: GDN of Qwen, Mamba2": _both(
+        f"{_ENGINE}::test_state_layers_give_the_same_tokens"
+    ),
+    "the same with drafts": (
+        f"{_STATES}::test_steps_over_pages",
+        f"{_ENGINE}::test_rejected_drafts_leave_no_trace_in_states",
+    ),
+    "other state layers": _both("absent: attnlib has no classes for them"),
     "verification of chains": (
         f"{_ADAPTER}::test_steps",
         f"{_ENGINE}::test_verified_n_grams_give_the_same_tokens",

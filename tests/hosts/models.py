@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from attnlib.kv_dtype import PAGE_FORMATS
-from tests.hosts import drafts, media_models
+from tests.hosts import drafts, media_models, state_models
 
 NEW_TOKENS = 24
 SPAN = 3, 20
@@ -172,13 +172,18 @@ def span_mask(tokens: int, window: int | None) -> torch.Tensor:
 
 
 @torch.no_grad()
-def generate(model: Any, prompt: list[int], span: bool = False) -> tuple[list[int], float]:
-    """Greedy tokens by full forward passes, and the smallest lead of a chosen logit."""
-    ids, lead = list(prompt), float("inf")
+def generate(
+    model: Any, prompt: list[int], span: bool = False, whole: bool = False
+) -> tuple[list[int], float]:
+    """Greedy tokens, and the smallest lead of a chosen logit; by full forward passes if `whole` or
+    with a span, else over transformers' cache."""
+    ids, lead, cache = list(prompt), float("inf"), None
     window = getattr(model.config, "sliding_window", None)
     for _ in range(NEW_TOKENS):
         mask = span_mask(len(ids), window) if span else None
-        logits = model(torch.tensor([ids]), attention_mask=mask).logits[0, -1]
+        new = torch.tensor([ids if cache is None else ids[-1:]])
+        out = model(new, attention_mask=mask, past_key_values=cache, use_cache=not (span or whole))
+        cache, logits = getattr(out, "past_key_values", None), out.logits[0, -1]
         first, second = logits.topk(2).values.tolist()
         lead = min(lead, first - second)
         ids.append(int(logits.argmax()))
@@ -264,4 +269,5 @@ def write(folder: Path) -> None:
 if __name__ == "__main__":
     write(Path(sys.argv[1]))
     media_models.write(Path(sys.argv[1]))
+    state_models.write(Path(sys.argv[1]), prompts(), generate)
     drafts.write(Path(sys.argv[1]) / "qwen3-drafts", SIZES)

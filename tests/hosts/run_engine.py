@@ -63,7 +63,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         rows = [row for row in rows if len(row) >= case.get("from_tokens", 0)]
         given = [{"prompt_token_ids": row * times} for row in rows]
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-    ours = (getattr(layer.impl, "_attention", None) for layer in layers.values())
+    impls = (getattr(layer, "impl", None) for layer in layers.values())
+    ours = (getattr(impl, "_attention", None) for impl in impls)
     result: dict[str, Any] = {
         "backends": sorted({layer.backend.get_name() for layer in ours if layer is not None}),
         "drafts": watched,
@@ -85,7 +86,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         result["cached_tokens"] = [output.num_cached_tokens for output in outputs]
         if not arguments["disable_log_stats"]:
             counts = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
-            result["accepted"] = counts["vllm:spec_decode_num_accepted_tokens"]
+            result["accepted"] = counts.get("vllm:spec_decode_num_accepted_tokens")
+            result["drafted"] = counts.get("vllm:spec_decode_num_draft_tokens")
+            result["preemptions"] = counts["vllm:num_preemptions"]
         if arguments["distributed_executor_backend"] == "uni":
             worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
             result["runner"] = type(worker.model_runner).__module__

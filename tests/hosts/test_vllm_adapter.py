@@ -25,7 +25,7 @@ def run_files(variables: dict[str, str], *files: str) -> None:
 
 @pytest.mark.parametrize("version", VLLM)
 def test_adapter(environment: Any, version: str) -> None:
-    files = "vllm_adapter.py", "vllm_masks.py", "vllm_latent_adapter.py"
+    files = "vllm_adapter.py", "vllm_masks.py", "vllm_latent_adapter.py", "vllm_states.py"
     run_files(environment(version, TEST_VLLM_CPU="1"), *files)
 
 

@@ -22,6 +22,10 @@ MODELS = ("llama", "mistral", "gemma2", "gemma3", "qwen3", "deepseek")
 STORED = {"llama": "auto", "llama int8": "int8_per_token_head", "deepseek": "auto"}
 """Model and more -> `kv_cache_dtype` of the cache that a connector saves."""
 
+N_GRAMS = {
+    "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 2,
+}  # fmt: skip
+STATES = {"ATTNLIB_VLLM_STATES": "1"}
 ROTATION = {"attnlib": {"kv_rotation": "hadamard"}}
 
 
@@ -51,7 +55,8 @@ def stored_arguments(version: str) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=VLLM)
 def results(request: pytest.FixtureRequest, engine: Any, models: Path) -> dict[str, Any]:
     """All cases of one release that run in one process."""
-    cases: dict[str, Any] = {name: {"model": str(models / name)} for name in MODELS}
+    cases = state_cases(models)  # first: vLLM makes groups for experts in its first engine only
+    cases |= {name: {"model": str(models / name)} for name in MODELS}
     cases["llama twice"] = {**cases["llama"], "repeat": 2}
     cases["blocks of 64"] = {**cases["llama"], "arguments": {"block_size": 64}}
     cases["one window for all"] = {
@@ -77,16 +82,10 @@ def results(request: pytest.FixtureRequest, engine: Any, models: Path) -> dict[s
         cases[name] = {"model": str(models / name), "arguments": arguments}
     if request.param == VLLM[1]:  # the samplers of 0.26 need more compiled operations
         # The last case: no engine of 0.33 starts in a process that has loaded numba for them.
-        drafts = {
-            "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
-            "prompt_lookup_min": 2,
-        }  # fmt: skip
-        cases["n-grams"] = {
-            "model": str(models / "loops"), "repeat": 2,
-            "arguments": {"speculative_config": drafts, "disable_log_stats": False},
-        }  # fmt: skip
+        arguments = {"speculative_config": N_GRAMS, "disable_log_stats": False}
+        cases["n-grams"] = {"model": str(models / "loops"), "repeat": 2, "arguments": arguments}
     variables = {"VLLM_MM_HASHER_ALGORITHM": "sha256"} if request.param == VLLM[0] else {}
-    found: dict[str, Any] = engine(request.param, cases, **variables)
+    found: dict[str, Any] = engine(request.param, cases, **variables, **STATES)
     return found | {"version": request.param}
 
 
@@ -200,8 +199,46 @@ def later(results: dict[str, Any], engine: Any, models: Path) -> dict[str, Any]:
     """Results of a second process, whose cache is in HND order. It loads what the first saved."""
     version = results["version"]
     cases = {"hnd": {"model": str(models / "llama")}, **stored_cases(models, version)}
-    found: dict[str, Any] = engine(version, cases, VLLM_KV_CACHE_LAYOUT="HND")
+    if version == VLLM[1]:  # the last case, as above
+        drafts = {"speculative_config": N_GRAMS, "enable_prefix_caching": False}
+        arguments = {**drafts, "disable_log_stats": False}
+        cases["drafts of states"] = {"model": str(models / "nemotron-h"), "arguments": arguments}
+    found: dict[str, Any] = engine(version, cases, VLLM_KV_CACHE_LAYOUT="HND", **STATES)
     return found
+
+
+def state_cases(models: Path) -> dict[str, Any]:
+    """Gated delta nets with cached prefixes; Mamba2 in less memory than the requests need."""
+    prefixes = {"enable_prefix_caching": True}
+    small = {
+        "kv_cache_memory_bytes": 1_000_000, "enable_prefix_caching": False,
+        "disable_log_stats": False,
+    }  # fmt: skip
+    gdn, mamba2 = str(models / "qwen3-next"), str(models / "nemotron-h")
+    return {
+        "qwen3-next": {"model": gdn, "repeat": 2, "arguments": prefixes},
+        "nemotron-h": {"model": mamba2, "arguments": small},
+    }
+
+
+def test_state_layers_give_the_same_tokens(results: dict[str, Any], models: Path) -> None:
+    """Gated delta nets and Mamba2: prompts in chunks beside decodes, prefixes, preemption."""
+    for name in ("qwen3-next", "nemotron-h"):
+        assert results[name].get("error") is None
+        assert results[name]["tokens"] == expected_tokens(models, name)
+        assert len({token for row in results[name]["tokens"] for token in row}) > 50
+    assert sum(results["qwen3-next"]["cached_tokens"]) >= 128
+    assert results["nemotron-h"]["preemptions"] > 0
+
+
+def test_rejected_drafts_leave_no_trace_in_states(later: dict[str, Any], models: Path) -> None:
+    """A page per request, in which a step may go back by all drafts of the last one."""
+    if "drafts of states" not in later:
+        pytest.skip("the samplers of vLLM 0.26 need compiled operations")
+    result = later["drafts of states"]
+    assert result.get("error") is None
+    assert result["tokens"] == expected_tokens(models, "nemotron-h")
+    assert 0 < result["accepted"] < result["drafted"]
 
 
 def stored_cases(models: Path, version: str) -> dict[str, Any]:

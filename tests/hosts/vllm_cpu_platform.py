@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import vllm_cpu_experts
 
 _KEPT: list[torch.library.Library] = []
 
@@ -192,6 +193,7 @@ def worker_class() -> Any:
     import vllm.v1.attention.ops.common as operations
     from vllm.v1.worker.cpu_worker import CPUWorker
 
+    vllm_cpu_experts.register()
     if hasattr(operations, "cp_lse_ag_out_rs"):  # vLLM 0.26
         import vllm.v1.sample.ops.topk_topp_sampler as samplers
         import vllm.v1.worker.cpu.buffer_utils as buffers

@@ -13,8 +13,9 @@ a paged cache, `warm` compiles kernels before vLLM serves, `context_parallel` co
 over a cache that is distributed over the ranks of a decode context parallel group. `mla_backend`,
 `mla_impl` and `mla_builder` are the same for multi-head latent attention, `mla_sparse` for that
 over selected keys. `page_backend` has a class per format of pages with scales, and `format_names`
-their names; `registered` chooses among the classes, and `cpu` serves vLLM's own CPU platform. Only
-`register` can be imported without vLLM.
+their names; `registered` chooses among the classes, and `cpu` serves vLLM's own CPU platform.
+`state_layers` are vLLM's layers with recurrent states, `state_pages` their slots in vLLM's pages,
+`state_metadata` their batches. Only `register` can be imported without vLLM.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def register() -> None:
     """Register attnlib with vLLM: as ATTNLIB where vLLM accepts new names, else as CUSTOM."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from attnlib import env
     from attnlib.integrations.vllm import cpu
     from attnlib.integrations.vllm.format_names import register_formats
     from attnlib.integrations.vllm.names import backend_name
@@ -41,6 +43,10 @@ def register() -> None:
     known[name].__reduce_ex__ = lambda protocol: (_registered_name, ())
     cpu.register()
     register_formats()
+    if env.read("ATTNLIB_VLLM_STATES"):
+        from attnlib.integrations.vllm import state_layers
+
+        state_layers.register()
 
 
 def _registered_name() -> Any:

@@ -8,7 +8,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backend import CommonAttentionMetadata as VllmBatch
 
 from attnlib.metadata.common import CommonAttentionMetadata
-from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport
+from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, StateSpec
 from attnlib.workspace import BatchLimits
 
 __all__ = ["CUDA_GRAPH_SUPPORT", "batch_limits", "common_batch"]
@@ -32,7 +32,7 @@ def batch_limits(vllm_config: Any) -> BatchLimits:
 
 
 def common_batch(
-    batch: VllmBatch, spec: AttentionSpec, host_lengths: bool
+    batch: VllmBatch, spec: AttentionSpec | StateSpec, host_lengths: bool
 ) -> CommonAttentionMetadata:
     """vLLM's batch in attnlib's terms, without slots, which vLLM passes to `do_kv_cache_update`. No
     tensor is copied, except lengths that a backend needs on the host.
@@ -48,5 +48,6 @@ def common_batch(
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
         block_table_tensor=batch.block_table_tensor if spec.is_paged else None,
-        is_cross_attention=spec.attn_type is AttentionType.ENCODER_DECODER,
+        is_cross_attention=isinstance(spec, AttentionSpec)
+        and spec.attn_type is AttentionType.ENCODER_DECODER,
     )

@@ -1,0 +1,156 @@
+"""The states of a vLLM layer as slots of attnlib: one page of vLLM is one slot.
+
+vLLM allocates the pages, gives each request one of them and takes it back. What a page holds is
+attnlib's: `StatePages` answers with the bytes of a slot where vLLM's own layers answer with the
+shapes of a window and a state. A slot knows its positions, so that a step needs no count of
+accepted drafts and one page per request with drafts, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+from attnlib.cache.states import StateCache
+from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.vllm.state_metadata import AttnlibStateBackend
+from attnlib.layer.state import StateLayer
+from attnlib.ops.states import StepForm
+from attnlib.spec import StateSpec
+
+__all__ = ["StatePages"]
+
+
+class StatePages(MambaBase):
+    """What attnlib's layers override of vLLM's.
+
+    Args:
+        args, kwargs: of vLLM's layer.
+
+    Raises:
+        UnsupportedConfigError: a setting of vLLM that reads or writes pages of its own form.
+    """
+
+    prefix: str
+    num_spec: int
+    kv_cache: Any
+    _cache: StateCache | None = None
+    _pages: torch.Tensor | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = get_current_vllm_config()
+        cache = config.cache_config
+        moves = self.num_spec > 0 and cache.mamba_cache_mode != "none"
+        for is_set, action in (
+            (config.kv_transfer_config is not None, "leave out --kv-transfer-config"),
+            (getattr(cache, "use_replayssm", False), "leave out --use-replayssm"),
+            (cache.mamba_cache_mode == "all", "pass --mamba-cache-mode align"),
+            (moves, "drafts need --no-enable-prefix-caching"),
+        ):
+            if is_set:
+                raise UnsupportedConfigError(
+                    f"{self.prefix}: with ATTNLIB_VLLM_STATES=1, pages of states have another form "
+                    f"than vLLM would read: {action}"
+                )
+
+    @abstractmethod
+    def state_arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Fields of the `StateSpec` of the layer, and further arguments of its `StateLayer`."""
+
+    @functools.cached_property
+    def state_layer(self) -> StateLayer:
+        """attnlib's layer; made when its weights are loaded."""
+        fields, arguments = self.state_arguments()
+        spec = StateSpec(
+            dtype=get_weight(arguments).dtype,
+            state_dtype=super().get_state_dtype()[-1],
+            max_rollback=self.num_spec,
+            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+            **fields,
+        )
+        device = get_weight(arguments).device
+        return StateLayer(spec, prefix=self.prefix, device=device, **arguments)
+
+    def get_attn_backend(self) -> type[AttnlibStateBackend]:
+        """Whose builder makes the metadata of the layer."""
+        return AttnlibStateBackend
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        """The bytes of a slot, in two parts: vLLM copies a page as a window, whose dimensions are
+        tokens and channels, and a state."""
+        half = self.state_layer.layout.bytes_per_slot // 2
+        return (1, half), (half,)
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        """See `get_state_shape`."""
+        return torch.uint8, torch.uint8
+
+    def get_prefill_checkpoint_alignment(self) -> None:
+        """None: a step ends where a state is kept (T16)."""
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """One page per request, with drafts, too (T10).
+
+        Raises:
+            UnsupportedConfigError: a slot is larger than vLLM's blocks.
+        """
+        config, size = vllm_config.cache_config, self.state_layer.layout.bytes_per_slot
+        page = config.mamba_page_size_padded
+        if page is not None and size > page:
+            tokens = -(-size * config.block_size // page // 16) * 16
+            raise UnsupportedConfigError(
+                f"{self.prefix}: a slot of attnlib has {size} bytes, and a block of "
+                f"{config.block_size} tokens has {page}: pass --block-size {tokens}"
+            )
+        spec = super().get_kv_cache_spec(vllm_config)
+        changes = {
+            "num_speculative_blocks": 0,
+            "num_prefill_checkpoint_blocks": 0,
+            "prefill_checkpoint_alignment": None,
+        }
+        known = {name: value for name, value in changes.items() if hasattr(spec, name)}
+        return replace(spec, **known)
+
+    def run_step(
+        self, x: torch.Tensor, gates: Any, form: dict[str, Any], output: torch.Tensor
+    ) -> None:
+        """Convolution, gates and recurrence of the batch.
+
+        Args:
+            x: `[T, C]`, before the convolution.
+            gates: of `StateLayer.step`.
+            form: fields of its `StepForm`.
+            output: `[T, Hv * Dv]`, written.
+        """
+        metadata: Any = get_forward_context().attn_metadata
+        if isinstance(metadata, dict):
+            metadata = metadata.get(self.prefix)
+        if metadata is None:  # vLLM measures memory
+            output.zero_()
+            return
+        layer, cache = self.state_layer, self._bound_cache()
+        layer.step(x, gates, None, StepForm(**form), cache, metadata, output=output)
+
+    def _bound_cache(self) -> StateCache:
+        first: torch.Tensor = self.kv_cache[0]
+        if first is not self._pages or self._cache is None:
+            size = self.state_layer.layout.bytes_per_slot
+            pages = first.as_strided((first.shape[0], size), (first.stride(0), 1))
+            self._cache = StateCache(self.state_layer.spec, pages)
+            self._pages = first
+        return self._cache
+
+
+def get_weight(arguments: dict[str, Any]) -> torch.Tensor:
+    """The weight of the convolution, whose dtype and device are those of the layer."""
+    weight: torch.Tensor = arguments["conv_weight"]
+    return weight
