@@ -19,7 +19,7 @@ __all__ = ["FlaBackend"]
 
 
 class FlaBackend(AttentionBackend):
-    """flash-linear-attention on NVIDIA GPUs; states in the form `plain`."""
+    """flash-linear-attention on NVIDIA GPUs; states in the forms `plain` and `snapshots`."""
 
     description = "state layers on the kernels of flash-linear-attention"
     state_capabilities = packed_capabilities(

@@ -42,7 +42,7 @@ state that decays by it is 0 beside the inputs of the next token."""
 
 
 class FlashInferGDNBackend(AttentionBackend):
-    """FlashInfer's chunked kernel, for prompts and decodes; states in the form `plain`."""
+    """FlashInfer's chunked kernel, for prompts and decodes; states as in `fla`."""
 
     description = "gated delta nets on FlashInfer's chunked kernel"
     state_capabilities = packed_capabilities(

@@ -9,7 +9,7 @@ import torch
 from attnlib.spec import StateSpec
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.check import Check, CheckCase
-from attnlib.testing.states.cases import over_kinds
+from attnlib.testing.states.cases import ROLLBACK, over_kinds
 from attnlib.testing.states.inputs import LayerTensors, TokenInputs, joined
 from attnlib.testing.states.layers import (
     LayerUnderTest,
@@ -49,6 +49,18 @@ def _forks(target: BackendUnderTest, spec: StateSpec) -> str:
         if message := compare_results(spec, part_of(result, rows), parts, what):
             return message
     return ""
+
+
+def _forks_taken_back(target: BackendUnderTest, spec: StateSpec) -> str:
+    """A fork whose drafts are all rejected continues from what its source held (T10, T12)."""
+    layer, tokens = LayerUnderTest(target, spec), drawn(spec, 24, target.seed + 8)
+    drafts = drawn(spec, ROLLBACK, target.seed + 9)
+    layer.run(tokens.rows(0, 19), Step([19], [19], [0]))
+    layer.run(drafts, Step([ROLLBACK], [19 + ROLLBACK], [3], [0]))
+    got = layer.run(tokens.rows(19, 24), Step([5], [24], [3]))
+    wanted, rows = expected(spec, layer.tensors, tokens), slice(19, 24)
+    parts = part_of(wanted[0], rows), part_of(wanted[1], rows)
+    return compare_results(spec, got, parts, "a fork whose drafts are taken back")
 
 
 def _canonical(target: BackendUnderTest, spec: StateSpec) -> str:
@@ -107,6 +119,9 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     for label, body in (("fork", _forks), ("canonical", _canonical), ("copy", _copies)):
         for each in over_kinds(target, body):
             yield CheckCase(f"{label}-{each.id}", each.run, state_spec=each.state_spec)
+    names = "gated delta", "mamba2"
+    for each in over_kinds(target, _forks_taken_back, names=names, rollback=ROLLBACK):
+        yield CheckCase(f"fork-back-{each.id}", each.run, state_spec=each.state_spec)
 
 
 CHECKS = (Check("ST8", "states: forks, canonical states and copies", _cases, kind="state"),)

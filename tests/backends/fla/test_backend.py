@@ -207,6 +207,44 @@ class _StepIsTheWindow(FlaStateImpl):
                 window[request.slot, p % window.shape[1]] = row
 
 
+class _FirstStateOfASlot(FlaStateImpl):
+    """A step begins with the first state of a slot, whichever position that one stands for."""
+
+    def _run(self, step: Any, inputs: Any, cache: Any, output: torch.Tensor) -> None:
+        if step is not None:
+            step = dataclasses.replace(step, numbers=torch.zeros_like(step.numbers))
+        super()._run(step, inputs, cache, output)
+
+
+class _LastStateOnly(FlaStateImpl):
+    """The state behind the step stands for all positions that the slot can continue from."""
+
+    def _run(self, step: Any, inputs: Any, cache: Any, output: torch.Tensor) -> None:
+        super()._run(step, inputs, cache, output)
+        if step is not None:
+            stored = cache.tensors.state
+            ends = step.positions.flatten(1)[:, 1].long() % stored.shape[1]
+            stored[step.slots] = stored[step.slots, ends][:, None]
+
+
+class _ForksLoseTheirFirstState(FlaStateImpl):
+    """What a step reads in another slot is not kept in its own."""
+
+    def _run(self, step: Any, inputs: Any, cache: Any, output: torch.Tensor) -> None:
+        if step is not None:
+            step = dataclasses.replace(step, copied=step.copied[:0])
+        super()._run(step, inputs, cache, output)
+
+
+class _StatesFromTheFirstToken(FlaStateImpl):
+    """A slot says that it can continue from where the step began."""
+
+    def _run(self, step: Any, inputs: Any, cache: Any, output: torch.Tensor) -> None:
+        super()._run(step, inputs, cache, output)
+        if step is not None and cache.layout.num_states > 1:
+            cache.tensors.positions[step.slots, ..., 0] = 0
+
+
 WRONG: dict[str, tuple[type[FlaStateImpl], str]] = {
     "keys first": (_KeysFirst, "ST8"),
     "reads fresh slots": (_ReadsFreshSlots, "ST1"),
@@ -215,6 +253,10 @@ WRONG: dict[str, tuple[type[FlaStateImpl], str]] = {
     "padding is the last slot": (_PaddingIsTheLastSlot, "ST6"),
     "kept in 16 bits": (_KeptInDtype, "ST14"),
     "the step is the window": (_StepIsTheWindow, "ST5"),
+    "first state of a slot": (_FirstStateOfASlot, "ST4"),
+    "last state only": (_LastStateOnly, "ST4"),
+    "forks lose their first state": (_ForksLoseTheirFirstState, "ST8"),
+    "states from the first token": (_StatesFromTheFirstToken, "ST10"),
 }
 """Trap of a wrapper -> (a wrapper that falls into it, the check that finds it)."""
 
@@ -230,7 +272,7 @@ def test_a_wrong_wrapper_fails_verification(trap: str, calls: fake.Calls) -> Non
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"max_rollback": 3}, "max_rollback=3 not supported (up to 0)"),
+        ({"max_rollback": 17}, "max_rollback=17 not supported (up to 16)"),
         ({"batch_invariant": True}, "batch_invariant=True"),
         ({"form": "tail"}, "form=tail"),
         ({"key_size": 24}, "key_size=24"),

@@ -159,7 +159,7 @@ def test_availability(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"update": "add"}, "update=add"),
         ({"key_size": 64, "value_size": 64}, "key_size=64"),
         ({"dtype": torch.float32}, "dtype=float32"),
-        ({"max_rollback": 1}, "max_rollback=1"),
+        ({"max_rollback": 17}, "max_rollback=17"),
     ],
 )
 def test_reasons(changes: dict[str, Any], reason: str) -> None:
