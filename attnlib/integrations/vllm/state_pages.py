@@ -23,6 +23,7 @@ from attnlib.cache.states import StateCache
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.vllm.state_metadata import AttnlibStateBackend
 from attnlib.layer.state import StateLayer
+from attnlib.metadata.states import StateMetadata
 from attnlib.ops.states import StepForm
 from attnlib.spec import StateSpec
 
@@ -131,9 +132,8 @@ class StatePages(MambaBase):
             form: fields of its `StepForm`.
             output: `[T, Hv * Dv]`, written.
         """
-        metadata: Any = get_forward_context().attn_metadata
-        if isinstance(metadata, dict):
-            metadata = metadata.get(self.prefix)
+        of_layers = get_forward_context().attn_metadata
+        metadata: StateMetadata | None = of_layers.get(self.prefix) if of_layers else None
         if metadata is None:  # vLLM measures memory
             output.zero_()
             return
