@@ -81,10 +81,12 @@ _VLLM = {
     "latent attention": _both(_TOKENS),
     "fp8 latents": _both(f"{_LATENT}::test_steps"),
     "sparse latents": _both(f"{_LATENT}::test_selected_keys"),
-    "state layers: GDN of Qwen, Mamba2": _both(
-        f"{_ENGINE}::test_state_layers_give_the_same_tokens"
+    "gated delta nets of Qwen": _both(f"{_ENGINE}::test_state_layers_give_the_same_tokens"),
+    "Mamba2": (
+        "not run: CI serves it with 0.33",
+        f"{_ENGINE}::test_state_layers_give_the_same_tokens",
     ),
-    "the same with drafts": (
+    "state layers with drafts": (
         f"{_STATES}::test_steps_over_pages",
         f"{_ENGINE}::test_rejected_drafts_leave_no_trace_in_states",
     ),

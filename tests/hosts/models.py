@@ -18,6 +18,8 @@ from attnlib.kv_dtype import PAGE_FORMATS
 from tests.hosts import drafts, media_models, state_models
 
 NEW_TOKENS = 24
+STORED_TOKENS = 16
+"""New tokens over caches with formats."""
 SPAN = 3, 20
 """First and last position of tokens that see each other, as those of an image do."""
 PROMPT_LENGTHS = (5, 17, 64, 130, 1, 40)
@@ -218,7 +220,7 @@ def page_tokens(model: Any, prompt: list[int], name: str, but: int | None = None
             return super().update(keys, values, layer, *args, **more)
 
     new, found, cache = list(prompt), list[int](), Cache()
-    for _ in range(NEW_TOKENS):
+    for _ in range(STORED_TOKENS):
         out = model(torch.tensor([new]), past_key_values=cache, use_cache=True)
         new = [int(out.logits[0, -1].argmax())]
         found += new
