@@ -4,35 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from attnlib.cache.states import StateCache
 from attnlib.metadata.states import StateMetadata
 from attnlib.ops.states import RecurrenceParams
+from attnlib.ops.states.inputs import StateInputs
 from attnlib.ops.states.step_form import FusedInputs
 from attnlib.ops.torch.states.step_parts import gated_norm, state_gates
 from attnlib.spec import StateSpec
 
 __all__ = ["StateImpl", "StateInputs", "StateOperations", "StateOwner"]
-
-
-class StateInputs(NamedTuple):
-    """The inputs of a recurrence for T tokens.
-
-    Attributes:
-        query, key: `[T, Hk, Dk]`, strided.
-        value: `[T, Hv, Dv]`, strided.
-        log_decay: `[T, Hv]` or `[T, Hv, Dk]` float32, or `[Hv]` of the layer (T5).
-        beta: `[T, Hv]` float32; None if the layer has none.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    log_decay: torch.Tensor
-    beta: torch.Tensor | None
 
 
 class StateOwner(Protocol):
@@ -179,7 +163,7 @@ class StateOperations(StateImpl):
         output: torch.Tensor,
     ) -> None:
         """See `StateImpl.step`."""
-        self.state_step(*inputs, cache.tensors, metadata.batch, self.params, out=output)
+        self.state_step(inputs, cache.tensors, metadata.batch, self.params, out=output)
 
     def convolve(
         self,

@@ -391,7 +391,7 @@ class _ChunksFromStepStart(TorchStateImpl):
         other = self.hidden.get(cache)
         if other is None:
             other = self.hidden[cache] = StateCache.allocate(spec, cache.num_slots)
-        state_step(*inputs, other.tensors, metadata.batch, self.params, out=output)
+        state_step(inputs, other.tensors, metadata.batch, self.params, out=output)
 
 
 class _SourceWritten(TorchStateImpl):

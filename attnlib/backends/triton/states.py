@@ -38,12 +38,12 @@ class TritonStateImpl(StateOperations):
         if not output.numel():
             return None
         tensors, batch = cache.tensors, metadata.batch
-        prepared = PreparedStep(*inputs, tensors, batch, self.params, out=output)
+        prepared = PreparedStep(inputs, tensors, batch, self.params, out=output)
 
         def run(
             impl: StateImpl, inputs: StateInputs, cache: StateCache, output: torch.Tensor
         ) -> None:
-            prepared.run(*inputs, cache.tensors, impl.owner.skip, output)
+            prepared.run(inputs, cache.tensors, impl.owner.skip, output)
 
         return run
 

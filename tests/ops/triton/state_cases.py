@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attnlib.ops.states import RecurrenceParams, StateBatch, StateLayout, StateTensors
+from attnlib.ops.states import RecurrenceParams, StateBatch, StateInputs, StateLayout, StateTensors
 from attnlib.ops.states.step_form import FusedInputs, StepForm
 from attnlib.ops.triton.states.fused_step import PreparedFusedStep
 from attnlib.ops.triton.states.short_convolution import short_convolution
@@ -127,10 +127,8 @@ def run_state(options: dict[str, Any]) -> None:
         scale=0.1, update=update, qk_norm=update == "delta", skip=decay if has_skip else None
     )
     for batch in batches:
-        state_step(
-            query, query.clone(), value, decay, beta.expand(value.shape[:2]), slots, batch,
-            params, out=torch.empty_like(value),
-        )  # fmt: skip
+        given = StateInputs(query, query.clone(), value, decay, beta.expand(value.shape[:2]))
+        state_step(given, slots, batch, params, out=torch.empty_like(value))
 
 
 def run_fused(options: dict[str, Any]) -> None:

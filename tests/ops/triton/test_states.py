@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnlib.errors import ContractError
-from attnlib.ops.states import RecurrenceParams, StateBatch, StateTensors
+from attnlib.ops.states import RecurrenceParams, StateBatch, StateInputs, StateTensors
 from attnlib.ops.triton.heuristics.state_tiles import TILES, state_tile
 from attnlib.ops.triton.states import config
 from attnlib.ops.triton.states.state_step import state_step
@@ -190,8 +190,8 @@ def test_strided_tensors() -> None:
     )
     batch, request = moved(batch, device), moved(request, device)
     params = RecurrenceParams(scale=layer.scale, update="add")
-    given = (query, key, value, request.log_decay, None, slots, batch, params)
-    state_step(*given, out=out[:, 1:5, : spec.value_size])
+    given = StateInputs(query, key, value, request.log_decay, None)
+    state_step(given, slots, batch, params, out=out[:, 1:5, : spec.value_size])
     assert torch.equal(out[:, 1:5, : spec.value_size], alone(spec, request).out.to(device))
     assert (out[:, [0, 5]] == 3).all() and (out[..., spec.value_size :] == 3).all()
     assert not memory[:, : layout.bytes_per_slot].any() and not memory[:2].any()

@@ -9,16 +9,11 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.states.batch import StateRequest
+from attnlib.ops.states.inputs import StateInputs
 from attnlib.ops.states.layout import StateLayout
 from attnlib.ops.states.params import RecurrenceParams
 from attnlib.ops.states.tensors import StateTensors
-from attnlib.ops.torch.states.recurrence import (
-    HeadInputs,
-    StepInputs,
-    chunk,
-    head_inputs,
-    recur,
-)
+from attnlib.ops.torch.states.recurrence import HeadInputs, chunk, head_inputs, recur
 
 __all__ = ["RequestStep", "state_at"]
 
@@ -43,7 +38,7 @@ class RequestStep:
     slots: StateTensors
     params: RecurrenceParams
     request: StateRequest
-    inputs: StepInputs
+    inputs: StateInputs
     dtype: torch.dtype
 
     @property
@@ -122,7 +117,7 @@ class RequestStep:
         self._write_tail(known, base, new_base)
         return torch.cat(outs, dim=1)[:, request.computed - base :]
 
-    def _with_tail(self, base: int) -> StepInputs:
+    def _with_tail(self, base: int) -> StateInputs:
         """The inputs from `base` on: those of the tail, then the new ones. Queries of the tail,
         whose outputs nobody reads, are 0."""
         rows = self._ring_rows(base, self.request.computed)
@@ -133,9 +128,11 @@ class RequestStep:
         }
         query = torch.cat([given.query.new_zeros(len(rows), *given.query.shape[1:]), given.query])
         decay = given.log_decay if given.is_constant else held["tail_log_decay"]
-        return StepInputs(query, held["tail_key"], held["tail_value"], decay, held.get("tail_beta"))
+        return StateInputs(
+            query, held["tail_key"], held["tail_value"], decay, held.get("tail_beta")
+        )
 
-    def _write_tail(self, known: StepInputs, base: int, new_base: int) -> None:
+    def _write_tail(self, known: StateInputs, base: int, new_base: int) -> None:
         """Write the inputs from `new_base` on; those before the step only to another slot."""
         request = self.request
         first = max(new_base, request.computed) if request.source == request.slot else new_base
@@ -190,7 +187,7 @@ def state_at(
         raise ContractError(
             "the decay of this layer is constant and not in the slot: pass log_decay", rule="T20"
         )
-    known = StepInputs(torch.zeros_like(key), key, value, decay, beta)
+    known = StateInputs(torch.zeros_like(key), key, value, decay, beta)
     for start in range(base, position, layout.chunk_size):
         end = min(start + layout.chunk_size, position)
         part = head_inputs(known.rows(slice(start - base, end - base)), params, dtype)
@@ -216,7 +213,7 @@ def _load(slots: StateTensors, slot: int, position: int, dtype: torch.dtype) -> 
     return stored[slot, position % stored.shape[1]].to(dtype)
 
 
-def _padded(inputs: StepInputs, size: int) -> StepInputs:
+def _padded(inputs: StateInputs, size: int) -> StateInputs:
     """Rows of zeros up to a full chunk."""
     missing = size - inputs.value.shape[0]
     if not missing:
@@ -225,7 +222,7 @@ def _padded(inputs: StepInputs, size: int) -> StepInputs:
     def pad(x: Tensor) -> Tensor:
         return torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
-    return StepInputs(
+    return StateInputs(
         pad(inputs.query),
         pad(inputs.key),
         pad(inputs.value),

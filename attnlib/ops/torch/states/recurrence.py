@@ -10,42 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnlib.ops.states.inputs import StateInputs
 from attnlib.ops.states.params import QK_NORM_EPS, RecurrenceParams
 
-__all__ = ["HeadInputs", "StepInputs", "chunk", "head_inputs", "recur"]
-
-
-class StepInputs(NamedTuple):
-    """The inputs of n tokens of one request, as they were given.
-
-    Attributes:
-        query: `[n, Hk, Dk]`.
-        key: `[n, Hk, Dk]`.
-        value: `[n, Hv, Dv]`.
-        log_decay: `[n, Hv]` or `[n, Hv, Dk]`; `[Hv]` if it is constant.
-        beta: `[n, Hv]`; None is 1.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    log_decay: Tensor
-    beta: Tensor | None
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether the decay belongs to the layer and not to the tokens."""
-        return self.log_decay.dim() == 1
-
-    def rows(self, rows: slice) -> StepInputs:
-        """Some of the tokens."""
-        return StepInputs(
-            self.query[rows],
-            self.key[rows],
-            self.value[rows],
-            self.log_decay if self.is_constant else self.log_decay[rows],
-            None if self.beta is None else self.beta[rows],
-        )
+__all__ = ["HeadInputs", "chunk", "head_inputs", "recur"]
 
 
 class HeadInputs(NamedTuple):
@@ -66,7 +34,7 @@ class HeadInputs(NamedTuple):
     beta: Tensor
 
 
-def head_inputs(inputs: StepInputs, params: RecurrenceParams, dtype: torch.dtype) -> HeadInputs:
+def head_inputs(inputs: StateInputs, params: RecurrenceParams, dtype: torch.dtype) -> HeadInputs:
     """Convert, spread key heads over state heads (T4), normalize and scale."""
     count, heads = inputs.value.shape[:2]
     query, key = (_spread(x, heads, dtype) for x in (inputs.query, inputs.key))

@@ -8,10 +8,10 @@ from torch import Tensor
 from attnlib.ops.autocast import without_autocast
 from attnlib.ops.states.batch import StateBatch
 from attnlib.ops.states.checks import check_positions, check_slots
+from attnlib.ops.states.inputs import StateInputs
 from attnlib.ops.states.params import RecurrenceParams
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.torch.states.forms import RequestStep
-from attnlib.ops.torch.states.recurrence import StepInputs
 
 __all__ = ["state_step"]
 
@@ -19,11 +19,7 @@ __all__ = ["state_step"]
 @torch.no_grad()
 @without_autocast
 def state_step(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
+    inputs: StateInputs,
     slots: StateTensors,
     batch: StateBatch,
     params: RecurrenceParams,
@@ -33,11 +29,7 @@ def state_step(
     """Update the states of a batch with its new tokens, and write the outputs.
 
     Args:
-        query, key: `[T', Hk, Dk]` with T' >= T, strided; a backend may need a dense last dimension.
-        value: `[T', Hv, Dv]`, likewise.
-        log_decay: float32, `[T', Hv]` or `[T', Hv, Dk]` as `slots.layout.decay` says, or `[Hv]` of
-            the layer if that is "constant" (T5).
-        beta: `[T', Hv]` float32; None exactly if the layout has none.
+        inputs: of T' >= T tokens, with decays and beta as the layout says (T5).
         slots: the slots of the layer; those of the batch are written.
         batch: lengths and slots.
         params: scale, update, norm and skip.
@@ -52,8 +44,7 @@ def state_step(
     check_slots(requests, slots.num_slots)
     assert slots.positions is not None  # a layout with a recurrence has positions
     check_positions(requests, slots.positions[:, 0, 0], "state")
-    inputs = StepInputs(query, key, value, log_decay, beta)
-    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if inputs.value.dtype == torch.float64 else torch.float32
     out.zero_()
     for request in requests:
         part = inputs.rows(request.rows)

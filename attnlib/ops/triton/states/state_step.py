@@ -7,6 +7,7 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.states.batch import StateBatch
+from attnlib.ops.states.inputs import StateInputs
 from attnlib.ops.states.params import RecurrenceParams
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics.device import limits_of
@@ -26,11 +27,7 @@ __all__ = ["PreparedStep", "state_step"]
 
 
 def state_step(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
+    inputs: StateInputs,
     slots: StateTensors,
     batch: StateBatch,
     params: RecurrenceParams,
@@ -45,10 +42,10 @@ def state_step(
             kernels do not take, or heads that are not dense.
     """
     if out.numel():
-        step = PreparedStep(query, key, value, log_decay, beta, slots, batch, params, out=out)
-        step.run(query, key, value, log_decay, beta, slots, params.skip, out)
+        step = PreparedStep(inputs, slots, batch, params, out=out)
+        step.run(inputs, slots, params.skip, out)
     else:
-        _check(query, key, value, log_decay, beta, slots, out)
+        _check(inputs, slots, out)
 
 
 class PreparedStep:
@@ -57,21 +54,17 @@ class PreparedStep:
 
     def __init__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_decay: Tensor,
-        beta: Tensor | None,
+        inputs: StateInputs,
         slots: StateTensors,
         batch: StateBatch,
         params: RecurrenceParams,
         *,
         out: Tensor,
     ) -> None:
-        _check(query, key, value, log_decay, beta, slots, out)
-        limits, num_reqs = limits_of(value), batch.num_reqs
+        _check(inputs, slots, out)
+        limits, num_reqs = limits_of(inputs.value), batch.num_reqs
         is_long = batch.max_query_len > slots.layout.max_rollback + 1
-        strides = _strides(query, key, value, log_decay, beta, slots, out)
+        strides = _strides(inputs, slots, out)
         recurrence = Recurrence.on_chip(params, limits)
         tile = step_tile(slots.layout, limits, num_reqs, is_long)
         config = state_config(slots.layout, recurrence, strides, tile, is_long)
@@ -96,16 +89,13 @@ class PreparedStep:
 
     def run(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_decay: Tensor,
-        beta: Tensor | None,
+        inputs: StateInputs,
         slots: StateTensors,
         skip: Tensor | None,
         out: Tensor,
     ) -> None:
         """Launch on the current stream."""
+        query, key, value, log_decay, beta = inputs
         # Tensors that the kernels do not read stand for absent ones.
         absent, positions, tail_key = log_decay, slots.positions, slots.tail_key
         state, tail_value = slots.state, slots.tail_value
@@ -128,15 +118,8 @@ class PreparedStep:
             self._tails.run(key, value, *gates, *stored)
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    slots: StateTensors,
-    out: Tensor,
-) -> None:
+def _check(inputs: StateInputs, slots: StateTensors, out: Tensor) -> None:
+    query, key, value, log_decay, beta = inputs
     check_slots(slots.layout)
     check_dense(query=query, key=key, value=value, out=out)
     if log_decay.dtype != torch.float32 or (beta is not None and beta.dtype != torch.float32):
@@ -145,17 +128,10 @@ def _check(
         check_dense(log_decay=log_decay)
 
 
-def _strides(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    slots: StateTensors,
-    out: Tensor,
-) -> tuple[int, ...]:
+def _strides(inputs: StateInputs, slots: StateTensors, out: Tensor) -> tuple[int, ...]:
     """The strides in the order of `StateConfig`."""
-    rows = [stride for tensor in (query, key, value, out) for stride in tensor.stride()[:2]]
+    _, _, _, log_decay, beta = inputs
+    rows = [stride for tensor in (*inputs[:3], out) for stride in tensor.stride()[:2]]
     is_constant = slots.layout.decay == "constant"
     decay = (0, log_decay.stride(0)) if is_constant else log_decay.stride()[:2]
     return (*rows, *decay, *((0, 0) if beta is None else beta.stride()), *slot_strides(slots))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attnlib.ops.states import RecurrenceParams, StateBatch, StateLayout, StateTensors
+from attnlib.ops.states import RecurrenceParams, StateBatch, StateInputs, StateLayout, StateTensors
 from attnlib.spec import StateSpec
 from attnlib.testing.states.inputs import LayerTensors, TokenInputs
 from attnlib.testing.states.oracle import convolve, recurrence
@@ -78,10 +78,8 @@ class Operations:
                 skip=layer.skip,
             )  # fmt: skip
             decay = inputs.log_decay if layer.log_decay is None else layer.log_decay
-            self.state_step(
-                inputs.query, inputs.key, inputs.value, decay, inputs.beta, self.slots, batch,
-                params, out=out,
-            )  # fmt: skip
+            given = StateInputs(inputs.query, inputs.key, inputs.value, decay, inputs.beta)
+            self.state_step(given, self.slots, batch, params, out=out)
         return Results(*(None if x is None else x.cpu() for x in (convolved, out)))
 
 
