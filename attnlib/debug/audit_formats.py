@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from attnlib.kv_dtype import PAGE_FORMATS
+from attnlib.kv_dtype import KV_FORMAT_PAIRS, PAGE_FORMATS
 from attnlib.kv_formats import installed_kv_formats
 
 __all__ = ["AUDIT_FORMATS", "AuditFormat", "audit_formats"]
@@ -43,28 +44,36 @@ class AuditFormat:
         }
 
 
-def _rotated(key: str, value: str | None = None) -> AuditFormat:
-    """A format with rotated heads, and another one for values."""
-    label = f"{key}, rotated" if value is None else f"{key}, {value} values, rotated"
-    return AuditFormat(label, key, value_cache_dtype=value, kv_rotation="hadamard")
+def _pairs() -> Iterator[AuditFormat]:
+    """The built-in pairs, rotated and not, and each format of keys only and of values only."""
+    for pair in KV_FORMAT_PAIRS:
+        key, value = pair.replace("plain", "auto").split(",")
+        if "auto" not in (key, value):
+            one = AuditFormat(f"{key}, {value} values", key, value_cache_dtype=value)
+            yield from (one, _rotated(one))
+        else:
+            side = f"{key}, keys" if value == "auto" else f"{value}, values"
+            yield AuditFormat(side, key, value_cache_dtype=value)
 
 
-_BY_SIDE = ("int8_per_token_head", "int4_per_group", "nvfp4")
+def _rotated(one: AuditFormat) -> AuditFormat:
+    """A format with rotated heads."""
+    return replace(one, label=f"{one.label}, rotated", kv_rotation="hadamard")
+
+
+_FLOAT8 = tuple(AuditFormat(f"{name}, scale 1", name, "one") for name in ("fp8_e4m3", "fp8_e5m2"))
+_PAGES = tuple(AuditFormat(name, name) for name in PAGE_FORMATS)
 
 AUDIT_FORMATS: tuple[AuditFormat, ...] = (
     AuditFormat("bfloat16", "bfloat16", "one"),
-    AuditFormat("fp8_e4m3, scale 1", "fp8_e4m3", "one"),
+    *_FLOAT8,
     AuditFormat("fp8_e4m3", "fp8_e4m3", "tensor"),
     AuditFormat("fp8_e4m3 per head", "fp8_e4m3", "head"),
     AuditFormat("fp8_e4m3, fp8 queries", "fp8_e4m3", "tensor", fp8_queries=True),
-    AuditFormat("fp8_e5m2, scale 1", "fp8_e5m2", "one"),
     AuditFormat("fp8_e5m2", "fp8_e5m2", "tensor"),
-    *(AuditFormat(name, name) for name in PAGE_FORMATS),
-    *(_rotated(name) for name in PAGE_FORMATS),
-    _rotated("int8_per_token_head", "int4_per_group"),
-    _rotated("int8_per_token_head", "nvfp4"),
-    *(AuditFormat(f"{name}, keys", name, value_cache_dtype="auto") for name in _BY_SIDE),
-    *(AuditFormat(f"{name}, values", "auto", value_cache_dtype=name) for name in _BY_SIDE),
+    *_PAGES,
+    *map(_rotated, (*_FLOAT8, *_PAGES)),
+    *_pairs(),
 )
 """The formats that `audit_call` compares by default. Rows of keys or of values have the other side
 in the dtype of the model."""
@@ -77,5 +86,5 @@ def audit_formats() -> tuple[AuditFormat, ...]:
     for stored in installed_kv_formats():
         if not stored.rotated:
             rows.append(AuditFormat(stored.name, stored.name))
-        rows.append(_rotated(stored.name))
+        rows.append(_rotated(AuditFormat(stored.name, stored.name)))
     return tuple(rows)
