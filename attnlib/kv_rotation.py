@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from attnlib.errors import ContractError
 
 __all__ = ["KV_ROTATIONS", "KVRotation", "rotation_block", "rotation_signs"]
 
+_T = TypeVar("_T")
 KV_ROTATIONS = ("hadamard", "hadamard_keys", "hadamard_values")
 """The names that `AttentionSpec.kv_rotation` takes."""
 
@@ -56,6 +59,17 @@ class KVRotation:
             )
         side = name.removeprefix("hadamard").removeprefix("_")
         return cls(keys=side != "values", values=side != "keys", seed=int(seed or 0))
+
+    def turn(self, rotate: Callable[[_T, int], _T], key: _T, value: _T) -> tuple[_T, _T]:
+        """Keys and values as the cache stores them.
+
+        Args:
+            rotate: rotates heads, with the signs of a seed.
+            key, value: `[T, Hkv, D]` and `[T, Hkv, Dv]`.
+        """
+        if self.keys:
+            key = rotate(key, self.seed)
+        return key, rotate(value, self.seed) if self.values else value
 
     def __str__(self) -> str:
         side = "" if self.keys and self.values else "_keys" if self.keys else "_values"

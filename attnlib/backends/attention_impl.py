@@ -16,6 +16,7 @@ from attnlib.backends.per_head_tensors import check_per_head
 from attnlib.backends.step_plan import LayerGroup, StepPlan, group_of
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.kv_rotation import KVRotation
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.dispatch import operation
 from attnlib.ops.params import AttentionParams
@@ -67,6 +68,8 @@ class AttentionImpl(ABC):
     _group: LayerGroup | None = None
     rotates: ClassVar[bool] = False
     """Whether it applies `spec.kv_rotation` (P15), as `backends.rotated` does."""
+    write_rotation: KVRotation | None = None
+    """What writes rotate heads by, where `backends.rotated` leaves it to them."""
 
     def __init__(
         self,
@@ -258,6 +261,13 @@ class AttentionImpl(ABC):
             k_format=cache.page_formats[0],
             v_format=cache.page_formats[1],
         )
+
+    @property
+    def rotates_writes(self) -> bool:
+        """Whether `write_kv`, `rotate_and_write_kv` and plans can rotate heads for the cache, by
+        `write_rotation` (P15). Others are given heads that are rotated already. A class that
+        replaces `write_kv` of one that can must do it, too."""
+        return False
 
     def rotate_heads(
         self,

@@ -3,12 +3,13 @@
 A rotation R is orthogonal: `q . k = (R q) . (R k)`, so rotated queries over rotated keys have the
 scores, masks and LSE of the plain ones. Weights are applied to rotated values, whatever parts a
 backend splits the keys into, and the output is rotated back once. The backend's impl gets rotated
-tensors and a spec without the rotation.
+tensors and a spec without the rotation; keys and values as they are if it rotates what it writes
+(`AttentionImpl.rotates_writes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -63,6 +64,8 @@ class RotatedImpl(PairImpl):
         self._rotation: KVRotation = spec.kv_rotation
         plain = spec.replace(kv_rotation=None)
         self._inner = backend.get_impl_cls()(plain, **settings)
+        if self._inner.rotates_writes:
+            self._inner.write_rotation = self._rotation
         self.read_per_head_tensors_from(self._owner)
 
     @property
@@ -71,7 +74,8 @@ class RotatedImpl(PairImpl):
         found: LayerGroup | None = self._group
         if found is None:
             inner = self._inner.group
-            made = LayerGroup(inner.has_plan, has_rotary_write=True, has_rotary_plan=False)
+            has_rotary_plan = self._fuses and inner.has_rotary_plan
+            made = LayerGroup(inner.has_plan, True, has_rotary_plan)
             found = self.__dict__["_group"] = _groups.setdefault((inner, self._rotation), made)
         return found
 
@@ -81,14 +85,21 @@ class RotatedImpl(PairImpl):
         bound.__dict__["_inner"] = self._inner.of_call(given)
         return bound
 
+    @property
+    def _fuses(self) -> bool:
+        """Whether the backend's impl rotates what it writes, and queries and keys with it."""
+        return self._inner.write_rotation is not None and self._inner.group.has_rotary_write
+
     def rotated_kv(
         self, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[T, Hkv, D]` and values `[T, Hkv, Dv]` as the cache stores them."""
-        rotation, rotate = self._rotation, self._inner.rotate_heads
-        if rotation.keys:
-            key = rotate(key, rotation.seed)
-        return key, rotate(value, rotation.seed) if rotation.values else value
+        return self._rotation.turn(self._inner.rotate_heads, key, value)
+
+    def to_write(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as the backend's impl writes them: rotated, unless it rotates them."""
+        given = self._inner.write_rotation is not None
+        return (key, value) if given else self.rotated_kv(key, value)
 
     def rotated_queries(self, query: torch.Tensor) -> torch.Tensor:
         """Queries `[T, Hq, D]` for the keys of the cache."""
@@ -110,8 +121,18 @@ class RotatedImpl(PairImpl):
     ) -> None:
         """See `AttentionImpl.write_kv`."""
         count = slot_mapping.shape[0]
-        new = self.rotated_kv(key[:count], value[:count])
+        new = self.to_write(key[:count], value[:count])
         self._inner.write_kv(*new, cache, slot_mapping)
+
+    def rotate_and_write_kv(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """See `AttentionImpl.rotate_and_write_kv`."""
+        if self._fuses:
+            return self._inner.rotate_and_write_kv(*args, **kwargs)
+        return super().rotate_and_write_kv(*args, **kwargs)
+
+    def plan_rotary_write(self, *args: Any, **kwargs: Any) -> Callable[..., torch.Tensor] | None:
+        """See `AttentionImpl.plan_rotary_write`."""
+        return self._inner.plan_rotary_write(*args, **kwargs)
 
     def plan(
         self,
@@ -126,7 +147,7 @@ class RotatedImpl(PairImpl):
     ) -> StepPlan | None:
         """The plan of the impl for rotated tensors, and the rotations around it."""
         query = _stand_in(query, self._rotation.keys)
-        if key is not None and value is not None:
+        if key is not None and value is not None and self._inner.write_rotation is None:
             key = _stand_in(key, self._rotation.keys)
             value = _stand_in(value, self._rotation.values)
         tensors = (query, key, value, cache, metadata, output, lse)
@@ -187,7 +208,7 @@ class _RotatedPlan:
         query = impl.rotated_queries(query.view(-1, spec.num_heads, spec.head_size))
         if key is not None and value is not None:
             key = key.view(-1, spec.num_kv_heads, spec.head_size)
-            key, value = impl.rotated_kv(key, value.view(-1, spec.num_kv_heads, spec.head_size_v))
+            key, value = impl.to_write(key, value.view(-1, spec.num_kv_heads, spec.head_size_v))
         output = output.view(-1, spec.num_heads, spec.head_size_v)
         self._inner.run(impl._inner, query, key, value, cache, output, lse)
         impl.rotate_back(output)

@@ -115,8 +115,8 @@ class Capabilities(Declaration):
         deterministic: two equal calls give equal bits (M8).
         allocates_in_forward: its kernels allocate temporary memory from torch in each call, in
             addition to the declared workspace.
-        rotary_write: `AttentionImpl.rotate_and_write_kv` is one launch (P11), except for pages that
-            hold their scales (M16). Without it, the same result takes separate launches.
+        rotary_write: `AttentionImpl.rotate_and_write_kv` is one launch (P11), except for open
+            formats (P16). Without it, the same result takes separate launches.
 
     Raises:
         RegistrationError: the value of a field has another type than the field.

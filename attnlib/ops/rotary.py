@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.kv_dtype import page_format
 
 __all__ = ["HeadNorm", "check_cache_shapes", "check_rotation"]
 
@@ -143,15 +144,29 @@ def _check_tables(name: str, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def check_cache_shapes(
-    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    scales: tuple[object, object] = (1.0, 1.0),
 ) -> None:
     """Check that new keys and values fit the cache and the queries.
+
+    Args:
+        query, key, value, key_cache, value_cache: as in `rotate_and_write`.
+        scales: of keys and values; those of pages (M16) tell how many elements a head has.
 
     Raises:
         ContractError: rows, heads, head sizes or dtypes do not agree (P11).
     """
-    for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        fits = new.dim() == 3 and cache.dim() == 4 and new.shape[1:] == cache.shape[2:]
+    sides = (("key", key, key_cache, scales[0]), ("value", value, value_cache, scales[1]))
+    for name, new, cache, scale in sides:
+        fits = new.dim() == 3 and cache.dim() == 4 and new.shape[1] == cache.shape[2]
+        if fits:
+            stored = page_format(cache, scale)
+            size = cache.shape[3] if stored is None else stored.head_size(cache.shape[3])
+            fits = new.shape[2] == size
         if not fits or new.stride(2) != 1 or cache.stride(3) != 1:
             raise ContractError(
                 f"{name} is {tuple(new.shape)} with strides {new.stride()} and {name}_cache "

@@ -46,6 +46,8 @@ class PairImpl(AttentionImpl):
         if name == "scale":
             for child in self._children():
                 child.scale = value
+        elif name == "write_rotation":
+            getattr(self, self.writing_name).write_rotation = value
 
     def _children(self, names: tuple[str, ...] | None = None) -> list[AttentionImpl]:
         """The children that exist: none while `AttentionImpl.__init__` runs."""
@@ -63,6 +65,12 @@ class PairImpl(AttentionImpl):
         super().read_per_head_tensors_from(owner)
         for child in self._children(self.reading_names):
             child.read_per_head_tensors_from(owner)
+
+    @property
+    def rotates_writes(self) -> bool:
+        """See `AttentionImpl.rotates_writes`: as the child that writes."""
+        writer: AttentionImpl = getattr(self, self.writing_name)
+        return writer.rotates_writes
 
     def write_kv(
         self,

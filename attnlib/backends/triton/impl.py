@@ -54,7 +54,13 @@ class TritonImpl(AttentionImpl):
         if self.spec.has_open_format:
             super().write_kv(key, value, cache, slot_mapping)
             return
-        write_kv(key, value, *pages, slot_mapping, k_scale=scales[0], v_scale=scales[1])
+        named: dict[str, Any] = {"k_scale": scales[0], "v_scale": scales[1]}
+        write_kv(key, value, *pages, slot_mapping, rotation=self.write_rotation, **named)
+
+    @property
+    def rotates_writes(self) -> bool:
+        """See `AttentionImpl.rotates_writes`: pages with scales, by the kernel that quantizes."""
+        return self.spec.scales_in_page and not self.spec.has_open_format
 
     def rotate_heads(
         self,
@@ -81,21 +87,11 @@ class TritonImpl(AttentionImpl):
         q_norm: HeadNorm | None = None,
         k_norm: HeadNorm | None = None,
     ) -> torch.Tensor:
-        """See `AttentionImpl.rotate_and_write_kv`; one launch, or three for pages that hold their
-        scales."""
-        if cache.page_format is not None:
-            return super().rotate_and_write_kv(
-                query,
-                key,
-                value,
-                cache,
-                slot_mapping,
-                cos,
-                sin,
-                interleaved=interleaved,
-                q_norm=q_norm,
-                k_norm=k_norm,
-            )
+        """See `AttentionImpl.rotate_and_write_kv`; one launch, or three for open formats."""
+        if self.spec.has_open_format:
+            norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm}
+            rows = (query, key, value, cache, slot_mapping, cos, sin)
+            return super().rotate_and_write_kv(*rows, interleaved=interleaved, **norms)
         if key is None or value is None or slot_mapping is None:
             return rotate(query, cos, sin, interleaved=interleaved, norm=q_norm)
         return rotate_and_write(
@@ -112,6 +108,7 @@ class TritonImpl(AttentionImpl):
             k_norm=k_norm,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
+            rotation=self.write_rotation,
         )
 
     def plan_rotary_write(
@@ -129,7 +126,7 @@ class TritonImpl(AttentionImpl):
         k_norm: HeadNorm | None = None,
     ) -> Callable[..., torch.Tensor] | None:
         """See `AttentionImpl.plan_rotary_write`."""
-        if cache.page_format is not None:
+        if self.spec.has_open_format:
             return None
 
         def written(key: Any, value: Any, cache: PagedKVCache) -> Any:
@@ -138,7 +135,8 @@ class TritonImpl(AttentionImpl):
             return key, value, cache.key_cache, cache.value_cache, slot_mapping
 
         write, scales = written(key, value, cache), (cache.k_scale, cache.v_scale)
-        bound = bind_rotation(query, write, cos, sin, interleaved, q_norm, k_norm, scales)
+        kind = (cos, sin, interleaved, q_norm, k_norm)
+        bound = bind_rotation(query, write, *kind, scales, rotation=self.write_rotation)
 
         def run(
             query: torch.Tensor,

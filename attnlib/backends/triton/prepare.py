@@ -132,7 +132,8 @@ def _prepare_write(step: Step) -> CacheWrite | None:
     if key is None or value is None or slots is None:
         return None
     tensors = (key, value, cache.key_cache, cache.value_cache)
-    return prepare_write((step.signature,), *tensors, slots, cache.k_scale, cache.v_scale)
+    scales = (cache.k_scale, cache.v_scale)
+    return prepare_write((step.signature,), *tensors, slots, *scales, step.impl.write_rotation)
 
 
 def _prepare_parts(step: Step) -> _Parts:

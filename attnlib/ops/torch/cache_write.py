@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from attnlib.kv_dtype import KVFormat, page_format
+from attnlib.kv_rotation import KVRotation
 from attnlib.ops.addresses import check_slot_values
 from attnlib.ops.checks import check_slots
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.scales import check_scale
+from attnlib.ops.torch.hadamard import rotate_heads
 from attnlib.ops.torch.quant import is_quantized, quantize
 
 __all__ = ["write_kv"]
@@ -36,6 +38,7 @@ def write_kv(
     v_scale: float | Tensor = 1.0,
     k_format: KVFormat | None = None,
     v_format: KVFormat | None = None,
+    rotation: KVRotation | None = None,
 ) -> None:
     """Write `key[t]` and `value[t]` to slot `slot_mapping[t]` for each t with a slot >= 0.
 
@@ -53,6 +56,7 @@ def write_kv(
         v_scale: the same for values.
         k_format, v_format: the formats with scales in the page; None for the one of the library
             with these dtypes (`kv_dtype.page_format`).
+        rotation: of the heads, before they are stored (P15).
 
     Raises:
         ContractError: slots that are not int64, fewer keys or values than slots (P4), a scale that
@@ -65,6 +69,8 @@ def write_kv(
     slots, num_tokens = slot_mapping, slot_mapping.shape[0]
     if num_tokens == 0 or key_cache.shape[0] == 0:
         return
+    if rotation is not None:
+        key, value = rotation.turn(rotate_heads, key[:num_tokens], value[:num_tokens])
     sides = [(key, key_cache, k_scale, k_format)]
     if not values_are_prefix(key_cache, value_cache):
         sides.append((value, value_cache, v_scale, v_format))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.kv_rotation import KVRotation
 from attnlib.ops.checks import check_slots
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.rotary import HeadNorm, check_cache_shapes, check_rotation
@@ -67,6 +70,7 @@ def rotate_and_write(
     k_norm: HeadNorm | None = None,
     k_scale: float | Tensor = 1.0,
     v_scale: float | Tensor = 1.0,
+    rotation: KVRotation | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """`rotate` of queries and keys, then `write_kv` of the rotated keys and the values.
@@ -75,8 +79,8 @@ def rotate_and_write(
         query: `[T', Hq, D]` before normalization and rotation.
         key: `[T', Hkv, D]`, likewise.
         value: `[T', Hkv, Dv]`.
-        key_cache, value_cache, slot_mapping, k_scale, v_scale: as in `write_kv`. Rows past
-            `slot_mapping` and rows with a negative slot are rotated, but not written.
+        key_cache, value_cache, slot_mapping, k_scale, v_scale, rotation: as in `write_kv`. Rows
+            past `slot_mapping` and rows with a negative slot are rotated, but not written.
         cos, sin, interleaved: as in `rotate`, for all T' rows.
         q_norm, k_norm: RMSNorm of query and key heads, or None.
         out: `[T', Hq, D]`, receives the rotated queries; None allocates.
@@ -90,7 +94,7 @@ def rotate_and_write(
     """
     check_rotation("query", query, cos, sin, q_norm)
     check_rotation("key", key, cos, sin, k_norm)
-    check_cache_shapes(query, key, value, key_cache, value_cache)
+    check_cache_shapes(query, key, value, key_cache, value_cache, (k_scale, v_scale))
     check_slots(key, value, slot_mapping)
     check_scale("k_scale", k_scale)
     check_scale("v_scale", v_scale)
@@ -102,7 +106,9 @@ def rotate_and_write(
         )
     count = slot_mapping.shape[0]
     new_key = rotate(key[:count], cos, sin, interleaved=interleaved, norm=k_norm)
-    write_kv(new_key, value, key_cache, value_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
+    views = (key_cache, value_cache, slot_mapping)
+    write_kv(new_key, value, *views, rotation=rotation, **scales)
     return rotate(query, cos, sin, interleaved=interleaved, norm=q_norm, out=out)
 
 

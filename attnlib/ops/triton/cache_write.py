@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.kv_formats import KVFormat
+from attnlib.kv_rotation import KVRotation
 from attnlib.ops.addresses import check_slot_values
 from attnlib.ops.checks import check_slots, vector_elements
 from attnlib.ops.latent import values_are_prefix
@@ -38,6 +39,7 @@ from attnlib.ops.triton.launch.sequence import (
     batch_sources,
     bind_step,
 )
+from attnlib.ops.triton.page_write import page_write
 
 __all__ = ["CacheWrite", "prepare_write", "write_kv"]
 
@@ -56,6 +58,7 @@ def write_kv(
     v_scale: float | Tensor = 1.0,
     k_format: KVFormat | None = None,
     v_format: KVFormat | None = None,
+    rotation: KVRotation | None = None,
 ) -> None:
     """Write the keys and values of a step to their slots.
 
@@ -74,11 +77,10 @@ def write_kv(
         v_scale: the same for values.
         k_format, v_format: the formats with scales in the page, of the library; None for the one
             with these dtypes (`kv_dtype.page_format`).
+        rotation: of the heads (P15), for formats with scales in the page.
 
     Raises:
-        ContractError: slots that are not int64 or not contiguous, keys with fewer rows than there
-            are slots (P4), a scale that is not finite and above 0 (M9), or, on a CPU, a slot past
-            the cache; an open format (P16), whose functions are in torch.
+        ContractError: as the operation of torch; open formats, slots that are not contiguous.
     """
     for one in (k_format, v_format):
         if one is not None and one.is_open:
@@ -91,8 +93,8 @@ def write_kv(
     scales = (scale_signature(k_scale), scale_signature(v_scale))
     tensors = (key, value, key_cache, value_cache)
     latent = values_are_prefix(key_cache, value_cache)
-    signature = (*(tensor_signature(tensor) for tensor in tensors), *scales, latent)
-    prepared = prepare_write(signature, *tensors, slot_mapping, k_scale, v_scale)
+    signature = (*(tensor_signature(tensor) for tensor in tensors), *scales, latent, rotation)
+    prepared = prepare_write(signature, *tensors, slot_mapping, k_scale, v_scale, rotation)
     if prepared.launch is None:
         return
     if prepared.as_bytes:
@@ -114,16 +116,16 @@ class CacheWrite:
     Attributes:
         limits: the chip that the grid was chosen for.
         index: the device index.
-        numbers: the runtime numbers after the scales.
-        as_bytes: whether the kernel writes the cache as bytes (float8).
+        numbers: the runtime arguments after the scales: numbers, and the signs of a rotation.
         launch: the kernel; None when there is nothing to write.
+        as_bytes: whether the kernel writes the cache as bytes (float8, pages).
     """
 
     limits: DeviceLimits
     index: int
-    numbers: tuple[int, ...]
-    as_bytes: bool
+    numbers: tuple[Any, ...]
     launch: BoundLaunch | None
+    as_bytes: bool = True
 
     def launches(self, direct: bool, aligned: bool = True) -> Launches:
         """The launch, which takes the slots as the value of its batch.
@@ -135,7 +137,8 @@ class CacheWrite:
         if self.launch is None:
             return Launches(())
         tensors = (KEY, VALUE, KEY_CACHE, VALUE_CACHE)
-        arguments = (*tensors, *batch_sources(1), K_SCALE, V_SCALE, *self.numbers)
+        fixed = (x.data_ptr() if direct and isinstance(x, Tensor) else x for x in self.numbers)
+        arguments = (*tensors, *batch_sources(1), K_SCALE, V_SCALE, *fixed)
         return Launches((bind_step(self.launch, direct, aligned, arguments),))
 
 
@@ -148,6 +151,7 @@ def prepare_write(
     slot_mapping: Tensor,
     k_scale: float | Tensor,
     v_scale: float | Tensor,
+    rotation: KVRotation | None = None,
 ) -> CacheWrite:
     """The launch for calls of this signature. Cached.
 
@@ -164,7 +168,14 @@ def prepare_write(
     check_scale("v_scale", v_scale)
     scales = (k_scale, v_scale)
     if isinstance(k_scale, Tensor) and k_scale.dim() == 4:
-        prepared = _write_pages(key, value, key_cache, value_cache, slot_mapping, scales)
+        given = (key, value, key_cache, value_cache, slot_mapping.shape[0], scales, rotation)
+        prepared = CacheWrite(limits, key.get_device(), *page_write(*given))
+    elif rotation is not None:
+        raise ContractError(
+            "this kernel rotates heads for pages that hold their scales: call rotate_heads of "
+            "attnlib.ops.triton.hadamard before the write",
+            rule="P15",
+        )
     else:
         prepared = _write_elements(key, value, key_cache, value_cache, slot_mapping, scales)
     kept: CacheWrite = LAUNCHES.keep(("write", signature, slots), prepared)
@@ -172,21 +183,6 @@ def prepare_write(
 
 
 _Scales = tuple[float | Tensor, float | Tensor]
-
-
-def _write_pages(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    scales: _Scales,
-) -> CacheWrite:
-    """The launch over pages that hold their scales (M16)."""
-    from attnlib.ops.triton.quantized_pages import page_write
-
-    numbers, launch = page_write(key, value, key_cache, value_cache, slot_mapping.shape[0], scales)
-    return CacheWrite(limits_of(key_cache), key.get_device(), numbers, True, launch)
 
 
 def _write_elements(
@@ -230,7 +226,7 @@ def _write_elements(
     if num_tokens and num_heads:
         grid = (num_tokens, triton.cdiv(num_heads, block_h), 1)
         launch = BoundLaunch(write_kv_kernel, grid, with_config(constants, WriteConfig))
-    return CacheWrite(limits, key.get_device(), numbers, is_float8, launch)
+    return CacheWrite(limits, key.get_device(), numbers, launch, is_float8)
 
 
 def _check(key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:

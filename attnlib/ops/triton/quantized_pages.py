@@ -1,22 +1,15 @@
-"""Quantized pages, which hold the scales of their elements (M16): cache write, and the constants of
-attention kernels by the elements of the cache.
-
-`write_kv` and the launches of decodes and prefills come here.
-"""
+"""The constants of attention kernels by the elements of the cache: pages that hold their scales
+(M16), or chunks of a head. `page_write` has those of the write of pages."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-import torch
-import triton
 from torch import Tensor
 
 from attnlib.errors import ContractError, UnsupportedConfigError
-from attnlib.kv_dtype import KVFormat, page_format
-from attnlib.ops.checks import vector_elements
-from attnlib.ops.scales import MAX_KV_SCALE
+from attnlib.kv_dtype import KVFormat
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.heuristics.page_tiles import page_shared_bytes
 from attnlib.ops.triton.heuristics.tiles import Tile, key_chunks, next_power_of_2
@@ -29,15 +22,12 @@ from attnlib.ops.triton.kernels.page_formats import (
     PAGE_OPEN4,
     PAGE_OPEN8,
 )
-from attnlib.ops.triton.kernels.page_write import PageWriteConfig, write_pages_kernel
 from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES, KV_PLAIN
-from attnlib.ops.triton.launch.bound import BoundLaunch
-from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.constants import attention_constants, compute_dtype
 from attnlib.ops.triton.launch.score_compile import compile_number
 from attnlib.ops.triton.launch.settle import settle_keys
 
-__all__ = ["element_constants", "page_kind", "page_words", "page_write"]
+__all__ = ["element_constants", "page_kind", "page_words"]
 
 _KINDS = {
     "int8_per_token_head": int(PAGE_INT8.value),
@@ -75,65 +65,6 @@ def _numbers(keys: KVFormat, values: KVFormat) -> dict[str, Any]:
     settle_keys(*named)
     keys_of_code = tuple(getattr(one, "cache_key", "") for one in named)  # "": interpreted
     return {"NUMBER": found[0], "V_NUMBER": found[1], "NUMBER_KEYS": keys_of_code}
-
-
-def page_write(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    num_tokens: int,
-    scales: tuple[Any, Any],
-) -> tuple[tuple[int, ...], BoundLaunch | None]:
-    """The runtime numbers and the launch of a cache write; None if there is nothing to write.
-
-    Raises:
-        ContractError: pages that the kernel cannot address.
-    """
-    keys, values = _format(key_cache, scales[0]), _format(value_cache, scales[1])
-    words, padded = page_words(key_cache, scales[0], keys)
-    words_v, padded_v = page_words(value_cache, scales[1], values)
-    num_heads = key_cache.shape[2]
-    block_h = min(next_power_of_2(num_heads), max(1, 1024 // max(padded, padded_v)))
-    constants = {
-        "BLOCK_SIZE": key_cache.shape[1],
-        "WORDS": words,
-        "WORDS_PAD": padded,
-        "DV_WORDS": words_v,
-        "DV_PAD": padded_v,
-        "BLOCK_H": block_h,
-        **_written("K", keys),
-        **_written("V", values),
-        "VEC_K": vector_elements("key", key),
-        "VEC_V": vector_elements("value", value),
-        "VEC_KC": vector_elements("key_cache", key_cache),
-        "VEC_VC": vector_elements("value_cache", value_cache),
-        "num_warps": 4 if padded * block_h > 256 else 1,
-        "enable_fp_fusion": True,
-    }
-    caches = (key_cache, value_cache, *scales)
-    numbers = (
-        num_heads,
-        *(stride for rows in (key, value) for stride in rows.stride()[:2]),
-        *(stride for view in caches for stride in view.stride()[:3]),
-    )
-    if not (num_tokens and num_heads):
-        return numbers, None
-    grid = (num_tokens, triton.cdiv(num_heads, block_h), 1)
-    return numbers, BoundLaunch(write_pages_kernel, grid, with_config(constants, PageWriteConfig))
-
-
-def _written(side: str, stored: KVFormat) -> dict[str, Any]:
-    """The constants of the write of a format, with names that begin with those of its side."""
-    assert stored.scale_dtype is not None  # a format with scales in the page
-    largest_scale = 448.0
-    if not stored.elements_per_group:
-        largest_scale = min(MAX_KV_SCALE, torch.finfo(stored.scale_dtype).max)
-    return {
-        f"{side}_KIND": page_kind(stored),
-        f"{side}_LARGEST": stored.largest,
-        f"{side}_LARGEST_SCALE": largest_scale,
-    }
 
 
 def element_constants(call: AttentionCall, tile: Tile) -> dict[str, Any]:
@@ -188,12 +119,6 @@ def _page_constants(call: AttentionCall, stored: KVFormat) -> dict[str, Any]:
         "VEC_K": max(1, shared["VEC_K"] // 2),
         "VEC_V": max(1, shared["VEC_V"] // 2),
     }
-
-
-def _format(key: Tensor, k_scale: float | Tensor) -> KVFormat:
-    found = page_format(key, k_scale)
-    assert found is not None  # callers have four-dimensional scales
-    return found
 
 
 def page_words(view: Tensor, scales: Tensor, stored: KVFormat) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnlib.kv_rotation import KVRotation
 from attnlib.ops.addresses import check_slot_values
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.rotary import HeadNorm
@@ -88,7 +89,8 @@ class BoundRotation:
         if self._submit is None or self._slots != slots.data_ptr():
             self._slots = slots.data_ptr()
             changing = (CHANGES,) * 8
-            arguments = (*changing[:6], self._slots, *changing, *self._prepared.numbers)
+            numbers = (x.data_ptr() if isinstance(x, Tensor) else x for x in self._prepared.numbers)
+            arguments = (*changing[:6], self._slots, *changing, *numbers)
             self._submit = launch.bind(True, True, arguments)
         return self._submit
 
@@ -139,6 +141,7 @@ def rotate_and_write(
     k_norm: HeadNorm | None = None,
     k_scale: float | Tensor = 1.0,
     v_scale: float | Tensor = 1.0,
+    rotation: KVRotation | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """`rotate` of queries and keys and `write_kv` of the rotated keys and the values, in one
@@ -149,8 +152,8 @@ def rotate_and_write(
             stride 1.
         key: `[T', Hkv, D]`, likewise.
         value: `[T', Hkv, Dv]`, likewise.
-        key_cache, value_cache, slot_mapping, k_scale, v_scale: as in `write_kv`. Rows past
-            `slot_mapping` and rows with a negative slot are rotated, but not written.
+        key_cache, value_cache, slot_mapping, k_scale, v_scale, rotation: as in `write_kv`. Rows
+            past `slot_mapping` and rows with a negative slot are rotated, but not written.
         cos, sin, interleaved: as in `rotate`, for all T' rows.
         q_norm, k_norm: RMSNorm of query and key heads, or None.
         out: `[T', Hq, D]`, receives the rotated queries; None allocates.
@@ -166,7 +169,8 @@ def rotate_and_write(
         check_slot_values(slot_mapping, key_cache.shape[0] * key_cache.shape[1])
     write = (key, value, key_cache, value_cache, slot_mapping)
     scales = (k_scale, v_scale)
-    bound = bind_rotation(query, write, cos, sin, interleaved, q_norm, k_norm, scales, out)
+    norms = (q_norm, k_norm)
+    bound = bind_rotation(query, write, cos, sin, interleaved, *norms, scales, out, rotation)
     return bound.run(query, write, cos, sin, q_norm, k_norm, scales, out)
 
 
@@ -180,13 +184,14 @@ def bind_rotation(
     k_norm: HeadNorm | None,
     scales: tuple[float | Tensor, float | Tensor],
     out: Tensor | None = None,
+    rotation: KVRotation | None = None,
 ) -> BoundRotation:
     """Check a call and prepare its launch, for all calls with the same signature.
 
     Args:
         query: `[T, Hq, D]`.
         write: keys, values, their caches and slots; None to rotate the queries only.
-        cos, sin, interleaved, q_norm, k_norm, out: as in `rotate_and_write`.
+        cos, sin, interleaved, q_norm, k_norm, out, rotation: as in `rotate_and_write`.
         scales: of keys and values; numbers are part of the signature.
 
     Raises:
@@ -205,10 +210,11 @@ def bind_rotation(
         _norm_signature(k_norm),
         scale_signature(scales[0]),
         scale_signature(scales[1]),
+        rotation,
     )
     prepared: PreparedRotation | None = LAUNCHES.get(signature)
     if prepared is None:
-        given = (query, write, cos, sin, interleaved, q_norm, k_norm, scales, out)
+        given = (query, write, cos, sin, interleaved, q_norm, k_norm, scales, out, rotation)
         prepared = LAUNCHES.keep(signature, prepare_rotation(*given))
     return BoundRotation(prepared)
 

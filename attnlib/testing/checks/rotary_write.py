@@ -1,4 +1,5 @@
-"""K7: heads that the layer normalizes and rotates while it writes the cache (P11).
+"""K7: heads that the layer normalizes and rotates while it writes the cache (P11), also caches that
+rotate heads (P15) and hold their scales (M16).
 
 The rotated queries and the whole cache are compared with a computation of this module: bit for
 bit, fp8 elements up to one step of the format. Padding rows, slot -1 and strides are those of the
@@ -18,8 +19,10 @@ from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
 from attnlib.testing.check import Check, CheckCase
 from attnlib.testing.checks.cache_write import compare_storage
+from attnlib.testing.inputs import stored_heads
 from attnlib.testing.layouts import CACHE_LAYOUTS, write_slots
 from attnlib.testing.materialized_case import MaterializedCase
+from attnlib.testing.page_formats import PAGE_LAYOUT_NAMES, PAGE_NAMES
 from attnlib.testing.runner import find_operation
 
 __all__ = ["CHECKS"]
@@ -135,13 +138,25 @@ def _check(
     slots = inputs.slot_mapping.tolist()
     written = [token for token, slot in enumerate(slots) if slot >= 0]
     key = _expected(expected.inputs.key, cos, sin, norms[1], style.interleaved)
+    new_rows = stored_heads(case.dimensions, key, expected.inputs.value)
     for view, new, scale in (
-        (expected.inputs.cache.key, key, expected.params.k_scale),
-        (expected.inputs.cache.value, expected.inputs.value, expected.params.v_scale),
+        (expected.inputs.cache.key, new_rows[0], expected.params.k_scale),
+        (expected.inputs.cache.value, new_rows[1], expected.params.v_scale),
     ):
         write_slots(view, [slots[token] for token in written], new[written], scale)
     error = compare_storage(actual, expected)
     return f"{error} | case: {case}" if error else ""
+
+
+_PAGES = (
+    ("int8_per_token_head", None, "norm-rotation"),
+    ("int8_per_token_head", "hadamard", "gemma"),
+    ("int4_per_group", "hadamard_keys", "norm-rotation"),
+    ("nvfp4", "hadamard_values@3", "norm"),
+    ("fp8_e4m3", "hadamard", "rotation"),
+)
+"""Formats, rotations for the cache, and styles, of caches that are quantized while they are
+written."""
 
 
 def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
@@ -176,7 +191,23 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
             kv_scale_kind="head",
         )  # fmt: skip
         yield CheckCase(stored, partial(_check, target, case, style, _run_layer), case)
+    for stored, rotation, kind in _PAGES:
+        case = _page_case(target, stored, rotation)
+        name = f"{stored}-{kind}" if rotation is None else f"{stored}-{kind}-{rotation}"
+        yield CheckCase(name, partial(_check, target, case, styles[kind], _run_layer), case)
     yield from _operation_cases(target, styles)
+
+
+def _page_case(target: BackendUnderTest, stored: str, rotation: str | None) -> Case:
+    """Pages that hold their scales (M16), or a float8 cache, of heads that the cache rotates
+    (P15)."""
+    size = target.base_case.head_size
+    fields: dict[str, Any] = {"head_size": size if size % 32 == 0 else 64}
+    if stored in PAGE_NAMES:
+        fields["layout"] = PAGE_LAYOUT_NAMES[0]
+    else:
+        fields |= {"k_scale": 0.5, "v_scale": 0.25}
+    return target.case(batch="graph_padding", kv_cache_dtype=stored, kv_rotation=rotation, **fields)
 
 
 def _operation_cases(target: BackendUnderTest, styles: dict[str, _Style]) -> Iterator[CheckCase]:

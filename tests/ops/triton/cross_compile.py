@@ -475,14 +475,19 @@ def _pages(name: str, options: dict[str, Any]) -> None:
         num_heads=group * kv_heads, num_kv_heads=kv_heads, head_size=size,
         head_size_v=options.get("dv", size), dtype=dtype, kv_cache_dtype=options["cache"],
         value_cache_dtype=options.get("values"), block_size=options.get("n", 16),
+        kv_rotation=options.get("rotation"),
     )  # fmt: skip
     cache = PagedKVCache.allocate(spec, 2)
     scales: dict[str, Any] = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    if name == "rotary":
+        _rotary_pages(spec, cache)
+        return
     if spec.has_open_format:
         scales |= {"k_format": spec.kv_format, "v_format": spec.value_format}
     if name == "write":
         new = torch.empty(4, kv_heads, size, dtype=dtype)
         new_v, slots = new[..., : spec.head_size_v], torch.zeros(4, dtype=torch.int64)
+        scales["rotation"] = spec.kv_rotation
         write_kv(new, new_v, cache.key_cache, cache.value_cache, slots, **scales)
         return
     query = torch.empty(64, spec.num_heads, size, dtype=dtype)
@@ -621,6 +626,21 @@ def _rotary_write(cache: torch.dtype, dtype: torch.dtype = torch.bfloat16, **opt
         query, key, key, stored, torch.empty_like(stored), torch.zeros(4, dtype=torch.int64),
         angles, angles, interleaved=options.get("interleaved", False), q_norm=norm, k_norm=norm,
         v_scale=torch.ones(8),
+    )  # fmt: skip
+
+
+def _rotary_pages(spec: AttentionSpec, cache: PagedKVCache) -> None:
+    """A rotation, and a write of pages that hold their scales."""
+    from attnlib.ops.rotary import HeadNorm
+    from attnlib.ops.triton.rotary_write import rotate_and_write
+
+    size, dtype = spec.head_size, spec.dtype
+    query, key = (torch.empty(4, n, size, dtype=dtype) for n in (spec.num_heads, spec.num_kv_heads))
+    angles, norm = torch.empty(4, size // 2, dtype=dtype), HeadNorm(torch.ones(size, dtype=dtype))
+    rotate_and_write(
+        query, key, key[..., : spec.head_size_v], cache.key_cache, cache.value_cache,
+        torch.zeros(4, dtype=torch.int64), angles, angles, q_norm=norm, k_norm=norm,
+        k_scale=cache.k_scale, v_scale=cache.v_scale, rotation=spec.kv_rotation,
     )  # fmt: skip
 
 
@@ -941,6 +961,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pages-write-int8": ("pages write", {"cache": "int8_per_token_head"}),
     "pages-write-fp8": ("pages write", {"cache": "fp8_per_token_head", "dv": 64}),
     "pages-write-int4": ("pages write", {"cache": "int4_per_group"}),
+    "pages-write-int8-rotated": (
+        "pages write",
+        {"cache": "int8_per_token_head", "values": "int4_per_group", "rotation": "hadamard"},
+    ),
+    "pages-rotary-fp8": ("pages rotary", {"cache": "fp8_per_token_head", "d": 96}),
+    "pages-rotary-int8-int4": (
+        "pages rotary",
+        {"cache": "int8_per_token_head", "values": "int4_per_group", "rotation": "hadamard"},
+    ),
+    "pages-rotary-nvfp4": ("pages rotary", {"cache": "nvfp4", "rotation": "hadamard@1"}),
+    "pages-rotary-int4": (
+        "pages rotary",
+        {"cache": "int4_per_group", "d": 96, "rotation": "hadamard"},
+    ),
     "pages-decode-int8-int4": (
         "pages decode",
         {"cache": "int8_per_token_head", "values": "int4_per_group"},

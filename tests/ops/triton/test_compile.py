@@ -66,6 +66,9 @@ SMALL = [
     "convert-int8",
     "float8-copy",
     "convolution",
+    "pages-write-int8-rotated",
+    "pages-rotary-int8-int4",
+    "pages-rotary-nvfp4",
 ]
 """Cases of kernels without matrix products."""
 MAIN = [

@@ -10,9 +10,13 @@ import torch
 import attnlib
 from attnlib.errors import ContractError
 from attnlib.kv_dtype import PAGE_FORMATS
+from attnlib.kv_rotation import KVRotation
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.rotary import HeadNorm
+from attnlib.ops.torch.rotary_write import rotate_and_write as rotate_and_write_in_torch
 from attnlib.ops.triton.cache_write import write_kv
 from attnlib.ops.triton.kernels.page_formats import PAGE_E4M3, PAGE_INT4, PAGE_INT8, unpack_ptx
+from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.paged_decode import paged_decode
 from attnlib.ops.triton.rotary_write import rotate_and_write
 
@@ -98,16 +102,98 @@ def test_views_that_cannot_be_loaded_are_refused(device: torch.device) -> None:
     assert not packed.any() and not far.any()
 
 
-def test_the_fused_rotation_refuses_pages(device: torch.device) -> None:
-    cache = attnlib.PagedKVCache.allocate(_spec("int8_per_token_head"), 2, device)
-    query, new = torch.randn(1, 4, 32, device=device), torch.randn(1, 2, 32, device=device)
-    angles, slots = torch.ones(1, 16, device=device), torch.zeros(1, dtype=torch.int64).to(device)
-    with pytest.raises(ContractError, match="pages of this cache hold its scales"):
-        rotate_and_write(
-            query, new, new, cache.key_cache, cache.value_cache, slots, angles, angles,
-            k_scale=cache.k_scale, v_scale=cache.v_scale,
+_ROTARY = [  # format, values, head size, rotation for the cache, dtype, angles, norm, interleaved
+    ("int8_per_token_head", None, 32, "hadamard", torch.float32, 16, "gemma", False),
+    ("int4_per_group", None, 96, "hadamard_keys@3", torch.float16, 48, "llama", False),
+    ("nvfp4", None, 64, None, torch.float16, 16, "llama", True),
+    ("fp8_per_token_head", "int4_per_group", 64, "hadamard", torch.float32, 8, None, False),
+]
+
+
+@pytest.mark.parametrize("case", _ROTARY, ids=lambda case: f"{case[0]}-{case[3]}")
+def test_a_rotary_write_of_pages_is_one_launch(
+    case: tuple[Any, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries and bytes are those of the operations one after the other, NaN and slots included."""
+    stored, values, size, rotation, dtype, half, kind, interleaved = case
+    spec = attnlib.AttentionSpec(
+        num_heads=6, num_kv_heads=3, head_size=size, dtype=dtype, kv_cache_dtype=stored,
+        value_cache_dtype=values, kv_rotation=rotation,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(5, n, size, generator=generator).to(dtype) for n in (6, 3, 3))
+    key[1, 0, 3], value[2, 1, 2], value[0, 0, 1] = torch.nan, torch.inf, 6e4
+    angles = torch.randn(5, half, generator=generator)
+    norm = kind and HeadNorm(
+        torch.randn(size, generator=generator).to(device, dtype), 1e-5, float(kind == "gemma"),
+        kind == "gemma",
+    )  # fmt: skip
+    slots = torch.tensor([3, 17, -1, 30], device=device)
+    calls = []
+    launch = BoundLaunch.by_triton
+    monkeypatch.setattr(
+        BoundLaunch, "by_triton", lambda self, *call: (calls.append(self), launch(self, *call))
+    )
+    results = []
+    for operation in (rotate_and_write_in_torch, rotate_and_write):
+        cache = attnlib.PagedKVCache.allocate(spec, 2, device)
+        assert cache.pages is not None
+        cache.pages.fill_(7)
+        tables = (angles.cos().to(device, dtype), angles.sin().to(device, dtype))
+        out = operation(
+            query.to(device), key.to(device), value.to(device), cache.key_cache, cache.value_cache,
+            slots, *tables, interleaved=interleaved, q_norm=norm, k_norm=norm,
+            k_scale=cache.k_scale, v_scale=cache.v_scale, rotation=spec.kv_rotation,
         )  # fmt: skip
-    assert cache.pages is not None and not cache.pages.any()
+        elements = (view.view(torch.uint8) for view in (cache.key_cache, cache.value_cache))
+        results.append((out, cache.k_scale.float(), cache.v_scale.float(), *elements))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0, equal_nan=True)
+    if device.type == "cpu":
+        assert len(calls) == 1
+
+
+def test_layers_write_rotated_pages_in_one_launch(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a layer that writes in its own call, in a pair of backends, and from a plan."""
+    names: list[str] = []
+    launch = BoundLaunch.by_triton
+
+    def note(self: BoundLaunch, *call: Any) -> None:
+        names.append(self._kernel.__name__)
+        launch(self, *call)
+
+    monkeypatch.setattr(BoundLaunch, "by_triton", note)
+    spec = _spec("int8_per_token_head", kv_rotation="hadamard")
+    common = attnlib.CommonAttentionMetadata.from_lengths([2], [5], [[0]], 16, device)
+    rows = [torch.randn(2, heads, 32, device=device) for heads in (4, 2, 2)]
+    angles = torch.randn(2, 16, device=device)
+    for backend in ("triton", "prefill:triton,decode:triton"):
+        layer = attnlib.Attention(spec, backend=backend, device=device)
+        cache = attnlib.PagedKVCache.allocate(spec, 2, device)
+        batch = layer.backend.make_builder(spec, device).build(0, common)
+        layer(*rows, cache, batch)
+        assert names.count("write_pages_kernel") == 1
+        assert names.count("rotate_heads_kernel") == 2, names  # the queries, and the output back
+        names.clear()
+        if backend == "triton":
+            for _ in range(2):  # the second call repeats the plan
+                layer.rotate_and_write_kv(*rows, cache, batch, angles.cos(), angles.sin())
+            assert names == ["rotate_and_write_pages_kernel"] * 2
+            names.clear()
+
+
+def test_a_rotation_of_heads_without_scales_is_refused(device: torch.device) -> None:
+    """These kernels rotate what they quantize; other caches take heads that are rotated."""
+    cache, new = torch.zeros(2, 16, 2, 32, device=device), torch.ones(1, 2, 32, device=device)
+    slots, rotation = torch.zeros(1, dtype=torch.int64, device=device), KVRotation()
+    query = torch.ones(1, 4, 32, device=device)
+    views = (cache, cache.clone(), slots)
+    with pytest.raises(ContractError, match="call rotate_heads"):
+        write_kv(new, new, *views, rotation=rotation)
+    with pytest.raises(ContractError, match="call rotate_heads"):
+        rotate_and_write(query, new, new, *views, None, None, rotation=rotation)
+    assert not cache.any()
 
 
 def _floats(bits: int) -> torch.Tensor:

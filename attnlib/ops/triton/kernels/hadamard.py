@@ -12,7 +12,7 @@ import triton.language as tl
 
 from attnlib.ops.triton.kernels.chunks import aligned
 
-__all__ = ["HadamardConfig", "rotate_heads_kernel"]
+__all__ = ["HadamardConfig", "rotate_heads_kernel", "turned"]
 
 
 class HadamardConfig(NamedTuple):
@@ -47,6 +47,38 @@ def _clamped(x, LIMIT: tl.constexpr):
     return tl.where(x < -LIMIT, -LIMIT, x)
 
 
+@triton.jit
+def _butterflies(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums and differences of blocks, [ROWS, BLOCK]. Elements stay where they are: the threads of a
+    warp exchange them, each once per level."""
+    LEVELS: tl.constexpr = BLOCK.bit_length() - 1
+    is_first = tl.arange(0, 2)[None, :, None] == 0
+    for level in tl.static_range(LEVELS):
+        pairs = tl.reshape(x, [ROWS << level, 2, BLOCK >> (level + 1)])
+        bits = pairs.to(tl.int32, bitcast=True)
+        # The bits of both elements without its own are those of the other one.
+        other = (tl.xor_sum(bits, 1)[:, None, :] ^ bits).to(tl.float32, bitcast=True)
+        x = tl.where(is_first, pairs + other, other - pairs)
+    return tl.reshape(x, [ROWS, BLOCK])
+
+
+@triton.jit
+def turned(x, signs, SIDE: tl.constexpr):
+    """Rotate heads in registers, [H, PADDED] with zeros behind their elements; in their own dtype.
+
+    SIDE is a `page_store.PageSide`.
+    """
+    HEADS: tl.constexpr = x.shape[0]
+    PADDED: tl.constexpr = x.shape[1]
+    ROWS: tl.constexpr = HEADS * (PADDED // SIDE.TURN)
+    lanes = tl.arange(0, PADDED)
+    sign = tl.load(signs + lanes, mask=lanes < SIDE.SIZE, other=1.0)[None, :]
+    y = _clamped(x.to(tl.float32), SIDE.LIMIT) * sign
+    y = _butterflies(tl.reshape(y, [ROWS, SIDE.TURN]), ROWS, SIDE.TURN)
+    y = _clamped(y * SIDE.FACTOR, SIDE.LARGEST_HEAD).to(x.dtype)
+    return tl.reshape(y, [HEADS, PADDED])
+
+
 @triton.jit(do_not_specialize=["stride_xt", "stride_xh", "stride_ot", "stride_oh"])
 def rotate_heads_kernel(
     heads, out, signs, num_heads, stride_xt, stride_xh, stride_ot, stride_oh, CONFIG: tl.constexpr
@@ -54,7 +86,6 @@ def rotate_heads_kernel(
     """Rotate the heads of one token. CONFIG is a `HadamardConfig`. Grid: (tokens, groups)."""
     ROWS: tl.constexpr = CONFIG.ROWS
     BLOCK: tl.constexpr = CONFIG.BLOCK
-    LEVELS: tl.constexpr = BLOCK.bit_length() - 1
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     head, lanes = (row // CONFIG.BLOCKS).to(tl.int64), tl.arange(0, BLOCK)
@@ -67,12 +98,7 @@ def rotate_heads_kernel(
     x = _clamped(x, CONFIG.LIMIT)
     if not CONFIG.INVERSE:
         x = x * sign
-    # The halves of a block become neighbors, so that after all levels elements are in order again.
-    for _ in tl.static_range(LEVELS):
-        halves = tl.permute(tl.reshape(x, [ROWS, 2, BLOCK // 2]), [0, 2, 1])
-        first, second = tl.split(halves)
-        x = tl.reshape(tl.join(first + second, first - second), [ROWS, BLOCK])
-    x = x * CONFIG.FACTOR
+    x = _butterflies(x, ROWS, BLOCK) * CONFIG.FACTOR
     if CONFIG.INVERSE:
         x = x * sign + 0.0
     x = _clamped(x, CONFIG.LARGEST)

@@ -14,12 +14,9 @@ import triton.language as tl
 
 from attnlib.ops.triton.kernels.cache_write import Heads, load_heads, slot_heads, store_heads
 from attnlib.ops.triton.kernels.chunks import aligned
+from attnlib.ops.triton.kernels.head_norm import NORM_NONE, inverse_rms, normalize
 
-__all__ = ["NORM_FLOAT32", "NORM_NONE", "NORM_ROUNDED", "RotaryConfig", "rotate_and_write_kernel"]
-
-NORM_NONE: tl.constexpr = tl.constexpr(0)
-NORM_ROUNDED: tl.constexpr = tl.constexpr(1)  # rounded before the weight (Llama, Qwen3)
-NORM_FLOAT32: tl.constexpr = tl.constexpr(2)  # the weight is applied in float32 (Gemma)
+__all__ = ["Angles", "RotaryConfig", "rotate_and_write_kernel", "rotate_heads", "turn"]
 
 
 class RotaryConfig(NamedTuple):
@@ -73,42 +70,6 @@ class Angles(NamedTuple):
 
 
 @triton.jit
-def inverse_rms(x, eps, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_H: tl.constexpr):
-    """1 / sqrt(mean of squares + eps) of each head, `[BLOCK_H, 1]` float32."""
-    x = x.to(tl.float32)
-    sums = x * x
-    LEVELS: tl.constexpr = D_PAD.bit_length() - 1
-    # Pairs of neighbors: an order that does not depend on how the elements are distributed over
-    # threads, and that needs no communication for the elements of one thread.
-    for level in tl.static_range(LEVELS):
-        sums = tl.sum(tl.reshape(sums, [BLOCK_H, D_PAD >> (level + 1), 2]), axis=2)
-    sums = tl.reshape(sums, [BLOCK_H, 1])
-    root = tl.sqrt_rn(sums * (1.0 / D) + eps)
-    return tl.math.div_rn(tl.full([BLOCK_H, 1], 1.0, tl.float32), root)
-
-
-@triton.jit
-def normalize(
-    x, factor, weight, SIZE: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr,
-    WEIGHT_OFFSET: tl.constexpr,
-):  # fmt: skip
-    """Multiply the heads by the inverse RMS and by their weight; rounded to the dtype of `x`."""
-    if NORM == NORM_NONE:
-        y = x
-    else:
-        lanes = tl.arange(0, PADDED)
-        w = tl.load(weight + lanes, mask=lanes < SIZE, other=0.0).to(tl.float32)[None, :]
-        y = x.to(tl.float32) * factor
-        if NORM == NORM_FLOAT32:
-            if WEIGHT_OFFSET != 0:
-                w = w + WEIGHT_OFFSET
-            y = (y * w).to(x.dtype)
-        else:
-            y = (y.to(x.dtype).to(tl.float32) * w).to(x.dtype)
-    return y
-
-
-@triton.jit
 def turn(first, second, cos, sin, DTYPE: tl.constexpr):
     """`first * cos - second * sin`: both products and the sum are rounded to DTYPE."""
     left = (first.to(tl.float32) * cos).to(DTYPE).to(tl.float32)
@@ -117,7 +78,7 @@ def turn(first, second, cos, sin, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _rotate_heads(
+def rotate_heads(
     source, target, token, weight, eps, angles, scale, NORM: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr, SCALE_KIND: tl.constexpr, FP8: tl.constexpr, VEC_S: tl.constexpr,
     VEC_T: tl.constexpr, CONFIG: tl.constexpr,
@@ -200,7 +161,7 @@ def rotate_and_write_kernel(
         exist = heads < num_heads
         source = Heads(query + aligned(token64 * stride_qt, CONFIG.VEC_Q), heads, exist, stride_qh)
         target = Heads(out + aligned(token64 * stride_ot, CONFIG.VEC_O), heads, exist, stride_oh)
-        _rotate_heads(
+        rotate_heads(
             source, target, token, q_weight, q_eps, angles, 1.0, CONFIG.Q_NORM,
             CONFIG.Q_WEIGHT_OFFSET, 0, False, CONFIG.VEC_Q, CONFIG.VEC_O, CONFIG)  # fmt: skip
     elif CONFIG.KV_BLOCKS > 0 and token < num_slots:
@@ -215,7 +176,7 @@ def rotate_and_write_kernel(
                 target = slot_heads(
                     key_cache, slot, heads, exist, stride_kcb, stride_kcn, stride_kch,
                     CONFIG.BLOCK_SIZE, CONFIG.VEC_KC)  # fmt: skip
-                _rotate_heads(
+                rotate_heads(
                     Heads(base, heads, exist, stride_kh), target, token, k_weight, k_eps, angles,
                     k_scale, CONFIG.K_NORM, CONFIG.K_WEIGHT_OFFSET, CONFIG.K_SCALE_KIND, CONFIG.FP8,
                     CONFIG.VEC_K, CONFIG.VEC_KC, CONFIG)  # fmt: skip

@@ -9,20 +9,18 @@ import triton
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.kv_rotation import KVRotation
 from attnlib.ops.checks import check_slots, vector_elements
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.rotary import HeadNorm, check_cache_shapes, check_rotation
 from attnlib.ops.scales import check_scale
-from attnlib.ops.triton.kernels.rotary_write import (
-    NORM_FLOAT32,
-    NORM_NONE,
-    NORM_ROUNDED,
-    RotaryConfig,
-    rotate_and_write_kernel,
-)
+from attnlib.ops.triton.kernels.head_norm import NORM_FLOAT32, NORM_NONE, NORM_ROUNDED
+from attnlib.ops.triton.kernels.rotary_pages import rotate_and_write_pages_kernel
+from attnlib.ops.triton.kernels.rotary_write import RotaryConfig, rotate_and_write_kernel
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.config import with_config
 from attnlib.ops.triton.launch.scales import scale_kind
+from attnlib.ops.triton.page_write import rotary_page_constants
 
 __all__ = ["PreparedRotation", "Write", "prepare_rotation"]
 
@@ -34,10 +32,17 @@ Write = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class PreparedRotation(NamedTuple):
-    """The launch of one call signature, without addresses; None where there are no rows."""
+    """The launch of one call signature, without addresses.
+
+    Attributes:
+        launch: None where there are no rows.
+        numbers: the runtime arguments behind the eps of the norms: numbers, and the signs of a
+            rotation for the cache.
+        as_bytes: whether the kernel writes the cache as bytes.
+    """
 
     launch: BoundLaunch | None
-    numbers: tuple[int, ...]
+    numbers: tuple[Any, ...]
     as_bytes: bool
 
 
@@ -51,18 +56,17 @@ def prepare_rotation(
     k_norm: HeadNorm | None,
     scales: tuple[float | Tensor, float | Tensor],
     out: Tensor | None,
+    rotation: KVRotation | None = None,
 ) -> PreparedRotation:
     """Check a call and choose its launch. Everything here follows from the signature.
 
     Raises:
         ContractError: as `rotate_and_write`.
     """
-    _check(query, write, cos, sin, q_norm, k_norm, scales, out)
+    _check(query, write, cos, sin, q_norm, k_norm, scales, out, rotation)
     rows, num_heads, size = query.shape
     written, strides = _write_constants(write, size, scales)
-    num_slots = 0
-    if write is not None and write[2].shape[0]:
-        num_slots = write[4].shape[0]
+    num_slots = write[4].shape[0] if write is not None and write[2].shape[0] else 0
     num_kv_heads = 0 if write is None else write[3].shape[2]
     widest = max(triton.next_power_of_2(size), written["DV_PAD"])
     block_h = max(1, _ELEMENTS_PER_PROGRAM // widest)
@@ -84,7 +88,7 @@ def prepare_rotation(
         "enable_fp_fusion": False,
     }
     out_strides = (num_heads * size, size) if out is None else out.stride()[:2]
-    numbers = (
+    numbers: tuple[Any, ...] = (
         *(num_slots, num_heads, num_kv_heads),
         *query.stride()[:2],
         *strides[:4],
@@ -93,10 +97,19 @@ def prepare_rotation(
         *strides[4:],
     )
     grid = (rows, blocks + 2 * kv_blocks, 1)
-    launch = None
+    kernel, launch, as_bytes = rotate_and_write_kernel, None, constants["FP8"]
+    if write is not None and have_pages(scales):
+        kernel, as_bytes = rotate_and_write_pages_kernel, True
+        more, signs = rotary_page_constants(*write[:4], scales, rotation)
+        constants, numbers = {**constants, **more}, (*numbers, signs)
     if rows and grid[1]:
-        launch = BoundLaunch(rotate_and_write_kernel, grid, with_config(constants, RotaryConfig))
-    return PreparedRotation(launch, numbers, constants["FP8"])
+        launch = BoundLaunch(kernel, grid, with_config(constants, RotaryConfig))
+    return PreparedRotation(launch, numbers, as_bytes)
+
+
+def have_pages(scales: tuple[Any, Any]) -> bool:
+    """Whether these are scales in the pages of a cache (M16)."""
+    return any(isinstance(scale, Tensor) and scale.dim() == 4 for scale in scales)
 
 
 def _angle_vector(cos: Tensor | None, sin: Tensor | None) -> int:
@@ -138,16 +151,17 @@ def _write_constants(
     write: Write | None, size: int, scales: tuple[float | Tensor, float | Tensor]
 ) -> tuple[dict[str, Any], tuple[int, ...]]:
     """The constants of the cache write, and the strides of keys, values and their caches."""
+    outside = (1.0, 1.0) if have_pages(scales) else scales
     kinds = {
-        "K_SCALE_KIND": scale_kind("k_scale", scales[0]),
-        "V_SCALE_KIND": scale_kind("v_scale", scales[1]),
+        "K_SCALE_KIND": scale_kind("k_scale", outside[0]),
+        "V_SCALE_KIND": scale_kind("v_scale", outside[1]),
     }
     names = ("VEC_K", "VEC_V", "VEC_KC", "VEC_VC")
     if write is None:
         sizes = {"BLOCK_SIZE": 1, "DV": size, "DV_PAD": triton.next_power_of_2(size)}
         return {**kinds, **sizes, **dict.fromkeys(names, 1), "FP8": False, "E5M2": False}, (0,) * 10
     key, value, key_cache, value_cache, _ = write
-    size_v = value_cache.shape[3]
+    size_v = value.shape[2]
     tensors = zip(names, ("key", "value", "key_cache", "value_cache"), write, strict=False)
     constants = {
         **kinds,
@@ -155,7 +169,7 @@ def _write_constants(
         "DV": size_v,
         "DV_PAD": triton.next_power_of_2(size_v),
         **{name: vector_elements(label, tensor) for name, label, tensor in tensors},
-        "FP8": key_cache.dtype in _FP8,
+        "FP8": key_cache.dtype in _FP8 and not have_pages(scales),
         "E5M2": key_cache.dtype == torch.float8_e5m2,
     }
     strides = (
@@ -182,6 +196,7 @@ def _check(
     k_norm: HeadNorm | None,
     scales: tuple[float | Tensor, float | Tensor],
     out: Tensor | None,
+    rotation: KVRotation | None,
 ) -> None:
     check_rotation("heads" if write is None else "query", query, cos, sin, q_norm)
     if query.dtype not in _DTYPES:
@@ -202,7 +217,7 @@ def _check(
         return
     key, value, key_cache, value_cache, slots = write
     check_rotation("key", key, cos, sin, k_norm)
-    check_cache_shapes(query, key, value, key_cache, value_cache)
+    check_cache_shapes(query, key, value, key_cache, value_cache, scales)
     check_slots(key, value, slots)
     if slots.shape[0] > 1 and slots.stride(0) != 1:
         raise ContractError(
@@ -211,11 +226,11 @@ def _check(
         )
     check_scale("k_scale", scales[0])
     check_scale("v_scale", scales[1])
-    if any(isinstance(scale, Tensor) and scale.dim() == 4 for scale in scales):
+    if rotation is not None and not have_pages(scales):
         raise ContractError(
-            "the pages of this cache hold its scales (M16), which this kernel does not write: "
-            "rotate the keys and write them with write_kv",
-            rule="P11",
+            "this kernel rotates heads for pages that hold their scales: rotate the keys, call "
+            "rotate_heads of attnlib.ops.triton.hadamard, and write them with write_kv",
+            rule="P15",
         )
     if values_are_prefix(key_cache, value_cache):
         raise ContractError(
