@@ -39,6 +39,10 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "state-128": ("state", {"max_rollback": 3}),
     "state-64-whole": ("state", {"key_size": 64, "value_size": 64, "num_reqs": 32}),
     "state-128-whole": ("state", {"num_reqs": 32}),
+    "state-128-channels-whole": (
+        "state",
+        {"decay": "channel", "num_key_heads": 32, "num_reqs": 32},
+    ),
     "state-128-channels": ("state", {"decay": "channel", "num_key_heads": 32}),
     "state-128-c32": ("state", {"chunk_size": 32, "state_dtype": torch.bfloat16}),
     "state-granite": (

@@ -124,16 +124,23 @@ def test_a_fork_continues_in_both() -> None:
         assert equal(forks.result(place), part)
 
 
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "kinds", "state_dtype"),
+    [
+        ("gated delta", ("decode", "few decodes"), torch.float32),
+        ("gated delta", ("decode", "few decodes"), torch.bfloat16),
+        ("kimi delta", ("wide decode", "wide"), torch.float32),
+    ],
+)
 def test_one_program_computes_a_head(
-    monkeypatch: pytest.MonkeyPatch, state_dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, name: str, kinds: tuple[str, str], state_dtype: torch.dtype
 ) -> None:
     """T18: decodes of few heads and of many, across the end of a chunk and of forks, give the
     slots and the outputs the same bits; 72 value rows are three passes, with a part of a last."""
-    spec = KINDS["gated delta"].replace(max_rollback=0, value_size=72, dtype=torch.float16)
+    spec = KINDS[name].replace(max_rollback=0, value_size=72, dtype=torch.float16)
     spec = spec.replace(conv_channels=0, conv_width=0, state_dtype=state_dtype)
     requests, found = [draw_tokens(spec, n, n) for n in (40, 5)], []
-    for kind in ("decode", "few decodes"):
+    for kind in kinds:
         monkeypatch.setattr(
             config, "kind_of_step", lambda *facts, kind=kind: "prefill" if facts[2] else kind
         )

@@ -41,7 +41,7 @@ class StateChoice(NamedTuple):
         num_stages: of the loop over chunks on NVIDIA's chips, for chunks of 16 tokens; with more
             than 1, the chunk after is loaded while a chunk is computed.
         is_whole: a program computes all value rows of a head, one pass after the other, so that
-            what they share is computed once; for the kind "decode" only.
+            what they share is computed once; for the kinds of `WHOLE` only.
     """
 
     rows: int
@@ -57,11 +57,14 @@ TILES = {
     "decode": StateChoice(32, 4, registers=168, is_whole=True),
     "verify": StateChoice(64, 8),
     "wide": StateChoice(64, 8),
+    "wide decode": StateChoice(32, 4, is_whole=True),
     "prefill": StateChoice(64, 8, num_stages=2),
 }
 """Kind of steps -> choice. "few decodes" are too few heads for the chip, "verify" has tokens that
-can be taken back, "wide" a decay for each channel or float32 inputs;
-`benchmarks/gpu/state_tiles.py` measures others."""
+can be taken back, "wide" a decay for each channel or float32 inputs, and "wide decode" enough heads
+and no such tokens; `benchmarks/gpu/state_tiles.py` measures others."""
+WHOLE = {"decode", "wide decode"}
+"""Kinds of steps of one token each, with heads enough for the chip."""
 
 
 class StateTile(NamedTuple):
@@ -103,11 +106,12 @@ def kind_of_step(max_rollback: int, is_exact: bool, is_long: bool, fills_chip: b
     """
     if is_long:
         return "prefill"
+    is_whole = fills_chip and not max_rollback
     if not is_exact:
-        return "wide"
+        return "wide decode" if is_whole else "wide"
     if max_rollback:
         return "verify"
-    return "decode" if fills_chip else "few decodes"
+    return "decode" if is_whole else "few decodes"
 
 
 def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> StateTile:
@@ -118,7 +122,7 @@ def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> St
     rows = min(choice.rows, largest)
     if key_size > 128 and value_size <= 128:
         rows = min(rows, 32)  # as many registers as 64 rows of 128 keys
-    passes = largest // rows if choice.is_whole and kind == "decode" else 1
+    passes = largest // rows if choice.is_whole and kind in WHOLE else 1
     parts, blocks = triton.cdiv(key_size, part), triton.cdiv(value_size, rows * passes)
     assert blocks <= POSITION_COPIES
     # Products of float32 hold each operand in two parts, so a warp has 8 columns of 64.

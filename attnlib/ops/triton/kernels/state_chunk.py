@@ -69,7 +69,7 @@ def chunk_factors(chunk, scale, CONFIG: tl.constexpr):
 @triton.jit
 def _channel_products(chunk, CONFIG: tl.constexpr):
     """Return (k . k, q . k) of all pairs of rows with their decays, [C, C], by levels. The first is
-    defined below the diagonal, for delta updates."""
+    defined below the diagonal, for delta updates. Products of float32, as in `_invert`."""
     LEVELS: tl.constexpr = CONFIG.LEVELS
     PARTS: tl.constexpr = CONFIG.PARTS
     C: tl.constexpr = CONFIG.C
@@ -91,12 +91,8 @@ def _channel_products(chunk, CONFIG: tl.constexpr):
             k = key_part(chunk, part, CONFIG).to(tl.float32) * factor
             q = query_part(chunk, part, CONFIG).to(tl.float32) * factor
             if CONFIG.DELTA:
-                key_products = tl.dot(
-                    k, tl.trans(k), key_products, input_precision=CONFIG.PRECISION
-                )
-            query_products = tl.dot(
-                q, tl.trans(k), query_products, input_precision=CONFIG.PRECISION
-            )
+                key_products = tl.dot(k, tl.trans(k), key_products, input_precision="ieee")
+            query_products = tl.dot(q, tl.trans(k), query_products, input_precision="ieee")
         joined = joins(level, CONFIG)
         kk = tl.where(joined, key_products, kk)
         qk = tl.where(joined, query_products, qk)
