@@ -51,6 +51,17 @@ def test_a_step_is_its_parts() -> None:
     assert torch.equal(one.memory, two.memory)
 
 
+def test_bounds_may_be_a_list() -> None:
+    """As in a configuration that was read from a file."""
+    layer, (x, (step_size, _), z) = layer_of(SPEC.replace(update="add", qk_norm=False)), tokens(5)
+    changes: dict[str, Any] = {"gates": "mamba2", "bounds": [0.0, float("inf")]}
+    form = dataclasses.replace(FORM, **changes)
+    (one, two), metadata = caches(layer), batch_of(layer, [4, 1], [4, 1], [2, 0])
+    got = layer.step(x, (step_size, None), z, form, one, metadata)
+    form = dataclasses.replace(form, bounds=(0.0, float("inf")))
+    assert torch.equal(got, layer.step(x, (step_size, None), z, form, two, metadata))
+
+
 def test_no_tokens() -> None:
     layer, (x, gates, z) = layer_of(SPEC), tokens(0)
     cache = attnlib.StateCache.allocate(layer.spec, 3, device="cpu")

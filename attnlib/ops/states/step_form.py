@@ -57,6 +57,8 @@ class StepForm:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ContractError(f"{name}={getattr(self, name)!r} must be one of {allowed}")
+        # Configurations that were read from files have lists, and a form is part of keys.
+        object.__setattr__(self, "bounds", tuple(self.bounds))
         raw, has_norm = self.gates != "given", self.norm_size > 0
         for name, needed in (("rate", raw), ("bias", raw), ("norm_weight", has_norm)):
             if needed is (getattr(self, name) is None):

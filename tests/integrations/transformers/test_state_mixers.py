@@ -290,6 +290,37 @@ def test_drafts_are_taken_back(name: str) -> None:
     assert tokens[: len(wanted)] == wanted
 
 
+@pytest.mark.parametrize("name", _MARKED)
+def test_requests_continue_from_a_kept_prefix(name: str) -> None:
+    """T12, T16: they share its blocks of keys and read its slot, which stays for later ones."""
+    skip_in_older_releases(name)
+    model = built(name)
+    prefix, *tails = prompts(8, 5, 2, 3, seed=7)
+    paged = PagedModel(model, num_blocks=16, block_size=4, backend="torch", num_slots=5)
+    step(paged, prefix, 0, slot=1)
+    for parts, tables, slots in (
+        (tails[:2], [[0, 1, 2, 3], [0, 1, 4]], [2, 3]),
+        (tails[2:], [[0, 1, 5]], [4]),
+    ):
+        counts, ids = [len(part) for part in parts], [token for part in parts for token in part]
+        common = CommonAttentionMetadata.from_lengths(
+            counts,
+            [8 + n for n in counts],
+            tables,
+            4,
+            "cpu",
+            state_slots=slots,
+            state_sources=[1] * len(slots),
+        )
+        positions = torch.cat([torch.arange(8, 8 + n) for n in counts])
+        with paged.attached():
+            got = paged.step(torch.tensor(ids), positions, common)
+        for part, logits in zip(parts, got.split(counts), strict=True):
+            with torch.no_grad():
+                wanted = model(torch.tensor([[*prefix, *part]]), use_cache=False).logits[0, 8:]
+            torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_next", "bamba", "inkling2_text"])
 def test_through_triton(name: str) -> None:
