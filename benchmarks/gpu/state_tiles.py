@@ -43,8 +43,8 @@ from attnlib.ops.triton.states.config import state_config
 from benchmarks.gpu import rows
 
 SHIPPED = "shipped"
-STEPS = ("64x8:128", "64x4:168", "32x4:128", "32x2:168", "32x4w", "32x4:168w", "32x4:128w", "64x4w",
-         "16x4:128w", "16x2:168w", "32x2w")  # fmt: skip
+STEPS = ("64x8:128", "64x4:168", "32x2:168", "32x4w", "32x4:168w", "32x4:128w", "64C32x4:168w",
+         "128C32x4w", "64x4w", "16x4:128w", "16x2:168w", "32x2w")  # fmt: skip
 PREFILLS = ("64x8", "64x8/2", "64x8:128/2", "64x4", "64x4/2", "32x4", "32x4/2", "32x4:128/2",
             "32x2/2", "32x2/3")  # fmt: skip
 WORK = {"decode": ((32, 1), (256, 1), (1, 1)), "verify": ((64, 4),),
