@@ -56,6 +56,43 @@ def check_registration() -> Any:
     return ATTENTION_BACKENDS["attnlib"]
 
 
+def check_model_lists() -> None:
+    """The check of gpt-oss sees `triton`, those of other models attnlib, which they refuse."""
+    from sglang.srt.arg_groups import model_hook
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    HookRegistry.apply_hooks()
+    for architecture, seen in {
+        "GptOssForCausalLM": "triton",
+        "Gemma4ForCausalLM": "attnlib",
+    }.items():
+        model = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
+        named = dict.fromkeys(("prefill_attention_backend", "decode_attention_backend"))
+        record = SimpleNamespace(attention_backend="attnlib", **named, _model_config=model)
+        view = model_hook.resolved_view(record)
+        assert model_hook.attention_backends_of(view) == (seen, seen), architecture
+
+
+def check_draft_factory() -> None:
+    """SGLang makes the backends of EAGLE drafts by fixed names (`docs/engines.md`)."""
+    from sglang.srt.speculative import draft_utils
+
+    runner = SimpleNamespace(
+        draft_attention_backend="attnlib",
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=[])),
+    )
+    draft_utils.attention_backends = lambda: ("attnlib", "attnlib")  # of the server's arguments
+    draft_utils.get_spec = lambda: SimpleNamespace(speculative_attention_mode="prefill")
+    factory = draft_utils.DraftBackendFactory(runner, topk=1, speculative_num_steps=3)
+    for make in (factory.create_decode_backend, factory.create_draft_extend_backend):
+        try:
+            make()
+        except ValueError as error:
+            assert "EAGLE is not supported in" in str(error), error
+        else:
+            raise AssertionError("SGLang makes backends of drafts by attnlib's name: serve them")
+
+
 def check_methods(ours: type, base: type) -> None:
     """Every public method of the adapter is one of SGLang's, with the same leading parameters."""
     public = {name: item for name, item in vars(ours).items() if not name.startswith("_")}
@@ -193,6 +230,8 @@ def main() -> None:
     assert isinstance(engine.backend, AttentionBackend)
     if not IS_OLD:
         check_methods(type(engine.backend), AttentionBackend)
+        check_model_lists()
+        check_draft_factory()
     run(Engine(create, scales=(0.5, 0.25)))
     run(Engine(create, sinks=torch.randn(HEADS), sliding_window_size=9, logit_cap=5.0))
     run(engine)

@@ -4,9 +4,9 @@
 
 SGLang finds `register` by the entry point `sglang.srt.plugins`. ATTNLIB_BACKEND selects attnlib's
 backend inside SGLang as it does elsewhere. `backend` is the attention backend, `layers`
-translates its layers and `batch` its batches, `trees` the masks of draft tokens, and
-`graph_buffers` holds the tensors that captured graphs read. Only `register` can be imported without
-SGLang.
+translates its layers and `batch` its batches, `trees` the masks of draft tokens; `graph_buffers`
+holds the tensors that captured graphs read, and `model_lists` opens checks of models. Only
+`register` can be imported without SGLang.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ def register() -> None:
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
+    from attnlib.integrations.sglang.model_lists import open_model_lists
+
     server_args.add_attention_backend_choices([NAME])
     register_attention_backend(NAME)(_create)
     try:
@@ -34,6 +36,7 @@ def register() -> None:
         choices.add_draft_attention_backend_choices([NAME])
     choices.add_deterministic_attention_backend_choices([NAME])
     choices.add_radix_supported_deterministic_attention_backend_choices([NAME])
+    open_model_lists(NAME)
 
 
 def _create(runner: Any) -> Any:
