@@ -251,10 +251,9 @@ def engines() -> str:
     """docs/engines.md: features inside other engines."""
     titles = {"vllm": "vLLM", "sglang": "SGLang"}
     text = (
-        "# Features inside engines\n\n" + NOTE + "What attnlib does inside other engines, in the "
-        "older and the newer supported release. A cell links its\ntest, which CI runs on a CPU, or "
-        "the result of a GPU run, or says why there is none. `attnlib doctor` prints the\n"
-        "part that applies to what is installed.\n"
+        "# Features inside engines\n\n" + NOTE + "What attnlib does inside other engines. A cell "
+        "links its test, which CI runs on a CPU, or a\nGPU run, or says why there is none. "
+        "`attnlib doctor` prints what applies to the installed engines.\n"
     )
     for engine, releases in ENGINES.items():
         text += f"\n## {titles[engine]}\n\n| feature | {' | '.join(releases)} |\n"

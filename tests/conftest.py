@@ -58,6 +58,9 @@ LONGEST = (
     "testing/test_checks.py",
     "testing/test_conformance.py",
     "testing/test_plugin.py",
+    "hosts/test_vllm_engine.py",
+    "hosts/test_vllm_runs.py",
+    "hosts/test_vllm_warmup.py",
 )
 """Files that begin first, so that no process waits for one of them at the end."""
 

@@ -14,6 +14,7 @@ ENGINES = {"vllm": ("0.26", "0.33"), "sglang": ("0.5.17", "0.5.23")}
 """Package -> its supported releases."""
 
 _ENGINE = "tests/hosts/test_vllm_engine.py"
+_RUNS = "tests/hosts/test_vllm_runs.py"
 _ADAPTER = "tests/hosts/vllm_adapter.py"
 _MASKS = "tests/hosts/vllm_masks.py"
 _STATES = "tests/hosts/vllm_states.py"
@@ -62,8 +63,8 @@ _VLLM = {
     "cross-attention (Whisper)": _both(_MEDIA),
     "images (Gemma 3)": _both(_MEDIA),
     "non-causal drafts (DFlash)": (
-        f"{_ENGINE}::test_tokens_by_interpreted_triton_kernels",
-        f"{_ENGINE}::test_tokens_with_image_spans_and_drafts_by_interpreted_triton_kernels",
+        f"{_RUNS}::test_tokens_by_interpreted_triton_kernels",
+        f"{_RUNS}::test_tokens_with_image_spans_and_drafts_by_interpreted_triton_kernels",
     ),
     "masks per request": _both(f"{_MASKS}::test_drafts_and_other_requests_in_one_batch"),
     "retained windows (R-SWA)": _both(f"{_MASKS}::test_retained_windows"),
@@ -80,7 +81,7 @@ _VLLM = {
     "keys and values in different formats": ("refused: 0.26 takes no other names", _PAGES),
     "latent attention": _both(_TOKENS),
     "fp8 latents": _both(f"{_LATENT}::test_steps"),
-    "sparse latents": _both(f"{_LATENT}::test_selected_keys"),
+    "sparse latents (DeepSeek V3.2)": _both(f"{_RUNS}::test_tokens_by_the_second_model_runner"),
     "gated delta nets of Qwen": _both(f"{_ENGINE}::test_state_layers_give_the_same_tokens"),
     "Mamba2": (
         "not run: CI serves it with 0.33",
@@ -91,10 +92,7 @@ _VLLM = {
         f"{_ENGINE}::test_rejected_drafts_leave_no_trace_in_states",
     ),
     "other state layers": _both("absent: attnlib has no classes for them"),
-    "verification of chains": (
-        f"{_ADAPTER}::test_steps",
-        f"{_ENGINE}::test_verified_n_grams_give_the_same_tokens",
-    ),
+    "verification of chains": _both(f"{_ENGINE}::test_verified_n_grams_give_the_same_tokens"),
     "query lengths decided on the device": (
         _LATER,
         f"{_SCHEDULING}::test_query_lengths_may_differ_on_the_host",
@@ -108,25 +106,28 @@ _VLLM = {
     ),
     "cache written before attention": _both(f"{_ADAPTER}::test_metadata_has_no_slots"),
     "nothing compiled while serving": _both(f"{_WARMUP}::test_engine"),
-    "second model runner": _both(f"{_ENGINE}::test_tokens_by_the_second_model_runner"),
+    "second model runner": _both(f"{_RUNS}::test_tokens_by_the_second_model_runner"),
     "CUDA graphs": (
         f"{_RESULTS}/vllm_tokens.txt",
         f"{_ADAPTER}::test_bound_of_captured_queries",
     ),
     "batch invariance": _both(f"{_ADAPTER}::test_supported_configurations_have_no_reasons"),
-    "tensor parallelism": (f"{_RESULTS}/vllm_two_gpus.json", "not run: needs two GPUs"),
+    "tensor parallelism": _both(f"{_RUNS}::test_tokens_of_two_processes"),
     "decode context parallelism": (
-        f"{_ENGINE}::test_tokens_with_decode_context_parallelism",
+        f"{_RUNS}::test_tokens_with_decode_context_parallelism",
         f"{_WARMUP}::test_masks_and_decode_context_parallelism",
     ),
     "the same with windows, ALiBi, sinks, latents": _both(
         "tests/hosts/test_vllm_adapter.py::test_divided_layers"
     ),
-    "the same with masks by batch": _both("refused: no code for them"),
-    "prefill context parallelism of latents": _both(
-        f"{_ENGINE}::test_tokens_with_prefill_context_parallelism"
+    "replicated drafts beside it": (
+        _LATER,
+        f"{_ADAPTER}::test_drafts_with_a_cache_of_their_own_beside_a_divided_one",
     ),
+    "the same with masks by batch": _both("refused: no code for them"),
+    "prefill context parallelism of latents": _both(f"{_RUNS}::test_tokens_of_two_processes"),
     "the same of other layers": _both("refused: vLLM divides no prompts of dense layers"),
+    "backend by kind of layer": _both(f"{_ENGINE}::test_backends_may_be_named_by_kind_of_layer"),
     "KV connectors": _both(_CONNECTOR),
     "KV connectors of latents": _both("refused: ExampleConnector misreads them"),
     "quantized output": _both("refused: outputs are not quantized"),
@@ -160,7 +161,11 @@ _SGLANG_FEATURES = {
     "fp8 pools": _both(_REAL),
     "speculation trees": _both(_REAL),
     "drafts in blocks (DFlash)": (_ABSENT, f"{_SGLANG}::test_drafts_in_blocks_see_each_other"),
-    "other draft models": _both("refused: SGLang lists their backends"),
+    "EAGLE drafts": _both("refused: `DraftBackendFactory` knows fixed names"),
+    "metadata inside graphs": (_ABSENT, "refused: prepared before a replay"),
+    "gpt-oss": ("refused: SGLang lists its backends", _REAL),
+    "Llama 4, Gemma 4, windows of EXAONE 4": _both("refused: SGLang lists their backends"),
+    "images (Gemma 3)": _both("absent: causal unless with `triton`"),
     "cross-attention": _both("refused: no adapter"),
     "decode context parallelism": _both("refused: no adapter"),
     "pools for windows": _both("refused: `--disable-hybrid-swa-memory`"),

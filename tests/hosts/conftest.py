@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -18,6 +19,26 @@ _PLATFORM = {
     "METADATA": "Metadata-Version: 2.1\nName: vllm-cpu-platform\nVersion: 0\n",
     "entry_points.txt": "[vllm.platform_plugins]\nattnlib_test = vllm_cpu_platform:platform\n",
 }
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`, tests of one process of engines run in one worker, and the longest begin first."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, name = nodeid.partition("::")
+            if not file.endswith("test_vllm_engine.py"):
+                return nodeid
+            return f"{file} {next((version for version in VLLM if version in name), '')}"
+
+    config.option.loadscopereorder = False
+    return Scheduler(config, log)
+
+
+_LEFT_OUT = "TRITON_INTERPRET", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE"
+"""Environment variables. Without bytecode every process compiles a thousand modules of vLLM."""
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +61,7 @@ def environment(hosts: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def variables(version: str, **more: str) -> dict[str, str]:
         path = (hosts / f"vllm-{version}", hosts / "packages", site, HERE, HERE.parent.parent)
-        kept = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONPATH")}
+        kept = {name: value for name, value in os.environ.items() if name not in _LEFT_OUT}
         return {
             **kept, "PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1",
             "ATTNLIB_TUNING": "off", **more,
@@ -51,9 +72,17 @@ def environment(hosts: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def models(environment: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the tiny models."""
-    folder = tmp_path_factory.mktemp("models")
-    run_script("models.py", environment(VLLM[0]), str(folder))
+    """The folder of the tiny models, which the processes of one run share."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    folder, unfinished = base / "models", base / "unfinished-models"
+    with (base / "models.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            unfinished.mkdir(exist_ok=True)
+            run_script("models.py", environment(VLLM[0]), str(unfinished))
+            unfinished.rename(folder)
     return folder
 
 

@@ -7,15 +7,17 @@ Run in the environment of the hosts (`install.py`), so that both sides have one 
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from attnlib.kv_dtype import PAGE_FORMATS
-from tests.hosts import drafts, media_models, state_models
+from tests.hosts import drafts, media_models, selected_keys, state_models
 
 NEW_TOKENS = 24
 STORED_TOKENS = 16
@@ -132,11 +134,13 @@ def _bert() -> Any:
 DECODERS = {
     "llama": _llama, "mistral": _mistral, "gemma2": _gemma2, "loops": _loops, "mqa": _mqa,
     "gemma2-mqa": lambda: _gemma2(1), "deepseek": _deepseek, "gemma3": _gemma3, "qwen3": _qwen3,
+    "deepseek-v32": _deepseek,
 }  # fmt: skip
 
 
 WITH_SPANS = ("llama", "mistral")
 WITH_PAGES = "llama"
+SELECTING = "deepseek-v32"
 ROTATED = "nvfp4+hadamard"
 STORED = (
     *PAGE_FORMATS, ROTATED, "fp8_per_token_head,int4_per_group",
@@ -175,16 +179,26 @@ def span_mask(tokens: int, window: int | None) -> torch.Tensor:
 
 @torch.no_grad()
 def generate(
-    model: Any, prompt: list[int], span: bool = False, whole: bool = False
+    model: Any,
+    prompt: list[int],
+    mask: Callable[[int], torch.Tensor] | None = None,
+    whole: bool = False,
 ) -> tuple[list[int], float]:
     """Greedy tokens, and the smallest lead of a chosen logit; by full forward passes if `whole` or
-    with a span, else over transformers' cache."""
+    with a mask, else over transformers' cache.
+
+    Args:
+        model: of transformers.
+        prompt: ids.
+        mask: makes a mask for a number of tokens; None for that of the model.
+        whole: whether there is no cache.
+    """
     ids, lead, cache = list(prompt), float("inf"), None
-    window = getattr(model.config, "sliding_window", None)
+    whole = whole or mask is not None
     for _ in range(NEW_TOKENS):
-        mask = span_mask(len(ids), window) if span else None
+        given = None if mask is None else mask(len(ids))
         new = torch.tensor([ids if cache is None else ids[-1:]])
-        out = model(new, attention_mask=mask, past_key_values=cache, use_cache=not (span or whole))
+        out = model(new, attention_mask=given, past_key_values=cache, use_cache=not whole)
         cache, logits = getattr(out, "past_key_values", None), out.logits[0, -1]
         first, second = logits.topk(2).values.tolist()
         lead = min(lead, first - second)
@@ -234,7 +248,8 @@ def write(folder: Path) -> None:
         model = make().eval().float()
         model.config._attn_implementation = "eager"
         model.save_pretrained(folder / name)
-        rows = [generate(model, prompt) for prompt in prompts()]
+        seen_keys = selected_keys.mask if name == SELECTING else None
+        rows = [generate(model, prompt, seen_keys) for prompt in prompts()]
         expected = {
             "prompts": prompts(), "tokens": [tokens for tokens, _ in rows],
             "lead": min(lead for _, lead in rows),
@@ -249,8 +264,12 @@ def write(folder: Path) -> None:
             ]
         if name in WITH_SPANS:
             long = [prompt for prompt in prompts() if len(prompt) > SPAN[1] + 1]
-            with_span = [generate(model, prompt, span=True)[0] for prompt in long]
+            window = getattr(model.config, "sliding_window", None)
+            seen = functools.partial(span_mask, window=window)
+            with_span = [generate(model, prompt, seen)[0] for prompt in long]
             expected |= {"span_prompts": long, "span_tokens": with_span}
+        if name == SELECTING:
+            selected_keys.write(folder / name)
         (folder / name / "expected.json").write_text(json.dumps(expected))
         distinct = [len(set(tokens)) for tokens, _ in rows]
         print(

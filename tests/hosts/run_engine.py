@@ -14,12 +14,16 @@ import gc
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import drafts
 import media_models
+import selected_keys
+from vllm_cpu_platform import inspect_models_here
 
 for _name, _value in {
     "TEST_VLLM_CPU": "1",
@@ -30,6 +34,23 @@ for _name, _value in {
     "HF_HUB_OFFLINE": "1",
 }.items():
     os.environ.setdefault(_name, _value)
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import numpy as np
+    from triton.runtime import interpreter
+
+    from tests.triton_interpreter import speed_up_interpreter
+
+    speed_up_interpreter(interpreter)
+    _splat = interpreter.InterpreterBuilder.create_splat
+
+    def _splat_masks(builder: Any, block: Any, scalar: Any) -> Any:
+        """Triton 3.9 gives a comparison of scalars their type, so that its splat is no mask."""
+        if scalar.data.dtype == np.bool_:
+            scalar = interpreter.TensorHandle(scalar.data, interpreter.tl.int1)
+        return _splat(builder, block, scalar)
+
+    interpreter.InterpreterBuilder.create_splat = _splat_masks
 
 ARGUMENTS: dict[str, Any] = dict(
     skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=512,
@@ -44,8 +65,6 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
     from attnlib.integrations.vllm.names import backend_name
 
-    for name, value in case.get("environment", {}).items():
-        os.environ[name] = value
     expected = json.loads((Path(case["model"]) / "expected.json").read_text())
     arguments = {
         **ARGUMENTS, "attention_backend": backend_name(), "model": case["model"],
@@ -63,7 +82,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         rows = [row for row in rows if len(row) >= case.get("from_tokens", 0)]
         given = [{"prompt_token_ids": row * times} for row in rows]
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-    impls = (getattr(layer, "impl", None) for layer in layers.values())
+    impls = (getattr(layer, "impl", None) for layer in layers.values())  # an indexer has none
     ours = (getattr(impl, "_attention", None) for impl in impls)
     result: dict[str, Any] = {
         "backends": sorted({layer.backend.get_name() for layer in ours if layer is not None}),
@@ -123,15 +142,20 @@ def leads(logprobs: Any) -> list[float]:
 
 def main(cases: Path, results: Path) -> None:
     """Run all cases; an exception is the result of its case."""
+    inspect_models_here()
+    selected_keys.select_by_positions()
     found = {}
     for name, case in json.loads(cases.read_text()).items():
+        start = time.perf_counter()
         try:
-            found[name] = run(case)
+            with mock.patch.dict(os.environ, case.get("environment", {})):
+                found[name] = run(case)
         except Exception as error:
             found[name] = {"error": f"{type(error).__name__}: {error}"}
             traceback.print_exc()
         gc.collect()
         results.write_text(json.dumps(found))
+        print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
     sys.stdout.flush()
     os._exit(0)  # vLLM 0.33 fails to clean up where there is no accelerator
 

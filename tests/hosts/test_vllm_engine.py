@@ -13,8 +13,15 @@ from typing import Any
 import pytest
 
 from attnlib.kv_dtype import PAGE_FORMATS
+from tests.hosts.expected import (
+    attnlib_name,
+    expected_tokens,
+    hearing_or_seeing,
+    page_tokens,
+    verifying,
+)
 from tests.hosts.install import VLLM
-from tests.hosts.models import PROMPT_LENGTHS, ROTATED, SIZES, SPAN, STORED_TOKENS, WITH_SPANS
+from tests.hosts.models import PROMPT_LENGTHS, ROTATED, SIZES, STORED_TOKENS
 from tests.hosts.models import STORED as STORED_NAMES
 from tests.hosts.state_models import MODELS as MODELS_WITH_STATES
 
@@ -23,24 +30,8 @@ MODELS = ("llama", "mistral", "gemma2", "gemma3", "qwen3", "deepseek")
 STORED = {"llama": "auto", "llama int8": "int8_per_token_head", "deepseek": "auto"}
 """Model and more -> `kv_cache_dtype` of the cache that a connector saves."""
 
-N_GRAMS = {
-    "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 2,
-}  # fmt: skip
 STATES = {"ATTNLIB_VLLM_STATES": "1"}
 ROTATION = {"attnlib": {"kv_rotation": "hadamard"}}
-
-
-def expected_tokens(models: Path, name: str) -> list[list[int]]:
-    expected = json.loads((models / name / "expected.json").read_text())
-    found: list[list[int]] = expected["tokens"]
-    return found
-
-
-def page_tokens(models: Path, stored: str) -> list[list[int]]:
-    """Tokens of transformers over a cache with the round trip of a format."""
-    expected = json.loads((models / "llama" / "expected.json").read_text())
-    found: list[list[int]] = expected["page_tokens"][stored]
-    return found
 
 
 def stored_arguments(version: str) -> dict[str, Any]:
@@ -63,12 +54,17 @@ def results(request: pytest.FixtureRequest, engine: Any, models: Path) -> dict[s
     cases["one window for all"] = {
         **cases["gemma2"], "arguments": {"disable_hybrid_kv_cache_manager": True}
     }  # fmt: skip
+    named = dict.fromkeys(("full_attention", "sliding_window"), attnlib_name(request.param))
+    kinds = {"attention_backend": None, "attention_config": {"backend_per_kind": named}}
+    cases["by kind"] = {**cases["gemma2"], "arguments": kinds}
     pooling = {"runner": "pooling", "skip_tokenizer_init": False, "max_model_len": 256}
     cases["bert"] = {
         "model": str(models / "bert"), "pooling": True,
         "arguments": {**pooling, "max_num_batched_tokens": 256},
     }  # fmt: skip
     cases["refused"] = {**cases["llama"], "arguments": {"kv_cache_dtype": "int4_per_token_head"}}
+    if request.param == VLLM[1]:
+        cases["name of 0.26"] = {**cases["llama"], "arguments": {"attention_backend": "CUSTOM"}}
     skipped = {"kv_cache_dtype": next(iter(PAGE_FORMATS)), "kv_cache_dtype_skip_layers": ["1"]}
     few = {**cases["llama"], "new_tokens": STORED_TOKENS}
     cases["all but one layer"] = {**few, "arguments": skipped}
@@ -76,16 +72,9 @@ def results(request: pytest.FixtureRequest, engine: Any, models: Path) -> dict[s
         cases[stored] = {**few, "arguments": arguments}
     cases["rotated"] = {**cases["llama"], "arguments": {"additional_config": ROTATION}}
     cases |= stored_cases(models, request.param)
-    media = {"skip_tokenizer_init": False, "max_num_batched_tokens": 512}
-    if request.param == VLLM[1]:  # an environment variable in 0.26
-        media["mm_hasher_algorithm"] = "sha256"
-    for name, length in {"whisper": 128, "gemma3-images": 512}.items():
-        arguments = {**media, "max_model_len": length}
-        cases[name] = {"model": str(models / name), "arguments": arguments}
-    if request.param == VLLM[1]:  # the samplers of 0.26 need more compiled operations
-        # The last case: no engine of 0.33 starts in a process that has loaded numba for them.
-        arguments = {"speculative_config": N_GRAMS, "disable_log_stats": False}
-        cases["n-grams"] = {"model": str(models / "loops"), "repeat": 2, "arguments": arguments}
+    cases |= hearing_or_seeing(models, request.param)
+    # The last case: no engine of 0.33 starts in a process that has loaded numba for n-grams.
+    cases["n-grams"] = verifying(models)
     variables = {"VLLM_MM_HASHER_ALGORITHM": "sha256"} if request.param == VLLM[0] else {}
     found: dict[str, Any] = engine(request.param, cases, **variables, **STATES)
     return found | {"version": request.param}
@@ -110,13 +99,17 @@ def test_layers_with_windows_have_a_cache_group_of_their_own(results: dict[str, 
     assert results["one window for all"]["cache_groups"] == 1
 
 
+def test_backends_may_be_named_by_kind_of_layer(results: dict[str, Any], models: Path) -> None:
+    assert results["by kind"].get("error") is None
+    assert results["by kind"]["tokens"] == expected_tokens(models, "gemma2")
+    assert results["by kind"]["backends"] == ["torch"]
+
+
 def test_layers_of_one_group_may_differ_in_window(results: dict[str, Any], models: Path) -> None:
     assert results["one window for all"]["tokens"] == expected_tokens(models, "gemma2")
 
 
 def test_verified_n_grams_give_the_same_tokens(results: dict[str, Any], models: Path) -> None:
-    if "n-grams" not in results:
-        pytest.skip("the samplers of vLLM 0.26 need compiled operations")
     result = results["n-grams"]
     assert result.get("error") is None
     assert result["tokens"] == expected_tokens(models, "loops")
@@ -162,6 +155,12 @@ def test_the_engine_prints_the_reason_of_a_refusal(results: dict[str, Any]) -> N
     assert "kv_cache_dtype not supported" in message
 
 
+def test_releases_with_names_say_that_of_attnlib(results: dict[str, Any]) -> None:
+    if results["version"] == VLLM[0]:
+        pytest.skip("vLLM 0.26 knows attnlib as CUSTOM")
+    assert "--attention-backend ATTNLIB" in results["name of 0.26"]["error"]
+
+
 def test_refused_rotations_have_reasons(results: dict[str, Any]) -> None:
     """0.26: only of caches with scales in the page. 0.33: only by the name of the format."""
     expected = {
@@ -200,15 +199,14 @@ def test_layers_may_be_excluded_from_quantization(results: dict[str, Any], model
 def later(results: dict[str, Any], engine: Any, models: Path) -> dict[str, Any]:
     """Results of a second process, whose cache is in HND order. It loads what the first saved."""
     version = results["version"]
-    cases = {"hnd": {"model": str(models / "llama")}, **stored_cases(models, version)}
-    if version == VLLM[1]:
-        named = {"environment": {"ATTNLIB_BACKEND": "flash_attn"}}
-        cases["a backend that cannot run"] = {**cases["hnd"], **named}
-        drafts = {"speculative_config": N_GRAMS, "enable_prefix_caching": False}
-        cases["drafts of states"] = {  # the last case, as above
-            "model": str(models / "nemotron-h"), "environment": {"ATTNLIB_BACKEND": ""},
-            "arguments": {**drafts, "disable_log_stats": False},
-        }  # fmt: skip
+    # The first case: vLLM does not ask again about layers that it has a backend for.
+    absent = {"model": str(models / "llama"), "environment": {"ATTNLIB_BACKEND": "flash_attn"}}
+    cases: dict[str, Any] = {"absent": absent, "hnd": {"model": str(models / "llama")}}
+    cases |= stored_cases(models, version)
+    if version == VLLM[1]:  # the last case, as above
+        cases["drafts of states"] = verifying(
+            models, "nemotron-h", enable_prefix_caching=False, repeat=1
+        )
     found: dict[str, Any] = engine(version, cases, VLLM_KV_CACHE_LAYOUT="HND", **STATES)
     return found
 
@@ -284,132 +282,5 @@ def test_tokens_over_a_cache_in_hnd_order(later: dict[str, Any], models: Path) -
     assert later["hnd"]["tokens"] == expected_tokens(models, "llama")
 
 
-RUNNER_2 = {"VLLM_USE_V2_MODEL_RUNNER": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-"""vLLM's second model runner; its kernels run in Triton's interpreter."""
-
-
-@pytest.mark.parametrize("version", VLLM)
-def test_tokens_by_the_second_model_runner(engine: Any, models: Path, version: str) -> None:
-    sizes = {"block_size": 16}
-    cases: dict[str, Any] = {
-        name: {"model": str(models / name), "new_tokens": 8, "arguments": sizes}
-        for name in ("llama", "mistral", "gemma2", "deepseek")
-    }
-    cases["llama"]["repeat"] = 2
-    stored = "int8_per_token_head"
-    cases[stored] = {**cases["mistral"], "model": cases["llama"]["model"]}
-    cases[stored]["arguments"] = {**sizes, "kv_cache_dtype": stored}
-    results = engine(version, cases, **RUNNER_2, ATTNLIB_BACKEND="torch")
-    for name, result in results.items():
-        assert result.get("error") is None, name
-        assert result["runner"] == "vllm.v1.worker.cpu.model_runner"
-        expected = page_tokens(models, stored) if name == stored else expected_tokens(models, name)
-        assert result["tokens"] == [row[:8] for row in expected], name
-    assert sum(results["llama"]["cached_tokens"]) >= 128
-
-
-def test_tokens_with_decode_context_parallelism(engine: Any, models: Path) -> None:
-    """Two processes, each with half of the cached tokens; layers without and with windows and soft
-    caps. (vLLM 0.33 has no such CPU path.)"""
-    arguments = {
-        "tensor_parallel_size": 2, "decode_context_parallel_size": 2,
-        "distributed_executor_backend": "mp",
-    }  # fmt: skip
-    windows = {**arguments, "disable_hybrid_kv_cache_manager": True}
-    cases = {
-        "mqa": {"model": str(models / "mqa"), "arguments": arguments},
-        "gemma2-mqa": {"model": str(models / "gemma2-mqa"), "arguments": windows},
-    }
-    for name, result in engine(VLLM[0], cases).items():
-        assert result.get("error") is None
-        assert result["tokens"] == expected_tokens(models, name)
-
-
-@pytest.mark.parametrize("version", VLLM)
-def test_tokens_with_prefill_context_parallelism(engine: Any, models: Path, version: str) -> None:
-    """Two processes, each with half of the new tokens of a chunk and all cached latents."""
-    case: dict[str, Any] = {
-        "model": str(models / "deepseek"), "new_tokens": 4,
-        "arguments": {
-            "block_size": 16, "prefill_context_parallel_size": 2,
-            "distributed_executor_backend": "mp",
-        },
-    }  # fmt: skip
-    result = engine(version, {"divided": case}, **RUNNER_2, ATTNLIB_BACKEND="torch")["divided"]
-    assert result.get("error") is None
-    assert result["tokens"] == [row[:4] for row in expected_tokens(models, "deepseek")]
-
-
-def drafting(models: Path, version: str) -> dict[str, Any]:
-    """A case with drafts whose tokens see each other. vLLM selects their backend on its own."""
-    name = "CUSTOM" if version == VLLM[0] else "ATTNLIB"
-    drafts = {
-        "method": "dflash", "model": str(models / "qwen3-drafts"), "num_speculative_tokens": 3,
-        "attention_backend": name,
-    }  # fmt: skip
-    return {
-        "model": str(models / "qwen3"), "prompts": 3, "new_tokens": 3, "drafts": True,
-        "arguments": {"speculative_config": drafts},
-    }  # fmt: skip
-
-
-def check_drafts(result: dict[str, Any], models: Path) -> None:
-    """Each of the two layers attends to all keys, and the tokens are those of the target."""
-    assert result.get("error") is None
-    assert result["tokens"] == [row[:3] for row in expected_tokens(models, "qwen3")[:3]]
-    drafts = result["drafts"]
-    assert drafts["calls"] >= 4 and drafts["error"] < 1e-4 < 1e-2 < drafts["to_causal"]
-
-
-INTERPRETED = {
-    "ATTNLIB_BACKEND": "triton", "TRITON_INTERPRET": "1",
-    "CUDA_VISIBLE_DEVICES": "",  # vLLM's kernels are interpreted, too
-}  # fmt: skip
-
-
-def test_tokens_by_interpreted_triton_kernels(engine: Any, models: Path) -> None:
-    cases = {
-        "llama": {"model": str(models / "llama"), "prompts": 4, "new_tokens": 6},
-        "deepseek": {"model": str(models / "deepseek"), "prompts": 2, "new_tokens": 3},
-    }
-    stored = "int8_per_token_head"
-    cases[stored] = {
-        "model": str(models / "llama"), "prompts": 2, "new_tokens": 3,
-        "arguments": {"kv_cache_dtype": stored},
-    }  # fmt: skip
-    results = engine(VLLM[0], {**cases, "drafts": drafting(models, VLLM[0])}, **INTERPRETED)
-    check_drafts(results["drafts"], models)
-    for name, case in cases.items():
-        assert results[name]["backends"] == ["triton"]
-        expected = page_tokens(models, stored) if name == stored else expected_tokens(models, name)
-        expected = expected[: case["prompts"]]
-        assert results[name]["tokens"] == [row[: case["new_tokens"]] for row in expected]
-
-
-def test_tokens_with_image_spans_and_drafts_by_interpreted_triton_kernels(
-    engine: Any, models: Path
-) -> None:
-    """No prefill is split inside a span, as vLLM does for images."""
-    cases = {
-        name: {
-            "model": str(models / name), "span": SPAN, "new_tokens": 3,
-            "arguments": {"max_num_batched_tokens": 512},
-        }
-        for name in WITH_SPANS
-    }  # fmt: skip
-    all_cases = {"drafts": drafting(models, VLLM[1]), **cases}  # a process keeps its spans
-    results = engine(VLLM[1], all_cases, **INTERPRETED)
-    check_drafts(results.pop("drafts"), models)
-    for name, result in results.items():
-        expected = json.loads((models / name / "expected.json").read_text())
-        assert result.get("error") is None and result["backends"] == ["triton"]
-        assert result["tokens"] == [row[:3] for row in expected["span_tokens"]]
-        plain = dict(zip(map(tuple, expected["prompts"]), expected["tokens"], strict=True))
-        others = [plain[tuple(prompt)] for prompt in expected["span_prompts"]]
-        assert sum(a != b for a, b in zip(expected["span_tokens"], others, strict=True)) > 1
-
-
 def test_a_backend_that_cannot_run_here_is_refused_with_its_reason(later: dict[str, Any]) -> None:
-    if "a backend that cannot run" not in later:
-        pytest.skip("one release is enough")
-    assert "attnlib: flash_attn: " in later["a backend that cannot run"]["error"]
+    assert "attnlib: flash_attn: " in later["absent"]["error"]

@@ -162,6 +162,18 @@ def test_steps(window: int | None) -> None:
         torch.testing.assert_close(output, layer.expected(q, query_lens, seq_lens, window))
 
 
+def test_drafts_with_a_cache_of_their_own_beside_a_divided_one() -> None:
+    """vLLM makes their layers as if no keys were divided; only the configuration says so."""
+    layer = Layer()
+    layer.config.parallel_config.decode_context_parallel_size = 2
+    spec = SimpleNamespace(block_size=BLOCK, dcp_sharded=False)
+    layer.builder = type(layer.builder)(spec, ["layer"], layer.config, torch.device("cpu"))
+    assert layer.builder.distributed is None
+    for query_lens, seq_lens in STEPS:
+        q, _, _, output = layer.step(query_lens, seq_lens)
+        torch.testing.assert_close(output, layer.expected(q, query_lens, seq_lens))
+
+
 def test_padded_batch() -> None:
     """Padding rows have no tokens and length 0, padding tokens have slot -1: nothing is written,
     and their output is 0."""

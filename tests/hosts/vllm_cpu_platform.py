@@ -57,6 +57,16 @@ def define_operations() -> None:
             " e, Tensor? f, int g) -> ()",
             accept_greedy_drafts,
         ),
+        (
+            "rejection_random_sample_kernel_impl(Tensor(a!) a, Tensor b, Tensor c, Tensor? d,"
+            " Tensor e, Tensor f, Tensor g, Tensor h, Tensor? i, int j, int k, bool l) -> ()",
+            sample_nothing,
+        ),
+        (
+            "sample_recovered_tokens_kernel_impl(Tensor(a!) a, Tensor b, Tensor c, Tensor? d,"
+            " Tensor e, Tensor f, int g, bool h) -> ()",
+            sample_nothing,
+        ),
         ("rms_norm(Tensor(a!) out, Tensor x, Tensor? weight, float eps) -> ()", norm),
         (
             "rotary_embedding(Tensor a, Tensor(a!) b, Tensor? c, int d, Tensor e, bool f) -> ()",
@@ -109,6 +119,10 @@ def accept_greedy_drafts(
             if accepted == end - start:
                 output[request, accepted] = bonus.flatten()[request]
         start = end
+
+
+def sample_nothing(*arguments: Any) -> None:
+    """Random sampling of drafts: only vLLM's profiling run calls it here, and reads no result."""
 
 
 def expand(
@@ -185,9 +199,18 @@ def combine_ranks(
     return (combined, total[:, own]) if return_lse else combined
 
 
+def inspect_models_here() -> None:
+    """Let vLLM import the class of a model in this process, not in another one first: it does so to
+    keep CUDA uninitialized, and most of the time of a small engine goes there."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()
+
+
 def worker_class() -> Any:
     """vLLM's CPU worker; the size of its cache is what the user says."""
     define_operations()
+    inspect_models_here()
     import vllm.model_executor.layers.attention.mla_attention as latent_layers
     import vllm.utils.cpu_triton_utils as kernels
     import vllm.v1.attention.ops.common as operations

@@ -38,11 +38,11 @@ class TestCpuPlatform(CpuPlatform):
     def check_and_update_config(cls, vllm_config: Any) -> None:
         """The block size that the user names is kept, and 16 is the default. Prefills stay in
         chunks, which vLLM's CPU platform does not do for latent attention."""
-        named = vllm_config.cache_config.user_specified_block_size
+        cache = vllm_config.cache_config
+        named = cache.block_size if cache.user_specified_block_size else None
         scheduler = vllm_config.scheduler_config
         chunks = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
         super().check_and_update_config(vllm_config)
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chunks
-        if not named:
-            vllm_config.cache_config.block_size = 16
+        cache.block_size = named or 16
         vllm_config.parallel_config.worker_cls = "vllm_cpu_worker.TestCpuWorker"

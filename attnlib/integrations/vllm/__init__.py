@@ -39,6 +39,8 @@ def register() -> None:
     name = backend_name()
     known = AttentionBackendEnum.__members__
     register_backend(known[name] if name in known else name, _BACKEND)
+    if name != "CUSTOM" and not known["CUSTOM"].is_overridden():
+        register_backend(known["CUSTOM"], f"{_BACKEND.rpartition('.')[0]}.Custom")
     # A worker that is spawned reads its configuration before vLLM calls `register` there.
     known[name].__reduce_ex__ = lambda protocol: (_registered_name, ())
     cpu.register()

@@ -2,20 +2,32 @@
 
 vLLM has one class per name of a backend. A class serves latent attention (MLA), that over selected
 keys, or other layers, and one format of pages with scales. `Backend` is the one for the model that
-is being loaded.
+is being loaded. `Custom` stands for CUSTOM, attnlib's name up to vLLM 0.26, in releases that know
+attnlib by its own name; asking for it is an error.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.vllm.format_names import PAGE_NAMES
 
 __all__ = ["Backend"]  # noqa: F822  # by `__getattr__`
 
 
 def __getattr__(name: str) -> Any:
-    """`Backend`, by vLLM's current configuration."""
+    """`Backend`, by vLLM's current configuration.
+
+    Raises:
+        UnsupportedConfigError: for `Custom`.
+    """
+    if name == "Custom":
+        raise UnsupportedConfigError(
+            "no backend is registered as CUSTOM: attnlib's name in this release of vLLM is ATTNLIB "
+            "(--attention-backend ATTNLIB)",
+            backend="attnlib",
+        )
     if name != "Backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.config import get_current_vllm_config_or_none
