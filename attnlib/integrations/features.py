@@ -111,7 +111,9 @@ _VLLM = {
         f"{_RESULTS}/vllm_tokens.txt",
         f"{_ADAPTER}::test_bound_of_captured_queries",
     ),
-    "batch invariance": _both(f"{_ADAPTER}::test_supported_configurations_have_no_reasons"),
+    "batch invariance": _both(
+        f"{_SCHEDULING}::test_batch_invariant_layers_give_a_request_its_bits_in_any_batch"
+    ),
     "tensor parallelism": _both(f"{_RUNS}::test_tokens_of_two_processes"),
     "decode context parallelism": (
         f"{_RUNS}::test_tokens_with_decode_context_parallelism",

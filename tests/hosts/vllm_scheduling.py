@@ -70,6 +70,17 @@ def test_decodes_follow_lengths_and_blocks_in_place(window: int | None) -> None:
     assert not torch.equal(changed, before)
 
 
+def test_batch_invariant_layers_give_a_request_its_bits_in_any_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    layer, query = filled(), torch.randn(3, HEADS, SIZE)
+    assert layer.impl.spec.batch_invariant
+    together = layer.builder.build(0, batch_of(layer, ints(0, 1, 2, 3), ints(30, 23, 7)))
+    alone = layer.builder.build(0, batch_of(layer, ints(0, 1), ints(30)))
+    assert torch.equal(attend(layer, query, together)[:1], attend(layer, query[:1], alone))
+
+
 @pytest.mark.parametrize("prefill", [False, True])
 def test_query_lengths_may_differ_on_the_host(prefill: bool) -> None:
     """Adaptive verification: the device decides how many drafts of each request are verified."""
