@@ -24,20 +24,21 @@ ARGUMENTS: dict[str, Any] = {
 CASES: dict[str, dict[str, Any]] = {
     "llama": {}, "gemma2": {}, "llama fp8": {"kv_cache_dtype": "fp8"}, "deepseek": {},
     "llama int8": {"kv_cache_dtype": "int8_per_token_head"},
-    "llama eager": {"enforce_eager": True},
+    "llama eager": {"enforce_eager": True}, "deepseek-v32": {"block_size": 64},
 }  # fmt: skip
 """Name of the model and more -> arguments of the engine."""
 
 
 @pytest.mark.parametrize(("version", "runner"), [*((v, "0") for v in VLLM), (VLLM[1], "1")])
 def test_engine(engine: Any, models: Path, version: str, runner: str) -> None:
-    """Both model runners. The second one has the registry of 0.33 also on a CPU."""
+    """Both model runners. The second one has the registry of 0.33 also on a CPU, and Triton, which
+    vLLM's indexers need."""
     cases = {
         name: {
             "model": str(models / name.split()[0]), "times": 3, "arguments": {**ARGUMENTS, **more}
         }
         for name, more in CASES.items()
-        if runner == "0" or name.startswith("llama")
+        if (name != "deepseek-v32" if runner == "0" else name.startswith(("llama", "deepseek-v32")))
     }  # fmt: skip
     variables = {"VLLM_USE_V2_MODEL_RUNNER": "1", "CUDA_VISIBLE_DEVICES": ""}
     results = engine(version, cases, "recorded_engine.py", **(variables if runner == "1" else {}))
@@ -45,7 +46,10 @@ def test_engine(engine: Any, models: Path, version: str, runner: str) -> None:
         assert result.get("error") is None, name
         assert result["backends"] == ["triton"]
         write = "write_pages_kernel" if name == "llama int8" else "write_kv_kernel"
-        assert {"decode_kernel", "prefill_kernel", write} <= set(result["served"])
+        kernels = {"decode_kernel", "prefill_kernel", write}
+        if name == "deepseek-v32":
+            kernels = {"hopper_selected_swap_ab_kernel", write}
+        assert kernels <= set(result["served"])
         if name == "llama eager":
             assert len(result["late"]) == len(result["served"]) and not result["started_by"]
             continue
