@@ -21,6 +21,7 @@ from attnlib.cache.pages import page_bytes
 from attnlib.cache.states import StateCache, state_layout
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import as_id
 from attnlib.spec import AttentionSpec, StateSpec
 
 __all__ = ["Group", "HybridKVCache", "KVCacheGroup", "StateGroup", "with_equal_blocks"]
@@ -45,7 +46,8 @@ class KVCacheGroup:
     num_layers: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_layers < 1 or not self.spec.is_paged:
+        AttentionSpec.check_kind(self.spec, "KVCacheGroup")
+        if as_id("num_layers", self.num_layers) < 1 or not self.spec.is_paged:
             raise ContractError(
                 f"a group of {self.num_layers} layers with attn_type={self.spec.attn_type.value} "
                 "has no paged cache: give at least one layer that attends through a cache"
@@ -95,7 +97,8 @@ class StateGroup:
     num_layers: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_layers < 1:
+        StateSpec.check_kind(self.spec, "StateGroup")
+        if as_id("num_layers", self.num_layers) < 1:
             raise ContractError(f"a group of {self.num_layers} state layers: give at least one")
 
     @property
@@ -165,7 +168,7 @@ class HybridKVCache:
         num_blocks: int,
         device: torch.device | str | None = None,
     ) -> None:
-        if not groups or num_blocks < 2:
+        if not groups or as_id("num_blocks", num_blocks) < 2:
             raise ContractError(
                 f"a pool of {num_blocks} blocks for {len(groups)} groups cannot hold anything: "
                 "block 0 is the null block, so give at least one group and two blocks"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from attnlib.cache.allocator import BlockAllocator
 from attnlib.cache.hybrid import StateGroup
 from attnlib.cache.prefix_tree import Label, PrefixNode
+from attnlib.errors import ContractError
 
 __all__ = ["LayerSlots", "SequenceStates", "StateBlocks"]
 
@@ -122,7 +123,18 @@ class StateBlocks:
             states.slots[name] = []
 
     def layer_slots(self, all_states: Sequence[SequenceStates]) -> dict[str, list[LayerSlots]]:
-        """Group name -> the slots of a batch in each layer."""
+        """Group name -> the slots of a batch in each layer.
+
+        Raises:
+            ContractError: a request without slots.
+        """
+        for place, one in enumerate(all_states):
+            if any(self.missing(one).values()):
+                raise ContractError(
+                    f"request {place} has no slots for its next step: grow it first, also after "
+                    "keep, fork and release",
+                    rule="T15",
+                )
         return {
             name: [
                 LayerSlots(

@@ -58,6 +58,14 @@ def test_a_block_holds_a_state_or_a_multiple_of_key_blocks() -> None:
     states.tensors.state[3].fill_(1)
     assert pool.caches["keys"][0].key_cache[3].any()
     assert not pool.caches["keys"][0].key_cache[[0, 1, 2, 4, 5]].any()
+    for make, message in (
+        (lambda: KVCacheGroup(GDN), "KVCacheGroup takes an attnlib.AttentionSpec"),
+        (lambda: StateGroup(KEYS), "StateGroup takes an attnlib.StateSpec"),
+        (lambda: KVCacheGroup(KEYS, 1.5), "num_layers 1.5 is a float"),
+        (lambda: HybridKVCache(GROUPS, 2.5), "num_blocks 2.5 is a float"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            make()
     with pytest.raises(ContractError, match="a group of 0 state layers"):
         StateGroup(GDN, 0)
 
@@ -83,6 +91,21 @@ def test_a_checkpoint_is_left_behind() -> None:
     for each in (one, other):
         blocks.release(each)
     assert blocks.num_free_blocks == 23
+
+
+def test_slots_of_requests_that_did_not_grow() -> None:
+    """They would be those of an earlier step, or none."""
+    blocks, tokens = allocator(), list(range(8))
+    one = blocks.start(tokens)
+    with pytest.raises(ContractError, match="request 0 has no slots .* grow it first"):
+        blocks.state_slots([one])
+    run(blocks, one, tokens, 5)
+    other, _ = blocks.fork(one)
+    for each in (one, other):
+        with pytest.raises(ContractError, match="grow it first"):
+            blocks.state_slots([each])
+        blocks.grow(each, 6)
+    assert len(blocks.state_slots([one, other])["states"]) == 2
 
 
 def test_a_prefix_needs_a_state() -> None:
