@@ -9,7 +9,6 @@ the next call.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from attnlib.backends.base import AttentionBackend
+from attnlib.integrations.transformers.eager_models import is_causal_module
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.selection import get_attn_backend
@@ -30,7 +30,6 @@ from attnlib.spec import AttentionSpec
 __all__ = [
     "Call",
     "builder_for",
-    "is_causal_module",
     "is_transient",
     "layer_for",
     "layer_name",
@@ -223,26 +222,3 @@ def _is_current(cached: _CachedLayer, call: Call, backend: type[AttentionBackend
 def tensor_version(tensor: torch.Tensor | None) -> int:
     """The version counter of a tensor; -1 for None and for inference tensors, which have none."""
     return -1 if tensor is None or tensor.is_inference() else tensor._version
-
-
-def is_causal_module(module: nn.Module) -> bool:
-    """Whether a module without a mask is causal.
-
-    The sdpa and flash attention functions of transformers then follow `module.is_causal`; the eager
-    function does not mask. A model that supports eager attention only may depend on that.
-    """
-    return bool(getattr(module, "is_causal", True)) and not _is_eager_only(type(module).__module__)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # untyped in torch
-def _is_eager_only(name: str) -> bool:
-    """Whether a Python module defines models, none of which supports sdpa."""
-    return _defines_eager_models_only(name)
-
-
-@lru_cache(maxsize=256)
-def _defines_eager_models_only(name: str) -> bool:
-    definitions = vars(sys.modules[name]).values() if name in sys.modules else ()
-    classes = [cls for cls in definitions if isinstance(cls, type) and cls.__module__ == name]
-    support = [cls._supports_sdpa for cls in classes if hasattr(cls, "_supports_sdpa")]
-    return bool(support) and not any(support)

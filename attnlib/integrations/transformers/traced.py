@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from attnlib.integrations.transformers.autocast import as_eager_casts
-from attnlib.integrations.transformers.layers import is_causal_module
+from attnlib.integrations.transformers.eager_models import calls_need_masks, is_causal_module
 from attnlib.integrations.transformers.opaque import attend_opaquely
 from attnlib.integrations.transformers.recorded_weights import weights_are_recorded_in_trace
 from attnlib.integrations.transformers.token_terms import is_by_token
@@ -117,8 +117,11 @@ def evaluated_mask(given: dict[str, Any]) -> torch.Tensor | None:
 
     if given.get("mask_function") is None:
         given = given | {"mask_function": causal_mask_function}
-    if given["q_length"] not in (1, given["kv_length"]):
-        # Without a mask, the last query is at the last key; for sdpa the first is at the first.
+    # Without a mask, the last query is at the last key; for sdpa the first is at the first.
+    is_suffix = given["q_length"] != given["kv_length"]
+    if given["q_length"] != 1 and (
+        is_suffix or calls_need_masks(type(given.get("config")).__module__)
+    ):
         given = given | {"allow_is_causal_skip": False}
     mask: torch.Tensor | None = sdpa_mask(**given)
     return mask

@@ -105,6 +105,19 @@ def test_a_decoder_is_one_graph(name: str) -> None:
     assert (graphs, breaks) == (2, 0)
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+@torch.no_grad()
+def test_prompts_without_padding(name: str) -> None:
+    """transformers leaves the mask of such a step out for sdpa; to models that support eager
+    attention only, no mask means that every query sees every key."""
+    model, ids = decoder(name), torch.tensor(prompts(9, 9))
+    model.set_attn_implementation("eager")
+    wanted = model(ids, use_cache=True).logits
+    model.set_attn_implementation("attnlib")
+    found = torch.compile(model.forward, backend="eager", fullgraph=True)(ids, use_cache=True)
+    assert float((found.logits - wanted).abs().max()) < 2e-5
+
+
 def test_generate_over_a_static_cache_compiles_once() -> None:
     """12 layers are one graph: more layers than torch.compile recompiles a function for."""
     model, batch = llama_of_12_layers(), padded(prompts(9, 5), "left")
