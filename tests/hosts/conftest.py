@@ -15,10 +15,13 @@ import pytest
 from tests.hosts.install import VLLM
 
 HERE = Path(__file__).parent
-_PLATFORM = {
-    "METADATA": "Metadata-Version: 2.1\nName: vllm-cpu-platform\nVersion: 0\n",
-    "entry_points.txt": "[vllm.platform_plugins]\nattnlib_test = vllm_cpu_platform:platform\n",
+_PACKAGES = {
+    "vllm_cpu_platform": "[vllm.platform_plugins]\nattnlib_test = vllm_cpu_platform:platform\n",
+    "attnlib_kv_format_example": "[attnlib.kv_formats]\n"
+    "rotated4 = attnlib_kv_format_example.rotated4:ROTATED_4BIT\n",
 }
+"""Name -> entry points, of packages that are not installed."""
+_FORMATS = HERE.parent.parent / "examples" / "attnlib-kv-format-example" / "src"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -54,13 +57,15 @@ def hosts(request: pytest.FixtureRequest) -> Path:
 def environment(hosts: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Version of vLLM -> environment variables of a process that imports it."""
     site = tmp_path_factory.mktemp("platform")
-    plugin = site / "vllm_cpu_platform-0.dist-info"
-    plugin.mkdir()
-    for name, text in _PLATFORM.items():
-        (plugin / name).write_text(text)
+    for package, entry_points in _PACKAGES.items():
+        metadata = site / f"{package}-0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0\n")
+        (metadata / "entry_points.txt").write_text(entry_points)
 
     def variables(version: str, **more: str) -> dict[str, str]:
-        path = (hosts / f"vllm-{version}", hosts / "packages", site, HERE, HERE.parent.parent)
+        own = (site, _FORMATS, HERE, HERE.parent.parent)
+        path = (hosts / f"vllm-{version}", hosts / "packages", *own)
         kept = {name: value for name, value in os.environ.items() if name not in _LEFT_OUT}
         return {
             **kept, "PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1",

@@ -143,7 +143,7 @@ WITH_PAGES = "llama"
 SELECTING = "deepseek-v32"
 ROTATED = "nvfp4+hadamard"
 STORED = (
-    *PAGE_FORMATS, ROTATED, "fp8_per_token_head,int4_per_group",
+    *PAGE_FORMATS, ROTATED, "int8_per_token_head,example:rotated4+hadamard",
     "float32,int8_per_token_head+hadamard",
 )  # fmt: skip
 """How caches store heads: names of formats, of those of keys and values, of rotated ones.
@@ -221,7 +221,8 @@ def page_tokens(model: Any, prompt: list[int], name: str, but: int | None = None
         if formats[side] == "float32":
             return states
         tokens = rotate_reference(states[0].transpose(0, 1), rotation or None, side)  # [T, H, D]
-        found = dequantize_tokens(*quantize_tokens(tokens, formats[side])).to(states.dtype)
+        name = formats[side]
+        found = dequantize_tokens(*quantize_tokens(tokens, name), name).to(states.dtype)
         found = rotate_reference(found, rotation or None, side, inverse=True)
         return found.transpose(0, 1)[None]
 

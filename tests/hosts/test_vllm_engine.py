@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from attnlib.kv_dtype import PAGE_FORMATS
+from attnlib.object_path import load_object
 from tests.hosts.expected import (
     attnlib_name,
     expected_tokens,
@@ -24,6 +25,7 @@ from tests.hosts.install import VLLM
 from tests.hosts.models import PROMPT_LENGTHS, ROTATED, SIZES, STORED_TOKENS
 from tests.hosts.models import STORED as STORED_NAMES
 from tests.hosts.state_models import MODELS as MODELS_WITH_STATES
+from tests.kv_formats.conftest import MODULE
 
 pytestmark = pytest.mark.hosts
 MODELS = ("llama", "mistral", "gemma2", "gemma3", "qwen3", "deepseek")
@@ -182,7 +184,10 @@ def test_tokens_over_pages_with_scales(
     assert result["tokens"] == page_tokens(models, stored)
     size = SIZES["head_dim"]
     sides = stored.split("+")[0].split(",") * 2
-    formats = [PAGE_FORMATS.get(side) for side in sides[:2]]
+    formats = [
+        load_object(f"{MODULE}:ROTATED_4BIT") if ":" in side else PAGE_FORMATS.get(side)
+        for side in sides[:2]
+    ]
     used = sum(size * 4 if one is None else one.bytes_per_head(size) for one in formats)
     times = 2 * size * 4 / used
     assert result["blocks"] == pytest.approx(times * results["llama"]["blocks"], rel=0.02)

@@ -1,8 +1,9 @@
 """Names of caches with scales in the page (M16) as values of `--kv-cache-dtype`.
 
 A name is that of a format, or those of the formats of keys and of values with a comma. A side may
-be in the dtype of the model, which the name says. `+hadamard` rotates heads (P15). vLLM 0.26 takes
-no other names than its own; there `additional_config` names the rotation.
+be in the dtype of the model, which the name says. `+hadamard` rotates heads (P15). Open formats of
+installed packages (P16) are named as in specs, `package:name`. vLLM 0.26 takes no other names than
+its own; there `additional_config` names the rotation.
 """
 
 from __future__ import annotations
@@ -14,21 +15,39 @@ import torch
 
 from attnlib.errors import UnsupportedConfigError
 from attnlib.kv_dtype import KV_FORMAT_PAIRS, PAGE_FORMATS
+from attnlib.kv_formats import installed_kv_formats
 
-__all__ = ["PAGE_NAMES", "register_formats", "stored_fields", "takes_names"]
+__all__ = ["is_page_name", "register_formats", "stored_fields", "takes_names"]
 
 _ROTATED = "+hadamard"
+_DTYPES = ("float16", "bfloat16", "float32")
 
 
 def _names() -> Iterator[str]:
     for sides in (*PAGE_FORMATS, *KV_FORMAT_PAIRS):
-        for dtype in ("float16", "bfloat16", "float32")[: 3 if "plain" in sides else 1]:
+        for dtype in _DTYPES[: 3 if "plain" in sides else 1]:
             name = sides.replace("plain", dtype)
             yield from (name, name + _ROTATED)
 
 
-PAGE_NAMES = tuple(_names())
-"""All names."""
+_PAGE_NAMES = tuple(_names())
+
+
+def _open_names() -> Iterator[str]:
+    """The names with an open format: alone, and on one side with each other format."""
+    for stored in installed_kv_formats():
+        if "." in stored.name:  # vLLM finds a class by a path of names with dots between them
+            continue
+        sides = [stored.name]
+        for other in (*PAGE_FORMATS, *_DTYPES):
+            sides += [f"{stored.name},{other}", f"{other},{stored.name}"]
+        for name in sides:
+            yield from (name, name + _ROTATED)
+
+
+def is_page_name(name: str) -> bool:
+    """Whether a value of `--kv-cache-dtype` names a cache with scales in the page."""
+    return name in _PAGE_NAMES or (":" in name and name in _open_names())
 
 
 def stored_fields(name: str, config: Any = None) -> dict[str, Any]:
@@ -42,7 +61,7 @@ def stored_fields(name: str, config: Any = None) -> dict[str, Any]:
         UnsupportedConfigError: `additional_config` names a rotation that cannot be served.
     """
     wanted = _rotation(config)
-    if name not in PAGE_NAMES:
+    if not is_page_name(name):
         return {"kv_cache_dtype": name}
     sides, _, rotation = name.partition("+")
     keys, _, values = sides.partition(",")
@@ -64,7 +83,7 @@ def _rotation(config: Any) -> str | None:
         reason = f"{', '.join(given)} is not known: kv_rotation is the only key"
     elif rotation and takes_names():
         reason = f"kv_rotation={rotation}: use --kv-cache-dtype FORMAT{_ROTATED}"
-    elif rotation and stored not in PAGE_NAMES:
+    elif rotation and not is_page_name(stored):
         reason = (
             f"kv_rotation={rotation} with --kv-cache-dtype {stored}: use int8_per_token_head, "
             "fp8_per_token_head or nvfp4"
@@ -89,7 +108,7 @@ def register_formats() -> None:
 
     if not takes_names():
         return
-    for name in PAGE_NAMES:
+    for name in (*_PAGE_NAMES, *_open_names()):
         if not cache.is_known_kv_cache_dtype(name):
             stored = PAGE_FORMATS.get(name.removesuffix(_ROTATED))
             dtype = torch.uint8 if stored is None else stored.dtype

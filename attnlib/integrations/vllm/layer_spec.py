@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.errors import AttnlibError, BackendUnavailableError, UnsupportedConfigError
-from attnlib.integrations.vllm.format_names import PAGE_NAMES, stored_fields
+from attnlib.integrations.vllm.format_names import is_page_name, stored_fields
 from attnlib.integrations.vllm.masks import Mask, masked_spec
 from attnlib.selection import get_attn_backend
 from attnlib.sparse.key_selection import KeySelection
@@ -93,7 +93,7 @@ def spec_of_layer(*, kv_cache_dtype: str, **fields: Any) -> AttentionSpec:
     config = get_current_vllm_config()
     scheme = getattr(config.quant_config, "kv_cache_scheme", None) or {}
     stored = stored_fields(kv_cache_dtype, config)
-    scaled = kv_cache_dtype.startswith("fp8") and kv_cache_dtype not in PAGE_NAMES
+    scaled = kv_cache_dtype.startswith("fp8") and not is_page_name(kv_cache_dtype)
     per_head = scaled and scheme.get("strategy") == "attn_head"
     return AttentionSpec(
         dtype=torch.get_default_dtype(),

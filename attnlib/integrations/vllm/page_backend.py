@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from attnlib.integrations.vllm.backend import AttnlibBackend
-from attnlib.integrations.vllm.format_names import PAGE_NAMES, stored_fields
+from attnlib.integrations.vllm.format_names import is_page_name, stored_fields
 from attnlib.integrations.vllm.layer_spec import KV_CACHE_DTYPES
 from attnlib.kv_dtype import KVFormat, kv_cache_format
 
@@ -76,7 +76,7 @@ class PageBackend(AttnlibBackend):
 
 @functools.cache
 def backend_of(name: str) -> type[PageBackend]:
-    """The class of a name of `PAGE_NAMES`."""
+    """The class of a name of pages (`is_page_name`)."""
     fields = stored_fields(name)
     # A side in the dtype of the model is named by it.
     keys, values = fields["kv_cache_dtype"], fields["value_cache_dtype"]
@@ -97,6 +97,6 @@ def backend_of(name: str) -> type[PageBackend]:
 
 def __getattr__(name: str) -> Any:
     """The class of the pages `name`."""
-    if name not in PAGE_NAMES:
+    if not is_page_name(name):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return backend_of(name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.integrations.vllm.format_names import PAGE_NAMES
+from attnlib.integrations.vllm.format_names import is_page_name
 
 __all__ = ["Backend"]  # noqa: F822  # by `__getattr__`
 
@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
 
         return AttnlibMLABackend
     stored = "auto" if config is None else config.cache_config.cache_dtype
-    if stored in PAGE_NAMES:
+    if is_page_name(stored):
         from attnlib.integrations.vllm.page_backend import backend_of
 
         return backend_of(stored)
