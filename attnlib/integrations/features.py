@@ -171,6 +171,8 @@ _SGLANG_FEATURES = {
     "cross-attention": _both("refused: no adapter"),
     "decode context parallelism": _both("refused: no adapter"),
     "pools for windows": _both("refused: `--disable-hybrid-swa-memory`"),
+    # GDNKernelDispatcher (gdn_backend.py:139 in 0.5.17, :296 in 0.5.23) raises for other names.
+    "state layers": _both("refused: SGLang lists their kernels"),
 }
 FEATURES = (
     *(Feature("vllm", name, cells) for name, cells in _VLLM.items()),
