@@ -12,6 +12,7 @@ from attnlib.layer.warmup_batches import warmup_batches
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.states import StateMetadata
+from attnlib.ops.states import StepForm
 from attnlib.workspace import BatchLimits
 
 __all__ = ["run_state_batches"]
@@ -22,11 +23,12 @@ def run_state_batches(
     cache: StateCache,
     limits: BatchLimits,
     builder: AttentionMetadataBuilder[StateMetadata],
+    form: StepForm | None = None,
 ) -> list[tuple[int, ...]]:
     """Run every class of batch within limits on a state layer.
 
     Args:
-        layer, cache, limits: as in `warmup`.
+        layer, cache, limits, form: as in `warmup`.
         builder: makes the metadata.
 
     Returns:
@@ -35,7 +37,7 @@ def run_state_batches(
     batches = warmup_batches(limits, layer.spec.max_rollback + 1)
     for lengths in batches:
         for has_sources in (False, True):
-            _run(layer, cache, builder, lengths, limits.max_seq_len, has_sources)
+            _run(layer, cache, builder, lengths, limits.max_seq_len, has_sources, form)
     return batches
 
 
@@ -46,6 +48,7 @@ def _run(
     lengths: Sequence[int],
     max_seq_len: int,
     has_sources: bool,
+    form: StepForm | None,
 ) -> None:
     spec, tokens, unused = layer.spec, sum(lengths), [-1] * len(lengths)
     common = CommonAttentionMetadata.from_lengths(
@@ -75,3 +78,10 @@ def _run(
     for query, key, value in (separate, torch.split(zeros(sum(sizes)), sizes, dim=1)):
         decay = None if spec.decay == "constant" else gate
         layer(query, key, value, decay, beta, cache, metadata)
+    if form is not None:
+        dtype = torch.float32 if form.gates == "given" else spec.dtype
+        has_second = spec.has_beta and form.gates != "mamba2"
+        first = None if spec.decay == "constant" else zeros(*decays, dtype=dtype)
+        second = zeros(spec.num_heads, dtype=dtype) if has_second else None
+        z = zeros(values[0] * values[1]) if form.output_gate else None
+        layer.step(zeros(spec.conv_channels), (first, second), z, form, cache, metadata)

@@ -35,6 +35,7 @@ from attnlib.layer.warmup_batches import (
 )
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.ops.dispatch import has_triton, runs_kernels
+from attnlib.ops.states import StepForm
 from attnlib.ops.triton.launch.compilations import compiled_kernels
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
@@ -74,6 +75,7 @@ def warmup(
     builder: AttentionMetadataBuilder[Any] | None = None,
     max_blocks: int | None = None,
     device: torch.device | str | None = None,
+    form: StepForm | None = None,
 ) -> WarmupReport:
     """Run every class of batch within `limits` on one layer.
 
@@ -88,6 +90,7 @@ def warmup(
         max_blocks: columns of the block table that will be used; None for as many as
             `limits.max_seq_len` needs.
         device: device of a layer without a cache.
+        form: of the calls of `StateLayer.step`, which are run, too.
 
     Returns:
         The batches that were run.
@@ -96,7 +99,7 @@ def warmup(
         ContractError: a paged layer without a cache.
     """
     if isinstance(layer, StateLayer):
-        return _warm_states(layer, cache, limits, builder)
+        return _warm_states(layer, cache, limits, builder, form)
     spec = layer.spec
     assert not isinstance(cache, StateCache)  # of an attention layer
     if spec.is_paged and cache is None:
@@ -148,6 +151,7 @@ def _warm_states(
     cache: object,
     limits: BatchLimits,
     builder: AttentionMetadataBuilder[Any] | None,
+    form: StepForm | None,
 ) -> WarmupReport:
     if not isinstance(cache, StateCache):
         raise ContractError(
@@ -157,7 +161,7 @@ def _warm_states(
     started = time.perf_counter()
     builder = builder or layer.backend.make_builder(layer.spec, cache.device, limits=limits)
     with torch.no_grad():
-        batches = run_state_batches(layer, cache, limits, builder)
+        batches = run_state_batches(layer, cache, limits, builder, form)
     if cache.device.type == "cuda":
         torch.cuda.synchronize(cache.device)
     return WarmupReport(tuple(batches), time.perf_counter() - started)

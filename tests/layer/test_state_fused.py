@@ -51,6 +51,28 @@ def test_a_step_is_its_parts() -> None:
     assert torch.equal(one.memory, two.memory)
 
 
+@pytest.mark.parametrize("gates", ["softplus", "mamba2", "given"])
+def test_warmup_runs_steps_of_a_form(gates: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each class of batch, and no slot changes."""
+    raw = {"rate": FORM.rate, "bias": FORM.bias} if gates != "given" else {}
+    form = StepForm(gates=gates, norm_size=16, norm_weight=torch.ones(16), **raw)
+    layer, limits = (
+        layer_of(SPEC),
+        attnlib.BatchLimits(max_num_reqs=3, max_num_tokens=12, max_seq_len=40),
+    )
+    cache, _ = caches(layer)
+    before, step, longest = cache.memory.clone(), attnlib.StateLayer.step, list[int]()
+
+    def counted(self: Any, *given: Any) -> torch.Tensor:
+        longest.append(given[-1].max_query_len)
+        return step(self, *given)
+
+    monkeypatch.setattr(attnlib.StateLayer, "step", counted)
+    report = attnlib.warmup(layer, cache, limits, form=form)
+    assert len(longest) == 2 * len(report.batches) and {1, 2} <= set(longest)  # with sources
+    assert torch.equal(cache.memory, before)
+
+
 def test_bounds_may_be_a_list() -> None:
     """As in a configuration that was read from a file."""
     layer, (x, (step_size, _), z) = layer_of(SPEC.replace(update="add", qk_norm=False)), tokens(5)
