@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     labels = [one.label for one in formats]
     print(audit_table(audit, labels, source, options.layers))
     if quality:
-        print("\n" + quality_table(quality))
+        print("\n" + quality_table(quality, audit))
     if options.json:
         rows = {
             label: {text: vars(one) for text, one in row.items()} for label, row in quality.items()

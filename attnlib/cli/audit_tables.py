@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from attnlib.cli.kv_quality import Quality
     from attnlib.debug.format_errors import FormatErrors, KVAudit
 
-__all__ = ["DTYPE_OF_THE_MODEL", "audit_table", "quality_table"]
+__all__ = ["DTYPE_OF_THE_MODEL", "audit_table", "quality_table", "rank_correlation"]
 
 DTYPE_OF_THE_MODEL = "dtype of the model"
 """The row with which formats are compared."""
@@ -68,11 +68,13 @@ def audit_table(audit: KVAudit, labels: Sequence[str], source: str, all_layers: 
     return "\n".join(lines)
 
 
-def quality_table(quality: Mapping[str, Mapping[str, Quality]]) -> str:
-    """Perplexity on each text, divergence and agreement.
+def quality_table(quality: Mapping[str, Mapping[str, Quality]], audit: KVAudit) -> str:
+    """Bits of an element with its scales, perplexity on each text, divergence and agreement; and
+    whether the audit ranks the formats as the divergence does.
 
     Args:
         quality: label -> text -> quality; the first label is the reference.
+        audit: the errors of the other labels.
     """
     from attnlib.cli.kv_quality import mean_quality
 
@@ -83,10 +85,27 @@ def quality_table(quality: Mapping[str, Mapping[str, Quality]]) -> str:
         "perplexity on each text; KL: mean divergence from the first row in nats; same: positions",
         "with the same most likely token",
         "",
-        f"{'format':{wide}} {heads} {'KL':>8} {'same':>6}",
+        f"{'format':{wide}} {'bits':>5} {heads} {'KL':>8} {'same':>6}",
     ]
+    elements, pairs = sum(audit.bytes_per_token.values()) / 2, []  # bytes of 16 bits
     for label, row in quality.items():
         found = mean_quality(row.values())
         each = " ".join(f"{row[text].perplexity:>{max(10, len(text))}.2f}" for text in texts)
-        lines.append(f"{label:{wide}} {each} {found.kl:>8.5f} {found.top1:>6.1%}")
+        bits = ""
+        if label != DTYPE_OF_THE_MODEL:
+            bits = f"{8 * audit.total(label).bytes_per_token / elements:.2f}"
+            pairs.append((audit.output_error(label), found.kl))
+        lines.append(f"{label:{wide}} {bits:>5} {each} {found.kl:>8.5f} {found.top1:>6.1%}")
+    if len(pairs) > 2:
+        correlation = rank_correlation(pairs)
+        lines += ["", f"rank correlation of the output's error and KL: {correlation:.3f}"]
     return "\n".join(lines)
+
+
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
+    """Spearman's coefficient of at least two pairs: 1 where both numbers rank them equally."""
+    count = len(pairs)
+    orders = [sorted(range(count), key=lambda n: pairs[n][side]) for side in (0, 1)]
+    ranks = [{place: rank for rank, place in enumerate(order)} for order in orders]
+    squares = sum((ranks[0][n] - ranks[1][n]) ** 2 for n in range(count))
+    return 1 - 6 * squares / (count * (count**2 - 1))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from attnlib.cli.audit_tables import rank_correlation
 from attnlib.cli.main import main
 from attnlib.debug.record import save_recording
 from attnlib.instrumentation import OBSERVERS
@@ -115,7 +117,24 @@ def test_perplexity_of_several_texts(tmp_path: Path, capsys: pytest.CaptureFixtu
     quality = found["quality"][labels[3]].values()
     mean = sum(one["kl"] for one in quality) / 2
     assert line.split()[-2] == f"{mean:.5f}"
+    size = 8 * found["total"][labels[3]]["bytes_per_token"]
+    plain = found["total"]["bfloat16"]["bytes_per_token"] / 2  # elements of a token
+    assert line.removeprefix(labels[3]).split()[0] == f"{size / plain:.2f}"
+    errors = [(found["total"][label]["output_error"], one) for label, one in _mean_kl(found)]
+    assert f"output's error and KL: {rank_correlation(errors):.3f}" in printed
     assert found["total"][labels[3]]["memory_saved"] == pytest.approx(1 - 0.4, abs=0.05)
+
+
+def _mean_kl(found: dict[str, Any]) -> list[tuple[str, float]]:
+    """Label and KL of each format of a document of the command."""
+    rows = list(found["quality"].items())[1:]
+    return [(label, sum(one["kl"] for one in row.values()) / len(row)) for label, row in rows]
+
+
+def test_rank_correlation() -> None:
+    assert rank_correlation([(1.0, 2.0), (3.0, 9.0), (2.0, 5.0)]) == 1.0
+    assert rank_correlation([(1.0, 9.0), (2.0, 5.0), (3.0, 2.0)]) == -1.0
+    assert rank_correlation([(1.0, 1.0), (2.0, 3.0), (3.0, 2.0), (4.0, 4.0)]) == pytest.approx(0.8)
 
 
 def test_the_guide_has_the_committed_results() -> None:
