@@ -9,11 +9,11 @@ __all__ = ["cache_lines", "write_line"]
 
 
 def write_line(spec: AttentionSpec) -> str:
-    """The launches of a write by a backend with `rotary_write`. The capability leaves pages that
-    hold their scales out, and rotations of the cache."""
+    """The launches of a write by a backend with `rotary_write`. The capability leaves open formats
+    out, and rotations of a cache without scales in its pages (P15)."""
     if spec.has_open_format:
         return "write:   the functions of the format, in torch; q/k norm and rotation before them"
-    if not spec.scales_in_page and spec.kv_rotation is None:
+    if spec.scales_in_page or spec.kv_rotation is None:
         return "write:   one launch, with q/k norm and rotation"
     return "write:   one launch; q/k norm and rotation take separate ones"
 

@@ -206,9 +206,16 @@ def test_explain_states_the_fused_write() -> None:
 
 
 @pytest.mark.parametrize("name", PAGE_FORMATS)
-def test_explain_states_separate_launches_for_pages_with_scales(name: str) -> None:
-    """P11: `TritonImpl.rotate_and_write_kv` has no fused kernel for these formats."""
-    spec = SPEC.replace(kv_cache_dtype=name, head_size=64, head_size_v=64)
+def test_explain_states_one_launch_for_pages_with_scales(name: str) -> None:
+    """P11, P15: the kernel that quantizes also normalizes and rotates."""
+    for rotation in (None, "hadamard"):
+        spec = SPEC.replace(kv_cache_dtype=name, head_size=64, head_size_v=64, kv_rotation=rotation)
+        text = " ".join(str(attnlib.explain(spec, backend="triton", device="sm_90")).split())
+        assert "write: one launch, with q/k norm and rotation" in text
+
+
+def test_explain_states_separate_launches_for_rotated_heads_without_scales() -> None:
+    spec = SPEC.replace(kv_rotation="hadamard")
     text = " ".join(str(attnlib.explain(spec, backend="triton", device="sm_90")).split())
     assert "write: one launch; q/k norm and rotation take separate ones" in text
     assert "with q/k norm" not in text
