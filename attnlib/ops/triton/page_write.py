@@ -134,6 +134,7 @@ def _side(name: str, rows: Tensor, cache: Tensor, scales: Tensor, turned: bool) 
         VEC=vector_elements(name, rows),
         VEC_C=vector_elements(f"{name}_cache", cache),
         SIZE=size,
+        PADDED=padded * 16 // stored.bits,
         **rotated,
     )
 

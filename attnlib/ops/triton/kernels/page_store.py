@@ -23,7 +23,7 @@ from attnlib.ops.triton.kernels.page_formats import (
 )
 from attnlib.ops.triton.kernels.quant import encode_fp8
 
-__all__ = ["PageSide", "load_parts", "padded_size", "split_heads", "store_parts"]
+__all__ = ["PageSide", "load_parts", "split_heads", "store_parts"]
 
 
 class PageSide(NamedTuple):
@@ -34,7 +34,7 @@ class PageSide(NamedTuple):
             its largest scale.
         WORDS, WORDS_PAD: words of a head, and of the rows that hold them (`page_parts`).
         VEC, VEC_C: as in `cache_write.WriteConfig`, for new rows and for the cache, in bytes.
-        SIZE: elements of a head.
+        SIZE, PADDED: elements of a head, and of the rows of words that hold it.
         TURN, FACTOR, LIMIT, LARGEST_HEAD: `HadamardConfig.BLOCK` and so on, where heads are rotated
             for the cache (P15); TURN is 0 elsewhere.
     """
@@ -47,6 +47,7 @@ class PageSide(NamedTuple):
     VEC: int
     VEC_C: int
     SIZE: int
+    PADDED: int
     TURN: int = 0
     FACTOR: float = 1.0
     LIMIT: float = 0.0
@@ -190,15 +191,9 @@ def load_parts(source, SIDE: tl.constexpr):
     return x0, x1, x2, x3
 
 
-@triton.constexpr_function
-def padded_size(side):
-    """Return the elements of the words of a head, and of those behind them."""
-    return side.WORDS_PAD * (4 if side.KIND >= PAGE_INT4 else 2)
-
-
 @triton.jit
 def split_heads(x, SIDE: tl.constexpr):
-    """Divide heads, [BLOCK_H, padded_size] with zeros behind their elements, into the parts of
+    """Divide heads, [BLOCK_H, PADDED] with zeros behind their elements, into the parts of
     `load_parts`."""
     BLOCK_H: tl.constexpr = x.shape[0]
     WORDS_PAD: tl.constexpr = SIDE.WORDS_PAD

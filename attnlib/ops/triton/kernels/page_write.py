@@ -16,7 +16,6 @@ from attnlib.ops.triton.kernels.chunks import aligned
 from attnlib.ops.triton.kernels.hadamard import turned
 from attnlib.ops.triton.kernels.page_store import (
     load_parts,
-    padded_size,
     split_heads,
     store_parts,
 )
@@ -46,7 +45,7 @@ def page_slot(base, slot, stride_b, stride_n, BLOCK_SIZE: tl.constexpr, VEC: tl.
 def store_rows(source, target, scales, signs, SIDE: tl.constexpr):
     """Quantize the heads of one token in a KV slot. SIDE is a `PageSide`."""
     if SIDE.TURN > 0:
-        x = load_heads(source, 0, SIDE.SIZE, padded_size(SIDE), SIDE.VEC)
+        x = load_heads(source, 0, SIDE.SIZE, SIDE.PADDED, SIDE.VEC)
         x0, x1, x2, x3 = split_heads(turned(x, signs, SIDE), SIDE)
     else:
         x0, x1, x2, x3 = load_parts(source, SIDE)

@@ -16,7 +16,7 @@ from attnlib.ops.triton.kernels.cache_write import Heads, load_heads
 from attnlib.ops.triton.kernels.chunks import aligned
 from attnlib.ops.triton.kernels.hadamard import turned
 from attnlib.ops.triton.kernels.head_norm import NORM_NONE, inverse_rms, normalize, weighted
-from attnlib.ops.triton.kernels.page_store import padded_size, split_heads, store_parts
+from attnlib.ops.triton.kernels.page_store import split_heads, store_parts
 from attnlib.ops.triton.kernels.page_write import page_slot, store_rows
 from attnlib.ops.triton.kernels.rotary_write import Angles, rotate_heads, turn
 
@@ -113,7 +113,7 @@ def _write_keys(
     source, target, scales, signs, token, norm, angles, CONFIG: tl.constexpr, KEYS: tl.constexpr
 ):
     """Normalize, rotate, turn and quantize the keys of one token in a KV slot."""
-    x = _rotated_keys(source, token, norm[0], norm[1], angles, padded_size(KEYS), CONFIG)
+    x = _rotated_keys(source, token, norm[0], norm[1], angles, KEYS.PADDED, CONFIG)
     if KEYS.TURN > 0:
         x = turned(x, signs, KEYS)
     x0, x1, x2, x3 = split_heads(x, KEYS)
