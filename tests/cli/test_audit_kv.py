@@ -149,6 +149,18 @@ def test_the_guide_has_the_committed_results() -> None:
         assert line.split("|")[3:5] == [shown, f"{kl:.5f}"], label
 
 
+def test_the_committed_results_hold_their_bars() -> None:
+    """Quality of the formats that the guide recommends, and the ranking of the audit."""
+    root = Path(__file__).parents[2]
+    found = json.loads((root / "benchmarks/results/kv_quality.json").read_text())
+    kl = dict(_mean_kl(found))
+    assert kl["int8_per_token_head, rotated"] <= 0.0010
+    for value in ("int4_per_group", "nvfp4"):
+        assert kl[f"int8_per_token_head, {value} values, rotated"] <= 0.010
+    errors = [(found["total"][label]["output_error"], one) for label, one in kl.items()]
+    assert rank_correlation(errors) >= 0.95
+
+
 def test_an_unknown_format_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit-kv", "--formats", "fp3"]) == 2
     assert "'fp3' is not known; use some of bfloat16; fp8_e4m3, scale 1" in capsys.readouterr().err
