@@ -38,15 +38,16 @@ KV_CACHE_DTYPES = ("auto", *_KV_DTYPES, *PAGE_FORMATS)
 _NAMES = f"{', '.join(KV_CACHE_DTYPES)}, or package:name for an open format"
 
 _PLAIN = "plain"
-_KEYS, _VALUES = ("int8_per_token_head", "fp8_per_token_head"), ("int4_per_group", "nvfp4")
 KV_FORMAT_PAIRS = (
-    *(f"{key},{value}" for key in _KEYS for value in _VALUES),
+    "int8_per_token_head,int4_per_group",
+    "int8_per_token_head,nvfp4",
     *(f"{_PLAIN},{name}" for name in PAGE_FORMATS),
     *(f"{name},{_PLAIN}" for name in PAGE_FORMATS),
 )
 """The formats of keys and values that one cache may combine, besides equal ones. Errors of keys
 cost far more than those of values, so that pairs have keys of 8 bits and values of 4, or one side
-in the dtype of the model ("plain")."""
+in the dtype of the model ("plain"). Float8 keys are worse than int8 keys, which a rotation helps
+(docs/guides/quantized-caches.md)."""
 
 
 def format_pair(keys: KVFormat, values: KVFormat) -> str | None:

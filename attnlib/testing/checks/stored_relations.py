@@ -24,7 +24,7 @@ from attnlib.testing.runner import attend, make_impl, write_then_attend
 
 __all__ = ["CHECKS"]
 
-_PAIRS = ("int8_per_token_head,int4_per_group", "fp8_per_token_head,nvfp4")
+_PAIRS = ("int8_per_token_head,int4_per_group", "int8_per_token_head,nvfp4")
 _TOLERANCE = 8
 """Largest difference of two outputs, in units of the dtype's precision and of the largest one."""
 

@@ -979,9 +979,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "pages decode",
         {"cache": "int8_per_token_head", "values": "int4_per_group"},
     ),
-    "pages-prefill-fp8-nvfp4": (
+    "pages-prefill-int8-nvfp4": (
         "pages prefill",
-        {"cache": "fp8_per_token_head", "values": "nvfp4"},
+        {"cache": "int8_per_token_head", "values": "nvfp4"},
     ),
     "pages-write-int8-nvfp4": ("pages write", {"cache": "int8_per_token_head", "values": "nvfp4"}),
     "pages-decode-open4": ("pages decode", {"cache": "example:rotated4"}),

@@ -106,7 +106,7 @@ _ROTARY = [  # format, values, head size, rotation for the cache, dtype, angles,
     ("int8_per_token_head", None, 32, "hadamard", torch.float32, 16, "gemma", False),
     ("int4_per_group", None, 96, "hadamard_keys@3", torch.float16, 48, "llama", False),
     ("nvfp4", None, 64, None, torch.float16, 16, "llama", True),
-    ("fp8_per_token_head", "int4_per_group", 64, "hadamard", torch.float32, 8, None, False),
+    ("int8_per_token_head", "int4_per_group", 64, "hadamard", torch.float32, 8, None, False),
 ]
 
 
