@@ -221,8 +221,11 @@ def unknown_variables() -> dict[str, str]:
     found = {}
     for name in sorted(os.environ):
         if name.upper().startswith("ATTNLIB_") and name not in ENVIRONMENT:
-            nearest = difflib.get_close_matches(name.upper(), ENVIRONMENT, n=1)
-            found[name] = nearest[0] if nearest else ""
+            # All begin alike, which would make every name similar to some other.
+            known = {one.removeprefix("ATTNLIB_"): one for one in ENVIRONMENT}
+            own = name.upper().removeprefix("ATTNLIB_")
+            nearest = difflib.get_close_matches(own, known, n=1)
+            found[name] = known[nearest[0]] if nearest else ""
     return found
 
 

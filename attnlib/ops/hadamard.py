@@ -29,9 +29,10 @@ LARGEST_INPUT = 2.0**117
 
 
 @functools.lru_cache(maxsize=64)
-def sign_table(head_size: int, seed: int, device: torch.device) -> Tensor:
-    """The signs of a head, `[D]` float32 on a device."""
-    return torch.tensor(rotation_signs(head_size, seed), dtype=torch.float32, device=device)
+def sign_table(seed: int, device: torch.device, *head_sizes: int) -> Tensor:
+    """The signs of heads of these sizes, one after the other: `[sum of D]` float32 on a device."""
+    signs = [sign for size in head_sizes for sign in rotation_signs(size, seed)]
+    return torch.tensor(signs, dtype=torch.float32, device=device)
 
 
 def unit_factor(head_size: int) -> float:

@@ -68,7 +68,7 @@ class SumsInAnotherOrder(TorchImpl):
         if inverse:
             return rotate_heads(heads, seed, inverse=True, out=out)
         size, block = heads.shape[2], rotation_block(heads.shape[2])
-        x, half = heads.float() * sign_table(size, seed, heads.device), 1
+        x, half = heads.float() * sign_table(seed, heads.device, size), 1
         while half < block:
             first, second = x.reshape(*heads.shape[:2], size // (2 * half), 2, half).unbind(3)
             x, half = torch.stack((first + second, first - second), 3), 2 * half

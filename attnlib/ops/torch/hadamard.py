@@ -31,7 +31,7 @@ def rotate_heads(
     """
     check_heads(heads, out)
     size, wide = heads.shape[2], torch.promote_types(heads.dtype, torch.float32)
-    block, signs = rotation_block(size), sign_table(size, seed, heads.device).to(wide)
+    block, signs = rotation_block(size), sign_table(seed, heads.device, size).to(wide)
     x = heads.to(wide).clamp(-LARGEST_INPUT, LARGEST_INPUT)
     if not inverse:
         x = x * signs

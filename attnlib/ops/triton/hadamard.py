@@ -46,7 +46,7 @@ def rotate_heads(
         return out
     key = ("hadamard", tensor_signature(heads), tensor_signature(out), inverse)
     launch: BoundLaunch = LAUNCHES.get(key) or LAUNCHES.keep(key, _prepare(heads, out, inverse))
-    signs = sign_table(heads.shape[2], seed, heads.device)
+    signs = sign_table(seed, heads.device, heads.shape[2])
     numbers = (heads.shape[1], *heads.stride()[:2], *out.stride()[:2])
     addresses = heads.data_ptr() | out.data_ptr() | signs.data_ptr()
     with device_guard(heads):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -147,11 +146,10 @@ def _largest_scale(stored: KVFormat) -> float:
     return min(MAX_KV_SCALE, torch.finfo(stored.scale_dtype).max)
 
 
-@functools.lru_cache(maxsize=64)
 def _signs(
     rotation: KVRotation | None, size: int, size_v: int, device: torch.device
 ) -> Tensor | None:
     """The signs of keys, then those of values, float32; None without a rotation."""
     if rotation is None:
         return None
-    return torch.cat([sign_table(one, rotation.seed, device) for one in (size, size_v)])
+    return sign_table(rotation.seed, device, size, size_v)
