@@ -219,10 +219,10 @@ def unknown_variables() -> dict[str, str]:
     """The variables of the environment that begin with ATTNLIB_ and are not in the table, each
     with the most similar name of the table, or ""."""
     found = {}
+    # All begin alike, which would make every name similar to some other.
+    known = {one.removeprefix("ATTNLIB_"): one for one in ENVIRONMENT}
     for name in sorted(os.environ):
         if name.upper().startswith("ATTNLIB_") and name not in ENVIRONMENT:
-            # All begin alike, which would make every name similar to some other.
-            known = {one.removeprefix("ATTNLIB_"): one for one in ENVIRONMENT}
             own = name.upper().removeprefix("ATTNLIB_")
             nearest = difflib.get_close_matches(own, known, n=1)
             found[name] = known[nearest[0]] if nearest else ""

@@ -57,6 +57,8 @@ CASES = {
     for model in MODELS
     for case in (StateCase(model=model, work=work, num_reqs=n, query_len=q) for n, q in sizes)
 }
+MANY_REQUESTS = 16
+"""Requests whose heads fill the chip in all models, so that their kernels are those of more."""
 _CHOICE = re.compile(r"(?:(\d+)C)?(\d+)x(\d+)(?::(\d+))?(?:/(\d+))?(w?)")
 
 
@@ -113,20 +115,29 @@ def bound(runner: StateRunner) -> StateRunner:
 
 
 def compile_one(job: tuple[str, StateCase]) -> None:
-    """Compile the kernels of a choice, which do not depend on the batch."""
+    """Compile the kernels of a choice."""
     name, case = job
     with chosen(name):
         runner = make(case)
         runner.attend(0)
 
 
+def smaller(cases: list[StateCase]) -> list[StateCase]:
+    """Cases of less work with the kernels of these."""
+    found = [
+        replace(
+            case,
+            num_reqs=min(case.num_reqs, MANY_REQUESTS),
+            query_len=min(case.query_len, 64),
+        )
+        for case in cases
+    ]
+    return list(dict.fromkeys(found))
+
+
 def compile_all(cases: list[StateCase], given: list[str] | None) -> None:
     """Fill the cache of Triton in one process for each of the CPU cores."""
-    small = {
-        (case.model, case.work): replace(case, num_reqs=1, query_len=min(case.query_len, 64))
-        for case in cases
-    }
-    jobs = [(name, case) for case in small.values() for name in choices(case, given)]
+    jobs = [(name, case) for case in smaller(cases) for name in choices(case, given)]
     cores = len(os.sched_getaffinity(0))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(cores, len(jobs), 12), context) as pool:

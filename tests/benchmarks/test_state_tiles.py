@@ -20,6 +20,7 @@ from benchmarks.gpu import state_tiles as script
         ("64x8", 32, StateChoice(64, 8)),
         ("32x4:128", 32, StateChoice(32, 4, 128)),
         ("16C32x2:168/3", 16, StateChoice(32, 2, 168, 3)),
+        ("32x4:168w", 32, StateChoice(32, 4, 168, is_whole=True)),
     ],
 )
 def test_names_of_choices(name: str, columns: int, choice: StateChoice) -> None:
@@ -28,6 +29,15 @@ def test_names_of_choices(name: str, columns: int, choice: StateChoice) -> None:
         assert set(state_tiles.TILES.values()) == {choice}
         assert columns == state_tiles.MOST_COLUMNS
     assert state_tiles.TILES is TILES and state_tiles.MOST_COLUMNS == 32
+
+
+@pytest.mark.parametrize("case", script.CASES.values(), ids=lambda case: case.name)
+def test_a_smaller_case_has_the_same_kernels(case: StateCase) -> None:
+    """Those of many requests are not those of one; chips of 132 multiprocessors."""
+    (small,) = script.smaller([case])
+    heads = state_case.MODELS[case.model]["num_heads"]
+    fills = [one.num_reqs * heads >= 2 * 132 for one in (case, small)]
+    assert fills[0] == fills[1]
 
 
 def test_a_wrong_name_is_refused() -> None:
