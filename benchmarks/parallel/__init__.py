@@ -1,0 +1,1 @@
+"""Benchmark of divided layers; see `__main__`."""

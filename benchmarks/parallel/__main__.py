@@ -1,0 +1,98 @@
+"""Divided layers on the GPUs of one host against one GPU, and against their parts.
+
+    for n in 1 2 4; do
+        torchrun --nproc-per-node $n -m benchmarks.parallel --out parallel_$n.json
+    done
+    torchrun --nproc-per-node 2 -m benchmarks.parallel --shrink 512 --repeats 2   # gloo, on a CPU
+
+For each decode: the layer on one GPU with all heads and keys, and the divided layer. `bound` is the
+attention of the slowest rank to its keys and the received bytes (X6) at the measured rate of a
+large exchange; the divided layer should reach 85% of it. `ranks` has the parts on each rank: its
+attention, the whole layer, the exchange, that of queries and of results alone, and bare collectives
+of as many bytes; `kernels` what the first rank launches in one call. For the prefill of a prompt,
+and of its last part over the rest: one GPU, the ring, gathered keys, and the attention in each;
+four GPUs should be 3.2 times as fast as one. `met` says so, on GPUs. Times are medians in
+microseconds: of decodes per call of a CUDA graph of ten calls, whose keys are not in the L2 cache;
+of prefills from the host, on the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from attnlib.parallel import ExchangeMethod
+from benchmarks.parallel.decode import decode
+from benchmarks.parallel.prefill import prefill
+from benchmarks.parallel.ranks import Ranks
+
+DECODES = ((2, 64), (4, 128), (16, 32), (1, 1024))
+"""Requests, and thousands of tokens of each (1024 per thousand)."""
+PREFILLS = ((128, 0), (8, 120))
+"""Thousands of new tokens, and of tokens in the cache."""
+SHARE, SPEEDUP = 0.85, {4: 3.2}
+"""What must be reached: of the bound of decodes, and of prompts by number of ranks."""
+
+
+def decodes(ranks: Ranks, rate: dict[str, float]) -> list[dict[str, Any]]:
+    rows = []
+    for requests, thousands in DECODES:
+        row = decode(ranks, requests, thousands * 1024 // ranks.options.shrink, rate)
+        if ranks.on_gpu:
+            row["met"] = row["share_of_bound"] >= SHARE
+        rows.append(row)
+    return rows
+
+
+def prefills(ranks: Ranks) -> list[dict[str, Any]]:
+    rows, target = [], SPEEDUP.get(ranks.group.world_size)
+    for new, context in PREFILLS:
+        shrink = ranks.options.shrink
+        row = prefill(ranks, new * 1024 // shrink, context * 1024 // shrink)
+        if target is not None and not context and ranks.on_gpu:
+            row["met"] = max(row["ring_speedup"], row["all_gather_speedup"]) >= target
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--num-heads", type=int, default=32, help="query heads of all ranks")
+    parser.add_argument("--num-kv-heads", type=int, default=4, help="KV heads, on every rank")
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--exchange", choices=[method.value for method in ExchangeMethod])
+    parser.add_argument("--only", choices=["decode", "prefill"])
+    parser.add_argument("--shrink", type=int, default=1, help="divide all lengths by this")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with torch.inference_mode():
+        ranks = Ranks(options)
+        rate = ranks.rate()
+        result: dict[str, Any] = {
+            "ranks": ranks.group.world_size,
+            "spec": str(ranks.spec),
+            "exchange": options.exchange,
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if ranks.on_gpu else "cpu, gloo",
+            "bytes_per_us": {name: round(value, 1) for name, value in rate.items()},
+        }
+        if options.only != "prefill":
+            result["decode"] = decodes(ranks, rate)
+        if options.only != "decode":
+            result["prefill"] = prefills(ranks)
+    if ranks.group.rank == 0:
+        text = json.dumps(result, indent=1)
+        print(text)
+        if options.out is not None:
+            options.out.write_text(text + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
