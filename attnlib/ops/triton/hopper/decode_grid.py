@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import triton
 
-from attnlib.kv_dtype import page_format
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.heuristics.hopper_decode_tiles import DecodeTile
 from attnlib.ops.triton.heuristics.hopper_tiles import padded_width
@@ -134,12 +133,11 @@ class DecodeSizes(NamedTuple):
     def of(cls, call: AttentionCall, max_query_len: int) -> DecodeSizes:
         """The sizes of a call with queries of up to `max_query_len` tokens."""
         packed = call.key.dim() == 5
-        num_blocks, block_size, num_kv_heads, head_size_v = call.value.shape
         if packed:
             num_blocks, num_kv_heads, head_size_v, block_size = call.value.shape
-        stored = page_format(call.key, call.params.k_scale)
-        if stored is not None:
-            head_size_v = stored.head_size(head_size_v)
+        else:
+            num_blocks, block_size, num_kv_heads, _ = call.value.shape
+            head_size_v = call.shape.head_size_v
         _, num_heads, head_size = call.query.shape
         group = num_heads // num_kv_heads
         sizes = (num_blocks, block_size, num_kv_heads, group, head_size, head_size_v)

@@ -154,7 +154,8 @@ def _config(
         BLOCK_SIZE=sizes.block_size,
         ROWS=columns,
         STAGES=tile.stages,
-        KV_KIND=kind,
+        K_KIND=kind,
+        V_KIND=kv_kind(call.value.dtype, has_fp8=False),
         K_SCALE_KIND=scale_kind("k_scale", params.k_scale),
         V_SCALE_KIND=scale_kind("v_scale", params.v_scale),
         PACKED=sizes.packed,
@@ -190,7 +191,7 @@ def _attend(
     is_quantized = call.key.dtype.itemsize == 1
     most = _FEW_ELEMENTS // 2 if is_quantized else _FEW_ELEMENTS
     few = config.WIDTH_V * config.ROWS <= most
-    few = few and call.key.dtype != torch.uint8  # four products and two accumulators
+    few = few and call.value.dtype != torch.uint8  # two accumulators, and four products of keys
     # With 384 threads, `setmaxnreg` gives the consumers more.
     few = few or tile.consumers == 2 or config.GATHERS
     registers = _FEW_REGISTERS if few else _MANY_REGISTERS
@@ -221,6 +222,6 @@ def _scale_strides(params: AttentionParams) -> tuple[int | None, ...]:
     if not params.scales_in_page:
         return (None,) * 6
     assert isinstance(params.k_scale, Tensor) and isinstance(params.v_scale, Tensor)
-    together = params.k_scale.shape[3]  # scales of a head, which are loaded at once
-    strides = (*params.k_scale.stride()[:3], *params.v_scale.stride()[:3])
-    return tuple(stride // together for stride in strides)
+    # The scales of a head are loaded at once.
+    sides = (params.k_scale, params.v_scale)
+    return tuple(stride // side.shape[3] for side in sides for stride in side.stride()[:3])

@@ -70,6 +70,13 @@ _LOG = "ptxas.log"
 BF16, FP16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SPLITS: dict[str, Any] = {"splits": 4, "tile": {"sign_softmax": True}}
+PAIR: dict[str, Any] = {
+    "op": "hopper_decode",
+    "cache": torch.int8,
+    "values": torch.uint8,
+    "scales": "tokens",
+    "v_scales": "groups",
+}
 CASES: dict[str, dict[str, Any]] = {
     "128": {},
     "128-page32": {"n": 32},
@@ -271,6 +278,27 @@ CASES: dict[str, dict[str, Any]] = {
         "cache": torch.int8,
         "scales": "tokens",
         "tile": {"block_n": 32, "stages": 3, "warps": 8},
+    },
+    "decode-128-int8-int4-warp": {**PAIR, "tile": {"block_n": 64, "stages": 2, "warps": 8}},
+    "decode-128-int8-int4-warp-all": {
+        **PAIR,
+        "tile": {"block_n": 32, "stages": 3, "warps": 8},
+        "group": 8,
+        "sinks": True,
+        "cap": 50.0,
+        "lse": True,
+        "window": (4095, 31),
+        "chunk": 8192,
+    },
+    "decode-128-int8-int4": {**PAIR, "tile": {"block_n": 64, "stages": 4}},
+    "decode-128-int8-int4-workers-all": {
+        **PAIR,
+        "sinks": True,
+        "cap": 50.0,
+        "lse": True,
+        "window": (4095, 31),
+        "query": 4,
+        "tile": {"block_n": 64, "stages": 3, "consumers": 2},
     },
     "decode-64-e4m3-warp-sinks": {
         "op": "hopper_decode",
@@ -688,19 +716,23 @@ def compile_case(name: str) -> dict[str, Any]:
     options, tile = _options(name), tile_of(name)
     d, dtype, kv_heads = options.get("d", 128), options.get("dtype", BF16), 8
     cache = options.get("cache", dtype)
+    values_dtype = options.get("values", cache)
     bits = _bits(cache)
     dv, heads = options.get("dv", d), options.get("group", 4) * kv_heads
     decode = options.get("op") == "hopper_decode"
     has_score, float8 = "score" in options, options.get("float8")
     lengths = torch.zeros(options.get("reqs", 2), dtype=torch.int32)
     block_size = options.get("n", 16)
-    stored = 8 * cache.itemsize // bits
-    cache_shapes = [(2, block_size, kv_heads, size // stored) for size in (d, dv)]
+    cache_shapes = [
+        (2, block_size, kv_heads, size * _bits(side) // (8 * side.itemsize))
+        for size, side in ((d, cache), (dv, values_dtype))
+    ]
     if options.get("packed"):
         cache_shapes = [(2, kv_heads, d // 8, block_size, 8), (2, kv_heads, d, block_size)]
     shapes = (
         torch.empty(lengths.shape[0] if options.get("packed") else 64, heads, d, dtype=dtype),
-        *(torch.empty(shape, dtype=cache) for shape in cache_shapes),
+        torch.empty(cache_shapes[0], dtype=cache),
+        torch.empty(cache_shapes[1], dtype=values_dtype),
         torch.zeros(lengths.shape[0], 4, dtype=torch.int32),
         torch.zeros(lengths.shape[0] + 1, dtype=torch.int32),
         lengths,
@@ -714,7 +746,7 @@ def compile_case(name: str) -> dict[str, Any]:
         logits_soft_cap=options.get("cap", 0.0),
         sinks=torch.empty(heads, dtype=sinks_dtype) if options.get("sinks") else None,
         k_scale=_scale(options.get("scales"), kv_heads, block_size),
-        v_scale=_scale(options.get("scales"), kv_heads, block_size),
+        v_scale=_scale(options.get("v_scales", options.get("scales")), kv_heads, block_size),
     )
     if has_score:
         score = score_options(options["score"], heads, lengths.shape[0])

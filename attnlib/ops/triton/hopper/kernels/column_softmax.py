@@ -206,14 +206,14 @@ def _scale_weights(weights, v_scales, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def store_weights(p_tile, weights, v_scales, MASKED: gl.constexpr, KV_KIND: gl.constexpr):
+def store_weights(p_tile, weights, v_scales, MASKED: gl.constexpr, V_KIND: gl.constexpr):
     """Store weights [keys, rows] in shared memory for the product with the values.
 
     The product that read the previous weights must be complete.
     """
-    if KV_KIND != KV_PLAIN:
+    if V_KIND != KV_PLAIN:
         weights = weights * WEIGHT_SCALE
-    if KV_KIND == KV_INT4:
+    if V_KIND == KV_INT4:
         p0 = _scale_weights(weights, float32_scale(v_scales, 0), MASKED).to(p_tile.dtype)
         p1 = _scale_weights(weights, float32_scale(v_scales, 1), MASKED).to(p_tile.dtype)
         p2 = _scale_weights(weights, float32_scale(v_scales, 2), MASKED).to(p_tile.dtype)

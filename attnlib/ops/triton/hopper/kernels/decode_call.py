@@ -57,7 +57,7 @@ class DecodeConfig(NamedTuple):
         STAGES: stages of the rings of keys and values.
         CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK: as in `schedule.Mask`.
         HAS_CAP, HAS_SINK, HAS_LSE: whether there is a soft cap, sinks, and an LSE to write.
-        KV_KIND: elements of the cache, one of `KV_*`.
+        K_KIND, V_KIND: elements of the keys and of the values, of `KV_*`.
         K_SCALE_KIND, V_SCALE_KIND: scales of the cache, of `SCALE_*`.
         PACKED: the cache has the layout of vLLM's PagedAttention (`cache_tiles`).
         COMBINE_IN_KERNEL: the CTA that ends a request's last split combines all of them.
@@ -87,7 +87,8 @@ class DecodeConfig(NamedTuple):
     HAS_CAP: bool
     HAS_SINK: bool
     HAS_LSE: bool
-    KV_KIND: int = KV_PLAIN.value
+    K_KIND: int = KV_PLAIN.value
+    V_KIND: int = KV_PLAIN.value
     K_SCALE_KIND: int = SCALE_FLOAT.value
     V_SCALE_KIND: int = SCALE_FLOAT.value
     PACKED: bool = False

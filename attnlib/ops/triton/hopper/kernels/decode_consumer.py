@@ -57,7 +57,7 @@ def _begin_split(call, worker, split, number, factor, key_scale, share, position
     else:
         prepare_queries(call, worker, split, key_scale)
     k_factor = 0.0
-    if config.KV_KIND != KV_PLAIN:
+    if config.K_KIND != KV_PLAIN:
         k_factor = load_columns(worker.factors, LAYOUT)
     if not config.QUERY_WARP:
         if position + split.count < share.range.end:
@@ -79,7 +79,7 @@ def _compute_split(call, worker, split, rows, step):
     # With bounds, unmasked tiles have scores that the function does not change.
     FULL_SCORE: gl.constexpr = None if call.keys.BOUNDS is not None else call.SCORE
     row_max = gl.full([ROWS], float("-inf"), gl.float32, COLUMN)
-    acc = zero_values(ROWS, config.WIDTH_V, config.KV_KIND)
+    acc = zero_values(ROWS, config.WIDTH_V, config.V_KIND)
     sums = first_tile(call, worker, split, rows, row_max, acc, step)
     # Only tiles at the ends of the visible keys need a mask.
     for i in range(1, split.count):
@@ -115,7 +115,7 @@ def consumer(call, worker, WORKER: gl.constexpr):
     share = worker_share(keys, WORKER, call.config)
     key_scale = 0.0
     value_scale = 0.0
-    if config.KV_KIND != KV_PLAIN:
+    if config.K_KIND != KV_PLAIN:
         key_scale = load_kv_scale(call.k_scale, share.kv_head, config.K_SCALE_KIND)
         value_scale = load_kv_scale(call.v_scale, share.kv_head, config.V_SCALE_KIND) / WEIGHT_SCALE
     position = share.range.begin

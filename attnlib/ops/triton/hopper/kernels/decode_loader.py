@@ -82,7 +82,7 @@ def _load_split(
     num_blocks = batch.num_blocks
     table = batch.table(split.request)
     pages = (split.seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
-    if config.KV_KIND != KV_PLAIN and not config.HAS_LEFT and not config.HAS_CHUNK:
+    if config.K_KIND != KV_PLAIN and not config.HAS_LEFT and not config.HAS_CHUNK:
         # The first pages of the next request. Over 16-bit caches this gained nothing.
         following = gl.minimum(split.request + 1, batch.num_reqs - 1)
         prefetch_l1(batch.table(following))
@@ -136,7 +136,6 @@ def _load_split(
                         worker.keys.stage(step),
                         worker.keys.full,
                         BLOCK_SIZE,
-                        config.KV_KIND,
                     )
             if VALUES:
                 values = RequestPages(

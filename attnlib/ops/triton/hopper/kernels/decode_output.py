@@ -36,7 +36,7 @@ def _count_splits(share, split, before, tiles, num_reqs, config):
         first_range = even_index(before, share.range.total, share.num_ranges, num_reqs)
         last_range = even_index(request_end - 1, share.range.total, share.num_ranges, num_reqs)
         num_splits = last_range - first_range + 1
-    elif config.KV_KIND == KV_PLAIN:
+    elif config.V_KIND == KV_PLAIN:
         num_splits = (request_end - 1) // length - before // length + 1
     else:
         # Loads of fewer bytes hide less of the time between requests: divide rarely.
@@ -90,7 +90,7 @@ def finish_split(call, worker, share, split, sums, value_scale, position, before
         before: positions of the line before the request, which visits `tiles`.
     """
     config: gl.constexpr = call.config
-    KV_KIND: gl.constexpr = config.KV_KIND
+    V_KIND: gl.constexpr = config.V_KIND
     GROUP: gl.constexpr = config.GROUP
     ROWS: gl.constexpr = config.ROWS
     WIDTH: gl.constexpr = config.WIDTH_V
@@ -118,7 +118,7 @@ def finish_split(call, worker, share, split, sums, value_scale, position, before
     final_sum = sums.row_sum
     if ROWS <= 16:
         final_sum = column_sum(final_sum, worker.columns)
-    if KV_KIND != KV_PLAIN:
+    if V_KIND != KV_PLAIN:
         value_scale = factor_without_keys(value_scale, final_sum == 0.0, config.V_SCALE_KIND)
     finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
     acc_scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, LAYOUT))
@@ -129,13 +129,13 @@ def finish_split(call, worker, share, split, sums, value_scale, position, before
             finite_max, acc_scale, final_sum = add_sink(row_max, final_sum, sink)
     empty = final_sum == 0.0
     safe_sum = gl.where(empty, 1.0, final_sum)
-    if KV_KIND == KV_PLAIN:
+    if V_KIND == KV_PLAIN:
         base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
     normalizer = acc_scale / safe_sum
-    if KV_KIND != KV_PLAIN:
+    if V_KIND != KV_PLAIN:
         normalizer = normalizer * value_scale
-    lanes = value_lanes(WIDTH, LAYOUT, KV_KIND)
-    result = joined_values(sums.acc, LAYOUT, KV_KIND) * normalizer[None, :]
+    lanes = value_lanes(WIDTH, LAYOUT, V_KIND)
+    result = joined_values(sums.acc, LAYOUT, V_KIND) * normalizer[None, :]
     mask = valid[None, :] & (lanes < config.DV)[:, None]
     if num_splits == 1:
         out = call.outputs.pointer
@@ -143,7 +143,7 @@ def finish_split(call, worker, share, split, sums, value_scale, position, before
         rows = out + offsets[None, :] + lanes[:, None]
         gl.store(rows, result.to(out.dtype.element_ty), mask=mask)
         if config.HAS_LSE:
-            if KV_KIND != KV_PLAIN:
+            if V_KIND != KV_PLAIN:
                 base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
             call.outputs.store_lses(split.start + token, head, base2, valid)
     else:
@@ -154,7 +154,7 @@ def finish_split(call, worker, share, split, sums, value_scale, position, before
             store_in_l2(places, result, mask)
         else:
             gl.store(places, result, mask=mask)
-        if KV_KIND != KV_PLAIN:
+        if V_KIND != KV_PLAIN:
             base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
         gl.store(partials.lses + place + row, base2, mask=valid)
         if config.COMBINE_IN_KERNEL:

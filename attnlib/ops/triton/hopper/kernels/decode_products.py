@@ -47,28 +47,28 @@ def tile_scales(worker, stage, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def multiply_keys(worker, stage, zeros, PACKED: gl.constexpr, KV_KIND: gl.constexpr):
+def multiply_keys(worker, stage, zeros, PACKED: gl.constexpr, K_KIND: gl.constexpr):
     """Issue K @ Q^T, [keys, rows]; four products over 4-bit integers."""
     LAYOUT: gl.constexpr = zeros.type.layout
     tiles = worker.keys.memory
-    if KV_KIND == KV_INT4:
+    if K_KIND == KV_INT4:
         return int4_key_products(tiles.index(stage), worker.q_tile, zeros)
-    elif KV_KIND != KV_PLAIN:
-        keys = float16_keys(tiles.index(stage), KV_KIND, gl.DotOperandLayout(0, LAYOUT, 2))
+    elif K_KIND != KV_PLAIN:
+        keys = float16_keys(tiles.index(stage), K_KIND, gl.DotOperandLayout(0, LAYOUT, 2))
     elif PACKED:
         keys = load_packed_keys(tiles, worker.keys.empty, stage, LAYOUT)
     else:
         keys = tiles.index(stage)
-    if KV_KIND != KV_INT4:
+    if K_KIND != KV_INT4:
         queries = worker.q_tile.permute((1, 0))
         return warpgroup_mma(keys, queries, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def finish_scores(scores, k_factor, k_scales, LATER: gl.constexpr, KV_KIND: gl.constexpr):
+def finish_scores(scores, k_factor, k_scales, LATER: gl.constexpr, K_KIND: gl.constexpr):
     """Wait for K @ Q^T, with LATER groups of products in flight behind it; return it in units of
     the keys and queries."""
-    if KV_KIND == KV_INT4:
+    if K_KIND == KV_INT4:
         s0, s1, s2, s3 = warpgroup_mma_wait(
             LATER, deps=[scores[0], scores[1], scores[2], scores[3]]
         )
@@ -79,7 +79,7 @@ def finish_scores(scores, k_factor, k_scales, LATER: gl.constexpr, KV_KIND: gl.c
         finished = finished * k_factor[None, :]
     else:
         finished = warpgroup_mma_wait(LATER, deps=[scores])
-        if KV_KIND != KV_PLAIN:
+        if K_KIND != KV_PLAIN:
             finished = finished * k_factor[None, :]
             if k_scales is not None:
                 finished = finished * k_scales[:, None]
@@ -87,9 +87,9 @@ def finish_scores(scores, k_factor, k_scales, LATER: gl.constexpr, KV_KIND: gl.c
 
 
 @gluon.jit
-def zero_values(ROWS: gl.constexpr, WIDTH: gl.constexpr, KV_KIND: gl.constexpr):
+def zero_values(ROWS: gl.constexpr, WIDTH: gl.constexpr, V_KIND: gl.constexpr):
     """Return the accumulator of V^T @ P^T without values."""
-    if KV_KIND == KV_INT4:
+    if V_KIND == KV_INT4:
         # Two groups of the values, with the weights of both.
         none = gl.zeros([WIDTH // 2, 2 * ROWS], gl.float32, score_layout(2 * ROWS))
         acc = (none, none)
@@ -100,28 +100,28 @@ def zero_values(ROWS: gl.constexpr, WIDTH: gl.constexpr, KV_KIND: gl.constexpr):
 
 @gluon.jit
 def multiply_values(
-    worker, stage, acc, valid, PACKED: gl.constexpr, MASKED: gl.constexpr, KV_KIND: gl.constexpr
+    worker, stage, acc, valid, PACKED: gl.constexpr, MASKED: gl.constexpr, V_KIND: gl.constexpr
 ):
     """Issue V^T @ P^T + acc, [elements of a value, rows].
 
     With MASKED, float8 values of keys from `valid` on are 0.
     """
     tiles = worker.values.memory
-    if KV_KIND == KV_INT4:
+    if V_KIND == KV_INT4:
         return int4_value_products(tiles.index(stage), worker.p_tile, acc[0], acc[1])
-    elif KV_KIND != KV_PLAIN:
+    elif V_KIND != KV_PLAIN:
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-        values = float16_values(tiles.index(stage), valid, MASKED, KV_KIND, OPERAND)
+        values = float16_values(tiles.index(stage), valid, MASKED, V_KIND, OPERAND)
     else:
         values = value_operand(tiles, stage, PACKED)
-    if KV_KIND != KV_INT4:
+    if V_KIND != KV_INT4:
         return warpgroup_mma(values, worker.p_tile.permute((1, 0)), acc, is_async=True)
 
 
 @gluon.jit
-def finish_values(acc, KV_KIND: gl.constexpr):
+def finish_values(acc, V_KIND: gl.constexpr):
     """Wait for V^T @ P^T + acc."""
-    if KV_KIND == KV_INT4:
+    if V_KIND == KV_INT4:
         acc0, acc1 = warpgroup_mma_wait(0, deps=[acc[0], acc[1]])
         return acc0, acc1
     else:
@@ -129,9 +129,9 @@ def finish_values(acc, KV_KIND: gl.constexpr):
 
 
 @gluon.jit
-def rescale_values(acc, factor, ROWS: gl.constexpr, KV_KIND: gl.constexpr):
+def rescale_values(acc, factor, ROWS: gl.constexpr, V_KIND: gl.constexpr):
     """Return the accumulator of V^T @ P^T times factors [ROWS]."""
-    if KV_KIND == KV_INT4:
+    if V_KIND == KV_INT4:
         TWICE: gl.constexpr = score_layout(2 * ROWS)
         factor = repeat_columns(factor, TWICE)
         return acc[0] * factor[None, :], acc[1] * factor[None, :]
@@ -140,20 +140,20 @@ def rescale_values(acc, factor, ROWS: gl.constexpr, KV_KIND: gl.constexpr):
 
 
 @gluon.jit
-def joined_values(acc, LAYOUT: gl.constexpr, KV_KIND: gl.constexpr):
+def joined_values(acc, LAYOUT: gl.constexpr, V_KIND: gl.constexpr):
     """Return the accumulator as one tensor [elements, rows], in the order of `value_lanes`."""
-    if KV_KIND == KV_INT4:
+    if V_KIND == KV_INT4:
         return int4_result(acc[0], acc[1], LAYOUT)
     else:
         return acc
 
 
 @gluon.jit
-def value_lanes(WIDTH: gl.constexpr, LAYOUT: gl.constexpr, KV_KIND: gl.constexpr):
+def value_lanes(WIDTH: gl.constexpr, LAYOUT: gl.constexpr, V_KIND: gl.constexpr):
     """Return the elements of a value in the order of `joined_values`."""
-    if KV_KIND == KV_INT4:
+    if V_KIND == KV_INT4:
         return int4_value_rows(WIDTH, gl.SliceLayout(1, LAYOUT))
-    elif KV_KIND != KV_PLAIN:
+    elif V_KIND != KV_PLAIN:
         return value_rows(WIDTH, gl.SliceLayout(1, LAYOUT))
     else:
         return gl.arange(0, WIDTH, gl.SliceLayout(1, LAYOUT))

@@ -90,7 +90,7 @@ def _load_scaled_queries(
     D: gl.constexpr = config.D
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     offsets, valid = _row_offsets(queries, split, first_row, ROWS, LAYOUT, config)
-    if config.KV_KIND == KV_INT4:
+    if config.K_KIND == KV_INT4:
         columns = int4_query_columns(WIDTH, COLUMN)
         pointers = queries.pointer + offsets[:, None] + columns[None, :]
         q0 = gl.load(pointers, mask=valid[:, None], other=0.0).to(gl.float32)
@@ -118,9 +118,9 @@ def _load_scaled_queries(
 
 
 @gluon.jit
-def _store_scaled_queries(q_tile, scaled, KV_KIND: gl.constexpr):
+def _store_scaled_queries(q_tile, scaled, K_KIND: gl.constexpr):
     """Store the queries of `_load_scaled_queries` in shared memory."""
-    if KV_KIND == KV_INT4:
+    if K_KIND == KV_INT4:
         for group in gl.static_range(4):
             q_tile.index(group).store(scaled[group])
     else:
@@ -140,12 +140,12 @@ def prepare_queries(call, worker, split, key_scale):
     config: gl.constexpr = call.config
     ROWS: gl.constexpr = q_tile.shape[-2]
     WIDTH: gl.constexpr = q_tile.shape[-1]
-    if config.KV_KIND != KV_PLAIN:
+    if config.K_KIND != KV_PLAIN:
         LAYOUT: gl.constexpr = query_layout(WIDTH, 4)
         scaled, inverse = _load_scaled_queries(call.queries, split, 0, WIDTH, ROWS, LAYOUT, config)
         store_columns(worker.factors, inverse * key_scale)
         # All warps have exchanged maxima since they used the previous split's queries.
-        _store_scaled_queries(q_tile, scaled, config.KV_KIND)
+        _store_scaled_queries(q_tile, scaled, config.K_KIND)
     else:
         rows = load_plain_queries(call.queries, split, ROWS, WIDTH, config)
         # All warps are done with the previous split's queries before they are overwritten.

@@ -110,7 +110,7 @@ def _release_keys(worker, stage, config):
     if config.WORKERS > 1:
         release_by_thread(worker.keys.empty, stage)  # the keys are in registers
     elif not config.PACKED:
-        if config.KV_KIND != KV_PLAIN:
+        if config.K_KIND != KV_PLAIN:
             partition_barrier()
         mbarrier.arrive(worker.keys.empty.index(stage), count=1)
 
@@ -122,15 +122,15 @@ def first_tile(call, worker, split, rows, row_max, acc, step):
     config: gl.constexpr = call.config
     BLOCK_N: gl.constexpr = config.BLOCK_N
     ROWS: gl.constexpr = config.ROWS
-    KV_KIND: gl.constexpr = config.KV_KIND
+    K_KIND: gl.constexpr = config.K_KIND
     LAYOUT: gl.constexpr = score_layout(ROWS)
     tile = split.first()
     stage = step % config.STAGES
     wait_for_tile(worker.keys.full, stage, (step // config.STAGES) & 1, config.GATHERS)
     zeros = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
     scales = tile_scales(worker, stage, LAYOUT)
-    scores = multiply_keys(worker, stage, zeros, config.PACKED, KV_KIND)
-    scores = finish_scores(scores, rows.k_factor, scales.keys, 0, KV_KIND)
+    scores = multiply_keys(worker, stage, zeros, config.PACKED, K_KIND)
+    scores = finish_scores(scores, rows.k_factor, scales.keys, 0, K_KIND)
     _release_keys(worker, stage, call.config)
     scores = _transform(call, scores, rows, tile, split.request, True, call.SCORE)
     weights, _, row_max = softmax_columns(
@@ -146,7 +146,7 @@ def first_tile(call, worker, split, rows, row_max, acc, step):
     row_sum = weights
     if ROWS > 16:
         row_sum = gl.sum(weights, 0)
-    store_weights(worker.p_tile, weights, scales.values, True, KV_KIND)
+    store_weights(worker.p_tile, weights, scales.values, True, config.V_KIND)
     return DecodeSums(row_max, acc, row_sum)
 
 
@@ -160,7 +160,8 @@ def decode_step(
     BLOCK_N: gl.constexpr = config.BLOCK_N
     ROWS: gl.constexpr = config.ROWS
     STAGES: gl.constexpr = config.STAGES
-    KV_KIND: gl.constexpr = config.KV_KIND
+    K_KIND: gl.constexpr = config.K_KIND
+    V_KIND: gl.constexpr = config.V_KIND
     LAYOUT: gl.constexpr = score_layout(ROWS)
     keys = worker.keys
     values = worker.values
@@ -173,11 +174,11 @@ def decode_step(
     # Wait for the loads of this tile's keys, then issue K @ Q^T.
     wait_for_tile(keys.full, stage, (step // STAGES) & 1, config.GATHERS)
     scales = tile_scales(worker, stage, LAYOUT)
-    scores = multiply_keys(worker, stage, zeros, config.PACKED, KV_KIND)
+    scores = multiply_keys(worker, stage, zeros, config.PACKED, K_KIND)
     # Wait for the loads of the previous tile's values, then issue V^T @ P^T behind it.
     wait_for_tile(values.full, v_stage, ((step - 1) // STAGES) & 1, config.GATHERS)
-    acc = multiply_values(worker, v_stage, sums.acc, 0, config.PACKED, False, KV_KIND)
-    if KV_KIND != KV_PLAIN:
+    acc = multiply_values(worker, v_stage, sums.acc, 0, config.PACKED, False, V_KIND)
+    if K_KIND != KV_PLAIN:
         # Both tiles are in registers.
         if config.WORKERS > 1:
             release_by_thread(keys.empty, stage)
@@ -187,9 +188,9 @@ def decode_step(
             mbarrier.arrive(keys.empty.index(stage), count=1)
             mbarrier.arrive(values.empty.index(v_stage), count=1)
     # One group may stay in flight: K @ Q^T is complete, V^T @ P^T overlaps with the softmax.
-    LATER: gl.constexpr = 2 if KV_KIND == KV_INT4 else 1
-    scores = finish_scores(scores, rows.k_factor, scales.keys, LATER, KV_KIND)
-    if (KV_KIND == KV_PLAIN) and (not config.PACKED):
+    LATER: gl.constexpr = 2 if V_KIND == KV_INT4 else 1
+    scores = finish_scores(scores, rows.k_factor, scales.keys, LATER, K_KIND)
+    if (K_KIND == KV_PLAIN) and (not config.PACKED):
         mbarrier.arrive(keys.empty.index(stage), count=1)
     scores = _transform(call, scores, rows, tile, request, MASKED, SCORE)
     weights, acc_scale, row_max = softmax_columns(
@@ -204,11 +205,11 @@ def decode_step(
     )
     row_sum = add_weights(sums.row_sum, acc_scale, weights)
     # V^T @ P^T is complete: its stage and p_tile are free, and the accumulator may be rescaled.
-    acc = finish_values(acc, KV_KIND)
-    if KV_KIND == KV_PLAIN:
+    acc = finish_values(acc, V_KIND)
+    if V_KIND == KV_PLAIN:
         mbarrier.arrive(values.empty.index(v_stage), count=1)
-    acc = rescale_values(acc, acc_scale, ROWS, KV_KIND)
-    store_weights(worker.p_tile, weights, scales.values, MASKED, KV_KIND)
+    acc = rescale_values(acc, acc_scale, ROWS, V_KIND)
+    store_weights(worker.p_tile, weights, scales.values, MASKED, V_KIND)
     return DecodeSums(row_max, acc, row_sum)
 
 
@@ -219,24 +220,24 @@ def last_tile(call, worker, split, acc, step):
     config: gl.constexpr = call.config
     BLOCK_N: gl.constexpr = config.BLOCK_N
     STAGES: gl.constexpr = config.STAGES
-    KV_KIND: gl.constexpr = config.KV_KIND
+    V_KIND: gl.constexpr = config.V_KIND
     values = worker.values
     stage = (step - 1) % STAGES
     wait_for_tile(values.full, stage, ((step - 1) // STAGES) & 1, config.GATHERS)
     past_end = split.seq_len - (split.first() + split.count - 1) * BLOCK_N
     # TMA fills whole pages past the end with zeros, but not the rest of the last page.
-    if KV_KIND == KV_PLAIN:
+    if V_KIND == KV_PLAIN:
         if (past_end < BLOCK_N) & (split.seq_len % config.BLOCK_SIZE != 0):
             clear_tile(values.memory.index(stage), past_end, 1 if config.PACKED else 0)
-    acc = multiply_values(worker, stage, acc, past_end, config.PACKED, True, KV_KIND)
-    acc = finish_values(acc, KV_KIND)
+    acc = multiply_values(worker, stage, acc, past_end, config.PACKED, True, V_KIND)
+    acc = finish_values(acc, V_KIND)
     if config.WORKERS > 1:
         release_by_thread(values.empty, stage)  # the values are in registers
         if config.QUERY_WARP:
             # Products with the queries are complete.
             release_by_thread(worker.query_barriers, 1)
     else:
-        if KV_KIND != KV_PLAIN:
+        if V_KIND != KV_PLAIN:
             partition_barrier()
         mbarrier.arrive(values.empty.index(stage), count=1)
     return acc

@@ -21,8 +21,8 @@ class Worker:
     """What a consumer and its loaders share. A CTA has one or two workers.
 
     Fields:
-        q_tile: queries [ROWS, WIDTH], or [4, ROWS, WIDTH / 4] of four groups.
-        p_tile: weights [ROWS, BLOCK_N], or [4 * ROWS, BLOCK_N].
+        q_tile: queries [ROWS, WIDTH], or [4, ROWS, WIDTH / 4] of four groups of the keys.
+        p_tile: weights [ROWS, BLOCK_N], or [4 * ROWS, BLOCK_N] of four groups of the values.
         keys, values: `Ring` of each.
         scales: `TokenScales`; None where the pages hold none.
         columns: [4, ROWS], through which warps exchange maxima and sums of columns, over quantized
@@ -105,15 +105,16 @@ def allocate_worker(CACHE: gl.constexpr, k_scale, v_scale, caches, config):
         caches: `Caches`, with the strides of scales where the pages hold them.
         config: `DecodeConfig`.
     """
-    IS_INT4: gl.constexpr = config.KV_KIND == KV_INT4
     ROWS: gl.constexpr = config.ROWS
     WIDTH: gl.constexpr = config.WIDTH
     BLOCK_N: gl.constexpr = config.BLOCK_N
-    WORD: gl.constexpr = elements_per_word(config.KV_KIND)
     # Quantized caches are read as 16-bit words and multiplied in float16.
-    COMPUTE: gl.constexpr = CACHE if config.KV_KIND == KV_PLAIN else gl.float16
-    Q_SHAPE: gl.constexpr = [4, ROWS, WIDTH // 4] if IS_INT4 else [ROWS, WIDTH]
-    P_SHAPE: gl.constexpr = [4 * ROWS, BLOCK_N] if IS_INT4 else [ROWS, BLOCK_N]
+    COMPUTE: gl.constexpr = CACHE if config.K_KIND == KV_PLAIN else gl.float16
+    Q_SHAPE: gl.constexpr = (
+        [4, ROWS, WIDTH // 4] if config.K_KIND == KV_INT4 else [ROWS, WIDTH]
+    )
+    P_ROWS: gl.constexpr = 4 * ROWS if config.V_KIND == KV_INT4 else ROWS
+    P_SHAPE: gl.constexpr = [P_ROWS, BLOCK_N]
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(Q_SHAPE[-2:], COMPUTE)
     P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(P_SHAPE[-2:], COMPUTE)
     q_tile = gl.allocate_shared_memory(COMPUTE, Q_SHAPE, Q_SHARED)
@@ -122,8 +123,8 @@ def allocate_worker(CACHE: gl.constexpr, k_scale, v_scale, caches, config):
         CACHE,
         config.STAGES,
         BLOCK_N,
-        WIDTH // WORD,
-        config.WIDTH_V // WORD,
+        WIDTH // elements_per_word(config.K_KIND),
+        config.WIDTH_V // elements_per_word(config.V_KIND),
         config.BLOCK_SIZE,
         config.PACKED,
     )
@@ -144,9 +145,11 @@ def allocate_worker(CACHE: gl.constexpr, k_scale, v_scale, caches, config):
             caches.stride_vb,
             caches.stride_vn,
             caches.stride_vh,
-            allocate_token_scales(config.STAGES, BLOCK_N, config.KV_KIND),
+            allocate_token_scales(config.STAGES, BLOCK_N, config.K_KIND, config.V_KIND),
+            config.K_KIND,
+            config.V_KIND,
         )
-    if config.KV_KIND == KV_PLAIN:
+    if config.K_KIND == KV_PLAIN:
         return Worker(q_tile, p_tile, keys, values, scales, None, None, None)
     else:
         columns = _allocate_columns(4, ROWS)

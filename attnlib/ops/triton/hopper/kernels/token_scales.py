@@ -8,6 +8,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     aggregate,
     arrive_after_copies,
     copy_to_shared,
+    reinterpret,
 )
 from attnlib.ops.triton.kernels.quant import (
     KV_INT4,
@@ -29,6 +30,25 @@ class TileScales:
     values: Value
 
 
+@gluon.jit
+def _scale_words(pointer, KIND: gl.constexpr):
+    """Return the pointer to the scales of one side, as the numbers that a stage holds."""
+    if KIND == KV_INT4:
+        return pointer.to(gl.pointer_type(gl.int64))
+    else:
+        return pointer
+
+
+@gluon.jit
+def _slot(ring, index, KIND: gl.constexpr):
+    """Return the scales of one side in `TokenScales.ring`."""
+    KEYS: gl.constexpr = ring.shape[1]
+    slot = ring.index(index)
+    if KIND != KV_INT4 and ring.dtype == gl.int64:
+        slot = reinterpret(slot, gl.float32, [KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return slot
+
+
 @aggregate
 class TokenScales:
     """The scales of pages that hold them (M16), and the ring for those of the tiles.
@@ -38,7 +58,9 @@ class TokenScales:
         stride_kb, stride_kn, stride_kh: strides of blocks, positions and heads of those of keys.
         stride_vb, stride_vn, stride_vh: of those of values.
         ring: [2 * stages, keys], the scales of the keys and of the values of each stage. The four
-            scales of a head of 4-bit integers are one number.
+            scales of a head of 4-bit integers are one number. If one side has such numbers, the
+            others take the first half of their slots.
+        K_KIND, V_KIND: elements of the keys and of the values.
     """
 
     keys: Value
@@ -50,32 +72,35 @@ class TokenScales:
     stride_vn: Value
     stride_vh: Value
     ring: Value
+    K_KIND: gl.constexpr
+    V_KIND: gl.constexpr
 
     @gluon.jit
     def load(self, stage, LAYOUT: gl.constexpr):
         """Return the `TileScales` of a stage."""
-        keys = self.ring.index(2 * stage).load(LAYOUT)
-        return TileScales(keys, self.ring.index(2 * stage + 1).load(LAYOUT))
+        keys = _slot(self.ring, 2 * stage, self.K_KIND).load(LAYOUT)
+        return TileScales(keys, _slot(self.ring, 2 * stage + 1, self.V_KIND).load(LAYOUT))
 
     @gluon.jit
-    def copy(self, block, position, inside, kv_head, stage, KV_KIND: gl.constexpr):
+    def copy(self, block, position, inside, kv_head, stage):
         """Issue the copies of the scales of keys in these blocks and positions; 0 outside."""
-        keys = self.keys
-        values = self.values
-        if KV_KIND == KV_INT4:
-            keys = keys.to(gl.pointer_type(gl.int64))
-            values = values.to(gl.pointer_type(gl.int64))
+        keys = _scale_words(self.keys, self.K_KIND)
+        values = _scale_words(self.values, self.V_KIND)
         block = block.to(gl.int64)
         k_offsets = block * self.stride_kb + (position * self.stride_kn + kv_head * self.stride_kh)
         v_offsets = block * self.stride_vb + (position * self.stride_vn + kv_head * self.stride_vh)
-        copy_to_shared(self.ring.index(2 * stage), keys + k_offsets, mask=inside)
-        copy_to_shared(self.ring.index(2 * stage + 1), values + v_offsets, mask=inside)
+        k_slot = _slot(self.ring, 2 * stage, self.K_KIND)
+        v_slot = _slot(self.ring, 2 * stage + 1, self.V_KIND)
+        copy_to_shared(k_slot, keys + k_offsets, mask=inside)
+        copy_to_shared(v_slot, values + v_offsets, mask=inside)
 
 
 @gluon.jit
-def allocate_token_scales(STAGES: gl.constexpr, BLOCK_N: gl.constexpr, KV_KIND: gl.constexpr):
+def allocate_token_scales(
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr
+):
     """Return shared memory for `TokenScales.ring`."""
-    DTYPE: gl.constexpr = gl.int64 if KV_KIND == KV_INT4 else gl.float32
+    DTYPE: gl.constexpr = gl.int64 if K_KIND == KV_INT4 or V_KIND == KV_INT4 else gl.float32
     return gl.allocate_shared_memory(
         DTYPE, [2 * STAGES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -92,7 +117,6 @@ def copy_token_scales(
     stage,
     full,
     BLOCK_SIZE: gl.constexpr,
-    KV_KIND: gl.constexpr,
 ):
     """Issue the copies of the scales of a tile's keys and values into shared memory. One warp.
 
@@ -110,5 +134,5 @@ def copy_token_scales(
     column = (keys.to(gl.uint32) // BLOCK_SIZE).to(gl.int32)
     block = gl.load(table + column, mask=column < pages, other=-1)
     inside = (block >= 0) & (block < num_blocks)
-    scales.copy(block, keys % BLOCK_SIZE, inside, kv_head, stage, KV_KIND)
+    scales.copy(block, keys % BLOCK_SIZE, inside, kv_head, stage)
     arrive_after_copies(full.index(stage), increment_count=False)

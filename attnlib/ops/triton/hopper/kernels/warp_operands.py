@@ -135,7 +135,7 @@ class WarpQueries:
 @gluon.jit
 def load_warp_queries(queries, split, config):
     """Load the query rows of a split; arguments are objects of `decode_call`."""
-    PARTS: gl.constexpr = num_parts(config.KV_KIND)
+    PARTS: gl.constexpr = num_parts(config.K_KIND)
     WORDS: gl.constexpr = config.WIDTH // PARTS
     ROWS: gl.constexpr = config.ROWS
     GROUP: gl.constexpr = config.GROUP
@@ -149,7 +149,7 @@ def load_warp_queries(queries, split, config):
     parts = ()
     largest = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
     for part in gl.static_range(PARTS):
-        elements = _key_elements(index, part, WORDS, config.KV_KIND)
+        elements = _key_elements(index, part, WORDS, config.K_KIND)
         pointers = queries.pointer + offsets[:, None] + elements[None, :]
         mask = valid[:, None] & (elements < config.D)[None, :]
         loaded = gl.load(pointers, mask=mask, other=0.0)
@@ -161,7 +161,7 @@ def load_warp_queries(queries, split, config):
     for part in gl.static_range(PARTS):
         rows = (parts[part] * power[:, None]).to(gl.float16)
         start = gl.zeros([ROWS], gl.float32, COLUMN)
-        if config.KV_KIND == KV_INT4:
+        if config.K_KIND == KV_INT4:
             total = gl.sum(rows.to(gl.float32), 1)
             start = gl.convert_layout(total, COLUMN) * (-8.0 * 2.0**-24)
             if part % 2 == 1:
@@ -170,6 +170,6 @@ def load_warp_queries(queries, split, config):
         operands = operands + (operand,)
         initial = initial + (start,)
     factor = gl.convert_layout(inverse, COLUMN)
-    if config.KV_KIND == KV_INT4:
+    if config.K_KIND == KV_INT4:
         factor = factor * 2.0**24
     return WarpQueries(operands, initial, factor)

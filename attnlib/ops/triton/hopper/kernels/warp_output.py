@@ -32,7 +32,7 @@ def store_split(call, split, sums, num_splits, skipped, follows):
     """
     config: gl.constexpr = call.config
     partials = call.partials
-    PARTS: gl.constexpr = num_parts(config.KV_KIND)
+    PARTS: gl.constexpr = num_parts(config.V_KIND)
     WORDS: gl.constexpr = config.WIDTH_V // PARTS
     ROWS: gl.constexpr = config.ROWS
     COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCTS)
@@ -68,7 +68,7 @@ def store_split(call, split, sums, num_splits, skipped, follows):
     if num_splits == 1:
         offsets = call.outputs.offsets(split.start + token, head)
         for part in gl.static_range(PARTS):
-            lanes = value_elements(index, part, WORDS, config.KV_KIND)
+            lanes = value_elements(index, part, WORDS, config.V_KIND)
             gl.store(
                 call.outputs.pointer + offsets[None, :] + lanes[:, None],
                 acc[part].to(call.outputs.pointer.dtype.element_ty),
@@ -78,7 +78,7 @@ def store_split(call, split, sums, num_splits, skipped, follows):
             call.outputs.store_lses(split.start + token, head, base2, valid)
     else:
         for part in gl.static_range(PARTS):
-            lanes = value_elements(index, part, WORDS, config.KV_KIND)
+            lanes = value_elements(index, part, WORDS, config.V_KIND)
             places = partial_index * partials.rows + row
             store_in_l2(
                 partials.values + (places * config.DV)[None, :] + lanes[:, None],

@@ -66,7 +66,7 @@ class WarpRows:
 @gluon.jit
 def zero_sums(config):
     """Return `WarpSums` of no keys."""
-    PARTS: gl.constexpr = num_parts(config.KV_KIND)
+    PARTS: gl.constexpr = num_parts(config.V_KIND)
     ROWS: gl.constexpr = config.ROWS
     WORDS: gl.constexpr = config.WIDTH_V // PARTS
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, PRODUCTS))
@@ -80,16 +80,16 @@ def zero_sums(config):
 
 
 @gluon.jit
-def _scores(tile, queries, k_scales, KV_KIND: gl.constexpr):
+def _scores(tile, queries, k_scales, K_KIND: gl.constexpr):
     """Return the products of a tile of keys with the queries, [keys, rows], times the scales."""
     KEYS: gl.constexpr = tile.shape[0]
     initial = queries.initial
     operands = queries.operands
     ROWS: gl.constexpr = initial[0].shape[0]
     words = tile.load(gl.DotOperandLayout(0, PRODUCTS, 2))
-    parts = key_parts(words, KV_KIND)
+    parts = key_parts(words, K_KIND)
     zeros = gl.zeros([KEYS, ROWS], gl.float32, PRODUCTS)
-    if KV_KIND == KV_INT4:
+    if K_KIND == KV_INT4:
         s0 = mma_v2(parts[0], operands[0], zeros + initial[0][None, :])
         s1 = mma_v2(parts[1], operands[1], zeros + initial[1][None, :])
         s2 = mma_v2(parts[2], operands[2], zeros + initial[2][None, :])
@@ -107,11 +107,11 @@ def _scores(tile, queries, k_scales, KV_KIND: gl.constexpr):
 
 @gluon.jit
 def _part_weights(
-    weights, v_scales, part: gl.constexpr, MASKED: gl.constexpr, KV_KIND: gl.constexpr
+    weights, v_scales, part: gl.constexpr, MASKED: gl.constexpr, V_KIND: gl.constexpr
 ):
     """Return the weights of a part of the values as the second operand of a product."""
     if v_scales is not None:
-        if KV_KIND == KV_INT4:
+        if V_KIND == KV_INT4:
             scaled = weights * float32_scale(v_scales, part)[:, None]
         else:
             scaled = weights * v_scales[:, None]
@@ -124,7 +124,7 @@ def _part_weights(
 
 
 @gluon.jit
-def _add_values(tile, acc, weights, v_scales, valid, MASKED: gl.constexpr, KV_KIND: gl.constexpr):
+def _add_values(tile, acc, weights, v_scales, valid, MASKED: gl.constexpr, V_KIND: gl.constexpr):
     """Add the products of a tile of values with the weights [keys, rows] to `acc`.
 
     With MASKED, float8 values of keys from `valid` on are 0: a page may hold anything past the
@@ -135,21 +135,21 @@ def _add_values(tile, acc, weights, v_scales, valid, MASKED: gl.constexpr, KV_KI
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCTS, 2)
     words = tile.permute((1, 0)).load(OPERAND)
     if MASKED:
-        if (KV_KIND != KV_INT4) and (KV_KIND != KV_INT8):
+        if (V_KIND != KV_INT4) and (V_KIND != KV_INT8):
             keys = gl.arange(0, KEYS, gl.SliceLayout(0, OPERAND))
             words = gl.where(
                 keys[None, :] < valid, words, gl.zeros([WORDS, KEYS], gl.int16, OPERAND)
             )
-    parts = value_parts(words, KV_KIND)
-    if KV_KIND == KV_INT4:
+    parts = value_parts(words, V_KIND)
+    if V_KIND == KV_INT4:
         return (
-            mma_v2(parts[0], _part_weights(weights, v_scales, 0, MASKED, KV_KIND), acc[0]),
-            mma_v2(parts[1], _part_weights(weights, v_scales, 1, MASKED, KV_KIND), acc[1]),
-            mma_v2(parts[2], _part_weights(weights, v_scales, 2, MASKED, KV_KIND), acc[2]),
-            mma_v2(parts[3], _part_weights(weights, v_scales, 3, MASKED, KV_KIND), acc[3]),
+            mma_v2(parts[0], _part_weights(weights, v_scales, 0, MASKED, V_KIND), acc[0]),
+            mma_v2(parts[1], _part_weights(weights, v_scales, 1, MASKED, V_KIND), acc[1]),
+            mma_v2(parts[2], _part_weights(weights, v_scales, 2, MASKED, V_KIND), acc[2]),
+            mma_v2(parts[3], _part_weights(weights, v_scales, 3, MASKED, V_KIND), acc[3]),
         )
     else:
-        operand = _part_weights(weights, v_scales, 0, MASKED, KV_KIND)
+        operand = _part_weights(weights, v_scales, 0, MASKED, V_KIND)
         return mma_v2(parts[0], operand, acc[0]), mma_v2(parts[1], operand, acc[1])
 
 
@@ -187,14 +187,15 @@ def multiply_tile(tiles, stage, scales, rows, sums, tile, seq_len, MASKED: gl.co
     Returns:
         `WarpSums`.
     """
-    KV_KIND: gl.constexpr = config.KV_KIND
+    K_KIND: gl.constexpr = config.K_KIND
+    V_KIND: gl.constexpr = config.V_KIND
     CHECK_FIRST: gl.constexpr = config.HAS_LEFT or config.HAS_CHUNK
     v_scales = scales.values
     keys = tiles.keys.index(stage)
     values = tiles.values.index(stage)
     start = tile * config.BLOCK_N
     valid = seq_len - start if MASKED else 0
-    scores = _scores(keys, rows.queries, scales.keys, KV_KIND)
+    scores = _scores(keys, rows.queries, scales.keys, K_KIND)
     if config.HAS_CAP:
         scores = transform_scores(scores * rows.k_factor[None, :], rows.factor, rows.soft_cap, True)
     else:
@@ -205,7 +206,7 @@ def multiply_tile(tiles, stage, scales, rows, sums, tile, seq_len, MASKED: gl.co
     if v_scales is not None:
         # Weights times scales are at most 1. Scales of hidden keys may be anything.
         unit = v_scales
-        if KV_KIND == KV_INT4:
+        if V_KIND == KV_INT4:
             unit = largest_scale(v_scales)
         bounds = scores + log2(gl.minimum(gl.maximum(unit, 2.0**-100), 2.0**100))[:, None]
     new_max = gl.maximum(sums.row_max, gl.max(bounds, 0))
@@ -219,5 +220,5 @@ def multiply_tile(tiles, stage, scales, rows, sums, tile, seq_len, MASKED: gl.co
     sum_scale = gl.convert_layout(acc_scale, gl.SliceLayout(0, _SUMS), assert_trivial=True)
     row_sum = sums.row_sum * sum_scale[None, :] + _fold(weights)
     acc = scale_parts(sums.acc, acc_scale)
-    acc = _add_values(values, acc, weights, v_scales, valid, MASKED, KV_KIND)
+    acc = _add_values(values, acc, weights, v_scales, valid, MASKED, V_KIND)
     return WarpSums(new_max, row_sum, acc)

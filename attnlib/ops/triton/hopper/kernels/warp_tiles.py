@@ -32,7 +32,6 @@ class WarpTiles:
         scales: `TokenScales`, or None where the pages hold none.
         STAGES: number of stages.
         BLOCK_SIZE: positions of a page.
-        KV_KIND: elements of the cache.
     """
 
     keys: Value
@@ -41,7 +40,6 @@ class WarpTiles:
     scales: Value
     STAGES: gl.constexpr
     BLOCK_SIZE: gl.constexpr
-    KV_KIND: gl.constexpr
 
     @gluon.jit
     def wait(self, step):
@@ -79,7 +77,7 @@ class WarpTiles:
                 block = gl.where(keys >= box * BOX, blocks[box], block)
             position = (inside + keys) % self.BLOCK_SIZE
             exists = (block >= 0) & (block < num_blocks)
-            self.scales.copy(block, position, exists, kv_head, stage, self.KV_KIND)
+            self.scales.copy(block, position, exists, kv_head, stage)
             arrive_after_copies(self.full.index(stage), increment_count=False)
         full = self.full.index(stage)
         mbarrier.expect(full, BYTES)
@@ -95,11 +93,10 @@ def allocate_warp_tiles(
     k_scale, v_scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, config
 ):
     """Return `WarpTiles`; arguments as those of the entry kernel."""
-    PARTS: gl.constexpr = num_parts(config.KV_KIND)
     STAGES: gl.constexpr = config.STAGES
     BLOCK_N: gl.constexpr = config.BLOCK_N
-    K_SHAPE: gl.constexpr = [BLOCK_N, config.WIDTH // PARTS]
-    V_SHAPE: gl.constexpr = [BLOCK_N, config.WIDTH_V // PARTS]
+    K_SHAPE: gl.constexpr = [BLOCK_N, config.WIDTH // num_parts(config.K_KIND)]
+    V_SHAPE: gl.constexpr = [BLOCK_N, config.WIDTH_V // num_parts(config.V_KIND)]
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(K_SHAPE, gl.int16)
     V_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(V_SHAPE, gl.int16)
     HAS_SCALES: gl.constexpr = config.K_SCALE_KIND == SCALE_PER_TOKEN
@@ -122,9 +119,11 @@ def allocate_warp_tiles(
             stride_vb,
             stride_vn,
             stride_vh,
-            allocate_token_scales(STAGES, BLOCK_N, config.KV_KIND),
+            allocate_token_scales(STAGES, BLOCK_N, config.K_KIND, config.V_KIND),
+            config.K_KIND,
+            config.V_KIND,
         )
-    return WarpTiles(keys, values, full, scales, STAGES, config.BLOCK_SIZE, config.KV_KIND)
+    return WarpTiles(keys, values, full, scales, STAGES, config.BLOCK_SIZE)
 
 
 @gluon.jit
