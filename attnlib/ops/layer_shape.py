@@ -98,6 +98,11 @@ class LayerShape(NamedTuple):
         return self.head_size, self.head_size_v
 
     @property
+    def value_dtype(self) -> torch.dtype:
+        """Dtype of the stored values."""
+        return self.cache_dtype if self.value_format is None else self.value_format.dtype
+
+    @property
     def element_bytes(self) -> tuple[int, int]:
         """Bytes of an element of the queries and of the cache."""
         return self.query_dtype.itemsize, self.cache_dtype.itemsize

@@ -144,8 +144,11 @@ def _page_lines(spec: AttentionSpec, capability: tuple[int, int] | None, kernels
         configured = "; configured: kernels=portable" if kernels == "portable" else ""
         return [f"prefill, decode: portable Triton kernels ({how}{configured})"]
     if pair is not None:
-        reason = "keys and values in two formats"
-        return [f"prefill, decode: portable Triton kernels ({reason}; {how})"]
+        how = f"keys and values in two formats; {how}"
+        if not hopper_reads(stored, spec.value_format):
+            return [f"prefill, decode: portable Triton kernels ({how})"]
+        decode = hopper_lines(spec, capability)[1]
+        return [f"prefill: portable Triton kernel ({how})", decode]
     if stored.is_open:
         return [f"prefill, decode: portable Triton kernels (an open format; {how})"]
     prefill = f"prefill: portable Triton kernel ({how}){copies_note(spec, capability)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from attnlib.backends.triton.spec_shape import call_features, layer_shape
+from attnlib.kv_dtype import format_pair
 from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.hopper.preference import (
     LATENT_KEYS_PER_SM,
@@ -114,8 +115,9 @@ def hopper_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:
     decode = decode_unsupported_reasons(*layer) or _window_reasons(spec)
     portable, gluon = "portable Triton kernel", "Hopper kernel"
     if spec.is_kv_quantized:
-        paged = spec.scales_in_page
-        cache = spec.kv_format.name if paged else str(spec.kv_dtype).removeprefix("torch.")
+        pair = format_pair(spec.kv_format, spec.value_format)
+        paged = spec.kv_format.name if spec.scales_in_page else None
+        cache = pair or paged or str(spec.kv_dtype).removeprefix("torch.")
         gluon += f" (products in float16, to which {cache} is converted)"
     return [
         f"prefill: {portable} ({'; '.join(prefill)})"
@@ -138,7 +140,7 @@ def _decode_conditions(spec: AttentionSpec) -> str:
 
 
 def _max_query_len(spec: AttentionSpec) -> int:
-    return max(1, min(8, decode_rows(spec.head_size_v, spec.kv_dtype) // spec.group_size))
+    return max(1, min(8, decode_rows(spec.head_size_v, spec.value_format.dtype) // spec.group_size))
 
 
 def _window_reasons(spec: AttentionSpec) -> list[str]:

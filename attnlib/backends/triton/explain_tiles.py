@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attnlib.device import DeviceInfo
-from attnlib.ops.triton.heuristics.tile_table import TileEntry, shipped_tables
+from attnlib.ops.triton.heuristics.tile_table import TileEntry, page_elements, shipped_tables
 from attnlib.spec import AttentionSpec
 from attnlib.tuning.rankings import shipped_tuning
 from attnlib.tuning.store import tuning_for
@@ -67,7 +67,8 @@ def _is_for(entry: TileEntry, spec: AttentionSpec, line: str) -> bool:
     if not spec.is_paged or not spec.is_kv_quantized or " copies" in line:
         elements.add("16-bit")
     if spec.is_paged and spec.is_kv_quantized:
-        elements.add({8: "int8", 4: "int4"}[stored.bits] if stored.scales_in_page else "fp8")
+        paged = page_elements(stored.bits, spec.value_format.bits)
+        elements.add(paged if stored.scales_in_page else "fp8")
     size = max(64, spec.head_size, spec.head_size_v)
     bounds = [(least or 0, most) for name, least, most in entry.ranges if name == "head_size"]
     fits = all(least <= size and (most is None or size <= most) for least, most in bounds)

@@ -119,13 +119,15 @@ def tile_candidates(case: BenchCase, op: str, limits: DeviceLimits) -> list[dict
 def _hopper_decode(
     case: BenchCase, sizes: tuple[int, int], limits: DeviceLimits
 ) -> Iterator[dict[str, Any]]:
-    cache_bits, rows = case.spec.kv_format.bits, case.batch.max_query_len * case.spec.group_size
+    cache_bits, value_bits = case.spec.kv_format.bits, case.spec.value_format.bits
+    rows = case.batch.max_query_len * case.spec.group_size
     pairs = case.batch.num_reqs * case.spec.num_kv_heads
     one_warp = cache_bits < 16 and supports_one_warp(sizes, rows)
     yield vars(
         choose_hopper_decode_tile(
             *sizes,
             cache_bits=cache_bits,
+            value_bits=value_bits,
             scales_in_page=case.spec.scales_in_page,
             rows=rows,
             keys_per_sm=case_work(case, limits),
@@ -139,9 +141,10 @@ def _hopper_decode(
     if cache_bits < 16 and rows <= 16:
         tiles += [DecodeTile(64, 2, 2), DecodeTile(64, 4, 2), DecodeTile(128, 2, 2)]
     if one_warp:
-        tiles += [DecodeTile(64, 2, warps=8), DecodeTile(32, 3, warps=12)]
+        warps = ((64, 2, 8), (32, 3, 12), (32, 3, 8), (64, 2, 6))
+        tiles += [DecodeTile(keys, stages, warps=count) for keys, stages, count in warps]
     for tile in tiles:
-        if decode_shared_bytes(tile, *sizes, cache_bits) <= SHARED_MEMORY and (
+        if decode_shared_bytes(tile, *sizes, cache_bits, value_bits) <= SHARED_MEMORY and (
             tile.block_n <= (widest if max(sizes) <= 128 else 64)
         ):
             yield vars(tile)

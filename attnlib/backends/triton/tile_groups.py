@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attnlib.backends.triton.spec_shape import layer_shape
 from attnlib.ops.triton.heuristics.hopper_tiles import key_width, padded_width
 from attnlib.ops.triton.heuristics.splits import visible_bound
-from attnlib.ops.triton.heuristics.tile_table import visible_class, work_class
+from attnlib.ops.triton.heuristics.tile_table import page_elements, visible_class, work_class
 from attnlib.ops.triton.heuristics.tiles import next_power_of_2, split_head_size
 from attnlib.ops.triton.hopper.common_reasons import CallFeatures
 from attnlib.ops.triton.hopper.sizes import DECODE_ROWS
@@ -100,8 +100,8 @@ def tile_group(case: BenchCase, op: str, limits: DeviceLimits) -> TileGroup | No
     elements = _elements(spec, limits)
     head_size = max(padded_width(size) for size in sizes)
     rows = DECODE_ROWS if op == "hopper_decode" else 128
-    if op == "hopper_decode" and spec.scales_in_page and elements != "int4":
-        elements = "int8"  # all pages of 8-bit elements with scales
+    if op == "hopper_decode" and spec.scales_in_page:
+        elements = page_elements(spec.kv_format.bits, spec.value_format.bits)
     if op == "hopper_decode" and elements != "16-bit":
         # Converted tiles are in registers, so the tile depends on the rows.
         rows = max(16, next_power_of_2(case.batch.max_query_len * spec.group_size))

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 from attnlib.errors import UnsupportedConfigError
 from attnlib.ops.triton.heuristics.hopper_tiles import SHARED_MEMORY, padded_width
-from attnlib.ops.triton.heuristics.tile_table import TileProblem, TileTable, matching
+from attnlib.ops.triton.heuristics.tile_table import (
+    TileProblem,
+    TileTable,
+    matching,
+    page_elements,
+)
 from attnlib.ops.triton.hopper.sizes import DECODE_ROWS, decode_rows
 
 __all__ = [
@@ -51,18 +56,24 @@ class DecodeTile:
 
 
 def decode_shared_bytes(
-    tile: DecodeTile, head_size: int, head_size_v: int, cache_bits: int = 16
+    tile: DecodeTile,
+    head_size: int,
+    head_size_v: int,
+    cache_bits: int = 16,
+    value_bits: int | None = None,
 ) -> int:
     """Return the shared memory of a decode CTA in bytes, for 16-bit queries and the most rows, or
     of all CTAs of a multiprocessor where they have one warp.
 
-    `cache_bits` is the size of an element of the cache: 4, 8 or 16. (The decode over 4-bit integers
-    stores four times the weights of a quarter of the rows.) Pages of elements of less than 16 bits
-    may hold scales, of at most 8 bytes for a key and for a value.
+    `cache_bits` is the size of an element of the cache: 4, 8 or 16, `value_bits` that of the values
+    where it is another one. (The decode over 4-bit integers stores four times the weights of a
+    quarter of the rows.) Pages of elements of less than 16 bits may hold scales, of at most 8 bytes
+    for a key and for a value.
     """
     width, width_v = padded_width(head_size), padded_width(head_size_v)
     rows = decode_rows(head_size_v)
-    ring = cache_bits * tile.stages * tile.block_n * (width + width_v) // 8
+    bits = cache_bits * width + (value_bits or cache_bits) * width_v
+    ring = tile.stages * tile.block_n * bits // 8
     if cache_bits < 16:
         ring += 2 * 8 * tile.stages * tile.block_n
     if tile.warps:
@@ -83,6 +94,7 @@ def choose_hopper_decode_tile(
     head_size_v: int,
     *,
     cache_bits: int = 16,
+    value_bits: int | None = None,
     scales_in_page: bool = False,
     rows: int = DECODE_ROWS,
     keys_per_sm: int | None = None,
@@ -96,6 +108,7 @@ def choose_hopper_decode_tile(
         head_size: D.
         head_size_v: Dv.
         cache_bits: size of an element of the cache: 4, 8 or 16.
+        value_bits: that of the values, where it is another one.
         scales_in_page: whether its pages hold their scales (M16).
         rows: query heads of a group times query tokens, an upper bound.
         keys_per_sm: `tile_table.work_class`; None matches no entry with a condition on it.
@@ -113,7 +126,9 @@ def choose_hopper_decode_tile(
         widest = max(64, head_size, head_size_v)
     need = 0
     many = max(16, 1 << (rows - 1).bit_length())
-    elements = {16: "16-bit", 8: "int8" if scales_in_page else "fp8", 4: "int4"}[cache_bits]
+    elements = "16-bit" if cache_bits == 16 else "fp8"
+    if scales_in_page or cache_bits == 4:
+        elements = page_elements(cache_bits, value_bits or cache_bits)
     problem = TileProblem(
         "hopper_decode", "async", elements, widest, many, keys_per_sm, pairs_per_sm=pairs_per_sm
     )
@@ -121,7 +136,7 @@ def choose_hopper_decode_tile(
         tile = DecodeTile(**dict(entry.tile))
         if tile.warps and not one_warp:
             continue
-        need = decode_shared_bytes(tile, head_size, head_size_v, cache_bits)
+        need = decode_shared_bytes(tile, head_size, head_size_v, cache_bits, value_bits)
         if need <= SHARED_MEMORY:
             return tile
     raise UnsupportedConfigError(

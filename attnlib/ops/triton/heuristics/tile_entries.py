@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CONDITIONS", "ELEMENTS", "OPS", "PRODUCTS", "TileEntry", "TileProblem", "parse_entry"]
+__all__ = [
+    "CONDITIONS", "ELEMENTS", "OPS", "PRODUCTS", "TileEntry", "TileProblem", "page_elements",
+    "parse_entry",
+]  # fmt: skip
 
 OPS = {
     "decode": ("block_m", "block_n", "num_warps", "num_stages"),
@@ -22,7 +25,7 @@ PRODUCTS = ("async", "sync", "mfma")
 """Matrix instructions of a chip: asynchronous ones that read shared memory (wgmma, tcgen05),
 mma.sync, and AMD's."""
 
-ELEMENTS = ("16-bit", "fp8", "fp8-bytes", "int8", "int4", "float32")
+ELEMENTS = ("16-bit", "fp8", "fp8-bytes", "int8", "int4", "int8-int4", "float32")
 CONDITIONS = ("head_size", "rows", "keys_per_sm", "pairs_per_sm", "block_size", "visible")
 """Conditions that are ranges of numbers, as named in `TileProblem`."""
 
@@ -36,7 +39,8 @@ class TileProblem:
         products: matrix instructions of the chip, one of `PRODUCTS`.
         elements: "16-bit"; "fp8", 16-bit queries over a cache of 8-bit elements; "fp8-bytes", the
             same on a chip that cannot convert float8, where the kernel decodes bytes and needs more
-            registers; "int8" and "int4", the same over pages that hold scales; or "float32".
+            registers; "int8" and "int4", the same over pages that hold scales, and "int8-int4" over
+            those with keys of 8 bits and values of 4; or "float32".
         head_size: the larger of the two head sizes, padded.
         rows: query tokens times heads per group of the longest request, as a power of two of at
             least 16.
@@ -100,6 +104,12 @@ class TileEntry:
             ):
                 return False
         return True
+
+
+def page_elements(key_bits: int, value_bits: int) -> str:
+    """The elements of pages that hold their scales, of `ELEMENTS`; those of 8 bits are "int8"."""
+    keys, values = f"int{key_bits}", f"int{value_bits}"
+    return keys if keys == values else f"{keys}-{values}"
 
 
 def parse_entry(line: Any, provenances: Mapping[str, Any]) -> TileEntry:

@@ -34,6 +34,7 @@ from attnlib.ops.triton.heuristics.tile_entries import (
     PRODUCTS,
     TileEntry,
     TileProblem,
+    page_elements,
     parse_entry,
 )
 
@@ -48,6 +49,7 @@ __all__ = [
     "TileTable",
     "depends_on_work",
     "matching",
+    "page_elements",
     "parse_table",
     "read_table",
     "relevant_work_class",

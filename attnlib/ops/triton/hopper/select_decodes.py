@@ -80,10 +80,11 @@ def _choose_tile(call: AttentionCall, schedule: DecodeSchedule) -> DecodeTile:
         and params.score_function is None
         and schedule.max_ctas is None
     )
-    stored = shape.page_format
+    stored, values = shape.page_format, shape.value_format
     return choose_hopper_decode_tile(
         *shape.head_sizes,
         cache_bits=8 * shape.cache_dtype.itemsize if stored is None else stored.bits,
+        value_bits=None if values is None else values.bits,
         scales_in_page=stored is not None,
         rows=rows,
         keys_per_sm=schedule.hopper_keys_per_sm,

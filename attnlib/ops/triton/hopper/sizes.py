@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from attnlib.kv_dtype import KVFormat
+from attnlib.kv_dtype import KVFormat, format_pair
 
 __all__ = [
     "BLOCK_SIZES",
@@ -15,6 +15,7 @@ __all__ = [
     "COPIED_GROUP",
     "COPIED_TOKENS",
     "DECODE_ROWS",
+    "DECODED_PAIRS",
     "FLOAT8",
     "GATHERED_SIZES",
     "INVARIANT_KERNELS",
@@ -23,6 +24,7 @@ __all__ = [
     "PACKED_DECODE_ROWS",
     "QUANTIZED",
     "ROWS",
+    "SELECTS_PAIRS",
     "SHARED_HEAD_SIZE",
     "SMALL_SIZES",
     "WIDEST",
@@ -37,6 +39,12 @@ __all__ = [
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 QUANTIZED = (*FLOAT8, torch.int8, torch.uint8)
 """Dtypes of caches that the decode reads. Bytes (uint8) are 4-bit integers (`hopper_reads`)."""
+
+DECODED_PAIRS = ("int8_per_token_head,int4_per_group",)
+"""Pairs of `kv_dtype.KV_FORMAT_PAIRS` that the decode reads."""
+
+SELECTS_PAIRS = False
+"""Whether layers over DECODED_PAIRS use it: it was not run on a GPU with two formats yet."""
 
 ROWS = 128
 """Query rows of a prefill work item, at least: two warpgroups of 64. A row is one query head of one
@@ -99,23 +107,26 @@ def hopper_reads(stored: KVFormat | None, values: KVFormat | None = None) -> boo
         stored: of the keys; None for caches without scales in their pages.
         values: of the values, where it is another one.
     """
-    if values is not None or stored is None:
+    if stored is None:
         return values is None
+    if values is not None:
+        return SELECTS_PAIRS and format_pair(stored, values) in DECODED_PAIRS
     return not (stored.elements_per_group or stored.is_open)
 
 
-def decode_rows(head_size_v: int, cache_dtype: torch.dtype | None = None) -> int:
-    """Return the largest number of query rows of a decode for values of a head size.
+def decode_rows(head_size_v: int, value_dtype: torch.dtype | None = None) -> int:
+    """Return the largest number of query rows of a decode for values of a head size, stored in a
+    dtype; None is 16 bits.
 
     Converted float8 tiles are in registers, too, which leaves fewer for accumulators.
     """
-    if cache_dtype == torch.uint8:
-        return DECODE_ROWS // 4  # four products and two accumulators
+    if value_dtype == torch.uint8:
+        return DECODE_ROWS // 4  # two accumulators, over such keys also four products
     if head_size_v <= 128:
         return DECODE_ROWS
     if head_size_v > 256:
         return DECODE_ROWS // 8
-    return DECODE_ROWS // (4 if cache_dtype in QUANTIZED else 2)
+    return DECODE_ROWS // (4 if value_dtype in QUANTIZED else 2)
 
 
 def latent_head_blocks(num_heads: int) -> int:

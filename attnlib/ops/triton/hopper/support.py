@@ -83,7 +83,7 @@ def decode_unsupported_reasons(
         max_query_len: upper bound of the query lengths, in tokens.
     """
     reasons = layer_reasons(DECODE, shape, chip, small_sizes=SMALL_SIZES)
-    most = decode_rows(shape.head_size_v, shape.cache_dtype)
+    most = decode_rows(shape.head_size_v, shape.value_dtype)
     if shape.group * max_query_len > most:
         reasons.append(
             f"{shape.group} query heads per KV head times {max_query_len} query tokens; the "

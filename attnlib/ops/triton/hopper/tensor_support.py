@@ -33,11 +33,13 @@ def are_readable(
     """Whether strides, dtypes and scales of a call allow the Hopper kernels, and the pool has
     pages. The kernels apply the softmax scale to masked scores and to their maximum, so it must be
     positive."""
+    # `hopper_reads` has checked the formats of pages that hold scales.
+    equal_formats = value.dtype == key.dtype or params.scales_in_page
     has_v_scale = isinstance(params.v_scale, Tensor) or params.v_scale != 1.0
     return (
         not unsupported_strides(query=query, key_cache=key, value_cache=value, out=out)
         and key.shape[0] > 0
-        and value.dtype == key.dtype
+        and equal_formats
         and out.dtype == query.dtype
         and params.scale >= MIN_LATE_SCALE
         and (key.dtype.itemsize == 1 or not has_v_scale)

@@ -548,6 +548,7 @@ def _entry_options(entry: TileEntry) -> dict[str, Any]:
         **({"cache": E4M3} if "fp8" in entry.elements else {}),
         **({"cache": torch.uint8, "scales": "groups"} if "int4" in entry.elements else {}),
         **({"cache": torch.int8, "scales": "tokens"} if entry.elements == ("int8",) else {}),
+        **(PAIR if "int8-int4" in entry.elements else {}),
     }
 
 
@@ -672,7 +673,10 @@ def tile_of(name: str) -> Any:
     sizes = (d, options.get("dv", d))
     if options.get("op") == "hopper_decode":
         rows = options.get("group", 4) * options.get("query", 1)
-        chosen: Any = choose_hopper_decode_tile(*sizes, cache_bits=_bits(cache), rows=rows)
+        bits = {"cache_bits": _bits(cache), "value_bits": _bits(options.get("values", cache))}
+        chosen: Any = choose_hopper_decode_tile(
+            *sizes, **bits, rows=rows, scales_in_page="values" in options
+        )
     elif options.get("float8"):
         return FLOAT8_TILE
     elif name in entry_cases():
@@ -691,7 +695,8 @@ def problem_of(name: str) -> tuple[Any, int]:
     size, with which they grow. Cases for which both are equal differ in their features only."""
     options = _options(name)
     cache = options.get("cache", options.get("dtype", BF16))
-    kernel = (options.get("op", "hopper_prefill"), _bits(cache), options.get("packed", False))
+    bits = _bits(cache), _bits(options.get("values", cache))
+    kernel = (options.get("op", "hopper_prefill"), bits, options.get("packed", False))
     return (*kernel, tile_of(name)), options.get("d", 128)
 
 
@@ -797,7 +802,7 @@ def compile_case(name: str) -> dict[str, Any]:
     (launch, *_), facts = _compiled(run)
     return {
         **facts,
-        "estimate": decode_shared_bytes(tile, d, dv, bits)
+        "estimate": decode_shared_bytes(tile, d, dv, bits, _bits(values_dtype))
         if decode
         else SHARED_MEMORY
         if float8

@@ -110,9 +110,7 @@ def allocate_worker(CACHE: gl.constexpr, k_scale, v_scale, caches, config):
     BLOCK_N: gl.constexpr = config.BLOCK_N
     # Quantized caches are read as 16-bit words and multiplied in float16.
     COMPUTE: gl.constexpr = CACHE if config.K_KIND == KV_PLAIN else gl.float16
-    Q_SHAPE: gl.constexpr = (
-        [4, ROWS, WIDTH // 4] if config.K_KIND == KV_INT4 else [ROWS, WIDTH]
-    )
+    Q_SHAPE: gl.constexpr = [4, ROWS, WIDTH // 4] if config.K_KIND == KV_INT4 else [ROWS, WIDTH]
     P_ROWS: gl.constexpr = 4 * ROWS if config.V_KIND == KV_INT4 else ROWS
     P_SHAPE: gl.constexpr = [P_ROWS, BLOCK_N]
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(Q_SHAPE[-2:], COMPUTE)
