@@ -12,6 +12,8 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.cache_write import write_kv
 from attnlib.ops.torch.paged_prefill import paged_prefill as reference_attention
+from attnlib.ops.triton.hopper import sizes
+from attnlib.ops.triton.hopper.sizes import DECODED_PAIRS
 from attnlib.spec import AttentionSpec
 from tests.gpu.devices import needs_gpu
 
@@ -27,6 +29,7 @@ pytestmark = [
 HEADS, DEVICE = 8, "cuda"
 LENGTHS = [1000, 9, 3077, 25, 2048, 640]
 INT8, FP8, INT4 = "int8_per_token_head", "fp8_per_token_head", "int4_per_group"
+FORMATS = (INT8, FP8, INT4, *DECODED_PAIRS)
 SIZES: dict[str, dict[str, Any]] = {
     "head64-sinks": {"head_size": 64, "group": 8, "sinks": True},
     "head96": {"head_size": 96},
@@ -48,6 +51,17 @@ CASES: dict[str, dict[str, Any]] = {
     "small-queries": {"magnitude": 1e-30, "scale": 1e-2},
     "unequal-scales": {"spread": 12},
 }
+
+
+@pytest.fixture(autouse=True)
+def _pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "SELECTS_PAIRS", True)
+
+
+def _formats(name: str) -> dict[str, str | None]:
+    """The fields of a spec for a format, or for those of keys and values."""
+    keys, _, values = name.partition(",")
+    return {"kv_cache_dtype": keys, "value_cache_dtype": values or None}
 
 
 def _run(
@@ -80,7 +94,7 @@ def _run(
     lengths = [max(length, query_len) for length in lengths]
     spec = AttentionSpec(
         num_heads=HEADS * group, num_kv_heads=HEADS, head_size=head_size, dtype=dtype,
-        kv_cache_dtype=name, block_size=block_size,
+        block_size=block_size, **_formats(name),  # type: ignore[arg-type]
     )  # fmt: skip
     pages = [-(-length // block_size) for length in lengths]
     order, table = torch.randperm(sum(pages)).int(), torch.zeros(len(pages), max(pages)).int()
@@ -154,9 +168,9 @@ def _choose_tile(monkeypatch: pytest.MonkeyPatch, warps: int) -> None:
 
 _ALL = [
     (name, case)
-    for name in (INT8, FP8, INT4)
+    for name in FORMATS
     for case in (*CASES, *SIZES)
-    if name != INT4 or case not in ("mqa", "most-rows", *SIZES)
+    if name in (INT8, FP8) or case not in ("mqa", "most-rows", *SIZES)
 ]
 
 
@@ -184,7 +198,7 @@ def test_decode_equals_float32(
 
 @pytest.mark.parametrize("warps", [0, 8])
 @pytest.mark.parametrize("which", ["key", "value"])
-@pytest.mark.parametrize("name", [INT8, FP8, INT4])
+@pytest.mark.parametrize("name", FORMATS)
 def test_nan_reaches_the_rows_that_see_it(
     name: str, which: str, warps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +212,7 @@ def test_nan_reaches_the_rows_that_see_it(
 
 
 @pytest.mark.parametrize("warps", [0, 8])
-@pytest.mark.parametrize("name", [INT8, FP8, INT4])
+@pytest.mark.parametrize("name", FORMATS)
 def test_layers_use_the_hopper_decode(
     name: str, warps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +223,7 @@ def test_layers_use_the_hopper_decode(
     torch.manual_seed(0)
     spec = AttentionSpec(
         num_heads=HEADS * 4, num_kv_heads=HEADS, head_size=128, dtype=torch.bfloat16,
-        kv_cache_dtype=name,
+        **_formats(name),  # type: ignore[arg-type]
     )  # fmt: skip
     lengths = [1000, 300, 2048]
     table = torch.randperm(3 * 128).int().view(3, 128)
@@ -240,11 +254,11 @@ def test_needle_at_128k_keys(warps: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
     _choose_tile(monkeypatch, warps)
     length, size = 131072, 128
-    for name in (INT8, FP8, INT4):
+    for name in FORMATS:
         torch.manual_seed(1)
         spec = AttentionSpec(
             num_heads=HEADS * 4, num_kv_heads=HEADS, head_size=size, dtype=torch.bfloat16,
-            kv_cache_dtype=name, block_size=16,
+            block_size=16, **_formats(name),  # type: ignore[arg-type]
         )  # fmt: skip
         cache = PagedKVCache.allocate(spec, length // 16, DEVICE)
         table = torch.randperm(length // 16, device=DEVICE).int().view(1, -1)
