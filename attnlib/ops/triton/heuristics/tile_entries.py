@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
-    "CONDITIONS", "ELEMENTS", "OPS", "PRODUCTS", "TileEntry", "TileProblem", "page_elements",
+    "CONDITIONS",
+    "ELEMENTS",
+    "OPS",
+    "PRODUCTS",
+    "TileEntry",
+    "TileProblem",
+    "page_elements",
     "parse_entry",
-]  # fmt: skip
+]
 
 OPS = {
     "decode": ("block_m", "block_n", "num_warps", "num_stages"),
