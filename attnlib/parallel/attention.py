@@ -27,6 +27,7 @@ from attnlib.parallel.local_spec import local_form
 from attnlib.parallel.metadata import ParallelMetadata
 from attnlib.parallel.operator import attend_opaquely
 from attnlib.parallel.setup_checks import (
+    buffers_of,
     check_group,
     checked_method,
     checked_per_head,
@@ -51,7 +52,7 @@ class ParallelAttention(nn.Module):
         scale: softmax scale; None means 1/sqrt(head_size).
         alibi_slopes: `[Hq]` float32, of this rank's heads.
         sinks: `[Hq]` of a floating-point dtype, of this rank's heads.
-        exchange: "all_to_all" or "reduce_scatter"; None chooses by bytes (X6).
+        exchange: a value of `ExchangeMethod`; None chooses (X6).
         agreement: when the ranks agree that none of them refuses (X8): with every "call", once per
             "batch" and form of call, or "never", where the engine gives all ranks the same inputs.
             ATTNLIB_VALIDATE=1 makes "batch" a "call".
@@ -99,7 +100,8 @@ class ParallelAttention(nn.Module):
             return (*facts, self._parts.context is None), (method, slopes)
 
         method, slopes = group.agreed(self.agreement, "layer", attempt)
-        self._exchange = Exchange(group, spec, method)
+        peers = buffers_of(group, method, self._device)
+        self._exchange = Exchange(group, spec, method, peers)
         self._slopes = None if slopes is None else self._exchange.own_heads(slopes.float())
         self.sinks = sinks
         self._make_layers()
@@ -196,18 +198,20 @@ class ParallelAttention(nn.Module):
         tokens, result = metadata.num_actual_tokens, call.output
         if lse is None:
             lse = new_lse(self.spec, call.query)
-        lse.fill_(-torch.inf)
         if result.shape[0] > tokens:
             result[tokens:].zero_()
+            lse[tokens:].fill_(-torch.inf)
         if tokens == 0:
             return result, lse
         own, out, own_lse = call.query[:tokens], result[:tokens], lse[:tokens]
-        self._attend_new(call, cache, metadata, out, own_lse)
+        has_state = self._attend_new(call, cache, metadata, out, own_lse)
         if metadata.cached is not None:
             queries = self._exchange.gather_heads(own)
             partial, partial_lse = self.attend_cached(queries, cache, metadata)
-            rows = metadata.merge_rows
-            self._exchange.combine(partial, partial_lse, rows, out, own_lse, self.sinks)
+            into = out, own_lse, self.sinks
+            self._exchange.combine(
+                partial, partial_lse, metadata.merge_rows, *into, has_state=has_state
+            )
         elif self.sinks is not None:
             self._exchange.add_sinks(out, own_lse, self.sinks)
         return result, lse
@@ -231,13 +235,15 @@ class ParallelAttention(nn.Module):
         metadata: ParallelMetadata,
         out: Tensor,
         lse: Tensor,
-    ) -> None:
-        """The state over the new tokens, where the cached keys are the context only."""
+    ) -> bool:
+        """Whether there is a state over the new tokens, where the cached keys are the context only;
+        it is computed into `out` and `lse`."""
         if metadata.new is None or self.new is None:
-            return
+            return False
         tokens = metadata.num_actual_tokens
         assert call.key is not None and call.value is not None  # `check_parallel_call` refuses it
         keys = call.key[:tokens], call.value[:tokens]
         scratch = metadata.scratch.like(cache)
         _, found = self.new(call.query[:tokens], *keys, scratch, metadata.new, True, output=out)
         lse.copy_(found)
+        return True

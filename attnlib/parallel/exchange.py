@@ -11,6 +11,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from attnlib.ops.dispatch import operation
+from attnlib.ops.peer_buffers import PeerBuffers
 from attnlib.ops.torch.softmax import add_sink, merge_weights
 from attnlib.parallel.group import RankGroup
 from attnlib.parallel.merge import MergeRows, Parts
@@ -26,6 +28,8 @@ class ExchangeMethod(Enum):
     """Each rank receives the partial results and LSEs of its heads and merges them."""
     REDUCE_SCATTER = "reduce_scatter"
     """LSEs are gathered, each rank weighs its partial results, and the sum is scattered."""
+    PEER_MEMORY = "peer_memory"
+    """As all_to_all, by writes into the memory of the other GPUs of the host."""
 
 
 def exchange_bytes(spec: AttentionSpec, world_size: int, num_tokens: int) -> dict[str, int]:
@@ -43,6 +47,7 @@ def exchange_bytes(spec: AttentionSpec, world_size: int, num_tokens: int) -> dic
         "queries": heads * spec.head_size * size,
         ExchangeMethod.ALL_TO_ALL.value: results + heads * 4,
         ExchangeMethod.REDUCE_SCATTER.value: results + heads * world_size * 4,
+        ExchangeMethod.PEER_MEMORY.value: results + heads * 4,
     }
 
 
@@ -59,18 +64,36 @@ class Exchange:
         group: the ranks.
         spec: of the layer, with the query heads of one rank.
         method: of the results.
+        peers: the buffers of PEER_MEMORY. What does not fit is exchanged by ALL_TO_ALL.
     """
 
-    def __init__(self, group: RankGroup, spec: AttentionSpec, method: ExchangeMethod) -> None:
-        self.group, self.method = group, method
+    def __init__(
+        self,
+        group: RankGroup,
+        spec: AttentionSpec,
+        method: ExchangeMethod,
+        peers: PeerBuffers | None = None,
+    ) -> None:
+        self.group, self.method, self._peers = group, method, peers
         self._kv_heads, self._per_kv = spec.num_kv_heads, spec.group_size
+        self._heads = spec.num_heads
+        item = spec.dtype.itemsize
+        self._head_bytes = max(spec.head_size * item, spec.head_size_v * item + 4)
 
     def gather_heads(self, query: Tensor) -> Tensor:
-        """`[T, world_size * Hq, D]`, the queries of all ranks.
+        """`[T, world_size * Hq, D]`, the queries of all ranks, until the next exchange.
 
         Args:
             query: `[T, Hq, D]` of this rank.
         """
+        if self._peers is not None and self._fits(query.shape[0]):
+            share = operation("peer_exchange", "share_heads", query)
+            rows = query.reshape(query.shape[0] * self._kv_heads, -1).contiguous()
+            shared: Tensor = share(rows, self._peers)
+            return shared.view(query.shape[0], -1, query.shape[2])
+        return self._gathered(query)
+
+    def _gathered(self, query: Tensor) -> Tensor:
         if self.group.world_size == 1:
             return query
         sizes = (self._kv_heads, self._per_kv, query.shape[2])
@@ -80,7 +103,7 @@ class Exchange:
     def own_heads(self, per_head: Tensor) -> Tensor:
         """`[Hq * world_size]` values of the heads of all ranks in the order of `gather_heads`, from
         `[Hq]` of each rank."""
-        return self.gather_heads(per_head.view(1, -1, 1)).flatten()
+        return self._gathered(per_head.view(1, -1, 1)).flatten()
 
     def combine(
         self,
@@ -90,6 +113,8 @@ class Exchange:
         output: Tensor,
         lse: Tensor,
         sinks: Tensor | None,
+        *,
+        has_state: bool = True,
     ) -> None:
         """Merge the partial results of all ranks, and the sinks, into the state of this rank's
         heads.
@@ -101,17 +126,26 @@ class Exchange:
             output: `[T, Hq, Dv]`, a state over other keys; overwritten.
             lse: `[T, Hq]` float32 of that state; -inf for none. Overwritten.
             sinks: `[Hq]`, counted here once (M4), or None.
+            has_state: whether `output` and `lse` hold a state; otherwise they may hold anything.
         """
-        outs = self._by_rank(partial)
-        lses = self._by_rank(partial_lse.unsqueeze(-1)).squeeze(-1)
-        if self.method is ExchangeMethod.REDUCE_SCATTER:
-            self._reduce(outs, lses, output, lse, sinks)
+        if self._peers is not None and self._fits(output.shape[0]):
+            merge = operation("peer_exchange", "merge_from_peers", output)
+            more = {"num_kv_heads": self._kv_heads, "has_state": has_state, "sinks": sinks}
+            merge(partial, partial_lse, output, lse, self._peers, **more)
             return
-        sent = Parts.like(outs.shape, partial)
-        sent.outs.copy_(outs.flatten(0, 1))
-        sent.lses.copy_(lses.flatten(0, 1))
-        received = Parts.like(outs.shape, partial, has_sink=sinks is not None)
-        self.group.all_to_all(received.of_ranks(outs.shape[0] * outs.shape[1]), sent.rows)
+        if not has_state:
+            lse.fill_(-torch.inf)
+        outs, lses = self._by_rank(partial), self._by_rank(partial_lse.unsqueeze(-1))
+        if self.method is ExchangeMethod.REDUCE_SCATTER:
+            found = outs.flatten(2, 3), lses.flatten(2, 4)
+            self._reduce(*found, output, lse, sinks)
+            return
+        shape = torch.Size((self.group.world_size, *output.shape))
+        sent = Parts.like(shape, partial)
+        sent.outs.view(outs.shape).copy_(outs)
+        sent.lses.view(lses.shape).copy_(lses)
+        received = Parts.like(shape, partial, has_sink=sinks is not None)
+        self.group.all_to_all(received.of_ranks(shape[0] * shape[1]), sent.rows)
         if sinks is not None:
             received.set_sink(sinks)
         rows.merge(received, output, lse)
@@ -124,9 +158,14 @@ class Exchange:
         lse.copy_(merged.transpose(0, 1))
 
     def _by_rank(self, partial: Tensor) -> Tensor:
-        """`[world_size, T, Hq, n]` of the heads of all ranks."""
+        """`[world_size, T, Hkv, heads of each, n]` of the heads of all ranks, a view."""
         sizes = (self._kv_heads, self.group.world_size, self._per_kv, partial.shape[2])
-        return partial.reshape(partial.shape[0], *sizes).permute(2, 0, 1, 3, 4).flatten(2, 3)
+        return partial.reshape(partial.shape[0], *sizes).permute(2, 0, 1, 3, 4)
+
+    def _fits(self, tokens: int) -> bool:
+        """Whether the buffers hold an exchange, which is equal on all ranks."""
+        assert self._peers is not None
+        return self._peers.fit(tokens * self._heads, self._head_bytes)
 
     def _reduce(
         self, outs: Tensor, lses: Tensor, output: Tensor, lse: Tensor, sinks: Tensor | None

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnlib.errors import AttnlibError, ContractError
+from attnlib.ops.peer_buffers import PeerBuffers
+from attnlib.parallel.peers import connect
 
 __all__ = ["RankGroup"]
 
@@ -46,6 +48,7 @@ class RankGroup:
         self._ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         on_cpu = "cpu:" in str(dist.get_backend_config(self._cpu_group))
         self._record_device = torch.device("cpu" if on_cpu else "cuda")
+        self._peers: PeerBuffers | list[str] | None = None
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """`[world_size, ...]` of a tensor `[...]` of each rank."""
@@ -66,6 +69,23 @@ class RankGroup:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         scatter(out.view(-1), tensor.view(-1), group=self._group)
         return out
+
+    def peers(self, device: torch.device) -> PeerBuffers | list[str]:
+        """The buffers by which the ranks exchange the states of their layers, or why there are
+        none. All ranks call this together; equal on all of them.
+
+        Args:
+            device: of this rank.
+        """
+
+        def gather(value: object) -> list[object]:
+            found: list[object] = [None] * self.world_size
+            dist.all_gather_object(found, value, group=self._cpu_group)
+            return found
+
+        if self._peers is None:
+            self._peers = connect(device, self.world_size, self.rank, gather, self._group)
+        return self._peers
 
     def start_shift(self, out: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Any]:
         """Begin to send `tensors` to the next rank of the ring, and to receive `out` from the one

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from attnlib import env
 from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.ops.peer_buffers import PeerBuffers
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.exchange import ExchangeMethod, choose_exchange
 from attnlib.parallel.group import RankGroup
 from attnlib.spec import AttentionSpec
 
 __all__ = [
+    "buffers_of",
     "check_choices",
     "check_group",
     "checked_method",
@@ -90,7 +93,30 @@ def checked_method(
             "use 'all_to_all'",
             reasons=["reduce_scatter is not batch invariant"],
         )
+    if method is ExchangeMethod.PEER_MEMORY and spec.dtype == torch.float64:
+        raise UnsupportedConfigError(
+            "exchange='peer_memory' with dtype=torch.float64: use 'all_to_all'",
+            reasons=["peer_memory does not serve float64"],
+        )
     return method
+
+
+def buffers_of(
+    group: RankGroup, method: ExchangeMethod, device: torch.device
+) -> PeerBuffers | None:
+    """The buffers of an exchange by memory; None for others. All ranks call this together.
+
+    Raises:
+        UnsupportedConfigError: on all ranks, if one cannot write the memory of another.
+    """
+    if method is not ExchangeMethod.PEER_MEMORY or group.world_size == 1:
+        return None
+    found = group.peers(device)
+    if isinstance(found, PeerBuffers):
+        return found
+    raise UnsupportedConfigError(
+        f"exchange='peer_memory': {'; '.join(found)}: use 'all_to_all'", reasons=found
+    )
 
 
 def checked_per_head(

@@ -315,11 +315,11 @@ def refused_batches(group: RankGroup) -> str:
 def sink_per_rank(group: RankGroup) -> str:
     combine = Exchange.combine
 
-    def wrong(self: Exchange, out: Any, lse: Any, *rest: Any) -> None:
+    def wrong(self: Exchange, out: Any, lse: Any, *rest: Any, **more: Any) -> None:
         *others, sinks = rest
         none = torch.full_like(sinks, -torch.inf)
         out, lse = add_sink(out.transpose(0, 1), lse.transpose(0, 1), self.own_heads(sinks))
-        combine(self, out.transpose(0, 1).contiguous(), lse.transpose(0, 1), *others, none)
+        combine(self, out.transpose(0, 1).contiguous(), lse.transpose(0, 1), *others, none, **more)
 
     with mock.patch.object(Exchange, "combine", wrong):
         return compare(PROBLEMS["sinks"], group)
@@ -328,8 +328,8 @@ def sink_per_rank(group: RankGroup) -> str:
 def base_2_lse(group: RankGroup) -> str:
     combine = Exchange.combine
 
-    def wrong(self: Exchange, out: Any, lse: Any, *rest: Any) -> None:
-        combine(self, out, lse / math.log(2), *rest)
+    def wrong(self: Exchange, out: Any, lse: Any, *rest: Any, **more: Any) -> None:
+        combine(self, out, lse / math.log(2), *rest, **more)
 
     with mock.patch.object(Exchange, "combine", wrong):
         return compare(PROBLEMS["grouped heads"], group)

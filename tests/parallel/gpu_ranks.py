@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 -m tests.parallel.gpu_ranks
     torchrun --nproc-per-node 2 -m tests.parallel.gpu_ranks --one-gpu
+    for i in 1 2 3; do torchrun --standalone ... --part $i/3 & done; wait
 
 NCCL refuses two ranks on one GPU, and gloo has no all-to-all of CUDA tensors. With `--one-gpu` what
 ranks send passes through the CPU, so that kernels and batches are tested, but neither NCCL nor
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,9 +37,17 @@ def in_bfloat16(problem: Problem) -> Problem:
     return replace(problem, spec={**problem.spec, **sizes, "dtype": torch.bfloat16})
 
 
-def replays(group: RankGroup, device: str) -> None:
+BY_MEMORY = ("grouped heads", "sinks", "latents", "fp8", "window", "batch invariant")
+"""Problems that are exchanged by memory, too."""
+
+
+def by_memory(problem: Problem) -> Problem:
+    return replace(problem, options={**problem.options, "exchange": "peer_memory"})
+
+
+def replays(group: RankGroup, device: str, change: Callable[[Problem], Problem]) -> None:
     """A graph of a decode follows batches of the same sizes."""
-    run = Run(in_bfloat16(Problem({"has_sink": True})), group, device)
+    run = Run(change(in_bfloat16(Problem({"has_sink": True}))), group, device)
     for name in ("prefill", "mixed", "decode"):
         run.step(STEPS[name])
     first, second = ([end + n for _, end in STEPS["decode"]] for n in (1, 2))
@@ -98,7 +107,9 @@ class ThroughHost(RankGroup):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--one-gpu", action="store_true", help="all ranks on one GPU, or on a CPU")
-    shared = parser.parse_args().one_gpu
+    parser.add_argument("--part", default="1/1", help="I/N: every N-th problem, from the I-th on")
+    options = parser.parse_args()
+    shared, (first, parts) = options.one_gpu, map(int, options.part.split("/"))
     device = "cuda:0" if shared else f"cuda:{os.environ['LOCAL_RANK']}"
     if shared and not torch.cuda.is_available():
         device = "cpu"
@@ -106,17 +117,30 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if shared else "cpu:gloo,cuda:nccl")
     group = ThroughHost() if shared else RankGroup()
-    for name, problem in PROBLEMS.items():
-        error = Run(in_bfloat16(problem), group, device).largest_error()
-        report(group, name, error)
-    for name, problem in prefill_cases.PROBLEMS.items():
-        run = prefill_cases.Run(in_bfloat16(problem), group, device)
-        steps = [prefill_cases.LENGTHS[each] for each in prefill_cases.CHUNKS]
-        report(group, f"prefill, {name}", max(error_of(*run.step(each)) for each in steps))
-        assert not run.wrong_keys(steps[-1]), name
+    found = [(name, decode_error, problem) for name, problem in PROBLEMS.items()]
     if not shared:
-        replays(group, device)
+        more = ((f"by memory: {name}", by_memory(PROBLEMS[name])) for name in BY_MEMORY)
+        found += [(name, decode_error, problem) for name, problem in more]
+    prompts = prefill_cases.PROBLEMS.items()
+    found += [(f"prefill, {name}", prefill_error, problem) for name, problem in prompts]
+    for name, error, problem in found[first - 1 :: parts]:
+        report(group, name, error(in_bfloat16(problem), group, device))
+    if not shared and first == 1:
+        for change in (lambda problem: problem, by_memory):
+            replays(group, device, change)
     dist.destroy_process_group()
+
+
+def decode_error(problem: Problem, group: RankGroup, device: str) -> float:
+    return Run(problem, group, device).largest_error()
+
+
+def prefill_error(problem: Problem, group: RankGroup, device: str) -> float:
+    run = prefill_cases.Run(problem, group, device)
+    steps = [prefill_cases.LENGTHS[each] for each in prefill_cases.CHUNKS]
+    found = max(error_of(*run.step(each)) for each in steps)
+    assert not run.wrong_keys(steps[-1])
+    return found
 
 
 def report(group: RankGroup, name: str, error: float) -> None:

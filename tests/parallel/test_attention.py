@@ -8,6 +8,7 @@ import pytest
 
 from tests.parallel.cases import KERNELS, PROBLEMS, PROPERTIES, WRONG
 from tests.parallel.compiled_cases import CASES as COMPILED
+from tests.parallel.peer_cases import CASES as PEERS
 from tests.parallel.workers import results
 
 SMOKE = ("window", "latents", "refusals", "refused batches", "a sink of each rank")
@@ -59,6 +60,16 @@ def test_interpreted_kernels() -> None:
     """X4, X5: score functions of ranges and of ALiBi, and the merge with a row of sinks."""
     environment = {"TRITON_INTERPRET": "1"}
     for name, texts in results("tests.parallel.cases", [*KERNELS], 2, environment).items():
+        assert not any(texts), (name, texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_exchanges_by_memory(world_size: int) -> None:
+    """X5, X6: the kernels, and what does without them."""
+    environment = {"TRITON_INTERPRET": "1"}
+    names = [*PEERS]
+    for name, texts in results("tests.parallel.peer_cases", names, world_size, environment).items():
         assert not any(texts), (name, texts)
 
 

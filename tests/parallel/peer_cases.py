@@ -1,0 +1,88 @@
+"""Cases of exchanges by memory, with Triton's interpreter and memory that processes share."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.ops.peer_buffers import PeerBuffers
+from attnlib.parallel import RankGroup, exchange
+from tests.parallel.cases import LATENT, LIMIT
+from tests.parallel.problem import STEPS, Problem, Run, error_of
+
+
+def shared_buffers(group: RankGroup) -> PeerBuffers:
+    """Buffers in memory that all processes map, as GPUs map each other's."""
+    folder = [tempfile.mkdtemp()] * group.world_size
+    dist.broadcast_object_list(folder, 0)
+    size = PeerBuffers.num_bytes(group.world_size)
+    found = [
+        torch.from_file(f"{folder[0]}/{rank}", shared=True, size=size, dtype=torch.uint8)
+        for rank in range(group.world_size)
+    ]
+    dist.barrier()
+    if group.rank == 0:
+        shutil.rmtree(folder[0])
+    return PeerBuffers.of(found, group.rank)
+
+
+def by_memory(name: str, *arguments: Any) -> Callable[..., Any]:
+    from attnlib.ops.triton import peer_exchange
+
+    found: Callable[..., Any] = getattr(peer_exchange, arguments[0])
+    return found
+
+
+def peer_memory(group: RankGroup) -> str:
+    """Decodes, verifications and prefills, whose new tokens are a state before the exchange."""
+    buffers = shared_buffers(group)
+    with (
+        mock.patch.object(RankGroup, "peers", lambda *_: buffers),
+        mock.patch.object(exchange, "operation", by_memory),
+    ):
+        for spec in ({"has_sink": True}, LATENT):
+            run = Run(Problem(spec, options={"exchange": "peer_memory"}), group)
+            for name in ("short", "prefill", "mixed", "decode", "verification"):
+                error = error_of(*run.step(STEPS[name]))
+                if not error <= LIMIT:
+                    return f"{spec}, {name}: error {error:g}"
+    runs = int(buffers.merge_counts.max())
+    return "" if runs == 8 else f"{runs} exchanges by memory, of two layers and four steps"
+
+
+def full_buffers(group: RankGroup) -> str:
+    """What does not fit is exchanged by messages, queries and results alike."""
+    run = Run(Problem({"has_sink": True}), group)
+    layer = run.layer._exchange
+    layer._peers = shared_buffers(group)
+    layer._head_bytes = 1 << 30
+    errors = [error_of(*run.step(STEPS[name])) for name in ("prefill", "mixed", "decode")]
+    return "" if max(errors) <= LIMIT else f"errors {errors}"
+
+
+def refused(group: RankGroup) -> str:
+    """By all ranks, with the reason; float64 has no kernel."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        spec = {"dtype": dtype}
+        try:
+            Run(Problem(spec, options={"exchange": "peer_memory"}), group)
+        except (UnsupportedConfigError, ContractError) as error:
+            found.append(str(error))
+    wanted = ("NVIDIA GPUs of one host", "float64")
+    named = len(found) == 2 and all(map(str.__contains__, found, wanted))
+    return "" if named else f"{found}"
+
+
+CASES: dict[str, Callable[[RankGroup], str]] = {
+    "peer memory": peer_memory,
+    "full buffers": full_buffers,
+    "refused on a CPU": refused,
+}
