@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,8 @@ from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.ops.checks import vector_elements
 from attnlib.ops.packed_latents import LATENT, ROTARY, check_latents, check_queries, packed_views
 from attnlib.ops.params import AttentionParams
+from attnlib.ops.triton import hopper
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import device_guard, limits_of
 from attnlib.ops.triton.heuristics.splits import (
     choose_uniform_splits,
@@ -108,20 +112,20 @@ def packed_latent_attention(
         return
     if any(t.stride(-1) != 1 for t in (query, out, block_table) if t.shape[-1] > 1):
         raise ContractError("query, out and block_table must have last stride 1", rule="P1")
-    limits = limits_of(query)
-    num_tokens, num_heads = query.shape[:2]
+    (num_tokens, num_heads), lists = query.shape[:2], (query_start_loc, seq_lens, block_table)
     indices = None if selection is None or selected is None else selected.indices
     entries = 0 if indices is None else indices.shape[2]
     bounds, causal = (max_query_len, max_seq_len), params.causal is True
     visible = visible_bound(*bounds, params.window, causal, params.attention_chunk_size)
     if selection is not None:
         visible = entries * selection.block_size
+    elif _run_hopper((query, parts, out, lse), params, lists, bounds, visible):
+        return
     head_blocks = triton.cdiv(num_heads, _tile_heads(num_heads))
     partials = _divide(query, params, visible, head_blocks, lse is not None)
     splits, space = partials.num_splits, partials.allocate(query)
-    elements = parts.elements if limits.has_fp8 else parts.elements.view(torch.uint8)
+    elements = parts.elements if limits_of(query).has_fp8 else parts.elements.view(torch.uint8)
     strided = (query, elements, parts.scales, parts.rotary, out)
-    strides = [stride for x in strided for stride in x.stride()[:2]]
     settle_keys(packed_latent_kernel)
     with device_guard(query):
         packed_latent_kernel[(num_tokens, head_blocks, splits)](
@@ -131,13 +135,27 @@ def packed_latent_attention(
             *(int(n) for n in (*params.window, params.attention_chunk_size)),
             *(query_start_loc.shape[0] - 1, num_tokens, num_heads, entries, splits),
             *(0 if indices is None else indices.stride(0), block_table.stride(0)),
-            *strides,
+            *(stride for x in strided for stride in x.stride()[:2]),
             0 if lse is None else lse.stride(0),
             CONFIG=_config(query, data, params, selection, splits, lse is not None),
             num_warps=8,
             num_stages=2,
         )
         partials.run(space, params.sinks, out, lse)
+
+
+def _run_hopper(
+    tensors: tuple[Any, ...],
+    params: AttentionParams,
+    lists: tuple[Tensor, Tensor, Tensor],
+    bounds: tuple[int, int],
+    visible: int,
+) -> bool:
+    """Run the Hopper decode where it serves a call; returns whether it does."""
+    if (dispatch := hopper.load()) is None:
+        return False
+    batch = BatchTensors.of(params, *lists, max_query_len=bounds[0], max_seq_len=bounds[1])
+    return bool(dispatch.run_packed_latents(*tensors, batch, params, visible))
 
 
 def _divide(

@@ -64,7 +64,11 @@ def decode_workspace_bytes(
     """
     if shape.latent:
         return latent_decode_workspace_bytes(
-            num_tokens, shape.num_heads, max_query_len, limits.num_sms
+            num_tokens,
+            shape.num_heads,
+            max_query_len,
+            limits.num_sms,
+            shape.cache_dtype.itemsize == 1,
         )
     return hopper_decode_workspace_bytes(
         num_tokens,

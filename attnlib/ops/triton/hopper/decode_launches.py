@@ -35,6 +35,7 @@ from attnlib.ops.triton.launch.sequence import (
     VALUE_MAP,
     Launches,
     Lookup,
+    Source,
     batch_sources,
     bind_step,
     score_sources,
@@ -94,8 +95,8 @@ class HopperDecode:
             bytes where the kernel gathers their rows; else None. Other kernels have
             other strides or none.
         gathers: the kernel reads the caches by address instead of descriptors.
-        reads_address: it takes the address of the keys after the descriptors.
-        takes_scores: it takes scales of the cache, tensors of a score function and counters.
+        key_address: what it takes after the descriptors, the address of the keys or None.
+        takes_scores: it takes tensors of a score function and counters.
     """
 
     limits: DeviceLimits
@@ -115,7 +116,7 @@ class HopperDecode:
     num_batch_tensors: int = 0
     last_strides: tuple[int | None, ...] = (None,) * 6
     gathers: bool = False
-    reads_address: bool = False
+    key_address: tuple[Source | None, ...] = ()
     takes_scores: bool = True
 
     needs_alignment: ClassVar[bool] = True
@@ -144,8 +145,7 @@ class HopperDecode:
         sources: tuple[Any, ...] = caches
         if not self.gathers:
             sources = descriptor_arguments(self.views, maps, direct)
-            if self.reads_address:
-                sources = (*sources, KEY_CACHE)
+            sources = (*sources, *self.key_address)
             lookups = (
                 Lookup(caches, self._descriptors, self._encode, maps)
                 if direct
@@ -160,7 +160,7 @@ class HopperDecode:
         extras: tuple[Any, ...] = (*scales, *layer_tensors, *pointers)
         space: tuple[Any, ...] = (outputs, lses, headers, counters)
         if not self.takes_scores:
-            extras, space, sizes = (), space[:3], ()
+            extras, space, sizes = scales, space[:3], ()
         tensors = (*sources, QUERY, OUT, LSE, SINKS, *extras)
         numbers = (self.scale, *self.numbers, *sizes, *self.last_strides)
         arguments = (*tensors, starts, lens, table, *space, *numbers)

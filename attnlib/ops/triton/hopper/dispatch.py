@@ -2,6 +2,7 @@
 
 select_prefills  whether a prefill serves a call, and with which tile
 select_decodes   whether a decode or a batch-invariant kernel serves a call, and with which tile
+select_packed_latents  whether the decode over latents serves a call over packed ones
 decode_bounds    support, workspace and counters of layers, before there is a call
 """
 
@@ -19,6 +20,7 @@ from attnlib.ops.triton.hopper.select_decodes import (
     select_packed_decode,
     select_shared_decode,
 )
+from attnlib.ops.triton.hopper.select_packed_latents import run_packed_latents
 from attnlib.ops.triton.hopper.select_prefills import (
     select_page_prefill,
     select_prefill,
@@ -29,6 +31,7 @@ from attnlib.ops.triton.hopper.tensor_support import unsupported_strides
 __all__ = [
     "decode_workspace_bytes",
     "num_counters",
+    "run_packed_latents",
     "select_decode",
     "select_invariant",
     "select_packed_decode",

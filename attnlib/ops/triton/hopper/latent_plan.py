@@ -17,6 +17,7 @@ from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.latent_decode import hopper_latent_decode_kernel
 from attnlib.ops.triton.hopper.kernels.latent_splits import LatentConfig
 from attnlib.ops.triton.hopper.kernels.latent_swap_ab import hopper_latent_swap_ab_kernel
+from attnlib.ops.triton.hopper.latent_tiles import LatentTile, choose_latent_tile
 from attnlib.ops.triton.hopper.sizes import (
     LATENT_ROWS,
     LATENT_SIZES,
@@ -24,39 +25,35 @@ from attnlib.ops.triton.hopper.sizes import (
     latent_head_blocks,
 )
 from attnlib.ops.triton.launch.bound import BoundLaunch
+from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
+from attnlib.ops.triton.launch.sequence import KEY_CACHE
 
 __all__ = ["latent_decode_workspace_bytes", "prepare_latent_decode"]
 
 _TILE = 64
-"""Latents of a tile: two tiles and the queries fill the shared memory."""
-_SWAPPED_ROWS = 16
-"""Query rows up to which latents are the rows of the products."""
+"""Latents of a tile."""
 _LEAST_TILES = 2
 """Units of work of a range, at least: with shorter ones, combining takes longer than it saves."""
 _FEW_RESULTS = 1024
 """Rows of the output up to which one is combined by several programs."""
-_CONSUMER_REGISTERS = 224
-_LOADER_REGISTERS = 40
-_SWAPPED_LOADER_REGISTERS = 32
-_SWAPPED_MAX_REGISTERS = 128
-"""The consumer gets what the others leave. With 168 registers instead of 128, 64 requests of 16k
-latents take 282.5 us instead of 281.2 on an H200."""
 
 
 def latent_decode_workspace_bytes(
-    num_tokens: int, num_heads: int, max_query_len: int, num_sms: int
+    num_tokens: int, num_heads: int, max_query_len: int, num_sms: int, is_quantized: bool = False
 ) -> int:
     """Workspace in bytes: partial results with LSEs, and headers by token and block of heads."""
     head_blocks = latent_head_blocks(num_heads)
     group = num_heads // head_blocks
     rows = group * min(max_query_len, LATENT_ROWS // group)
-    # One block has at least as many CTAs as the blocks of shorter queries.
+    # One block has at least as many CTAs as the blocks of shorter queries, whose two workers over
+    # an 8-bit cache have at most 32 rows and ranges of their own.
     ctas = workers_per_head(num_sms, 1, 1)
-    return _workspace_bytes(ctas, rows, num_tokens * head_blocks)
+    most = max(rows, 2 * min(rows, LATENT_ROWS // 2)) if is_quantized else rows
+    return _workspace_bytes(ctas, most, num_tokens * head_blocks)
 
 
-def _workspace_bytes(ctas: int, rows: int, num_headers: int) -> int:
-    return 4 * (2 * ctas * rows * (LATENT_SIZES[1] + 1) + num_headers)
+def _workspace_bytes(ranges: int, rows: int, num_headers: int) -> int:
+    return 4 * (2 * ranges * rows * (LATENT_SIZES[1] + 1) + num_headers)
 
 
 def _combine_tile(
@@ -80,7 +77,7 @@ def _combine_tile(
     # Measured with two ranges for each SM: 32 requests of 16 heads take 50.3 us with one program
     # for each row, and 51.0 with four; 16 requests 33.3 and 32.5 us. 64 requests of 16k latents
     # take 292.7 us with a step of 8 and two warps, and 294.5 with 16 and four.
-    whole_rows = group <= _SWAPPED_ROWS and num_rows > _FEW_RESULTS // 4
+    whole_rows = group <= 16 and num_rows > _FEW_RESULTS // 4
     step = min(64, max(8 if whole_rows else 16, triton.next_power_of_2(splits)))
     parts = 1 if whole_rows and step <= 16 else 4
     size, warps = head_size_v // parts, step // (4 * parts)
@@ -88,36 +85,44 @@ def _combine_tile(
 
 
 def prepare_latent_decode(
-    call: AttentionCall, max_query_len: int, max_ctas: int | None = None
+    call: AttentionCall,
+    max_query_len: int,
+    max_ctas: int | None = None,
+    tile: LatentTile | None = None,
 ) -> HopperDecode:
     """Prepare the launches of calls like this one; at least one query and block.
 
     Args:
+        call: over latents, or over packed latents (P14): the keys are their bfloat16 elements, the
+            values the others, and the scales are before the bfloat16 elements of each token.
         max_query_len: upper bound of the query lengths, in tokens.
         max_ctas: CTAs that may run at a time; None means one per SM.
+        tile: None chooses it.
     """
     query, key, out, params, shape = call.query, call.key, call.out, call.params, call.shape
     head_blocks = latent_head_blocks(shape.num_heads)
     blocks, group = latent_blocks(shape.num_heads, max_query_len), shape.num_heads // head_blocks
     block_tokens, (left, right) = min(max_query_len, LATENT_ROWS // group), params.window
-    rows = group * block_tokens
-    swaps = rows <= _SWAPPED_ROWS and blocks == 1
+    rows, is_quantized = group * block_tokens, call.value.dtype.itemsize == 1
+    packed = call.value.dtype != key.dtype
+    tile = tile or choose_latent_tile(rows, blocks, is_quantized, packed)
     resident = max_ctas or call.limits.num_sms
     ctas = workers_per_head(resident, blocks, 1) * blocks
-    num_partials, (size, size_v) = 2 * ctas * rows, shape.head_sizes
+    num_partials, (size, size_v) = 2 * ctas * tile.ranges * rows, shape.head_sizes
     stride = (key.stride(1) == size) * key.stride(0)
-    token_blocks = blocks // head_blocks
-    assert not isinstance(params.k_scale, Tensor)
+    token_blocks = blocks // head_blocks if blocks > head_blocks else None
+    strides: tuple[int | None, ...] = key.stride()[:2] if packed else (None, None)
+    assert is_quantized or not isinstance(params.k_scale, Tensor)
     return HopperDecode(
         limits=call.limits,
         index=query.get_device(),
         packed=False,
-        is_quantized=False,
-        reads_address=not swaps,
+        is_quantized=is_quantized,
+        key_address=(None,) if tile.swaps and not packed else (KEY_CACHE,),
         takes_scores=False,
-        last_strides=() if swaps else (stride, token_blocks if token_blocks > 1 else None),
+        last_strides=(*strides, token_blocks) if tile.swaps else (stride, token_blocks),
         views=_views(call),
-        scale=params.scale * float(params.k_scale),
+        scale=params.scale if is_quantized else params.scale * float(params.k_scale),
         score_sizes=(),
         numbers=(
             *(float(params.logits_soft_cap), unbounded(left), unbounded(right)),
@@ -128,9 +133,11 @@ def prepare_latent_decode(
         combine_tail=(call.num_reqs, rows, *out.stride()[:2], call.lse_stride, blocks),
         lse_offset=num_partials * size_v,
         header_offset=num_partials * (size_v + 1),
-        workspace_bytes=_workspace_bytes(ctas, rows, call.num_tokens * head_blocks),
-        attend=_attend_launch(call, group, blocks, swaps, ctas),
-        combine=_combine_launch(call, group, workers_per_head(resident, head_blocks, 1)),
+        workspace_bytes=_workspace_bytes(ctas * tile.ranges, rows, call.num_tokens * head_blocks),
+        attend=_attend_launch(call, group, blocks, tile, ctas),
+        combine=_combine_launch(
+            call, group, workers_per_head(resident, head_blocks, 1) * tile.ranges
+        ),
     )
 
 
@@ -142,27 +149,26 @@ def _views(call: AttentionCall) -> tuple[CacheView, CacheView]:
 
 
 def _attend_launch(
-    call: AttentionCall, group: int, blocks: int, swaps: bool, ctas: int
+    call: AttentionCall, group: int, blocks: int, tile: LatentTile, ctas: int
 ) -> BoundLaunch:
     """The attention kernel.
 
     Args:
         group: query heads of a CTA.
         blocks: of query rows of a request.
-        swaps: latents are the rows of the products.
+        tile: of a CTA.
         ctas: of the grid.
     """
     shape, params, (left, right) = call.shape, call.params, call.params.window
-    rows = _SWAPPED_ROWS if swaps else LATENT_ROWS
     config = LatentConfig(
         HEAD_BLOCKS=shape.num_heads // group,
         MANY_TOKENS=blocks * group > shape.num_heads,
         GROUP=group,
         DV=shape.head_size_v,
         ROTARY=shape.head_size - shape.head_size_v,
-        TILE_TOKENS=rows // group,
+        TILE_TOKENS=tile.rows * (tile.workers if tile.shares else 1) // group,
         BLOCK_SIZE=shape.block_size,
-        ROWS=rows,
+        ROWS=tile.rows,
         CAUSAL=bool(params.causal),
         HAS_LEFT=left >= 0,
         HAS_RIGHT=right >= 0,
@@ -171,14 +177,23 @@ def _attend_launch(
         HAS_SINK=params.sinks is not None,
         HAS_LSE=call.lse is not None,
         LEAST=_LEAST_TILES,
-        CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
-        LOADER_REGISTERS=_SWAPPED_LOADER_REGISTERS if swaps else _LOADER_REGISTERS,
+        CONSUMER_REGISTERS=tile.consumer_registers,
+        LOADER_REGISTERS=tile.loader_registers,
+        KV_KIND=kv_kind(call.value.dtype, has_fp8=False),
+        GROUP_SCALES=call.value.dtype != call.key.dtype,
+        K_SCALE_KIND=scale_kind("k_scale", params.k_scale),
+        V_SCALE_KIND=scale_kind("v_scale", params.v_scale),
+        WORKERS=tile.workers,
+        SHARES=tile.shares,
+        STAGES=tile.stages,
+        ROTARY_STAGES=tile.rotary_stages,
+        IN_FLIGHT=tile.in_flight,
     )
     options = {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True, "CONFIG": config}
-    if not swaps:
-        return BoundLaunch(hopper_latent_decode_kernel, (ctas, 1, 1), options)
-    options["maxnreg"] = _SWAPPED_MAX_REGISTERS
-    return BoundLaunch(hopper_latent_swap_ab_kernel, (ctas, 1, 1), options)
+    if tile.registers is not None:
+        options["maxnreg"] = tile.registers
+    kernel = hopper_latent_swap_ab_kernel if tile.swaps else hopper_latent_decode_kernel
+    return BoundLaunch(kernel, (ctas, 1, 1), options)
 
 
 def _combine_launch(call: AttentionCall, group: int, num_ranges: int) -> BoundLaunch:

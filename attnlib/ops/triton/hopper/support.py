@@ -5,8 +5,11 @@ Imports no triton, so that `attnlib explain` can name the kernels of a layer on 
 
 from __future__ import annotations
 
+import torch
+
 from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.shared_decode import PRODUCT_ROWS
+from attnlib.ops.triton.hopper import sizes
 from attnlib.ops.triton.hopper.common_reasons import (
     DECODE,
     CallFeatures,
@@ -34,6 +37,7 @@ __all__ = [
     "decode_unsupported_reasons",
     "invariant_unsupported_reasons",
     "latent_unsupported_reasons",
+    "packed_latents_unsupported_reasons",
     "prefill_unsupported_reasons",
     "selected_latents_unsupported_reasons",
     "shared_decode_unsupported_reasons",
@@ -166,7 +170,9 @@ def latent_unsupported_reasons(
     """
     kernel = "Hopper decode over latents"
     blocks = latent_blocks(shape.num_heads, max_query_len)
-    reasons = _latent_reasons(kernel, shape, chip)
+    reasons = _latent_reasons(kernel, shape, chip, sizes.LATENT_FLOAT8)
+    if shape.cache_dtype in FLOAT8:
+        features = features._replace(tensor_scales=False)
     if not blocks or blocks > chip.num_sms:
         reasons.append(
             f"{shape.num_heads} query heads and {max_query_len} query tokens; the {kernel} takes "
@@ -174,6 +180,27 @@ def latent_unsupported_reasons(
             f"{LATENT_ROWS} rows per multiprocessor"
         )
     return reasons + feature_reasons(kernel, features)
+
+
+def packed_latents_unsupported_reasons(
+    shape: LayerShape, features: CallFeatures, chip: Chip, max_query_len: int
+) -> list[str]:
+    """Return why the Hopper decode over latents does not support a batch over packed ones (P14);
+    empty if it does.
+
+    Args:
+        shape: sizes and dtypes of the layer, with the dtype of the elements of the values.
+        features: what its calls use.
+        chip: the chip.
+        max_query_len: upper bound of the query lengths, in tokens.
+    """
+    reasons = latent_unsupported_reasons(shape, features, chip, max_query_len)
+    if shape.query_dtype != torch.bfloat16:
+        reasons.append(
+            f"query has dtype {shape.query_dtype}; the Hopper decode over packed latents takes "
+            "bfloat16, the dtype of a part of them"
+        )
+    return reasons
 
 
 def selected_latents_unsupported_reasons(
@@ -199,11 +226,13 @@ def selected_latents_unsupported_reasons(
     return reasons + feature_reasons(kernel, features)
 
 
-def _latent_reasons(kernel: str, shape: LayerShape, chip: Chip) -> list[str]:
+def _latent_reasons(
+    kernel: str, shape: LayerShape, chip: Chip, takes_float8: bool = False
+) -> list[str]:
     """The reasons that the kernels over latents share."""
     usual = shape._replace(head_size=64, head_size_v=64)  # sizes of latents are checked below
     reasons = layer_reasons(kernel, usual, chip)
-    if shape.cache_dtype in FLOAT8:
+    if shape.cache_dtype in FLOAT8 and not takes_float8:
         reasons.append(
             f"the cache has dtype {shape.cache_dtype}; the {kernel} needs that of the query"
         )

@@ -19,6 +19,7 @@ import triton
 from triton.runtime.cache import get_cache_manager
 
 from attnlib.backends.triton.tune import parse_tiles
+from attnlib.ops.packed_latents import packed_views
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.shared_decode import Segment
 from attnlib.ops.shared_decode_schedule import schedule_items
@@ -573,6 +574,49 @@ LATENT_CASES: dict[str, dict[str, Any]] = {
         "lse": True,
         "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
     },
+    "latent-16-e4m3": {"heads": 16, "cache": E4M3},
+    "latent-5-verify-page16-e5m2-all": {
+        "heads": 5,
+        "query": 3,
+        "n": 16,
+        "cache": E5M2,
+        "dtype": FP16,
+        "scales": "tensor",
+        "lse": True,
+        "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
+    },
+    "latent-32-e4m3-all": {
+        "heads": 32,
+        "cache": E4M3,
+        "lse": True,
+        "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
+    },
+    "latent-128-e4m3": {"heads": 128, "cache": E4M3},
+    "latent-16-packed": {"heads": 16, "packed": True},
+    "latent-32-packed-all": {
+        "heads": 32,
+        "packed": True,
+        "n": 16,
+        "lse": True,
+        "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
+    },
+    "latent-128-packed": {"heads": 128, "packed": True},
+    "latent-32-verify-packed-all": {
+        "heads": 32,
+        "query": 4,
+        "packed": True,
+        "lse": True,
+        "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
+    },
+    "latent-32-verify-e4m3-all": {
+        "heads": 32,
+        "query": 4,
+        "n": 16,
+        "cache": E4M3,
+        "scales": "tensor",
+        "lse": True,
+        "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
+    },
     "latent-64-all": {
         "heads": 64,
         "lse": True,
@@ -616,18 +660,25 @@ SELECTED_CASES: dict[str, dict[str, Any]] = {
 
 def _compile_latent(options: dict[str, Any]) -> dict[str, Any]:
     """Compile a case of `LATENT_CASES` or `SELECTED_CASES`; returns what `compile_case` does,
-    without estimate, and `repeat_loops`: accesses to local memory in the loops over keys of the
-    second launch over selected latents."""
+    without estimate, and accesses to local memory in loops over keys: `repeat_loops`, of the second
+    launch over selected latents, and `tile_loops`, of decodes over 8-bit latents."""
     heads, dtype = options["heads"], options.get("dtype", BF16)
     tokens = options.get("tokens", 64)
     lengths = torch.zeros(2, dtype=torch.int32)
-    key = torch.empty(2, options.get("n", 64), 1, 576, dtype=dtype)
+    key = torch.empty(2, options.get("n", 64), 1, 576, dtype=options.get("cache", dtype))
+    value = key[..., :512]
+    if options.get("packed"):
+        parts = packed_views(torch.empty(2, options.get("n", 64), 656, dtype=torch.uint8))
+        key, value = parts.rotary.unsqueeze(2), parts.elements.unsqueeze(2)
     sinks = torch.empty(heads) if "params" in options else None
-    params = AttentionParams(scale=0.1, sinks=sinks, **options.get("params", {}))
+    scale = _scale(options.get("scales"), 1, key.shape[1])
+    params = AttentionParams(
+        scale=0.1, sinks=sinks, k_scale=scale, v_scale=scale, **options.get("params", {})
+    )
     inputs = (
         torch.empty(tokens, heads, 576, dtype=dtype),
         key,
-        key[..., :512],
+        value,
         torch.zeros(2, 4, dtype=torch.int32),
         torch.zeros(3, dtype=torch.int32),
         lengths,
@@ -650,9 +701,15 @@ def _compile_latent(options: dict[str, Any]) -> dict[str, Any]:
             call = AttentionCall.of(*tensors, batch, params)
             run_attention(prepare_latent_decode(call, options.get("query", 1)), call)
 
-    (_, *repeats), facts = _compiled(run)
+    (first, *repeats), facts = _compiled(run)
     cubins = [launch.kernel.asm["cubin"] for launch in repeats if "cubin" in launch.kernel.asm]
-    return {**facts, "repeat_loops": [_key_loops(cubin, (9,)) for cubin in cubins]}
+    # Groups of products of halves of quarters with keys, with values and with the other elements.
+    tiles = _key_loops(first.kernel.asm["cubin"], (17, 20))
+    return {
+        **facts,
+        "repeat_loops": [_key_loops(cubin, (9,)) for cubin in cubins],
+        "tile_loops": tiles,
+    }
 
 
 def _options(name: str) -> dict[str, Any]:

@@ -1,10 +1,16 @@
-"""The tile of the kernel that combines the splits of decodes over latents."""
+"""Decodes over latents: tiles, workspaces, and the kernel that combines splits."""
 
 from __future__ import annotations
 
 import pytest
 
-from attnlib.ops.triton.hopper.latent_plan import _combine_tile
+from attnlib.ops.triton.hopper.latent_plan import (
+    _combine_tile,
+    _workspace_bytes,
+    latent_decode_workspace_bytes,
+)
+from attnlib.ops.triton.hopper.latent_tiles import choose_latent_tile, swap_shared_bytes
+from attnlib.ops.triton.hopper.sizes import LATENT_ROWS, latent_blocks, latent_head_blocks
 
 
 def _tile(num_reqs: int, num_tokens: int, heads: int) -> dict[str, int]:
@@ -31,3 +37,34 @@ def test_few_requests_load_many_splits_together() -> None:
     assert _tile(32, 32, 128)["PARTS"] == 1
     many = _tile(64, 64, 16)
     assert (many["STEP"], many["PARTS"], many["num_warps"]) == (8, 1, 2)
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize("max_query_len", [1, 2, 5, 8])
+@pytest.mark.parametrize("heads", [1, 5, 16, 20, 32, 64, 128])
+def test_workspaces_hold_the_results_of_all_ranges(
+    heads: int, max_query_len: int, is_quantized: bool
+) -> None:
+    """Also of shorter queries, for which a builder allocates no other workspace."""
+    space = latent_decode_workspace_bytes(9, heads, max_query_len, 132, is_quantized)
+    for query_len in range(1, max_query_len + 1):
+        blocks, head_blocks = latent_blocks(heads, query_len), latent_head_blocks(heads)
+        group = heads // head_blocks
+        rows = group * min(query_len, LATENT_ROWS // group)
+        tile = choose_latent_tile(rows, blocks, is_quantized)
+        ranges = 132 // blocks * blocks * tile.ranges
+        assert _workspace_bytes(ranges, rows, 9 * head_blocks) <= space
+
+
+@pytest.mark.parametrize("group_scales", [False, True])
+@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 64])
+def test_tiles_over_8_bit_latents_fit_the_chip(rows: int, group_scales: bool) -> None:
+    """Rows, shared memory with 2 KB for barriers and exchanges, and registers of three
+    warpgroups."""
+    tile = choose_latent_tile(rows, 1, True, group_scales)
+    assert rows <= tile.rows * (tile.workers if tile.shares else 1)
+    assert swap_shared_bytes(tile, True, group_scales) <= 227 * 1024 - 1700
+    assert tile.registers is not None and 384 * tile.registers <= 65536
+    assert 2 * tile.consumer_registers + tile.loader_registers <= 3 * tile.registers
+    # All quarters of a tile stay until the last product with them.
+    assert tile.stages >= 4 + min(tile.in_flight, 4)

@@ -23,7 +23,9 @@ from attnlib.ops.triton.hopper.support import (
     decode_unsupported_reasons,
     invariant_unsupported_reasons,
     latent_unsupported_reasons,
+    packed_latents_unsupported_reasons,
     prefill_unsupported_reasons,
+    selected_latents_unsupported_reasons,
 )
 
 BF16 = torch.bfloat16
@@ -244,6 +246,21 @@ def test_latents_that_the_portable_kernel_serves(changes: dict[str, Any], reason
     """The reason names the value and the limit."""
     (found,) = _latent(**changes)
     assert re.search(reason, found)
+
+
+def test_float8_latents_behind_one_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P10, P14: also with scales in tensors; packed latents with bfloat16 queries."""
+    monkeypatch.setattr(sizes, "LATENT_FLOAT8", True)
+    chip, features = Chip((9, 0)), CallFeatures(tensor_scales=True)
+    for cache in (torch.float8_e4m3fn, torch.float8_e5m2):
+        shape = LayerShape(16, 1, 576, 512, BF16, cache, 64, latent=True)
+        assert latent_unsupported_reasons(shape, features, chip) == []
+        assert selected_latents_unsupported_reasons(shape, CallFeatures(), chip)
+    assert packed_latents_unsupported_reasons(shape, CallFeatures(), chip, 4) == []
+    (found,) = packed_latents_unsupported_reasons(
+        shape._replace(query_dtype=torch.float16), CallFeatures(), chip, 1
+    )
+    assert "takes bfloat16" in found
 
 
 def _invariant(

@@ -24,6 +24,7 @@ __all__ = [
     "softmax_columns",
     "store_columns",
     "store_weights",
+    "sum_of_warps",
 ]
 
 
@@ -68,10 +69,20 @@ def column_sum(sums, tile):
     else:
         KEYS: gl.constexpr = sums.shape[0]
         ROWS: gl.constexpr = sums.shape[1]
-        tile.store(gl.sum(gl.sum(gl.reshape(sums, [KEYS // 64, 4, 16, ROWS]), 2), 0))
-        partition_barrier()
-        found = gl.sum(tile.load(_column_layout(4, ROWS)), 0)
-        return gl.convert_layout(found, gl.SliceLayout(0, sums.type.layout))
+        LAYOUT: gl.constexpr = sums.type.layout
+        own = gl.sum(gl.sum(gl.reshape(sums, [KEYS // 64, 4, 16, ROWS]), 2), 0)
+        return sum_of_warps(own, tile, LAYOUT)
+
+
+@gluon.jit
+def sum_of_warps(own, tile, LAYOUT: gl.constexpr):
+    """Return the sums [rows] of those of each of four warps, [4, rows], along the columns of
+    LAYOUT; `tile` is shared memory of that shape."""
+    ROWS: gl.constexpr = own.shape[1]
+    tile.store(own)
+    partition_barrier()
+    found = gl.sum(tile.load(_column_layout(4, ROWS)), 0)
+    return gl.convert_layout(found, gl.SliceLayout(0, LAYOUT))
 
 
 @gluon.jit

@@ -30,7 +30,7 @@ UNSPECIALIZED = [
     *("stride_qh", "stride_ot", "stride_oh", "stride_lt", "stride_table", "rows0", "columns0"),
     *("rows1", "columns1", "rows2", "columns2", "rows3", "columns3"),
     *("stride_latents", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
-    *("stride_vh", "token_blocks"),
+    *("stride_vh", "stride_token", "token_blocks"),
 ]
 """Parameters whose values must not select a compilation, because they change from step to step."""
 

@@ -27,16 +27,13 @@ from attnlib.ops.triton.hopper.kernels.latent_decode_attend import (
 from attnlib.ops.triton.hopper.kernels.latent_loader import load_range
 from attnlib.ops.triton.hopper.kernels.latent_pages import LatentCache
 from attnlib.ops.triton.hopper.kernels.latent_rows import normalizers, query_rows
-from attnlib.ops.triton.hopper.kernels.latent_splits import place_of, split_at
+from attnlib.ops.triton.hopper.kernels.latent_splits import MOST_BLOCKS, place_of, split_at
 from attnlib.ops.triton.hopper.kernels.latent_tiles import TILE, allocate_tiles
 from attnlib.ops.triton.hopper.kernels.logits import logits_of
 from attnlib.ops.triton.hopper.kernels.ranges import worker_range
 from attnlib.ops.triton.hopper.kernels.schedule import Batch, KeyTiles, Mask
 
-__all__ = ["MOST_BLOCKS", "hopper_latent_decode_kernel"]
-
-MOST_BLOCKS: gl.constexpr = gl.constexpr(1024)
-"""Blocks of query tokens of a request, at most."""
+__all__ = ["hopper_latent_decode_kernel"]
 
 
 @gluon.jit
@@ -131,7 +128,7 @@ def _consumer(
             )
             splits += 1
 
-            place = place_of(own, before, request_end, position)
+            place = place_of(own, before, request_end, position, gl.program_id(0))
             _store_split(
                 acc,
                 row_max,
@@ -152,15 +149,16 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def hopper_latent_decode_kernel(
-    key_desc, value_desc, latents, query, out, lse, sinks, query_start_loc, seq_lens, block_table,
-    partials, partial_lses, split_headers, scale, soft_cap, left, right, chunk, num_reqs,
-    num_tokens, num_blocks, rows, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
-    stride_table, stride_latents, token_blocks, CONFIG: gl.constexpr,
+    key_desc, value_desc, latents, query, out, lse, sinks, k_scale, v_scale, query_start_loc,
+    seq_lens, block_table, partials, partial_lses, split_headers, scale, soft_cap, left, right,
+    chunk, num_reqs, num_tokens, num_blocks, rows, stride_qt, stride_qh, stride_ot, stride_oh,
+    stride_lt, stride_table, stride_latents, token_blocks, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 9 warps. Grid: tile ranges * HEAD_BLOCKS * token_blocks, all resident at a time.
 
     Args:
         key_desc, value_desc, latents, block_table, stride_latents: see `LatentCache`.
+        k_scale, v_scale: None.
         partials, partial_lses, split_headers, rows: see `Partials`.
         token_blocks: blocks of query tokens of a request; None without MANY_TOKENS.
         CONFIG: a `LatentConfig` with 64 ROWS.
@@ -177,7 +175,9 @@ def hopper_latent_decode_kernel(
     )
     batch = Batch(query_start_loc, seq_lens, block_table, num_reqs, num_blocks, stride_table)
     keys = KeyTiles(batch, mask, None, None, TOKENS, PAIR)
-    cache = LatentCache(key_desc, value_desc, latents, batch, stride_latents, CONFIG.BLOCK_SIZE)
+    cache = LatentCache(
+        key_desc, value_desc, latents, batch, stride_latents, None, CONFIG.BLOCK_SIZE
+    )
     queries = Queries(query, stride_qt, stride_qh, num_tokens)
     outputs = Outputs(out, lse, sinks, stride_ot, stride_oh, stride_lt)
     parts = Partials(partials, partial_lses, split_headers, None, rows)

@@ -58,6 +58,7 @@ class LatentCache:
         batch: the `Batch`.
         stride_latents: elements from block to block of the keys; 0 if latents are not adjacent, and
             nothing is prefetched.
+        stride_token: elements from token to token of the keys, with GROUP_SCALES; else None.
         BLOCK_SIZE: tokens of a block.
     """
 
@@ -66,6 +67,7 @@ class LatentCache:
     latents: Value
     batch: Value
     stride_latents: Value
+    stride_token: Value
     BLOCK_SIZE: gl.constexpr
 
     @gluon.jit

@@ -13,8 +13,21 @@ from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate
 from attnlib.ops.triton.hopper.kernels.decode_call import Split
+from attnlib.ops.triton.kernels.quant import KV_PLAIN, SCALE_FLOAT
 
-__all__ = ["LatentConfig", "SplitPlace", "TileKeys", "place_of", "split_at"]
+__all__ = [
+    "MOST_BLOCKS",
+    "LatentConfig",
+    "SplitPlace",
+    "TileKeys",
+    "place_of",
+    "row_block",
+    "split_at",
+    "tile_tokens",
+]
+
+MOST_BLOCKS: gl.constexpr = gl.constexpr(1024)
+"""Blocks of query tokens of a request, at most."""
 
 
 class LatentConfig(NamedTuple):
@@ -34,7 +47,16 @@ class LatentConfig(NamedTuple):
         HAS_CAP, HAS_SINK, HAS_LSE: whether there are a soft cap, sinks and an LSE.
         LEAST: units of work of a range, at least (`ranges.worker_range`).
         CONSUMER_REGISTERS: of a thread in the second consumer warpgroup, if there is one.
-        LOADER_REGISTERS: of a thread in the loader warp.
+        LOADER_REGISTERS: of a thread in a loader warp.
+        KV_KIND: elements of the cache, one of `KV_*`.
+        K_SCALE_KIND, V_SCALE_KIND: scales of a quantized cache, of `SCALE_*`.
+        GROUP_SCALES: each quarter of the value elements of a latent has a float32 scale, and the
+            elements after those of the values are bfloat16.
+        WORKERS: consumer warpgroups of a CTA with up to 32 ROWS each.
+        SHARES: the workers of a CTA attend to the same latents with ROWS query rows each, and not
+            to ranges of their own.
+        STAGES, ROTARY_STAGES: quarters of tiles in the ring of a worker, and their other elements.
+        IN_FLIGHT: quarters of a ring in flight, at most.
     """
 
     HEAD_BLOCKS: int
@@ -55,6 +77,30 @@ class LatentConfig(NamedTuple):
     LEAST: int
     CONSUMER_REGISTERS: int
     LOADER_REGISTERS: int
+    KV_KIND: int = KV_PLAIN.value
+    K_SCALE_KIND: int = SCALE_FLOAT.value
+    V_SCALE_KIND: int = SCALE_FLOAT.value
+    GROUP_SCALES: bool = False
+    WORKERS: int = 1
+    SHARES: bool = False
+    STAGES: int = 11
+    ROTARY_STAGES: int = 3
+    IN_FLIGHT: int = 4
+
+
+@gluon.constexpr_function
+def tile_tokens(config):
+    """Return the query tokens of a request in all of its blocks, at most."""
+    return config.TILE_TOKENS * (MOST_BLOCKS.value if config.MANY_TOKENS else 1)
+
+
+@gluon.jit
+def row_block(token_blocks, CONFIG: gl.constexpr):
+    """Return (block of query rows of the CTA, blocks of a request)."""
+    blocks = CONFIG.HEAD_BLOCKS
+    if CONFIG.MANY_TOKENS:
+        blocks = CONFIG.HEAD_BLOCKS * token_blocks
+    return gl.program_id(0) % blocks, blocks
 
 
 @gluon.jit
@@ -92,15 +138,16 @@ class SplitPlace:
 
 
 @gluon.jit
-def place_of(own, before, request_end, position):
+def place_of(own, before, request_end, position, worker):
     """Return the `SplitPlace` of the split that begins at `position` in the line.
 
     Args:
-        own: the `TileRange` of the CTA.
+        own: the `TileRange` of the worker.
         before, request_end: the request is at [before, request_end).
+        worker: number of the worker, or of the CTA where its workers share a range.
     """
     num_splits = (request_end - 1) // own.length - before // own.length + 1
-    partial_index = 2 * gl.program_id(0) + (position > own.begin).to(gl.int32)
+    partial_index = 2 * worker + (position > own.begin).to(gl.int32)
     return SplitPlace(num_splits, partial_index)
 
 

@@ -1,0 +1,85 @@
+"""Runs the Hopper decode over packed latents (P14) where it serves a call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from attnlib.ops.packed_latents import PackedViews
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.scales import MIN_LATE_SCALE
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
+from attnlib.ops.triton.hopper.common_reasons import CallFeatures
+from attnlib.ops.triton.hopper.decode_launches import HopperDecode
+from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
+from attnlib.ops.triton.hopper.preference import latent_decode_keys
+from attnlib.ops.triton.hopper.support import packed_latents_unsupported_reasons
+from attnlib.ops.triton.hopper.tensor_support import unsupported_strides
+from attnlib.ops.triton.launch.bound import ALIGNMENT
+from attnlib.ops.triton.launch.run import find_launches, run_attention
+
+__all__ = ["run_packed_latents"]
+
+
+def _takes(call: AttentionCall, visible: int) -> bool:
+    """Whether the Hopper decode serves a call over packed latents, as `prepare_latent_decode` takes
+    it, and is expected to be faster than the portable kernel.
+
+    Args:
+        visible: upper bound of the keys that a request sees.
+    """
+    shape = call.shape._replace(cache_dtype=call.value.dtype, latent=True)
+    features, max_query_len = CallFeatures.of(call.params), max(1, call.max_query_len)
+    if packed_latents_unsupported_reasons(shape, features, call.limits, max_query_len):
+        return False
+    keys = latent_decode_keys(call.num_reqs, shape.num_heads, max_query_len, call.limits.num_sms)
+    tensors = {"query": call.query, "rotary": call.key, "elements": call.value, "out": call.out}
+    return (
+        keys is not None
+        and visible >= keys
+        and call.key.shape[0] > 0
+        and call.params.scale >= MIN_LATE_SCALE
+        and not call.addresses & ALIGNMENT
+        and not unsupported_strides(**tensors)
+    )
+
+
+class _PackedLatents(NamedTuple):
+    """The Hopper decode over packed latents, of calls that `_takes` allows."""
+
+    max_query_len: int
+
+    def launch_key(self, call: AttentionCall) -> tuple[str, int]:
+        """See `KernelFamily`."""
+        return ("packed latents", self.max_query_len)
+
+    def prepare_launches(self, call: AttentionCall) -> HopperDecode:
+        """See `KernelFamily`."""
+        return prepare_latent_decode(call, self.max_query_len)
+
+
+def run_packed_latents(
+    query: Tensor,
+    parts: PackedViews,
+    out: Tensor,
+    lse: Tensor | None,
+    batch: BatchTensors,
+    params: AttentionParams,
+    visible: int,
+) -> bool:
+    """Run a call once where the Hopper decode serves it; returns whether it does.
+
+    Args:
+        query, out, lse, params: of the call.
+        parts: of the packed cache.
+        batch: over the blocks of the cache.
+        visible: upper bound of the keys that a request sees.
+    """
+    keys, values = parts.rotary.unsqueeze(2), parts.elements.unsqueeze(2)
+    call = AttentionCall.of(query, keys, values, out, lse, batch, params)
+    if not _takes(call, visible):
+        return False
+    run_attention(find_launches(_PackedLatents(max(1, call.max_query_len)), call), call)
+    return True
