@@ -1,0 +1,101 @@
+"""Run Gluon kernels on a CPU, without Triton's compiler: the functions of a kernel as Python.
+
+Partitions of a CTA are threads; tensors and shared memory are torch tensors without layouts; CTAs
+run one after the other. Waits for mbarriers count phases, arrivals and bytes, so that a missing
+arrival or a wrong parity ends in `Deadlock`. A product is computed when it is waited for, from the
+shared memory at that time; its result cannot be read before. What is not emulated: layouts, the
+order of memory accesses of one partition's threads, fences, and times.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+
+from tests.ops.triton.hopper.emulated_language import CTA, REPLACED, Language, enter
+from tests.ops.triton.hopper.emulated_tensors import Tensor
+
+__all__ = ["launch"]
+
+_EMULATED: dict[int, Any] = {}
+
+
+def _aggregate(cls: Any) -> Any:
+    """An emulated class of an aggregate: fields and methods."""
+    names = list(cls.__annotations__)
+
+    def create(self: Any, *args: Any, **kwargs: Any) -> None:
+        values = dict(zip(names, args, strict=False)) | kwargs
+        assert values.keys() == set(names), f"{cls.__name__} has the fields {names}"
+        self.__dict__.update(values)
+
+    methods = {
+        name: _emulated(method)
+        for name in dir(cls)
+        if isinstance(method := getattr(cls, name, None), triton.runtime.JITFunction)
+    }
+    return type(cls.__name__, (), {"__init__": create, **methods})
+
+
+def _returned(value: Any) -> Any:
+    """A result of a function, whose numbers are tensors."""
+    if isinstance(value, tuple):
+        return tuple(map(_returned, value))
+    return Tensor(torch.tensor(value, dtype=torch.int32)) if type(value) is int else value
+
+
+def _function(function: Callable[..., Any]) -> Callable[..., Any]:
+    known = function.__globals__
+    found: dict[str, Any] = {"__builtins__": known["__builtins__"]}
+    body = types.FunctionType(
+        function.__code__, found, function.__name__, function.__defaults__, function.__closure__
+    )
+    body.__kwdefaults__ = function.__kwdefaults__
+
+    def result(*args: Any, **kwargs: Any) -> Any:
+        return _returned(body(*args, **kwargs))
+
+    _EMULATED[id(function)] = result
+    for name in function.__code__.co_names:
+        if name in known:
+            found[name] = REPLACED.get(name, _emulated(known[name]))
+    defaults = function.__defaults__ or ()
+    body.__defaults__ = tuple(_emulated(value) for value in defaults)
+    return result
+
+
+def _emulated(value: Any) -> Any:
+    """What stands for a global value of a kernel's module."""
+    if id(value) in _EMULATED:
+        return _EMULATED[id(value)]
+    if value is gl or getattr(value, "__name__", "") == "triton.language":
+        return Language()
+    if isinstance(value, gl.constexpr):
+        return value.value
+    if isinstance(value, triton.runtime.JITFunction):
+        known = _EMULATED.get(id(value.fn))
+        result = known or _function(value.fn)
+    elif isinstance(value, type) and "__triton_aggregate__" in dir(value):
+        result = _aggregate(value)
+    else:
+        return value
+    _EMULATED[id(value)] = result
+    return result
+
+
+def launch(
+    kernel: Any, grid: tuple[int, int, int], *args: Any, num_warps: int = 4, **constants: Any
+) -> None:
+    """Run a kernel, CTA after CTA."""
+    run = _emulated(kernel)
+    numbers = [Tensor(torch.tensor(x, dtype=torch.int32)) if type(x) is int else x for x in args]
+    for x in range(grid[0]):
+        for y in range(grid[1]):
+            for z in range(grid[2]):
+                enter(CTA((x, y, z), grid), f"CTA {(x, y, z)}", num_warps)
+                run(*numbers, **constants)

@@ -1,0 +1,226 @@
+"""Emulate decodes over latents (`emulate`) and compare them with the torch operations in float32.
+
+`python -m tests.ops.triton.hopper.emulated_latents CASE...` prints one JSON line per case. It needs
+a process that does not interpret Triton.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from attnlib.ops.packed_latents import packed_views
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.torch.packed_latents import packed_latent_attention, write_packed_latents
+from attnlib.ops.torch.paged_decode import paged_decode
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
+from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
+from attnlib.ops.triton.hopper.latent_tiles import LatentTile
+from attnlib.ops.triton.launch.run import run_attention
+from attnlib.testing.batch_spec import BatchSpec, parse_batch
+from tests.ops.triton.cross_compile import stub_target
+from tests.ops.triton.hopper.emulate import launch
+from tests.ops.triton.hopper.emulated_memory import TensorMap
+from tests.ops.triton.hopper.emulated_tensors import Pointer
+
+__all__ = ["CASES", "emulate_case"]
+
+E4M3, E5M2, FP16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16
+_LIMITS: dict[str, Any] = {"window": (99, 0), "logits_soft_cap": 20.0}
+CASES: dict[str, dict[str, Any]] = {
+    "16 heads": {"batch": "q1s200_q1s70", "heads": 16},
+    "16 heads, e4m3": {"batch": "q1s200_q1s70", "heads": 16, "cache": E4M3},
+    "16 heads, e4m3, one worker": {
+        "batch": "q1s200_q1s70", "heads": 16, "cache": E4M3,
+        "tile": LatentTile(16, True, stages=20, in_flight=8),
+    },
+    "5 heads, 3 tokens, e5m2, float16, blocks of 256, sinks": {
+        "batch": "4q3s200_q1s3", "heads": 5, "cache": E5M2, "dtype": FP16, "block_size": 256,
+        "sinks": True,
+    },
+    "32 heads, e4m3, blocks of 16": {
+        "batch": "2q1s300_q1s65", "heads": 32, "cache": E4M3, "block_size": 16,
+    },
+    "16 heads, up to 8 tokens, e4m3, window, cap": {
+        "batch": "2q8s300_q8s9", "heads": 16, "cache": E4M3, "ctas": 6, **_LIMITS,
+    },
+    "128 heads, e4m3, scales, gaps, ragged": {
+        "batch": "q1s1_q1s300_q0s9_q1s64", "heads": 128, "cache": E4M3, "ctas": 5, "gap": 64,
+        "k_scale": torch.tensor([0.25]), "v_scale": torch.tensor([3.0]),
+    },
+    "64 heads, 3 tokens, e4m3, not causal, rising scores": {
+        "batch": "q3s300_q3s65", "heads": 64, "cache": E4M3, "ctas": 6, "causal": False,
+        "query_scale": 10.0,
+    },
+    "16 heads, e4m3, long ranges": {
+        "batch": "q1s1500_q1s70", "heads": 16, "cache": E4M3, "ctas": 1,
+    },
+    "128 heads, e4m3, long ranges": {
+        "batch": "q1s1500", "heads": 128, "cache": E4M3, "ctas": 2,
+    },
+    "16 heads, packed, long ranges": {
+        "batch": "q1s1500_q1s70", "heads": 16, "packed": True, "ctas": 1,
+    },
+    "128 heads, packed, long ranges": {
+        "batch": "q1s1500", "heads": 128, "packed": True, "ctas": 2,
+    },
+    "16 heads, long ranges": {"batch": "q1s1500_q1s70", "heads": 16, "ctas": 1},
+    "16 heads, packed": {"batch": "q1s200_q1s70", "heads": 16, "packed": True},
+    "32 heads, packed, blocks of 16, sinks": {
+        "batch": "2q1s300_q1s65", "heads": 32, "packed": True, "block_size": 16, "sinks": True,
+    },
+    "32 heads, up to 4 tokens, packed, window, cap": {
+        "batch": "q4s4_q1s297_q4s130_q3s64", "heads": 32, "packed": True, "ctas": 4, **_LIMITS,
+    },
+    "128 heads, packed, scales apart": {
+        "batch": "q1s200_q1s70", "heads": 128, "packed": True, "ctas": 4, "apart": 12.0,
+    },
+    "16 heads, e4m3, NaN in a latent": {
+        "batch": "q1s200_q1s70", "heads": 16, "cache": E4M3, "broken": 200,
+    },
+    "16 heads, packed, infinite scale": {
+        "batch": "q1s200_q1s70", "heads": 16, "packed": True, "broken": 524,
+    },
+    "128 heads, packed, infinite scale": {
+        "batch": "q1s200_q1s70", "heads": 128, "packed": True, "broken": 524, "ctas": 4,
+    },
+    "128 heads, packed, NaN in a latent": {
+        "batch": "q1s200_q1s70", "heads": 128, "packed": True, "broken": 200, "ctas": 4,
+    },
+    "16 heads, packed, scales apart": {
+        "batch": "q1s200_q1s70", "heads": 16, "packed": True, "apart": 12.0,
+    },
+}  # fmt: skip
+"""`ctas` run, three by default. Rings are passed several times in long ranges. `apart`: scales of
+groups differ by up to this power of two each way. `broken`: a byte of the last latent of the first
+request. Latents after the end of a request are NaN."""
+
+
+def _emulate(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    """In place of `JITFunction.run`."""
+    constants = {name: value for name, value in options.items() if name in self.arg_names}
+    launch(self, tuple(grid), *map(_argument, args), num_warps=options["num_warps"], **constants)
+
+
+def _argument(value: Any) -> Any:
+    """An argument of a launch as `emulate.launch` takes it."""
+    if isinstance(value, torch.Tensor):
+        return Pointer.of(value)
+    if not hasattr(value, "block_shape"):
+        return value
+    dtype, shape, strides = value.base.dtype, list(value.shape), list(value.strides)
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_uint8 * ((last + 1) * dtype.itemsize)).from_address(value.base.data_ptr())
+    tensor = torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+    return TensorMap(tensor, value.block_shape[-2:])
+
+
+def _cache(
+    lengths: BatchSpec, block_size: int, dtype: torch.dtype, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(The cache `[B, N, 576]`, or `[B, N, 656]` of packed latents; the block table)."""
+    draw = torch.Generator().manual_seed(0)
+    columns = -(-lengths.max_seq_len // block_size)
+    num_blocks = lengths.num_reqs * columns
+    latents = torch.randn(num_blocks, block_size, 576 + options.get("gap", 0), generator=draw)
+    table = torch.randperm(num_blocks, generator=draw).view(-1, columns)
+    inside = torch.zeros(num_blocks, block_size, dtype=torch.bool)
+    for blocks, length in zip(table, lengths.seq_lens, strict=True):
+        inside[blocks] = (torch.arange(columns * block_size) < length).view(columns, block_size)
+    if not options.get("packed"):
+        cache = torch.where(inside[..., None], latents, torch.nan).to(options.get("cache", dtype))
+        return cache[..., :576], table.int()
+    powers = torch.randn(num_blocks, block_size, 4, generator=draw) * options.get("apart", 0.0) / 3
+    latents[..., :512] *= torch.exp2(powers.clamp(-12, 12)).repeat_interleave(128, -1)
+    data = torch.full((num_blocks, block_size, 656), 0xFF, dtype=torch.uint8)  # NaN
+    slots = torch.where(inside.flatten(), torch.arange(inside.numel()), -1)
+    write_packed_latents(latents.to(dtype).flatten(0, 1), data, slots)
+    return data, table.int()
+
+
+def _expected(
+    query: torch.Tensor, cache: torch.Tensor, batch: Any, bounds: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs and LSEs of the torch operations with float32 queries."""
+    out, lse = torch.zeros(*query.shape[:2], 512), torch.zeros(query.shape[:2])
+    if cache.dtype == torch.uint8:
+        packed_latent_attention(query.float(), cache, *batch, out=out, lse=lse, **bounds)
+    else:
+        key = cache.unsqueeze(2)
+        key = key if key.dtype.itemsize == 1 else key.float()
+        paged_decode(query.float(), key, key[..., :512], *batch, out=out, lse=lse, **bounds)
+    return out, lse
+
+
+def emulate_case(name: str) -> dict[str, Any]:
+    """Emulate a case.
+
+    Returns:
+        error: the largest one of an output, relative to the largest output of its row.
+        lse_error: the largest one of an LSE.
+        nan_rows, same_nan_rows: rows in which torch has NaN, and whether they are the same.
+        padding: whether outputs after the last request are 0 and their LSEs -inf (M6).
+    """
+    options = dict(CASES[name])
+    lengths, heads = parse_batch(options["batch"]), options["heads"]
+    block_size, dtype = options.get("block_size", 64), options.get("dtype", torch.bfloat16)
+    cache, table = _cache(lengths, block_size, dtype, options)
+    if "broken" in options:
+        last = lengths.seq_lens[0] - 1
+        token = cache[int(table[0, last // block_size]), last % block_size].view(torch.uint8)
+        # An element that is NaN, or a scale that is infinite.
+        stored = [0, 0, 0x80, 0x7F] if options["broken"] >= 512 else [0x7F]
+        token[options["broken"] :][: len(stored)] = torch.tensor(stored, dtype=torch.uint8)
+    draw = torch.Generator().manual_seed(1)
+    query = torch.randn(lengths.num_actual_tokens + 3, heads, 576, generator=draw)
+    query = (query * options.get("query_scale", 1.0)).to(dtype)
+    starts = torch.tensor([0, *lengths.query_lens]).cumsum(0).int()
+    lens, longest = torch.tensor(lengths.seq_lens).int(), max(lengths.query_lens)
+    given = ("window", "logits_soft_cap", "causal", "k_scale", "v_scale")
+    params = AttentionParams(
+        scale=192**-0.5,
+        sinks=torch.randn(heads, generator=draw) if options.get("sinks") else None,
+        **{name: options[name] for name in given if name in options},
+    )
+    bounds: dict[str, Any] = {"max_query_len": longest, "max_seq_len": lengths.max_seq_len}
+    batch = (table, starts, lens, params)
+    expected, expected_lse = _expected(query, cache, batch, bounds)
+    key = cache.unsqueeze(2)
+    value = key[..., :512]
+    if options.get("packed"):
+        parts = packed_views(cache)
+        key, value = parts.rotary.unsqueeze(2), parts.elements.unsqueeze(2)
+    out, lse = torch.full_like(expected, torch.nan, dtype=dtype), torch.zeros(query.shape[:2])
+    with stub_target("sm_90"):
+        JITFunction.run = _emulate
+        tensors = BatchTensors.of(params, starts, lens, table, **bounds)
+        call = AttentionCall.of(query, key, value, out, lse, tensors, params)
+        tile = options.get("tile")
+        run_attention(prepare_latent_decode(call, longest, options.get("ctas", 3), tile), call)
+    nan = expected.isnan().any(-1)
+    largest = expected.abs().amax(-1, keepdim=True).clamp(min=1e-20)
+    error = ((out.float() - expected) / largest)[~nan].abs().max()
+    lse_error = torch.where(lse == expected_lse, 0.0, lse - expected_lse)[~nan].abs().max()
+    return {
+        "error": float(error),
+        "lse_error": float(lse_error),
+        "nan_rows": int(nan.sum()),
+        "same_nan_rows": bool((out.isnan().any(-1) == nan).all()),
+        "padding": bool((out[-3:] == 0).all() and (lse[-3:] == -torch.inf).all()),
+    }
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    for name in names or list(CASES):
+        print(json.dumps({"case": name, **emulate_case(name)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
