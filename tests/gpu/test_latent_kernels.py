@@ -14,6 +14,7 @@ from attnlib.ops.torch import selected_attention as torch_selected
 from attnlib.ops.triton import packed_latents as triton_packed
 from attnlib.ops.triton import paged_decode as triton_decode
 from attnlib.ops.triton import selected_attention as triton_selected
+from attnlib.ops.triton.hopper import dispatch, select_decodes, sizes
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from attnlib.testing.key_selection import make_lists
@@ -37,7 +38,14 @@ class Batch(NamedTuple):
     params: AttentionParams
 
 
-def _batch(text: str, heads: int, block_size: int, dtype: torch.dtype, **params: Any) -> Batch:
+def _batch(
+    text: str,
+    heads: int,
+    block_size: int,
+    dtype: torch.dtype,
+    cache: torch.dtype | None = None,
+    **params: Any,
+) -> Batch:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the kernels need compute capability 9.0")
     lengths = parse_batch(text)
@@ -58,7 +66,7 @@ def _batch(text: str, heads: int, block_size: int, dtype: torch.dtype, **params:
         params["sinks"] = torch.randn(heads, device="cuda", generator=draw)
     return Batch(
         random(lengths.num_actual_tokens + PADDING, heads, SIZE),
-        key,
+        key.to(cache or dtype),
         table,
         torch.tensor([0, *lengths.query_lens], device="cuda").cumsum(0).int(),
         torch.tensor(lengths.seq_lens, device="cuda").int(),
@@ -66,11 +74,13 @@ def _batch(text: str, heads: int, block_size: int, dtype: torch.dtype, **params:
     )
 
 
-def _compare(name: str, batch: Batch, run: Any) -> None:
-    """`run(use_kernel, out, lse)` by torch and by the kernel."""
+def _compare(name: str, batch: Batch, run: Any, exact: bool = False) -> None:
+    """`run(use_kernel, out, lse)` by torch, with `exact` to a float32 output, and by the kernel."""
     found = []
     for use_kernel in (False, True):
         out = torch.full_like(batch.query[..., :SIZE_V], torch.nan)
+        if exact and not use_kernel:
+            out = out.float()
         lse = torch.full(batch.query.shape[:2], torch.nan, device="cuda")
         run(use_kernel, out, lse)
         torch.cuda.synchronize()
@@ -257,22 +267,113 @@ def test_decode(name: str) -> None:
     _compare(name, batch, run)
 
 
+FLOAT8: dict[str, dict[str, Any]] = {
+    "16 heads": {"batch": "3q1s1000_q1s1", "heads": 16},
+    "16 heads, one request": {"batch": "q1s8192", "heads": 16},
+    "8 heads, 2 tokens, ragged": {"batch": "q2s2_q1s4097_q2s130_q1s64_q2s65_q2s7000", "heads": 8},
+    "16 heads, many requests, sinks": {"batch": "300q1s300_q1s2000", "heads": 16, "sinks": True},
+    "16 heads, long ranges, ragged": {"batch": "4q1s65000_q1s7_5q1s64999_q1s1", "heads": 16},
+    "16 heads, equal parts of requests": {"batch": "124q1s2304", "heads": 16},
+    "5 heads, 3 tokens, e5m2, float16, blocks of 256, sinks": {
+        "batch": "9q3s500_q1s3", "heads": 5, "block_size": 256, "dtype": torch.float16,
+        "cache": torch.float8_e5m2, "sinks": True,
+    },
+    "16 heads, blocks of 16, window, cap": {
+        "batch": "7q1s3000_q1s5", "heads": 16, "block_size": 16, "window": (999, 0),
+        "logits_soft_cap": 20.0,
+    },
+    "32 heads, blocks of 16": {"batch": "40q1s777_q1s2", "heads": 32, "block_size": 16},
+    "16 heads, 2 tokens, rising scores": {
+        "batch": "9q2s3000_q2s65", "heads": 16, "query_scale": 10.0,
+    },
+    "64 heads, 3 tokens, not causal, rising scores": {
+        "batch": "9q3s3000_q3s65", "heads": 64, "query_scale": 10.0, "causal": False,
+        "dtype": torch.float16,
+    },
+    "128 heads, scales, latents with gaps": {
+        "batch": "9q1s3001_q1s130", "heads": 128, "gap": 64, "scales": (0.25, 3.0),
+    },
+    "128 heads, 2 tokens": {"batch": "32q2s4096", "heads": 128},
+    "128 heads, many requests": {"batch": "150q1s300_q1s2000", "heads": 128, "sinks": True},
+    "32 heads, up to 4 tokens, ragged, blocks of 16": {
+        "batch": "q4s4_q1s4097_q4s130_q3s64_q2s65_q4s7000", "heads": 32, "block_size": 16,
+    },
+    "16 heads, 8 tokens, window, cap": {
+        "batch": "30q8s3000_q8s9", "heads": 16, "window": (999, 0), "logits_soft_cap": 20.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLOAT8)
+def test_float8_decode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P10, M9: decodes over e4m3 and e5m2 by the Hopper kernel."""
+    monkeypatch.setattr(sizes, "LATENT_FLOAT8", True)
+    options = dict(FLOAT8[name])
+    text, heads = options.pop("batch"), options.pop("heads")
+    block_size, dtype = options.pop("block_size", 64), options.pop("dtype", torch.bfloat16)
+    cache = options.pop("cache", torch.float8_e4m3fn)
+    query_scale, scales = options.pop("query_scale", 1.0), options.pop("scales", None)
+    if scales is not None:
+        options["k_scale"], options["v_scale"] = torch.tensor(scales, device="cuda").split(1)
+    batch = _batch(text, heads, block_size, dtype, cache, **options)
+    batch.query.mul_(query_scale)
+    lengths = parse_batch(text)
+    launched = []
+    original = select_decodes.prepare_latent_decode
+    monkeypatch.setattr(
+        select_decodes,
+        "prepare_latent_decode",
+        lambda *args: launched.append(True) or original(*args),
+    )
+
+    def run(use_kernel: bool, out: torch.Tensor, lse: torch.Tensor) -> None:
+        operation: Any = triton_decode if use_kernel else torch_decode
+        extra = {"kernels": "hopper"} if use_kernel else {}
+        operation.paged_decode(
+            batch.query, batch.key, batch.key[..., :SIZE_V], batch.table, batch.starts,
+            batch.seq_lens, batch.params, max_query_len=max(lengths.query_lens),
+            max_seq_len=lengths.max_seq_len, out=out, lse=lse, **extra,
+        )  # fmt: skip
+
+    _compare(name, batch, run)
+    assert launched
+
+
 PACKED: dict[str, dict[str, Any]] = {
     "16 heads": {"batch": "q1s3000_q2s700_q1s1", "heads": 16},
     "128 heads, selected": {"batch": "q1s3000_q40s700", "heads": 128, "entries": 150},
     "5 heads, float16, sinks": {
         "batch": "q7s300", "heads": 5, "dtype": torch.float16, "sinks": True,
     },
+    "32 heads, blocks of 16": {"batch": "40q1s777", "heads": 32, "block_size": 16},
+    "128 heads, 2 tokens, sinks": {"batch": "32q2s4096", "heads": 128, "sinks": True},
+    "16 heads, many requests": {"batch": "300q1s300_q1s2000", "heads": 16},
+    "32 heads, up to 4 tokens, ragged, window, cap": {
+        "batch": "q4s4_q1s4097_q4s130_q3s64_q2s65_q4s7000", "heads": 32, "window": (999, 0),
+        "logits_soft_cap": 20.0,
+    },
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("hopper", [False, True])
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_latents(name: str) -> None:
+def test_packed_latents(name: str, hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """P14, M11, M12: the bytes of the write and the attention, against torch."""
+    monkeypatch.setattr(sizes, "LATENT_FLOAT8", hopper)
+    exact = hopper and not {"entries", "dtype"} & PACKED[name].keys()
+    served = []
+
+    def run_hopper(*args: Any) -> bool:
+        served.append(original(*args))
+        return served[-1]
+
+    original = dispatch.run_packed_latents
+    monkeypatch.setattr(dispatch, "run_packed_latents", run_hopper)
     options = dict(PACKED[name])
     text, heads = options.pop("batch"), options.pop("heads")
     entries, dtype = options.pop("entries", 0), options.pop("dtype", torch.bfloat16)
-    batch, lengths = _batch(text, heads, 64, dtype, **options), parse_batch(text)
+    block_size = options.pop("block_size", 64)
+    batch, lengths = _batch(text, heads, block_size, dtype, **options), parse_batch(text)
     latents = torch.where(batch.key.isnan(), 0.0, batch.key).flatten(0, 2)
     slots = torch.arange(latents.shape[0], device="cuda")
     slots[::17] = -1
@@ -289,10 +390,13 @@ def test_packed_latents(name: str) -> None:
 
     def run(use_kernel: bool, out: torch.Tensor, lse: torch.Tensor) -> None:
         operation: Any = triton_packed if use_kernel else torch_packed
+        # The Hopper kernel does not round latents to bfloat16, which torch does for such queries.
+        query = batch.query.float() if exact and not use_kernel else batch.query
         operation.packed_latent_attention(
-            batch.query, stored[0], batch.table, batch.starts, batch.seq_lens, batch.params,
+            query, stored[0], batch.table, batch.starts, batch.seq_lens, batch.params,
             max_query_len=max(lengths.query_lens), max_seq_len=lengths.max_seq_len, out=out,
             lse=lse, selection=selection, selected=lists,
         )  # fmt: skip
 
-    _compare(name, batch, run)
+    _compare(name, batch, run, exact)
+    assert not exact or served == [True]

@@ -1,0 +1,186 @@
+"""Tiles of the Hopper decode over float8 and packed latents, next to the decode over bfloat16.
+
+    python -m benchmarks.gpu.latent_tiles --out latent_tiles.json --limit-seconds 120
+    python -m benchmarks.gpu.latent_tiles '16 heads, *'
+
+Processes compile the kernels first, side by side. Times are medians of replays of CUDA graphs, in
+turn, over copies of the cache that do not fit the L2 cache. `to_bfloat16` is the time of a tile
+relative to that of the same batch over bfloat16, `error` the largest difference of an output from
+that of torch for the first requests, in units of their largest output.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from attnlib.bench.timer import GraphTimer, measure_in_turn, warm_up
+from attnlib.ops.packed_latents import packed_views
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.torch.paged_decode import paged_decode
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
+from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
+from attnlib.ops.triton.hopper.latent_tiles import LatentTile, choose_latent_tile
+from attnlib.ops.triton.launch.run import run_attention
+from attnlib.ops.triton.packed_latents import write_packed_latents
+from benchmarks.gpu import rows
+
+BLOCK_SIZE = 64
+BATCHES = {
+    "16 heads, 32 x 4k": (16, 32, 4096), "16 heads, 64 x 16k": (16, 64, 16384),
+    "16 heads, 1 x 8k": (16, 1, 8192), "16 heads, 32 x 1k": (16, 32, 1024),
+    "32 heads, 32 x 4k": (32, 32, 4096), "64 heads, 64 x 8k": (64, 64, 8192),
+    "128 heads, 32 x 4k": (128, 32, 4096), "128 heads, 128 x 4k": (128, 128, 4096),
+}  # fmt: skip
+"""Query heads, requests, keys."""
+_TWO = choose_latent_tile(16, 1, True)
+_TILES = {
+    16: {
+        "two workers": _TWO,
+        "two workers, 3 in flight": _TWO._replace(in_flight=3),
+        "two workers, 6 in flight": _TWO._replace(in_flight=6),
+        "one worker": LatentTile(16, True, stages=20, in_flight=8, registers=128),
+        "one worker, 12 in flight": LatentTile(16, True, stages=20, in_flight=12, registers=128),
+    },
+    32: {
+        "two workers": choose_latent_tile(32, 1, True),
+        "same latents": _TWO._replace(shares=True, stages=20, in_flight=8),
+    },
+    64: {
+        "shipped": choose_latent_tile(64, 2, True),
+        "6 in flight": choose_latent_tile(64, 2, True)._replace(in_flight=6),
+        "12 in flight": choose_latent_tile(64, 2, True)._replace(in_flight=12),
+    },
+}
+"""Tiles over float8, by query rows of a CTA, at least as many as the heads."""
+_COLD_BYTES = 256 << 20
+
+
+def _tiles(heads: int) -> dict[str, tuple[str, LatentTile | None]]:
+    """Name -> (form of the cache, tile)."""
+    tiles = _TILES[min(64, heads)]
+    return {
+        "bfloat16": ("bfloat16", None),
+        **{f"e4m3, {name}": ("e4m3", tile) for name, tile in tiles.items()},
+        "packed": ("packed", None),
+    }
+
+
+def _caches(form: str, shape: tuple[int, int], copies: int) -> list[tuple[torch.Tensor, ...]]:
+    """(Keys, values) of copies of a cache of blocks `shape`, as the kernel takes them, and the
+    scales of packed latents."""
+    found: list[tuple[torch.Tensor, ...]] = []
+    for number in range(copies):
+        torch.manual_seed(number)
+        latents = torch.randn(*shape, 576, device="cuda", dtype=torch.bfloat16)
+        if form == "packed":
+            data = torch.empty(*shape, 656, device="cuda", dtype=torch.uint8)
+            slots = torch.arange(shape[0] * shape[1], device="cuda")
+            write_packed_latents(latents.flatten(0, 1), data, slots)
+            parts = packed_views(data)
+            found.append((parts.rotary.unsqueeze(2), parts.elements.unsqueeze(2), parts.scales))
+        else:
+            key = latents if form == "bfloat16" else latents.to(torch.float8_e4m3fn)
+            found.append((key.unsqueeze(2), key.unsqueeze(2)[..., :512]))
+    return found
+
+
+def _exact(
+    keys: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The latents of a cache in float32."""
+    if scales is None:
+        return keys.float()
+    elements = values.float().view(*values.shape[:3], 4, 128) * scales[:, :, None, :, None]
+    return torch.cat((elements.flatten(-2), keys.float()), -1)
+
+
+def _run(row: str, names: list[str], copies: int) -> dict[str, Any]:
+    """Name -> call of `copies` caches, and the outputs of each."""
+    heads, requests, length = BATCHES[row]
+    columns = -(-length // BLOCK_SIZE)
+    shape = (requests * columns, BLOCK_SIZE)
+    torch.manual_seed(0)
+    query = torch.randn(requests, heads, 576, device="cuda", dtype=torch.bfloat16)
+    table = torch.randperm(shape[0], device="cuda").view(requests, columns).int()
+    starts = torch.arange(requests + 1, device="cuda", dtype=torch.int32)
+    lens = torch.full((requests,), length, device="cuda", dtype=torch.int32)
+    params, out = AttentionParams(scale=192**-0.5), torch.empty_like(query[..., :512])
+    space = torch.empty(256 << 20, device="cuda", dtype=torch.uint8)
+    batch = BatchTensors.of(
+        *(params, starts, lens, table), max_query_len=1, max_seq_len=length, workspace=space
+    )
+    calls: dict[str, Any] = {}
+    found = {form: _caches(form, shape, copies) for form in {_tiles(heads)[n][0] for n in names}}
+    for name in names:
+        form, tile = _tiles(heads)[name]
+        made = [
+            AttentionCall.of(query, each[0], each[1], out, None, batch, params)
+            for each in found[form]
+        ]
+        prepared = prepare_latent_decode(made[0], 1, None, tile)
+
+        def call(number: int, made: Any = made, prepared: Any = prepared) -> torch.Tensor:
+            run_attention(prepared, made[number])
+            return out
+
+        calls[name] = call
+    few = min(2, requests)
+    expected = {}
+    for form, caches in found.items():
+        keys = _exact(*caches[0])
+        expected[form] = torch.empty_like(out[:few], dtype=torch.float32)
+        paged_decode(
+            query[:few].float(), keys, keys[..., :512], table[:few], starts[: few + 1], lens[:few],
+            params, max_query_len=1, max_seq_len=length, out=expected[form],
+        )  # fmt: skip
+    return {"calls": calls, "expected": {name: expected[_tiles(heads)[name][0]] for name in names}}
+
+
+def _compile(row: str, name: str) -> None:
+    _run(row, [name], 1)["calls"][name](0)
+    torch.cuda.synchronize()
+
+
+def compile_all(chosen: list[str]) -> None:
+    """Fill Triton's cache, side by side."""
+    jobs = [(row, name) for row in chosen for name in _tiles(BATCHES[row][0])]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(14, len(jobs)), context) as pool:
+        for job in [pool.submit(_compile, *each) for each in jobs]:
+            job.result()
+
+
+def measure(row: str) -> dict[str, Any]:
+    """Microseconds of each tile."""
+    heads, requests, length = BATCHES[row]
+    names, device = list(_tiles(heads)), torch.device("cuda")
+    copies = min(16, max(2, -(-_COLD_BYTES // (requests * length * 576))))
+    made = _run(row, names, copies)
+    calls, expected = made["calls"], made["expected"]
+    errors = {}
+    for name, call in calls.items():
+        found, exact = call(0)[:2].float(), expected[name]
+        errors[name] = float((found - exact).abs().max() / exact.abs().max())
+    waits = {name: warm_up(call, device) for name, call in calls.items()}
+    timers = {name: GraphTimer(one, copies, device, waits[name]) for name, one in calls.items()}
+    us = {name: found.us for name, found in measure_in_turn(timers, waits).items()}
+    ratios = {name: us[name] / us["bfloat16"] for name in names}
+    return {"us": us, "to_bfloat16": ratios, "error": errors}
+
+
+def main() -> int:
+    options = rows.parser(__doc__).parse_args()
+    if not options.list:
+        compile_all(rows.choose(BATCHES, options.rows))
+    return rows.run(options, BATCHES, partial(measure))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
