@@ -14,7 +14,7 @@ from attnlib.ops.torch import selected_attention as torch_selected
 from attnlib.ops.triton import packed_latents as triton_packed
 from attnlib.ops.triton import paged_decode as triton_decode
 from attnlib.ops.triton import selected_attention as triton_selected
-from attnlib.ops.triton.hopper import dispatch, select_decodes, sizes
+from attnlib.ops.triton.hopper import dispatch, select_decodes
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from attnlib.testing.key_selection import make_lists
@@ -307,7 +307,6 @@ FLOAT8: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FLOAT8)
 def test_float8_decode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """P10, M9: decodes over e4m3 and e5m2 by the Hopper kernel."""
-    monkeypatch.setattr(sizes, "LATENT_FLOAT8", True)
     options = dict(FLOAT8[name])
     text, heads = options.pop("batch"), options.pop("heads")
     block_size, dtype = options.pop("block_size", 64), options.pop("dtype", torch.bfloat16)
@@ -359,12 +358,11 @@ PACKED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_latents(name: str, hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """P14, M11, M12: the bytes of the write and the attention, against torch."""
-    monkeypatch.setattr(sizes, "LATENT_FLOAT8", hopper)
     exact = hopper and not {"entries", "dtype"} & PACKED[name].keys()
     served = []
 
     def run_hopper(*args: Any) -> bool:
-        served.append(original(*args))
+        served.append(hopper and original(*args))
         return served[-1]
 
     original = dispatch.run_packed_latents

@@ -32,6 +32,10 @@ def _check(target: BackendUnderTest, case: Case) -> str:
         key[:, 0, 128 * group : 128 * (group + 1)] *= 2.0 ** (-6 * group)
     shape = (*inputs.cache.key.shape[:2], 656)
     data = torch.full(shape, 0xFF, dtype=torch.uint8, device=target.device)
+    size = case.block_size
+    for blocks, length in zip(inputs.block_table.long(), inputs.seq_lens.tolist(), strict=True):
+        positions = torch.arange(length, device=target.device)
+        data[blocks[positions // size], positions % size] = 0  # finite latents (P5)
     write(key[:, 0], data, inputs.slot_mapping)
     last = inputs.written_slots()[-1]
     found = attend_packed(target, step, data)
@@ -47,7 +51,6 @@ def _check(target: BackendUnderTest, case: Case) -> str:
             f"row {row} sees one key: element {element} is {float(found.out[row, head, element])} "
             f"where {float(latents[row, 0, element])} was written (P14) | case: {case}"
         )
-    size = case.block_size
     nan = torch.tensor([0, 0, 0xC0, 0x7F], dtype=torch.uint8, device=data.device)
     data[last // size, last % size, 520:524] = nan  # the scale of group 2
     rows = attend_packed(target, step, data).out

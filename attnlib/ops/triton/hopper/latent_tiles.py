@@ -56,9 +56,10 @@ _TWO = LatentTile(
 """Two workers over 8-bit caches. A CTA has three warpgroups, of which the third has the loaders:
 232 + 232 + 40 is three times 168."""
 _SAME = _TWO._replace(shares=True, in_flight=8)
-# Only compiled: stages fill the shared memory, and 64 KB of a multiprocessor are in flight.
+# Stages fill the shared memory. With 3, 4 and 6 quarters in flight, 64 requests of 16k e4m3 latents
+# and 16 heads take 170, 179 and 181 us on an H200 (bfloat16 288). Not tuned: those of more rows.
 _BYTES = {
-    16: _TWO._replace(stages=10),
+    16: _TWO._replace(stages=10, in_flight=3),
     32: _TWO._replace(rows=32, stages=8),
     64: _SAME._replace(rows=32, stages=16, rotary_stages=3),
 }

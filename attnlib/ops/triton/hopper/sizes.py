@@ -19,7 +19,6 @@ __all__ = [
     "FLOAT8",
     "GATHERED_SIZES",
     "INVARIANT_KERNELS",
-    "LATENT_FLOAT8",
     "LATENT_ROWS",
     "LATENT_SIZES",
     "PACKED_DECODE_ROWS",
@@ -63,10 +62,6 @@ LATENT_ROWS = 64
 
 LATENT_SIZES = (576, 512)
 """(D, Dv) of the decode over latents."""
-
-LATENT_FLOAT8 = False
-"""Whether decodes over float8 and packed latents use the Hopper kernel, which compiles and agrees
-with the portable one in an emulation, but has not run on a chip."""
 
 SHARED_HEAD_SIZE = 128
 """Largest head size of the decode of shared prefixes."""

@@ -9,7 +9,6 @@ import torch
 
 from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.shared_decode import PRODUCT_ROWS
-from attnlib.ops.triton.hopper import sizes
 from attnlib.ops.triton.hopper.common_reasons import (
     DECODE,
     CallFeatures,
@@ -170,7 +169,7 @@ def latent_unsupported_reasons(
     """
     kernel = "Hopper decode over latents"
     blocks = latent_blocks(shape.num_heads, max_query_len)
-    reasons = _latent_reasons(kernel, shape, chip, sizes.LATENT_FLOAT8)
+    reasons = _latent_reasons(kernel, shape, chip)
     if shape.cache_dtype in FLOAT8:
         features = features._replace(tensor_scales=False)
     if not blocks or blocks > chip.num_sms:
@@ -217,6 +216,10 @@ def selected_latents_unsupported_reasons(
     """
     kernel = "Hopper kernel over selected latents"
     reasons = _latent_reasons(kernel, shape._replace(block_size=BLOCK_SIZES[0]), chip)
+    if shape.cache_dtype in FLOAT8:
+        reasons.append(
+            f"the cache has dtype {shape.cache_dtype}; the {kernel} needs that of the query"
+        )
     if not latent_head_blocks(shape.num_heads):
         reasons.append(
             f"{shape.num_heads} query heads; the {kernel} takes up to 64, or a multiple of 64"
@@ -226,16 +229,10 @@ def selected_latents_unsupported_reasons(
     return reasons + feature_reasons(kernel, features)
 
 
-def _latent_reasons(
-    kernel: str, shape: LayerShape, chip: Chip, takes_float8: bool = False
-) -> list[str]:
+def _latent_reasons(kernel: str, shape: LayerShape, chip: Chip) -> list[str]:
     """The reasons that the kernels over latents share."""
     usual = shape._replace(head_size=64, head_size_v=64)  # sizes of latents are checked below
     reasons = layer_reasons(kernel, usual, chip)
-    if shape.cache_dtype in FLOAT8 and not takes_float8:
-        reasons.append(
-            f"the cache has dtype {shape.cache_dtype}; the {kernel} needs that of the query"
-        )
     if shape.head_sizes != LATENT_SIZES:
         reasons.append(f"head sizes {shape.head_sizes}; the {kernel} takes {LATENT_SIZES}")
     return reasons

@@ -236,7 +236,6 @@ def test_decodes_over_latents() -> None:
         ),
         ({"heads": 128, "tokens": 70}, "128 query heads and 70 query tokens"),
         ({"head_size_v": 576}, r"head sizes \(576, 576\)"),
-        ({"cache_dtype": torch.float8_e4m3fn}, "needs that of the query"),
         ({"block_size": 24}, "block_size 24"),
         ({"capability": (10, 0)}, "needs 9.0"),
         ({"query_bias": True}, "query_bias: not supported"),
@@ -248,14 +247,14 @@ def test_latents_that_the_portable_kernel_serves(changes: dict[str, Any], reason
     assert re.search(reason, found)
 
 
-def test_float8_latents_behind_one_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float8_latents() -> None:
     """P10, P14: also with scales in tensors; packed latents with bfloat16 queries."""
-    monkeypatch.setattr(sizes, "LATENT_FLOAT8", True)
     chip, features = Chip((9, 0)), CallFeatures(tensor_scales=True)
     for cache in (torch.float8_e4m3fn, torch.float8_e5m2):
         shape = LayerShape(16, 1, 576, 512, BF16, cache, 64, latent=True)
         assert latent_unsupported_reasons(shape, features, chip) == []
-        assert selected_latents_unsupported_reasons(shape, CallFeatures(), chip)
+        (found,) = selected_latents_unsupported_reasons(shape, CallFeatures(), chip)
+        assert "needs that of the query" in found
     assert packed_latents_unsupported_reasons(shape, CallFeatures(), chip, 4) == []
     (found,) = packed_latents_unsupported_reasons(
         shape._replace(query_dtype=torch.float16), CallFeatures(), chip, 1
