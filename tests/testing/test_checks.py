@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+from attnlib.spec import AttentionSpec
+from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.checks import CHECKS
 from attnlib.testing.conformance import run_conformance
 from attnlib.testing.outcome import Outcome
@@ -18,6 +23,22 @@ def test_a_correct_backend_passes_all_checks() -> None:
     report = run_conformance(ToyBackend, device="cpu", against=["torch"])
     assert report.passed, str(report)
     assert report.count(Outcome.PASS) > 200
+
+
+class _OnlyLatents(ToyBackend):
+    """Serves latents (P10) and nothing else, as FlashMLA does."""
+
+    @classmethod
+    def validate_configuration(cls, spec: AttentionSpec, device: Any) -> list[str]:
+        return [] if spec.use_mla else ["no latents"]
+
+
+def test_all_cases_of_a_backend_over_latents_are_possible() -> None:
+    """A case whose spec is refused by the contract would count as a failure of the backend."""
+    target = BackendUnderTest(_OnlyLatents, "latents", torch.device("cpu"))
+    assert target.base_case.use_mla
+    cases = [each.case for check in CHECKS for each in check.cases(target) if each.case]
+    assert len(cases) > 500 and all(case.spec for case in cases)
 
 
 @pytest.mark.parametrize("error", WRONG)

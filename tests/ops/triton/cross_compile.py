@@ -1063,7 +1063,15 @@ def largest_tiles(entries: dict[str, TileEntry]) -> set[str]:
     return {max(tiles)[1] for tiles in found.values()}
 
 
-_ELEMENT_BITS = {"float32": 32, "16-bit": 16, "fp8": 8, "fp8-bytes": 8, "int8": 8, "int4": 4}
+_ELEMENT_BITS = {
+    "float32": 32,
+    "16-bit": 16,
+    "fp8": 8,
+    "fp8-bytes": 8,
+    "int8": 8,
+    "int8-int4": 8,
+    "int4": 4,
+}
 """Elements of a table entry -> their bits."""
 
 
