@@ -1,15 +1,15 @@
-"""Throughput of vLLM with one attention backend on one GPU, over a Llama 3 8B shape with random
-weights.
+"""Throughput of vLLM with one attention backend on one GPU, over a Llama 3 8B shape, or another of
+`shapes.py`, with random weights.
 
     python benchmarks/hosts/vllm_throughput.py --backend FLASH_ATTN --mode graphs \
         --workloads short serve long one deep --out results.jsonl
 
 Run it once per backend. Each workload appends one JSON object to --out. Prompts are random token
-ids. Prefix caching is on, and repetitions have prompts of their own; only `deep` and `long64k` use
-it: their prompts are prefilled first, then decoded over the cached prefix. There `decode_s` is the
-time of a call with all new tokens, which includes the admission of the prompts (hashes of their
-blocks, last block computed again), and `steps_s` that time less the time of a call with one new
-token: the decode steps alone.
+ids. Prefix caching is on, and repetitions have prompts of their own; only `deep`, `long32k` and
+`long64k` use it: their prompts are prefilled first, then decoded over the cached prefix. There
+`decode_s` is the time of a call with all new tokens, which includes the admission of the prompts
+(hashes of their blocks, last block computed again), and `steps_s` that time less the time of a call
+with one new token: the decode steps alone.
 
 `deep-uncached` has other prompts in every call, so that no prefix is cached. `decode_s` is the time
 of a call with all new tokens less the time of a call with one: the requests whose prompts are
@@ -31,6 +31,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from shapes import SHAPES
+
 for _name, _value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -41,13 +43,6 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-MODEL = dict(
-    architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=4096,
-    intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-    head_dim=128, vocab_size=32000, max_position_embeddings=131072, rms_norm_eps=1e-5,
-    rope_theta=500000.0, hidden_act="silu", torch_dtype="bfloat16", tie_word_embeddings=False,
-    bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
 LONG_STEP = 0.06
 """Seconds. A step that prefills 8192 tokens of this model takes longer on an H100 or H200, a decode
 of 32 requests of 16 000 tokens takes a third of it."""
@@ -65,6 +60,7 @@ def lengths(name: str) -> tuple[list[int], int]:
         "one": ([2000], 128),
         "deep": ([16000] * 32, 256),
         "deep-uncached": ([16000] * 32, 256),
+        "long32k": ([32768] * 16, 128),
         "long64k": ([65536] * 2, 128),
     }[name]
 
@@ -84,13 +80,19 @@ class Engine:
         from vllm import LLM, SamplingParams
 
         folder = Path(tempfile.mkdtemp())
-        model = {**MODEL, **json.loads(arguments.model)}
+        model = {**SHAPES[arguments.shape], **json.loads(arguments.model)}
         (folder / "config.json").write_text(json.dumps(model))
-        graphs: dict[str, Any] = {}
+        more: dict[str, Any] = {"block_size": arguments.block_size} if arguments.block_size else {}
         if arguments.mode != "eager":
             mode = {"graphs": "FULL_DECODE_ONLY", "full": "FULL"}[arguments.mode]
-            graphs["compilation_config"] = {
-                "mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": CAPTURED
+            sizes = [size * (1 + arguments.n_grams) for size in CAPTURED]
+            more["compilation_config"] = {
+                "mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": sizes
+            }  # fmt: skip
+        if arguments.n_grams:
+            more["speculative_config"] = {
+                "method": "ngram", "num_speculative_tokens": arguments.n_grams,
+                "prompt_lookup_min": 2, "prompt_lookup_max": 4,
             }  # fmt: skip
         start = time.perf_counter()
         self._llm = LLM(
@@ -99,9 +101,9 @@ class Engine:
             max_num_seqs=128, max_num_batched_tokens=8192,
             gpu_memory_utilization=arguments.memory, attention_backend=arguments.backend,
             kv_cache_dtype=arguments.kv_cache_dtype, enable_prefix_caching=True,
-            disable_log_stats=True, seed=0, tensor_parallel_size=arguments.gpus,
+            disable_log_stats=not arguments.n_grams, seed=0, tensor_parallel_size=arguments.gpus,
             decode_context_parallel_size=arguments.context_parallel,
-            jit_monitor_mode=arguments.jit_monitor, **graphs,
+            jit_monitor_mode=arguments.jit_monitor, **more,
         )  # fmt: skip
         self._sampling = SamplingParams
         self._ends: list[float] = []
@@ -129,6 +131,13 @@ class Engine:
         outputs = self._llm.generate(given, sampling, use_tqdm=False)
         return outputs, time.perf_counter() - start
 
+    def drafts(self) -> dict[str, int]:
+        """Tokens that were drafted and accepted so far."""
+        names = {"vllm:spec_decode_num_draft_tokens": "drafted",
+                 "vllm:spec_decode_num_accepted_tokens": "accepted"}  # fmt: skip
+        metrics = self._llm.get_metrics()
+        return {names[m.name]: m.value for m in metrics if m.name in names}
+
     def steps(self) -> dict[str, Any]:
         """Number and seconds of the steps of the last call, with prefills and without."""
         times = [b - a for a, b in pairwise(self._ends)]
@@ -146,7 +155,7 @@ def measure(engine: Engine, name: str, repetitions: int) -> dict[str, Any]:
     sizes, new = lengths(name)
     given, decoded = prompts(name, 0), len(sizes) * new
     engine.generate(prompts(name, -1)[:2], 4)
-    if name in ("deep", "long64k"):
+    if name in ("deep", "long32k", "long64k"):
         _, prefill = engine.generate(given, 1)
         engine.generate(given, 2)  # compiles what only cached prefixes need
         first_s, all_s = [], []
@@ -217,6 +226,9 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=32768)
     parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's memory")
     parser.add_argument("--model", default="{}", help="JSON: changes to the model's config")
+    parser.add_argument("--shape", choices=SHAPES, default="llama")
+    parser.add_argument("--block-size", type=int, help="tokens of a block; vLLM's default")
+    parser.add_argument("--n-grams", type=int, default=0, help="drafted tokens of each step")
     parser.add_argument("--gpus", type=int, default=1, help="tensor parallelism")
     parser.add_argument("--context-parallel", type=int, default=1, help="ranks that share a cache")
     monitor = "what vLLM does when a kernel is compiled while it serves"
@@ -231,6 +243,7 @@ def main() -> None:
     engine = Engine(arguments)
     common = {
         "backend": arguments.backend, "mode": arguments.mode, "kv": arguments.kv_cache_dtype,
+        "shape": arguments.shape, "n_grams": arguments.n_grams,
         "gpus": arguments.gpus, "context_parallel": arguments.context_parallel,
         "vllm": vllm.__version__, "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(),
@@ -239,6 +252,8 @@ def main() -> None:
     }  # fmt: skip
     for name in arguments.workloads:
         result = measure(engine, name, arguments.repetitions)
+        if arguments.n_grams:
+            result.update(engine.drafts())
         with arguments.out.open("a") as file:
             file.write(json.dumps({"workload": name, **common, **result}) + "\n")
         shown = {k: round(v, 3) for k, v in result.items() if isinstance(v, float)}
