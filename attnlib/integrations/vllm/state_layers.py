@@ -14,7 +14,8 @@ from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
-from attnlib.integrations.vllm.state_pages import StatePages
+from attnlib.integrations.vllm.state_constants import StepConstants
+from attnlib.integrations.vllm.state_pages import StateArguments, StatePages
 
 __all__ = ["AttnlibGatedDeltaNet", "AttnlibMixer2", "register"]
 
@@ -22,7 +23,7 @@ __all__ = ["AttnlibGatedDeltaNet", "AttnlibMixer2", "register"]
 class AttnlibMixer2(StatePages, MambaMixer2):
     """Mamba2: Nemotron-H, Granite 4, Falcon-H1, Zamba2, Codestral Mamba."""
 
-    def state_arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def state_arguments(self, constants: StepConstants) -> StateArguments:
         """See `StatePages`; the sizes are those of this rank."""
         fields = {
             "num_heads": self.num_heads // self.tp_size,
@@ -38,19 +39,19 @@ class AttnlibMixer2(StatePages, MambaMixer2):
         }
         bias = None if self.conv1d.bias is None else self.conv1d.bias.detach()
         tensors = {"conv_weight": self.conv_weights.detach(), "conv_bias": bias}
-        return fields, {**tensors, "skip": self.D.detach().float(), "scale": 1.0}
+        form = {
+            "order": "vkq",
+            "gates": "mamba2",
+            "rate": constants.add(self.A, torch._foreach_neg_),
+            "bias": constants.add(self.dt_bias),
+        }
+        return fields, {**tensors, "skip": constants.add(self.D), "scale": 1.0}, form
 
     def conv_ssm_forward(self, projected_states: torch.Tensor, output: torch.Tensor) -> None:
         """What vLLM's operator of this layer calls, between its projections."""
         sizes = [self.tped_intermediate_size, self.tped_conv_size, self.tped_dt_size]
         _, x, step_size = torch.split(projected_states, sizes, dim=-1)
-        form = {
-            "order": "vkq",
-            "gates": "mamba2",
-            "rate": -self.A.detach(),
-            "bias": self.dt_bias.detach().float(),
-        }
-        self.run_step(x, (step_size, None), form, output)
+        self.run_step(x, (step_size, None), output)
 
 
 class AttnlibGatedDeltaNet(StatePages, QwenGatedDeltaNetAttention):
@@ -61,7 +62,7 @@ class AttnlibGatedDeltaNet(StatePages, QwenGatedDeltaNetAttention):
         self.enable_fused_gdn_spec_decode = False
         self._forward_method = self.forward_cuda  # also on vLLM's CPU platform
 
-    def state_arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def state_arguments(self, constants: StepConstants) -> StateArguments:
         """See `StatePages`; the sizes are those of this rank."""
         weight = self.conv1d.weight.detach().squeeze(1)
         fields = {
@@ -74,18 +75,18 @@ class AttnlibGatedDeltaNet(StatePages, QwenGatedDeltaNetAttention):
             "conv_width": weight.shape[1],
             "conv_activation": self.activation,
         }
-        return fields, {"conv_weight": weight}
+        form = {
+            "gates": "softplus",
+            "rate": constants.add(self.A_log, torch._foreach_exp_),
+            "bias": constants.add(self.dt_bias),
+        }
+        return fields, {"conv_weight": weight}, form
 
     def _forward_core(
         self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor
     ) -> None:
         """What vLLM's operator of this layer calls, between its projections."""
-        form = {
-            "gates": "softplus",
-            "rate": self.A_log.detach().float().exp(),
-            "bias": self.dt_bias.detach().float(),
-        }
-        self.run_step(mixed_qkv, (a, b), form, core_attn_out.flatten(1))
+        self.run_step(mixed_qkv, (a, b), core_attn_out.flatten(1))
 
 
 def register() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -13,8 +14,11 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backend import CommonAttentionMetadata as VllmBatch
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
-from attnlib.integrations.vllm.batch import CUDA_GRAPH_SUPPORT, common_batch
+from attnlib.integrations.vllm.batch import CUDA_GRAPH_SUPPORT, batch_limits, common_batch
 from attnlib.integrations.vllm.names import backend_name
+from attnlib.integrations.vllm.warm import GroupWarmup
+from attnlib.layer.warmup_batches import warmup_batches
+from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.states import StateMetadata
 from attnlib.spec import CudaGraphSupport
 
@@ -38,11 +42,40 @@ class AttnlibStateBuilder(AttentionMetadataBuilder[StateMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
-        layer = layers[layer_names[0]].state_layer
-        self._builder = layer.backend.make_builder(layer.spec, device)
+        self._layers = [layers[name] for name in layer_names]
+        self._builder = self._make_builder()
+        warmup = GroupWarmup(self, vllm_config)
+        for layer in self._layers:
+            layer.group_warmup = warmup
         # Graphs replay with these slots: a build changes them in place.
         reqs = vllm_config.scheduler_config.max_num_seqs
         self._slots = torch.full((reqs,), -1, dtype=torch.int32, device=device)
+
+    def _make_builder(self) -> Any:
+        layer = self._layers[0].state_layer
+        return layer.backend.make_builder(layer.spec, self.device)
+
+    def take_layers(self) -> list[Any]:
+        """vLLM's layers, when all have run: kernels depend on the strides of their inputs."""
+        return self._layers if all(layer.inputs for layer in self._layers) else []
+
+    def warmup_metadata(self, shared: bool) -> Iterator[StateMetadata]:
+        """The batches of a warm-up. All slots are -1.
+
+        Args:
+            shared: whether this builder makes them; no metadata of it is in use.
+        """
+        limits = batch_limits(self.vllm_config)
+        builder = self._builder if shared else self._make_builder()
+        for lengths in warmup_batches(limits, builder.spec.max_rollback + 1):
+            common = CommonAttentionMetadata.from_lengths(
+                lengths,
+                lengths,
+                device=self.device,
+                max_seq_len=max(limits.max_seq_len, *lengths),
+                state_slots=[-1] * len(lengths),
+            )
+            yield builder.build(0, common)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +22,19 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from attnlib.cache.states import StateCache
 from attnlib.errors import UnsupportedConfigError
-from attnlib.integrations.vllm.state_metadata import AttnlibStateBackend
+from attnlib.integrations.vllm.state_constants import StepConstants, update_constants
+from attnlib.integrations.vllm.state_inputs import StepInputs
+from attnlib.integrations.vllm.state_metadata import AttnlibStateBackend, AttnlibStateBuilder
+from attnlib.integrations.vllm.warm import GroupWarmup, register_kernels
 from attnlib.layer.state import StateLayer
 from attnlib.metadata.states import StateMetadata
 from attnlib.ops.states import StepForm
 from attnlib.spec import StateSpec
 
-__all__ = ["StatePages"]
+__all__ = ["StateArguments", "StatePages"]
+
+StateArguments = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+"""Fields of a `StateSpec`, further arguments of its `StateLayer`, fields of a `StepForm`."""
 
 
 class StatePages(MambaBase):
@@ -36,6 +43,9 @@ class StatePages(MambaBase):
     Args:
         args, kwargs: of vLLM's layer.
 
+    Attributes:
+        inputs: the tensors of the first call, without their memory.
+
     Raises:
         UnsupportedConfigError: a setting of vLLM that reads or writes pages of its own form.
     """
@@ -43,6 +53,9 @@ class StatePages(MambaBase):
     prefix: str
     num_spec: int
     kv_cache: Any
+    inputs: StepInputs | None = None
+    group_warmup: GroupWarmup | None = None  # set by the builder of the layer's group
+    _form: StepForm
     _cache: StateCache | None = None
     _pages: torch.Tensor | None = None
 
@@ -62,15 +75,19 @@ class StatePages(MambaBase):
                     f"{self.prefix}: with ATTNLIB_VLLM_STATES=1, pages of states have another form "
                     f"than vLLM would read: {action}"
                 )
+        self._layers = config.compilation_config.static_forward_context
+        self._constants = StepConstants()
+        register_kernels()
 
     @abstractmethod
-    def state_arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Fields of the `StateSpec` of the layer, and further arguments of its `StateLayer`."""
+    def state_arguments(self, constants: StepConstants) -> StateArguments:
+        """What the layer is made of; `constants` gives what is computed from its weights."""
 
     @functools.cached_property
     def state_layer(self) -> StateLayer:
         """attnlib's layer; made when its weights are loaded."""
-        fields, arguments = self.state_arguments()
+        fields, arguments, form = self.state_arguments(self._constants)
+        self._form = StepForm(**form)
         spec = StateSpec(
             dtype=get_weight(arguments).dtype,
             state_dtype=super().get_state_dtype()[-1],
@@ -121,24 +138,51 @@ class StatePages(MambaBase):
         known = {name: value for name, value in changes.items() if hasattr(spec, name)}
         return replace(spec, **known)
 
-    def run_step(
-        self, x: torch.Tensor, gates: Any, form: dict[str, Any], output: torch.Tensor
-    ) -> None:
+    @functools.cached_property
+    def _update_constants(self) -> Callable[[], None]:
+        """Called at each step; the first layer does it for all, which vLLM has made in order."""
+        layers = [layer for layer in self._layers.values() if isinstance(layer, StatePages)]
+        if layers and layers[0] is not self:
+            return lambda: None
+        for layer in layers:
+            assert layer.state_layer  # which adds its constants
+        return update_constants(layer._constants for layer in layers)
+
+    def warmup_key(self, layer: Any) -> Hashable:
+        """Equal for layers of a group with the same kernels."""
+        cache = self._bound_cache()
+        return self.state_layer.spec, self._form.scalars, cache.signature, self.inputs
+
+    def warm_up(self, layer: Any, builder: AttnlibStateBuilder, shared: bool) -> None:
+        """Compile the kernels of this layer. Arguments as of `AttnlibImpl.warm_up`."""
+        state, inputs = self.state_layer, self.inputs
+        assert inputs is not None
+        if state.backend.get_name() == "torch":
+            return
+        for metadata in builder.warmup_metadata(shared):
+            x, gates, output = inputs.zeros(metadata.num_actual_tokens)
+            cache = self._bound_cache()
+            state.step(x, gates, None, self._form, cache, metadata, output=output)
+
+    def run_step(self, x: torch.Tensor, gates: Any, output: torch.Tensor) -> None:
         """Convolution, gates and recurrence of the batch.
 
         Args:
             x: `[T, C]`, before the convolution.
             gates: of `StateLayer.step`.
-            form: fields of its `StepForm`.
             output: `[T, Hv * Dv]`, written.
         """
         of_layers = get_forward_context().attn_metadata
         metadata: StateMetadata | None = of_layers.get(self.prefix) if of_layers else None
+        self.inputs = self.inputs or StepInputs.of(x, gates, output)
+        if self.group_warmup is not None and self.group_warmup.pending:
+            self.group_warmup.run(between_batches=metadata is None)
         if metadata is None:  # vLLM measures memory
             output.zero_()
             return
+        self._update_constants()
         layer, cache = self.state_layer, self._bound_cache()
-        layer.step(x, gates, None, StepForm(**form), cache, metadata, output=output)
+        layer.step(x, gates, None, self._form, cache, metadata, output=output)
 
     def _bound_cache(self) -> StateCache:
         first: torch.Tensor = self.kv_cache[0]

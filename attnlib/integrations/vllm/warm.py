@@ -29,9 +29,10 @@ class GroupWarmup:
     """The warm-up of one group of layers.
 
     Args:
-        builder: of the group's metadata; its `take_layers()` returns vLLM's layers, whose impls
-            have `warmup_key(layer)`, equal for layers with the same kernels, and `warm_up(layer,
-            builder, shared)`, which runs the batches.
+        builder: of the group's metadata; its `take_layers()` returns vLLM's layers, or none while
+            they cannot run. Their impls, or state layers themselves, have `warmup_key(layer)`,
+            equal for layers with the same kernels, and `warm_up(layer, builder, shared)`, which
+            runs the batches.
         vllm_config: of the engine.
 
     Attributes:
@@ -53,11 +54,11 @@ class GroupWarmup:
             torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         ):
             return
-        self.pending = False
         layers: list[Any] = self._builder.take_layers()
-        kinds = {layer.impl.warmup_key(layer): layer for layer in reversed(layers)}
+        self.pending = not layers
+        kinds = {_impl(layer).warmup_key(layer): layer for layer in reversed(layers)}
         for layer in kinds.values():
-            layer.impl.warm_up(layer, self._builder, between_batches)
+            _impl(layer).warm_up(layer, self._builder, between_batches)
 
 
 def run_batches(
@@ -78,6 +79,10 @@ def register_kernels() -> None:
     happens where vLLM has no registry."""
     if (kernels := _kernels()) is not None:
         kernels.register_warmup()
+
+
+def _impl(layer: Any) -> Any:
+    return getattr(layer, "impl", layer)
 
 
 def _is_wanted(vllm_config: Any) -> bool:
@@ -102,9 +107,7 @@ def _kernels() -> Any:
         def get_warmup_keys(self, vllm_config: Any) -> list[GroupWarmup]:
             """The groups, of drafters too, which are loaded while no registry is active."""
             layers = vllm_config.compilation_config.static_forward_context.values()
-            groups = (
-                getattr(getattr(layer, "impl", None), "group_warmup", None) for layer in layers
-            )
+            groups = (getattr(_impl(layer), "group_warmup", None) for layer in layers)
             return list(dict.fromkeys(group for group in groups if group is not None))
 
         def compile(self, compile_key: GroupWarmup) -> None:
