@@ -48,6 +48,7 @@ def write(cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor, slots: to
         v_scale=cache.v_scale,
         k_format=cache.page_formats[0],
         v_format=cache.page_formats[1],
+        rotation=cache.rotation,
     )
 
 

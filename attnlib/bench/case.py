@@ -10,6 +10,7 @@ import torch
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.kv_dtype import PAGE_FORMATS
+from attnlib.kv_rotation import KVRotation
 from attnlib.sparse.key_selection import KeySelection, SelectionScope
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
 from attnlib.testing.batch_spec import BatchSpec
@@ -39,6 +40,8 @@ class BenchCase:
         block_size: N, tokens per block of the cache.
         dtype: dtype of q, k, v and the output.
         kv_cache_dtype: of the cache, as in `AttentionSpec`; "auto" means `dtype`.
+        value_cache_dtype: of the values, where it is another one.
+        kv_rotation: text of the rotation of the cache (P15); None for none.
         sliding_window: number of visible keys, including the query's own (M2).
         logits_soft_cap: soft cap of the logits (M3).
         sinks: True for one sink logit per head (M4).
@@ -77,6 +80,8 @@ class BenchCase:
     unpaged: bool = False
     fp8_queries: bool = False
     batch_invariant: bool = False
+    value_cache_dtype: str | None = None
+    kv_rotation: str | None = None
 
     @property
     def spec(self) -> AttentionSpec:
@@ -99,9 +104,13 @@ class BenchCase:
             head_size_v=self.head_size_v or self.head_size,
             dtype=dtype,
             kv_cache_dtype=self.kv_cache_dtype,
+            value_cache_dtype=self.value_cache_dtype,
+            kv_rotation=KVRotation.of(self.kv_rotation),
             block_size=self.block_size,
             kv_cache_layout=None
-            if self.mla or self.unpaged or self.kv_cache_dtype in PAGE_FORMATS
+            if self.mla
+            or self.unpaged
+            or {self.kv_cache_dtype, self.value_cache_dtype}.intersection(PAGE_FORMATS)
             else "NHD",
             sliding_window=self.sliding_window,
             logits_soft_cap=self.logits_soft_cap,
@@ -149,8 +158,11 @@ class BenchCase:
         words += [f"score {self.score.rpartition(':')[2]}"] if self.score else []
         words += [f"selected {self.key_selection}"] if self.key_selection else []
         words += [f"and {entries_of(self.entries)}"] if self.entries else []
-        cache = "" if self.kv_cache_dtype == "auto" else f", cache {self.kv_cache_dtype}"
-        return ", ".join([*words, f"page {self.block_size}", self.dtype]) + cache
+        words += [f"page {self.block_size}", self.dtype]
+        sides = [name for name in (self.kv_cache_dtype, self.value_cache_dtype) if name]
+        words += [] if sides == ["auto"] else [f"cache {' and '.join(sides)}"]
+        words += [f"rotation {self.kv_rotation}"] if self.kv_rotation else []
+        return ", ".join(words)
 
     def place(self, seed: int) -> BlockPlacement:
         """Blocks of the requests, in random order."""

@@ -8,6 +8,7 @@ Grammar: `BATCH[@KEY=VALUE,...]`, where BATCH is the grammar of `attnlib.testing
     q1s1024k@heads=64/4,select=kv_head:128:16   16 selected blocks of 128 tokens per KV head
     32q1s4k@heads=16/1,d=576,dv=512,mla      latents, whose first 512 elements are the values
     q16k@page=128,kv=fp8_e4m3
+    32q1s4k@kv=int8_per_token_head,v=int4_per_group,rotation=hadamard
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ _KEYS: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "entries": _entries,
     "dtype": lambda text: {"dtype": text},
     "kv": lambda text: {"kv_cache_dtype": text},
+    "v": lambda text: {"value_cache_dtype": text},
+    "rotation": lambda text: {"kv_rotation": text},
     "invariant": lambda text: {"batch_invariant": text not in ("0", "no")},
     "fp8q": lambda text: {"fp8_queries": text not in ("0", "no")},
 }

@@ -23,6 +23,7 @@ from attnlib.bench.inputs import CaseInputs
 from attnlib.bench.key_lists import selected_mask
 from attnlib.cache.storage import PagedKVCache
 from attnlib.testing.budget import FLOAT8_QUERY_ERROR, Comparison, compare, relative_error
+from attnlib.testing.kv_rotation import rotate_reference
 from attnlib.testing.layouts import read_slots, write_slots
 from attnlib.testing.oracle import OracleParams, unpaged_attention
 from attnlib.testing.page_formats import dequantize_tokens
@@ -162,7 +163,8 @@ class CorrectnessCheck:
         params, dtype = self._inputs.params, self._inputs.spec.dtype
         for row in rows:
             query, key, value, request = self._row(row)
-            own = _of_request(params, request)
+            own, rotation = _of_request(params, request), self._inputs.case.kv_rotation
+            query = rotate_reference(query, rotation, "keys")
             if self._inputs.compressed_keys:
                 entries = self._inputs.compressed_keys[0]
                 key, value = own_and_entries(key, value, self._inputs.spec, entries, row)
@@ -175,7 +177,7 @@ class CorrectnessCheck:
             query_ends, key_ends = torch.tensor([0, 1]), torch.tensor([0, len(key)])
             for found, precision in ((exact, torch.float64), (same_precision, dtype)):
                 result = unpaged_attention(query, key, value, query_ends, key_ends, own, precision)
-                found.append(result.out)
+                found.append(rotate_reference(result.out, rotation, "values", inverse=True))
         return _Expected(torch.cat(exact), torch.cat(same_precision))
 
     def _row(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:

@@ -29,9 +29,14 @@ def _against_peers(cases: _Rows, limit: float) -> _Part:
     return cases, {case.name: Bar(limit) for case in cases}
 
 
+def _changed(cases: _Rows, ending: str, **changes: Any) -> _Rows:
+    """The cases with other fields, and an ending of their names."""
+    return tuple(replace(case, name=f"{case.name}-{ending}", **changes) for case in cases)
+
+
 def _against_own(cases: _Rows, ending: str, limit: float, **changes: Any) -> _Part:
     """The cases beside changed ones, whose time may be at most `limit` times that of their own."""
-    changed = tuple(replace(case, name=f"{case.name}-{ending}", **changes) for case in cases)
+    changed = _changed(cases, ending, **changes)
     pairs = zip(cases, changed, strict=True)
     return (*cases, *changed), {other.name: Bar(limit, case.name) for case, other in pairs}
 
@@ -99,6 +104,16 @@ _CHUNKS = named(
     *((f"gap-prefill-{tokens}-over-30k", f"q{tokens}s30000", {}) for tokens in (512, 1024, 2048))
 )
 
+_STORED = named(
+    *(
+        (f"gap-decode-{count}x{length}", f"{count}q1s{length}", {})
+        for count, length in ((32, "4k"), (64, "8k"), (8, "8k"), (256, "1k"))
+    )
+)
+_INT8: dict[str, Any] = {"kv_cache_dtype": "int8_per_token_head"}
+_ROTATED: dict[str, Any] = {**_INT8, "kv_rotation": "hadamard"}
+
+_PROMPTS = named(*((f"gap-prefill-1x{length}k", f"q{length}k", {}) for length in (8, 16)))
 _LONG = named(*((f"gap-decode-{count}x4k", f"{count}q1s4k", {}) for count in (16, 32)))
 
 _MIXED = named(
@@ -132,6 +147,14 @@ _PARTS: tuple[_Part, ...] = (
     _rounded(_GROUPS, 1.00),
     _against_own(_CHUNKS, "e4m3", 1 / 0.97, kv_cache_dtype="fp8_e4m3"),
     *(_against_own(_LONG, name, 0.50, kv_cache_dtype=name) for name in ("nvfp4", "mxfp4")),
+    _against_own(_STORED, "int8-rotated", 0.62, **_ROTATED),
+    _against_own(
+        _STORED, "int8-int4-rotated", 0.52, **_ROTATED, value_cache_dtype="int4_per_group"
+    ),
+    *(
+        _against_own(_changed(cases, "int8", **_INT8), "rotated", limit, kv_rotation="hadamard")
+        for cases, limit in ((_STORED, 1.03), (_PROMPTS, 1.06))
+    ),
     _against_peers(_MIXED, 0.98),
     (_STREAMS, {case.name: Bar(share=0.70) for case in _STREAMS}),
     _against_own(_INVARIANT, "invariant", 1.15, batch_invariant=True),
@@ -142,6 +165,8 @@ GAPS: _Rows = tuple({case.name: case for cases, _ in _PARTS for case in cases}.v
 """The rows in the order of their bars, and the bfloat16 or faster rows they are compared with."""
 
 GAP_BARS: Mapping[str, tuple[Bar, ...]] = {
-    name: (bar,) for _, bars in _PARTS for name, bar in bars.items()
+    case.name: found
+    for case in GAPS
+    if (found := tuple(bars[case.name] for _, bars in _PARTS if case.name in bars))
 }
 """Name of a case -> what `triton` must reach on it."""

@@ -161,8 +161,8 @@ def _new_tokens(
     cache: PagedKVCache, spec: AttentionSpec, slots: torch.Tensor, draw: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values of this step, which the cache holds at `slots`."""
-    if cache.page_format is not None:
-        # Elements of a page are not the numbers that were written: write those that are returned.
+    if cache.page_format is not None or cache.rotation is not None:
+        # Stored elements are not the numbers that were written: write those that are returned.
         key, value = random_tokens(len(slots), spec, draw)
         write(cache, key, value, slots)
         return key, value

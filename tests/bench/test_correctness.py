@@ -12,6 +12,7 @@ from attnlib.bench.correctness import CorrectnessCheck, contested_rows, sample_r
 from attnlib.bench.inputs import cold_copies, make_inputs
 from attnlib.bench.suites import known_cases
 from attnlib.layer import Attention
+from attnlib.ops.torch.hadamard import rotate_heads
 from attnlib.testing.layouts import read_slots
 from attnlib.testing.oracle import paged_attention
 from attnlib.testing.page_formats import PAGE_NAMES
@@ -148,9 +149,24 @@ def test_float8_queries_have_a_bound_of_their_own() -> None:
     assert outcomes == [(True, False, False), (True, True, False)]
 
 
-@pytest.mark.parametrize("name", PAGE_NAMES)
+def test_rotated_heads_are_compared_with_plain_ones() -> None:
+    """P15: keys and values of a step are stored rotated, and outputs are rotated back."""
+    inputs = make_inputs(
+        parse_case("2q3s40_q9s30@heads=4/2,d=32,dtype=float32,rotation=hadamard"), CPU
+    )
+    layer = Attention(inputs.spec, backend="torch", device="cpu")
+    metadata = layer.backend.make_builder(inputs.spec, "cpu").build(0, inputs.common)
+    output = layer(inputs.query, None, None, inputs.caches[0], metadata)
+    check = CorrectnessCheck(inputs)
+    assert check.output(output).passed and check.cache_write(layer.impl).passed
+    assert not check.output(rotate_heads(output, 0)).passed
+
+
+@pytest.mark.parametrize(
+    "name", [*PAGE_NAMES, "int8_per_token_head,v=int4_per_group,rotation=hadamard"]
+)
 def test_pages_are_checked_bit_by_bit(name: str) -> None:
-    """M16: the reference passes over the dequantized cache; an element or a scale that differs is
+    """M16, P15: the reference passes over the real values; an element or a scale that differs is
     found, and the cache is as before."""
     inputs = make_inputs(parse_case(f"2q3s40_q9s30@heads=4/2,d=32,dtype=float32,kv={name}"), CPU)
     cache, check = inputs.caches[0], CorrectnessCheck(inputs)
