@@ -35,7 +35,7 @@ from attnlib.ops.triton.hopper.kernels.decode_call import DecodeConfig
 from attnlib.ops.triton.hopper.kernels.warp_decode import hopper_warp_decode_kernel
 from attnlib.ops.triton.hopper.packed_views import PackedKeyView, PackedValueView
 from attnlib.ops.triton.hopper.sizes import gathers
-from attnlib.ops.triton.kernels.quant import KV_INT4, KV_PLAIN
+from attnlib.ops.triton.kernels.quant import KV_INT4, KV_NVFP4, KV_PLAIN
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
 from attnlib.ops.triton.launch.score import score_constants, tensor_sizes
@@ -155,7 +155,7 @@ def _config(
         ROWS=columns,
         STAGES=tile.stages,
         K_KIND=kind,
-        V_KIND=kv_kind(call.value.dtype, has_fp8=False),
+        V_KIND=_value_kind(call),
         K_SCALE_KIND=scale_kind("k_scale", params.k_scale),
         V_SCALE_KIND=scale_kind("v_scale", params.v_scale),
         PACKED=sizes.packed,
@@ -166,6 +166,14 @@ def _config(
         QUERY_WARP=query_warp,
         GATHERS=gathered,
     )
+
+
+def _value_kind(call: AttentionCall) -> int:
+    """The elements of the values, of `KV_*`."""
+    values = None if call.key.dim() == 5 else call.shape.value_format
+    if values is not None and values.elements_per_group:
+        return int(KV_NVFP4.value)
+    return kv_kind(call.value.dtype, has_fp8=False)
 
 
 def _views(

@@ -40,7 +40,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 QUANTIZED = (*FLOAT8, torch.int8, torch.uint8)
 """Dtypes of caches that the decode reads. Bytes (uint8) are 4-bit integers (`hopper_reads`)."""
 
-DECODED_PAIRS = ("int8_per_token_head,int4_per_group",)
+DECODED_PAIRS = ("int8_per_token_head,int4_per_group", "int8_per_token_head,nvfp4")
 """Pairs of `kv_dtype.KV_FORMAT_PAIRS` that the decode reads."""
 
 SELECTS_PAIRS = False

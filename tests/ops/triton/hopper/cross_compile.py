@@ -78,6 +78,7 @@ PAIR: dict[str, Any] = {
     "scales": "tokens",
     "v_scales": "groups",
 }
+NVFP4 = {**PAIR, "v_scales": "nvfp4"}
 CASES: dict[str, dict[str, Any]] = {
     "128": {},
     "128-page32": {"n": 32},
@@ -291,6 +292,27 @@ CASES: dict[str, dict[str, Any]] = {
         "window": (4095, 31),
         "chunk": 8192,
     },
+    "decode-128-int8-nvfp4-warp": {**NVFP4, "tile": {"block_n": 32, "stages": 4, "warps": 8}},
+    "decode-128-int8-nvfp4-warp-all": {
+        **NVFP4,
+        "tile": {"block_n": 32, "stages": 3, "warps": 8},
+        "group": 8,
+        "sinks": True,
+        "cap": 50.0,
+        "lse": True,
+        "window": (4095, 31),
+        "chunk": 8192,
+    },
+    "decode-128-int8-nvfp4-workers-all": {
+        **NVFP4,
+        "sinks": True,
+        "cap": 50.0,
+        "lse": True,
+        "window": (4095, 31),
+        "query": 4,
+        "tile": {"block_n": 64, "stages": 3, "consumers": 2},
+    },
+    "decode-128-int8-nvfp4": {**NVFP4, "tile": {"block_n": 64, "stages": 4}},
     "decode-128-int8-int4": {**PAIR, "tile": {"block_n": 64, "stages": 4}},
     "decode-128-int8-int4-workers-all": {
         **PAIR,
@@ -528,6 +550,8 @@ def _scale(kind: str | None, num_kv_heads: int, block_size: int) -> torch.Tensor
     """Return a scale of a cache: a tensor for "tensor", "heads" and "tokens", else 1.0."""
     if kind == "tokens":
         return torch.ones(2, num_kv_heads, block_size, 1).transpose(1, 2)
+    if kind == "nvfp4":  # of heads of 128
+        return torch.ones(2, num_kv_heads, block_size, 8, dtype=torch.uint8).transpose(1, 2)
     if kind == "groups":
         return torch.ones(2, num_kv_heads, block_size, 4, dtype=FP16).transpose(1, 2)
     sizes = {"tensor": 1, "heads": num_kv_heads}

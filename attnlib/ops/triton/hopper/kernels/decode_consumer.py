@@ -27,7 +27,7 @@ from attnlib.ops.triton.hopper.kernels.decode_steps import (
     last_tile,
 )
 from attnlib.ops.triton.hopper.kernels.kv_scales import load_kv_scale
-from attnlib.ops.triton.hopper.kernels.quantized import WEIGHT_SCALE
+from attnlib.ops.triton.hopper.kernels.quantized import value_unit
 from attnlib.ops.triton.hopper.kernels.softmax import (
     score_factor,
 )
@@ -92,7 +92,7 @@ def _compute_split(call, worker, split, rows, step):
             sums = decode_step(
                 call, worker, rows, sums, step + i, tile, split.request, False, FULL_SCORE
             )
-    acc = last_tile(call, worker, split, sums.acc, step + split.count)
+    acc = last_tile(call, worker, split, rows, sums.acc, step + split.count)
     return DecodeSums(sums.row_max, acc, sums.row_sum)
 
 
@@ -117,7 +117,8 @@ def consumer(call, worker, WORKER: gl.constexpr):
     value_scale = 0.0
     if config.K_KIND != KV_PLAIN:
         key_scale = load_kv_scale(call.k_scale, share.kv_head, config.K_SCALE_KIND)
-        value_scale = load_kv_scale(call.v_scale, share.kv_head, config.V_SCALE_KIND) / WEIGHT_SCALE
+        value_scale = load_kv_scale(call.v_scale, share.kv_head, config.V_SCALE_KIND)
+        value_scale = value_scale / value_unit(config.V_KIND)
     position = share.range.begin
     request = share.range.request
     before = share.range.before

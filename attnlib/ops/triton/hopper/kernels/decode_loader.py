@@ -15,7 +15,7 @@ from attnlib.ops.triton.hopper.kernels.gather import RequestRows
 from attnlib.ops.triton.hopper.kernels.kv_scales import load_kv_scale
 from attnlib.ops.triton.hopper.kernels.ranges import even_worker_range, worker_range
 from attnlib.ops.triton.hopper.kernels.tma_load import RequestPages
-from attnlib.ops.triton.hopper.kernels.token_scales import copy_token_scales
+from attnlib.ops.triton.hopper.kernels.token_scales import copy_token_scales, scales_weights
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
 __all__ = ["WorkerShare", "loader", "worker_share"]
@@ -86,6 +86,8 @@ def _load_split(
         # The first pages of the next request. Over 16-bit caches this gained nothing.
         following = gl.minimum(split.request + 1, batch.num_reqs - 1)
         prefetch_l1(batch.table(following))
+    # Scales of weights are needed with the keys, those of elements with the values.
+    SCALES: gl.constexpr = "keys and values" if scales_weights(config.V_KIND) else "keys"
     K_LAYOUT: gl.constexpr = "packed_keys" if config.PACKED else "nhd"
     V_LAYOUT: gl.constexpr = "packed_values" if config.PACKED else "nhd"
     for i in range(0, split.count):
@@ -136,12 +138,26 @@ def _load_split(
                         worker.keys.stage(step),
                         worker.keys.full,
                         BLOCK_SIZE,
+                        SCALES,
                     )
             if VALUES:
                 values = RequestPages(
                     caches.values, table, pages, num_blocks, split.kv_head, BLOCK_SIZE, V_LAYOUT
                 )
                 values.load(worker.values, step, tile, later)
+                if SCALES == "keys":
+                    copy_token_scales(
+                        worker.scales,
+                        table,
+                        pages,
+                        num_blocks,
+                        split.kv_head,
+                        tile,
+                        worker.values.stage(step),
+                        worker.values.full,
+                        BLOCK_SIZE,
+                        "values",
+                    )
         step += 1
     return step
 

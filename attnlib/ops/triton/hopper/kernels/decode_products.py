@@ -11,11 +11,13 @@ from attnlib.ops.triton.hopper.kernels.int4 import (
     int4_result,
     int4_value_products,
     int4_value_rows,
+    join_halves,
     repeat_columns,
 )
+from attnlib.ops.triton.hopper.kernels.nvfp4 import nvfp4_value_products, nvfp4_value_rows
 from attnlib.ops.triton.hopper.kernels.quantized import float16_keys, float16_values, value_rows
 from attnlib.ops.triton.hopper.kernels.token_scales import TileScales
-from attnlib.ops.triton.kernels.quant import KV_INT4, KV_PLAIN
+from attnlib.ops.triton.kernels.quant import KV_INT4, KV_NVFP4, KV_PLAIN
 
 __all__ = [
     "finish_scores",
@@ -23,6 +25,7 @@ __all__ = [
     "joined_values",
     "multiply_keys",
     "multiply_values",
+    "num_value_products",
     "rescale_values",
     "score_layout",
     "tile_scales",
@@ -35,6 +38,12 @@ __all__ = [
 def score_layout(rows):
     """Return the layout of [keys, rows] and [elements of a value, rows]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
+
+
+@gluon.constexpr_function
+def num_value_products(kind):
+    """Return the number of products of a tile of values, each with an accumulator."""
+    return 2 if kind == KV_INT4 or kind == KV_NVFP4 else 1
 
 
 @gluon.jit
@@ -93,6 +102,9 @@ def zero_values(ROWS: gl.constexpr, WIDTH: gl.constexpr, V_KIND: gl.constexpr):
         # Two groups of the values, with the weights of both.
         none = gl.zeros([WIDTH // 2, 2 * ROWS], gl.float32, score_layout(2 * ROWS))
         acc = (none, none)
+    elif V_KIND == KV_NVFP4:
+        none = gl.zeros([WIDTH // 2, ROWS], gl.float32, score_layout(ROWS))
+        acc = (none, none)
     else:
         acc = gl.zeros([WIDTH, ROWS], gl.float32, score_layout(ROWS))
     return acc
@@ -100,28 +112,41 @@ def zero_values(ROWS: gl.constexpr, WIDTH: gl.constexpr, V_KIND: gl.constexpr):
 
 @gluon.jit
 def multiply_values(
-    worker, stage, acc, valid, PACKED: gl.constexpr, MASKED: gl.constexpr, V_KIND: gl.constexpr
+    worker,
+    stage,
+    acc,
+    first,
+    valid,
+    PACKED: gl.constexpr,
+    MASKED: gl.constexpr,
+    V_KIND: gl.constexpr,
 ):
     """Issue V^T @ P^T + acc, [elements of a value, rows].
 
-    With MASKED, float8 values of keys from `valid` on are 0.
+    With MASKED, float8 values of keys from `valid` on are 0, and 4-bit floats of keys outside
+    [first, valid).
     """
     tiles = worker.values.memory
     if V_KIND == KV_INT4:
         return int4_value_products(tiles.index(stage), worker.p_tile, acc[0], acc[1])
+    elif V_KIND == KV_NVFP4:
+        slot = worker.scales.values_slot(stage)
+        return nvfp4_value_products(
+            tiles.index(stage), slot, worker.p_tile, acc, first, valid, MASKED
+        )
     elif V_KIND != KV_PLAIN:
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
         values = float16_values(tiles.index(stage), valid, MASKED, V_KIND, OPERAND)
     else:
         values = value_operand(tiles, stage, PACKED)
-    if V_KIND != KV_INT4:
+    if V_KIND != KV_INT4 and V_KIND != KV_NVFP4:
         return warpgroup_mma(values, worker.p_tile.permute((1, 0)), acc, is_async=True)
 
 
 @gluon.jit
 def finish_values(acc, V_KIND: gl.constexpr):
     """Wait for V^T @ P^T + acc."""
-    if V_KIND == KV_INT4:
+    if V_KIND == KV_INT4 or V_KIND == KV_NVFP4:
         acc0, acc1 = warpgroup_mma_wait(0, deps=[acc[0], acc[1]])
         return acc0, acc1
     else:
@@ -135,6 +160,8 @@ def rescale_values(acc, factor, ROWS: gl.constexpr, V_KIND: gl.constexpr):
         TWICE: gl.constexpr = score_layout(2 * ROWS)
         factor = repeat_columns(factor, TWICE)
         return acc[0] * factor[None, :], acc[1] * factor[None, :]
+    elif V_KIND == KV_NVFP4:
+        return acc[0] * factor[None, :], acc[1] * factor[None, :]
     else:
         return acc * factor[None, :]
 
@@ -144,6 +171,8 @@ def joined_values(acc, LAYOUT: gl.constexpr, V_KIND: gl.constexpr):
     """Return the accumulator as one tensor [elements, rows], in the order of `value_lanes`."""
     if V_KIND == KV_INT4:
         return int4_result(acc[0], acc[1], LAYOUT)
+    elif V_KIND == KV_NVFP4:
+        return join_halves(acc[0], acc[1], LAYOUT)
     else:
         return acc
 
@@ -153,6 +182,8 @@ def value_lanes(WIDTH: gl.constexpr, LAYOUT: gl.constexpr, V_KIND: gl.constexpr)
     """Return the elements of a value in the order of `joined_values`."""
     if V_KIND == KV_INT4:
         return int4_value_rows(WIDTH, gl.SliceLayout(1, LAYOUT))
+    elif V_KIND == KV_NVFP4:
+        return nvfp4_value_rows(WIDTH, gl.SliceLayout(1, LAYOUT))
     elif V_KIND != KV_PLAIN:
         return value_rows(WIDTH, gl.SliceLayout(1, LAYOUT))
     else:

@@ -21,6 +21,7 @@ from attnlib.ops.triton.hopper.kernels.decode_products import (
     finish_values,
     multiply_keys,
     multiply_values,
+    num_value_products,
     rescale_values,
     score_layout,
     tile_scales,
@@ -31,7 +32,8 @@ from attnlib.ops.triton.hopper.kernels.softmax import (
     apply_function,
     transform_scores,
 )
-from attnlib.ops.triton.kernels.quant import KV_INT4, KV_PLAIN
+from attnlib.ops.triton.hopper.kernels.token_scales import scales_weights
+from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
 __all__ = [
     "DecodeRows",
@@ -102,6 +104,21 @@ def _transform(call, scores, rows, tile, request, MASKED: gl.constexpr, SCORE: g
     if MASKED:
         scores = mask_columns(scores, rows.first, rows.last, tile * KEYS, CHECK_FIRST)
     return scores
+
+
+@gluon.constexpr_function
+def _hides_keys(config):
+    """Whether the elements of values are multiplied by scales, also of keys that no row sees."""
+    return not scales_weights(config.V_KIND) and (config.HAS_LEFT or config.HAS_CHUNK)
+
+
+@gluon.jit
+def _hidden_keys(rows, start, config):
+    """Return the keys of a tile, from its first one, `start`, that no row sees."""
+    hidden = 0
+    if _hides_keys(config):
+        hidden = gl.min(rows.first, 0) - start
+    return hidden
 
 
 @gluon.jit
@@ -177,7 +194,9 @@ def decode_step(
     scores = multiply_keys(worker, stage, zeros, config.PACKED, K_KIND)
     # Wait for the loads of the previous tile's values, then issue V^T @ P^T behind it.
     wait_for_tile(values.full, v_stage, ((step - 1) // STAGES) & 1, config.GATHERS)
-    acc = multiply_values(worker, v_stage, sums.acc, 0, config.PACKED, False, V_KIND)
+    hidden = _hidden_keys(rows, (tile - 1) * BLOCK_N, config)
+    HIDES: gl.constexpr = _hides_keys(config)
+    acc = multiply_values(worker, v_stage, sums.acc, hidden, BLOCK_N, config.PACKED, HIDES, V_KIND)
     if K_KIND != KV_PLAIN:
         # Both tiles are in registers.
         if config.WORKERS > 1:
@@ -188,7 +207,7 @@ def decode_step(
             mbarrier.arrive(keys.empty.index(stage), count=1)
             mbarrier.arrive(values.empty.index(v_stage), count=1)
     # One group may stay in flight: K @ Q^T is complete, V^T @ P^T overlaps with the softmax.
-    LATER: gl.constexpr = 2 if V_KIND == KV_INT4 else 1
+    LATER: gl.constexpr = num_value_products(V_KIND)
     scores = finish_scores(scores, rows.k_factor, scales.keys, LATER, K_KIND)
     if (K_KIND == KV_PLAIN) and (not config.PACKED):
         mbarrier.arrive(keys.empty.index(stage), count=1)
@@ -214,7 +233,7 @@ def decode_step(
 
 
 @gluon.jit
-def last_tile(call, worker, split, acc, step):
+def last_tile(call, worker, split, rows, acc, step):
     """Return the accumulator after the product with the values of the last tile, which is that of
     the step before `step`."""
     config: gl.constexpr = call.config
@@ -224,12 +243,14 @@ def last_tile(call, worker, split, acc, step):
     values = worker.values
     stage = (step - 1) % STAGES
     wait_for_tile(values.full, stage, ((step - 1) // STAGES) & 1, config.GATHERS)
-    past_end = split.seq_len - (split.first() + split.count - 1) * BLOCK_N
+    start = (split.first() + split.count - 1) * BLOCK_N
+    past_end = split.seq_len - start
+    hidden = _hidden_keys(rows, start, config)
     # TMA fills whole pages past the end with zeros, but not the rest of the last page.
     if V_KIND == KV_PLAIN:
         if (past_end < BLOCK_N) & (split.seq_len % config.BLOCK_SIZE != 0):
             clear_tile(values.memory.index(stage), past_end, 1 if config.PACKED else 0)
-    acc = multiply_values(worker, stage, acc, past_end, config.PACKED, True, V_KIND)
+    acc = multiply_values(worker, stage, acc, hidden, past_end, config.PACKED, True, V_KIND)
     acc = finish_values(acc, V_KIND)
     if config.WORKERS > 1:
         release_by_thread(values.empty, stage)  # the values are in registers

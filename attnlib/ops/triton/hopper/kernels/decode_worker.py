@@ -8,8 +8,12 @@ from attnlib.ops.triton.hopper.kernels.cache_tiles import allocate_rings
 from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate, arrive_after_copies
 from attnlib.ops.triton.hopper.kernels.gather import GATHER_THREADS
 from attnlib.ops.triton.hopper.kernels.ring import ring_pair
-from attnlib.ops.triton.hopper.kernels.token_scales import TokenScales, allocate_token_scales
-from attnlib.ops.triton.kernels.quant import KV_INT4, KV_PLAIN, SCALE_PER_TOKEN
+from attnlib.ops.triton.hopper.kernels.token_scales import (
+    TokenScales,
+    allocate_token_scales,
+    scales_weights,
+)
+from attnlib.ops.triton.kernels.quant import KV_INT4, KV_NVFP4, KV_PLAIN, SCALE_PER_TOKEN
 
 __all__ = ["Worker", "allocate_worker", "release_by_thread"]
 
@@ -84,7 +88,7 @@ def release_by_thread(barriers, index):
 @gluon.constexpr_function
 def elements_per_word(kind):
     """Return the elements in 16 bits of a cache."""
-    return {KV_PLAIN.value: 1, KV_INT4.value: 4}.get(kind, 2)
+    return {KV_PLAIN.value: 1, KV_INT4.value: 4, KV_NVFP4.value: 4}.get(kind, 2)
 
 
 @gluon.jit
@@ -128,8 +132,9 @@ def allocate_worker(CACHE: gl.constexpr, k_scale, v_scale, caches, config):
     )
     # Loads: the loader's expect and the bytes of its TMA loads, and 32 threads that copy scales; or
     # the threads that gather rows. Releases: the consumer's arrival, or those of its threads.
-    V_LOADS: gl.constexpr = _GATHER_THREADS if config.GATHERS else 1
-    K_LOADS: gl.constexpr = 33 if config.K_SCALE_KIND == SCALE_PER_TOKEN else V_LOADS
+    LOADS: gl.constexpr = _GATHER_THREADS if config.GATHERS else 1
+    V_LOADS: gl.constexpr = LOADS if scales_weights(config.V_KIND) else 33
+    K_LOADS: gl.constexpr = 33 if config.K_SCALE_KIND == SCALE_PER_TOKEN else LOADS
     RELEASES: gl.constexpr = 1 if config.WORKERS == 1 else 128
     keys, values = ring_pair(k_memory, v_memory, config.STAGES, K_LOADS, V_LOADS, RELEASES)
     scales = None

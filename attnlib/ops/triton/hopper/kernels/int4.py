@@ -27,9 +27,11 @@ __all__ = [
     "int4_result",
     "int4_value_products",
     "int4_value_rows",
+    "join_halves",
     "largest_scale",
     "repeat_columns",
     "store_pairs",
+    "value_pair_operand",
 ]
 
 
@@ -110,7 +112,7 @@ def int4_key_products(tile, q_tile, zeros):
 
 
 @gluon.jit
-def _value_operand(even, odd, OPERAND: gl.constexpr):
+def value_pair_operand(even, odd, OPERAND: gl.constexpr):
     """Rows of two groups, 8 of each alternately, of [words, keys] each."""
     WORDS: gl.constexpr = even.shape[0]
     KEYS: gl.constexpr = even.shape[1]
@@ -128,10 +130,10 @@ def int4_value_products(tile, p_tile, acc0, acc1):
     first_rows = p_tile.slice(0, ROWS, 0)
     second_rows = p_tile.slice(ROWS, ROWS, 0)
     first = warpgroup_mma(
-        _value_operand(x0, x1, OPERAND), first_rows.permute((1, 0)), acc0, is_async=True
+        value_pair_operand(x0, x1, OPERAND), first_rows.permute((1, 0)), acc0, is_async=True
     )
     second = warpgroup_mma(
-        _value_operand(x2, x3, OPERAND), second_rows.permute((1, 0)), acc1, is_async=True
+        value_pair_operand(x2, x3, OPERAND), second_rows.permute((1, 0)), acc1, is_async=True
     )
     return first, second
 
@@ -167,11 +169,17 @@ def _own_columns(acc, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def join_halves(first, second, LAYOUT: gl.constexpr):
+    """Return the rows of two results one after the other."""
+    both = gl.join(first, second)
+    joined = gl.reshape(gl.permute(both, (2, 0, 1)), [2 * first.shape[0], first.shape[1]])
+    return gl.convert_layout(joined, LAYOUT)
+
+
+@gluon.jit
 def int4_result(acc0, acc1, LAYOUT: gl.constexpr):
     """Return the accumulated values [elements, rows] in the order of `int4_value_rows`."""
-    both = gl.join(_own_columns(acc0, LAYOUT), _own_columns(acc1, LAYOUT))
-    joined = gl.reshape(gl.permute(both, (2, 0, 1)), [2 * acc0.shape[0], acc0.shape[1] // 2])
-    return gl.convert_layout(joined, LAYOUT)
+    return join_halves(_own_columns(acc0, LAYOUT), _own_columns(acc1, LAYOUT), LAYOUT)
 
 
 @gluon.jit

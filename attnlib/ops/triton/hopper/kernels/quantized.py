@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from attnlib.ops.triton.hopper.kernels.compat import (
     partition_barrier,
 )
-from attnlib.ops.triton.kernels.quant import KV_E5M2_BYTES, KV_INT8
+from attnlib.ops.triton.kernels.quant import KV_E5M2_BYTES, KV_INT8, KV_NVFP4
 
 __all__ = [
     "WEIGHT_EXPONENT",
@@ -44,12 +44,20 @@ __all__ = [
     "split_pairs",
     "value_layout",
     "value_rows",
+    "value_unit",
 ]
 
 WEIGHT_EXPONENT: gl.constexpr = gl.constexpr(14.0)
 WEIGHT_SCALE: gl.constexpr = gl.constexpr(2.0**14)
 """Factor of the weights, which are at most 1, in float16: weights down to 2^-28 are normal numbers.
 """
+
+
+@gluon.constexpr_function
+def value_unit(kind):
+    """Return the factor of sums of weights times values of this kind: that of the weights, and 1
+    for 4-bit floats, whose elements have its inverse."""
+    return 1.0 if kind == KV_NVFP4 else WEIGHT_SCALE.value
 
 
 @gluon.constexpr_function

@@ -6,6 +6,7 @@ becomes parts, whose number is that of its elements:
 
 - 8-bit elements have two parts, the lower and the upper half of a word or of a pair of words.
 - 4-bit integers have four, their groups, with scales of their own.
+- Values of 4-bit floats have four neighboring elements (`nvfp4.py`).
 
 Keys of 4-bit integers are not converted: their bits are the last ones of a float16, that is a
 subnormal number, 2^-24 or 2^-20 times an integer from 0 to 15. The queries of the latter are
@@ -23,7 +24,7 @@ from attnlib.ops.triton.hopper.kernels.quantized import (
     query_powers,
 )
 from attnlib.ops.triton.kernels.page_formats import PAGE_INT4, unpack_ptx
-from attnlib.ops.triton.kernels.quant import KV_INT4
+from attnlib.ops.triton.kernels.quant import KV_INT4, KV_NVFP4
 
 __all__ = [
     "PRODUCTS",
@@ -49,7 +50,7 @@ _GROUPS_PTX = gl.constexpr(
 @gluon.constexpr_function
 def num_parts(kind):
     """Return the parts of a word."""
-    return 4 if kind == KV_INT4 else 2
+    return 4 if kind == KV_INT4 or kind == KV_NVFP4 else 2
 
 
 @gluon.jit
@@ -96,7 +97,7 @@ def value_elements(index, part: gl.constexpr, WORDS: gl.constexpr, KV_KIND: gl.c
     if KV_KIND == KV_INT4:
         found = part * WORDS + index
     else:
-        found = 2 * index + part
+        found = num_parts(KV_KIND) * index + part
     return found
 
 

@@ -7,6 +7,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     store_in_l2,
 )
 from attnlib.ops.triton.hopper.kernels.kv_scales import factor_without_keys
+from attnlib.ops.triton.hopper.kernels.quantized import value_unit
 from attnlib.ops.triton.hopper.kernels.softmax import add_sink
 from attnlib.ops.triton.hopper.kernels.warp_operands import (
     PRODUCTS,
@@ -33,6 +34,7 @@ def store_split(call, split, sums, num_splits, skipped, follows):
     config: gl.constexpr = call.config
     partials = call.partials
     PARTS: gl.constexpr = num_parts(config.V_KIND)
+    UNIT: gl.constexpr = value_unit(config.V_KIND)
     WORDS: gl.constexpr = config.WIDTH_V // PARTS
     ROWS: gl.constexpr = config.ROWS
     COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCTS)
@@ -63,7 +65,7 @@ def store_split(call, split, sums, num_splits, skipped, follows):
     empty = final_sum == 0.0
     safe_sum = gl.where(empty, 1.0, final_sum)
     base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
-    acc = scale_parts(sums.acc, acc_scale / safe_sum * (value_scale * 2.0**-14))
+    acc = scale_parts(sums.acc, acc_scale / safe_sum * (value_scale * (1.0 / UNIT)))
     index = gl.arange(0, WORDS, gl.SliceLayout(1, PRODUCTS))
     if num_splits == 1:
         offsets = call.outputs.offsets(split.start + token, head)

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from attnlib.ops.triton.hopper.kernels.column_softmax import mask_columns
 from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate, exp2, log2
 from attnlib.ops.triton.hopper.kernels.int4 import float32_scale, largest_scale
+from attnlib.ops.triton.hopper.kernels.nvfp4 import nvfp4_scales, scaled_nvfp4
 from attnlib.ops.triton.hopper.kernels.quantized import WEIGHT_EXPONENT
 from attnlib.ops.triton.hopper.kernels.softmax import transform_scores
 from attnlib.ops.triton.hopper.kernels.warp_operands import (
@@ -20,7 +21,7 @@ from attnlib.ops.triton.hopper.kernels.warp_operands import (
     transposed_weights,
     value_parts,
 )
-from attnlib.ops.triton.kernels.quant import KV_INT4, KV_INT8
+from attnlib.ops.triton.kernels.quant import KV_INT4, KV_INT8, KV_NVFP4
 
 __all__ = ["WarpRows", "WarpSums", "multiply_tile", "scale_parts", "zero_sums"]
 
@@ -124,6 +125,23 @@ def _part_weights(
 
 
 @gluon.jit
+def _add_nvfp4(tiles, stage, acc, weights, first, valid, MASKED: gl.constexpr):
+    """`_add_values` over 4-bit floats, whose elements have scales; 0 outside [first, valid)."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCTS, 2)
+    slot = tiles.scales.values_slot(stage)
+    scales = nvfp4_scales(slot, first, valid, MASKED, gl.SliceLayout(0, OPERAND))
+    words = tiles.values.index(stage).permute((1, 0)).load(OPERAND)
+    parts = scaled_nvfp4(words, scales)
+    operand = transposed_weights(weights.to(gl.float16))
+    return (
+        mma_v2(parts[0], operand, acc[0]),
+        mma_v2(parts[1], operand, acc[1]),
+        mma_v2(parts[2], operand, acc[2]),
+        mma_v2(parts[3], operand, acc[3]),
+    )
+
+
+@gluon.jit
 def _add_values(tile, acc, weights, v_scales, valid, MASKED: gl.constexpr, V_KIND: gl.constexpr):
     """Add the products of a tile of values with the weights [keys, rows] to `acc`.
 
@@ -220,5 +238,10 @@ def multiply_tile(tiles, stage, scales, rows, sums, tile, seq_len, MASKED: gl.co
     sum_scale = gl.convert_layout(acc_scale, gl.SliceLayout(0, _SUMS), assert_trivial=True)
     row_sum = sums.row_sum * sum_scale[None, :] + _fold(weights)
     acc = scale_parts(sums.acc, acc_scale)
-    acc = _add_values(values, acc, weights, v_scales, valid, MASKED, V_KIND)
+    if V_KIND == KV_NVFP4:
+        # Keys that no row sees: before the first row's, and past the end.
+        first = gl.min(rows.first, 0) - start if MASKED else 0
+        acc = _add_nvfp4(tiles, stage, acc, weights, first, valid, MASKED)
+    else:
+        acc = _add_values(values, acc, weights, v_scales, valid, MASKED, V_KIND)
     return WarpSums(new_max, row_sum, acc)

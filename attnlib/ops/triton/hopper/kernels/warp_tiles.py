@@ -77,7 +77,7 @@ class WarpTiles:
                 block = gl.where(keys >= box * BOX, blocks[box], block)
             position = (inside + keys) % self.BLOCK_SIZE
             exists = (block >= 0) & (block < num_blocks)
-            self.scales.copy(block, position, exists, kv_head, stage)
+            self.scales.copy(block, position, exists, kv_head, stage, "keys and values")
             arrive_after_copies(self.full.index(stage), increment_count=False)
         full = self.full.index(stage)
         mbarrier.expect(full, BYTES)
