@@ -41,6 +41,11 @@ def _attention_cases(target: BackendUnderTest) -> dict[str, Case]:
     cases[f"{first}-value-size"] = page_case(target, first, batch="q7s20_q1s37", **sizes)
     sizes = {"head_size": 48, "head_size_v": 80}
     cases[f"{last}-value-size"] = page_case(target, last, batch="q7s20_q1s37", **sizes)
+    for name in _PAIRS:
+        wide = {"head_size": 128, "dtype": "float16"}  # kernels for Hopper read these
+        cases[f"{name}-head-128"] = page_case(target, name, batch="q1s70_2q2s40_q1s33", **wide)
+        fields = {**wide, **FEATURES["window+sinks"]}
+        cases[f"{name}-head-128-window+sinks"] = page_case(target, name, batch="3q1s70", **fields)
     cases[f"{first}-float16"] = page_case(target, first, batch="q5s40_q1s33", dtype="float16")
     tokens_first = {"batch": "q5s40_q1s33", "layout": PAGE_LAYOUT_NAMES[1]}
     cases[f"{last}-tokens-first"] = page_case(target, last, **tokens_first)
@@ -63,6 +68,8 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
     for name in () if target.quick else _PAIRS:
         case = page_case(target, name, batch="q7s40_3q1s33", poison="nan")
         yield CheckCase(f"unseen-{name}", partial(check_unseen, target, case), case)
+        case = case.replace(batch="q2s40_3q1s33", head_size=128, dtype="float16")
+        yield CheckCase(f"unseen-{name}-head-128", partial(check_unseen, target, case), case)
 
 
 CHECKS = (Check("Q9", "keys and values in two formats", _cases),)
