@@ -8,12 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["PeerBuffers"]
+__all__ = ["MergeTile", "PeerBuffers", "ShareTile"]
 
 _BYTES = 4 << 20
 """Of the queries of all ranks, and of the results that a rank receives."""
 _PROGRAMS = 8192
 """Of the largest exchange, for each rank."""
+_WORD_PROGRAMS = 1024
+"""Of the largest exchange by words, of one for each pair of a program and a rank."""
+SHARED_WORDS, MERGED_WORDS, MERGED_HEADS = 512, 512, 8
+"""Words that a program shares with a rank; words of results, at least of a head of 1024 elements,
+and heads, that a program merges."""
 
 
 class PeerBuffers(NamedTuple):
@@ -26,6 +31,8 @@ class PeerBuffers(NamedTuple):
         share_flags, merge_flags: `[world_size, n]` int32, how often each program has run on the
             other ranks, which set them.
         shared, received: uint8, for the queries of all ranks and for partial states.
+        words, merge_words, merge_lse_words: int64, of the programs that share and that merge.
+        word_counts, merge_word_counts: as `share_counts`.
         owners: what keeps the memory of all ranks.
     """
 
@@ -37,12 +44,18 @@ class PeerBuffers(NamedTuple):
     merge_flags: Tensor
     shared: Tensor
     received: Tensor
+    words: Tensor
+    merge_words: Tensor
+    merge_lse_words: Tensor
+    word_counts: Tensor
+    merge_word_counts: Tensor
     owners: tuple[Any, ...]
 
     @staticmethod
     def num_bytes(world_size: int) -> int:
         """Of the buffer of a rank."""
-        return 2 * world_size * _PROGRAMS * 4 + 2 * _BYTES
+        per_program = SHARED_WORDS + MERGED_WORDS + MERGED_HEADS
+        return 2 * world_size * _PROGRAMS * 4 + 2 * _BYTES + 8 * _WORD_PROGRAMS * per_program
 
     @classmethod
     def of(cls, buffers: Sequence[Tensor], rank: int, *owners: Any) -> PeerBuffers:
@@ -56,7 +69,8 @@ class PeerBuffers(NamedTuple):
         own, world = buffers[rank], len(buffers)
         distances = [each.data_ptr() - own.data_ptr() for each in buffers]
         sizes = [world * _PROGRAMS * 4] * 2 + [_BYTES] * 2
-        share_flags, merge_flags, shared, received = torch.split(own, sizes)
+        sizes += [8 * _WORD_PROGRAMS * each for each in (SHARED_WORDS, MERGED_WORDS, MERGED_HEADS)]
+        share_flags, merge_flags, shared, received, *words = torch.split(own, sizes)
         return cls(
             rank=rank,
             distances=torch.tensor(distances, dtype=torch.int64, device=own.device),
@@ -66,6 +80,11 @@ class PeerBuffers(NamedTuple):
             merge_flags=merge_flags.view(torch.int32).view(world, _PROGRAMS),
             shared=shared,
             received=received,
+            words=words[0].view(torch.int64),
+            merge_words=words[1].view(torch.int64),
+            merge_lse_words=words[2].view(torch.int64),
+            word_counts=torch.zeros(_WORD_PROGRAMS, dtype=torch.int32, device=own.device),
+            merge_word_counts=torch.zeros(_WORD_PROGRAMS, dtype=torch.int32, device=own.device),
             owners=(*buffers, *owners),
         )
 
@@ -78,3 +97,61 @@ class PeerBuffers(NamedTuple):
         """
         # A program has at least one head, or 2048 elements; some have the rest of a KV head.
         return len(self.distances) * heads * head_bytes + 16 <= _BYTES and 2 * heads <= _PROGRAMS
+
+    def fit_words(self, tokens: int, kv_heads: int, heads: int, sizes: tuple[int, int]) -> bool:
+        """Whether an exchange by words fits.
+
+        Args:
+            tokens: of the batch.
+            kv_heads, heads: of a rank.
+            sizes: bytes of a query and of a result of one head.
+        """
+        size, size_v = sizes
+        if size % 4 or size_v % 4 or size_v > 4 * MERGED_WORDS:
+            return False
+        shared = ShareTile.of(heads // kv_heads * size // 4).programs(tokens * kv_heads)
+        merged = tokens * -(-heads // MergeTile.of(heads, size_v // 4).heads)
+        return max(shared, merged) * len(self.distances) <= _WORD_PROGRAMS
+
+
+class ShareTile(NamedTuple):
+    """What a program shares.
+
+    Attributes:
+        rows, lanes: of words.
+        size: words of a row.
+    """
+
+    rows: int
+    lanes: int
+    size: int
+
+    @classmethod
+    def of(cls, size: int) -> ShareTile:
+        lanes = min(_power_of_2(size), SHARED_WORDS)
+        return cls(SHARED_WORDS // lanes, lanes, size)
+
+    def programs(self, rows: int) -> int:
+        """For each rank."""
+        return -(-rows // self.rows) * -(-self.size // self.lanes)
+
+
+class MergeTile(NamedTuple):
+    """What a program merges.
+
+    Attributes:
+        heads: of a token.
+        lanes: words of a head, and more.
+    """
+
+    heads: int
+    lanes: int
+
+    @classmethod
+    def of(cls, heads: int, size: int) -> MergeTile:
+        lanes = _power_of_2(size)
+        return cls(max(1, min(_power_of_2(heads), MERGED_HEADS, MERGED_WORDS // lanes)), lanes)
+
+
+def _power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()

@@ -20,18 +20,17 @@ from attnlib.layer.call import new_lse
 from attnlib.parallel.builder import ParallelBuilder
 from attnlib.parallel.checks import ParallelCall, check_parallel_call
 from attnlib.parallel.divisions import Division
-from attnlib.parallel.exchange import Exchange, ExchangeMethod
 from attnlib.parallel.group import RankGroup
 from attnlib.parallel.layer_parts import choose_parts, make_builders
 from attnlib.parallel.local_spec import local_form
 from attnlib.parallel.metadata import ParallelMetadata
 from attnlib.parallel.operator import attend_opaquely
 from attnlib.parallel.setup_checks import (
-    buffers_of,
     check_group,
     checked_method,
     checked_per_head,
     effective_agreement,
+    exchange_of,
 )
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec
@@ -91,17 +90,16 @@ class ParallelAttention(nn.Module):
         self.scale = spec.head_size**-0.5 if scale is None else float(scale)
         self.agreement = effective_agreement(agreement)
 
-        def attempt() -> tuple[object, tuple[ExchangeMethod, Tensor | None]]:
+        def attempt() -> tuple[object, Tensor | None]:
             method = checked_method(spec, group, division, exchange, agreement)
             slopes = checked_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, spec)
             checked_per_head("sinks", sinks, spec.has_sink, spec)
             self._select(spec)
             facts = (str(spec), division, method, self.scale, self.agreement, prefix)
-            return (*facts, self._parts.context is None), (method, slopes)
+            return (*facts, self._parts.context is None), slopes
 
-        method, slopes = group.agreed(self.agreement, "layer", attempt)
-        peers = buffers_of(group, method, self._device)
-        self._exchange = Exchange(group, spec, method, peers)
+        slopes = group.agreed(self.agreement, "layer", attempt)
+        self._exchange = exchange_of(group, spec, exchange, self._device)
         self._slopes = None if slopes is None else self._exchange.own_heads(slopes.float())
         self.sinks = sinks
         self._make_layers()

@@ -21,6 +21,10 @@ from attnlib.spec import AttentionSpec
 __all__ = ["Exchange", "ExchangeMethod", "choose_exchange", "exchange_bytes"]
 
 
+BY_WORDS = True
+"""Whether an exchange by memory uses words, where it fits, instead of flags."""
+
+
 class ExchangeMethod(Enum):
     """How partial results become the results of a rank's own heads."""
 
@@ -78,6 +82,7 @@ class Exchange:
         self._kv_heads, self._per_kv = spec.num_kv_heads, spec.group_size
         self._heads = spec.num_heads
         item = spec.dtype.itemsize
+        self._sizes = (spec.head_size * item, spec.head_size_v * item)
         self._head_bytes = max(spec.head_size * item, spec.head_size_v * item + 4)
 
     def gather_heads(self, query: Tensor) -> Tensor:
@@ -86,6 +91,11 @@ class Exchange:
         Args:
             query: `[T, Hq, D]` of this rank.
         """
+        if self._peers is not None and self._fit_words(query.shape[0]):
+            share = operation("peer_words", "share_words", query)
+            rows = query.reshape(query.shape[0] * self._kv_heads, -1).contiguous()
+            words: Tensor = share(rows, self._peers)
+            return words.view(query.shape[0], -1, query.shape[2])
         if self._peers is not None and self._fits(query.shape[0]):
             share = operation("peer_exchange", "share_heads", query)
             rows = query.reshape(query.shape[0] * self._kv_heads, -1).contiguous()
@@ -128,6 +138,11 @@ class Exchange:
             sinks: `[Hq]`, counted here once (M4), or None.
             has_state: whether `output` and `lse` hold a state; otherwise they may hold anything.
         """
+        if self._peers is not None and self._fit_words(output.shape[0]) and not has_state:
+            merge = operation("peer_words", "merge_words", output)
+            given = (partial, partial_lse, output, lse, self._peers)
+            merge(*given, num_kv_heads=self._kv_heads, sinks=sinks)
+            return
         if self._peers is not None and self._fits(output.shape[0]):
             merge = operation("peer_exchange", "merge_from_peers", output)
             more = {"num_kv_heads": self._kv_heads, "has_state": has_state, "sinks": sinks}
@@ -161,6 +176,11 @@ class Exchange:
         """`[world_size, T, Hkv, heads of each, n]` of the heads of all ranks, a view."""
         sizes = (self._kv_heads, self.group.world_size, self._per_kv, partial.shape[2])
         return partial.reshape(partial.shape[0], *sizes).permute(2, 0, 1, 3, 4)
+
+    def _fit_words(self, tokens: int) -> bool:
+        assert self._peers is not None
+        sizes = (self._kv_heads, self._heads, self._sizes)
+        return BY_WORDS and self._peers.fit_words(tokens, *sizes)
 
     def _fits(self, tokens: int) -> bool:
         """Whether the buffers hold an exchange, which is equal on all ranks."""

@@ -9,19 +9,21 @@ from attnlib import env
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.ops.peer_buffers import PeerBuffers
 from attnlib.parallel.divisions import Division
-from attnlib.parallel.exchange import ExchangeMethod, choose_exchange
+from attnlib.parallel.exchange import Exchange, ExchangeMethod, choose_exchange
 from attnlib.parallel.group import RankGroup
 from attnlib.spec import AttentionSpec
 
 __all__ = [
-    "buffers_of",
     "check_choices",
     "check_group",
     "checked_method",
     "checked_per_head",
     "effective_agreement",
+    "exchange_of",
 ]
 
+PEER_MEMORY_FIRST = False
+"""Off until it has run on several GPUs."""
 _AGREEMENTS = ("call", "batch", "never")
 
 
@@ -101,22 +103,38 @@ def checked_method(
     return method
 
 
-def buffers_of(
-    group: RankGroup, method: ExchangeMethod, device: torch.device
-) -> PeerBuffers | None:
-    """The buffers of an exchange by memory; None for others. All ranks call this together.
+def exchange_of(
+    group: RankGroup, spec: AttentionSpec, exchange: str | None, device: torch.device
+) -> Exchange:
+    """The exchange of a layer, after `checked_method`. All ranks call this together.
+
+    Args:
+        group: of the layer.
+        spec: of the layer, with the query heads of one rank.
+        exchange: a value of `ExchangeMethod`; None takes the memory of the GPUs where all ranks can
+            write it, and else what receives fewer bytes.
+        device: of this rank.
 
     Raises:
-        UnsupportedConfigError: on all ranks, if one cannot write the memory of another.
+        UnsupportedConfigError: on all ranks, if one cannot write the memory of another, and
+            `exchange` asks for that.
     """
-    if method is not ExchangeMethod.PEER_MEMORY or group.world_size == 1:
-        return None
-    found = group.peers(device)
-    if isinstance(found, PeerBuffers):
-        return found
-    raise UnsupportedConfigError(
-        f"exchange='peer_memory': {'; '.join(found)}: use 'all_to_all'", reasons=found
-    )
+    method = choose_exchange(spec, group.world_size) if exchange is None else None
+    wanted = exchange == ExchangeMethod.PEER_MEMORY.value
+    if group.world_size > 1 and (wanted or (exchange is None and by_memory(spec, device))):
+        found = group.peers(device)
+        if isinstance(found, PeerBuffers):
+            return Exchange(group, spec, ExchangeMethod.PEER_MEMORY, found)
+        if wanted:
+            raise UnsupportedConfigError(
+                f"exchange='peer_memory': {'; '.join(found)}: use 'all_to_all'", reasons=found
+            )
+    return Exchange(group, spec, method or ExchangeMethod(exchange))
+
+
+def by_memory(spec: AttentionSpec, device: torch.device) -> bool:
+    """Whether layers try `ExchangeMethod.PEER_MEMORY` unless they are told otherwise."""
+    return PEER_MEMORY_FIRST and device.type == "cuda" and spec.dtype != torch.float64
 
 
 def checked_per_head(

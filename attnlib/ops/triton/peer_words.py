@@ -1,0 +1,135 @@
+"""Exchanges between the GPUs of one host, in words of data and the number of the exchange."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnlib.ops.checks import vector_elements
+from attnlib.ops.peer_buffers import (
+    MERGED_HEADS,
+    MERGED_WORDS,
+    MergeTile,
+    PeerBuffers,
+    ShareTile,
+)
+from attnlib.ops.triton.heuristics import device as chips
+from attnlib.ops.triton.heuristics.device import device_guard, limits_of, programmatic_launch
+from attnlib.ops.triton.kernels.peer_words import merge_words_kernel, share_words_kernel
+from attnlib.ops.triton.launch.bound import BoundLaunch
+from attnlib.ops.triton.launch.cache import LAUNCHES
+
+__all__ = ["merge_words", "share_words"]
+
+_KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def share_words(own: Tensor, peers: PeerBuffers) -> Tensor:
+    """Gather the rows of all ranks, which call this together.
+
+    Args:
+        own: `[rows, size]`, dense, of multiples of 4 bytes.
+        peers: the buffers.
+
+    Returns:
+        `[rows, world_size, size]`.
+    """
+    world = len(peers.distances)
+    shared = own.new_empty(own.shape[0], world, own.shape[1])
+    source, target = own.view(torch.int32), shared.view(torch.int32)
+    rows, size = source.shape
+    tile = ShareTile.of(size)
+    programs = tile.programs(rows) * world
+    key = ("share words", own.get_device(), source.shape, peers.rank, world)
+    launch = LAUNCHES.get(key) or LAUNCHES.keep(
+        key,
+        BoundLaunch(
+            share_words_kernel,
+            (programs, 1, 1),
+            {
+                "WORLD": world,
+                "SIZE": size,
+                "ROWS": tile.rows,
+                "LANES": tile.lanes,
+                "VEC": vector_elements("own", source[:, None]),
+                "ON_GPU": not chips.INTERPRETED,
+                "num_warps": 4,
+                **programmatic_launch(limits_of(own), programs),
+            },
+        ),
+    )
+    tensors = (source, target, peers.words, peers.word_counts, peers.distances)
+    _run(launch, own, tensors, (rows, peers.rank))
+    return shared
+
+
+def merge_words(
+    partial: Tensor,
+    partial_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    peers: PeerBuffers,
+    *,
+    num_kv_heads: int,
+    sinks: Tensor | None,
+) -> None:
+    """Exchange partial states and merge those of the own heads, after `share_words`.
+
+    Args:
+        partial: `[T, num_kv_heads * world_size * n, Dv]` over the keys of this rank: heads of one
+            KV head are adjacent, n of each rank in their order.
+        partial_lse: `[T, the same heads]` float32.
+        out: `[T, num_kv_heads * n, Dv]`, written.
+        lse: `[T, num_kv_heads * n]` float32, written.
+        peers: the buffers.
+        num_kv_heads: of each rank.
+        sinks: `[num_kv_heads * n]`, counted once, or None.
+    """
+    words, partial_lse = partial.contiguous().view(torch.int32), partial_lse.contiguous()
+    tokens, heads, _ = out.shape
+    world = len(peers.distances)
+    states = (words, partial_lse, out, lse, lse if sinks is None else sinks)
+    key = (
+        *("merge words", out.get_device(), out.shape, num_kv_heads, sinks is None),
+        *(peers.rank, world, *((x.dtype, x.stride()) for x in states)),
+    )
+    tile = MergeTile.of(heads, words.shape[2])
+    programs = tokens * -(-heads // tile.heads)
+    launch = LAUNCHES.get(key) or LAUNCHES.keep(
+        key,
+        BoundLaunch(
+            merge_words_kernel,
+            (programs, 1, 1),
+            {
+                "HAS_SINK": sinks is not None,
+                "WORLD": world,
+                "KIND": _KINDS[out.dtype],
+                "SIZE": words.shape[2],
+                "LANES": tile.lanes,
+                "BLOCK_H": tile.heads,
+                "WORDS": MERGED_WORDS,
+                "HEADS": MERGED_HEADS,
+                "VEC": vector_elements("partial", words),
+                "ON_GPU": not chips.INTERPRETED,
+                "num_warps": 4,
+                **programmatic_launch(limits_of(out), programs),
+            },
+        ),
+    )
+    numbers = (
+        *(heads, heads // num_kv_heads, peers.rank),
+        *(words.stride(0), words.stride(1), partial_lse.stride(0)),
+        *(out.stride(0), out.stride(1), lse.stride(0)),
+    )
+    own = (peers.merge_words, peers.merge_lse_words, peers.merge_word_counts, peers.distances)
+    _run(launch, out, (*states, *own), numbers)
+
+
+def _run(
+    launch: BoundLaunch, like: Tensor, tensors: tuple[Tensor, ...], numbers: tuple[int, ...]
+) -> None:
+    addresses = 0
+    for tensor in tensors:
+        addresses |= tensor.data_ptr()
+    with device_guard(like):
+        launch.run((*tensors, *numbers), addresses, like.get_device())
