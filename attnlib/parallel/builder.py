@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.parallel.addresses import TokenPositions, local_slots, token_positions
 from attnlib.parallel.checks import check_batch
-from attnlib.parallel.merge import MergeRows
+from attnlib.parallel.merge import KnownMergeRows
 from attnlib.parallel.metadata import ParallelMetadata, lengths_on_host
 from attnlib.parallel.rows import ROWS_UP_TO, local_rows, row_lengths
 from attnlib.parallel.staging import Staging, StagingPlan
@@ -43,6 +44,7 @@ class ParallelBuilder:
         self.cached, self.context, self.new = cached, context, new
         self._scratch = Staging(cached.spec, cached.device)
         self._fixed: dict[tuple[str, torch.Size], Tensor] = {}
+        self._merges = KnownMergeRows(self.group.world_size, self.spec.has_sink)
         self._captures = False
 
     @property
@@ -129,10 +131,11 @@ class ParallelBuilder:
         rank, tokens = self.group.rank, common.num_actual_tokens
         table = common.block_table_tensor
         assert table is not None
-        where = token_positions(common.query_start_loc, common.seq_lens, tokens)
+        of_tokens = common.query_start_loc, common.seq_lens, tokens
+        where = functools.cache(functools.partial(token_positions, *of_tokens))
         slots = None
         if write and not self.spec.kv_sharing:
-            found = local_slots(self.division, rank, where, table, self.spec.block_size)
+            found = local_slots(self.division, rank, where(), table, self.spec.block_size)
             slots = self._keep("slots", found)
         causal, most = self.spec.is_causal, common.max_query_len
         over_context = self.context is not None and most > (ROWS_UP_TO if causal else 1)
@@ -141,12 +144,12 @@ class ParallelBuilder:
         new = staging = empty = None
         if over_context and causal:
             cached = self._context(common, has_context)
-            new, staging = self._new(common, where)
+            new, staging = self._new(common, where())
         elif over_context or not by_row:
             builder = self.context if over_context else self.cached
             cached = self._over_cache(builder, common, common.seq_lens, common.seq_lens_cpu)
         else:
-            cached, empty = self._by_row(common, where)
+            cached, empty = self._by_row(common, where())
         return ParallelMetadata(
             made_for=(self.spec, self.division),
             num_actual_tokens=tokens,
@@ -157,12 +160,8 @@ class ParallelBuilder:
             staging=staging,
             scratch=self._scratch,
             slot_mapping=slots,
-            merge_rows=self._merge_rows(tokens, table.device),
+            merge_rows=self._merges.of(tokens, table.device, self._captures),
         )
-
-    def _merge_rows(self, tokens: int, device: torch.device) -> MergeRows:
-        found = MergeRows.of(self.group.world_size, tokens, self.spec.has_sink, device)
-        return MergeRows(self._keep("merge", found.starts), self._keep("merge rows", found.rows))
 
     def _by_row(
         self, common: CommonAttentionMetadata, where: TokenPositions

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from attnlib.ops.dispatch import operation
 
-__all__ = ["MergeRows", "Parts"]
+__all__ = ["KnownMergeRows", "MergeRows", "Parts"]
 
+_KNOWN_TOKENS = 512
+"""Of batches whose `MergeRows` are kept."""
 _ALIGNMENT = 16
 """Bytes of which a row is a multiple, so that kernels load whole vectors."""
 
@@ -87,3 +89,25 @@ class MergeRows(NamedTuple):
         """Merge the parts of each token into `output` `[T, Hq, Dv]` and `lse` `[T, Hq]`."""
         merge = operation("merge_states", "merge_partial_rows", output)
         merge(output, lse, parts.outs, parts.lses, self.starts, self.rows)
+
+
+class KnownMergeRows:
+    """`MergeRows` by the number of tokens, from which they follow.
+
+    Args:
+        world_size: of the group.
+        has_sink: of the layers.
+    """
+
+    def __init__(self, world_size: int, has_sink: bool) -> None:
+        self._sizes, self._known = (world_size, has_sink), dict[int, MergeRows]()
+
+    def of(self, num_tokens: int, device: torch.device, captures: bool) -> MergeRows:
+        """Those of a batch; kept for a CUDA graph, if it `captures`, and where they are small."""
+        found = self._known.get(num_tokens)
+        if found is None:
+            world_size, has_sink = self._sizes
+            found = MergeRows.of(world_size, num_tokens, has_sink, device)
+            if captures or num_tokens <= _KNOWN_TOKENS:
+                self._known[num_tokens] = found
+        return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -12,9 +13,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import triton.language as tl
 
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.ops.peer_buffers import PeerBuffers
+from attnlib.ops.triton.kernels import peer_words
 from attnlib.parallel import RankGroup, exchange
 from tests.parallel.cases import LATENT, LIMIT
 from tests.parallel.problem import STEPS, Problem, Run, error_of
@@ -40,6 +43,17 @@ def by_memory(module: str, name: str, *_: Any) -> Callable[..., Any]:
     return found
 
 
+def yielding(received: Any) -> Any:
+    """A wait for words that leaves the processor to the other ranks."""
+
+    def wait(words: Any, number: Any, on_gpu: Any) -> Any:
+        while bool((tl.load(words).handle.data >> 32 < number.handle.data).any()):
+            os.sched_yield()
+        return received(words, number, on_gpu)
+
+    return wait
+
+
 def peer_memory(group: RankGroup, *, words: bool) -> str:
     """Decodes, verifications and prefills, whose new tokens are a state before the exchange."""
     buffers = shared_buffers(group)
@@ -47,6 +61,7 @@ def peer_memory(group: RankGroup, *, words: bool) -> str:
         mock.patch.object(RankGroup, "peers", lambda *_: buffers),
         mock.patch.object(exchange, "operation", by_memory),
         mock.patch.object(exchange, "BY_WORDS", words),
+        mock.patch.object(peer_words, "_received", yielding(peer_words._received)),
     ):
         for spec in ({"has_sink": True}, LATENT):
             run = Run(Problem(spec, options={"exchange": "peer_memory"}), group)

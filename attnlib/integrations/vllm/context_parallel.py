@@ -6,6 +6,7 @@ keys, and the same batch to all ranks, so that they need no agreements.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,13 @@ __all__ = [
 def rank_group() -> RankGroup:
     """The ranks of vLLM's group."""
     group = get_dcp_group()
-    return RankGroup(group.device_group, group.cpu_group)
+    return _ranks(group.device_group, group.cpu_group)
+
+
+@functools.cache
+def _ranks(device_group: Any, cpu_group: Any) -> RankGroup:
+    """One for all layers, which exchange through the same buffers."""
+    return RankGroup(device_group, cpu_group)
 
 
 def divided_layer(spec: AttentionSpec, **arguments: Any) -> ParallelAttention:
