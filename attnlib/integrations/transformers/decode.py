@@ -59,7 +59,7 @@ def _found(call: Call, step: StepMask, kwargs: dict[str, object]) -> DecodeAgain
     backend = get_attn_backend(spec, None, call.query.device, layer_name=layer_name(call.module))
     if backend.get_name() != "torch":
         return None
-    spans = visible_spans(step)
+    spans = visible_spans(step, call.key, call.value)
     return None if spans is None else DecodeAgain.of(call, kwargs, pattern, spans)
 
 

@@ -150,7 +150,7 @@ def attend_known_decode(
     found: DecodeAgain | None = step.plans.get(_PLAN)
     if found is not None:
         return found.attend(query, key, value, scale, kwargs)
-    found = _continued(query, step, kwargs)
+    found = _continued((query, key, value), step, kwargs)
     if found is None:
         return None
     out = found.attend(query, key, value, scale, kwargs)
@@ -171,7 +171,9 @@ def keep_decode(step: StepMask, found: DecodeAgain) -> None:
     last[pattern] = found.facts
 
 
-def _continued(query: torch.Tensor, step: StepMask, kwargs: dict[str, Any]) -> DecodeAgain | None:
+def _continued(
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor], step: StepMask, kwargs: dict[str, Any]
+) -> DecodeAgain | None:
     """The decode of the step before, over the keys that this one sees; None if it is another."""
     pattern = step.pattern
     if step.q_length != 1 or step.is_reused or pattern is None or is_transient():
@@ -179,11 +181,12 @@ def _continued(query: torch.Tensor, step: StepMask, kwargs: dict[str, Any]) -> D
     if pattern.segments is not None or pattern.spans is not None:
         return None
     last: _Facts | None = getattr(_local, "last", {}).get(pattern)
+    query, key, value = states
     if last is None or query.shape[0] != step.batch_size:
         return None
     if VALIDATE_KEY in ENVIRONMENT or selection_state() != last.selection:
         return None
     if weights_are_recorded(kwargs) or torch.is_autocast_enabled("cpu"):
         return None
-    spans = visible_spans(step)
+    spans = visible_spans(step, key, value)
     return None if spans is None else DecodeAgain(last, spans, step.kv_length)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import groupby
 
+import numpy as np
 import torch
 
 from attnlib.integrations.transformers.step_mask import StepMask, first_visible_key
@@ -12,40 +14,69 @@ __all__ = ["Spans", "attend_spans", "visible_spans"]
 
 _attend = torch.nn.functional.scaled_dot_product_attention
 
+_BYTES_OF_A_CALL = 1 << 17
+"""Keys and values that are read in the time that one more call of the operator takes."""
 
-@dataclass(frozen=True)
+
 class Spans:
     """The keys that the rows of a step see.
 
-    Attributes:
+    Rows that begin at different keys are served by one call with a bias, or by one call for each
+    beginning, which reads no hidden key.
+
+    Args:
         starts: first key of each row.
         end: end of the keys of all rows.
-        uniform: whether all rows start at the same key, so that one call serves them.
+        key_bytes: size of one token's key and value.
+        dtype: of the bias.
+
+    Attributes:
+        start, end: the keys that any row sees.
+        groups: (rows, first key) of neighbors that begin at one key, if each has a call; or empty.
+        bias: `[B, 1, 1, end - start]`, 0 for the keys that a row sees and -inf for others; None
+            where no key of a call is hidden.
     """
 
-    starts: tuple[int, ...]
-    end: int
-    uniform: bool
+    __slots__ = ("bias", "end", "groups", "start")
+
+    def __init__(self, starts: Sequence[int], end: int, key_bytes: int, dtype: torch.dtype) -> None:
+        self.start, self.end = starts[0], end
+        self.groups: tuple[tuple[int, int], ...] = ()
+        self.bias: torch.Tensor | None = None
+        if starts.count(self.start) == len(starts):
+            return
+        self.start = min(starts)
+        groups = tuple((len(list(rows)), start) for start, rows in groupby(starts))
+        hidden = sum(starts) - self.start * len(starts)
+        if hidden * key_bytes > (len(groups) - 1) * _BYTES_OF_A_CALL:
+            self.groups = groups
+            return
+        before = np.less(np.arange(self.start, end), np.asarray(starts)[:, None])
+        bias = torch.zeros(len(starts), 1, 1, end - self.start, dtype=dtype)
+        self.bias = bias.masked_fill_(torch.from_numpy(before)[:, None, None], -torch.inf)
 
 
-def visible_spans(step: StepMask) -> Spans | None:
+def visible_spans(step: StepMask, key: torch.Tensor, value: torch.Tensor) -> Spans | None:
     """The visible keys of each row; None if they are not adjacent, or a row has no token.
 
     Args:
         step: a causal mask with one query per row and a pattern without segments and spans.
+        key, value: `[B, Hkv, S, D]` and `[B, Hkv, S, Dv]` of a layer of the step.
     """
-    rows, pattern = step.rows(), step.pattern
+    pattern, padding = step.pattern, step.padding()
     assert pattern is not None
+    key_bytes = key.shape[1] * (key.shape[3] + value.shape[3]) * key.element_size()
     first = first_visible_key(step, pattern, step.attention_mask)
-    if rows is None and isinstance(first, int):
-        return Spans((max(first, 0),) * step.batch_size, step.width, True)
-    limits = [first] * step.batch_size if isinstance(first, int) else first.tolist()
-    starts = [max(limit, 0) for limit in limits]
-    if rows is not None:
-        if not rows.contiguous or not rows.real.all():
+    if padding is None and isinstance(first, int):
+        return Spans((max(first, 0),), step.width, key_bytes, key.dtype)
+    starts = np.zeros(step.batch_size, dtype=np.int64)
+    if padding is not None:
+        tokens = padding.numpy()
+        starts = tokens.argmax(1)
+        if (tokens.sum(1) != step.width - starts).any():
             return None
-        starts = [max(*pair) for pair in zip(starts, rows.keys.argmax(1).tolist(), strict=True)]
-    return Spans(tuple(starts), step.width, len(set(starts)) == 1)
+    limits = first if isinstance(first, int) else first.numpy()
+    return Spans(np.maximum(starts, limits).tolist(), step.width, key_bytes, key.dtype)
 
 
 def attend_spans(
@@ -67,42 +98,50 @@ def attend_spans(
     batch, heads, _, size = query.shape
     # Query heads that share a KV head are rows of one product, so that keys are read once.
     rows = query if key.shape[1] == heads else query.reshape(batch, key.shape[1], -1, size)
-    if spans.uniform:
-        if spans.starts[0] != 0 or spans.end != key.shape[2]:
-            start, count = spans.starts[0], spans.end - spans.starts[0]
-            key, value = key.narrow(2, start, count), value.narrow(2, start, count)
-        if soft_cap is None and sinks is None:
-            out = _attend(rows, key, value, scale=scale)
-        else:
-            out = _by_scores(rows, key, value, scale, soft_cap, sinks)
-    else:
-        outputs = []
-        for row, start in enumerate(spans.starts):
-            own, keys = slice(row, row + 1), slice(start, spans.end)
-            own_keys, own_values = key[own, :, keys], value[own, :, keys]
-            outputs.append(_attend_all(rows[own], own_keys, own_values, scale, soft_cap, sinks))
+    attend = _attend_linear if soft_cap is None and sinks is None else _by_scores
+    if spans.groups:
+        outputs, row = [], 0
+        for count, start in spans.groups:
+            own = rows.narrow(0, row, count)
+            keys = _part(key, row, count, start, spans.end)
+            values = _part(value, row, count, start, spans.end)
+            outputs.append(attend(own, keys, values, None, scale, soft_cap, sinks))
+            row += count
         out = torch.cat(outputs)
+    else:
+        start, count = spans.start, spans.end - spans.start
+        if count != key.shape[2]:
+            key, value = key.narrow(2, start, count), value.narrow(2, start, count)
+        out = attend(rows, key, value, spans.bias, scale, soft_cap, sinks)
     return out.reshape(batch, 1, heads, size)
 
 
-def _attend_all(
+def _part(states: torch.Tensor, row: int, rows: int, start: int, end: int) -> torch.Tensor:
+    """`states[row : row + rows, :, start:end]` in one operation."""
+    strides = states.stride()
+    offset = states.storage_offset() + row * strides[0] + start * strides[2]
+    size = (rows, states.shape[1], end - start, states.shape[3])
+    return states.as_strided(size, strides, offset)
+
+
+def _attend_linear(
     rows: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    bias: torch.Tensor | None,
     scale: float,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of `[B, Hkv, G, D]` rows that see all of these keys."""
-    if soft_cap is None and sinks is None:
-        return _attend(rows, key, value, scale=scale)
-    return _by_scores(rows, key, value, scale, soft_cap, sinks)
+    """Attention of `[B, Hkv, G, D]` rows, without soft cap and sinks."""
+    return _attend(rows, key, value, attn_mask=bias, scale=scale)
 
 
 def _by_scores(
     rows: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    bias: torch.Tensor | None,
     scale: float,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
@@ -114,6 +153,8 @@ def _by_scores(
     scores = torch.matmul(rows.float() * (scale / cap if cap else scale), keys.mT)
     if cap:
         scores.tanh_().mul_(cap)
+    if bias is not None:
+        scores.add_(bias)
     if sinks is None:
         weights = torch.softmax(scores, -1)
     else:

@@ -6,6 +6,8 @@ description as an attribute, which holds while nobody writes to the tensor.
 
 from __future__ import annotations
 
+from weakref import ref
+
 import torch
 
 from attnlib.integrations.transformers.mask_tensor import MaskTensor, tensor_writes
@@ -36,9 +38,10 @@ def known_step(mask: torch.Tensor | None) -> StepMask | None:
     """The `StepMask` of an unmodified `MaskTensor` or described tensor; None for all else."""
     if type(mask) is MaskTensor:
         return mask.step if mask._cached is None or mask.modified() is None else None
-    step: StepMask | None
-    step, writes = getattr(mask, _DESCRIPTION, (None, 0))
-    return None if step is None or mask is None or tensor_writes(mask) != writes else step
+    described: tuple[StepMask, int] | None = getattr(mask, _DESCRIPTION, None)
+    if described is None or mask is None or tensor_writes(mask) != described[1]:
+        return None
+    return described[0]
 
 
 def describe_tensor(mask: torch.Tensor, step: StepMask) -> torch.Tensor:
@@ -48,6 +51,6 @@ def describe_tensor(mask: torch.Tensor, step: StepMask) -> torch.Tensor:
         mask: the values of `step.dense()`; returned.
         step: the description.
     """
-    step.plans["dense"] = mask
+    step.described = ref(mask)  # the step must end with the mask
     setattr(mask, _DESCRIPTION, (step, tensor_writes(mask)))
     return mask

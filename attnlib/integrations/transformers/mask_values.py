@@ -71,7 +71,7 @@ def step_of_values(
     for found in known:
         if found.mask() is mask and found.version == version and found.sizes == sizes:
             return found.step
-    visible = _visible(mask)
+    visible = _visible(mask.data)  # a view of the mask would keep it
     step = None if visible is None else _described(visible[..., :keys], batch, window)
     if version >= 0 and not is_transient():
         alive = [other for other in known if other.mask() is not None]

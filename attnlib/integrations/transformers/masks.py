@@ -95,7 +95,7 @@ def _described(given: dict[str, Any], dtype: torch.dtype) -> torch.Tensor | None
     if given["allow_is_bidirectional_skip"] and padding is None and pattern == Pattern(False):
         return None
     is_plain = _is_plain(given, pattern)
-    if is_plain and given["q_length"] == 1 and torch.device(given["device"]).type == "cuda":
+    if is_plain and given["q_length"] == 1 and _is_cuda(given["device"]):
         mask = _values(given)
         if mask is not None:  # reading the counter would wait
             return describe_tensor(mask, _shown(mask))
@@ -117,10 +117,16 @@ def _described(given: dict[str, Any], dtype: torch.dtype) -> torch.Tensor | None
 def _shown(mask: torch.Tensor) -> StepMask:
     """The description of a mask of single queries by its values, which are not read."""
     batch, _, _, keys = mask.shape
-    visible, causal = mask[:, 0, 0], Pattern(True, Window(None, 0))
+    # A view would keep the mask, and the mask its description.
+    visible, causal = mask.data[:, 0, 0], Pattern(True, Window(None, 0))
     return StepMask(
         causal, batch, 1, keys, keys - 1, attention_mask=visible, device=mask.device, is_static=True
     )
+
+
+def _is_cuda(device: torch.device | str) -> bool:
+    name = device.type if isinstance(device, torch.device) else device
+    return name.startswith("cuda")
 
 
 def _is_plain(given: dict[str, Any], pattern: Pattern | None) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -75,6 +76,7 @@ class StepMask:
             kept in `plans`.
         is_static: the keys are all of a static cache, so the next step has tensors of these sizes.
         plans: cache of everything that the layers of this step derive from the mask.
+        described: the evaluated mask if it is a plain tensor, which holds this description.
     """
 
     pattern: Pattern | None
@@ -90,6 +92,7 @@ class StepMask:
     is_reused: bool = False
     is_static: bool = False
     plans: dict[Any, Any] = field(default_factory=dict)
+    described: ref[torch.Tensor] | None = field(default=None, init=False)
 
     @property
     def width(self) -> int:
@@ -119,6 +122,9 @@ class StepMask:
 
     def dense(self) -> torch.Tensor:
         """The evaluated mask, `[B, 1, T, S]` bool, True where visible; computed once."""
+        described = None if self.described is None else self.described()
+        if described is not None:
+            return described
         if "dense" not in self.plans:
             self.plans["dense"] = self._evaluated()
         dense: torch.Tensor = self.plans["dense"]
@@ -133,14 +139,14 @@ class StepMask:
             return None
         first = first_visible_key(self, pattern, None)
         assert isinstance(first, int)  # a plain pattern has no chunks
-        size, rest = (self.batch_size, 1, 1, self.kv_length), self.kv_length - self.width
-        padding = self.padding()
+        first, keys = min(max(first, 0), self.width), self.kv_length
+        mask = torch.zeros(self.batch_size, keys, dtype=torch.bool, device=self.device)
+        visible, padding = mask.narrow(1, first, self.width - first), self.padding()
         if padding is None:
-            padding = torch.ones(self.batch_size, self.width, dtype=torch.bool, device=self.device)
-        mask = torch.nn.functional.pad(padding, (0, rest)).view(size)
-        if first > 0:
-            mask.narrow(3, 0, min(first, self.kv_length)).fill_(False)
-        return mask
+            visible.fill_(True)
+        else:
+            visible.copy_(padding[:, first:])
+        return mask.view(self.batch_size, 1, 1, keys)
 
     def check(self, query: torch.Tensor, key: torch.Tensor) -> None:
         """Check that the mask was made for these tensors.

@@ -27,10 +27,12 @@ def states(**changes: Any) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(sizes["dtype"]) for tensor in made)
 
 
-def made(kwargs: dict[str, Any], starts: tuple[int, int] = (0, 0)) -> DecodeAgain:
+def made(
+    kwargs: dict[str, Any], starts: tuple[int, int] = (0, 0), key_bytes: int = 1
+) -> DecodeAgain:
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     call = Call(torch.nn.Identity(), *states(), 0.3, softcap, sinks, None, True)
-    spans = Spans(starts, 9, starts[0] == starts[1])
+    spans = Spans(starts, 9, key_bytes, torch.float32)
     return DecodeAgain.of(call, kwargs, Pattern(True), spans)
 
 
@@ -39,13 +41,15 @@ def nothing_is_known() -> None:
     decode_again._local.__dict__.clear()
 
 
-@pytest.mark.parametrize("starts", [(0, 0), (3, 3), (0, 4)], ids=str)
+@pytest.mark.parametrize("key_bytes", [1, 1 << 20], ids=["one call", "calls"])
+@pytest.mark.parametrize("starts", [(0, 0), (3, 3), (0, 4), (2, 1)], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "soft cap", "sinks"])
-def test_values(kind: str, starts: tuple[int, int]) -> None:
+def test_values(kind: str, starts: tuple[int, int], key_bytes: int) -> None:
+    """Rows that begin at different keys take one call with a bias, or a call each."""
     query, key, value = states()
     cap, sinks = 0.5, torch.randn(4, generator=torch.Generator().manual_seed(1))
     kwargs = {"soft cap": {"softcap": cap}, "sinks": {"s_aux": sinks}}.get(kind, {})
-    found = made(kwargs, starts).attend(query, key, value, 0.3, kwargs)
+    found = made(kwargs, starts, key_bytes).attend(query, key, value, 0.3, kwargs)
     key, value = (x.repeat_interleave(2, 1) for x in (key, value))
     scores = query @ key.mT * 0.3
     if kind == "soft cap":

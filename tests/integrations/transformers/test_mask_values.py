@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -132,3 +133,11 @@ def test_a_mask_of_the_user_is_served_by_the_backend_of_the_layer(monkeypatch: A
     monkeypatch.setattr(plain, "attend_dense", None)
     found = run(model, "attnlib", call)
     assert float((found - expected)[real].abs().max()) < 2e-5
+
+
+def test_the_description_of_values_does_not_keep_them() -> None:
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+    assert step_of_values(mask, *states(1, 4, 4), None) is not None
+    alive = ref(mask)
+    del mask
+    assert alive() is None

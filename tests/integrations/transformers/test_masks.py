@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from transformers import masking_utils
 
+from attnlib.integrations.transformers import masks
 from attnlib.integrations.transformers.described_mask import read_mask
 from attnlib.integrations.transformers.mask_tensor import MaskTensor
 from attnlib.integrations.transformers.masks import attnlib_mask
@@ -199,3 +202,24 @@ def test_a_decode_that_must_have_a_mask_has_numbers(window: int | None) -> None:
     assert torch.equal(both == 0, expected) and torch.equal(both < -1e38, ~expected)
     if window is None:
         assert own.is_floating_point()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("on_device", [False, True], ids=["described", "shown"])
+def test_the_description_of_a_static_mask_ends_with_it(
+    on_device: bool, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the next garbage collection, and not never: a decode has a mask at each step."""
+    monkeypatch.setattr(masks, "_is_cuda", lambda device: on_device)
+    gc.disable()
+    try:
+        with mode():
+            mask = attnlib_mask(1, 1, 8, q_offset=torch.tensor(4))
+            step = read_mask(mask)
+            assert isinstance(step, StepMask) and step.is_static == on_device
+            assert step.dense() is mask
+        alive = ref(step)
+        del mask, step
+        assert alive() is None
+    finally:
+        gc.enable()
