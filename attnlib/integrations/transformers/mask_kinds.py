@@ -39,9 +39,7 @@ def broadcast_over_queries(step: StepMask, queries: int) -> StepMask | None:
         return None
     key = ("queries", queries)
     if key not in step.plans:
-        step.plans[key] = replace(
-            step, q_length=queries, mask_function=None, plans={}, described=None
-        )
+        step.plans[key] = replace(step, q_length=queries, mask_function=None, plans={})
     broadcast: StepMask = step.plans[key]
     return broadcast
 
@@ -106,9 +104,7 @@ def window_as_padding(step: StepMask) -> StepMask:
         first = first_visible_key(step, pattern, None if padding is None else padding.cpu())
         keys &= np.arange(step.width) >= np.asarray(first).reshape(-1, 1)
         step.plans["window as padding"] = replace(
-            step,
-            pattern=Pattern(True, Window(None, 0)),
-            plans={"rows": Rows.of(keys, 1)},
+            step, pattern=Pattern(True, Window(None, 0)), plans={"rows": Rows.of(keys, 1)}
         )
     narrowed: StepMask = step.plans["window as padding"]
     return narrowed
