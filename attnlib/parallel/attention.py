@@ -59,6 +59,7 @@ class ParallelAttention(nn.Module):
         prefix: name of the layer, for messages.
 
     Attributes:
+        exchange: of queries and results.
         form: what `cached` computes.
         cached, context, new: the layers over its keys, over the context of prefills, and over their
             new tokens. Without the last two, every token is a request of `cached`.
@@ -99,8 +100,8 @@ class ParallelAttention(nn.Module):
             return (*facts, self._parts.context is None), slopes
 
         slopes = group.agreed(self.agreement, "layer", attempt)
-        self._exchange = exchange_of(group, spec, exchange, self._device)
-        self._slopes = None if slopes is None else self._exchange.own_heads(slopes.float())
+        self.exchange = exchange_of(group, spec, exchange, self._device)
+        self._slopes = None if slopes is None else self.exchange.own_heads(slopes.float())
         self.sinks = sinks
         self._make_layers()
         self.handle = register(self)
@@ -204,14 +205,14 @@ class ParallelAttention(nn.Module):
         own, out, own_lse = call.query[:tokens], result[:tokens], lse[:tokens]
         has_state = self._attend_new(call, cache, metadata, out, own_lse)
         if metadata.cached is not None:
-            queries = self._exchange.gather_heads(own)
+            queries = self.exchange.gather_heads(own)
             partial, partial_lse = self.attend_cached(queries, cache, metadata)
             into = out, own_lse, self.sinks
-            self._exchange.combine(
+            self.exchange.combine(
                 partial, partial_lse, metadata.merge_rows, *into, has_state=has_state
             )
         elif self.sinks is not None:
-            self._exchange.add_sinks(out, own_lse, self.sinks)
+            self.exchange.add_sinks(out, own_lse, self.sinks)
         return result, lse
 
     def attend_cached(

@@ -1,4 +1,4 @@
-"""Compile the kernels of divided layers before the first request; nothing is exchanged."""
+"""Compile the kernels of divided layers before the first request."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from attnlib.layer.warmup import warmup
 from attnlib.ops.dispatch import operation
 from attnlib.parallel.attention import ParallelAttention
 from attnlib.parallel.builder import ParallelBuilder
+from attnlib.parallel.exchange import ExchangeMethod
 from attnlib.parallel.merge import MergeRows, Parts
 from attnlib.parallel.prefill import ParallelPrefill
 from attnlib.parallel.rows import limits_of_rows
@@ -32,7 +33,8 @@ def warmup_parallel(
     builder: ParallelBuilder | None = None,
     max_blocks: int | None = None,
 ) -> None:
-    """Run every class of batch within limits on all parts of a layer, and the merge.
+    """Run every class of batch within limits on all parts of a layer, and the merge. All ranks call
+    this together where they exchange by memory.
 
     Args:
         layer: the layer, of decodes or of divided prefills.
@@ -62,6 +64,13 @@ def warmup_parallel(
         parts = Parts.like(shape, out, has_sink=spec.has_sink)
         parts.rows.zero_()
         MergeRows.of(world_size, tokens, spec.has_sink, out.device).merge(parts, out, lse)
+    if layer.exchange.method is ExchangeMethod.PEER_MEMORY:
+        out, lse = out[:1], lse[:1]
+        query = out.new_zeros(1, spec.num_heads, spec.head_size)
+        heads = layer.exchange.gather_heads(query).shape[1]
+        sent = out.new_zeros(1, heads, spec.head_size_v), lse.new_zeros(1, heads)
+        merged = MergeRows.of(world_size, 1, spec.has_sink, out.device)
+        layer.exchange.combine(*sent, merged, out, lse, layer.sinks, has_state=False)
 
 
 def _warm_up_prefill(layer: ParallelPrefill, cache: PagedKVCache, limits: BatchLimits) -> None:

@@ -13,7 +13,7 @@ of as many bytes; `kernels` what the first rank launches in one call. For the pr
 and of its last part over the rest: one GPU, the ring, gathered keys, and the attention in each;
 four GPUs should be 3.2 times as fast as one. `met` says so, on GPUs. Times are medians in
 microseconds: of decodes per call of a CUDA graph of ten calls, whose keys are not in the L2 cache;
-of prefills from the host, on the slowest rank.
+of `single_calls` and prefills from the host, on the slowest rank.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Divided:
         builder = self.layer.make_builder()
         self.batch: ParallelMetadata = builder.build_for_cudagraph_capture(batch, write=False)
         self.own = query[:, : ranks.rank_spec.num_heads].contiguous()
-        self.queries = self.layer._exchange.gather_heads(self.own)
+        self.queries = self.layer.exchange.gather_heads(self.own)
 
     def whole(self) -> list[Call]:
         return [partial(self.layer, self.own, None, None, x, self.batch) for x in self.caches]
@@ -52,7 +52,7 @@ class Divided:
 
     def parts(self) -> dict[str, Call]:
         """What a divided layer does besides attention, and bare exchanges of as many bytes."""
-        exchange, group, own = self.layer._exchange, self.ranks.group, self.own
+        exchange, group, own = self.layer.exchange, self.ranks.group, self.own
         partial_out, partial_lse = self.layer.attend_cached(
             self.queries, self.caches[0], self.batch
         )
@@ -97,6 +97,7 @@ def decode(ranks: Ranks, requests: int, length: int, rate: dict[str, float]) -> 
     if rate:
         bound += received["queries"] / rate["all_gather"]
         bound += received["all_to_all"] / rate["all_to_all"]
+    single = [max(ranks.in_graph(each[:1], 1)) for each in (divided.attention(), divided.whole())]
     parts = {name: ranks.in_graph([call]) for name, call in divided.parts().items()}
     kernels = _kernels(ranks, divided.whole()[0])
     return {
@@ -107,6 +108,7 @@ def decode(ranks: Ranks, requests: int, length: int, rate: dict[str, float]) -> 
         "bound": round(bound, 1),
         "share_of_bound": round(bound / max(whole), 3),
         "speedup": round(one / max(whole), 2),
+        "single_calls": dict(zip(("attention", "divided"), single, strict=True)),
         "received_bytes": received,
         "ranks": {"attention": attention, "whole": whole, **parts},
         "kernels": kernels,

@@ -104,10 +104,11 @@ class Ranks:
         """`times` of the slowest rank."""
         return max(self.times(call))
 
-    def in_graph(self, calls: Sequence[Call]) -> list[float]:
-        """Microseconds of a call on each rank: the median over replays of one CUDA graph of `CALLS`
+    def in_graph(self, calls: Sequence[Call], count: int = CALLS) -> list[float]:
+        """Microseconds of a call on each rank: the median over replays of one CUDA graph of `count`
         calls, which takes them in turn. Replays follow each other without gaps, and only what the
-        calls exchange makes ranks wait for each other. From the host where there is no GPU."""
+        calls exchange makes ranks wait for each other. A graph of one call is timed from the host,
+        with its launch, after a barrier; so is everything where there is no GPU."""
         if not self.on_gpu:
             return self.times(calls[0])
         for call in calls:
@@ -115,8 +116,10 @@ class Ranks:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for number in range(CALLS):
+            for number in range(count):
                 calls[number % len(calls)]()
+        if count == 1:
+            return self.times(graph.replay)
         for _ in range(3):
             graph.replay()
         self.wait()
@@ -128,7 +131,7 @@ class Ranks:
             event.record()
         self.wait()
         pairs = zip(events, events[1:], strict=False)
-        times = [first.elapsed_time(second) * 1e3 / CALLS for first, second in pairs]
+        times = [first.elapsed_time(second) * 1e3 / count for first, second in pairs]
         return self.each(statistics.median(times))
 
     def wait(self) -> None:
