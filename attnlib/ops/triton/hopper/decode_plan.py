@@ -35,7 +35,7 @@ from attnlib.ops.triton.hopper.kernels.decode_call import DecodeConfig
 from attnlib.ops.triton.hopper.kernels.warp_decode import hopper_warp_decode_kernel
 from attnlib.ops.triton.hopper.packed_views import PackedKeyView, PackedValueView
 from attnlib.ops.triton.hopper.sizes import gathers
-from attnlib.ops.triton.kernels.quant import KV_INT4, KV_NVFP4, KV_PLAIN
+from attnlib.ops.triton.kernels.quant import KV_NVFP4, KV_PLAIN
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
 from attnlib.ops.triton.launch.score import score_constants, tensor_sizes
@@ -139,7 +139,9 @@ def _config(
     # One loader warp instead of two takes 0.983 of the time of 128 x 2k and 256 x 1k (e4m3, H200).
     # Tiles of 128 keys of 64 elements have twice as many boxes for the same bytes: one warp that
     # loads keys and values costs 6% there.
-    query_warp = tile.consumers > 1 and tile.block_n <= 64 and kind != KV_INT4.value
+    # Two accumulators of 4-bit values need the registers that a warp for queries would take.
+    in_4_bits = call.value.dtype == torch.uint8
+    query_warp = tile.consumers > 1 and tile.block_n <= 64 and not in_4_bits
     return decode_config(
         params,
         call.lse is not None,

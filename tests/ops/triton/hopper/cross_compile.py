@@ -888,7 +888,7 @@ def compile_case(name: str) -> dict[str, Any]:
         else SHARED_MEMORY
         if float8
         else shared_bytes(tile, d, dv, has_score),
-        "loops": _key_loops(launch.kernel.asm["cubin"], (4, 12) if decode else (2, 3, 4, 5, 6)),
+        "loops": _key_loops(launch.kernel.asm["cubin"], (4, 6, 12) if decode else (2, 3, 4, 5, 6)),
     }
 
 
@@ -966,8 +966,8 @@ def _key_loops(cubin: bytes, groups: tuple[int, ...], stores: bool = False) -> l
         cubin: the compiled kernel.
         groups: WGMMA groups that end in such a loop: one more than the parts of a key, another one
             with the slope of a score function, or four if masked and unmasked tiles are branches
-            of one loop (12 over 4-bit integers). Loops with stores to global memory are loops over
-            query tiles.
+            of one loop (12 over 4-bit integers, 6 over such values only). Loops with stores to
+            global memory are loops over query tiles.
         stores: loops over keys store to global memory, too; those over query tiles have more
             groups.
     """

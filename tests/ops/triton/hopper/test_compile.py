@@ -269,7 +269,7 @@ def test_threads_release_a_stage_after_products_with_it(case: str, compiled: Com
     the epilogue (values, and queries where another warp prepares them), of two consumers."""
     releases = _result(case, compiled)["releases"]
     bits = problem_of(case)[0][1]
-    sends_queries = tile_of(case).block_n <= 64 and bits[0] == 8
+    sends_queries = tile_of(case).block_n <= 64 and bits[1] == 8
     assert len(releases) == (14 if sends_queries else 12) and all(releases), releases
 
 
