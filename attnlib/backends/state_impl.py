@@ -67,7 +67,11 @@ class StateImpl(ABC):
         """The parameters of the recurrence, for the operations of `attnlib.ops`."""
         spec, skip = self.spec, self.owner.skip
         return RecurrenceParams(
-            scale=self.scale, update=spec.update, qk_norm=spec.qk_norm, skip=skip
+            scale=self.scale,
+            update=spec.update,
+            qk_norm=spec.qk_norm,
+            skip=skip,
+            is_invariant=spec.batch_invariant,
         )
 
     @abstractmethod

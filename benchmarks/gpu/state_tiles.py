@@ -5,7 +5,8 @@
 
 A choice ROWSxWARPS[:REGISTERS][/STAGES] takes the place of those of
 `ops.triton.heuristics.state_tiles.TILES`, with C before it (16C64x8) for the columns of the keys
-that are multiplied at a time, and with w behind it for decodes of a whole head in one program.
+that are multiplied at a time, with w behind it for decodes of a whole head in one program, and
+with L in front for prefills of 64 tokens at a time (`LONG_CHUNK`).
 Processes compile the kernels first, side by side. Each row is a case of
 `attnlib bench --suite states`: times are medians of replays of CUDA graphs, in turn, over all
 positions of a chunk. `share` is the part of the bandwidth of a copy that the bytes of the case
@@ -43,10 +44,11 @@ from attnlib.ops.triton.states.config import state_config
 from benchmarks.gpu import rows
 
 SHIPPED = "shipped"
+LONG = "L"
 STEPS = ("64x8:128", "64x4:168", "32x2:168", "32x4w", "32x4:168w", "32x4:128w", "64C32x4:168w",
          "128C32x4w", "64x4w", "16x4:128w", "16x2:168w", "32x2w")  # fmt: skip
 PREFILLS = ("64x8", "64x8/2", "64x8:128/2", "64x4", "64x4/2", "32x4", "32x4/2", "32x4:128/2",
-            "32x2/2", "32x2/3")  # fmt: skip
+            "32x2/2", "32x2/3", "L32x4", "L32x4/2", "L32x8/2", "L64x4", "L64x8")  # fmt: skip
 WORK = {"decode": ((32, 1), (256, 1), (1, 1)), "verify": ((64, 4),),
         "prefill": ((1, 8192), (8, 1024))}  # fmt: skip
 """Work -> requests and tokens of each."""
@@ -64,9 +66,9 @@ _CHOICE = re.compile(r"(?:(\d+)C)?(\d+)x(\d+)(?::(\d+))?(?:/(\d+))?(w?)")
 
 def parse(name: str) -> tuple[int, StateChoice]:
     """(columns of keys, choice) of a name such as `32x4:128`."""
-    found = _CHOICE.fullmatch(name)
+    found = _CHOICE.fullmatch(name.removeprefix(LONG))
     if found is None:
-        raise ValueError(f"choice {name!r}; the form is ROWSxWARPS[:REGISTERS][/STAGES][w]")
+        raise ValueError(f"choice {name!r}; the form is [L]ROWSxWARPS[:REGISTERS][/STAGES][w]")
     *numbers, whole = found.groups()
     columns, size, warps, registers, stages = (int(each or 0) for each in numbers)
     choice = StateChoice(size, warps, registers, stages or 1, bool(whole))
@@ -83,7 +85,8 @@ def chosen(name: str) -> Iterator[None]:
     """Inside, kernels have the tiles of a choice."""
     columns, choice = (state_tiles.MOST_COLUMNS, None) if name == SHIPPED else parse(name)
     kinds = dict.fromkeys(state_tiles.TILES, choice) if choice else state_tiles.TILES
-    with patch.multiple(state_tiles, TILES=kinds, MOST_COLUMNS=columns):
+    chunk = state_tiles.LONG_CHUNK if choice is None else 64 * name.startswith(LONG)
+    with patch.multiple(state_tiles, TILES=kinds, MOST_COLUMNS=columns, LONG_CHUNK=chunk):
         state_config.cache_clear()  # neither key names a tile
         LAUNCHES.clear()
         try:

@@ -21,6 +21,7 @@ from benchmarks.gpu import state_tiles as script
         ("32x4:128", 32, StateChoice(32, 4, 128)),
         ("16C32x2:168/3", 16, StateChoice(32, 2, 168, 3)),
         ("32x4:168w", 32, StateChoice(32, 4, 168, is_whole=True)),
+        ("L32x4/2", 32, StateChoice(32, 4, num_stages=2)),
     ],
 )
 def test_names_of_choices(name: str, columns: int, choice: StateChoice) -> None:
@@ -28,6 +29,7 @@ def test_names_of_choices(name: str, columns: int, choice: StateChoice) -> None:
     with script.chosen(name):
         assert set(state_tiles.TILES.values()) == {choice}
         assert columns == state_tiles.MOST_COLUMNS
+        assert state_tiles.LONG_CHUNK == (64 if name[0] == "L" else 0)
     assert state_tiles.TILES is TILES and state_tiles.MOST_COLUMNS == 32
 
 

@@ -24,6 +24,7 @@ class RecurrenceParams:
         update: "delta" or "add".
         qk_norm: q and k heads are normalized.
         skip: `[Hv]` float32, `skip * v` is added to the output; None adds nothing.
+        is_invariant: bits do not depend on the division into steps (T18).
 
     Raises:
         ContractError: a scale that is not finite.
@@ -33,6 +34,7 @@ class RecurrenceParams:
     update: str = "delta"
     qk_norm: bool = False
     skip: Tensor | None = None
+    is_invariant: bool = True
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from attnlib.ops.states import RecurrenceParams, StateBatch, StateInputs, StateLayout, StateTensors
 from attnlib.ops.states.step_form import FusedInputs, StepForm
+from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.states.fused_step import PreparedFusedStep
 from attnlib.ops.triton.states.short_convolution import short_convolution
 from attnlib.ops.triton.states.state_step import state_step
@@ -76,10 +78,12 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "form": "mamba2",
         },
     ),
+    "state-128-long": ("state", {"long_chunk": 64}),
     "state-256": ("state", {"key_size": 256, "value_size": 256, "dtype": torch.float16}),
 }
 """Name -> (operation, options) of one decode and one prefill; of a decode with `fused`. With
-"whole", the heads of the requests fill a chip."""
+"whole", the heads of the requests fill a chip; with "long_chunk", prefills on Hopper compute so
+many tokens at a time."""
 
 
 def _slots(options: dict[str, Any]) -> tuple[StateTensors, StateBatch, StateBatch]:
@@ -121,6 +125,7 @@ def run_state(options: dict[str, Any]) -> None:
     """A decode and a prefill."""
     options = dict(options)
     update, has_skip = options.pop("update", "delta"), options.pop("skip", False)
+    chunk = options.pop("long_chunk", 0)
     slots, *batches = _slots(options)
     layout = slots.layout
     query = torch.empty(64, layout.num_key_heads, layout.key_size, dtype=layout.dtype)
@@ -128,11 +133,13 @@ def run_state(options: dict[str, Any]) -> None:
     shapes = {"constant": value.shape[1:2], "channel": (*value.shape[:2], layout.key_size)}
     decay, beta = torch.empty(shapes.get(layout.decay, value.shape[:2])), torch.empty(64, 1)
     params = RecurrenceParams(
-        scale=0.1, update=update, qk_norm=update == "delta", skip=decay if has_skip else None
-    )
-    for batch in batches:
-        given = StateInputs(query, query.clone(), value, decay, beta.expand(value.shape[:2]))
-        state_step(given, slots, batch, params, out=torch.empty_like(value))
+        scale=0.1, update=update, qk_norm=update == "delta", skip=decay if has_skip else None,
+        is_invariant=not chunk,
+    )  # fmt: skip
+    with patch.object(state_tiles, "LONG_CHUNK", chunk):
+        for batch in batches:
+            given = StateInputs(query, query.clone(), value, decay, beta.expand(value.shape[:2]))
+            state_step(given, slots, batch, params, out=torch.empty_like(value))
 
 
 def run_fused(options: dict[str, Any]) -> None:

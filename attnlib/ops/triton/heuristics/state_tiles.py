@@ -9,24 +9,31 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 
-from attnlib.ops.states.layout import POSITION_COPIES
+from attnlib.ops.states.layout import POSITION_COPIES, StateLayout
 
 __all__ = [
     "LARGEST_CHUNK",
     "LARGEST_HEAD",
+    "LONG_CHUNK",
     "TILES",
     "StateChoice",
     "StateTile",
     "kind_of_step",
     "state_tile",
+    "uses_long_chunks",
 ]
 
 LARGEST_HEAD = 256
 """Largest key and value size: a program keeps its rows of the state in registers."""
 LARGEST_CHUNK = 32
-"""Tokens of a chunk. With 64, kernels of 128 keys spill 1600 to 3800 bytes per thread on sm_89."""
+"""Tokens of a chunk of the slots. With 64, kernels of decodes of 128 keys spill 1600 to 3800 bytes
+per thread on sm_89."""
+LONG_CHUNK = 0
+"""Tokens that a long step computes at a time on Hopper where its bits may depend on its length, 64
+or 0 for those of a chunk of the slots. Off until it was measured on a GPU."""
 MOST_COLUMNS = 32
 
 
@@ -59,10 +66,12 @@ TILES = {
     "wide": StateChoice(64, 8),
     "wide decode": StateChoice(32, 4, is_whole=True),
     "prefill": StateChoice(64, 8, num_stages=2),
+    "long prefill": StateChoice(32, 4, num_stages=2),
 }
 """Kind of steps -> choice. "few decodes" are too few heads for the chip, "verify" has tokens that
-can be taken back, "wide" a decay for each channel or float32 inputs, and "wide decode" enough heads
-and no such tokens; `benchmarks/gpu/state_tiles.py` measures others."""
+can be taken back, "wide" a decay for each channel or float32 inputs, "wide decode" enough heads and
+no such tokens, and "long prefill" computes `LONG_CHUNK` tokens at a time;
+`benchmarks/gpu/state_tiles.py` measures others."""
 WHOLE = {"decode", "wide decode"}
 """Kinds of steps of one token each, with heads enough for the chip."""
 
@@ -95,6 +104,14 @@ class StateTile(NamedTuple):
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
+def uses_long_chunks(layout: StateLayout, max_query_len: int) -> bool:
+    """Whether steps of at most so many tokens, whose bits may depend on it, take `LONG_CHUNK` of
+    them at a time: the kernels multiply bfloat16, and without decays."""
+    is_exact = layout.dtype == torch.bfloat16 and layout.decay != "channel"
+    fits = layout.key_size <= 128 and layout.value_size <= 128
+    return is_exact and fits and layout.chunk_size < LONG_CHUNK <= max_query_len
+
+
 def kind_of_step(max_rollback: int, is_exact: bool, is_long: bool, fills_chip: bool) -> str:
     """The key of `TILES` for a layer and its steps of at most, or of more than D + 1 tokens.
 
@@ -117,7 +134,9 @@ def kind_of_step(max_rollback: int, is_exact: bool, is_long: bool, fills_chip: b
 def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> StateTile:
     """The tile of heads of this size, both at most `LARGEST_HEAD`, in a kind of steps."""
     choice = TILES[kind]
-    part = min(MOST_COLUMNS, max(16, triton.next_power_of_2(key_size)))
+    is_long = kind == "long prefill"
+    most = LARGEST_HEAD if is_long else MOST_COLUMNS
+    part = min(most, max(16, triton.next_power_of_2(key_size)))
     largest = max(16, triton.next_power_of_2(value_size))
     rows = min(choice.rows, largest)
     if key_size > 128 and value_size <= 128:
@@ -129,5 +148,6 @@ def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> St
     warps = choice.num_warps if rows >= choice.rows else min(choice.num_warps, 4)
     is_small = key_size <= 128 and chunk_size == 16
     registers = choice.registers if is_small else 0
-    stages = choice.num_stages if chunk_size == 16 and rows >= choice.rows else 1
+    has_stages = is_long or (chunk_size == 16 and rows >= choice.rows)
+    stages = choice.num_stages if has_stages else 1
     return StateTile(rows, passes, part, parts, blocks, warps, registers, stages)

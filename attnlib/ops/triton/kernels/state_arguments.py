@@ -39,7 +39,9 @@ class StateConfig(NamedTuple):
     """Constants of the kernels of the recurrence.
 
     Attributes:
-        C, LEVELS: tokens of a chunk, and the logarithm of C to base 2.
+        UNIT: the chunk of the slots: states are stored at its multiples.
+        C, LEVELS: tokens that are computed at a time, and the logarithm of C to base 2. More than
+            UNIT in `hopper.kernels.state_long` only.
         D: tokens that can be taken back.
         RING: rows of a tail; position p is in row p % RING.
         HV, HK: state heads and key heads.
@@ -61,6 +63,7 @@ class StateConfig(NamedTuple):
         STATE, POSITIONS, TAIL_K, TAIL_V, TAIL_G, TAIL_B: strides of slots.
     """
 
+    UNIT: int
     C: int
     LEVELS: int
     D: int

@@ -12,10 +12,7 @@ The bits of a row must not depend on the kernel that computes it, nor on the lat
 all sums have one order that no layout of a tensor changes: sums of pairs, sums with one term that
 is not zero, and matrix products of one shape. Launches disable the fusion of a product and a sum.
 
-No exponent is positive (T5). Decays per channel cannot be divided between the operands of one
-product: `exp(b[i])` underflows and `exp(-b[j])` overflows. A product per level does it: level l
-joins two neighboring blocks of 2^l rows, and both operands are measured from the border between
-them. The inverse of I + A is built by the same levels, as inverses of triangular blocks.
+T and P are in `state_matrices`.
 """
 
 from __future__ import annotations
@@ -23,20 +20,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.state_arguments import (
-    DECAY_CHANNEL,
-    Factors,
-)
+from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL, Factors
 from attnlib.ops.triton.kernels.state_rows import key_part, query_part
-from attnlib.ops.triton.kernels.state_sums import (
-    border,
-    is_upper,
-    joins,
-    running_sum,
-    sum_products,
-)
+from attnlib.ops.triton.kernels.state_sums import running_sum, sum_products
 
-__all__ = ["advance_state", "chunk_factors", "chunk_matrices", "chunk_outputs"]
+__all__ = ["advance_state", "chunk_factors", "chunk_outputs"]
 
 
 @triton.jit
@@ -64,95 +52,6 @@ def chunk_factors(chunk, scale, CONFIG: tl.constexpr):
         norm_q = _inverse_lengths(chunk, True, CONFIG)
         norm_k = _inverse_lengths(chunk, False, CONFIG)
     return Factors(total, norm_q * scale, norm_k)
-
-
-@triton.jit
-def _channel_products(chunk, CONFIG: tl.constexpr):
-    """Return (k . k, q . k) of all pairs of rows with their decays, [C, C], by levels. The first is
-    defined below the diagonal, for delta updates. Products of float32, as in `_invert`."""
-    LEVELS: tl.constexpr = CONFIG.LEVELS
-    PARTS: tl.constexpr = CONFIG.PARTS
-    C: tl.constexpr = CONFIG.C
-    index = tl.arange(0, C)
-    own = sum_products(chunk, True, True, CONFIG)
-    qk = tl.where(index[:, None] == index[None, :], own[:, None], 0.0)
-    kk = qk
-    total = chunk.decay  # from the beginning of each block
-    for level in tl.static_range(LEVELS):
-        upper = is_upper(level, CONFIG)[:, None]
-        longer = ()
-        key_products = tl.zeros([C, C], tl.float32)
-        query_products = key_products
-        for part in tl.static_range(PARTS):
-            x = total[part]
-            before = border(x, level, CONFIG)
-            longer = longer + (tl.where(upper, x + before, x),)
-            factor = tl.exp(tl.where(upper, x, before - x))
-            k = key_part(chunk, part, CONFIG).to(tl.float32) * factor
-            q = query_part(chunk, part, CONFIG).to(tl.float32) * factor
-            if CONFIG.DELTA:
-                key_products = tl.dot(k, tl.trans(k), key_products, input_precision="ieee")
-            query_products = tl.dot(q, tl.trans(k), query_products, input_precision="ieee")
-        joined = joins(level, CONFIG)
-        kk = tl.where(joined, key_products, kk)
-        qk = tl.where(joined, query_products, qk)
-        total = longer
-    return kk, qk
-
-
-@triton.jit
-def _head_products(chunk, factors, CONFIG: tl.constexpr):
-    """The same for decays that all channels share."""
-    PARTS: tl.constexpr = CONFIG.PARTS
-    C: tl.constexpr = CONFIG.C
-    index = tl.arange(0, C)
-    lower = index[:, None] >= index[None, :]
-    kk = tl.zeros([C, C], tl.float32)
-    qk = kk
-    for part in tl.static_range(PARTS):
-        q, k = query_part(chunk, part, CONFIG), key_part(chunk, part, CONFIG)
-        if CONFIG.WIDE:
-            q, k = q.to(tl.float32), k.to(tl.float32)
-        if CONFIG.DELTA:
-            kk = tl.dot(k, tl.trans(k), kk, input_precision=CONFIG.PRECISION)
-        qk = tl.dot(q, tl.trans(k), qk, input_precision=CONFIG.PRECISION)
-    gap = factors.total[:, None] - factors.total[None, :]
-    pair = tl.exp(tl.where(lower, gap, 0.0))
-    return kk * pair, tl.where(lower, qk * pair, 0.0)
-
-
-@triton.jit
-def _invert(a, CONFIG: tl.constexpr):
-    """Return (I + a)^-1 of the part of `a` below the diagonal, [C, C].
-
-    Its products are too small for matrix instructions: three of TF32 take four times as many
-    instructions as one of float32.
-    """
-    LEVELS: tl.constexpr = CONFIG.LEVELS
-    index = tl.arange(0, CONFIG.C)
-    inverse = (index[:, None] == index[None, :]).to(tl.float32)
-    for level in tl.static_range(LEVELS):
-        part = tl.where(joins(level, CONFIG), a, 0.0)
-        if level > 0:
-            part = tl.dot(inverse, part, input_precision="ieee")
-            part = tl.dot(part, inverse, input_precision="ieee")
-        inverse = inverse - part
-    return inverse
-
-
-@triton.jit
-def chunk_matrices(chunk, factors, CONFIG: tl.constexpr):
-    """Return (T, P) of a chunk, [C, C] float32, without the norm of the queries."""
-    if CONFIG.DECAY == DECAY_CHANNEL:
-        kk, qk = _channel_products(chunk, CONFIG)
-    else:
-        kk, qk = _head_products(chunk, factors, CONFIG)
-    norm_k = factors.norm_k
-    solve = kk
-    if CONFIG.DELTA:
-        kk = kk * norm_k[:, None] * norm_k[None, :]
-        solve = _invert(kk * chunk.beta[:, None], CONFIG)
-    return solve, qk * norm_k[None, :]
 
 
 @triton.jit

@@ -12,10 +12,11 @@ import triton.language as tl
 
 from attnlib.ops.triton.kernels.schedule import find_request
 from attnlib.ops.triton.kernels.state_arguments import UNALIGNED, StateBatch, Tail, Tokens
-from attnlib.ops.triton.kernels.state_chunk import chunk_factors, chunk_matrices
+from attnlib.ops.triton.kernels.state_chunk import chunk_factors
+from attnlib.ops.triton.kernels.state_matrices import chunk_matrices
 from attnlib.ops.triton.kernels.state_requests import (
-    first_kept,
     first_written,
+    kept_state,
     load_base,
     open_head,
     open_request,
@@ -115,13 +116,12 @@ def state_tail_kernel(
     request = open_request(batch, tl.program_id(0))
     if (request.slot < 0) | (request.count <= 0):
         return
-    keep = first_kept(request, CONFIG) // CONFIG.C * CONFIG.C
     tokens = open_head(Tokens(k, k, v, decay, beta), head, CONFIG)
     tails = Tail(tail_k, tail_v, tail_decay, tail_beta)
     tail = open_tail(tails, request.source, head, CONFIG)
     target = open_tail(tails, request.slot, head, CONFIG)
     first = first_written(request, CONFIG)
-    for start in range(keep, request.end, CONFIG.C):
+    for start in range(kept_state(request, CONFIG), request.end, CONFIG.C):
         rows = chunk_rows(request, start, CONFIG)
         wanted = (rows.position >= first) & (rows.position < request.end)
         chunk = choose_rows(load_chunk(rows, tokens, tail, CONFIG), CONFIG)

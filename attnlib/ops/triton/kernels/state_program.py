@@ -10,13 +10,13 @@ import triton.language as tl
 from attnlib.ops.triton.kernels.state_chunk import (
     advance_state,
     chunk_factors,
-    chunk_matrices,
     chunk_outputs,
 )
+from attnlib.ops.triton.kernels.state_matrices import chunk_matrices
 from attnlib.ops.triton.kernels.state_prefill import matrix_places
 from attnlib.ops.triton.kernels.state_requests import (
-    first_kept,
     first_written,
+    kept_state,
     open_head,
     open_tail,
     pass_columns,
@@ -208,7 +208,7 @@ def compute_request(
         open_head(tokens, head, CONFIG),
         open_tail(slots.tail, request.source, head, CONFIG),
         open_tail(slots.tail, request.slot, head, CONFIG),
-        first_kept(request, CONFIG) // CONFIG.C * CONFIG.C,
+        kept_state(request, CONFIG),
         first_written(request, CONFIG),
         workspace,
         request.first // CONFIG.C + number * CONFIG.EXTRA,

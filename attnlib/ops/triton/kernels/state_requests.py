@@ -10,6 +10,7 @@ from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL, Request, T
 __all__ = [
     "first_kept",
     "first_written",
+    "kept_state",
     "load_base",
     "open_head",
     "open_request",
@@ -42,7 +43,7 @@ def load_base(positions, request, head, block, CONFIG: tl.constexpr):
         low = tl.load(positions + place)
         # A slot that cannot continue from here has any number there: the loop must end anyway.
         low = tl.minimum(tl.maximum(low, request.computed - CONFIG.D), request.computed)
-    return tl.maximum(low, 0) // CONFIG.C * CONFIG.C
+    return tl.maximum(low, 0) // CONFIG.UNIT * CONFIG.UNIT
 
 
 @triton.jit
@@ -52,10 +53,16 @@ def first_kept(request, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def kept_state(request, CONFIG: tl.constexpr):
+    """Return the position of the state that the step stores."""
+    return first_kept(request, CONFIG) // CONFIG.UNIT * CONFIG.UNIT
+
+
+@triton.jit
 def first_written(request, CONFIG: tl.constexpr):
     """Return the first position whose inputs the step writes to the tail: those since the state
     that it keeps, without the ones that the slot has."""
-    first = first_kept(request, CONFIG) // CONFIG.C * CONFIG.C
+    first = kept_state(request, CONFIG)
     if request.source == request.slot:
         first = tl.maximum(first, request.computed)
     return first

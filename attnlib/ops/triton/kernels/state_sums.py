@@ -59,9 +59,10 @@ def is_upper(level: tl.constexpr, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def joins(level: tl.constexpr, CONFIG: tl.constexpr):
-    """Return whether row i is in the later and column j in the earlier block of a pair, [C, C]."""
-    row = tl.arange(0, CONFIG.C) >> level
+def joins(level: tl.constexpr, SIZE: tl.constexpr):
+    """Return whether row i is in the later and column j in the earlier block of a pair, [SIZE,
+    SIZE]."""
+    row = tl.arange(0, SIZE) >> level
     return ((row & 1) == 1)[:, None] & (row[:, None] - 1 == row[None, :])
 
 

@@ -134,7 +134,8 @@ def state_config(
     recurrence: Recurrence,
     strides: tuple[int, ...],
     tile: StateTile,
-    prepared: bool,
+    prepared: bool = False,
+    chunk: int = 0,
 ) -> StateConfig:
     """The constants of one layer.
 
@@ -145,9 +146,14 @@ def state_config(
             of slots.
         tile: of the step.
         prepared: for steps in three launches.
+        chunk: tokens that are computed at a time; 0 for a chunk of the slots.
     """
-    c, rollback = layout.chunk_size, layout.max_rollback
+    unit, rollback = layout.chunk_size, layout.max_rollback
+    c = chunk or unit
+    # Chunks begin at most D + UNIT - 1 tokens before the step, and up to three are not full.
+    extra = (3 * c + rollback - 3) // c if c == unit else (3 * c + unit + rollback - 4) // c + 1
     return StateConfig(
+        unit,
         c,
         c.bit_length() - 1,
         rollback,
@@ -173,8 +179,7 @@ def state_config(
         recurrence.precision,
         recurrence.wide,
         recurrence.precision == "tf32x3" and _has_exact_rows(layout),
-        # Chunks begin at most D + C - 1 tokens before the step.
-        (3 * c + rollback - 3) // c,
+        extra,
         prepared,
         *strides,
     )

@@ -22,6 +22,7 @@ from attnlib.ops.triton.states.config import (
     step_tile,
 )
 from attnlib.ops.triton.states.launch import KernelLaunch, batch_tensors
+from attnlib.ops.triton.states.long_step import PreparedLongStep, takes_long_chunks
 
 __all__ = ["PreparedStep", "state_step"]
 
@@ -65,6 +66,10 @@ class PreparedStep:
         limits, num_reqs = limits_of(inputs.value), batch.num_reqs
         is_long = batch.max_query_len > slots.layout.max_rollback + 1
         strides = _strides(inputs, slots, out)
+        self._long: PreparedLongStep | None = None
+        if is_long and takes_long_chunks(inputs, slots, batch, params, limits):
+            self._long = PreparedLongStep(inputs, slots, batch, params, strides, out.shape[0])
+            return
         recurrence = Recurrence.on_chip(params, limits)
         tile = step_tile(slots.layout, limits, num_reqs, is_long)
         config = state_config(slots.layout, recurrence, strides, tile, is_long)
@@ -95,6 +100,9 @@ class PreparedStep:
         out: Tensor,
     ) -> None:
         """Launch on the current stream."""
+        if self._long is not None:
+            self._long.run(inputs, slots, skip, out)
+            return
         query, key, value, log_decay, beta = inputs
         # Tensors that the kernels do not read stand for absent ones.
         absent, positions, tail_key = log_decay, slots.positions, slots.tail_key

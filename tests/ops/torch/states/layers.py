@@ -75,7 +75,7 @@ class Operations:
             out = torch.full_like(inputs.value, 3)
             params = RecurrenceParams(
                 scale=layer.scale, update=self.spec.update, qk_norm=self.spec.qk_norm,
-                skip=layer.skip,
+                skip=layer.skip, is_invariant=self.spec.batch_invariant,
             )  # fmt: skip
             decay = inputs.log_decay if layer.log_decay is None else layer.log_decay
             given = StateInputs(inputs.query, inputs.key, inputs.value, decay, inputs.beta)
