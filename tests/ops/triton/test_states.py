@@ -127,8 +127,8 @@ def test_a_fork_continues_in_both() -> None:
 @pytest.mark.parametrize(
     ("name", "kinds", "state_dtype"),
     [
-        ("gated delta", ("decode", "few decodes"), torch.float32),
-        ("gated delta", ("decode", "few decodes"), torch.bfloat16),
+        ("gated delta", ("decode", "few additive decodes"), torch.float32),
+        ("gated delta", ("few decodes", "additive decode"), torch.bfloat16),
         ("kimi delta", ("wide decode", "wide"), torch.float32),
     ],
 )

@@ -60,20 +60,23 @@ class StateChoice(NamedTuple):
 
 TILES = {
     # Several programs fit an SM, so that some compute while others wait.
-    "few decodes": StateChoice(64, 8, registers=128),
-    "decode": StateChoice(32, 4, registers=168, is_whole=True),
+    "few decodes": StateChoice(64, 4, is_whole=True),
+    "decode": StateChoice(32, 2, is_whole=True),
+    "few additive decodes": StateChoice(64, 8, registers=128),
+    "additive decode": StateChoice(32, 2, registers=168),
     "verify": StateChoice(64, 8),
     "wide": StateChoice(64, 8),
     "wide decode": StateChoice(32, 4, is_whole=True),
-    "prefill": StateChoice(64, 8, num_stages=2),
+    "prefill": StateChoice(64, 4, num_stages=2),
+    "wide prefill": StateChoice(64, 8, num_stages=2),
     "long prefill": StateChoice(32, 4, num_stages=2),
 }
-"""Kind of steps -> choice. "few decodes" are too few heads for the chip, "verify" has tokens that
-can be taken back, "wide" a decay for each channel or float32 inputs, "wide decode" enough heads and
-no such tokens, and "long prefill" computes `LONG_CHUNK` tokens at a time;
+"""Kind of steps -> choice. "few" are too few heads for the chip, "additive" are updates without a
+product of keys, "verify" has tokens that can be taken back, "wide" a decay for each channel or
+float32 inputs, and "long prefill" computes `LONG_CHUNK` tokens at a time;
 `benchmarks/gpu/state_tiles.py` measures others."""
-WHOLE = {"decode", "wide decode"}
-"""Kinds of steps of one token each, with heads enough for the chip."""
+WHOLE = {"few decodes", "decode", "few additive decodes", "additive decode", "wide decode"}
+"""Kinds of steps of one token each."""
 
 
 class StateTile(NamedTuple):
@@ -112,7 +115,9 @@ def uses_long_chunks(layout: StateLayout, max_query_len: int) -> bool:
     return is_exact and fits and layout.chunk_size < LONG_CHUNK <= max_query_len
 
 
-def kind_of_step(max_rollback: int, is_exact: bool, is_long: bool, fills_chip: bool) -> str:
+def kind_of_step(
+    max_rollback: int, is_exact: bool, is_long: bool, fills_chip: bool, is_delta: bool
+) -> str:
     """The key of `TILES` for a layer and its steps of at most, or of more than D + 1 tokens.
 
     Args:
@@ -120,15 +125,16 @@ def kind_of_step(max_rollback: int, is_exact: bool, is_long: bool, fills_chip: b
         is_exact: queries and keys are numbers of TF32, and no decay is multiplied with them.
         is_long: the step has more than D + 1 tokens.
         fills_chip: the heads of all requests are enough programs for the chip.
+        is_delta: updates are the differences of values.
     """
     if is_long:
-        return "prefill"
-    is_whole = fills_chip and not max_rollback
+        return "prefill" if is_exact else "wide prefill"
     if not is_exact:
-        return "wide decode" if is_whole else "wide"
+        return "wide decode" if fills_chip and not max_rollback else "wide"
     if max_rollback:
         return "verify"
-    return "decode" if is_whole else "few decodes"
+    kind = "" if is_delta else "additive "
+    return f"{kind}decode" if fills_chip else f"few {kind}decodes"
 
 
 def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> StateTile:
@@ -141,11 +147,15 @@ def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> St
     rows = min(choice.rows, largest)
     if key_size > 128 and value_size <= 128:
         rows = min(rows, 32)  # as many registers as 64 rows of 128 keys
-    passes = largest // rows if choice.is_whole and kind in WHOLE else 1
+    is_whole = choice.is_whole and kind in WHOLE
+    rows = rows if is_whole else max(rows, largest // POSITION_COPIES)
+    passes = largest // rows if is_whole else 1
     parts, blocks = triton.cdiv(key_size, part), triton.cdiv(value_size, rows * passes)
     assert blocks <= POSITION_COPIES
     # Products of float32 hold each operand in two parts, so a warp has 8 columns of 64.
     warps = choice.num_warps if rows >= choice.rows else min(choice.num_warps, 4)
+    if key_size > 128:
+        warps = min(2 * warps, 8)
     is_small = key_size <= 128 and chunk_size == 16
     registers = choice.registers if is_small else 0
     has_stages = is_long or (chunk_size == 16 and rows >= choice.rows)

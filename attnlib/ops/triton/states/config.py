@@ -120,11 +120,12 @@ def _has_exact_rows(layout: StateLayout) -> bool:
 
 
 def step_tile(
-    layout: StateLayout, limits: DeviceLimits, num_reqs: int, is_long: bool = False
+    layout: StateLayout, update: str, limits: DeviceLimits, num_reqs: int, is_long: bool = False
 ) -> StateTile:
     """The tile of a step of `num_reqs` requests with at most, or more than, D + 1 tokens."""
     fills_chip = num_reqs * layout.num_heads >= 2 * limits.num_sms
-    kind = kind_of_step(layout.max_rollback, _has_exact_rows(layout), is_long, fills_chip)
+    is_exact, is_delta = _has_exact_rows(layout), update == "delta"
+    kind = kind_of_step(layout.max_rollback, is_exact, is_long, fills_chip, is_delta)
     return state_tile(layout.key_size, layout.value_size, layout.chunk_size, kind)
 
 
