@@ -9,6 +9,7 @@ order of memory accesses of one partition's threads, fences, and times.
 
 from __future__ import annotations
 
+import ctypes
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +19,10 @@ import triton
 from triton.experimental.gluon import language as gl
 
 from tests.ops.triton.hopper.emulated_language import CTA, REPLACED, Language, enter
-from tests.ops.triton.hopper.emulated_tensors import Tensor
+from tests.ops.triton.hopper.emulated_memory import TensorMap
+from tests.ops.triton.hopper.emulated_tensors import Pointer, Tensor
 
-__all__ = ["launch"]
+__all__ = ["launch", "run_emulated"]
 
 _EMULATED: dict[int, Any] = {}
 
@@ -99,3 +101,22 @@ def launch(
             for z in range(grid[2]):
                 enter(CTA((x, y, z), grid), f"CTA {(x, y, z)}", num_warps)
                 run(*numbers, **constants)
+
+
+def run_emulated(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    """In place of `JITFunction.run`."""
+    constants = {name: value for name, value in options.items() if name in self.arg_names}
+    launch(self, tuple(grid), *map(_argument, args), num_warps=options["num_warps"], **constants)
+
+
+def _argument(value: Any) -> Any:
+    """An argument of a launch as `launch` takes it."""
+    if isinstance(value, torch.Tensor):
+        return Pointer.of(value)
+    if not hasattr(value, "block_shape"):
+        return value
+    dtype, shape, strides = value.base.dtype, list(value.shape), list(value.strides)
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_uint8 * ((last + 1) * dtype.itemsize)).from_address(value.base.data_ptr())
+    tensor = torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+    return TensorMap(tensor, value.block_shape[-2:])

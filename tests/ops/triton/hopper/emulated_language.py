@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
-from tests.ops.triton.hopper import emulated_memory
+from tests.ops.triton.hopper.emulated_assembly import assembly
 from tests.ops.triton.hopper.emulated_memory import (
     LOCAL,
     Barrier,
@@ -36,41 +36,9 @@ def _mma_wait(pending: int = 0, deps: Sequence[Tensor] = ()) -> Any:
     return tuple(deps) if len(deps) > 1 else deps[0]
 
 
-def _cast_e4m3(values: torch.Tensor) -> torch.Tensor:
-    return values.to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float16)
-
-
-def _cast_e5m2(values: torch.Tensor) -> torch.Tensor:
-    return values.to(torch.uint8).view(torch.float8_e5m2).to(torch.float16)
-
-
-def _assembly(asm: str, constraints: str, args: Sequence[Any], dtype: Any, *_: Any) -> Any:
-    """The instructions that the kernels use, by their text."""
-    if "griddepcontrol" in asm or "prefetch" in asm:
-        return Tensor(torch.tensor(0))
-    if asm.startswith("bar.sync 11"):
-        LOCAL.cta.consumers.wait(emulated_memory.WAIT_SECONDS)
-        return Tensor(torch.tensor(0))
-    if "st.global" in asm:
-        pointers, values, mask = args
-        pointers.store(values, mask.to(gl.int1) if isinstance(mask, Tensor) else mask)
-        return None
-    if asm.startswith("mov.b32 $0, $1"):
-        return Tensor(torch.as_tensor(raw(args[0])))
-    if "lg2.approx" in asm:
-        return Tensor(torch.log2(args[0].value))
-    words = args[0].value.int()
-    if "e4m3x2" in asm:
-        cast, alternate = _cast_e4m3, "0x3120" in asm
-    elif "0x1404" in asm or "0x2404" in asm:
-        cast, alternate = _cast_e5m2, "0x2404" in asm
-    else:
-        raise NotImplementedError(asm)
-    low, high = cast(words & 0xFF), cast((words >> 8) & 0xFF)
-    if alternate:
-        return Tensor(low), Tensor(high)
-    pair = torch.stack((low, high), -1).view(torch.int32)
-    return Tensor(pair.squeeze(-1))
+def _mma_v2(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
+    assert a.value.dtype == b.value.dtype, "operands of a product have different dtypes"
+    return Tensor((acc.value.double() + a.value.double() @ b.value.double()).float())
 
 
 def _reduce(x: Tensor, axis: int | None, apply: Callable[..., torch.Tensor]) -> Tensor:
@@ -194,20 +162,24 @@ _LANGUAGE: dict[str, Any] = {
     "reshape": lambda x, shape: Tensor(x.value.reshape(tuple(shape))),
     "join": lambda a, b: Tensor(torch.stack((a.value, b.value), -1)),
     "split": _split,
-    "convert_layout": lambda x, layout: x,
+    "convert_layout": lambda x, layout, assert_trivial=False: x,
     "associative_scan": _scan,
     "program_id": lambda axis: Tensor(torch.tensor(LOCAL.cta.program[axis], dtype=torch.int32)),
     "num_programs": lambda axis: Tensor(torch.tensor(LOCAL.cta.grid[axis], dtype=torch.int32)),
     "num_warps": lambda: LOCAL.num_warps,
     "static_range": range,
     "allocate_shared_memory": _allocate,
-    "inline_asm_elementwise": _assembly,
+    "inline_asm_elementwise": assembly,
     "warp_specialize": _specialize,
+    "min": lambda x, axis: _reduce(x, axis, lambda x, axis: x.amin(axis)),
+    "static_assert": lambda condition, *_: None,
     "pointer_type": lambda element: types.SimpleNamespace(element_ty=element),
 }
 REPLACED: dict[str, Any] = {
     "fence_async_shared": lambda: None,
     "partition_barrier": lambda: None,
+    "reinterpret": lambda memory, dtype, shape, layout: memory.reinterpret(dtype, shape),
+    "mma_v2": _mma_v2,
     "warpgroup_mma": _mma,
     "warpgroup_mma_wait": _mma_wait,
     "load_box": _load_box,

@@ -6,7 +6,6 @@ a process that does not interpret Triton.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 from typing import Any
@@ -25,9 +24,7 @@ from attnlib.ops.triton.hopper.latent_tiles import LatentTile
 from attnlib.ops.triton.launch.run import run_attention
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from tests.ops.triton.cross_compile import stub_target
-from tests.ops.triton.hopper.emulate import launch
-from tests.ops.triton.hopper.emulated_memory import TensorMap
-from tests.ops.triton.hopper.emulated_tensors import Pointer
+from tests.ops.triton.hopper.emulate import run_emulated
 
 __all__ = ["CASES", "emulate_case"]
 
@@ -100,25 +97,6 @@ CASES: dict[str, dict[str, Any]] = {
 """`ctas` run, three by default. Rings are passed several times in long ranges. `apart`: scales of
 groups differ by up to this power of two each way. `broken`: a byte of the last latent of the first
 request. Latents after the end of a request are NaN."""
-
-
-def _emulate(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-    """In place of `JITFunction.run`."""
-    constants = {name: value for name, value in options.items() if name in self.arg_names}
-    launch(self, tuple(grid), *map(_argument, args), num_warps=options["num_warps"], **constants)
-
-
-def _argument(value: Any) -> Any:
-    """An argument of a launch as `emulate.launch` takes it."""
-    if isinstance(value, torch.Tensor):
-        return Pointer.of(value)
-    if not hasattr(value, "block_shape"):
-        return value
-    dtype, shape, strides = value.base.dtype, list(value.shape), list(value.strides)
-    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    memory = (ctypes.c_uint8 * ((last + 1) * dtype.itemsize)).from_address(value.base.data_ptr())
-    tensor = torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
-    return TensorMap(tensor, value.block_shape[-2:])
 
 
 def _cache(
@@ -198,7 +176,7 @@ def emulate_case(name: str) -> dict[str, Any]:
         key, value = parts.rotary.unsqueeze(2), parts.elements.unsqueeze(2)
     out, lse = torch.full_like(expected, torch.nan, dtype=dtype), torch.zeros(query.shape[:2])
     with stub_target("sm_90"):
-        JITFunction.run = _emulate
+        JITFunction.run = run_emulated
         tensors = BatchTensors.of(params, starts, lens, table, **bounds)
         call = AttentionCall.of(query, key, value, out, lse, tensors, params)
         tile = options.get("tile")

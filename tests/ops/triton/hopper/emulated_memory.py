@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.ops.triton.hopper.emulated_tensors import Tensor, as_gluon
+from tests.ops.triton.hopper.emulated_tensors import Tensor, as_gluon, as_torch
 
 __all__ = ["LOCAL", "Barrier", "Deadlock", "Memory", "Products", "TensorMap"]
 
@@ -70,6 +70,11 @@ class Memory:
 
     def permute(self, order: Sequence[int]) -> Memory:
         return Memory(self.content.permute(*order))
+
+    def reinterpret(self, dtype: Any, shape: Sequence[int]) -> Memory:
+        """The beginning of the same memory, in another dtype."""
+        numbers = self.content.view(-1).view(as_torch(dtype))
+        return Memory(numbers[: torch.Size(shape).numel()].view(*shape))
 
     def load(self, layout: Any = None) -> Tensor:
         return Tensor(self.content.clone())

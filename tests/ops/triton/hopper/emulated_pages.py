@@ -1,0 +1,147 @@
+"""Emulate decodes over pages that hold their scales (`emulate`) and compare them with the torch
+operation in float32.
+
+`python -m tests.ops.triton.hopper.emulated_pages CASE...` prints one JSON line per case. It needs a
+process that does not interpret Triton.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from attnlib.cache.storage import PagedKVCache
+from attnlib.ops.params import AttentionParams
+from attnlib.ops.torch.cache_write import write_kv
+from attnlib.ops.torch.paged_decode import paged_decode
+from attnlib.ops.triton.attention_call import AttentionCall
+from attnlib.ops.triton.batch_tensors import BatchTensors
+from attnlib.ops.triton.heuristics.hopper_decode_tiles import DecodeTile
+from attnlib.ops.triton.hopper.decode_plan import prepare_hopper_decode
+from attnlib.ops.triton.launch.run import run_attention
+from attnlib.spec import AttentionSpec
+from attnlib.testing.batch_spec import BatchSpec, parse_batch
+from tests.ops.triton.cross_compile import stub_target
+from tests.ops.triton.hopper.emulate import run_emulated
+
+__all__ = ["CASES", "emulate_case"]
+
+INT8, FP8, INT4, NVFP4 = "int8_per_token_head", "fp8_per_token_head", "int4_per_group", "nvfp4"
+FORMATS = ((INT8, None), (FP8, None), (INT4, None), (INT8, INT4), (INT8, NVFP4))
+_ALL: dict[str, Any] = {"window": (99, 0), "logits_soft_cap": 20.0, "sinks": True}
+_LAYERS: dict[str, dict[str, Any]] = {
+    "one warp": {"tile": DecodeTile(64, 2, warps=2)},
+    "one warp, all": {"batch": "2q1s300_q1s65", "tile": DecodeTile(32, 3, warps=2), **_ALL},
+    "one warp, 2 tokens, blocks of 64": {
+        "batch": "q2s500_q2s3_q1s9", "heads": (9, 3), "block_size": 64,
+        "tile": DecodeTile(64, 2, warps=1),
+    },
+    "one warp, float16, gaps, tokens first": {
+        "batch": "q1s200_q0s9_q1s70", "layout": "NHD_INTERLEAVED", "dtype": torch.float16,
+        "tile": DecodeTile(32, 4, warps=2),
+    },
+    "one consumer": {"batch": "q1s300_q1s70", "tile": DecodeTile(64, 4)},
+    "two consumers, 4 tokens, all": {
+        "batch": "q4s300_q3s70_q4s5", "tile": DecodeTile(64, 3, 2), **_ALL,
+    },
+    "two consumers, blocks of 128, large values": {
+        "batch": "q1s300_q1s70", "block_size": 128, "tile": DecodeTile(64, 3, 2),
+        "value_scale": 100.0,
+    },
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    f"{keys}{f',{values}' if values else ''}, {name}": {"keys": keys, "values": values, **options}
+    for keys, values in FORMATS
+    for name, options in _LAYERS.items()
+    if values or name in ("one warp, all", "two consumers, 4 tokens, all")
+}
+"""Keys have magnitudes between 1 / 8 and 8; elements and scales after the end of a request are NaN
+or the largest bytes."""
+
+
+def _cache(
+    spec: AttentionSpec, lengths: BatchSpec, options: dict[str, Any]
+) -> tuple[PagedKVCache, torch.Tensor]:
+    """(A cache with the tokens of the requests, their block table)."""
+    draw = torch.Generator().manual_seed(0)
+    size, columns = spec.block_size, -(-lengths.max_seq_len // spec.block_size)
+    cache = PagedKVCache.allocate(spec, lengths.num_reqs * columns, "cpu", options.get("layout"))
+    assert cache.pages is not None
+    cache.pages.fill_(0xFF)
+    table = torch.randperm(lengths.num_reqs * columns, generator=draw).view(-1, columns)
+    for blocks, length in zip(table, lengths.seq_lens, strict=True):
+        position = torch.arange(length)
+        shape = (length, spec.num_kv_heads, spec.head_size)
+        key, value = torch.randn(2, *shape, generator=draw)
+        value *= torch.randn(*shape[:2], 1, generator=draw).exp2() * options.get("value_scale", 1.0)
+        write_kv(
+            key, value, cache.key_cache, cache.value_cache,
+            blocks[position // size] * size + position % size,
+            k_scale=cache.k_scale, v_scale=cache.v_scale,
+        )  # fmt: skip
+    return cache, table.int()
+
+
+def emulate_case(name: str) -> dict[str, Any]:
+    """Emulate a case.
+
+    Returns:
+        error: the largest one of an output, relative to the largest output of its row.
+        lse_error: the largest one of an LSE.
+        finite: whether no output is NaN.
+        padding: whether outputs after the last request are 0 and their LSEs -inf (M6).
+    """
+    options = dict(CASES[name])
+    lengths = parse_batch(options.get("batch", "q1s200_q1s70"))
+    heads, kv_heads = options.get("heads", (8, 2))
+    dtype, draw = options.get("dtype", torch.bfloat16), torch.Generator().manual_seed(1)
+    spec = AttentionSpec(
+        num_heads=heads, num_kv_heads=kv_heads, head_size=128, dtype=dtype,
+        kv_cache_dtype=options["keys"], value_cache_dtype=options["values"],
+        block_size=options.get("block_size", 16),
+    )  # fmt: skip
+    cache, table = _cache(spec, lengths, options)
+    query = torch.randn(lengths.num_actual_tokens + 3, heads, 128, generator=draw).to(dtype)
+    starts = torch.tensor([0, *lengths.query_lens]).cumsum(0).int()
+    lens, longest = torch.tensor(lengths.seq_lens).int(), max(lengths.query_lens)
+    params = AttentionParams(
+        scale=128**-0.5,
+        window=options.get("window", (-1, -1)),
+        logits_soft_cap=options.get("logits_soft_cap", 0.0),
+        sinks=torch.randn(heads, generator=draw) if options.get("sinks") else None,
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale,
+    )
+    bounds: dict[str, Any] = {"max_query_len": longest, "max_seq_len": lengths.max_seq_len}
+    views = (cache.key_cache, cache.value_cache)
+    expected, expected_lse = torch.zeros(query.shape), torch.zeros(query.shape[:2])
+    outputs = {"out": expected, "lse": expected_lse}
+    paged_decode(query.float(), *views, table, starts, lens, params, **outputs, **bounds)
+    out, lse = torch.full_like(query, torch.nan), torch.zeros(query.shape[:2])
+    with stub_target("sm_90"):
+        JITFunction.run = run_emulated
+        workspace = torch.full((1 << 20,), torch.nan)
+        batch = BatchTensors.of(params, starts, lens, table, workspace=workspace, **bounds)
+        call = AttentionCall.of(query, *views, out, lse, batch, params)
+        run_attention(prepare_hopper_decode(call, options["tile"], longest, 3), call)
+    largest = expected.abs().amax(-1, keepdim=True).clamp(min=1e-20)
+    return {
+        "error": float(((out.float() - expected) / largest).abs().max()),
+        "lse_error": float(torch.where(lse == expected_lse, 0.0, lse - expected_lse).abs().max()),
+        "finite": bool(out.isfinite().all()),
+        "padding": bool((out[-3:] == 0).all() and (lse[-3:] == -torch.inf).all()),
+    }
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    for name in names or list(CASES):
+        print(json.dumps({"case": name, **emulate_case(name)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
