@@ -59,8 +59,8 @@ CASES: dict[str, dict[str, Any]] = {
     for name, options in _LAYERS.items()
     if values or name in ("one warp, all", "two consumers, 4 tokens, all")
 }
-"""Keys have magnitudes between 1 / 8 and 8; elements and scales after the end of a request are NaN
-or the largest bytes."""
+"""Elements and scales after the end of a request are NaN or the largest bytes, and so are scales of
+values in front of a window."""
 
 
 def _cache(
@@ -73,7 +73,9 @@ def _cache(
     assert cache.pages is not None
     cache.pages.fill_(0xFF)
     table = torch.randperm(lengths.num_reqs * columns, generator=draw).view(-1, columns)
-    for blocks, length in zip(table, lengths.seq_lens, strict=True):
+    scales = cache.block_views[-1].view(torch.uint8)
+    rows = zip(table, lengths.seq_lens, lengths.query_lens, strict=True)
+    for blocks, length, query_len in rows:
         position = torch.arange(length)
         shape = (length, spec.num_kv_heads, spec.head_size)
         key, value = torch.randn(2, *shape, generator=draw)
@@ -83,6 +85,9 @@ def _cache(
             blocks[position // size] * size + position % size,
             k_scale=cache.k_scale, v_scale=cache.v_scale,
         )  # fmt: skip
+        if "window" in options:
+            hidden = torch.arange(max(0, length - query_len - options["window"][0]))
+            scales[blocks[hidden // size], hidden % size] = 0xFF
     return cache, table.int()
 
 
