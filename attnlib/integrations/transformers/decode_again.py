@@ -18,7 +18,7 @@ import torch
 
 from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY
 from attnlib.integrations.transformers.decode_spans import Spans, attend_spans, visible_spans
-from attnlib.integrations.transformers.growing_cache import adopt
+from attnlib.integrations.transformers.growing_cache import note_served
 from attnlib.integrations.transformers.layers import Call, is_transient
 from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.integrations.transformers.recorded_weights import weights_are_recorded
@@ -125,7 +125,7 @@ class DecodeAgain:
         sinks = None if facts.sinks is None else kwargs[facts.sinks]
         if facts.sinks is not None and (sinks is None or sinks.numel() != query.shape[1]):
             return None
-        adopt(key, value)
+        note_served(key, value)
         return attend_spans(query, key, value, self.spans, scale, facts.soft_cap, sinks)
 
 

@@ -37,9 +37,8 @@ def attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
         return None
     if step.attention_mask is None:
         # Lengths are known on the host. Over keys that grow in place, a batch that outlives the
-        # step costs less than one with these lengths. The step that moves keys to buffers runs, and
-        # compiles, what the next ones do.
-        grows = capacity_of(call.key, call.value) is not None or "adopted" in step.plans
+        # step costs less than one with these lengths.
+        grows = capacity_of(call.key, call.value) is not None
         if not grows or is_transient() or pattern.depends_on_distance or not pattern.causal:
             return None
     if not pattern.causal and pattern.depends_on_distance:

@@ -1,9 +1,9 @@
 """Layers of a `DynamicCache` that append new keys and values in place.
 
 transformers concatenates: every token copies all keys and values of a layer, and their strides are
-other ones at every token. A layer whose keys attnlib has served in a decode keeps them in buffers
-with room for more tokens. It still hands out `[B, H, S, D]`, as views of the buffers. Layers of
-models with other attention implementations, and sliding windows, concatenate as before.
+other ones at every token. A layer whose keys attnlib has served moves them to buffers with room for
+more tokens when it gets the next one. It still hands out `[B, H, S, D]`, as views of the buffers.
+Layers of models with other attention implementations, and sliding windows, concatenate as before.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -22,7 +22,7 @@ from attnlib.ops.signature import tensor_check
 if TYPE_CHECKING:
     from attnlib.ops.triton.append_rows import RowAppend
 
-__all__ = ["adopt", "capacity_of", "growing_update"]
+__all__ = ["capacity_of", "growing_update", "note_served"]
 
 _LEAST_ROOM = 128
 """Tokens that a new buffer has room for beyond those it holds, at least."""
@@ -107,15 +107,29 @@ class _Buffers:
     def extend(
         self, layer: Any, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Append a token of the layout of the last one, and show all tokens; None where that takes
-        more than one launch."""
+        """Append states behind what the layer has, and show all tokens; None where they cannot be
+        appended. A token of the layout of the last one takes one launch."""
         row, fits, tokens = self.append_row, self.fits, self.views[0].shape[2]
         if row is None or fits is None or tokens >= self.capacity:
-            return None
+            return self._extend(layer, key_states, value_states)
         if not (self.hold(layer) and fits(key_states, value_states)):
-            return None
+            return self._extend(layer, key_states, value_states)
         row.run(key_states, value_states, tokens)
         return self.show(tokens + 1)
+
+    def _extend(
+        self, layer: Any, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not (self.hold(layer) and self.take(key_states, value_states)):
+            return None
+        buffers, (keys, values) = self, self.views
+        tokens = keys.shape[2] + key_states.shape[2]
+        if tokens > self.capacity:
+            buffers = _buffers[layer] = _Buffers.of(keys, values, tokens)
+            buffers.show(keys.shape[2])
+            buffers.take(key_states, value_states)
+        buffers.append(key_states, value_states)
+        return buffers.show(tokens)
 
     def take(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
         """Whether these states can be appended."""
@@ -148,13 +162,6 @@ class _Buffers:
         self.views = keys, values
         return keys, values
 
-    def compile(self) -> None:
-        """Append the last token once more, behind what the layer has, so that the kernel is there
-        when the next token comes. The next token overwrites it."""
-        key, value = (view.narrow(2, view.shape[2] - 1, 1) for view in self.views)
-        if self.take(key, value):
-            self.append(key, value)
-
 
 def _row_append(*tensors: torch.Tensor) -> RowAppend:
     from attnlib.ops.triton.append_rows import RowAppend
@@ -162,9 +169,29 @@ def _row_append(*tensors: torch.Tensor) -> RowAppend:
     return RowAppend(*tensors)
 
 
-_buffers: WeakKeyDictionary[Any, _Buffers | None] = WeakKeyDictionary()
+class _Served(NamedTuple):
+    """What a layer without buffers has handed out to an attention call of attnlib."""
+
+    keys: ref[torch.Tensor]
+    values: ref[torch.Tensor]
+
+    def extend(
+        self, layer: Any, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Move the layer to buffers with its next token; None where it must concatenate."""
+        keys, values = self.keys(), self.values()
+        if keys is None or values is None or key_states.shape[2] != 1:
+            return None
+        if layer.keys is not keys or layer.values is not values:
+            return None
+        buffers = _buffers[layer] = _Buffers.of(keys, values, keys.shape[2] + 1)
+        layer.keys, layer.values = buffers.show(keys.shape[2])
+        return buffers.extend(layer, key_states, value_states)
+
+
+_buffers: WeakKeyDictionary[Any, _Buffers | _Served | None] = WeakKeyDictionary()
 """None for layers whose tensors were replaced or cropped: those of beams are, at every token."""
-_referenced: dict[Any, _Buffers | None] = vars(_buffers)["data"]
+_referenced: dict[Any, _Buffers | _Served | None] = vars(_buffers)["data"]
 """The same by weak references: found without a Python function."""
 
 
@@ -175,7 +202,7 @@ def capacity_of(key: torch.Tensor, value: torch.Tensor) -> int | None:
 
 
 def growing_update(update: Callable[..., Any]) -> Callable[..., Any]:
-    """`DynamicLayer.update` that appends in place where `adopt` has made buffers."""
+    """`DynamicLayer.update` that appends in place where attnlib has served the layer."""
     from transformers.cache_utils import DynamicLayer
 
     def append_or_update(
@@ -183,55 +210,38 @@ def growing_update(update: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if is_dynamo_compiling() or type(self) is not DynamicLayer:
             return update(self, key_states, value_states, *args, **kwargs)
-        buffers = _referenced.get(ref(self))
-        if buffers is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            appends = False
-        elif (shown := buffers.extend(self, key_states, value_states)) is not None:
-            self.keys, self.values = shown
-            return shown
-        else:
-            appends = buffers.hold(self) and buffers.take(key_states, value_states)
-        if buffers is None or not appends:
-            if not self.is_initialized:
-                _buffers.pop(self, None)
-            elif buffers is not None:
-                _buffers[self] = None
-            _local.updated = ref(self)
-            return update(self, key_states, value_states, *args, **kwargs)
-        tokens = self.keys.shape[2] + key_states.shape[2]
-        if tokens > buffers.capacity:
-            buffers = _buffers[self] = _Buffers.of(self.keys, self.values, tokens)
-            buffers.show(self.keys.shape[2])
-            buffers.take(key_states, value_states)
-        buffers.append(key_states, value_states)
-        self.keys, self.values = buffers.show(tokens)
-        return self.keys, self.values
+        known = _referenced.get(ref(self))
+        if known is not None and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            shown = known.extend(self, key_states, value_states)
+            if shown is not None:
+                self.keys, self.values = shown
+                return shown
+        if not self.is_initialized:
+            _buffers.pop(self, None)
+        elif isinstance(known, _Buffers) or (known is not None and key_states.shape[2] == 1):
+            _buffers[self] = None
+        _local.updated = ref(self)
+        return update(self, key_states, value_states, *args, **kwargs)
 
     return append_or_update
 
 
-def adopt(key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Move the keys and values that a layer has just handed out to buffers with room for more. The
-    next tokens are appended there. Nothing happens to tensors of another origin, or of a layer
-    whose tensors have been replaced before.
+def note_served(key: torch.Tensor, value: torch.Tensor) -> None:
+    """Note that attnlib serves keys and values. If a layer has just handed them out, it moves them
+    to buffers when it gets its next token. Nothing happens for tensors of another origin, or of a
+    layer whose tensors have been replaced before.
 
     Args:
         key, value: `[B, H, S, D]` and `[B, H, S, Dv]` of an attention call.
-
-    Returns:
-        Whether the next tokens will be appended in place.
     """
     last = getattr(_local, "updated", None)
     if last is None:
-        return False
+        return
     layer = last()
     if layer is None or layer.keys is not key or layer.values is not value:
-        return False
+        return
     _local.updated = None
-    if layer in _buffers or key.dim() != 4 or value.dim() != 4 or torch.is_grad_enabled():
-        return False
-    buffers = _buffers[layer] = _Buffers.of(key, value, key.shape[2])
-    layer.keys, layer.values = buffers.show(key.shape[2])
-    if key.is_cuda:
-        buffers.compile()
-    return True
+    if key.dim() != 4 or value.dim() != 4 or torch.is_grad_enabled():
+        return
+    if layer not in _buffers or isinstance(_buffers[layer], _Served):
+        _buffers[layer] = _Served(ref(key), ref(value))

@@ -27,7 +27,7 @@ from attnlib.integrations.transformers.decode_on_device import (
 )
 from attnlib.integrations.transformers.dense import attend_dense
 from attnlib.integrations.transformers.described_mask import read_mask
-from attnlib.integrations.transformers.growing_cache import adopt
+from attnlib.integrations.transformers.growing_cache import note_served
 from attnlib.integrations.transformers.layers import (
     Call,
     is_transient,
@@ -103,8 +103,7 @@ def attend_plain(
         return attend_by_token(call, step, bias)
     if bias is not None and not is_transient() and is_zero(bias):
         bias = None
-    if step.q_length == 1 and adopt(call.key, call.value):
-        step.plans["adopted"] = True
+    note_served(call.key, call.value)
     if bias is None and kwargs.get("cu_seq_lens_q") is None:
         single = step.q_length == 1
         out = attend_decode(call, step, kwargs) if single else attend_prefill(call, step)

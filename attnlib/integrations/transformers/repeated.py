@@ -3,8 +3,9 @@
 Finding the plan of a layer (spec, selection, layer, views of the cache, signature of the call)
 takes several times as long as one token's attention. The first layer of a step leaves what it has
 found with the mask of the step, and with its module. A later layer compares its tensors with those
-of the first one, in one call, and its arguments with those of its own call before. Where the
-backend can compare calls itself, the layers after the second one go to its launcher directly.
+of the first one, in one call, and its arguments with those of its own call before: of a prefill
+with those of the last prefill, of a decode with those of the last decode. Where the backend can
+compare calls itself, the decodes of layers after the second one go to its launcher directly.
 Selection is asked once per step.
 """
 
@@ -18,7 +19,7 @@ from torch import nn
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY
-from attnlib.integrations.transformers.batch_plan import BatchPlan
+from attnlib.integrations.transformers.batch_plan import BatchPlan, pack
 from attnlib.integrations.transformers.continued import (
     Arguments,
     Repeat,
@@ -26,7 +27,7 @@ from attnlib.integrations.transformers.continued import (
     continue_step,
 )
 from attnlib.integrations.transformers.decode_batch import BoundCall, DecodeBatch
-from attnlib.integrations.transformers.growing_cache import adopt
+from attnlib.integrations.transformers.growing_cache import note_served
 from attnlib.integrations.transformers.layers import Call, tensor_version
 from attnlib.integrations.transformers.recorded_weights import weights_are_collected
 from attnlib.integrations.transformers.step_mask import StepMask
@@ -49,8 +50,10 @@ _REFUSED = (
 _DECIDING = (*_REFUSED, "is_causal", "s_aux", "sinks", "softcap", "sliding_window")
 
 
-_modules: WeakKeyDictionary[nn.Module, Arguments] = WeakKeyDictionary()
-_referenced: dict[ref[nn.Module], Arguments] = vars(_modules)["data"]
+_decodes: WeakKeyDictionary[nn.Module, Arguments] = WeakKeyDictionary()
+_prefills: WeakKeyDictionary[nn.Module, Arguments] = WeakKeyDictionary()
+_known_decodes: dict[ref[nn.Module], Arguments] = vars(_decodes)["data"]
+_known_prefills: dict[ref[nn.Module], Arguments] = vars(_prefills)["data"]
 """The same by weak references: found without a Python function."""
 
 
@@ -71,7 +74,7 @@ def remember(
         batch: the batch of `plan`, if other steps use it too.
     """
     key, value = cache.key_cache, cache.value_cache
-    if plan.queries is not None or step.is_reused or call.query.shape[2] != 1:
+    if plan.queries is not None or step.is_reused:
         return
     if key.data_ptr() != call.key.data_ptr() or value.data_ptr() != call.value.data_ptr():
         return
@@ -85,7 +88,8 @@ def remember(
     values = (call.soft_cap, call.sliding_window, call.declared_causal)
     version = tensor_version(call.sinks)
     continued = None if found is None else continuation(call, step, found)
-    _modules[call.module] = Arguments(layer, call.scale, values, call.sinks, version, continued)
+    modules = _decodes if call.query.shape[2] == 1 else _prefills
+    modules[call.module] = Arguments(layer, call.scale, values, call.sinks, version, continued)
 
 
 def attend_again(
@@ -105,9 +109,10 @@ def attend_again(
         scale: softmax scale.
 
     Returns:
-        `[B, 1, Hq, Dv]`, or None for a call that is not known.
+        `[B, T, Hq, Dv]`, or None for a call that is not known.
     """
-    known = _referenced.get(ref(module))
+    batch, heads, queries, _ = query.shape
+    known = (_known_decodes if queries == 1 else _known_prefills).get(ref(module))
     if known is None or known.scale != scale:
         return None
     layer = known.layer
@@ -122,19 +127,20 @@ def attend_again(
         return None
     if not repeat.fits(query, key, value):
         return None
-    adopt(key, value)  # all layers in the same step, so that their strides stay equal
+    note_served(key, value)
     if repeat.batch is not None and not repeat.batch.holds(step):
         return None
     bound = repeat.bound_call
     launch = bound.launch
     if launch is not None and bound.group is layer.impl._group and not OBSERVERS:
-        out = query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])
+        out = query.new_empty(batch, 1, heads, value.shape[3])
         if launch(query, key, value, out, None, None, None):
             return out
     cache = repeat.pages(key, value)
-    rows: torch.Tensor = layer(query.select(2, 0), None, None, cache, repeat.metadata)
-    out = rows.unsqueeze(1)
-    if bound.group is None:
+    packed = query.select(2, 0) if queries == 1 else pack(query, None)
+    rows: torch.Tensor = layer(packed, None, None, cache, repeat.metadata)
+    out = rows.view(batch, queries, heads, value.shape[3])
+    if bound.group is None and queries == 1:
         _bind(bound, repeat.metadata, query, out)
     return out
 

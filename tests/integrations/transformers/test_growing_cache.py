@@ -142,14 +142,37 @@ def test_other_implementations_concatenate() -> None:
     assert cache.layers[0].keys.is_contiguous()
 
 
-def test_reordered_layers_are_not_copied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beams replace the tensors of a layer at every token: buffers are made once, then no more."""
-    made = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of buffers that were made."""
+    found: list[int] = []
     of = growing_cache._Buffers.of
-    monkeypatch.setattr(growing_cache._Buffers, "of", lambda *args: made.append(1) or of(*args))
-    model = decoder("llama")
-    generated(model, "attnlib", padded(prompts(6), "left"), 12, num_beams=3)
-    assert len(made) <= model.config.num_hidden_layers
+
+    def noted(keys: torch.Tensor, values: torch.Tensor, tokens: int) -> Any:
+        found.append(tokens)
+        return of(keys, values, tokens)
+
+    monkeypatch.setattr(growing_cache._Buffers, "of", noted)
+    return found
+
+
+def test_reordered_layers_have_no_buffers(made: list[int]) -> None:
+    """Beams replace the tensors of a layer at every token."""
+    generated(decoder("llama"), "attnlib", padded(prompts(6), "left"), 12, num_beams=3)
+    assert not made
+
+
+@torch.no_grad()
+def test_the_first_token_after_a_prompt_moves_the_layers(made: list[int]) -> None:
+    """A prompt alone copies nothing, also in parts."""
+    model = randomized(MODELS["llama"]())
+    model.set_attn_implementation("attnlib")
+    cache = started(model).past_key_values
+    model(torch.tensor([[4, 5, 6]]), past_key_values=cache, use_cache=True)
+    assert not made
+    decoded(model, cache, [7])
+    assert made == [9] * model.config.num_hidden_layers
+    assert growing_cache.capacity_of(cache.layers[0].keys, cache.layers[0].values) is not None
 
 
 def _snapshot(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
