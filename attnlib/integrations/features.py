@@ -101,6 +101,10 @@ _VLLM = {
         _LATER,
         f"{_SCHEDULING}::test_decodes_follow_lengths_and_blocks_in_place",
     ),
+    "asynchronous scheduling": (
+        f"{_RUNS}::test_tokens_by_interpreted_triton_kernels",
+        f"{_RUNS}::test_tokens_with_image_spans_and_drafts_by_interpreted_triton_kernels",
+    ),
     "metadata for several groups": _both(
         f"{_SCHEDULING}::test_another_group_takes_the_metadata_with_its_own_blocks"
     ),
@@ -130,8 +134,8 @@ _VLLM = {
     "prefill context parallelism of latents": _both(f"{_RUNS}::test_tokens_of_two_processes"),
     "the same of other layers": _both("refused: vLLM divides no prompts of dense layers"),
     "backend by kind of layer": _both(f"{_ENGINE}::test_backends_may_be_named_by_kind_of_layer"),
-    "KV connectors": _both(_CONNECTOR),
-    "KV connectors of latents": _both("refused: ExampleConnector misreads them"),
+    "KV connectors, latents too": _both(_CONNECTOR),
+    "KV connectors of sparse latents": _both("refused: ExampleConnector misreads them"),
     "quantized output": _both("refused: outputs are not quantized"),
     "vLLM's CPU platform": _both(
         f"{_ADAPTER}::test_vllms_own_cpu_platform_serves_what_the_user_names"
@@ -163,10 +167,10 @@ _SGLANG_FEATURES = {
     "fp8 pools": _both(_REAL),
     "speculation trees": _both(_REAL),
     "drafts in blocks (DFlash)": (_ABSENT, f"{_SGLANG}::test_drafts_in_blocks_see_each_other"),
-    "EAGLE drafts": _both("refused: `DraftBackendFactory` knows fixed names"),
+    "EAGLE drafts in chains": ("refused: `DraftBackendFactory` knows fixed names", _REAL),
     "metadata inside graphs": (_ABSENT, "refused: prepared before a replay"),
-    "gpt-oss": ("refused: SGLang lists its backends", _REAL),
-    "Llama 4, Gemma 4, windows of EXAONE 4": _both("refused: SGLang lists their backends"),
+    "gpt-oss, Llama 4, EXAONE 4": ("refused: SGLang lists their backends", _REAL),
+    "Gemma 4": _both("refused: SGLang lists its backends"),
     "images (Gemma 3)": _both("absent: causal unless with `triton`"),
     "cross-attention": _both("refused: no adapter"),
     "decode context parallelism": _both("refused: no adapter"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,18 @@ def write(folder: Path, sizes: dict[str, Any]) -> None:
         },
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(stated))
+
+
+def write_noisy(folder: Path, target: Path) -> None:
+    """A model to draft with, some of whose tokens are those of another one."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, target)
+    weights = load_file(folder / "model.safetensors")
+    torch.manual_seed(3)
+    head = weights["lm_head.weight"]
+    weights["lm_head.weight"] = head + torch.randn_like(head) * head.std() / 2
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def watch() -> dict[str, float]:

@@ -293,3 +293,4 @@ if __name__ == "__main__":
     media_models.write(Path(sys.argv[1]))
     state_models.write(Path(sys.argv[1]), prompts(), generate)
     drafts.write(Path(sys.argv[1]) / "qwen3-drafts", SIZES)
+    drafts.write_noisy(Path(sys.argv[1]) / "llama", Path(sys.argv[1]) / "llama-drafts")

@@ -109,7 +109,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             result["drafted"] = counts.get("vllm:spec_decode_num_draft_tokens")
             result["preemptions"] = counts["vllm:num_preemptions"]
         if arguments["distributed_executor_backend"] == "uni":
-            worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+            core = llm.llm_engine.engine_core.engine_core
+            result["batches_in_flight"] = core.batch_queue_size
+            worker = core.model_executor.driver_worker.worker
             result["runner"] = type(worker.model_runner).__module__
             config = getattr(worker.model_runner, "kv_cache_config", None)
             result["cache_groups"] = len(config.kv_cache_groups) if config else None

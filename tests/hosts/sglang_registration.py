@@ -19,7 +19,7 @@ if torch.version.cuda is None:  # the compiled operations of torchvision need CU
             f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
         )
 
-HEADS, KV_HEADS, SIZE, PAGE, DRAFTED = 4, 2, 32, 16, 4
+HEADS, KV_HEADS, SIZE, PAGE, DRAFTED, CHUNK = 4, 2, 32, 16, 4, 13
 
 
 IS_OLD = "--old" in sys.argv
@@ -57,13 +57,16 @@ def check_registration() -> Any:
 
 
 def check_model_lists() -> None:
-    """The check of gpt-oss sees `triton`, those of other models attnlib, which they refuse."""
+    """The checks of models that are served see `triton`, those of others attnlib, which they
+    refuse."""
     from sglang.srt.arg_groups import model_hook
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     HookRegistry.apply_hooks()
     for architecture, seen in {
         "GptOssForCausalLM": "triton",
+        "Llama4ForCausalLM": "triton",
+        "Exaone4ForCausalLM": "triton",
         "Gemma4ForCausalLM": "attnlib",
     }.items():
         model = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
@@ -71,26 +74,71 @@ def check_model_lists() -> None:
         record = SimpleNamespace(attention_backend="attnlib", **named, _model_config=model)
         view = model_hook.resolved_view(record)
         assert model_hook.attention_backends_of(view) == (seen, seen), architecture
+        assert view.attention_backend == seen and record.attention_backend == "attnlib"
+        record.attention_backend = "fa3"
+        assert model_hook.resolved_view(record).attention_backend == "fa3"
 
 
-def check_draft_factory() -> None:
-    """SGLang makes the backends of EAGLE drafts by fixed names (`docs/engines.md`)."""
+def check_draft_steps(create: Any) -> None:
+    """SGLang's factory makes attnlib's backends of EAGLE drafts, whose steps see the keys of the
+    steps before: eagerly, captured, and replayed with other lengths."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.speculative import draft_utils
+    from sglang.srt.speculative.eagle_utils import per_step_draft_out_cache_loc
 
-    runner = SimpleNamespace(
-        draft_attention_backend="attnlib",
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=[])),
-    )
+    engine, steps = Engine(create), 4
+    run(engine)
+    runner = engine.runner
+    runner.draft_attention_backend = "attnlib"
+    runner.model_config.hf_config = SimpleNamespace(architectures=[])
+    runner.model_config.hf_text_config = None
     draft_utils.attention_backends = lambda: ("attnlib", "attnlib")  # of the server's arguments
     draft_utils.get_spec = lambda: SimpleNamespace(speculative_attention_mode="prefill")
-    factory = draft_utils.DraftBackendFactory(runner, topk=1, speculative_num_steps=3)
-    for make in (factory.create_decode_backend, factory.create_draft_extend_backend):
-        try:
-            make()
-        except ValueError as error:
-            assert "EAGLE is not supported in" in str(error), error
+    factory = draft_utils.DraftBackendFactory(runner, topk=1, speculative_num_steps=steps)
+    assert type(factory.create_draft_extend_backend()) is type(engine.backend)
+    drafts = factory.create_decode_backend()
+    assert len(drafts.attn_backends) == steps - 1
+    drafts.init_cuda_graph_state(max_bs=2, max_num_tokens=2)
+    captured: list[Any] = []
+    for lengths, how in (([48, 27], "eager"), ([50, 30], "capture"), ([52, 29], "replay")):
+        held = [
+            engine.table[row, : n + steps].long() for row, n in zip((1, 2), lengths, strict=True)
+        ]
+        slots = torch.cat([s[n:] for s, n in zip(held, lengths, strict=True)])
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE, batch_size=2, input_ids=torch.zeros(2).long(),
+            req_pool_indices=torch.tensor([1, 2]), seq_lens=torch.tensor(lengths),
+            seq_lens_cpu=torch.tensor(lengths), seq_lens_sum=sum(lengths), out_cache_loc=slots,
+        )  # fmt: skip
+        if how == "eager":
+            drafts.init_forward_metadata(batch)
         else:
-            raise AssertionError("SGLang makes backends of drafts by attnlib's name: serve them")
+            drafts.init_forward_metadata_out_graph(batch, in_capture=how == "capture")
+        if how == "replay":  # it reads the metadata of the capture
+            for backend, metadata in zip(drafts.attn_backends, captured, strict=True):
+                backend._batches = metadata
+        for step, written in enumerate(per_step_draft_out_cache_loc(slots, 2, 1, steps)[:-1]):
+            batch.out_cache_loc = written
+            q, k, v = (torch.randn(2, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
+            out = drafts.attn_backends[step].forward(q.flatten(1), k, v, engine.layer, batch)
+            keys, values = engine.pool.get_kv_buffer(1)
+            torch.testing.assert_close(keys[written], k)
+            for request, (n, row) in enumerate(zip(lengths, held, strict=True)):
+                seen = row[: n + step + 1]
+                visible = torch.ones(1, len(seen)).bool()
+                expected = engine._dense(
+                    q[request : request + 1], keys[seen], values[seen], visible
+                )
+                torch.testing.assert_close(
+                    out.view(-1, HEADS, SIZE)[request : request + 1], expected
+                )
+        captured = [backend._batches for backend in drafts.attn_backends]
+    try:
+        draft_utils.DraftBackendFactory(runner, 2, steps).create_decode_backend()
+    except ValueError as error:
+        assert "--speculative-eagle-topk" in str(error)
+    else:
+        raise AssertionError("trees of drafts are not served")
 
 
 def check_methods(ours: type, base: type) -> None:
@@ -135,18 +183,18 @@ class Engine:
         slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
         self.table = requests.req_to_token
         self.table[1], self.table[2] = slots[:256], slots[256:]
-        self.backend = create(
-            SimpleNamespace(
-                token_to_kv_pool=self.pool, req_to_token_pool=requests, page_size=PAGE,
-                model_config=SimpleNamespace(
-                    context_len=256, is_encoder_decoder=False, head_dim=SIZE
-                ),
-                server_args=SimpleNamespace(
-                    speculative_eagle_topk=2, speculative_num_draft_tokens=DRAFTED, dcp_size=1
-                ),
-                dtype=torch.float32, device="cpu", use_mla_backend=False,
-            )
+        self.runner = SimpleNamespace(
+            token_to_kv_pool=self.pool, req_to_token_pool=requests, page_size=PAGE,
+            model_config=SimpleNamespace(
+                context_len=256, is_encoder_decoder=False, head_dim=SIZE,
+                attention_chunk_size=CHUNK,
+            ),
+            server_args=SimpleNamespace(
+                speculative_eagle_topk=2, speculative_num_draft_tokens=DRAFTED, dcp_size=1
+            ),
+            dtype=torch.float32, device="cpu", use_mla_backend=False,
         )  # fmt: skip
+        self.backend = create(self.runner)
         self.backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * DRAFTED)
 
     def step(self, mode: Any, new: list[int], total: list[int], tree: Any = None) -> None:
@@ -184,6 +232,9 @@ class Engine:
             visible = torch.ones(n, t).tril(t - n).bool()
             if self.layer.sliding_window_size > 0:
                 visible &= torch.ones(n, t).triu(t - n - self.layer.sliding_window_size).bool()
+            if self.layer.use_irope:
+                chunks = torch.arange(t) // CHUNK
+                visible &= chunks[t - n :, None] == chunks
             if tree is not None:
                 visible[:, t - n :] = tree[request]
             expected = self._dense(q[first : first + n], keys[slots], values[slots], visible)
@@ -231,9 +282,10 @@ def main() -> None:
     if not IS_OLD:
         check_methods(type(engine.backend), AttentionBackend)
         check_model_lists()
-        check_draft_factory()
+        check_draft_steps(create)
     run(Engine(create, scales=(0.5, 0.25)))
     run(Engine(create, sinks=torch.randn(HEADS), sliding_window_size=9, logit_cap=5.0))
+    run(Engine(create, use_irope=True))
     run(engine)
     tree = torch.eye(DRAFTED).bool().repeat(2, 1, 1)
     tree[:, 1:, 0] = tree[:, 3, 1] = True

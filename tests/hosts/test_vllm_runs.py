@@ -108,6 +108,17 @@ def drafting(models: Path, version: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def noisy(models: Path) -> dict[str, Any]:
+    """A case with drafts of another model, of which the target accepts some. The next step is
+    scheduled before that is known: lengths on the host are bounds."""
+    drafts = {
+        "method": "draft_model", "model": str(models / "llama-drafts"), "max_model_len": 512,
+        "num_speculative_tokens": 3, "attention_backend": attnlib_name(VLLM[0]),
+    }  # fmt: skip
+    arguments = {"async_scheduling": True, "speculative_config": drafts, "disable_log_stats": False}
+    return {"model": str(models / "llama"), "prompts": 4, "new_tokens": 8, "arguments": arguments}
+
+
 def check_drafts(result: dict[str, Any], models: Path) -> None:
     """Each of the two layers attends to all keys, and the tokens are those of the target."""
     assert result.get("error") is None
@@ -132,8 +143,12 @@ def test_tokens_by_interpreted_triton_kernels(engine: Any, models: Path) -> None
         "model": str(models / "llama"), "prompts": 2, "new_tokens": 3,
         "arguments": {"kv_cache_dtype": stored},
     }  # fmt: skip
-    results = engine(VLLM[0], {**cases, "drafts": drafting(models, VLLM[0])}, **INTERPRETED)
+    more = {"drafts": drafting(models, VLLM[0]), "noisy": noisy(models)}
+    results = engine(VLLM[0], {**cases, **more}, **INTERPRETED)
     check_drafts(results["drafts"], models)
+    assert 0 < results["noisy"]["accepted"] < results["noisy"]["drafted"]
+    assert results["noisy"]["tokens"] == [row[:8] for row in expected_tokens(models, "llama")[:4]]
+    assert all(result["batches_in_flight"] == 2 for result in results.values())
     for name, case in cases.items():
         assert results[name]["backends"] == ["triton"]
         expected = page_tokens(models, stored) if name == stored else expected_tokens(models, name)
@@ -154,6 +169,7 @@ def test_tokens_with_image_spans_and_drafts_by_interpreted_triton_kernels(
     }  # fmt: skip
     all_cases = {"drafts": drafting(models, VLLM[1]), **cases}  # a process keeps its spans
     results = engine(VLLM[1], all_cases, **INTERPRETED)
+    assert all(result["batches_in_flight"] == 2 for result in results.values())
     check_drafts(results.pop("drafts"), models)
     for name, result in results.items():
         expected = json.loads((models / name / "expected.json").read_text())

@@ -37,12 +37,15 @@ class TestCpuPlatform(CpuPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
         """The block size that the user names is kept, and 16 is the default. Prefills stay in
-        chunks, which vLLM's CPU platform does not do for latent attention."""
+        chunks, which vLLM's CPU platform does not do for latent attention, and scheduling stays
+        asynchronous where it would be on a GPU."""
         cache = vllm_config.cache_config
         named = cache.block_size if cache.user_specified_block_size else None
         scheduler = vllm_config.scheduler_config
         chunks = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
+        is_async = scheduler.async_scheduling
         super().check_and_update_config(vllm_config)
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chunks
+        scheduler.async_scheduling = is_async
         cache.block_size = named or 16
         vllm_config.parallel_config.worker_cls = "vllm_cpu_worker.TestCpuWorker"

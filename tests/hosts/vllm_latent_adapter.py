@@ -48,6 +48,8 @@ class Layer:
 
     impl_class: Any = AttnlibMLAImpl
     builder_class: Any = AttnlibMLAMetadataBuilder
+    ahead = 0
+    """By how much lengths of decodes on the host exceed the lengths."""
 
     def __init__(self, kv_cache_dtype: str = "auto", prompts: int = 1, **arguments: Any) -> None:
         weight = torch.randn(HEADS * (KEY + VALUE), LATENT) / LATENT**0.5
@@ -94,11 +96,12 @@ class Layer:
             slots[first : first + new] = (
                 table[request][position // BLOCK] * BLOCK + position % BLOCK
             )
+        bounds = lengths + self.ahead * (starts.diff() <= self.builder.reorder_batch_threshold)
         batch = CommonAttentionMetadata(
             query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths,
             num_reqs=requests, num_actual_tokens=tokens, max_query_len=max(query_lens),
-            max_seq_len=max(seq_lens), block_table_tensor=table, slot_mapping=slots, causal=True,
-            seq_lens_cpu_upper_bound=lengths,
+            max_seq_len=int(bounds.max()), block_table_tensor=table, slot_mapping=slots,
+            causal=True, seq_lens_cpu_upper_bound=bounds,
         )  # fmt: skip
         metadata = self.builder.build(0, batch)
         self.before_attention(query_lens, seq_lens)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm_adapter import HEADS, SIZE, Layer, vllm_batch
+from vllm_latent_adapter import Layer as LatentLayer
 from vllm_masks import IMAGES, RANGES, plain
 
 from attnlib.integrations.vllm import backend
@@ -68,6 +69,17 @@ def test_decodes_follow_lengths_and_blocks_in_place(window: int | None) -> None:
     changed = attend(layer, query, metadata)
     assert torch.equal(changed, attend(layer, query, layer.builder.build(0, batch)))
     assert not torch.equal(changed, before)
+
+
+def test_lengths_of_decodes_on_the_host_may_be_bounds() -> None:
+    """As with drafts and asynchronous scheduling. Those of prefills are exact."""
+    layer = LatentLayer()
+    layer.ahead = 5
+    assert layer.impl._attention.backend.get_name() == "triton"
+    for queries, lengths in (([20, 9], [20, 9]), ([1, 1], [21, 10]), ([1, 17], [22, 27])):
+        query, output = layer.step(queries, lengths)
+        expected = layer.expected(query, queries, lengths)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_batch_invariant_layers_give_a_request_its_bits_in_any_batch(

@@ -5,8 +5,8 @@
 SGLang finds `register` by the entry point `sglang.srt.plugins`. ATTNLIB_BACKEND selects attnlib's
 backend inside SGLang as it does elsewhere. `backend` is the attention backend, `layers`
 translates its layers and `batch` its batches, `trees` the masks of draft tokens; `graph_buffers`
-holds the tensors that captured graphs read, and `model_lists` opens checks of models. Only
-`register` can be imported without SGLang.
+holds the tensors that captured graphs read, `model_lists` opens checks of models, and `draft_steps`
+serves EAGLE drafts. Only `register` can be imported without SGLang.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def register() -> None:
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
+    from attnlib.integrations.sglang.draft_steps import open_draft_factory
     from attnlib.integrations.sglang.model_lists import open_model_lists
 
     server_args.add_attention_backend_choices([NAME])
@@ -34,6 +35,7 @@ def register() -> None:
         choices = server_args
     else:
         choices.add_draft_attention_backend_choices([NAME])
+        open_draft_factory(NAME)
     choices.add_deterministic_attention_backend_choices([NAME])
     choices.add_radix_supported_deterministic_attention_backend_choices([NAME])
     open_model_lists(NAME)

@@ -39,6 +39,7 @@ class Layers:
         self.has_latents = bool(getattr(runner, "use_mla_backend", False))
         self._rank = getattr(config, "kv_lora_rank", None)
         self._head_size = int(getattr(config, "head_dim", None) or 128)
+        self._chunk = getattr(config, "attention_chunk_size", None)
 
     def needs_host_lengths(self) -> bool:
         """Whether the backend of most layers reads lengths on the host. SGLang asks before there
@@ -112,10 +113,11 @@ class Layers:
 
         Raises:
             UnsupportedConfigError: cross-attention, a type of layer that attnlib does not know, or
-                a window over a tree or a block.
+                a window or chunks over a tree or a block.
         """
         kind, window = layer.attn_type.value, layer.sliding_window_size
-        windowed = window is not None and window >= 0
+        chunk = self._chunk if getattr(layer, "use_irope", False) else None
+        windowed = (window is not None and window >= 0) or chunk is not None
         known = kind == "decoder" or (kind == _DRAFT_BLOCK and not windowed)
         if layer.is_cross_attention or not known:
             raise UnsupportedConfigError(
@@ -124,8 +126,8 @@ class Layers:
             )
         if trees and windowed:
             raise UnsupportedConfigError(
-                f"layer {layer.layer_id} has a window, and tokens of a tree share positions: pass "
-                "--speculative-eagle-topk 1"
+                f"layer {layer.layer_id} has a window or chunks, and tokens of a tree share "
+                "positions: pass --speculative-eagle-topk 1"
             )
         mask = MaskKind.QUERY_BIAS if trees else MaskKind.CAUSAL
         if kind == _DRAFT_BLOCK:
@@ -144,7 +146,8 @@ class Layers:
             use_mla=self.has_latents and paged,
             batch_invariant=self._invariant,
             # SGLang counts the keys before the query, without its own.
-            window=Window(window, 0) if windowed else None,
+            window=Window(window, 0) if windowed and chunk is None else None,
+            attention_chunk_size=chunk,
             logits_soft_cap=layer.logit_cap or None,
             has_sink=has_sink,
         )

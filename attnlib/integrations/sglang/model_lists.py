@@ -1,12 +1,13 @@
 """Models whose attention backends SGLang checks against a fixed list, which plug-ins cannot extend.
 
-SGLang's hook registry opens the check for gpt-oss: it sees `triton`, whose features attnlib has
-there (sinks, windows). Other lists stay closed: Gemma 4 masks images for `triton` only, and those
-of Llama 4 and EXAONE 4 are local to a function that also reads the name for other decisions.
+SGLang's hook registry opens the checks of models whose features attnlib has: sinks and windows of
+gpt-oss, chunks of Llama 4, windows of EXAONE 4. They see `triton`; everything else sees the name.
+The list of Gemma 4 stays closed: its windows have pools with other head sizes.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from typing import Any
@@ -16,8 +17,16 @@ __all__ = ["open_model_lists"]
 logger = logging.getLogger("attnlib")
 
 _MODULE = "sglang.srt.arg_groups.model_hook"
-_SERVED = ("GptOssForCausalLM",)
-"""Architectures whose check sees `triton` for attnlib."""
+_SERVED = (
+    "GptOssForCausalLM",
+    "Llama4ForCausalLM",
+    "Llama4ForConditionalGeneration",
+    "Exaone4ForCausalLM",
+    "ExaoneMoEForCausalLM",
+    "ExaoneMoeForCausalLM",
+)
+"""Architectures whose checks see `triton` for attnlib."""
+_FIELDS = "attention_backend", "prefill_attention_backend", "decode_attention_backend"
 
 
 def open_model_lists(name: str) -> None:
@@ -32,19 +41,26 @@ def open_model_lists(name: str) -> None:
     except ImportError:
         return
 
-    def backends_of(ask: Any, view: Any) -> Any:
-        from sglang.srt.arg_groups.model_override_base import model_config_of
+    def resolved_view(view_of: Any, arguments: Any) -> Any:
+        from sglang.srt.arg_groups import model_override_base as base
 
-        found = ask(view)
-        if name not in found:
-            return found
-        architecture = model_config_of(view).hf_config.architectures[0]
+        view = view_of(arguments)
+        shown = {field: "triton" for field in _FIELDS if getattr(view, field) == name}
+        if not shown:
+            return view
+        architecture = base.model_config_of(view).hf_config.architectures[0]
         if architecture not in _SERVED:
-            return found
-        logger.warning(
-            "attnlib: SGLang's list of attention backends for %s is fixed; its check sees triton",
-            architecture,
-        )
-        return tuple("triton" if each == name else each for each in found)
+            return view
+        _announce(architecture)
+        return base.ResolvedView(base.record_of(view), {**view._overlay, **shown})
 
-    HookRegistry.register(f"{_MODULE}.attention_backends_of", backends_of, HookType.AROUND)
+    # The module's own name for the function: only its checks ask there.
+    HookRegistry.register(f"{_MODULE}.resolved_view", resolved_view, HookType.AROUND)
+
+
+@functools.cache
+def _announce(architecture: str) -> None:
+    logger.warning(
+        "attnlib: SGLang's list of attention backends for %s is fixed; its check sees triton",
+        architecture,
+    )

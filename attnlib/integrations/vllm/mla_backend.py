@@ -65,12 +65,6 @@ class AttnlibMLABackend(AttnlibBackend):
     supports_alibi_sqrt = supports_per_head_quant_scales = supports_mm_prefix
 
     @classmethod
-    def supports_kv_connector(cls) -> bool:
-        """No: vLLM's ExampleConnector takes latents for keys and values, unless the metadata is of
-        vLLM's own class."""
-        return False
-
-    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Decoders."""
         return attn_type == "decoder"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.attention.backend import CommonAttentionMetadata as VllmBatch
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
@@ -21,24 +21,43 @@ from attnlib.spec import AttentionSpec, CudaGraphSupport
 __all__ = ["AttnlibMLAMetadataBuilder", "VllmLatentMetadata", "latent_specs"]
 
 
-@dataclass
-class VllmLatentMetadata:
+class VllmLatentMetadata(MLACommonMetadata[Any]):
     """One batch for a group of latent layers. vLLM writes the new latents and passes the tokens of
-    both parts to the layers separately.
+    both parts to the layers separately. By its class, vLLM's ExampleConnector knows that pages have
+    latents.
 
-    Attributes:
-        num_actual_tokens: tokens of the batch, without padding outside of graphs.
+    Args:
+        batch: vLLM's.
         num_decodes, num_prefills: requests of each part.
         num_decode_tokens: tokens of the decode part, which comes first.
         decode, prefill: attnlib's metadata of each part, without slots; None for an empty part.
     """
 
-    num_actual_tokens: int
-    num_decodes: int
-    num_prefills: int
-    num_decode_tokens: int
     decode: Any
     prefill: Any
+
+    def __init__(
+        self,
+        batch: VllmBatch,
+        num_decodes: int,
+        num_prefills: int,
+        num_decode_tokens: int,
+        decode: Any,
+        prefill: Any,
+    ) -> None:
+        super().__init__(
+            num_reqs=batch.num_reqs,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            num_actual_tokens=batch.num_actual_tokens,
+            query_start_loc=batch.query_start_loc,
+            slot_mapping=batch.slot_mapping,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decode_tokens,
+            num_prefills=num_prefills,
+            prefill=prefill,
+            decode=decode,
+        )
 
 
 class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
@@ -160,11 +179,11 @@ class AttnlibMLAMetadataBuilder(AttentionMetadataBuilder[VllmLatentMetadata]):
             rest = slice_batch(common, *part) if decodes else common
             if self.is_divided:
                 prefill = self.prefills.build(rest, write=False, has_context=True)
-                return VllmLatentMetadata(tokens, decodes, prefills, decode_tokens, decode, prefill)
+                return VllmLatentMetadata(batch, decodes, prefills, decode_tokens, decode, prefill)
             if rest.seq_lens_cpu is None and bounds is not None:
                 rest.seq_lens_cpu = bounds[part[0]]  # exact for prefills
             prefill = self.prefills.build(0, rest)
-        return VllmLatentMetadata(tokens, decodes, prefills, decode_tokens, decode, prefill)
+        return VllmLatentMetadata(batch, decodes, prefills, decode_tokens, decode, prefill)
 
 
 def latent_specs(vllm_config: Any) -> set[AttentionSpec]:

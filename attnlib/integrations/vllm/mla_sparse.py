@@ -45,7 +45,7 @@ class AttnlibSparseMLAMetadataBuilder(AttnlibMLAMetadataBuilder):
     def _build(self, batch: VllmBatch, build_decodes: Any) -> VllmLatentMetadata:
         common = common_batch(batch, self._spec, self.decodes.needs_host_lengths)
         tokens, built = batch.num_actual_tokens, build_decodes(common)
-        return VllmLatentMetadata(tokens, batch.num_reqs, 0, tokens, built, None)
+        return VllmLatentMetadata(batch, batch.num_reqs, 0, tokens, built, None)
 
 
 class AttnlibSparseMLAImpl(AttnlibMLAImpl):
@@ -130,6 +130,11 @@ class AttnlibSparseMLABackend(AttnlibMLABackend):
     def is_sparse(cls) -> bool:
         """Yes: an indexer selects the keys."""
         return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """No: vLLM's ExampleConnector takes the keys of the indexer for keys and values."""
+        return False
 
     @staticmethod
     def get_impl_cls() -> type[AttnlibSparseMLAImpl]:

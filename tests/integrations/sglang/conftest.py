@@ -48,7 +48,7 @@ class Pool:
 @pytest.fixture
 def sglang(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Stand-ins for the modules of SGLang that the adapter imports; what was registered."""
-    registered: dict[str, Any] = {"choices": [], "more": {}, "backends": {}}
+    registered: dict[str, Any] = {"hooks": [], "choices": [], "more": {}, "backends": {}}
     kinds = "draft", "deterministic", "radix_supported_deterministic"
 
     class AttentionBackend:
@@ -70,6 +70,13 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "sglang.srt.arg_groups.choices": {
             f"add_{kind}_attention_backend_choices": registered["more"].setdefault(kind, []).extend
             for kind in kinds
+        },
+        "sglang.srt.plugins": {},
+        "sglang.srt.plugins.hook_registry": {
+            "HookRegistry": SimpleNamespace(
+                register=lambda target, hook, kind: registered["hooks"].append(target)
+            ),
+            "HookType": SimpleNamespace(AROUND="around"),
         },
         "sglang.srt.server_args": {"add_attention_backend_choices": registered["choices"].extend},
     }

@@ -222,6 +222,8 @@ def test_registration(sglang: Any) -> None:
     register()
     assert sglang["choices"] == ["attnlib"]
     assert list(sglang["more"].values()) == [["attnlib"]] * 3
+    (target,) = sglang["hooks"]
+    assert target.endswith("DraftBackendFactory._create_backend")
     backend = sglang["backends"]["attnlib"](make_runner(16, Pool(64, 16, KV_HEADS, SIZE)))
     assert type(backend).__name__ == "AttnlibAttentionBackend"
 
