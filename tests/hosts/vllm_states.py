@@ -145,6 +145,19 @@ def test_weights_that_are_loaded_in_place_count_from_the_next_step(config: Any) 
         assert not torch.allclose(got, was)
 
 
+def test_a_warm_up_waits_for_the_inputs_of_the_first_run(config: Any) -> None:
+    object.__setattr__(config, "model_config", SimpleNamespace(enforce_eager=False))
+    layer = made(config)
+    AttnlibStateBuilder(SimpleNamespace(), ["layer"], config, torch.device("cpu"))
+    layer.group_warmup.run(between_batches=True)  # as a registry that runs early
+    assert layer.group_warmup.pending
+    steps(config, layer, [[2, 1]], torch.tensor([[4], [2]], dtype=torch.int32))
+    assert not layer.group_warmup.pending
+    x, gates, output = layer.inputs.zeros(7)
+    assert x.shape == (7, CHANNELS) and output.shape == (7, HEADS * SIZE)
+    assert x.stride() == (CHANNELS, 1) and [tuple(gate.shape) for gate in gates] == [(7, HEADS)] * 2
+
+
 def test_constants_need_as_many_launches_for_all_layers_as_for_one() -> None:
     layers = [StepConstants() for _ in range(3)]
     exponents = [layer.add(torch.zeros(2), torch._foreach_exp_) for layer in layers]
