@@ -71,7 +71,9 @@ _VLLM = {
     "layers that share a cache": _both(
         f"{_ADAPTER}::test_a_layer_that_shares_a_cache_does_not_write"
     ),
-    "caches in NHD and HND order": _both(f"{_ENGINE}::test_tokens_over_a_cache_in_hnd_order"),
+    "caches in NHD and HND order": _both(
+        f"{_ENGINE}::test_tokens_over_a_cache_in_hnd_order_scheduled_step_by_step"
+    ),
     "blocks of 16 to 64 tokens": _both(f"{_ENGINE}::test_block_size"),
     "fp8, a scale per tensor": _both(f"{_ADAPTER}::test_fp8_cache_with_scales_per_tensor"),
     "fp8, a scale per head": _both(f"{_MASKS}::test_scales_per_head"),

@@ -207,7 +207,9 @@ def later(results: dict[str, Any], engine: Any, models: Path) -> dict[str, Any]:
     version = results["version"]
     # The first case: vLLM does not ask again about layers that it has a backend for.
     absent = {"model": str(models / "llama"), "environment": {"ATTNLIB_BACKEND": "flash_attn"}}
-    cases: dict[str, Any] = {"absent": absent, "hnd": {"model": str(models / "llama")}}
+    steps = {"async_scheduling": False}
+    cases: dict[str, Any] = {"absent": absent}
+    cases["hnd"] = {"model": str(models / "llama"), "arguments": steps}
     cases |= stored_cases(models, version)
     if version == VLLM[1]:  # the last case, as above
         cases["drafts of states"] = verifying(
@@ -284,8 +286,11 @@ def test_a_connector_saves_and_another_process_loads(
     assert saved["tokens"] == loaded["tokens"] == kept
 
 
-def test_tokens_over_a_cache_in_hnd_order(later: dict[str, Any], models: Path) -> None:
+def test_tokens_over_a_cache_in_hnd_order_scheduled_step_by_step(
+    results: dict[str, Any], later: dict[str, Any], models: Path
+) -> None:
     assert later["hnd"]["tokens"] == expected_tokens(models, "llama")
+    assert later["hnd"]["batches_in_flight"] < results["llama"]["batches_in_flight"]
 
 
 def test_a_backend_that_cannot_run_here_is_refused_with_its_reason(later: dict[str, Any]) -> None:
