@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from attnlib.device import resolve_device
 from attnlib.errors import UnsupportedConfigError
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.exchange import choose_exchange, exchange_bytes
 from attnlib.parallel.layer_parts import LayerParts, Part, choose_parts, phases
 from attnlib.parallel.local_spec import LocalForm, local_form
+from attnlib.parallel.setup_checks import tries_memory
 from attnlib.selection import explain
 from attnlib.spec import AttentionSpec
 
@@ -32,6 +34,7 @@ def explain_parallel(
         return "\n".join([head, *(f"  refused   {reason}" for reason in error.reasons)])
     received = exchange_bytes(spec, division.world_size, 1)
     chosen = choose_exchange(spec, division.world_size).value
+    by_memory = "peer_memory, or " if tries_memory(spec, resolve_device(device).type) else ""
     parts = _parts(spec, form, backend, device)
     by_row = form.by_row if parts is None else parts.context is None
     rows = "each new token is a request" if by_row else "requests as they are"
@@ -39,8 +42,8 @@ def explain_parallel(
         head,
         f"  queries   {form.spec.num_heads} heads, {rows}; the first visible key is found by "
         f"{form.edge.value}",
-        f"  exchange  {chosen}: {received['queries']} bytes of queries and {received[chosen]} of "
-        "results per new token and layer",
+        f"  exchange  {by_memory}{chosen}: {received['queries']} bytes of queries and "
+        f"{received[chosen]} of results per new token and layer",
     ]
     if parts is None:  # what the weakest demand meets
         shown = {"keys of a rank": Part(form.for_decoders().spec, phases(backend)[1])}

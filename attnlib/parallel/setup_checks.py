@@ -20,6 +20,7 @@ __all__ = [
     "checked_per_head",
     "effective_agreement",
     "exchange_of",
+    "tries_memory",
 ]
 
 PEER_MEMORY_FIRST = False
@@ -121,7 +122,7 @@ def exchange_of(
     """
     method = choose_exchange(spec, group.world_size) if exchange is None else None
     wanted = exchange == ExchangeMethod.PEER_MEMORY.value
-    if group.world_size > 1 and (wanted or (exchange is None and by_memory(spec, device))):
+    if group.world_size > 1 and (wanted or (exchange is None and tries_memory(spec, device.type))):
         found = group.peers(device)
         if isinstance(found, PeerBuffers):
             return Exchange(group, spec, ExchangeMethod.PEER_MEMORY, found)
@@ -132,9 +133,9 @@ def exchange_of(
     return Exchange(group, spec, method or ExchangeMethod(exchange))
 
 
-def by_memory(spec: AttentionSpec, device: torch.device) -> bool:
-    """Whether layers try `ExchangeMethod.PEER_MEMORY` unless they are told otherwise."""
-    return PEER_MEMORY_FIRST and device.type == "cuda" and spec.dtype != torch.float64
+def tries_memory(spec: AttentionSpec, device_type: str) -> bool:
+    """Whether layers exchange by memory where it is possible, unless they are told otherwise."""
+    return PEER_MEMORY_FIRST and device_type == "cuda" and spec.dtype != torch.float64
 
 
 def checked_per_head(
