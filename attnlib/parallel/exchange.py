@@ -21,10 +21,6 @@ from attnlib.spec import AttentionSpec
 __all__ = ["Exchange", "ExchangeMethod", "choose_exchange", "exchange_bytes"]
 
 
-BY_WORDS = True
-"""Whether an exchange by memory uses words, where it fits, instead of flags."""
-
-
 class ExchangeMethod(Enum):
     """How partial results become the results of a rank's own heads."""
 
@@ -83,7 +79,6 @@ class Exchange:
         self._heads = spec.num_heads
         item = spec.dtype.itemsize
         self._sizes = (spec.head_size * item, spec.head_size_v * item)
-        self._head_bytes = max(spec.head_size * item, spec.head_size_v * item + 4)
 
     def gather_heads(self, query: Tensor) -> Tensor:
         """`[T, world_size * Hq, D]`, the queries of all ranks, until the next exchange.
@@ -91,13 +86,8 @@ class Exchange:
         Args:
             query: `[T, Hq, D]` of this rank.
         """
-        if self._peers is not None and self._fit_words(query.shape[0]):
+        if self._fits(query.shape[0]):
             share = operation("peer_words", "share_words", query)
-            rows = query.reshape(query.shape[0] * self._kv_heads, -1).contiguous()
-            words: Tensor = share(rows, self._peers)
-            return words.view(query.shape[0], -1, query.shape[2])
-        if self._peers is not None and self._fits(query.shape[0]):
-            share = operation("peer_exchange", "share_heads", query)
             rows = query.reshape(query.shape[0] * self._kv_heads, -1).contiguous()
             shared: Tensor = share(rows, self._peers)
             return shared.view(query.shape[0], -1, query.shape[2])
@@ -138,15 +128,10 @@ class Exchange:
             sinks: `[Hq]`, counted here once (M4), or None.
             has_state: whether `output` and `lse` hold a state; otherwise they may hold anything.
         """
-        if self._peers is not None and self._fit_words(output.shape[0]) and not has_state:
+        if self._fits(output.shape[0]) and not has_state:
             merge = operation("peer_words", "merge_words", output)
             given = (partial, partial_lse, output, lse, self._peers)
             merge(*given, num_kv_heads=self._kv_heads, sinks=sinks)
-            return
-        if self._peers is not None and self._fits(output.shape[0]):
-            merge = operation("peer_exchange", "merge_from_peers", output)
-            more = {"num_kv_heads": self._kv_heads, "has_state": has_state, "sinks": sinks}
-            merge(partial, partial_lse, output, lse, self._peers, **more)
             return
         if not has_state:
             lse.fill_(-torch.inf)
@@ -177,15 +162,10 @@ class Exchange:
         sizes = (self._kv_heads, self.group.world_size, self._per_kv, partial.shape[2])
         return partial.reshape(partial.shape[0], *sizes).permute(2, 0, 1, 3, 4)
 
-    def _fit_words(self, tokens: int) -> bool:
-        assert self._peers is not None
-        sizes = (self._kv_heads, self._heads, self._sizes)
-        return BY_WORDS and self._peers.fit_words(tokens, *sizes)
-
     def _fits(self, tokens: int) -> bool:
-        """Whether the buffers hold an exchange, which is equal on all ranks."""
-        assert self._peers is not None
-        return self._peers.fit(tokens * self._heads, self._head_bytes)
+        """Whether an exchange goes through the buffers; equal on all ranks."""
+        peers = self._peers
+        return peers is not None and peers.fit(tokens, self._kv_heads, self._heads, self._sizes)
 
     def _reduce(
         self, outs: Tensor, lses: Tensor, output: Tensor, lse: Tensor, sinks: Tensor | None

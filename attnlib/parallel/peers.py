@@ -72,7 +72,7 @@ def _rendezvous(
 ) -> PeerBuffers:
     from torch.distributed import _symmetric_memory as symmetric
 
-    size = PeerBuffers.num_bytes(world_size)
+    size = PeerBuffers.num_bytes()
     own = symmetric.empty(size, dtype=torch.uint8, device=device)
     own.zero_()
     group: Any = process_group or dist.group.WORLD

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from attnlib.parallel import ExchangeMethod, exchange
+from attnlib.parallel import ExchangeMethod
 from benchmarks.parallel.decode import decode
 from benchmarks.parallel.prefill import prefill
 from benchmarks.parallel.ranks import Ranks
@@ -66,13 +66,11 @@ def main() -> None:
     parser.add_argument("--num-kv-heads", type=int, default=4, help="KV heads, on every rank")
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--exchange", choices=[method.value for method in ExchangeMethod])
-    parser.add_argument("--flags", action="store_true", help="exchange by flags, not words")
     parser.add_argument("--only", choices=["decode", "prefill"])
     parser.add_argument("--shrink", type=int, default=1, help="divide all lengths by this")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    exchange.BY_WORDS = not options.flags
     with torch.inference_mode():
         ranks = Ranks(options)
         rate = ranks.rate()
@@ -80,7 +78,6 @@ def main() -> None:
             "ranks": ranks.group.world_size,
             "spec": str(ranks.spec),
             "exchange": options.exchange,
-            "words": exchange.BY_WORDS,
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name() if ranks.on_gpu else "cpu, gloo",
             "bytes_per_us": {name: round(value, 1) for name, value in rate.items()},

@@ -108,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--one-gpu", action="store_true", help="all ranks on one GPU, or on a CPU")
     parser.add_argument("--part", default="1/1", help="I/N: every N-th problem, from the I-th on")
+    parser.add_argument("--only", default="", help="problems with this in their names")
     options = parser.parse_args()
     shared, (first, parts) = options.one_gpu, map(int, options.part.split("/"))
     device = "cuda:0" if shared else f"cuda:{os.environ['LOCAL_RANK']}"
@@ -123,6 +124,7 @@ def main() -> None:
         found += [(name, decode_error, problem) for name, problem in more]
     prompts = prefill_cases.PROBLEMS.items()
     found += [(f"prefill, {name}", prefill_error, problem) for name, problem in prompts]
+    found = [each for each in found if options.only in each[0]]
     for name, error, problem in found[first - 1 :: parts]:
         report(group, name, error(in_bfloat16(problem), group, device))
     if not shared and first == 1:

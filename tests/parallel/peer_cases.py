@@ -6,14 +6,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import triton.language as tl
 
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.ops.peer_buffers import PeerBuffers
@@ -28,7 +26,7 @@ def shared_buffers(group: RankGroup) -> PeerBuffers:
     """Buffers in memory that all processes map, as GPUs map each other's."""
     folder = [tempfile.mkdtemp()] * group.world_size
     dist.broadcast_object_list(folder, 0)
-    size = PeerBuffers.num_bytes(group.world_size)
+    size = PeerBuffers.num_bytes()
     found = [
         torch.from_file(f"{folder[0]}/{rank}", shared=True, size=size, dtype=torch.uint8)
         for rank in range(group.world_size)
@@ -44,25 +42,26 @@ def by_memory(module: str, name: str, *_: Any) -> Callable[..., Any]:
     return found
 
 
-def yielding(received: Any) -> Any:
-    """A wait for words that leaves the processor to the other ranks."""
+def yielding(late: Any) -> Any:
+    """A test of words that leaves the processor to the other ranks."""
 
-    def wait(words: Any, number: Any, on_gpu: Any) -> Any:
-        while bool((tl.load(words).handle.data >> 32 < number.handle.data).any()):
+    def patient(*arguments: Any) -> Any:
+        found = late(*arguments)
+        if found.handle.data.any():
             os.sched_yield()
-        return received(words, number, on_gpu)
+        return found
 
-    return wait
+    return patient
 
 
-def peer_memory(group: RankGroup, *, words: bool) -> str:
-    """Decodes, verifications and prefills, whose new tokens are a state before the exchange."""
+def peer_memory(group: RankGroup) -> str:
+    """Decodes, verifications and prefills; the state over new tokens of a mixed batch is merged
+    with what messages bring."""
     buffers = shared_buffers(group)
     with (
         mock.patch.object(RankGroup, "peers", lambda *_: buffers),
         mock.patch.object(exchange, "operation", by_memory),
-        mock.patch.object(exchange, "BY_WORDS", words),
-        mock.patch.object(peer_words, "_received", yielding(peer_words._received)),
+        mock.patch.object(peer_words, "_late", yielding(peer_words._late)),
     ):
         for spec in ({"has_sink": True}, LATENT):
             run = Run(Problem(spec, options={"exchange": "peer_memory"}), group)
@@ -72,9 +71,9 @@ def peer_memory(group: RankGroup, *, words: bool) -> str:
                 error = error_of(*run.step(STEPS[name]))
                 if not error <= LIMIT:
                     return f"{spec}, {name}: error {error:g}"
-    runs = [int(each.max()) for each in (buffers.merge_counts, buffers.merge_word_counts)]
     # Of two layers, a warm-up and four steps, one of which has a state over new tokens.
-    return "" if runs == ([2, 8] if words else [10, 0]) else f"{runs} exchanges by flags and words"
+    runs = [int(each.max()) for each in (buffers.share_counts, buffers.merge_counts)]
+    return "" if runs == [10, 8] else f"{runs} exchanges of queries and results"
 
 
 def full_buffers(group: RankGroup) -> str:
@@ -82,7 +81,7 @@ def full_buffers(group: RankGroup) -> str:
     run = Run(Problem({"has_sink": True}), group)
     layer = run.layer.exchange
     layer._peers = shared_buffers(group)
-    layer._head_bytes, layer._sizes = 1 << 30, (1 << 30, 1 << 30)
+    layer._sizes = (1 << 30, 1 << 30)
     errors = [error_of(*run.step(STEPS[name])) for name in ("prefill", "mixed", "decode")]
     return "" if max(errors) <= LIMIT else f"errors {errors}"
 
@@ -102,8 +101,7 @@ def refused(group: RankGroup) -> str:
 
 
 CASES: dict[str, Callable[[RankGroup], str]] = {
-    "flags": partial(peer_memory, words=False),
-    "words": partial(peer_memory, words=True),
+    "peer memory": peer_memory,
     "full buffers": full_buffers,
     "refused on a CPU": refused,
 }

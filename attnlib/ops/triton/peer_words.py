@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
 from attnlib.ops.checks import vector_elements
-from attnlib.ops.peer_buffers import (
-    MERGED_HEADS,
-    MERGED_WORDS,
-    MergeTile,
-    PeerBuffers,
-    ShareTile,
-)
+from attnlib.ops.peer_buffers import MERGED_WORDS, PeerBuffers, ShareTile
 from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.heuristics.device import device_guard, limits_of, programmatic_launch
 from attnlib.ops.triton.kernels.peer_words import merge_words_kernel, share_words_kernel
@@ -53,12 +48,12 @@ def share_words(own: Tensor, peers: PeerBuffers) -> Tensor:
                 "LANES": tile.lanes,
                 "VEC": vector_elements("own", source[:, None]),
                 "ON_GPU": not chips.INTERPRETED,
-                "num_warps": 4,
+                "num_warps": 1,
                 **programmatic_launch(limits_of(own), programs),
             },
         ),
     )
-    tensors = (source, target, peers.words, peers.word_counts, peers.distances)
+    tensors = (source, target, peers.shared, peers.share_counts, peers.distances)
     _run(launch, own, tensors, (rows, peers.rank))
     return shared
 
@@ -93,8 +88,8 @@ def merge_words(
         *("merge words", out.get_device(), out.shape, num_kv_heads, sinks is None),
         *(peers.rank, world, *((x.dtype, x.stride()) for x in states)),
     )
-    tile = MergeTile.of(heads, words.shape[2])
-    programs = tokens * -(-heads // tile.heads)
+    padded, lanes = triton.next_power_of_2(world), triton.next_power_of_2(words.shape[2])
+    programs = tokens * heads
     launch = LAUNCHES.get(key) or LAUNCHES.keep(
         key,
         BoundLaunch(
@@ -103,15 +98,14 @@ def merge_words(
             {
                 "HAS_SINK": sinks is not None,
                 "WORLD": world,
+                "WORLD_PAD": padded,
                 "KIND": _KINDS[out.dtype],
                 "SIZE": words.shape[2],
-                "LANES": tile.lanes,
-                "BLOCK_H": tile.heads,
+                "LANES": lanes,
                 "WORDS": MERGED_WORDS,
-                "HEADS": MERGED_HEADS,
                 "VEC": vector_elements("partial", words),
                 "ON_GPU": not chips.INTERPRETED,
-                "num_warps": 4,
+                "num_warps": max(1, min(4, padded * lanes // 256)),
                 **programmatic_launch(limits_of(out), programs),
             },
         ),
@@ -121,7 +115,7 @@ def merge_words(
         *(words.stride(0), words.stride(1), partial_lse.stride(0)),
         *(out.stride(0), out.stride(1), lse.stride(0)),
     )
-    own = (peers.merge_words, peers.merge_lse_words, peers.merge_word_counts, peers.distances)
+    own = (peers.merged, peers.merged_lses, peers.merge_counts, peers.distances)
     _run(launch, out, (*states, *own), numbers)
 
 

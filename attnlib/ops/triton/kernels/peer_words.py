@@ -33,12 +33,6 @@ def _numbered(x, number):
 
 
 @triton.jit
-def _behind(words, number):
-    """Whether a word is older, in numbers that wrap around."""
-    return (words >> 32).to(tl.int32) - number < 0
-
-
-@triton.jit
 def _stop_if(lost, ON_GPU: tl.constexpr):
     """An error of CUDA instead of a wrong result."""
     if ON_GPU:
@@ -53,17 +47,9 @@ def _stop_if(lost, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def _received(words, number, ON_GPU: tl.constexpr):
-    """The 4 bytes of words, [rows, lanes], once all of them have arrived."""
-    found = tl.load(words, volatile=True)
-    late = tl.max(_behind(found, number).to(tl.int32))
-    polls = tl.full((), 0, tl.int32)
-    while (late != 0) & (polls < _POLLS):
-        found = tl.load(words, volatile=True)
-        late = tl.max(_behind(found, number).to(tl.int32))
-        polls += 1
-    _stop_if(late, ON_GPU)
-    return found.to(tl.int32)
+def _late(words, number):
+    """Whether a word has not arrived, in numbers that wrap around: an int32."""
+    return tl.max(((words >> 32).to(tl.int32) - number < 0).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["num_rows", "rank"])
@@ -104,8 +90,15 @@ def share_words_kernel(
         distance = aligned(tl.load(distances + peer) // 8, 8)
         mine = (block * WORLD + rank).to(tl.int64) * (ROWS * LANES)
         tl.store(words + distance + mine + inside, _numbered(x, number))
-        theirs = (block * WORLD + peer).to(tl.int64) * (ROWS * LANES)
-        x = _received(words + theirs + inside, number, ON_GPU)
+        source = words + (block * WORLD + peer).to(tl.int64) * (ROWS * LANES) + inside
+        found, polls = tl.load(source, volatile=True), tl.full((), 0, tl.int32)
+        late = _late(found, number)
+        while (late != 0) & (polls < _POLLS):
+            found = tl.load(source, volatile=True)
+            late = _late(found, number)
+            polls += 1
+        _stop_if(late, ON_GPU)
+        x = found.to(tl.int32)
         tl.store(counts + tl.program_id(0), number)
     offsets = aligned((row * WORLD + peer) * SIZE, VEC)
     tl.store(shared + offsets[:, None] + lane[None, :], x, mask=mask)
@@ -159,92 +152,82 @@ def merge_words_kernel(
     stride_lo,
     HAS_SINK: tl.constexpr,
     WORLD: tl.constexpr,
+    WORLD_PAD: tl.constexpr,
     KIND: tl.constexpr,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
-    BLOCK_H: tl.constexpr,
     WORDS: tl.constexpr,
-    HEADS: tl.constexpr,
     VEC: tl.constexpr,
     ON_GPU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Send the partial states of the other ranks' heads, and merge those of the own heads, in the
-    order of the ranks. Grid: (tokens * blocks of heads). `partial` is in 4 bytes, SIZE for a
-    head; a program has WORDS and HEADS words for each rank."""
+    """Send the partial states of the other ranks' heads, and merge those of an own head.
+
+    Grid: (tokens * heads). `partial` is in 4 bytes, SIZE for a head. A program has WORDS words for
+    each rank, and one for the LSE. The states of all ranks are sent, awaited and merged together:
+    one after the other, each would wait for its own loads.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    program, blocks = tl.program_id(0), tl.cdiv(num_heads, BLOCK_H)
+    program = tl.program_id(0)
     number = tl.load(counts + program) + 1
-    token = (program // blocks).to(tl.int64)
-    rows, lanes = tl.arange(0, BLOCK_H), tl.arange(0, LANES)
-    head = (program % blocks * BLOCK_H + rows).to(tl.int64)
-    live = head < num_heads
-    mask = live[:, None] & (lanes < SIZE)[None, :]
-    inside = rows[:, None] * LANES + lanes[None, :]
-    slot = program.to(tl.int64) * WORLD
-    # The heads of rank 0 in `partial`.
-    first = head // per_kv * WORLD * per_kv + head % per_kv
-    for peer in tl.static_range(WORLD):
-        if peer != rank:
-            theirs = first + peer * per_kv
-            offsets = aligned(token * stride_pt + theirs * stride_ph, VEC)
-            x = tl.load(partial + offsets[:, None] + lanes[None, :], mask=mask, other=0)
-            part = tl.load(partial_lse + token * stride_qt + theirs, mask=live, other=0.0)
-            distance = aligned(tl.load(distances + peer) // 8, 8)
-            target = words + distance + (slot + rank) * WORDS
-            tl.store(target + inside, _numbered(x, number))
-            target = lse_words + distance + (slot + rank) * HEADS
-            tl.store(target + rows, _numbered(part.to(tl.int32, bitcast=True), number))
+    token, head = (program // num_heads).to(tl.int64), program % num_heads
+    peer, lanes = tl.arange(0, WORLD_PAD), tl.arange(0, LANES)
+    exists, own = peer < WORLD, peer == rank
+    # The heads of the ranks for which this head is the `head`-th of their own.
+    theirs = head // per_kv * WORLD * per_kv + peer * per_kv + head % per_kv
+    inside = (lanes < SIZE)[None, :]
+    offsets = aligned(token * stride_pt + theirs * stride_ph, VEC)
+    x = tl.load(partial + offsets[:, None] + lanes[None, :], mask=exists[:, None] & inside, other=0)
+    part = tl.load(partial_lse + token * stride_qt + theirs, mask=exists, other=0.0)
+    part = part.to(tl.int32, bitcast=True)
+    distance = aligned(tl.load(distances + peer, mask=exists, other=0) // 8, 8)
+    slot, sent = program.to(tl.int64) * WORLD, exists & ~own
+    target = words + (distance + (slot + rank) * WORDS)[:, None] + lanes[None, :]
+    tl.store(target, _numbered(x, number), mask=sent[:, None])
+    tl.store(lse_words + distance + slot + rank, _numbered(part, number), mask=sent)
 
+    source = words + ((slot + peer) * WORDS)[:, None] + lanes[None, :]
+    lse_source, none = lse_words + slot + peer, _numbered(tl.full((), 0, tl.int32), number)
+    found = tl.load(source, mask=sent[:, None], other=none, volatile=True)
+    found_lse = tl.load(lse_source, mask=sent, other=none, volatile=True)
+    late, polls = _late(found, number) | _late(found_lse, number), tl.full((), 0, tl.int32)
+    while (late != 0) & (polls < _POLLS):
+        found = tl.load(source, mask=sent[:, None], other=none, volatile=True)
+        found_lse = tl.load(lse_source, mask=sent, other=none, volatile=True)
+        late = _late(found, number) | _late(found_lse, number)
+        polls += 1
+    _stop_if(late, ON_GPU)
+    x = tl.where(own[:, None], x, found.to(tl.int32))
+    part = tl.where(own, part, found_lse.to(tl.int32)).to(tl.float32, bitcast=True)
+    # Some kernels report +inf for rows without a key; it counts as -inf.
     minus_inf = float("-inf")
-    top = tl.full((BLOCK_H,), minus_inf, tl.float32)
-    total = tl.zeros((BLOCK_H,), tl.float32)
-    even = tl.zeros((BLOCK_H, LANES), tl.float32)
-    odd = tl.zeros((BLOCK_H, LANES), tl.float32)
-    for peer in tl.static_range(WORLD):
-        if peer == rank:
-            own = first + peer * per_kv
-            offsets = aligned(token * stride_pt + own * stride_ph, VEC)
-            x = tl.load(partial + offsets[:, None] + lanes[None, :], mask=mask, other=0)
-            part = tl.load(partial_lse + token * stride_qt + own, mask=live, other=minus_inf)
-        else:
-            source = words + (slot + peer) * WORDS
-            x = _received(source + inside, number, ON_GPU)
-            source = lse_words + (slot + peer) * HEADS
-            found = _received(source + rows[:, None], number, ON_GPU)
-            part = tl.reshape(found, (BLOCK_H,)).to(tl.float32, bitcast=True)
-        # Some kernels report +inf for rows without a key; it counts as -inf.
-        part = tl.where(live & (part != float("inf")), part, minus_inf)
-        new_top = tl.maximum(top, part)
-        finite_top = tl.where(new_top == minus_inf, 0.0, new_top)
-        keep, weight = tl.exp2((top - finite_top) * LOG2E), tl.exp2((part - finite_top) * LOG2E)
-        # A state without keys may hold anything, and 0 * NaN is NaN.
-        seen = (weight != 0.0)[:, None]
-        even = even * keep[:, None] + tl.where(seen, _first_half(x, KIND) * weight[:, None], 0.0)
-        if KIND != "fp32":
-            added = tl.where(seen, _second_half(x, KIND) * weight[:, None], 0.0)
-            odd = odd * keep[:, None] + added
-        total, top = total * keep + weight, new_top
+    part = tl.where(exists & (part != float("inf")), part, minus_inf)
+    top = tl.max(part, 0)
+    sink = minus_inf
     if HAS_SINK:
-        part = tl.load(sinks + head, mask=live, other=minus_inf).to(tl.float32)
-        part = tl.where(part == float("inf"), float("nan"), part)
-        new_top = tl.maximum(top, part)
-        finite_top = tl.where(new_top == minus_inf, 0.0, new_top)
-        keep, weight = tl.exp2((top - finite_top) * LOG2E), tl.exp2((part - finite_top) * LOG2E)
-        even, odd = even * keep[:, None], odd * keep[:, None]
-        total, top = total * keep + weight, new_top
+        sink = tl.load(sinks + head).to(tl.float32)
+        sink = tl.where(sink == float("inf"), float("nan"), sink)
+        top = tl.maximum(top, sink)
+    top = tl.where(top == minus_inf, 0.0, top)
+    weight = tl.exp2((part - top) * LOG2E)
+    total = tl.sum(weight, 0)
+    if HAS_SINK:
+        total += tl.exp2((sink - top) * LOG2E)
     safe_total = tl.where(total == 0.0, 1.0, total)
-    target = out + (token * stride_ot + head * stride_oh)[:, None]
-    even = (even / safe_total[:, None]).to(out.dtype.element_ty)
+    # A state without keys may hold anything, and 0 * NaN is NaN.
+    seen = (weight != 0.0)[:, None]
+    even = tl.sum(tl.where(seen, _first_half(x, KIND) * weight[:, None], 0.0), 0) / safe_total
+    target = out + token * stride_ot + head * stride_oh
+    even = even.to(out.dtype.element_ty)
     if KIND == "fp32":
-        tl.store(target + lanes[None, :], even, mask=mask)
+        tl.store(target + lanes, even, mask=lanes < SIZE)
     else:
-        odd = (odd / safe_total[:, None]).to(out.dtype.element_ty)
+        odd = tl.sum(tl.where(seen, _second_half(x, KIND) * weight[:, None], 0.0), 0)
+        odd = (odd / safe_total).to(out.dtype.element_ty)
         both = tl.arange(0, 2 * LANES)
-        mask = live[:, None] & (both < 2 * SIZE)[None, :]
-        tl.store(target + both[None, :], tl.interleave(even, odd), mask=mask)
+        tl.store(target + both, tl.interleave(even, odd), mask=both < 2 * SIZE)
     merged = tl.where(total == 0.0, minus_inf, top + tl.log2(safe_total) * LN2)
-    tl.store(lse + token * stride_lo + head, merged, mask=live)
+    tl.store(lse + token * stride_lo + head, merged)
     tl.store(counts + program, number)
