@@ -162,14 +162,20 @@ def test_float8_candidates_of_the_hopper_kernels(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("cache", "elements"),
-    [("int8_per_token_head", "int8"), ("fp8_per_token_head", "int8"), ("int4_per_group", "int4")],
+    [
+        ("int8_per_token_head", "int8"),
+        ("fp8_per_token_head", "int8"),
+        ("int4_per_group", "int4"),
+        ("int8_per_token_head,v=int4_per_group", "int8-int4"),
+    ],
 )
 def test_lines_over_pages_with_scales_name_the_size_of_elements(cache: str, elements: str) -> None:
     """As `choose_hopper_decode_tile` looks them up."""
     case = parse_case(f"32q1s4k@kv={cache}")
     tiles = tile_candidates(case, "hopper_decode", H200)
-    bits = 4 if elements == "int4" else 8
-    options: Any = {"cache_bits": bits, "scales_in_page": True, "rows": 4, "one_warp": True}
+    bits = [int(side.removeprefix("int")) for side in elements.split("-")]
+    options: Any = {"cache_bits": bits[0], "value_bits": bits[-1], "scales_in_page": True}
+    options |= {"rows": 4, "one_warp": True}
     current = choose_hopper_decode_tile(128, 128, keys_per_sm=1 << 14, pairs_per_sm=2, **options)
     assert tiles[0] == vars(current) and len(tiles) > 4
     line = _group(f"32q1s4k@kv={cache}", "hopper_decode").conditions()
