@@ -18,7 +18,6 @@ from attnlib.debug.replay import replay
 from attnlib.device import DeviceInfo
 from attnlib.errors import ContractError
 from attnlib.kv_dtype import KV_FORMAT_PAIRS, PAGE_FORMATS, format_pair
-from attnlib.ops.triton.hopper import sizes
 from attnlib.testing.case import Case
 from attnlib.testing.runner import run_materialized_case
 from tests.debug.recorded_calls import captured
@@ -113,17 +112,13 @@ def test_calls_over_two_formats_are_recorded(pair: str, kv_written: bool, tmp_pa
     assert torch.equal(result.output.out, live) and loaded.spec == case.spec
 
 
-def test_triton_names_the_kernels_for_two_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_names_the_kernels_for_two_formats() -> None:
     """Prefills are portable; `explain` says so. A plain side is refused by name."""
-    monkeypatch.setattr(sizes, "SELECTS_PAIRS", False)
     hopper = DeviceInfo(type="cuda", name="H100", capability=(9, 0), is_hypothetical=True)
     spec = SPEC.replace(
         dtype=torch.bfloat16, head_size=128, head_size_v=128, value_cache_dtype="int4_per_group"
     )
     assert not TritonBackend.validate_configuration(spec, hopper)
-    line = TritonBackend.explain_lines(spec, hopper)[0]
-    assert "portable Triton kernels (keys and values in two formats" in line
-    monkeypatch.setattr(sizes, "SELECTS_PAIRS", True)
     prefill, decode, *_ = TritonBackend.explain_lines(spec, hopper)
     assert prefill.startswith("prefill: portable Triton kernel (keys and values in two formats")
     assert decode.startswith("decode:  Hopper kernel") and "int8_per_token_head,int4" in decode

@@ -15,6 +15,7 @@ from attnlib.backends.triton.tile_groups import TileGroup, tile_group
 from attnlib.backends.triton.tune import TritonTuner
 from attnlib.bench.case_text import parse_case
 from attnlib.device import DeviceInfo
+from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.ops.triton.heuristics.choose_tiles import (
     TileRequest,
     choose_decode_tile,
@@ -167,14 +168,16 @@ def test_float8_candidates_of_the_hopper_kernels(text: str) -> None:
         ("fp8_per_token_head", "int8"),
         ("int4_per_group", "int4"),
         ("int8_per_token_head,v=int4_per_group", "int8-int4"),
+        ("int8_per_token_head,v=nvfp4", "int8-fp4"),
     ],
 )
 def test_lines_over_pages_with_scales_name_the_size_of_elements(cache: str, elements: str) -> None:
     """As `choose_hopper_decode_tile` looks them up."""
     case = parse_case(f"32q1s4k@kv={cache}")
     tiles = tile_candidates(case, "hopper_decode", H200)
-    bits = [int(side.removeprefix("int")) for side in elements.split("-")]
-    options: Any = {"cache_bits": bits[0], "value_bits": bits[-1], "scales_in_page": True}
+    values = cache.partition(",v=")[2]
+    options: Any = {"cache_bits": 4 if elements == "int4" else 8, "scales_in_page": True}
+    options["values"] = PAGE_FORMATS[values] if values else None
     options |= {"rows": 4, "one_warp": True}
     current = choose_hopper_decode_tile(128, 128, keys_per_sm=1 << 14, pairs_per_sm=2, **options)
     assert tiles[0] == vars(current) and len(tiles) > 4

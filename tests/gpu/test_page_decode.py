@@ -12,7 +12,6 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.cache_write import write_kv
 from attnlib.ops.torch.paged_prefill import paged_prefill as reference_attention
-from attnlib.ops.triton.hopper import sizes
 from attnlib.ops.triton.hopper.sizes import DECODED_PAIRS
 from attnlib.spec import AttentionSpec
 from tests.gpu.devices import needs_gpu
@@ -51,11 +50,6 @@ CASES: dict[str, dict[str, Any]] = {
     "small-queries": {"magnitude": 1e-30, "scale": 1e-2},
     "unequal-scales": {"spread": 12},
 }
-
-
-@pytest.fixture(autouse=True)
-def _pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes, "SELECTS_PAIRS", True)
 
 
 def _formats(name: str) -> dict[str, str | None]:

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from attnlib.backends.triton.spec_shape import layer_shape
 from attnlib.backends.triton.tile_groups import case_window, case_work
 from attnlib.ops.triton.heuristics.choose_tiles import (
     TileRequest,
@@ -127,7 +128,7 @@ def _hopper_decode(
         choose_hopper_decode_tile(
             *sizes,
             cache_bits=cache_bits,
-            value_bits=value_bits,
+            values=layer_shape(case.spec).value_format,
             scales_in_page=case.spec.scales_in_page,
             rows=rows,
             keys_per_sm=case_work(case, limits),

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from attnlib.errors import UnsupportedConfigError
+from attnlib.kv_formats import KVFormat
 from attnlib.ops.triton.heuristics.hopper_tiles import SHARED_MEMORY, padded_width
 from attnlib.ops.triton.heuristics.tile_table import (
     TileProblem,
@@ -94,7 +95,7 @@ def choose_hopper_decode_tile(
     head_size_v: int,
     *,
     cache_bits: int = 16,
-    value_bits: int | None = None,
+    values: KVFormat | None = None,
     scales_in_page: bool = False,
     rows: int = DECODE_ROWS,
     keys_per_sm: int | None = None,
@@ -108,7 +109,7 @@ def choose_hopper_decode_tile(
         head_size: D.
         head_size_v: Dv.
         cache_bits: size of an element of the cache: 4, 8 or 16.
-        value_bits: that of the values, where it is another one.
+        values: the format of the values, where it is not that of the keys.
         scales_in_page: whether its pages hold their scales (M16).
         rows: query heads of a group times query tokens, an upper bound.
         keys_per_sm: `tile_table.work_class`; None matches no entry with a condition on it.
@@ -128,7 +129,8 @@ def choose_hopper_decode_tile(
     many = max(16, 1 << (rows - 1).bit_length())
     elements = "16-bit" if cache_bits == 16 else "fp8"
     if scales_in_page or cache_bits == 4:
-        elements = page_elements(cache_bits, value_bits or cache_bits)
+        elements = page_elements(cache_bits, values)
+    value_bits = cache_bits if values is None else values.bits
     problem = TileProblem(
         "hopper_decode", "async", elements, widest, many, keys_per_sm, pairs_per_sm=pairs_per_sm
     )

@@ -84,7 +84,7 @@ def _choose_tile(call: AttentionCall, schedule: DecodeSchedule) -> DecodeTile:
     return choose_hopper_decode_tile(
         *shape.head_sizes,
         cache_bits=8 * shape.cache_dtype.itemsize if stored is None else stored.bits,
-        value_bits=None if values is None else values.bits,
+        values=values,
         scales_in_page=stored is not None,
         rows=rows,
         keys_per_sm=schedule.hopper_keys_per_sm,

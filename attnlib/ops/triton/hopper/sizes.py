@@ -24,7 +24,6 @@ __all__ = [
     "PACKED_DECODE_ROWS",
     "QUANTIZED",
     "ROWS",
-    "SELECTS_PAIRS",
     "SHARED_HEAD_SIZE",
     "SMALL_SIZES",
     "WIDEST",
@@ -42,9 +41,6 @@ QUANTIZED = (*FLOAT8, torch.int8, torch.uint8)
 
 DECODED_PAIRS = ("int8_per_token_head,int4_per_group", "int8_per_token_head,nvfp4")
 """Pairs of `kv_dtype.KV_FORMAT_PAIRS` that the decode reads."""
-
-SELECTS_PAIRS = False
-"""Whether layers over DECODED_PAIRS use it: it was not run on a GPU with two formats yet."""
 
 ROWS = 128
 """Query rows of a prefill work item, at least: two warpgroups of 64. A row is one query head of one
@@ -110,7 +106,7 @@ def hopper_reads(stored: KVFormat | None, values: KVFormat | None = None) -> boo
     if stored is None:
         return values is None
     if values is not None:
-        return SELECTS_PAIRS and format_pair(stored, values) in DECODED_PAIRS
+        return format_pair(stored, values) in DECODED_PAIRS
     return not (stored.elements_per_group or stored.is_open)
 
 

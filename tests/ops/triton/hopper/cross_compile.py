@@ -19,6 +19,7 @@ import triton
 from triton.runtime.cache import get_cache_manager
 
 from attnlib.backends.triton.tune import parse_tiles
+from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.ops.packed_latents import packed_views
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.shared_decode import Segment
@@ -574,6 +575,7 @@ def _entry_options(entry: TileEntry) -> dict[str, Any]:
         **({"cache": torch.uint8, "scales": "groups"} if "int4" in entry.elements else {}),
         **({"cache": torch.int8, "scales": "tokens"} if entry.elements == ("int8",) else {}),
         **(PAIR if "int8-int4" in entry.elements else {}),
+        **(NVFP4 if entry.elements == ("int8-fp4",) else {}),
     }
 
 
@@ -754,9 +756,10 @@ def tile_of(name: str) -> Any:
     sizes = (d, options.get("dv", d))
     if options.get("op") == "hopper_decode":
         rows = options.get("group", 4) * options.get("query", 1)
-        bits = {"cache_bits": _bits(cache), "value_bits": _bits(options.get("values", cache))}
+        values = {"groups": "int4_per_group", "nvfp4": "nvfp4"}.get(options.get("v_scales", ""))
+        formats = {"cache_bits": _bits(cache), "values": PAGE_FORMATS[values] if values else None}
         chosen: Any = choose_hopper_decode_tile(
-            *sizes, **bits, rows=rows, scales_in_page="values" in options
+            *sizes, **formats, rows=rows, scales_in_page="values" in options
         )
     elif options.get("float8"):
         return FLOAT8_TILE

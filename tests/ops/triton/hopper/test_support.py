@@ -11,7 +11,6 @@ import torch
 
 from attnlib.kv_dtype import PAGE_FORMATS, KVFormat
 from attnlib.ops.layer_shape import LayerShape
-from attnlib.ops.triton.hopper import sizes
 from attnlib.ops.triton.hopper.common_reasons import CallFeatures
 from attnlib.ops.triton.hopper.preference import (
     HOPPER_DECODE_KEYS,
@@ -135,18 +134,15 @@ def test_integers_with_scales_in_the_page_are_read_by_the_decode() -> None:
     assert not hopper_reads(PAGE_FORMATS["nvfp4"])
 
 
-def test_pairs_of_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_of_formats() -> None:
     """M16: int8 keys and values of 4 bits have the limits of 4-bit integers."""
     keys, values = PAGE_FORMATS["int8_per_token_head"], PAGE_FORMATS["int4_per_group"]
     pair: dict[str, Any] = {"cache": keys.dtype, "values": values}
     assert _decode(**pair, tensor_scales=True, group=16) == []
     assert "takes 128 over 4-bit" in _decode(**pair, d=96, dv=96)[0]
     assert "at most 16 rows" in _decode(**pair, group=16, tokens=2)[0]
-    monkeypatch.setattr(sizes, "SELECTS_PAIRS", True)
     assert hopper_reads(keys, values) and not hopper_reads(values, keys)
     assert not hopper_reads(keys, PAGE_FORMATS["mxfp4"]) and not hopper_reads(None, values)
-    monkeypatch.setattr(sizes, "SELECTS_PAIRS", False)
-    assert not hopper_reads(keys, values)
 
 
 def test_blocks_of_few_tokens_need_16_bit_caches() -> None:
