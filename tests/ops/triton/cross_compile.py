@@ -1070,6 +1070,7 @@ _ELEMENT_BITS = {
     "fp8-bytes": 8,
     "int8": 8,
     "int8-int4": 8,
+    "int8-fp4": 8,
     "int4": 4,
 }
 """Elements of a table entry -> their bits."""
