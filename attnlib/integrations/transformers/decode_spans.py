@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from operator import ne
 
 import numpy as np
 import torch
@@ -32,24 +33,28 @@ class Spans:
 
     Attributes:
         start, end: the keys that any row sees.
-        groups: (rows, first key) of neighbors that begin at one key, if each has a call; or empty.
+        counts: rows of each group of neighbors that begin at one key, if each has a call; or empty.
+        firsts: first key of each group.
         bias: `[B, 1, 1, end - start]`, 0 for the keys that a row sees and -inf for others; None
             where no key of a call is hidden.
     """
 
-    __slots__ = ("bias", "end", "groups", "start")
+    __slots__ = ("bias", "counts", "end", "firsts", "start")
 
     def __init__(self, starts: Sequence[int], end: int, key_bytes: int, dtype: torch.dtype) -> None:
         self.start, self.end = starts[0], end
-        self.groups: tuple[tuple[int, int], ...] = ()
+        self.counts: list[int] = []
+        self.firsts: list[int] = []
         self.bias: torch.Tensor | None = None
         if starts.count(self.start) == len(starts):
             return
         self.start = min(starts)
-        groups = tuple((len(list(rows)), start) for start, rows in groupby(starts))
+        changes = sum(map(ne, starts, starts[1:]))
         hidden = sum(starts) - self.start * len(starts)
-        if hidden * key_bytes > (len(groups) - 1) * _BYTES_OF_A_CALL:
-            self.groups = groups
+        if hidden * key_bytes > changes * _BYTES_OF_A_CALL:
+            for first, rows in groupby(starts):
+                self.counts.append(len(list(rows)))
+                self.firsts.append(first)
             return
         before = np.less(np.arange(self.start, end), np.asarray(starts)[:, None])
         bias = torch.zeros(len(starts), 1, 1, end - self.start, dtype=dtype)
@@ -98,43 +103,36 @@ def attend_spans(
     batch, heads, _, size = query.shape
     # Query heads that share a KV head are rows of one product, so that keys are read once.
     rows = query if key.shape[1] == heads else query.reshape(batch, key.shape[1], -1, size)
-    attend = _attend_linear if soft_cap is None and sinks is None else _by_scores
-    if spans.groups:
-        outputs, row = [], 0
-        for count, start in spans.groups:
-            own = rows.narrow(0, row, count)
-            keys = _part(key, row, count, start, spans.end)
-            values = _part(value, row, count, start, spans.end)
-            outputs.append(attend(own, keys, values, None, scale, soft_cap, sinks))
-            row += count
-        out = torch.cat(outputs)
+    linear = soft_cap is None and sinks is None
+    if spans.counts:
+        parts = zip(
+            torch.split(rows, spans.counts), _parts(key, spans), _parts(value, spans), strict=True
+        )
+        if linear:
+            out = torch.cat([_attend(*part, scale=scale) for part in parts])
+        else:
+            out = torch.cat([_by_scores(*part, None, scale, soft_cap, sinks) for part in parts])
     else:
         start, count = spans.start, spans.end - spans.start
         if count != key.shape[2]:
             key, value = key.narrow(2, start, count), value.narrow(2, start, count)
-        out = attend(rows, key, value, spans.bias, scale, soft_cap, sinks)
+        if linear:
+            out = _attend(rows, key, value, attn_mask=spans.bias, scale=scale)
+        else:
+            out = _by_scores(rows, key, value, spans.bias, scale, soft_cap, sinks)
     return out.reshape(batch, 1, heads, size)
 
 
-def _part(states: torch.Tensor, row: int, rows: int, start: int, end: int) -> torch.Tensor:
-    """`states[row : row + rows, :, start:end]` in one operation."""
-    strides = states.stride()
-    offset = states.storage_offset() + row * strides[0] + start * strides[2]
-    size = (rows, states.shape[1], end - start, states.shape[3])
-    return states.as_strided(size, strides, offset)
-
-
-def _attend_linear(
-    rows: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float,
-    soft_cap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention of `[B, Hkv, G, D]` rows, without soft cap and sinks."""
-    return _attend(rows, key, value, attn_mask=bias, scale=scale)
+def _parts(states: torch.Tensor, spans: Spans) -> list[torch.Tensor]:
+    """The keys or values that each group of rows sees, in one operation each."""
+    row, _, token, _ = strides = states.stride()
+    _, heads, _, size = states.shape
+    parts, offset, end = [], states.storage_offset(), spans.end
+    for count, first in zip(spans.counts, spans.firsts, strict=True):
+        shape = (count, heads, end - first, size)
+        parts.append(states.as_strided(shape, strides, offset + first * token))
+        offset += count * row
+    return parts
 
 
 def _by_scores(
@@ -146,7 +144,8 @@ def _by_scores(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same with a soft cap or sinks, which the fused operator does not have. In float32."""
+    """Attention of `[B, Hkv, G, D]` rows with a soft cap or sinks, in float32: the fused operator
+    has neither."""
     batch, heads, group, _ = rows.shape
     cap = soft_cap or 0.0
     keys, values = key.float(), value.float()

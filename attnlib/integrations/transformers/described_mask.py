@@ -39,9 +39,10 @@ def known_step(mask: torch.Tensor | None) -> StepMask | None:
     if type(mask) is MaskTensor:
         return mask.step if mask._cached is None or mask.modified() is None else None
     described: tuple[StepMask, int] | None = getattr(mask, _DESCRIPTION, None)
-    if described is None or mask is None or tensor_writes(mask) != described[1]:
+    if described is None or mask is None:
         return None
-    return described[0]
+    writes = -1 if mask.is_inference() else mask._version  # `tensor_writes`, without its call
+    return described[0] if writes == described[1] else None
 
 
 def describe_tensor(mask: torch.Tensor, step: StepMask) -> torch.Tensor:

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from attnlib.integrations.transformers.row_copy import RowCopy
 from attnlib.ops.signature import tensor_check
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class _Buffers:
         sizes: (B, H, D, Dv).
         views: what the layer handed out last.
         fits: whether states have the layout of those that were appended last.
-        append_row: writes one token of this layout in one launch; None where torch copies.
+        append_row: writes one token of this layout; None for several tokens.
     """
 
     keys: torch.Tensor
@@ -64,7 +65,7 @@ class _Buffers:
     sizes: tuple[int, int, int, int]
     views: tuple[Any, Any] = (None, None)
     fits: Callable[..., bool] | None = None
-    append_row: RowAppend | None = None
+    append_row: RowAppend | RowCopy | None = None
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> _Buffers:
@@ -108,7 +109,7 @@ class _Buffers:
         self, layer: Any, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Append states behind what the layer has, and show all tokens; None where they cannot be
-        appended. A token of the layout of the last one takes one launch."""
+        appended. A token of the layout of the last one takes the fewest calls."""
         row, fits, tokens = self.append_row, self.fits, self.views[0].shape[2]
         if row is None or fits is None or tokens >= self.capacity:
             return self._extend(layer, key_states, value_states)
@@ -146,9 +147,11 @@ class _Buffers:
         self.fits = tensor_check(key_states, value_states)
         self.append_row = None
         dense = all(new.stride(3) == 1 or new.shape[3] == 1 for new in news)
-        if self.fits is not None and key_states.is_cuda and key_states.shape[2] == 1 and dense:
-            if key_states.dtype in _KERNEL_DTYPES:
-                self.append_row = _row_append(key_states, value_states, *buffers)
+        if key_states.shape[2] == 1:
+            self.append_row = RowCopy(*self.targets)
+            if self.fits is not None and key_states.is_cuda and dense:
+                if key_states.dtype in _KERNEL_DTYPES:
+                    self.append_row = _row_append(key_states, value_states, *buffers)
         return True
 
     def show(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
