@@ -59,6 +59,14 @@ def speed_up_interpreter(interpreter: Any) -> None:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
+class _Kept(dict[Any, Any]):
+    """What a type keeps. Triton 3.6 copies types that are constants of kernels, and its tuples,
+    which are among the attributes of tensors, cannot be copied."""
+
+    def __deepcopy__(self, memo: object) -> _Kept:
+        return self
+
+
 def _multiply_by_rows(interpreter: Any) -> None:
     """Products of matrices as one product for each row."""
     builder, handle = type(interpreter.interpreter_builder), interpreter.TensorHandle
@@ -150,10 +158,10 @@ def _share_types(core: Any) -> None:
     @functools.wraps(make_block)
     def init_block(self: Any, element_ty: Any, shape: Any) -> None:
         key = tuple([size.value if type(size) is core.constexpr else size for size in shape])
-        blocks = element_ty.__dict__.setdefault("_blocks", {})
+        blocks = element_ty.__dict__.setdefault("_blocks", _Kept())
         if (known := blocks.get(key)) is None:
             make_block(self, element_ty, shape)
-            self._sizes, self._results = key, {}
+            self._sizes, self._results = key, _Kept()
             blocks[key] = self.__dict__
         else:
             self.__dict__ = known  # equal types share their attributes, which never change
@@ -165,9 +173,9 @@ def _share_types(core: Any) -> None:
             self.__dict__.update(known, handle=handle, type=type)
             return
         make_tensor(self, handle, type)
-        type.__dict__["_results"] = {
-            name: value for name, value in vars(self).items() if name not in ("handle", "type")
-        }
+        type.__dict__["_results"] = _Kept(
+            {name: value for name, value in vars(self).items() if name not in ("handle", "type")}
+        )
 
     core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
 

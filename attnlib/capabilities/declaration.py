@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from types import UnionType
@@ -112,6 +113,8 @@ class Capabilities(Declaration):
         cudagraph: batches that a CUDA graph can capture.
         needs_finite_cache: unused cache elements must be finite (P5). Allocation fills them with
             zeros.
+        least_product: product of a query and a key, before the scale, below which its kernels hide
+            a key: a row without a larger one is 0. FlashInfer: -5e4.
         deterministic: two equal calls give equal bits (M8).
         allocates_in_forward: its kernels allocate temporary memory from torch in each call, in
             addition to the declared workspace.
@@ -151,6 +154,7 @@ class Capabilities(Declaration):
     batch_invariant: bool = NOT_STATED
     cudagraph: CudaGraphSupport = NOT_STATED
     needs_finite_cache: bool = False
+    least_product: float = -math.inf
     deterministic: bool = True
     allocates_in_forward: bool = False
     rotary_write: bool = False

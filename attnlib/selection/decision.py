@@ -6,6 +6,7 @@ that tests can decide for any hardware.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from attnlib.backends.base import AttentionBackend
@@ -166,6 +167,8 @@ def _explain_lines(backend: Backend, spec: LayerSpec, device: DeviceInfo) -> tup
     assert isinstance(spec, AttentionSpec)
     if backend.capabilities.needs_finite_cache:
         lines.append("requires a cache without NaN or Inf in unused slots")
+    if (least := backend.capabilities.least_product) > -math.inf:
+        lines.append(f"hides keys whose unscaled product with the query is below {least:g}")
     decodes = spec.attn_type is AttentionType.DECODER and not spec.use_mla
     if backend.capabilities.rotary_write and decodes:
         lines.append(write_line(spec))

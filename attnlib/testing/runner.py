@@ -24,6 +24,7 @@ from attnlib.testing.outcome import UnsupportedCase
 __all__ = [
     "AttentionOutput",
     "attend",
+    "check_least_product",
     "check_supported",
     "compare_with_oracle",
     "equals_result_without",
@@ -65,6 +66,18 @@ def check_supported(backend: Backend, case: Case, device: torch.device | str) ->
         )
     if reasons:
         raise UnsupportedCase(reasons)
+
+
+def check_least_product(backend: Backend, case: Case, score: float) -> None:
+    """Check that the backend does not hide keys of this score (`Capabilities.least_product`).
+
+    Raises:
+        UnsupportedCase: it hides them.
+    """
+    scale = case.scale or case.head_size**-0.5
+    if not case.logits_soft_cap and score / scale < backend.capabilities.least_product:
+        least = backend.capabilities.least_product
+        raise UnsupportedCase([f"least_product={least:g}: keys of the score {score:g} are hidden"])
 
 
 def find_operation(backend: Backend, name: str) -> Callable[..., Any]:

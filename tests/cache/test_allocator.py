@@ -131,9 +131,9 @@ def test_free_takes_linear_time(repeats: int) -> None:
     blocks = pool.allocate(pool.num_blocks)
     for _ in range(repeats - 1):
         pool.retain(blocks)
-    started = time.perf_counter()
+    started = time.process_time()
     pool.free(blocks * repeats)
-    assert time.perf_counter() - started < 0.3 * repeats
+    assert time.process_time() - started < 0.3 * repeats
     assert pool.num_free_blocks == pool.num_blocks
 
 

@@ -113,18 +113,21 @@ def convert_base2_lse(lse_base2: torch.Tensor, target: torch.Tensor, empty: torc
     target.masked_fill_(empty.unsqueeze(-1), -math.inf)
 
 
-def rows_without_keys(metadata: PagedMetadata, rows: slice, up_to_own: bool) -> torch.Tensor:
+def rows_without_keys(
+    metadata: PagedMetadata, rows: slice, up_to_own: bool, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Which queries see no key, by the lengths on the device: `[rows]` bool.
 
     Args:
         metadata: the batch.
         rows: of the queries; the decodes, one per request, or others.
         up_to_own: keys after the query's own are hidden.
+        out: `[rows]` bool, memory for the result; None allocates it.
     """
     starts, seq_lens = metadata.query_start_loc, metadata.seq_lens
     each_one = metadata.max_decode_query_len <= 1 and rows.stop == metadata.num_decodes
     if rows.start == 0 and each_one:
-        return seq_lens[rows] <= 0  # may be captured: nothing is kept
+        return torch.le(seq_lens[rows], 0, out=out)  # may be captured: nothing is kept
     kept: dict[Any, torch.Tensor] = vars(metadata).setdefault("_rows_without_keys", {})
     key = (rows.start, rows.stop, up_to_own)
     if key not in kept:

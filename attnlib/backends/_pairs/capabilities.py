@@ -48,6 +48,7 @@ def common_capabilities(first: Backend, second: Backend, **changes: Any) -> Capa
             (c for c in (one.max_capability, two.max_capability) if c), default=None
         ),
         needs_finite_cache=one.needs_finite_cache or two.needs_finite_cache,
+        least_product=max(one.least_product, two.least_product),
         allocates_in_forward=one.allocates_in_forward or two.allocates_in_forward,
         rotary_write=False,
         batch_invariant=False,

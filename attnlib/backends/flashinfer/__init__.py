@@ -69,6 +69,7 @@ class FlashInferBackend(AttentionBackend):
         kv_sharing=True,
         batch_invariant=False,
         cudagraph=CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+        least_product=-5e4,  # the minus infinity of its kernels, math::inf
     )
 
     @staticmethod

@@ -62,9 +62,11 @@ class FlashInferMetadata(PagedMetadata):
 
 
 def scratch_bytes(spec: AttentionSpec, num_tokens: int) -> int:
-    """Bytes for one layer's contiguous output and float32 LSE, both aligned to 256 bytes."""
+    """Bytes for one layer's contiguous output and float32 LSE, both aligned to 256 bytes, and, in
+    the end, one for each token."""
     rows = num_tokens * spec.num_heads
-    return -(-rows * spec.head_size_v * spec.dtype.itemsize // 256) * 256 + rows * 4
+    size = -(-rows * spec.head_size_v * spec.dtype.itemsize // 256) * 256
+    return size + rows * 4 + num_tokens
 
 
 def graph_id(common: CommonAttentionMetadata) -> tuple[int, int]:

@@ -125,7 +125,8 @@ class FlashInferImpl(AttentionImpl):
         scaled = isinstance(k_scale, torch.Tensor) or isinstance(v_scale, torch.Tensor)
         if scaled or kernel_lse is not None:
             up_to_own = bool(metadata.causal) or self._key.window_right == 0
-            empty = rows_without_keys(metadata, rows, up_to_own)
+            places = metadata.scratch[len(metadata.scratch) - len(query) :].view(torch.bool)
+            empty = rows_without_keys(metadata, rows, up_to_own, places)
             if scaled:
                 _apply_scales(packed, kernel_lse, empty, k_scale, v_scale)
             if kernel_lse is not None:

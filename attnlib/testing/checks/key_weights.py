@@ -25,7 +25,7 @@ from attnlib.testing.check import Check, CheckCase
 from attnlib.testing.inputs import StepInputs
 from attnlib.testing.layouts import write_slots
 from attnlib.testing.oracle import visible_keys
-from attnlib.testing.runner import run_materialized_case
+from attnlib.testing.runner import check_least_product, run_materialized_case
 
 __all__ = ["CHECKS"]
 
@@ -108,6 +108,7 @@ def _describe(case: Case, actual: torch.Tensor, expected: torch.Tensor, limit: f
 
 
 def _check(target: BackendUnderTest, case: Case, score: float = 0.0) -> str:
+    check_least_product(target.backend, case, score)
     step = case.materialize(target.device).modify_inputs(partial(_fill, score=score))
     out = run_materialized_case(target.backend, step).out.cpu()
     expected = _shares(case)[:, None].expand(out.shape)

@@ -22,7 +22,7 @@ from attnlib.testing.check import Check, CheckCase
 from attnlib.testing.inputs import StepInputs
 from attnlib.testing.layouts import write_slots
 from attnlib.testing.oracle import visible_keys
-from attnlib.testing.runner import run_materialized_case
+from attnlib.testing.runner import check_least_product, run_materialized_case
 from attnlib.testing.score_functions import SUITE
 
 __all__ = ["CHECKS", "visible_keys_of_output"]
@@ -98,6 +98,7 @@ def _format_ranges(keys: list[int]) -> str:
 
 
 def _compare(target: BackendUnderTest, case: Case, score: float) -> str:
+    check_least_product(target.backend, case, score)
     actual_masks, batch = visible_keys_of_output(target, case, score), case.batch_spec
     for request, expected in enumerate(_expected_masks(case)):
         wrong = torch.nonzero((actual_masks[request] != expected).any(dim=2))

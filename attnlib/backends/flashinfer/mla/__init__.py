@@ -29,7 +29,9 @@ class FlashInferMLABackend(AttentionBackend):
     """FlashInfer's `BatchMLAPagedAttentionWrapper`, for decodes and absorbed prefills."""
 
     description = "FlashInfer's MLA wrapper, planned once per batch"
-    capabilities = latent_capabilities(min_capability=(8, 0), block_sizes=Sizes(1))
+    capabilities = latent_capabilities(
+        min_capability=(8, 0), block_sizes=Sizes(1), least_product=-5e4
+    )
 
     @staticmethod
     def get_name() -> str:
