@@ -15,9 +15,11 @@ import triton
 from attnlib.ops.states.layout import POSITION_COPIES, StateLayout
 
 __all__ = [
+    "EVERY_LONG_KIND",
     "LARGEST_CHUNK",
     "LARGEST_HEAD",
     "LONG_CHUNK",
+    "LONG_KINDS",
     "TILES",
     "StateChoice",
     "StateTile",
@@ -33,7 +35,13 @@ LARGEST_CHUNK = 32
 per thread on sm_89."""
 LONG_CHUNK = 0
 """Tokens that a long step computes at a time on Hopper where its bits may depend on its length, 64
-or 0 for those of a chunk of the slots. Off until it was measured on a GPU."""
+or 0 for those of a chunk of the slots. Off until its errors on a GPU are found."""
+LONG_KINDS = frozenset({("delta", "head")})
+"""(update, decay) of the layers that may do so. The kernels also have additive updates, which
+access wrong memory on a GPU, and decays per channel, which were not run on one."""
+EVERY_LONG_KIND = frozenset(
+    (update, decay) for update in ("delta", "add") for decay in ("head", "channel", "constant")
+)
 MOST_COLUMNS = 32
 
 
@@ -107,12 +115,12 @@ class StateTile(NamedTuple):
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
-def uses_long_chunks(layout: StateLayout, max_query_len: int) -> bool:
+def uses_long_chunks(layout: StateLayout, update: str, max_query_len: int) -> bool:
     """Whether steps of at most so many tokens, whose bits may depend on it, take `LONG_CHUNK` of
-    them at a time: the kernels multiply bfloat16, and without decays."""
-    is_exact = layout.dtype == torch.bfloat16 and layout.decay != "channel"
-    fits = layout.key_size <= 128 and layout.value_size <= 128
-    return is_exact and fits and layout.chunk_size < LONG_CHUNK <= max_query_len
+    them at a time: the kernels multiply bfloat16."""
+    fits = max(layout.key_size, layout.value_size) <= 128 and layout.dtype == torch.bfloat16
+    fits = fits and (update, layout.decay) in LONG_KINDS
+    return fits and layout.chunk_size < LONG_CHUNK <= max_query_len
 
 
 def kind_of_step(
@@ -148,7 +156,8 @@ def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> St
     if key_size > 128 and value_size <= 128:
         rows = min(rows, 32)  # as many registers as 64 rows of 128 keys
     is_whole = choice.is_whole and kind in WHOLE
-    rows = rows if is_whole else max(rows, largest // POSITION_COPIES)
+    if not is_whole and value_size > 128:
+        rows = max(rows, 64)
     passes = largest // rows if is_whole else 1
     parts, blocks = triton.cdiv(key_size, part), triton.cdiv(value_size, rows * passes)
     assert blocks <= POSITION_COPIES

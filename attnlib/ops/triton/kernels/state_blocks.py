@@ -64,16 +64,17 @@ def _compose(first, left, right):
 
 
 @triton.jit
-def multiply_float32(a, b, CONFIG: tl.constexpr):
-    """Return a b with the precision of float32; Triton's own division of numbers looks for NaN."""
+def _multiply(a, b, acc, CONFIG: tl.constexpr):
+    """Return acc + a b with the precision of float32; Triton's own division of numbers looks for
+    NaN."""
     if CONFIG.PRECISION == "tf32x3":
         a_high = (a.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
         b_high = (b.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        acc = tl.dot(a - a_high, b_high, input_precision="tf32")
+        acc = tl.dot(a - a_high, b_high, acc, input_precision="tf32")
         acc = tl.dot(a_high, b - b_high, acc, input_precision="tf32")
         acc = tl.dot(a_high, b_high, acc, input_precision="tf32")
     else:
-        acc = tl.dot(a, b, input_precision=CONFIG.PRECISION)
+        acc = tl.dot(a, b, acc, input_precision=CONFIG.PRECISION)
     return acc
 
 
@@ -89,14 +90,14 @@ def block_inverse(a, CONFIG: tl.constexpr):
     for level in tl.static_range(4):
         part = tl.where(joins(level, SIZE)[None, :, :], x, 0.0)
         if level > 0:
-            part = multiply_float32(inverse, part, CONFIG)
-            part = multiply_float32(part, inverse, CONFIG)
+            part = _multiply(inverse, part, tl.zeros_like(x), CONFIG)
+            part = _multiply(part, inverse, tl.zeros_like(x), CONFIG)
         inverse = inverse - part
     for level in tl.static_range(4, LEVELS):
         first, last = _halves(inverse)
         _, left, _ = _quarters(_diagonal(a, 2 << level))
-        left = multiply_float32(last, left, CONFIG)
-        left = multiply_float32(left, first, CONFIG)
+        left = _multiply(last, left, tl.zeros_like(left), CONFIG)
+        left = _multiply(left, first, tl.zeros_like(left), CONFIG)
         inverse = _compose(first, -left, last)
     return tl.reshape(inverse, [CONFIG.C, CONFIG.C])
 
@@ -114,15 +115,39 @@ def _level_products(k, q, kk, qk, level: tl.constexpr, CONFIG: tl.constexpr):
         _, q = _halves(q)
     first = tl.permute(first, (0, 2, 1))
     if CONFIG.DELTA:
-        kk = tl.dot(k, first, kk, input_precision=CONFIG.PRECISION)
-    return kk, tl.dot(q, first, qk, input_precision=CONFIG.PRECISION)
+        kk = _multiply(k, first, kk, CONFIG)
+    return kk, _multiply(q, first, qk, CONFIG)
+
+
+@triton.jit
+def _join_level(chunk, total, level: tl.constexpr, CONFIG: tl.constexpr):
+    """Return (k . k, q . k) of the rows that a level joins, [C, C], and the sums of the decays from
+    the beginning of the joined blocks; `total` are those of the blocks before."""
+    SIZE: tl.constexpr = 1 << level if level > 4 else 16
+    COUNT: tl.constexpr = CONFIG.C // (2 * SIZE) if level >= 4 else CONFIG.C // SIZE
+    PARTS: tl.constexpr = CONFIG.PARTS
+    upper = is_upper(level, CONFIG)[:, None]
+    longer = ()
+    kk = tl.zeros([COUNT, SIZE, SIZE], tl.float32)
+    qk = kk
+    for part in tl.static_range(PARTS):
+        x = total[part]
+        before = border(x, level, CONFIG)
+        longer = longer + (tl.where(upper, x + before, x),)
+        factor = tl.exp(tl.where(upper, x, before - x))
+        k = key_part(chunk, part, CONFIG).to(tl.float32) * factor
+        q = query_part(chunk, part, CONFIG).to(tl.float32) * factor
+        kk, qk = _level_products(k, q, kk, qk, level, CONFIG)
+    if level >= 4:
+        zeros = tl.zeros_like(kk)
+        kk, qk = _compose(zeros, kk, zeros), _compose(zeros, qk, zeros)
+    return _place(kk), _place(qk), longer
 
 
 @triton.jit
 def channel_blocks(chunk, CONFIG: tl.constexpr):
     """Return what `state_matrices._channel_products` does."""
     LEVELS: tl.constexpr = CONFIG.LEVELS
-    PARTS: tl.constexpr = CONFIG.PARTS
     C: tl.constexpr = CONFIG.C
     index = tl.arange(0, C)
     own = sum_products(chunk, True, True, CONFIG)
@@ -130,28 +155,8 @@ def channel_blocks(chunk, CONFIG: tl.constexpr):
     kk = qk
     total = chunk.decay  # from the beginning of each block
     for level in tl.static_range(LEVELS):
-        SIZE: tl.constexpr = 1 << level if level > 4 else 16
-        COUNT: tl.constexpr = C // (2 * SIZE) if level >= 4 else C // SIZE
-        upper = is_upper(level, CONFIG)[:, None]
-        longer = ()
-        key_products = tl.zeros([COUNT, SIZE, SIZE], tl.float32)
-        query_products = key_products
-        for part in tl.static_range(PARTS):
-            x = total[part]
-            before = border(x, level, CONFIG)
-            longer = longer + (tl.where(upper, x + before, x),)
-            factor = tl.exp(tl.where(upper, x, before - x))
-            k = key_part(chunk, part, CONFIG).to(tl.float32) * factor
-            q = query_part(chunk, part, CONFIG).to(tl.float32) * factor
-            key_products, query_products = _level_products(
-                k, q, key_products, query_products, level, CONFIG
-            )
-        if level >= 4:
-            zeros = tl.zeros_like(key_products)
-            key_products = _compose(zeros, key_products, zeros)
-            query_products = _compose(zeros, query_products, zeros)
+        key_products, query_products, total = _join_level(chunk, total, level, CONFIG)
         joined = joins(level, C)
-        kk = tl.where(joined, _place(key_products), kk)
-        qk = tl.where(joined, _place(query_products), qk)
-        total = longer
+        kk = tl.where(joined, key_products, kk)
+        qk = tl.where(joined, query_products, qk)
     return kk, qk
