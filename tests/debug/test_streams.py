@@ -64,8 +64,9 @@ def test_overlapping_batches_of_a_builder_are_refused(on: Any) -> None:
 
 def test_builders_and_batches_without_shared_memory_may_overlap(on: Any) -> None:
     first, second = _Stream("a"), _Stream("b")
-    on(first, _batch(torch.zeros(64)))()
-    on(second, _batch(torch.zeros(64)))()
+    one, other = torch.zeros(64), torch.zeros(64)  # both alive: of two addresses
+    on(first, _batch(one))()
+    on(second, _batch(other))()
     assert on(second, _batch(None)) is None
 
 
