@@ -15,7 +15,7 @@ __all__ = ["Spans", "attend_spans", "visible_spans"]
 
 _attend = torch.nn.functional.scaled_dot_product_attention
 
-_BYTES_OF_A_CALL = 1 << 17
+_BYTES_OF_A_CALL = 1 << 20
 """Keys and values that are read in the time that one more call of the operator takes."""
 
 
