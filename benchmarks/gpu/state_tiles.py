@@ -86,9 +86,7 @@ def chosen(name: str) -> Iterator[None]:
     columns, choice = (state_tiles.MOST_COLUMNS, None) if name == SHIPPED else parse(name)
     kinds = dict.fromkeys(state_tiles.TILES, choice) if choice else state_tiles.TILES
     chunk = state_tiles.LONG_CHUNK if choice is None else 64 * name.startswith(LONG)
-    long = state_tiles.LONG_KINDS if choice is None else state_tiles.EVERY_LONG_KIND
-    constants = {"MOST_COLUMNS": columns, "LONG_CHUNK": chunk, "LONG_KINDS": long}
-    with patch.multiple(state_tiles, TILES=kinds, **constants):
+    with patch.multiple(state_tiles, TILES=kinds, MOST_COLUMNS=columns, LONG_CHUNK=chunk):
         state_config.cache_clear()  # neither key names a tile
         LAUNCHES.clear()
         try:

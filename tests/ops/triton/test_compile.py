@@ -151,7 +151,6 @@ LARGE_SPILLED = {
     "fused-128-whole": 360,  # sm_90; a program keeps what all value rows share, in 168 registers
     "state-128-whole": 336,  # the same
     "state-128-c32": 640,  # sm_89; twice the rows of a chunk
-    "state-128-channels-long": 1712,  # sm_90; columns of keys in three parts, not tuned
     "state-256": 704,  # sm_120; a program keeps 64 x 256 elements of the state
     "packed-prefill-all": 368,  # sm_100; 336 on sm_90: a scale for each row, in two loops
 }

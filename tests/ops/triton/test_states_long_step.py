@@ -36,7 +36,6 @@ def long_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(long_step.PreparedLongStep, "run", noted)
     monkeypatch.setattr(state_tiles, "LONG_CHUNK", 64)
-    monkeypatch.setattr(state_tiles, "LONG_KINDS", state_tiles.EVERY_LONG_KIND)
     yield taken
 
 
@@ -65,7 +64,6 @@ def served(spec: StateSpec, length: int, plan: list[tuple[int, int]]) -> float:
         ("gated delta", {}),
         pytest.param("mamba2", {}, marks=pytest.mark.slow),
         pytest.param("lightning", {"chunk_size": 32}, marks=pytest.mark.slow),
-        pytest.param("kimi delta", {}, marks=pytest.mark.slow),
         pytest.param("gated delta", {"key_size": 40, "value_size": 72}, marks=pytest.mark.slow),
     ],
 )
@@ -111,15 +109,13 @@ def test_requests_forks_and_other_slots(long_steps: list[int]) -> None:
 
 
 def test_who_takes_long_chunks(long_steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers whose bits may depend on lengths, of bfloat16 and of some kinds, in long steps."""
+    """Layers whose bits may depend on lengths, of bfloat16 and decays per head, in long steps."""
     plain = spec_of("gated delta")
     assert served(plain, 64, [(64, 0)]) < LIMIT and long_steps == [64]
     served(plain, 63, [(63, 0)])
     served(plain.replace(batch_invariant=True), 64, [(64, 0)])
     served(plain.replace(dtype=torch.float16), 64, [(64, 0)])
-    monkeypatch.setattr(state_tiles, "LONG_KINDS", {("add", "head")})
-    served(plain, 64, [(64, 0)])
-    monkeypatch.setattr(state_tiles, "LONG_KINDS", state_tiles.EVERY_LONG_KIND)
+    served(spec_of("kimi delta"), 64, [(64, 0)])
     monkeypatch.setattr(state_tiles, "LONG_CHUNK", 0)
     served(plain, 64, [(64, 0)])
     assert long_steps == [64]

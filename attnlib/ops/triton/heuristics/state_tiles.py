@@ -15,11 +15,9 @@ import triton
 from attnlib.ops.states.layout import POSITION_COPIES, StateLayout
 
 __all__ = [
-    "EVERY_LONG_KIND",
     "LARGEST_CHUNK",
     "LARGEST_HEAD",
     "LONG_CHUNK",
-    "LONG_KINDS",
     "TILES",
     "StateChoice",
     "StateTile",
@@ -35,13 +33,8 @@ LARGEST_CHUNK = 32
 per thread on sm_89."""
 LONG_CHUNK = 0
 """Tokens that a long step computes at a time on Hopper where its bits may depend on its length, 64
-or 0 for those of a chunk of the slots. Off until its errors on a GPU are found."""
-LONG_KINDS = frozenset({("delta", "head")})
-"""(update, decay) of the layers that may do so. The kernels also have additive updates, which
-access wrong memory on a GPU, and decays per channel, which were not run on one."""
-EVERY_LONG_KIND = frozenset(
-    (update, decay) for update in ("delta", "add") for decay in ("head", "channel", "constant")
-)
+or 0 for those of a chunk of the slots. Off until the conformance suite has run with it on a GPU.
+Without stages, its loop addresses wrong shared memory on an H100."""
 MOST_COLUMNS = 32
 
 
@@ -115,12 +108,12 @@ class StateTile(NamedTuple):
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
-def uses_long_chunks(layout: StateLayout, update: str, max_query_len: int) -> bool:
+def uses_long_chunks(layout: StateLayout, max_query_len: int) -> bool:
     """Whether steps of at most so many tokens, whose bits may depend on it, take `LONG_CHUNK` of
-    them at a time: the kernels multiply bfloat16."""
-    fits = max(layout.key_size, layout.value_size) <= 128 and layout.dtype == torch.bfloat16
-    fits = fits and (update, layout.decay) in LONG_KINDS
-    return fits and layout.chunk_size < LONG_CHUNK <= max_query_len
+    them at a time: the kernels multiply bfloat16, and without decays."""
+    is_exact = layout.dtype == torch.bfloat16 and layout.decay != "channel"
+    fits = layout.key_size <= 128 and layout.value_size <= 128
+    return is_exact and fits and layout.chunk_size < LONG_CHUNK <= max_query_len
 
 
 def kind_of_step(

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL
-from attnlib.ops.triton.kernels.state_blocks import block_inverse, channel_blocks
+from attnlib.ops.triton.kernels.state_blocks import block_inverse
 from attnlib.ops.triton.kernels.state_rows import key_part, query_part
 from attnlib.ops.triton.kernels.state_sums import border, is_upper, joins, sum_products
 
@@ -99,10 +99,7 @@ def _invert(a, CONFIG: tl.constexpr):
 def chunk_matrices(chunk, factors, CONFIG: tl.constexpr):
     """Return (T, P) of a chunk, [C, C] float32, without the norm of the queries."""
     if CONFIG.DECAY == DECAY_CHANNEL:
-        if CONFIG.C > 32:
-            kk, qk = channel_blocks(chunk, CONFIG)
-        else:
-            kk, qk = _channel_products(chunk, CONFIG)
+        kk, qk = _channel_products(chunk, CONFIG)
     else:
         kk, qk = _head_products(chunk, factors, CONFIG)
     norm_k = factors.norm_k

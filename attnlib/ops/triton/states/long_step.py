@@ -11,7 +11,6 @@ from attnlib.ops.states.params import RecurrenceParams
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.heuristics.device import INTERPRETED, DeviceLimits, limits_of
-from attnlib.ops.triton.heuristics.state_tiles import MOST_COLUMNS
 from attnlib.ops.triton.hopper.kernels.state_long import (
     FACTORS,
     long_matrices_kernel,
@@ -36,8 +35,7 @@ def takes_long_chunks(
     # Two stages of the loop need the shared memory of Hopper; the interpreter tests the kernels.
     has_memory = limits.capability[0] == 9 or INTERPRETED
     is_free = has_memory and not params.is_invariant and len(dtypes) == 1
-    longest = batch.max_query_len
-    return is_free and state_tiles.uses_long_chunks(slots.layout, params.update, longest)
+    return is_free and state_tiles.uses_long_chunks(slots.layout, batch.max_query_len)
 
 
 class PreparedLongStep:
@@ -68,19 +66,8 @@ class PreparedLongStep:
         matrices = 2 if config.DELTA else 1
         self._planes = (chunks, heads, matrices, 3, chunk, chunk)
         self._factors = (chunks, heads, FACTORS.value, chunk)
-        is_wide = layout.decay == "channel"
-        self._totals = (chunks, heads, chunk, config.PART) if is_wide else None
-        wide = config
-        if is_wide and config.PART > MOST_COLUMNS:
-            # More columns at a time do not fit the registers of a thread.
-            parts = config.PART // MOST_COLUMNS
-            wide = config._replace(PART=MOST_COLUMNS, PARTS=parts)
         self._matrices = KernelLaunch(
-            long_matrices_kernel,
-            wide,
-            (chunks, heads),
-            (float(params.scale), num_reqs),
-            num_warps=4,
+            long_matrices_kernel, config, (chunks, heads), (float(params.scale), num_reqs)
         )
         self._step = KernelLaunch(
             long_step_kernel,
@@ -108,10 +95,7 @@ class PreparedLongStep:
         ]
         planes = torch.empty(self._planes, dtype=torch.bfloat16, device=device)
         factors = torch.empty(self._factors, dtype=torch.float32, device=device)
-        totals = factors
-        if self._totals is not None:
-            totals = torch.empty(self._totals, dtype=torch.float32, device=device)
-        memory = planes, factors, totals
+        memory = planes, factors
         self._matrices.run(query, key, *gates, positions, tail_key, *tails, *where, *memory)
         stored = positions, tail_key, tail_value
         skip = absent if skip is None else skip

@@ -23,7 +23,6 @@ import triton.language as tl
 
 from attnlib.ops.triton.kernels.schedule import find_request
 from attnlib.ops.triton.kernels.state_arguments import (
-    DECAY_CHANNEL,
     DECAY_CONSTANT,
     UNALIGNED,
     Chunk,
@@ -137,17 +136,19 @@ def _load(
 
 
 @triton.jit
-def _load_keys(part, tokens, tail, columns, FRESH: tl.constexpr, CONFIG: tl.constexpr):
+def _load_keys(part, tokens, tail, FRESH: tl.constexpr, CONFIG: tl.constexpr):
     DK: tl.constexpr = CONFIG.DK
     OLD: tl.constexpr = CONFIG.HK * DK
-    PADDED: tl.constexpr = DK % CONFIG.PART != 0
+    PADDED: tl.constexpr = CONFIG.PART != DK
+    columns = part_columns(0, CONFIG)
     return _load(part, tail.k, tokens.k, columns, DK, PADDED, OLD, CONFIG.K_T, FRESH, CONFIG)
 
 
 @triton.jit
-def _load_queries(part, tokens, columns, CONFIG: tl.constexpr):
+def _load_queries(part, tokens, CONFIG: tl.constexpr):
     DK: tl.constexpr = CONFIG.DK
-    PADDED: tl.constexpr = DK % CONFIG.PART != 0
+    PADDED: tl.constexpr = CONFIG.PART != DK
+    columns = part_columns(0, CONFIG)
     return _load(part, tokens.q, tokens.q, columns, DK, PADDED, 0, CONFIG.Q_T, True, CONFIG)
 
 
@@ -161,16 +162,6 @@ def _load_values(part, tokens, tail, columns, FRESH: tl.constexpr, CONFIG: tl.co
 
 
 @triton.jit
-def _load_decays(part, tokens, tail, columns, CONFIG: tl.constexpr):
-    DK: tl.constexpr = CONFIG.DK
-    OLD: tl.constexpr = CONFIG.HV * DK
-    PADDED: tl.constexpr = DK % CONFIG.PART != 0
-    return _load(
-        part, tail.decay, tokens.decay, columns, DK, PADDED, OLD, CONFIG.G_T, False, CONFIG
-    )
-
-
-@triton.jit
 def _load_numbers(part, old, new, OLD: tl.constexpr, NEW: tl.constexpr, CONFIG: tl.constexpr):
     place, exists = _places_of(part, old, new, OLD, NEW, False, CONFIG)
     return tl.load(place, mask=exists, other=0.0)
@@ -180,52 +171,30 @@ def _load_numbers(part, old, new, OLD: tl.constexpr, NEW: tl.constexpr, CONFIG: 
 def _open_chunk(part, tokens, tail, CONFIG: tl.constexpr):
     """Return the `Chunk` of one head. Tokens in the tail have queries of 0."""
     C: tl.constexpr = CONFIG.C
-    PARTS: tl.constexpr = CONFIG.PARTS
     beta = tl.full([C], 1.0, tl.float32)
     if CONFIG.HAS_BETA:
         beta = _load_numbers(part, tail.beta, tokens.beta, CONFIG.HV, CONFIG.B_T, CONFIG)
     if CONFIG.DECAY == DECAY_CONSTANT:
         exists = tl.arange(0, C) < part.stop - part.start
         decay = tl.where(exists, tl.load(tokens.decay), 0.0)
-    elif CONFIG.DECAY == DECAY_CHANNEL:
-        decay = ()
-        for number in tl.static_range(PARTS):
-            columns = part_columns(number, CONFIG)
-            decay = decay + (_load_decays(part, tokens, tail, columns, CONFIG),)
     else:
         decay = _load_numbers(part, tail.decay, tokens.decay, CONFIG.HV, CONFIG.G_T, CONFIG)
+    k = _load_keys(part, tokens, tail, False, CONFIG)
     stop = tl.where(part.is_old, part.start, part.stop)
-    read = Part(part.start, stop, part.token, False)
-    q = ()
-    k = ()
-    for number in tl.static_range(PARTS):
-        columns = part_columns(number, CONFIG)
-        q = q + (_load_queries(read, tokens, columns, CONFIG),)
-        k = k + (_load_keys(part, tokens, tail, columns, False, CONFIG),)
-    return Chunk(q, k, decay, beta, 0, tokens, tail)
+    q = _load_queries(Part(part.start, stop, part.token, False), tokens, CONFIG)
+    return Chunk((q,), (k,), decay, beta, 0, tokens, tail)
 
 
 @triton.jit
 def _factors(chunk, scale, CONFIG: tl.constexpr):
     """Return the `Factors` of a chunk."""
-    PARTS: tl.constexpr = CONFIG.PARTS
     norm_q = tl.full([CONFIG.C], 1.0, tl.float32)
     norm_k = norm_q
     if CONFIG.NORM:
-        norm_q = tl.full([CONFIG.C], CONFIG.EPS, tl.float32)
-        norm_k = norm_q
-        for part in tl.static_range(PARTS):
-            q, k = chunk.q[part].to(tl.float32), chunk.k[part].to(tl.float32)
-            norm_q += tl.sum(q * q, 1)
-            norm_k += tl.sum(k * k, 1)
-        norm_q, norm_k = tl.rsqrt(norm_q), tl.rsqrt(norm_k)
-    if CONFIG.DECAY == DECAY_CHANNEL:
-        total = ()
-        for part in tl.static_range(PARTS):
-            total = total + (tl.cumsum(chunk.decay[part], 0),)
-    else:
-        total = tl.cumsum(chunk.decay, 0)
-    return Factors(total, norm_q * scale, norm_k)
+        q, k = chunk.q[0].to(tl.float32), chunk.k[0].to(tl.float32)
+        norm_q = tl.rsqrt(tl.sum(q * q, 1) + CONFIG.EPS)
+        norm_k = tl.rsqrt(tl.sum(k * k, 1) + CONFIG.EPS)
+    return Factors(tl.cumsum(chunk.decay, 0), norm_q * scale, norm_k)
 
 
 @triton.jit
@@ -236,15 +205,6 @@ def _places(planes, factors, chunk, head, CONFIG: tl.constexpr):
     number = chunk.to(tl.int64) * CONFIG.HV + head
     plane = planes + number * (MATRICES * 3 * CONFIG.C * CONFIG.C)
     return plane + row[:, None] * CONFIG.C + row[None, :], factors + number * (FACTORS * CONFIG.C)
-
-
-@triton.jit
-def _totals(totals, chunk, head, part: tl.constexpr, CONFIG: tl.constexpr):
-    """Return pointers to the sums of the decays of a chunk up to each row, [C, PART]."""
-    KEYS: tl.constexpr = CONFIG.PART * CONFIG.PARTS
-    number = chunk.to(tl.int64) * CONFIG.HV + head
-    place = tl.arange(0, CONFIG.C)[:, None] * KEYS + part_columns(part, CONFIG)[None, :]
-    return totals + number * (CONFIG.C * KEYS) + place
 
 
 @triton.jit
@@ -295,7 +255,6 @@ def long_matrices_kernel(
     sources,
     planes,
     factors,
-    totals,
     scale,
     num_reqs,
     CONFIG: tl.constexpr,
@@ -303,8 +262,7 @@ def long_matrices_kernel(
     """Prepare one chunk of one state head. Grid: (chunks, HV).
 
     planes: [chunks, HV, 2, 3, C, C] bfloat16, P and T in three parts; without T for additive
-    updates. factors: [chunks, HV, FACTORS, C] float32. totals: [chunks, HV, C, PART * PARTS]
-    float32, sums of the decays up to each token, for decays per channel.
+    updates. factors: [chunks, HV, FACTORS, C] float32.
     """
     C: tl.constexpr = CONFIG.C
     place, head = tl.program_id(0), tl.program_id(1)
@@ -329,20 +287,13 @@ def long_matrices_kernel(
     if CONFIG.DELTA:
         _store_planes(plane + 3 * C * C, solve, CONFIG)
     index = tl.arange(0, C)
-    if CONFIG.DECAY == DECAY_CHANNEL:
-        PARTS: tl.constexpr = CONFIG.PARTS
-        for part in tl.static_range(PARTS):
-            tl.store(_totals(totals, place, head, part, CONFIG), given.total[part])
-        total = tl.zeros([C], tl.float32)  # of what all channels share
-    else:
-        total = given.total
-    decays = tl.exp(total)
-    end = tl.sum(tl.where(index == C - 1, total, 0.0), 0)
+    decays = tl.exp(given.total)
+    end = tl.sum(tl.where(index == C - 1, given.total, 0.0), 0)
     vector += index
     tl.store(vector, chunk.beta)
     tl.store(vector + C, chunk.beta * given.norm_k * decays)
     tl.store(vector + 2 * C, given.norm_q * decays)
-    tl.store(vector + 3 * C, given.norm_k * tl.exp(end - total))
+    tl.store(vector + 3 * C, given.norm_k * tl.exp(end - given.total))
     tl.store(vector + 4 * C, tl.zeros([C], tl.float32) + tl.exp(end))
 
 
@@ -382,50 +333,28 @@ def _store_outputs(out, part, o, columns, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def _multiply_rows(rows, decays, parts, acc, CONFIG: tl.constexpr):
-    """Return acc + (rows decays) x, with x in three parts; the decays of channels, if they have."""
-    if CONFIG.DECAY == DECAY_CHANNEL:
-        acc = _multiply_planes(_parts_of(rows.to(tl.float32) * decays), parts, acc, CONFIG)
-    else:
-        acc = _multiply(rows, parts, acc, CONFIG)
-    return acc
-
-
-@triton.jit
-def _compute_chunk(
-    s, q, k, v, skip, place, vector, total, OUTPUTS: tl.constexpr, CONFIG: tl.constexpr
-):
+def _compute_chunk(s, q, k, v, skip, place, vector, OUTPUTS: tl.constexpr, CONFIG: tl.constexpr):
     """Return the state [PART, ROWS] after a chunk and, with OUTPUTS, its outputs [C, ROWS]."""
     C: tl.constexpr = CONFIG.C
     ROWS: tl.constexpr = CONFIG.ROWS
     row = tl.arange(0, C)
     beta, kept = tl.load(vector + row), tl.load(vector + 3 * C + row)
-    decays = 1.0
-    if CONFIG.DECAY == DECAY_CHANNEL:
-        sums = tl.load(total)
-        decays = tl.exp(sums)
+    decay = tl.load(vector + 4 * C)
     zeros = tl.zeros([C, ROWS], tl.float32)
     parts = _parts_of(s)
     u = v * beta[:, None]
     if CONFIG.DELTA:
         seen = tl.load(vector + C + row)
-        u -= _multiply_rows(k, decays, parts, zeros, CONFIG) * seen[:, None]
+        u -= _multiply(k, parts, zeros, CONFIG) * seen[:, None]
         u = _multiply_planes(_load_planes(place + 3 * C * C, CONFIG), _parts_of(u), zeros, CONFIG)
     o = zeros
     if OUTPUTS:
         read = tl.load(vector + 2 * C + row)
-        o = _multiply_rows(q, decays, parts, zeros, CONFIG) * read[:, None]
+        o = _multiply(q, parts, zeros, CONFIG) * read[:, None]
         if CONFIG.HAS_SKIP:
             o += v * skip
         o = _multiply_planes(_load_planes(place, CONFIG), _parts_of(u), o, CONFIG)
-    if CONFIG.DECAY == DECAY_CHANNEL:
-        last = row[:, None] == C - 1
-        end = tl.sum(tl.where(last, sums, 0.0), 0)
-        rows = _parts_of(tl.trans(k.to(tl.float32) * tl.exp(end[None, :] - sums)))
-        s = _multiply_planes(rows, _parts_of(u * kept[:, None]), s * tl.exp(end)[:, None], CONFIG)
-    else:
-        decay = tl.load(vector + 4 * C)
-        s = _multiply(tl.trans(k), _parts_of(u * kept[:, None]), s * decay, CONFIG)
+    s = _multiply(tl.trans(k), _parts_of(u * kept[:, None]), s * decay, CONFIG)
     return s, o
 
 
@@ -446,7 +375,6 @@ def long_step_kernel(
     sources,
     planes,
     factors,
-    totals,
     num_reqs,
     num_tokens,
     CONFIG: tl.constexpr,
@@ -486,24 +414,21 @@ def long_step_kernel(
         factor = tl.load(skip + head).to(tl.float32)
     chunks = request.first // C + number * CONFIG.EXTRA
     count, held = _count_chunks(request, base, CONFIG)
-    channels = part_columns(0, CONFIG)
     for own in tl.range(0, held, num_stages=1):
         part = _open_part(request, base, own, CONFIG)
-        keys = _load_keys(part, tokens, tail, channels, False, CONFIG)
+        keys = _load_keys(part, tokens, tail, False, CONFIG)
         values = _load_values(part, tokens, tail, columns, False, CONFIG)
         place, vector = _places(planes, factors, chunks + own, head, CONFIG)
-        total = _totals(totals, chunks + own, head, 0, CONFIG)
-        s, _ = _compute_chunk(s, keys, keys, values, factor, place, vector, total, False, CONFIG)
+        s, _ = _compute_chunk(s, keys, keys, values, factor, place, vector, False, CONFIG)
         if part.stop == keep:
             store_state(state, request.slot, head, columns, (s,), CONFIG)
     for own in range(held, count):
         part = _open_part(request, base, own, CONFIG)
-        queries = _load_queries(part, tokens, channels, CONFIG)
-        keys = _load_keys(part, tokens, tail, channels, True, CONFIG)
+        queries = _load_queries(part, tokens, CONFIG)
+        keys = _load_keys(part, tokens, tail, True, CONFIG)
         values = _load_values(part, tokens, tail, columns, True, CONFIG)
         place, vector = _places(planes, factors, chunks + own, head, CONFIG)
-        total = _totals(totals, chunks + own, head, 0, CONFIG)
-        s, o = _compute_chunk(s, queries, keys, values, factor, place, vector, total, True, CONFIG)
+        s, o = _compute_chunk(s, queries, keys, values, factor, place, vector, True, CONFIG)
         _store_outputs(out + head * CONFIG.O_H, part, o, columns, CONFIG)
         if part.stop == keep:
             store_state(state, request.slot, head, columns, (s,), CONFIG)
