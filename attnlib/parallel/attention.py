@@ -31,6 +31,7 @@ from attnlib.parallel.setup_checks import (
     checked_per_head,
     effective_agreement,
     exchange_of,
+    shares_memory,
 )
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec
@@ -97,7 +98,8 @@ class ParallelAttention(nn.Module):
             checked_per_head("sinks", sinks, spec.has_sink, spec)
             self._select(spec)
             facts = (str(spec), division, method, self.scale, self.agreement, prefix)
-            return (*facts, self._parts.context is None), slopes
+            by_memory = shares_memory(spec, exchange, self._device.type)
+            return (*facts, self._parts.context is None, by_memory), slopes
 
         slopes = group.agreed(self.agreement, "layer", attempt)
         self.exchange = exchange_of(group, spec, exchange, self._device)

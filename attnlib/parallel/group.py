@@ -84,7 +84,10 @@ class RankGroup:
             return found
 
         if self._peers is None:
-            self._peers = connect(device, self.world_size, self.rank, gather, self._group)
+            found = connect(device, self.world_size, self.rank, gather, self._group)
+            if device.type != "cuda":
+                return found  # other layers of the group may be on GPUs
+            self._peers = found
         return self._peers
 
     def start_shift(self, out: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Any]:

@@ -20,6 +20,7 @@ __all__ = [
     "checked_per_head",
     "effective_agreement",
     "exchange_of",
+    "shares_memory",
     "tries_memory",
 ]
 
@@ -121,16 +122,22 @@ def exchange_of(
             `exchange` asks for that.
     """
     method = choose_exchange(spec, group.world_size) if exchange is None else None
-    wanted = exchange == ExchangeMethod.PEER_MEMORY.value
-    if group.world_size > 1 and (wanted or (exchange is None and tries_memory(spec, device.type))):
+    if group.world_size > 1 and shares_memory(spec, exchange, device.type):
         found = group.peers(device)
         if isinstance(found, PeerBuffers):
             return Exchange(group, spec, ExchangeMethod.PEER_MEMORY, found)
-        if wanted:
+        if exchange is not None:
             raise UnsupportedConfigError(
                 f"exchange='peer_memory': {'; '.join(found)}: use 'all_to_all'", reasons=found
             )
     return Exchange(group, spec, method or ExchangeMethod(exchange))
+
+
+def shares_memory(spec: AttentionSpec, exchange: str | None, device_type: str) -> bool:
+    """Whether a layer asks all ranks for their memory; equal on all of them, or they wait."""
+    if exchange is None:
+        return tries_memory(spec, device_type)
+    return exchange == ExchangeMethod.PEER_MEMORY.value
 
 
 def tries_memory(spec: AttentionSpec, device_type: str) -> bool:

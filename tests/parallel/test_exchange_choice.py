@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,14 @@ import torch
 from attnlib import AttentionSpec
 from attnlib.errors import UnsupportedConfigError
 from attnlib.ops.peer_buffers import PeerBuffers
-from attnlib.parallel import ExchangeMethod, explain_parallel, setup_checks
+from attnlib.parallel import (
+    ExchangeMethod,
+    ParallelAttention,
+    RankGroup,
+    explain_parallel,
+    group,
+    setup_checks,
+)
 from attnlib.parallel.divisions import Interleaved
 
 SPEC = AttentionSpec(num_heads=8, num_kv_heads=1, head_size=128, dtype=torch.bfloat16)
@@ -22,10 +30,15 @@ REASON = "the ranks are on several hosts"
 class Ranks:
     """Two ranks, and what they find when they try to share memory."""
 
-    world_size = 2
+    world_size, rank = 2, 0
 
     def __init__(self, *, share: bool) -> None:
         self.share, self.asked = share, 0
+        self.facts: object = None
+
+    def agreed(self, agreement: str, name: str, attempt: Callable[[], tuple[Any, Any]]) -> Any:
+        self.facts, result = attempt()
+        return result
 
     def peers(self, device: torch.device) -> PeerBuffers | list[str]:
         self.asked += 1
@@ -48,6 +61,29 @@ def test_messages_that_are_asked_for_share_no_memory(exchange: str) -> None:
     ranks = Ranks(share=True)
     assert choice(ranks, exchange) is ExchangeMethod(exchange)
     assert not ranks.asked
+
+
+def test_ranks_agree_whether_they_share_memory() -> None:
+    """A rank that asks for the memory of another one, which does not, would wait."""
+    facts = []
+    with mock.patch.object(setup_checks, "tries_memory", lambda *_: True):
+        for exchange in (None, "all_to_all"):
+            ranks: Any = Ranks(share=False)
+            layer = ParallelAttention(SPEC, ranks, Interleaved(2), exchange=exchange, device="cpu")
+            assert layer.exchange.method is ExchangeMethod.ALL_TO_ALL
+            assert ranks.asked == (exchange is None)
+            facts.append(ranks.facts)
+    assert facts[0] != facts[1]
+
+
+def test_a_layer_on_a_cpu_does_not_decide_for_those_on_gpus() -> None:
+    ranks = RankGroup.__new__(RankGroup)
+    ranks.world_size, ranks.rank, ranks._group, ranks._peers = 2, 0, None, None
+    found = ranks.peers(torch.device("cpu"))
+    assert isinstance(found, list) and "device=cpu" in found[0]
+    with mock.patch.object(group, "connect", return_value=[REASON]) as connect:
+        assert ranks.peers(CUDA) == ranks.peers(CUDA) == [REASON]
+    connect.assert_called_once()
 
 
 def test_no_memory_for_float64() -> None:
