@@ -734,6 +734,18 @@ def _merge_rows() -> None:
     merge_partial_rows(out, lse, out, lse, starts, starts)
 
 
+def _peer_words() -> None:
+    from attnlib.ops.peer_buffers import PeerBuffers
+    from attnlib.ops.triton.peer_words import merge_words, share_words
+
+    buffers = [torch.zeros(PeerBuffers.num_bytes(), dtype=torch.uint8) for _ in range(2)]
+    peers = PeerBuffers.of(buffers, 0)
+    share_words(torch.empty(4, 256, dtype=torch.bfloat16), peers)
+    partial, out = (torch.empty(4, heads, 128, dtype=torch.bfloat16) for heads in (8, 4))
+    lses, sinks = (torch.empty(4, 8), torch.empty(4, 4)), torch.empty(4)
+    merge_words(partial, lses[0], out, lses[1], peers, num_kv_heads=2, sinks=sinks)
+
+
 def _varying() -> None:
     """Decodes and prefills of one layer with everything that varies from step to step."""
     from attnlib.ops.triton.paged_decode import paged_decode
@@ -783,6 +795,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "visible-keys": ("visible-keys", {}),
     "merge": ("merge", {}),
     "merge-rows": ("merge-rows", {}),
+    "peer-words": ("peer-words", {}),
     "varying": ("varying", {}),
     "decode-64": ("decode", {"d": 64, "group": 8, "features": "window sinks"}),
     "decode-128": ("decode", {}),
@@ -1162,6 +1175,7 @@ def run_case(name: str) -> None:
             "append": _append, "append-rows": _append_rows, "float8-copy": _float8_copy,
             "slots": _slots, "merge": _merge, "merge-rows": _merge_rows, "varying": _varying,
             "packed-latent-write": _packed_latent_write, "visible-keys": _visible_keys,
+            "peer-words": _peer_words,
         }[operation]()  # fmt: skip
 
 

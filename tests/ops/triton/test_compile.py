@@ -52,6 +52,7 @@ SMALL = [
     "visible-keys",
     "merge",
     "merge-rows",
+    "peer-words",
     "packed-write",
     "packed-write-fp8",
     "pages-write-int8",
@@ -150,6 +151,7 @@ LARGE_SPILLED = {
     "fused-128-channels": 328,  # sm_80; four parts of decays, and the convolution before them
     "fused-128-whole": 360,  # sm_90; a program keeps what all value rows share, in 168 registers
     "state-128-whole": 336,  # the same
+    "state-128-long": 344,  # the same, of two warps, which was the fastest on an H200
     "state-128-c32": 640,  # sm_89; twice the rows of a chunk
     "state-256": 704,  # sm_120; a program keeps 64 x 256 elements of the state
     "packed-prefill-all": 368,  # sm_100; 336 on sm_90: a scale for each row, in two loops
