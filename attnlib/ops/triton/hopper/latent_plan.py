@@ -73,7 +73,8 @@ def _combine_tile(
         warps = 8 if 2 * num_reqs > num_ranges else 4
         heads = min(warps, triton.next_power_of_2(group))
         return {"HEADS": heads, "PARTS": 1, "DV_PAD": head_size_v, "STEP": 4, "num_warps": warps}
-    splits = num_ranges // num_reqs + 2
+    blocks = triton.cdiv(max(1, num_tokens // num_reqs), LATENT_ROWS // group)
+    splits = num_ranges // (num_reqs * blocks) + 2
     # Measured with two ranges for each SM: 32 requests of 16 heads take 50.3 us with one program
     # for each row, and 51.0 with four; 16 requests 33.3 and 32.5 us. 64 requests of 16k latents
     # take 292.7 us with a step of 8 and two warps, and 294.5 with 16 and four.

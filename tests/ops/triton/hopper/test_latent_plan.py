@@ -34,6 +34,7 @@ def test_few_requests_load_many_splits_together() -> None:
     """One request has all ranges, and 16 have a few each."""
     assert _tile(1, 1, 16)["STEP"] == 64
     assert _tile(16, 16, 16)["STEP"] == 16
+    assert _tile(1, 4, 128)["STEP"] == 32  # four blocks of tokens, of 16 splits each
     assert _tile(32, 32, 128)["PARTS"] == 1
     many = _tile(64, 64, 16)
     assert (many["STEP"], many["PARTS"], many["num_warps"]) == (8, 1, 2)
