@@ -58,7 +58,7 @@ def open_model_lists(name: str) -> None:
     HookRegistry.register(f"{_MODULE}.resolved_view", resolved_view, HookType.AROUND)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=len(_SERVED))
 def _announce(architecture: str) -> None:
     logger.warning(
         "attnlib: SGLang's list of attention backends for %s is fixed; its check sees triton",

@@ -11,7 +11,11 @@ from tests.integrations.vllm.conftest import Registry
 
 @pytest.mark.parametrize(
     ("module", "name", "expected"),
-    [("backend", "AttnlibBackend", True), ("mla_backend", "AttnlibMLABackend", False)],
+    [
+        ("backend", "AttnlibBackend", True),
+        ("mla_backend", "AttnlibMLABackend", True),
+        ("mla_sparse", "AttnlibSparseMLABackend", False),
+    ],
 )
 def test_kv_connectors(registry: Registry, module: str, name: str, expected: bool) -> None:
     backend = getattr(importlib.import_module(f"attnlib.integrations.vllm.{module}"), name)
