@@ -26,7 +26,12 @@ from attnlib.ops.torch.paged_decode import paged_decode
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
-from attnlib.ops.triton.hopper.latent_tiles import LatentTile, choose_latent_tile
+from attnlib.ops.triton.hopper.latent_tiles import (
+    CONVERTED,
+    ONE_WORKER,
+    LatentTile,
+    choose_latent_tile,
+)
 from attnlib.ops.triton.launch.run import run_attention
 from attnlib.ops.triton.packed_latents import write_packed_latents
 from benchmarks.gpu import rows
@@ -35,30 +40,41 @@ BLOCK_SIZE = 64
 BATCHES = {
     "16 heads, 32 x 4k": (16, 32, 4096), "16 heads, 64 x 16k": (16, 64, 16384),
     "16 heads, 1 x 8k": (16, 1, 8192), "16 heads, 32 x 1k": (16, 32, 1024),
-    "32 heads, 32 x 4k": (32, 32, 4096), "64 heads, 64 x 8k": (64, 64, 8192),
+    "32 heads, 32 x 4k": (32, 32, 4096), "32 heads, 64 x 16k": (32, 64, 16384),
+    "32 heads, 1 x 8k": (32, 1, 8192), "64 heads, 1 x 8k": (64, 1, 8192),
+    "64 heads, 64 x 8k": (64, 64, 8192),
     "128 heads, 32 x 4k": (128, 32, 4096), "128 heads, 128 x 4k": (128, 128, 4096),
 }  # fmt: skip
 """Query heads, requests, keys."""
 _TWO = choose_latent_tile(16, 1, True)
+_SAME = _TWO._replace(shares=True, stages=20, in_flight=8)
+_PACKED = {rows: choose_latent_tile(rows, 1, True, True) for rows in (16, 32, 64)}
+_FEWER = CONVERTED._replace(consumer_registers=216, loader_registers=72)
 _TILES = {
     16: {
-        "two workers": _TWO,
-        "two workers, 3 in flight": _TWO._replace(in_flight=3),
-        "two workers, 6 in flight": _TWO._replace(in_flight=6),
-        "one worker": LatentTile(16, True, stages=20, in_flight=8, registers=128),
-        "one worker, 12 in flight": LatentTile(16, True, stages=20, in_flight=12, registers=128),
+        "e4m3, two workers": _TWO,
+        "e4m3, one worker": ONE_WORKER,
+        "packed": _PACKED[16],
+        "packed, one worker": ONE_WORKER._replace(stages=16),
+        "packed, converted": CONVERTED,
     },
     32: {
-        "two workers": choose_latent_tile(32, 1, True),
-        "same latents": _TWO._replace(shares=True, stages=20, in_flight=8),
+        "e4m3, two workers": choose_latent_tile(32, 1, True),
+        "e4m3, same latents": _SAME,
+        "e4m3, converted": CONVERTED,
+        "packed": _PACKED[32],
+        "packed, converted": CONVERTED,
     },
     64: {
-        "shipped": choose_latent_tile(64, 2, True),
-        "6 in flight": choose_latent_tile(64, 2, True)._replace(in_flight=6),
-        "12 in flight": choose_latent_tile(64, 2, True)._replace(in_flight=12),
+        "e4m3": choose_latent_tile(64, 2, True),
+        "e4m3, converted": CONVERTED,
+        "e4m3, converted, 216 registers": _FEWER,
+        "packed": _PACKED[64],
+        "packed, converted": CONVERTED,
     },
 }
-"""Tiles over float8, by query rows of a CTA, at least as many as the heads."""
+"""Tiles by query rows of a CTA, at least as many as the heads. Names begin with the form of the
+cache."""
 _COLD_BYTES = 256 << 20
 
 
@@ -67,8 +83,7 @@ def _tiles(heads: int) -> dict[str, tuple[str, LatentTile | None]]:
     tiles = _TILES[min(64, heads)]
     return {
         "bfloat16": ("bfloat16", None),
-        **{f"e4m3, {name}": ("e4m3", tile) for name, tile in tiles.items()},
-        "packed": ("packed", None),
+        **{name: (name.split(",")[0], tile) for name, tile in tiles.items()},
     }
 
 
@@ -149,8 +164,11 @@ def _compile(row: str, name: str) -> None:
 
 
 def compile_all(chosen: list[str]) -> None:
-    """Fill Triton's cache, side by side."""
-    jobs = [(row, name) for row in chosen for name in _tiles(BATCHES[row][0])]
+    """Fill Triton's cache, side by side: every tile of a number of heads, and every batch, whose
+    splits are combined by different kernels."""
+    first = {BATCHES[row][0]: row for row in reversed(chosen)}
+    jobs = [(row, name) for heads, row in first.items() for name in _tiles(heads)]
+    jobs += [(row, "bfloat16") for row in chosen if row not in first.values()]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(14, len(jobs)), context) as pool:
         for job in [pool.submit(_compile, *each) for each in jobs]:

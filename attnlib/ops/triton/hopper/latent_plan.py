@@ -90,6 +90,7 @@ def prepare_latent_decode(
     max_query_len: int,
     max_ctas: int | None = None,
     tile: LatentTile | None = None,
+    keys_per_sm: int | None = None,
 ) -> HopperDecode:
     """Prepare the launches of calls like this one; at least one query and block.
 
@@ -99,6 +100,7 @@ def prepare_latent_decode(
         max_query_len: upper bound of the query lengths, in tokens.
         max_ctas: CTAs that may run at a time; None means one per SM.
         tile: None chooses it.
+        keys_per_sm: see `choose_latent_tile`.
     """
     query, key, out, params, shape = call.query, call.key, call.out, call.params, call.shape
     head_blocks = latent_head_blocks(shape.num_heads)
@@ -106,22 +108,25 @@ def prepare_latent_decode(
     block_tokens, (left, right) = min(max_query_len, LATENT_ROWS // group), params.window
     rows, is_quantized = group * block_tokens, call.value.dtype.itemsize == 1
     packed = call.value.dtype != key.dtype
-    tile = tile or choose_latent_tile(rows, blocks, is_quantized, packed)
+    tile = tile or choose_latent_tile(rows, blocks, is_quantized, packed, keys_per_sm)
     resident = max_ctas or call.limits.num_sms
     ctas = workers_per_head(resident, blocks, 1) * blocks
     num_partials, (size, size_v) = 2 * ctas * tile.ranges * rows, shape.head_sizes
-    stride = (key.stride(1) == size) * key.stride(0)
     token_blocks = blocks // head_blocks if blocks > head_blocks else None
-    strides: tuple[int | None, ...] = key.stride()[:2] if packed else (None, None)
+    by_address = packed or (is_quantized and not tile.swaps)
+    if by_address:
+        strides: tuple[int | None, ...] = key.stride()[:2]
+    else:
+        strides = (None if tile.swaps else (key.stride(1) == size) * key.stride(0), None)
     assert is_quantized or not isinstance(params.k_scale, Tensor)
     return HopperDecode(
         limits=call.limits,
         index=query.get_device(),
         packed=False,
         is_quantized=is_quantized,
-        key_address=(None,) if tile.swaps and not packed else (KEY_CACHE,),
+        key_address=(KEY_CACHE,) if by_address or not tile.swaps else (None,),
         takes_scores=False,
-        last_strides=(*strides, token_blocks) if tile.swaps else (stride, token_blocks),
+        last_strides=(*strides, token_blocks),
         views=_views(call),
         scale=params.scale if is_quantized else params.scale * float(params.k_scale),
         score_sizes=(),

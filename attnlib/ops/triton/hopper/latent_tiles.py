@@ -6,7 +6,14 @@ from typing import NamedTuple
 
 from attnlib.ops.triton.hopper.sizes import LATENT_ROWS, LATENT_SIZES
 
-__all__ = ["LatentTile", "choose_latent_tile", "swap_shared_bytes"]
+__all__ = [
+    "CONVERTED",
+    "FEW_KEYS",
+    "ONE_WORKER",
+    "LatentTile",
+    "choose_latent_tile",
+    "swap_shared_bytes",
+]
 
 _SWAPPED_ROWS = 16
 """Query rows up to which latents are the rows of the products over a 16-bit cache."""
@@ -50,12 +57,19 @@ _SWAPPED = LatentTile(_SWAPPED_ROWS, True, registers=128, loader_registers=32)
 """The first consumer gets the registers that the others leave. With 168 instead of 128, 64 requests
 of 16k latents take 282.5 us instead of 281.2 on an H200."""
 _ROWS_FIRST = LatentTile(LATENT_ROWS, False)
+
+LATENT_CONVERTER = False
+"""Whether `CONVERTED` serves more than 32 query rows over 8-bit caches: it was not run on a GPU."""
+CONVERTED = _ROWS_FIRST._replace(registers=168, consumer_registers=208, loader_registers=88)
+"""Tile over 8-bit caches, whose latents four warps convert (`kernels.latent_converter`)."""
 _TWO = LatentTile(
     16, True, workers=2, rotary_stages=2, registers=168, consumer_registers=232, loader_registers=40
 )
 """Two workers over 8-bit caches. A CTA has three warpgroups, of which the third has the loaders:
 232 + 232 + 40 is three times 168."""
 _SAME = _TWO._replace(shares=True, in_flight=8)
+ONE_WORKER = LatentTile(_SWAPPED_ROWS, True, stages=20, in_flight=8, registers=128)
+"""Tile of one worker over an 8-bit cache with one scale, which has half as many partial results."""
 # Stages fill the shared memory. With 3, 4 and 6 quarters in flight, 64 requests of 16k e4m3 latents
 # and 16 heads take 170, 179 and 181 us on an H200 (bfloat16 288). Not tuned: those of more rows.
 _BYTES = {
@@ -70,10 +84,21 @@ _GROUPS = {
 }
 """Tiles over 8-bit caches with one scale, and with a scale for each quarter of a latent, by the
 query rows of a CTA."""
+FEW_KEYS = 1024
+"""Latents that a multiprocessor reads, at most, for which ranges of tiles are short."""
+_FEW = {16: ONE_WORKER, 32: _SAME._replace(stages=20)}
+"""The same for few keys and one scale: their ranges are as long as those of 16 bits. On an H200
+(benchmarks/results/h200/latent_tiles.json, us, and with `_BYTES`): 16 heads 1 x 8k 11.6 and 14.9,
+32 x 1k 17.5 and 21.8, 32 x 4k 39.0 and 42.4, but 64 x 16k 251 and 170; 32 heads 32 x 4k 54.5 and
+63.7."""
 
 
 def choose_latent_tile(
-    rows: int, blocks: int, is_quantized: bool = False, group_scales: bool = False
+    rows: int,
+    blocks: int,
+    is_quantized: bool = False,
+    group_scales: bool = False,
+    keys_per_sm: int | None = None,
 ) -> LatentTile:
     """The tile of a decode.
 
@@ -82,13 +107,19 @@ def choose_latent_tile(
         blocks: of query rows of a request.
         is_quantized: elements of the values have 8 bits.
         group_scales: each quarter of a latent has a scale, and the other elements are bfloat16.
+        keys_per_sm: `tile_table.work_class` of the batch; None if the tile must not depend on it.
     """
     if not is_quantized:
         return _SWAPPED if rows <= _SWAPPED_ROWS and blocks == 1 else _ROWS_FIRST
-    tiles = _GROUPS if group_scales else _BYTES
     if blocks > 1 or rows > _WORKER_ROWS:
-        return tiles[64]
-    return tiles[16 if rows <= 16 else 32]
+        if LATENT_CONVERTER:
+            return CONVERTED
+        size = 64
+    else:
+        size = 16 if rows <= _SWAPPED_ROWS else 32
+    if size in _FEW and not group_scales and keys_per_sm is not None and keys_per_sm <= FEW_KEYS:
+        return _FEW[size]
+    return (_GROUPS if group_scales else _BYTES)[size]
 
 
 def swap_shared_bytes(tile: LatentTile, is_quantized: bool, group_scales: bool) -> int:

@@ -103,7 +103,8 @@ def _select_latent_decode(call: AttentionCall, schedule: DecodeSchedule) -> Hopp
     tensors = (call.query, call.key, call.value, call.out)
     if features.score_function or not are_readable(*tensors, params):
         return None
-    return prepare_latent_decode(call, max_query_len, schedule.max_ctas)
+    keys_per_sm = schedule.hopper_keys_per_sm
+    return prepare_latent_decode(call, max_query_len, schedule.max_ctas, keys_per_sm=keys_per_sm)
 
 
 def select_packed_decode(call: AttentionCall, keys_per_sm: int | None) -> HopperDecode | None:

@@ -46,6 +46,7 @@ from attnlib.ops.triton.hopper.invariant_plan import (
     prepare_hopper_invariant_prefill,
 )
 from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
+from attnlib.ops.triton.hopper.latent_tiles import CONVERTED, ONE_WORKER
 from attnlib.ops.triton.hopper.prefill_plan import prepare_hopper_prefill
 from attnlib.ops.triton.hopper.shared_decode_plan import prepare_shared_decode, shared_decode_tile
 from attnlib.ops.triton.launch.run import run_attention
@@ -643,6 +644,18 @@ LATENT_CASES: dict[str, dict[str, Any]] = {
         "lse": True,
         "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
     },
+    "latent-32-verify-e4m3-all-converted": {
+        "heads": 32,
+        "query": 4,
+        "n": 16,
+        "cache": E4M3,
+        "scales": "tensor",
+        "lse": True,
+        "tile": CONVERTED,
+        "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
+    },
+    "latent-128-packed-converted": {"heads": 128, "packed": True, "tile": CONVERTED},
+    "latent-16-e4m3-one-worker": {"heads": 16, "cache": E4M3, "tile": ONE_WORKER},
     "latent-64-all": {
         "heads": 64,
         "lse": True,
@@ -725,7 +738,9 @@ def _compile_latent(options: dict[str, Any]) -> dict[str, Any]:
             batch = BatchTensors(starts, lens, table, workspace=torch.empty(1 << 25))
             tensors = (query, key, value, outputs["out"], outputs["lse"])
             call = AttentionCall.of(*tensors, batch, params)
-            run_attention(prepare_latent_decode(call, options.get("query", 1)), call)
+            tile = options.get("tile")
+            prepared = prepare_latent_decode(call, options.get("query", 1), None, tile)
+            run_attention(prepared, call)
 
     (first, *repeats), facts = _compiled(run)
     cubins = [launch.kernel.asm["cubin"] for launch in repeats if "cubin" in launch.kernel.asm]

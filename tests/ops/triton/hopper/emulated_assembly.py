@@ -78,6 +78,8 @@ def assembly(asm: str, constraints: str, args: Sequence[Any], dtype: Any, *_: An
         return None
     if asm.startswith("mov.b32 $0, $1"):
         return Tensor(torch.as_tensor(raw(args[0])))
+    if "vote.sync.any" in asm and "mul.f32 $0" in asm:  # `lanes.rescale`
+        return Tensor(args[0].value * args[1].value)
     if "lg2.approx" in asm:
         return Tensor(torch.log2(args[0].value))
     if "movmatrix" in asm:

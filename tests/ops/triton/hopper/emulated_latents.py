@@ -15,12 +15,16 @@ from triton.runtime.jit import JITFunction
 
 from attnlib.ops.packed_latents import packed_views
 from attnlib.ops.params import AttentionParams
-from attnlib.ops.torch.packed_latents import packed_latent_attention, write_packed_latents
+from attnlib.ops.torch.packed_latents import (
+    packed_latent_attention,
+    unpack_latents,
+    write_packed_latents,
+)
 from attnlib.ops.torch.paged_decode import paged_decode
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
-from attnlib.ops.triton.hopper.latent_tiles import LatentTile
+from attnlib.ops.triton.hopper.latent_tiles import CONVERTED, ONE_WORKER
 from attnlib.ops.triton.launch.run import run_attention
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from tests.ops.triton.cross_compile import stub_target
@@ -35,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "16 heads, e4m3": {"batch": "q1s200_q1s70", "heads": 16, "cache": E4M3},
     "16 heads, e4m3, one worker": {
         "batch": "q1s200_q1s70", "heads": 16, "cache": E4M3,
-        "tile": LatentTile(16, True, stages=20, in_flight=8),
+        "tile": ONE_WORKER,
     },
     "5 heads, 3 tokens, e5m2, float16, blocks of 256, sinks": {
         "batch": "4q3s200_q1s3", "heads": 5, "cache": E5M2, "dtype": FP16, "block_size": 256,
@@ -93,6 +97,41 @@ CASES: dict[str, dict[str, Any]] = {
     "16 heads, packed, scales apart": {
         "batch": "q1s200_q1s70", "heads": 16, "packed": True, "apart": 12.0,
     },
+    "64 heads, 3 tokens, e4m3, not causal, rising scores, converted": {
+        "batch": "q3s300_q3s65", "heads": 64, "cache": E4M3, "ctas": 6, "causal": False,
+        "query_scale": 10.0, "tile": CONVERTED,
+    },
+    "128 heads, e4m3, scales, gaps, ragged, converted": {
+        "batch": "q1s1_q1s300_q0s9_q1s64", "heads": 128, "cache": E4M3, "ctas": 5, "gap": 64,
+        "k_scale": torch.tensor([0.25]), "v_scale": torch.tensor([3.0]), "tile": CONVERTED,
+    },
+    "5 heads, 8 tokens, e5m2, float16, blocks of 256, sinks, converted": {
+        "batch": "4q3s200_q8s9", "heads": 5, "cache": E5M2, "dtype": FP16, "block_size": 256,
+        "sinks": True, "tile": CONVERTED,
+    },
+    "16 heads, up to 8 tokens, e4m3, blocks of 16, window, cap, converted": {
+        "batch": "2q8s300_q8s9", "heads": 16, "cache": E4M3, "ctas": 6, "block_size": 16,
+        "tile": CONVERTED, **_LIMITS,
+    },
+    "128 heads, e4m3, NaN in a latent, long ranges, converted": {
+        "batch": "q1s400_q1s300", "heads": 128, "cache": E4M3, "broken": 200, "ctas": 2,
+        "tile": CONVERTED,
+    },
+    "128 heads, packed, long ranges, converted": {
+        "batch": "q1s900", "heads": 128, "packed": True, "ctas": 2, "tile": CONVERTED,
+    },
+    "32 heads, up to 4 tokens, packed, window, cap, converted": {
+        "batch": "q4s4_q1s297_q4s130_q3s64", "heads": 32, "packed": True, "ctas": 4,
+        "tile": CONVERTED, **_LIMITS,
+    },
+    "128 heads, packed, scales apart, converted": {
+        "batch": "q1s200_q1s70", "heads": 128, "packed": True, "ctas": 4, "apart": 12.0,
+        "tile": CONVERTED,
+    },
+    "128 heads, packed, infinite scale, converted": {
+        "batch": "q1s200_q1s70", "heads": 128, "packed": True, "broken": 524, "ctas": 4,
+        "tile": CONVERTED,
+    },
 }  # fmt: skip
 """`ctas` run, three by default. Rings are passed several times in long ranges. `apart`: scales of
 groups differ by up to this power of two each way. `broken`: a byte of the last latent of the first
@@ -123,14 +162,19 @@ def _cache(
 
 
 def _expected(
-    query: torch.Tensor, cache: torch.Tensor, batch: Any, bounds: dict[str, Any]
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    rounded: torch.dtype | None,
+    batch: Any,
+    bounds: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs and LSEs of the torch operations with float32 queries."""
+    """The outputs and LSEs of the torch operations with float32 queries; packed latents are rounded
+    to a dtype."""
     out, lse = torch.zeros(*query.shape[:2], 512), torch.zeros(query.shape[:2])
-    if cache.dtype == torch.uint8:
+    if cache.dtype == torch.uint8 and rounded is None:
         packed_latent_attention(query.float(), cache, *batch, out=out, lse=lse, **bounds)
     else:
-        key = cache.unsqueeze(2)
+        key = cache.unsqueeze(2) if rounded is None else unpack_latents(cache, rounded)
         key = key if key.dtype.itemsize == 1 else key.float()
         paged_decode(query.float(), key, key[..., :512], *batch, out=out, lse=lse, **bounds)
     return out, lse
@@ -168,7 +212,8 @@ def emulate_case(name: str) -> dict[str, Any]:
     )
     bounds: dict[str, Any] = {"max_query_len": longest, "max_seq_len": lengths.max_seq_len}
     batch = (table, starts, lens, params)
-    expected, expected_lse = _expected(query, cache, batch, bounds)
+    rounded = dtype if options.get("packed") and options.get("tile") == CONVERTED else None
+    expected, expected_lse = _expected(query, cache, rounded, batch, bounds)
     key = cache.unsqueeze(2)
     value = key[..., :512]
     if options.get("packed"):

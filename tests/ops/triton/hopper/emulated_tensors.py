@@ -14,7 +14,8 @@ __all__ = ["LAYOUT", "Pointer", "Tensor", "as_gluon", "as_torch", "raw"]
 _TORCH = {
     "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "int1": torch.bool,
     "int8": torch.int8, "uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32,
-    "uint32": torch.int64, "int64": torch.int64,
+    "uint32": torch.int64, "int64": torch.int64, "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
 }  # fmt: skip
 
 
@@ -24,8 +25,8 @@ def as_torch(dtype: Any) -> torch.dtype:
 
 def as_gluon(dtype: torch.dtype) -> Any:
     names = {value: name for name, value in _TORCH.items() if name != "uint32"}
-    name = names[dtype]
-    return getattr(gl, {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}.get(name, name))
+    name = names[dtype].replace("fp", "float").replace("bf16", "bfloat16")
+    return getattr(gl, name)
 
 
 class _Layout:

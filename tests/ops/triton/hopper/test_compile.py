@@ -87,8 +87,13 @@ MAX_SHARED_STACK, MAX_SHARED_LOOP = 432, 16
 """Bytes of local memory per thread of the decode of shared prefixes with Triton 3.9 (104 and 6 with
 3.6), and accesses to it in a loop over keys with a soft cap: fields of the next item."""
 ALL_LATENT = [*LATENT_CASES, *SELECTED_CASES]
-BYTES = [case for case in LATENT_CASES if any(x in case for x in ("e4m3", "e5m2", "packed"))]
-"""Cases of two workers over 8-bit latents."""
+CONVERTED = [case for case in LATENT_CASES if "converted" in case]
+BYTES = [
+    case
+    for case in LATENT_CASES
+    if any(x in case for x in ("e4m3", "e5m2", "packed")) and case not in CONVERTED
+]
+"""Cases over 8-bit latents of one worker or two, and of warps that convert them."""
 FEW_ROWS = [
     case
     for case in ALL_LATENT
@@ -98,6 +103,7 @@ FEW_ROWS = [
 LATENT_SAMPLE = [
     "latent-64-all", "latent-5-verify-page16-all", "selected-64-blocks-all", "selected-16-all",
     "selected-16-splits-lse", "latent-32-verify-e4m3-all", "latent-32-verify-packed-all",
+    "latent-32-verify-e4m3-all-converted",
 ]  # fmt: skip
 MAX_LATENT_STACK = 240
 """Bytes of local memory per thread of the kernels over latents, whose accumulators are half of the
@@ -281,14 +287,15 @@ def test_kernels_over_latents_load_and_multiply_each_tile_once(
     warpgroups, and the same once more for the first and last tile of the first one. With up to 16
     query rows, 36 products of keys and queries and 32 of values and weights in the loop of one
     warpgroup, two of which fit an SM over selected latents. The second of two launches over those
-    has no local memory in its loop. Over 8-bit latents each of two workers has a loop with 36 and
-    32 products, which reloads a few scalars. None is serialized."""
+    has no local memory in its loop. Over 8-bit latents each worker has a loop with 36 and 32
+    products, which reloads a few scalars. None is serialized."""
     result = _result(case, compiled)
     assert "error" not in result, result["error"]
     assert result["shared"] <= 227 * 1024 and result["stack"] <= max_stack(case), result
     assert result["warnings"] == []
     if case in BYTES:
-        assert result["wgmma"] == 2 * (36 + 32) and all(result["releases"]), result
+        workers = 1 if "one-worker" in case else 2
+        assert result["wgmma"] == workers * (36 + 32) and all(result["releases"]), result
         assert max(result["tile_loops"]) <= 6, result
         return
     if case in FEW_ROWS:

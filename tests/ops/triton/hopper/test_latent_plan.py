@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
+import torch
+
+from attnlib.backends.triton.declared import seq_len_bounds
+from attnlib.ops.layer_shape import LayerShape
+from attnlib.ops.triton.decode_schedule import schedule_decode
+from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.hopper.latent_plan import (
     _combine_tile,
     _workspace_bytes,
     latent_decode_workspace_bytes,
 )
-from attnlib.ops.triton.hopper.latent_tiles import choose_latent_tile, swap_shared_bytes
+from attnlib.ops.triton.hopper.latent_tiles import (
+    CONVERTED,
+    FEW_KEYS,
+    ONE_WORKER,
+    LatentTile,
+    choose_latent_tile,
+    swap_shared_bytes,
+)
 from attnlib.ops.triton.hopper.sizes import LATENT_ROWS, latent_blocks, latent_head_blocks
+
+H200 = DeviceLimits(132, 227 << 10, 228 << 10, (9, 0), True)
 
 
 def _tile(num_reqs: int, num_tokens: int, heads: int) -> dict[str, int]:
@@ -52,6 +69,8 @@ def test_workspaces_hold_the_results_of_all_ranges(
         blocks, head_blocks = latent_blocks(heads, query_len), latent_head_blocks(heads)
         group = heads // head_blocks
         rows = group * min(query_len, LATENT_ROWS // group)
+        few = choose_latent_tile(rows, blocks, is_quantized, keys_per_sm=1)
+        assert few.ranges <= choose_latent_tile(rows, blocks, is_quantized).ranges
         tile = choose_latent_tile(rows, blocks, is_quantized)
         ranges = 132 // blocks * blocks * tile.ranges
         assert _workspace_bytes(ranges, rows, 9 * head_blocks) <= space
@@ -69,3 +88,36 @@ def test_tiles_over_8_bit_latents_fit_the_chip(rows: int, group_scales: bool) ->
     assert 2 * tile.consumer_registers + tile.loader_registers <= 3 * tile.registers
     # All quarters of a tile stay until the last product with them.
     assert tile.stages >= 4 + min(tile.in_flight, 4)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tile"), [(16, ONE_WORKER), (32, choose_latent_tile(32, 1, True, keys_per_sm=1))]
+)
+def test_few_keys_have_one_range_for_each_multiprocessor(heads: int, tile: LatentTile) -> None:
+    """Over one scale, and where the tile may depend on the batch."""
+    assert tile.ranges == 1 and swap_shared_bytes(tile, True, False) <= 227 * 1024 - 1700
+    for work in (1, FEW_KEYS):
+        assert choose_latent_tile(heads, 1, True, keys_per_sm=work) == tile
+        assert choose_latent_tile(heads, 1, True, True, work).ranges <= 2
+    for more in (None, 4 * FEW_KEYS):
+        assert choose_latent_tile(heads, 1, True, keys_per_sm=more).ranges == 2
+
+
+def test_a_batch_chooses_the_tile_by_its_work() -> None:
+    """The launch key holds the class of work, and a warm-up visits both sides of its bound."""
+    shape = LayerShape(
+        *(16, 1, 576, 512, torch.bfloat16, torch.float8_e4m3fn), block_size=64, latent=True
+    )
+    bound = FEW_KEYS * H200.num_sms // 32
+    for seq_len, few in ((bound, True), (bound + 1, False)):
+        schedule = schedule_decode(shape, H200, num_reqs=32, max_query_len=1, visible=seq_len)
+        keys = schedule.hopper_keys_per_sm
+        assert schedule.uses_hopper and keys is not None and (keys <= FEW_KEYS) == few
+    builder = cast(Any, SimpleNamespace(shape=shape, limits=H200))
+    assert {bound, bound + 1} <= set(seq_len_bounds(builder, 32, 1, 1 << 20))
+
+
+def test_three_warpgroups_of_converted_latents_share_the_registers() -> None:
+    assert CONVERTED.registers is not None and 384 * CONVERTED.registers <= 65536
+    used = 2 * CONVERTED.consumer_registers + CONVERTED.loader_registers
+    assert used == 3 * CONVERTED.registers

@@ -20,8 +20,8 @@ from triton.language import core
 __all__ = [
     "TensorDescriptor", "Value", "aggregate", "arrive_after_copies", "consumers_sync",
     "copy_to_shared", "exp2", "launch_dependent_grids", "load_box", "log2", "opaque_zero",
-    "partition_barrier", "prefetch_l1", "prefetch_l2", "reinterpret", "store_in_l2",
-    "wait_on_dependent_grids",
+    "partition_barrier", "prefetch_l1", "prefetch_l2", "prefetch_rows", "reinterpret",
+    "store_in_l2", "wait_on_dependent_grids",
 ]  # fmt: skip
 
 Value = core.base_value
@@ -240,6 +240,25 @@ def prefetch_l2(pointer, size):
         }""",
         "=r,l,r",
         [pointer.to(gl.int64, bitcast=True), size],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon.jit
+def prefetch_rows(pointers, size, mask):
+    """Prefetch `size` bytes from the targets of a tensor of pointers on into the L2 cache where
+    `mask` is true; all are multiples of 16."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred %first;
+        setp.ne.s32 %first, $3, 0;
+        @%first cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r,r",
+        [pointers.to(gl.int64, bitcast=True), size, mask.to(gl.int32)],
         gl.int32,
         False,
         1,

@@ -1,7 +1,8 @@
 """The Hopper decode kernel over latents: values are a prefix of the keys (P10, M12).
 
 A CTA has the two consumer warpgroups of `latent_steps` and a warp that loads latents by TMA, in
-three parts: two halves of the values and the rotary part. It attends with a block of up to 64 query
+three parts: two halves of the values and the rotary part. Over 8-bit caches four warps load and
+convert them instead (`latent_converter`). It attends with a block of up to 64 query
 rows of a request, all of which read the one KV head of the cache. The unit of the work distribution
 (`latent_splits`) is a pair of tiles. Uses of the shared memory are counted across splits, so the
 first latents of a split are loaded while the one before it ends.
@@ -19,6 +20,14 @@ from attnlib.ops.triton.hopper.kernels.decode_call import (
     Partials,
     Queries,
 )
+from attnlib.ops.triton.hopper.kernels.kv_scales import (
+    factor_without_keys,
+    is_tensor,
+    load_kv_scale,
+    sums_of_keys,
+    valid_factor,
+)
+from attnlib.ops.triton.hopper.kernels.latent_converter import convert_range
 from attnlib.ops.triton.hopper.kernels.latent_decode_attend import (
     PAIR,
     attend_to_split,
@@ -32,6 +41,7 @@ from attnlib.ops.triton.hopper.kernels.latent_tiles import TILE, allocate_tiles
 from attnlib.ops.triton.hopper.kernels.logits import logits_of
 from attnlib.ops.triton.hopper.kernels.ranges import worker_range
 from attnlib.ops.triton.hopper.kernels.schedule import Batch, KeyTiles, Mask
+from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
 __all__ = ["hopper_latent_decode_kernel"]
 
@@ -67,6 +77,7 @@ def _store_split(
     place,
     outputs,
     partials,
+    value_scale,
     CONFIG: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
@@ -85,6 +96,9 @@ def _store_split(
     factor = normalizers(
         row_max, row_sum, rows, valid, split, place, outputs, partials, CONSUMER == 0
     )
+    if CONFIG.KV_KIND != KV_PLAIN:
+        # The sums of both consumers, and 0 in rows without keys.
+        factor = factor * factor_without_keys(value_scale, row_sum == 0.0, CONFIG.V_SCALE_KIND)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     factor = gl.convert_layout(factor, OUT_ROW)
     out_rows = query_rows(gl.arange(0, CONFIG.ROWS, OUT_ROW), block, CONFIG)
@@ -101,14 +115,25 @@ def _consumer(
     own,
     block,
     tiles,
-    scale,
+    scales,
     soft_cap,
     CONFIG: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
-    """Compute one half of the value elements of all splits of the CTA's range."""
+    """Compute one half of the value elements of all splits of the CTA's range.
+
+    Args:
+        scales: (softmax scale, k_scale, v_scale).
+    """
     # [rows, keys].
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    scale, k_scale, v_scale = scales
+    value_scale = 1.0
+    if CONFIG.KV_KIND != KV_PLAIN:
+        scale = scale * load_kv_scale(k_scale, 0, CONFIG.K_SCALE_KIND)
+        if is_tensor(CONFIG.K_SCALE_KIND):
+            scale = valid_factor(scale)
+        value_scale = load_kv_scale(v_scale, 0, CONFIG.V_SCALE_KIND)
     logits = logits_of(scale, soft_cap, CONFIG.HAS_CAP)
     rows = query_rows(gl.arange(0, CONFIG.ROWS, gl.SliceLayout(1, SCORES)), block, CONFIG)
     columns = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
@@ -127,6 +152,8 @@ def _consumer(
                 split, rows, columns, keys.mask, tiles, logits, step, splits, CONFIG, CONSUMER
             )
             splits += 1
+            if CONFIG.KV_KIND != KV_PLAIN:
+                row_sum = sums_of_keys(row_sum, row_sum == 0.0, k_scale, 0, CONFIG.K_SCALE_KIND)
 
             place = place_of(own, before, request_end, position, gl.program_id(0))
             _store_split(
@@ -138,6 +165,7 @@ def _consumer(
                 place,
                 outputs,
                 partials,
+                value_scale,
                 CONFIG,
                 CONSUMER,
             )
@@ -147,19 +175,30 @@ def _consumer(
             request += 1
 
 
+@gluon.jit
+def _loader(cache, keys, own, block, tiles, PREFETCH: gl.constexpr, CONFIG: gl.constexpr):
+    """Load the latents of the CTA's range. One warp, or four over an 8-bit cache."""
+    if CONFIG.KV_KIND == KV_PLAIN:
+        load_range(cache, keys, own, block, tiles, PREFETCH)
+    else:
+        convert_range(cache, keys, own, block, tiles, CONFIG)
+
+
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def hopper_latent_decode_kernel(
     key_desc, value_desc, latents, query, out, lse, sinks, k_scale, v_scale, query_start_loc,
     seq_lens, block_table, partials, partial_lses, split_headers, scale, soft_cap, left, right,
     chunk, num_reqs, num_tokens, num_blocks, rows, stride_qt, stride_qh, stride_ot, stride_oh,
-    stride_lt, stride_table, stride_latents, token_blocks, CONFIG: gl.constexpr,
+    stride_lt, stride_table, stride_latents, stride_token, token_blocks, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """One CTA of 9 warps. Grid: tile ranges * HEAD_BLOCKS * token_blocks, all resident at a time.
+    """One CTA of 9 warps, or 12 over 8-bit caches. Grid: tile ranges * HEAD_BLOCKS * token_blocks,
+    all resident at a time.
 
     Args:
         key_desc, value_desc, latents, block_table, stride_latents: see `LatentCache`.
-        k_scale, v_scale: None.
+        k_scale, v_scale: of an 8-bit cache, as `SCALE_KIND` of each says; else None.
         partials, partial_lses, split_headers, rows: see `Partials`.
+        stride_token: see `LatentCache`.
         token_blocks: blocks of query tokens of a request; None without MANY_TOKENS.
         CONFIG: a `LatentConfig` with 64 ROWS.
     """
@@ -167,7 +206,7 @@ def hopper_latent_decode_kernel(
     TOKENS: gl.constexpr = CONFIG.TILE_TOKENS * (MOST_BLOCKS if CONFIG.MANY_TOKENS else 1)
     if CONFIG.MANY_TOKENS:
         blocks = CONFIG.HEAD_BLOCKS * token_blocks
-    tiles = allocate_tiles(CONFIG.DV, CONFIG.ROTARY, key_desc.dtype, GATHERED=False)
+    tiles = allocate_tiles(CONFIG.DV, CONFIG.ROTARY, query.dtype.element_ty, GATHERED=False)
     # Makes the initialized barriers visible to TMA.
     fence_async_shared()
     mask = Mask(
@@ -176,7 +215,7 @@ def hopper_latent_decode_kernel(
     batch = Batch(query_start_loc, seq_lens, block_table, num_reqs, num_blocks, stride_table)
     keys = KeyTiles(batch, mask, None, None, TOKENS, PAIR)
     cache = LatentCache(
-        key_desc, value_desc, latents, batch, stride_latents, None, CONFIG.BLOCK_SIZE
+        key_desc, value_desc, latents, batch, stride_latents, stride_token, CONFIG.BLOCK_SIZE
     )
     queries = Queries(query, stride_qt, stride_qh, num_tokens)
     outputs = Outputs(out, lse, sinks, stride_ot, stride_oh, stride_lt)
@@ -192,18 +231,20 @@ def hopper_latent_decode_kernel(
     block = gl.program_id(0) % blocks
     SHARED: gl.constexpr = CONFIG.HEAD_BLOCKS > 1 or CONFIG.MANY_TOKENS
     PREFETCH: gl.constexpr = SHARED and CONFIG.BLOCK_SIZE >= TILE
+    scales = (scale, k_scale, v_scale)
+    LOADERS: gl.constexpr = 1 if CONFIG.KV_KIND == KV_PLAIN else 4
     gl.warp_specialize(
         [
             (
                 _consumer,
-                (queries, outputs, parts, keys, own, block, tiles, scale, soft_cap, CONFIG, 0),
+                (queries, outputs, parts, keys, own, block, tiles, scales, soft_cap, CONFIG, 0),
             ),
             (
                 _consumer,
-                (queries, outputs, parts, keys, own, block, tiles, scale, soft_cap, CONFIG, 1),
+                (queries, outputs, parts, keys, own, block, tiles, scales, soft_cap, CONFIG, 1),
             ),
-            (load_range, (cache, keys, own, block, tiles, PREFETCH)),
+            (_loader, (cache, keys, own, block, tiles, PREFETCH, CONFIG)),
         ],
-        [4, 1],
+        [4, LOADERS],
         [CONFIG.CONSUMER_REGISTERS, CONFIG.LOADER_REGISTERS],
     )

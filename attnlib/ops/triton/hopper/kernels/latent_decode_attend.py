@@ -9,6 +9,7 @@ from attnlib.ops.triton.hopper.kernels.latent_rows import copy_queries, query_of
 from attnlib.ops.triton.hopper.kernels.latent_splits import TileKeys
 from attnlib.ops.triton.hopper.kernels.latent_steps import attend_both, attend_other, attend_own
 from attnlib.ops.triton.hopper.kernels.latent_tiles import TILE, clear_tile_from
+from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
 __all__ = ["PAIR", "attend_to_split", "copy_split_queries"]
 
@@ -60,6 +61,9 @@ def attend_to_split(
     """
     HALF: gl.constexpr = CONFIG.DV // 2
     ROWS: gl.constexpr = CONFIG.ROWS
+    # TMA fills whole pages past the end with zeros, but not the rest of the last page. Of an 8-bit
+    # cache no latents past the end are loaded.
+    IS_PLAIN: gl.constexpr = CONFIG.KV_KIND == KV_PLAIN
     BLOCK_SIZE: gl.constexpr = CONFIG.BLOCK_SIZE
     ROW: gl.constexpr = rows.row.type.layout
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -70,8 +74,9 @@ def attend_to_split(
     acc = gl.zeros([ROWS, HALF], gl.float32, VALUES)
     first_own = split.first() * PAIR + CONSUMER * TILE
     if CONSUMER == 0:
-        if (seq_len - first_own < TILE) & (seq_len % BLOCK_SIZE != 0):
-            clear_tile_from(tiles, seq_len - first_own, step & 1, CONSUMER)
+        if IS_PLAIN:
+            if (seq_len - first_own < TILE) & (seq_len % BLOCK_SIZE != 0):
+                clear_tile_from(tiles, seq_len - first_own, step & 1, CONSUMER)
         keys = TileKeys(first_own + columns, row_first[:, None], row_last[:, None])
         acc, row_max, row_sum = attend_own(
             acc, row_max, row_sum, keys, step & 1, tiles, logits, CONSUMER
@@ -81,9 +86,9 @@ def attend_to_split(
     for i in range(1 - CONSUMER, split.count):
         parity = step & 1
         first_key = first_own + i * PAIR
-        # TMA fills whole pages past the end with zeros, but not the rest of the last page.
-        if (seq_len - first_key < TILE) & (seq_len % BLOCK_SIZE != 0):
-            clear_tile_from(tiles, seq_len - first_key, parity, CONSUMER)
+        if IS_PLAIN:
+            if (seq_len - first_key < TILE) & (seq_len % BLOCK_SIZE != 0):
+                clear_tile_from(tiles, seq_len - first_key, parity, CONSUMER)
         keys = TileKeys(first_key + columns, row_first[:, None], row_last[:, None])
         other_parity = (step + CONSUMER + 1) & 1
         acc, row_max, row_sum = attend_both(

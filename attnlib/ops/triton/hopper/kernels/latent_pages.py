@@ -54,11 +54,12 @@ class LatentCache:
     Fields:
         key_desc: TMA descriptor of the keys, in boxes of their elements after those of the values.
         value_desc: TMA descriptor of the values, in boxes of a quarter of their elements.
-        latents: pointer to the keys, for prefetches; None without them.
+        latents: pointer to the keys, for prefetches and loads; None without them.
         batch: the `Batch`.
-        stride_latents: elements from block to block of the keys; 0 if latents are not adjacent, and
-            nothing is prefetched.
-        stride_token: elements from token to token of the keys, with GROUP_SCALES; else None.
+        stride_latents: elements from block to block of the keys; 0 if 16-bit latents are not
+            adjacent, and nothing is prefetched.
+        stride_token: elements from token to token of the keys, where they are read by address; else
+            None.
         BLOCK_SIZE: tokens of a block.
     """
 

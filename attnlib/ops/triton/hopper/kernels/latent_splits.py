@@ -47,7 +47,7 @@ class LatentConfig(NamedTuple):
         HAS_CAP, HAS_SINK, HAS_LSE: whether there are a soft cap, sinks and an LSE.
         LEAST: units of work of a range, at least (`ranges.worker_range`).
         CONSUMER_REGISTERS: of a thread in the second consumer warpgroup, if there is one.
-        LOADER_REGISTERS: of a thread in a loader warp.
+        LOADER_REGISTERS: of a thread in a warp that loads latents.
         KV_KIND: elements of the cache, one of `KV_*`.
         K_SCALE_KIND, V_SCALE_KIND: scales of a quantized cache, of `SCALE_*`.
         GROUP_SCALES: each quarter of the value elements of a latent has a float32 scale, and the
