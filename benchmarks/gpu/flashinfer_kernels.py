@@ -178,11 +178,14 @@ def without_unused(spec: Any) -> Any:
 def spec_of(kernel: Kernel) -> Any:
     """The FlashInfer description of the module, with its generated sources."""
     import torch
-    from flashinfer.jit import gen_batch_prefill_module
+    from flashinfer.jit.attention import modules
 
+    generate = modules.gen_batch_prefill_module
+    if kernel.backend == "fa2":  # 0.7 loads a module for equal strides of keys and values
+        generate = getattr(modules, "_gen_batch_prefill_primary_module", generate)
     query, cache = getattr(torch, kernel.query), getattr(torch, kernel.cache)
     size = kernel.head_size
-    return gen_batch_prefill_module(
+    return generate(
         kernel.backend,
         query,
         cache,

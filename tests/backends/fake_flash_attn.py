@@ -86,6 +86,23 @@ def attend(
     return out, lse.t().contiguous()
 
 
+def as_fa2(
+    lse: torch.Tensor, starts: Any, lengths: Any, *, causal: bool, window: Any, alibi_slopes: Any
+) -> None:
+    """Change an LSE `[Hq, T]` to that of FlashAttention 2 on a GPU, in place.
+
+    Requests without keys leave it unwritten. With a causal mask and no window, ALiBi adds
+    `slope * key position` instead of `slope * (key position - query position)`.
+    """
+    counts = starts[1:] - starts[:-1]
+    end = int(starts[-1])
+    lse[:, :end].masked_fill_((lengths == 0).repeat_interleave(counts), 0.25)
+    if alibi_slopes is not None and causal and window[0] < 0:
+        pairs = zip(lengths, counts, strict=True)
+        places = torch.cat([torch.arange(int(n) - int(q), int(n)) for n, q in pairs])
+        lse[:, :end] += alibi_slopes[:, None] * places
+
+
 def install(monkeypatch: pytest.MonkeyPatch, path: str, **attributes: Any) -> ModuleType:
     """Add a module and its parents to `sys.modules`."""
     parts = path.split(".")
@@ -136,6 +153,9 @@ def fake_fa2(record: Recorder) -> Any:
             q, k, v, cu_seqlens_q, lengths, block_table, scale=softmax_scale, causal=causal,
             window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, empty=float("inf"),
         )  # fmt: skip
+        as_fa2(
+            lse, cu_seqlens_q, lengths, causal=causal, window=window_size, alibi_slopes=alibi_slopes
+        )
         return (out, lse, None) if return_attn_probs else out
 
     return fake
@@ -186,6 +206,11 @@ def fake_vllm(record: Recorder, release: str = VLLM[0]) -> tuple[Any, Any]:
         if s_aux is not None:  # blocks without keys return early, with -inf
             empty = (seqused_k == 0).repeat_interleave(cu_seqlens_q[1:] - cu_seqlens_q[:-1])
             lse[:, : len(empty)].masked_fill_(empty, float("-inf"))
+        if fa_version == 2:
+            as_fa2(
+                lse, cu_seqlens_q, seqused_k, causal=causal, window=window,
+                alibi_slopes=alibi_slopes,
+            )  # fmt: skip
         out.copy_(result)
         return (out, lse) if return_softmax_lse else out
 

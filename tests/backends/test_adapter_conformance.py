@@ -27,14 +27,14 @@ def _fresh() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", ["vllm", "vllm fa4", "fa4"])
+@pytest.mark.parametrize("build", ["vllm fa2", "vllm fa3", "vllm fa4", "fa4"])
 def test_flash_attn_conforms(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
     record = fake_flash_attn.Recorder()
     fake_flash_attn.nothing_installed(monkeypatch)
     if build != "fa4":
         varlen, scheduler = fake_flash_attn.fake_vllm(record)
         flags = {f"FA{version}_AVAILABLE": False for version in (2, 3, 4)}
-        flags["FA3_AVAILABLE" if build == "vllm" else "FA4_AVAILABLE"] = True
+        flags[f"FA{build[-1]}_AVAILABLE"] = True
         fake_flash_attn.install(
             monkeypatch,
             "vllm.vllm_flash_attn",

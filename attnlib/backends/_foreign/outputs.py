@@ -21,6 +21,7 @@ __all__ = [
     "clear_rows",
     "convert_base2_lse",
     "fill_empty",
+    "find_rows_without_keys",
     "is_capturing",
     "rows_without_keys",
     "same_batch_at_replay",
@@ -131,14 +132,27 @@ def rows_without_keys(
     kept: dict[Any, torch.Tensor] = vars(metadata).setdefault("_rows_without_keys", {})
     key = (rows.start, rows.stop, up_to_own)
     if key not in kept:
-        tokens = torch.arange(rows.start, rows.stop, dtype=starts.dtype, device=starts.device)
-        request = torch.searchsorted(starts[1:].contiguous(), tokens, right=True)
-        request = request.clamp_(max=max(seq_lens.shape[0] - 1, 0))
-        if up_to_own:
-            kept[key] = seq_lens[request] - starts[request + 1] + tokens < 0
-        else:
-            kept[key] = seq_lens[request] <= 0
+        kept[key] = find_rows_without_keys(starts, seq_lens, rows, up_to_own)
     return kept[key]
+
+
+def find_rows_without_keys(
+    starts: torch.Tensor, seq_lens: torch.Tensor, rows: slice, up_to_own: bool
+) -> torch.Tensor:
+    """As `rows_without_keys`, computed by each call, so that a graph computes it at each replay.
+
+    Args:
+        starts: `[R + 1]` int32, the first row of each request.
+        seq_lens: `[R]` int32.
+        rows: of the queries.
+        up_to_own: keys after the query's own are hidden.
+    """
+    tokens = torch.arange(rows.start, rows.stop, dtype=starts.dtype, device=starts.device)
+    request = torch.searchsorted(starts[1:].contiguous(), tokens, right=True)
+    request = request.clamp_(max=max(seq_lens.shape[0] - 1, 0))
+    if up_to_own:
+        return seq_lens[request] - starts[request + 1] + tokens < 0
+    return seq_lens[request] <= 0
 
 
 def apply_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from attnlib.backends._foreign.outputs import (
     apply_sinks,
     clear_rows,
     fill_empty,
+    find_rows_without_keys,
     is_capturing,
     store_lse,
 )
@@ -120,6 +121,12 @@ class FlashAttnImpl(AttentionImpl):
             else lse
         )
         store_lse(kernel_lse.t(), target)
+        if kernel.version == 2:  # it writes no LSE for requests without keys
+            rows = slice(0, metadata.num_actual_tokens)
+            empty = find_rows_without_keys(
+                metadata.query_start_loc, metadata.seq_lens, rows, up_to_own=False
+            )
+            target.masked_fill_(empty.unsqueeze(-1), -torch.inf)
         if separate_sinks is not None:
             apply_sinks(output, target, separate_sinks)
         elif self.sinks is not None:  # the denominator of an empty row is the sink alone

@@ -43,11 +43,11 @@ def combination_reasons(
     kernel: FlashKernel, spec: AttentionSpec, device: DeviceInfo, config: Mapping[str, Any]
 ) -> list[str]:
     """The combinations of `spec` that one kernel does not support on `device`."""
+    if kernel.version == 2:
+        return _reasons_fa2(spec)
     if kernel.version == 3:
         return _reasons_fa3(kernel, spec, config)
-    if kernel.version == 4:
-        return _reasons_fa4(kernel, spec, device, config)
-    return []
+    return _reasons_fa4(kernel, spec, device, config)
 
 
 def key_splits(kernel: FlashKernel, device: DeviceInfo, config: Mapping[str, Any]) -> int | None:
@@ -66,6 +66,14 @@ def key_splits(kernel: FlashKernel, device: DeviceInfo, config: Mapping[str, Any
 
 def _is_blackwell(device: DeviceInfo) -> bool:
     return device.capability is not None and device.capability[0] >= 10
+
+
+def _reasons_fa2(spec: AttentionSpec) -> list[str]:
+    """With causal masks its ALiBi adds `slope * key position`, which leaves the output as it is
+    and adds `slope * query position` to the LSE."""
+    if spec.has_alibi and spec.needs_lse:
+        return ["ALiBi slopes with needs_lse=True not supported (supported: needs_lse=False)"]
+    return []
 
 
 def _reasons_fa3(kernel: FlashKernel, spec: AttentionSpec, config: Mapping[str, Any]) -> list[str]:

@@ -39,7 +39,7 @@ def test_best_generation_for_device_and_spec(
         for device in (H200, A100, B200, T4)
     }
     assert versions == {"NVIDIA H200": 3, "NVIDIA A100": 2, "NVIDIA B200": 4, "Tesla T4": None}
-    alibi = choose_kernel(spec_of(has_alibi=True), H200, {})[0]
+    alibi = choose_kernel(spec_of(has_alibi=True, needs_lse=False), H200, {})[0]
     assert alibi is not None and alibi.version == 2
     requested = choose_kernel(spec_of(), H200, {"fa_version": 4})[0]
     assert requested is not None and requested.version == 4
@@ -50,7 +50,8 @@ def test_fa_version_has_no_fallback(
 ) -> None:
     """S2: `fa_version` is used or refused."""
     install_vllm(monkeypatch, record, FA4_AVAILABLE=False)
-    kernel, reasons = choose_kernel(spec_of(has_alibi=True), H200, {"fa_version": 3})
+    spec = spec_of(has_alibi=True, needs_lse=False)
+    kernel, reasons = choose_kernel(spec, H200, {"fa_version": 3})
     assert kernel is None and reasons == [
         "FlashAttention 3 (vllm.vllm_flash_attn): ALiBi slopes: not supported"
     ]
@@ -63,6 +64,7 @@ def test_fa_version_has_no_fallback(
     [
         ({"block_size": 16}, 2, "block_size=16 not supported (supported: multiples of 256"),
         ({"block_size": 256, "has_sink": True}, 2, "attention sinks: not supported"),
+        ({"block_size": 256, "has_alibi": True}, 2, "ALiBi slopes with needs_lse=True not"),
         (
             {"block_size": 256, "kv_cache_dtype": "fp8"},
             2,
