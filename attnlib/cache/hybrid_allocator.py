@@ -80,10 +80,11 @@ class HybridBlockAllocator:
             name: self.pool.find_contents(tokens, (name, key), block_size=group.block_size)
             for name, group in self.groups.items()
         }
-        has_states = self._states.has_checkpoint
-        reused, last_node = longest_prefix(self.groups, found, self.common_block_size, has_states)
-        states = self._states.start(last_node)
-        sequence = SequenceBlocks({}, reused, key, states)
+        prefix = longest_prefix(
+            self.groups, found, self.common_block_size, self._states.has_checkpoint
+        )
+        states, reused = self._states.start(prefix.last), prefix.num_tokens
+        sequence = SequenceBlocks({}, reused, prefix.num_keys, key, states)
         for name, group in self.groups.items():
             count = reused // group.block_size
             dead = min(group.first_visible(reused) // group.block_size, count)
@@ -102,20 +103,22 @@ class HybridBlockAllocator:
         return lcm(*(group.block_size for group in self.groups.values()))
 
     def num_missing_blocks(self, sequence: SequenceBlocks, num_tokens: int) -> int:
-        """Blocks of all groups to allocate before the first `num_tokens` tokens have slots."""
-        slots = self._states.missing(sequence.states)
-        return sum(self._missing(sequence, num_tokens).values()) + sum(slots.values())
+        """Blocks of all groups that `grow` allocates for the first `num_tokens` tokens."""
+        keys, slots = self._needed(sequence, num_tokens)
+        return sum(keys.values()) + sum(slots.values())
 
     def grow(self, sequence: SequenceBlocks, num_tokens: int) -> None:
         """Allocate blocks for the first `num_tokens` tokens of a request in every group of keys,
-        and the slots of its states.
+        and the slots of its states. If too few blocks are free for a checkpoint beside its slots,
+        and no other request reads it, the next step overwrites it.
 
         Raises:
             CacheExhaustedError: fewer blocks are free; none is allocated.
         """
-        missing = self._missing(sequence, num_tokens)
-        slots = self._states.missing(sequence.states)
+        missing, slots = self._needed(sequence, num_tokens)
         fresh = self.pool.allocate(sum(missing.values()) + sum(slots.values()))
+        if not slots:
+            self._states.write_sources(sequence.states)
         for name, count in slots.items():
             sequence.states.slots[name] += fresh[:count]
             del fresh[:count]
@@ -138,13 +141,13 @@ class HybridBlockAllocator:
         count = len(token_ids)
         states, runs = sequence.states, count > sequence.num_computed
         missing = {
-            **self._missing(sequence, count),
+            **sequence.missing(self.groups, count),
             **(self._states.missing(states) if runs else {}),
         }
         if count < sequence.num_computed or any(missing.values()):
             raise ContractError(
                 f"{count} tokens are computed, but {sequence.num_computed} were before, and the "
-                f"blocks hold {self._capacity(sequence)}: grow the request first"
+                f"blocks hold {sequence.capacity(self.groups)}: grow the request first"
             )
         if self.pool.prefix_caching and self.groups:
             first = min(sequence._chains[name][0] * g.block_size for name, g in self.groups.items())
@@ -221,21 +224,19 @@ class HybridBlockAllocator:
             if node is None:
                 return  # no lookup reaches the blocks that follow
             block = sequence.blocks[name][done]
-            node, done = (
-                self.pool.commit_block(node, tokens[start : start + size], block),
-                done + 1,
-            )
+            node = self.pool.commit_block(node, tokens[start : start + size], block)
+            done += 1
             sequence._chains[name] = (done, node)
 
-    def _capacity(self, sequence: SequenceBlocks) -> int:
-        sizes = (len(sequence.blocks[name]) * g.block_size for name, g in self.groups.items())
-        return min(sizes, default=0)
-
-    def _missing(self, sequence: SequenceBlocks, num_tokens: int) -> dict[str, int]:
-        return {
-            name: max(-(-num_tokens // group.block_size) - len(sequence.blocks[name]), 0)
-            for name, group in self.groups.items()
-        }
+    def _needed(
+        self, sequence: SequenceBlocks, num_tokens: int
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Group of keys -> blocks to allocate, and the same of states, or {} where a step writes
+        its sources."""
+        keys = sequence.missing(self.groups, num_tokens)
+        slots = self._states.missing(sequence.states)
+        is_short = sum(keys.values()) + sum(slots.values()) > self.num_free_blocks
+        return keys, {} if is_short and self._states.owns_sources(sequence.states) else slots
 
     def _free_behind_windows(self, sequence: SequenceBlocks) -> None:
         for name, group in self.groups.items():

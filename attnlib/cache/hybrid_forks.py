@@ -19,7 +19,7 @@ def fork_sequence(
     computed, groups, pool = sequence.num_computed, allocator.groups, allocator.pool
     partial = [name for name, group in groups.items() if computed % group.block_size]
     fresh = dict(zip(partial, pool.allocate(len(partial)), strict=True))
-    copied = SequenceBlocks({}, computed, sequence.key)
+    copied = SequenceBlocks({}, computed, sequence.num_cached_keys, sequence.key)
     copied.states = allocator._states.fork(sequence.states)
     pairs: dict[str, list[list[int]]] = {}
     for name, group in groups.items():

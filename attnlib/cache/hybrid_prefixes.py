@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from attnlib.cache.hybrid import KVCacheGroup
 from attnlib.cache.prefix_tree import PrefixNode
 
-__all__ = ["longest_prefix"]
+__all__ = ["CachedPrefix", "longest_prefix"]
+
+
+class CachedPrefix(NamedTuple):
+    """What a pool has cached of a sequence.
+
+    Attributes:
+        num_tokens: tokens of the longest prefix whose visible blocks every group has, with the
+            states at its end.
+        last: the content of its last block in the first group; None without a prefix.
+        num_keys: the same without the states.
+    """
+
+    num_tokens: int = 0
+    last: PrefixNode | None = None
+    num_keys: int = 0
 
 
 def longest_prefix(
@@ -15,9 +31,8 @@ def longest_prefix(
     found: Mapping[str, Sequence[PrefixNode]],
     step: int,
     has_states: Callable[[PrefixNode], bool],
-) -> tuple[int, PrefixNode | None]:
-    """Tokens of the longest prefix whose visible blocks every group has, with the states at its
-    end, and the content of the last block of the first group.
+) -> CachedPrefix:
+    """The longest prefixes that every group has cached.
 
     Args:
         groups: the groups of keys.
@@ -27,6 +42,7 @@ def longest_prefix(
     """
     cached = {name: _runs(nodes) for name, nodes in found.items()}
     most = min((len(nodes) * groups[name].block_size for name, nodes in found.items()), default=0)
+    num_keys = 0
     for end in range(most // step * step, 0, -step):
         if all(
             cached[name][end // group.block_size - 1]
@@ -35,9 +51,10 @@ def longest_prefix(
         ):
             name, group = next(iter(groups.items()))
             last = found[name][end // group.block_size - 1]
+            num_keys = num_keys or end
             if has_states(last):
-                return end, last
-    return 0, None
+                return CachedPrefix(end, last, num_keys)
+    return CachedPrefix(num_keys=num_keys)
 
 
 def _runs(nodes: Sequence[PrefixNode]) -> list[int]:

@@ -81,6 +81,18 @@ class StateBlocks:
             name: group.num_layers - len(states.slots[name]) for name, group in self.groups.items()
         }
 
+    def owns_sources(self, states: SequenceStates) -> bool:
+        """Whether a request without slots is the only one to read its sources."""
+        held = [block for each in states.sources.values() for block in each]
+        has_slots = any(states.slots.values())
+        return bool(held) and not has_slots and all(self.pool.ref_count(b) == 1 for b in held)
+
+    def write_sources(self, states: SequenceStates) -> None:
+        """Make slots of the sources of a request that owns them: no lookup finds them again."""
+        for name, held in states.sources.items():
+            states.slots[name] = [self.pool.make_writable(block)[0] for block in held]
+        states.sources.clear()
+
     def advance(self, states: SequenceStates) -> None:
         """A step has written the slots: its sources are no longer read."""
         for held in states.sources.values():

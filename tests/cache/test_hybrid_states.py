@@ -186,8 +186,42 @@ def test_no_free_block_changes_nothing() -> None:
     blocks.keep(one)
     before = (list(one.blocks["keys"]), dict(one.states.sources))
     with pytest.raises(CacheExhaustedError):
-        blocks.grow(one, 12)
+        blocks.grow(one, 17)  # three more blocks of keys, and one is free
     assert before == (one.blocks["keys"], one.states.sources) and not one.states.slots["states"]
+
+
+def test_a_checkpoint_gives_its_memory_to_its_own_request() -> None:
+    """Only if memory is short, and no other request reads it."""
+    blocks, tokens = allocator(6), list(range(20))
+    one = blocks.start(tokens)
+    run(blocks, one, tokens, 8)
+    blocks.keep(one)
+    kept = list(one.states.sources["states"])
+    other = blocks.start(tokens)
+    assert (other.num_computed, other.states.sources["states"]) == (8, kept)
+    with pytest.raises(CacheExhaustedError):
+        blocks.grow(one, 12)
+    blocks.release(other)
+    assert blocks.num_missing_blocks(one, 12) == 1
+    blocks.grow(one, 12)
+    assert one.states.slots["states"] == kept and not one.states.sources
+    assert blocks.start(tokens).num_computed == 0
+    blocks.advance(one, tokens[:12])
+    blocks.release(one)
+    assert blocks.num_free_blocks == 5
+
+
+def test_keys_of_another_request_without_a_checkpoint() -> None:
+    """Where a second request of the same beginning leaves one, a third one starts."""
+    blocks, tokens = allocator(40), list(range(20))
+    one = blocks.start(tokens)
+    run(blocks, one, tokens, 19)
+    other = blocks.start([*tokens[:13], 99, 98])
+    assert (other.num_computed, other.num_cached_keys) == (0, 12)
+    run(blocks, other, [*tokens[:13], 99, 98], other.num_cached_keys)
+    blocks.keep(other)
+    third = blocks.start([*tokens[:14], 97])
+    assert third.num_computed == third.num_cached_keys == 12
 
 
 def test_states_alone() -> None:
