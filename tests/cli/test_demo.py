@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from attnlib import example_model
 from attnlib.backends.torch import TorchBackend
-from attnlib.cache.allocator import BlockAllocator
 from attnlib.cli import main
+from attnlib.cli.demo.plain_blocks import PlainBlocks
 from attnlib.cli.demo.result import compare
 from attnlib.cli.demo.scheduler import Request, Scheduler
 from attnlib.cli.demo.serve import ServingResult
@@ -27,7 +27,7 @@ from tests.example_checkpoint import save
 
 
 def _scheduler(blocks: int = 16, size: int = 4, budget: int = 8, reqs: int = 8) -> Scheduler:
-    return Scheduler(BlockAllocator(blocks, size), budget, reqs)
+    return Scheduler(PlainBlocks(blocks, size), budget, reqs)
 
 
 def _drive(scheduler: Scheduler, requests: list[Request]) -> list[list[tuple[int, int, int]]]:
@@ -68,13 +68,12 @@ def test_the_most_recent_request_is_preempted_and_finishes() -> None:
     _drive(scheduler, [old, recent])
     assert scheduler.num_preemptions >= 1
     assert len(old.generated) == len(recent.generated) == 5
-    assert scheduler.allocator.num_used_blocks == 0
+    assert scheduler.allocator.pool.num_used_blocks == 0
 
 
 def test_a_request_that_does_not_fit_the_cache_is_an_error() -> None:
-    with pytest.raises(
-        CacheExhaustedError, match="request 3 can grow to 5 blocks of 2 tokens, the cache has 4"
-    ):
+    message = "request 3 can grow to 5 blocks, the cache has 4"
+    with pytest.raises(CacheExhaustedError, match=message):
         _scheduler(blocks=4, size=2).add(Request(3, [1] * 8, 3))
 
 
@@ -100,7 +99,7 @@ def test_every_token_is_computed_before_it_is_needed(
         counts = [count for _, _, count in step]
         assert counts == sorted(counts, key=lambda count: count > 1) or 1 in counts
     assert all(len(request.generated) == request.max_new_tokens for request in made)
-    assert scheduler.allocator.num_used_blocks == 0
+    assert scheduler.allocator.pool.num_used_blocks == 0
 
 
 def test_the_demo_on_torch(

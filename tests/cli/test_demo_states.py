@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from attnlib.cli.main import main
 from tests.example_checkpoint import save
 from tests.integrations.transformers.test_state_mixers import built, skip_in_older_releases
+from tests.integrations.transformers.test_state_mixers import pytestmark as has_state_functions
 
 
 @pytest.mark.slow
@@ -23,5 +25,21 @@ def test_all_tokens_are_those_of_the_model(
     save(built(name), tmp_path)
     assert main(["demo", "--device", "cpu", "--model", str(tmp_path)]) == 0
     # 12 requests of 24 tokens, but for those that write a line break.
-    found = re.search(r"PASSED: (\d+)/(\d+) tokens", capsys.readouterr().out)
+    shown = capsys.readouterr().out
+    found = re.search(r"PASSED: (\d+)/(\d+) tokens", shown)
     assert found is not None and found[1] == found[2] and 200 < int(found[1]) <= 288
+    reused = re.search(r", (\d+) of them reused from the cache; (\d+) preemptions", shown)
+    assert reused is not None and (int(reused[1]) > 0) is (name != "mamba2")  # which has no keys
+    assert " tokens or a state at peak" in shown or name == "mamba2"
+
+
+@has_state_functions
+def test_a_prefix_of_a_model_with_states_is_a_hit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    save(built("lfm2"), tmp_path)
+    sizes = ["--requests", "7", "--max-new-tokens", "3", "--num-blocks", "120"]
+    assert main(["demo", "--device", "cpu", "--json", "--model", str(tmp_path), *sizes]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["result"]["passed"] and result["reused_prompt_tokens"] >= 128
+    assert result["block"] == "16 tokens or a state"

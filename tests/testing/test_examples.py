@@ -91,7 +91,7 @@ def test_the_test_suite_of_the_package_passes(site: Path) -> None:
 
 _SERVE = """
 import torch
-from attnlib.cache.allocator import BlockAllocator
+from attnlib.cli.demo.plain_blocks import PlainBlocks
 from attnlib.cli.demo.scheduler import Request, Scheduler
 from attnlib.cli.demo.serve import serve
 from attnlib.integrations.transformers.paged_model import PagedModel
@@ -100,7 +100,7 @@ from tests.integrations.tiny_models import decoder, prompts
 fields = {"kv_cache_dtype": "example:rotated4", "kv_rotation": "hadamard"}
 paged = PagedModel(decoder("llama"), num_blocks=16, block_size=8, backend="torch", **fields)
 requests = [Request(0, prompts(9)[0], 4)]
-serve(paged, Scheduler(BlockAllocator(16, 8), 16, 8), requests)
+serve(paged, Scheduler(PlainBlocks(16, 8), 16, 8), requests)
 print(len(requests[0].generated), *{cache.format_name for _, cache in paged.layers()})
 """
 

@@ -9,12 +9,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from attnlib import env, example_model
-from attnlib.cache.allocator import BlockAllocator
 from attnlib.cli.arguments import CommandParser, count, model_dtype, present_device, seed
 from attnlib.cli.hf_config import specs_from_config
 from attnlib.device import resolve_device
@@ -22,8 +22,11 @@ from attnlib.selection import explain
 from attnlib.selection.current import current_request
 
 if TYPE_CHECKING:
+    from attnlib.cache.hybrid_allocator import HybridBlockAllocator
     from attnlib.cli.demo.model import DemoModel
+    from attnlib.cli.demo.plain_blocks import PlainBlocks
     from attnlib.cli.demo.scheduler import Request
+    from attnlib.integrations.transformers.paged_model import PagedModel
 
 __all__ = ["main", "parser"]
 
@@ -53,36 +56,21 @@ def _demo(options: argparse.Namespace, device: torch.device) -> int:
     from attnlib.cli.demo.model import load_model
     from attnlib.cli.demo.result import check_tokens
     from attnlib.cli.demo.scheduler import Scheduler
-    from attnlib.cli.demo.serve import serve, warm_up
+    from attnlib.cli.demo.serve import blocks_of, serve, warm_up
     from attnlib.cli.demo.view import Progress, as_json, show, statistics
-    from attnlib.integrations.transformers.paged_model import PagedModel
 
     dtype = options.dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     demo_model = load_model(options.model, device, dtype, seed=options.seed, tiny=options.tiny)
     requests = _requests(demo_model, options)
-    num_blocks = options.num_blocks or _tight_cache(requests, options.block_size)
-    paged = PagedModel(
-        demo_model.model,
-        num_blocks=num_blocks,
-        block_size=options.block_size,
-        backend=options.backend,
-        num_slots=options.max_num_reqs,
-    )
+    paged = _paged(demo_model, requests, options)
     budget = options.token_budget or (48 if options.tiny else 128)
-    scheduler = Scheduler(
-        BlockAllocator(num_blocks, options.block_size),
-        budget,
-        options.max_num_reqs,
-        reuse_prefixes=not paged.states.modules,
-    )
+    scheduler = Scheduler(blocks_of(paged), budget, options.max_num_reqs)
     if not options.json:
-        _introduce(demo_model, requests, num_blocks, options, device)
+        _introduce(demo_model, requests, paged, options, device)
     warmed = warm_up(paged, scheduler, requests) if device.type != "cpu" else 0.0
     served = serve(paged, scheduler, requests, None if options.json else Progress(requests))
-    numbers, result = (
-        {**statistics(paged, requests, served), "warmup_seconds": warmed},
-        check_tokens(demo_model.model, requests, served.logits),
-    )
+    numbers = {**statistics(paged, requests, served), "warmup_seconds": warmed}
+    result = check_tokens(demo_model.model, requests, served.logits)
     if options.json:
         print(json.dumps(as_json(demo_model, requests, numbers, result), indent=2))
     else:
@@ -93,11 +81,13 @@ def _demo(options: argparse.Namespace, device: torch.device) -> int:
 def _introduce(
     demo_model: DemoModel,
     requests: list[Request],
-    num_blocks: int,
+    paged: PagedModel,
     options: argparse.Namespace,
     device: torch.device,
 ) -> None:
     """Print what will be served, and by which backends."""
+    from attnlib.cli.demo.view import block_text
+
     is_example = demo_model.name == example_model.NAME
     terms = f" (terms of use: {example_model.TERMS})" if is_example else ""
     dtype = str(next(demo_model.model.parameters()).dtype).removeprefix("torch.")
@@ -105,7 +95,7 @@ def _introduce(
     print(
         f"{demo_model.name}{terms}, {dtype} on {device}\n"
         f"{len(requests)} prompts of {min(lengths)} to {max(lengths)} tokens, a cache of "
-        f"{num_blocks} blocks of {options.block_size} tokens\n\n"
+        f"{paged.num_blocks} blocks of {block_text(paged)}\n\n"
         f"{_selection(demo_model, options, device)}\n"
     )
 
@@ -132,12 +122,33 @@ def _requests(demo_model: DemoModel, options: argparse.Namespace) -> list[Reques
     ]
 
 
-def _tight_cache(requests: list[Request], block_size: int) -> int:
-    """A number of blocks with which requests are preempted: less than all of them need together."""
-    blocks = [
-        -(-(len(request.prompt) + request.max_new_tokens) // block_size) for request in requests
-    ]
-    return max(*blocks, 2 * sum(blocks) // 5)
+def _paged(
+    demo_model: DemoModel, requests: list[Request], options: argparse.Namespace
+) -> PagedModel:
+    """The model over its caches; one with states over a pool of keys and states."""
+    from attnlib.cli.demo.serve import blocks_of
+    from attnlib.integrations.transformers.paged_model import PagedModel
+
+    make = partial(
+        PagedModel, demo_model.model, block_size=options.block_size, backend=options.backend
+    )
+    smallest = make(num_blocks=2)
+    hybrid = bool(smallest.states.modules)
+    if hybrid:
+        smallest = make(num_blocks=2, hybrid=True)
+    num_blocks = options.num_blocks or _tight_cache(requests, blocks_of(smallest))
+    return make(num_blocks=num_blocks, hybrid=hybrid)
+
+
+def _tight_cache(requests: list[Request], allocator: PlainBlocks | HybridBlockAllocator) -> int:
+    """A number of blocks with which requests are preempted: less than all of them need together.
+    Over states, those that hold only checkpoints remain for prefixes."""
+    from attnlib.cache.hybrid_allocator import HybridBlockAllocator
+    from attnlib.cli.demo.scheduler import most_blocks
+
+    is_pool = isinstance(allocator, HybridBlockAllocator)
+    blocks = [most_blocks(allocator, request) for request in requests]
+    return max(*blocks, (4 if is_pool else 2) * sum(blocks) // 5) + is_pool  # with the null block
 
 
 def _selection(demo_model: DemoModel, options: argparse.Namespace, device: torch.device) -> str:
@@ -224,7 +235,11 @@ def _add_sizes(made: CommandParser) -> None:
             "most tokens to generate for each prompt (default 24; 4 with --tiny)",
         ),
         ("--block-size", 16, "tokens in one cache block (default 16)"),
-        ("--num-blocks", None, "blocks in the cache (default: 2/5 of what the prompts need)"),
+        (
+            "--num-blocks",
+            None,
+            "blocks in the cache (default: 2/5 of what the prompts need; 4/5 with states)",
+        ),
         (
             "--token-budget",
             None,

@@ -3,6 +3,9 @@
 Decodes come first, so that a running request never waits for a prompt. The rest of the token budget
 goes to prompts, in chunks. A prompt that shares a prefix with an earlier one reuses its blocks. If
 no block is free, the most recent request is preempted and computed again later.
+
+Over states, a prefix can be reused where a checkpoint was kept: at the last boundary of blocks in
+each prompt, and where a prompt departs from an earlier one.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from attnlib.cache.allocator import BlockAllocator
+from attnlib.cache.hybrid_allocator import HybridBlockAllocator, SequenceBlocks
+from attnlib.cli.demo.plain_blocks import PlainBlocks
 from attnlib.errors import CacheExhaustedError
 
-__all__ = ["Request", "Scheduler", "Chunk"]
+__all__ = ["Chunk", "Request", "Scheduler", "most_blocks"]
 
 
 @dataclass(eq=False)
@@ -26,11 +30,10 @@ class Request:
         max_new_tokens: largest number of tokens to generate.
         end_tokens: tokens that end the request; the last generated token may be one.
         generated: token ids generated so far.
-        blocks: its blocks, in order.
-        num_computed: number of tokens whose keys and values are in the cache.
+        blocks: its blocks; None before it runs.
+        checkpoints: where it keeps its states for others.
         num_reused: number of tokens whose keys and values another request computed.
         was_preempted: its blocks were taken; later hits in the cache may be its own.
-        slot: its place among the running requests, for the states of state layers; -1 for none.
     """
 
     index: int
@@ -38,16 +41,20 @@ class Request:
     max_new_tokens: int
     end_tokens: frozenset[int] = frozenset()
     generated: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    num_computed: int = 0
+    blocks: SequenceBlocks | None = None
+    checkpoints: frozenset[int] = frozenset()
     num_reused: int = 0
     was_preempted: bool = False
-    slot: int = -1
 
     @property
     def tokens(self) -> list[int]:
         """Prompt and generated tokens."""
         return self.prompt + self.generated
+
+    @property
+    def num_computed(self) -> int:
+        """Number of tokens whose keys and values are in the cache."""
+        return 0 if self.blocks is None else self.blocks.num_computed
 
     @property
     def num_pending(self) -> int:
@@ -77,26 +84,21 @@ class Chunk:
 
 
 class Scheduler:
-    """Schedules steps over one block allocator.
+    """Schedules steps over the blocks of one allocator.
 
     Args:
         allocator: the blocks.
         token_budget: maximum number of tokens of one step.
         max_num_reqs: maximum number of running requests.
-        reuse_prefixes: take the blocks of a prefix that another request has computed. Not for
-            models with state layers: the keys of a prefix are of no use without its states.
     """
 
     def __init__(
         self,
-        allocator: BlockAllocator,
+        allocator: PlainBlocks | HybridBlockAllocator,
         token_budget: int,
         max_num_reqs: int,
-        reuse_prefixes: bool = True,
     ) -> None:
         self.allocator = allocator
-        self.reuse_prefixes = reuse_prefixes
-        self._free_slots = list(range(max_num_reqs))
         self.token_budget = token_budget
         self.max_num_reqs = max_num_reqs
         self.waiting: deque[Request] = deque()
@@ -109,13 +111,10 @@ class Scheduler:
         Raises:
             CacheExhaustedError: it does not fit the cache, even alone.
         """
-        max_blocks = -(
-            -(len(request.prompt) + request.max_new_tokens - 1) // self.allocator.block_size
-        )
-        if max_blocks > self.allocator.num_blocks:
+        most, pool = most_blocks(self.allocator, request), self.allocator.pool
+        if most > (usable := pool.num_free_blocks + pool.num_used_blocks):
             raise CacheExhaustedError(
-                f"request {request.index} can grow to {max_blocks} blocks of "
-                f"{self.allocator.block_size} tokens, the cache has {self.allocator.num_blocks}: "
+                f"request {request.index} can grow to {most} blocks, the cache has {usable}: "
                 "allocate a larger cache, or generate fewer tokens"
             )
         self.waiting.append(request)
@@ -136,7 +135,7 @@ class Scheduler:
         for request in list(self.running):
             if request not in self.running or budget == 0:
                 continue  # preempted in this step, or no budget left
-            count = min(request.num_pending, budget)
+            count = _count(request, budget)
             if not self._grow(request, count):
                 continue
             (decodes if request.num_pending == 1 else chunks).append(
@@ -153,10 +152,11 @@ class Scheduler:
 
     def finish(self, chunk: Chunk, next_token: int | None) -> None:
         """Record that a chunk was computed, and the next token if it was sampled."""
-        request = chunk.request
-        request.num_computed += chunk.count
-        if self.reuse_prefixes:
-            self.allocator.commit(request.tokens[: request.num_computed], request.blocks)
+        request, end = chunk.request, chunk.start + chunk.count
+        assert request.blocks is not None
+        self.allocator.advance(request.blocks, request.tokens[:end])
+        if end in request.checkpoints and isinstance(self.allocator, HybridBlockAllocator):
+            self.allocator.keep(request.blocks)
         if next_token is not None:
             request.generated.append(next_token)
         if request.is_done:
@@ -164,46 +164,66 @@ class Scheduler:
 
     def _admit(self, budget: int) -> Chunk | None:
         request = self.waiting[0]
-        known = request.tokens if self.reuse_prefixes else []
-        hit = self.allocator.acquire_prefix(known)
-        request.blocks, request.num_computed = list(hit.block_ids), hit.num_tokens
-        count = min(request.num_pending, budget)
-        need = self._num_new_blocks(request, count)
-        if need > self.allocator.num_free_blocks:
-            self.allocator.free(request.blocks)
-            request.blocks, request.num_computed = [], 0
+        blocks = request.blocks = self.allocator.start(request.tokens)
+        request.checkpoints = self._checkpoints(request)
+        count, reused = _count(request, budget), blocks.num_computed
+        missing = self.allocator.num_missing_blocks(blocks, reused + count)
+        if missing > self.allocator.pool.num_free_blocks:
+            self.allocator.release(blocks)
+            request.blocks = None
             return None
         if not request.was_preempted:
-            request.num_reused = hit.num_tokens
-        request.blocks += self.allocator.allocate(need)
+            request.num_reused = reused
+        self.allocator.grow(blocks, reused + count)
         self.running.append(self.waiting.popleft())
-        request.slot = self._free_slots.pop(0)
-        return Chunk(request, request.num_computed, count)
+        return Chunk(request, reused, count)
+
+    def _checkpoints(self, request: Request) -> frozenset[int]:
+        """Where a request that starts keeps its states."""
+        blocks, allocator = request.blocks, self.allocator
+        if blocks is None or not blocks.states.slots or not blocks.blocks:
+            return frozenset()
+        assert isinstance(allocator, HybridBlockAllocator)
+        size = allocator.common_block_size
+        return frozenset((blocks.num_cached_keys, (len(request.tokens) - 1) // size * size))
 
     def _grow(self, request: Request, count: int) -> bool:
         """Allocate blocks for `count` tokens, preempting the most recent requests if needed.
 
         Returns False if the request itself was preempted.
         """
-        while self._num_new_blocks(request, count) > self.allocator.num_free_blocks:
+        blocks, end = request.blocks, request.num_computed + count
+        assert blocks is not None
+        pool = self.allocator.pool
+        while self.allocator.num_missing_blocks(blocks, end) > pool.num_free_blocks:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
-        request.blocks += self.allocator.allocate(self._num_new_blocks(request, count))
+        self.allocator.grow(blocks, end)
         return True
-
-    def _num_new_blocks(self, request: Request, count: int) -> int:
-        return -(-(request.num_computed + count) // self.allocator.block_size) - len(request.blocks)
 
     def _release(self, request: Request) -> None:
         self.running.remove(request)
-        self.allocator.free(request.blocks)
-        self._free_slots.append(request.slot)
-        request.blocks, request.slot = [], -1
+        if request.blocks is not None:
+            self.allocator.release(request.blocks)
+        request.blocks = None
 
     def _preempt(self, request: Request) -> None:
         self._release(request)
-        request.num_computed, request.was_preempted = 0, True
+        request.was_preempted = True
         self.waiting.appendleft(request)
         self.num_preemptions += 1
+
+
+def most_blocks(allocator: PlainBlocks | HybridBlockAllocator, request: Request) -> int:
+    """Blocks that a request needs at its end. The last token is not computed."""
+    num_tokens = len(request.prompt) + request.max_new_tokens - 1
+    return allocator.num_missing_blocks(allocator.start(), num_tokens)
+
+
+def _count(request: Request, budget: int) -> int:
+    """Tokens of the next chunk of a request, which ends at its next checkpoint at the latest."""
+    count = min(request.num_pending, budget)
+    ends = (end - request.num_computed for end in request.checkpoints)
+    return min((end for end in ends if 0 < end < count), default=count)

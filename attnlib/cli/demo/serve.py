@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnlib.cache.allocator import BlockAllocator
+from attnlib.cache.hybrid_allocator import HybridBlockAllocator
+from attnlib.cli.demo.plain_blocks import PlainBlocks
 from attnlib.cli.demo.scheduler import Chunk, Request, Scheduler
+from attnlib.integrations.transformers.paged_batches import StepBatch
 from attnlib.integrations.transformers.paged_model import PagedModel
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.groups import group_batches
 
-__all__ = ["ServingResult", "serve", "warm_up"]
+__all__ = ["ServingResult", "blocks_of", "serve", "warm_up"]
 
 
 @dataclass
@@ -53,7 +56,7 @@ def serve(
     with paged.attached():
         while scheduler.is_busy:
             plan = scheduler.plan()
-            served.peak_blocks = max(served.peak_blocks, scheduler.allocator.num_used_blocks)
+            served.peak_blocks = max(served.peak_blocks, scheduler.allocator.pool.num_used_blocks)
             _run(paged, scheduler, plan, served)
             served.steps += 1
             if on_step is not None:
@@ -75,21 +78,33 @@ def warm_up(paged: PagedModel, scheduler: Scheduler, requests: list[Request]) ->
         Request(request.index, request.prompt, request.max_new_tokens, request.end_tokens)
         for request in requests
     ]
-    pool = BlockAllocator(scheduler.allocator.num_blocks, scheduler.allocator.block_size)
-    limits = (scheduler.token_budget, scheduler.max_num_reqs, scheduler.reuse_prefixes)
-    return serve(paged, Scheduler(pool, *limits), copies).seconds
+    blocks = blocks_of(paged)
+    limits = (scheduler.token_budget, scheduler.max_num_reqs)
+    return serve(paged, Scheduler(blocks, *limits), copies).seconds
+
+
+def blocks_of(paged: PagedModel) -> PlainBlocks | HybridBlockAllocator:
+    """An allocator of all blocks of a model."""
+    if paged.hybrid:
+        return HybridBlockAllocator(paged.groups, paged.num_blocks)
+    return PlainBlocks(paged.num_blocks, paged.block_size)
 
 
 def _run(paged: PagedModel, scheduler: Scheduler, plan: list[Chunk], served: ServingResult) -> None:
     device = next(paged.model.parameters()).device
-    batch = CommonAttentionMetadata.from_lengths(
-        query_lens=[chunk.count for chunk in plan],
-        seq_lens=[chunk.start + chunk.count for chunk in plan],
-        block_table=[chunk.request.blocks for chunk in plan],
-        block_size=paged.block_size,
-        device=device,
-        state_slots=[chunk.request.slot for chunk in plan] if paged.states.modules else None,
-    )
+    counts = [chunk.count for chunk in plan]
+    held = [chunk.request.blocks for chunk in plan if chunk.request.blocks is not None]
+    batch: StepBatch
+    if isinstance(scheduler.allocator, HybridBlockAllocator):
+        batch = group_batches(scheduler.allocator, held, counts, device)
+    else:
+        batch = CommonAttentionMetadata.from_lengths(
+            counts,
+            [chunk.start + chunk.count for chunk in plan],
+            [one.blocks[""] for one in held],
+            paged.block_size,
+            device,
+        )
     ids = [
         token
         for chunk in plan
@@ -98,7 +113,7 @@ def _run(paged: PagedModel, scheduler: Scheduler, plan: list[Chunk], served: Ser
     positions = [
         position for chunk in plan for position in range(chunk.start, chunk.start + chunk.count)
     ]
-    ends = batch.query_lens_cpu.cumsum(0) - 1
+    ends = torch.tensor(counts).cumsum(0) - 1
     sampling = [index for index, chunk in enumerate(plan) if chunk.samples]
     rows = ends[sampling].long()
     logits = paged.step(

@@ -7,13 +7,14 @@ import textwrap
 from dataclasses import asdict
 from typing import Any
 
+from attnlib.cache.hybrid import KVCacheGroup
 from attnlib.cli.demo.model import DemoModel
 from attnlib.cli.demo.result import DemoResult
 from attnlib.cli.demo.scheduler import Request
 from attnlib.cli.demo.serve import ServingResult
 from attnlib.integrations.transformers.paged_model import PagedModel
 
-__all__ = ["Progress", "as_json", "statistics", "show"]
+__all__ = ["Progress", "as_json", "block_text", "show", "statistics"]
 
 _WIDTH = 70
 """Characters of a prompt in one line."""
@@ -42,6 +43,15 @@ class Progress:
             print(line, flush=True)
 
 
+def block_text(paged: PagedModel) -> str:
+    """What a block holds."""
+    sizes = [each.block_size for each in paged.groups.values() if isinstance(each, KVCacheGroup)]
+    if not paged.hybrid:
+        sizes = [paged.block_size]
+    tokens = [f"{size} tokens" for size in sorted(set(sizes))]
+    return " or ".join([*tokens, "a state"] if paged.states.modules else tokens)
+
+
 def statistics(paged: PagedModel, requests: list[Request], served: ServingResult) -> dict[str, Any]:
     """The statistics of a run."""
     generated = sum(len(request.generated) for request in requests)
@@ -58,7 +68,7 @@ def statistics(paged: PagedModel, requests: list[Request], served: ServingResult
         "tokens_per_second": generated / served.seconds,
         "cache_blocks": paged.num_blocks,
         "peak_blocks": served.peak_blocks,
-        "block_size": paged.block_size,
+        "block": block_text(paged),
         "cache_mib": paged.cache_bytes / 2**20,
         **latents,
         "preemptions": served.preemptions,
@@ -89,7 +99,7 @@ def show(
         f"prompts: {numbers['prompt_tokens']} tokens, {numbers['reused_prompt_tokens']} of them "
         f"reused from the cache; {numbers['preemptions']} preemptions\n"
         f"cache: {numbers['peak_blocks']}/{numbers['cache_blocks']} blocks of "
-        f"{numbers['block_size']} tokens at peak, {numbers['cache_mib']:.1f} MiB"
+        f"{numbers['block']} at peak, {numbers['cache_mib']:.1f} MiB"
     )
     if "expanded_cache_mib" in numbers:
         print(

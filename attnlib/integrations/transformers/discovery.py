@@ -16,6 +16,7 @@ from torch import nn
 from attnlib.cache.hybrid import HybridKVCache, KVCacheGroup, with_equal_blocks
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.transformers.latents import LatentWeights
 from attnlib.integrations.transformers.layers import layer_name
 from attnlib.integrations.transformers.paged_calls import paged_forward
 from attnlib.integrations.transformers.paged_step import PagedStep
@@ -63,19 +64,25 @@ class DiscoveryStep(PagedStep):
         options: dict[str, Any],
     ) -> torch.Tensor:
         """Record a module; returns zeros in place of its output."""
-        spec, layer_options = self.paged.attention.describe(module, query, value, options)
+        latents, size = self.paged.latents, value.shape[3]
+        if module in latents.modules:
+            spec, layer_options = latents.describe(module, query, options)
+            size = LatentWeights(module).value_size
+        else:
+            spec, layer_options = self.paged.attention.describe(module, query, value, options)
         # A module that shares keys passes on the very tensor of another one.
         owner = next((one for tensor, one in self._keys if tensor is key), None)
         producer = None if owner is None or owner.spec != spec else owner.module
         found = FoundLayer(module, spec, layer_options, producer)
         self.found.append(found)
         self._keys.append((key, found if owner is None else owner))
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+        return query.new_zeros(1, query.shape[2], query.shape[1], size)
 
 
 @torch.no_grad()
 def discover(paged: PagedModel) -> list[FoundLayer]:
-    """The attention modules of a model, by a forward of one token without attention and states.
+    """The attention modules of a model, by a forward of one token without attention and states. The
+    mixers have layers afterwards.
 
     Raises:
         UnsupportedConfigError: an attention layer did not receive the step.
@@ -85,7 +92,7 @@ def discover(paged: PagedModel) -> list[FoundLayer]:
     step = DiscoveryStep(paged)
     with paged.attached(), paged_forward(model), paged.states.running(step):
         model(input_ids=token, position_ids=token, use_cache=False, attnlib_step=step)
-    if not step.found:
+    if not step.found and not paged.states.modules:
         raise UnsupportedConfigError(
             f"{type(model).__name__}: no attention layer received the step; use generate with "
             "attn_implementation='attnlib'"
@@ -107,41 +114,44 @@ class CreatedLayers(NamedTuple):
     pool: HybridKVCache | None
 
 
-def create_layers(
-    found: Sequence[FoundLayer], num_blocks: int, hybrid: bool, device: torch.device
-) -> CreatedLayers:
+def create_layers(paged: PagedModel, found: Sequence[FoundLayer]) -> CreatedLayers:
     """Create the layers and caches of a model.
 
     Args:
+        paged: the model.
         found: its attention modules in the order of execution.
-        num_blocks: blocks of each cache, or of the pool.
-        hybrid: one pool for all caches.
-        device: of the caches.
     """
+    num_blocks, states = paged.num_blocks, paged.states.layers
+    device = next(paged.model.parameters()).device
     owners = [one for one in found if one.producer is None]
     names = _group_names([one.spec for one in owners])
     pool = None
     caches: dict[nn.Module, PagedKVCache] = {}
-    if hybrid:
+    if paged.hybrid:
         counts = Counter(one.spec for one in owners)
-        groups = {names[spec]: KVCacheGroup(spec, count) for spec, count in counts.items()}
-        pool = HybridKVCache(with_equal_blocks(groups), num_blocks, device)
+        keys = {names[spec]: KVCacheGroup(spec, count) for spec, count in counts.items()}
+        groups = with_equal_blocks({**keys, **states.groups()})
+        pool = HybridKVCache(groups, num_blocks, device)
+        states.use_pool(pool)
         free = {name: iter(group) for name, group in pool.caches.items()}
         caches = {one.module: next(free[names[one.spec]]) for one in owners}
     created = CreatedLayers({}, {}, pool)
     for one in found:
-        target, group = None, names[one.spec]
+        options = one.options
         if one.producer is not None:
             producer, cache = created.layers[one.producer]
             spec = producer.spec.replace(kv_sharing=True)
-            target = layer_name(one.producer)
+            options = {**options, "kv_sharing_target_layer_name": layer_name(one.producer)}
         else:
             cache = caches.get(one.module) or PagedKVCache.allocate(one.spec, num_blocks, device)
             spec = one.spec.replace(block_size=cache.block_size)
-        layer = Attention(spec, kv_sharing_target_layer_name=target, **one.options)
+        if one.module in paged.latents.modules:
+            layer = paged.latents.create(one.module, spec, options)
+        else:
+            layer = Attention(spec, **options)
         created.layers[one.module] = (layer, cache)
-        if hybrid:
-            created.groups[one.module] = group
+        if pool is not None:
+            created.groups[one.module] = names[one.spec]
     return created
 
 

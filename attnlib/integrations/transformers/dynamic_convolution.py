@@ -36,10 +36,7 @@ def dynamic_convolution_forward(
     states = hidden_states[0].float()
     dynamic = mixer.weight_proj(dynamic_input)[0].float().view(len(states), heads, 1, width)
     taps = mixer.static_weight.float().T.view(heads, -1, width) + dynamic
-    if call.step.is_discovery:
-        before = states.new_zeros(*states.shape, width)
-    else:
-        before = _states_before(call, states, width)
+    before = _states_before(call, states, width)
     mixed = (before.view(len(states), heads, -1, width) * taps).sum(-1).view_as(states)
     out: torch.Tensor = (mixed + states) / math.sqrt(2 * width + 1)
     return out.to(hidden_states.dtype)[None]
@@ -57,7 +54,8 @@ def _states_before(call: MixerCall, states: torch.Tensor, width: int) -> torch.T
     }
     # The last tap of a state layer is that of the token itself.
     one_each = torch.eye(width, device=states.device).flip(0).repeat(states.shape[1], 1)
-    layer, cache = call.layer("convolution", fields, {"conv_weight": one_each})
     repeated = states.repeat_interleave(width, dim=1)
-    out = layer.convolve(repeated, cache, call.step.state_metadata(layer))
+    if (found := call.layer("convolution", fields, {"conv_weight": one_each})) is None:
+        return torch.zeros_like(repeated).view(*states.shape, width)
+    out = found.layer.convolve(repeated, found.cache, found.metadata)
     return out.view(*states.shape, width)

@@ -28,6 +28,7 @@ class LatentWeights:
         projection: `[Hq, P + V, R]`, a view of the weights of `kv_b_proj`.
         key_size: P, elements of a key without its rotary part.
         latent_size: R.
+        value_size: V.
         rotary_size: elements of the rotary part.
     """
 
@@ -35,7 +36,8 @@ class LatentWeights:
         self.key_size = int(module.qk_nope_head_dim)
         self.rotary_size = int(module.qk_rope_head_dim)
         weight: torch.Tensor = module.kv_b_proj.weight
-        rows = self.key_size + int(module.v_head_dim)
+        self.value_size = int(module.v_head_dim)
+        rows = self.key_size + self.value_size
         self.projection = weight.detach().view(-1, rows, weight.shape[1])
         self.latent_size = weight.shape[1]
 

@@ -30,8 +30,6 @@ def lightning_forward(
     """
     mixer: Any = call.mixer
     call.step.reached.add(mixer)
-    if call.step.is_discovery:
-        return torch.zeros_like(hidden_states), None
     heads, size = mixer.num_attention_heads, mixer.head_dim
     projected = mixer.act_fn(mixer.qkv_proj(hidden_states))[0]
     query, key, value = projected.view(-1, heads, 3 * size).split(size, dim=-1)
@@ -45,7 +43,8 @@ def lightning_forward(
         "dtype": projected.dtype,
     }
     tensors = {"log_decay": -mixer.slope_rate.detach().flatten().float()}
-    layer, cache = call.layer("recurrence", fields, tensors, scale=1.0)
-    out = layer(query, key, value, None, None, cache, call.step.state_metadata(layer))
+    if (found := call.layer("recurrence", fields, tensors, scale=1.0)) is None:
+        return torch.zeros_like(hidden_states), None
+    out = found.layer(query, key, value, None, None, found.cache, found.metadata)
     out = mixer.norm(out.reshape(1, -1, heads * size))
     return mixer.out_proj(F.sigmoid(mixer.output_gate(hidden_states)) * out), None

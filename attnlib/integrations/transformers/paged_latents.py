@@ -16,8 +16,10 @@ from attnlib.integrations.transformers.latents import (
     make_latent_attention,
 )
 from attnlib.integrations.transformers.paged_step import PagedStep
+from attnlib.layer import Attention
 from attnlib.mla.latent_attention import LatentAttention
 from attnlib.selection import get_attn_backend
+from attnlib.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from attnlib.integrations.transformers.paged_model import PagedModel
@@ -78,18 +80,28 @@ class LatentLayers:
         """
         if module not in self.modules:
             return None
-        paged, layer = self._paged.attention, self._layers.get(module)
-        if layer is None:
-            spec = LatentWeights(module).spec(**paged.spec_fields(options))
-            layer = self._layers[module] = make_latent_attention(
-                module, spec, **paged.layer_options(module, query, options)
-            )
+        paged = self._paged.attention
+        if module not in self._layers:
+            spec, layer_options = self.describe(module, query, options)
             cache = PagedKVCache.allocate(spec, paged.num_blocks, query.device)
-            paged.by_module[module] = (layer.layer, cache)
-        _, cache = paged.layer_of(module, query, key, options)
-        metadata = step.metadata_for(layer.layer)
+            paged.by_module[module] = (self.create(module, spec, layer_options), cache)
+        layer, (_, cache) = self._layers[module], paged.layer_of(module, query, key, options)
+        metadata = step.metadata_for(layer.layer, paged.groups.get(module))
         out: torch.Tensor = layer(query[0].transpose(0, 1), key[0, 0], cache, metadata)
         return out
+
+    def describe(
+        self, module: nn.Module, query: torch.Tensor, options: dict[str, Any]
+    ) -> tuple[AttentionSpec, dict[str, Any]]:
+        """As `PagedLayers.describe`, for a module that keeps latents."""
+        paged = self._paged.attention
+        spec = LatentWeights(module).spec(**paged.spec_fields(options))
+        return spec, paged.layer_options(module, query, options)
+
+    def create(self, module: nn.Module, spec: AttentionSpec, options: dict[str, Any]) -> Attention:
+        """The attention layer of a module that keeps latents."""
+        found = self._layers[module] = make_latent_attention(module, spec, **options)
+        return found.layer
 
     def _is_supported(self, module: nn.Module) -> bool:
         """Whether a module has latents, and the backend supports a cache of them."""

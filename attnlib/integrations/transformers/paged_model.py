@@ -16,16 +16,18 @@ import torch
 from torch import nn
 
 from attnlib.backends.base import AttentionBackend
-from attnlib.cache.hybrid import HybridKVCache, KVCacheGroup
+from attnlib.cache.hybrid import Group, HybridKVCache
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.discovery import create_layers, discover
 from attnlib.integrations.transformers.latents import unexpanded
+from attnlib.integrations.transformers.mixer_layers import MixerLayers
+from attnlib.integrations.transformers.paged_batches import StepBatch, one_batch
 from attnlib.integrations.transformers.paged_calls import paged_forward
 from attnlib.integrations.transformers.paged_latents import LatentLayers
 from attnlib.integrations.transformers.paged_layers import PagedLayers
 from attnlib.integrations.transformers.paged_refusals import refuse_model, shares_keys
-from attnlib.integrations.transformers.paged_step import PagedStep, attend, one_batch
+from attnlib.integrations.transformers.paged_step import PagedStep, attend
 from attnlib.integrations.transformers.registration import NAME, register
 from attnlib.integrations.transformers.shared_layers import (
     computed_for,
@@ -38,7 +40,6 @@ from attnlib.kv_rotation import KVRotation
 from attnlib.layer import Attention
 from attnlib.layer.state import StateLayer
 from attnlib.metadata.base import AttentionMetadataBuilder
-from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
 
@@ -65,11 +66,11 @@ class PagedModel:
         limits: the largest step, for workspaces that are allocated once; None lets them grow.
         latents: cache latents (P10). None where a module has them and the backend supports it;
             True requires both, False never does.
-        hybrid: one pool of blocks for all layers, in which windowed layers keep their window only:
-            `groups` describes it, a `HybridBlockAllocator` assigns its blocks, and each group of a
-            step has a batch of its own. No latents.
-        num_slots: requests whose recurrent states are held at once, for models with state layers,
-            whose batches name the slot of each request (`state_slots`).
+        hybrid: one pool of blocks for all layers, in which windowed layers keep their window only,
+            and states are blocks (T15): `groups` describes it, a `HybridBlockAllocator` assigns its
+            blocks, and each group of a step has a batch of its own.
+        num_slots: without a pool, requests whose recurrent states are held at once. Batches of
+            models with state layers name the slot of each request (`state_slots`).
         max_rollback: tokens of the last step that the next one may take back (T10).
 
     Attributes:
@@ -77,10 +78,10 @@ class PagedModel:
         latents, states: the modules that cache latents; the mixers of state layers.
 
     Raises:
-        UnsupportedConfigError: `hybrid` and `latents` are both True, or `latents` is True and no
-            module has latents that the backend supports, or the model uses the index of a token in
-            the packed row as its position, or has layers with an indexer, compressed entries, or
-            states of models that `state_mixers.SERVED` has not.
+        UnsupportedConfigError: `latents` is True and no module has latents that the backend
+            supports, or the model uses the index of a token in the packed row as its position, or
+            has layers with an indexer, compressed entries, or states of models that
+            `state_mixers.SERVED` has not.
     """
 
     def __init__(
@@ -99,10 +100,8 @@ class PagedModel:
         num_slots: int = 16,
         max_rollback: int = 0,
     ) -> None:
-        self.states = StateMixers(model, num_slots, max_rollback, backend)
+        self.states = StateMixers(model, MixerLayers(num_slots, max_rollback, backend, hybrid))
         refuse_model(model, serves_states=bool(self.states.modules))
-        if hybrid and latents:
-            raise UnsupportedConfigError("hybrid=True has no groups of latents: leave them out")
         self.model = model
         self.num_blocks, self.block_size = num_blocks, block_size
         formats = (kv_cache_dtype, value_cache_dtype, kv_rotation)
@@ -112,8 +111,7 @@ class PagedModel:
         # The lazy creation of layers knows neither groups nor who shares keys.
         self._shares = any(map(shares_keys, model.modules()))
         self._is_prepared = not hybrid and not self._shares
-        wanted = False if hybrid else latents
-        self.latents = LatentLayers(self, model.modules(), wanted)
+        self.latents = LatentLayers(self, model.modules(), latents)
 
     @property
     def pool(self) -> HybridKVCache | None:
@@ -128,7 +126,7 @@ class PagedModel:
     @property
     def cache_bytes(self) -> int:
         """Total size of the caches and slots in bytes; a shared cache counts once."""
-        return self.attention.cache_bytes + self.states.cache_bytes
+        return self.attention.cache_bytes + self.states.layers.cache_bytes
 
     @property
     def expanded_cache_bytes(self) -> int:
@@ -141,8 +139,8 @@ class PagedModel:
 
     def all_layers(self) -> list[Attention | StateLayer]:
         """Attention layers, then state layers; empty before the first step."""
-        states = [layer for layer, _ in self.states.layers.values()]
-        return [*(layer for layer, _ in self.layers()), *states]
+        states = self.states.layers.by_part.values()
+        return [*(layer for layer, _ in self.layers()), *(one.layer for one in states)]
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -158,8 +156,8 @@ class PagedModel:
             model.set_attn_implementation(before)
 
     @property
-    def groups(self) -> Mapping[str, KVCacheGroup]:
-        """The groups of a hybrid model by name: "full", "window 128" and the like. For a
+    def groups(self) -> Mapping[str, Group]:
+        """The groups of a hybrid model by name: "full", "window 128", "states" and the like. For a
         `HybridBlockAllocator`; empty for other models.
 
         Raises:
@@ -179,9 +177,7 @@ class PagedModel:
         if self._is_prepared:
             return
         found, layers = discover(self), self.attention
-        device = next(self.model.parameters()).device
-        created = create_layers(found, layers.num_blocks, self.hybrid, device)
-        layers.by_module, layers.groups, layers.pool = created
+        layers.by_module, layers.groups, layers.pool = create_layers(self, found)
         shared = {one.module for one in found if one.producer is not None}
         self._shared_layers = shared_suffix(self.model, [one.module for one in found], shared)
         self._is_prepared = True
@@ -191,7 +187,7 @@ class PagedModel:
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        batch: CommonAttentionMetadata | Mapping[str, CommonAttentionMetadata],
+        batch: StepBatch,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run one step within `attached()`; its keys and values are in the caches afterwards.
@@ -199,7 +195,8 @@ class PagedModel:
         Args:
             input_ids: `[T]` int64, the new tokens of all requests, packed.
             position_ids: `[T]` int64, the position of each token in its sequence.
-            batch: lengths, block table and slots of the tokens; one per group of a hybrid model.
+            batch: lengths, block table and slots of the tokens; for a hybrid model those that
+                `group_batches` makes, one per group.
                 With `query_bias`, new tokens are trees (M20), whose batches may need `tree`.
             rows: `[n]` int64, the tokens whose logits are returned; None for all. On the CPU, a
                 model whose last layers share keys reads them without a synchronization.

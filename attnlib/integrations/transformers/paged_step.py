@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from attnlib.backends.base import AttentionBackend
-from attnlib.cache.hybrid import KVCacheGroup
-from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.described_mask import read_mask
 from attnlib.integrations.transformers.layers import layer_name
+from attnlib.integrations.transformers.mixer_layers import MixerLayer, Place
+from attnlib.integrations.transformers.paged_batches import StepBatch
 from attnlib.integrations.transformers.shared_layers import NeededRows
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.integrations.transformers.token_terms import (
@@ -21,7 +21,6 @@ from attnlib.integrations.transformers.token_terms import (
     token_fields,
 )
 from attnlib.layer import Attention
-from attnlib.layer.state import StateLayer
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.states import StateMetadata
 from attnlib.spec import AttentionSpec
@@ -29,7 +28,7 @@ from attnlib.spec import AttentionSpec
 if TYPE_CHECKING:
     from attnlib.integrations.transformers.paged_model import PagedModel
 
-__all__ = ["LayerGroupKey", "PagedStep", "attend", "one_batch"]
+__all__ = ["LayerGroupKey", "PagedStep", "attend"]
 
 LayerGroupKey = tuple[type[AttentionBackend], AttentionSpec]
 """Layers of one group share a builder and the metadata of a step."""
@@ -40,7 +39,7 @@ class PagedStep:
 
     Attributes:
         paged: the model.
-        batch: the batch; for a hybrid model one batch for each group of caches, by name.
+        batch: as in `PagedModel.step`.
         needed: the tokens that layers without keys of their own compute; None for all.
         reached: the attention modules that have attended in this step.
         is_tree: the new tokens form trees (M20).
@@ -50,7 +49,7 @@ class PagedStep:
     def __init__(
         self,
         paged: PagedModel,
-        batch: CommonAttentionMetadata | Mapping[str, CommonAttentionMetadata],
+        batch: StepBatch,
         needed: NeededRows | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> None:
@@ -59,10 +58,10 @@ class PagedStep:
         self.batch = batch
         self.needed = needed
         self.reached: set[nn.Module] = set()
-        batches = (batch,) if isinstance(batch, CommonAttentionMetadata) else batch.values()
-        self.is_tree = any(one.query_bias is not None for one in batches)
+        batches: Any = (batch,) if isinstance(batch, CommonAttentionMetadata) else batch.values()
+        self.is_tree = any(getattr(one, "query_bias", None) is not None for one in batches)
         self._metadata: dict[LayerGroupKey, Any] = {}
-        self._states: dict[type[AttentionBackend], StateMetadata] = {}
+        self._states: dict[tuple[type[AttentionBackend], Place | None], StateMetadata] = {}
 
     is_discovery = False
     """The step computes nothing and shows what the modules need."""
@@ -79,16 +78,16 @@ class PagedStep:
         that does."""
         return None
 
-    def state_metadata(self, layer: StateLayer) -> StateMetadata:
-        """The metadata of this step for state layers; built once per backend."""
-        if layer.backend not in self._states:
-            batch = self.batch
-            one = (
-                batch if isinstance(batch, CommonAttentionMetadata) else next(iter(batch.values()))
-            )
-            builder = self.paged.states.builder_of(layer)
-            self._states[layer.backend] = builder.build(0, one)
-        return self._states[layer.backend]
+    def state_metadata(self, one: MixerLayer) -> StateMetadata:
+        """The metadata of this step for a state layer; built once per backend, or per layer over a
+        pool, where each has slots of its own."""
+        key = (one.layer.backend, one.place)
+        if key not in self._states:
+            batch: Any = self.batch
+            if one.place is not None:
+                batch = batch[one.place.group][one.place.number]
+            self._states[key] = self.paged.states.layers.builder_of(one).build(0, batch)
+        return self._states[key]
 
     def metadata_for(self, layer: Attention, group: str | None = None) -> Any:
         """The metadata of this step for a layer; built once per group of layers.
@@ -213,31 +212,3 @@ def _refuse_call(module: nn.Module, kwargs: dict[str, Any]) -> None:
             f"{layer_name(module)}: position_bias= covers the tokens of the packed row, but not "
             f"the keys in the cache; use generate with attn_implementation='attnlib'"
         )
-
-
-def one_batch(
-    batch: CommonAttentionMetadata | Mapping[str, CommonAttentionMetadata],
-    groups: Mapping[str, KVCacheGroup] | None,
-) -> CommonAttentionMetadata:
-    """A batch with the lengths of a step.
-
-    Args:
-        batch: of the step; for a hybrid model one for each group.
-        groups: of a hybrid model, or None.
-
-    Raises:
-        ContractError: a hybrid model and a single batch, or a group without a batch.
-    """
-    if isinstance(batch, CommonAttentionMetadata):
-        if groups is None:
-            return batch
-        names: set[str] = set()
-    else:
-        names = set(batch)
-        if groups is not None and names == set(groups):
-            return next(iter(batch.values()))
-    needs = "is not hybrid" if groups is None else "needs " + ", ".join(groups)
-    raise ContractError(
-        f"the step has batches for {', '.join(sorted(names)) or 'no group'}, the model {needs}: "
-        f"pass {'a single batch' if groups is None else 'one batch per group'}"
-    )

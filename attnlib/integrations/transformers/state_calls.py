@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from attnlib.cache.states import StateCache
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.layers import layer_name
+from attnlib.integrations.transformers.mixer_layers import MixerLayers
 from attnlib.integrations.transformers.state_steps import (
     PendingConvolution,
     PendingStep,
@@ -19,6 +20,7 @@ from attnlib.integrations.transformers.state_steps import (
     norm_of,
 )
 from attnlib.layer.state import StateLayer
+from attnlib.metadata.states import StateMetadata
 
 if TYPE_CHECKING:
     from attnlib.integrations.transformers.paged_step import PagedStep
@@ -28,23 +30,28 @@ __all__ = ["FUNCTIONS", "MixerCall"]
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", None: None}
 
 
-class LayerSource(Protocol):
-    """Where the layers of mixers are (`StateMixers`)."""
+class Mixers(Protocol):
+    """What a call needs of the mixers of a model (`StateMixers`)."""
 
+    layers: MixerLayers
     pending: PendingConvolution | PendingStep | None
 
     def has_recurrence(self, mixer: nn.Module) -> bool:
         """Whether the mixer calls a recurrence after its convolution."""
 
-    def layer_of(
-        self,
-        mixer: nn.Module,
-        part: str,
-        fields: dict[str, Any],
-        tensors: dict[str, torch.Tensor],
-        scale: float | None,
-    ) -> tuple[StateLayer, StateCache]:
-        """The layer and the slots of a part of a mixer."""
+
+class StateArguments(NamedTuple):
+    """What the state layer of a mixer runs with in a step.
+
+    Attributes:
+        layer: the layer.
+        cache: its slots.
+        metadata: of the step.
+    """
+
+    layer: StateLayer
+    cache: StateCache
+    metadata: StateMetadata
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +59,12 @@ class MixerCall:
     """The call of a function by a mixer in a step.
 
     Attributes:
-        layers: of the model.
+        mixers: of the model.
         step: the step.
         mixer: the mixer.
     """
 
-    layers: LayerSource
+    mixers: Mixers
     step: PagedStep
     mixer: nn.Module
 
@@ -67,9 +74,22 @@ class MixerCall:
         fields: dict[str, Any],
         tensors: dict[str, torch.Tensor],
         scale: float | None = None,
-    ) -> tuple[StateLayer, StateCache]:
-        """The layer and the slots of a part of the mixer; arguments as in `StateMixers`."""
-        return self.layers.layer_of(self.mixer, part, fields, tensors, scale)
+    ) -> StateArguments | None:
+        """What a part of the mixer runs with; None in a step that computes nothing. Arguments as
+        in `MixerLayers.layer_of`.
+
+        Raises:
+            UnsupportedConfigError: the mixer did not call this part when the pool was made.
+        """
+        found = self.mixers.layers.layer_of(self.mixer, part, fields, tensors, scale)
+        if self.step.is_discovery:
+            return None
+        if found.cache is None:
+            raise UnsupportedConfigError(
+                f"{layer_name(self.mixer)} calls a {part} that it did not call for one token, when "
+                "the pool was made: use hybrid=False"
+            )
+        return StateArguments(found.layer, found.cache, self.step.state_metadata(found))
 
 
 def convolve(
@@ -82,8 +102,6 @@ def convolve(
 ) -> torch.Tensor:
     """`causal_conv1d_fn`: `[1, C, T]` -> the same."""
     call.step.reached.add(call.mixer)
-    if call.step.is_discovery:
-        return torch.zeros_like(x)
     fields = {
         "conv_channels": x.shape[1],
         "conv_width": weight.shape[1],
@@ -92,11 +110,12 @@ def convolve(
         "dtype": x.dtype,
     }
     tensors = _given({"conv_weight": weight, "conv_bias": bias})
-    if call.layers.has_recurrence(call.mixer):
-        call.layers.pending = PendingConvolution(x[0].mT, fields, tensors)
+    if call.mixers.has_recurrence(call.mixer):
+        call.mixers.pending = PendingConvolution(x[0].mT, fields, tensors)
         return x
-    layer, cache = call.layer("convolution", fields, tensors)
-    out = layer.convolve(x[0].mT.contiguous(), cache, call.step.state_metadata(layer))
+    if (found := call.layer("convolution", fields, tensors)) is None:
+        return torch.zeros_like(x)
+    out = found.layer.convolve(x[0].mT.contiguous(), found.cache, found.metadata)
     return out.mT[None]
 
 
@@ -112,8 +131,6 @@ def delta_rule(
 ) -> tuple[torch.Tensor, None]:
     """`torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`."""
     _refuse_states(call.mixer, kwargs)
-    if call.step.is_discovery:
-        return torch.zeros_like(value), None
     fields = {
         "num_heads": value.shape[2],
         "num_key_heads": key.shape[2],
@@ -144,8 +161,6 @@ def mamba2(
     _refuse_states(call.mixer, kwargs)
     if not dt_softplus:
         raise UnsupportedConfigError(f"{layer_name(call.mixer)}: step sizes without softplus")
-    if call.step.is_discovery:
-        return torch.zeros_like(x)
     fields = {
         "num_heads": x.shape[2],
         "num_key_heads": B.shape[2],
@@ -178,20 +193,21 @@ def _step(
         parts: queries, keys and values, `[1, T, heads, size]`.
         gates: of `StateLayer.step`.
         form: fields of its form.
-        fields, tensors, scale: of the recurrence, as in `StateMixers.layer_of`.
+        fields, tensors, scale: of the recurrence, as in `MixerLayers.layer_of`.
     """
-    convolution, call.layers.pending = call.layers.pending, None
+    convolution, call.mixers.pending = call.mixers.pending, None
     assert isinstance(convolution, PendingConvolution)  # mixers convolve first
     x = convolution.x
     form["order"] = channel_order(x, parts, call.mixer)
     fields, tensors = fields | convolution.fields, tensors | convolution.tensors
-    layer, cache = call.layer("step", fields, tensors, scale)
-    out = x.new_empty(x.shape[0], layer.spec.num_heads * layer.spec.value_size)
-    step = PendingStep(layer, cache, call.step.state_metadata(layer), x, gates, form, out)
+    if (found := call.layer("step", fields, tensors, scale)) is None:
+        return torch.zeros_like(parts[2])
+    out = x.new_empty(x.shape[0], parts[2][0, 0].numel())
+    step = PendingStep(*found, x, gates, form, out)
     if norm_of(call.mixer) is None:
         step.run()
     else:
-        call.layers.pending = step
+        call.mixers.pending = step
     return out.view(parts[2].shape)
 
 

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from attnlib.backends.base import AttentionBackend
-from attnlib.cache.states import StateCache
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.layers import layer_name
 from attnlib.integrations.transformers.mixer_forwards import forward_of, is_mixer
+from attnlib.integrations.transformers.mixer_layers import MixerLayers
 from attnlib.integrations.transformers.state_calls import FUNCTIONS, MixerCall
 from attnlib.integrations.transformers.state_steps import (
     PendingConvolution,
@@ -29,9 +28,6 @@ from attnlib.integrations.transformers.state_steps import (
     norm_in_step,
     norm_of,
 )
-from attnlib.layer.state import StateLayer
-from attnlib.metadata.base import AttentionMetadataBuilder
-from attnlib.spec import StateSpec
 
 if TYPE_CHECKING:
     from attnlib.integrations.transformers.paged_step import PagedStep
@@ -66,54 +62,32 @@ SERVED = frozenset(
 
 
 class StateMixers:
-    """The mixers of a model. The layers and slots of a mixer are made in its first call.
+    """The mixers of a model.
 
     Args:
         model: the model.
-        num_slots: requests whose states are held at once.
-        max_rollback: tokens of the last step that the next one may take back (T10).
-        backend: as in `PagedModel`.
+        layers: of its mixers.
 
     Attributes:
         modules: the mixers.
-        layers: (mixer, "convolution", "recurrence" or "step") -> its layer and slots.
+        layers: as given.
 
     Raises:
         UnsupportedConfigError: transformers has no such functions for the model.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        num_slots: int,
-        max_rollback: int,
-        backend: str | type[AttentionBackend] | None,
-    ) -> None:
-        self.num_slots, self.max_rollback, self.backend = num_slots, max_rollback, backend
+    def __init__(self, model: nn.Module, layers: MixerLayers) -> None:
+        self.layers = layers
         config: Any = getattr(model, "config", None)
         served = getattr(config, "model_type", None) in SERVED
         self.modules = [m for m in model.modules() if served and is_mixer(m)]
-        self.layers: dict[tuple[nn.Module, str], tuple[StateLayer, StateCache]] = {}
         for mixer in self.modules:
             if not (forward_of(mixer) or hasattr(_module_of(mixer), "causal_conv1d_fn")):
                 raise UnsupportedConfigError(
                     f"{layer_name(mixer)}: this release of transformers has no causal_conv1d_fn "
                     f"in {type(mixer).__module__}; install transformers 5.24"
                 )
-        self._builders: dict[type[AttentionBackend], AttentionMetadataBuilder[Any]] = {}
         self._local = threading.local()
-
-    @property
-    def cache_bytes(self) -> int:
-        """Total size of the slots in bytes."""
-        return sum(cache.memory.numel() for _, cache in self.layers.values())
-
-    def builder_of(self, layer: StateLayer) -> AttentionMetadataBuilder[Any]:
-        """The metadata builder that all layers of one backend share."""
-        if layer.backend not in self._builders:
-            device = next(iter(self.layers.values()))[1].device
-            self._builders[layer.backend] = layer.backend.make_builder(layer.spec, device)
-        return self._builders[layer.backend]
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -202,40 +176,6 @@ class StateMixers:
             return function(MixerCall(self, step, mixer), hidden_states, *args, **kwargs)
 
         return forward
-
-    def layer_of(
-        self,
-        mixer: nn.Module,
-        part: str,
-        fields: dict[str, Any],
-        tensors: dict[str, torch.Tensor],
-        scale: float | None = None,
-    ) -> tuple[StateLayer, StateCache]:
-        """The layer and the slots of a mixer.
-
-        Args:
-            mixer: the mixer.
-            part: "convolution", "recurrence", or "step" for both.
-            fields: of its spec.
-            tensors: those of the layer by name; any other one shows the device.
-            scale: of the layer.
-        """
-        if (mixer, part) not in self.layers:
-            device = next(iter(tensors.values())).device
-            layer = StateLayer(
-                StateSpec(**fields, max_rollback=self.max_rollback),
-                backend=self.backend,
-                scale=scale,
-                prefix=f"{layer_name(mixer)} ({part})",
-                device=device,
-                **{name: x for name, x in tensors.items() if name in _LAYER_TENSORS},
-            )
-            cache = StateCache.allocate(layer.spec, self.num_slots, device=device)
-            self.layers[mixer, part] = layer, cache
-        return self.layers[mixer, part]
-
-
-_LAYER_TENSORS = ("conv_weight", "conv_bias", "skip", "log_decay")
 
 
 def _module_of(mixer: nn.Module) -> Any:

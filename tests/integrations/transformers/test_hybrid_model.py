@@ -9,8 +9,9 @@ import torch
 
 import attnlib
 from attnlib.cache.hybrid_allocator import HybridBlockAllocator, SequenceBlocks
-from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.errors import ContractError
 from attnlib.integrations.transformers.paged_model import PagedModel
+from attnlib.metadata.groups import group_batches
 from tests.integrations.tiny_models import (
     WINDOW,
     decoder,
@@ -20,12 +21,15 @@ from tests.integrations.tiny_models import (
     prompts,
     randomized,
 )
+from tests.integrations.transformers.test_state_mixers import built
+from tests.integrations.transformers.test_state_mixers import pytestmark as has_state_functions
 
 MODELS = {
     "gpt_oss": lambda: decoder("gpt_oss"),
     "gemma3": lambda: decoder("gemma3"),
     "gemma3n": gemma3n,
     "gemma4": gemma4_with_shared_layers,
+    "latents": lambda: randomized(deepseek_v3()),
 }
 CHUNK = 6
 
@@ -63,20 +67,10 @@ class Engine:
         lens = [one.num_computed + count for one, count in zip(held, counts, strict=True)]
         for one, length in zip(held, lens, strict=True):
             self.allocator.grow(one, length)
-        self.used.append({name: self.allocator.num_used_blocks(name) for name in self.paged.groups})
-        tables = self.allocator.block_tables(held)
+        used = self.allocator.num_used_blocks
+        self.used.append({name: used(name) for name in self.allocator.groups})
         device = next(self.paged.model.parameters()).device
-        batches = {
-            name: attnlib.CommonAttentionMetadata.from_lengths(
-                counts,
-                lens,
-                tables[name],
-                group.block_size,
-                device,
-                state_slots=list(range(len(counts))),
-            )  # fmt: skip
-            for name, group in self.paged.groups.items()
-        }
+        batches = group_batches(self.allocator, held, counts, device)
         spans = [range(length - count, length) for length, count in zip(lens, counts, strict=True)]
         ids = [t[place] for t, span in zip(tokens, spans, strict=True) for place in span]
         sampling = [n for n, (t, end) in enumerate(zip(tokens, lens, strict=True))
@@ -247,6 +241,37 @@ def test_a_step_needs_the_batches_of_all_groups() -> None:
         plain.step(token, token, {"full": batch})
 
 
-def test_latents_have_no_groups() -> None:
-    with pytest.raises(UnsupportedConfigError, match="no groups of latents: leave them out"):
-        PagedModel(randomized(deepseek_v3()), num_blocks=8, hybrid=True, latents=True)
+def test_latents_are_blocks_of_the_pool() -> None:
+    """P10: in place of the keys and values of every head, unless the caller wants these."""
+    sizes = {}
+    for latents in (True, False):
+        paged = PagedModel(
+            randomized(deepseek_v3()), num_blocks=8, block_size=4, hybrid=True, latents=latents
+        )
+        (group,) = paged.groups.values()
+        assert group.spec.use_mla is latents and group.num_layers == 2
+        assert all(layer.spec == group.spec for layer, _ in paged.layers())
+        sizes[latents] = group.bytes_per_token
+        if latents:
+            assert paged.expanded_cache_bytes > 2 * paged.cache_bytes
+    assert sizes[False] > 2 * sizes[True]
+
+
+@has_state_functions
+def test_a_step_over_states_needs_a_batch_for_each_layer() -> None:
+    model = built("lfm2")
+    paged = PagedModel(model, num_blocks=12, block_size=4, backend="torch", hybrid=True)
+    blocks = HybridBlockAllocator(paged.groups, 12)
+    one = blocks.start([3, 4])
+    blocks.grow(one, 2)
+    given = group_batches(blocks, [one], [2], "cpu")
+    tokens = torch.tensor([3, 4])
+    for changed, message in (
+        ({"states": given["full"]}, "group states needs a list of 2 batches, .* has one batch"),
+        ({"states": given["states"][:1]}, "has a list of 1 batches"),
+        ({"full": given["states"]}, "group full needs one batch and has a list of 2 batches"),
+    ):
+        with paged.attached(), pytest.raises(ContractError, match=message):
+            paged.step(tokens, torch.arange(2), {**given, **changed})
+    with paged.attached():
+        assert paged.step(tokens, torch.arange(2), given).isfinite().all()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnlib.cache.allocator import BlockAllocator
+from attnlib.cli.demo.plain_blocks import PlainBlocks
 from attnlib.cli.demo.result import check_tokens
 from attnlib.cli.demo.scheduler import Request, Scheduler
 from attnlib.cli.demo.serve import serve
@@ -38,7 +38,7 @@ def _served(model: Any, **options: Any) -> tuple[PagedModel, Any]:
     paged = PagedModel(
         model, num_blocks=32, block_size=8, **{"backend": "torch", "latents": True, **options}
     )
-    served = serve(paged, Scheduler(BlockAllocator(32, 8), 16, 8), requests)
+    served = serve(paged, Scheduler(PlainBlocks(32, 8), 16, 8), requests)
     assert sum(request.num_reused for request in requests) > 0
     return paged, check_tokens(model, requests, served.logits)
 

@@ -9,8 +9,8 @@ import torch
 import transformers as hf
 
 import attnlib
-from attnlib.cache.allocator import BlockAllocator
 from attnlib.cache.storage import PagedKVCache
+from attnlib.cli.demo.plain_blocks import PlainBlocks
 from attnlib.cli.demo.result import check_tokens
 from attnlib.cli.demo.scheduler import Request, Scheduler
 from attnlib.cli.demo.serve import serve
@@ -77,7 +77,7 @@ def _served(
         for index, prompt in enumerate(prompts(*lengths))
     ]
     paged = PagedModel(model, num_blocks=32, block_size=8, backend=backend, **kwargs)
-    served = serve(paged, Scheduler(BlockAllocator(32, 8), 16, 8), requests)
+    served = serve(paged, Scheduler(PlainBlocks(32, 8), 16, 8), requests)
     assert sum(request.num_reused for request in requests) > 0
     return paged, check_tokens(model, requests, served.logits)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from attnlib.cache.allocator import BlockAllocator
+from attnlib.cli.demo.plain_blocks import PlainBlocks
 from attnlib.cli.demo.scheduler import Request, Scheduler
 from attnlib.cli.demo.serve import serve
 from attnlib.integrations.transformers.paged_model import PagedModel
@@ -42,7 +42,7 @@ def test_logits_are_those_over_stored_keys_and_values(rotated4: KVFormat) -> Non
     paged = PagedModel(model, num_blocks=32, block_size=8, backend="torch", **fields)
     common = prompts(17, seed=3)[0]
     requests = [Request(i, common + prompt, 5) for i, prompt in enumerate(prompts(3, 9, 21))]
-    served = serve(paged, Scheduler(BlockAllocator(32, 8), 16, 8), requests)
+    served = serve(paged, Scheduler(PlainBlocks(32, 8), 16, 8), requests)
     assert sum(request.num_reused for request in requests) > 0
     assert {cache.format_name for _, cache in paged.layers()} == {rotated4.name}
     for request in requests:

@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers as hf
 
-from attnlib.cache.allocator import BlockAllocator
+from attnlib.cli.demo.plain_blocks import PlainBlocks
 from attnlib.cli.demo.result import check_tokens
-from attnlib.cli.demo.scheduler import Request, Scheduler
-from attnlib.cli.demo.serve import serve
-from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.cli.demo.scheduler import Request, Scheduler, most_blocks
+from attnlib.cli.demo.serve import blocks_of, serve
+from attnlib.errors import CacheExhaustedError, ContractError, UnsupportedConfigError
 from attnlib.integrations.transformers.paged_model import PagedModel, PagedStep
 from attnlib.integrations.transformers.state_mixers import SERVED
 from attnlib.integrations.transformers.state_steps import norm_of
@@ -160,6 +160,8 @@ _FAST = ("inkling2_text", "inkling_text", "kimi_linear", "lfm2", "mamba2", "qwen
 _MARKED = [
     name if name in _FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES
 ]
+_CONSTANT = ("inkling_text", "inkling2_text", "mamba2")
+"""Those whose requests give blocks behind their windows back, or have states only."""
 _BY_SWEEP = {
     "bailing_hybrid",
     "inkling2",
@@ -212,16 +214,25 @@ def skip_in_older_releases(name: str) -> None:
         pytest.skip(f"transformers {hf.__version__}: {name} needs a newer release")
 
 
-def served(model: Any, backend: str = "torch", new_tokens: int = 8, **kwargs: Any) -> Any:
-    """Prompts of several lengths through chunks, mixed batches and preemptions."""
+def served(model: Any, backend: str = "torch", new_tokens: int = 8) -> Any:
+    """Prompts of several lengths over a pool that is too small for two of them: chunks, mixed
+    batches and preemptions."""
     requests = [
-        Request(index, prompt, new_tokens) for index, prompt in enumerate(prompts(19, 3, 40))
+        Request(index, prompt, new_tokens) for index, prompt in enumerate(prompts(40, 3, 19))
     ]
-    paged = PagedModel(model, num_blocks=14, block_size=4, backend=backend, num_slots=3, **kwargs)
-    scheduler = Scheduler(BlockAllocator(14, 4), 11, 3, reuse_prefixes=False)
+    first, second, _ = blocks_needed(model, requests, backend)
+    options = {"block_size": 4, "backend": backend, "hybrid": True}
+    paged = PagedModel(model, num_blocks=first + second, **options)  # block 0 is no place
+    scheduler = Scheduler(blocks_of(paged), 11, 3)
     result = serve(paged, scheduler, requests)
-    assert new_tokens < 8 or scheduler.num_preemptions > 0
-    return paged, check_tokens(model, requests, result.logits)
+    assert scheduler.allocator.num_free_blocks == first + second - 1
+    return paged, result.preemptions, check_tokens(model, requests, result.logits)
+
+
+def blocks_needed(model: Any, requests: list[Request], backend: str = "torch") -> list[int]:
+    """Blocks that each request needs in a pool."""
+    smallest = PagedModel(model, num_blocks=2, block_size=4, backend=backend, hybrid=True)
+    return [most_blocks(blocks_of(smallest), request) for request in requests]
 
 
 def test_every_served_type_is_tested() -> None:
@@ -231,11 +242,49 @@ def test_every_served_type_is_tested() -> None:
 @pytest.mark.parametrize("name", _MARKED)
 def test_tokens_equal_the_plain_model(name: str) -> None:
     """Chunked prefill, decodes beside prompts, and requests that start again after preemption in
-    slots that others have used (T14)."""
+    blocks that others have used (T14)."""
     skip_in_older_releases(name)
-    paged, result = served(built(name))
+    paged, preemptions, result = served(built(name))
+    assert preemptions > 0 or name in _CONSTANT
     assert result.passed and result.tokens == 24, str(result)
-    assert len(paged.states.layers) >= len(paged.states.modules) > 0
+    assert len(paged.states.layers.by_part) >= len(paged.states.modules) > 0
+    assert paged.cache_bytes == paged.pool.nbytes
+
+
+@pytest.mark.parametrize("name", _MARKED)
+def test_prefixes_are_reused_from_their_checkpoints(name: str) -> None:
+    """T16, T17: the second request departs from the first one, behind whose common tokens it leaves
+    a checkpoint; the third one starts there."""
+    skip_in_older_releases(name)
+    model = built(name)
+    common, *tails = prompts(47, 45, 44, 43, seed=3)
+    requests = [Request(index, common + tail, 4) for index, tail in enumerate(tails)]
+    num_blocks = sum(blocks_needed(model, requests)) * 2
+    paged = PagedModel(model, num_blocks=num_blocks, block_size=4, backend="torch", hybrid=True)
+    scheduler = Scheduler(blocks_of(paged), 64, 1)
+    result = check_tokens(model, requests, serve(paged, scheduler, requests).logits)
+    assert result.passed and result.tokens == 12, str(result)
+    sizes = [getattr(group, "block_size", 1) for group in paged.groups.values()]
+    expected = 47 // max(sizes) * max(sizes) if paged.layers() else 0
+    assert requests[2].num_reused == expected
+
+
+def test_one_pool_serves_what_divided_memory_refuses() -> None:
+    """The keys of one long request take the blocks that divided memory would keep for the states of
+    others; later, others take those that it has left."""
+    model = built("qwen3_next")
+    requests = [Request(index, prompt, 8) for index, prompt in enumerate(prompts(180, 9, 9, 9))]
+    num_blocks = 1 + blocks_needed(model, requests)[0]
+    paged = PagedModel(model, num_blocks=num_blocks, block_size=4, backend="torch", hybrid=True)
+    keys, states = paged.groups["full"], paged.groups["states"]
+    divided = Scheduler(PlainBlocks(num_blocks - 1 - 3 * states.num_layers, keys.block_size), 64, 3)
+    with pytest.raises(CacheExhaustedError, match="request 0 can grow to"):
+        divided.add(requests[0])
+    scheduler = Scheduler(blocks_of(paged), 64, 3)
+    served = serve(paged, scheduler, requests)
+    result = check_tokens(model, requests, served.logits)
+    assert result.passed and result.tokens == 32, str(result)
+    assert served.peak_blocks == num_blocks - 1
 
 
 @pytest.mark.slow
@@ -246,7 +295,7 @@ def test_logits_of_other_types(name: str) -> None:
     skip_in_older_releases(name)
     if name == "inkling_mm_model":
         pytest.importorskip("scipy", reason="transformers plans its image encoder with scipy")
-    _, result = served(built(name))
+    *_, result = served(built(name))
     assert result.passed, str(result)
 
 
@@ -326,7 +375,7 @@ def test_requests_continue_from_a_kept_prefix(name: str) -> None:
 def test_through_triton(name: str) -> None:
     pytest.importorskip("triton")
     skip_in_older_releases(name)
-    _, result = served(built(name), "triton", new_tokens=2)
+    *_, result = served(built(name), "triton", new_tokens=2)
     assert result.passed, str(result)
 
 
