@@ -1,15 +1,16 @@
 """Run the fast tests with the oldest and the newest versions that pyproject.toml allows.
 
     python3 .ci/versions.py prepare     # environments .ci-oldest and .ci-newest, five minutes each
-    python3 .ci/versions.py test        # the test command of the README in each of them
+    python3 .ci/versions.py test 600    # the test command of the README in each, within 600 seconds
 
 oldest.txt and newest.txt name the releases. An environment that cannot be had, because an
-interpreter, disk space or a package is missing, is reported and does not fail the run; a
-test that fails does.
+interpreter, disk space or a package is missing, and tests that do not end in time, are reported and
+do not fail the run; a test that fails does.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -23,10 +24,16 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHON = {"oldest": "3.10", "newest": "3.14"}
 """Name of an environment -> its Python."""
 
+UNFINISHED = "its preparation did not end"
+
 NEEDED_BYTES = 12 << 30
 """Of one environment and its downloads: torch of the index has CUDA's libraries."""
 
 LIMIT_SECONDS = 900
+"""Of one command that prepares an environment."""
+
+LEAST_SECONDS = 120
+"""Of the tests of one environment; with less left they are not started."""
 
 
 def main() -> int:
@@ -34,8 +41,9 @@ def main() -> int:
         for name in PYTHON:
             prepare(name)
         return 0
-    if sys.argv[1:] == ["test"]:
-        return max(test(name) for name in PYTHON)
+    if sys.argv[1:2] == ["test"] and len(sys.argv) == 3:
+        deadline = time.monotonic() + float(sys.argv[2])
+        return max(test(name, deadline) for name in PYTHON)
     raise SystemExit(__doc__)
 
 
@@ -44,7 +52,7 @@ def prepare(name: str) -> None:
     started = time.perf_counter()
     place, reason = _place(name), _reason(name)
     shutil.rmtree(place, ignore_errors=True)
-    reason.write_text(f"its preparation did not end ({name})\n")
+    reason.write_text(f"{UNFINISHED} ({name})\n")
     try:
         _make(name, place)
     except (Unavailable, subprocess.SubprocessError) as error:
@@ -71,28 +79,45 @@ def _make(name: str, place: Path) -> None:
     )
 
 
-def test(name: str) -> int:
-    """Run the fast tests; 0 if they pass or the environment is not there."""
+def test(name: str, deadline: float = math.inf) -> int:
+    """Run the fast tests; 1 if one fails, 0 if they pass or could not be run until `deadline`.
+
+    Args:
+        name: of the environment.
+        deadline: value of `time.monotonic`.
+    """
     place, reason = _place(name), _reason(name)
-    if reason.exists() or not place.exists():
-        text = reason.read_text().strip() if reason.exists() else "it was not prepared"
+    while _is_preparing(name) and time.monotonic() < deadline - LEAST_SECONDS:
+        time.sleep(1)
+    left = max(0.0, deadline - time.monotonic())
+    if reason.exists() or not place.exists() or left < LEAST_SECONDS:
+        text = "it was not prepared" if left >= LEAST_SECONDS else f"{left:.0f} seconds were left"
+        text = reason.read_text().strip() if reason.exists() else text
         print(f"versions: {name} (Python {PYTHON[name]}) WAS NOT RUN: {text}", flush=True)
         return 0
     show = "import sys, torch, transformers, triton; print('Python %d.%d.%d' % sys.version_info[:3]"
     show += ", *(m.__name__ + ' ' + m.__version__ for m in (torch, triton, transformers)))"
     subprocess.run([place / "bin/python", "-c", show], check=True, cwd=ROOT)
-    started = time.perf_counter()
+    started = time.monotonic()
     environment = {k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"}
-    done = subprocess.run(
-        [place / "bin/python", "-m", "pytest", "-q"],
-        cwd=ROOT,
-        env=environment | {"PATH": f"{place / 'bin'}:{os.environ['PATH']}"},
-        check=False,
-    )
+    environment["PATH"] = f"{place / 'bin'}:{os.environ['PATH']}"
+    command = [place / "bin/python", "-m", "pytest", "-q"]
+    try:
+        limit = None if left == math.inf else left
+        done = subprocess.run(command, cwd=ROOT, env=environment, check=False, timeout=limit)
+    except subprocess.TimeoutExpired:
+        print(f"versions: {name} DID NOT END in {left:.0f} s, which were left", flush=True)
+        return 0
+    finally:
+        shutil.rmtree(place, ignore_errors=True)  # seven gigabytes
     outcome = "passed" if done.returncode == 0 else "FAILED"
-    print(f"versions: {name} {outcome} in {time.perf_counter() - started:.0f} s", flush=True)
-    shutil.rmtree(place, ignore_errors=True)  # seven gigabytes
+    print(f"versions: {name} {outcome} in {time.monotonic() - started:.0f} s", flush=True)
     return done.returncode
+
+
+def _is_preparing(name: str) -> bool:
+    reason = _reason(name)
+    return reason.exists() and reason.read_text().startswith(UNFINISHED)
 
 
 def _place(name: str) -> Path:

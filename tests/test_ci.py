@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,7 +51,7 @@ def test_the_jobs_are_the_bounds_of_the_package(ci: ModuleType) -> None:
 
 def test_the_page_names_the_versions_of_the_jobs(ci: ModuleType) -> None:
     text = (ROOT / "docs" / "tested-configurations.md").read_text()
-    listed = re.findall(r"^\| `CI_VERSIONS=1`, fast tests \| (.*) \|$", text, re.M)
+    listed = re.findall(r"^\| CI, fast tests \| (.*) \|$", text, re.M)
     assert listed == [" | ".join([ci.PYTHON[name], *_pins(name).values()]) for name in ci.PYTHON]
 
 
@@ -86,16 +87,46 @@ def test_too_little_disk_space_is_a_reason(
 def test_the_result_is_that_of_the_tests(
     ci: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], status: int
 ) -> None:
-    python = tmp_path / ".ci-oldest/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(
-        f'#!/bin/sh\n[ "$2" = pytest ] || {{ echo versions; exit 0; }}\nexit {status}\n'
-    )
-    python.chmod(0o755)
+    python = _environment(tmp_path, f"exit {status}")
     assert ci.test("oldest") == status
     printed = capfd.readouterr().out
     assert f"versions: oldest {'FAILED' if status else 'passed'} in " in printed
     assert not python.exists()
+
+
+def _environment(folder: Path, command: str) -> Path:
+    """An environment whose interpreter runs `command` for pytest."""
+    python = folder / ".ci-oldest/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\n[ "$2" = pytest ] || {{ echo versions; exit 0; }}\n{command}\n')
+    python.chmod(0o755)
+    return python
+
+
+def test_tests_end_with_the_time(
+    ci: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(ci, "LEAST_SECONDS", 0.1)
+    _environment(tmp_path, "exec sleep 60")
+    assert ci.test("oldest", time.monotonic() + 1.0) == 0
+    assert "versions: oldest DID NOT END in 1 s" in capfd.readouterr().out
+    _environment(tmp_path, "exit 1")
+    assert ci.test("oldest", time.monotonic()) == 0
+    assert "oldest (Python 3.10) WAS NOT RUN: 0 seconds were left" in capfd.readouterr().out
+
+
+def test_an_environment_in_preparation_is_waited_for(
+    ci: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ci, "LEAST_SECONDS", 0.0)
+    _environment(tmp_path, "exit 1")
+    reason = tmp_path / ".ci-oldest.reason"
+    reason.write_text(f"{ci.UNFINISHED} (oldest)\n")
+    monkeypatch.setattr(ci.time, "sleep", lambda seconds: reason.unlink(missing_ok=True))
+    assert ci.test("oldest", time.monotonic() + 60.0) == 1
 
 
 def test_an_installed_interpreter_is_used(ci: ModuleType, tmp_path: Path) -> None:
