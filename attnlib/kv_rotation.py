@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from attnlib.errors import ContractError
 
-__all__ = ["KV_ROTATIONS", "KVRotation", "rotation_block", "rotation_signs"]
+__all__ = ["KV_ROTATIONS", "KVRotation", "rotation_block", "rotation_signs", "sign_bits"]
 
 _T = TypeVar("_T")
 KV_ROTATIONS = ("hadamard", "hadamard_keys", "hadamard_values")
@@ -87,3 +87,10 @@ def rotation_signs(head_size: int, seed: int) -> tuple[float, ...]:
     decides about element i, so that the bytes of a cache are the same in every process."""
     digest = hashlib.shake_256(f"hadamard {head_size} {seed}".encode()).digest(-(-head_size // 8))
     return tuple(-1.0 if digest[i // 8] >> (i % 8) & 1 else 1.0 for i in range(head_size))
+
+
+def sign_bits(head_size: int, seed: int) -> int:
+    """The signs as one number above 0: bit i is 1 where element i changes its sign, bit
+    `head_size` always."""
+    signs = rotation_signs(head_size, seed)
+    return sum((sign < 0) << bit for bit, sign in enumerate(signs)) | 1 << head_size

@@ -391,6 +391,19 @@ class AttentionImpl(ABC):
         """
         return None
 
+    def rotating_plan(self, rotation: KVRotation, *args: Any) -> StepPlan | None:
+        """`plan` of calls with plain queries and outputs over rotated heads (P15), by kernels that
+        rotate both.
+
+        Args:
+            rotation: of the cache; the plan rotates what it writes by `write_rotation`.
+            args: as of `plan`.
+
+        Returns:
+            The plan; with None (the default) the caller rotates.
+        """
+        return None
+
     def forward_selected(
         self,
         query: torch.Tensor,

@@ -17,7 +17,7 @@ import torch
 
 from attnlib.backends._pairs.impl import PairImpl, attend
 from attnlib.backends.base import AttentionBackend, AttentionImpl
-from attnlib.backends.step_plan import LayerGroup, StepPlan
+from attnlib.backends.step_plan import LayerGroup, StepPlan, is_current
 from attnlib.cache.storage import PagedKVCache
 from attnlib.kv_rotation import KVRotation
 from attnlib.metadata.base import AttentionMetadata
@@ -112,6 +112,12 @@ class RotatedImpl(PairImpl):
         if rotation.values:
             self._inner.rotate_heads(output, rotation.seed, inverse=True, out=output)
 
+    @property
+    def _rotating_plan(self) -> Callable[..., StepPlan | None]:
+        """`rotating_plan` of the backend's impl, unless a subclass replaced `plan` only."""
+        known = is_current(type(self._inner), "rotating_plan", "plan")
+        return self._inner.rotating_plan if known else lambda *args: None
+
     def write_kv(
         self,
         key: torch.Tensor,
@@ -146,12 +152,16 @@ class RotatedImpl(PairImpl):
         lse: torch.Tensor | None,
     ) -> StepPlan | None:
         """The plan of the impl for rotated tensors, and the rotations around it."""
+        if key is None or self._inner.write_rotation is not None:
+            tensors = (query, key, value, cache, metadata, output, lse)
+            own = self._rotating_plan(self._rotation, signature, *tensors)
+            if own is not None:
+                return _RotatingPlan(own)
         query = _stand_in(query, self._rotation.keys)
         if key is not None and value is not None and self._inner.write_rotation is None:
             key = _stand_in(key, self._rotation.keys)
             value = _stand_in(value, self._rotation.values)
-        tensors = (query, key, value, cache, metadata, output, lse)
-        inner = self._inner.plan(signature, *tensors)
+        inner = self._inner.plan(signature, query, key, value, cache, metadata, output, lse)
         return None if inner is None else _RotatedPlan(self.spec, inner)
 
     def forward(
@@ -179,6 +189,23 @@ class RotatedImpl(PairImpl):
         rotated = self.rotated_queries(query)
         self._inner.forward_selected(rotated, cache, metadata, selected_keys, output, lse)
         self.rotate_back(output)
+
+
+class _RotatingPlan:
+    """A plan whose kernels rotate, for the calls of a `RotatedImpl`."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.bind_call = inner.bind_call
+
+    @property
+    def is_bound(self) -> bool:
+        """See `StepPlan`."""
+        return bool(self._inner.is_bound)
+
+    def run(self, impl: RotatedImpl, *tensors: Any) -> None:
+        """See `StepPlan.run`."""
+        self._inner.run(impl._inner, *tensors)
 
 
 class _RotatedPlan:

@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-__all__ = ["LayerGroup", "StepPlan", "group_of"]
+__all__ = ["LayerGroup", "StepPlan", "group_of", "is_current"]
 
 
 class StepPlan(Protocol):
@@ -75,11 +75,11 @@ def group_of(impl: Any) -> LayerGroup:
     """The group of an `AttentionImpl`: that of all impls of its class with equal spec, scale and
     config. An impl whose methods were replaced on the instance has a group of its own."""
     cls, replaced = type(impl), _METHODS & impl.__dict__.keys()
-    rotates = _is_current(cls, "rotate_and_write_kv", "write_kv")
+    rotates = is_current(cls, "rotate_and_write_kv", "write_kv")
     found = LayerGroup(
         not replaced and _has_current_plan(cls),
         "rotate_and_write_kv" in replaced or ("write_kv" not in replaced and rotates),
-        not replaced and _is_current(cls, "plan_rotary_write", "rotate_and_write_kv", "write_kv"),
+        not replaced and is_current(cls, "plan_rotary_write", "rotate_and_write_kv", "write_kv"),
     )
     if replaced:
         return found
@@ -92,10 +92,10 @@ def group_of(impl: Any) -> LayerGroup:
 
 def _has_current_plan(cls: type[Any]) -> bool:
     """Whether no class below the one that defines `plan` defines `forward` or `write_kv`."""
-    return _is_current(cls, "plan", "forward", "write_kv")
+    return is_current(cls, "plan", "forward", "write_kv")
 
 
-def _is_current(cls: type[Any], name: str, *replaced: str) -> bool:
+def is_current(cls: type[Any], name: str, *replaced: str) -> bool:
     """Whether no class below the one that defines method `name` defines one that it replaces."""
     first, *others = (
         next(place for place, base in enumerate(cls.__mro__) if method in vars(base))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.kv_formats import KVFormat
+from attnlib.kv_rotation import KVRotation
 from attnlib.ops.scales import check_scale
 from attnlib.score_functions.function import ScoreFunction
 from attnlib.sizes import MAX_LOGITS_SOFT_CAP
@@ -42,6 +43,8 @@ class AttentionParams:
         v_scale: the same for values.
         k_format, v_format: the formats with scales in the page; None for the one of the library
             with the dtypes of the views (`kv_dtype.page_format`).
+        rotation: of the heads of the cache, where queries and outputs are those of plain heads
+            (P15). Only for operations that say so.
 
     Raises:
         ContractError: a number outside these limits, or tensors that the score function lacks.
@@ -62,6 +65,7 @@ class AttentionParams:
     v_scale: float | Tensor = 1.0
     k_format: KVFormat | None = None
     v_format: KVFormat | None = None
+    rotation: KVRotation | None = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale):

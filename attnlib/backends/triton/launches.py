@@ -92,6 +92,7 @@ class StepLaunches:
         hooks: the kernels' own launch hooks.
         template: the direct launches (`prepare_sequence`); None before every kernel has been
             launched by Triton.
+        rotates: the kernels rotate queries, and outputs back (P15).
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class StepLaunches:
         self.write = write
         self.decode = decode
         self.prefill = prefill
+        self.rotates: bool = getattr(decode, "rotates", False)
         self.workspace_bytes = 0 if decode is None else decode.workspace_bytes
         parts = [part for part in (decode, prefill) if part is not None]
         writes = () if write is None or write.launch is None else (write.launch,)

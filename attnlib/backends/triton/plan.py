@@ -19,17 +19,19 @@ import torch
 from torch import Tensor
 
 from attnlib.backends.base import AttentionImpl
-from attnlib.backends.triton.launches import LayerCall, StepLaunches
+from attnlib.backends.triton.find_step import batch_of, find_step
+from attnlib.backends.triton.launches import LayerCall
 from attnlib.backends.triton.metadata import TritonMetadata
-from attnlib.backends.triton.prepare import Step, prepare_step
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
+from attnlib.kv_rotation import KVRotation
 from attnlib.ops.triton.append_kv import BoundAppend
-from attnlib.ops.triton.batch_tensors import Batch, BatchTensors
-from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.sequence import VALUE
 
-__all__ = ["TritonPlan", "make_plan"]
+__all__ = ["TritonPlan", "make_plan", "make_rotating_plan"]
+
+_ROTATES = False
+"""Whether decodes rotate queries and outputs in their kernels; not measured yet."""
 
 
 class TritonPlan:
@@ -41,6 +43,8 @@ class TritonPlan:
         call: its tensors, per head.
         metadata: the batch.
         kernels: "auto", "hopper" or "portable".
+        rotation: of the heads of the cache, where the kernels may rotate queries and outputs
+            (P15); `rotates` says whether they do.
 
     Raises:
         ContractError: tensors that the kernels cannot address.
@@ -63,13 +67,16 @@ class TritonPlan:
         call: LayerCall,
         metadata: TritonMetadata,
         kernels: str,
+        rotation: KVRotation | None = None,
     ) -> None:
         self._spec = impl.spec
         self._signature = signature
         self._metadata = weakref.ref(metadata)  # the batch owns its plans
         self._split = metadata.num_decode_tokens if metadata.num_prefills else 0
-        batch = _batch_of(metadata)
-        launches = self._launches = _find_launches(impl, signature, call, metadata, batch, kernels)
+        batch = batch_of(metadata)
+        step = (impl, signature, call, metadata, batch, kernels, rotation)
+        launches = self._launches = find_step(*step)
+        self._rotation = rotation if launches.rotates else None
         need, decodes = launches.workspace_bytes, batch.decodes
         if need and decodes is not None:
             space = decodes.workspace
@@ -111,14 +118,28 @@ class TritonPlan:
             key = value = None
         call = LayerCall(query, key, value, cache, output, lse).per_head(self._spec)
         if not self._launches.reads(call):
-            self._plain_plan(impl, call).run(impl, query, key, value, cache, output, lse)
+            self._run_plain(impl, call)
             return
         self._launches.run_by_triton(call, impl, self._batch, self._split)
         if self._submit is None:
             self._bind()
 
+    @property
+    def rotates(self) -> bool:
+        """Whether the kernels rotate queries, and outputs back (P15)."""
+        return self._rotation is not None
+
+    def _run_plain(self, impl: AttentionImpl, call: LayerCall) -> None:
+        """Run the plan of the plain kernels, which read unaligned tensors and rotate nothing."""
+        rotation, query, output = self._rotation, call.query, call.out
+        if rotation is not None and rotation.keys:
+            call = call._replace(query=impl.rotate_heads(query, rotation.seed))
+        self._plain_plan(impl, call).run(impl, *call)
+        if rotation is not None and rotation.values:
+            impl.rotate_heads(output, rotation.seed, inverse=True, out=output)
+
     def _plain_plan(self, impl: AttentionImpl, call: LayerCall) -> TritonPlan:
-        """The plan of the same calls with the plain kernels only, which read unaligned tensors.
+        """The plan of the same calls with the plain kernels only.
 
         Raises:
             ContractError: a batch-invariant layer, whose bits depend on the kernel (M15).
@@ -202,49 +223,26 @@ def make_plan(
     return TritonPlan(self, signature, call, metadata, self._kernels)
 
 
-def _batch_of(metadata: TritonMetadata) -> Batch:
-    """The tensors of a batch; an empty batch is one prefill."""
-    decodes = prefills = None
-    is_mixed = metadata.num_decodes and metadata.num_prefills
-    shared = (metadata.workspace, metadata.counters, metadata.max_seq_len)
-    if metadata.num_decodes:
-        part = metadata.part_tensors(is_decode=True) if is_mixed else metadata
-        decodes = BatchTensors.of_part(part, *shared, metadata.max_decode_query_len)
-    if metadata.num_prefills or decodes is None:
-        part = metadata.part_tensors(is_decode=False) if is_mixed else metadata
-        prefills = BatchTensors.of_part(part, *shared, metadata.max_query_len)
-    return Batch(decodes, prefills, metadata.slot_mapping)
-
-
-def _find_launches(
-    impl: AttentionImpl,
+def make_rotating_plan(
+    self: Any,  # a `TritonImpl`, whose method this is
+    rotation: KVRotation,
     signature: Hashable,
-    call: LayerCall,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    cache: PagedKVCache,
     metadata: TritonMetadata,
-    batch: Batch,
-    kernels: str,
-) -> StepLaunches:
-    """The launches of a call signature over batches like this one: from the launch cache, or
-    prepared."""
-    decodes, prefills, slots = batch
-    causal, limits = metadata.causal, metadata.scheduler.limits
-    schedule = concurrent = decode_form = prefill_form = None
-    if decodes is not None:
-        schedule, decode_form = metadata.decode_schedule, decodes.form()
-        if kernels == "portable":
-            schedule = schedule._replace(uses_hopper=False)
-        elif prefills is not None:
-            concurrent = metadata.concurrent_schedule
-    if prefills is not None:
-        lengths = prefills.max_query_len, prefills.length_class(call.cache.key_cache)
-        prefill_form = (prefills.form(), *lengths)
-    own = (signature, kernels, causal if isinstance(causal, bool) else None)
-    parts = (schedule, concurrent, decode_form, prefill_form)
-    written = None if slots is None else (slots.dtype, slots.shape, slots.stride())
-    key = ("step", own, metadata.num_decodes, metadata.num_decode_tokens, parts, written)
-    found: StepLaunches | None = LAUNCHES.get(key)
-    if found is not None and (found.limits is limits or found.limits == limits):
-        return found
-    step = Step(impl, own, call, metadata, batch, kernels, schedule, concurrent)
-    kept: StepLaunches = LAUNCHES.keep(key, prepare_step(step))
-    return kept
+    output: Tensor,
+    lse: Tensor | None,
+) -> TritonPlan | None:
+    """See `AttentionImpl.rotating_plan`. Hopper decodes over quantized caches rotate."""
+    only_decodes = metadata.num_decodes and not metadata.num_prefills and query.shape[0]
+    if not (_ROTATES and only_decodes and cache.key_cache.shape[0]):
+        return None
+    if self.spec.batch_invariant or not metadata.decode_schedule.uses_hopper:
+        return None
+    if self._kernels == "portable":
+        return None
+    call = LayerCall(query, key, value, cache, output, lse)
+    plan = TritonPlan(self, signature, call, metadata, self._kernels, rotation)
+    return plan if plan.rotates else None

@@ -11,6 +11,7 @@ from torch import Tensor
 from attnlib.backends.base import AttentionImpl
 from attnlib.backends.triton.launches import LayerCall, StepLaunches, row_bytes
 from attnlib.backends.triton.metadata import TritonMetadata
+from attnlib.kv_rotation import KVRotation
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import Batch, BatchTensors
@@ -49,6 +50,8 @@ class Step(NamedTuple):
         schedule: of the decode part; None for an empty part.
         concurrent: of the decode part while the prefill part runs, too; None where the parts run
             one after the other.
+        rotation: of the heads of the cache, where decodes are to rotate queries and outputs; else
+            None.
     """
 
     impl: AttentionImpl
@@ -59,12 +62,13 @@ class Step(NamedTuple):
     kernels: str
     schedule: DecodeSchedule | None = None
     concurrent: DecodeSchedule | None = None
+    rotation: KVRotation | None = None
 
     def params(self) -> AttentionParams:
         """The parameters of both parts."""
         params = self.impl.attention_params(self.metadata, self.call.cache)
         slopes, sinks = self.impl.per_head_tensors
-        return replace(params, alibi_slopes=slopes, sinks=sinks)
+        return replace(params, alibi_slopes=slopes, sinks=sinks, rotation=self.rotation)
 
     def part(self, params: AttentionParams, is_decode: bool, name: str) -> AttentionCall:
         """The attention of a part of the batch.

@@ -97,6 +97,7 @@ class HopperDecode:
         gathers: the kernel reads the caches by address instead of descriptors.
         key_address: what it takes after the descriptors, the address of the keys or None.
         takes_scores: it takes tensors of a score function and counters.
+        rotates: the kernels rotate queries, and outputs back (P15).
     """
 
     limits: DeviceLimits
@@ -118,6 +119,7 @@ class HopperDecode:
     gathers: bool = False
     key_address: tuple[Source | None, ...] = ()
     takes_scores: bool = True
+    rotates: bool = False
 
     needs_alignment: ClassVar[bool] = True
     """TMA and 16-byte loads require aligned tensors, also for launches by Triton."""

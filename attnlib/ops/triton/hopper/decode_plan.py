@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from attnlib.kv_rotation import KVRotation, sign_bits
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.heuristics.hopper_decode_tiles import DecodeTile
@@ -81,6 +82,7 @@ def prepare_hopper_decode(
     return HopperDecode(
         limits=call.limits,
         index=call.query.get_device(),
+        rotates=config.K_SIGNS > 0 or config.V_SIGNS > 0,
         views=_views(call, sizes, tile),
         packed=sizes.packed,
         scale=params.scale if is_quantized else params.scale * float(params.k_scale),
@@ -106,7 +108,7 @@ def prepare_hopper_decode(
             tile.consumers,
         ),
         attend=_attend(call, config, tile, grid),
-        combine=None if grid.in_kernel else _combine(call, sizes),
+        combine=None if grid.in_kernel else _combine(call, sizes, config.V_SIGNS),
     )
 
 
@@ -167,7 +169,19 @@ def _config(
         EVEN_RANGES=even,
         QUERY_WARP=query_warp,
         GATHERS=gathered,
+        **_signs(None if kind == KV_PLAIN.value else params.rotation, sizes),
     )
+
+
+def _signs(rotation: KVRotation | None, sizes: DecodeSizes) -> dict[str, int]:
+    """The signs of what the kernels rotate: heads of quantized caches."""
+    if rotation is None:
+        return {}
+    size, size_v, seed = sizes.head_size, sizes.head_size_v, rotation.seed
+    return {
+        "K_SIGNS": sign_bits(size, seed) if rotation.keys else 0,
+        "V_SIGNS": sign_bits(size_v, seed) if rotation.values else 0,
+    }
 
 
 def _value_kind(call: AttentionCall) -> int:
@@ -209,7 +223,7 @@ def _attend(
     return BoundLaunch(hopper_decode_kernel, ctas, options | score_constants(call.params, "gluon"))
 
 
-def _combine(call: AttentionCall, sizes: DecodeSizes) -> BoundLaunch:
+def _combine(call: AttentionCall, sizes: DecodeSizes, signs: int) -> BoundLaunch:
     """The launch of the combine kernel."""
     num_rows = call.num_tokens * sizes.num_kv_heads * sizes.group
     options: dict[str, Any] = {
@@ -219,6 +233,7 @@ def _combine(call: AttentionCall, sizes: DecodeSizes) -> BoundLaunch:
         "DV_PAD": triton.next_power_of_2(sizes.head_size_v),
         "HAS_SINK": call.params.sinks is not None,
         "HAS_LSE": call.lse is not None,
+        "V_SIGNS": signs,
         **combine_tile(num_rows, sizes.group, sizes.head_size_v),
         **PDL_OPTIONS,
     }

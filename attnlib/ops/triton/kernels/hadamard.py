@@ -11,9 +11,22 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnlib.ops.hadamard import LARGEST_INPUT
 from attnlib.ops.triton.kernels.chunks import aligned
 
-__all__ = ["HadamardConfig", "rotate_heads_kernel", "turned"]
+__all__ = [
+    "LIMIT",
+    "HadamardConfig",
+    "largest_number",
+    "rotate_heads_kernel",
+    "sign_word",
+    "turned",
+    "turned_back",
+    "unit",
+]
+
+LIMIT = tl.constexpr(LARGEST_INPUT)
+"""Magnitude to which elements are clamped before the sums."""
 
 
 class HadamardConfig(NamedTuple):
@@ -80,6 +93,44 @@ def turned(x, signs, SIDE: tl.constexpr):
     y = _butterflies(tl.reshape(y, [ROWS, SIDE.TURN]), ROWS, SIDE.TURN)
     y = _clamped(y * SIDE.FACTOR, SIDE.LARGEST_HEAD).to(x.dtype)
     return tl.reshape(y, [HEADS, PADDED])
+
+
+@triton.constexpr_function
+def sign_word(signs, number):
+    """Return 32 bits of signs as a signed integer."""
+    word = signs >> 32 * number & 0xFFFFFFFF
+    return word - (word >> 31 << 32)
+
+
+@triton.constexpr_function
+def unit(size):
+    """Return 1 / sqrt(elements of a head that are rotated together)."""
+    return float(size & -size) ** -0.5
+
+
+@triton.constexpr_function
+def largest_number(dtype):
+    """Return the largest finite number of a dtype of heads."""
+    return 65504.0 if dtype == tl.float16 else 2.0**128 - 2.0**120
+
+
+@triton.jit
+def turned_back(x, lanes, SIGNS: tl.constexpr, SIZE: tl.constexpr):
+    """Rotate heads in registers back, [H, PADDED] with zeros from SIZE on; in their own dtype.
+
+    SIGNS has bit i where element i changes its sign. `lanes` are the elements, [PADDED].
+    """
+    PADDED: tl.constexpr = x.shape[1]
+    BLOCK: tl.constexpr = SIZE & -SIZE
+    ROWS: tl.constexpr = x.shape[0] * (PADDED // BLOCK)
+    y = tl.reshape(_clamped(x.to(tl.float32), LIMIT), [ROWS, BLOCK])
+    y = tl.reshape(_butterflies(y, ROWS, BLOCK), x.shape) * unit(SIZE)
+    word = tl.full([PADDED], sign_word(SIGNS, 0), tl.int32)
+    for number in tl.static_range(1, (SIZE + 31) // 32):
+        word = tl.where(lanes >= 32 * number, sign_word(SIGNS, number), word)
+    flip = (word >> (lanes % 32)) << 31
+    y = (y.to(tl.int32, bitcast=True) ^ flip[None, :]).to(tl.float32, bitcast=True)
+    return _clamped(y + 0.0, largest_number(x.dtype)).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["stride_xt", "stride_xh", "stride_ot", "stride_oh"])

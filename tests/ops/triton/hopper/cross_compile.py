@@ -21,6 +21,7 @@ from triton.runtime.cache import get_cache_manager
 from attnlib.backends.triton.tune import parse_tiles
 from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.ops.packed_latents import packed_views
+from attnlib.kv_rotation import KVRotation
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.shared_decode import Segment
 from attnlib.ops.shared_decode_schedule import schedule_items
@@ -318,6 +319,30 @@ CASES: dict[str, dict[str, Any]] = {
     "decode-128-int8-int4": {**PAIR, "tile": {"block_n": 64, "stages": 4}},
     "decode-128-int8-int4-workers-all": {
         **PAIR,
+        "sinks": True,
+        "cap": 50.0,
+        "lse": True,
+        "window": (4095, 31),
+        "query": 4,
+        "tile": {"block_n": 64, "stages": 3, "consumers": 2},
+    },
+    "decode-128-int8-int4-rotated-warp": {
+        **PAIR,
+        "rotation": "hadamard",
+        "tile": {"block_n": 64, "stages": 2, "warps": 8},
+    },
+    "decode-128-int8-rotated": {
+        "op": "hopper_decode",
+        "cache": torch.int8,
+        "scales": "tokens",
+        "rotation": "hadamard",
+        "tile": {"block_n": 128, "stages": 4},
+    },
+    "decode-128-int8-rotated-workers-all": {
+        "op": "hopper_decode",
+        "cache": torch.int8,
+        "scales": "tokens",
+        "rotation": "hadamard",
         "sinks": True,
         "cap": 50.0,
         "lse": True,
@@ -851,6 +876,7 @@ def compile_case(name: str) -> dict[str, Any]:
         sinks=torch.empty(heads, dtype=sinks_dtype) if options.get("sinks") else None,
         k_scale=_scale(options.get("scales"), kv_heads, block_size),
         v_scale=_scale(options.get("v_scales", options.get("scales")), kv_heads, block_size),
+        rotation=KVRotation.of(options.get("rotation")),
     )
     if has_score:
         score = score_options(options["score"], heads, lengths.shape[0])

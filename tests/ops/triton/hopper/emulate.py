@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,9 +51,14 @@ def _returned(value: Any) -> Any:
     return Tensor(torch.tensor(value, dtype=torch.int32)) if type(value) is int else value
 
 
+def _numbers(*limits: Any) -> Iterator[Tensor]:
+    """The numbers of a loop at run time."""
+    return (Tensor(torch.tensor(x, dtype=torch.int32)) for x in range(*map(int, limits)))
+
+
 def _function(function: Callable[..., Any]) -> Callable[..., Any]:
     known = function.__globals__
-    found: dict[str, Any] = {"__builtins__": known["__builtins__"]}
+    found: dict[str, Any] = {"__builtins__": known["__builtins__"], "range": _numbers}
     body = types.FunctionType(
         function.__code__, found, function.__name__, function.__defaults__, function.__closure__
     )

@@ -137,6 +137,12 @@ def _copy_to_shared(target: Memory, pointers: Pointer, mask: Any = None) -> None
     target.store(pointers.load(mask, 0))
 
 
+def _atomic_add(pointer: Pointer, value: Any, mask: Any = None, sem: str = "") -> Tensor:
+    before = pointer.load(mask, 0)  # CTAs run one after the other, and one partition counts
+    pointer.store(before + value, mask)
+    return before
+
+
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:
     assert x.shape[-1] == 2
     return Tensor(x.value[..., 0]), Tensor(x.value[..., 1])
@@ -152,11 +158,13 @@ _LANGUAGE: dict[str, Any] = {
     "minimum": _pairwise(torch.fmin),
     "max": lambda x, axis: _reduce(x, axis, _max),
     "sum": lambda x, axis: _reduce(x, axis, lambda x, axis: x.sum(axis).to(x.dtype)),
+    "xor_sum": lambda x, axis: Tensor(torch.bitwise_xor(*x.value.unbind(axis))),  # of two
     "abs": lambda x: Tensor(x.value.abs()),
     "exp2": lambda x: Tensor(torch.exp2(torch.as_tensor(raw(x)))),
     "log2": lambda x: Tensor(torch.log2(x.value)),
     "load": lambda pointer, mask=None, other=None, **_: pointer.load(mask, other),
     "store": lambda pointer, value, mask=None: pointer.store(value, mask),
+    "atomic_add": _atomic_add,
     "expand_dims": lambda x, axis: Tensor(x.value.unsqueeze(axis)),
     "permute": lambda x, order: Tensor(x.value.permute(*order)),
     "reshape": lambda x, shape: Tensor(x.value.reshape(tuple(shape))),

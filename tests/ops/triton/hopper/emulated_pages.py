@@ -15,8 +15,10 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from attnlib.cache.storage import PagedKVCache
+from attnlib.kv_rotation import KVRotation
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch.cache_write import write_kv
+from attnlib.ops.torch.hadamard import rotate_heads
 from attnlib.ops.torch.paged_decode import paged_decode
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
@@ -59,6 +61,31 @@ CASES: dict[str, dict[str, Any]] = {
     for name, options in _LAYERS.items()
     if values or name in ("one warp, all", "two consumers, 4 tokens, all")
 }
+_BOTH: dict[str, Any] = {"rotation": "hadamard@7"}
+_ROTATED: dict[str, dict[str, Any]] = {
+    "one warp, 2 tokens, blocks of 64": _BOTH,
+    "one consumer": {**_BOTH, "batch": "q1s300_q1s70_q1s500", "counters": True},
+    "two consumers, 4 tokens, all": _BOTH,
+}
+CASES |= {
+    f"rotated {keys}{f',{values}' if values else ''}, {name}": {
+        "keys": keys, "values": values, **_LAYERS[name], **options,
+    }
+    for keys, values in FORMATS
+    for name, options in _ROTATED.items()
+}  # fmt: skip
+CASES |= {
+    f"{rotation} int8, {size}": {
+        "keys": INT8, "values": None, "head_size": size, "rotation": rotation, "tile": tile,
+    }
+    for rotation, size, tile in (
+        ("hadamard_keys", 128, DecodeTile(64, 2, warps=2)),
+        ("hadamard_values", 64, DecodeTile(64, 2, warps=2)),
+        ("hadamard", 96, DecodeTile(64, 4)),
+        ("hadamard", 64, DecodeTile(64, 3, 2)),
+        ("hadamard", 256, DecodeTile(64, 4)),
+    )
+}  # fmt: skip
 """Elements and scales after the end of a request are NaN or the largest bytes, and so are scales of
 values in front of a window."""
 
@@ -102,37 +129,49 @@ def emulate_case(name: str) -> dict[str, Any]:
     """
     options = dict(CASES[name])
     lengths = parse_batch(options.get("batch", "q1s200_q1s70"))
-    heads, kv_heads = options.get("heads", (8, 2))
+    (heads, kv_heads), size = options.get("heads", (8, 2)), options.get("head_size", 128)
     dtype, draw = options.get("dtype", torch.bfloat16), torch.Generator().manual_seed(1)
     spec = AttentionSpec(
-        num_heads=heads, num_kv_heads=kv_heads, head_size=128, dtype=dtype,
+        num_heads=heads, num_kv_heads=kv_heads, head_size=size, dtype=dtype,
         kv_cache_dtype=options["keys"], value_cache_dtype=options["values"],
         block_size=options.get("block_size", 16),
     )  # fmt: skip
+    rotation = KVRotation.of(options.get("rotation"))
     cache, table = _cache(spec, lengths, options)
-    query = torch.randn(lengths.num_actual_tokens + 3, heads, 128, generator=draw).to(dtype)
+    query = torch.randn(lengths.num_actual_tokens + 3, heads, size, generator=draw).to(dtype)
     starts = torch.tensor([0, *lengths.query_lens]).cumsum(0).int()
     lens, longest = torch.tensor(lengths.seq_lens).int(), max(lengths.query_lens)
     params = AttentionParams(
-        scale=128**-0.5,
+        scale=size**-0.5,
         window=options.get("window", (-1, -1)),
         logits_soft_cap=options.get("logits_soft_cap", 0.0),
         sinks=torch.randn(heads, generator=draw) if options.get("sinks") else None,
         k_scale=cache.k_scale,
         v_scale=cache.v_scale,
+        rotation=rotation,
     )
     bounds: dict[str, Any] = {"max_query_len": longest, "max_seq_len": lengths.max_seq_len}
     views = (cache.key_cache, cache.value_cache)
     expected, expected_lse = torch.zeros(query.shape), torch.zeros(query.shape[:2])
     outputs = {"out": expected, "lse": expected_lse}
-    paged_decode(query.float(), *views, table, starts, lens, params, **outputs, **bounds)
+    wide = query.float()
+    if rotation is not None and rotation.keys:
+        wide = rotate_heads(query, rotation.seed).float()
+    paged_decode(wide, *views, table, starts, lens, params, **outputs, **bounds)
+    if rotation is not None and rotation.values:
+        expected = rotate_heads(expected, rotation.seed, inverse=True)
     out, lse = torch.full_like(query, torch.nan), torch.zeros(query.shape[:2])
     with stub_target("sm_90"):
         JITFunction.run = run_emulated
         workspace = torch.full((1 << 20,), torch.nan)
-        batch = BatchTensors.of(params, starts, lens, table, workspace=workspace, **bounds)
+        counters = torch.zeros(1024, dtype=torch.int32) if options.get("counters") else None
+        scratch = {"workspace": workspace, "counters": counters}
+        batch = BatchTensors.of(params, starts, lens, table, **scratch, **bounds)
         call = AttentionCall.of(query, *views, out, lse, batch, params)
-        run_attention(prepare_hopper_decode(call, options["tile"], longest, 3), call)
+        count = 0 if counters is None else counters.numel()
+        prepared = prepare_hopper_decode(call, options["tile"], longest, 3, count)
+        assert (prepared.combine is None) == (count > 0), "splits are not combined as expected"
+        run_attention(prepared, call)
     largest = expected.abs().amax(-1, keepdim=True).clamp(min=1e-20)
     return {
         "error": float(((out.float() - expected) / largest).abs().max()),

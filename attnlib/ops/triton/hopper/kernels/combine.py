@@ -16,7 +16,10 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnlib.ops.triton.hopper.kernels.compat import exp2
+from attnlib.ops.triton.hopper.kernels.rotation import rotate_rows, value_levels
 from attnlib.ops.triton.hopper.kernels.softmax import add_sink
+from attnlib.ops.triton.kernels.hadamard import turned_back
+from attnlib.ops.triton.kernels.quant import KV_PLAIN
 from attnlib.ops.triton.kernels.softmax import finish_rows
 
 __all__ = ["clear_rows", "combine_in_cta", "hopper_combine_kernel"]
@@ -96,11 +99,13 @@ def combine_in_cta(outputs, partials, split, first_partial, num_splits, config):
     empty = row_sum == 0.0
     safe_sum = gl.where(empty, 1.0, row_sum)
     offsets = outputs.offsets(split.start + token, head)
-    gl.store(
-        outputs.pointer + offsets[:, None] + lanes[None, :],
-        (acc * (acc_scale / safe_sum)[:, None]).to(outputs.pointer.dtype.element_ty),
-        mask=mask,
-    )
+    target = outputs.pointer + offsets[:, None] + lanes[None, :]
+    result = (acc * (acc_scale / safe_sum)[:, None]).to(outputs.pointer.dtype.element_ty)
+    if config.V_SIGNS:
+        LEVELS: gl.constexpr = value_levels(WIDTH_V, DV, KV_PLAIN)
+        wide = result.to(gl.float32)
+        result = rotate_rows(wide, lanes, config.V_SIGNS, DV, LEVELS, True, result.dtype)
+    gl.store(target, result, mask=mask)
     if config.HAS_LSE:
         base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))
         outputs.store_lses(split.start + token, head, base2, valid)
@@ -170,13 +175,14 @@ def hopper_combine_kernel(
     HAS_SINK: tl.constexpr,
     HAS_LSE: tl.constexpr,
     PARTS: tl.constexpr = 1,
+    V_SIGNS: tl.constexpr = 0,
 ):
     """Combine the splits of HEADS query heads of one token and KV head.
 
     Grid: (tokens, KV heads, blocks of HEADS in a group times PARTS). Rows after the last request
     become 0 (M6). `split_headers` is [token, KV head], written by the CTA that has the request's
     first tile. Each of PARTS programs combines DV_PAD elements of the values. Consecutive splits of
-    a request are `apart` CTAs apart, None for NUM_KV_HEADS.
+    a request are `apart` CTAs apart, None for NUM_KV_HEADS. V_SIGNS is that of `DecodeConfig`.
     """
     # PDL: started early; nothing may be read before the decode kernel has ended.
     gdc_wait()
@@ -242,7 +248,11 @@ def hopper_combine_kernel(
     if HAS_SINK:
         sink += tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32)
     factor, base2_lse = finish_rows(row_max, row_sum, sink, HAS_SINK)
-    tl.store(out + offsets, (acc * factor[:, None]).to(out.dtype.element_ty), mask=mask)
+    target = out + offsets
+    result = (acc * factor[:, None]).to(out.dtype.element_ty)
+    if V_SIGNS:
+        result = turned_back(result, lanes, V_SIGNS, DV)
+    tl.store(target, result, mask=mask)
     if HAS_LSE:
         tl.store(
             lse + token.to(tl.int64) * stride_lt + head,

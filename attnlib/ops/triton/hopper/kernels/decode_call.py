@@ -67,6 +67,8 @@ class DecodeConfig(NamedTuple):
         QUERY_WARP: a warp of its own prepares the queries of a split while the consumer works on
             the previous one, and one warp loads keys and values; for two workers.
         GATHERS: the rows of the caches are copied one by one, and not by TMA; for one worker.
+        K_SIGNS, V_SIGNS: where the kernel rotates queries, and outputs back: the signs of a
+            `KVRotation` as `rotation` reads them; else 0.
     """
 
     NUM_KV_HEADS: int
@@ -98,6 +100,8 @@ class DecodeConfig(NamedTuple):
     EVEN_RANGES: bool = False
     QUERY_WARP: bool = False
     GATHERS: bool = False
+    K_SIGNS: int = 0
+    V_SIGNS: int = 0
 
 
 @aggregate

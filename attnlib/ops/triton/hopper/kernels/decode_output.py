@@ -13,6 +13,7 @@ from attnlib.ops.triton.hopper.kernels.decode_products import (
 )
 from attnlib.ops.triton.hopper.kernels.kv_scales import factor_without_keys
 from attnlib.ops.triton.hopper.kernels.ranges import even_begin, even_index
+from attnlib.ops.triton.hopper.kernels.rotation import rotate_rows, value_levels
 from attnlib.ops.triton.hopper.kernels.softmax import add_sink
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS, atomic_increment
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
@@ -73,6 +74,30 @@ def _combine(call, share, split, num_splits, first_range, before):
             inside = before % share.range.length > 0
         first_partial = 2 * first_cta + inside.to(gl.int32)
         combine_in_cta(call.outputs, call.partials, split, first_partial, num_splits, call.config)
+
+
+@gluon.jit
+def _store_rotated(outputs, split, rounded, config):
+    """Rotate outputs [elements, rows], in the order of `value_lanes`, back and store them."""
+    ROWS: gl.constexpr = config.ROWS
+    WIDTH: gl.constexpr = config.WIDTH_V
+    GROUP: gl.constexpr = config.GROUP
+    DTYPE: gl.constexpr = outputs.pointer.dtype.element_ty
+    LANES: gl.constexpr = min(32, WIDTH // 4)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
+    # A head in the lanes of one warp, so that its elements meet without shared memory.
+    x = gl.convert_layout(gl.permute(rounded, (1, 0)), LAYOUT).to(gl.float32)
+    elements = gl.convert_layout(
+        value_lanes(WIDTH, score_layout(ROWS), config.V_KIND), gl.SliceLayout(0, LAYOUT)
+    )
+    LEVELS: gl.constexpr = value_levels(WIDTH, config.DV, config.V_KIND)
+    x = rotate_rows(x, elements, config.V_SIGNS, config.DV, LEVELS, True, DTYPE)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    token = row // GROUP
+    valid = (row < config.TILE_TOKENS * GROUP) & (token < split.query_len)
+    offsets = outputs.offsets(split.start + token, split.kv_head * GROUP + row % GROUP)
+    mask = valid[:, None] & (elements < config.DV)[None, :]
+    gl.store(outputs.pointer + offsets[:, None] + elements[None, :], x, mask=mask)
 
 
 @gluon.jit
@@ -141,7 +166,10 @@ def finish_split(call, worker, share, split, sums, value_scale, position, before
         out = call.outputs.pointer
         offsets = call.outputs.offsets(split.start + token, head)
         rows = out + offsets[None, :] + lanes[:, None]
-        gl.store(rows, result.to(out.dtype.element_ty), mask=mask)
+        if config.V_SIGNS:
+            _store_rotated(call.outputs, split, result.to(out.dtype.element_ty), config)
+        else:
+            gl.store(rows, result.to(out.dtype.element_ty), mask=mask)
         if config.HAS_LSE:
             if V_KIND != KV_PLAIN:
                 base2 = gl.where(empty, float("-inf"), finite_max + gl.log2(safe_sum))

@@ -13,6 +13,7 @@ from attnlib.ops.triton.hopper.kernels.column_softmax import store_columns
 from attnlib.ops.triton.hopper.kernels.compat import partition_barrier, prefetch_l1
 from attnlib.ops.triton.hopper.kernels.int4 import int4_query_columns
 from attnlib.ops.triton.hopper.kernels.quantized import query_columns, query_powers
+from attnlib.ops.triton.hopper.kernels.rotation import key_group_levels, key_levels, rotate_parts
 from attnlib.ops.triton.kernels.quant import KV_INT4, KV_PLAIN
 
 __all__ = [
@@ -82,6 +83,17 @@ def load_plain_queries(queries, split, ROWS: gl.constexpr, WIDTH: gl.constexpr, 
 
 
 @gluon.jit
+def _rotated(parts, elements, queries, LEVELS: gl.constexpr, config):
+    """Return rotated queries in float32; arguments as of `rotate_parts`."""
+    DTYPE: gl.constexpr = queries.pointer.dtype.element_ty
+    rotated = rotate_parts(parts, elements, config.K_SIGNS, config.D, LEVELS, False, DTYPE)
+    wide = ()
+    for part in gl.static_range(len(parts)):
+        wide = wide + (rotated[part].to(gl.float32),)
+    return wide
+
+
+@gluon.jit
 def _load_scaled_queries(
     queries, split, first_row, WIDTH: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr, config
 ):
@@ -97,6 +109,11 @@ def _load_scaled_queries(
         q1 = gl.load(pointers + D // 4, mask=valid[:, None], other=0.0).to(gl.float32)
         q2 = gl.load(pointers + D // 2, mask=valid[:, None], other=0.0).to(gl.float32)
         q3 = gl.load(pointers + D // 4 * 3, mask=valid[:, None], other=0.0).to(gl.float32)
+        if config.K_SIGNS:
+            elements = (columns, columns + D // 4, columns + D // 2, columns + D // 4 * 3)
+            q0, q1, q2, q3 = _rotated(
+                (q0, q1, q2, q3), elements, queries, key_group_levels(WIDTH, D), config
+            )
         largest = gl.maximum(gl.maximum(gl.abs(q0), gl.abs(q1)), gl.abs(q2))
         power, inverse = query_powers(gl.max(gl.maximum(largest, gl.abs(q3)), 1))
         scaled = (
@@ -112,6 +129,8 @@ def _load_scaled_queries(
             mask=valid[:, None] & (columns < D)[None, :],
             other=0.0,
         ).to(gl.float32)
+        if config.K_SIGNS:
+            (q,) = _rotated((q,), (columns,), queries, key_levels(WIDTH, D), config)
         power, inverse = query_powers(gl.max(gl.abs(q), 1))
         scaled = ((q * power[:, None]).to(gl.float16),)
     return scaled, inverse

@@ -23,6 +23,7 @@ from attnlib.ops.triton.hopper.kernels.quantized import (
     neighbors_ptx,
     query_powers,
 )
+from attnlib.ops.triton.hopper.kernels.rotation import key_part_levels, rotate_parts
 from attnlib.ops.triton.kernels.page_formats import PAGE_INT4, unpack_ptx
 from attnlib.ops.triton.kernels.quant import KV_INT4, KV_NVFP4
 
@@ -148,6 +149,7 @@ def load_warp_queries(queries, split, config):
     offsets += (split.kv_head * GROUP + row % GROUP).to(gl.int64) * queries.stride_head
     index = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
     parts = ()
+    places = ()
     largest = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
     for part in gl.static_range(PARTS):
         elements = _key_elements(index, part, WORDS, config.K_KIND)
@@ -155,12 +157,20 @@ def load_warp_queries(queries, split, config):
         mask = valid[:, None] & (elements < config.D)[None, :]
         loaded = gl.load(pointers, mask=mask, other=0.0)
         parts = parts + (loaded.to(gl.float32),)
-        largest = gl.maximum(largest, gl.max(gl.abs(parts[part]), 1))
+        places = places + (elements,)
+        if not config.K_SIGNS:
+            largest = gl.maximum(largest, gl.max(gl.abs(parts[part]), 1))
+    if config.K_SIGNS:
+        LEVELS: gl.constexpr = key_part_levels(WORDS, config.D, config.K_KIND)
+        DTYPE: gl.constexpr = queries.pointer.dtype.element_ty
+        parts = rotate_parts(parts, places, config.K_SIGNS, config.D, LEVELS, False, DTYPE)
+        for part in gl.static_range(PARTS):
+            largest = gl.maximum(largest, gl.max(gl.abs(parts[part].to(gl.float32)), 1))
     power, inverse = query_powers(largest)
     operands = ()
     initial = ()
     for part in gl.static_range(PARTS):
-        rows = (parts[part] * power[:, None]).to(gl.float16)
+        rows = (parts[part].to(gl.float32) * power[:, None]).to(gl.float16)
         start = gl.zeros([ROWS], gl.float32, COLUMN)
         if config.K_KIND == KV_INT4:
             total = gl.sum(rows.to(gl.float32), 1)

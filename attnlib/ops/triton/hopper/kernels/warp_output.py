@@ -8,6 +8,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
 )
 from attnlib.ops.triton.hopper.kernels.kv_scales import factor_without_keys
 from attnlib.ops.triton.hopper.kernels.quantized import value_unit
+from attnlib.ops.triton.hopper.kernels.rotation import rotate_parts, value_part_levels
 from attnlib.ops.triton.hopper.kernels.softmax import add_sink
 from attnlib.ops.triton.hopper.kernels.warp_operands import (
     PRODUCTS,
@@ -21,6 +22,27 @@ from attnlib.ops.triton.hopper.kernels.warp_products import (
 __all__ = [
     "store_split",
 ]
+
+
+@gluon.jit
+def _rotated_back(acc, index, DTYPE: gl.constexpr, config):
+    """Return outputs [words, rows] of parts rotated back (P15), after rounding as outputs are."""
+    PARTS: gl.constexpr = len(acc)
+    WORDS: gl.constexpr = acc[0].shape[0]
+    LEVELS: gl.constexpr = value_part_levels(WORDS, config.DV, config.V_KIND)
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.permute(acc[0], (1, 0)).type.layout)
+    parts = ()
+    places = ()
+    for part in gl.static_range(PARTS):
+        parts = parts + (gl.permute(acc[part].to(DTYPE).to(gl.float32), (1, 0)),)
+        elements = value_elements(index, part, WORDS, config.V_KIND)
+        places = places + (gl.convert_layout(elements, LAYOUT, assert_trivial=True),)
+    rotated = rotate_parts(parts, places, config.V_SIGNS, config.DV, LEVELS, True, DTYPE)
+    found = ()
+    for part in gl.static_range(PARTS):
+        back = gl.permute(rotated[part], (1, 0))
+        found = found + (gl.convert_layout(back, PRODUCTS, assert_trivial=True),)
+    return found
 
 
 @gluon.jit
@@ -69,11 +91,14 @@ def store_split(call, split, sums, num_splits, skipped, follows):
     index = gl.arange(0, WORDS, gl.SliceLayout(1, PRODUCTS))
     if num_splits == 1:
         offsets = call.outputs.offsets(split.start + token, head)
+        outputs = acc
+        if config.V_SIGNS:
+            outputs = _rotated_back(acc, index, call.outputs.pointer.dtype.element_ty, config)
         for part in gl.static_range(PARTS):
             lanes = value_elements(index, part, WORDS, config.V_KIND)
             gl.store(
                 call.outputs.pointer + offsets[None, :] + lanes[:, None],
-                acc[part].to(call.outputs.pointer.dtype.element_ty),
+                outputs[part].to(call.outputs.pointer.dtype.element_ty),
                 mask=valid[None, :] & (lanes < config.DV)[:, None],
             )
         if config.HAS_LSE:

@@ -1,0 +1,190 @@
+"""Rotation of heads in registers (P15), with the arithmetic and the order of `ops.hadamard`.
+
+Elements of a head are spread over parts, each a tensor [rows, words]. Their order permutes the bits
+of their numbers, so that each level of sums and differences takes neighbors in one bit of the
+position, or two parts. `SIGNS` has bit i where element i changes its sign, and bit D.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnlib.ops.triton.kernels.hadamard import LIMIT, largest_number, sign_word, unit
+from attnlib.ops.triton.kernels.quant import KV_INT4, KV_NVFP4, KV_PLAIN
+
+__all__ = [
+    "key_group_levels",
+    "key_levels",
+    "key_part_levels",
+    "rotate_parts",
+    "rotate_rows",
+    "value_levels",
+    "value_part_levels",
+]
+
+
+@gluon.constexpr_function
+def _levels(bits, size):
+    """Return the levels of heads of this size in order. bits[i] is the place of bit i of an
+    element: a bit of the position, or -1 - a bit of the part."""
+    block = size & -size
+    return bits[: block.bit_length() - 1][::-1]
+
+
+@gluon.constexpr_function
+def _places(element):
+    """Return the bits of the positions by the bit of the element that they are; `element[b]` is the
+    element at position 2^b."""
+    return tuple(element.index(1 << bit) for bit in range(len(element)))
+
+
+@gluon.constexpr_function
+def key_levels(width, size):
+    """Return the levels of queries [rows, width] in the order of `quantized.query_columns`."""
+    line = min(width // 2, 64)
+    found = []
+    for bit in range(width.bit_length() - 1):
+        word = (1 << bit) // 2 % line
+        place = (word % 4) * (line // 4) + word // 4
+        found.append((1 << bit) // (2 * line) * (2 * line) + place * 2 + (1 << bit) % 2)
+    return _levels(_places(found), size)
+
+
+@gluon.constexpr_function
+def key_part_levels(words, size, kind):
+    """Return the levels of queries in the parts of `warp_operands`, [rows, words] each."""
+    inner = words.bit_length() - 1
+    if kind == KV_INT4:
+        return _levels((*range(inner), -1, -2), size)
+    return _levels((0, -1, *range(1, inner)), size)
+
+
+@gluon.constexpr_function
+def key_group_levels(words, size):
+    """Return the levels of queries in four groups in the order of `int4.int4_query_columns`."""
+    return _levels((0, *range(3, words.bit_length() - 1), 1, 2, -1, -2), size)
+
+
+@gluon.constexpr_function
+def value_levels(width, size, kind):
+    """Return the levels of outputs [rows, width] in the order of `decode_products.value_lanes`."""
+    bits = width.bit_length() - 1
+    if kind == KV_PLAIN:
+        return _levels(tuple(range(bits)), size)
+    if kind == KV_INT4:
+        return _levels((0, 1, 2, *range(4, bits - 1), 3, bits - 1), size)
+    if kind == KV_NVFP4:
+        return _levels((3, bits - 1, 0, 1, 2, *range(4, bits - 1)), size)
+    return _levels((3, 0, 1, 2, *range(4, bits)), size)
+
+
+@gluon.constexpr_function
+def value_part_levels(words, size, kind):
+    """Return the levels of outputs in the parts of `warp_operands`, [rows, words] each."""
+    inner = range(words.bit_length() - 1)
+    if kind == KV_INT4:
+        return _levels((*inner, -1, -2), size)
+    if kind == KV_NVFP4:
+        return _levels((-1, -2, *inner), size)
+    return _levels((-1, *inner), size)
+
+
+@gluon.jit
+def _clamped(x, MOST: gl.constexpr):
+    """`x` within the limits; NaN stays NaN."""
+    x = gl.where(x > MOST, MOST, x)
+    return gl.where(x < -MOST, -MOST, x)
+
+
+@gluon.jit
+def _signed(x, elements, SIGNS: gl.constexpr, SIZE: gl.constexpr):
+    """`x` [rows, words] times the signs of its elements."""
+    word = gl.full(elements.shape, sign_word(SIGNS, 0), gl.int32, elements.type.layout)
+    for number in gl.static_range(1, (SIZE + 31) // 32):
+        word = gl.where(elements >= 32 * number, sign_word(SIGNS, number), word)
+    flip = (word >> (elements % 32)) << 31
+    return (x.to(gl.int32, bitcast=True) ^ flip[None, :]).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _neighbors(x, BIT: gl.constexpr):
+    """Sums and differences of the elements whose positions differ in a bit."""
+    ROWS: gl.constexpr = x.shape[0]
+    WORDS: gl.constexpr = x.shape[1]
+    pairs = gl.reshape(x, [ROWS * (WORDS >> (BIT + 1)), 2, 1 << BIT])
+    LAYOUT: gl.constexpr = pairs.type.layout
+    bits = pairs.to(gl.int32, bitcast=True)
+    # The bits of both elements without its own are those of the other one: one exchange of lanes.
+    other = (gl.xor_sum(bits, 1)[:, None, :] ^ bits).to(gl.float32, bitcast=True)
+    is_first = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None] == 0
+    changed = gl.reshape(gl.where(is_first, pairs + other, other - pairs), [ROWS, WORDS])
+    return gl.convert_layout(changed, x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _level(parts, LEVEL: gl.constexpr):
+    """Sums and differences of neighbors in a bit of the position, or of parts."""
+    changed = ()
+    if LEVEL >= 0:
+        for part in gl.static_range(len(parts)):
+            changed = changed + (_neighbors(parts[part], LEVEL),)
+    else:
+        APART: gl.constexpr = 1 << (-1 - LEVEL)
+        for part in gl.static_range(len(parts)):
+            if part & APART:
+                changed = changed + (parts[part - APART] - parts[part],)
+            else:
+                changed = changed + (parts[part] + parts[part + APART],)
+    return changed
+
+
+@gluon.jit
+def rotate_parts(
+    parts,
+    elements,
+    SIGNS: gl.constexpr,
+    SIZE: gl.constexpr,
+    LEVELS: gl.constexpr,
+    INVERSE: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """Rotate heads.
+
+    Args:
+        parts: float32 tensors [rows, words]; elements from SIZE on are 0.
+        elements: for each part, int32 [words], the elements that it has.
+        LEVELS: of the order of the elements.
+        INVERSE: rotate back.
+        DTYPE: of the heads, to which the result is rounded.
+
+    Returns:
+        The tensors, rotated, in DTYPE.
+    """
+    changed = ()
+    for part in gl.static_range(len(parts)):
+        x = _clamped(parts[part], LIMIT)
+        if not INVERSE:
+            x = _signed(x, elements[part], SIGNS, SIZE)
+        changed = changed + (x,)
+    for level in gl.static_range(len(LEVELS)):
+        changed = _level(changed, LEVELS[level])
+    rotated = ()
+    for part in gl.static_range(len(parts)):
+        x = changed[part] * unit(SIZE)
+        if INVERSE:
+            x = _signed(x, elements[part], SIGNS, SIZE) + 0.0
+        rotated = rotated + (_clamped(x, largest_number(DTYPE)).to(DTYPE),)
+    return rotated
+
+
+@gluon.jit
+def rotate_rows(
+    x,
+    elements,
+    SIGNS: gl.constexpr,
+    SIZE: gl.constexpr,
+    LEVELS: gl.constexpr,
+    INVERSE: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """`rotate_parts` of one part."""
+    return rotate_parts((x,), (elements,), SIGNS, SIZE, LEVELS, INVERSE, DTYPE)[0]
