@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from attnlib.errors import ContractError
 
-__all__ = ["KV_ROTATIONS", "KVRotation", "rotation_block", "rotation_signs", "sign_bits"]
+__all__ = ["KV_ROTATIONS", "KVRotation", "rotation_block", "rotation_signs"]
 
 _T = TypeVar("_T")
 KV_ROTATIONS = ("hadamard", "hadamard_keys", "hadamard_values")
@@ -71,6 +71,13 @@ class KVRotation:
             key = rotate(key, self.seed)
         return key, rotate(value, self.seed) if self.values else value
 
+    def sign_bits(self, head_size: int, head_size_v: int) -> tuple[int, int]:
+        """The signs of keys and of values, each as one number: bit i is 1 where element i changes
+        its sign, and bit `head_size` is 1. 0 for a side that is not rotated."""
+        signs = (rotation_signs(size, self.seed) for size in (head_size, head_size_v))
+        keys, values = (sum((x < 0) << i for i, x in enumerate((*side, -1.0))) for side in signs)
+        return keys * self.keys, values * self.values
+
     def __str__(self) -> str:
         side = "" if self.keys and self.values else "_keys" if self.keys else "_values"
         return f"hadamard{side}{f'@{self.seed}' if self.seed else ''}"
@@ -87,10 +94,3 @@ def rotation_signs(head_size: int, seed: int) -> tuple[float, ...]:
     decides about element i, so that the bytes of a cache are the same in every process."""
     digest = hashlib.shake_256(f"hadamard {head_size} {seed}".encode()).digest(-(-head_size // 8))
     return tuple(-1.0 if digest[i // 8] >> (i % 8) & 1 else 1.0 for i in range(head_size))
-
-
-def sign_bits(head_size: int, seed: int) -> int:
-    """The signs as one number above 0: bit i is 1 where element i changes its sign, bit
-    `head_size` always."""
-    signs = rotation_signs(head_size, seed)
-    return sum((sign < 0) << bit for bit, sign in enumerate(signs)) | 1 << head_size

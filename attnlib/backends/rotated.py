@@ -194,14 +194,8 @@ class RotatedImpl(PairImpl):
 class _RotatingPlan:
     """A plan whose kernels rotate, for the calls of a `RotatedImpl`."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: StepPlan) -> None:
         self._inner = inner
-        self.bind_call = inner.bind_call
-
-    @property
-    def is_bound(self) -> bool:
-        """See `StepPlan`."""
-        return bool(self._inner.is_bound)
 
     def run(self, impl: RotatedImpl, *tensors: Any) -> None:
         """See `StepPlan.run`."""

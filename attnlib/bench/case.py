@@ -9,7 +9,6 @@ import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
-from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.kv_rotation import KVRotation
 from attnlib.sparse.key_selection import KeySelection, SelectionScope
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
@@ -97,7 +96,7 @@ class BenchCase:
                 f"dtype={self.dtype} of case {self.name} is not a torch dtype; write bfloat16, "
                 "float16 or float32"
             )
-        return AttentionSpec(
+        spec = AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
@@ -107,11 +106,6 @@ class BenchCase:
             value_cache_dtype=self.value_cache_dtype,
             kv_rotation=KVRotation.of(self.kv_rotation),
             block_size=self.block_size,
-            kv_cache_layout=None
-            if self.mla
-            or self.unpaged
-            or {self.kv_cache_dtype, self.value_cache_dtype}.intersection(PAGE_FORMATS)
-            else "NHD",
             sliding_window=self.sliding_window,
             logits_soft_cap=self.logits_soft_cap,
             has_sink=self.sinks,
@@ -124,6 +118,8 @@ class BenchCase:
             attn_type=AttentionType.ENCODER_ONLY if self.unpaged else AttentionType.DECODER,
             mask_kind=MaskKind.CAUSAL if self.causal else MaskKind.BIDIRECTIONAL,
         )
+        has_layout = self.mla or self.unpaged or spec.scales_in_page
+        return spec if has_layout else spec.replace(kv_cache_layout="NHD")
 
     @property
     def key_selection(self) -> KeySelection | None:

@@ -195,7 +195,8 @@ class CorrectnessCheck:
         cache = inputs.caches[0]
         key, value, *scales = (_gather(view, blocks, length) for view in cache.block_views)
         if scales:  # in the pages
-            key, value = dequantize_tokens(key, scales[0]), dequantize_tokens(value, scales[1])
+            names = (inputs.spec.kv_format.name, inputs.spec.value_format.name)
+            key, value = map(dequantize_tokens, (key, value), scales, names)
         return inputs.query[row : row + 1], key, value, request
 
 

@@ -111,7 +111,7 @@ _STORED = named(
     )
 )
 _INT8: dict[str, Any] = {"kv_cache_dtype": "int8_per_token_head"}
-_ROTATED: dict[str, Any] = {**_INT8, "kv_rotation": "hadamard"}
+_INT8_INT4: dict[str, Any] = {**_INT8, "value_cache_dtype": "int4_per_group"}
 
 _PROMPTS = named(*((f"gap-prefill-1x{length}k", f"q{length}k", {}) for length in (8, 16)))
 _LONG = named(*((f"gap-decode-{count}x4k", f"{count}q1s4k", {}) for count in (16, 32)))
@@ -147,13 +147,15 @@ _PARTS: tuple[_Part, ...] = (
     _rounded(_GROUPS, 1.00),
     _against_own(_CHUNKS, "e4m3", 1 / 0.97, kv_cache_dtype="fp8_e4m3"),
     *(_against_own(_LONG, name, 0.50, kv_cache_dtype=name) for name in ("nvfp4", "mxfp4")),
-    _against_own(_STORED, "int8-rotated", 0.62, **_ROTATED),
-    _against_own(
-        _STORED, "int8-int4-rotated", 0.52, **_ROTATED, value_cache_dtype="int4_per_group"
-    ),
+    _against_own(_STORED, "int8-rotated", 0.62, **_INT8, kv_rotation="hadamard"),
+    _against_own(_STORED, "int8-int4-rotated", 0.52, **_INT8_INT4, kv_rotation="hadamard"),
     *(
-        _against_own(_changed(cases, "int8", **_INT8), "rotated", limit, kv_rotation="hadamard")
-        for cases, limit in ((_STORED, 1.03), (_PROMPTS, 1.06))
+        _against_own(_changed(cases, name, **stored), "rotated", limit, kv_rotation="hadamard")
+        for cases, name, stored, limit in (
+            (_STORED, "int8", _INT8, 1.03),
+            (_PROMPTS, "int8", _INT8, 1.06),
+            (_PROMPTS, "int8-int4", _INT8_INT4, 1.06),
+        )
     ),
     _against_peers(_MIXED, 0.98),
     (_STREAMS, {case.name: Bar(share=0.70) for case in _STREAMS}),

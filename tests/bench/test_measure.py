@@ -16,6 +16,8 @@ from attnlib.bench.measure import measure_case
 from attnlib.bench.peaks import Peaks
 from attnlib.bench.results import Row
 from attnlib.errors import ContractError, UnknownBackendError
+from attnlib.kv_formats import register_kv_format, unregister_kv_format
+from tests.kv_formats.device_formats import SQUARES
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +94,16 @@ def test_an_error_outside_the_sample_is_found_by_comparing_backends(
     assert alone.status == "ok"
     right, wrong = rows_of("torch", f"{HERE}:WrongRow")
     assert (right.status, wrong.status) == ("ok", "wrong")
+
+
+def test_an_open_format_is_checked() -> None:
+    """P16: the page layout and the numbers of the format that the case names."""
+    register_kv_format(SQUARES)
+    try:
+        (row,) = rows_of("torch", text=f"{CASE.name},kv={SQUARES.name}", kernels_only=True)
+    finally:
+        unregister_kv_format(SQUARES.name)
+    assert (row.status, row.checked) == ("ok", True), row.reason
 
 
 def test_rows_record_that_the_check_was_off() -> None:

@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 import attnlib
 from attnlib.backends.triton import TritonBackend
 from attnlib.backends.triton import impl as triton_impl
+from attnlib.backends.triton import plan as triton_plan
 from attnlib.backends.triton import scheduler as triton_scheduler
 from attnlib.errors import ContractError
 from attnlib.layer import plans as layer_plans
@@ -725,6 +726,34 @@ def check_plans() -> None:
     assert "combine_kernel" in kernels["split plain decode"]
 
 
+def check_rotated_decodes() -> None:
+    """Hopper decodes over pages of rotated heads launch no rotation (P15); other calls do."""
+    stored: dict[str, Any] = {"size": 128, "stored": "int8_per_token_head"}
+    expected = {
+        (True, "decode"): 0, (True, "mixed"): 2, (True, "prefill"): 2, (False, "decode"): 2
+    }  # fmt: skip
+    for (inside, kind), rotations in expected.items():
+        lengths = {"decode": ([1] * 4, [1000, 20, 3, 7]), "prefill": ([64], [900])}
+        batch = lengths.get(kind, ([1, 1, 64], [900, 800, 900]))
+        triton_plan._ROTATES = inside
+        try:
+            step, plain = (Step(*batch, **stored, kv_rotation=x) for x in ("hadamard", None))
+            first = step.without_plans()
+            assert step() == first, f"{kind}: {step()} instead of {first}"
+            launched, through_triton = step.record()
+            assert not through_triton and len(launched) == len(plain()) + rotations, launched
+            names = [record.kernel.split()[0] for record in launched]
+            assert names.count("rotate_heads_kernel") == rotations, names
+            if inside and kind == "decode":
+                shape, numel = step.query.shape, step.query.numel()
+                step.query = torch.zeros(numel + 1, dtype=torch.bfloat16)[1:].view(shape)
+                names = [record.kernel.split()[0] for record in step()]
+                assert names[0] == names[-1] == "rotate_heads_kernel", names
+                assert not any("hopper" in name for name in names), names
+        finally:
+            triton_plan._ROTATES = False
+
+
 def check_copied_prefills() -> None:
     """Prefills over copies of keys: the descriptors of a batch are those of its scratch memory."""
     least = converted_prefill.COPIED_TOKENS
@@ -1067,6 +1096,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     check_descriptors_are_encoded_once,
     check_every_call_is_checked,
     check_plans,
+    check_rotated_decodes,
     check_copied_prefills,
     check_flash_attn_with_kvcache,
     check_plans_step_aside,

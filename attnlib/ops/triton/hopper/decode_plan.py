@@ -11,7 +11,6 @@ import torch
 import triton
 from torch import Tensor
 
-from attnlib.kv_rotation import KVRotation, sign_bits
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.heuristics.hopper_decode_tiles import DecodeTile
@@ -144,6 +143,8 @@ def _config(
     # Two accumulators of 4-bit values need the registers that a warp for queries would take.
     in_4_bits = call.value.dtype == torch.uint8
     query_warp = tile.consumers > 1 and tile.block_n <= 64 and not in_4_bits
+    rotation = None if kind == KV_PLAIN.value else params.rotation
+    signs = rotation.sign_bits(*call.shape.head_sizes) if rotation else (0, 0)
     return decode_config(
         params,
         call.lse is not None,
@@ -169,19 +170,9 @@ def _config(
         EVEN_RANGES=even,
         QUERY_WARP=query_warp,
         GATHERS=gathered,
-        **_signs(None if kind == KV_PLAIN.value else params.rotation, sizes),
+        K_SIGNS=signs[0],
+        V_SIGNS=signs[1],
     )
-
-
-def _signs(rotation: KVRotation | None, sizes: DecodeSizes) -> dict[str, int]:
-    """The signs of what the kernels rotate: heads of quantized caches."""
-    if rotation is None:
-        return {}
-    size, size_v, seed = sizes.head_size, sizes.head_size_v, rotation.seed
-    return {
-        "K_SIGNS": sign_bits(size, seed) if rotation.keys else 0,
-        "V_SIGNS": sign_bits(size_v, seed) if rotation.values else 0,
-    }
 
 
 def _value_kind(call: AttentionCall) -> int:

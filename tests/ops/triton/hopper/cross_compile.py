@@ -20,8 +20,8 @@ from triton.runtime.cache import get_cache_manager
 
 from attnlib.backends.triton.tune import parse_tiles
 from attnlib.kv_dtype import PAGE_FORMATS
-from attnlib.ops.packed_latents import packed_views
 from attnlib.kv_rotation import KVRotation
+from attnlib.ops.packed_latents import packed_views
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.shared_decode import Segment
 from attnlib.ops.shared_decode_schedule import schedule_items

@@ -1,0 +1,107 @@
+"""Hopper decodes over rotated heads (P15) that rotate in their kernels equal those around which
+other launches rotate, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import attnlib
+from attnlib.backends.triton import TritonBackend
+from attnlib.backends.triton import plan as triton_plan
+from tests.gpu.devices import needs_gpu
+
+pytestmark = [
+    pytest.mark.gpu,
+    needs_gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
+        reason="needs compute capability 9.0",
+    ),
+]
+
+INT8, FP8, INT4, NVFP4 = "int8_per_token_head", "fp8_per_token_head", "int4_per_group", "nvfp4"
+FEW, LONG = [1, 9, 3077, 25, 2048, 640], [8192] * 8
+LAYERS: dict[str, dict[str, Any]] = {
+    "one-split": {"lengths": [1 + 37 * index % 900 for index in range(300)]},
+    "few": {"lengths": FEW},
+    "long": {"lengths": LONG, "groups": 4},
+    "verify": {"lengths": FEW, "query_len": 3, "dtype": torch.float16},
+    "all": {"lengths": FEW, "has_sink": True, "logits_soft_cap": 20.0, "sliding_window": 300},
+    "keys": {"lengths": FEW, "kv_rotation": "hadamard_keys@3", "groups": 8},
+    "values": {"lengths": FEW, "kv_rotation": "hadamard_values", "groups": 1},
+}
+CASES = {
+    f"{keys}-{values or keys}-{name}": (keys, values, options)
+    for keys, values in ((INT8, None), (INT8, INT4), (INT8, NVFP4), (FP8, None), (INT4, None))
+    for name, options in LAYERS.items()
+} | {
+    f"{INT8}-head{size}": (INT8, None, {"lengths": FEW, "head_size": size})
+    for size in (64, 80, 96, 256)
+}
+
+
+class Hopper(TritonBackend):
+    """The Hopper kernels wherever they support a call."""
+
+    config: ClassVar[dict[str, Any]] = {"kernels": "hopper"}
+
+
+def _run(
+    keys: str,
+    values: str | None,
+    *,
+    lengths: list[int],
+    query_len: int = 1,
+    groups: int = 4,
+    head_size: int = 128,
+    **changes: Any,
+) -> tuple[list[torch.Tensor], bool]:
+    """Outputs and LSEs of two calls, and whether their plan rotates in its kernels."""
+    torch.manual_seed(0)
+    fields = {"kv_rotation": "hadamard", "dtype": torch.bfloat16, **changes}
+    spec = attnlib.AttentionSpec(
+        num_heads=8 * groups, num_kv_heads=8, head_size=head_size, needs_lse=True,
+        kv_cache_dtype=keys, value_cache_dtype=values, **fields,
+    )  # fmt: skip
+    sinks = torch.randn(spec.num_heads) if spec.has_sink else None
+    layer = attnlib.Attention(spec, backend=Hopper, device="cuda", sinks=sinks)
+    lengths = [max(length, query_len) for length in lengths]
+    pages = [-(-length // 16) for length in lengths]
+    cache = attnlib.PagedKVCache.allocate(spec, sum(pages), "cuda")
+    order, blocks = torch.randperm(sum(pages)).tolist(), []
+    for count in pages:
+        blocks.append(order[:count])
+        order = order[count:]
+    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+
+    def step(query_lens: list[int]) -> tuple[list[torch.Tensor], Any]:
+        common = attnlib.CommonAttentionMetadata.from_lengths(
+            query_lens, lengths, blocks, 16, "cuda"
+        )
+        shapes = [(sum(query_lens), count, head_size) for count in heads]
+        rows = [torch.randn(*shape, device="cuda").to(spec.dtype) for shape in shapes]
+        return rows, layer.backend.make_builder(spec, "cuda").build(0, common)
+
+    rows, batch = step(lengths)
+    layer.impl.write_kv(*rows[1:], cache, batch.slot_mapping)
+    rows, batch = step([query_len] * len(lengths))
+    rows[0][..., 0] *= 50.0
+    outputs = [x for _ in range(2) for x in layer(*rows, cache, batch, return_lse=True)]
+    plans = [plan for plan, _ in batch.plans.values()]
+    return outputs, any(type(plan).__name__ == "_RotatingPlan" for plan in plans)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_that_rotate_have_equal_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P15: queries, splits, outputs, LSEs; direct launches, and launches by Triton."""
+    keys, values, options = CASES[name]
+    found: dict[bool, list[torch.Tensor]] = {}
+    for rotates in (False, True):
+        monkeypatch.setattr(triton_plan, "_ROTATES", rotates)
+        found[rotates], inside = _run(keys, values, **options)
+        assert inside == rotates
+    for ours, theirs in zip(found[True], found[False], strict=True):
+        assert ours.isfinite().all() and torch.equal(ours, theirs)
