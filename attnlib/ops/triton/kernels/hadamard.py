@@ -68,13 +68,13 @@ def _butterflies(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Sums and differences of blocks, [ROWS, BLOCK]. Elements stay where they are: the threads of a
     warp exchange them, each once per level."""
     LEVELS: tl.constexpr = BLOCK.bit_length() - 1
-    is_first = tl.arange(0, 2)[None, :, None] == 0
+    sign = 1.0 - 2.0 * tl.arange(0, 2)[None, :, None].to(tl.float32)
     for level in tl.static_range(LEVELS):
         pairs = tl.reshape(x, [ROWS << level, 2, BLOCK >> (level + 1)])
         bits = pairs.to(tl.int32, bitcast=True)
         # The bits of both elements without its own are those of the other one.
         other = (tl.xor_sum(bits, 1)[:, None, :] ^ bits).to(tl.float32, bitcast=True)
-        x = tl.where(is_first, pairs + other, other - pairs)
+        x = other + pairs * sign  # the product is exact
     return tl.reshape(x, [ROWS, BLOCK])
 
 

@@ -115,8 +115,9 @@ def _neighbors(x, BIT: gl.constexpr):
     bits = pairs.to(gl.int32, bitcast=True)
     # The bits of both elements without its own are those of the other one: one exchange of lanes.
     other = (gl.xor_sum(bits, 1)[:, None, :] ^ bits).to(gl.float32, bitcast=True)
-    is_first = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None] == 0
-    changed = gl.reshape(gl.where(is_first, pairs + other, other - pairs), [ROWS, WORDS])
+    sign = 1.0 - 2.0 * gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))).to(gl.float32)
+    # The product is exact: one rounding.
+    changed = gl.reshape(other + pairs * sign[None, :, None], [ROWS, WORDS])
     return gl.convert_layout(changed, x.type.layout, assert_trivial=True)
 
 
