@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from attnlib.cli.main import main
 from tests.example_checkpoint import save
@@ -43,3 +44,18 @@ def test_a_prefix_of_a_model_with_states_is_a_hit(
     result = json.loads(capsys.readouterr().out)
     assert result["result"]["passed"] and result["reused_prompt_tokens"] >= 128
     assert result["block"] == "16 tokens or a state"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "kimi_linear", "lfm2"])
+def test_on_a_gpu(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Keys, latents and states as strided blocks of one pool, in the Triton kernels."""
+    skip_in_older_releases(name)
+    save(built(name), tmp_path)
+    sizes = ["--requests", "7", "--max-new-tokens", "6", "--num-blocks", "120"]
+    options = ["--device", "cuda", "--dtype", "float32", "--json", "--model", str(tmp_path)]
+    assert main(["demo", *options, *sizes]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["result"]["passed"] and result["reused_prompt_tokens"] > 0
+    assert result["backends"] == ["triton"]

@@ -43,8 +43,15 @@ def serve(
     scheduler: Scheduler,
     requests: list[Request],
     on_step: Callable[[ServingResult], None] | None = None,
+    *,
+    keeps_logits: bool = True,
 ) -> ServingResult:
     """Serve all requests by greedy decoding; their tokens are in `generated` afterwards.
+
+    Args:
+        paged, scheduler, requests: the model, and what it serves.
+        on_step: called after every step.
+        keeps_logits: copy the logits of every token to the host.
 
     Raises:
         CacheExhaustedError: a request does not fit the cache, even alone.
@@ -57,7 +64,7 @@ def serve(
         while scheduler.is_busy:
             plan = scheduler.plan()
             served.peak_blocks = max(served.peak_blocks, scheduler.allocator.pool.num_used_blocks)
-            _run(paged, scheduler, plan, served)
+            _run(paged, scheduler, plan, served.logits if keeps_logits else None)
             served.steps += 1
             if on_step is not None:
                 on_step(served)
@@ -90,7 +97,12 @@ def blocks_of(paged: PagedModel) -> PlainBlocks | HybridBlockAllocator:
     return PlainBlocks(paged.num_blocks, paged.block_size)
 
 
-def _run(paged: PagedModel, scheduler: Scheduler, plan: list[Chunk], served: ServingResult) -> None:
+def _run(
+    paged: PagedModel,
+    scheduler: Scheduler,
+    plan: list[Chunk],
+    logits_of: dict[int, list[torch.Tensor]] | None,
+) -> None:
     device = next(paged.model.parameters()).device
     counts = [chunk.count for chunk in plan]
     held = [chunk.request.blocks for chunk in plan if chunk.request.blocks is not None]
@@ -120,9 +132,9 @@ def _run(paged: PagedModel, scheduler: Scheduler, plan: list[Chunk], served: Ser
         torch.tensor(ids, device=device), torch.tensor(positions, device=device), batch, rows
     )
     chosen = logits.argmax(-1).tolist()
-    kept = logits.float().cpu()
     next_tokens = dict(zip(sampling, chosen, strict=True))
-    for row, index in enumerate(sampling):
-        served.logits[plan[index].request.index].append(kept[row])
+    if logits_of is not None:
+        for index, row in zip(sampling, logits.float().cpu(), strict=True):
+            logits_of[plan[index].request.index].append(row)
     for index, chunk in enumerate(plan):
         scheduler.finish(chunk, next_tokens.get(index))

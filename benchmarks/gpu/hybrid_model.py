@@ -1,0 +1,219 @@
+"""Tokens per second of a model with state layers in the engine of `attnlib demo` and elsewhere.
+
+    python benchmarks/gpu/hybrid_model.py --out hybrid_model.json
+
+The model has the shape of Qwen3-Next with fewer layers and experts, and random weights. First, in
+float32, the tokens of the engine are compared with those that the model prefers without a cache.
+Then, in bfloat16, random prompts of equal length are continued greedily by the engine, over one
+pool of keys and states, and by `generate` with sdpa attention and the state layers of
+flash-linear-attention, where it is installed. They take turns; the median of `--rounds` runs is
+reported after one run of each, which compiles. In a row with a prefix, all prompts have their
+first tokens in common, of which the engine reuses what `reused` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from attnlib.bench.provenance import provenance
+from attnlib.cli.demo.result import check_tokens
+from attnlib.cli.demo.scheduler import Request, Scheduler, most_blocks
+from attnlib.cli.demo.serve import blocks_of, serve
+from attnlib.integrations.transformers.paged_model import PagedModel
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+
+
+class Row(NamedTuple):
+    """A workload: requests, tokens of a prompt and new ones, and common tokens at the beginning."""
+
+    requests: int
+    prompt: int
+    tokens: int
+    common: int = 0
+
+    def __str__(self) -> str:
+        shared = f", {self.common} in common" if self.common else ""
+        return f"{self.requests}x{self.prompt}+{self.tokens}{shared}"
+
+    def prompts(self, vocabulary: int) -> list[list[int]]:
+        """Random prompts."""
+        draw = torch.Generator().manual_seed(0)
+        ids = torch.randint(2, vocabulary, (self.requests, self.prompt), generator=draw)
+        ids[:, : self.common] = ids[0, : self.common]
+        found: list[list[int]] = ids.tolist()
+        return found
+
+
+ROWS = (Row(1, 1000, 64), Row(16, 1000, 64), Row(64, 200, 32), Row(16, 3000, 32, 2500))
+
+
+def build_model(dtype: torch.dtype, device: str, sizes: dict[str, Any]) -> Any:
+    """The model; no token ends a sequence."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3NextConfig(
+        **sizes, max_position_embeddings=16384, pad_token_id=0, bos_token_id=1, eos_token_id=None
+    )
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+class Engine:
+    """The engine of the demo with a pool for all requests of a row at once.
+
+    Attributes:
+        reused: prompt tokens of the last run that came from another request.
+    """
+
+    def __init__(self, model: Any, row: Row, budget: int) -> None:
+        self.row, self.budget, self.reused = row, budget, 0
+        requests = self._requests(model)
+        smallest = blocks_of(PagedModel(model, num_blocks=2, hybrid=True))
+        checkpoints = len(requests) if row.common else 0  # a state of each prompt, and its prefix
+        needed = sum(most_blocks(smallest, request) for request in requests)
+        states = most_blocks(smallest, requests[0])
+        self.paged = PagedModel(model, num_blocks=1 + needed + checkpoints * states, hybrid=True)
+
+    def _requests(self, model: Any) -> list[Request]:
+        prompts = self.row.prompts(model.config.vocab_size)
+        return [Request(n, prompt, self.row.tokens) for n, prompt in enumerate(prompts)]
+
+    def run(self) -> list[list[int]]:
+        """Serve the row with an empty cache; returns the new tokens of each request."""
+        requests = self._requests(self.paged.model)
+        scheduler = Scheduler(blocks_of(self.paged), self.budget, len(requests))
+        serve(self.paged, scheduler, requests, keeps_logits=False)
+        self.reused = sum(request.num_reused for request in requests)
+        return [request.generated for request in requests]
+
+
+def run_generate(model: Any, row: Row) -> list[list[int]]:
+    """The new tokens of `generate`."""
+    model.set_attn_implementation("sdpa")
+    ids = torch.tensor(row.prompts(model.config.vocab_size), device=model.device)
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        out = model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=row.tokens, do_sample=False
+        )
+    found: list[list[int]] = out[:, row.prompt :].tolist()
+    return found
+
+
+def timed(run: Callable[[], list[list[int]]], device: str) -> float:
+    """Seconds of a run."""
+    synchronize = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    synchronize()
+    began = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - began
+
+
+def check_float32(device: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Tokens of the engine and of the model without a cache, in float32: prompts in chunks, with a
+    common beginning."""
+    model = build_model(torch.float32, device, sizes)
+    prompts = Row(4, 300, 16).prompts(model.config.vocab_size)
+    requests = [Request(n, prompt, 16) for n, prompt in enumerate(prompts)]
+    smallest = blocks_of(PagedModel(model, num_blocks=2, hybrid=True))
+    num_blocks = 1 + sum(most_blocks(smallest, request) for request in requests)
+    paged = PagedModel(model, num_blocks=num_blocks, hybrid=True)
+    served = serve(paged, Scheduler(blocks_of(paged), 256, 4), requests)
+    result = check_tokens(model, requests, served.logits)
+    return {
+        "tokens": result.tokens,
+        "identical": result.identical,
+        "largest_error": result.largest_error,
+        "passed": result.passed,
+        "backends": sorted({layer.backend.get_name() for layer in paged.all_layers()}),
+    }
+
+
+def measure(model: Any, row: Row, rounds: int, budget: int, device: str) -> dict[str, Any]:
+    """Tokens per second of both in one row."""
+    engine = Engine(model, row, budget)
+    runs = {"attnlib": engine.run, "transformers": lambda: run_generate(model, row)}
+    first = {name: timed(run, device) for name, run in runs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            seconds[name].append(timed(run, device))
+    new = row.requests * row.tokens
+    rates = {name: new / statistics.median(each) for name, each in seconds.items()}
+    return {
+        "row": str(row),
+        "tokens_per_second": rates,
+        "ratio": rates["attnlib"] / rates["transformers"],
+        "seconds": seconds,
+        "first_seconds": first,
+        "reused": engine.reused,
+        "pool_mib": engine.paged.cache_bytes / 2**20,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--layers", type=int, default=SIZES["num_hidden_layers"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--token-budget", type=int, default=8192)
+    parser.add_argument("--limit-seconds", type=float, default=90.0, help="no row starts later")
+    parser.add_argument("--commit", help="commit of attnlib, for copies without history")
+    options = parser.parse_args()
+    began, device = time.monotonic(), "cuda"
+    sizes = {**SIZES, "num_hidden_layers": options.layers}
+    try:
+        fla = version("flash-linear-attention")
+    except PackageNotFoundError:
+        fla = "not installed"
+    found: dict[str, Any] = {
+        **provenance(commit=options.commit),
+        "transformers": transformers.__version__,
+        "fla": fla,
+        "sizes": sizes,
+        "float32": check_float32(device, sizes),
+        "rows": [],
+    }
+    print("float32", found["float32"], flush=True)
+    model = build_model(torch.bfloat16, device, sizes)
+    for row in ROWS:
+        if time.monotonic() - began > options.limit_seconds:
+            print(f"{row}: not started within {options.limit_seconds:g} s", flush=True)
+            continue
+        found["rows"].append(measure(model, row, options.rounds, options.token_budget, device))
+        print(found["rows"][-1], flush=True)
+        if options.out is not None:
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
