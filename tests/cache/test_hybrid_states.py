@@ -122,23 +122,24 @@ def test_a_prefix_needs_a_state() -> None:
 
 
 def test_evicted_checkpoints() -> None:
-    """One of the layers is enough to lose it; the shorter one serves then."""
+    """One layer without its state is enough to lose one; a shorter or longer one still serves."""
     blocks, tokens = allocator(13), list(range(20))
     one = blocks.start(tokens)
     for end in (4, 8):
         run(blocks, one, tokens, end)
         blocks.keep(one)
     blocks.release(one)
-    assert blocks.start(tokens).num_computed == 8
-    other = allocator(13)
-    one = other.start(tokens)
-    for end in (4, 8):
-        run(other, one, tokens, end)
-        other.keep(one)
-    other.release(one)
-    taken = other.pool.allocate(7)  # 6 unused ones, and the one that was used least recently
-    assert other.start(tokens).num_computed in (0, 8)
-    other.pool.free(taken)
+
+    def reused(count: int) -> int:
+        found = blocks.start(tokens[:count])
+        computed = found.num_computed
+        blocks.release(found)
+        return computed
+
+    assert (reused(9), reused(6)) == (8, 4)
+    assert reused(9) == 8  # that after 4 tokens was used least recently
+    blocks.pool.allocate(blocks.pool.num_free_blocks - 5)  # unused ones and one of its layers
+    assert (reused(6), reused(9)) == (0, 8)
 
 
 def test_without_prefix_caching() -> None:
@@ -304,14 +305,24 @@ def test_real_states(keeps: bool, num_blocks: int) -> None:
     assert blocks.num_free_blocks == num_blocks - 1
 
 
-class StateMachine(RuleBasedStateMachine):
-    """Requests, checkpoints, forks and eviction. Model: what the memory of each state block holds,
-    (layer, all tokens up to there); a step checks what it reads and writes what it must."""
+SEVERAL = {
+    **GROUPS,
+    "window": KVCacheGroup(KEYS.replace(block_size=2, sliding_window=5)),
+    "convolutions": StateGroup(KINDS["short convolution"], 1),
+}
+Content = tuple[str, int, tuple[int, ...]]
+"""What a block holds: group, layer or place, and all tokens up to its end."""
 
-    @initialize(blocks=st.integers(14, 40))
-    def create(self, blocks: int) -> None:
-        self.size, self.blocks = blocks, allocator(blocks)
-        self.memory: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+class StateMachine(RuleBasedStateMachine):
+    """Requests, checkpoints, forks, preemption and eviction. Model: what the memory of each block
+    holds; a step checks what it reads, blocks of keys included, and writes what it must."""
+
+    @initialize(blocks=st.integers(9, 24), several=st.booleans())
+    def create(self, blocks: int, several: bool) -> None:
+        self.size, self.groups = blocks, SEVERAL if several else GROUPS
+        self.blocks = HybridBlockAllocator(self.groups, blocks)
+        self.memory: dict[int, Content] = {}
         self.running: list[tuple[SequenceBlocks, list[int]]] = []
 
     @precondition(lambda self: len(self.running) < 4)
@@ -320,34 +331,57 @@ class StateMachine(RuleBasedStateMachine):
         tokens = [prefix] * min(length, 13) + [prefix + 3] * max(length - 13, 0)
         one = self.blocks.start(tokens)
         assert one.num_computed % SIZE == 0 and one.num_computed < length
-        self.check_sources(one, tokens)
+        assert one.num_computed <= one.num_cached_keys < length
+        self.check_reads(one, tokens)
         self.running.append((one, tokens))
 
-    def check_sources(self, one: SequenceBlocks, tokens: list[int]) -> None:
-        held = one.states.sources.get("states", one.states.slots["states"])
-        for layer, block in enumerate(held):
-            if one.num_computed:
-                assert self.memory[block] == (layer, tuple(tokens[: one.num_computed]))
+    def check_reads(self, one: SequenceBlocks, tokens: list[int]) -> None:
+        """What the next step reads: the states, and the keys that its first token sees."""
+        if not (count := one.num_computed):
+            return
+        for name, held in one.states.slots.items():
+            for layer, block in enumerate(one.states.sources.get(name, held)):
+                assert self.memory[block] == (name, layer, tuple(tokens[:count]))
+        for name, group in self.blocks.groups.items():
+            size = group.block_size
+            for place in range(group.first_visible(count) // size, -(-count // size)):
+                end = min((place + 1) * size, count)
+                found = self.memory[one.blocks[name][place]]
+                assert found[:2] == (name, place) and found[2][:end] == tuple(tokens[:end])
+
+    def write(self, one: SequenceBlocks, tokens: list[int], end: int) -> None:
+        """What a step writes: its slots, and the keys of its tokens."""
+        held = self.held()
+        for name, slots in one.states.slots.items():
+            for layer, block in enumerate(slots):
+                assert block != NULL_BLOCK and held[block] == 1, "a slot has one writer"
+                self.memory[block] = name, layer, tuple(tokens[:end])
+        for name, group in self.blocks.groups.items():
+            size = group.block_size
+            for place in range(one.num_computed // size, -(-end // size)):
+                block = one.blocks[name][place]
+                assert block != NULL_BLOCK and held[block] == 1, "a block of keys has one writer"
+                self.memory[block] = name, place, tuple(tokens[: min((place + 1) * size, end)])
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), more=st.integers(0, 9), keeps=st.booleans())
     def compute(self, data: st.DataObject, more: int, keeps: bool) -> None:
         one, tokens = data.draw(st.sampled_from(self.running))
         end = min(one.num_computed + more, len(tokens))
-        if self.blocks.num_missing_blocks(one, end) > self.blocks.num_free_blocks:
+        missing = self.blocks.num_missing_blocks(one, end)
+        if missing > self.blocks.num_free_blocks:
             with pytest.raises(CacheExhaustedError):
                 self.blocks.grow(one, end)
             return
-        before = self.held()
+        before, free = self.held(), self.blocks.num_free_blocks
         self.blocks.grow(one, end)
+        assert self.blocks.num_free_blocks == free - missing
         for block in self.held() - before:
             self.memory.pop(block, None)  # evicted, or never written
-        self.check_sources(one, tokens)
-        if end > one.num_computed:
-            for layer, block in enumerate(one.states.slots["states"]):
-                assert block != NULL_BLOCK and self.held()[block] == 1, "a slot has one writer"
-                self.memory[block] = layer, tuple(tokens[:end])
+        self.check_reads(one, tokens)
         written = end > one.num_computed
+        if written:
+            self.write(one, tokens, end)
         self.blocks.advance(one, tokens[:end])
         if keeps and written and end % SIZE == 0:
             self.blocks.keep(one)
@@ -356,21 +390,32 @@ class StateMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         one, tokens = data.draw(st.sampled_from(self.running))
-        if self.blocks.num_free_blocks == 0:
+        partial = sum(one.num_computed % g.block_size > 0 for g in self.blocks.groups.values())
+        if self.blocks.num_free_blocks < partial:
+            with pytest.raises(CacheExhaustedError):
+                self.blocks.fork(one)
             return
         copied, pairs = self.blocks.fork(one)
-        assert bool(pairs["keys"]) is bool(one.num_computed % SIZE)
-        self.check_sources(copied, tokens)
+        assert sum(map(len, pairs.values())) == partial
+        for each in pairs.values():
+            for source, target in each:
+                self.memory[target] = self.memory[source]
+        self.check_reads(copied, tokens)
         self.running.append((copied, list(tokens)))
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        one, _ = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+    @rule(data=st.data(), again=st.booleans())
+    def release(self, data: st.DataObject, again: bool) -> None:
+        """The request has ended, or is preempted and starts again."""
+        one, tokens = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         self.blocks.release(one)
+        if again:
+            one = self.blocks.start(tokens)
+            self.check_reads(one, tokens)
+            self.running.append((one, tokens))
 
     def held(self) -> Counter[int]:
-        rows = Counter(block for one, _ in self.running for block in one.blocks["keys"])
+        rows = Counter(b for one, _ in self.running for ids in one.blocks.values() for b in ids)
         del rows[NULL_BLOCK]
         for one, _ in self.running:
             for named in (one.states.slots, one.states.sources):
@@ -385,7 +430,7 @@ class StateMachine(RuleBasedStateMachine):
         for block in range(1, self.size):
             assert self.blocks.pool.ref_count(block) == held[block]
         assert self.blocks.num_free_blocks == self.size - 1 - len(held)
-        keys = {block for one, _ in self.running for block in one.blocks["keys"]}
+        keys = {b for one, _ in self.running for ids in one.blocks.values() for b in ids}
         states = {
             block
             for one, _ in self.running

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as hf
 
+from attnlib.cache.hybrid_allocator import HybridBlockAllocator, SequenceBlocks
 from attnlib.cli.demo.plain_blocks import PlainBlocks
 from attnlib.cli.demo.result import check_tokens
 from attnlib.cli.demo.scheduler import Request, Scheduler, most_blocks
@@ -18,6 +19,7 @@ from attnlib.integrations.transformers.paged_model import PagedModel, PagedStep
 from attnlib.integrations.transformers.state_mixers import SERVED
 from attnlib.integrations.transformers.state_steps import norm_of
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.groups import group_batches
 from tests.integrations.tiny_models import VOCABULARY, decoder, prompts
 
 pytestmark = pytest.mark.skipif(
@@ -368,6 +370,43 @@ def test_requests_continue_from_a_kept_prefix(name: str) -> None:
             with torch.no_grad():
                 wanted = model(torch.tensor([[*prefix, *part]]), use_cache=False).logits[0, 8:]
             torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "qwen3_next"])
+def test_a_checkpoint_behind_rejected_drafts(name: str) -> None:
+    """T10, T16: its slot has gone on past the checkpoint, and both requests continue from there."""
+    skip_in_older_releases(name)
+    model = built(name)
+    options = {"block_size": 4, "backend": "torch", "hybrid": True, "max_rollback": 3}
+    paged = PagedModel(model, num_blocks=40, **options)
+    blocks = HybridBlockAllocator(paged.groups, 40)
+    boundary = blocks.common_block_size if paged.layers() else 8  # where a prefix can end
+    tokens = prompts(boundary + 4, seed=9)[0]
+    one = blocks.start(tokens)
+
+    def run(one: SequenceBlocks, ids: list[int], accepted: int) -> torch.Tensor:
+        first = one.num_computed
+        blocks.grow(one, first + len(ids))
+        batch = group_batches(blocks, [one], [len(ids)], "cpu")
+        with paged.attached():
+            logits = paged.step(torch.tensor(ids), torch.arange(first, first + len(ids)), batch)
+        blocks.advance(one, tokens[: first + accepted])
+        return logits
+
+    run(one, tokens[: boundary - 2], boundary - 2)
+    wrong = [(token + 7) % VOCABULARY for token in tokens[boundary : boundary + 2]]
+    run(one, [*tokens[boundary - 2 : boundary], *wrong], 2)
+    if paged.layers():
+        blocks.keep(one)
+        other = blocks.start(tokens)
+    else:
+        other, _ = blocks.fork(one)
+    assert other.num_computed == one.num_computed == boundary
+    with torch.no_grad():
+        wanted = model(torch.tensor([tokens]), use_cache=False).logits[0, boundary:]
+    for each in (one, other):
+        got = run(each, tokens[boundary:], 4)
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow
