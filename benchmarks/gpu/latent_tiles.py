@@ -27,7 +27,10 @@ from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
 from attnlib.ops.triton.hopper.latent_tiles import (
+    COLUMNS_32,
     CONVERTED,
+    CONVERTED_COLUMNS,
+    CONVERTED_COLUMNS_32,
     ONE_WORKER,
     LatentTile,
     choose_latent_tile,
@@ -41,8 +44,8 @@ BATCHES = {
     "16 heads, 32 x 4k": (16, 32, 4096), "16 heads, 64 x 16k": (16, 64, 16384),
     "16 heads, 1 x 8k": (16, 1, 8192), "16 heads, 32 x 1k": (16, 32, 1024),
     "32 heads, 32 x 4k": (32, 32, 4096), "32 heads, 64 x 16k": (32, 64, 16384),
-    "32 heads, 1 x 8k": (32, 1, 8192), "64 heads, 1 x 8k": (64, 1, 8192),
-    "64 heads, 64 x 8k": (64, 64, 8192),
+    "32 heads, 1 x 8k": (32, 1, 8192), "32 heads, 128 x 2k": (32, 128, 2048),
+    "64 heads, 1 x 8k": (64, 1, 8192), "64 heads, 64 x 8k": (64, 64, 8192),
     "128 heads, 32 x 4k": (128, 32, 4096), "128 heads, 128 x 4k": (128, 128, 4096),
 }  # fmt: skip
 """Query heads, requests, keys."""
@@ -54,22 +57,24 @@ _TILES = {
     16: {
         "e4m3, two workers": _TWO,
         "e4m3, one worker": ONE_WORKER,
-        "packed": _PACKED[16],
-        "packed, one worker": ONE_WORKER._replace(stages=16),
-        "packed, converted": CONVERTED,
+        "e4m3, converted": CONVERTED_COLUMNS,
+        "e4m3, converted, no prefetch": CONVERTED_COLUMNS._replace(in_flight=0),
+        "packed, in registers": _PACKED[16],
+        "packed, converted": CONVERTED_COLUMNS,
     },
     32: {
+        "bfloat16, columns": COLUMNS_32,
         "e4m3, two workers": choose_latent_tile(32, 1, True),
         "e4m3, same latents": _SAME,
-        "e4m3, converted": CONVERTED,
-        "packed": _PACKED[32],
-        "packed, converted": CONVERTED,
+        "e4m3, converted": CONVERTED_COLUMNS_32,
+        "packed, in registers": _PACKED[32],
+        "packed, converted": CONVERTED_COLUMNS_32,
     },
     64: {
-        "e4m3": choose_latent_tile(64, 2, True),
+        "e4m3, in registers": choose_latent_tile(64, 2, True),
         "e4m3, converted": CONVERTED,
         "e4m3, converted, 216 registers": _FEWER,
-        "packed": _PACKED[64],
+        "packed, in registers": _PACKED[64],
         "packed, converted": CONVERTED,
     },
 }

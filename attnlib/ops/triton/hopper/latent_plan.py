@@ -24,6 +24,7 @@ from attnlib.ops.triton.hopper.sizes import (
     latent_blocks,
     latent_head_blocks,
 )
+from attnlib.ops.triton.kernels.quant import KV_PLAIN
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
 from attnlib.ops.triton.launch.sequence import KEY_CACHE
@@ -113,7 +114,7 @@ def prepare_latent_decode(
     ctas = workers_per_head(resident, blocks, 1) * blocks
     num_partials, (size, size_v) = 2 * ctas * tile.ranges * rows, shape.head_sizes
     token_blocks = blocks // head_blocks if blocks > head_blocks else None
-    by_address = packed or (is_quantized and not tile.swaps)
+    by_address = packed or tile.converts
     if by_address:
         strides: tuple[int | None, ...] = key.stride()[:2]
     else:
@@ -166,6 +167,7 @@ def _attend_launch(
         ctas: of the grid.
     """
     shape, params, (left, right) = call.shape, call.params, call.params.window
+    stored, groups = kv_kind(call.value.dtype, has_fp8=False), call.value.dtype != call.key.dtype
     config = LatentConfig(
         HEAD_BLOCKS=shape.num_heads // group,
         MANY_TOKENS=blocks * group > shape.num_heads,
@@ -185,8 +187,8 @@ def _attend_launch(
         LEAST=_LEAST_TILES,
         CONSUMER_REGISTERS=tile.consumer_registers,
         LOADER_REGISTERS=tile.loader_registers,
-        KV_KIND=kv_kind(call.value.dtype, has_fp8=False),
-        GROUP_SCALES=call.value.dtype != call.key.dtype,
+        KV_KIND=KV_PLAIN.value if tile.converts else stored,
+        GROUP_SCALES=groups and not tile.converts,
         K_SCALE_KIND=scale_kind("k_scale", params.k_scale),
         V_SCALE_KIND=scale_kind("v_scale", params.v_scale),
         WORKERS=tile.workers,
@@ -194,6 +196,9 @@ def _attend_launch(
         STAGES=tile.stages,
         ROTARY_STAGES=tile.rotary_stages,
         IN_FLIGHT=tile.in_flight,
+        CONVERTS=tile.converts,
+        STORED_KIND=stored if tile.converts else KV_PLAIN.value,
+        STORED_GROUPS=groups and tile.converts,
     )
     options = {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True, "CONFIG": config}
     if tile.registers is not None:

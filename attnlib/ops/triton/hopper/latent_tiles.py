@@ -7,7 +7,10 @@ from typing import NamedTuple
 from attnlib.ops.triton.hopper.sizes import LATENT_ROWS, LATENT_SIZES
 
 __all__ = [
+    "COLUMNS_32",
     "CONVERTED",
+    "CONVERTED_COLUMNS",
+    "CONVERTED_COLUMNS_32",
     "FEW_KEYS",
     "ONE_WORKER",
     "LatentTile",
@@ -32,6 +35,8 @@ class LatentTile(NamedTuple):
         shares: its workers have the same latents, with `rows` of the CTA's query rows each.
         stages, rotary_stages: quarters of tiles in a ring, and their other elements.
         in_flight: quarters of a ring in flight, at most.
+        converts: four warps convert the latents of an 8-bit cache in shared memory; `in_flight`
+            is 0 without prefetches.
         registers: of a thread at the launch; None means Triton's choice.
         consumer_registers, loader_registers: of a thread of the second consumer, and of a loader.
     """
@@ -43,6 +48,7 @@ class LatentTile(NamedTuple):
     stages: int = 11
     rotary_stages: int = 3
     in_flight: int = 4
+    converts: bool = False
     registers: int | None = None
     consumer_registers: int = 224
     loader_registers: int = 40
@@ -58,10 +64,19 @@ _SWAPPED = LatentTile(_SWAPPED_ROWS, True, registers=128, loader_registers=32)
 of 16k latents take 282.5 us instead of 281.2 on an H200."""
 _ROWS_FIRST = LatentTile(LATENT_ROWS, False)
 
-LATENT_CONVERTER = False
-"""Whether `CONVERTED` serves more than 32 query rows over 8-bit caches: it was not run on a GPU."""
-CONVERTED = _ROWS_FIRST._replace(registers=168, consumer_registers=208, loader_registers=88)
+NEW_TILES = False
+"""Whether the tiles of `_new_tile` are chosen: they were not run on a GPU."""
+COLUMNS_32 = LatentTile(32, True, stages=10, registers=168)
+"""Tile of up to 32 query rows, as the columns of the products."""
+CONVERTED = _ROWS_FIRST._replace(
+    converts=True, registers=168, consumer_registers=208, loader_registers=88
+)
 """Tile over 8-bit caches, whose latents four warps convert (`kernels.latent_converter`)."""
+CONVERTED_COLUMNS = _SWAPPED._replace(
+    converts=True, in_flight=1, registers=224, loader_registers=208
+)
+CONVERTED_COLUMNS_32 = CONVERTED_COLUMNS._replace(rows=32, stages=10)
+"""The same for up to 16 and 32 query rows, as the columns of the products."""
 _TWO = LatentTile(
     16, True, workers=2, rotary_stages=2, registers=168, consumer_registers=232, loader_registers=40
 )
@@ -109,11 +124,11 @@ def choose_latent_tile(
         group_scales: each quarter of a latent has a scale, and the other elements are bfloat16.
         keys_per_sm: `tile_table.work_class` of the batch; None if the tile must not depend on it.
     """
+    if NEW_TILES and (found := _new_tile(rows, blocks, is_quantized)):
+        return found
     if not is_quantized:
         return _SWAPPED if rows <= _SWAPPED_ROWS and blocks == 1 else _ROWS_FIRST
     if blocks > 1 or rows > _WORKER_ROWS:
-        if LATENT_CONVERTER:
-            return CONVERTED
         size = 64
     else:
         size = 16 if rows <= _SWAPPED_ROWS else 32
@@ -122,14 +137,26 @@ def choose_latent_tile(
     return (_GROUPS if group_scales else _BYTES)[size]
 
 
+def _new_tile(rows: int, blocks: int, is_quantized: bool) -> LatentTile | None:
+    """A tile that was not run on a GPU; None where there is none. Arguments as of
+    `choose_latent_tile`."""
+    if blocks > 1 or rows > _WORKER_ROWS:
+        return CONVERTED if is_quantized else None
+    if rows > _SWAPPED_ROWS:
+        return CONVERTED_COLUMNS_32 if is_quantized else COLUMNS_32
+    return CONVERTED_COLUMNS if is_quantized else None
+
+
 def swap_shared_bytes(tile: LatentTile, is_quantized: bool, group_scales: bool) -> int:
     """Shared memory of a CTA in which latents are the rows of the products, in bytes, without
     barriers and what Triton adds."""
     size, size_v = LATENT_SIZES
     latents, rotary, quarter = 64, size - size_v, size_v // 4
+    is_quantized &= not tile.converts
+    group_scales &= not tile.converts
     element = 1 if is_quantized else 2
     weights = 2 * latents * tile.rows * (4 if group_scales else 1)
-    exchange = 4 * 5 * tile.rows if is_quantized else 0
+    exchange = 4 * 5 * tile.rows if is_quantized or tile.converts or tile.rows > 16 else 0
     own = 2 * size * tile.rows + weights + exchange
     ring = tile.stages * latents * quarter * element
     scales = 4 * 4 * latents if group_scales else 0

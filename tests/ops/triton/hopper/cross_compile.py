@@ -47,7 +47,13 @@ from attnlib.ops.triton.hopper.invariant_plan import (
     prepare_hopper_invariant_prefill,
 )
 from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
-from attnlib.ops.triton.hopper.latent_tiles import CONVERTED, ONE_WORKER
+from attnlib.ops.triton.hopper.latent_tiles import (
+    COLUMNS_32,
+    CONVERTED,
+    CONVERTED_COLUMNS,
+    CONVERTED_COLUMNS_32,
+    ONE_WORKER,
+)
 from attnlib.ops.triton.hopper.prefill_plan import prepare_hopper_prefill
 from attnlib.ops.triton.hopper.shared_decode_plan import prepare_shared_decode, shared_decode_tile
 from attnlib.ops.triton.launch.run import run_attention
@@ -680,6 +686,16 @@ LATENT_CASES: dict[str, dict[str, Any]] = {
         "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
     },
     "latent-128-packed-converted": {"heads": 128, "packed": True, "tile": CONVERTED},
+    "latent-16-e4m3-converted": {"heads": 16, "cache": E4M3, "tile": CONVERTED_COLUMNS},
+    "latent-32-packed-all-converted": {
+        "heads": 32,
+        "packed": True,
+        "n": 16,
+        "lse": True,
+        "tile": CONVERTED_COLUMNS_32,
+        "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
+    },
+    "latent-32-columns": {"heads": 32, "tile": COLUMNS_32},
     "latent-16-e4m3-one-worker": {"heads": 16, "cache": E4M3, "tile": ONE_WORKER},
     "latent-64-all": {
         "heads": 64,

@@ -99,12 +99,12 @@ FEW_ROWS = [
     case
     for case in ALL_LATENT
     if case.split("-")[1] in ("5", "16") and "256" not in case and case not in BYTES
-]
-"""Cases of the kernels for up to 16 query rows."""
+] + ["latent-32-packed-all-converted", "latent-32-columns"]
+"""Cases of the kernels for up to 16 query rows, or 32, as the columns of the products."""
 LATENT_SAMPLE = [
     "latent-64-all", "latent-5-verify-page16-all", "selected-64-blocks-all", "selected-16-all",
     "selected-16-splits-lse", "latent-32-verify-e4m3-all", "latent-32-verify-packed-all",
-    "latent-32-verify-e4m3-all-converted",
+    "latent-32-verify-e4m3-all-converted", "latent-32-packed-all-converted",
 ]  # fmt: skip
 MAX_LATENT_STACK = 240
 """Bytes of local memory per thread of the kernels over latents, whose accumulators are half of the

@@ -18,7 +18,10 @@ from attnlib.ops.triton.hopper.latent_plan import (
     latent_decode_workspace_bytes,
 )
 from attnlib.ops.triton.hopper.latent_tiles import (
+    COLUMNS_32,
     CONVERTED,
+    CONVERTED_COLUMNS,
+    CONVERTED_COLUMNS_32,
     FEW_KEYS,
     ONE_WORKER,
     LatentTile,
@@ -117,7 +120,14 @@ def test_a_batch_chooses_the_tile_by_its_work() -> None:
     assert {bound, bound + 1} <= set(seq_len_bounds(builder, 32, 1, 1 << 20))
 
 
-def test_three_warpgroups_of_converted_latents_share_the_registers() -> None:
-    assert CONVERTED.registers is not None and 384 * CONVERTED.registers <= 65536
-    used = 2 * CONVERTED.consumer_registers + CONVERTED.loader_registers
-    assert used == 3 * CONVERTED.registers
+def test_converting_warps_share_the_registers_and_the_memory() -> None:
+    """With one consumer warpgroup, or two."""
+    for tile, warpgroups in ((CONVERTED, 3), (CONVERTED_COLUMNS, 2), (CONVERTED_COLUMNS_32, 2)):
+        assert tile.registers is not None and 128 * warpgroups * tile.registers <= 65536
+        consumers = (warpgroups - 2) * tile.consumer_registers
+        first = warpgroups * tile.registers - consumers - tile.loader_registers
+        assert 200 <= first <= 248, "of the first consumer"
+    for tile in (CONVERTED_COLUMNS, CONVERTED_COLUMNS_32):
+        for group_scales in (False, True):
+            assert swap_shared_bytes(tile, True, group_scales) <= 227 * 1024 - 1700
+    assert swap_shared_bytes(COLUMNS_32, False, False) <= 227 * 1024 - 1700

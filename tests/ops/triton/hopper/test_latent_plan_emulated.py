@@ -9,7 +9,7 @@ import torch
 
 from tests.ops.triton.cross_compile import compile_in_process
 from tests.ops.triton.hopper import emulated_memory
-from tests.ops.triton.hopper.emulated_latents import CASES
+from tests.ops.triton.hopper.emulated_latent_cases import CASES
 from tests.ops.triton.hopper.emulated_memory import Barrier, Deadlock, Memory, Products
 from tests.ops.triton.hopper.emulated_tensors import Tensor
 

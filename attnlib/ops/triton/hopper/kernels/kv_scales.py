@@ -5,7 +5,14 @@ from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.kernels.quant import SCALE_PER_HEAD, SCALE_PER_TOKEN, SCALE_TENSOR
 
-__all__ = ["factor_without_keys", "is_tensor", "load_kv_scale", "sums_of_keys", "valid_factor"]
+__all__ = [
+    "factor_without_keys",
+    "is_tensor",
+    "load_kv_scale",
+    "sums_of_keys",
+    "valid_factor",
+    "with_key_scale",
+]
 
 
 @gluon.jit
@@ -38,6 +45,15 @@ def valid_factor(factor):
     rows that see a key through an invalid scale.
     """
     return gl.where(factor >= 2.0**-105, factor, 2.0**-105)
+
+
+@gluon.jit
+def with_key_scale(scale, k_scale, head, KIND: gl.constexpr):
+    """Return a softmax scale times that of the keys of a KV head; `sums_of_keys` must follow."""
+    scale = scale * load_kv_scale(k_scale, head, KIND)
+    if is_tensor(KIND):
+        scale = valid_factor(scale)
+    return scale
 
 
 @gluon.jit

@@ -22,10 +22,9 @@ from attnlib.ops.triton.hopper.kernels.decode_call import (
 )
 from attnlib.ops.triton.hopper.kernels.kv_scales import (
     factor_without_keys,
-    is_tensor,
     load_kv_scale,
     sums_of_keys,
-    valid_factor,
+    with_key_scale,
 )
 from attnlib.ops.triton.hopper.kernels.latent_converter import convert_range
 from attnlib.ops.triton.hopper.kernels.latent_decode_attend import (
@@ -41,7 +40,6 @@ from attnlib.ops.triton.hopper.kernels.latent_tiles import TILE, allocate_tiles
 from attnlib.ops.triton.hopper.kernels.logits import logits_of
 from attnlib.ops.triton.hopper.kernels.ranges import worker_range
 from attnlib.ops.triton.hopper.kernels.schedule import Batch, KeyTiles, Mask
-from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
 __all__ = ["hopper_latent_decode_kernel"]
 
@@ -96,7 +94,7 @@ def _store_split(
     factor = normalizers(
         row_max, row_sum, rows, valid, split, place, outputs, partials, CONSUMER == 0
     )
-    if CONFIG.KV_KIND != KV_PLAIN:
+    if CONFIG.CONVERTS:
         # The sums of both consumers, and 0 in rows without keys.
         factor = factor * factor_without_keys(value_scale, row_sum == 0.0, CONFIG.V_SCALE_KIND)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -129,10 +127,8 @@ def _consumer(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     scale, k_scale, v_scale = scales
     value_scale = 1.0
-    if CONFIG.KV_KIND != KV_PLAIN:
-        scale = scale * load_kv_scale(k_scale, 0, CONFIG.K_SCALE_KIND)
-        if is_tensor(CONFIG.K_SCALE_KIND):
-            scale = valid_factor(scale)
+    if CONFIG.CONVERTS:
+        scale = with_key_scale(scale, k_scale, 0, CONFIG.K_SCALE_KIND)
         value_scale = load_kv_scale(v_scale, 0, CONFIG.V_SCALE_KIND)
     logits = logits_of(scale, soft_cap, CONFIG.HAS_CAP)
     rows = query_rows(gl.arange(0, CONFIG.ROWS, gl.SliceLayout(1, SCORES)), block, CONFIG)
@@ -152,7 +148,7 @@ def _consumer(
                 split, rows, columns, keys.mask, tiles, logits, step, splits, CONFIG, CONSUMER
             )
             splits += 1
-            if CONFIG.KV_KIND != KV_PLAIN:
+            if CONFIG.CONVERTS:
                 row_sum = sums_of_keys(row_sum, row_sum == 0.0, k_scale, 0, CONFIG.K_SCALE_KIND)
 
             place = place_of(own, before, request_end, position, gl.program_id(0))
@@ -178,10 +174,10 @@ def _consumer(
 @gluon.jit
 def _loader(cache, keys, own, block, tiles, PREFETCH: gl.constexpr, CONFIG: gl.constexpr):
     """Load the latents of the CTA's range. One warp, or four over an 8-bit cache."""
-    if CONFIG.KV_KIND == KV_PLAIN:
-        load_range(cache, keys, own, block, tiles, PREFETCH)
-    else:
+    if CONFIG.CONVERTS:
         convert_range(cache, keys, own, block, tiles, CONFIG)
+    else:
+        load_range(cache, keys, own, block, tiles, PREFETCH)
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
@@ -232,7 +228,7 @@ def hopper_latent_decode_kernel(
     SHARED: gl.constexpr = CONFIG.HEAD_BLOCKS > 1 or CONFIG.MANY_TOKENS
     PREFETCH: gl.constexpr = SHARED and CONFIG.BLOCK_SIZE >= TILE
     scales = (scale, k_scale, v_scale)
-    LOADERS: gl.constexpr = 1 if CONFIG.KV_KIND == KV_PLAIN else 4
+    LOADERS: gl.constexpr = 4 if CONFIG.CONVERTS else 1
     gl.warp_specialize(
         [
             (

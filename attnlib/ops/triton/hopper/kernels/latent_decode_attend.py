@@ -9,7 +9,6 @@ from attnlib.ops.triton.hopper.kernels.latent_rows import copy_queries, query_of
 from attnlib.ops.triton.hopper.kernels.latent_splits import TileKeys
 from attnlib.ops.triton.hopper.kernels.latent_steps import attend_both, attend_other, attend_own
 from attnlib.ops.triton.hopper.kernels.latent_tiles import TILE, clear_tile_from
-from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
 __all__ = ["PAIR", "attend_to_split", "copy_split_queries"]
 
@@ -61,9 +60,8 @@ def attend_to_split(
     """
     HALF: gl.constexpr = CONFIG.DV // 2
     ROWS: gl.constexpr = CONFIG.ROWS
-    # TMA fills whole pages past the end with zeros, but not the rest of the last page. Of an 8-bit
-    # cache no latents past the end are loaded.
-    IS_PLAIN: gl.constexpr = CONFIG.KV_KIND == KV_PLAIN
+    # TMA fills whole pages past the end with zeros, but not the rest of the last page. Warps
+    # that convert latents load none past the end.
     BLOCK_SIZE: gl.constexpr = CONFIG.BLOCK_SIZE
     ROW: gl.constexpr = rows.row.type.layout
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -74,7 +72,7 @@ def attend_to_split(
     acc = gl.zeros([ROWS, HALF], gl.float32, VALUES)
     first_own = split.first() * PAIR + CONSUMER * TILE
     if CONSUMER == 0:
-        if IS_PLAIN:
+        if not CONFIG.CONVERTS:
             if (seq_len - first_own < TILE) & (seq_len % BLOCK_SIZE != 0):
                 clear_tile_from(tiles, seq_len - first_own, step & 1, CONSUMER)
         keys = TileKeys(first_own + columns, row_first[:, None], row_last[:, None])
@@ -86,7 +84,7 @@ def attend_to_split(
     for i in range(1 - CONSUMER, split.count):
         parity = step & 1
         first_key = first_own + i * PAIR
-        if IS_PLAIN:
+        if not CONFIG.CONVERTS:
             if (seq_len - first_key < TILE) & (seq_len % BLOCK_SIZE != 0):
                 clear_tile_from(tiles, seq_len - first_key, parity, CONSUMER)
         keys = TileKeys(first_key + columns, row_first[:, None], row_last[:, None])

@@ -56,7 +56,10 @@ class LatentConfig(NamedTuple):
         SHARES: the workers of a CTA attend to the same latents with ROWS query rows each, and not
             to ranges of their own.
         STAGES, ROTARY_STAGES: quarters of tiles in the ring of a worker, and their other elements.
-        IN_FLIGHT: quarters of a ring in flight, at most.
+        IN_FLIGHT: quarters of a ring in flight, at most; with CONVERTS, 0 without prefetches.
+        CONVERTS: four warps convert an 8-bit cache in shared memory to the dtype of the queries, as
+            which KV_KIND and GROUP_SCALES describe it.
+        STORED_KIND, STORED_GROUPS: the same of the cache itself, with CONVERTS.
     """
 
     HEAD_BLOCKS: int
@@ -86,6 +89,9 @@ class LatentConfig(NamedTuple):
     STAGES: int = 11
     ROTARY_STAGES: int = 3
     IN_FLIGHT: int = 4
+    CONVERTS: bool = False
+    STORED_KIND: int = KV_PLAIN.value
+    STORED_GROUPS: bool = False
 
 
 @gluon.constexpr_function

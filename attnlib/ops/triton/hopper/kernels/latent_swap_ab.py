@@ -6,9 +6,10 @@ quarters, and four warps multiply them in place. As soon as the last product wit
 complete, its stage is free for another one. The unit of the work distribution (`latent_splits`) is
 a tile.
 
-Over 8-bit caches the four warps convert latents in registers (`latent_swap_ab_scores`). Memory
-delivers a tile in half of the time of 16 bits, so a CTA has two such workers of up to 32 rows: with
-loaders and ranges of their own, or, for more rows, with the same latents.
+Over 8-bit caches the four warps convert latents in registers (`latent_swap_ab_scores`), in two such
+workers of up to 32 rows, because memory delivers a tile in half of the time: with loaders and
+ranges of their own, or with the same latents. With CONVERTS, four other warps load and convert them
+(`latent_swap_ab_converter`).
 """
 
 from triton.experimental import gluon
@@ -29,7 +30,7 @@ from attnlib.ops.triton.hopper.kernels.decode_call import (
     Queries,
 )
 from attnlib.ops.triton.hopper.kernels.decode_products import score_layout
-from attnlib.ops.triton.hopper.kernels.kv_scales import load_kv_scale
+from attnlib.ops.triton.hopper.kernels.kv_scales import load_kv_scale, sums_of_keys, with_key_scale
 from attnlib.ops.triton.hopper.kernels.latent_columns import LATENTS
 from attnlib.ops.triton.hopper.kernels.latent_pages import LatentCache
 from attnlib.ops.triton.hopper.kernels.latent_rows import query_rows
@@ -40,6 +41,7 @@ from attnlib.ops.triton.hopper.kernels.latent_splits import (
     tile_tokens,
 )
 from attnlib.ops.triton.hopper.kernels.latent_swap_ab_attend import attend_to_split, store_split
+from attnlib.ops.triton.hopper.kernels.latent_swap_ab_converter import convert_range
 from attnlib.ops.triton.hopper.kernels.latent_swap_ab_loader import load_range
 from attnlib.ops.triton.hopper.kernels.latent_swap_ab_memory import (
     allocate_swap_memory,
@@ -105,7 +107,10 @@ def _consumer(call, memory, WORKER: gl.constexpr, CONFIG: gl.constexpr):
     COLUMN: gl.constexpr = gl.SliceLayout(0, score_layout(CONFIG.ROWS))
     keys = call.keys
     own, worker, block = call.range_of(WORKER, CONFIG)
-    logits = logits_of(call.scale, call.soft_cap, CONFIG.HAS_CAP)
+    scale = call.scale
+    if CONFIG.CONVERTS:
+        scale = with_key_scale(scale, call.k_scale, 0, CONFIG.K_SCALE_KIND)
+    logits = logits_of(scale, call.soft_cap, CONFIG.HAS_CAP)
     rows = query_rows(FIRST + gl.arange(0, CONFIG.ROWS, COLUMN), block, CONFIG)
     copied_row = plain_rows(CONFIG)
     key_scale = 0.0
@@ -113,6 +118,8 @@ def _consumer(call, memory, WORKER: gl.constexpr, CONFIG: gl.constexpr):
     if CONFIG.KV_KIND != KV_PLAIN:
         key_scale = load_kv_scale(call.k_scale, 0, CONFIG.K_SCALE_KIND)
         value_scale = load_kv_scale(call.v_scale, 0, CONFIG.V_SCALE_KIND) / WEIGHT_SCALE
+    elif CONFIG.CONVERTS:
+        value_scale = load_kv_scale(call.v_scale, 0, CONFIG.V_SCALE_KIND)
     request = own.request
     before = own.before
     position = own.begin
@@ -128,6 +135,9 @@ def _consumer(call, memory, WORKER: gl.constexpr, CONFIG: gl.constexpr):
             acc, row_max, row_sum, step = attend_to_split(
                 split, rows, keys.mask, memory, logits, step, CONFIG
             )
+            if CONFIG.CONVERTS:
+                empty = row_sum == 0.0
+                row_sum = sums_of_keys(row_sum, empty, call.k_scale, 0, CONFIG.K_SCALE_KIND)
             place = place_of(own, before, request_end, position, worker)
             store_split(
                 acc, row_max, row_sum, rows, split, place, call.outputs, call.partials, value_scale
@@ -140,9 +150,12 @@ def _consumer(call, memory, WORKER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _loader(call, cache, memory, WORKER: gl.constexpr, CONFIG: gl.constexpr):
-    """Load the latents of a worker's range. One warp."""
+    """Load the latents of a worker's range. One warp, or four that convert them."""
     own, _, block = call.range_of(WORKER, CONFIG)
-    load_range(cache, call.keys, own, block, memory, CONFIG)
+    if CONFIG.CONVERTS:
+        convert_range(cache, call.keys, own, block, memory, CONFIG)
+    else:
+        load_range(cache, call.keys, own, block, memory, CONFIG)
 
 
 @gluon.jit
@@ -174,7 +187,10 @@ def hopper_latent_swap_ab_kernel(
         token_blocks: blocks of query tokens of a request; None without MANY_TOKENS.
         CONFIG: a `LatentConfig` with 16 ROWS, or 32 over 8-bit caches.
     """
-    memory = allocate_swap_memory(CONFIG, value_desc.dtype, key_desc.dtype)
+    if CONFIG.CONVERTS:
+        memory = allocate_swap_memory(CONFIG, query.dtype.element_ty, query.dtype.element_ty)
+    else:
+        memory = allocate_swap_memory(CONFIG, value_desc.dtype, key_desc.dtype)
     more = memory
     if CONFIG.SHARES:
         more = with_own_rows(memory, CONFIG)
@@ -207,7 +223,7 @@ def hopper_latent_swap_ab_kernel(
     if CONFIG.WORKERS == 1:
         gl.warp_specialize(
             [(_consumer, (call, memory, 0, CONFIG)), (_loader, (call, cache, memory, 0, CONFIG))],
-            [1],
+            [4 if CONFIG.CONVERTS else 1],
             [CONFIG.LOADER_REGISTERS],
         )
     elif CONFIG.SHARES:

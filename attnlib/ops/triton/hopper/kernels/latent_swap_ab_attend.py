@@ -124,10 +124,11 @@ def attend_to_split(split, rows, mask, memory, logits, step, CONFIG: gl.constexp
             # Loaded for each tile: few registers are left.
             scores = scores * load_columns(memory.factors, LAYOUT)[None, :]
         # TMA fills whole pages past the end with zeros, but not the rest of the last page, which
-        # may hold anything (P5).
+        # may hold anything (P5). Warps that convert latents load none past the end.
         past_end = seq_len - tile * LATENTS
-        if (past_end < LATENTS) & (seq_len % CONFIG.BLOCK_SIZE != 0):
-            _clear_past_end(stages, past_end, CONFIG)
+        if not CONFIG.CONVERTS:
+            if (past_end < LATENTS) & (seq_len % CONFIG.BLOCK_SIZE != 0):
+                _clear_past_end(stages, past_end, CONFIG)
         scores = logits.transform(scores)
         if (tile >= split.visited.right_begin) | (tile < split.visited.left_end):
             if not IS_PLAIN:
@@ -173,12 +174,13 @@ def store_split(acc, row_max, row_sum, rows, split, place, outputs, partials, va
         else:
             mask = valid & (rows.head == 0)
             gl.store(partials.headers + split.start + rows.token, header, mask=mask)
-    if config.KV_KIND != KV_PLAIN:
+    SCALED: gl.constexpr = config.CONVERTS or config.KV_KIND != KV_PLAIN
+    if SCALED:
         value_scale = factor_without_keys(value_scale, row_sum == 0.0, config.V_SCALE_KIND)
     normalizer = normalizers(
         row_max, row_sum, rows, valid, split, place, outputs, partials, STORE=True
     )
-    if config.KV_KIND != KV_PLAIN:
+    if SCALED:
         normalizer = normalizer * value_scale
     normalizer = normalizer[None, :]
     offsets = outputs.offsets(split.start + rows.token, rows.head)

@@ -63,8 +63,8 @@ class SwapMemory:
         rotary: the `RotaryRing` of the other elements of tiles.
         weights: [1, rows, LATENTS] those of one tile, in a tuple; for each quarter with
             GROUP_SCALES.
-        columns: float32 [4, rows], through which warps exchange maxima and sums of columns, over
-            8-bit caches; else None.
+        columns: float32 [4, rows], through which warps exchange maxima and sums of columns; None
+            for up to 16 rows over 16-bit caches.
         factors: float32 [1, rows], factors of the scores, over 8-bit caches; else None.
     """
 
@@ -111,7 +111,7 @@ def _allocate_weights(CONFIG: gl.constexpr, DTYPE: gl.constexpr):
         for _quarter in gl.static_range(1, QUARTERS):
             more = gl.allocate_shared_memory(DTYPE, [1, ROWS, LATENTS], WEIGHTS)
             weights = weights + (more,)
-    if CONFIG.KV_KIND == KV_PLAIN:
+    if CONFIG.KV_KIND == KV_PLAIN and ROWS <= 16 and not CONFIG.CONVERTS:
         return _Exchanged(weights, None, None)
     else:
         columns = gl.allocate_shared_memory(gl.float32, [4, ROWS], VECTOR)
