@@ -3,14 +3,17 @@
     python -m benchmarks.gpu.state_tiles --out state_tiles.json --limit-seconds 60
     python -m benchmarks.gpu.state_tiles 'qwen3-next-decode-*' --choices 64x8:128 64x4
 
-A choice ROWSxWARPS[:REGISTERS][/STAGES] takes the place of those of
+A choice ROWSxWARPS[:REGISTERS][/STAGES][+GROUP] takes the place of those of
 `ops.triton.heuristics.state_tiles.TILES`, with C before it (16C64x8) for the columns of the keys
-that are multiplied at a time, with w behind it for decodes of a whole head in one program, and
-with L in front for prefills of 64 tokens at a time (`LONG_CHUNK`).
+that are multiplied at a time, with w behind it for decodes of a whole head in one program, with L
+in front for prefills of 64 tokens at a time (`LONG_CHUNK`), and with R for `ROW_DECODES`, which
+load GROUP rows of the tail at a time.
 Processes compile the kernels first, side by side. Each row is a case of
 `attnlib bench --suite states`: times are medians of replays of CUDA graphs, in turn, over all
 positions of a chunk. `share` is the part of the bandwidth of a copy that the bytes of the case
-reach; `equal` says whether the bits are those of the first choice, which columns may change.
+reach; `equal` says whether the bits are those of the first choice, which columns, L and R may
+change. Up to 32 requests, `difference` and `states` are the largest differences of the outputs of
+all calls and of the states after them from those of the first choice, to the largest value.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
@@ -44,9 +47,11 @@ from attnlib.ops.triton.states.config import state_config
 from benchmarks.gpu import rows
 
 SHIPPED = "shipped"
-LONG = "L"
+LONG, ROW = "L", "R"
 STEPS = ("64x8:128", "64x4:168", "32x2:168", "32x4w", "32x4:168w", "32x4:128w", "64C32x4:168w",
-         "128C32x4w", "64x4w", "16x4:128w", "16x2:168w", "32x2w")  # fmt: skip
+         "128C32x4w", "64x4w", "16x4:128w", "16x2:168w", "32x2w", "R128x4:168+4", "R128x4:168+2",
+         "R128x4+4", "R128x8:128+4", "R64x2:168+4", "R64x2:168+2", "R64x4:128+4", "R32x1:168+4",
+         "R32x4+16")  # fmt: skip
 PREFILLS = ("64x8", "64x8/2", "64x8:128/2", "64x4", "64x4/2", "32x4", "32x4/2", "32x4:128/2",
             "32x2/2", "32x2/3", "L32x4", "L32x4/2", "L32x8/2", "L64x4", "L64x8")  # fmt: skip
 WORK = {"decode": ((32, 1), (256, 1), (1, 1)), "verify": ((64, 4),),
@@ -59,19 +64,23 @@ CASES = {
     for model in MODELS
     for case in (StateCase(model=model, work=work, num_reqs=n, query_len=q) for n, q in sizes)
 }
+MOST_COMPARED = 32
+"""Most requests of a case whose values are compared."""
 MANY_REQUESTS = 16
 """Requests whose heads fill the chip in all models, so that their kernels are those of more."""
-_CHOICE = re.compile(r"(?:(\d+)C)?(\d+)x(\d+)(?::(\d+))?(?:/(\d+))?(w?)")
+_CHOICE = re.compile(r"(?:(\d+)C)?(\d+)x(\d+)(?::(\d+))?(?:/(\d+))?(?:\+(\d+))?(w?)")
 
 
 def parse(name: str) -> tuple[int, StateChoice]:
     """(columns of keys, choice) of a name such as `32x4:128`."""
-    found = _CHOICE.fullmatch(name.removeprefix(LONG))
+    found = _CHOICE.fullmatch(name.removeprefix(LONG).removeprefix(ROW))
     if found is None:
-        raise ValueError(f"choice {name!r}; the form is [L]ROWSxWARPS[:REGISTERS][/STAGES][w]")
+        raise ValueError(
+            f"choice {name!r}; the form is [L]ROWSxWARPS[:REGISTERS][/STAGES][+GROUP][w]"
+        )
     *numbers, whole = found.groups()
-    columns, size, warps, registers, stages = (int(each or 0) for each in numbers)
-    choice = StateChoice(size, warps, registers, stages or 1, bool(whole))
+    columns, size, warps, registers, stages, group = (int(each or 0) for each in numbers)
+    choice = StateChoice(size, warps, registers, stages or 1, bool(whole), group)
     return columns or state_tiles.MOST_COLUMNS, choice
 
 
@@ -86,7 +95,9 @@ def chosen(name: str) -> Iterator[None]:
     columns, choice = (state_tiles.MOST_COLUMNS, None) if name == SHIPPED else parse(name)
     kinds = dict.fromkeys(state_tiles.TILES, choice) if choice else state_tiles.TILES
     chunk = state_tiles.LONG_CHUNK if choice is None else 64 * name.startswith(LONG)
-    with patch.multiple(state_tiles, TILES=kinds, MOST_COLUMNS=columns, LONG_CHUNK=chunk):
+    is_row = state_tiles.ROW_DECODES if choice is None else name.startswith(ROW)
+    given = {"TILES": kinds, "MOST_COLUMNS": columns, "LONG_CHUNK": chunk, "ROW_DECODES": is_row}
+    with patch.multiple(state_tiles, **given):
         state_config.cache_clear()  # neither key names a tile
         LAUNCHES.clear()
         try:
@@ -150,6 +161,37 @@ def compile_all(cases: list[StateCase], given: list[str] | None) -> None:
                 print(f"{job[0]} {job[1].name}: {error!r}"[:300], file=sys.stderr, flush=True)
 
 
+@dataclass
+class Values:
+    """The slots of a case before its calls, None if they are not compared, and outputs and states
+    of the first choice."""
+
+    memory: torch.Tensor | None
+    wanted: list[torch.Tensor] | None = None
+
+    @classmethod
+    def of(cls, runner: StateRunner) -> Values:
+        """Before the first call."""
+        few = runner.case.num_reqs <= MOST_COMPARED
+        return cls(runner.cache.memory.clone() if few else None)
+
+    def differences(self, one: StateRunner) -> dict[str, float]:
+        """Those of another choice."""
+        if self.memory is None:
+            return {}
+        one.cache.memory.copy_(self.memory)
+        outputs = []
+        for copy in range(one.copies):
+            one.attend(copy)
+            outputs.append(one.output.float())
+        state = one.cache.tensors.state
+        assert state is not None  # a recurrence has one
+        found = [torch.stack(outputs), state.float().clone()]
+        self.wanted = self.wanted or found
+        pairs = zip(("difference", "states"), found, self.wanted, strict=True)
+        return {key: ((a - b).abs().max() / b.abs().max()).item() for key, a, b in pairs}
+
+
 @cache
 def peaks() -> Peaks:
     """Of this run."""
@@ -159,6 +201,7 @@ def peaks() -> Peaks:
 def measure(name: str, given: list[str] | None = None) -> dict[str, Any]:
     """Times of all choices for one case."""
     runner = make(CASES[name])
+    values = Values.of(runner)
     where, first = device(), None
     timers: dict[str, Any] = {}
     expected: dict[str, float] = {}
@@ -169,6 +212,7 @@ def measure(name: str, given: list[str] | None = None) -> dict[str, Any]:
                 one = bound(runner)
                 first = one.output.clone() if first is None else first
                 found[choice] = {"equal": torch.equal(one.output, first)}
+                found[choice] |= values.differences(one)
                 us = warm_up(one.attend, where)
                 kind = GraphTimer if where.type == "cuda" else EagerTimer
                 timers[choice] = kind(one.attend, one.copies, where, us)

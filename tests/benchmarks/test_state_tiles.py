@@ -22,6 +22,7 @@ from benchmarks.gpu import state_tiles as script
         ("16C32x2:168/3", 16, StateChoice(32, 2, 168, 3)),
         ("32x4:168w", 32, StateChoice(32, 4, 168, is_whole=True)),
         ("L32x4/2", 32, StateChoice(32, 4, num_stages=2)),
+        ("R128x4:168+4", 32, StateChoice(128, 4, 168, group=4)),
     ],
 )
 def test_names_of_choices(name: str, columns: int, choice: StateChoice) -> None:
@@ -30,6 +31,7 @@ def test_names_of_choices(name: str, columns: int, choice: StateChoice) -> None:
         assert set(state_tiles.TILES.values()) == {choice}
         assert columns == state_tiles.MOST_COLUMNS
         assert state_tiles.LONG_CHUNK == (64 if name[0] == "L" else 0)
+        assert state_tiles.ROW_DECODES == (name[0] == "R")
     assert state_tiles.TILES is TILES and state_tiles.MOST_COLUMNS == 32
 
 
@@ -58,8 +60,11 @@ def test_a_dry_run(monkeypatch: pytest.MonkeyPatch, work: str) -> None:
     case = StateCase(model="small", work=work, num_reqs=1, query_len=1 if work == "decode" else 3)
     monkeypatch.setitem(script.CASES, case.name, case)
     monkeypatch.setattr(script, "peaks", lambda: Peaks(100.0, 100.0, 1.0, "none"))
-    row = script.measure(case.name, ["16x1", "4x4"])
+    row = script.measure(case.name, ["16x1", "R32x2+2", "4x4"])
     found = row["choices"]
-    assert list(found) == [script.SHIPPED, "16x1", "4x4"]
+    assert list(found) == [script.SHIPPED, "16x1", "R32x2+2", "4x4"]
     assert found["16x1"]["equal"] and found["16x1"]["us"] > 0
-    assert "error" in found["4x4"] and row["fastest"] in (script.SHIPPED, "16x1")
+    assert found["16x1"]["difference"] == found["16x1"]["states"] == 0
+    other = found["R32x2+2"]
+    assert other["difference"] < 0.01 and other["states"] < 1e-5
+    assert "error" in found["4x4"] and row["fastest"] in found

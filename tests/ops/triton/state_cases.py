@@ -79,11 +79,34 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "state-128-long": ("state", {"long_chunk": 64}),
+    "state-64-rows": (
+        "state",
+        {"key_size": 64, "value_size": 64, "num_reqs": 32, "row_decodes": True},
+    ),
+    "state-128-rows": ("state", {"num_reqs": 32, "row_decodes": True}),
+    "state-128-few-rows": ("state", {"row_decodes": True}),
+    "state-128-channels-rows": (
+        "state",
+        {"decay": "channel", "num_key_heads": 32, "num_reqs": 32, "row_decodes": True},
+    ),
+    "state-mamba2-rows": (
+        "state",
+        {
+            "value_size": 64,
+            "num_heads": 128,
+            "num_key_heads": 8,
+            "update": "add",
+            "skip": True,
+            "num_reqs": 32,
+            "row_decodes": True,
+        },
+    ),
+    "fused-128-rows": ("fused", {"num_reqs": 32, "form": "delta", "row_decodes": True}),
     "state-256": ("state", {"key_size": 256, "value_size": 256, "dtype": torch.float16}),
 }
 """Name -> (operation, options) of one decode and one prefill; of a decode with `fused`. With
 "whole", the heads of the requests fill a chip; with "long_chunk", prefills on Hopper compute so
-many tokens at a time."""
+many tokens at a time; with "row_decodes", decodes have this form, and there is no prefill."""
 
 
 def _slots(options: dict[str, Any]) -> tuple[StateTensors, StateBatch, StateBatch]:
@@ -125,8 +148,8 @@ def run_state(options: dict[str, Any]) -> None:
     """A decode and a prefill."""
     options = dict(options)
     update, has_skip = options.pop("update", "delta"), options.pop("skip", False)
-    chunk = options.pop("long_chunk", 0)
-    slots, *batches = _slots(options)
+    chunk, is_row = options.pop("long_chunk", 0), options.pop("row_decodes", False)
+    slots, decode, prefill = _slots(options)
     layout = slots.layout
     query = torch.empty(64, layout.num_key_heads, layout.key_size, dtype=layout.dtype)
     value = torch.empty(64, layout.num_heads, layout.value_size, dtype=layout.dtype)
@@ -134,10 +157,10 @@ def run_state(options: dict[str, Any]) -> None:
     decay, beta = torch.empty(shapes.get(layout.decay, value.shape[:2])), torch.empty(64, 1)
     params = RecurrenceParams(
         scale=0.1, update=update, qk_norm=update == "delta", skip=decay if has_skip else None,
-        is_invariant=not chunk,
+        is_invariant=not (chunk or is_row),
     )  # fmt: skip
-    with patch.object(state_tiles, "LONG_CHUNK", chunk):
-        for batch in batches:
+    with patch.multiple(state_tiles, LONG_CHUNK=chunk, ROW_DECODES=is_row):
+        for batch in (decode,) if is_row else (decode, prefill):
             given = StateInputs(query, query.clone(), value, decay, beta.expand(value.shape[:2]))
             state_step(given, slots, batch, params, out=torch.empty_like(value))
 
@@ -146,7 +169,7 @@ def run_fused(options: dict[str, Any]) -> None:
     """A decode in one launch, and the launches of gates and norm."""
     options = dict(options)
     kind, update = options.pop("form"), options.pop("update", "delta")
-    has_skip = options.pop("skip", False)
+    has_skip, is_row = options.pop("skip", False), options.pop("row_decodes", False)
     slots, batch, _ = _slots(options)
     layout = slots.layout
     heads, dtype = layout.num_heads, layout.dtype
@@ -162,9 +185,14 @@ def run_fused(options: dict[str, Any]) -> None:
     out = torch.empty(64, heads, layout.value_size, dtype=dtype)
     inputs = FusedInputs(x, a, b, out.flatten(1).clone(), form)
     params = RecurrenceParams(
-        scale=0.1, update=update, qk_norm=update == "delta", skip=form.rate if has_skip else None
+        scale=0.1,
+        update=update,
+        qk_norm=update == "delta",
+        skip=form.rate if has_skip else None,
+        is_invariant=not is_row,
     )
     given = (inputs, weight, None, slots)
-    PreparedFusedStep(*given, batch, params, "silu", out).run(*given, params.skip, out)
+    with patch.object(state_tiles, "ROW_DECODES", is_row):
+        PreparedFusedStep(*given, batch, params, "silu", out).run(*given, params.skip, out)
     state_gates(a, b, form)
     gated_norm(out, inputs.z, form)

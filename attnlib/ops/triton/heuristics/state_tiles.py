@@ -18,6 +18,7 @@ __all__ = [
     "LARGEST_CHUNK",
     "LARGEST_HEAD",
     "LONG_CHUNK",
+    "ROW_DECODES",
     "TILES",
     "StateChoice",
     "StateTile",
@@ -35,6 +36,9 @@ LONG_CHUNK = 0
 """Tokens that a long step computes at a time on Hopper where its bits may depend on its length, 64
 or 0 for those of a chunk of the slots. Off until the conformance suite has run with it on a GPU.
 Without stages, its loop addresses wrong shared memory on an H100."""
+ROW_DECODES = False
+"""Whether decodes whose bits may depend on the batch have the form of `kernels.state_decode`. Off
+until it has run on a GPU."""
 MOST_COLUMNS = 32
 
 
@@ -50,6 +54,8 @@ class StateChoice(NamedTuple):
             than 1, the chunk after is loaded while a chunk is computed.
         is_whole: a program computes all value rows of a head, one pass after the other, so that
             what they share is computed once; for the kinds of `WHOLE` only.
+        group: rows of the tail that a row decode loads at a time, a power of two; its `rows` are
+            those of a program, which computes 32 of them at a time where it fills a chunk.
     """
 
     rows: int
@@ -57,6 +63,7 @@ class StateChoice(NamedTuple):
     registers: int = 0
     num_stages: int = 1
     is_whole: bool = False
+    group: int = 0
 
 
 TILES = {
@@ -65,6 +72,9 @@ TILES = {
     "decode": StateChoice(32, 2, is_whole=True),
     "few additive decodes": StateChoice(64, 8, registers=128),
     "additive decode": StateChoice(32, 2, registers=168),
+    "few row decodes": StateChoice(32, 4, group=16),
+    "row decode": StateChoice(128, 4, group=4),
+    "wide row decode": StateChoice(128, 8, group=4),
     "verify": StateChoice(64, 8),
     "wide": StateChoice(64, 8),
     "wide decode": StateChoice(32, 4, is_whole=True),
@@ -86,6 +96,7 @@ class StateTile(NamedTuple):
     Attributes:
         rows, passes: value rows that a program computes at a time, a power of two of at least 16,
             and how often.
+        group: as of a `StateChoice`, 0 for steps in chunks.
         part, parts: columns of the keys that are multiplied at a time, and their number.
         blocks: programs of a head, at most `POSITION_COPIES`.
         num_warps, registers, num_stages: as of a `StateChoice`, for this head.
@@ -93,6 +104,7 @@ class StateTile(NamedTuple):
 
     rows: int
     passes: int
+    group: int
     part: int
     parts: int
     blocks: int
@@ -117,7 +129,12 @@ def uses_long_chunks(layout: StateLayout, max_query_len: int) -> bool:
 
 
 def kind_of_step(
-    max_rollback: int, is_exact: bool, is_long: bool, fills_chip: bool, is_delta: bool
+    max_rollback: int,
+    is_exact: bool,
+    is_long: bool,
+    fills_chip: bool,
+    is_delta: bool,
+    is_invariant: bool = True,
 ) -> str:
     """The key of `TILES` for a layer and its steps of at most, or of more than D + 1 tokens.
 
@@ -127,9 +144,13 @@ def kind_of_step(
         is_long: the step has more than D + 1 tokens.
         fills_chip: the heads of all requests are enough programs for the chip.
         is_delta: updates are the differences of values.
+        is_invariant: bits do not depend on the division into steps.
     """
     if is_long:
         return "prefill" if is_exact else "wide prefill"
+    if ROW_DECODES and not (is_invariant or max_rollback):
+        kind = "row decode" if is_exact else "wide row decode"
+        return kind if fills_chip else "few row decodes"
     if not is_exact:
         return "wide decode" if fills_chip and not max_rollback else "wide"
     if max_rollback:
@@ -141,6 +162,8 @@ def kind_of_step(
 def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> StateTile:
     """The tile of heads of this size, both at most `LARGEST_HEAD`, in a kind of steps."""
     choice = TILES[kind]
+    if "row" in kind:
+        return _row_tile(key_size, value_size, choice)
     is_long = kind == "long prefill"
     most = LARGEST_HEAD if is_long else MOST_COLUMNS
     part = min(most, max(16, triton.next_power_of_2(key_size)))
@@ -162,4 +185,16 @@ def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> St
     registers = choice.registers if is_small else 0
     has_stages = is_long or (chunk_size == 16 and rows >= choice.rows)
     stages = choice.num_stages if has_stages else 1
-    return StateTile(rows, passes, part, parts, blocks, warps, registers, stages)
+    return StateTile(rows, passes, 0, part, parts, blocks, warps, registers, stages)
+
+
+def _row_tile(key_size: int, value_size: int, choice: StateChoice) -> StateTile:
+    """The same of a row decode: a program has no more registers for its state with larger heads."""
+    keys, largest = (max(16, triton.next_power_of_2(size)) for size in (key_size, value_size))
+    span = max(choice.rows * 128 // max(128, keys), 16, largest // POSITION_COPIES)
+    span = min(span, largest)
+    rows = min(span, max(16, 8 * choice.num_warps))  # of a chunk that is filled
+    part = min(MOST_COLUMNS, keys)
+    parts, blocks = triton.cdiv(key_size, part), triton.cdiv(value_size, span)
+    warps, registers = choice.num_warps, choice.registers
+    return StateTile(rows, span // rows, choice.group, part, parts, blocks, warps, registers, 1)

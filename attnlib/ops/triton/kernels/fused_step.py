@@ -26,16 +26,14 @@ from attnlib.ops.triton.kernels.state_arguments import (
     Tail,
     Tokens,
 )
-from attnlib.ops.triton.kernels.state_program import compute_request
+from attnlib.ops.triton.kernels.state_program import compute_request, load_first
 from attnlib.ops.triton.kernels.state_requests import (
     load_base,
     open_request,
-    pass_columns,
     value_columns,
 )
 from attnlib.ops.triton.kernels.state_rows import clear_tokens
 from attnlib.ops.triton.kernels.step_parts import StepConfig, head_gates, normalize_row
-from attnlib.ops.triton.kernels.stored_state import load_state
 
 __all__ = ["FusedConfig", "fused_step_kernel"]
 
@@ -176,8 +174,7 @@ def fused_step_kernel(
         return
     base = load_base(positions, request, head, block, STATE)
     # Before the convolution, which takes as long as the state is under way.
-    columns = pass_columns(block, 0, STATE)
-    s = load_state(state, request.source, head, columns, base, STATE)
+    s = load_first(state, request, head, block, base, STATE)
     given = Convolution(x, weight, bias, convolved, window, window_positions)
     _convolve_head(request, given, head, block, CONFIG)
     if STEP.GATES > 0:

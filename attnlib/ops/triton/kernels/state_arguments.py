@@ -50,6 +50,8 @@ class StateConfig(NamedTuple):
             them, which are as many registers as its part of the state.
         DV, ROWS, BLOCKS: value size, value rows that are computed at a time, programs of a head.
         PASSES: how many times ROWS value rows a program computes, one after the other.
+        WARPS, GROUP: of decodes in the form of `state_decode`, and the rows of the tail that are
+            loaded at a time; 0 for steps in chunks.
         COPIES: pairs of positions of a head, at least BLOCKS.
         DELTA, DECAY, NORM, HAS_BETA, HAS_SKIP: the recurrence (`DECAY_*`).
         EPS: of the norm.
@@ -78,6 +80,8 @@ class StateConfig(NamedTuple):
     ROWS: int
     BLOCKS: int
     PASSES: int
+    WARPS: int
+    GROUP: int
     COPIES: int
     DELTA: bool
     DECAY: int

@@ -12,6 +12,7 @@ from attnlib.ops.triton.kernels.state_chunk import (
     chunk_factors,
     chunk_outputs,
 )
+from attnlib.ops.triton.kernels.state_decode import decode_request, load_rows
 from attnlib.ops.triton.kernels.state_matrices import chunk_matrices
 from attnlib.ops.triton.kernels.state_prefill import matrix_places
 from attnlib.ops.triton.kernels.state_requests import (
@@ -38,7 +39,7 @@ from attnlib.ops.triton.kernels.stored_state import (
     store_state,
 )
 
-__all__ = ["compute_request"]
+__all__ = ["compute_request", "load_first"]
 
 
 @triton.jit
@@ -185,6 +186,17 @@ def _compute_passes(request, base, s, slots, skip, out, scale, here, CONFIG: tl.
 
 
 @triton.jit
+def load_first(state, request, head, block, base, CONFIG: tl.constexpr):
+    """Return what a program loads of the state before all else, for `compute_request`."""
+    if CONFIG.GROUP:
+        s = load_rows(state, request.source, head, block, CONFIG)
+    else:
+        columns = pass_columns(block, 0, CONFIG)
+        s = load_state(state, request.source, head, columns, base, CONFIG)
+    return s
+
+
+@triton.jit
 def compute_request(
     request,
     number,
@@ -199,8 +211,8 @@ def compute_request(
     CONFIG: tl.constexpr,
 ):
     """Compute the step of a request for the value rows and the head of this program, and write its
-    outputs and its slot. `s` is what `load_state` returns of the state at `base` for the first
-    pass, `number` the request's place in the batch."""
+    outputs and its slot. `s` is what `load_first` returns of the state at `base`, `number` the
+    request's place in the batch."""
     head, block = tl.program_id(1) // CONFIG.BLOCKS, tl.program_id(1) % CONFIG.BLOCKS
     here = Here(
         head,
@@ -213,7 +225,9 @@ def compute_request(
         workspace,
         request.first // CONFIG.C + number * CONFIG.EXTRA,
     )
-    if CONFIG.D == 0 and not CONFIG.PREPARED:
+    if CONFIG.GROUP:
+        decode_request(request, base, s, tokens, slots, skip, out, scale, CONFIG)
+    elif CONFIG.D == 0 and not CONFIG.PREPARED:
         _compute_passes(request, base, s, slots, skip, out, scale, here, CONFIG)
     else:
         columns = pass_columns(block, 0, CONFIG)
@@ -226,5 +240,5 @@ def compute_request(
                 request, start, s, value, prepared, slots.state, skip, out, columns, here, CONFIG
             )
             _store_shared(request, prepared, here, CONFIG)
-    if not CONFIG.PREPARED:
+    if not CONFIG.PREPARED and not CONFIG.GROUP:
         store_positions(slots.positions, request, head, block, CONFIG)

@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 
 from attnlib.ops.triton.kernels.state_arguments import UNALIGNED, Slots, StateBatch, Tail, Tokens
-from attnlib.ops.triton.kernels.state_program import compute_request
-from attnlib.ops.triton.kernels.state_requests import load_base, open_request, pass_columns
+from attnlib.ops.triton.kernels.state_program import compute_request, load_first
+from attnlib.ops.triton.kernels.state_requests import load_base, open_request
 from attnlib.ops.triton.kernels.state_rows import clear_tokens
-from attnlib.ops.triton.kernels.stored_state import load_state
 
 __all__ = ["state_step_kernel"]
 
@@ -66,7 +65,6 @@ def state_step_kernel(
         return
     slots_of = Slots(state, positions, Tail(tail_k, tail_v, tail_decay, tail_beta))
     base = load_base(positions, request, head, block, CONFIG)
-    columns = pass_columns(block, 0, CONFIG)
-    s = load_state(state, request.source, head, columns, base, CONFIG)
     tokens = Tokens(q, k, v, decay, beta)
+    s = load_first(state, request, head, block, base, CONFIG)
     compute_request(request, number, base, s, tokens, slots_of, skip, out, workspace, scale, CONFIG)

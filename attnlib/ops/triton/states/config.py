@@ -120,12 +120,17 @@ def _has_exact_rows(layout: StateLayout) -> bool:
 
 
 def step_tile(
-    layout: StateLayout, update: str, limits: DeviceLimits, num_reqs: int, is_long: bool = False
+    layout: StateLayout,
+    params: RecurrenceParams,
+    limits: DeviceLimits,
+    num_reqs: int,
+    is_long: bool = False,
 ) -> StateTile:
     """The tile of a step of `num_reqs` requests with at most, or more than, D + 1 tokens."""
     fills_chip = num_reqs * layout.num_heads >= 2 * limits.num_sms
-    is_exact, is_delta = _has_exact_rows(layout), update == "delta"
-    kind = kind_of_step(layout.max_rollback, is_exact, is_long, fills_chip, is_delta)
+    is_exact, is_delta = _has_exact_rows(layout), params.update == "delta"
+    given = layout.max_rollback, is_exact, is_long, fills_chip, is_delta, params.is_invariant
+    kind = kind_of_step(*given)
     return state_tile(layout.key_size, layout.value_size, layout.chunk_size, kind)
 
 
@@ -170,6 +175,8 @@ def state_config(
         tile.rows,
         tile.blocks,
         tile.passes,
+        tile.num_warps if tile.group else 0,
+        tile.group,
         POSITION_COPIES,
         recurrence.update == "delta",
         _DECAYS[layout.decay].value,

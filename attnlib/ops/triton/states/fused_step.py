@@ -58,7 +58,7 @@ class PreparedFusedStep:
             gates = (*decays, *((0, 0) if b is None else b.stride()))
         strides = (channels, keys, channels, keys, channels, values, *out.stride()[:2], *gates)
         recurrence = Recurrence.on_chip(params, limits)
-        tile = step_tile(layout, params.update, limits, batch.num_reqs)
+        tile = step_tile(layout, params, limits, batch.num_reqs)
         state = state_config(layout, recurrence, (*strides, *slot_strides(slots)), tile, False)
         given = (x, weight, bias, slots, batch, activation, x.new_empty(0, channels))
         sizes = {"q": layout.num_key_heads * keys, "v": heads * values}

@@ -71,7 +71,7 @@ class PreparedStep:
             self._long = PreparedLongStep(inputs, slots, batch, params, strides, out.shape[0])
             return
         recurrence = Recurrence.on_chip(params, limits)
-        tile = step_tile(slots.layout, params.update, limits, num_reqs, is_long)
+        tile = step_tile(slots.layout, params, limits, num_reqs, is_long)
         config = state_config(slots.layout, recurrence, strides, tile, is_long)
         options = tile.options(limits.is_amd)
         chunks = out.shape[0] // config.C + num_reqs * config.EXTRA if is_long else 0

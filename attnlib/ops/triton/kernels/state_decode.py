@@ -1,0 +1,231 @@
+"""A decode of one token whose query goes backward through the tail, so that the state is read once.
+
+With S the state before the chunk and the tokens of the chunk up to the new one, from the last to
+the first, each with its decay g, and w the query:
+
+    c = beta (k . w),   o += c v,   w = exp(g) (w - c k)      w = exp(g) w for additive updates
+
+Then o + S w is the output of the new token. It needs no product of matrices, and one product of the
+state with a vector. Every warp has the whole vector w and rows of the state of its own, so that no
+sum crosses warps. A step that fills the chunk computes the state after it as other steps do.
+
+The bits differ from those of a chunk, so layers without invariance use it (T18).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnlib.ops.triton.kernels.state_chunk import advance_state, chunk_factors, chunk_outputs
+from attnlib.ops.triton.kernels.state_matrices import chunk_matrices
+from attnlib.ops.triton.kernels.state_requests import (
+    open_head,
+    open_tail,
+    part_columns,
+    pass_columns,
+    store_positions,
+)
+from attnlib.ops.triton.kernels.state_rows import (
+    choose,
+    choose_rows,
+    chunk_rows,
+    load_chunk,
+    load_values,
+)
+from attnlib.ops.triton.kernels.stored_state import (
+    load_state,
+    round_state,
+    settle_state,
+    store_state,
+)
+from attnlib.ops.triton.kernels.token_rows import (
+    channels_of,
+    load_held,
+    load_new,
+    store_row,
+    value_rows,
+)
+
+__all__ = ["decode_request", "load_rows"]
+
+
+@triton.jit
+def _state_places(state, slot, head, block, part: tl.constexpr, CONFIG: tl.constexpr):
+    """Return (pointers, mask) of a part of the rows of a stored state, [SPAN, PART]."""
+    SPAN: tl.constexpr = CONFIG.ROWS * CONFIG.PASSES
+    row, key = block * SPAN + tl.arange(0, SPAN)[:, None], part_columns(part, CONFIG)[None, :]
+    base = state + slot * CONFIG.STATE + head * (CONFIG.DV * CONFIG.DK)
+    return base + row * CONFIG.DK + key, (row < CONFIG.DV) & (key < CONFIG.DK)
+
+
+@triton.jit
+def load_rows(state, slot, head, block, CONFIG: tl.constexpr):
+    """Return the parts of the rows of a stored state, [SPAN, PART]; anything where there is none.
+    A few lanes have a row, so that most sums over keys are inside a thread."""
+    PARTS: tl.constexpr = CONFIG.PARTS
+    SPAN: tl.constexpr = CONFIG.ROWS * CONFIG.PASSES
+    FILLS: tl.constexpr = (
+        CONFIG.DV == SPAN * CONFIG.BLOCKS and CONFIG.DK == CONFIG.PART * CONFIG.PARTS
+    )
+    s = ()
+    for part in tl.static_range(PARTS):
+        place, inside = _state_places(state, slot, head, block, part, CONFIG)
+        if FILLS:
+            x = tl.load(place)
+        else:
+            x = tl.load(place, mask=inside, other=0.0)
+        s = s + (x,)
+    # The compiler moves these loads behind what waits for others otherwise.
+    tl.debug_barrier()
+    return s
+
+
+@triton.jit
+def _load_group(last, base, tokens, tail, block, CONFIG: tl.constexpr):
+    """Return the `Row`s of GROUP tokens from position `last` down; those before `base` are 0."""
+    GROUP: tl.constexpr = CONFIG.GROUP
+    found = ()
+    for number in tl.static_range(GROUP):
+        found = found + (load_held(last - number, base, tokens, tail, block, CONFIG),)
+    return found
+
+
+@triton.jit
+def _inverse_length(x, CONFIG: tl.constexpr):
+    """Return 1 / sqrt(sum of squares + EPS) of each row of x [1, WARPS, WIDTH], [1, WARPS, 1]."""
+    return tl.math.rsqrt(tl.sum(x * x, axis=2, keep_dims=True) + CONFIG.EPS)
+
+
+@triton.jit
+def _go_back(w, o, row, CONFIG: tl.constexpr):
+    """Return (w, o) before the token of a `Row`, see above."""
+    k = row.k.to(tl.float32)
+    c = tl.sum(k * w, axis=2, keep_dims=True)
+    norm = 1.0
+    if CONFIG.NORM:
+        norm = _inverse_length(k, CONFIG)
+    c = c * (norm * row.beta)
+    o = o + row.v.to(tl.float32) * c
+    if CONFIG.DELTA:
+        w = w - k * (c * norm)
+    return w * tl.exp(row.decay), o
+
+
+@triton.jit
+def _parts_of(w, CONFIG: tl.constexpr):
+    """Return the parts of w [1, WARPS, WIDTH], [PART], which every warp has."""
+    PARTS: tl.constexpr = CONFIG.PARTS
+    WARPS: tl.constexpr = CONFIG.WARPS
+    warp = tl.arange(0, WARPS)[None, :, None]
+    row = tl.reshape(tl.sum(tl.where(warp == 0, w, 0.0), axis=1), [w.shape[2]])
+    found = ()
+    for part in tl.static_range(PARTS):
+        # Other operations would spread the layout of w to the state.
+        found = found + (tl.gather(row, part_columns(part, CONFIG), 0),)
+    return found
+
+
+@triton.jit
+def _multiply_state(s, w, base, CONFIG: tl.constexpr):
+    """Return the product of the state at `base` and w, in the shape of `value_rows`."""
+    WARPS: tl.constexpr = CONFIG.WARPS
+    SPAN: tl.constexpr = CONFIG.ROWS * CONFIG.PASSES
+    ROWS: tl.constexpr = SPAN // WARPS
+    COPIES: tl.constexpr = max(1, 32 // ROWS)
+    PARTS: tl.constexpr = CONFIG.PARTS
+    PART: tl.constexpr = CONFIG.PART
+    products = tl.zeros([SPAN, PART], tl.float32)
+    columns = _parts_of(w, CONFIG)
+    for part in tl.static_range(PARTS):
+        products += s[part].to(tl.float32) * columns[part][None, :]
+    seen = tl.sum(products, axis=1)
+    seen = tl.where(tl.full(seen.shape, 0, tl.int32) + base > 0, seen, 0.0)
+    seen = tl.broadcast_to(tl.reshape(seen, [1, WARPS, 1, ROWS]), [1, WARPS, COPIES, ROWS])
+    return tl.reshape(seen, [1, WARPS, COPIES * ROWS])
+
+
+@triton.jit
+def _query(request, tokens, CONFIG: tl.constexpr):
+    """Return the query of the new token without its norm, [1, WARPS, WIDTH] float32."""
+    channels = channels_of(CONFIG)
+    place = tokens.q + request.first.to(tl.int64) * CONFIG.Q_T + channels
+    return tl.load(place, mask=channels < CONFIG.DK, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _copy_slot(request, base, s, slots, head, block, CONFIG: tl.constexpr):
+    """Write what a fork keeps of its source: the state and the tail before the new token."""
+    PARTS: tl.constexpr = CONFIG.PARTS
+    source = open_tail(slots.tail, request.source, head, CONFIG)
+    target = open_tail(slots.tail, request.slot, head, CONFIG)
+    if base > 0:
+        for part in tl.static_range(PARTS):
+            place, inside = _state_places(slots.state, request.slot, head, block, part, CONFIG)
+            tl.store(place, s[part], mask=inside)
+    for position in range(base, request.computed):
+        row = load_held(position, base, source, source, block, CONFIG)
+        store_row(row, position % CONFIG.RING, target, head, block, CONFIG)
+
+
+@triton.jit
+def _fill_chunk(request, base, tokens, slots, scale, head, block, CONFIG: tl.constexpr):
+    """Store the state after the chunk at `base`, which the new token fills, ROWS rows at a time."""
+    tail = open_tail(slots.tail, request.source, head, CONFIG)
+    rows = chunk_rows(request, base, CONFIG)
+    chunk = choose_rows(load_chunk(rows, tokens, tail, CONFIG), CONFIG)
+    factors = chunk_factors(chunk, scale, CONFIG)
+    solve, pairs = chunk_matrices(chunk, factors, CONFIG)
+    for number in range(0, CONFIG.PASSES):
+        columns = pass_columns(block, number, CONFIG)
+        s = load_state(slots.state, request.source, head, columns, base, CONFIG)
+        values = choose(rows, load_values(rows, tokens, tail, columns, CONFIG)).to(tl.float32)
+        s = settle_state(s, base, CONFIG)
+        u, _ = chunk_outputs(s, chunk, values, factors, solve, pairs, CONFIG)
+        if CONFIG.RELOAD:
+            tl.debug_barrier()
+        s = round_state(advance_state(s, u, chunk, factors, CONFIG), slots.state, CONFIG)
+        store_state(slots.state, request.slot, head, columns, s, CONFIG)
+
+
+@triton.jit
+def decode_request(request, base, s, tokens, slots, skip, out, scale, CONFIG: tl.constexpr):
+    """Compute the new token of a request for the value rows and the head of this program, and write
+    its output and its slot. `s` is what `load_rows` returns of the state at `base`."""
+    GROUP: tl.constexpr = CONFIG.GROUP
+    head, block = tl.program_id(1) // CONFIG.BLOCKS, tl.program_id(1) % CONFIG.BLOCKS
+    tokens = open_head(tokens, head, CONFIG)
+    tail = open_tail(slots.tail, request.source, head, CONFIG)
+    new = load_new(request, tokens, block, CONFIG)
+    last = request.computed - 1
+    group = _load_group(last, base, tokens, tail, block, CONFIG)
+    w = _query(request, tokens, CONFIG)
+    tl.debug_barrier()  # as in `load_rows`
+    factor = scale
+    if CONFIG.NORM:
+        factor = scale * _inverse_length(w, CONFIG)
+    values = value_rows(block, CONFIG)
+    w, o = _go_back(w, tl.zeros_like(new.v.to(tl.float32)), new, CONFIG)
+    while last >= base:
+        last -= GROUP
+        # The rows that come next are under way while these are computed.
+        behind = group
+        if GROUP < CONFIG.UNIT - 1:
+            behind = _load_group(last, base, tokens, tail, block, CONFIG)
+        for number in tl.static_range(GROUP):
+            w, o = _go_back(w, o, group[number], CONFIG)
+        group = behind
+    o = (o + _multiply_state(s, w, base, CONFIG)) * factor
+    if CONFIG.HAS_SKIP:
+        o = o + new.v.to(tl.float32) * tl.load(skip + head).to(tl.float32)
+    place = out + head * CONFIG.O_H + request.first.to(tl.int64) * CONFIG.O_T + values
+    tl.store(place, o.to(out.dtype.element_ty), mask=values < CONFIG.DV)
+    if request.end % CONFIG.UNIT == 0:
+        tl.debug_barrier()  # other threads store these rows of the state
+        _fill_chunk(request, base, tokens, slots, scale, head, block, CONFIG)
+    else:
+        if request.source != request.slot:
+            _copy_slot(request, base, s, slots, head, block, CONFIG)
+        target = open_tail(slots.tail, request.slot, head, CONFIG)
+        store_row(new, request.computed % CONFIG.RING, target, head, block, CONFIG)
+    store_positions(slots.positions, request, head, block, CONFIG)
