@@ -8,7 +8,7 @@ because a cache stores the rotated keys.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -96,14 +96,15 @@ def load() -> tuple[Decoder, Callable[[str], list[int]], Callable[[list[int]], s
     return model, lambda text: tokenizer.encode(text).ids, tokenizer.decode
 
 
-def random_decoder() -> Decoder:
+def random_decoder(
+    kinds: Sequence[str] = ("sliding_attention", "full_attention"),
+) -> Decoder:
     """A small decoder over bytes."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64, "vocab_size": 256}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    kinds = ["sliding_attention", "full_attention"]
     rope = {kind: {"rope_theta": 1000.0} for kind in kinds}
-    layers = {"layer_types": kinds, "sliding_window": 9, "rope_parameters": rope}
+    layers = {"layer_types": list(kinds), "sliding_window": 9, "rope_parameters": rope}
     model = Decoder({**sizes, **heads, **layers})
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)

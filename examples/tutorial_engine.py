@@ -110,24 +110,26 @@ class Engine:
         batch: list[tuple[Request, int]] = []
         budget = self.token_budget
         for request in list(self.running):  # oldest first
-            count = min(request.num_pending, budget)
-            if request in self.running and count and self.reserve(request, count):
+            count = self.chunk(request, budget) if request in self.running else 0
+            if count and self.reserve(request, count):
                 batch.append((request, count))
                 budget -= count
         while self.waiting and budget and len(self.running) < self.max_num_reqs:
             request = self.waiting[0]
-            hit = self.allocator.acquire_prefix(request.tokens)
-            request.blocks, request.num_computed = list(hit.block_ids), hit.num_tokens
-            count = min(request.num_pending, budget)
+            self.start(request)
+            count = self.chunk(request, budget)
             if self.num_missing_blocks(request, count) > self.allocator.num_free_blocks:
                 self.release(request)
                 break
-            request.blocks += self.allocator.allocate(self.num_missing_blocks(request, count))
+            self.grow(request, count)
             self.running.append(self.waiting.popleft())
-            self.num_reused_tokens += hit.num_tokens
+            self.num_reused_tokens += request.num_computed
             batch.append((request, count))
             budget -= count
         return sorted(batch, key=lambda item: item[1] > 1)
+
+    def chunk(self, request: Request, budget: int) -> int:
+        return min(request.num_pending, budget)
 
     def reserve(self, request: Request, count: int) -> bool:
         """Allocate blocks for `count` more tokens; preempt the newest requests if none are free."""
@@ -138,8 +140,15 @@ class Engine:
             self.num_preemptions += 1
             if newest is request:
                 return False
-        request.blocks += self.allocator.allocate(self.num_missing_blocks(request, count))
+        self.grow(request, count)
         return True
+
+    def start(self, request: Request) -> None:
+        hit = self.allocator.acquire_prefix(request.tokens)
+        request.blocks, request.num_computed = list(hit.block_ids), hit.num_tokens
+
+    def grow(self, request: Request, count: int) -> None:
+        request.blocks += self.allocator.allocate(self.num_missing_blocks(request, count))
 
     def num_missing_blocks(self, request: Request, count: int) -> int:
         needed = -(-(request.num_computed + count) // self.allocator.block_size)
@@ -154,14 +163,12 @@ class Engine:
         batch = self.schedule()
         tokens: list[int] = []
         positions: list[int] = []
-        for row, (request, count) in enumerate(batch):
-            self.table.add_row(request.blocks, row)
+        for request, count in batch:
             span = range(request.num_computed, request.num_computed + count)
             tokens += request.tokens[span.start : span.stop]
             positions += span
         query_lens = [count for _, count in batch]
-        seq_lens = [request.num_computed + count for request, count in batch]
-        metadata = self.build(query_lens, seq_lens, self.table.commit(len(batch)))
+        metadata = self.metadata(batch, query_lens)
         with torch.no_grad():
             hidden = self.model(
                 torch.tensor(tokens, device=self.device),
@@ -171,14 +178,23 @@ class Engine:
             last = torch.tensor(query_lens, device=self.device).cumsum(0) - 1  # of each request
             logits = self.model.logits(hidden[last])
         for (request, count), row in zip(batch, logits, strict=True):
-            request.num_computed += count
-            self.allocator.commit(request.tokens[: request.num_computed], request.blocks)
+            self.advance(request, count)
             if request.num_pending == 0:  # otherwise more chunks of the prompt follow
                 request.generated.append(request.choose(row, len(request.tokens)))
                 if len(request.generated) == request.max_new_tokens:
                     self.running.remove(request)
                     self.release(request)
         self.num_steps += 1
+
+    def advance(self, request: Request, count: int) -> None:
+        request.num_computed += count
+        self.allocator.commit(request.tokens[: request.num_computed], request.blocks)
+
+    def metadata(self, batch: list[tuple[Request, int]], query_lens: list[int]) -> dict[str, Any]:
+        for row, (request, _) in enumerate(batch):
+            self.table.add_row(request.blocks, row)
+        seq_lens = [request.num_computed + count for request, count in batch]
+        return self.build(query_lens, seq_lens, self.table.commit(len(batch)))
 
     def build(self, query_lens: list[int], seq_lens: list[int], table: Tensor) -> dict[str, Any]:
         """The metadata of a batch for each kind of layer."""
@@ -211,9 +227,8 @@ class Engine:
             self.step()
 
 
-def dense_reference(model: Decoder, request: Request) -> list[int]:
-    """The tokens that dense attention without a cache chooses after each prefix."""
-    positions = torch.arange(len(request.tokens) - 1)
+def dense_attention(model: Decoder, positions: Tensor) -> Callable[..., Tensor]:
+    """The attention of a model without a cache."""
     distance = positions[:, None] - positions
 
     def rotate(x: Tensor, norm: nn.Module, cos: Tensor, sin: Tensor) -> Tensor:
@@ -230,8 +245,18 @@ def dense_reference(model: Decoder, request: Request) -> list[int]:
         out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
         return out[0].transpose(0, 1).flatten(1)
 
+    return attend
+
+
+def dense_reference(
+    model: Decoder,
+    request: Request,
+    attention: Callable[[Decoder, Tensor], Callable[..., Tensor]] = dense_attention,
+) -> list[int]:
+    """The tokens that attention without a cache chooses after each prefix."""
+    positions = torch.arange(len(request.tokens) - 1)
     with torch.no_grad():
-        hidden = model(torch.tensor(request.tokens[:-1]), positions, attend)
+        hidden = model(torch.tensor(request.tokens[:-1]), positions, attention(model, positions))
         logits = model.logits(hidden[len(request.prompt) - 1 :])
     return [request.choose(row, len(request.prompt) + i) for i, row in enumerate(logits)]
 
