@@ -1,5 +1,5 @@
 """Hopper decodes over rotated heads (P15) that rotate in their kernels equal those around which
-other launches rotate, bit for bit."""
+other launches rotate, bit for bit; prefills over copies rotate these back."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 import attnlib
 from attnlib.backends.triton import TritonBackend
 from attnlib.backends.triton import plan as triton_plan
+from attnlib.ops.triton.hopper import select_prefills
+from attnlib.ops.triton.launch.cache import LAUNCHES
 from tests.gpu.devices import needs_gpu
 
 pytestmark = [
@@ -88,7 +90,8 @@ def _run(
     rows, batch = step(lengths)
     layer.impl.write_kv(*rows[1:], cache, batch.slot_mapping)
     rows, batch = step([query_len] * len(lengths))
-    rows[0][..., 0] *= 50.0
+    if query_len < 100:  # roundings of copies would change which keys such queries see
+        rows[0][..., 0] *= 50.0
     outputs = [x for _ in range(2) for x in layer(*rows, cache, batch, return_lse=True)]
     plans = [plan for plan, _ in batch.plans.values()]
     return outputs, any(type(plan).__name__ == "_RotatingPlan" for plan in plans)
@@ -100,8 +103,29 @@ def test_kernels_that_rotate_have_equal_bits(name: str, monkeypatch: pytest.Monk
     keys, values, options = CASES[name]
     found: dict[bool, list[torch.Tensor]] = {}
     for rotates in (False, True):
-        monkeypatch.setattr(triton_plan, "_ROTATES", rotates)
+        monkeypatch.setattr(triton_plan, "_DECODES_ROTATE", rotates)
         found[rotates], inside = _run(keys, values, **options)
         assert inside == rotates
     for ours, theirs in zip(found[True], found[False], strict=True):
         assert ours.isfinite().all() and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("rotation", [None, "hadamard", "hadamard_values@5"])
+@pytest.mark.parametrize("values", [None, INT4, NVFP4])
+def test_prefills_over_copies(
+    values: str | None, rotation: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of pages of one or two formats, rotated back, serve plain queries: the same outputs as
+    prefills over pages, up to the rounding of copies to bfloat16."""
+    options: dict[str, Any] = {"lengths": [4500, 70], "query_len": 4200, "kv_rotation": rotation}
+    found = []
+    for copies in (False, True):
+        monkeypatch.setattr(triton_plan, "_PREFILLS_ROTATE", copies)
+        monkeypatch.setattr(select_prefills, "_COPIES_PAIRS", copies)
+        LAUNCHES.clear()
+        outputs, inside = _run(INT8, values, **options)
+        assert inside == (copies and rotation is not None)
+        found.append(outputs)
+    for theirs, ours in zip(*found, strict=True):
+        assert ours.isfinite().all()
+        assert (ours - theirs).float().norm() <= 2**-7 * theirs.float().norm()

@@ -92,7 +92,8 @@ class StepLaunches:
         hooks: the kernels' own launch hooks.
         template: the direct launches (`prepare_sequence`); None before every kernel has been
             launched by Triton.
-        rotates: the kernels rotate queries, and outputs back (P15).
+        rotates: the kernels of all parts take plain queries, and give plain outputs, over rotated
+            heads (P15).
     """
 
     def __init__(
@@ -111,9 +112,9 @@ class StepLaunches:
         self.write = write
         self.decode = decode
         self.prefill = prefill
-        self.rotates: bool = getattr(decode, "rotates", False)
         self.workspace_bytes = 0 if decode is None else decode.workspace_bytes
         parts = [part for part in (decode, prefill) if part is not None]
+        self.rotates = all(getattr(part, "rotates", False) for part in parts)
         writes = () if write is None or write.launch is None else (write.launch,)
         of_parts = [kernel for part in parts for kernel in part.kernels]
         self._kernels: tuple[BoundLaunch, ...] = (*writes, *of_parts)

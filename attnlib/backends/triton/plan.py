@@ -30,8 +30,9 @@ from attnlib.ops.triton.launch.sequence import VALUE
 
 __all__ = ["TritonPlan", "make_plan", "make_rotating_plan"]
 
-_ROTATES = False
-"""Whether decodes rotate queries and outputs in their kernels; not measured yet."""
+_DECODES_ROTATE = _PREFILLS_ROTATE = False
+"""Whether decodes rotate queries and outputs in their kernels, and prefills over copies of the
+cache rotate these; not measured yet."""
 
 
 class TritonPlan:
@@ -235,13 +236,13 @@ def make_rotating_plan(
     output: Tensor,
     lse: Tensor | None,
 ) -> TritonPlan | None:
-    """See `AttentionImpl.rotating_plan`. Hopper decodes over quantized caches rotate."""
-    only_decodes = metadata.num_decodes and not metadata.num_prefills and query.shape[0]
-    if not (_ROTATES and only_decodes and cache.key_cache.shape[0]):
+    """See `AttentionImpl.rotating_plan`: Hopper decodes over quantized caches, and prefills over
+    copies of pages."""
+    if not query.shape[0] or not cache.key_cache.shape[0] or self._kernels == "portable":
         return None
-    if self.spec.batch_invariant or not metadata.decode_schedule.uses_hopper:
-        return None
-    if self._kernels == "portable":
+    prefills = metadata.num_prefills or not metadata.num_decodes
+    known = (_DECODES_ROTATE or not metadata.num_decodes) and (_PREFILLS_ROTATE or not prefills)
+    if self.spec.batch_invariant or not known:
         return None
     call = LayerCall(query, key, value, cache, output, lse)
     plan = TritonPlan(self, signature, call, metadata, self._kernels, rotation)

@@ -32,6 +32,7 @@ from triton.runtime.jit import JITFunction
 from attnlib import AttentionSpec, PagedKVCache
 from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.kv_formats import register_kv_format
+from attnlib.kv_rotation import KVRotation
 from attnlib.object_path import load_object
 from attnlib.ops.triton.heuristics import device
 from attnlib.ops.triton.heuristics.device import DeviceLimits
@@ -40,7 +41,7 @@ from attnlib.ops.triton.heuristics.page_tiles import page_shared_bytes
 from attnlib.ops.triton.heuristics.tile_table import TileEntry, TileTable, shipped_tables
 from attnlib.ops.triton.heuristics.tiles import Tile, latents_in_place, shared_bytes
 from attnlib.ops.triton.kernels.arguments import AttentionConfig
-from attnlib.ops.triton.kernels.convert_cache import NO_SCALES, convert_cache_kernel
+from attnlib.ops.triton.kernels.convert_cache import CopiedSide, convert_cache_kernel
 from attnlib.ops.triton.kernels.float8_copy import float8_copy_kernel
 from attnlib.ops.triton.kernels.packed_latents import packed_latent_kernel
 from attnlib.ops.triton.launch.cache import LAUNCHES
@@ -644,19 +645,29 @@ def _rotary_pages(spec: AttentionSpec, cache: PagedKVCache) -> None:
     )  # fmt: skip
 
 
-def _convert(format_name: str | None = None) -> None:
+def _convert(
+    format_name: str | None = None, values: str | None = None, rotation: str | None = None
+) -> None:
     """A copy of a cache of 16-bit elements, or of pages with scales, for the Hopper prefill."""
     heads, size, dtype = 8, 128, torch.bfloat16
+    stored = {} if format_name is None else {"kv_cache_dtype": format_name}
     spec = AttentionSpec(
         num_heads=heads, num_kv_heads=heads, head_size=size, dtype=dtype, block_size=16,
-        **({} if format_name is None else {"kv_cache_dtype": format_name}),
+        value_cache_dtype=values, kv_rotation=KVRotation.of(rotation), **stored,
     )  # fmt: skip
     cache = PagedKVCache.allocate(spec, 2)
     views, scales = (cache.key_cache, cache.value_cache), (cache.k_scale, cache.v_scale)
-    kind, words, strides = int(NO_SCALES.value), (0, 0), [None] * 6
+    sides = [CopiedSide(size, size, 16 // view.element_size()) for view in views]
+    strides: list[int | None] = [None] * 6
     if format_name is not None:
-        stored = PAGE_FORMATS[format_name]
-        kind, words = page_kind(stored), page_words(views[0], scales[0], stored)
+        signs = spec.kv_rotation.sign_bits(size, size) if spec.kv_rotation else (0, 0)
+        formats = (spec.kv_format, spec.value_format)
+        sides = [
+            CopiedSide(*side[:3], page_kind(one), 0, *page_words(view, scale, one), bits)
+            for side, view, scale, one, bits in zip(
+                sides, views, scales, formats, signs, strict=True
+            )
+        ]
         strides = [stride for scale in scales for stride in scale.stride()[:3]]
         views = tuple(view.view(torch.uint8) for view in views)
     outputs = [torch.empty(32, heads, size, dtype=dtype) for _ in views]
@@ -665,10 +676,7 @@ def _convert(format_name: str | None = None) -> None:
     convert_cache_kernel[(264,)](
         *views, *(scales if format_name else (None, None)), *outputs, lengths, lengths[:2], table,
         2, 32, 4, *views[0].stride()[:3], *views[1].stride()[:3], *strides, NUM_KV_HEADS=heads,
-        D=size, DV=size, D_PAD=size, DV_PAD=size, WORDS=words[0], WORDS_PAD=words[1],
-        DV_WORDS=words[0], DV_WORDS_PAD=words[1], BLOCK_SIZE=16, KIND=kind, PTX=0,
-        VEC_K=16 // views[0].element_size(), VEC_V=16 // views[1].element_size(), TOKENS=32,
-        num_warps=4,
+        BLOCK_SIZE=16, TOKENS=32, KEYS=sides[0], VALUES=sides[1], num_warps=4,
     )  # fmt: skip
 
 
@@ -788,6 +796,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "convert": ("convert", {}),
     "convert-int8": ("convert", {"format_name": "int8_per_token_head"}),
+    "convert-int8-int4-rotated": (
+        "convert",
+        {
+            "format_name": "int8_per_token_head",
+            "values": "int4_per_group",
+            "rotation": "hadamard",
+        },
+    ),
     "float8-copy": ("float8-copy", {}),
     "append": ("append", {}),
     "append-rows": ("append-rows", {}),

@@ -726,32 +726,47 @@ def check_plans() -> None:
     assert "combine_kernel" in kernels["split plain decode"]
 
 
-def check_rotated_decodes() -> None:
-    """Hopper decodes over pages of rotated heads launch no rotation (P15); other calls do."""
-    stored: dict[str, Any] = {"size": 128, "stored": "int8_per_token_head"}
-    expected = {
-        (True, "decode"): 0, (True, "mixed"): 2, (True, "prefill"): 2, (False, "decode"): 2
-    }  # fmt: skip
-    for (inside, kind), rotations in expected.items():
-        lengths = {"decode": ([1] * 4, [1000, 20, 3, 7]), "prefill": ([64], [900])}
-        batch = lengths.get(kind, ([1, 1, 64], [900, 800, 900]))
-        triton_plan._ROTATES = inside
-        try:
-            step, plain = (Step(*batch, **stored, kv_rotation=x) for x in ("hadamard", None))
-            first = step.without_plans()
-            assert step() == first, f"{kind}: {step()} instead of {first}"
-            launched, through_triton = step.record()
-            assert not through_triton and len(launched) == len(plain()) + rotations, launched
-            names = [record.kernel.split()[0] for record in launched]
-            assert names.count("rotate_heads_kernel") == rotations, names
-            if inside and kind == "decode":
-                shape, numel = step.query.shape, step.query.numel()
-                step.query = torch.zeros(numel + 1, dtype=torch.bfloat16)[1:].view(shape)
-                names = [record.kernel.split()[0] for record in step()]
-                assert names[0] == names[-1] == "rotate_heads_kernel", names
-                assert not any("hopper" in name for name in names), names
-        finally:
-            triton_plan._ROTATES = False
+def check_rotated_calls() -> None:
+    """Hopper decodes over pages of rotated heads, and prefills over copies of them, launch no
+    rotation (P15); other calls do."""
+    least, converted_prefill.COPIED_TOKENS = converted_prefill.COPIED_TOKENS, 64
+    triton_plan._DECODES_ROTATE = triton_plan._PREFILLS_ROTATE = True
+    try:
+        for lengths, size, rotations in (
+            (([1] * 4, [1000, 20, 3, 7]), 128, 0),
+            (([1, 1, 64], [900, 800, 900]), 128, 0),
+            (([64], [900]), 128, 0),
+            (([9], [900]), 128, 2),  # too short for copies
+            (([64], [900]), 96, 2),  # a rotation of blocks
+        ):
+            _check_rotations(lengths, size, rotations)
+        triton_plan._PREFILLS_ROTATE = False
+        _check_rotations(([1, 1, 64], [900, 800, 900]), 128, 2)
+        triton_plan._DECODES_ROTATE = False
+        _check_rotations(([1] * 4, [1000, 20, 3, 7]), 128, 2)
+    finally:
+        converted_prefill.COPIED_TOKENS = least
+        triton_plan._DECODES_ROTATE = triton_plan._PREFILLS_ROTATE = False
+        LAUNCHES.clear()
+
+
+def _check_rotations(lengths: tuple[list[int], list[int]], size: int, rotations: int) -> None:
+    """A call over rotated pages launches what one over plain pages does, and these rotations; with
+    an unaligned query two, around portable kernels."""
+    stored: dict[str, Any] = {"size": size, "stored": "int8_per_token_head"}
+    step, plain = (Step(*lengths, **stored, kv_rotation=x) for x in ("hadamard", None))
+    wanted = [record.kernel for record in step.without_plans()]
+    step()
+    launched, through_triton = step.record()
+    assert [record.kernel for record in launched] == wanted, lengths
+    names = [record.kernel.split()[0] for record in launched]
+    assert not through_triton and len(launched) == len(plain()) + rotations, (lengths, names)
+    assert names.count("rotate_heads_kernel") == rotations, (lengths, names)
+    shape, numel = step.query.shape, step.query.numel()
+    step.query = torch.zeros(numel + 1, dtype=torch.bfloat16)[1:].view(shape)
+    names = [record.kernel.split()[0] for record in step()]
+    assert names.count("rotate_heads_kernel") == 2, (lengths, names)
+    assert rotations or not any("hopper" in name for name in names), (lengths, names)
 
 
 def check_copied_prefills() -> None:
@@ -1096,7 +1111,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     check_descriptors_are_encoded_once,
     check_every_call_is_checked,
     check_plans,
-    check_rotated_decodes,
+    check_rotated_calls,
     check_copied_prefills,
     check_flash_attn_with_kvcache,
     check_plans_step_aside,

@@ -41,6 +41,7 @@ class ConvertedPrefill:
         rows: rows of the copies.
         dtype: of the copies.
         sizes: elements of the copies of the keys and of the values.
+        rotates: the pages hold rotated heads, and the copies plain ones (P15).
     """
 
     prefill: HopperPrefill
@@ -50,6 +51,7 @@ class ConvertedPrefill:
     rows: int
     dtype: torch.dtype
     sizes: tuple[int, int]
+    rotates: bool = False
 
     needs_alignment: ClassVar[bool] = True
     as_bytes: ClassVar[bool] = False

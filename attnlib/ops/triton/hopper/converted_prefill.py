@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from attnlib.kv_dtype import page_format
+from attnlib.kv_rotation import KVRotation
 from attnlib.ops.checks import vector_elements
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.attention_call import AttentionCall
@@ -27,7 +27,7 @@ from attnlib.ops.triton.hopper.descriptors import (
 )
 from attnlib.ops.triton.hopper.prefill_plan import prepare_hopper_prefill
 from attnlib.ops.triton.hopper.sizes import COPIED_BYTES, COPIED_GROUP, COPIED_TOKENS
-from attnlib.ops.triton.kernels.convert_cache import NO_SCALES, convert_cache_kernel
+from attnlib.ops.triton.kernels.convert_cache import CopiedSide, convert_cache_kernel
 from attnlib.ops.triton.kernels.float8_copy import float8_copy_kernel
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.sequence import (
@@ -41,10 +41,10 @@ __all__ = [
     "FLOAT8_TILE",
     "ConvertedPrefill",
     "copied_rows",
-    "copied_sizes",
     "multiplies_float8",
     "prepare_converted_prefill",
     "prepare_float8_prefill",
+    "turned_rotation",
 ]
 
 _TOKENS = 32
@@ -105,41 +105,28 @@ def prepare_converted_prefill(call: AttentionCall, tile: HopperTile, rows: int) 
     """
     query, key, value, params, batch = call.query, call.key, call.value, call.params, call.batch
     block_size, num_kv_heads = key.shape[1:3]
-    num_reqs, stored = batch.seq_lens.shape[0], page_format(key, params.k_scale)
-    sizes = key.shape[3], value.shape[3]
+    shape, num_reqs = call.shape, batch.seq_lens.shape[0]
     scales: tuple[Source | None, Source | None] = (None, None)
     strides: tuple[int | None, ...] = (None,) * 6
-    words = [(0, 0), (0, 0)]
-    format_ = {"KIND": int(NO_SCALES.value), "PTX": 0}
-    if stored is not None:
+    rotation = turned_rotation(call)
+    if shape.page_format is not None:
         assert isinstance(params.k_scale, Tensor) and isinstance(params.v_scale, Tensor)
-        sizes, scales = copied_sizes(key, value, params), (K_SCALE, V_SCALE)
-        ptx = 0 if stored.elements_per_group else 89
-        format_ = {"KIND": page_kind(stored), "PTX": ptx}
-        sides = (key, params.k_scale), (value, params.v_scale)
-        words = [page_words(view, scale, stored) for view, scale in sides]
+        scales = (K_SCALE, V_SCALE)
         strides = (*params.k_scale.stride()[:3], *params.v_scale.stride()[:3])
-        params = replace(params, k_scale=1.0, v_scale=1.0)
+        params = replace(params, k_scale=1.0, v_scale=1.0, rotation=None)
+    sizes = shape.head_sizes
     copied = _over_copies(call, rows, sizes, query.dtype, params)
     prefill = prepare_hopper_prefill(copied, tile, unpaged=True)
+    signs = rotation.sign_bits(*sizes) if rotation else (0, 0)
     convert = BoundLaunch(
         convert_cache_kernel,
         (_PROGRAMS_PER_SM * call.limits.num_sms, 1, 1),
         {
             "NUM_KV_HEADS": num_kv_heads,
-            "D": sizes[0],
-            "DV": sizes[1],
-            "D_PAD": triton.next_power_of_2(sizes[0]),
-            "DV_PAD": triton.next_power_of_2(sizes[1]),
-            "WORDS": words[0][0],
-            "WORDS_PAD": words[0][1],
-            "DV_WORDS": words[1][0],
-            "DV_WORDS_PAD": words[1][1],
             "BLOCK_SIZE": block_size,
-            **format_,
             "TOKENS": _TOKENS,
-            "VEC_K": vector_elements("key_cache", key),
-            "VEC_V": vector_elements("value_cache", value),
+            "KEYS": _side(call, "key", signs[0]),
+            "VALUES": _side(call, "value", signs[1]),
             "num_warps": 4,
         },
     )
@@ -152,7 +139,31 @@ def prepare_converted_prefill(call: AttentionCall, tile: HopperTile, rows: int) 
         rows,
         query.dtype,
         (rows * num_kv_heads * sizes[0], rows * num_kv_heads * sizes[1]),
+        rotates=rotation is not None,
     )
+
+
+def turned_rotation(call: AttentionCall) -> KVRotation | None:
+    """The rotation of the pages, where the conversion takes it back."""
+    whole = all(size & (size - 1) == 0 for size in call.shape.head_sizes)
+    return call.params.rotation if whole and call.params.scales_in_page else None
+
+
+def _side(call: AttentionCall, name: str, signs: int) -> CopiedSide:
+    """The constants of keys or values."""
+    shape, params = call.shape, call.params
+    is_key = name == "key"
+    view, scale = (call.key, params.k_scale) if is_key else (call.value, params.v_scale)
+    size, stored = shape.head_sizes[not is_key], shape.page_format
+    side = CopiedSide(size, triton.next_power_of_2(size), vector_elements(f"{name}_cache", view))
+    if stored is None:
+        return side
+    assert isinstance(scale, Tensor)
+    if not is_key:
+        stored = shape.value_format or stored
+    ptx, words = 0 if stored.elements_per_group else 89, page_words(view, scale, stored)
+    kind = page_kind(stored)
+    return side._replace(KIND=kind, PTX=ptx, WORDS=words[0], WORDS_PAD=words[1], SIGNS=signs)
 
 
 def _over_copies(
@@ -212,10 +223,3 @@ def prepare_float8_prefill(call: AttentionCall, rows: int) -> ConvertedPrefill:
         key.dtype,
         (rows * num_kv_heads * head_size, lines * columns),
     )
-
-
-def copied_sizes(key: Tensor, value: Tensor, params: AttentionParams) -> tuple[int, int]:
-    """The head sizes of keys and values in pages with scales."""
-    stored = page_format(key, params.k_scale)
-    assert stored is not None  # the caller has checked that pages hold scales
-    return stored.head_size(key.shape[3]), stored.head_size(value.shape[3])

@@ -115,8 +115,8 @@ def largest_number(dtype):
 
 
 @triton.jit
-def turned_back(x, lanes, SIGNS: tl.constexpr, SIZE: tl.constexpr):
-    """Rotate heads in registers back, [H, PADDED] with zeros from SIZE on; in their own dtype.
+def turned_back(x, lanes, SIGNS: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    """Rotate heads in registers back, [H, PADDED] with zeros from SIZE on; rounded to DTYPE.
 
     SIGNS has bit i where element i changes its sign. `lanes` are the elements, [PADDED].
     """
@@ -130,7 +130,7 @@ def turned_back(x, lanes, SIGNS: tl.constexpr, SIZE: tl.constexpr):
         word = tl.where(lanes >= 32 * number, sign_word(SIGNS, number), word)
     flip = (word >> (lanes % 32)) << 31
     y = (y.to(tl.int32, bitcast=True) ^ flip[None, :]).to(tl.float32, bitcast=True)
-    return _clamped(y + 0.0, largest_number(x.dtype)).to(x.dtype)
+    return _clamped(y + 0.0, largest_number(DTYPE)).to(DTYPE)
 
 
 @triton.jit(do_not_specialize=["stride_xt", "stride_xh", "stride_ot", "stride_oh"])

@@ -251,7 +251,7 @@ def hopper_combine_kernel(
     target = out + offsets
     result = (acc * factor[:, None]).to(out.dtype.element_ty)
     if V_SIGNS:
-        result = turned_back(result, lanes, V_SIGNS, DV)
+        result = turned_back(result, lanes, V_SIGNS, DV, result.dtype)
     tl.store(target, result, mask=mask)
     if HAS_LSE:
         tl.store(
