@@ -40,6 +40,12 @@ _LEAST_TOKENS_OF_ONE_HEAD = 64
 """Query tokens of the longest request from which a tile has the rows of one head, if the score
 function has bounds for each head. Not tuned: a consumer warpgroup has 64 rows."""
 
+UNEVEN_GROUPS_OF_ONE_HEAD = False
+"""Whether long prefills of groups that do not divide 64 rows, such as 5 heads, have tiles of one
+head, whose queries TMA loads and which fill all rows: not run on a GPU."""
+_LEAST_TOKENS_OF_UNEVEN_GROUPS = 2048
+"""Query tokens of the longest request from which they have them. Not tuned."""
+
 _QUERIES_IN_REGISTERS = triton.__version__.startswith("3.6.")
 """Whether prefills over float8 keep their queries in registers, which leaves more of the shared
 memory's throughput to the converter. Triton 3.9 compiles them with spills in the loops over keys.
@@ -79,12 +85,22 @@ def select_prefill(
         tile = with_query_registers(tile)
     # Tiles of one head waste rows where queries are short.
     one_head = has_head_bounds(params) and call.max_query_len >= _LEAST_TOKENS_OF_ONE_HEAD
+    if UNEVEN_GROUPS_OF_ONE_HEAD and not has_score and _fits_one_head(call):
+        one_head = True
     if has_short_ranges(params, one_head):
         tile = with_short_ranges(tile)
     num_splits = _key_splits(call, tile) if divides_keys and not has_score else 1
     if num_splits > 1:  # one kernel for all lengths
-        tile = replace(tile, sign_softmax=True)
+        tile, one_head = replace(tile, sign_softmax=True), False
     return prepare_hopper_prefill(call, tile, one_head=one_head, num_splits=num_splits)
+
+
+def _fits_one_head(call: AttentionCall) -> bool:
+    """Whether a group leaves rows of its tiles empty, and its queries are long and see all keys:
+    tiles of one head have more query tokens."""
+    params, long = call.params, call.max_query_len >= _LEAST_TOKENS_OF_UNEVEN_GROUPS
+    bounded = params.window[0] >= 0 or params.attention_chunk_size > 0
+    return bool(64 % call.shape.group) and long and not bounded
 
 
 def _key_splits(call: AttentionCall, tile: HopperTile) -> int:
