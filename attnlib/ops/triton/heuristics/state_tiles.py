@@ -55,7 +55,7 @@ class StateChoice(NamedTuple):
         is_whole: a program computes all value rows of a head, one pass after the other, so that
             what they share is computed once; for the kinds of `WHOLE` only.
         group: rows of the tail that a row decode loads at a time, a power of two; its `rows` are
-            those of a program, which computes 32 of them at a time where it fills a chunk.
+            those of a program, which computes 64 of them at a time where it fills a chunk.
     """
 
     rows: int
@@ -193,7 +193,7 @@ def _row_tile(key_size: int, value_size: int, choice: StateChoice) -> StateTile:
     keys, largest = (max(16, triton.next_power_of_2(size)) for size in (key_size, value_size))
     span = max(choice.rows * 128 // max(128, keys), 16, largest // POSITION_COPIES)
     span = min(span, largest)
-    rows = min(span, max(16, 8 * choice.num_warps))  # of a chunk that is filled
+    rows = min(span, 64 if choice.num_warps > 2 else 32)  # at a time, where a chunk is filled
     part = min(MOST_COLUMNS, keys)
     parts, blocks = triton.cdiv(key_size, part), triton.cdiv(value_size, span)
     warps, registers = choice.num_warps, choice.registers
