@@ -47,6 +47,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "portable": ("sm_80", {"num_heads": 8, "num_kv_heads": 2, "head_size": 64}),
     "16 latent heads": ("H100", {"num_heads": 16, **LATENTS}),
     "128 latent heads": ("H100", {"num_heads": 128, **LATENTS}),
+    # Tiles depend on the latents of a multiprocessor.
+    "16 float8 latent heads": ("H100", {"num_heads": 16, **LATENTS, "kv_cache_dtype": "fp8"}),
 }
 DRAWS = 300
 

@@ -65,6 +65,8 @@ _LATENTS = named(
         for heads, name, batch in (
             (16, "32x4k", "32q1s4k"),
             (16, "64x16k", "64q1s16k"),
+            (32, "32x4k", "32q1s4k"),
+            (64, "64x8k", "64q1s8k"),
             (128, "128x4k", "128q1s4k"),
         )
     )
