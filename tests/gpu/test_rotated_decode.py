@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import attnlib
-from attnlib.backends.triton import TritonBackend
-from attnlib.backends.triton import plan as triton_plan
+from attnlib.backends.triton import TritonBackend, rotating_plan
 from attnlib.ops.triton.hopper import select_prefills
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from tests.gpu.devices import needs_gpu
@@ -103,7 +102,7 @@ def test_kernels_that_rotate_have_equal_bits(name: str, monkeypatch: pytest.Monk
     keys, values, options = CASES[name]
     found: dict[bool, list[torch.Tensor]] = {}
     for rotates in (False, True):
-        monkeypatch.setattr(triton_plan, "_DECODES_ROTATE", rotates)
+        monkeypatch.setattr(rotating_plan, "_DECODES_ROTATE", rotates)
         found[rotates], inside = _run(keys, values, **options)
         assert inside == rotates
     for ours, theirs in zip(found[True], found[False], strict=True):
@@ -120,7 +119,7 @@ def test_prefills_over_copies(
     options: dict[str, Any] = {"lengths": [4500, 70], "query_len": 4200, "kv_rotation": rotation}
     found = []
     for copies in (False, True):
-        monkeypatch.setattr(triton_plan, "_PREFILLS_ROTATE", copies)
+        monkeypatch.setattr(rotating_plan, "_PREFILLS_ROTATE", copies)
         monkeypatch.setattr(select_prefills, "_COPIES_PAIRS", copies)
         LAUNCHES.clear()
         outputs, inside = _run(INT8, values, **options)

@@ -11,7 +11,8 @@ import torch
 from attnlib.backends._two_streams import EntryOperations, attend_two_streams
 from attnlib.backends.base import AttentionImpl
 from attnlib.backends.triton.metadata import TritonMetadata
-from attnlib.backends.triton.plan import make_plan, make_rotating_plan
+from attnlib.backends.triton.plan import make_plan
+from attnlib.backends.triton.rotating_plan import make_rotating_plan
 from attnlib.backends.triton.spec_shape import layer_shape
 from attnlib.cache.storage import PagedKVCache
 from attnlib.metadata.compressed import CompressedKeys

@@ -19,20 +19,18 @@ import torch
 from torch import Tensor
 
 from attnlib.backends.base import AttentionImpl
-from attnlib.backends.triton.find_step import batch_of, find_step
-from attnlib.backends.triton.launches import LayerCall
+from attnlib.backends.triton.launches import LayerCall, StepLaunches
 from attnlib.backends.triton.metadata import TritonMetadata
+from attnlib.backends.triton.plain_calls import PlainCalls
+from attnlib.backends.triton.prepare import Step, prepare_step
 from attnlib.cache.storage import PagedKVCache
-from attnlib.errors import ContractError
 from attnlib.kv_rotation import KVRotation
 from attnlib.ops.triton.append_kv import BoundAppend
+from attnlib.ops.triton.batch_tensors import Batch, BatchTensors
+from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.sequence import VALUE
 
-__all__ = ["TritonPlan", "make_plan", "make_rotating_plan"]
-
-_DECODES_ROTATE = _PREFILLS_ROTATE = False
-"""Whether decodes rotate queries and outputs in their kernels, and prefills over copies of the
-cache rotate these; not measured yet."""
+__all__ = ["TritonPlan", "make_plan"]
 
 
 class TritonPlan:
@@ -44,8 +42,7 @@ class TritonPlan:
         call: its tensors, per head.
         metadata: the batch.
         kernels: "auto", "hopper" or "portable".
-        rotation: of the heads of the cache, where the kernels may rotate queries and outputs
-            (P15); `rotates` says whether they do.
+        rotation: of the cache, where the kernels may rotate (P15); `rotates` says if they do.
 
     Raises:
         ContractError: tensors that the kernels cannot address.
@@ -74,9 +71,9 @@ class TritonPlan:
         self._signature = signature
         self._metadata = weakref.ref(metadata)  # the batch owns its plans
         self._split = metadata.num_decode_tokens if metadata.num_prefills else 0
-        batch = batch_of(metadata)
+        batch = _batch_of(metadata)
         step = (impl, signature, call, metadata, batch, kernels, rotation)
-        launches = self._launches = find_step(*step)
+        launches = self._launches = _find_launches(*step)
         self._rotation = rotation if launches.rotates else None
         need, decodes = launches.workspace_bytes, batch.decodes
         if need and decodes is not None:
@@ -90,7 +87,7 @@ class TritonPlan:
         self._append: BoundAppend | None = None
         self._submit: Callable[..., bool] | None = None
         self.direct, self.is_bound = None, False
-        self._plain: TritonPlan | None = None
+        self._plain: PlainCalls | None = None
         self._storages: list[torch.UntypedStorage] = []
         self._bind()
 
@@ -119,7 +116,9 @@ class TritonPlan:
             key = value = None
         call = LayerCall(query, key, value, cache, output, lse).per_head(self._spec)
         if not self._launches.reads(call):
-            self._run_plain(impl, call)
+            if self._plain is None:
+                self._plain = PlainCalls(self._spec, self._rotation)
+            self._plain.run(impl, call, self._plain_plan)
             return
         self._launches.run_by_triton(call, impl, self._batch, self._split)
         if self._submit is None:
@@ -130,33 +129,11 @@ class TritonPlan:
         """Whether the kernels rotate queries, and outputs back (P15)."""
         return self._rotation is not None
 
-    def _run_plain(self, impl: AttentionImpl, call: LayerCall) -> None:
-        """Run the plan of the plain kernels, which read unaligned tensors and rotate nothing."""
-        rotation, query, output = self._rotation, call.query, call.out
-        if rotation is not None and rotation.keys:
-            call = call._replace(query=impl.rotate_heads(query, rotation.seed))
-        self._plain_plan(impl, call).run(impl, *call)
-        if rotation is not None and rotation.values:
-            impl.rotate_heads(output, rotation.seed, inverse=True, out=output)
-
     def _plain_plan(self, impl: AttentionImpl, call: LayerCall) -> TritonPlan:
-        """The plan of the same calls with the plain kernels only.
-
-        Raises:
-            ContractError: a batch-invariant layer, whose bits depend on the kernel (M15).
-        """
-        if self._spec.batch_invariant:
-            raise ContractError(
-                "query, output and caches of a layer with batch_invariant=True must start on "
-                "16-byte boundaries: other kernels would give other bits; copy them, or "
-                'configure the backend with kernels="portable"',
-                rule="M15",
-            )
-        if self._plain is None:
-            metadata = self._metadata()
-            assert metadata is not None  # the caller holds the batch
-            self._plain = TritonPlan(impl, self._signature, call, metadata, "portable")
-        return self._plain
+        """The plan of the same calls with the plain kernels only, which read unaligned tensors."""
+        metadata = self._metadata()
+        assert metadata is not None  # the caller holds the batch
+        return TritonPlan(impl, self._signature, call, metadata, "portable")
 
     def bind_call(
         self, *like: Any, own: tuple[Tensor | None, ...] = ()
@@ -224,26 +201,50 @@ def make_plan(
     return TritonPlan(self, signature, call, metadata, self._kernels)
 
 
-def make_rotating_plan(
-    self: Any,  # a `TritonImpl`, whose method this is
-    rotation: KVRotation,
+def _batch_of(metadata: TritonMetadata) -> Batch:
+    """The tensors of a batch; an empty batch is one prefill."""
+    decodes = prefills = None
+    is_mixed = metadata.num_decodes and metadata.num_prefills
+    shared = (metadata.workspace, metadata.counters, metadata.max_seq_len)
+    if metadata.num_decodes:
+        part = metadata.part_tensors(is_decode=True) if is_mixed else metadata
+        decodes = BatchTensors.of_part(part, *shared, metadata.max_decode_query_len)
+    if metadata.num_prefills or decodes is None:
+        part = metadata.part_tensors(is_decode=False) if is_mixed else metadata
+        prefills = BatchTensors.of_part(part, *shared, metadata.max_query_len)
+    return Batch(decodes, prefills, metadata.slot_mapping)
+
+
+def _find_launches(
+    impl: AttentionImpl,
     signature: Hashable,
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    cache: PagedKVCache,
+    call: LayerCall,
     metadata: TritonMetadata,
-    output: Tensor,
-    lse: Tensor | None,
-) -> TritonPlan | None:
-    """See `AttentionImpl.rotating_plan`: Hopper decodes over quantized caches, and prefills over
-    copies of pages."""
-    if not query.shape[0] or not cache.key_cache.shape[0] or self._kernels == "portable":
-        return None
-    prefills = metadata.num_prefills or not metadata.num_decodes
-    known = (_DECODES_ROTATE or not metadata.num_decodes) and (_PREFILLS_ROTATE or not prefills)
-    if self.spec.batch_invariant or not known:
-        return None
-    call = LayerCall(query, key, value, cache, output, lse)
-    plan = TritonPlan(self, signature, call, metadata, self._kernels, rotation)
-    return plan if plan.rotates else None
+    batch: Batch,
+    kernels: str,
+    rotation: KVRotation | None,
+) -> StepLaunches:
+    """The launches of a call signature over batches like this one: from the launch cache, or
+    prepared."""
+    decodes, prefills, slots = batch
+    causal, limits = metadata.causal, metadata.scheduler.limits
+    schedule = concurrent = decode_form = prefill_form = None
+    if decodes is not None:
+        schedule, decode_form = metadata.decode_schedule, decodes.form()
+        if kernels == "portable":
+            schedule = schedule._replace(uses_hopper=False)
+        elif prefills is not None:
+            concurrent = metadata.concurrent_schedule
+    if prefills is not None:
+        lengths = prefills.max_query_len, prefills.length_class(call.cache.key_cache)
+        prefill_form = (prefills.form(), *lengths)
+    own = (signature, kernels, causal if isinstance(causal, bool) else None, rotation)
+    parts = (schedule, concurrent, decode_form, prefill_form)
+    written = None if slots is None else (slots.dtype, slots.shape, slots.stride())
+    key = ("step", own, metadata.num_decodes, metadata.num_decode_tokens, parts, written)
+    found: StepLaunches | None = LAUNCHES.get(key)
+    if found is not None and (found.limits is limits or found.limits == limits):
+        return found
+    step = Step(impl, own, call, metadata, batch, kernels, schedule, concurrent, rotation)
+    kept: StepLaunches = LAUNCHES.keep(key, prepare_step(step))
+    return kept

@@ -24,6 +24,7 @@ CHECKS = [
     "check_descriptors_are_encoded_once",
     "check_every_call_is_checked",
     "check_plans",
+    "check_rotated_calls",
     "check_copied_prefills",
     "check_flash_attn_with_kvcache",
     "check_plans_step_aside",
