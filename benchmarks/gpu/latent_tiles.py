@@ -32,6 +32,7 @@ from attnlib.ops.triton.hopper.latent_tiles import (
     CONVERTED_COLUMNS,
     CONVERTED_COLUMNS_32,
     ONE_WORKER,
+    ROWS_FIRST,
     LatentTile,
     choose_latent_tile,
 )
@@ -46,6 +47,7 @@ BATCHES = {
     "32 heads, 32 x 4k": (32, 32, 4096), "32 heads, 64 x 16k": (32, 64, 16384),
     "32 heads, 1 x 8k": (32, 1, 8192), "32 heads, 128 x 2k": (32, 128, 2048),
     "64 heads, 1 x 8k": (64, 1, 8192), "64 heads, 64 x 8k": (64, 64, 8192),
+    "64 heads, 128 x 2k": (64, 128, 2048),
     "128 heads, 32 x 4k": (128, 32, 4096), "128 heads, 128 x 4k": (128, 128, 4096),
 }  # fmt: skip
 """Query heads, requests, keys."""
@@ -71,6 +73,7 @@ _TILES = {
         "packed, converted": CONVERTED_COLUMNS_32,
     },
     64: {
+        "bfloat16, prefetches": ROWS_FIRST._replace(prefetches=True),
         "e4m3, in registers": choose_latent_tile(64, 2, True),
         "e4m3, converted": CONVERTED,
         "e4m3, converted, 216 registers": _FEWER,

@@ -13,6 +13,7 @@ __all__ = [
     "CONVERTED_COLUMNS_32",
     "FEW_KEYS",
     "ONE_WORKER",
+    "ROWS_FIRST",
     "LatentTile",
     "choose_latent_tile",
     "swap_shared_bytes",
@@ -35,6 +36,7 @@ class LatentTile(NamedTuple):
         shares: its workers have the same latents, with `rows` of the CTA's query rows each.
         stages, rotary_stages: quarters of tiles in a ring, and their other elements.
         in_flight: quarters of a ring in flight, at most.
+        prefetches: see `LatentConfig`.
         converts: four warps convert the latents of an 8-bit cache in shared memory; `in_flight`
             is 0 without prefetches.
         registers: of a thread at the launch; None means Triton's choice.
@@ -48,6 +50,7 @@ class LatentTile(NamedTuple):
     stages: int = 11
     rotary_stages: int = 3
     in_flight: int = 4
+    prefetches: bool = False
     converts: bool = False
     registers: int | None = None
     consumer_registers: int = 224
@@ -62,13 +65,13 @@ class LatentTile(NamedTuple):
 _SWAPPED = LatentTile(_SWAPPED_ROWS, True, registers=128, loader_registers=32)
 """The first consumer gets the registers that the others leave. With 168 instead of 128, 64 requests
 of 16k latents take 282.5 us instead of 281.2 on an H200."""
-_ROWS_FIRST = LatentTile(LATENT_ROWS, False)
+ROWS_FIRST = LatentTile(LATENT_ROWS, False)
 
 NEW_TILES = False
 """Whether the tiles of `_new_tile` are chosen: they were not run on a GPU."""
 COLUMNS_32 = LatentTile(32, True, stages=10, registers=168)
 """Tile of up to 32 query rows, as the columns of the products."""
-CONVERTED = _ROWS_FIRST._replace(
+CONVERTED = ROWS_FIRST._replace(
     converts=True, registers=168, consumer_registers=208, loader_registers=88
 )
 """Tile over 8-bit caches, whose latents four warps convert (`kernels.latent_converter`)."""
@@ -127,7 +130,7 @@ def choose_latent_tile(
     if NEW_TILES and (found := _new_tile(rows, blocks, is_quantized)):
         return found
     if not is_quantized:
-        return _SWAPPED if rows <= _SWAPPED_ROWS and blocks == 1 else _ROWS_FIRST
+        return _SWAPPED if rows <= _SWAPPED_ROWS and blocks == 1 else ROWS_FIRST
     if blocks > 1 or rows > _WORKER_ROWS:
         size = 64
     else:

@@ -225,7 +225,7 @@ def hopper_latent_decode_kernel(
     num_ranges = gl.num_programs(0) // blocks
     own = worker_range(keys, index, num_ranges, 0, CONFIG.LEAST)
     block = gl.program_id(0) % blocks
-    SHARED: gl.constexpr = CONFIG.HEAD_BLOCKS > 1 or CONFIG.MANY_TOKENS
+    SHARED: gl.constexpr = CONFIG.HEAD_BLOCKS > 1 or CONFIG.MANY_TOKENS or CONFIG.PREFETCHES
     PREFETCH: gl.constexpr = SHARED and CONFIG.BLOCK_SIZE >= TILE
     scales = (scale, k_scale, v_scale)
     LOADERS: gl.constexpr = 4 if CONFIG.CONVERTS else 1
