@@ -3,17 +3,17 @@
     python -m benchmarks.gpu.state_tiles --out state_tiles.json --limit-seconds 60
     python -m benchmarks.gpu.state_tiles 'qwen3-next-decode-*' --choices 64x8:128 64x4
 
-A choice ROWSxWARPS[:REGISTERS][/STAGES][+GROUP] takes the place of those of
+A choice ROWSxWARPS[:REGISTERS][/STAGES][+GROUP[f]] takes the place of those of
 `ops.triton.heuristics.state_tiles.TILES`, with C before it (16C64x8) for the columns of the keys
 that are multiplied at a time, with w behind it for decodes of a whole head in one program, with L
 in front for prefills of 64 tokens at a time (`LONG_CHUNK`), and with R for `ROW_DECODES`, which
-load GROUP rows of the tail at a time.
+load GROUP rows of the tail at a time, with f with fused products and sums.
 Processes compile the kernels first, side by side. Each row is a case of
 `attnlib bench --suite states`: times are medians of replays of CUDA graphs, in turn, over all
 positions of a chunk. `share` is the part of the bandwidth of a copy that the bytes of the case
 reach; `equal` says whether the bits are those of the first choice, which columns, L and R may
-change. Up to 32 requests, `difference` and `states` are the largest differences of the outputs of
-all calls and of the states after them from those of the first choice, to the largest value.
+change. `difference` and `states`, for few requests, are the largest ones of the outputs of all
+calls and of the states after them, to the largest value of the first choice.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SHIPPED = "shipped"
 LONG, ROW = "L", "R"
 STEPS = ("64x8:128", "64x4:168", "32x2:168", "32x4w", "32x4:168w", "32x4:128w", "64C32x4:168w",
          "128C32x4w", "64x4w", "16x4:128w", "16x2:168w", "32x2w", "R128x4:168+4", "R128x4:168+2",
-         "R128x4+4", "R128x8:128+4", "R64x2:168+4", "R64x2:168+2", "R64x4:128+4", "R64x4:168+4",
+         "R128x4:168+4f", "R128x8:128+4", "R64x2:168+4", "R64x2:168+4f", "R64x4:128+4",
          "R32x4+16")  # fmt: skip
 PREFILLS = ("64x8", "64x8/2", "64x8:128/2", "64x4", "64x4/2", "32x4", "32x4/2", "32x4:128/2",
             "32x2/2", "32x2/3", "L32x4", "L32x4/2", "L32x8/2", "L64x4", "L64x8")  # fmt: skip
@@ -68,7 +68,7 @@ MOST_COMPARED = 32
 """Most requests of a case whose values are compared."""
 MANY_REQUESTS = 16
 """Requests whose heads fill the chip in all models, so that their kernels are those of more."""
-_CHOICE = re.compile(r"(?:(\d+)C)?(\d+)x(\d+)(?::(\d+))?(?:/(\d+))?(?:\+(\d+))?(w?)")
+_CHOICE = re.compile(r"(?:(\d+)C)?(\d+)x(\d+)(?::(\d+))?(?:/(\d+))?(?:\+(\d+))?([wf]?)")
 
 
 def parse(name: str) -> tuple[int, StateChoice]:
@@ -76,11 +76,11 @@ def parse(name: str) -> tuple[int, StateChoice]:
     found = _CHOICE.fullmatch(name.removeprefix(LONG).removeprefix(ROW))
     if found is None:
         raise ValueError(
-            f"choice {name!r}; the form is [L]ROWSxWARPS[:REGISTERS][/STAGES][+GROUP][w]"
+            f"choice {name!r}; the form is [L]ROWSxWARPS[:REGISTERS][/STAGES][+GROUP][w|f]"
         )
-    *numbers, whole = found.groups()
+    *numbers, ending = found.groups()
     columns, size, warps, registers, stages, group = (int(each or 0) for each in numbers)
-    choice = StateChoice(size, warps, registers, stages or 1, bool(whole), group)
+    choice = StateChoice(size, warps, registers, stages or 1, ending == "w", group, ending == "f")
     return columns or state_tiles.MOST_COLUMNS, choice
 
 
@@ -171,7 +171,6 @@ class Values:
 
     @classmethod
     def of(cls, runner: StateRunner) -> Values:
-        """Before the first call."""
         few = runner.case.num_reqs <= MOST_COMPARED
         return cls(runner.cache.memory.clone() if few else None)
 

@@ -23,6 +23,7 @@ from benchmarks.gpu import state_tiles as script
         ("32x4:168w", 32, StateChoice(32, 4, 168, is_whole=True)),
         ("L32x4/2", 32, StateChoice(32, 4, num_stages=2)),
         ("R128x4:168+4", 32, StateChoice(128, 4, 168, group=4)),
+        ("R64x2+2f", 32, StateChoice(64, 2, group=2, fuses=True)),
     ],
 )
 def test_names_of_choices(name: str, columns: int, choice: StateChoice) -> None:

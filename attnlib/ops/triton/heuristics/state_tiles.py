@@ -56,6 +56,7 @@ class StateChoice(NamedTuple):
             what they share is computed once; for the kinds of `WHOLE` only.
         group: rows of the tail that a row decode loads at a time, a power of two; its `rows` are
             those of a program, which computes 64 of them at a time where it fills a chunk.
+        fuses: products and sums are fused; the bits of row decodes need not be those of others.
     """
 
     rows: int
@@ -64,6 +65,7 @@ class StateChoice(NamedTuple):
     num_stages: int = 1
     is_whole: bool = False
     group: int = 0
+    fuses: bool = False
 
 
 TILES = {
@@ -99,7 +101,7 @@ class StateTile(NamedTuple):
         group: as of a `StateChoice`, 0 for steps in chunks.
         part, parts: columns of the keys that are multiplied at a time, and their number.
         blocks: programs of a head, at most `POSITION_COPIES`.
-        num_warps, registers, num_stages: as of a `StateChoice`, for this head.
+        num_warps, registers, num_stages, fuses: as of a `StateChoice`, for this head.
     """
 
     rows: int
@@ -111,13 +113,15 @@ class StateTile(NamedTuple):
     num_warps: int
     registers: int
     num_stages: int
+    fuses: bool = False
 
     def options(self, is_amd: bool) -> dict[str, int]:
         """The options of a launch. Warps of AMD have 64 threads."""
+        chosen: dict[str, int] = {"enable_fp_fusion": True} if self.fuses else {}
         if is_amd:
-            return {"num_warps": min(self.num_warps, 4), "num_stages": 1}
-        limit = {"maxnreg": self.registers} if self.registers else {}
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
+            return {"num_warps": min(self.num_warps, 4), "num_stages": 1, **chosen}
+        chosen |= {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **chosen}
 
 
 def uses_long_chunks(layout: StateLayout, max_query_len: int) -> bool:
@@ -196,5 +200,5 @@ def _row_tile(key_size: int, value_size: int, choice: StateChoice) -> StateTile:
     rows = min(span, 64 if choice.num_warps > 2 else 32)  # at a time, where a chunk is filled
     part = min(MOST_COLUMNS, keys)
     parts, blocks = triton.cdiv(key_size, part), triton.cdiv(value_size, span)
-    warps, registers = choice.num_warps, choice.registers
-    return StateTile(rows, span // rows, choice.group, part, parts, blocks, warps, registers, 1)
+    warps = choice.num_warps, choice.registers, 1, choice.fuses
+    return StateTile(rows, span // rows, choice.group, part, parts, blocks, *warps)
