@@ -12,6 +12,7 @@ import torch
 
 import attnlib
 from attnlib.backends.rotated import RotatedImpl
+from attnlib.backends.torch import TorchBackend
 from attnlib.backends.torch.impl import TorchImpl
 from attnlib.cache.hybrid import HybridKVCache, KVCacheGroup
 from attnlib.debug.record import load_recording, record_calls, save_recording
@@ -155,6 +156,25 @@ def test_an_impl_without_the_rotation_is_refused() -> None:
     with pytest.raises(ContractError, match="TorchImpl does not rotate heads"):
         TorchImpl(_spec())
     assert isinstance(attnlib.Attention(_spec(), backend="torch", device="cpu").impl, RotatedImpl)
+
+
+def test_a_class_that_replaces_plans_only_rotates_by_separate_launches() -> None:
+    """Its plan is made for rotated tensors, as before kernels could rotate."""
+
+    class Rotating(TorchImpl):
+        def rotating_plan(self, rotation: KVRotation, *args: Any) -> Any:
+            return "a plan"
+
+    class Replaced(Rotating):
+        def plan(self, *args: Any) -> Any:
+            return None
+
+    for impl_class, wanted in ((TorchImpl, None), (Rotating, "a plan"), (Replaced, None)):
+        backend = type(
+            "Own", (TorchBackend,), {"get_impl_cls": staticmethod(lambda c=impl_class: c)}
+        )
+        impl = RotatedImpl(_spec(), backend=backend)
+        assert impl._rotating_plan(KVRotation()) == wanted
 
 
 def test_a_layer_refuses_a_cache_with_another_rotation() -> None:

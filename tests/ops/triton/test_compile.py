@@ -65,6 +65,7 @@ SMALL = [
     "packed-counters",
     "convert",
     "convert-int8",
+    "convert-int8-int4-rotated",
     "float8-copy",
     "convolution",
     "pages-write-int8-rotated",
