@@ -53,26 +53,25 @@ def _call(
     call: RecordedStateCall, layer: StateLayer, cache: StateCache, metadata: StateMetadata
 ) -> torch.Tensor:
     """The call of the impl: observers of layers do not see it."""
+    impl = layer.impl
     run: Any
     if call.part == "convolution":
         x: Any = call.inputs[0]
         out = torch.full_like(x, torch.nan, memory_format=torch.contiguous_format)
-        run = layer.impl.plan_convolution("replay", x, cache, metadata, out)
-        if run is None:
-            layer.impl.convolve(x, cache, metadata, out)
+        if run := impl.plan_convolution("replay", x, cache, metadata, out):
+            run(impl, x, cache, out)
         else:
-            run(layer.impl, x, cache, out)
+            impl.convolve(x, cache, metadata, out)
         return out
     values: Any = call.inputs
     given = StateInputs(*values)
     if layer.log_decay is not None:
         given = given._replace(log_decay=layer.log_decay)
     out = torch.full_like(given.value, torch.nan, memory_format=torch.contiguous_format)
-    run = layer.impl.plan_step("replay", given, cache, metadata, out)
-    if run is None:
-        layer.impl.step(given, cache, metadata, out)
+    if run := impl.plan_step("replay", given, cache, metadata, out):
+        run(impl, given, cache, out)
     else:
-        run(layer.impl, given, cache, out)
+        impl.step(given, cache, metadata, out)
     return out
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnlib.backends.state_impl import StateImpl, StateInputs
+from attnlib.backends.state_impl import StateInputs
 from attnlib.cache.states import StateCache
 from attnlib.instrumentation import ENVIRONMENT, STATE_OBSERVERS, VALIDATE_KEY
 from attnlib.layer.checks import refuse_gradients
@@ -50,17 +50,15 @@ def call_step(
     run: Any = metadata.plans.get(signature)
     if run is None:
         check_step(layer, heads, cache, metadata, rows)
-        run = layer.impl.plan_step(signature, heads, cache, metadata, rows) or _unplanned_step
-        keep_plan(metadata, signature, run)
+        plan = layer.impl.plan_step(signature, heads, cache, metadata, rows)
+        run = keep_plan(metadata, signature, plan)
     if VALIDATE_KEY in ENVIRONMENT:
         validate_step(spec, heads, cache, metadata)
-    finish: Sequence[Callable[[], None]] = ()
-    if STATE_OBSERVERS:
-        finish = _observed(layer, "recurrence", heads, cache, metadata, rows)
-    if run is _unplanned_step:
-        layer.impl.step(heads, cache, metadata, rows)
-    else:
+    finish = STATE_OBSERVERS and _observed(layer, "recurrence", heads, cache, metadata, rows)
+    if run:
         run(layer.impl, heads, cache, rows)
+    else:
+        layer.impl.step(heads, cache, metadata, rows)
     for call in finish:
         call()
     return output
@@ -84,17 +82,14 @@ def call_convolution(
     if run is None:
         check_convolution(layer, x, cache, metadata, output)
         plan = layer.impl.plan_convolution(signature, x, cache, metadata, output)
-        run = plan or _unplanned_convolution
-        keep_plan(metadata, signature, run)
+        run = keep_plan(metadata, signature, plan)
     if VALIDATE_KEY in ENVIRONMENT:
         validate_convolution(cache, metadata)
-    finish: Sequence[Callable[[], None]] = ()
-    if STATE_OBSERVERS:
-        finish = _observed(layer, "convolution", (x,), cache, metadata, output)
-    if run is _unplanned_convolution:
-        layer.impl.convolve(x, cache, metadata, output)
-    else:
+    finish = STATE_OBSERVERS and _observed(layer, "convolution", (x,), cache, metadata, output)
+    if run:
         run(layer.impl, x, cache, output)
+    else:
+        layer.impl.convolve(x, cache, metadata, output)
     for call in finish:
         call()
     return output
@@ -116,15 +111,9 @@ def call_signature(
     return (layer.impl.group, cache.signature, *described)
 
 
-def keep_plan(metadata: StateMetadata, signature: tuple[Any, ...], run: Any) -> None:
+def keep_plan(metadata: StateMetadata, signature: tuple[Any, ...], plan: Any) -> Any:
+    """Keep the plan of a call; False, without one, for calls of the impl itself."""
     if len(metadata.plans) >= MAX_PLANS:
         metadata.plans.clear()
-    metadata.plans[signature] = run
-
-
-def _unplanned_step(impl: StateImpl) -> None:
-    """Stands for `StateImpl.step`, which also needs the metadata."""
-
-
-def _unplanned_convolution(impl: StateImpl) -> None:
-    """Stands for `StateImpl.convolve`."""
+    metadata.plans[signature] = plan or False
+    return plan or False

@@ -46,21 +46,6 @@ def state_step(
     call_step(_layer(layer), inputs, *_objects(cache, metadata), out)
 
 
-@state_step.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    out: torch.Tensor,
-    layer: int,
-    cache: torch.Tensor,
-    metadata: torch.Tensor,
-) -> None:
-    return None
-
-
 @torch.library.custom_op("attnlib::short_convolution", mutates_args=("out", "cache"))
 def short_convolution(
     x: torch.Tensor, out: torch.Tensor, layer: int, cache: torch.Tensor, metadata: torch.Tensor
@@ -78,11 +63,12 @@ def short_convolution(
     call_convolution(_layer(layer), x, *_objects(cache, metadata), out)
 
 
-@short_convolution.register_fake
-def _(
-    x: torch.Tensor, out: torch.Tensor, layer: int, cache: torch.Tensor, metadata: torch.Tensor
-) -> None:
-    return None
+def _writes_nothing(*arguments: object) -> None:
+    """The operators for the compiler: what they return has no shape."""
+
+
+state_step.register_fake(_writes_nothing)
+short_convolution.register_fake(_writes_nothing)
 
 
 def _layer(handle: int) -> StateLayer:
