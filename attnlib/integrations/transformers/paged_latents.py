@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attnlib.cache.storage import PagedKVCache
-from attnlib.errors import UnsupportedConfigError
+from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.integrations.transformers.latents import (
     LatentWeights,
     has_latents,
@@ -110,9 +110,13 @@ class LatentLayers:
         paged = self._paged.attention
         if any(paged.stored[name] is not None for name in ("kv_rotation", "value_cache_dtype")):
             return False  # a latent is key and value at once
-        spec = LatentWeights(module).spec(**paged.stored, block_size=paged.block_size)
         try:
+            spec = LatentWeights(module).spec(**paged.stored, block_size=paged.block_size)
             get_attn_backend(spec, paged.backend, next(module.parameters()).device)
         except UnsupportedConfigError:
+            return False
+        except ContractError as error:
+            if error.rule != "M16":  # formats that store keys and values separately
+                raise
             return False
         return True

@@ -255,6 +255,11 @@ def test_latents_are_blocks_of_the_pool() -> None:
         if latents:
             assert paged.expanded_cache_bytes > 2 * paged.cache_bytes
     assert sizes[False] > 2 * sizes[True]
+    model = randomized(deepseek_v3())
+    separate = {"num_blocks": 8, "hybrid": True, "kv_cache_dtype": "int8_per_token_head"}
+    assert not PagedModel(model, **separate).latents.modules
+    with pytest.raises(ContractError, match="kv_cache_dtype='int9' is not known"):
+        PagedModel(model, **{**separate, "kv_cache_dtype": "int9"})
 
 
 @has_state_functions
