@@ -136,12 +136,9 @@ class StateEngine(Engine):
         """The metadata of each kind of layer; of states, that of each layer."""
         held = [self.held[request] for request, _ in batch]
         batches: dict[str, Any] = group_batches(self.allocator, held, query_lens, self.device)
-        return {
-            kind: [builder.build(0, each) for each in batches[kind]]
-            if kind == "states"
-            else builder.build(0, batches[kind])
-            for kind, builder in self.builders.items()
-        }
+        of_states = batches.pop("states").build(self.builders["states"])
+        of_keys = {kind: self.builders[kind].build(0, each) for kind, each in batches.items()}
+        return {**of_keys, "states": of_states}
 
     def attend(
         self,

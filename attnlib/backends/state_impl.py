@@ -16,7 +16,12 @@ from attnlib.ops.states.step_form import FusedInputs
 from attnlib.ops.torch.states.step_parts import gated_norm, state_gates
 from attnlib.spec import StateSpec
 
-__all__ = ["StateImpl", "StateInputs", "StateOperations", "StateOwner"]
+__all__ = ["StateImpl", "StateInputs", "StateOperations", "StateOwner", "StepPlan"]
+
+
+StepPlan = Callable[..., None]
+"""`run(impl, inputs, cache, metadata, output)`, for any layer of a group: the call of one method
+over a batch whose slots, addresses and values may differ from those that it was made for."""
 
 
 class StateOwner(Protocol):
@@ -115,15 +120,14 @@ class StateImpl(ABC):
         cache: StateCache,
         metadata: StateMetadata,
         output: torch.Tensor,
-    ) -> Callable[[StateImpl, StateInputs, StateCache, torch.Tensor], None] | None:
-        """Prepare the calls of `step` over a batch that differ from this one in addresses and
-        values only. The layer calls it once per batch and call signature, after its checks.
+    ) -> StepPlan:
+        """Prepare the calls of `step` over a batch that differ from this one in slots, addresses
+        and values only. The layer calls it once per batch and call signature, after its checks.
 
         Returns:
-            `run(impl, inputs, cache, output)`, for any layer of the group. With None (the default)
-            the layer calls `step`.
+            By default, `step` itself.
         """
-        return None
+        return type(self).step
 
     def plan_convolution(
         self,
@@ -132,9 +136,9 @@ class StateImpl(ABC):
         cache: StateCache,
         metadata: StateMetadata,
         output: torch.Tensor,
-    ) -> Callable[[StateImpl, torch.Tensor, StateCache, torch.Tensor], None] | None:
-        """The same for `convolve`; `run(impl, x, cache, output)`."""
-        return None
+    ) -> StepPlan:
+        """The same for `convolve`."""
+        return type(self).convolve
 
     def plan_fused_step(
         self,
@@ -143,7 +147,7 @@ class StateImpl(ABC):
         cache: StateCache,
         metadata: StateMetadata,
         output: torch.Tensor,
-    ) -> Callable[[StateImpl, FusedInputs, StateCache, torch.Tensor], None] | None:
+    ) -> StepPlan | None:
         """The same for `StateLayer.step` in one launch, with the bits of separate ones. With None,
         which a backend may return for some batches, the layer runs these."""
         return None

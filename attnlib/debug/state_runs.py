@@ -54,24 +54,19 @@ def _call(
 ) -> torch.Tensor:
     """The call of the impl: observers of layers do not see it."""
     impl = layer.impl
-    run: Any
     if call.part == "convolution":
         x: Any = call.inputs[0]
         out = torch.full_like(x, torch.nan, memory_format=torch.contiguous_format)
-        if run := impl.plan_convolution("replay", x, cache, metadata, out):
-            run(impl, x, cache, out)
-        else:
-            impl.convolve(x, cache, metadata, out)
+        run = impl.plan_convolution("replay", x, cache, metadata, out)
+        run(impl, x, cache, metadata, out)
         return out
     values: Any = call.inputs
     given = StateInputs(*values)
     if layer.log_decay is not None:
         given = given._replace(log_decay=layer.log_decay)
     out = torch.full_like(given.value, torch.nan, memory_format=torch.contiguous_format)
-    if run := impl.plan_step("replay", given, cache, metadata, out):
-        run(impl, given, cache, out)
-    else:
-        impl.step(given, cache, metadata, out)
+    run = impl.plan_step("replay", given, cache, metadata, out)
+    run(impl, given, cache, metadata, out)
     return out
 
 

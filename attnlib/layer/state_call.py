@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnlib.backends.state_impl import StateInputs
+from attnlib.backends.state_impl import StateInputs, StepPlan
 from attnlib.cache.states import StateCache
 from attnlib.instrumentation import ENVIRONMENT, STATE_OBSERVERS, VALIDATE_KEY
 from attnlib.layer.checks import refuse_gradients
@@ -50,15 +50,12 @@ def call_step(
     run: Any = metadata.plans.get(signature)
     if run is None:
         check_step(layer, heads, cache, metadata, rows)
-        plan = layer.impl.plan_step(signature, heads, cache, metadata, rows)
-        run = keep_plan(metadata, signature, plan)
+        run = layer.impl.plan_step(signature, heads, cache, metadata, rows)
+        keep_plan(metadata, signature, run)
     if VALIDATE_KEY in ENVIRONMENT:
         validate_step(spec, heads, cache, metadata)
     finish = STATE_OBSERVERS and _observed(layer, "recurrence", heads, cache, metadata, rows)
-    if run:
-        run(layer.impl, heads, cache, rows)
-    else:
-        layer.impl.step(heads, cache, metadata, rows)
+    run(layer.impl, heads, cache, metadata, rows)
     for call in finish:
         call()
     return output
@@ -81,15 +78,12 @@ def call_convolution(
     run: Any = metadata.plans.get(signature)
     if run is None:
         check_convolution(layer, x, cache, metadata, output)
-        plan = layer.impl.plan_convolution(signature, x, cache, metadata, output)
-        run = keep_plan(metadata, signature, plan)
+        run = layer.impl.plan_convolution(signature, x, cache, metadata, output)
+        keep_plan(metadata, signature, run)
     if VALIDATE_KEY in ENVIRONMENT:
         validate_convolution(cache, metadata)
     finish = STATE_OBSERVERS and _observed(layer, "convolution", (x,), cache, metadata, output)
-    if run:
-        run(layer.impl, x, cache, output)
-    else:
-        layer.impl.convolve(x, cache, metadata, output)
+    run(layer.impl, x, cache, metadata, output)
     for call in finish:
         call()
     return output
@@ -111,9 +105,7 @@ def call_signature(
     return (layer.impl.group, cache.signature, *described)
 
 
-def keep_plan(metadata: StateMetadata, signature: tuple[Any, ...], plan: Any) -> Any:
-    """Keep the plan of a call; False, without one, for calls of the impl itself."""
+def keep_plan(metadata: StateMetadata, signature: tuple[Any, ...], run: StepPlan) -> None:
     if len(metadata.plans) >= MAX_PLANS:
         metadata.plans.clear()
-    metadata.plans[signature] = plan or False
-    return plan or False
+    metadata.plans[signature] = run

@@ -43,9 +43,9 @@ def call_fused_step(
     if run is None:
         _check_form(layer.spec, inputs)
         _check_inputs(layer, inputs, cache, metadata, output)
-        plan = layer.impl.plan_fused_step(signature, inputs, cache, metadata, rows)
-        run = keep_plan(metadata, signature, plan)
-    if not run or STATE_OBSERVERS:
+        run = layer.impl.plan_fused_step(signature, inputs, cache, metadata, rows) or _separately
+        keep_plan(metadata, signature, run)
+    if run is _separately or STATE_OBSERVERS:
         separate_step(layer, inputs, cache, metadata, output)
         return
     if VALIDATE_KEY in ENVIRONMENT:
@@ -53,7 +53,7 @@ def call_fused_step(
         given = StateInputs(rows, rows, rows, inputs.a, inputs.b)
         is_given = form.gates == "given"
         validate_step(layer.spec, given, cache, metadata, gates_are_given=is_given)
-    run(layer.impl, inputs, cache, rows)
+    run(layer.impl, inputs, cache, metadata, rows)
 
 
 def separate_step(
@@ -170,3 +170,7 @@ def _channels(spec: StateSpec) -> dict[str, int]:
 
 def _per_head(layer: StateLayer, output: torch.Tensor) -> torch.Tensor:
     return output.view(output.shape[0], layer.spec.num_heads, layer.spec.value_size)
+
+
+def _separately(*call: Any) -> None:
+    """Stands for `separate_step`."""

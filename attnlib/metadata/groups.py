@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from attnlib.cache.hybrid_allocator import HybridBlockAllocator, SequenceBlocks
+from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.states import StateMetadata
 
-__all__ = ["GroupBatch", "group_batches"]
+__all__ = ["GroupBatch", "StateGroupBatch", "group_batches"]
 
-GroupBatch = CommonAttentionMetadata | Sequence[CommonAttentionMetadata]
-"""The batch of a group of keys, or those of the layers of a group of states."""
+
+@dataclass(frozen=True, eq=False)
+class StateGroupBatch:
+    """The batch of a group of states: a request has another slot in each layer.
+
+    Attributes:
+        batch: with the slots of the first layer.
+        slots: of each layer, `[R]` int32 device.
+        sources: of each layer, or None where all requests read their own slots.
+    """
+
+    batch: CommonAttentionMetadata
+    slots: tuple[torch.Tensor, ...]
+    sources: tuple[torch.Tensor, ...] | None
+
+    def build(self, builder: AttentionMetadataBuilder[Any]) -> list[StateMetadata]:
+        """The metadata of each layer; they share plans."""
+        first: StateMetadata = builder.build(0, self.batch)
+        sources = self.sources or (None,) * len(self.slots)
+        pairs = zip(self.slots[1:], sources[1:], strict=True)
+        return [first, *(first.with_slots(*pair) for pair in pairs)]
+
+
+GroupBatch = CommonAttentionMetadata | StateGroupBatch
 
 
 def group_batches(
@@ -22,8 +47,7 @@ def group_batches(
     query_lens: Sequence[int],
     device: torch.device | str | None = None,
 ) -> dict[str, GroupBatch]:
-    """The batches of a step, one for each group of keys. Each layer of a group of states has one of
-    its own, because a request has another slot in each.
+    """The batches of a step, one for each group of a pool.
 
     Args:
         allocator: of the pool.
@@ -41,12 +65,17 @@ def group_batches(
         batches[name] = CommonAttentionMetadata.from_lengths(query_lens, ends, table, size, device)
     for name, layers in allocator.state_slots(sequences).items():
         batch = CommonAttentionMetadata.from_lengths(query_lens, ends, device=device)
-        slots = torch.tensor([[each.slots, each.sources] for each in layers], dtype=torch.int32)
-        moved = slots.to(batch.seq_lens.device, non_blocking=True)
-        # All layers of a request read their own slots, or none does.
-        reads_others = layers[0].slots != layers[0].sources
-        batches[name] = [
-            replace(batch, state_slots=own, state_sources=source if reads_others else None)
-            for own, source in moved
-        ]
+        # Rows of each layer at multiples of 16 bytes, as launches without checks need them.
+        padding = [-1] * (-len(sequences) % 4)
+        rows = [[[*each.slots, *padding], [*each.sources, *padding]] for each in layers]
+        on_device = torch.tensor(rows, dtype=torch.int32).to(
+            batch.seq_lens.device, non_blocking=True
+        )
+        slots, sources = on_device[:, :, : len(sequences)].unbind(1)
+        own = all(each.slots == each.sources for each in layers)
+        batches[name] = StateGroupBatch(
+            replace(batch, state_slots=slots[0], state_sources=None if own else sources[0]),
+            slots.unbind(0),
+            None if own else sources.unbind(0),
+        )
     return batches

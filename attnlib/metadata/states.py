@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +46,17 @@ class StateMetadata(AttentionMetadata):
     def with_slots(
         self, state_slots: torch.Tensor, state_sources: torch.Tensor | None = None
     ) -> StateMetadata:
-        """The same batch over other slots, for a layer whose states are in other blocks."""
+        """The same batch over other slots, for a layer whose states are in other blocks; they share
+        plans."""
         changes = {"state_slots": state_slots, "state_sources": state_sources}
-        return StateMetadata.from_fields({**self.__getstate__(), **changes})  # type: ignore[no-any-return]
+        other: StateMetadata = StateMetadata.from_fields({**self.__getstate__(), **changes})
+        other.__dict__["plans"] = self.plans
+        return other
+
+    @functools.cached_property
+    def derived(self) -> dict[Hashable, Any]:
+        """What backends derive from lengths and slots, by keys of their own."""
+        return {}
 
     @functools.cached_property
     def batch(self) -> StateBatch:

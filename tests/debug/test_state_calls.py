@@ -145,7 +145,7 @@ def test_a_fused_step_is_recorded_in_its_parts(tmp_path: Path) -> None:
 
     class Fused(TorchStateImpl):
         def plan_fused_step(self, *call: object) -> Callable[..., None]:
-            return lambda impl, inputs, cache, output: output.fill_(7.0)
+            return lambda impl, inputs, cache, metadata, output: output.fill_(7.0)
 
     spec = GDN.replace(conv_channels=128)
     layer = Served(spec, _backend(Fused)).layer

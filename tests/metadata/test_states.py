@@ -44,12 +44,13 @@ def test_slots_of_a_part() -> None:
 
 
 def test_other_slots_of_the_same_batch() -> None:
-    """A layer whose states are in other blocks; derived values and plans do not follow."""
+    """A layer whose states are in other blocks; plans follow, values derived from slots do not."""
     builder = StateMetadataBuilder(GDN, "cpu")
     metadata = builder.build(0, batch())
-    _ = metadata.batch, metadata.plans.update(x=1)
+    _ = metadata.batch, metadata.plans.update(x=1), metadata.derived.update(x=1)
     other = metadata.with_slots(torch.tensor([7, 8, 9], dtype=torch.int32))
-    assert [request.slot for request in other.batch.requests()] == [7, 8] and not other.plans
+    assert [request.slot for request in other.batch.requests()] == [7, 8]
+    assert other.plans is metadata.plans and not other.derived
     assert [request.slot for request in metadata.batch.requests()] == [4, 0]
     table = torch.tensor([[5, 1], [6, 1], [3, 1]], dtype=torch.int32)
     assert builder.update_block_table(metadata, table, None).state_slots.tolist() == [5, 6, 3]

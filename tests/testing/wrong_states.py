@@ -601,7 +601,11 @@ class _FusedNorm(TorchStateImpl):
         output: torch.Tensor,
     ) -> Any:  # fmt: skip
         def run(
-            impl: attnlib.StateImpl, inputs: FusedInputs, cache: StateCache, output: torch.Tensor
+            impl: attnlib.StateImpl,
+            inputs: FusedInputs,
+            cache: StateCache,
+            metadata: StateMetadata,
+            output: torch.Tensor,
         ) -> None:
             self.fused(impl, inputs, cache, metadata, output.flatten(1))
 

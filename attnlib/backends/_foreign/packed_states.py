@@ -8,13 +8,12 @@ state that a slot keeps is that behind a sequence of its own.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
 from attnlib.backends._foreign.packed_batch import PackedBatch, PackedStep
-from attnlib.backends.state_impl import StateImpl, StateInputs, StateOperations
+from attnlib.backends.state_impl import StateInputs, StateOperations
 from attnlib.cache.states import StateCache
 from attnlib.capabilities import Sizes, StateCapabilities
 from attnlib.metadata.states import StateMetadata
@@ -87,24 +86,11 @@ class PackedStateImpl(StateOperations):
         metadata: StateMetadata,
         output: torch.Tensor,
     ) -> None:
-        """See `StateImpl.step`. Synchronizes; a plan does so once per batch."""
-        self._run(PackedStep.of(metadata.batch, cache.layout), inputs, cache, output)
-
-    def plan_step(
-        self,
-        signature: Hashable,
-        inputs: StateInputs,
-        cache: StateCache,
-        metadata: StateMetadata,
-        output: torch.Tensor,
-    ) -> Callable[[StateImpl, StateInputs, StateCache, torch.Tensor], None]:
-        """The requests of the batch, for all layers of the group."""
-        step = PackedStep.of(metadata.batch, cache.layout)
-
-        def run(impl: Any, inputs: StateInputs, cache: StateCache, output: torch.Tensor) -> None:
-            impl._run(step, inputs, cache, output)
-
-        return run
+        """See `StateImpl.step`. Synchronizes, once per batch and layout."""
+        steps = metadata.derived
+        if cache.layout not in steps:
+            steps[cache.layout] = PackedStep.of(metadata.batch, cache.layout)
+        self._run(steps[cache.layout], inputs, cache, output)
 
     @torch.no_grad()
     def _run(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import torch
 
-from attnlib.backends.state_impl import StateImpl, StateInputs, StateOperations
+from attnlib.backends.state_impl import StateImpl, StateInputs, StateOperations, StepPlan
 from attnlib.cache.states import StateCache
 from attnlib.metadata.states import StateMetadata
 from attnlib.ops.states.step_form import FusedInputs
@@ -33,17 +33,21 @@ class TritonStateImpl(StateOperations):
         cache: StateCache,
         metadata: StateMetadata,
         output: torch.Tensor,
-    ) -> Callable[[StateImpl, StateInputs, StateCache, torch.Tensor], None] | None:
+    ) -> StepPlan:
         """The launches of the batch, for all layers of the group."""
         if not output.numel():
-            return None
+            return type(self).step
         tensors, batch = cache.tensors, metadata.batch
         prepared = PreparedStep(inputs, tensors, batch, self.params, out=output)
 
         def run(
-            impl: StateImpl, inputs: StateInputs, cache: StateCache, output: torch.Tensor
+            impl: StateImpl,
+            inputs: StateInputs,
+            cache: StateCache,
+            metadata: StateMetadata,
+            output: torch.Tensor,
         ) -> None:
-            prepared.run(inputs, cache.tensors, impl.owner.skip, output)
+            prepared.run(inputs, cache.tensors, metadata.batch, impl.owner.skip, output)
 
         return run
 
@@ -54,17 +58,23 @@ class TritonStateImpl(StateOperations):
         cache: StateCache,
         metadata: StateMetadata,
         output: torch.Tensor,
-    ) -> Callable[[StateImpl, torch.Tensor, StateCache, torch.Tensor], None] | None:
+    ) -> StepPlan:
         """The same for the convolution."""
         weight, bias = self.owner.conv_weight, self.owner.conv_bias
         assert weight is not None  # the layer checks it
         activation, batch = self.spec.conv_activation, metadata.batch
         prepared = PreparedConvolution(x, weight, bias, cache.tensors, batch, activation, output)
 
-        def run(impl: StateImpl, x: torch.Tensor, cache: StateCache, output: torch.Tensor) -> None:
+        def run(
+            impl: StateImpl,
+            x: torch.Tensor,
+            cache: StateCache,
+            metadata: StateMetadata,
+            output: torch.Tensor,
+        ) -> None:
             weight = impl.owner.conv_weight
             assert weight is not None  # as above
-            prepared.run(x, weight, impl.owner.conv_bias, cache.tensors, output)
+            prepared.run(x, weight, impl.owner.conv_bias, cache.tensors, metadata.batch, output)
 
         return run
 
@@ -75,7 +85,7 @@ class TritonStateImpl(StateOperations):
         cache: StateCache,
         metadata: StateMetadata,
         output: torch.Tensor,
-    ) -> Callable[[StateImpl, FusedInputs, StateCache, torch.Tensor], None] | None:
+    ) -> StepPlan | None:
         """One launch for decodes and verification."""
         owner, batch = self.owner, metadata.batch
         if not output.numel() or batch.max_query_len > self.spec.max_rollback + 1:
@@ -86,11 +96,15 @@ class TritonStateImpl(StateOperations):
         prepared = PreparedFusedStep(*given, activation, output)
 
         def run(
-            impl: StateImpl, inputs: FusedInputs, cache: StateCache, output: torch.Tensor
+            impl: StateImpl,
+            inputs: FusedInputs,
+            cache: StateCache,
+            metadata: StateMetadata,
+            output: torch.Tensor,
         ) -> None:
             owner = impl.owner
             assert owner.conv_weight is not None  # as above
             weights = (owner.conv_weight, owner.conv_bias)
-            prepared.run(inputs, *weights, cache.tensors, owner.skip, output)
+            prepared.run(inputs, *weights, cache.tensors, metadata.batch, owner.skip, output)
 
         return run

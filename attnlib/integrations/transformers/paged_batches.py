@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from attnlib.cache.hybrid import Group, StateGroup
 from attnlib.errors import ContractError
 from attnlib.metadata.common import CommonAttentionMetadata
-from attnlib.metadata.groups import GroupBatch
+from attnlib.metadata.groups import GroupBatch, StateGroupBatch
 
 __all__ = ["StepBatch", "one_batch"]
 
@@ -41,16 +41,17 @@ def one_batch(batch: StepBatch, groups: Mapping[str, Group] | None) -> CommonAtt
 
 
 def _first_of(name: str, batch: GroupBatch, group: Group) -> CommonAttentionMetadata:
-    """The batch of a group, or that of its first layer."""
+    """The batch of a group; of states that of the first layer."""
     layers = group.num_layers if isinstance(group, StateGroup) else None
-    given = None if isinstance(batch, CommonAttentionMetadata) else len(batch)
+    given = len(batch.slots) if isinstance(batch, StateGroupBatch) else None
     if layers != given:
         raise ContractError(
-            f"group {name} needs {_batches(layers)} and has {_batches(given)}: use group_batches",
+            f"group {name} needs {_slots(layers)}, and its batch has {_slots(given)}: use "
+            "group_batches",
             rule="T15",
         )
-    return batch if isinstance(batch, CommonAttentionMetadata) else batch[0]
+    return batch.batch if isinstance(batch, StateGroupBatch) else batch
 
 
-def _batches(layers: int | None) -> str:
-    return "one batch" if layers is None else f"a list of {layers} batches, one per state layer,"
+def _slots(layers: int | None) -> str:
+    return "a block table" if layers is None else f"slots of {layers} state layers"

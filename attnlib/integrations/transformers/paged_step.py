@@ -11,7 +11,7 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.described_mask import read_mask
 from attnlib.integrations.transformers.layers import layer_name
-from attnlib.integrations.transformers.mixer_layers import MixerLayer, Place
+from attnlib.integrations.transformers.mixer_layers import MixerLayer
 from attnlib.integrations.transformers.paged_batches import StepBatch
 from attnlib.integrations.transformers.shared_layers import NeededRows
 from attnlib.integrations.transformers.step_mask import StepMask
@@ -61,7 +61,7 @@ class PagedStep:
         batches: Any = (batch,) if isinstance(batch, CommonAttentionMetadata) else batch.values()
         self.is_tree = any(getattr(one, "query_bias", None) is not None for one in batches)
         self._metadata: dict[LayerGroupKey, Any] = {}
-        self._states: dict[tuple[type[AttentionBackend], Place | None], StateMetadata] = {}
+        self._states: dict[tuple[type[AttentionBackend], str | None], list[StateMetadata]] = {}
 
     is_discovery = False
     """The step computes nothing and shows what the modules need."""
@@ -79,15 +79,18 @@ class PagedStep:
         return None
 
     def state_metadata(self, one: MixerLayer) -> StateMetadata:
-        """The metadata of this step for a state layer; built once per backend, or per layer over a
-        pool, where each has slots of its own."""
-        key = (one.layer.backend, one.place)
+        """The metadata of this step for a state layer; built once per backend, and over a pool once
+        per group."""
+        group, number = one.place or (None, 0)
+        key = (one.layer.backend, group)
         if key not in self._states:
-            batch: Any = self.batch
-            if one.place is not None:
-                batch = batch[one.place.group][one.place.number]
-            self._states[key] = self.paged.states.layers.builder_of(one).build(0, batch)
-        return self._states[key]
+            builder, batch = self.paged.states.layers.builder_of(one), self.batch
+            if isinstance(batch, CommonAttentionMetadata):
+                self._states[key] = [builder.build(0, batch)]
+            else:
+                given: Any = batch[group]  # type: ignore[index]  # over a pool, layers have groups
+                self._states[key] = given.build(builder)
+        return self._states[key][number]
 
     def metadata_for(self, layer: Attention, group: str | None = None) -> Any:
         """The metadata of this step for a layer; built once per group of layers.

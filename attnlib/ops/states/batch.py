@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -62,6 +63,12 @@ class StateBatch:
     def num_reqs(self) -> int:
         """R."""
         return self.slots.shape[0]
+
+    @functools.cached_property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What kernels read: first rows, lengths, slots, and the slots to read."""
+        sources = self.slots if self.sources is None else self.sources
+        return self.query_start_loc, self.seq_lens, self.slots, sources
 
     def requests(self) -> Iterator[StateRequest]:
         """The requests with new tokens and a slot. Copies what is not on the host from the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -263,7 +264,7 @@ def test_latents_are_blocks_of_the_pool() -> None:
 
 
 @has_state_functions
-def test_a_step_over_states_needs_a_batch_for_each_layer() -> None:
+def test_a_step_over_states_needs_slots_of_each_layer() -> None:
     model = built("lfm2")
     paged = PagedModel(model, num_blocks=12, block_size=4, backend="torch", hybrid=True)
     blocks = HybridBlockAllocator(paged.groups, 12)
@@ -272,9 +273,9 @@ def test_a_step_over_states_needs_a_batch_for_each_layer() -> None:
     given = group_batches(blocks, [one], [2], "cpu")
     tokens = torch.tensor([3, 4])
     for changed, message in (
-        ({"states": given["full"]}, "group states needs a list of 2 batches, .* has one batch"),
-        ({"states": given["states"][:1]}, "has a list of 1 batches"),
-        ({"full": given["states"]}, "group full needs one batch and has a list of 2 batches"),
+        ({"states": given["full"]}, "group states needs slots of 2 .* has a block table"),
+        ({"states": replace(given["states"], slots=())}, "batch has slots of 0 state layers"),
+        ({"full": given["states"]}, "full needs a block table, and its batch has slots of 2"),
     ):
         with paged.attached(), pytest.raises(ContractError, match=message):
             paged.step(tokens, torch.arange(2), {**given, **changed})

@@ -193,6 +193,6 @@ def run_fused(options: dict[str, Any]) -> None:
     )
     given = (inputs, weight, None, slots)
     with patch.object(state_tiles, "ROW_DECODES", is_row):
-        PreparedFusedStep(*given, batch, params, "silu", out).run(*given, params.skip, out)
+        PreparedFusedStep(*given, batch, params, "silu", out).run(*given, batch, params.skip, out)
     state_gates(a, b, form)
     gated_norm(out, inputs.z, form)

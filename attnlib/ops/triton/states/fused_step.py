@@ -13,7 +13,7 @@ from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics.device import limits_of
 from attnlib.ops.triton.kernels.fused_step import FusedConfig, fused_step_kernel
 from attnlib.ops.triton.states.config import Recurrence, slot_strides, state_config, step_tile
-from attnlib.ops.triton.states.launch import KernelLaunch, batch_tensors
+from attnlib.ops.triton.states.launch import KernelLaunch
 from attnlib.ops.triton.states.short_convolution import convolution_config
 from attnlib.ops.triton.states.step_parts import step_config
 
@@ -21,7 +21,8 @@ __all__ = ["PreparedFusedStep"]
 
 
 class PreparedFusedStep:
-    """The launch of one step over one batch, for tensors that differ in addresses and values only.
+    """The launch of one step over one batch, for tensors and slots that differ in addresses and
+    values only.
 
     Its bits, and those of the slots, are those of the separate operations. Tensors, slots and
     positions are not checked.
@@ -77,7 +78,6 @@ class PreparedFusedStep:
         grid = (batch.num_reqs + 1, heads * state.BLOCKS)
         numbers = (float(params.scale), batch.num_reqs, rows)
         self._launch = KernelLaunch(fused_step_kernel, config, grid, numbers, **options)
-        self._where = batch_tensors(batch)
         self._gates = 0 if form.gates == "given" else rows * heads
         self._width = width
 
@@ -87,6 +87,7 @@ class PreparedFusedStep:
         weight: Tensor,
         bias: Tensor | None,
         slots: StateTensors,
+        batch: StateBatch,
         skip: Tensor | None,
         out: Tensor,
     ) -> None:
@@ -104,4 +105,4 @@ class PreparedFusedStep:
         tails = (slots.tail_key, slots.tail_value, slots.tail_log_decay, slots.tail_beta)
         # A tensor that the kernel does not read stands for an absent one.
         given = [a if each is None else each for each in (*sources, *targets, *windows, *tails)]
-        self._launch.run(*given, *self._where)
+        self._launch.run(*given, *batch.tensors)

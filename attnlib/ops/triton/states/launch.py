@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from attnlib.ops.states.batch import StateBatch
 from attnlib.ops.triton.heuristics.device import device_guard
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
@@ -20,13 +19,7 @@ from attnlib.ops.triton.launch.sequence import (
     prepare_sequence,
 )
 
-__all__ = ["KernelLaunch", "batch_tensors"]
-
-
-def batch_tensors(batch: StateBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tensors of `kernels.state_arguments.StateBatch`."""
-    sources = batch.slots if batch.sources is None else batch.sources
-    return batch.query_start_loc, batch.seq_lens, batch.slots, sources
+__all__ = ["KernelLaunch"]
 
 
 class KernelLaunch:

@@ -18,7 +18,7 @@ from attnlib.ops.triton.hopper.kernels.state_long import (
 )
 from attnlib.ops.triton.kernels.state_prefill import state_tail_kernel
 from attnlib.ops.triton.states.config import Recurrence, state_config
-from attnlib.ops.triton.states.launch import KernelLaunch, batch_tensors
+from attnlib.ops.triton.states.launch import KernelLaunch
 
 __all__ = ["PreparedLongStep", "takes_long_chunks"]
 
@@ -62,7 +62,6 @@ class PreparedLongStep:
         chunk, heads = state_tiles.LONG_CHUNK, layout.num_heads
         config = state_config(layout, recurrence, strides, tile, True, chunk)
         options, chunks = tile.options(limits.is_amd), rows // chunk + num_reqs * config.EXTRA
-        self._where = batch_tensors(batch)
         matrices = 2 if config.DELTA else 1
         self._planes = (chunks, heads, matrices, 3, chunk, chunk)
         self._factors = (chunks, heads, FACTORS.value, chunk)
@@ -80,11 +79,16 @@ class PreparedLongStep:
         self._tails = KernelLaunch(state_tail_kernel, unit, (num_reqs, heads))
 
     def run(
-        self, inputs: StateInputs, slots: StateTensors, skip: Tensor | None, out: Tensor
+        self,
+        inputs: StateInputs,
+        slots: StateTensors,
+        batch: StateBatch,
+        skip: Tensor | None,
+        out: Tensor,
     ) -> None:
         """Launch on the current stream."""
         query, key, value, log_decay, beta = inputs
-        device, where = query.device, self._where
+        device, where = query.device, batch.tensors
         absent, positions, state = log_decay, slots.positions, slots.state
         tail_key, tail_value = slots.tail_key, slots.tail_value
         assert positions is not None and state is not None  # slots are tails

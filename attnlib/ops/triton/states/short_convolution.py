@@ -13,7 +13,7 @@ from attnlib.ops.triton.kernels.short_convolution import (
     short_convolution_kernel,
 )
 from attnlib.ops.triton.states.config import check_dense
-from attnlib.ops.triton.states.launch import KernelLaunch, batch_tensors
+from attnlib.ops.triton.states.launch import KernelLaunch
 
 __all__ = ["PreparedConvolution", "convolution_config", "short_convolution"]
 
@@ -39,12 +39,12 @@ def short_convolution(
         ContractError: dtypes that the kernels do not take, or rows that are not dense.
     """
     prepared = PreparedConvolution(x, weight, bias, slots, batch, activation, out)
-    prepared.run(x, weight, bias, slots, out)
+    prepared.run(x, weight, bias, slots, batch, out)
 
 
 class PreparedConvolution:
-    """The launch of `short_convolution` over one batch, for tensors that differ in addresses and
-    values only. Arguments and errors as there."""
+    """The launch of `short_convolution` over one batch, for tensors and slots that differ in
+    addresses and values only. Arguments and errors as there."""
 
     def __init__(
         self,
@@ -63,10 +63,15 @@ class PreparedConvolution:
         grid = (tiles, triton.cdiv(config.C, config.CHANNELS))
         numbers = (batch.num_reqs, out.shape[0], tiles)
         self._launch = KernelLaunch(short_convolution_kernel, config, grid, numbers)
-        self._where = batch_tensors(batch)
 
     def run(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, slots: StateTensors, out: Tensor
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        slots: StateTensors,
+        batch: StateBatch,
+        out: Tensor,
     ) -> None:
         """Launch on the current stream."""
         window, positions = slots.window, slots.window_positions
@@ -74,7 +79,7 @@ class PreparedConvolution:
         if out.numel():
             # An argument that the kernel does not read stands for an absent one.
             bias = weight if bias is None else bias
-            self._launch.run(x, weight, bias, out, window, positions, *self._where)
+            self._launch.run(x, weight, bias, out, window, positions, *batch.tensors)
 
 
 def convolution_config(

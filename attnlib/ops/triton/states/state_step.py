@@ -21,7 +21,7 @@ from attnlib.ops.triton.states.config import (
     state_config,
     step_tile,
 )
-from attnlib.ops.triton.states.launch import KernelLaunch, batch_tensors
+from attnlib.ops.triton.states.launch import KernelLaunch
 from attnlib.ops.triton.states.long_step import PreparedLongStep, takes_long_chunks
 
 __all__ = ["PreparedStep", "state_step"]
@@ -44,14 +44,14 @@ def state_step(
     """
     if out.numel():
         step = PreparedStep(inputs, slots, batch, params, out=out)
-        step.run(inputs, slots, params.skip, out)
+        step.run(inputs, slots, batch, params.skip, out)
     else:
         _check(inputs, slots, out)
 
 
 class PreparedStep:
-    """The launches of `state_step` over one batch, for tensors that differ in addresses and values
-    only. Arguments and errors as of `state_step`."""
+    """The launches of `state_step` over one batch, for tensors and slots that differ in addresses
+    and values only. Arguments and errors as of `state_step`."""
 
     def __init__(
         self,
@@ -75,7 +75,6 @@ class PreparedStep:
         config = state_config(slots.layout, recurrence, strides, tile, is_long)
         options = tile.options(limits.is_amd)
         chunks = out.shape[0] // config.C + num_reqs * config.EXTRA if is_long else 0
-        self._where = batch_tensors(batch)
         self._workspace = chunks * config.HV * 2 * config.C * config.C
         self._step = KernelLaunch(
             state_step_kernel,
@@ -96,12 +95,13 @@ class PreparedStep:
         self,
         inputs: StateInputs,
         slots: StateTensors,
+        batch: StateBatch,
         skip: Tensor | None,
         out: Tensor,
     ) -> None:
         """Launch on the current stream."""
         if self._long is not None:
-            self._long.run(inputs, slots, skip, out)
+            self._long.run(inputs, slots, batch, skip, out)
             return
         query, key, value, log_decay, beta = inputs
         # Tensors that the kernels do not read stand for absent ones.
@@ -113,7 +113,7 @@ class PreparedStep:
         tails = (
             absent if slots.tail_log_decay is None else slots.tail_log_decay,
             absent if slots.tail_beta is None else slots.tail_beta,
-            *self._where,
+            *batch.tensors,
         )
         workspace = absent
         if self._workspace:
