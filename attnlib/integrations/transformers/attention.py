@@ -73,15 +73,16 @@ def attnlib_attention(
             arguments of a paged step, or a mask that does not fit.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if not (dropout or is_dynamo_compiling() or torch.is_grad_enabled()):
-        if (known := known_step(attention_mask)) is not None:
-            again = None
-            if query.is_cpu:
-                again = attend_known_decode(query, key, value, known, scale, kwargs)
-            if again is None:
-                again = attend_again(module, query, key, value, known, scale, kwargs)
-            if again is not None:
-                return again, None
+    plans = not (dropout or is_dynamo_compiling() or torch.is_grad_enabled())
+    if plans and (known := known_step(attention_mask)) is not None:
+        if (decode := known.decode) is not None:
+            again = decode.attend(query, key, value, scale, kwargs)
+        else:
+            again = attend_known_decode(query, key, value, known, scale, kwargs)
+        if again is None:
+            again = attend_again(module, query, key, value, known, scale, kwargs)
+        if again is not None:
+            return again, None
     if (alone := attend_single_tokens(module, query, key, value, scale)) is not None:
         return alone, None
     if torch.compiler.is_compiling() and is_compiled():
@@ -94,11 +95,10 @@ def attnlib_attention(
     cache = cache_of_step(key, value, kwargs)
     if cache is not None:
         with torch.no_grad():
-            call = _call(module, query, key, value, scale, kwargs)
+            call = _call(module, (query, key, value), scale, kwargs)
             return attend_continuous(call, cache, kwargs), None
     refuse_plain_call(module)
-    states = as_eager_casts(query, key, value)
-    call = _call(module, states[0], states[1], states[2], scale, kwargs)
+    call = _call(module, as_eager_casts(query, key, value), scale, kwargs)
     out, weights = _attend_alone(call, attention_mask, kwargs)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         out = InferenceOnly.apply(out, query, key, value)  # type: ignore[no-untyped-call]  # untyped in torch
@@ -141,13 +141,9 @@ def _attend_alone(
 
 
 def _call(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    kwargs: dict[str, Any],
+    module: nn.Module, states: tuple[torch.Tensor, ...], scale: float, kwargs: dict[str, Any]
 ) -> Call:
+    query, key, value = states
     causal, sinks = kwargs.get("is_causal"), checked_sinks(module, query, kwargs)
     return Call(
         module,

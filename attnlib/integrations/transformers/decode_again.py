@@ -18,8 +18,8 @@ import torch
 
 from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY
 from attnlib.integrations.transformers.decode_spans import Spans, attend_spans, visible_spans
-from attnlib.integrations.transformers.growing_cache import note_served
-from attnlib.integrations.transformers.layers import Call, is_transient
+from attnlib.integrations.transformers.growing_cache import LAST_UPDATE, note_served
+from attnlib.integrations.transformers.layers import Call
 from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.integrations.transformers.recorded_weights import weights_are_recorded
 from attnlib.integrations.transformers.step_mask import StepMask
@@ -28,7 +28,6 @@ from attnlib.selection.current import selection_state
 
 __all__ = ["DecodeAgain", "attend_known_decode", "keep_decode"]
 
-_PLAN = "decode again"
 _MAX_PATTERNS = 8
 """Patterns of one thread whose last decode is kept."""
 _ABSENT = (
@@ -42,8 +41,6 @@ _ABSENT = (
 """Arguments with which a call is not repeated."""
 _SINKS = ("s_aux", "sinks")
 
-_local = threading.local()
-
 
 def _never(*_: torch.Tensor) -> bool:
     return False
@@ -51,7 +48,7 @@ def _never(*_: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Facts:
-    """What a decode has in common with the next step. It holds no tensor.
+    """What a decode has in common with the next step.
 
     Attributes:
         fits: whether query, key and value have these layouts, with any number of keys.
@@ -70,6 +67,31 @@ class _Facts:
     absent: tuple[str, ...]
     pattern: Pattern
     selection: tuple[Any, ...]
+
+
+class _Last:
+    """The last decode under a pattern. It holds no keys and values, and no large bias."""
+
+    __slots__ = ("facts", "spans")
+
+    def __init__(self, facts: _Facts, spans: Spans) -> None:
+        self.facts = facts
+        self.spans: Spans | None = None
+        self.keep(spans)
+
+    def keep(self, spans: Spans) -> None:
+        """Keep spans with a bias, whose memory the next step may use."""
+        self.spans = None if spans.bias is None or not spans.is_small else spans
+
+
+class _Local(threading.local):
+    """The last decodes of a thread, by the patterns of their masks."""
+
+    def __init__(self) -> None:
+        self.last: dict[Pattern, _Last] = {}
+
+
+_local = _Local()
 
 
 class DecodeAgain:
@@ -125,7 +147,8 @@ class DecodeAgain:
         sinks = None if facts.sinks is None else kwargs[facts.sinks]
         if facts.sinks is not None and (sinks is None or sinks.numel() != query.shape[1]):
             return None
-        note_served(key, value)
+        if getattr(LAST_UPDATE, "layer", None) is not None:
+            note_served(key, value)
         return attend_spans(query, key, value, self.spans, scale, facts.soft_cap, sinks)
 
 
@@ -137,7 +160,7 @@ def attend_known_decode(
     scale: float,
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
-    """Attention as an earlier layer of the step, or the step before, has computed it.
+    """Attention of the first layer of a step as the step before has computed it.
 
     Args:
         query, key, value, kwargs: as in `attnlib_attention`.
@@ -147,46 +170,33 @@ def attend_known_decode(
     Returns:
         `[B, 1, Hq, D]`, or None for a call that is not known.
     """
-    found: DecodeAgain | None = step.plans.get(_PLAN)
-    if found is not None:
-        return found.attend(query, key, value, scale, kwargs)
-    found = _continued((query, key, value), step, kwargs)
-    if found is None:
+    pattern = step.pattern
+    if step.q_length != 1 or step.is_reused or pattern is None or not query.is_cpu:
         return None
+    last = _local.last.get(pattern)
+    if last is None or query.shape[0] != step.batch_size:
+        return None
+    if VALIDATE_KEY in ENVIRONMENT or selection_state() != last.facts.selection:
+        return None
+    if weights_are_recorded(kwargs) or torch.is_autocast_enabled("cpu"):
+        return None
+    spans = visible_spans(step, key, value, last.spans)
+    if spans is None:
+        return None
+    found = DecodeAgain(last.facts, spans, step.kv_length)
     out = found.attend(query, key, value, scale, kwargs)
     if out is not None:
-        keep_decode(step, found)
+        step.decode = found
+        last.keep(spans)
     return out
 
 
 def keep_decode(step: StepMask, found: DecodeAgain) -> None:
     """Keep what a decode has found, for the other layers of its step and for the next step."""
-    if _PLAN in step.plans or torch.is_autocast_enabled("cpu"):
+    if step.decode is not None or torch.is_autocast_enabled("cpu"):
         return
-    step.plans[_PLAN] = found
-    last: dict[Pattern, _Facts] = _local.__dict__.setdefault("last", {})
-    pattern = found.facts.pattern
+    step.decode = found
+    pattern, last = found.facts.pattern, _local.last
     if len(last) >= _MAX_PATTERNS and pattern not in last:
         last.clear()
-    last[pattern] = found.facts
-
-
-def _continued(
-    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor], step: StepMask, kwargs: dict[str, Any]
-) -> DecodeAgain | None:
-    """The decode of the step before, over the keys that this one sees; None if it is another."""
-    pattern = step.pattern
-    if step.q_length != 1 or step.is_reused or pattern is None or is_transient():
-        return None
-    if pattern.segments is not None or pattern.spans is not None:
-        return None
-    last: _Facts | None = getattr(_local, "last", {}).get(pattern)
-    query, key, value = states
-    if last is None or query.shape[0] != step.batch_size:
-        return None
-    if VALIDATE_KEY in ENVIRONMENT or selection_state() != last.selection:
-        return None
-    if weights_are_recorded(kwargs) or torch.is_autocast_enabled("cpu"):
-        return None
-    spans = visible_spans(step, key, value)
-    return None if spans is None else DecodeAgain(last, spans, step.kv_length)
+    last[pattern] = _Last(found.facts, found.spans)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import groupby
 from operator import ne
 
@@ -17,6 +16,8 @@ _attend = torch.nn.functional.scaled_dot_product_attention
 
 _BYTES_OF_A_CALL = 1 << 20
 """Keys and values that are read in the time that one more call of the operator takes."""
+_ROUND = 64
+"""A bias has memory for a multiple of these keys, so that later steps use it too."""
 
 
 class Spans:
@@ -26,62 +27,91 @@ class Spans:
     beginning, which reads no hidden key.
 
     Args:
-        starts: first key of each row.
+        starts: first key of each row, or of all rows.
         end: end of the keys of all rows.
         key_bytes: size of one token's key and value.
         dtype: of the bias.
 
     Attributes:
+        starts: as given.
         start, end: the keys that any row sees.
         counts: rows of each group of neighbors that begin at one key, if each has a call; or empty.
         firsts: first key of each group.
         bias: `[B, 1, 1, end - start]`, 0 for the keys that a row sees and -inf for others; None
             where no key of a call is hidden.
+        room: the memory of the bias, `[B, 1, 1, >= end - start]`, for further keys.
     """
 
-    __slots__ = ("bias", "counts", "end", "firsts", "start")
+    __slots__ = ("bias", "counts", "end", "firsts", "room", "start", "starts")
 
-    def __init__(self, starts: Sequence[int], end: int, key_bytes: int, dtype: torch.dtype) -> None:
-        self.start, self.end = starts[0], end
+    def __init__(self, starts: list[int], end: int, key_bytes: int, dtype: torch.dtype) -> None:
+        self.starts, self.start, self.end = starts, min(starts), end
         self.counts: list[int] = []
         self.firsts: list[int] = []
         self.bias: torch.Tensor | None = None
-        if starts.count(self.start) == len(starts):
-            return
-        self.start = min(starts)
-        changes = sum(map(ne, starts, starts[1:]))
+        self.room: torch.Tensor | None = None
         hidden = sum(starts) - self.start * len(starts)
-        if hidden * key_bytes > changes * _BYTES_OF_A_CALL:
+        if not hidden:
+            return
+        if hidden * key_bytes > sum(map(ne, starts, starts[1:])) * _BYTES_OF_A_CALL:
             for first, rows in groupby(starts):
                 self.counts.append(len(list(rows)))
                 self.firsts.append(first)
             return
-        before = np.less(np.arange(self.start, end), np.asarray(starts)[:, None])
-        bias = torch.zeros(len(starts), 1, 1, end - self.start, dtype=dtype)
-        self.bias = bias.masked_fill_(torch.from_numpy(before)[:, None, None], -torch.inf)
+        columns = -(-(end - self.start) // _ROUND) * _ROUND
+        places = np.arange(self.start, self.start + columns)
+        before = torch.from_numpy(places < np.asarray(starts)[:, None])
+        room = torch.zeros(len(starts), 1, 1, columns, dtype=dtype)
+        self.room = room.masked_fill_(before[:, None, None], -torch.inf)
+        self.bias = self.room.narrow(3, 0, end - self.start)
+
+    def until(self, end: int) -> Spans | None:
+        """Spans that begin where these do; None where the bias has no room for their keys."""
+        room = self.room
+        if room is not None and end - self.start > room.shape[3]:
+            return None
+        made = Spans.__new__(Spans)
+        made.starts, made.start, made.end = self.starts, self.start, end
+        made.counts, made.firsts, made.room = self.counts, self.firsts, room
+        made.bias = None if room is None else room.narrow(3, 0, end - self.start)
+        return made
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the next step may keep the bias."""
+        return self.room is None or self.room.nbytes <= _BYTES_OF_A_CALL
 
 
-def visible_spans(step: StepMask, key: torch.Tensor, value: torch.Tensor) -> Spans | None:
+def visible_spans(
+    step: StepMask, key: torch.Tensor, value: torch.Tensor, last: Spans | None = None
+) -> Spans | None:
     """The visible keys of each row; None if they are not adjacent, or a row has no token.
 
     Args:
         step: a causal mask with one query per row and a pattern without segments and spans.
         key, value: `[B, Hkv, S, D]` and `[B, Hkv, S, Dv]` of a layer of the step.
+        last: the spans of the step before, over keys of these sizes.
     """
-    pattern, padding = step.pattern, step.padding()
+    pattern, padding, end = step.pattern, step.padding(), step.width
     assert pattern is not None
-    key_bytes = key.shape[1] * (key.shape[3] + value.shape[3]) * key.element_size()
-    first = first_visible_key(step, pattern, step.attention_mask)
-    if padding is None and isinstance(first, int):
-        return Spans((max(first, 0),), step.width, key_bytes, key.dtype)
-    starts = np.zeros(step.batch_size, dtype=np.int64)
+    first: int | torch.Tensor = 0
+    if pattern.chunk is not None or pattern.window.left is not None:
+        first = first_visible_key(step, pattern, step.attention_mask)
+    starts = [0]
     if padding is not None:
         tokens = padding.numpy()
-        starts = tokens.argmax(1)
-        if (tokens.sum(1) != step.width - starts).any():
+        starts = tokens.argmax(1).tolist()
+        # No row has more tokens than columns from its first token on.
+        if np.count_nonzero(tokens) != end * len(starts) - sum(starts):
             return None
-    limits = first if isinstance(first, int) else first.numpy()
-    return Spans(np.maximum(starts, limits).tolist(), step.width, key_bytes, key.dtype)
+    if isinstance(first, torch.Tensor):
+        starts = np.maximum(starts, first.numpy()).tolist()
+    elif first > 0:
+        starts = [max(start, first) for start in starts]
+    if last is not None and last.starts == starts and (found := last.until(end)) is not None:
+        return found
+    key_bytes = key.shape[1] * (key.shape[3] + value.shape[3]) * key.element_size()
+    return Spans(starts, end, key_bytes, key.dtype)
 
 
 def attend_spans(
@@ -101,8 +131,9 @@ def attend_spans(
         scale, soft_cap, sinks: of the layer.
     """
     batch, heads, _, size = query.shape
+    kv_heads = key.shape[1]
     # Query heads that share a KV head are rows of one product, so that keys are read once.
-    rows = query if key.shape[1] == heads else query.reshape(batch, key.shape[1], -1, size)
+    rows = query if kv_heads == heads else query.reshape(batch, kv_heads, -1, size)
     linear = soft_cap is None and sinks is None
     if spans.counts:
         parts = zip(
@@ -114,8 +145,12 @@ def attend_spans(
             out = torch.cat([_by_scores(*part, None, scale, soft_cap, sinks) for part in parts])
     else:
         start, count = spans.start, spans.end - spans.start
-        if count != key.shape[2]:
-            key, value = key.narrow(2, start, count), value.narrow(2, start, count)
+        if count != key.shape[2]:  # one operation each, where `narrow` takes three
+            shape, strides, strides_v = (batch, kv_heads, count, size), key.stride(), value.stride()
+            key = key.as_strided(shape, strides, key.storage_offset() + start * strides[2])
+            value = value.as_strided(
+                shape, strides_v, value.storage_offset() + start * strides_v[2]
+            )
         if linear:
             out = _attend(rows, key, value, attn_mask=spans.bias, scale=scale)
         else:

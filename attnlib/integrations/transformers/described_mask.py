@@ -10,7 +10,7 @@ from weakref import ref
 
 import torch
 
-from attnlib.integrations.transformers.mask_tensor import MaskTensor, tensor_writes
+from attnlib.integrations.transformers.mask_tensor import MaskTensor
 from attnlib.integrations.transformers.step_mask import StepMask
 
 __all__ = ["describe_tensor", "known_step", "read_mask"]
@@ -53,5 +53,6 @@ def describe_tensor(mask: torch.Tensor, step: StepMask) -> torch.Tensor:
         step: the description.
     """
     step.described = ref(mask)  # the step must end with the mask
-    setattr(mask, _DESCRIPTION, (step, tensor_writes(mask)))
+    writes = -1 if mask.is_inference() else mask._version  # `tensor_writes`, without its call
+    setattr(mask, _DESCRIPTION, (step, writes))
     return mask

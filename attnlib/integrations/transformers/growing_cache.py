@@ -23,7 +23,7 @@ from attnlib.ops.signature import tensor_check
 if TYPE_CHECKING:
     from attnlib.ops.triton.append_rows import RowAppend
 
-__all__ = ["capacity_of", "growing_update", "note_served"]
+__all__ = ["LAST_UPDATE", "capacity_of", "growing_update", "note_served"]
 
 _LEAST_ROOM = 128
 """Tokens that a new buffer has room for beyond those it holds, at least."""
@@ -32,8 +32,8 @@ _ROOM = 8
 _ROUND = 64
 """Buffers have a multiple of these tokens, so that few strides occur."""
 
-_local = threading.local()
-
+LAST_UPDATE = threading.local()
+"""In `layer` the one that has concatenated last, by weak reference, until `note_served` saw it."""
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -223,7 +223,7 @@ def growing_update(update: Callable[..., Any]) -> Callable[..., Any]:
             _buffers.pop(self, None)
         elif isinstance(known, _Buffers) or (known is not None and key_states.shape[2] == 1):
             _buffers[self] = None
-        _local.updated = ref(self)
+        LAST_UPDATE.layer = ref(self)
         return update(self, key_states, value_states, *args, **kwargs)
 
     return append_or_update
@@ -237,13 +237,13 @@ def note_served(key: torch.Tensor, value: torch.Tensor) -> None:
     Args:
         key, value: `[B, H, S, D]` and `[B, H, S, Dv]` of an attention call.
     """
-    last = getattr(_local, "updated", None)
+    last = getattr(LAST_UPDATE, "layer", None)
     if last is None:
         return
     layer = last()
     if layer is None or layer.keys is not key or layer.values is not value:
         return
-    _local.updated = None
+    LAST_UPDATE.layer = None
     if key.dim() != 4 or value.dim() != 4 or torch.is_grad_enabled():
         return
     if layer not in _buffers or isinstance(_buffers[layer], _Served):

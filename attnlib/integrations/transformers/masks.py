@@ -75,12 +75,36 @@ def attnlib_mask(
         "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
         **options,
     }
+    if (mask := _decode_mask(given)) is not None:
+        return mask
     if is_compiled():
         return evaluated_mask(given)
     refuse_export()
-    if attention_mask is not None:
-        _check_padding(attention_mask, batch_size)
+    _check_padding(attention_mask, batch_size)
     return _described(given, dtype if dtype.is_floating_point else torch.float32)
+
+
+def _decode_mask(given: dict[str, Any]) -> torch.Tensor | None:
+    """The mask of single queries over a static cache, in few calls: a token of a small model takes
+    so little time on a CPU that calls count. None for what needs another path."""
+    counter, function = given["q_offset"], given["mask_function"]
+    if not isinstance(counter, torch.Tensor) or not counter.is_cpu or function is None:
+        return None
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or given["q_length"] != 1:
+        return None
+    pattern, padding = recognize(function), given["attention_mask"]
+    if pattern is None or not pattern.causal:
+        return None
+    if torch.is_inference_mode_enabled():  # its tensors do not count writes
+        return None
+    batch = given["batch_size"]
+    _check_padding(padding, batch)
+    step = StepMask(
+        *(pattern, batch, 1, given["kv_length"], int(counter), given["kv_offset"]),
+        *(function, padding, given["device"]),
+    )
+    mask = step.single_query()
+    return None if mask is None else describe_tensor(mask, step)
 
 
 def _described(given: dict[str, Any], dtype: torch.dtype) -> torch.Tensor | None:
@@ -150,7 +174,9 @@ def _values(given: dict[str, Any], step: StepMask | None = None) -> torch.Tensor
     return evaluated_mask(given | {"allow_is_causal_skip": False}) if mask is None else mask
 
 
-def _check_padding(attention_mask: torch.Tensor, batch_size: int) -> None:
+def _check_padding(attention_mask: torch.Tensor | None, batch_size: int) -> None:
+    if attention_mask is None:
+        return
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size:
         raise ContractError(
             f"attention_mask has shape {tuple(attention_mask.shape)}; for a batch of {batch_size} "

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import numpy as np
@@ -15,6 +15,9 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.integrations.transformers.patterns import MaskFunction, Pattern
+
+if TYPE_CHECKING:
+    from attnlib.integrations.transformers.decode_again import DecodeAgain
 
 __all__ = ["Rows", "StepMask", "first_visible_key"]
 
@@ -77,6 +80,7 @@ class StepMask:
         is_static: the keys are all of a static cache, so the next step has tensors of these sizes.
         plans: cache of everything that the layers of this step derive from the mask.
         described: the evaluated mask if it is a plain tensor, which holds this description.
+        decode: what a layer of the step has found on a CPU (`decode_again`).
     """
 
     pattern: Pattern | None
@@ -93,6 +97,7 @@ class StepMask:
     is_static: bool = False
     plans: dict[Any, Any] = field(default_factory=dict)
     described: ref[torch.Tensor] | None = field(default=None, init=False)
+    decode: DecodeAgain | None = field(default=None, init=False)
 
     @property
     def width(self) -> int:
@@ -132,21 +137,22 @@ class StepMask:
 
     def single_query(self) -> torch.Tensor | None:
         """The evaluated mask `[B, 1, 1, S]` of one causal query per row; None for other masks."""
-        pattern = self.pattern
-        if pattern is None or self.q_length != 1 or not pattern.causal or not pattern.is_plain:
+        pattern, width, keys = self.pattern, self.width, self.kv_length
+        if pattern is None or self.q_length != 1 or not pattern.causal or pattern.chunk is not None:
             return None
-        if self.kv_length < self.q_offset + 1 - self.kv_offset or self.kv_length < 1:
+        if pattern.segments is not None or pattern.spans is not None:
             return None
-        first = first_visible_key(self, pattern, None)
-        assert isinstance(first, int)  # a plain pattern has no chunks
-        first, keys = min(max(first, 0), self.width), self.kv_length
-        mask = torch.zeros(self.batch_size, keys, dtype=torch.bool, device=self.device)
-        visible, padding = mask.narrow(1, first, self.width - first), self.padding()
+        if keys < self.q_offset + 1 - self.kv_offset or keys < 1:
+            return None
+        left, padding = pattern.window.left, self.padding()
+        first = 0 if left is None else min(max(width - 1 - left, 0), width)
+        mask = torch.zeros(self.batch_size, 1, 1, keys, dtype=torch.bool, device=self.device)
+        visible = mask.narrow(3, first, width - first)
         if padding is None:
             visible.fill_(True)
         else:
-            visible.copy_(padding[:, first:])
-        return mask.view(self.batch_size, 1, 1, keys)
+            visible.copy_(padding[:, None, None, first:])
+        return mask
 
     def check(self, query: torch.Tensor, key: torch.Tensor) -> None:
         """Check that the mask was made for these tensors.

@@ -32,13 +32,13 @@ def made(
 ) -> DecodeAgain:
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     call = Call(torch.nn.Identity(), *states(), 0.3, softcap, sinks, None, True)
-    spans = Spans(starts, 9, key_bytes, torch.float32)
+    spans = Spans(list(starts), 9, key_bytes, torch.float32)
     return DecodeAgain.of(call, kwargs, Pattern(True), spans)
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_known() -> None:
-    decode_again._local.__dict__.clear()
+    decode_again._local.last.clear()
 
 
 @pytest.mark.parametrize("key_bytes", [1, 1 << 24], ids=["one call", "calls"])
