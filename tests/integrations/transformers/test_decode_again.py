@@ -62,6 +62,20 @@ def test_values(kind: str, starts: tuple[int, int], key_bytes: int) -> None:
     assert found is not None and float((found - expected).abs().max()) < 1e-6
 
 
+@pytest.mark.parametrize("start", [0, 2])
+def test_the_bias_of_a_step_has_room_for_those_behind_it(start: int) -> None:
+    """A token over padded rows makes a view of the bias, until its memory is full."""
+    last = Spans([start, 7], start + 60, 1, torch.float32)
+    assert last.bias is not None and last.is_small
+    for end in (start + 61, start + 64):
+        step, fresh = last.until(end), Spans([start, 7], end, 1, torch.float32)
+        assert step is not None and step.bias is not None and fresh.bias is not None
+        assert step.bias.data_ptr() == last.bias.data_ptr()
+        assert torch.equal(step.bias, fresh.bias)
+    assert last.until(start + 65) is None
+    assert not Spans([0, 7], 1 << 18, 1, torch.float32).is_small
+
+
 @pytest.mark.parametrize(
     "change",
     [
