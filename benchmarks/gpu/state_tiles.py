@@ -96,7 +96,12 @@ def chosen(name: str) -> Iterator[None]:
     kinds = dict.fromkeys(state_tiles.TILES, choice) if choice else state_tiles.TILES
     chunk = state_tiles.LONG_CHUNK if choice is None else 64 * name.startswith(LONG)
     is_row = state_tiles.ROW_DECODES if choice is None else name.startswith(ROW)
-    given = {"TILES": kinds, "MOST_COLUMNS": columns, "LONG_CHUNK": chunk, "ROW_DECODES": is_row}
+    given: dict[str, Any] = {
+        "TILES": kinds,
+        "MOST_COLUMNS": columns,
+        "LONG_CHUNK": chunk,
+        "ROW_DECODES": is_row,
+    }
     with patch.multiple(state_tiles, **given):
         state_config.cache_clear()  # neither key names a tile
         LAUNCHES.clear()
