@@ -84,8 +84,8 @@ def test_served_requests(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.slow
 def test_sizes_and_dtypes(options: dict[str, Any]) -> None:
     """Chunks, several blocks of values and parts of keys, drafts across a chunk."""
-    spec = KINDS["gated delta"].replace(conv_channels=0, conv_width=0, max_rollback=3)
-    spec = spec.replace(**options)
+    spec = KINDS["gated delta"].replace(conv_channels=0, conv_width=0, batch_invariant=True)
+    spec = spec.replace(**{"max_rollback": 3, **options})
     request = draw_tokens(spec, 41, 3)
     server = Server(spec, operations(spec), [request], [5])
     drafts = spec.max_rollback
