@@ -113,6 +113,15 @@ def _go_back(w, o, row, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def _go_back_group(w, o, group, CONFIG: tl.constexpr):
+    """Return (w, o) before the tokens of what `_load_group` returns."""
+    GROUP: tl.constexpr = CONFIG.GROUP
+    for number in tl.static_range(GROUP):
+        w, o = _go_back(w, o, group[number], CONFIG)
+    return w, o
+
+
+@triton.jit
 def _parts_of(w, CONFIG: tl.constexpr):
     """Return the parts of w [1, WARPS, WIDTH], [PART], which every warp has."""
     PARTS: tl.constexpr = CONFIG.PARTS
@@ -206,15 +215,14 @@ def decode_request(request, base, s, tokens, slots, skip, out, scale, CONFIG: tl
         factor = scale * _inverse_length(w, CONFIG)
     values = value_rows(block, CONFIG)
     w, o = _go_back(w, tl.zeros_like(new.v.to(tl.float32)), new, CONFIG)
+    last -= GROUP
     while last >= base:
-        last -= GROUP
         # The rows that come next are under way while these are computed.
-        behind = group
-        if GROUP < CONFIG.UNIT - 1:
-            behind = _load_group(last, base, tokens, tail, block, CONFIG)
-        for number in tl.static_range(GROUP):
-            w, o = _go_back(w, o, group[number], CONFIG)
+        behind = _load_group(last, base, tokens, tail, block, CONFIG)
+        w, o = _go_back_group(w, o, group, CONFIG)
         group = behind
+        last -= GROUP
+    w, o = _go_back_group(w, o, group, CONFIG)
     o = (o + _multiply_state(s, w, base, CONFIG)) * factor
     if CONFIG.HAS_SKIP:
         o = o + new.v.to(tl.float32) * tl.load(skip + head).to(tl.float32)
