@@ -35,38 +35,21 @@ def check_layer_tensors(spec: StateSpec, tensors: Mapping[str, torch.Tensor | No
         ContractError: names the tensor.
     """
     heads, channels = (spec.num_heads,), (spec.conv_channels,)
+    has_decay = spec.has_recurrence and spec.decay == "constant"
+    weight = (*channels, spec.conv_width)
     for name, field, needed, shape, dtype, rule in (
-        (
-            "conv_weight",
-            f"conv_channels={spec.conv_channels}",
-            spec.has_convolution,
-            (*channels, spec.conv_width),
-            spec.dtype,
-            "T6",
-        ),
-        (
-            "conv_bias",
-            f"has_conv_bias={spec.has_conv_bias}",
-            spec.has_conv_bias,
-            channels,
-            spec.dtype,
-            "T6",
-        ),
-        ("skip", f"has_skip={spec.has_skip}", spec.has_skip, heads, torch.float32, "T2"),
-        (
-            "log_decay",
-            f"decay={spec.decay!r}",
-            spec.has_recurrence and spec.decay == "constant",
-            heads,
-            torch.float32,
-            "T5",
-        ),
+        ("conv_weight", "conv_channels", spec.has_convolution, weight, spec.dtype, "T6"),
+        ("conv_bias", "has_conv_bias", spec.has_conv_bias, channels, spec.dtype, "T6"),
+        ("skip", "has_skip", spec.has_skip, heads, torch.float32, "T2"),
+        ("log_decay", "decay", has_decay, heads, torch.float32, "T5"),
     ):
         tensor = tensors[name]
         if needed is not (tensor is not None):
             action = "pass it" if needed else "leave it out"
-            given = "missing" if needed else "given"
-            raise ContractError(f"{name} is {given}, and the spec has {field}: {action}", rule=rule)
+            given, value = "missing" if needed else "given", getattr(spec, field)
+            raise ContractError(
+                f"{name} is {given}, and the spec has {field}={value!r}: {action}", rule=rule
+            )
         if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
             raise _wrong(name, tensor, dtype, shape, rule)
 

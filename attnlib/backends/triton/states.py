@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import torch
 
-from attnlib.backends.state_impl import StateImpl, StateInputs, StateOperations, StepPlan
+from attnlib.backends.state_impl import StateInputs, StateOperations, StepPlan
 from attnlib.cache.states import StateCache
 from attnlib.metadata.states import StateMetadata
 from attnlib.ops.states.step_form import FusedInputs
@@ -39,17 +39,9 @@ class TritonStateImpl(StateOperations):
             return type(self).step
         tensors, batch = cache.tensors, metadata.batch
         prepared = PreparedStep(inputs, tensors, batch, self.params, out=output)
-
-        def run(
-            impl: StateImpl,
-            inputs: StateInputs,
-            cache: StateCache,
-            metadata: StateMetadata,
-            output: torch.Tensor,
-        ) -> None:
-            prepared.run(inputs, cache.tensors, metadata.batch, impl.owner.skip, output)
-
-        return run
+        return lambda impl, inputs, cache, metadata, output: prepared.run(
+            inputs, cache.tensors, metadata.batch, impl.owner.skip, output
+        )
 
     def plan_convolution(
         self,
@@ -64,19 +56,9 @@ class TritonStateImpl(StateOperations):
         assert weight is not None  # the layer checks it
         activation, batch = self.spec.conv_activation, metadata.batch
         prepared = PreparedConvolution(x, weight, bias, cache.tensors, batch, activation, output)
-
-        def run(
-            impl: StateImpl,
-            x: torch.Tensor,
-            cache: StateCache,
-            metadata: StateMetadata,
-            output: torch.Tensor,
-        ) -> None:
-            weight = impl.owner.conv_weight
-            assert weight is not None  # as above
-            prepared.run(x, weight, impl.owner.conv_bias, cache.tensors, metadata.batch, output)
-
-        return run
+        return lambda impl, x, cache, metadata, output: prepared.run(
+            x, impl.owner.conv_weight, impl.owner.conv_bias, cache.tensors, metadata.batch, output
+        )
 
     def plan_fused_step(
         self,
@@ -94,17 +76,12 @@ class TritonStateImpl(StateOperations):
         assert weight is not None  # the layer checks it
         given = (inputs, weight, owner.conv_bias, cache.tensors, batch, self.params)
         prepared = PreparedFusedStep(*given, activation, output)
-
-        def run(
-            impl: StateImpl,
-            inputs: FusedInputs,
-            cache: StateCache,
-            metadata: StateMetadata,
-            output: torch.Tensor,
-        ) -> None:
-            owner = impl.owner
-            assert owner.conv_weight is not None  # as above
-            weights = (owner.conv_weight, owner.conv_bias)
-            prepared.run(inputs, *weights, cache.tensors, metadata.batch, owner.skip, output)
-
-        return run
+        return lambda impl, inputs, cache, metadata, output: prepared.run(
+            inputs,
+            impl.owner.conv_weight,
+            impl.owner.conv_bias,
+            cache.tensors,
+            metadata.batch,
+            impl.owner.skip,
+            output,
+        )
