@@ -3,7 +3,8 @@
     python benchmarks/gpu/hybrid_model.py --out hybrid_model.json
 
 The model has the shape of Qwen3-Next with fewer layers and experts, and random weights. First, in
-float32, the tokens of the engine are compared with those that the model prefers without a cache.
+float32, the tokens of the engine are compared with those that the model prefers without a cache,
+with state layers in torch: flash-linear-attention multiplies float32 as TF32.
 Then, in bfloat16, random prompts of equal length are continued greedily by the engine, over one
 pool of keys and states, and by `generate` with sdpa attention and the state layers of
 flash-linear-attention, where it is installed. They take turns; the median of `--rounds` runs is
@@ -14,10 +15,12 @@ first tokens in common, of which the engine reuses what `reused` says.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,7 +151,8 @@ def check_float32(device: str, sizes: dict[str, Any]) -> dict[str, Any]:
     num_blocks = 1 + sum(most_blocks(smallest, request) for request in requests)
     paged = PagedModel(model, num_blocks=num_blocks, hybrid=True)
     served = serve(paged, Scheduler(blocks_of(paged), 256, 4), requests)
-    result = check_tokens(model, requests, served.logits)
+    with torch_states():
+        result = check_tokens(model, requests, served.logits)
     return {
         "tokens": result.tokens,
         "identical": result.identical,
@@ -156,6 +160,24 @@ def check_float32(device: str, sizes: dict[str, Any]) -> dict[str, Any]:
         "passed": result.passed,
         "backends": sorted({layer.backend.get_name() for layer in paged.all_layers()}),
     }
+
+
+@contextmanager
+def torch_states() -> Iterator[None]:
+    """State layers of transformers in torch, in float32 of full precision."""
+    module: Any = transformers.models.qwen3_next.modeling_qwen3_next
+    names = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
+    before = {name: getattr(module, name) for name in names}
+    allowed = torch.backends.cudnn.allow_tf32
+    try:
+        torch.backends.cudnn.allow_tf32 = False
+        for name, function in before.items():
+            setattr(module, name, inspect.unwrap(function))
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = allowed
+        for name, function in before.items():
+            setattr(module, name, function)
 
 
 def measure(model: Any, row: Row, rounds: int, budget: int, device: str) -> dict[str, Any]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from attnlib.cli.main import main
+from attnlib.integrations.transformers.state_calls import FUNCTIONS
 from tests.example_checkpoint import save
 from tests.integrations.transformers.test_state_mixers import built, skip_in_older_releases
 from tests.integrations.transformers.test_state_mixers import pytestmark as has_state_functions
@@ -49,10 +52,21 @@ def test_a_prefix_of_a_model_with_states_is_a_hit(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["qwen3_next", "bamba", "kimi_linear", "lfm2"])
-def test_on_a_gpu(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Keys, latents and states as strided blocks of one pool, in the Triton kernels."""
+def test_on_a_gpu(
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Keys, latents and states as strided blocks of one pool, in the Triton kernels. The reference
+    computes in float32 of full precision, without the packages that round to TF32."""
     skip_in_older_releases(name)
-    save(built(name), tmp_path)
+    model = built(name)
+    module = sys.modules[type(model).__module__]
+    for function in FUNCTIONS.keys() & vars(module).keys():
+        monkeypatch.setattr(module, function, inspect.unwrap(getattr(module, function)))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    save(model, tmp_path)
     sizes = ["--requests", "7", "--max-new-tokens", "6", "--num-blocks", "120"]
     options = ["--device", "cuda", "--dtype", "float32", "--json", "--model", str(tmp_path)]
     assert main(["demo", *options, *sizes]) == 0
