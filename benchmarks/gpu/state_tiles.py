@@ -5,9 +5,9 @@
 
 A choice ROWSxWARPS[:REGISTERS][/STAGES][+GROUP[f]] takes the place of those of
 `ops.triton.heuristics.state_tiles.TILES`, with C before it (16C64x8) for the columns of the keys
-that are multiplied at a time, with w behind it for decodes of a whole head in one program, with L
-in front for prefills of 64 tokens at a time (`LONG_CHUNK`), and with R for `ROW_DECODES`, which
-load GROUP rows of the tail at a time, with f with fused products and sums.
+that are multiplied at a time, with w behind it for decodes of a whole head in one program, L or H
+(two terms) in front for prefills in `LONG_CHUNK`s, and R for `ROW_DECODES`, which load GROUP rows
+of the tail at a time, with f with fused products and sums.
 Processes compile the kernels first, side by side. Each row is a case of
 `attnlib bench --suite states`: times are medians of replays of CUDA graphs, in turn, over all
 positions of a chunk. `share` is the part of the bandwidth of a copy that the bytes of the case
@@ -25,7 +25,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -47,7 +47,7 @@ from attnlib.ops.triton.states.config import state_config
 from benchmarks.gpu import rows
 
 SHIPPED = "shipped"
-LONG, ROW = "L", "R"
+LONG, SHORT, ROW = "L", "H", "R"
 STEPS = ("64x8:128", "64x4:168", "32x2:168", "32x4w", "32x4:168w", "32x4:128w", "64C32x4:168w",
          "128C32x4w", "64x4w", "16x4:128w", "16x2:168w", "32x2w", "R128x4:168+4", "R128x4:168+2",
          "R128x4:168+4f", "R128x8:128+4", "R64x2:168+4", "R64x2:168+2f", "R64x4:128+4",
@@ -73,10 +73,10 @@ _CHOICE = re.compile(r"(?:(\d+)C)?(\d+)x(\d+)(?::(\d+))?(?:/(\d+))?(?:\+(\d+))?(
 
 def parse(name: str) -> tuple[int, StateChoice]:
     """(columns of keys, choice) of a name such as `32x4:128`."""
-    found = _CHOICE.fullmatch(name.removeprefix(LONG).removeprefix(ROW))
+    found = _CHOICE.fullmatch(name[name[0] in LONG + SHORT + ROW :])
     if found is None:
         raise ValueError(
-            f"choice {name!r}; the form is [L]ROWSxWARPS[:REGISTERS][/STAGES][+GROUP][w|f]"
+            f"choice {name!r}; the form is [L|H|R]ROWSxWARPS[:REGISTERS][/STAGES][+GROUP][w|f]"
         )
     *numbers, ending = found.groups()
     columns, size, warps, registers, stages, group = (int(each or 0) for each in numbers)
@@ -92,17 +92,13 @@ def choices(case: StateCase, given: list[str] | None) -> list[str]:
 @contextmanager
 def chosen(name: str) -> Iterator[None]:
     """Inside, kernels have the tiles of a choice."""
-    columns, choice = (state_tiles.MOST_COLUMNS, None) if name == SHIPPED else parse(name)
-    kinds = dict.fromkeys(state_tiles.TILES, choice) if choice else state_tiles.TILES
-    chunk = state_tiles.LONG_CHUNK if choice is None else 64 * name.startswith(LONG)
-    is_row = state_tiles.ROW_DECODES if choice is None else name.startswith(ROW)
-    given: dict[str, Any] = {
-        "TILES": kinds,
-        "MOST_COLUMNS": columns,
-        "LONG_CHUNK": chunk,
-        "ROW_DECODES": is_row,
-    }
-    with patch.multiple(state_tiles, **given):
+    given: dict[str, Any] = {}
+    if name != SHIPPED:
+        columns, choice = parse(name)
+        given = {"TILES": dict.fromkeys(state_tiles.TILES, choice), "MOST_COLUMNS": columns}
+        given["LONG_CHUNK"] = 64 * (name[0] in LONG + SHORT)
+        given |= {"LONG_TERMS": 2 if name[0] == SHORT else 3, "ROW_DECODES": name[0] == ROW}
+    with patch.multiple(state_tiles, **given) if given else nullcontext():
         state_config.cache_clear()  # neither key names a tile
         LAUNCHES.clear()
         try:

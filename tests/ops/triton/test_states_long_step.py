@@ -76,6 +76,13 @@ def test_values(name: str, options: dict[str, Any], long_steps: list[int]) -> No
 
 
 @pytest.mark.slow
+def test_two_terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands of 16 bits; the limit is that of the outputs in bfloat16."""
+    monkeypatch.setattr(state_tiles, "LONG_TERMS", 2)
+    assert served(spec_of("gated delta", max_rollback=3), 181, [(20, 0), (77, 3), (84, 0)]) < LIMIT
+
+
+@pytest.mark.slow
 def test_a_state_of_bfloat16() -> None:
     spec = spec_of("gated delta", state_dtype=torch.bfloat16)
     assert served(spec, 200, [(130, 0), (70, 0)]) < 2 * LIMIT

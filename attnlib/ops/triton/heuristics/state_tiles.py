@@ -18,6 +18,7 @@ __all__ = [
     "LARGEST_CHUNK",
     "LARGEST_HEAD",
     "LONG_CHUNK",
+    "LONG_TERMS",
     "ROW_DECODES",
     "TILES",
     "StateChoice",
@@ -36,6 +37,8 @@ LONG_CHUNK = 0
 """Tokens that a long step computes at a time on Hopper where its bits may depend on its length, 64
 or 0 for those of a chunk of the slots. Off until the conformance suite has run with it on a GPU.
 Without stages, its loop addresses wrong shared memory on an H100."""
+LONG_TERMS = 3
+"""Numbers of bfloat16 that it takes for one of float32, 3 or 2."""
 ROW_DECODES = False
 """Whether decodes whose bits may depend on the batch have the form of `kernels.state_decode`. Off
 until it has run on a GPU."""

@@ -61,9 +61,10 @@ class PreparedLongStep:
         tile = state_tiles.state_tile(*sizes, "long prefill")
         chunk, heads = state_tiles.LONG_CHUNK, layout.num_heads
         config = state_config(layout, recurrence, strides, tile, True, chunk)
+        config = config._replace(TERMS=state_tiles.LONG_TERMS)
         options, chunks = tile.options(limits.is_amd), rows // chunk + num_reqs * config.EXTRA
         matrices = 2 if config.DELTA else 1
-        self._planes = (chunks, heads, matrices, 3, chunk, chunk)
+        self._planes = (chunks, heads, matrices, config.TERMS, chunk, chunk)
         self._factors = (chunks, heads, FACTORS.value, chunk)
         self._matrices = KernelLaunch(
             long_matrices_kernel, config, (chunks, heads), (float(params.scale), num_reqs)

@@ -10,8 +10,8 @@ are:
     o = read (q S) + P u + skip v       read = scale |q| exp(b); P holds scale |q| and |k|
     S' = exp(b[last]) S + k^T (kept u)  kept = |k| exp(b[last] - b)
 
-with |q| and |k| for the inverse lengths. Products have the precision of float32 (T3): matrix units
-multiply bfloat16, and three such numbers are one of float32, of which queries and keys need one.
+with |q| and |k| for the inverse lengths. Matrix units multiply bfloat16: three such numbers are one
+of float32, two have 16 of its bits (`TERMS`), and queries and keys need one.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _places(planes, factors, chunk, head, CONFIG: tl.constexpr):
     MATRICES: tl.constexpr = 2 if CONFIG.DELTA else 1
     row = tl.arange(0, CONFIG.C)
     number = chunk.to(tl.int64) * CONFIG.HV + head
-    plane = planes + number * (MATRICES * 3 * CONFIG.C * CONFIG.C)
+    plane = planes + number * (MATRICES * CONFIG.TERMS * CONFIG.C * CONFIG.C)
     return plane + row[:, None] * CONFIG.C + row[None, :], factors + number * (FACTORS * CONFIG.C)
 
 
@@ -216,27 +216,34 @@ def _cut(x):
 
 
 @triton.jit
-def _parts_of(x):
-    """Return three numbers of bfloat16 whose sum is x, the largest first."""
+def _parts_of(x, CONFIG: tl.constexpr):
+    """Return TERMS numbers of bfloat16 whose sum is x, the largest first; with two of them, x is
+    rounded to 16 bits or more."""
     high, rest = _cut(x)
-    middle, rest = _cut(rest)
-    low, _ = _cut(rest)
-    return high, middle, low
+    if CONFIG.TERMS == 2:
+        parts = high, rest.to(tl.bfloat16)
+    else:
+        middle, rest = _cut(rest)
+        low, _ = _cut(rest)
+        parts = high, middle, low
+    return parts
 
 
 @triton.jit
 def _store_planes(place, x, CONFIG: tl.constexpr):
-    SIZE: tl.constexpr = CONFIG.C * CONFIG.C
-    high, middle, low = _parts_of(x)
-    tl.store(place, high)
-    tl.store(place + SIZE, middle)
-    tl.store(place + 2 * SIZE, low)
+    TERMS: tl.constexpr = CONFIG.TERMS
+    parts = _parts_of(x, CONFIG)
+    for term in tl.static_range(TERMS):
+        tl.store(place + term * CONFIG.C * CONFIG.C, parts[term])
 
 
 @triton.jit
 def _load_planes(place, CONFIG: tl.constexpr):
-    SIZE: tl.constexpr = CONFIG.C * CONFIG.C
-    return tl.load(place), tl.load(place + SIZE), tl.load(place + 2 * SIZE)
+    TERMS: tl.constexpr = CONFIG.TERMS
+    planes = ()
+    for term in tl.static_range(TERMS):
+        planes = planes + (tl.load(place + term * CONFIG.C * CONFIG.C),)
+    return planes
 
 
 @triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=UNALIGNED)
@@ -261,8 +268,8 @@ def long_matrices_kernel(
 ):
     """Prepare one chunk of one state head. Grid: (chunks, HV).
 
-    planes: [chunks, HV, 2, 3, C, C] bfloat16, P and T in three parts; without T for additive
-    updates. factors: [chunks, HV, FACTORS, C] float32.
+    planes: [chunks, HV, 2, TERMS, C, C] bfloat16, P and T in parts; without T for additive updates.
+    factors: [chunks, HV, FACTORS, C] float32.
     """
     C: tl.constexpr = CONFIG.C
     place, head = tl.program_id(0), tl.program_id(1)
@@ -285,7 +292,7 @@ def long_matrices_kernel(
     plane, vector = _places(planes, factors, place, head, CONFIG)
     _store_planes(plane, pairs * given.norm_q[:, None], CONFIG)
     if CONFIG.DELTA:
-        _store_planes(plane + 3 * C * C, solve, CONFIG)
+        _store_planes(plane + CONFIG.TERMS * C * C, solve, CONFIG)
     index = tl.arange(0, C)
     decays = tl.exp(given.total)
     end = tl.sum(tl.where(index == C - 1, given.total, 0.0), 0)
@@ -308,20 +315,20 @@ def _dot(a, b, acc, CONFIG: tl.constexpr):
 
 @triton.jit
 def _multiply(rows, parts, acc, CONFIG: tl.constexpr):
-    """Return acc + rows x, with x in three parts."""
-    high, middle, low = parts
-    acc = _dot(rows, low, acc, CONFIG)
-    acc = _dot(rows, middle, acc, CONFIG)
-    return _dot(rows, high, acc, CONFIG)
+    """Return acc + rows x, with x in TERMS parts."""
+    TERMS: tl.constexpr = CONFIG.TERMS
+    for term in tl.static_range(TERMS):
+        acc = _dot(rows, parts[TERMS - 1 - term], acc, CONFIG)
+    return acc
 
 
 @triton.jit
 def _multiply_planes(planes, parts, acc, CONFIG: tl.constexpr):
-    """Return acc + a x, with both in three parts; products below those of float32 are left out."""
-    high, middle, _ = parts
-    acc = _dot(planes[2], high, acc, CONFIG)
-    acc = _dot(planes[1], middle, acc, CONFIG)
-    acc = _dot(planes[1], high, acc, CONFIG)
+    """Return acc + a x, with both in TERMS parts; products below the last part are left out."""
+    if CONFIG.TERMS == 3:
+        acc = _dot(planes[2], parts[0], acc, CONFIG)
+        acc = _dot(planes[1], parts[1], acc, CONFIG)
+    acc = _dot(planes[1], parts[0], acc, CONFIG)
     return _multiply(planes[0], parts, acc, CONFIG)
 
 
@@ -341,20 +348,21 @@ def _compute_chunk(s, q, k, v, skip, place, vector, OUTPUTS: tl.constexpr, CONFI
     beta, kept = tl.load(vector + row), tl.load(vector + 3 * C + row)
     decay = tl.load(vector + 4 * C)
     zeros = tl.zeros([C, ROWS], tl.float32)
-    parts = _parts_of(s)
+    parts = _parts_of(s, CONFIG)
     u = v * beta[:, None]
     if CONFIG.DELTA:
         seen = tl.load(vector + C + row)
         u -= _multiply(k, parts, zeros, CONFIG) * seen[:, None]
-        u = _multiply_planes(_load_planes(place + 3 * C * C, CONFIG), _parts_of(u), zeros, CONFIG)
+        solve = _load_planes(place + CONFIG.TERMS * C * C, CONFIG)
+        u = _multiply_planes(solve, _parts_of(u, CONFIG), zeros, CONFIG)
     o = zeros
     if OUTPUTS:
         read = tl.load(vector + 2 * C + row)
         o = _multiply(q, parts, zeros, CONFIG) * read[:, None]
         if CONFIG.HAS_SKIP:
             o += v * skip
-        o = _multiply_planes(_load_planes(place, CONFIG), _parts_of(u), o, CONFIG)
-    s = _multiply(tl.trans(k), _parts_of(u * kept[:, None]), s * decay, CONFIG)
+        o = _multiply_planes(_load_planes(place, CONFIG), _parts_of(u, CONFIG), o, CONFIG)
+    s = _multiply(tl.trans(k), _parts_of(u * kept[:, None], CONFIG), s * decay, CONFIG)
     return s, o
 
 
