@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from attnlib import example_model
 from attnlib.backends.torch import TorchBackend
+from attnlib.cache.hybrid import KVCacheGroup, StateGroup
+from attnlib.cache.hybrid_allocator import HybridBlockAllocator
 from attnlib.cli import main
 from attnlib.cli.demo.plain_blocks import PlainBlocks
 from attnlib.cli.demo.result import compare
@@ -22,6 +24,7 @@ from attnlib.cli.demo.serve import ServingResult
 from attnlib.cli.demo.view import Progress
 from attnlib.errors import CacheExhaustedError
 from attnlib.selection import unregister_backend
+from attnlib.spec import AttentionSpec, StateSpec
 from tests import example_checkpoint
 from tests.example_checkpoint import save
 
@@ -77,19 +80,28 @@ def test_a_request_that_does_not_fit_the_cache_is_an_error() -> None:
         _scheduler(blocks=4, size=2).add(Request(3, [1] * 8, 3))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(0, 1)), min_size=1, max_size=6
     ),
     st.integers(1, 9),
     st.integers(7, 12),
+    st.booleans(),
 )
 def test_every_token_is_computed_before_it_is_needed(
-    requests: list, budget: int, blocks: int
+    requests: list, budget: int, blocks: int, has_states: bool
 ) -> None:
-    """Budgets hold, all requests finish and all blocks are freed."""
+    """Budgets hold, all requests finish and all blocks are freed, also where the largest request
+    fits the pool only if its checkpoint gives way."""
     scheduler = _scheduler(blocks=blocks, size=2, budget=budget, reqs=4)
+    if has_states:
+        states = StateSpec(num_heads=1, key_size=2, value_size=2, dtype=torch.float32)
+        keys = AttentionSpec(
+            num_heads=1, num_kv_heads=1, head_size=2, dtype=torch.float32, block_size=2
+        )
+        groups = {"keys": KVCacheGroup(keys), "states": StateGroup(states, 2)}
+        scheduler = Scheduler(HybridBlockAllocator(groups, blocks + 3), budget, 4)
     made = [
         Request(index, [token] * length, new) for index, (length, new, token) in enumerate(requests)
     ]
