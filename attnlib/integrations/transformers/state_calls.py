@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,7 +12,6 @@ from torch import nn
 from attnlib.cache.states import StateCache
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.layers import layer_name
-from attnlib.integrations.transformers.mixer_layers import MixerLayers
 from attnlib.integrations.transformers.state_steps import (
     PendingConvolution,
     PendingStep,
@@ -24,20 +23,11 @@ from attnlib.metadata.states import StateMetadata
 
 if TYPE_CHECKING:
     from attnlib.integrations.transformers.paged_step import PagedStep
+    from attnlib.integrations.transformers.state_mixers import StateMixers
 
 __all__ = ["FUNCTIONS", "MixerCall"]
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", None: None}
-
-
-class Mixers(Protocol):
-    """What a call needs of the mixers of a model (`StateMixers`)."""
-
-    layers: MixerLayers
-    pending: PendingConvolution | PendingStep | None
-
-    def has_recurrence(self, mixer: nn.Module) -> bool:
-        """Whether the mixer calls a recurrence after its convolution."""
 
 
 class StateArguments(NamedTuple):
@@ -64,7 +54,7 @@ class MixerCall:
         mixer: the mixer.
     """
 
-    mixers: Mixers
+    mixers: StateMixers
     step: PagedStep
     mixer: nn.Module
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from attnlib.integrations.transformers.layers import layer_name
 from attnlib.layer.state import StateLayer
 from attnlib.metadata.states import StateMetadata
 from attnlib.ops.states import StepForm
+
+if TYPE_CHECKING:
+    from attnlib.integrations.transformers.state_mixers import StateMixers
 
 __all__ = ["PendingConvolution", "PendingStep", "channel_order", "norm_in_step", "norm_of"]
 
@@ -115,23 +118,17 @@ def norm_of(mixer: nn.Module) -> tuple[nn.Module, dict[str, Any]] | None:
     }
 
 
-class _Source(Protocol):
-    """What the mixer in this thread has called (`StateMixers`)."""
-
-    pending: PendingConvolution | PendingStep | None
-
-
 def norm_in_step(
-    source: _Source, original: Callable[..., Any], fields: dict[str, Any]
+    mixers: StateMixers, original: Callable[..., Any], fields: dict[str, Any]
 ) -> Callable[..., Any]:
     """The forward of a norm: that of a step if it gets its output, else `original`. A step that no
     norm computes is an error at the end of its mixer."""
 
     def forward(hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> Any:
-        step = source.pending
+        step = mixers.pending
         if not isinstance(step, PendingStep) or hidden_states.data_ptr() != step.out.data_ptr():
             return original(hidden_states, gate)
-        source.pending = None
+        mixers.pending = None
         return step.run(fields, gate).view(hidden_states.shape)
 
     return forward
