@@ -21,7 +21,7 @@ from attnlib.integrations.transformers.decode_spans import Spans, attend_spans, 
 from attnlib.integrations.transformers.growing_cache import LAST_UPDATE, note_served
 from attnlib.integrations.transformers.layers import Call
 from attnlib.integrations.transformers.patterns import Pattern
-from attnlib.integrations.transformers.recorded_weights import weights_are_recorded
+from attnlib.integrations.transformers.recorded_weights import weights_are_collected
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.ops.signature import tensor_check
 from attnlib.selection.current import selection_state
@@ -178,7 +178,9 @@ def attend_known_decode(
         return None
     if VALIDATE_KEY in ENVIRONMENT or selection_state() != last.facts.selection:
         return None
-    if weights_are_recorded(kwargs) or torch.is_autocast_enabled("cpu"):
+    if kwargs.get("output_attentions") or weights_are_collected():
+        return None
+    if torch.is_autocast_enabled("cpu"):
         return None
     spans = visible_spans(step, key, value, last.spans)
     if spans is None:
@@ -187,7 +189,8 @@ def attend_known_decode(
     out = found.attend(query, key, value, scale, kwargs)
     if out is not None:
         step.decode = found
-        last.keep(spans)
+        if spans.bias is not None:
+            last.keep(spans)
     return out
 
 

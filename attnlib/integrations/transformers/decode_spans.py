@@ -92,8 +92,9 @@ def visible_spans(
         key, value: `[B, Hkv, S, D]` and `[B, Hkv, S, Dv]` of a layer of the step.
         last: the spans of the step before, over keys of these sizes.
     """
-    pattern, padding, end = step.pattern, step.padding(), step.width
+    pattern, end = step.pattern, step.width
     assert pattern is not None
+    padding = None if step.attention_mask is None else step.padding()
     first: int | torch.Tensor = 0
     if pattern.chunk is not None or pattern.window.left is not None:
         first = first_visible_key(step, pattern, step.attention_mask)

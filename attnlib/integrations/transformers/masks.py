@@ -80,7 +80,8 @@ def attnlib_mask(
     if is_compiled():
         return evaluated_mask(given)
     refuse_export()
-    _check_padding(attention_mask, batch_size)
+    if attention_mask is not None:
+        _check_padding(attention_mask, batch_size)
     return _described(given, dtype if dtype.is_floating_point else torch.float32)
 
 
@@ -98,7 +99,8 @@ def _decode_mask(given: dict[str, Any]) -> torch.Tensor | None:
     if torch.is_inference_mode_enabled():  # its tensors do not count writes
         return None
     batch = given["batch_size"]
-    _check_padding(padding, batch)
+    if padding is not None:
+        _check_padding(padding, batch)
     step = StepMask(
         *(pattern, batch, 1, given["kv_length"], int(counter), given["kv_offset"]),
         *(function, padding, given["device"]),
@@ -174,9 +176,7 @@ def _values(given: dict[str, Any], step: StepMask | None = None) -> torch.Tensor
     return evaluated_mask(given | {"allow_is_causal_skip": False}) if mask is None else mask
 
 
-def _check_padding(attention_mask: torch.Tensor | None, batch_size: int) -> None:
-    if attention_mask is None:
-        return
+def _check_padding(attention_mask: torch.Tensor, batch_size: int) -> None:
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size:
         raise ContractError(
             f"attention_mask has shape {tuple(attention_mask.shape)}; for a batch of {batch_size} "

@@ -144,7 +144,8 @@ class StepMask:
             return None
         if keys < self.q_offset + 1 - self.kv_offset or keys < 1:
             return None
-        left, padding = pattern.window.left, self.padding()
+        padding = None if self.attention_mask is None else self.padding()
+        left = pattern.window.left
         first = 0 if left is None else min(max(width - 1 - left, 0), width)
         mask = torch.zeros(self.batch_size, 1, 1, keys, dtype=torch.bool, device=self.device)
         visible = mask.narrow(3, first, width - first)
