@@ -147,7 +147,7 @@ def paged_model(
     """
     blocks = -(-len(tokens) // _BLOCK_SIZE)
     more = {"block_size": _BLOCK_SIZE, "backend": backend, "latents": False, **stored}
-    return PagedModel(model, num_blocks=blocks, **more)
+    return PagedModel(model, num_blocks=blocks, num_slots=1, **more)
 
 
 def prefill(paged: PagedModel, tokens: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,9 @@ def prefill(paged: PagedModel, tokens: Sequence[int], rows: torch.Tensor) -> tor
     """
     device, count = next(paged.model.parameters()).device, len(tokens)
     table = [list(range(paged.num_blocks))]
-    common = CommonAttentionMetadata.from_lengths([count], [count], table, _BLOCK_SIZE, device)
+    common = CommonAttentionMetadata.from_lengths(
+        [count], [count], table, _BLOCK_SIZE, device, state_slots=[0]
+    )
     ids, positions = torch.tensor(tokens, device=device), torch.arange(count, device=device)
     with paged.attached():
         return paged.step(ids, positions, common, rows=rows)

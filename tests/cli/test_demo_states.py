@@ -1,4 +1,4 @@
-"""`attnlib demo` over saved models with state layers."""
+"""`attnlib demo` and `attnlib audit-kv` over saved models with state layers."""
 
 from __future__ import annotations
 
@@ -47,6 +47,20 @@ def test_a_prefix_of_a_model_with_states_is_a_hit(
     result = json.loads(capsys.readouterr().out)
     assert result["result"]["passed"] and result["reused_prompt_tokens"] >= 128
     assert result["block"] == "16 tokens or a state"
+
+
+@has_state_functions
+def test_the_keys_of_a_model_with_states_are_audited(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`attnlib audit-kv`: its step has a slot for the states of the prompt."""
+    save(built("lfm2"), tmp_path)
+    (tmp_path / "text.txt").write_text("a paged cache " * 4)
+    arguments = ["audit-kv", "--device", "cpu", "--model", str(tmp_path), "--perplexity"]
+    formats = ["--formats", "int8_per_token_head;int4_per_group"]
+    assert main([*arguments, "--prompts", str(tmp_path / "text.txt"), *formats]) == 0
+    rows = re.findall(r"^(int\d)_per_\w+ +\d+ ", capsys.readouterr().out, re.M)
+    assert rows[:2] == ["int8", "int4"]
 
 
 @pytest.mark.gpu
