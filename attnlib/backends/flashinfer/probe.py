@@ -87,12 +87,11 @@ def find_api(capability: tuple[int, int] | None) -> tuple[FlashInferApi | None, 
     """The wrapper classes and "", or None and the reason.
 
     Args:
-        capability: the device's compute capability. It is set as FLASHINFER_CUDA_ARCH_LIST during
-            the import, because FlashInfer otherwise initializes CUDA to query it.
+        capability: the device's compute capability, which FlashInfer queries during the import.
     """
     if not is_installed("flashinfer"):
         return None, "flashinfer is not installed: pip install flashinfer-python"
-    with _cuda_arch_list(capability):
+    with _without_cuda(capability):
         imported = import_guarded("flashinfer")
     if imported.module is None:
         return (
@@ -132,12 +131,19 @@ def missing_arguments(wrapper: type[Any], needed: Mapping[str, tuple[str, ...]])
 
 
 @contextmanager
-def _cuda_arch_list(capability: tuple[int, int] | None) -> Iterator[None]:
-    if capability is None or _ARCH_LIST in os.environ or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
+def _without_cuda(capability: tuple[int, int] | None) -> Iterator[None]:
+    """Answer what FlashInfer asks at import with `capability`, so that CUDA is not initialized:
+    FLASHINFER_CUDA_ARCH_LIST and, in 0.7, `torch.cuda.get_device_capability`."""
+    if capability is None or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
         yield
         return
-    os.environ[_ARCH_LIST] = f"{capability[0]}.{capability[1]}"
+    added = _ARCH_LIST not in os.environ
+    os.environ.setdefault(_ARCH_LIST, f"{capability[0]}.{capability[1]}")
+    asked = torch.cuda.get_device_capability
+    torch.cuda.get_device_capability = lambda device=None: capability
     try:
         yield
     finally:
-        os.environ.pop(_ARCH_LIST, None)
+        torch.cuda.get_device_capability = asked
+        if added:
+            os.environ.pop(_ARCH_LIST, None)

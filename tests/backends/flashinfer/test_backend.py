@@ -94,11 +94,15 @@ def test_probe_has_no_side_effects(monkeypatch: pytest.MonkeyPatch, tmp_path: An
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.delitem(sys.modules, "flashinfer")
     (tmp_path / "flashinfer.py").write_text(
-        "import os\nseen = os.environ['FLASHINFER_CUDA_ARCH_LIST']\n"
+        "import os, torch\nseen = os.environ['FLASHINFER_CUDA_ARCH_LIST']\n"
+        "capability = torch.cuda.get_device_capability(0)  # at import since 0.7\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
+    asked = torch.cuda.get_device_capability
     FlashInferBackend.unavailable(H200)
     assert sys.modules["flashinfer"].seen == "9.0"
+    assert sys.modules["flashinfer"].capability == (9, 0)
+    assert torch.cuda.get_device_capability is asked
     assert "FLASHINFER_CUDA_ARCH_LIST" not in os.environ and not torch.cuda.is_initialized()
 
 
