@@ -174,7 +174,7 @@ def test_a_class_that_replaces_plans_only_rotates_by_separate_launches() -> None
             "Own", (TorchBackend,), {"get_impl_cls": staticmethod(lambda c=impl_class: c)}
         )
         impl = RotatedImpl(_spec(), backend=backend)
-        assert impl._rotating_plan(KVRotation()) == wanted
+        assert impl._rotating_plan() == wanted
 
 
 def test_a_layer_refuses_a_cache_with_another_rotation() -> None:

@@ -16,8 +16,9 @@ from weakref import WeakValueDictionary
 import torch
 
 from attnlib.backends._pairs.impl import PairImpl, attend
+from attnlib.backends._pairs.rotated_plans import RotatedPlan, RotatingPlan, stand_in
 from attnlib.backends.base import AttentionBackend, AttentionImpl
-from attnlib.backends.step_plan import LayerGroup, StepPlan, is_current
+from attnlib.backends.step_plan import LayerGroup, StepPlan, forward_signature, is_current
 from attnlib.cache.storage import PagedKVCache
 from attnlib.kv_rotation import KVRotation
 from attnlib.metadata.base import AttentionMetadata
@@ -113,10 +114,16 @@ class RotatedImpl(PairImpl):
             self._inner.rotate_heads(output, rotation.seed, inverse=True, out=output)
 
     @property
-    def _rotating_plan(self) -> Callable[..., StepPlan | None]:
-        """`rotating_plan` of the backend's impl, unless a subclass replaced `plan` only."""
-        known = is_current(type(self._inner), "rotating_plan", "plan")
-        return self._inner.rotating_plan if known else lambda *args: None
+    def _has_rotating_plan(self) -> bool:
+        """Whether the backend's impl has `rotating_plan`, and no subclass replaced `plan` only."""
+        cls = type(self._inner)
+        replaced = cls.rotating_plan is not AttentionImpl.rotating_plan
+        return replaced and is_current(cls, "rotating_plan", "plan")
+
+    def _rotating_plan(self, *call: Any) -> StepPlan | None:
+        """The plan of a call by kernels that rotate; None where this impl rotates."""
+        has_plan = self._has_rotating_plan
+        return self._inner.rotating_plan(self._rotation, *call) if has_plan else None
 
     def write_kv(
         self,
@@ -153,16 +160,15 @@ class RotatedImpl(PairImpl):
     ) -> StepPlan | None:
         """The plan of the impl for rotated tensors, and the rotations around it."""
         if key is None or self._inner.write_rotation is not None:
-            tensors = (query, key, value, cache, metadata, output, lse)
-            own = self._rotating_plan(self._rotation, signature, *tensors)
+            own = self._rotating_plan(signature, query, key, value, cache, metadata, output, lse)
             if own is not None:
-                return _RotatingPlan(own)
-        query = _stand_in(query, self._rotation.keys)
+                return RotatingPlan(own)
+        query = stand_in(query, self._rotation.keys)
         if key is not None and value is not None and self._inner.write_rotation is None:
-            key = _stand_in(key, self._rotation.keys)
-            value = _stand_in(value, self._rotation.values)
+            key = stand_in(key, self._rotation.keys)
+            value = stand_in(value, self._rotation.values)
         inner = self._inner.plan(signature, query, key, value, cache, metadata, output, lse)
-        return None if inner is None else _RotatedPlan(self.spec, inner)
+        return None if inner is None else RotatedPlan(self.spec, inner)
 
     def forward(
         self,
@@ -173,6 +179,15 @@ class RotatedImpl(PairImpl):
         lse: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionImpl.forward`."""
+        if self._has_rotating_plan:
+            call = (query, None, None, cache, metadata, output, lse)
+            signature = ("rotated", *forward_signature(self, query, cache, output, lse))
+            plans = metadata.plans
+            if signature not in plans:
+                plans[signature] = self._rotating_plan(signature, *call)
+            if (plan := plans[signature]) is not None:
+                plan.run(self._inner, query, None, None, cache, output, lse)
+                return
         attend(self._inner, self.rotated_queries(query), cache, metadata, output, lse)
         self.rotate_back(output)
 
@@ -189,57 +204,6 @@ class RotatedImpl(PairImpl):
         rotated = self.rotated_queries(query)
         self._inner.forward_selected(rotated, cache, metadata, selected_keys, output, lse)
         self.rotate_back(output)
-
-
-class _RotatingPlan:
-    """A plan whose kernels rotate, for the calls of a `RotatedImpl`."""
-
-    def __init__(self, inner: StepPlan) -> None:
-        self._inner = inner
-
-    def run(self, impl: RotatedImpl, *tensors: Any) -> None:
-        """See `StepPlan.run`."""
-        self._inner.run(impl._inner, *tensors)
-
-
-class _RotatedPlan:
-    """The plan of an impl, and the rotations around it.
-
-    Args:
-        spec: of the layers.
-        inner: the plan of the impl for rotated tensors.
-    """
-
-    def __init__(self, spec: AttentionSpec, inner: StepPlan) -> None:
-        self._spec = spec
-        self._inner = inner
-
-    def run(
-        self,
-        impl: RotatedImpl,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        cache: PagedKVCache,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        """See `StepPlan.run`."""
-        spec = self._spec
-        query = impl.rotated_queries(query.view(-1, spec.num_heads, spec.head_size))
-        if key is not None and value is not None:
-            key = key.view(-1, spec.num_kv_heads, spec.head_size)
-            key, value = impl.to_write(key, value.view(-1, spec.num_kv_heads, spec.head_size_v))
-        output = output.view(-1, spec.num_heads, spec.head_size_v)
-        self._inner.run(impl._inner, query, key, value, cache, output, lse)
-        impl.rotate_back(output)
-
-
-def _stand_in(tensor: torch.Tensor, rotates: bool) -> torch.Tensor:
-    """A tensor with the strides that the rotated one will have."""
-    if not rotates:
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 _groups: WeakValueDictionary[Any, LayerGroup] = WeakValueDictionary()

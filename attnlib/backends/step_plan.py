@@ -7,7 +7,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
-__all__ = ["LayerGroup", "StepPlan", "group_of", "is_current"]
+from attnlib.ops.signature import tensor_signature
+
+__all__ = ["LayerGroup", "StepPlan", "forward_signature", "group_of", "is_current"]
 
 
 class StepPlan(Protocol):
@@ -63,6 +65,19 @@ class LayerGroup:
         self.has_plan = has_plan
         self.has_rotary_write = has_rotary_write
         self.has_rotary_plan = has_rotary_plan
+
+
+def forward_signature(
+    impl: Any,
+    query: torch.Tensor,
+    cache: Any,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> tuple[Any, ...]:
+    """The signature of a call of `forward` without a layer, a key of the plans of its batch."""
+    own = (*impl.per_head_tensors, *impl.layer_score_tensors, lse)
+    found = (None if x is None else tensor_signature(x) for x in own)
+    return (impl.group, cache.signature, tensor_signature(query), tensor_signature(output), *found)
 
 
 _groups: WeakValueDictionary[Any, LayerGroup] = WeakValueDictionary()

@@ -10,6 +10,7 @@ import torch
 
 from attnlib.backends._two_streams import EntryOperations, attend_two_streams
 from attnlib.backends.base import AttentionImpl
+from attnlib.backends.step_plan import forward_signature
 from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.backends.triton.plan import make_plan
 from attnlib.backends.triton.rotating_plan import make_rotating_plan
@@ -17,7 +18,6 @@ from attnlib.backends.triton.spec_shape import layer_shape
 from attnlib.cache.storage import PagedKVCache
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.rotary import HeadNorm
-from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.cache_write import write_kv
 from attnlib.ops.triton.hadamard import rotate_heads
 from attnlib.ops.triton.hopper.sizes import hopper_reads
@@ -168,10 +168,7 @@ class TritonImpl(AttentionImpl):
         """See `AttentionImpl.forward`. A layer runs the plan of its batch instead."""
         if query.shape[0] == 0:
             return
-        layer = (*self.per_head_tensors, *self.layer_score_tensors)
-        own = (None if x is None else tensor_signature(x) for x in (*layer, lse))
-        shapes = (tensor_signature(query), tensor_signature(output), *own)
-        signature = (self.group, cache.signature, *shapes)
+        signature = forward_signature(self, query, cache, output, lse)
         plan = metadata.plans.get(signature)
         if plan is None:
             plan = self.plan(signature, query, None, None, cache, metadata, output, lse)

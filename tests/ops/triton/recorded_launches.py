@@ -761,6 +761,10 @@ def _check_rotations(lengths: tuple[list[int], list[int]], size: int, rotations:
     names = [record.kernel.split()[0] for record in launched]
     assert not through_triton and len(launched) == len(plain()) + rotations, (lengths, names)
     assert names.count("rotate_heads_kernel") == rotations, (lengths, names)
+    forward = step.layer.impl.forward
+    launched, _ = recorded(lambda: forward(step.query, step.cache, step.batch, step.out))
+    own = [record.kernel.split()[0] for record in launched]
+    assert own.count("rotate_heads_kernel") == rotations and len(own) == len(names) - 1, own
     shape, numel = step.query.shape, step.query.numel()
     step.query = torch.zeros(numel + 1, dtype=torch.bfloat16)[1:].view(shape)
     names = [record.kernel.split()[0] for record in step()]
