@@ -149,16 +149,18 @@ def test_the_guide_has_the_committed_results() -> None:
         assert line.split("|")[3:5] == [shown, f"{kl:.5f}"], label
 
 
-def test_the_committed_results_hold_their_bars() -> None:
+@pytest.mark.parametrize("name", ["kv_quality", "kv_quality_smollm2"])
+def test_the_committed_results_hold_their_bars(name: str) -> None:
     """Quality of the formats that the guide recommends, and the ranking of the audit."""
     root = Path(__file__).parents[2]
-    found = json.loads((root / "benchmarks/results/kv_quality.json").read_text())
+    found = json.loads((root / f"benchmarks/results/{name}.json").read_text())
     kl = dict(_mean_kl(found))
     assert kl["int8_per_token_head, rotated"] <= 0.0010
     for value in ("int4_per_group", "nvfp4"):
         assert kl[f"int8_per_token_head, {value} values, rotated"] <= 0.010
     errors = [(found["total"][label]["output_error"], one) for label, one in kl.items()]
     assert rank_correlation(errors) >= 0.95
+    assert kl["int4_per_group, keys"] > 10 * kl["int4_per_group, values"]
 
 
 def test_an_unknown_format_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
