@@ -12,8 +12,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from math import lcm
 
 from attnlib.cache.allocator import BlockAllocator, TokenIds, as_tokens
-from attnlib.cache.hybrid import Group, KVCacheGroup, StateGroup
 from attnlib.cache.hybrid_forks import fork_sequence
+from attnlib.cache.hybrid_groups import Group, KVCacheGroup, StateGroup, pool_block_bytes
 from attnlib.cache.hybrid_prefixes import longest_prefix
 from attnlib.cache.hybrid_states import LayerSlots, StateBlocks
 from attnlib.cache.sequence_blocks import NULL_BLOCK, SequenceBlocks
@@ -35,11 +35,7 @@ class HybridBlockAllocator:
     """
 
     def __init__(
-        self,
-        groups: Mapping[str, Group],
-        num_blocks: int,
-        *,
-        prefix_caching: bool = True,
+        self, groups: Mapping[str, Group], num_blocks: int, *, prefix_caching: bool = True
     ) -> None:
         if not groups:
             raise ContractError("an allocator needs at least one group of layers")
@@ -51,6 +47,7 @@ class HybridBlockAllocator:
         states = {n: each for n, each in groups.items() if isinstance(each, StateGroup)}
         self._states = StateBlocks(self.pool, states)
         self._used = dict.fromkeys(self.groups, 0)
+        self.block_bytes = pool_block_bytes(groups)
 
     @property
     def num_free_blocks(self) -> int:
@@ -80,9 +77,8 @@ class HybridBlockAllocator:
             name: self.pool.find_contents(tokens, (name, key), block_size=group.block_size)
             for name, group in self.groups.items()
         }
-        prefix = longest_prefix(
-            self.groups, found, self.common_block_size, self._states.has_checkpoint
-        )
+        step, has_states = self.common_block_size, self._states.has_checkpoint
+        prefix = longest_prefix(self.groups, found, step, has_states)
         states, reused = self._states.start(prefix.last), prefix.num_tokens
         sequence = SequenceBlocks({}, reused, prefix.num_keys, key, states)
         for name, group in self.groups.items():
@@ -140,10 +136,8 @@ class HybridBlockAllocator:
         """
         count = len(token_ids)
         states, runs = sequence.states, count > sequence.num_computed
-        missing = {
-            **sequence.missing(self.groups, count),
-            **(self._states.missing(states) if runs else {}),
-        }
+        slots = self._states.missing(states) if runs else {}
+        missing = {**sequence.missing(self.groups, count), **slots}
         if count < sequence.num_computed or any(missing.values()):
             raise ContractError(
                 f"{count} tokens are computed, but {sequence.num_computed} were before, and the "
@@ -212,8 +206,11 @@ class HybridBlockAllocator:
             sequence._chains[name] = (0, self.pool.start_of((name, sequence.key)))
 
     def block_tables(self, sequences: Sequence[SequenceBlocks]) -> dict[str, list[list[int]]]:
-        """Group of keys -> one row per request, for `CommonAttentionMetadata.from_lengths`."""
-        return {name: [list(one.blocks[name]) for one in sequences] for name in self.groups}
+        """Group of keys -> one row of pages per request, for `group_batches`."""
+        return {
+            name: [group.pages(one.blocks[name], self.block_bytes) for one in sequences]
+            for name, group in self.groups.items()
+        }
 
     def _commit(
         self, sequence: SequenceBlocks, name: str, size: int, tokens: tuple[int, ...], first: int

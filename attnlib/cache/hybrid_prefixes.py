@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from attnlib.cache.hybrid import KVCacheGroup
+from attnlib.cache.hybrid_groups import KVCacheGroup
 from attnlib.cache.prefix_tree import PrefixNode
 
 __all__ = ["CachedPrefix", "longest_prefix"]

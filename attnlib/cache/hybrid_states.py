@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from attnlib.cache.allocator import BlockAllocator
-from attnlib.cache.hybrid import StateGroup
+from attnlib.cache.hybrid_groups import StateGroup
 from attnlib.cache.prefix_tree import Label, PrefixNode
 from attnlib.errors import ContractError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from attnlib.cache.hybrid import KVCacheGroup
+from attnlib.cache.hybrid_groups import KVCacheGroup
 from attnlib.cache.hybrid_states import SequenceStates
 from attnlib.cache.prefix_tree import PrefixNode
 

@@ -56,8 +56,12 @@ def test_a_block_holds_a_state_or_a_multiple_of_key_blocks() -> None:
     states = pool.states["states"]
     assert (states.num_slots, states.spec) == (6, GDN)
     states.tensors.state[3].fill_(1)
-    assert pool.caches["keys"][0].key_cache[3].any()
-    assert not pool.caches["keys"][0].key_cache[[0, 1, 2, 4, 5]].any()
+    own = groups["keys"].pages([3], pool.block_bytes)
+    (cache,) = pool.caches["keys"]
+    assert len(own) == groups["keys"].block_size // 4 and cache.block_size == 4
+    assert cache.key_cache[own[2:]].flatten(1).all()  # behind the positions of the slot
+    others = groups["keys"].pages([0, 1, 2, 4, 5], pool.block_bytes)
+    assert not cache.key_cache[others].any() and not cache.value_cache[others].any()
     for make, message in (
         (lambda: KVCacheGroup(GDN), "KVCacheGroup takes an attnlib.AttentionSpec"),
         (lambda: StateGroup(KEYS), "StateGroup takes an attnlib.StateSpec"),
@@ -68,6 +72,51 @@ def test_a_block_holds_a_state_or_a_multiple_of_key_blocks() -> None:
             make()
     with pytest.raises(ContractError, match="a group of 0 state layers"):
         StateGroup(GDN, 0)
+
+
+LATENTS = KEYS.replace(num_heads=1, num_kv_heads=1, head_size=24, head_size_v=16, use_mla=True)
+PAGED = {
+    "keys": KVCacheGroup(KEYS.replace(num_kv_heads=2), 3),
+    "latents": KVCacheGroup(LATENTS, 3),
+    "uneven": KVCacheGroup(KEYS.replace(head_size_v=16)),  # one page per block
+}
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_pages_of_a_block_are_its_memory(name: str) -> None:
+    """Each block of each layer has memory of its own, inside the block."""
+    spec = KINDS["mamba2"].replace(form="plain")
+    groups = with_equal_blocks({name: PAGED[name], "states": StateGroup(spec, 2)})
+    group = groups[name]
+    assert (group.page_size is None) is (name == "uneven") and group.block_size > 8
+    pool = HybridKVCache(groups, 5, "cpu")
+    for block in range(5):
+        pages = group.pages([block], pool.block_bytes)
+        written = torch.zeros_like(pool._storage, dtype=torch.int32)
+        for cache in pool.caches[name]:
+            for stored in {id(x): x for x in (cache.key_cache, cache.value_cache)}.values():
+                pool._storage.zero_()
+                stored[pages] = 1.0
+                written += pool._storage.view(torch.float32).ne(0).repeat_interleave(4, 1)
+        per_layer = 2 if name == "latents" else 1  # a value is a part of its key
+        assert written.max() == per_layer and not written[[n for n in range(5) if n != block]].any()
+        bytes_written = int((written > 0).sum())
+        assert bytes_written == group.block_size * group.bytes_per_token
+
+
+def test_forks_copy_the_pages_of_a_block() -> None:
+    groups = with_equal_blocks(GROUPS)
+    pool, blocks = HybridKVCache(groups, 12, "cpu"), HybridBlockAllocator(groups, 12)
+    size, tokens = groups["keys"].block_size, list(range(200))
+    one = blocks.start(tokens)
+    run(blocks, one, tokens, size + 6)
+    (table,), (cache,) = blocks.block_tables([one])["keys"], pool.caches["keys"]
+    cache.key_cache[table] = torch.arange(1.0, 1 + len(table))[:, None, None, None]
+    other, pairs = blocks.fork(one)
+    cache.copy_blocks(pairs["keys"])
+    (forked,) = blocks.block_tables([other])["keys"]
+    assert len(forked) == len(table) == 2 * size // 4 and forked[: size // 4] == table[: size // 4]
+    assert torch.equal(cache.key_cache[forked], cache.key_cache[table])
 
 
 def test_a_checkpoint_is_left_behind() -> None:

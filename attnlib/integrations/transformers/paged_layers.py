@@ -81,9 +81,13 @@ class PagedLayers:
         total = self.cache_bytes
         for module in modules:
             if module in self.by_module:
-                (layer, cache), weights = self.by_module[module], LatentWeights(module)
-                expanded = cache.nbytes // layer.spec.head_size * weights.expanded_size
-                total += expanded - cache.nbytes
+                _, cache = self.by_module[module]
+                tokens = cache.num_blocks * cache.block_size
+                if self.pool is not None:
+                    block_size = self.pool.groups[self.groups[module]].block_size
+                    tokens = self.pool.num_blocks * block_size
+                elements = LatentWeights(module).expanded_size - cache.key_cache.shape[-1]
+                total += tokens * elements * cache.key_cache.itemsize
         return total
 
     def describe(
