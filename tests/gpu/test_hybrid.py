@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import attnlib
-from attnlib.cache.hybrid import HybridKVCache, KVCacheGroup, with_equal_blocks
+from attnlib.cache.hybrid import HybridKVCache, KVCacheGroup, StateGroup, with_equal_blocks
 from attnlib.cache.hybrid_allocator import HybridBlockAllocator
+from attnlib.metadata.groups import group_batches
 from tests.gpu.devices import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -70,6 +71,54 @@ def test_blocks_behind_a_window_change_no_bit(window: int | None, stored: str) -
         pool._storage[[b for b in range(num_blocks) if b not in held]] = 0xFF  # NaN
     used = allocator.num_used_blocks("layer")
     assert used <= 3 * (-(-(window or 64) // groups["layer"].block_size) + 1)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_pages_of_blocks_beside_states(latent: bool) -> None:
+    """The kernels read pages of 16 tokens of blocks that are as large as a state, in a pool whose
+    other blocks hold NaN, as they read a contiguous cache."""
+    torch.manual_seed(0)
+    sizes = {"head_size": 576, "head_size_v": 512, "use_mla": True} if latent else {}
+    spec = attnlib.AttentionSpec(
+        num_heads=16, num_kv_heads=1 if latent else 2, dtype=torch.bfloat16, block_size=16,
+        **{"head_size": 128, **sizes},
+    )  # fmt: skip
+    states = attnlib.StateSpec(
+        num_heads=8, key_size=128, value_size=128, dtype=torch.bfloat16, form="plain"
+    )
+    groups = with_equal_blocks({"keys": KVCacheGroup(spec, 1), "states": StateGroup(states, 2)})
+    group, num_blocks = groups["keys"], 40
+    assert group.page_size is not None and group.block_size % group.page_size == 0
+    spec = spec.replace(block_size=group.page_size)
+    layer = attnlib.Attention(spec, backend="triton", device="cuda")
+    builder = layer.backend.make_builder(spec, "cuda")
+    allocator = HybridBlockAllocator(groups, num_blocks)
+    pool = HybridKVCache(groups, num_blocks, "cuda")
+    pool._storage[1:] = 0xFF  # NaN
+    pages = -(-sum(CHUNKS) // spec.block_size)
+    contiguous = attnlib.PagedKVCache.allocate(spec, 3 * pages, "cuda")
+    rows = [list(range(n * pages, (n + 1) * pages)) for n in range(3)]
+    sequences = [allocator.start() for _ in range(3)]
+    done = 0
+    for count in CHUNKS:
+        for one in sequences:
+            allocator.grow(one, done + count)
+        tokens = 3 * count
+        q = torch.randn(tokens, 16, spec.head_size, device="cuda").bfloat16()
+        k = torch.randn(tokens, spec.num_kv_heads, spec.head_size, device="cuda").bfloat16()
+        v = k[..., : spec.head_size_v] if latent else torch.randn_like(k)
+        batch = group_batches(allocator, sequences, [count] * 3, "cuda")["keys"]
+        assert isinstance(batch, attnlib.CommonAttentionMetadata)
+        common = attnlib.CommonAttentionMetadata.from_lengths(
+            [count] * 3, [done + count] * 3, rows, spec.block_size, "cuda"
+        )
+        got = layer(q, k, v, pool.caches["keys"][0], builder.build(0, batch))
+        wanted = layer(q, k, v, contiguous, builder.build(0, common))
+        assert got.isfinite().all(), (done, count)
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+        done += count
+        for one in sequences:
+            allocator.advance(one, list(range(done)))
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma3n", "gemma4"])
