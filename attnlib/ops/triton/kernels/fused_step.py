@@ -174,7 +174,9 @@ def fused_step_kernel(
         return
     base = load_base(positions, request, head, block, STATE)
     # Before the convolution, which takes as long as the state is under way.
-    s = load_first(state, request, head, block, base, STATE)
+    tokens = Tokens(convolved + CONFIG.Q, convolved + CONFIG.K, convolved + CONFIG.V, decay, beta)
+    slots_of = Slots(state, positions, Tail(tail_k, tail_v, tail_decay, tail_beta))
+    s = load_first(request, base, tokens, slots_of, True, STATE)
     given = Convolution(x, weight, bias, convolved, window, window_positions)
     _convolve_head(request, given, head, block, CONFIG)
     if STEP.GATES > 0:
@@ -183,8 +185,7 @@ def fused_step_kernel(
         head_gates(a, b, rate, gate_bias, decay, beta, row, exists, head, STEP)
     # Threads read what others of the program have written.
     tl.debug_barrier()
-    tokens = Tokens(convolved + CONFIG.Q, convolved + CONFIG.K, convolved + CONFIG.V, decay, beta)
-    tails = Slots(state, positions, Tail(tail_k, tail_v, tail_decay, tail_beta))
-    compute_request(request, number, base, s, tokens, tails, skip, out, decay, scale, STATE)
+    values = skip, out, decay, scale
+    compute_request(request, number, base, s, tokens, slots_of, *values, True, STATE)
     if STEP.NORM:
         _normalize(request, out, z, norm_weight, counters, head, CONFIG)

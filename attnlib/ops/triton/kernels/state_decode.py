@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnlib.ops.triton.kernels.decode_loads import load_group, load_query, state_row_places
 from attnlib.ops.triton.kernels.state_chunk import advance_state, chunk_factors, chunk_outputs
 from attnlib.ops.triton.kernels.state_matrices import chunk_matrices
 from attnlib.ops.triton.kernels.state_requests import (
@@ -40,55 +41,13 @@ from attnlib.ops.triton.kernels.stored_state import (
     store_state,
 )
 from attnlib.ops.triton.kernels.token_rows import (
-    channels_of,
     load_held,
     load_new,
     store_row,
     value_rows,
 )
 
-__all__ = ["decode_request", "load_rows"]
-
-
-@triton.jit
-def _state_places(state, slot, head, block, part: tl.constexpr, CONFIG: tl.constexpr):
-    """Return (pointers, mask) of a part of the rows of a stored state, [SPAN, PART]."""
-    SPAN: tl.constexpr = CONFIG.ROWS * CONFIG.PASSES
-    row, key = block * SPAN + tl.arange(0, SPAN)[:, None], part_columns(part, CONFIG)[None, :]
-    base = state + slot * CONFIG.STATE + head * (CONFIG.DV * CONFIG.DK)
-    return base + row * CONFIG.DK + key, (row < CONFIG.DV) & (key < CONFIG.DK)
-
-
-@triton.jit
-def load_rows(state, slot, head, block, CONFIG: tl.constexpr):
-    """Return the parts of the rows of a stored state, [SPAN, PART]; anything where there is none.
-    A few lanes have a row, so that most sums over keys are inside a thread."""
-    PARTS: tl.constexpr = CONFIG.PARTS
-    SPAN: tl.constexpr = CONFIG.ROWS * CONFIG.PASSES
-    FILLS: tl.constexpr = (
-        CONFIG.DV == SPAN * CONFIG.BLOCKS and CONFIG.DK == CONFIG.PART * CONFIG.PARTS
-    )
-    s = ()
-    for part in tl.static_range(PARTS):
-        place, inside = _state_places(state, slot, head, block, part, CONFIG)
-        if FILLS:
-            x = tl.load(place)
-        else:
-            x = tl.load(place, mask=inside, other=0.0)
-        s = s + (x,)
-    # The compiler moves these loads behind what waits for others otherwise.
-    tl.debug_barrier()
-    return s
-
-
-@triton.jit
-def _load_group(last, base, tokens, tail, block, CONFIG: tl.constexpr):
-    """Return the `Row`s of GROUP tokens from position `last` down; those before `base` are 0."""
-    GROUP: tl.constexpr = CONFIG.GROUP
-    found = ()
-    for number in tl.static_range(GROUP):
-        found = found + (load_held(last - number, base, tokens, tail, block, CONFIG),)
-    return found
+__all__ = ["decode_request"]
 
 
 @triton.jit
@@ -155,14 +114,6 @@ def _multiply_state(s, w, base, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def _query(request, tokens, CONFIG: tl.constexpr):
-    """Return the query of the new token without its norm, [1, WARPS, WIDTH] float32."""
-    channels = channels_of(CONFIG)
-    place = tokens.q + request.first.to(tl.int64) * CONFIG.Q_T + channels
-    return tl.load(place, mask=channels < CONFIG.DK, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _copy_slot(request, base, s, slots, head, block, CONFIG: tl.constexpr):
     """Write what a fork keeps of its source: the state and the tail before the new token."""
     PARTS: tl.constexpr = CONFIG.PARTS
@@ -170,7 +121,7 @@ def _copy_slot(request, base, s, slots, head, block, CONFIG: tl.constexpr):
     target = open_tail(slots.tail, request.slot, head, CONFIG)
     if base > 0:
         for part in tl.static_range(PARTS):
-            place, inside = _state_places(slots.state, request.slot, head, block, part, CONFIG)
+            place, inside = state_row_places(slots.state, request.slot, head, block, part, CONFIG)
             tl.store(place, s[part], mask=inside)
     for position in range(base, request.computed):
         row = load_held(position, base, source, source, block, CONFIG)
@@ -198,32 +149,46 @@ def _fill_chunk(request, base, tokens, slots, scale, head, block, CONFIG: tl.con
 
 
 @triton.jit
-def decode_request(request, base, s, tokens, slots, skip, out, scale, CONFIG: tl.constexpr):
+def decode_request(
+    request,
+    base,
+    loaded,
+    tokens,
+    slots,
+    skip,
+    out,
+    scale,
+    FUSED: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
     """Compute the new token of a request for the value rows and the head of this program, and write
-    its output and its slot. `s` is what `load_rows` returns of the state at `base`."""
+    its output and its slot. `loaded` is what `load_decode` returns of the state at `base`."""
     GROUP: tl.constexpr = CONFIG.GROUP
     head, block = tl.program_id(1) // CONFIG.BLOCKS, tl.program_id(1) % CONFIG.BLOCKS
     tokens = open_head(tokens, head, CONFIG)
     tail = open_tail(slots.tail, request.source, head, CONFIG)
-    new = load_new(request, tokens, block, CONFIG)
-    last = request.computed - 1
-    group = _load_group(last, base, tokens, tail, block, CONFIG)
-    w = _query(request, tokens, CONFIG)
-    tl.debug_barrier()  # as in `load_rows`
-    factor = scale
-    if CONFIG.NORM:
-        factor = scale * _inverse_length(w, CONFIG)
-    values = value_rows(block, CONFIG)
-    w, o = _go_back(w, tl.zeros_like(new.v.to(tl.float32)), new, CONFIG)
-    last -= GROUP
+    if FUSED:
+        new = load_new(request, tokens, block, CONFIG)
+        w = load_query(request, tokens, CONFIG)
+    else:
+        new, w = loaded.new, loaded.query
+    query = w
+    o = tl.zeros_like(new.v.to(tl.float32))
+    group = (new,) + loaded.group
+    last = request.computed - GROUP
+    # Nothing is computed before the loop: the compiler would move it in front of the loads.
     while last >= base:
         # The rows that come next are under way while these are computed.
-        behind = _load_group(last, base, tokens, tail, block, CONFIG)
+        behind = load_group(last, base, tokens, tail, block, GROUP, CONFIG)
         w, o = _go_back_group(w, o, group, CONFIG)
         group = behind
         last -= GROUP
     w, o = _go_back_group(w, o, group, CONFIG)
-    o = (o + _multiply_state(s, w, base, CONFIG)) * factor
+    factor = scale
+    if CONFIG.NORM:
+        factor = scale * _inverse_length(query, CONFIG)
+    o = (o + _multiply_state(loaded.rows, w, base, CONFIG)) * factor
+    values = value_rows(block, CONFIG)
     if CONFIG.HAS_SKIP:
         o = o + new.v.to(tl.float32) * tl.load(skip + head).to(tl.float32)
     place = out + head * CONFIG.O_H + request.first.to(tl.int64) * CONFIG.O_T + values
@@ -233,7 +198,7 @@ def decode_request(request, base, s, tokens, slots, skip, out, scale, CONFIG: tl
         _fill_chunk(request, base, tokens, slots, scale, head, block, CONFIG)
     else:
         if request.source != request.slot:
-            _copy_slot(request, base, s, slots, head, block, CONFIG)
+            _copy_slot(request, base, loaded.rows, slots, head, block, CONFIG)
         target = open_tail(slots.tail, request.slot, head, CONFIG)
         store_row(new, request.computed % CONFIG.RING, target, head, block, CONFIG)
     store_positions(slots.positions, request, head, block, CONFIG)

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from attnlib.ops.triton.kernels.decode_loads import load_decode
 from attnlib.ops.triton.kernels.state_chunk import (
     advance_state,
     chunk_factors,
     chunk_outputs,
 )
-from attnlib.ops.triton.kernels.state_decode import decode_request, load_rows
+from attnlib.ops.triton.kernels.state_decode import decode_request
 from attnlib.ops.triton.kernels.state_matrices import chunk_matrices
 from attnlib.ops.triton.kernels.state_prefill import matrix_places
 from attnlib.ops.triton.kernels.state_requests import (
@@ -186,14 +187,16 @@ def _compute_passes(request, base, s, slots, skip, out, scale, here, CONFIG: tl.
 
 
 @triton.jit
-def load_first(state, request, head, block, base, CONFIG: tl.constexpr):
-    """Return what a program loads of the state before all else, for `compute_request`."""
+def load_first(request, base, tokens, slots, FUSED: tl.constexpr, CONFIG: tl.constexpr):
+    """Return what a program loads before all else, for `compute_request`. With FUSED, it writes the
+    inputs of the new tokens itself after that."""
+    head, block = tl.program_id(1) // CONFIG.BLOCKS, tl.program_id(1) % CONFIG.BLOCKS
     if CONFIG.GROUP:
-        s = load_rows(state, request.source, head, block, CONFIG)
+        first = load_decode(request, base, tokens, slots, head, block, FUSED, CONFIG)
     else:
         columns = pass_columns(block, 0, CONFIG)
-        s = load_state(state, request.source, head, columns, base, CONFIG)
-    return s
+        first = load_state(slots.state, request.source, head, columns, base, CONFIG)
+    return first
 
 
 @triton.jit
@@ -208,6 +211,7 @@ def compute_request(
     out,
     workspace,
     scale,
+    FUSED: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
     """Compute the step of a request for the value rows and the head of this program, and write its
@@ -226,7 +230,7 @@ def compute_request(
         request.first // CONFIG.C + number * CONFIG.EXTRA,
     )
     if CONFIG.GROUP:
-        decode_request(request, base, s, tokens, slots, skip, out, scale, CONFIG)
+        decode_request(request, base, s, tokens, slots, skip, out, scale, FUSED, CONFIG)
     elif CONFIG.D == 0 and not CONFIG.PREPARED:
         _compute_passes(request, base, s, slots, skip, out, scale, here, CONFIG)
     else:

@@ -66,5 +66,6 @@ def state_step_kernel(
     slots_of = Slots(state, positions, Tail(tail_k, tail_v, tail_decay, tail_beta))
     base = load_base(positions, request, head, block, CONFIG)
     tokens = Tokens(q, k, v, decay, beta)
-    s = load_first(state, request, head, block, base, CONFIG)
-    compute_request(request, number, base, s, tokens, slots_of, skip, out, workspace, scale, CONFIG)
+    s = load_first(request, base, tokens, slots_of, False, CONFIG)
+    given = skip, out, workspace, scale
+    compute_request(request, number, base, s, tokens, slots_of, *given, False, CONFIG)
