@@ -147,13 +147,13 @@ class StateBlocks:
                     "keep, fork and release",
                     rule="T15",
                 )
-        return {
-            name: [
-                LayerSlots(
-                    [one.slots[name][layer] for one in all_states],
-                    [one.sources.get(name, one.slots[name])[layer] for one in all_states],
-                )
-                for layer in range(group.num_layers)
-            ]
-            for name, group in self.groups.items()
-        }
+        if not all_states:
+            nothing = LayerSlots([], [])
+            return {name: [nothing] * group.num_layers for name, group in self.groups.items()}
+        found = {}
+        for name in self.groups:
+            slots = [one.slots[name] for one in all_states]
+            sources = [one.sources.get(name, one.slots[name]) for one in all_states]
+            layers = zip(zip(*slots, strict=True), zip(*sources, strict=True), strict=True)
+            found[name] = [LayerSlots(list(own), list(read)) for own, read in layers]
+        return found

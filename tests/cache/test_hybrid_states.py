@@ -21,6 +21,7 @@ import attnlib
 from attnlib.cache.hybrid import HybridKVCache, KVCacheGroup, StateGroup, with_equal_blocks
 from attnlib.cache.hybrid_allocator import NULL_BLOCK, HybridBlockAllocator, SequenceBlocks
 from attnlib.errors import CacheExhaustedError, ContractError
+from attnlib.metadata.groups import StateGroupBatch, group_batches
 from attnlib.testing.states.inputs import draw_layer, draw_tokens
 from attnlib.testing.states.kinds import KINDS
 from attnlib.testing.states.layers import compare_results, expected, part_of
@@ -155,6 +156,9 @@ def test_slots_of_requests_that_did_not_grow() -> None:
             blocks.state_slots([each])
         blocks.grow(each, 6)
     assert len(blocks.state_slots([one, other])["states"]) == 2
+    batch = group_batches(blocks, [], [], "cpu")["states"]
+    assert isinstance(batch, StateGroupBatch) and batch.batch.num_reqs == 0
+    assert [slots.tolist() for slots in batch.slots] == [[], []]
 
 
 def test_a_prefix_needs_a_state() -> None:
