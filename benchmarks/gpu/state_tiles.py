@@ -97,7 +97,8 @@ def chosen(name: str) -> Iterator[None]:
         columns, choice = parse(name)
         given = {"TILES": dict.fromkeys(state_tiles.TILES, choice), "MOST_COLUMNS": columns}
         given["LONG_CHUNK"] = 64 * (name[0] in LONG + SHORT)
-        given |= {"LONG_TERMS": 2 if name[0] == SHORT else 3, "ROW_DECODES": name[0] == ROW}
+        given |= {"LONG_TERMS": 2 if name[0] == SHORT else 3}
+        given["ROW_DECODES"] = state_tiles.ROW_KINDS if name[0] == ROW else frozenset()
     with patch.multiple(state_tiles, **given) if given else nullcontext():
         state_config.cache_clear()  # neither key names a tile
         LAUNCHES.clear()

@@ -34,7 +34,7 @@ def test_names_of_choices(name: str, columns: int, choice: StateChoice) -> None:
         assert columns == state_tiles.MOST_COLUMNS
         assert state_tiles.LONG_CHUNK == (64 if name[0] in "LH" else 0)
         assert state_tiles.LONG_TERMS == (2 if name[0] == "H" else 3)
-        assert state_tiles.ROW_DECODES == (name[0] == "R")
+        assert bool(state_tiles.ROW_DECODES) == (name[0] == "R")
     assert state_tiles.TILES is TILES and state_tiles.MOST_COLUMNS == 32
 
 

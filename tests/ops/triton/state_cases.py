@@ -159,7 +159,8 @@ def run_state(options: dict[str, Any]) -> None:
         scale=0.1, update=update, qk_norm=update == "delta", skip=decay if has_skip else None,
         is_invariant=not (chunk or is_row),
     )  # fmt: skip
-    with patch.multiple(state_tiles, LONG_CHUNK=chunk, ROW_DECODES=is_row):
+    kinds = state_tiles.ROW_KINDS if is_row else frozenset()
+    with patch.multiple(state_tiles, LONG_CHUNK=chunk, ROW_DECODES=kinds):
         for batch in (decode,) if is_row else (decode, prefill):
             given = StateInputs(query, query.clone(), value, decay, beta.expand(value.shape[:2]))
             state_step(given, slots, batch, params, out=torch.empty_like(value))
@@ -192,7 +193,7 @@ def run_fused(options: dict[str, Any]) -> None:
         is_invariant=not is_row,
     )
     given = (inputs, weight, None, slots)
-    with patch.object(state_tiles, "ROW_DECODES", is_row):
+    with patch.object(state_tiles, "ROW_DECODES", state_tiles.ROW_KINDS if is_row else frozenset()):
         PreparedFusedStep(*given, batch, params, "silu", out).run(*given, batch, params.skip, out)
     state_gates(a, b, form)
     gated_norm(out, inputs.z, form)

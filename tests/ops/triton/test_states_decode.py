@@ -36,7 +36,7 @@ def row_decodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
                 taken.append(constants.GROUP)
 
     monkeypatch.setattr(state_step, "KernelLaunch", Noted)
-    monkeypatch.setattr(state_tiles, "ROW_DECODES", True)
+    monkeypatch.setattr(state_tiles, "ROW_DECODES", state_tiles.ROW_KINDS)
     for kind, group in GROUPS.items():
         monkeypatch.setitem(state_tiles.TILES, kind, StateChoice(16, 2, group=group))
     config.state_config.cache_clear()
@@ -117,6 +117,6 @@ def test_who_takes_row_decodes(row_decodes: list[int], monkeypatch: pytest.Monke
     served(plain, 2)
     served(plain.replace(max_rollback=1), 1)
     served(plain.replace(batch_invariant=True), 1)
-    monkeypatch.setattr(state_tiles, "ROW_DECODES", False)
+    monkeypatch.setattr(state_tiles, "ROW_DECODES", frozenset())
     served(plain, 1)
     assert row_decodes == [16]

@@ -20,6 +20,7 @@ __all__ = [
     "LONG_CHUNK",
     "LONG_TERMS",
     "ROW_DECODES",
+    "ROW_KINDS",
     "TILES",
     "StateChoice",
     "StateTile",
@@ -39,9 +40,10 @@ or 0 for those of a chunk of the slots. Off until the conformance suite has run 
 Without stages, its loop addresses wrong shared memory on an H100."""
 LONG_TERMS = 3
 """Numbers of bfloat16 that it takes for one of float32, 3 or 2."""
-ROW_DECODES = False
-"""Whether decodes whose bits may depend on the batch have the form of `kernels.state_decode`. Off
-until it has run on a GPU."""
+ROW_KINDS = frozenset({"few row decodes", "row decode", "wide row decode"})
+"""Kinds of decodes in the form of `kernels.state_decode`, for layers without invariance."""
+ROW_DECODES: frozenset[str] = frozenset()
+"""Those of `ROW_KINDS` that are selected. None until they have run on a GPU."""
 MOST_COLUMNS = 32
 
 
@@ -156,9 +158,9 @@ def kind_of_step(
     """
     if is_long:
         return "prefill" if is_exact else "wide prefill"
-    if ROW_DECODES and not (is_invariant or max_rollback):
-        kind = "row decode" if is_exact else "wide row decode"
-        return kind if fills_chip else "few row decodes"
+    kind = ("row decode" if is_exact else "wide row decode") if fills_chip else "few row decodes"
+    if kind in ROW_DECODES and not (is_invariant or max_rollback):
+        return kind
     if not is_exact:
         return "wide decode" if fills_chip and not max_rollback else "wide"
     if max_rollback:
@@ -170,7 +172,7 @@ def kind_of_step(
 def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> StateTile:
     """The tile of heads of this size, both at most `LARGEST_HEAD`, in a kind of steps."""
     choice = TILES[kind]
-    if "row" in kind:
+    if kind in ROW_KINDS:
         return _row_tile(key_size, value_size, choice)
     is_long = kind == "long prefill"
     most = LARGEST_HEAD if is_long else MOST_COLUMNS
