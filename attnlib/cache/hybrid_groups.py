@@ -123,10 +123,10 @@ def with_equal_blocks(groups: Mapping[str, Any]) -> dict[str, Any]:
     """The groups with block sizes that make their blocks about equally large in bytes.
 
     The group with the most bytes per block keeps its block size; the block sizes of the others
-    are doubled as long as the blocks fit into as many bytes: kernels prefer powers of two. What is
-    left over of a smaller block is not used. States cannot be divided, and are often larger than a
-    power of two of key blocks: beside states, a single group of keys gets the largest multiple of
-    its block size, in pages of a power of two.
+    are doubled as long as the blocks fit into as many bytes. What is left over of a smaller block
+    is not used. States cannot be divided, and are often larger than a power of two of key blocks:
+    beside states, a single group of keys gets the largest multiple of its block size. Kernels
+    prefer powers of two up to 256: other blocks have pages of such sizes.
 
     Args:
         groups: group name -> group, with the smallest block size that its kernels support.
@@ -135,16 +135,15 @@ def with_equal_blocks(groups: Mapping[str, Any]) -> dict[str, Any]:
     largest = max((_block_bytes(group) for group in groups.values()), default=0)
     found = dict(groups)
     for name, group in keys.items():
-        times, page = largest // _block_bytes(group), None
+        times, page = largest // _block_bytes(group), group.block_size
         if len(keys) > 1 or len(keys) == len(groups):
             times = 1 << (times.bit_length() - 1)
-        elif _has_pages(group.spec):
-            page = group.block_size
-            while times * group.block_size % (2 * page) == 0 and 2 * page <= _LARGEST_PAGE:
-                page *= 2
         size = group.block_size * times
-        page = None if page == size else page
-        found[name] = replace(group, spec=group.spec.replace(block_size=size), page_size=page)
+        while size % (2 * page) == 0 and 2 * page <= _LARGEST_PAGE:
+            page *= 2
+        is_whole = page == size or not _has_pages(group.spec)
+        spec = group.spec.replace(block_size=size)
+        found[name] = replace(group, spec=spec, page_size=None if is_whole else page)
     return found
 
 

@@ -31,6 +31,7 @@ KEYS = attnlib.AttentionSpec(
     num_heads=2, num_kv_heads=1, head_size=8, dtype=torch.float32, block_size=4
 )
 GDN = KINDS["gated delta"].replace(form="plain")
+LARGE_STATE = StateGroup(GDN.replace(num_heads=64, num_key_heads=64, key_size=32))
 GROUPS = {"keys": KVCacheGroup(KEYS), "states": StateGroup(GDN, 2)}
 SIZE = 4
 
@@ -52,6 +53,9 @@ def test_a_block_holds_a_state_or_a_multiple_of_key_blocks() -> None:
     assert groups["keys"].block_size & (groups["keys"].block_size - 1)  # no power of two
     several = with_equal_blocks({**GROUPS, "wide": KVCacheGroup(KEYS, 2)})
     assert several["keys"].block_size == 2 * several["wide"].block_size
+    assert several["keys"].page_size is None
+    large = with_equal_blocks({**GROUPS, "wide": KVCacheGroup(KEYS, 2), "state": LARGE_STATE})
+    assert large["keys"].block_size == 2048 and large["keys"].page_size == 256
     pool = HybridKVCache(groups, 6, "cpu")
     assert pool.block_bytes >= state and set(pool.caches) == {"keys"}
     states = pool.states["states"]
