@@ -79,9 +79,8 @@ TILES = {
     "decode": StateChoice(32, 2, is_whole=True),
     "few additive decodes": StateChoice(64, 8, registers=128),
     "additive decode": StateChoice(32, 2, registers=168),
-    # Fewer registers would keep parts of the state in local memory, which waits for them.
     "few row decodes": StateChoice(32, 4, group=16),
-    "row decode": StateChoice(64, 2, registers=184, group=4),
+    "row decode": StateChoice(64, 2, registers=168, group=4),
     "wide row decode": StateChoice(128, 4, registers=168, group=2),
     "verify": StateChoice(64, 8),
     "wide": StateChoice(64, 8),
