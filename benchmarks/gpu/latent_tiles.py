@@ -27,12 +27,12 @@ from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
 from attnlib.ops.triton.hopper.latent_tiles import (
-    COLUMNS_32,
     CONVERTED,
     CONVERTED_COLUMNS,
     CONVERTED_COLUMNS_32,
     ONE_WORKER,
-    ROWS_FIRST,
+    SAME_LATENTS,
+    TWO_WORKERS,
     LatentTile,
     choose_latent_tile,
 )
@@ -51,34 +51,27 @@ BATCHES = {
     "128 heads, 32 x 4k": (128, 32, 4096), "128 heads, 128 x 4k": (128, 128, 4096),
 }  # fmt: skip
 """Query heads, requests, keys."""
-_TWO = choose_latent_tile(16, 1, True)
-_SAME = _TWO._replace(shares=True, stages=20, in_flight=8)
-_PACKED = {rows: choose_latent_tile(rows, 1, True, True) for rows in (16, 32, 64)}
-_FEWER = CONVERTED._replace(consumer_registers=216, loader_registers=72)
+_PACKED_16 = choose_latent_tile(16, 1, True, True)
 _TILES = {
     16: {
-        "e4m3, two workers": _TWO,
+        "e4m3, two workers": TWO_WORKERS,
         "e4m3, one worker": ONE_WORKER,
         "e4m3, converted": CONVERTED_COLUMNS,
-        "e4m3, converted, no prefetch": CONVERTED_COLUMNS._replace(in_flight=0),
-        "packed, in registers": _PACKED[16],
-        "packed, converted": CONVERTED_COLUMNS,
+        "e4m3, converted, fences": CONVERTED_COLUMNS._replace(fences=True),
+        "packed, in registers": _PACKED_16,
+        "packed, converted, fences": CONVERTED_COLUMNS._replace(fences=True),
     },
     32: {
-        "bfloat16, columns": COLUMNS_32,
-        "e4m3, two workers": choose_latent_tile(32, 1, True),
-        "e4m3, same latents": _SAME,
-        "e4m3, converted": CONVERTED_COLUMNS_32,
-        "packed, in registers": _PACKED[32],
-        "packed, converted": CONVERTED_COLUMNS_32,
+        "e4m3, same latents": SAME_LATENTS,
+        "e4m3, converted, fences": CONVERTED_COLUMNS_32._replace(fences=True),
+        "packed, in registers": choose_latent_tile(32, 1, True, True),
+        "packed, converted, fences": CONVERTED_COLUMNS_32._replace(fences=True),
     },
     64: {
-        "bfloat16, prefetches": ROWS_FIRST._replace(prefetches=True),
-        "e4m3, in registers": choose_latent_tile(64, 2, True),
         "e4m3, converted": CONVERTED,
-        "e4m3, converted, 216 registers": _FEWER,
-        "packed, in registers": _PACKED[64],
+        "e4m3, converted, fences": CONVERTED._replace(fences=True),
         "packed, converted": CONVERTED,
+        "packed, converted, fences": CONVERTED._replace(fences=True),
     },
 }
 """Tiles by query rows of a CTA, at least as many as the heads. Names begin with the form of the

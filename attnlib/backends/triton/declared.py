@@ -13,7 +13,7 @@ from attnlib.ops.triton.heuristics.splits import (
 )
 from attnlib.ops.triton.heuristics.tile_table import work_bounds
 from attnlib.ops.triton.heuristics.tiles import next_power_of_2
-from attnlib.ops.triton.hopper.latent_tiles import FEW_KEYS
+from attnlib.ops.triton.hopper.latent_tiles import FEW_KEYS, FEW_PACKED_KEYS
 from attnlib.ops.triton.hopper.preference import SHORT_DECODE_KEYS, decode_keys
 from attnlib.workspace import BatchLimits
 
@@ -115,7 +115,8 @@ def seq_len_bounds(scheduler: Scheduler, num_reqs: int, least: int, most: int) -
         turns = [keys - side for keys in bounds for side in (0, 1)]
         edges = _work_edges(scheduler, "hopper_decode", num_reqs)
         if shape.latent and shape.cache_dtype.itemsize == 1:
-            edges.append(FEW_KEYS * scheduler.limits.num_sms // num_reqs)
+            few = (FEW_KEYS, FEW_PACKED_KEYS)
+            edges += [keys * scheduler.limits.num_sms // num_reqs for keys in few]
         turns += [edge + side for edge in edges for side in (0, 1)]
     inner = {edge + side for edge in _tile_edges(scheduler, num_reqs, most) for side in (0, 1)}
     if len(inner) > 2:

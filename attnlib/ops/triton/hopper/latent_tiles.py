@@ -12,8 +12,11 @@ __all__ = [
     "CONVERTED_COLUMNS",
     "CONVERTED_COLUMNS_32",
     "FEW_KEYS",
+    "FEW_PACKED_KEYS",
     "ONE_WORKER",
     "ROWS_FIRST",
+    "SAME_LATENTS",
+    "TWO_WORKERS",
     "LatentTile",
     "choose_latent_tile",
     "swap_shared_bytes",
@@ -39,6 +42,7 @@ class LatentTile(NamedTuple):
         prefetches: see `LatentConfig`.
         converts: four warps convert the latents of an 8-bit cache in shared memory; `in_flight`
             is 0 without prefetches.
+        fences: see `LatentConfig`.
         registers: of a thread at the launch; None means Triton's choice.
         consumer_registers, loader_registers: of a thread of the second consumer, and of a loader.
     """
@@ -52,6 +56,7 @@ class LatentTile(NamedTuple):
     in_flight: int = 4
     prefetches: bool = False
     converts: bool = False
+    fences: bool = False
     registers: int | None = None
     consumer_registers: int = 224
     loader_registers: int = 40
@@ -65,16 +70,15 @@ class LatentTile(NamedTuple):
 _SWAPPED = LatentTile(_SWAPPED_ROWS, True, registers=128, loader_registers=32)
 """The first consumer gets the registers that the others leave. With 168 instead of 128, 64 requests
 of 16k latents take 282.5 us instead of 281.2 on an H200."""
-ROWS_FIRST = LatentTile(LATENT_ROWS, False)
-
-NEW_TILES = False
-"""Whether the tiles of `_new_tile` are chosen: they were not run on a GPU."""
 COLUMNS_32 = LatentTile(32, True, stages=10, registers=168)
-"""Tile of up to 32 query rows, as the columns of the products."""
+"""Tile of up to 32 query rows, as the columns of the products. On an H200, 32 heads, in us, and
+with `ROWS_FIRST`: 1 x 8k 14.6 and 15.8, 32 x 4k 53.5 and 54.1, 128 x 2k 86.9 and 93.1."""
+ROWS_FIRST = LatentTile(LATENT_ROWS, False)
 CONVERTED = ROWS_FIRST._replace(
     converts=True, registers=168, consumer_registers=208, loader_registers=88
 )
-"""Tile over 8-bit caches, whose latents four warps convert (`kernels.latent_converter`)."""
+"""Tile of more than 32 query rows over 8-bit caches, whose latents four warps convert. With 216 and
+72 registers, 64 heads and 64 x 8k take 251 us instead of 199."""
 CONVERTED_COLUMNS = _SWAPPED._replace(
     converts=True, in_flight=1, registers=224, loader_registers=208
 )
@@ -85,30 +89,21 @@ _TWO = LatentTile(
 )
 """Two workers over 8-bit caches. A CTA has three warpgroups, of which the third has the loaders:
 232 + 232 + 40 is three times 168."""
-_SAME = _TWO._replace(shares=True, in_flight=8)
+TWO_WORKERS = _TWO._replace(stages=10, in_flight=3)
 ONE_WORKER = LatentTile(_SWAPPED_ROWS, True, stages=20, in_flight=8, registers=128)
-"""Tile of one worker over an 8-bit cache with one scale, which has half as many partial results."""
-# Stages fill the shared memory. With 3, 4 and 6 quarters in flight, 64 requests of 16k e4m3 latents
-# and 16 heads take 170, 179 and 181 us on an H200 (bfloat16 288). Not tuned: those of more rows.
-_BYTES = {
-    16: _TWO._replace(stages=10, in_flight=3),
-    32: _TWO._replace(rows=32, stages=8),
-    64: _SAME._replace(rows=32, stages=16, rotary_stages=3),
-}
-_GROUPS = {
-    16: _TWO._replace(stages=8),
-    32: _SAME._replace(stages=14, rotary_stages=3),
-    64: _SAME._replace(rows=32, stages=12, in_flight=6),
-}
-"""Tiles over 8-bit caches with one scale, and with a scale for each quarter of a latent, by the
-query rows of a CTA."""
-FEW_KEYS = 1024
-"""Latents that a multiprocessor reads, at most, for which ranges of tiles are short."""
-_FEW = {16: ONE_WORKER, 32: _SAME._replace(stages=20)}
-"""The same for few keys and one scale: their ranges are as long as those of 16 bits. On an H200
-(benchmarks/results/h200/latent_tiles.json, us, and with `_BYTES`): 16 heads 1 x 8k 11.6 and 14.9,
-32 x 1k 17.5 and 21.8, 32 x 4k 39.0 and 42.4, but 64 x 16k 251 and 170; 32 heads 32 x 4k 54.5 and
-63.7."""
+SAME_LATENTS = _TWO._replace(shares=True, stages=20, in_flight=8)
+"""Tiles over 8-bit caches with one scale: up to 16 rows of many and of few latents, 32 rows. On an
+H200 (benchmarks/results/h200/latent_tiles.json), us with two workers and with one: 16 heads 1 x 8k
+14.7 and 11.5, 32 x 1k 21.8 and 17.3, 32 x 4k 41.5 and 39.0, 64 x 16k 169 and 233; with 4 and 6
+quarters in flight instead of 3, 179 and 181 (at e2175fa5). 32 heads, two workers of 32 rows and the
+same latents: 1 x 8k 23.6 and 15.4, 32 x 4k 64.2 and 54.7, 128 x 2k 87.8 and 87.4."""
+_GROUPS_16 = _TWO._replace(stages=8)
+_GROUPS_32 = _TWO._replace(shares=True, stages=14, rotary_stages=3, in_flight=8)
+"""The same with a scale for each quarter of a latent."""
+FEW_KEYS, FEW_PACKED_KEYS = 1024, 256
+"""Latents that a multiprocessor reads, at most, for which ranges are short: with one scale, and
+with a scale for each quarter. 16 heads, packed, us with `CONVERTED_COLUMNS` and with two workers:
+1 x 8k 12.6 and 16.7, 32 x 1k 22.4 and 25.6, 32 x 4k 58.4 and 47.9."""
 
 
 def choose_latent_tile(
@@ -127,27 +122,16 @@ def choose_latent_tile(
         group_scales: each quarter of a latent has a scale, and the other elements are bfloat16.
         keys_per_sm: `tile_table.work_class` of the batch; None if the tile must not depend on it.
     """
-    if NEW_TILES and (found := _new_tile(rows, blocks, is_quantized)):
-        return found
+    if blocks > 1 or rows > _WORKER_ROWS:
+        return CONVERTED if is_quantized else ROWS_FIRST
     if not is_quantized:
-        return _SWAPPED if rows <= _SWAPPED_ROWS and blocks == 1 else ROWS_FIRST
-    if blocks > 1 or rows > _WORKER_ROWS:
-        size = 64
-    else:
-        size = 16 if rows <= _SWAPPED_ROWS else 32
-    if size in _FEW and not group_scales and keys_per_sm is not None and keys_per_sm <= FEW_KEYS:
-        return _FEW[size]
-    return (_GROUPS if group_scales else _BYTES)[size]
-
-
-def _new_tile(rows: int, blocks: int, is_quantized: bool) -> LatentTile | None:
-    """A tile that was not run on a GPU; None where there is none. Arguments as of
-    `choose_latent_tile`."""
-    if blocks > 1 or rows > _WORKER_ROWS:
-        return CONVERTED if is_quantized else None
+        return _SWAPPED if rows <= _SWAPPED_ROWS else COLUMNS_32
     if rows > _SWAPPED_ROWS:
-        return CONVERTED_COLUMNS_32 if is_quantized else COLUMNS_32
-    return CONVERTED_COLUMNS if is_quantized else None
+        return _GROUPS_32 if group_scales else SAME_LATENTS
+    few = FEW_PACKED_KEYS if group_scales else FEW_KEYS
+    if keys_per_sm is not None and keys_per_sm <= few:
+        return CONVERTED_COLUMNS if group_scales else ONE_WORKER
+    return _GROUPS_16 if group_scales else TWO_WORKERS
 
 
 def swap_shared_bytes(tile: LatentTile, is_quantized: bool, group_scales: bool) -> int:

@@ -11,6 +11,7 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.scales import MIN_LATE_SCALE
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
+from attnlib.ops.triton.heuristics.tile_table import work_class
 from attnlib.ops.triton.hopper.common_reasons import CallFeatures
 from attnlib.ops.triton.hopper.decode_launches import HopperDecode
 from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
@@ -50,14 +51,15 @@ class _PackedLatents(NamedTuple):
     """The Hopper decode over packed latents, of calls that `_takes` allows."""
 
     max_query_len: int
+    keys_per_sm: int
 
-    def launch_key(self, call: AttentionCall) -> tuple[str, int]:
+    def launch_key(self, call: AttentionCall) -> tuple[str, int, int]:
         """See `KernelFamily`."""
-        return ("packed latents", self.max_query_len)
+        return ("packed latents", *self)
 
     def prepare_launches(self, call: AttentionCall) -> HopperDecode:
         """See `KernelFamily`."""
-        return prepare_latent_decode(call, self.max_query_len)
+        return prepare_latent_decode(call, self.max_query_len, keys_per_sm=self.keys_per_sm)
 
 
 def run_packed_latents(
@@ -81,5 +83,6 @@ def run_packed_latents(
     call = AttentionCall.of(query, keys, values, out, lse, batch, params)
     if not _takes(call, visible):
         return False
-    run_attention(find_launches(_PackedLatents(max(1, call.max_query_len)), call), call)
+    work = work_class(call.num_reqs, 1, visible, call.limits.num_sms)
+    run_attention(find_launches(_PackedLatents(max(1, call.max_query_len), work), call), call)
     return True

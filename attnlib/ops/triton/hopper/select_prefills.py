@@ -40,11 +40,11 @@ _LEAST_TOKENS_OF_ONE_HEAD = 64
 """Query tokens of the longest request from which a tile has the rows of one head, if the score
 function has bounds for each head. Not tuned: a consumer warpgroup has 64 rows."""
 
-UNEVEN_GROUPS_OF_ONE_HEAD = False
-"""Whether long prefills of groups that do not divide 64 rows, such as 5 heads, have tiles of one
-head, whose queries TMA loads and which fill all rows: not run on a GPU."""
 _LEAST_TOKENS_OF_UNEVEN_GROUPS = 2048
-"""Query tokens of the longest request from which they have them. Not tuned."""
+"""Query tokens of the longest request from which groups that do not divide 64 rows, such as 5
+heads, have tiles of one head, whose queries TMA loads and which fill all rows. On an H200, 10k
+tokens and 40/8 heads take 1760 us instead of 1951, 16k and 20/4 heads 2058 instead of 2390. The
+bound is not tuned."""
 
 _QUERIES_IN_REGISTERS = triton.__version__.startswith("3.6.")
 """Whether prefills over float8 keep their queries in registers, which leaves more of the shared
@@ -85,7 +85,7 @@ def select_prefill(
         tile = with_query_registers(tile)
     # Tiles of one head waste rows where queries are short.
     one_head = has_head_bounds(params) and call.max_query_len >= _LEAST_TOKENS_OF_ONE_HEAD
-    if UNEVEN_GROUPS_OF_ONE_HEAD and not has_score and _fits_one_head(call):
+    if not has_score and _fits_one_head(call):
         one_head = True
     if has_short_ranges(params, one_head):
         tile = with_short_ranges(tile)

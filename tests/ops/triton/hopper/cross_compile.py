@@ -48,8 +48,6 @@ from attnlib.ops.triton.hopper.invariant_plan import (
 )
 from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
 from attnlib.ops.triton.hopper.latent_tiles import (
-    COLUMNS_32,
-    CONVERTED,
     CONVERTED_COLUMNS,
     CONVERTED_COLUMNS_32,
     ONE_WORKER,
@@ -675,18 +673,7 @@ LATENT_CASES: dict[str, dict[str, Any]] = {
         "lse": True,
         "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
     },
-    "latent-32-verify-e4m3-all-converted": {
-        "heads": 32,
-        "query": 4,
-        "n": 16,
-        "cache": E4M3,
-        "scales": "tensor",
-        "lse": True,
-        "tile": CONVERTED,
-        "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
-    },
-    "latent-128-packed-converted": {"heads": 128, "packed": True, "tile": CONVERTED},
-    "latent-16-e4m3-converted": {"heads": 16, "cache": E4M3, "tile": CONVERTED_COLUMNS},
+    "latent-16-packed-converted": {"heads": 16, "packed": True, "tile": CONVERTED_COLUMNS},
     "latent-32-packed-all-converted": {
         "heads": 32,
         "packed": True,
@@ -695,7 +682,7 @@ LATENT_CASES: dict[str, dict[str, Any]] = {
         "tile": CONVERTED_COLUMNS_32,
         "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
     },
-    "latent-32-columns": {"heads": 32, "tile": COLUMNS_32},
+    "latent-32": {"heads": 32},
     "latent-16-e4m3-one-worker": {"heads": 16, "cache": E4M3, "tile": ONE_WORKER},
     "latent-64-all": {
         "heads": 64,

@@ -88,23 +88,31 @@ MAX_SHARED_STACK, MAX_SHARED_LOOP = 432, 16
 """Bytes of local memory per thread of the decode of shared prefixes with Triton 3.9 (104 and 6 with
 3.6), and accesses to it in a loop over keys with a soft cap: fields of the next item."""
 ALL_LATENT = [*LATENT_CASES, *SELECTED_CASES]
-CONVERTED = [case for case in LATENT_CASES if "converted" in case]
+CONVERTED = ["latent-16-packed-converted", "latent-32-packed-all-converted"]
 BYTES = [
-    case
-    for case in LATENT_CASES
-    if any(x in case for x in ("e4m3", "e5m2", "packed")) and case not in CONVERTED
+    *("latent-16-e4m3", "latent-5-verify-page16-e5m2-all", "latent-32-e4m3-all"),
+    *("latent-16-e4m3-one-worker", "latent-16-packed", "latent-32-packed-all"),
 ]
-"""Cases over 8-bit latents of one worker or two, and of warps that convert them."""
+"""Cases of warps that convert 8-bit latents for a consumer of up to 32 query rows, and of workers
+that convert them in registers."""
 FEW_ROWS = [
-    case
-    for case in ALL_LATENT
-    if case.split("-")[1] in ("5", "16") and "256" not in case and case not in BYTES
-] + ["latent-32-packed-all-converted", "latent-32-columns"]
-"""Cases of the kernels for up to 16 query rows, or 32, as the columns of the products."""
+    *CONVERTED,
+    "latent-32",
+    *(
+        case
+        for case in ALL_LATENT
+        if case.split("-")[1] in ("5", "16")
+        and "256" not in case
+        and case not in BYTES
+        and case not in CONVERTED
+    ),
+]
+"""Cases of the kernels for up to 32 query rows as the columns of the products, or 16 over selected
+latents."""
 LATENT_SAMPLE = [
     "latent-64-all", "latent-5-verify-page16-all", "selected-64-blocks-all", "selected-16-all",
     "selected-16-splits-lse", "latent-32-verify-e4m3-all", "latent-32-verify-packed-all",
-    "latent-32-verify-e4m3-all-converted", "latent-32-packed-all-converted",
+    "latent-32-e4m3-all",
 ]  # fmt: skip
 MAX_LATENT_STACK = 240
 """Bytes of local memory per thread of the kernels over latents, whose accumulators are half of the

@@ -202,7 +202,8 @@ def hopper_latent_decode_kernel(
     TOKENS: gl.constexpr = CONFIG.TILE_TOKENS * (MOST_BLOCKS if CONFIG.MANY_TOKENS else 1)
     if CONFIG.MANY_TOKENS:
         blocks = CONFIG.HEAD_BLOCKS * token_blocks
-    tiles = allocate_tiles(CONFIG.DV, CONFIG.ROTARY, query.dtype.element_ty, GATHERED=False)
+    DTYPE: gl.constexpr = query.dtype.element_ty
+    tiles = allocate_tiles(CONFIG.DV, CONFIG.ROTARY, DTYPE, False, CONFIG.FENCES)
     # Makes the initialized barriers visible to TMA.
     fence_async_shared()
     mask = Mask(
