@@ -80,7 +80,9 @@ class StateEngine(Engine):
         self.pool = HybridKVCache(groups, num_blocks, "cpu")
         self.allocator = HybridBlockAllocator(groups, num_blocks)
         kinds: dict[str, Any] = {
-            kind: of_states if kind == "states" else attnlib.Attention(group.spec, device="cpu")
+            kind: of_states
+            if kind == "states"
+            else attnlib.Attention(group.layer_spec, device="cpu")
             for kind, group in groups.items()
         }
         self.layers = [kinds[kind] for kind in KINDS]

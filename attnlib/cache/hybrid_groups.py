@@ -63,10 +63,15 @@ class KVCacheGroup:
         return self.num_layers * spec.num_kv_heads * elements * spec.kv_dtype.itemsize
 
     @property
+    def layer_spec(self) -> AttentionSpec:
+        """The spec of its layers, whose blocks are pages."""
+        return self.spec.replace(block_size=self.page_size or self.block_size)
+
+    @property
     def page_stride(self) -> int:
         """Bytes from the keys of a page in one layer to those of the next."""
-        spec = self.spec
-        elements = (self.page_size or spec.block_size) * spec.num_kv_heads * spec.head_size
+        spec = self.layer_spec
+        elements = spec.block_size * spec.num_kv_heads * spec.head_size
         return elements * spec.kv_dtype.itemsize
 
     def pages(self, blocks: Iterable[int], block_bytes: int) -> list[int]:

@@ -61,8 +61,7 @@ def group_batches(
     ends = [one.num_computed + new for one, new in zip(sequences, query_lens, strict=True)]
     batches: dict[str, GroupBatch] = {}
     for name, table in allocator.block_tables(sequences).items():
-        group = allocator.groups[name]
-        size = group.page_size or group.block_size
+        size = allocator.groups[name].layer_spec.block_size
         batches[name] = CommonAttentionMetadata.from_lengths(query_lens, ends, table, size, device)
     for name, layers in allocator.state_slots(sequences).items():
         batch = CommonAttentionMetadata.from_lengths(query_lens, ends, device=device)

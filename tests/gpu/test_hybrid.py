@@ -89,7 +89,7 @@ def test_pages_of_blocks_beside_states(latent: bool) -> None:
     groups = with_equal_blocks({"keys": KVCacheGroup(spec, 1), "states": StateGroup(states, 2)})
     group, num_blocks = groups["keys"], 40
     assert group.page_size is not None and group.block_size % group.page_size == 0
-    spec = spec.replace(block_size=group.page_size)
+    spec = group.layer_spec
     layer = attnlib.Attention(spec, backend="triton", device="cuda")
     builder = layer.backend.make_builder(spec, "cuda")
     allocator = HybridBlockAllocator(groups, num_blocks)
