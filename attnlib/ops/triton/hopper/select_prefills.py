@@ -100,7 +100,8 @@ def _fits_one_head(call: AttentionCall) -> bool:
     tiles of one head have more query tokens."""
     params, long = call.params, call.max_query_len >= _LEAST_TOKENS_OF_UNEVEN_GROUPS
     bounded = params.window[0] >= 0 or params.attention_chunk_size > 0
-    return bool(64 % call.shape.group) and long and not bounded
+    group = call.shape.group
+    return bool(64 % group and group % 64) and long and not bounded
 
 
 def _key_splits(call: AttentionCall, tile: HopperTile) -> int:
