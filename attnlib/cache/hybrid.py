@@ -98,10 +98,12 @@ class HybridKVCache:
         elements = self._storage.view(-1).view(spec.kv_dtype)
         stride, tokens, heads = self.block_bytes // itemsize, spec.block_size, spec.num_kv_heads
         per_layer = tokens * group.bytes_per_token // group.num_layers // itemsize
-        page, count = tokens, self.num_blocks
+        keys, page, count = tokens * heads * spec.head_size, tokens, self.num_blocks
         if group.page_size is not None:
-            page, stride = group.page_size, group.page_stride // itemsize
-            count = group.pages([count - 1], self.block_bytes)[-1] + 1
+            page, pages = group.page_size, tokens // group.page_size
+            stride //= group.pages_in_block
+            per_layer, keys = group.pages_in_block // group.num_layers * stride, pages * stride
+            count = group.pages([count - 1])[-1] + 1
 
         def view(size: int, offset: int) -> torch.Tensor:
             shape = (count, page, heads, size)
@@ -113,7 +115,7 @@ class HybridKVCache:
             if spec.use_mla:  # the value is a prefix of the key (P10)
                 value = key[..., : spec.head_size_v]
             else:
-                value = view(spec.head_size_v, first + tokens * heads * spec.head_size)
+                value = view(spec.head_size_v, first + keys)
             caches.append(PagedKVCache.from_views(key, value))
             caches[-1].rotation = spec.kv_rotation
         return caches

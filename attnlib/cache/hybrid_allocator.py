@@ -13,7 +13,7 @@ from math import lcm
 
 from attnlib.cache.allocator import BlockAllocator, TokenIds, as_tokens
 from attnlib.cache.hybrid_forks import fork_sequence
-from attnlib.cache.hybrid_groups import Group, KVCacheGroup, StateGroup, pool_block_bytes
+from attnlib.cache.hybrid_groups import Group, KVCacheGroup, StateGroup
 from attnlib.cache.hybrid_prefixes import longest_prefix
 from attnlib.cache.hybrid_states import LayerSlots, StateBlocks
 from attnlib.cache.sequence_blocks import NULL_BLOCK, SequenceBlocks
@@ -47,7 +47,6 @@ class HybridBlockAllocator:
         states = {n: each for n, each in groups.items() if isinstance(each, StateGroup)}
         self._states = StateBlocks(self.pool, states)
         self._used = dict.fromkeys(self.groups, 0)
-        self.block_bytes = pool_block_bytes(groups)
 
     @property
     def num_free_blocks(self) -> int:
@@ -208,7 +207,7 @@ class HybridBlockAllocator:
     def block_tables(self, sequences: Sequence[SequenceBlocks]) -> dict[str, list[list[int]]]:
         """Group of keys -> one row of pages per request, for `group_batches`."""
         return {
-            name: [group.pages(one.blocks[name], self.block_bytes) for one in sequences]
+            name: [group.pages(one.blocks[name]) for one in sequences]
             for name, group in self.groups.items()
         }
 

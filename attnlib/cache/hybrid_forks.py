@@ -29,7 +29,7 @@ def fork_sequence(
         own = [fresh[name]] if name in fresh else []
         copied.blocks[name] = ids[:count] + own
         copied._freed[name], copied._chains[name] = freed, sequence._chains[name]
-        each = (group.pages(part, allocator.block_bytes) for part in (ids[count : count + 1], own))
+        each = map(group.pages, (ids[count : count + 1], own))
         pairs[name] = [list(pair) for pair in zip(*each, strict=True)] if own else []
         allocator._used[name] += len(copied.blocks[name]) - freed
     return copied, pairs

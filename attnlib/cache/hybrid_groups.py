@@ -17,6 +17,8 @@ __all__ = ["Group", "KVCacheGroup", "StateGroup", "pool_block_bytes", "with_equa
 
 _ALIGNMENT = 256
 """Bytes to which the size of a block is rounded up: TMA and vector loads need multiples of 16."""
+_PAGE_ALIGNMENT = 64
+"""Bytes of which the distance of pages is a multiple, for the same loads."""
 _LARGEST_PAGE = 256
 """Tokens of a page, at most: the largest blocks that all kernels take."""
 
@@ -32,7 +34,8 @@ class KVCacheGroup:
             of layers have pages. None for blocks of one page.
 
     Raises:
-        ContractError: there is no layer, or the spec has no paged cache.
+        ContractError: there is no layer, the spec has no paged cache, or its blocks have no such
+            pages.
     """
 
     spec: AttentionSpec
@@ -45,6 +48,18 @@ class KVCacheGroup:
             raise ContractError(
                 f"a group of {self.num_layers} layers with attn_type={self.spec.attn_type.value} "
                 "has no paged cache: give at least one layer that attends through a cache"
+            )
+        if self.page_size is None:
+            return
+        if as_id("page_size", self.page_size) < 1 or self.block_size % self.page_size:
+            raise ContractError(
+                f"page_size={self.page_size} does not divide blocks of {self.block_size} tokens: "
+                "give a divisor, or None for blocks of one page"
+            )
+        if not _has_pages(self.spec):
+            raise ContractError(
+                f"page_size={self.page_size}, and keys and values of {self.spec} have pages of "
+                "different sizes or scales in their blocks: give None"
             )
 
     @property
@@ -68,17 +83,17 @@ class KVCacheGroup:
         return self.spec.replace(block_size=self.page_size or self.block_size)
 
     @property
-    def page_stride(self) -> int:
-        """Bytes from the keys of a page in one layer to those of the next."""
-        spec = self.layer_spec
-        elements = spec.block_size * spec.num_kv_heads * spec.head_size
-        return elements * spec.kv_dtype.itemsize
+    def pages_in_block(self) -> int:
+        """Pages in a block, of keys and of values in each layer: they are equally far apart, and
+        the ids of the pages of a layer count all of them."""
+        pages = self.block_size // (self.page_size or self.block_size)
+        return pages * self.num_layers * (1 if self.spec.use_mla else 2)
 
-    def pages(self, blocks: Iterable[int], block_bytes: int) -> list[int]:
-        """The pages of blocks of a pool."""
+    def pages(self, blocks: Iterable[int]) -> list[int]:
+        """The pages of blocks, in the order of their tokens."""
         if self.page_size is None:
             return list(blocks)
-        step, count = block_bytes // self.page_stride, self.block_size // self.page_size
+        step, count = self.pages_in_block, self.block_size // self.page_size
         return [block * step + page for block in blocks for page in range(count)]
 
     def first_visible(self, position: int) -> int:
@@ -161,7 +176,7 @@ def _has_pages(spec: AttentionSpec) -> bool:
 def pool_block_bytes(groups: Mapping[str, Group]) -> int:
     """Bytes of a block of a pool."""
     divided = (g for g in groups.values() if isinstance(g, KVCacheGroup) and g.page_size)
-    unit = lcm(_ALIGNMENT, *(group.page_stride for group in divided))
+    unit = lcm(_ALIGNMENT, *(_PAGE_ALIGNMENT * group.pages_in_block for group in divided))
     return -(-max(map(_block_bytes, groups.values())) // unit) * unit
 
 

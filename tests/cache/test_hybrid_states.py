@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 import attnlib
 from attnlib.cache.hybrid import HybridKVCache, KVCacheGroup, StateGroup, with_equal_blocks
 from attnlib.cache.hybrid_allocator import NULL_BLOCK, HybridBlockAllocator, SequenceBlocks
+from attnlib.cache.hybrid_groups import pool_block_bytes
 from attnlib.errors import CacheExhaustedError, ContractError
 from attnlib.metadata.groups import StateGroupBatch, group_batches
 from attnlib.testing.states.inputs import draw_layer, draw_tokens
@@ -61,22 +62,39 @@ def test_a_block_holds_a_state_or_a_multiple_of_key_blocks() -> None:
     states = pool.states["states"]
     assert (states.num_slots, states.spec) == (6, GDN)
     states.tensors.state[3].fill_(1)
-    own = groups["keys"].pages([3], pool.block_bytes)
+    own = groups["keys"].pages([3])
     (cache,) = pool.caches["keys"]
     assert len(own) == groups["keys"].block_size // 4 and cache.block_size == 4
     assert cache.key_cache[own[2:]].flatten(1).all()  # behind the positions of the slot
-    others = groups["keys"].pages([0, 1, 2, 4, 5], pool.block_bytes)
+    others = groups["keys"].pages([0, 1, 2, 4, 5])
     assert not cache.key_cache[others].any() and not cache.value_cache[others].any()
     for make, message in (
         (lambda: KVCacheGroup(GDN), "KVCacheGroup takes an attnlib.AttentionSpec"),
         (lambda: StateGroup(KEYS), "StateGroup takes an attnlib.StateSpec"),
         (lambda: KVCacheGroup(KEYS, 1.5), "num_layers 1.5 is a float"),
+        (lambda: KVCacheGroup(KEYS, 1, 3), "page_size=3 does not divide blocks of 4 tokens"),
+        (lambda: KVCacheGroup(KEYS, 1, 0), "page_size=0 does not divide"),
+        (lambda: KVCacheGroup(KEYS, 1, 8), "page_size=8 does not divide"),
+        (lambda: KVCacheGroup(KEYS.replace(head_size_v=16), 1, 2), "pages of different sizes"),
         (lambda: HybridKVCache(GROUPS, 2.5), "num_blocks 2.5 is a float"),
     ):
         with pytest.raises(ContractError, match=message):
             make()
     with pytest.raises(ContractError, match="a group of 0 state layers"):
         StateGroup(GDN, 0)
+
+
+def test_pages_of_several_groups_hardly_enlarge_a_block() -> None:
+    """Groups of different head counts have pages whose sizes have large common multiples."""
+    kinds = {"num_heads": 24, "dtype": torch.bfloat16, "block_size": 16}
+    full = KEYS.replace(**kinds, num_kv_heads=8, head_size=128, head_size_v=128)
+    narrow = KEYS.replace(**kinds, num_kv_heads=3, head_size=96, head_size_v=96)
+    state = GDN.replace(num_heads=64, num_key_heads=16, key_size=128, value_size=128)
+    given = {"full": KVCacheGroup(full), "narrow": KVCacheGroup(narrow, 3)}
+    groups = with_equal_blocks({**given, "states": StateGroup(state, 9)})
+    assert groups["full"].page_size == groups["narrow"].page_size == 256
+    largest = groups["states"].block_bytes
+    assert largest <= pool_block_bytes(groups) < 1.01 * largest
 
 
 LATENTS = KEYS.replace(num_heads=1, num_kv_heads=1, head_size=24, head_size_v=16, use_mla=True)
@@ -96,7 +114,7 @@ def test_pages_of_a_block_are_its_memory(name: str) -> None:
     assert (group.page_size is None) is (name == "uneven") and group.block_size > 8
     pool = HybridKVCache(groups, 5, "cpu")
     for block in range(5):
-        pages = group.pages([block], pool.block_bytes)
+        pages = group.pages([block])
         written = torch.zeros_like(pool._storage, dtype=torch.int32)
         for cache in pool.caches[name]:
             for stored in {id(x): x for x in (cache.key_cache, cache.value_cache)}.values():
