@@ -58,11 +58,21 @@ def check_form(common: CommonAttentionMetadata) -> None:
         ("state_slots", common.state_slots),
         ("state_sources", common.state_sources),
     ):
-        if named is not None and (_differs(named, _INT32, (reqs,)) or named.device != device):
-            raise _wrong(name, named, f"int32 [{reqs}]", device, "T7")
+        if named is not None:
+            check_slots_form(name, named, reqs, device)
     if common.query_bias is not None:
         _check_bias(common.query_bias, tokens, common.max_query_len, device)
     _check_bounds(common)
+
+
+def check_slots_form(name: str, slots: torch.Tensor, reqs: int, device: torch.device) -> None:
+    """Whether a tensor may hold the slots of `reqs` requests.
+
+    Raises:
+        ContractError: it is not int32 `[reqs]` on the device.
+    """
+    if _differs(slots, _INT32, (reqs,)) or slots.device != device:
+        raise _wrong(name, slots, f"int32 [{reqs}]", device, "T7")
 
 
 def _differs(tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:

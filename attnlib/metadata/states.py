@@ -13,6 +13,7 @@ from attnlib.capabilities import StateCapabilities
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.checks import check_batch
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.form import check_slots_form
 from attnlib.ops.states import StateBatch
 from attnlib.spec import StateSpec
 
@@ -47,7 +48,18 @@ class StateMetadata(AttentionMetadata):
         self, state_slots: torch.Tensor, state_sources: torch.Tensor | None = None
     ) -> StateMetadata:
         """The same batch over other slots, for a layer whose states are in other blocks; they share
-        plans."""
+        plans.
+
+        Args:
+            state_slots, state_sources: `[R]` int32 on the device of the batch.
+
+        Raises:
+            ContractError: tensors of another form.
+        """
+        reqs, device = self.state_slots.shape[0], self.state_slots.device
+        check_slots_form("state_slots", state_slots, reqs, device)
+        if state_sources is not None:
+            check_slots_form("state_sources", state_sources, reqs, device)
         changes = {"state_slots": state_slots, "state_sources": state_sources}
         other: StateMetadata = StateMetadata.from_fields({**self.__getstate__(), **changes})
         other.__dict__["plans"] = self.plans

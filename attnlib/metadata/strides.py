@@ -27,6 +27,8 @@ def refuse_strided(common: CommonAttentionMetadata) -> None:
         ("seq_lens", common.seq_lens),
         ("slot_mapping", common.slot_mapping),
         ("block_table", rows),
+        ("state_slots", common.state_slots),
+        ("state_sources", common.state_sources),
     ):
         if tensor is not None and not tensor.is_contiguous():
             raise ContractError(

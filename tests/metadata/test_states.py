@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import attnlib
 from attnlib.capabilities import StateCapabilities
 from attnlib.errors import ContractError
 from attnlib.metadata import StateMetadata, StateMetadataBuilder
+from attnlib.metadata.strides import refuse_strided
 from attnlib.testing.states.kinds import KINDS
 
 GDN = KINDS["gated delta"]
@@ -54,6 +57,23 @@ def test_other_slots_of_the_same_batch() -> None:
     assert [request.slot for request in metadata.batch.requests()] == [4, 0]
     table = torch.tensor([[5, 1], [6, 1], [3, 1]], dtype=torch.int32)
     assert builder.update_block_table(metadata, table, None).state_slots.tolist() == [5, 6, 3]
+    for wrong in (table[:2, 0], table[:, 0].long()):
+        with pytest.raises(ContractError, match=r"state_slots is .* must be int32 \[3\]"):
+            metadata.with_slots(wrong)
+        with pytest.raises(ContractError, match="state_sources is"):
+            metadata.with_slots(table[:, 0].contiguous(), wrong)
+
+
+def test_kernels_read_contiguous_tensors() -> None:
+    """Slots are often a column of a block table."""
+    table = torch.tensor([[4, 8, 1], [0, 9, 2], [2, 7, 3]], dtype=torch.int32)
+    common = replace(batch(), state_slots=table[:, 0], state_sources=table[:, 2])
+    tensors = StateMetadataBuilder(GDN, "cpu").build(0, common).batch.tensors
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    assert tensors[2].tolist() == [4, 0, 2] and tensors[3].tolist() == [1, 2, 3]
+    for name in ("state_slots", "state_sources"):  # a replay would not copy them again
+        with pytest.raises(ContractError, match=f"{name} has strides"):
+            refuse_strided(replace(batch(state_sources=[4, 0, 2]), **{name: table[:, 0]}))
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,11 @@ class StateBatch:
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What kernels read: first rows, lengths, slots, and the slots to read."""
-        sources = self.slots if self.sources is None else self.sources
-        return self.query_start_loc, self.seq_lens, self.slots, sources
+        """What kernels read, contiguous: first rows, lengths, slots, and the slots to read."""
+        given = (self.query_start_loc, self.seq_lens, self.slots, self.sources)
+        starts, lengths, slots, sources = (x if x is None else x.contiguous() for x in given)
+        assert starts is not None and lengths is not None and slots is not None
+        return starts, lengths, slots, slots if sources is None else sources
 
     def requests(self) -> Iterator[StateRequest]:
         """The requests with new tokens and a slot. Copies what is not on the host from the
