@@ -16,6 +16,7 @@ from attnlib.layer.state_checks import (
     check_convolution,
     check_step,
     per_head_inputs,
+    refuse_in_place,
 )
 from attnlib.layer.state_values import validate_convolution, validate_step
 from attnlib.metadata.states import StateMetadata
@@ -74,6 +75,8 @@ def call_convolution(
         refuse_gradients(x)
     if output is None:
         output = torch.empty(x.shape, dtype=layer.spec.dtype, device=x.device)
+    else:
+        refuse_in_place(x, output)
     signature = call_signature(layer, cache, (x, output))
     run: Any = metadata.plans.get(signature)
     if run is None:

@@ -25,6 +25,7 @@ __all__ = [
     "check_step",
     "check_tensors",
     "per_head_inputs",
+    "refuse_in_place",
 ]
 
 
@@ -187,6 +188,14 @@ def check_convolution(
         "conv_bias": (layer.conv_bias, spec.dtype, (spec.conv_channels,)),
     }
     check_tensors(wanted, cache, metadata, x.shape[0], "T6")
+
+
+def refuse_in_place(x: torch.Tensor, output: torch.Tensor) -> None:
+    """Refuse an output that is the input of a convolution. Plans do not depend on addresses.
+
+    Raises:
+        ContractError: they begin at one address.
+    """
     if output.data_ptr() == x.data_ptr() and x.numel():
         raise ContractError(
             "output is x, and a convolution reads rows after it has written earlier ones: pass "
