@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import attnlib
-from attnlib.backends.triton import TritonBackend, rotating_plan
-from attnlib.ops.triton.hopper import select_prefills
+from attnlib.backends.triton import TritonBackend
+from attnlib.backends.triton.impl import TritonImpl
+from attnlib.ops.triton.hopper import converted_prefill
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from tests.gpu.devices import needs_gpu
 
@@ -101,8 +102,9 @@ def test_kernels_that_rotate_have_equal_bits(name: str, monkeypatch: pytest.Monk
     """P15: queries, splits, outputs, LSEs; direct launches, and launches by Triton."""
     keys, values, options = CASES[name]
     found: dict[bool, list[torch.Tensor]] = {}
-    for rotates in (False, True):
-        monkeypatch.setattr(rotating_plan, "_DECODES_ROTATE", rotates)
+    for rotates in (True, False):
+        if not rotates:
+            monkeypatch.setattr(TritonImpl, "rotating_plan", lambda *call: None)
         found[rotates], inside = _run(keys, values, **options)
         assert inside == rotates
     for ours, theirs in zip(found[True], found[False], strict=True):
@@ -118,13 +120,14 @@ def test_prefills_over_copies(
     prefills over pages, up to the rounding of copies to bfloat16."""
     options: dict[str, Any] = {"lengths": [4500, 70], "query_len": 4200, "kv_rotation": rotation}
     found = []
-    for copies in (False, True):
-        monkeypatch.setattr(rotating_plan, "_PREFILLS_ROTATE", copies)
-        monkeypatch.setattr(select_prefills, "_COPIES_PAIRS", copies)
+    for copies in (True, False):
+        if not copies:
+            monkeypatch.setattr(TritonImpl, "rotating_plan", lambda *call: None)
+            monkeypatch.setattr(converted_prefill, "COPIED_TOKENS", 1 << 30)
         LAUNCHES.clear()
         outputs, inside = _run(INT8, values, **options)
         assert inside == (copies and rotation is not None)
         found.append(outputs)
-    for theirs, ours in zip(*found, strict=True):
+    for ours, theirs in zip(*found, strict=True):
         assert ours.isfinite().all()
         assert (ours - theirs).float().norm() <= 2**-7 * theirs.float().norm()

@@ -147,9 +147,7 @@ def _page_lines(spec: AttentionSpec, capability: tuple[int, int] | None, kernels
         how = f"keys and values in two formats; {how}"
         if not hopper_reads(stored, spec.value_format):
             return [f"prefill, decode: portable Triton kernels ({how})"]
-        decode = hopper_lines(spec, capability)[1]
-        return [f"prefill: portable Triton kernel ({how})", decode]
-    if stored.is_open:
+    elif stored.is_open:
         return [f"prefill, decode: portable Triton kernels (an open format; {how})"]
     prefill = f"prefill: portable Triton kernel ({how}){copies_note(spec, capability)}"
     if not hopper_reads(stored):

@@ -30,7 +30,7 @@ from attnlib.ops.triton.batch_tensors import Batch, BatchTensors
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.sequence import VALUE
 
-__all__ = ["TritonPlan", "make_plan"]
+__all__ = ["TritonPlan", "batch_of", "find_step", "make_plan"]
 
 
 class TritonPlan:
@@ -42,7 +42,7 @@ class TritonPlan:
         call: its tensors, per head.
         metadata: the batch.
         kernels: "auto", "hopper" or "portable".
-        rotation: of the cache, where the kernels may rotate (P15); `rotates` says if they do.
+        rotation: of the cache, where the kernels rotate queries and outputs (P15); else None.
 
     Raises:
         ContractError: tensors that the kernels cannot address.
@@ -71,9 +71,9 @@ class TritonPlan:
         self._signature = signature
         self._metadata = weakref.ref(metadata)  # the batch owns its plans
         self._split = metadata.num_decode_tokens if metadata.num_prefills else 0
-        batch = _batch_of(metadata)
+        batch = batch_of(metadata)
         step = (impl, signature, call, metadata, batch, kernels, rotation)
-        launches = self._launches = _find_launches(*step)
+        launches = self._launches = find_step(*step)
         self._rotation = rotation if launches.rotates else None
         need, decodes = launches.workspace_bytes, batch.decodes
         if need and decodes is not None:
@@ -123,11 +123,6 @@ class TritonPlan:
         self._launches.run_by_triton(call, impl, self._batch, self._split)
         if self._submit is None:
             self._bind()
-
-    @property
-    def rotates(self) -> bool:
-        """Whether the kernels rotate queries, and outputs back (P15)."""
-        return self._rotation is not None
 
     def _plain_plan(self, impl: AttentionImpl, call: LayerCall) -> TritonPlan:
         """The plan of the same calls with the plain kernels only, which read unaligned tensors."""
@@ -201,7 +196,7 @@ def make_plan(
     return TritonPlan(self, signature, call, metadata, self._kernels)
 
 
-def _batch_of(metadata: TritonMetadata) -> Batch:
+def batch_of(metadata: TritonMetadata) -> Batch:
     """The tensors of a batch; an empty batch is one prefill."""
     decodes = prefills = None
     is_mixed = metadata.num_decodes and metadata.num_prefills
@@ -215,7 +210,7 @@ def _batch_of(metadata: TritonMetadata) -> Batch:
     return Batch(decodes, prefills, metadata.slot_mapping)
 
 
-def _find_launches(
+def find_step(
     impl: AttentionImpl,
     signature: Hashable,
     call: LayerCall,

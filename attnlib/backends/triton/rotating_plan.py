@@ -9,15 +9,11 @@ from torch import Tensor
 
 from attnlib.backends.triton.launches import LayerCall
 from attnlib.backends.triton.metadata import TritonMetadata
-from attnlib.backends.triton.plan import TritonPlan
+from attnlib.backends.triton.plan import TritonPlan, batch_of, find_step
 from attnlib.cache.storage import PagedKVCache
 from attnlib.kv_rotation import KVRotation
 
 __all__ = ["make_rotating_plan"]
-
-_DECODES_ROTATE = _PREFILLS_ROTATE = False
-"""Whether decodes rotate queries and outputs in their kernels, and prefills over copies of the
-cache rotate these; not measured yet."""
 
 
 def make_rotating_plan(
@@ -34,12 +30,12 @@ def make_rotating_plan(
 ) -> TritonPlan | None:
     """See `AttentionImpl.rotating_plan`: Hopper decodes over quantized caches, and prefills over
     copies of pages."""
-    if not query.shape[0] or not cache.key_cache.shape[0] or self._kernels == "portable":
+    if not query.shape[0] or not cache.key_cache.shape[0]:
         return None
-    prefills = metadata.num_prefills or not metadata.num_decodes
-    known = (_DECODES_ROTATE or not metadata.num_decodes) and (_PREFILLS_ROTATE or not prefills)
-    if self.spec.batch_invariant or not known:
+    if self._kernels == "portable" or self.spec.batch_invariant:
         return None
     call = LayerCall(query, key, value, cache, output, lse)
-    plan = TritonPlan(self, signature, call, metadata, self._kernels, rotation)
-    return plan if plan.rotates else None
+    found = find_step(self, signature, call, metadata, batch_of(metadata), self._kernels, rotation)
+    if not found.rotates:  # short prefills, and decodes by the portable kernels
+        return None
+    return TritonPlan(self, signature, call, metadata, self._kernels, rotation)

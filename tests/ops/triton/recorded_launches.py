@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import attnlib
-from attnlib.backends.triton import TritonBackend, rotating_plan
+from attnlib.backends.triton import TritonBackend
 from attnlib.backends.triton import impl as triton_impl
 from attnlib.backends.triton import scheduler as triton_scheduler
 from attnlib.errors import ContractError
@@ -729,7 +729,6 @@ def check_rotated_calls() -> None:
     """Hopper decodes over pages of rotated heads, and prefills over copies of them, launch no
     rotation (P15); other calls do."""
     least, converted_prefill.COPIED_TOKENS = converted_prefill.COPIED_TOKENS, 64
-    rotating_plan._DECODES_ROTATE = rotating_plan._PREFILLS_ROTATE = True
     try:
         for lengths, size, rotations in (
             (([1] * 4, [1000, 20, 3, 7]), 128, 0),
@@ -739,13 +738,8 @@ def check_rotated_calls() -> None:
             (([64], [900]), 96, 2),  # a rotation of blocks
         ):
             _check_rotations(lengths, size, rotations)
-        rotating_plan._PREFILLS_ROTATE = False
-        _check_rotations(([1, 1, 64], [900, 800, 900]), 128, 2)
-        rotating_plan._DECODES_ROTATE = False
-        _check_rotations(([1] * 4, [1000, 20, 3, 7]), 128, 2)
     finally:
         converted_prefill.COPIED_TOKENS = least
-        rotating_plan._DECODES_ROTATE = rotating_plan._PREFILLS_ROTATE = False
         LAUNCHES.clear()
 
 

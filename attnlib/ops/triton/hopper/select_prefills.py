@@ -52,10 +52,6 @@ memory's throughput to the converter. Triton 3.9 compiles them with spills in th
 """
 
 
-_COPIES_PAIRS = False
-"""Whether prefills over pages of two formats (`DECODED_PAIRS`) read copies; not measured yet."""
-
-
 def select_prefill(
     call: AttentionCall, divides_keys: bool = False
 ) -> HopperPrefill | ConvertedPrefill | None:
@@ -119,8 +115,6 @@ def select_page_prefill(call: AttentionCall) -> ConvertedPrefill | None:
     stored = shape.page_format
     if stored is None or not hopper_reads(stored, shape.value_format):
         return None  # 4-bit floats, or two other formats
-    if shape.value_format is not None and not _COPIES_PAIRS:
-        return None
     features = CallFeatures.of(params)._replace(tensor_scales=False)
     copies = _copied(shape)
     if shape.query_dtype.itemsize != 2 or prefill_unsupported_reasons(copies, features, limits):
