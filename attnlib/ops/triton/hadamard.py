@@ -11,7 +11,7 @@ from attnlib.kv_rotation import rotation_block
 from attnlib.ops.checks import vector_elements
 from attnlib.ops.hadamard import LARGEST_INPUT, check_heads, sign_table, unit_factor
 from attnlib.ops.signature import tensor_signature
-from attnlib.ops.triton.heuristics.device import device_guard
+from attnlib.ops.triton.heuristics.device import device_guard, limits_of, programmatic_launch
 from attnlib.ops.triton.kernels.hadamard import HadamardConfig, rotate_heads_kernel
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
@@ -21,6 +21,9 @@ __all__ = ["rotate_heads"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ELEMENTS_PER_PROGRAM = 1024
+_OVERLAPS = False
+"""Whether launches are programmatic where that is possible: up to 5% less for a rotated decode on
+an H200. Off because its outputs were not compared there."""
 
 
 def rotate_heads(
@@ -81,7 +84,10 @@ def _prepare(heads: Tensor, out: Tensor, inverse: bool) -> BoundLaunch:
         "FACTOR": unit_factor(size),
         "LIMIT": LARGEST_INPUT,
         "LARGEST": torch.finfo(heads.dtype).max,
+        "PDL": False,
         "num_warps": 4 if per_program * block > 512 else 1,
     }
     grid = (tokens, triton.cdiv(rows, per_program), 1)
+    if _OVERLAPS:
+        constants |= programmatic_launch(limits_of(heads), grid[0] * grid[1])
     return BoundLaunch(rotate_heads_kernel, grid, with_config(constants, HadamardConfig))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnlib.ops.hadamard import LARGEST_INPUT
 from attnlib.ops.triton.kernels.chunks import aligned
@@ -40,6 +41,7 @@ class HadamardConfig(NamedTuple):
         FACTOR: 1 / sqrt(BLOCK).
         LIMIT: magnitude to which elements are clamped before the sums.
         LARGEST: the largest finite number of the elements.
+        PDL: the launch is programmatic (`programmatic_launch`).
     """
 
     BLOCK: int
@@ -51,6 +53,7 @@ class HadamardConfig(NamedTuple):
     FACTOR: float
     LIMIT: float
     LARGEST: float
+    PDL: bool
 
 
 @triton.jit
@@ -137,6 +140,9 @@ def rotate_heads_kernel(
     """Rotate the heads of one token. CONFIG is a `HadamardConfig`. Grid: (tokens, groups)."""
     ROWS: tl.constexpr = CONFIG.ROWS
     BLOCK: tl.constexpr = CONFIG.BLOCK
+    if CONFIG.PDL:
+        gdc_wait()  # nothing is read before
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     head, lanes = (row // CONFIG.BLOCKS).to(tl.int64), tl.arange(0, BLOCK)
