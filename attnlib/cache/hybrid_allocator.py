@@ -18,6 +18,7 @@ from attnlib.cache.hybrid_prefixes import longest_prefix
 from attnlib.cache.hybrid_states import LayerSlots, StateBlocks
 from attnlib.cache.sequence_blocks import NULL_BLOCK, SequenceBlocks
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import as_count
 
 __all__ = ["NULL_BLOCK", "HybridBlockAllocator", "SequenceBlocks"]
 
@@ -109,6 +110,7 @@ class HybridBlockAllocator:
 
         Raises:
             CacheExhaustedError: fewer blocks are free; none is allocated.
+            ContractError: `num_tokens` is no count.
         """
         missing, slots = self._needed(sequence, num_tokens)
         fresh = self.pool.allocate(sum(missing.values()) + sum(slots.values()))
@@ -229,7 +231,7 @@ class HybridBlockAllocator:
     ) -> tuple[dict[str, int], dict[str, int]]:
         """Group of keys -> blocks to allocate, and the same of states, or {} where a step writes
         its sources."""
-        keys = sequence.missing(self.groups, num_tokens)
+        keys = sequence.missing(self.groups, as_count("num_tokens", num_tokens))
         slots = self._states.missing(sequence.states)
         is_short = sum(keys.values()) + sum(slots.values()) > self.num_free_blocks
         return keys, {} if is_short and self._states.owns_sources(sequence.states) else slots

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from attnlib.cache.hybrid_allocator import HybridBlockAllocator, SequenceBlocks
+from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.states import StateMetadata
@@ -56,8 +57,16 @@ def group_batches(
         device: where the kernels run; None means the default device of torch.
 
     Raises:
-        ContractError: a request without slots for its states, or blocks too few for its tokens.
+        ContractError: not a length for each request, a request twice, one without slots for its
+            states, or blocks too few for its tokens.
     """
+    different = len({id(one) for one in sequences})
+    if not different == len(sequences) == len(query_lens):
+        raise ContractError(
+            f"the batch has {len(sequences)} requests, {different} of them different, and "
+            f"{len(query_lens)} query_lens: name each request once, with its new tokens",
+            rule="T7",
+        )
     ends = [one.num_computed + new for one, new in zip(sequences, query_lens, strict=True)]
     batches: dict[str, GroupBatch] = {}
     for name, table in allocator.block_tables(sequences).items():

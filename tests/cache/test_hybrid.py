@@ -230,6 +230,14 @@ def test_unusable_pools_are_refused() -> None:
         replace(GROUPS["full"], spec=FULL.replace(attn_type="encoder_only", mask_kind=None))
 
 
+@pytest.mark.parametrize("count", [2.5, -1, None])
+def test_tokens_are_counted(count: Any) -> None:
+    allocator = HybridBlockAllocator(GROUPS, 8)
+    with pytest.raises(ContractError, match=f"num_tokens[ =]{count}"):
+        allocator.grow(allocator.start(), count)
+    assert allocator.num_free_blocks == 7
+
+
 def test_a_prefix_survives_the_eviction_of_what_its_windows_do_not_show() -> None:
     """A request of 1025 tokens, three of 160 under memory pressure, then the first again: the full
     group holds its prefix, and a windowed one needs only the last W tokens of it."""

@@ -84,6 +84,16 @@ def test_a_block_holds_a_state_or_a_multiple_of_key_blocks() -> None:
         StateGroup(GDN, 0)
 
 
+def test_a_batch_names_each_request_once() -> None:
+    """Two rows of one request would write the same slots and blocks (T7)."""
+    blocks = allocator()
+    one = blocks.start()
+    blocks.grow(one, SIZE)
+    for requests, lengths in (([one, one], [1, 1]), ([one], [1, 1]), ([one], [])):
+        with pytest.raises(ContractError, match="name each request once"):
+            group_batches(blocks, requests, lengths, "cpu")
+
+
 def test_pages_of_several_groups_hardly_enlarge_a_block() -> None:
     """Groups of different head counts have pages whose sizes have large common multiples."""
     kinds = {"num_heads": 24, "dtype": torch.bfloat16, "block_size": 16}

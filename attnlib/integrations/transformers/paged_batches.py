@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from attnlib.cache.hybrid import Group, StateGroup
 from attnlib.errors import ContractError
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.groups import GroupBatch, StateGroupBatch
 
-__all__ = ["StepBatch", "one_batch"]
+__all__ = ["StepBatch", "check_tokens", "one_batch"]
 
 StepBatch = CommonAttentionMetadata | Mapping[str, GroupBatch]
 """The batch of a step; for a hybrid model one for each group, as `group_batches` makes them."""
@@ -38,6 +40,42 @@ def one_batch(batch: StepBatch, groups: Mapping[str, Group] | None) -> CommonAtt
         f"the step has batches for {', '.join(sorted(names)) or 'no group'}, the model {needs}: "
         f"pass {'a single batch' if groups is None else 'one batch per group'}"
     )
+
+
+def check_tokens(
+    batch: CommonAttentionMetadata,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    rows: torch.Tensor | None,
+) -> None:
+    """Whether the tensors of a step are those of its batch.
+
+    Args:
+        batch: of the step.
+        input_ids, position_ids, rows: as in `PagedModel.step`. Only rows on the CPU are read.
+
+    Raises:
+        ContractError: there is no token, a tensor has another length, or a row no token.
+    """
+    count = input_ids.numel()
+    if input_ids.dim() != 1 or count < max(batch.num_actual_tokens, 1):
+        raise ContractError(
+            f"input_ids has shape {list(input_ids.shape)}, and the batch has "
+            f"{batch.num_actual_tokens} tokens: pass each of them, and skip a step without tokens"
+        )
+    if position_ids.shape != input_ids.shape:
+        raise ContractError(
+            f"position_ids has shape {list(position_ids.shape)}; it must be [{count}], a position "
+            "for each of input_ids"
+        )
+    if rows is None or not rows.is_cpu or not rows.numel():
+        return
+    first, last = int(rows.min()), int(rows.max())
+    if first < 0 or last >= count:
+        raise ContractError(
+            f"rows has {first if first < 0 else last}, and the step has {count} tokens: pass "
+            f"indices from 0 to {count - 1}"
+        )
 
 
 def _first_of(name: str, batch: GroupBatch, group: Group) -> CommonAttentionMetadata:

@@ -22,7 +22,7 @@ from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.discovery import create_layers, discover
 from attnlib.integrations.transformers.latents import unexpanded
 from attnlib.integrations.transformers.mixer_layers import MixerLayers
-from attnlib.integrations.transformers.paged_batches import StepBatch, one_batch
+from attnlib.integrations.transformers.paged_batches import StepBatch, check_tokens, one_batch
 from attnlib.integrations.transformers.paged_calls import paged_forward
 from attnlib.integrations.transformers.paged_latents import LatentLayers
 from attnlib.integrations.transformers.paged_layers import PagedLayers
@@ -206,11 +206,13 @@ class PagedModel:
 
         Raises:
             UnsupportedConfigError: an attention layer did not receive the step.
-            ContractError: a hybrid model and a single batch, or a group without a batch.
+            ContractError: a hybrid model and a single batch, a group without a batch, or tensors
+                that are not those of the batch (`check_tokens`).
         """
         self.prepare()
         model, device = self.model, input_ids.device
         one = one_batch(batch, self.groups if self.hybrid else None)
+        check_tokens(one, input_ids, position_ids, rows)
         needed = None
         if self._shares and rows is None:
             # Gemma 4 would replace the mask by a slice of it if it got no tensor.

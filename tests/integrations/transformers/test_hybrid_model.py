@@ -229,6 +229,29 @@ def test_values_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Engine(model).generate(sequences, 3) == _expected(model, sequences, 3)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "positions", "rows", "message"),
+    [
+        (0, 0, None, "the batch has 2 tokens: pass each of them"),
+        (1, 1, None, r"input_ids has shape \[1\], and the batch has 2 tokens"),
+        (2, 1, None, r"position_ids has shape \[1\]; it must be \[2\]"),
+        (2, 2, [0, 2], "rows has 2, and the step has 2 tokens"),
+        (2, 2, [-1], "rows has -1"),
+    ],
+)
+def test_the_tensors_of_a_step_are_those_of_its_batch(
+    tokens: int, positions: int, rows: list[int] | None, message: str
+) -> None:
+    batch = attnlib.CommonAttentionMetadata.from_lengths([2], [2], [[1]], 4, "cpu")
+    paged = PagedModel(decoder("llama"), num_blocks=8, block_size=4)
+    ids, given = (
+        torch.zeros(tokens, dtype=torch.int64),
+        None if rows is None else torch.tensor(rows),
+    )
+    with paged.attached(), pytest.raises(ContractError, match=message):
+        paged.step(ids, torch.arange(positions), batch, given)
+
+
 def test_a_step_needs_the_batches_of_all_groups() -> None:
     batch = attnlib.CommonAttentionMetadata.from_lengths([1], [1], [[1]], 4, "cpu")
     token = torch.zeros(1, dtype=torch.int64)
