@@ -29,7 +29,6 @@ from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
 from attnlib.ops.triton.hopper.latent_tiles import (
     CONVERTED,
     CONVERTED_COLUMNS,
-    CONVERTED_COLUMNS_32,
     ONE_WORKER,
     SAME_LATENTS,
     TWO_WORKERS,
@@ -51,28 +50,20 @@ BATCHES = {
     "128 heads, 32 x 4k": (128, 32, 4096), "128 heads, 128 x 4k": (128, 128, 4096),
 }  # fmt: skip
 """Query heads, requests, keys."""
-_PACKED_16 = choose_latent_tile(16, 1, True, True)
 _TILES = {
     16: {
         "e4m3, two workers": TWO_WORKERS,
         "e4m3, one worker": ONE_WORKER,
         "e4m3, converted": CONVERTED_COLUMNS,
-        "e4m3, converted, fences": CONVERTED_COLUMNS._replace(fences=True),
-        "packed, in registers": _PACKED_16,
-        "packed, converted, fences": CONVERTED_COLUMNS._replace(fences=True),
+        "packed, in registers": choose_latent_tile(16, 1, True, True),
+        "packed, converted": CONVERTED_COLUMNS,
     },
     32: {
         "e4m3, same latents": SAME_LATENTS,
-        "e4m3, converted, fences": CONVERTED_COLUMNS_32._replace(fences=True),
+        "e4m3, converted": CONVERTED_COLUMNS._replace(rows=32, stages=10),
         "packed, in registers": choose_latent_tile(32, 1, True, True),
-        "packed, converted, fences": CONVERTED_COLUMNS_32._replace(fences=True),
     },
-    64: {
-        "e4m3, converted": CONVERTED,
-        "e4m3, converted, fences": CONVERTED._replace(fences=True),
-        "packed, converted": CONVERTED,
-        "packed, converted, fences": CONVERTED._replace(fences=True),
-    },
+    64: {"e4m3, converted": CONVERTED, "packed, converted": CONVERTED},
 }
 """Tiles by query rows of a CTA, at least as many as the heads. Names begin with the form of the
 cache."""

@@ -196,9 +196,7 @@ def _attend_launch(
         STAGES=tile.stages,
         ROTARY_STAGES=tile.rotary_stages,
         IN_FLIGHT=tile.in_flight,
-        PREFETCHES=tile.prefetches,
         CONVERTS=tile.converts,
-        FENCES=tile.fences,
         STORED_KIND=stored if tile.converts else KV_PLAIN.value,
         STORED_GROUPS=groups and tile.converts,
     )

@@ -10,7 +10,6 @@ __all__ = [
     "COLUMNS_32",
     "CONVERTED",
     "CONVERTED_COLUMNS",
-    "CONVERTED_COLUMNS_32",
     "FEW_KEYS",
     "FEW_PACKED_KEYS",
     "ONE_WORKER",
@@ -39,10 +38,8 @@ class LatentTile(NamedTuple):
         shares: its workers have the same latents, with `rows` of the CTA's query rows each.
         stages, rotary_stages: quarters of tiles in a ring, and their other elements.
         in_flight: quarters of a ring in flight, at most.
-        prefetches: see `LatentConfig`.
         converts: four warps convert the latents of an 8-bit cache in shared memory; `in_flight`
             is 0 without prefetches.
-        fences: see `LatentConfig`.
         registers: of a thread at the launch; None means Triton's choice.
         consumer_registers, loader_registers: of a thread of the second consumer, and of a loader.
     """
@@ -54,9 +51,7 @@ class LatentTile(NamedTuple):
     stages: int = 11
     rotary_stages: int = 3
     in_flight: int = 4
-    prefetches: bool = False
     converts: bool = False
-    fences: bool = False
     registers: int | None = None
     consumer_registers: int = 224
     loader_registers: int = 40
@@ -82,8 +77,7 @@ CONVERTED = ROWS_FIRST._replace(
 CONVERTED_COLUMNS = _SWAPPED._replace(
     converts=True, in_flight=1, registers=224, loader_registers=208
 )
-CONVERTED_COLUMNS_32 = CONVERTED_COLUMNS._replace(rows=32, stages=10)
-"""The same for up to 16 and 32 query rows, as the columns of the products."""
+"""The same for up to 16 query rows, as the columns of the products."""
 _TWO = LatentTile(
     16, True, workers=2, rotary_stages=2, registers=168, consumer_registers=232, loader_registers=40
 )

@@ -49,7 +49,6 @@ from attnlib.ops.triton.hopper.invariant_plan import (
 from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
 from attnlib.ops.triton.hopper.latent_tiles import (
     CONVERTED_COLUMNS,
-    CONVERTED_COLUMNS_32,
     ONE_WORKER,
 )
 from attnlib.ops.triton.hopper.prefill_plan import prepare_hopper_prefill
@@ -674,14 +673,6 @@ LATENT_CASES: dict[str, dict[str, Any]] = {
         "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
     },
     "latent-16-packed-converted": {"heads": 16, "packed": True, "tile": CONVERTED_COLUMNS},
-    "latent-32-packed-all-converted": {
-        "heads": 32,
-        "packed": True,
-        "n": 16,
-        "lse": True,
-        "tile": CONVERTED_COLUMNS_32,
-        "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
-    },
     "latent-32": {"heads": 32},
     "latent-16-e4m3-one-worker": {"heads": 16, "cache": E4M3, "tile": ONE_WORKER},
     "latent-64-all": {

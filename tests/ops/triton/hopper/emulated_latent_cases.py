@@ -10,7 +10,6 @@ from attnlib.ops.triton.hopper.latent_tiles import (
     COLUMNS_32,
     CONVERTED,
     CONVERTED_COLUMNS,
-    CONVERTED_COLUMNS_32,
     ONE_WORKER,
 )
 
@@ -74,7 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "128 heads, packed, long ranges, converted": {
         "batch": "q1s900", "heads": 128, "packed": True, "ctas": 2,
-        "tile": CONVERTED._replace(fences=True),
+        "tile": CONVERTED,
     },
     "32 heads, up to 4 tokens, packed, window, cap, converted": {
         "batch": "q4s4_q1s297_q4s130_q3s64", "heads": 32, "packed": True, "ctas": 4,
@@ -94,7 +93,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "32 heads, packed, sinks, NaN in a latent, converted": {
         "batch": "q1s200_q1s70", "heads": 32, "packed": True, "sinks": True, "broken": 200,
-        "tile": CONVERTED_COLUMNS_32,
+        "tile": CONVERTED_COLUMNS._replace(rows=32, stages=10),
     },
     "32 heads": {
         "batch": "2q1s300_q1s65", "heads": 32, "tile": COLUMNS_32,

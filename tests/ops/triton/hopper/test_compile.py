@@ -88,12 +88,12 @@ MAX_SHARED_STACK, MAX_SHARED_LOOP = 432, 16
 """Bytes of local memory per thread of the decode of shared prefixes with Triton 3.9 (104 and 6 with
 3.6), and accesses to it in a loop over keys with a soft cap: fields of the next item."""
 ALL_LATENT = [*LATENT_CASES, *SELECTED_CASES]
-CONVERTED = ["latent-16-packed-converted", "latent-32-packed-all-converted"]
+CONVERTED = ["latent-16-packed-converted"]
 BYTES = [
     *("latent-16-e4m3", "latent-5-verify-page16-e5m2-all", "latent-32-e4m3-all"),
     *("latent-16-e4m3-one-worker", "latent-16-packed", "latent-32-packed-all"),
 ]
-"""Cases of warps that convert 8-bit latents for a consumer of up to 32 query rows, and of workers
+"""Cases of warps that convert 8-bit latents for a consumer of up to 16 query rows, and of workers
 that convert them in registers."""
 FEW_ROWS = [
     *CONVERTED,

@@ -28,7 +28,7 @@ def _store_quarter(loaded, tiles, CONFIG: gl.constexpr, INDEX: gl.constexpr, QUA
     WIDTH: gl.constexpr = target.shape[1] // 2
     target = target.slice(QUARTER % 2 * WIDTH, WIDTH, 1)
     elements = quarter_elements(loaded, target.dtype, CONFIG)
-    publish(target, elements, tiles.full.index(INDEX * LOADS + 1 + QUARTER), CONFIG)
+    publish(target, elements, tiles.full.index(INDEX * LOADS + 1 + QUARTER))
 
 
 @gluon.jit
@@ -36,7 +36,7 @@ def _store_rotary(words, tiles, CONFIG: gl.constexpr, INDEX: gl.constexpr):
     """Convert the other elements of tile A or B."""
     target = tiles.latents.rotary.index(INDEX)
     elements = rotary_elements(words, target.dtype, CONFIG)
-    publish(target, elements, tiles.full.index(INDEX * LOADS), CONFIG)
+    publish(target, elements, tiles.full.index(INDEX * LOADS))
 
 
 @gluon.jit

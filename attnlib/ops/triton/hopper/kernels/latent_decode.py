@@ -202,8 +202,7 @@ def hopper_latent_decode_kernel(
     TOKENS: gl.constexpr = CONFIG.TILE_TOKENS * (MOST_BLOCKS if CONFIG.MANY_TOKENS else 1)
     if CONFIG.MANY_TOKENS:
         blocks = CONFIG.HEAD_BLOCKS * token_blocks
-    DTYPE: gl.constexpr = query.dtype.element_ty
-    tiles = allocate_tiles(CONFIG.DV, CONFIG.ROTARY, DTYPE, False, CONFIG.FENCES)
+    tiles = allocate_tiles(CONFIG.DV, CONFIG.ROTARY, query.dtype.element_ty, GATHERED=False)
     # Makes the initialized barriers visible to TMA.
     fence_async_shared()
     mask = Mask(
@@ -226,7 +225,7 @@ def hopper_latent_decode_kernel(
     num_ranges = gl.num_programs(0) // blocks
     own = worker_range(keys, index, num_ranges, 0, CONFIG.LEAST)
     block = gl.program_id(0) % blocks
-    SHARED: gl.constexpr = CONFIG.HEAD_BLOCKS > 1 or CONFIG.MANY_TOKENS or CONFIG.PREFETCHES
+    SHARED: gl.constexpr = CONFIG.HEAD_BLOCKS > 1 or CONFIG.MANY_TOKENS
     PREFETCH: gl.constexpr = SHARED and CONFIG.BLOCK_SIZE >= TILE
     scales = (scale, k_scale, v_scale)
     LOADERS: gl.constexpr = 4 if CONFIG.CONVERTS else 1

@@ -57,11 +57,8 @@ class LatentConfig(NamedTuple):
             to ranges of their own.
         STAGES, ROTARY_STAGES: quarters of tiles in the ring of a worker, and their other elements.
         IN_FLIGHT: quarters of a ring in flight, at most; with CONVERTS, 0 without prefetches.
-        PREFETCHES: tiles of 16 bits are prefetched into the L2 cache by the CTAs of one block, too.
         CONVERTS: four warps convert an 8-bit cache in shared memory to the dtype of the queries, as
             which KV_KIND and GROUP_SCALES describe it.
-        FENCES: consumers fence what these warps have written, whose own fences would wait for the
-            loads that they have issued.
         STORED_KIND, STORED_GROUPS: the same of the cache itself, with CONVERTS.
     """
 
@@ -92,9 +89,7 @@ class LatentConfig(NamedTuple):
     STAGES: int = 11
     ROTARY_STAGES: int = 3
     IN_FLIGHT: int = 4
-    PREFETCHES: bool = False
     CONVERTS: bool = False
-    FENCES: bool = False
     STORED_KIND: int = KV_PLAIN.value
     STORED_GROUPS: bool = False
 

@@ -46,8 +46,8 @@ def _issue_part(scores, tiles, parity, PART: gl.constexpr, CONSUMER: gl.constexp
     latents = tiles.latents.part(PART)
     if tiles.GATHERED or PART == ROTARY_PART:
         tiles.wait_loaded(PART, parity, CONSUMER)
-        if tiles.FENCES:
-            # Written by threads; WGMMA reads shared memory through the async proxy.
+        if tiles.GATHERED:
+            # Written by `cp.async`; WGMMA reads shared memory through the async proxy.
             fence_async_shared()
         zero = opaque_zero()
         scores = warpgroup_mma(
@@ -61,8 +61,6 @@ def _issue_part(scores, tiles, parity, PART: gl.constexpr, CONSUMER: gl.constexp
         QUARTER: gl.constexpr = latents.shape[2] // 2
         for quarter in gl.static_range(2):
             tiles.wait_loaded(half_load(PART, quarter), parity, CONSUMER)
-            if tiles.FENCES:
-                fence_async_shared()
             zero = opaque_zero()
             scores = warpgroup_mma(
                 queries.index(zero).slice(quarter * QUARTER, QUARTER, 1),
@@ -174,7 +172,7 @@ def attend_other(acc, row_max, row_sum, parity, tiles, CONSUMER: gl.constexpr):
     ROW: gl.constexpr = row_max.type.layout
     OTHER: gl.constexpr = 1 - CONSUMER
     mbarrier.wait(tiles.weighed.index(OTHER), parity)
-    if tiles.FENCES:
+    if tiles.GATHERED:
         fence_async_shared()
     scale = tiles.scales.index(OTHER).load(ROW)
     row_max = tiles.maxima.index(OTHER).load(ROW)
@@ -213,7 +211,7 @@ def attend_both(
     scores = _issue_part(scores, tiles, parity, LOW + CONSUMER, CONSUMER)
     scores = _issue_part(scores, tiles, parity, LOW + OTHER, CONSUMER)
     mbarrier.wait(tiles.weighed.index(OTHER), other_parity)
-    if tiles.FENCES:
+    if tiles.GATHERED:
         fence_async_shared()
     scale = tiles.scales.index(OTHER).load(ROW)
     row_max = tiles.maxima.index(OTHER).load(ROW)

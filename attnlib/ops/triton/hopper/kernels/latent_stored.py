@@ -142,11 +142,10 @@ def rotary_elements(words, DTYPE: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def publish(target, elements, full, CONFIG: gl.constexpr):
+def publish(target, elements, full):
     """Store elements of a tile in shared memory for the consumers. Four warps."""
     target.store(elements)
-    if not CONFIG.FENCES:
-        # WGMMA reads shared memory through the async proxy.
-        fence_async_shared()
+    # WGMMA reads shared memory through the async proxy: fence, then wait for all warps.
+    fence_async_shared()
     partition_barrier()
     mbarrier.arrive(full, count=1)

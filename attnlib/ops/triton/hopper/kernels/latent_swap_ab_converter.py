@@ -50,14 +50,14 @@ def _convert_tile(cache, rotary, quarters, next_rows, memory, step):
         stage = ring.stage(number)
         ring.wait_empty(number)
         elements = quarter_elements(quarters[quarter], DTYPE, CONFIG)
-        publish(ring.memory.index(stage), elements, ring.full.index(stage), CONFIG)
+        publish(ring.memory.index(stage), elements, ring.full.index(stage))
         following = following + (cache.load_quarter(next_rows, quarter),)
         if quarter == 0:
             stage = step % memory.rotary.STAGES
             memory.rotary.wait_empty(stage, step)
             elements = rotary_elements(rotary, DTYPE, CONFIG)
             full = memory.rotary.full.index(memory.rotary.FIRST + stage)
-            publish(memory.rotary.memory.index(stage), elements, full, CONFIG)
+            publish(memory.rotary.memory.index(stage), elements, full)
             rotary = cache.load_rotary(next_rows)
     return rotary, following
 

@@ -7,7 +7,7 @@ quarter are multiplied by the scales of the latents.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from attnlib.ops.triton.hopper.kernels.compat import opaque_zero
 from attnlib.ops.triton.hopper.kernels.latent_bytes import HALVES, convert_keys, load_key_halves
@@ -21,26 +21,22 @@ __all__ = ["score_tile"]
 
 
 @gluon.jit
-def _multiply_quarter(scores, stage, queries, QUARTER: gl.constexpr, FENCES: gl.constexpr):
+def _multiply_quarter(scores, stage, queries, QUARTER: gl.constexpr):
     """Issue the product with a quarter of the elements once it is loaded."""
     stage.wait_full()
-    if FENCES:
-        fence_async_shared()
     return multiply_keys(scores, stage.tile(), queries.index(QUARTER), QUARTER > 0)
 
 
 @gluon.jit
-def _score_plain_tile(scores, memory, stages, step, FENCES: gl.constexpr):
+def _score_plain_tile(scores, memory, stages, step):
     """`score_tile` of a 16-bit cache. The stage of the elements after the values becomes free."""
-    scores = _multiply_quarter(scores, stages[0], memory.queries, 0, FENCES)
+    scores = _multiply_quarter(scores, stages[0], memory.queries, 0)
     stage = step % memory.rotary.STAGES
     memory.rotary.wait_full(stage, step)
-    if FENCES:
-        fence_async_shared()
     queries = memory.query_rotary.index(opaque_zero())
     scores = multiply_keys(scores, memory.rotary.memory.index(stage), queries, True)
     for quarter in gl.static_range(1, QUARTERS):
-        scores = _multiply_quarter(scores, stages[quarter], memory.queries, quarter, FENCES)
+        scores = _multiply_quarter(scores, stages[quarter], memory.queries, quarter)
     scores = warpgroup_mma_wait(0, deps=[scores])
     memory.rotary.release(stage)
     return scores
@@ -169,7 +165,7 @@ def score_tile(memory, stages, step, LAYOUT: gl.constexpr, CONFIG: gl.constexpr)
     ROWS: gl.constexpr = CONFIG.ROWS
     zeros = gl.zeros([LATENTS, ROWS], gl.float32, LAYOUT)
     if CONFIG.KV_KIND == KV_PLAIN:
-        return _score_plain_tile(zeros, memory, stages, step, CONFIG.FENCES)
+        return _score_plain_tile(zeros, memory, stages, step)
     elif CONFIG.GROUP_SCALES and CONFIG.ROWS <= 16:
         return _score_groups(zeros, memory, stages, step, CONFIG.KV_KIND)
     elif CONFIG.GROUP_SCALES:

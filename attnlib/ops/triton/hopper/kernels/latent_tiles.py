@@ -94,7 +94,6 @@ class LatentTiles:
             One arrival, of the owner.
         summed: mbarriers [2, 1] of consumers whose sums are in shared memory.
         GATHERED: latents are copied by 128 threads with `cp.async`, and not by TMA.
-        FENCES: consumers fence what threads have written before WGMMA reads it.
     """
 
     queries: Value
@@ -109,7 +108,6 @@ class LatentTiles:
     weighed: Value
     summed: Value
     GATHERED: gl.constexpr
-    FENCES: gl.constexpr
 
     @gluon.jit
     def wait_loaded(self, LOAD: gl.constexpr, parity, INDEX: gl.constexpr):
@@ -155,11 +153,7 @@ def _allocate_parts(
 
 @gluon.jit
 def allocate_tiles(
-    DV: gl.constexpr,
-    ROTARY: gl.constexpr,
-    DTYPE: gl.constexpr,
-    GATHERED: gl.constexpr,
-    FENCES: gl.constexpr,
+    DV: gl.constexpr, ROTARY: gl.constexpr, DTYPE: gl.constexpr, GATHERED: gl.constexpr
 ):
     """Allocate the shared memory of a CTA and initialize the barriers; a fence must follow."""
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, TILE], DTYPE)
@@ -203,7 +197,6 @@ def allocate_tiles(
         weighed,
         summed,
         GATHERED,
-        FENCES,
     )
 
 

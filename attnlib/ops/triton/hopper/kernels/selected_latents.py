@@ -185,7 +185,7 @@ def hopper_selected_latents_kernel(
         CONFIG: a `SelectedConfig` with at most 64 HEADS.
     """
     DTYPE: gl.constexpr = query.dtype.element_ty
-    tiles = allocate_tiles(CONFIG.DV, CONFIG.ROTARY, DTYPE, GATHERED=True, FENCES=True)
+    tiles = allocate_tiles(CONFIG.DV, CONFIG.ROTARY, DTYPE, GATHERED=True)
     fence_async_shared()
     mask = Mask(
         left, right, chunk, CONFIG.CAUSAL, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, CONFIG.HAS_CHUNK
