@@ -71,10 +71,10 @@ def check_tokens(
     if rows is None or not rows.is_cpu or not rows.numel():
         return
     first, last = int(rows.min()), int(rows.max())
-    if first < 0 or last >= count:
+    if first < -count or last >= count:
         raise ContractError(
-            f"rows has {first if first < 0 else last}, and the step has {count} tokens: pass "
-            f"indices from 0 to {count - 1}"
+            f"rows has {last if last >= count else first}, and the step has {count} tokens: pass "
+            f"indices from {-count} to {count - 1}"
         )
 
 

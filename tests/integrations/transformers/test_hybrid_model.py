@@ -236,7 +236,7 @@ def test_values_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
         (1, 1, None, r"input_ids has shape \[1\], and the batch has 2 tokens"),
         (2, 1, None, r"position_ids has shape \[1\]; it must be \[2\]"),
         (2, 2, [0, 2], "rows has 2, and the step has 2 tokens"),
-        (2, 2, [-1], "rows has -1"),
+        (2, 2, [-3], "rows has -3"),
     ],
 )
 def test_the_tensors_of_a_step_are_those_of_its_batch(
