@@ -55,7 +55,7 @@ def prepare(name: str) -> None:
     reason.write_text(f"{UNFINISHED} ({name})\n")
     try:
         _make(name, place)
-    except (Unavailable, subprocess.SubprocessError) as error:
+    except (Unavailable, OSError, subprocess.SubprocessError) as error:
         output = str(getattr(error, "stderr", "") or "").strip().splitlines()[-3:]
         reason.write_text(" ".join([str(error), *output]) + "\n")
         shutil.rmtree(place, ignore_errors=True)

@@ -74,6 +74,20 @@ def test_an_environment_that_cannot_be_had_is_reported(
     assert "oldest (Python 3.10) WAS NOT RUN: it was not prepared" in capsys.readouterr().out
 
 
+def test_a_preparation_that_breaks_is_not_waited_for(
+    ci: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk may be full, or a program missing, while files are written."""
+
+    def fail(name: str, place: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ci, "_make", fail)
+    ci.prepare("oldest")
+    assert not ci._is_preparing("oldest") and ci.test("oldest") == 0
+    assert "WAS NOT RUN: [Errno 28] No space left on device" in capsys.readouterr().out
+
+
 def test_too_little_disk_space_is_a_reason(
     ci: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
