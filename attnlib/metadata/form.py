@@ -71,6 +71,11 @@ def check_slots_form(name: str, slots: torch.Tensor, reqs: int, device: torch.de
     Raises:
         ContractError: it is not int32 `[reqs]` on the device.
     """
+    if not isinstance(slots, torch.Tensor):
+        raise ContractError(
+            f"{name} is a {type(slots).__name__}; it must be a tensor, int32 [{reqs}] on {device}",
+            rule="T7",
+        )
     if _differs(slots, _INT32, (reqs,)) or slots.device != device:
         raise _wrong(name, slots, f"int32 [{reqs}]", device, "T7")
 

@@ -57,6 +57,8 @@ def test_other_slots_of_the_same_batch() -> None:
     assert [request.slot for request in metadata.batch.requests()] == [4, 0]
     table = torch.tensor([[5, 1], [6, 1], [3, 1]], dtype=torch.int32)
     assert builder.update_block_table(metadata, table, None).state_slots.tolist() == [5, 6, 3]
+    with pytest.raises(ContractError, match="state_slots is a list; it must be a tensor, int32"):
+        metadata.with_slots([7, 8, 9])
     for wrong in (table[:2, 0], table[:, 0].long()):
         with pytest.raises(ContractError, match=r"state_slots is .* must be int32 \[3\]"):
             metadata.with_slots(wrong)
