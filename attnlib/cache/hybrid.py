@@ -20,6 +20,7 @@ from attnlib.cache.hybrid_groups import (
     Group,
     KVCacheGroup,
     StateGroup,
+    check_groups,
     pool_block_bytes,
     with_equal_blocks,
 )
@@ -50,7 +51,7 @@ class HybridKVCache:
             have different ones.
 
     Raises:
-        ContractError: there is no group, or fewer than two blocks.
+        ContractError: there is no group, a value is none, or fewer than two blocks.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class HybridKVCache:
                 f"a pool of {num_blocks} blocks for {len(groups)} groups cannot hold anything: "
                 "block 0 is the null block, so give at least one group and two blocks"
             )
+        check_groups(groups)
         self.groups: dict[str, Any] = dict(groups)
         self.num_blocks = num_blocks
         self.block_bytes = pool_block_bytes(groups)

@@ -13,7 +13,7 @@ from math import lcm
 
 from attnlib.cache.allocator import BlockAllocator, TokenIds, as_tokens
 from attnlib.cache.hybrid_forks import fork_sequence
-from attnlib.cache.hybrid_groups import Group, KVCacheGroup, StateGroup
+from attnlib.cache.hybrid_groups import Group, KVCacheGroup, StateGroup, check_groups
 from attnlib.cache.hybrid_prefixes import longest_prefix
 from attnlib.cache.hybrid_states import LayerSlots, StateBlocks
 from attnlib.cache.sequence_blocks import NULL_BLOCK, SequenceBlocks
@@ -40,6 +40,7 @@ class HybridBlockAllocator:
     ) -> None:
         if not groups:
             raise ContractError("an allocator needs at least one group of layers")
+        check_groups(groups)
         self.groups = {n: each for n, each in groups.items() if isinstance(each, KVCacheGroup)}
         smallest = min((group.block_size for group in self.groups.values()), default=1)
         self.pool = BlockAllocator(

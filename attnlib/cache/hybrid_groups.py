@@ -13,12 +13,19 @@ from attnlib.errors import ContractError
 from attnlib.ops.addresses import as_id
 from attnlib.spec import AttentionSpec, StateSpec
 
-__all__ = ["Group", "KVCacheGroup", "StateGroup", "pool_block_bytes", "with_equal_blocks"]
+__all__ = [
+    "Group",
+    "KVCacheGroup",
+    "StateGroup",
+    "check_groups",
+    "pool_block_bytes",
+    "with_equal_blocks",
+]
 
 _ALIGNMENT = 256
 """Bytes to which the size of a block is rounded up: TMA and vector loads need multiples of 16."""
-_PAGE_ALIGNMENT = 64
-"""Bytes of which the distance of pages is a multiple, for the same loads."""
+_PAGE_ALIGNMENT = 128
+"""Bytes of which the distance of pages is a multiple: a line of the L2 cache."""
 _LARGEST_PAGE = 256
 """Tokens of a page, at most: the largest blocks that all kernels take."""
 
@@ -139,6 +146,20 @@ Group = KVCacheGroup | StateGroup
 """Layers that share a pool with others."""
 
 
+def check_groups(groups: Mapping[str, Any]) -> None:
+    """Whether each group is one of a pool.
+
+    Raises:
+        ContractError: names the first that is not.
+    """
+    for name, group in groups.items():
+        if not isinstance(group, KVCacheGroup | StateGroup):
+            raise ContractError(
+                f"group {name!r} is a {type(group).__name__}: give a KVCacheGroup of a spec, or a "
+                "StateGroup"
+            )
+
+
 def with_equal_blocks(groups: Mapping[str, Any]) -> dict[str, Any]:
     """The groups with block sizes that make their blocks about equally large in bytes.
 
@@ -150,12 +171,16 @@ def with_equal_blocks(groups: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         groups: group name -> group, with the smallest block size that its kernels support.
+
+    Raises:
+        ContractError: a value is no group.
     """
+    check_groups(groups)
     keys = {name: group for name, group in groups.items() if isinstance(group, KVCacheGroup)}
     largest = max((_block_bytes(group) for group in groups.values()), default=0)
     found = dict(groups)
     for name, group in keys.items():
-        times, page = largest // _block_bytes(group), group.block_size
+        times, page = largest // _block_bytes(group), group.page_size or group.block_size
         if len(keys) > 1 or len(keys) == len(groups):
             times = 1 << (times.bit_length() - 1)
         size = group.block_size * times

@@ -224,6 +224,13 @@ def test_unusable_pools_are_refused() -> None:
         HybridKVCache(GROUPS, 1)
     with pytest.raises(ContractError, match="at least one group"):
         HybridBlockAllocator({}, 8)
+    for make in (
+        with_equal_blocks,
+        lambda x: HybridKVCache(x, 8),
+        lambda x: HybridBlockAllocator(x, 8),
+    ):
+        with pytest.raises(ContractError, match="group 'full' is a AttentionSpec: give a KVCache"):
+            make({"full": FULL})
     with pytest.raises(ContractError, match="has no paged cache"):
         KVCacheGroup(FULL, 0)
     with pytest.raises(ContractError, match="attn_type=encoder_only"):

@@ -103,6 +103,7 @@ def test_pages_of_several_groups_hardly_enlarge_a_block() -> None:
     given = {"full": KVCacheGroup(full), "narrow": KVCacheGroup(narrow, 3)}
     groups = with_equal_blocks({**given, "states": StateGroup(state, 9)})
     assert groups["full"].page_size == groups["narrow"].page_size == 256
+    assert with_equal_blocks(groups) == groups
     largest = groups["states"].block_bytes
     assert largest <= pool_block_bytes(groups) < 1.01 * largest
 
