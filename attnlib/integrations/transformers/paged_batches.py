@@ -25,21 +25,43 @@ def one_batch(batch: StepBatch, groups: Mapping[str, Group] | None) -> CommonAtt
         groups: of a hybrid model, or None.
 
     Raises:
-        ContractError: a hybrid model and a single batch, or a group without its batches.
+        ContractError: a hybrid model and a single batch, a group without its batches, or batches of
+            different requests.
     """
     if isinstance(batch, CommonAttentionMetadata):
         if groups is None:
             return batch
         names: set[str] = set()
+    elif not isinstance(batch, Mapping):
+        raise ContractError(
+            f"batch is a {type(batch).__name__}; it must be a CommonAttentionMetadata, or for a "
+            "hybrid model what group_batches returns"
+        )
     else:
         names = set(batch)
         if groups is not None and names == set(groups):
-            return [_first_of(name, batch[name], group) for name, group in groups.items()][0]
+            return _with_equal_sizes(
+                {name: _first_of(name, batch[name], group) for name, group in groups.items()}
+            )
     needs = "is not hybrid" if groups is None else "needs " + ", ".join(groups)
     raise ContractError(
         f"the step has batches for {', '.join(sorted(names)) or 'no group'}, the model {needs}: "
         f"pass {'a single batch' if groups is None else 'one batch per group'}"
     )
+
+
+def _with_equal_sizes(batches: Mapping[str, CommonAttentionMetadata]) -> CommonAttentionMetadata:
+    """The first of the batches, which have the same requests and tokens."""
+    sizes = {name: (one.num_reqs, one.num_actual_tokens) for name, one in batches.items()}
+    (first, one), *_ = batches.items()
+    for name, size in sizes.items():
+        if size != sizes[first]:
+            raise ContractError(
+                f"the batch of group {name} has {size[0]} requests with {size[1]} tokens, that of "
+                f"{first} {sizes[first][0]} with {sizes[first][1]}: make them by one call of "
+                "group_batches"
+            )
+    return one
 
 
 def check_tokens(

@@ -261,6 +261,8 @@ def test_a_step_needs_the_batches_of_all_groups() -> None:
         hybrid.step(token, token, batch)
     with hybrid.attached(), pytest.raises(ContractError, match="has batches for full, the model"):
         hybrid.step(token, token, {"full": batch})
+    with hybrid.attached(), pytest.raises(ContractError, match="batch is a list; it must be"):
+        hybrid.step(token, token, [batch])
     with plain.attached(), pytest.raises(ContractError, match="is not hybrid"):
         plain.step(token, token, {"full": batch})
 
@@ -295,7 +297,9 @@ def test_a_step_over_states_needs_slots_of_each_layer() -> None:
     blocks.grow(one, 2)
     given = group_batches(blocks, [one], [2], "cpu")
     tokens = torch.tensor([3, 4])
+    other = group_batches(blocks, [one], [1], "cpu")
     for changed, message in (
+        ({"states": other["states"]}, "of group states has 1 requests with 1 tokens, that of full"),
         ({"states": given["full"]}, "group states needs slots of 2 .* has a block table"),
         ({"states": replace(given["states"], slots=())}, "batch has slots of 0 state layers"),
         ({"full": given["states"]}, "full needs a block table, and its batch has slots of 2"),
