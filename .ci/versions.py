@@ -112,7 +112,7 @@ def test(name: str, deadline: float = math.inf) -> int:
         shutil.rmtree(place, ignore_errors=True)  # seven gigabytes
     outcome = "passed" if done.returncode == 0 else "FAILED"
     print(f"versions: {name} {outcome} in {time.monotonic() - started:.0f} s", flush=True)
-    return done.returncode
+    return int(done.returncode != 0)  # negative where a signal ended it
 
 
 def _is_preparing(name: str) -> bool:

@@ -97,12 +97,18 @@ def test_too_little_disk_space_is_a_reason(
     assert "WAS NOT RUN: " in (text := capsys.readouterr().out) and "GiB are free and" in text
 
 
-@pytest.mark.parametrize("status", [0, 1])
+@pytest.mark.parametrize(("end", "status"), [("exit 0", 0), ("exit 1", 1), ("kill -9 $$", 1)])
 def test_the_result_is_that_of_the_tests(
-    ci: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], status: int
+    ci: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    end: str,
+    status: int,
 ) -> None:
-    python = _environment(tmp_path, f"exit {status}")
-    assert ci.test("oldest") == status
+    python = _environment(tmp_path, end)
+    monkeypatch.setattr(sys, "argv", ["versions.py", "test", "600"])
+    assert ci.main() == status
     printed = capfd.readouterr().out
     assert f"versions: oldest {'FAILED' if status else 'passed'} in " in printed
     assert not python.exists()
