@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 _SWAPPED_ROWS = 16
-"""Query rows up to which latents are the rows of the products over a 16-bit cache."""
+"""Query rows of the smaller tile over a 16-bit cache; `COLUMNS_32` serves up to 32."""
 _WORKER_ROWS = 32
 """Query rows of a worker over an 8-bit cache, at most: its accumulators are half of the registers.
 """
