@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/generate.py --out results.json
     python benchmarks/gpu/generate.py --models llama-8b gemma3-4b --few-layers --rows 8x8000+32
+    python benchmarks/gpu/generate.py --cells "gpt-oss-20b 1x1000+64" "llama-8b 8x8000+32"
 
 Decoders with random bfloat16 weights continue random prompts. A row is requests x prompt tokens +
 new tokens:
@@ -12,10 +13,12 @@ new tokens:
     batch       `generate_batch`
 
 Each implementation runs a row once, which compiles and captures; then `--rounds` runs are timed,
-and the median is reported. `compiled` counts the kernels of Triton that the timed runs compile,
-`graphs` and `breaks` what torch.compile made in the first run, `new_graphs` in the timed ones.
-Implementations take turns, except where each has a compiled model or a cache of its own. sdpa runs
-as `paged|sdpa` in `generate_batch`; models with sinks are compared with eager instead of sdpa.
+fewer where they take longer than `--seconds` together. Tokens per second are of the median run;
+`ratio` is the median over the rounds of attnlib's speed to that of the other in the same round.
+`compiled` counts the kernels of Triton that the timed runs compile, `graphs` and `breaks` what
+torch.compile made in the first run, `new_graphs` in the timed ones. Implementations take turns in
+alternating order, except where each has a compiled model or a cache of its own. sdpa runs as
+`paged|sdpa` in `generate_batch`; models with sinks are compared with eager instead of sdpa.
 """
 
 from __future__ import annotations
@@ -217,7 +220,7 @@ class Measurement:
         Args:
             run: returns the tokens `[requests, tokens]`.
         """
-        self._run, self._seconds, self._compiled, self._new_graphs = run, [], 0, 0
+        self._run, self.seconds, self._compiled, self._new_graphs = run, [], 0, 0
         counters.clear()
         self._first, self.tokens = timed(run)
         self._graphs = counters["stats"]["unique_graphs"]
@@ -228,7 +231,7 @@ class Measurement:
         counters.clear()
         with compiled_kernels() as compiled:
             seconds, self.tokens = timed(self._run)
-        self._seconds.append(seconds)
+        self.seconds.append(seconds)
         self._compiled += len(compiled)
         self._new_graphs += counters["stats"]["unique_graphs"]
 
@@ -237,7 +240,8 @@ class Measurement:
         # With random weights, rounding decides near ties, so that later tokens may differ.
         equal = (self.tokens == reference).cummin(1).values.float().mean().item()
         return {
-            "tokens_per_s": self.tokens.numel() / statistics.median(self._seconds),
+            "tokens_per_s": self.tokens.numel() / statistics.median(self.seconds),
+            "seconds": [round(value, 5) for value in self.seconds],
             "first_run_s": self._first,
             "compiled": self._compiled,
             "graphs": self._graphs,
@@ -247,8 +251,27 @@ class Measurement:
         }
 
 
-def measure(model: Any, row: Row, names: list[str], rounds: int) -> dict[str, Any]:
-    """The figures of each implementation in a row, or its error."""
+def repeat(measurements: list[Measurement], rounds: int, limit: float) -> None:
+    """Timed runs of implementations in turn; no further round after `limit` seconds."""
+    started = time.perf_counter()
+    for turn in range(rounds):
+        for measurement in measurements[:: -1 if turn % 2 else 1]:
+            measurement.repeat()
+        if time.perf_counter() - started > limit:
+            break
+
+
+def measure(
+    model: Any, row: Row, names: list[str], rounds: int, limit: float = 1e9
+) -> dict[str, Any]:
+    """The figures of each implementation in a row, or its error.
+
+    Args:
+        model, row: what runs.
+        names: the implementations.
+        rounds: timed runs of each.
+        limit: seconds after which no further round begins.
+    """
     batch, found = build_batch(row), {}
     run = run_batch if row.run == "batch" else run_generate
     measured: dict[str, Measurement] = {}
@@ -260,24 +283,34 @@ def measure(model: Any, row: Row, names: list[str], rounds: int) -> dict[str, An
         try:
             measured[name] = Measurement(lambda name=name: run(model, name, row, batch))
             if row.run != "turns":
-                for _ in range(rounds):
-                    measured[name].repeat()
+                repeat([measured[name]], rounds, limit / len(names))
         except Exception as error:  # an implementation that is not installed, memory, a refusal
             measured.pop(name, None)
             found[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
-    for _ in range(rounds if row.run == "turns" else 0):
-        for measurement in measured.values():
-            measurement.repeat()
+    if row.run == "turns":
+        repeat(list(measured.values()), rounds, limit)
     release(model)
     for name, measurement in measured.items():
         found[name] = measurement.result(next(iter(measured.values())).tokens)
+        if name != "attnlib" and "attnlib" in measured:
+            pairs = zip(measurement.seconds, measured["attnlib"].seconds, strict=False)
+            found[name]["ratio"] = statistics.median(other / ours for other, ours in pairs)
     return found
 
 
-def main() -> None:
+def options() -> argparse.Namespace:
+    """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=["llama-1b"], choices=MODELS)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
+    cells = [f"{model} {row}" for model in MODELS for row in ROWS]
+    parser.add_argument(
+        "--cells",
+        nargs="+",
+        choices=cells,
+        metavar="'MODEL ROW'",
+        help="these, in this order, instead of all --rows of all --models",
+    )
     parser.add_argument(
         "--implementations",
         nargs="+",
@@ -286,27 +319,34 @@ def main() -> None:
     )
     parser.add_argument("--few-layers", action="store_true", help="fewer layers than the model has")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1e9, help="for the timed runs of a row")
     parser.add_argument("--out", type=Path, help="write the results to this JSON file")
-    options = parser.parse_args()
+    parser.add_argument("--commit", help="of attnlib, for copies without history")
+    given = parser.parse_args()
+    given.cells = given.cells or [f"{model} {row}" for model in given.models for row in given.rows]
+    given.eager_too = given.implementations != parser.get_default("implementations")
+    return given
+
+
+def main() -> None:
+    given = options()
     integration.register()
     transformers.logging.set_verbosity_error()
-    default = parser.get_default("implementations")
     results: dict[str, Any] = {}
-    for name in options.models:
-        model = build_model(name, options.few_layers)
-        names = list(options.implementations)
-        if names == default and model._supports_sdpa:
+    models: dict[str, Any] = {}
+    for cell in given.cells:
+        name, _, label = cell.partition(" ")
+        if name not in models:
+            models[name] = build_model(name, given.few_layers)
+        model, names = models[name], list(given.implementations)
+        if model._supports_sdpa and not given.eager_too:
             names.remove("eager")
-        for label in options.rows:
-            found = measure(model, ROWS[label], names, options.rounds)
-            results[f"{name} {label}"] = found
-            print(name, label, json.dumps(found), flush=True)
-            if options.out:  # after each row, so that a stopped run keeps the rows before
-                facts = {**provenance(), "transformers": transformers.__version__}
-                options.out.write_text(json.dumps({**facts, "rows": results}, indent=1) + "\n")
-        del model
-        gc.collect()
-        torch.cuda.empty_cache()
+        found = measure(model, ROWS[label], names, given.rounds, given.seconds)
+        results[cell] = found
+        print(cell, json.dumps(found), flush=True)
+        if given.out:  # after each row, so that a stopped run keeps the rows before
+            facts = {**provenance(commit=given.commit), "transformers": transformers.__version__}
+            given.out.write_text(json.dumps({**facts, "rows": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
