@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -30,21 +31,10 @@ def state_layout(spec: StateSpec) -> StateLayout:
     slots where these serve it, else a tail, and chunks of 16 tokens; `StateLayer.spec` holds what
     its backend chose."""
     StateSpec.check_kind(spec, "StateCache")
-    return StateLayout(
-        form=spec.form or next(form for form in _FORMS if spec.fits(form)),
-        num_heads=spec.num_heads,
-        num_key_heads=spec.num_key_heads,
-        key_size=spec.key_size,
-        value_size=spec.value_size,
-        decay=spec.decay,
-        has_beta=spec.has_beta,
-        conv_channels=spec.conv_channels,
-        conv_width=spec.conv_width,
-        dtype=spec.dtype,
-        state_dtype=spec.state_dtype,
-        max_rollback=spec.max_rollback,
-        chunk_size=spec.chunk_size or _CHUNK_SIZE,
-    )
+    values = {field.name: getattr(spec, field.name) for field in fields(StateLayout)}
+    values["form"] = spec.form or next(form for form in _FORMS if spec.fits(form))
+    values["chunk_size"] = spec.chunk_size or _CHUNK_SIZE
+    return StateLayout(**values)
 
 
 class CanonicalStates(NamedTuple):

@@ -12,7 +12,7 @@ from attnlib.cache.states import StateCache
 from attnlib.errors import ContractError
 from attnlib.layer.state import StateLayer
 from attnlib.ops.states import RecurrenceParams, StateTensors
-from attnlib.ops.states.batch import StateRequest
+from attnlib.ops.states.batch import StateRequest, step_requests
 from attnlib.ops.torch.states import exchange
 from attnlib.spec import StateSpec
 from attnlib.testing.batch_spec import BatchSpec
@@ -79,13 +79,7 @@ class RecordedStateCall:
 
     def requests(self) -> list[StateRequest]:
         """The requests with new tokens and a slot."""
-        found, start = [], 0
-        each = zip(self.query_lens, self.seq_lens, self.sources, self.slots, strict=True)
-        for number, (count, end, source, slot) in enumerate(each):
-            if count and slot >= 0:
-                found.append(StateRequest(number, start, end - count, end, source, slot))
-            start += count
-        return found
+        return [*step_requests(self.query_lens, self.seq_lens, self.slots, self.sources)]
 
     def selected(self, requests: Sequence[int]) -> RecordedStateCall:
         """The call with some of its requests, over the same slots."""

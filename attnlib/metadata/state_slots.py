@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from attnlib.errors import ContractError
 from attnlib.metadata.lengths import int32_values
-from attnlib.ops.states.batch import StateRequest
+from attnlib.ops.states.batch import step_requests
 from attnlib.ops.states.checks import check_slots
 
 __all__ = ["state_slot_fields"]
@@ -47,8 +47,8 @@ def state_slot_fields(
     }
     if isinstance(slots, Sequence):
         read = sources if isinstance(sources, Sequence) else slots
-        lengths = (queries.tolist(), sequences.tolist())
-        check_slots([*_requests(slots, read, *lengths)], torch.iinfo(torch.int32).max)
+        requests = step_requests(queries.tolist(), sequences.tolist(), slots, read)
+        check_slots([*requests], torch.iinfo(torch.int32).max)
     return fields
 
 
@@ -63,14 +63,3 @@ def _on_device(name: str, values: Sequence[int] | torch.Tensor, device: torch.de
         limits = torch.iinfo(torch.int32)
         values = values.clamp(limits.min, limits.max)
     return values.to(device, torch.int32)
-
-
-def _requests(
-    slots: Sequence[int], sources: Sequence[int], queries: list[int], sequences: list[int]
-) -> Iterator[StateRequest]:
-    """Those with new tokens and a slot; the others write nothing (T11)."""
-    rows = zip(slots, sources, queries, sequences, strict=False)
-    for number, (slot, source, count, end) in enumerate(rows):
-        if slot >= 0 and count > 0:
-            read = source if end > count else slot
-            yield StateRequest(number, 0, end - count, end, read, slot)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -127,8 +127,9 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         if self.needs_host_lengths:
             common = self.with_host_lengths(common)
         check_batch(common, self.spec, needs_host_lengths=self.needs_host_lengths)
-        fields = {name: getattr(common, name) for name in _FIELDS}
-        return StateMetadata.from_fields({**_DEFAULTS, **fields})  # type: ignore[no-any-return]
+        found: dict[str, Any] = {name: getattr(common, name) for name in _FIELDS}
+        found["slot_mapping"] = None
+        return StateMetadata.from_fields(found)  # type: ignore[no-any-return]
 
     def update_block_table(
         self, metadata: StateMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor | None
@@ -144,16 +145,5 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         return metadata.with_slots(slots)
 
 
-_FIELDS = (
-    "query_start_loc",
-    "query_start_loc_cpu",
-    "seq_lens",
-    "seq_lens_cpu",
-    "num_reqs",
-    "num_actual_tokens",
-    "max_query_len",
-    "max_seq_len",
-    "state_slots",
-    "state_sources",
-)
-_DEFAULTS = {"slot_mapping": None}
+_INHERITED = {field.name for field in fields(AttentionMetadata)}
+_FIELDS = [field.name for field in fields(StateMetadata) if field.name not in _INHERITED]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,16 +17,6 @@ __all__ = ["STATE_FORMS", "check_state_spec"]
 STATE_FORMS = ("plain", "snapshots", "tail")
 """Forms of a slot (T9)."""
 
-_FLAGS = ("has_beta", "has_skip", "qk_norm", "has_conv_bias", "batch_invariant")
-_COUNTS = (
-    "num_heads",
-    "num_key_heads",
-    "key_size",
-    "value_size",
-    "conv_channels",
-    "conv_width",
-    "max_rollback",
-)
 _NAMES: dict[str, tuple[tuple[str | None, ...], str]] = {
     "update": (("delta", "add"), "T2"),
     "decay": (("head", "channel", "constant"), "T5"),
@@ -41,12 +32,12 @@ def check_state_spec(spec: StateSpec) -> None:
     Raises:
         ContractError: no state layer can have this value, or these values together.
     """
-    for name in _COUNTS:
-        _check_count(name, getattr(spec, name))
-    for name in _FLAGS:
-        value = getattr(spec, name)
-        if not isinstance(value, bool):
-            raise ContractError(f"{name}={value!r} must be True or False")
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        if field.type == "int":
+            _check_count(field.name, value)
+        elif field.type == "bool" and not isinstance(value, bool):
+            raise ContractError(f"{field.name}={value!r} must be True or False")
     for name, (allowed, rule) in _NAMES.items():
         value = getattr(spec, name)
         if value not in allowed:

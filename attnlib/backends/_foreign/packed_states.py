@@ -122,11 +122,8 @@ class PackedStateImpl(StateOperations):
         positions[step.slots] = step.positions
 
     def _packed(self, inputs: StateInputs, batch: PackedBatch) -> StateInputs:
-        query, key, value = (x[batch.rows].contiguous() for x in inputs[:3])
-        decay = inputs.log_decay if self.spec.decay == "constant" else inputs.log_decay[batch.rows]
-        beta = inputs.beta
+        packed = inputs.each(lambda x: x[batch.rows].contiguous())
+        beta, value = packed.beta, packed.value
         if beta is None:
             beta = torch.ones(value.shape[:2], device=value.device)
-        else:
-            beta = beta[batch.rows].contiguous()
-        return StateInputs(query, key, value, decay.contiguous(), beta)
+        return packed._replace(log_decay=packed.log_decay.contiguous(), beta=beta)

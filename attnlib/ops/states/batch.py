@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["StateBatch", "StateRequest"]
+__all__ = ["StateBatch", "StateRequest", "step_requests"]
 
 
 class StateRequest(NamedTuple):
@@ -84,9 +85,23 @@ class StateBatch:
         )
         slots = self.slots.tolist()
         sources = slots if self.sources is None else self.sources.tolist()
-        for number, slot in enumerate(slots):
-            count = starts[number + 1] - starts[number]
-            if slot >= 0 and count > 0:
-                end = lengths[number]
-                source = sources[number] if end > count else slot  # first steps read none
-                yield StateRequest(number, starts[number], end - count, end, source, slot)
+        counts = (end - start for start, end in pairwise(starts))
+        return step_requests(counts, lengths, slots, sources)
+
+
+def step_requests(
+    counts: Iterable[int], ends: Iterable[int], slots: Iterable[int], sources: Iterable[int]
+) -> Iterator[StateRequest]:
+    """The requests with new tokens and a slot; the others write nothing (T11).
+
+    Args:
+        counts, ends: new tokens, and tokens after the step, of each request of a batch.
+        slots, sources: to write and to read.
+    """
+    start = 0
+    given = zip(counts, ends, slots, sources, strict=False)
+    for number, (count, end, slot, source) in enumerate(given):
+        if slot >= 0 and count > 0:
+            read = source if end > count else slot  # first steps read none
+            yield StateRequest(number, start, end - count, end, read, slot)
+        start += count

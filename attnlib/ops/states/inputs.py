@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -30,12 +31,17 @@ class StateInputs(NamedTuple):
         """Whether the decay belongs to the layer and not to the tokens."""
         return self.log_decay.dim() == 1
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> StateInputs:
+        """Other inputs, of which `change` makes each tensor of the tokens."""
+        query, key, value, decay, beta = self
+        return StateInputs(
+            change(query),
+            change(key),
+            change(value),
+            decay if self.is_constant else change(decay),
+            None if beta is None else change(beta),
+        )
+
     def rows(self, rows: slice) -> StateInputs:
         """Some of the tokens."""
-        return StateInputs(
-            self.query[rows],
-            self.key[rows],
-            self.value[rows],
-            self.log_decay if self.is_constant else self.log_decay[rows],
-            None if self.beta is None else self.beta[rows],
-        )
+        return self.each(lambda x: x[rows])

@@ -106,9 +106,8 @@ class RequestStep:
                 self._store(new_base, state)
             end = min(start + size, request.end)
             part = _padded(known.rows(slice(start - base, end - base)), size)
-            out, after = chunk(
-                head_inputs(part, self.params, self.dtype), state, self.params.update
-            )
+            heads = head_inputs(part, self.params, self.dtype)
+            out, after = chunk(heads, state, self.params.update)
             outs.append(out[:, : end - start])
             if end - start == size:  # rounded as stored, so that it does not matter when (T13)
                 state = after.to(layout.state_dtype).to(self.dtype)
@@ -218,14 +217,4 @@ def _padded(inputs: StateInputs, size: int) -> StateInputs:
     missing = size - inputs.value.shape[0]
     if not missing:
         return inputs
-
-    def pad(x: Tensor) -> Tensor:
-        return torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
-
-    return StateInputs(
-        pad(inputs.query),
-        pad(inputs.key),
-        pad(inputs.value),
-        inputs.log_decay if inputs.is_constant else pad(inputs.log_decay),
-        None if inputs.beta is None else pad(inputs.beta),
-    )
+    return inputs.each(lambda x: torch.cat([x, x.new_zeros(missing, *x.shape[1:])]))
