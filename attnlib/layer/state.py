@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.state_impl import StateInputs
@@ -57,10 +57,10 @@ class StateLayer(nn.Module):
         UnsupportedConfigError: the backend does not support the spec.
     """
 
-    conv_weight: torch.Tensor | None
-    conv_bias: torch.Tensor | None
-    skip: torch.Tensor | None
-    log_decay: torch.Tensor | None
+    conv_weight: Tensor | None
+    conv_bias: Tensor | None
+    skip: Tensor | None
+    log_decay: Tensor | None
 
     def __init__(
         self,
@@ -68,10 +68,10 @@ class StateLayer(nn.Module):
         *,
         backend: str | type[AttentionBackend] | None = None,
         scale: float | None = None,
-        conv_weight: torch.Tensor | None = None,
-        conv_bias: torch.Tensor | None = None,
-        skip: torch.Tensor | None = None,
-        log_decay: torch.Tensor | None = None,
+        conv_weight: Tensor | None = None,
+        conv_bias: Tensor | None = None,
+        skip: Tensor | None = None,
+        log_decay: Tensor | None = None,
         prefix: str = "",
         device: torch.device | str | None = None,
     ) -> None:
@@ -81,12 +81,7 @@ class StateLayer(nn.Module):
         self.spec = self.backend.resolve_state_spec(spec)
         self.layout = state_layout(self.spec)
         self.prefix = prefix
-        tensors = {
-            "conv_weight": conv_weight,
-            "conv_bias": conv_bias,
-            "skip": skip,
-            "log_decay": log_decay,
-        }
+        tensors = dict(conv_weight=conv_weight, conv_bias=conv_bias, skip=skip, log_decay=log_decay)
         check_layer_tensors(spec, tensors)
         for name, tensor in tensors.items():
             if isinstance(tensor, nn.Parameter):
@@ -100,16 +95,16 @@ class StateLayer(nn.Module):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        log_decay: torch.Tensor | None,
-        beta: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor | None,
+        beta: Tensor | None,
         cache: StateCache,
         metadata: StateMetadata,
         *,
-        output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        output: Tensor | None = None,
+    ) -> Tensor:
         """Update the states of the batch with its new tokens, and read them.
 
         Args:
@@ -132,18 +127,15 @@ class StateLayer(nn.Module):
         """
         decay: Any = self.log_decay if log_decay is None else log_decay
         inputs = StateInputs(query, key, value, decay, beta)
-        if torch.compiler.is_compiling():
-            return step_opaquely(self, inputs, cache, metadata, output)
-        return call_step(self, inputs, cache, metadata, output)
+        if output is None:
+            output = torch.empty(value.shape, dtype=self.spec.dtype, device=value.device)
+        compiles = torch.compiler.is_compiling()
+        (step_opaquely if compiles else call_step)(self, inputs, cache, metadata, output)
+        return output
 
     def convolve(
-        self,
-        x: torch.Tensor,
-        cache: StateCache,
-        metadata: StateMetadata,
-        *,
-        output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, cache: StateCache, metadata: StateMetadata, *, output: Tensor | None = None
+    ) -> Tensor:
         """Convolve the channels of the batch's new tokens, and keep the windows (T6).
 
         Args:
@@ -157,21 +149,23 @@ class StateLayer(nn.Module):
         Raises:
             ContractError: as `forward`.
         """
-        if torch.compiler.is_compiling():
-            return convolve_opaquely(self, x, cache, metadata, output)
-        return call_convolution(self, x, cache, metadata, output)
+        if output is None:
+            output = torch.empty(x.shape, dtype=self.spec.dtype, device=x.device)
+        compiles = torch.compiler.is_compiling()
+        (convolve_opaquely if compiles else call_convolution)(self, x, cache, metadata, output)
+        return output
 
     def step(
         self,
-        x: torch.Tensor,
-        gates: tuple[torch.Tensor | None, torch.Tensor | None],
-        z: torch.Tensor | None,
+        x: Tensor,
+        gates: tuple[Tensor | None, Tensor | None],
+        z: Tensor | None,
         form: StepForm,
         cache: StateCache,
         metadata: StateMetadata,
         *,
-        output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        output: Tensor | None = None,
+    ) -> Tensor:
         """Convolution, gates, recurrence and norm: one launch for decodes where the backend
         declares `fused_step`, else separate ones with the same bits (but not in torch.compile).
 

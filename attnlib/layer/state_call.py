@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from attnlib.backends.state_impl import StateInputs, StepPlan
 from attnlib.cache.states import StateCache
@@ -31,26 +32,19 @@ MAX_PLANS = 64
 
 
 def call_step(
-    layer: StateLayer,
-    inputs: StateInputs,
-    cache: StateCache,
-    metadata: StateMetadata,
-    output: torch.Tensor | None,
-) -> torch.Tensor:
+    layer: StateLayer, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, out: Tensor
+) -> None:
     """`StateLayer.forward`."""
     check_batch(layer, cache, metadata)
     if torch.is_grad_enabled():
         refuse_gradients(*inputs)
-    spec, heads = layer.spec, per_head_inputs(layer, inputs)
-    if output is None:
-        output = torch.empty(inputs.value.shape, dtype=spec.dtype, device=inputs.value.device)
-    rows = output
-    if output.dim() == 2:
-        rows = output.view(output.shape[0], spec.num_heads, spec.value_size)
+    spec, heads, rows = layer.spec, per_head_inputs(layer, inputs), out
+    if out.dim() == 2:
+        rows = out.view(out.shape[0], spec.num_heads, spec.value_size)
     signature = call_signature(layer, cache, (*heads, rows))
     run: Any = metadata.plans.get(signature)
     if run is None:
-        check_step(layer, heads, cache, metadata, rows)
+        check_step(layer, heads, rows, cache, metadata)
         run = layer.impl.plan_step(signature, heads, cache, metadata, rows)
         keep_plan(metadata, signature, run)
     if VALIDATE_KEY in ENVIRONMENT:
@@ -59,37 +53,28 @@ def call_step(
     run(layer.impl, heads, cache, metadata, rows)
     for call in finish:
         call()
-    return output
 
 
 def call_convolution(
-    layer: StateLayer,
-    x: torch.Tensor,
-    cache: StateCache,
-    metadata: StateMetadata,
-    output: torch.Tensor | None,
-) -> torch.Tensor:
+    layer: StateLayer, x: Tensor, cache: StateCache, metadata: StateMetadata, out: Tensor
+) -> None:
     """`StateLayer.convolve`."""
     check_batch(layer, cache, metadata)
     if torch.is_grad_enabled():
         refuse_gradients(x)
-    if output is None:
-        output = torch.empty(x.shape, dtype=layer.spec.dtype, device=x.device)
-    else:
-        refuse_in_place(x, output)
-    signature = call_signature(layer, cache, (x, output))
+    refuse_in_place(x, out)
+    signature = call_signature(layer, cache, (x, out))
     run: Any = metadata.plans.get(signature)
     if run is None:
-        check_convolution(layer, x, cache, metadata, output)
-        run = layer.impl.plan_convolution(signature, x, cache, metadata, output)
+        check_convolution(layer, x, out, cache, metadata)
+        run = layer.impl.plan_convolution(signature, x, cache, metadata, out)
         keep_plan(metadata, signature, run)
     if VALIDATE_KEY in ENVIRONMENT:
         validate_convolution(cache, metadata)
-    finish = STATE_OBSERVERS and _observed(layer, "convolution", (x,), cache, metadata, output)
-    run(layer.impl, x, cache, metadata, output)
+    finish = STATE_OBSERVERS and _observed(layer, "convolution", (x,), cache, metadata, out)
+    run(layer.impl, x, cache, metadata, out)
     for call in finish:
         call()
-    return output
 
 
 def _observed(*call: Any) -> Sequence[Callable[[], None]]:
@@ -98,7 +83,7 @@ def _observed(*call: Any) -> Sequence[Callable[[], None]]:
 
 
 def call_signature(
-    layer: StateLayer, cache: StateCache, tensors: tuple[torch.Tensor | None, ...]
+    layer: StateLayer, cache: StateCache, tensors: tuple[Tensor | None, ...]
 ) -> tuple[Any, ...]:
     """Everything that checks and launches follow from, besides the batch and addresses."""
     own = (layer.conv_weight, layer.conv_bias, layer.skip)

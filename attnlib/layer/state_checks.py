@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from attnlib.backends.state_impl import StateInputs
 from attnlib.cache.states import StateCache
@@ -26,10 +27,14 @@ __all__ = [
     "check_tensors",
     "per_head_inputs",
     "refuse_in_place",
+    "taps_of",
 ]
 
+Wanted = tuple[Tensor | None, torch.dtype, tuple[int, ...]]
+"""A tensor of a call, and the dtype and shape that it must have; None is not checked."""
 
-def check_layer_tensors(spec: StateSpec, tensors: Mapping[str, torch.Tensor | None]) -> None:
+
+def check_layer_tensors(spec: StateSpec, tensors: Mapping[str, Tensor | None]) -> None:
     """Whether a layer has the tensors that its spec declares, and no others.
 
     Raises:
@@ -56,13 +61,10 @@ def check_layer_tensors(spec: StateSpec, tensors: Mapping[str, torch.Tensor | No
 
 
 def _wrong(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], rule: str
+    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], rule: str
 ) -> ContractError:
-    found = str(tensor.dtype).removeprefix("torch.")
-    wanted = str(dtype).removeprefix("torch.")
-    return ContractError(
-        f"{name} is {found} {list(tensor.shape)}; it must be {wanted} {list(shape)}", rule=rule
-    )
+    found = f"{tensor.dtype} {list(tensor.shape)}; it must be {dtype} {list(shape)}"
+    return ContractError(f"{name} is {found.replace('torch.', '')}", rule=rule)
 
 
 def check_batch(layer: StateLayer, cache: StateCache, metadata: StateMetadata) -> None:
@@ -102,15 +104,9 @@ def per_head_inputs(layer: StateLayer, inputs: StateInputs) -> StateInputs:
             f"layer {layer.prefix or '(unnamed)'} has num_heads=0, a convolution only: call "
             "layer.convolve"
         )
-    sizes = (
-        (spec.num_key_heads, spec.key_size),
-        (spec.num_key_heads, spec.key_size),
-        (spec.num_heads, spec.value_size),
-    )
-    views = []
-    for name, tensor, (heads, size) in zip(
-        ("query", "key", "value"), inputs[:3], sizes, strict=True
-    ):
+    keys, values = (spec.num_key_heads, spec.key_size), (spec.num_heads, spec.value_size)
+    views, names = [], ("query", "key", "value")
+    for name, tensor, (heads, size) in zip(names, inputs[:3], (keys, keys, values), strict=True):
         if tensor.dim() == 2 and tensor.shape[1] == heads * size:
             tensor = tensor.view(tensor.shape[0], heads, size)
         if tensor.dim() != 3 or tensor.shape[1:] != (heads, size):
@@ -125,20 +121,15 @@ def per_head_inputs(layer: StateLayer, inputs: StateInputs) -> StateInputs:
 
 
 def check_step(
-    layer: StateLayer,
-    inputs: StateInputs,
-    cache: StateCache,
-    metadata: StateMetadata,
-    output: torch.Tensor,
+    layer: StateLayer, inputs: StateInputs, output: Tensor, cache: StateCache, batch: StateMetadata
 ) -> None:
     """Dtypes, shapes and devices of a call of the recurrence.
 
     Raises:
         ContractError: names the tensor, what it is and what it must be.
     """
-    spec, (query, key, value, log_decay, beta) = layer.spec, inputs
-    rows, heads = value.shape[0], (value.shape[0], spec.num_heads)
-    if log_decay is None:
+    spec, beta, rows = layer.spec, inputs.beta, inputs.value.shape[0]
+    if inputs.log_decay is None:
         raise ContractError(
             f"log_decay=None, and decay={spec.decay!r} has one per token: pass it", rule="T5"
         )
@@ -149,25 +140,18 @@ def check_step(
             f"has_beta={spec.has_beta}: {action}",
             rule="T5",
         )
-    decays = {"channel": (*heads, spec.key_size), "head": heads, "constant": (spec.num_heads,)}
-    wanted = {
-        "query": (query, spec.dtype, (rows, spec.num_key_heads, spec.key_size)),
-        "key": (key, spec.dtype, (rows, spec.num_key_heads, spec.key_size)),
-        "value": (value, spec.dtype, (*heads, spec.value_size)),
-        "log_decay": (log_decay, torch.float32, decays[spec.decay]),
-        "beta": (beta, torch.float32, heads),
-        "output": (output, spec.dtype, (*heads, spec.value_size)),
-        "skip": (layer.skip, torch.float32, (spec.num_heads,)),
+    shapes = spec.input_shapes(rows)
+    wanted: dict[str, Wanted] = {
+        name: (x, torch.float32 if name in ("log_decay", "beta") else spec.dtype, shapes[name])
+        for name, x in inputs._asdict().items()
     }
-    check_tensors(wanted, cache, metadata, rows, "T5")
+    wanted["output"] = (output, spec.dtype, shapes["value"])
+    wanted["skip"] = (layer.skip, torch.float32, (spec.num_heads,))
+    check_tensors(wanted, cache, batch, rows, "T5")
 
 
 def check_convolution(
-    layer: StateLayer,
-    x: torch.Tensor,
-    cache: StateCache,
-    metadata: StateMetadata,
-    output: torch.Tensor,
+    layer: StateLayer, x: Tensor, output: Tensor, cache: StateCache, batch: StateMetadata
 ) -> None:
     """Dtypes, shapes and devices of a call of the convolution.
 
@@ -181,16 +165,20 @@ def check_convolution(
             rule="T6",
         )
     shape = (x.shape[0], spec.conv_channels)
-    wanted = {
-        "x": (x, spec.dtype, shape),
-        "output": (output, spec.dtype, shape),
+    wanted = {"x": (x, spec.dtype, shape), "output": (output, spec.dtype, shape)}
+    check_tensors({**wanted, **taps_of(layer)}, cache, batch, x.shape[0], "T6")
+
+
+def taps_of(layer: StateLayer) -> dict[str, Wanted]:
+    """The tensors of a layer's convolution, for `check_tensors`."""
+    spec = layer.spec
+    return {
         "conv_weight": (layer.conv_weight, spec.dtype, (spec.conv_channels, spec.conv_width)),
         "conv_bias": (layer.conv_bias, spec.dtype, (spec.conv_channels,)),
     }
-    check_tensors(wanted, cache, metadata, x.shape[0], "T6")
 
 
-def refuse_in_place(x: torch.Tensor, output: torch.Tensor) -> None:
+def refuse_in_place(x: Tensor, output: Tensor) -> None:
     """Refuse an output that is the input of a convolution. Plans do not depend on addresses.
 
     Raises:
@@ -205,12 +193,13 @@ def refuse_in_place(x: torch.Tensor, output: torch.Tensor) -> None:
 
 
 def check_tensors(
-    wanted: Mapping[str, tuple[torch.Tensor | None, torch.dtype, tuple[int, ...]]],
-    cache: StateCache,
-    metadata: StateMetadata,
-    rows: int,
-    rule: str,
+    wanted: Mapping[str, Wanted], cache: StateCache, batch: StateMetadata, rows: int, rule: str
 ) -> None:
+    """Whether the tensors of a call with so many rows fit the slots and the batch.
+
+    Raises:
+        ContractError: names what does not.
+    """
     for name, (tensor, dtype, shape) in wanted.items():
         if tensor is None:
             continue
@@ -221,16 +210,16 @@ def check_tensors(
                 f"{name} is on {tensor.device}, and the slots are on {cache.device}: move one of "
                 "them"
             )
-    if metadata.state_slots.device != cache.device:
+    if batch.state_slots.device != cache.device:
         raise ContractError(
-            f"the batch is on {metadata.state_slots.device}, and the slots are on {cache.device}: "
+            f"the batch is on {batch.state_slots.device}, and the slots are on {cache.device}: "
             "build the batch for the device of the cache"
         )
-    if rows < metadata.num_actual_tokens:
+    if rows < batch.num_actual_tokens:
         raise ContractError(
-            f"the call has {rows} rows, and the batch has {metadata.num_actual_tokens} tokens: "
+            f"the call has {rows} rows, and the batch has {batch.num_actual_tokens} tokens: "
             "pass a row per token",
             rule="T1",
         )
-    if are_readable(metadata.state_slots):
-        check_slots(list(metadata.batch.requests()), cache.num_slots)
+    if are_readable(batch.state_slots):
+        check_slots(list(batch.batch.requests()), cache.num_slots)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from attnlib.backends.state_impl import StateImpl, StateInputs
 from attnlib.cache.states import StateCache
@@ -12,10 +13,10 @@ from attnlib.errors import ContractError
 from attnlib.instrumentation import ENVIRONMENT, STATE_OBSERVERS, VALIDATE_KEY
 from attnlib.layer.checks import refuse_gradients
 from attnlib.layer.state_call import call_signature, keep_plan
-from attnlib.layer.state_checks import check_batch, check_tensors
+from attnlib.layer.state_checks import check_batch, check_tensors, taps_of
 from attnlib.layer.state_values import validate_convolution, validate_step
 from attnlib.metadata.states import StateMetadata
-from attnlib.ops.states.step_form import FusedInputs
+from attnlib.ops.states.step_form import FusedInputs, StepForm
 from attnlib.spec import StateSpec
 
 if TYPE_CHECKING:
@@ -25,28 +26,24 @@ __all__ = ["call_fused_step", "separate_step"]
 
 
 def call_fused_step(
-    layer: StateLayer,
-    inputs: FusedInputs,
-    cache: StateCache,
-    metadata: StateMetadata,
-    output: torch.Tensor,
+    layer: StateLayer, inputs: FusedInputs, cache: StateCache, metadata: StateMetadata, out: Tensor
 ) -> None:
     """`StateLayer.step`."""
     check_batch(layer, cache, metadata)
     *tensors, form = inputs
     if torch.is_grad_enabled():
         refuse_gradients(*tensors)
-    described = (*tensors, form.rate, form.bias, form.norm_weight, output)
+    described = (*tensors, form.rate, form.bias, form.norm_weight, out)
     signature = (form.scalars, *call_signature(layer, cache, described))
     run: Any = metadata.plans.get(signature)
-    rows = _per_head(layer, output)
+    rows = _per_head(layer, out)
     if run is None:
-        _check_form(layer.spec, inputs)
-        _check_inputs(layer, inputs, cache, metadata, output)
+        _check_form(layer.spec, inputs.form)
+        _check_inputs(layer, inputs, out, cache, metadata)
         run = layer.impl.plan_fused_step(signature, inputs, cache, metadata, rows) or _separately
         keep_plan(metadata, signature, run)
     if run is _separately or STATE_OBSERVERS:
-        separate_step(layer, inputs, cache, metadata, output)
+        separate_step(layer, inputs, cache, metadata, out)
         return
     if VALIDATE_KEY in ENVIRONMENT:
         validate_convolution(cache, metadata)
@@ -57,11 +54,7 @@ def call_fused_step(
 
 
 def separate_step(
-    layer: StateLayer,
-    inputs: FusedInputs,
-    cache: StateCache,
-    metadata: StateMetadata,
-    output: torch.Tensor,
+    layer: StateLayer, inputs: FusedInputs, cache: StateCache, metadata: StateMetadata, out: Tensor
 ) -> None:
     """The step in separate launches. Arguments as of `call_fused_step`, checked."""
     spec, (x, decay, beta, z, form) = layer.spec, inputs
@@ -69,21 +62,21 @@ def separate_step(
     parts = StateImpl if torch.compiler.is_compiling() else layer.impl
     convolved, sizes = layer.convolve(x, cache, metadata), _channels(spec)
     split = torch.split(convolved, [sizes[name] for name in form.order], 1)
-    found: dict[str, torch.Tensor] = dict(zip(form.order, split, strict=True))
+    found: dict[str, Tensor] = dict(zip(form.order, split, strict=True))
     if form.gates != "given":
         decay, beta = parts.state_gates(decay, beta, form)
-    layer(found["q"], found["k"], found["v"], decay, beta, cache, metadata, output=output)
+    layer(found["q"], found["k"], found["v"], decay, beta, cache, metadata, output=out)
     if form.norm_size:
-        parts.gated_norm(_per_head(layer, output), z, form)
+        parts.gated_norm(_per_head(layer, out), z, form)
 
 
-def _check_form(spec: StateSpec, inputs: FusedInputs) -> None:
+def _check_form(spec: StateSpec, form: StepForm) -> None:
     """Whether a form is one of the layer.
 
     Raises:
         ContractError: names the field.
     """
-    heads, form = (spec.num_heads,), inputs.form
+    heads, bias = (spec.num_heads,), spec.input_shapes(0)["log_decay"]
     values, channels = spec.num_heads * spec.value_size, sum(_channels(spec).values())
     if channels != spec.conv_channels or not spec.has_recurrence:
         raise ContractError(
@@ -92,7 +85,7 @@ def _check_form(spec: StateSpec, inputs: FusedInputs) -> None:
             f"({channels}); call convolve and the layer",
             rule="T6",
         )
-    is_channel, is_mamba2 = spec.decay == "channel", form.gates == "mamba2"
+    is_mamba2 = form.gates == "mamba2"
     decays = ("head", "constant") if form.gates == "given" else ("head",)
     if spec.decay not in (decays if is_mamba2 else (*decays, "channel")):
         raise ContractError(f"gates={form.gates!r} with decay={spec.decay!r}: pass them as given")
@@ -103,32 +96,27 @@ def _check_form(spec: StateSpec, inputs: FusedInputs) -> None:
             f"norm_size={form.norm_size} must be a multiple of value_size={spec.value_size} that "
             f"divides the {values} values of a token"
         )
-    bias = (*heads, spec.key_size) if is_channel else heads
-    for name, tensor, shapes, dtype in (
+    for name, tensor, allowed, dtype in (
         ("rate", form.rate, [heads], torch.float32),
-        ("bias", form.bias, [bias], torch.float32),
+        ("bias", form.bias, [bias[1:] or heads], torch.float32),
         ("norm_weight", form.norm_weight, [(form.norm_size,), (values,)], None),
     ):
         if tensor is not None and (
-            tuple(tensor.shape) not in shapes
+            tuple(tensor.shape) not in allowed
             or not tensor.is_contiguous()
             or tensor.dtype != (dtype or tensor.dtype)
         ):
             raise ContractError(
                 f"{name} is {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}; "
-                f"it must be dense {dtype or ''} {list(shapes[0])}"
+                f"it must be dense {dtype or ''} {list(allowed[0])}"
             )
 
 
 def _check_inputs(
-    layer: StateLayer,
-    inputs: FusedInputs,
-    cache: StateCache,
-    metadata: StateMetadata,
-    output: torch.Tensor,
+    layer: StateLayer, inputs: FusedInputs, out: Tensor, cache: StateCache, batch: StateMetadata
 ) -> None:
     spec, (x, a, b, z, form) = layer.spec, inputs
-    rows, heads = x.shape[0], (x.shape[0], spec.num_heads)
+    rows, shapes = x.shape[0], spec.input_shapes(x.shape[0])
     for name, tensor, needed in (
         ("gates[0]", a, True),
         ("gates[1]", b, spec.has_beta and form.gates != "mamba2"),
@@ -137,24 +125,22 @@ def _check_inputs(
         if needed is (tensor is None):
             action = "pass it" if needed else "pass None"
             raise ContractError(f"{name} is {'missing' if needed else 'given'}: {action}")
-    decays = {"channel": (*heads, spec.key_size), "head": heads, "constant": heads[1:]}
     raw, values = form.gates != "given", (rows, spec.num_heads * spec.value_size)
 
-    def kind(gate: torch.Tensor | None) -> torch.dtype:
+    def kind(gate: Tensor | None) -> torch.dtype:
         return spec.dtype if raw and gate is not None and gate.itemsize < 4 else torch.float32
 
     wanted = {
         "x": (x, spec.dtype, (rows, spec.conv_channels)),
-        "gates[0]": (a, kind(a), decays[spec.decay]),
-        "gates[1]": (b, kind(b), heads),
+        "gates[0]": (a, kind(a), shapes["log_decay"]),
+        "gates[1]": (b, kind(b), shapes["beta"]),
         "z": (z, spec.dtype, values),
-        "output": (output, spec.dtype, values),
-        "conv_weight": (layer.conv_weight, spec.dtype, (spec.conv_channels, spec.conv_width)),
-        "conv_bias": (layer.conv_bias, spec.dtype, (spec.conv_channels,)),
-        "skip": (layer.skip, torch.float32, heads[1:]),
-        "rate": (form.rate, torch.float32, heads[1:]),
+        "output": (out, spec.dtype, values),
+        **taps_of(layer),
+        "skip": (layer.skip, torch.float32, (spec.num_heads,)),
+        "rate": (form.rate, torch.float32, (spec.num_heads,)),
     }
-    check_tensors(wanted, cache, metadata, rows, "T5")
+    check_tensors(wanted, cache, batch, rows, "T5")
     for name in ("x", "gates[0]", "gates[1]", "z", "output"):
         tensor = wanted[name][0]
         if tensor is not None and rows and not tensor[0].is_contiguous():
@@ -168,7 +154,7 @@ def _channels(spec: StateSpec) -> dict[str, int]:
     return {"q": keys, "k": keys, "v": spec.num_heads * spec.value_size}
 
 
-def _per_head(layer: StateLayer, output: torch.Tensor) -> torch.Tensor:
+def _per_head(layer: StateLayer, output: Tensor) -> Tensor:
     return output.view(output.shape[0], layer.spec.num_heads, layer.spec.value_size)
 
 

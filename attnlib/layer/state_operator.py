@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
 from attnlib.backends.state_impl import StateInputs
 from attnlib.cache.states import StateCache
@@ -22,15 +23,15 @@ __all__ = ["convolve_opaquely", "short_convolution", "state_step", "step_opaquel
 
 @torch.library.custom_op("attnlib::state_step", mutates_args=("out", "cache"))
 def state_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    out: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    out: Tensor,
     layer: int,
-    cache: torch.Tensor,
-    metadata: torch.Tensor,
+    cache: Tensor,
+    metadata: Tensor,
 ) -> None:
     """`StateLayer.forward` of one layer.
 
@@ -42,14 +43,12 @@ def state_step(
     Raises:
         ContractError: as the method, or the object of an id no longer exists.
     """
-    inputs = StateInputs(query, key, value, cast(torch.Tensor, log_decay), beta)
+    inputs = StateInputs(query, key, value, cast(Tensor, log_decay), beta)
     call_step(_layer(layer), inputs, *_objects(cache, metadata), out)
 
 
 @torch.library.custom_op("attnlib::short_convolution", mutates_args=("out", "cache"))
-def short_convolution(
-    x: torch.Tensor, out: torch.Tensor, layer: int, cache: torch.Tensor, metadata: torch.Tensor
-) -> None:
+def short_convolution(x: Tensor, out: Tensor, layer: int, cache: Tensor, metadata: Tensor) -> None:
     """`StateLayer.convolve` of one layer.
 
     Args:
@@ -76,38 +75,23 @@ def _layer(handle: int) -> StateLayer:
     return cast("StateLayer", module)
 
 
-def _objects(cache: torch.Tensor, metadata: torch.Tensor) -> tuple[StateCache, StateMetadata]:
+def _objects(cache: Tensor, metadata: Tensor) -> tuple[StateCache, StateMetadata]:
     return lookup(cache, StateCache, "cache"), lookup(metadata, StateMetadata, "metadata")
 
 
 def step_opaquely(
-    layer: StateLayer,
-    inputs: StateInputs,
-    cache: StateCache,
-    metadata: StateMetadata,
-    output: torch.Tensor | None,
-) -> torch.Tensor:
+    layer: StateLayer, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, out: Tensor
+) -> None:
     """`StateLayer.forward` while torch.compile traces it: one call of the operator."""
     if torch.is_grad_enabled():
         refuse_gradients(*inputs)
-    value = inputs.value
-    if output is None:
-        output = torch.empty(value.shape, dtype=layer.spec.dtype, device=value.device)
-    state_step(*inputs, output, layer.handle, cache.handle, metadata.handle)
-    return output
+    state_step(*inputs, out, layer.handle, cache.handle, metadata.handle)
 
 
 def convolve_opaquely(
-    layer: StateLayer,
-    x: torch.Tensor,
-    cache: StateCache,
-    metadata: StateMetadata,
-    output: torch.Tensor | None,
-) -> torch.Tensor:
+    layer: StateLayer, x: Tensor, cache: StateCache, metadata: StateMetadata, out: Tensor
+) -> None:
     """`StateLayer.convolve` while torch.compile traces it."""
     if torch.is_grad_enabled():
         refuse_gradients(x)
-    if output is None:
-        output = torch.empty(x.shape, dtype=layer.spec.dtype, device=x.device)
-    short_convolution(x, output, layer.handle, cache.handle, metadata.handle)
-    return output
+    short_convolution(x, out, layer.handle, cache.handle, metadata.handle)

@@ -2,86 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from attnlib.cache.states import StateCache
 from attnlib.layer.state import StateLayer
 from attnlib.layer.warmup_batches import warmup_batches
-from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
-from attnlib.metadata.states import StateMetadata
+from attnlib.metadata.states import StateMetadata, StateMetadataBuilder
 from attnlib.ops.states import StepForm
 from attnlib.workspace import BatchLimits
 
-__all__ = ["run_state_batches"]
+__all__ = ["run_state_batch", "unused_batches"]
 
 
-def run_state_batches(
-    layer: StateLayer,
-    cache: StateCache,
+def unused_batches(
+    builder: StateMetadataBuilder,
     limits: BatchLimits,
-    builder: AttentionMetadataBuilder[StateMetadata],
-    form: StepForm | None = None,
-) -> list[tuple[int, ...]]:
-    """Run every class of batch within limits on a state layer.
+    device: torch.device,
+    *,
+    with_sources: bool = True,
+) -> Iterator[tuple[tuple[int, ...], StateMetadata]]:
+    """Query lengths and metadata of every class of batch within limits.
 
     Args:
-        layer, cache, limits, form: as in `warmup`.
         builder: makes the metadata.
-
-    Returns:
-        Query lengths of the batches.
+        limits: the largest batch.
+        device: of the batches.
+        with_sources: also with sources beside the slots.
     """
-    batches = warmup_batches(limits, layer.spec.max_rollback + 1)
-    for lengths in batches:
-        for has_sources in (False, True):
-            _run(layer, cache, builder, lengths, limits.max_seq_len, has_sources, form)
-    return batches
+    for lengths in warmup_batches(limits, builder.spec.max_rollback + 1):
+        unused = [-1] * len(lengths)
+        for sources in (None, unused) if with_sources else (None,):
+            common = CommonAttentionMetadata.from_lengths(
+                lengths,
+                lengths,
+                device=device,
+                max_seq_len=max(limits.max_seq_len, *lengths),
+                state_slots=unused,
+                state_sources=sources,
+            )
+            yield lengths, builder.build(0, common)
 
 
-def _run(
-    layer: StateLayer,
-    cache: StateCache,
-    builder: AttentionMetadataBuilder[StateMetadata],
-    lengths: Sequence[int],
-    max_seq_len: int,
-    has_sources: bool,
-    form: StepForm | None,
+def run_state_batch(
+    layer: StateLayer, cache: StateCache, metadata: StateMetadata, form: StepForm | None = None
 ) -> None:
-    spec, tokens, unused = layer.spec, sum(lengths), [-1] * len(lengths)
-    common = CommonAttentionMetadata.from_lengths(
-        lengths,
-        lengths,
-        device=cache.device,
-        max_seq_len=max(max_seq_len, *lengths),
-        state_slots=unused,
-        state_sources=unused if has_sources else None,
-    )
-    metadata = builder.build(0, common)
+    """Run every call of a state layer on a batch; arguments as of `warmup`."""
+    spec, tokens = layer.spec, metadata.num_actual_tokens
 
-    def zeros(*shape: int, dtype: torch.dtype = spec.dtype) -> torch.Tensor:
-        return torch.zeros(tokens, *shape, dtype=dtype, device=cache.device)
+    def zeros(*shape: int, dtype: torch.dtype = spec.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=cache.device)
 
     if spec.has_convolution:
-        layer.convolve(zeros(spec.conv_channels), cache, metadata)
+        layer.convolve(zeros(tokens, spec.conv_channels), cache, metadata)
     if not spec.has_recurrence:
         return
-    keys, values = (spec.num_key_heads, spec.key_size), (spec.num_heads, spec.value_size)
-    decays = (spec.num_heads, spec.key_size) if spec.decay == "channel" else (spec.num_heads,)
-    gate = zeros(*decays, dtype=torch.float32)
-    beta = zeros(spec.num_heads, dtype=torch.float32) if spec.has_beta else None
+    shapes, is_constant = spec.input_shapes(tokens), spec.decay == "constant"
+
+    def gates(dtype: torch.dtype, has_beta: bool) -> tuple[Tensor | None, Tensor | None]:
+        decay = None if is_constant else zeros(*shapes["log_decay"], dtype=dtype)
+        return decay, zeros(*shapes["beta"], dtype=dtype) if has_beta else None
+
     # Separate projections, and one projection for all three, whose rows are strided.
-    sizes = [keys[0] * keys[1], keys[0] * keys[1], values[0] * values[1]]
-    separate = zeros(*keys), zeros(*keys), zeros(*values)
-    for query, key, value in (separate, torch.split(zeros(sum(sizes)), sizes, dim=1)):
-        decay = None if spec.decay == "constant" else gate
-        layer(query, key, value, decay, beta, cache, metadata)
+    parts = [shapes[name] for name in ("query", "key", "value")]
+    sizes = [heads * size for _, heads, size in parts]
+    separate = [zeros(*shape) for shape in parts]
+    for projected in (separate, torch.split(zeros(tokens, sum(sizes)), sizes, dim=1)):
+        layer(*projected, *gates(torch.float32, spec.has_beta), cache, metadata)
     if form is not None:
         dtype = torch.float32 if form.gates == "given" else spec.dtype
-        has_second = spec.has_beta and form.gates != "mamba2"
-        first = None if spec.decay == "constant" else zeros(*decays, dtype=dtype)
-        second = zeros(spec.num_heads, dtype=dtype) if has_second else None
-        z = zeros(values[0] * values[1]) if form.output_gate else None
-        layer.step(zeros(spec.conv_channels), (first, second), z, form, cache, metadata)
+        given = gates(dtype, spec.has_beta and form.gates != "mamba2")
+        z = zeros(tokens, sizes[2]) if form.output_gate else None
+        layer.step(zeros(tokens, spec.conv_channels), given, z, form, cache, metadata)

@@ -25,7 +25,7 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.layer.attention import Attention
 from attnlib.layer.state import StateLayer
-from attnlib.layer.state_warmup import run_state_batches
+from attnlib.layer.state_warmup import run_state_batch, unused_batches
 from attnlib.layer.warmup_batches import (
     bounded_batches,
     extra_keys,
@@ -159,9 +159,12 @@ def _warm_states(
             "StateCache.allocate(layer.spec, num_slots)"
         )
     started = time.perf_counter()
-    builder = builder or layer.backend.make_builder(layer.spec, cache.device, limits=limits)
+    own: Any = builder or layer.backend.make_builder(layer.spec, cache.device, limits=limits)
     with torch.no_grad():
-        batches = run_state_batches(layer, cache, limits, builder, form)
+        batches: dict[tuple[int, ...], None] = {}  # each runs twice, the second time with sources
+        for lengths, metadata in unused_batches(own, limits, cache.device):
+            run_state_batch(layer, cache, metadata, form)
+            batches[lengths] = None
     if cache.device.type == "cuda":
         torch.cuda.synchronize(cache.device)
     return WarmupReport(tuple(batches), time.perf_counter() - started)

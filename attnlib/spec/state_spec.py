@@ -115,6 +115,13 @@ class StateSpec(LayerSpec):
         """1 / sqrt(Dk)."""
         return self.key_size**-0.5 if self.key_size else 1.0
 
+    def input_shapes(self, tokens: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each input of the recurrence; a constant decay is the layer's `[Hv]`."""
+        keys, heads = (tokens, self.num_key_heads, self.key_size), (tokens, self.num_heads)
+        decays = {"head": heads, "channel": (*heads, self.key_size), "constant": heads[1:]}
+        values, decay = (*heads, self.value_size), decays[self.decay]
+        return {"query": keys, "key": keys, "value": values, "log_decay": decay, "beta": heads}
+
     def fits(self, form: str) -> bool:
         """Whether slots of a form serve the spec: only `tail` is batch invariant (T18), and
         `plain` takes no token of a recurrence back (T10)."""

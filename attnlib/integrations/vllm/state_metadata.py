@@ -17,8 +17,7 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from attnlib.integrations.vllm.batch import CUDA_GRAPH_SUPPORT, batch_limits, common_batch
 from attnlib.integrations.vllm.names import backend_name
 from attnlib.integrations.vllm.warm import GroupWarmup
-from attnlib.layer.warmup_batches import warmup_batches
-from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.layer.state_warmup import unused_batches
 from attnlib.metadata.states import StateMetadata
 from attnlib.spec import CudaGraphSupport
 
@@ -67,15 +66,8 @@ class AttnlibStateBuilder(AttentionMetadataBuilder[StateMetadata]):
         """
         limits = batch_limits(self.vllm_config)
         builder = self._builder if shared else self._make_builder()
-        for lengths in warmup_batches(limits, builder.spec.max_rollback + 1):
-            common = CommonAttentionMetadata.from_lengths(
-                lengths,
-                lengths,
-                device=self.device,
-                max_seq_len=max(limits.max_seq_len, *lengths),
-                state_slots=[-1] * len(lengths),
-            )
-            yield builder.build(0, common)
+        for _, metadata in unused_batches(builder, limits, self.device, with_sources=False):
+            yield metadata
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
