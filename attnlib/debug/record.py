@@ -17,8 +17,7 @@ from typing import Any
 from attnlib.debug.capture import capture_call, capture_layer_call
 from attnlib.debug.counted_calls import CountedCalls, StateSampler, new_path
 from attnlib.debug.recording import load_recording, save_recording
-from attnlib.debug.state_calls import capture_state_call
-from attnlib.debug.state_recording import save_state_recording
+from attnlib.debug.state_calls import capture_state_call, save_state_recording
 from attnlib.errors import ContractError
 from attnlib.instrumentation import OBSERVERS, STATE_OBSERVERS
 from attnlib.metadata.base import AttentionMetadata

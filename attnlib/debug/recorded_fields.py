@@ -15,8 +15,9 @@ from attnlib.kv_rotation import KVRotation
 from attnlib.object_path import load_object
 from attnlib.score_functions import ScoreFunction
 from attnlib.spec import Window
+from attnlib.spec.layer_spec import LayerSpec
 
-__all__ = ["plain_value", "score_fields", "spec_fields"]
+__all__ = ["plain_fields", "plain_value", "score_fields", "spec_fields"]
 
 
 def score_fields(function: ScoreFunction) -> dict[str, Any]:
@@ -67,14 +68,19 @@ def plain_value(value: Any) -> Any:
     return tuple(value) if isinstance(value, tuple) else value
 
 
+def plain_fields(spec: LayerSpec) -> dict[str, Any]:
+    """The fields of a spec as plain values."""
+    return {field.name: plain_value(getattr(spec, field.name)) for field in fields(spec)}
+
+
 def spec_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a spec from plain values."""
     found = dict(plain)
-    for name in ("dtype", "kv_cache_dtype", "value_cache_dtype"):
+    for name in ("dtype", "kv_cache_dtype", "value_cache_dtype", "state_dtype"):
         if str(found.get(name)).startswith("torch."):
             found[name] = getattr(torch, found[name].removeprefix("torch."))
-    if found["window"] is not None:
+    if found.get("window") is not None:
         found["window"] = Window(*found["window"])
-    if found["score_function"] is not None:
+    if found.get("score_function") is not None:
         found["score_function"] = _score_function(found["score_function"])
     return found

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from attnlib.debug.recorded_fields import plain_value, score_fields, spec_fields
-from attnlib.debug.recording_files import KEY_OF_STATES, read_file, refuse_damaged
+from attnlib.debug.recorded_fields import plain_fields, plain_value, score_fields, spec_fields
+from attnlib.debug.recording_files import KEY_OF_STATES, read_file, refuse_damaged, write_file
 from attnlib.errors import ContractError
 from attnlib.fields import check_types
 from attnlib.kv_formats import find_kv_format
@@ -61,10 +61,7 @@ def save_recording(step: MaterializedCase, path: str | Path) -> Path:
     data = {
         "attnlib_recording": _VERSION,
         "case": {name: plain_value(value) for name, value in asdict(step.case).items()},
-        "spec": {
-            field.name: plain_value(getattr(step.spec, field.name))
-            for field in fields(AttentionSpec)
-        },
+        "spec": plain_fields(step.spec),
         "kv_formats": {
             one.name: one.version
             for one in (step.spec.kv_format, step.spec.value_format)
@@ -91,10 +88,7 @@ def save_recording(step: MaterializedCase, path: str | Path) -> Path:
         "layout": inputs.cache.layout,
         **{name: pack_tensor(getattr(inputs, name)) for name in _TENSORS},
     }
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(data, target)
-    return target
+    return write_file(data, path)
 
 
 def load_recording(path: str | Path, device: torch.device | str = "cpu") -> MaterializedCase:

@@ -12,10 +12,18 @@ import torch
 
 from attnlib.errors import ContractError
 
-__all__ = ["KEY_OF_STATES", "read_file", "refuse_damaged"]
+__all__ = ["KEY_OF_STATES", "read_file", "refuse_damaged", "write_file"]
 
 KEY_OF_STATES = "attnlib_state_recording"
 """Of the version in files of calls of state layers."""
+
+
+def write_file(data: dict[str, Any], path: str | Path) -> Path:
+    """Write tensors and plain values, and create the folder if necessary. Returns the path."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(data, target)
+    return target
 
 
 def read_file(path: Path) -> Any:

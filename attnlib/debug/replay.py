@@ -13,8 +13,7 @@ import torch
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.debug.state_calls import RecordedStateCall, StateOutcome
-from attnlib.debug.state_errors import compare_state_call
-from attnlib.debug.state_runs import run_state_call
+from attnlib.debug.state_runs import compare_state_call, run_state_call
 from attnlib.testing.backend_under_test import load_backend
 from attnlib.testing.batch_slicing import slice_batch
 from attnlib.testing.inputs import stored_heads

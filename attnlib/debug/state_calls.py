@@ -1,14 +1,17 @@
-"""Copies of calls of state layers with the slots that they use."""
+"""Copies of calls of state layers with the slots that they use, and their files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from attnlib.cache.states import StateCache
+from attnlib.debug.recorded_fields import plain_fields, spec_fields
+from attnlib.debug.recording_files import KEY_OF_STATES, read_file, refuse_damaged, write_file
 from attnlib.errors import ContractError
 from attnlib.layer.state import StateLayer
 from attnlib.ops.states import RecurrenceParams, StateTensors
@@ -26,10 +29,18 @@ __all__ = [
     "StateOutcome",
     "capture_state_call",
     "is_fork",
+    "is_state_recording",
     "live_outcome",
+    "load_state_recording",
+    "save_state_recording",
 ]
 
+_VERSION = 1
+_LISTS = ("query_lens", "seq_lens", "slots", "sources")
 _TENSORS = ("conv_weight", "conv_bias", "skip", "log_decay")
+
+
+Inputs = tuple[torch.Tensor | None, ...]
 
 
 class StateOutcome(NamedTuple):
@@ -66,7 +77,7 @@ class RecordedStateCall:
     part: str
     scale: float
     tensors: Mapping[str, torch.Tensor]
-    inputs: tuple[torch.Tensor | None, ...]
+    inputs: Inputs
     query_lens: list[int]
     seq_lens: list[int]
     slots: list[int]
@@ -85,14 +96,9 @@ class RecordedStateCall:
         """The call with some of its requests, over the same slots."""
         starts = [sum(self.query_lens[:n]) for n in range(len(self.query_lens))]
         rows = [r for n in requests for r in range(starts[n], starts[n] + self.query_lens[n])]
-        return replace(
-            self,
-            inputs=tuple(None if x is None else x[rows] for x in self.inputs),
-            query_lens=[self.query_lens[n] for n in requests],
-            seq_lens=[self.seq_lens[n] for n in requests],
-            slots=[self.slots[n] for n in requests],
-            sources=[self.sources[n] for n in requests],
-        )
+        inputs = tuple(None if x is None else x[rows] for x in self.inputs)
+        lists: Any = {name: [getattr(self, name)[n] for n in requests] for name in _LISTS}
+        return replace(self, inputs=inputs, **lists)
 
     def read(self, tensors: StateTensors, slot: int, position: int) -> torch.Tensor:
         """The state, or the window, of a slot after `position` tokens (T20)."""
@@ -120,11 +126,7 @@ def is_fork(request: StateRequest) -> bool:
 
 
 def capture_state_call(
-    layer: StateLayer,
-    part: str,
-    inputs: tuple[torch.Tensor | None, ...],
-    cache: StateCache,
-    metadata: StateMetadata,
+    layer: StateLayer, part: str, inputs: Inputs, cache: StateCache, metadata: StateMetadata
 ) -> RecordedStateCall:
     """Copy a call before it runs; arguments as an observer of `attnlib.instrumentation` gets
     them. Synchronizes."""
@@ -143,9 +145,7 @@ def capture_state_call(
         part=part,
         scale=layer.impl.scale,
         tensors={name: x.detach().clone() for name, x in tensors.items() if x is not None},
-        inputs=tuple(
-            None if x is None else unpack_tensor(pack_tensor(x), x.device) for x in inputs
-        ),
+        inputs=tuple(x if x is None else unpack_tensor(pack_tensor(x), x.device) for x in inputs),
         query_lens=[starts[n + 1] - starts[n] for n in numbers],
         seq_lens=[lengths[n] for n in numbers],
         slots=[rows[own[n].slot] if n in own else -1 for n in numbers],
@@ -159,3 +159,56 @@ def live_outcome(
 ) -> StateOutcome:
     """What the live call has done that `call` was captured from."""
     return call.outcome(output.clone(), cache.tensors, list(metadata.batch.requests()))
+
+
+def save_state_recording(call: RecordedStateCall, path: str | Path) -> Path:
+    """Write a call to a file and create its folder if necessary.
+
+    Returns:
+        The path of the file.
+    """
+    data = {field.name: getattr(call, field.name) for field in fields(call)} | {
+        KEY_OF_STATES: _VERSION,
+        "spec": plain_fields(call.spec),
+        "tensors": {name: x.cpu() for name, x in call.tensors.items()},
+        "inputs": [None if x is None else pack_tensor(x) for x in call.inputs],
+        "memory": call.memory.cpu(),
+    }
+    return write_file(data, path)
+
+
+def is_state_recording(path: str | Path) -> bool:
+    """Whether a file is a recorded call of a state layer.
+
+    Raises:
+        ContractError: it is no file of `torch.save`.
+    """
+    data = read_file(Path(path))
+    return isinstance(data, dict) and KEY_OF_STATES in data
+
+
+def load_state_recording(path: str | Path, device: torch.device | str = "cpu") -> RecordedStateCall:
+    """Read a recording.
+
+    Args:
+        path: the file.
+        device: where to allocate the tensors.
+
+    Raises:
+        ContractError: the file is not a recording of this version, or is damaged.
+    """
+    data = read_file(Path(path))
+    if not isinstance(data, dict) or data.get(KEY_OF_STATES) != _VERSION:
+        raise ContractError(
+            f"{path} is not a recorded state call of version {_VERSION}: record the call again"
+        )
+    with refuse_damaged(path):
+        return RecordedStateCall(
+            spec=StateSpec(**spec_fields(data["spec"])),
+            part=data["part"],
+            scale=float(data["scale"]),
+            tensors={name: x.to(device) for name, x in data["tensors"].items()},
+            inputs=tuple(x if x is None else unpack_tensor(x, device) for x in data["inputs"]),
+            memory=data["memory"].to(device),
+            **{name: [int(n) for n in data[name]] for name in _LISTS},
+        )

@@ -1,4 +1,4 @@
-"""Recorded calls of state layers on any backend."""
+"""Recorded calls of state layers on any backend, and what they must return."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from attnlib.errors import ContractError
 from attnlib.layer.state import StateLayer
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.states import StateMetadata
+from attnlib.ops.states.batch import StateRequest
 from attnlib.ops.torch.states import exchange
 from attnlib.spec import CudaGraphSupport
+from attnlib.testing.budget import compare
 from attnlib.testing.outcome import UnsupportedCase
+from attnlib.testing.states.layers import state_difference
+from attnlib.testing.states.oracle import convolve, recurrence
 
-__all__ = ["run_state_call"]
+__all__ = ["compare_state_call", "run_state_call"]
 
 
 def run_state_call(call: RecordedStateCall, backend: type[AttentionBackend]) -> StateOutcome:
@@ -53,20 +57,17 @@ def _call(
     call: RecordedStateCall, layer: StateLayer, cache: StateCache, metadata: StateMetadata
 ) -> torch.Tensor:
     """The call of the impl: observers of layers do not see it."""
-    impl = layer.impl
-    if call.part == "convolution":
-        x: Any = call.inputs[0]
-        out = torch.full_like(x, torch.nan, memory_format=torch.contiguous_format)
-        run = impl.plan_convolution("replay", x, cache, metadata, out)
-        run(impl, x, cache, metadata, out)
-        return out
     values: Any = call.inputs
-    given = StateInputs(*values)
-    if layer.log_decay is not None:
-        given = given._replace(log_decay=layer.log_decay)
-    out = torch.full_like(given.value, torch.nan, memory_format=torch.contiguous_format)
-    run = impl.plan_step("replay", given, cache, metadata, out)
-    run(impl, given, cache, metadata, out)
+    if call.part == "convolution":
+        given, shaped, plan = values[0], values[0], layer.impl.plan_convolution
+    else:
+        given, plan = StateInputs(*values), layer.impl.plan_step
+        shaped = given.value
+        if layer.log_decay is not None:
+            given = given._replace(log_decay=layer.log_decay)
+    out = torch.full_like(shaped, torch.nan, memory_format=torch.contiguous_format)
+    run = plan("replay", given, cache, metadata, out)
+    run(layer.impl, given, cache, metadata, out)
     return out
 
 
@@ -97,3 +98,55 @@ def _in_form_of(call: RecordedStateCall, backend: type[AttentionBackend]) -> Rec
             except ContractError as error:  # a tail begins at multiples of its chunk size
                 raise UnsupportedCase([str(error)]) from None
     return replace(call, spec=spec, slots=slots, sources=sources, memory=after.memory)
+
+
+def compare_state_call(call: RecordedStateCall, found: StateOutcome) -> str:
+    """The first difference from what the rules give in float64 beyond its budget, or ""."""
+    if found.problem:
+        return found.problem
+    before = StateCache(call.spec, call.memory).tensors
+    outs, states, kept, rest = [], [], [], found.out.clone()
+    for request in call.requests():
+        first = None
+        if request.computed:
+            first = call.read(before, request.source, request.computed).cpu()
+        exact, wanted = _computed(call, request, first, None)
+        rounded, _ = _computed(call, request, first, call.spec.dtype)
+        outs.append((found.out[request.rows].cpu(), exact, rounded.to(call.spec.dtype)))
+        rest[request.rows] = 0
+        states.append((f"{call.part} of request {request.number}: the state after it", wanted))
+        if is_fork(request) and first is not None:
+            kept.append((f"{call.part}: the source of request {request.number}", first))
+    for (what, wanted), state in zip([*states, *kept], found.states, strict=True):
+        if message := state_difference(call.spec, state.cpu(), wanted):
+            return f"{what} {message}"
+    if bool((rest != 0).any()):
+        row = int((rest != 0).flatten(1).any(1).nonzero()[0])
+        return f"row {row} belongs to no request with a slot, and is not 0 (T3)"
+    if not outs:
+        return ""
+    got, exacts, limits = (torch.cat(rows) for rows in zip(*outs, strict=True))
+    result = compare(got, exacts, limits, call.spec.dtype)
+    return "" if result.passed else f"{call.part}: {result}"
+
+
+def _computed(
+    call: RecordedStateCall,
+    request: StateRequest,
+    first: torch.Tensor | None,
+    rounding: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of a request and its state, by the oracle: in float64, or as `rounding` allows."""
+    spec, width = call.spec, call.spec.conv_width - 1
+    wide = torch.float64 if rounding in (None, torch.float64) else torch.float32
+    inputs = [None if x is None else x[request.rows].cpu() for x in call.inputs]
+    tensors = {name: x.cpu() for name, x in call.tensors.items()}
+    if call.part == "convolution":
+        assert inputs[0] is not None  # a convolution has an input
+        start = inputs[0].new_zeros(spec.conv_channels, width) if first is None else first
+        x = torch.cat([start.mT, inputs[0]])
+        weights = tensors["conv_weight"], tensors.get("conv_bias")
+        return convolve(spec, x, *weights, dtype=wide)[width:], x[len(x) - width :].mT
+    given: list[Any] = [*inputs[:3], tensors.get("log_decay", inputs[3]), inputs[4]]
+    settings: dict[str, Any] = {"dtype": wide, "rounded_norm": rounding, "initial": first}
+    return recurrence(spec, *given, scale=call.scale, skip=tensors.get("skip"), **settings)

@@ -13,10 +13,8 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.cache.states import StateCache
 from attnlib.debug.counted_calls import new_path
 from attnlib.debug.shadow_log import ShadowRecord, difference, rounding_of
-from attnlib.debug.state_calls import capture_state_call, live_outcome
-from attnlib.debug.state_errors import compare_state_call
-from attnlib.debug.state_recording import save_state_recording
-from attnlib.debug.state_runs import run_state_call
+from attnlib.debug.state_calls import capture_state_call, live_outcome, save_state_recording
+from attnlib.debug.state_runs import compare_state_call, run_state_call
 from attnlib.metadata.states import StateMetadata
 from attnlib.testing.outcome import UnsupportedCase
 

@@ -148,7 +148,7 @@ def _run_replay(args: argparse.Namespace) -> int:
     """Run `replay`: 0 within the error budget, 1 above it, 2 for invalid arguments."""
     from attnlib.debug.record import load_recording, save_recording
     from attnlib.debug.replay import replay, replay_state, shrink
-    from attnlib.debug.state_recording import is_state_recording, load_state_recording
+    from attnlib.debug.state_calls import is_state_recording, load_state_recording
     from attnlib.errors import AttnlibError
     from attnlib.testing.outcome import UnsupportedCase
 
@@ -175,7 +175,7 @@ def _run_replay(args: argparse.Namespace) -> int:
 
 def _write_smallest(call: RecordedStateCall, args: argparse.Namespace) -> None:
     from attnlib.debug.replay import replay_state, shrink_state
-    from attnlib.debug.state_recording import save_state_recording
+    from attnlib.debug.state_calls import save_state_recording
 
     smallest = shrink_state(call, lambda part: not replay_state(part, args.backend).passed)
     path = save_state_recording(smallest, args.shrink)

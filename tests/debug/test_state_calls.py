@@ -12,8 +12,7 @@ import attnlib
 from attnlib.backends.torch.states import TorchStateImpl
 from attnlib.debug.record import record_calls
 from attnlib.debug.replay import replay_state, shrink_state
-from attnlib.debug.state_calls import StateOutcome
-from attnlib.debug.state_recording import load_state_recording, save_state_recording
+from attnlib.debug.state_calls import StateOutcome, load_state_recording, save_state_recording
 from attnlib.errors import ContractError
 from attnlib.instrumentation import STATE_OBSERVERS
 from attnlib.ops.states import StepForm

@@ -12,7 +12,7 @@ import torch
 from attnlib.backends.torch.states import TorchStateImpl
 from attnlib.debug.replay import replay_state
 from attnlib.debug.shadow import shadow
-from attnlib.debug.state_recording import load_state_recording
+from attnlib.debug.state_calls import load_state_recording
 from attnlib.errors import ContractError
 from attnlib.instrumentation import OBSERVERS, STATE_OBSERVERS
 from tests.debug.state_layers import SPECS, Served
