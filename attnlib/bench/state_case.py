@@ -19,27 +19,9 @@ CONTEXT = 1024
 """Tokens before a decode, a multiple of every chunk size."""
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
-    "qwen3-next": {
-        "num_heads": 32,
-        "num_key_heads": 16,
-        "key_size": 128,
-        "value_size": 128,
-        "qk_norm": True,
-    },
-    "kimi-linear": {
-        "num_heads": 32,
-        "key_size": 128,
-        "value_size": 128,
-        "decay": "channel",
-        "qk_norm": True,
-    },
-    "nemotron-h": {
-        "num_heads": 128,
-        "num_key_heads": 8,
-        "key_size": 128,
-        "value_size": 64,
-        "update": "add",
-    },
+    "qwen3-next": dict(num_heads=32, num_key_heads=16, key_size=128, value_size=128, qk_norm=True),
+    "kimi-linear": dict(num_heads=32, key_size=128, value_size=128, decay="channel", qk_norm=True),
+    "nemotron-h": dict(num_heads=128, num_key_heads=8, key_size=128, value_size=64, update="add"),
 }
 """Model -> fields of the spec of its state layers."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +38,7 @@ class StateTokens:
         separate: whether the step runs in separate launches.
     """
 
-    rows: dict[str, torch.Tensor | None]
+    rows: Mapping[str, torch.Tensor | None]
     form: StepForm | None = None
     separate: bool = False
 
@@ -77,42 +78,35 @@ def draw_weight(spec: StateSpec, draw: torch.Generator) -> torch.Tensor | None:
 def draw_tokens(case: StateCase, draw: torch.Generator) -> StateTokens:
     """The new tokens of a case. Those of a step have the gates and the norm of their model."""
     spec, tokens = case.spec, case.batch.num_tokens
-    heads, values = spec.num_heads, spec.num_heads * spec.value_size
+    values, shapes = spec.num_heads * spec.value_size, spec.input_shapes(tokens)
 
     def normal(*shape: int, dtype: torch.dtype = spec.dtype) -> torch.Tensor:
         return torch.randn(shape, generator=draw, device=draw.device).to(dtype)
 
-    decays = (heads, spec.key_size) if spec.decay == "channel" else (heads,)
     if not case.is_step:
-        decay = -normal(tokens, *decays, dtype=torch.float32).abs() / 8
-        return StateTokens(
-            {
-                "query": normal(tokens, spec.num_key_heads, spec.key_size),
-                "key": normal(tokens, spec.num_key_heads, spec.key_size),
-                "value": normal(tokens, heads, spec.value_size),
-                "log_decay": decay,
-                "beta": normal(tokens, heads, dtype=torch.float32).sigmoid(),
-            }
-        )
+        rows = {name: normal(*shapes[name]) for name in ("query", "key", "value")}
+        rows["log_decay"] = -normal(*shapes["log_decay"], dtype=torch.float32).abs() / 8
+        rows["beta"] = normal(*shapes["beta"], dtype=torch.float32).sigmoid()
+        return StateTokens(rows)
     is_mamba2 = spec.update == "add"
     size = values // spec.num_key_heads if is_mamba2 else spec.value_size
     form = StepForm(
         order="vkq" if is_mamba2 else "qkv",
         gates="mamba2" if is_mamba2 else "softplus",
-        rate=normal(heads, dtype=torch.float32).exp(),
-        bias=normal(*decays, dtype=torch.float32),
+        rate=normal(spec.num_heads, dtype=torch.float32).exp(),
+        bias=normal(*shapes["log_decay"][1:], dtype=torch.float32),
         norm_size=size,
         norm_weight=normal(values if is_mamba2 else size),
         output_gate="sigmoid" if spec.decay == "channel" else "silu",
         gate_first=is_mamba2,
     )
-    rows = {
+    given = {
         "x": normal(tokens, spec.conv_channels),
-        "a": normal(tokens, *decays),
-        "b": None if is_mamba2 else normal(tokens, heads),
+        "a": normal(*shapes["log_decay"]),
+        "b": None if is_mamba2 else normal(*shapes["beta"]),
         "z": normal(tokens, values),
     }
-    return StateTokens(rows, form, case.work == "separate")
+    return StateTokens(given, form, case.work == "separate")
 
 
 def fill_slots(cache: StateCache, draw: torch.Generator) -> None:

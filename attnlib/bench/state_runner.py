@@ -30,8 +30,8 @@ from attnlib.bench.state_inputs import (
     set_positions,
     step_batch,
 )
-from attnlib.bench.state_work import step_bytes, surrounding_bytes
 from attnlib.bench.timer import GraphTimer, synchronize
+from attnlib.bench.work import step_bytes, surrounding_bytes
 from attnlib.cache.states import StateCache
 from attnlib.device import resolve_device
 from attnlib.instrumentation import checker_for_level

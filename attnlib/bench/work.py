@@ -10,8 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from attnlib.bench.case import DECODE_TOKENS, BenchCase
+from attnlib.spec import StateSpec
 
-__all__ = ["flops", "kv_bytes", "read_keys", "roofline_us", "visible_pairs"]
+__all__ = [
+    "flops",
+    "kv_bytes",
+    "read_keys",
+    "roofline_us",
+    "step_bytes",
+    "surrounding_bytes",
+    "visible_pairs",
+]
 
 
 def read_keys(query_len: int, seq_len: int, window: int | None) -> int:
@@ -87,3 +96,34 @@ def _request_flops(case: BenchCase, query_len: int, seq_len: int) -> int:
             visible = (p + 1) // rate
             pairs += min(visible, most) if most else visible
     return pairs * per_pair
+
+
+def step_bytes(spec: StateSpec, computed: int, query_len: int) -> int:
+    """Bytes that a step of one request over states must move in the tail form: the state and the
+    tail, the new inputs, the outputs, and the state again where a chunk is full.
+
+    Args:
+        spec: of the layer, with a chunk size.
+        computed: tokens before the step, all of which stay; those since the last full chunk are in
+            the tail.
+        query_len: new tokens.
+    """
+    assert spec.chunk_size is not None
+    size, chunk, end = spec.dtype.itemsize, spec.chunk_size, computed + query_len
+    state = spec.num_heads * spec.key_size * spec.value_size * spec.state_dtype.itemsize
+    channels = {"head": 1, "channel": spec.key_size, "constant": 0}[spec.decay]
+    keys, values = spec.num_key_heads * spec.key_size, spec.num_heads * spec.value_size
+    gates = 4 * spec.num_heads * (channels + spec.has_beta)
+    row = size * (keys + values) + gates
+    base = computed // chunk * chunk
+    kept = max(computed, end - spec.max_rollback) // chunk * chunk
+    written = end - max(kept, computed)
+    moved = (computed - base + query_len + written) * row + query_len * size * (keys + values)
+    return moved + state * ((base > 0) + (kept > base))
+
+
+def surrounding_bytes(spec: StateSpec, query_len: int) -> int:
+    """Bytes that a step of one request must move besides those of its recurrence: the window is
+    read and written, and the output gate is read."""
+    window = spec.conv_channels * (spec.conv_width - 1 + query_len)
+    return spec.dtype.itemsize * (window + query_len * spec.num_heads * spec.value_size)

@@ -58,14 +58,13 @@ def _call(
 ) -> torch.Tensor:
     """The call of the impl: observers of layers do not see it."""
     values: Any = call.inputs
-    if call.part == "convolution":
-        given, shaped, plan = values[0], values[0], layer.impl.plan_convolution
-    else:
-        given, plan = StateInputs(*values), layer.impl.plan_step
-        shaped = given.value
-        if layer.log_decay is not None:
-            given = given._replace(log_decay=layer.log_decay)
+    is_convolution = call.part == "convolution"
+    given: Any = values[0] if is_convolution else StateInputs(*values)
+    if layer.log_decay is not None and not is_convolution:
+        given = given._replace(log_decay=layer.log_decay)
+    shaped = given if is_convolution else given.value
     out = torch.full_like(shaped, torch.nan, memory_format=torch.contiguous_format)
+    plan = layer.impl.plan_convolution if is_convolution else layer.impl.plan_step
     run = plan("replay", given, cache, metadata, out)
     run(layer.impl, given, cache, metadata, out)
     return out

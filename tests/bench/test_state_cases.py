@@ -23,7 +23,7 @@ from attnlib.bench.runner import unmeasured
 from attnlib.bench.state_case import StateCase
 from attnlib.bench.state_cases import STATE_BARS, STATES
 from attnlib.bench.state_runner import make_state_runner
-from attnlib.bench.state_work import step_bytes, surrounding_bytes
+from attnlib.bench.work import step_bytes, surrounding_bytes
 from attnlib.cli import main
 from attnlib.tuning.rank import rank_rows
 from tests.backends.cpu_backend import H200

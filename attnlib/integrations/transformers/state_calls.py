@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,20 +30,6 @@ __all__ = ["FUNCTIONS", "MixerCall"]
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", None: None}
 
 
-class StateArguments(NamedTuple):
-    """What the state layer of a mixer runs with in a step.
-
-    Attributes:
-        layer: the layer.
-        cache: its slots.
-        metadata: of the step.
-    """
-
-    layer: StateLayer
-    cache: StateCache
-    metadata: StateMetadata
-
-
 @dataclass(frozen=True, eq=False)
 class MixerCall:
     """The call of a function by a mixer in a step.
@@ -64,9 +50,9 @@ class MixerCall:
         fields: dict[str, Any],
         tensors: dict[str, torch.Tensor],
         scale: float | None = None,
-    ) -> StateArguments | None:
-        """What a part of the mixer runs with; None in a step that computes nothing. Arguments as
-        in `MixerLayers.layer_of`.
+    ) -> tuple[StateLayer, StateCache, StateMetadata] | None:
+        """What a part of the mixer runs with: its layer, the slots and the batch; None in a step
+        that computes nothing. Arguments as in `MixerLayers.layer_of`.
 
         Raises:
             UnsupportedConfigError: the mixer did not call this part when the pool was made.
@@ -79,7 +65,7 @@ class MixerCall:
                 f"{layer_name(self.mixer)} calls a {part} that it did not call for one token, when "
                 "the pool was made: use hybrid=False"
             )
-        return StateArguments(found.layer, found.cache, self.step.state_metadata(found))
+        return found.layer, found.cache, self.step.state_metadata(found)
 
 
 def convolve(
@@ -105,8 +91,8 @@ def convolve(
         return x
     if (found := call.layer("convolution", fields, tensors)) is None:
         return torch.zeros_like(x)
-    out = found.layer.convolve(x[0].mT.contiguous(), found.cache, found.metadata)
-    return out.mT[None]
+    layer, cache, metadata = found
+    return layer.convolve(x[0].mT.contiguous(), cache, metadata).mT[None]
 
 
 def delta_rule(

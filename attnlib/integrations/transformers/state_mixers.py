@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from attnlib.errors import UnsupportedConfigError
@@ -98,11 +97,11 @@ class StateMixers:
             for module in {_module_of(mixer) for mixer in self.modules}:
                 for name in FUNCTIONS.keys() & vars(module).keys():
                     before.append((module, name, getattr(module, name)))
-                    setattr(module, name, self._in_step(name, getattr(module, name)))
+                    setattr(module, name, self._in_step(getattr(module, name), FUNCTIONS[name]))
             for mixer in self.modules:
                 if (function := forward_of(mixer)) is not None:
                     before.append((mixer, "forward", vars(mixer).get("forward")))
-                    mixer.forward = self._forward_in_step(mixer, mixer.forward, function)
+                    mixer.forward = self._in_step(mixer.forward, function, mixer)
                 elif (found := norm_of(mixer)) is not None:
                     norm, fields = found
                     before.append((norm, "forward", vars(norm).get("forward")))
@@ -152,30 +151,22 @@ class StateMixers:
         """Whether the mixer calls a recurrence after its convolution."""
         return bool((FUNCTIONS.keys() - {"causal_conv1d_fn"}) & vars(_module_of(mixer)).keys())
 
-    def _in_step(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The function of this name for mixers in a step, and `original` for all others."""
-        function = FUNCTIONS[name]
+    def _in_step(
+        self,
+        original: Callable[..., Any],
+        function: Callable[..., Any],
+        mixer: nn.Module | None = None,
+    ) -> Callable[..., Any]:
+        """`function` for a mixer in a step, by default the one that runs; else `original`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            step, mixer = (getattr(self._local, key, None) for key in ("step", "mixer"))
-            if step is None or mixer is None:
+            step, running = (getattr(self._local, key, None) for key in ("step", "mixer"))
+            caller = running if mixer is None else mixer
+            if step is None or caller is None:
                 return original(*args, **kwargs)
-            return function(MixerCall(self, step, mixer), *args, **kwargs)
+            return function(MixerCall(self, step, caller), *args, **kwargs)
 
         return call
-
-    def _forward_in_step(
-        self, mixer: nn.Module, original: Callable[..., Any], function: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        """The forward of a mixer: over slots in a step, and `original` outside of one."""
-
-        def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            step = getattr(self._local, "step", None)
-            if step is None:
-                return original(hidden_states, *args, **kwargs)
-            return function(MixerCall(self, step, mixer), hidden_states, *args, **kwargs)
-
-        return forward
 
 
 def _module_of(mixer: nn.Module) -> Any:
