@@ -24,6 +24,7 @@ from attnlib.ops.triton.kernels.page_formats import (
 )
 from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES, KV_PLAIN
 from attnlib.ops.triton.launch.constants import attention_constants, compute_dtype
+from attnlib.ops.triton.launch.number_code import number_ptx
 from attnlib.ops.triton.launch.score_compile import compile_number
 from attnlib.ops.triton.launch.settle import settle_keys
 
@@ -58,10 +59,14 @@ def page_kind(stored: KVFormat) -> int:
     return int((PAGE_OPEN4 if stored.bits == 4 else PAGE_OPEN8).value)
 
 
-def _numbers(keys: KVFormat, values: KVFormat) -> dict[str, Any]:
-    """The device functions of open formats, and what identifies their code."""
-    found = [None if one.number is None else compile_number(one.number) for one in (keys, values)]
-    named = [one for one in found if one is not None]
+def _numbers(keys: KVFormat, values: KVFormat, packed: bool = False) -> dict[str, Any]:
+    """The device functions of open formats, and what identifies their code; PTX code in place of
+    those that have it if numbers may be `packed`."""
+    found: list[Any] = []
+    for function, bits in ((keys.number, keys.bits), (values.number, values.bits)):
+        code = None if function is None or not packed else number_ptx(function, bits)
+        found.append(code or (None if function is None else compile_number(function)))
+    named = [one for one in found if one is not None and not isinstance(one, str)]
     settle_keys(*named)
     keys_of_code = tuple(getattr(one, "cache_key", "") for one in named)  # "": interpreted
     return {"NUMBER": found[0], "V_NUMBER": found[1], "NUMBER_KEYS": keys_of_code}
@@ -100,7 +105,8 @@ def _page_constants(call: AttentionCall, stored: KVFormat) -> dict[str, Any]:
     is_short, capability = call.shape.query_dtype.itemsize == 2, call.limits.capability
     ptx = 0
     is_open = stored.is_open or values.is_open
-    if capability >= (8, 0) and is_short and not stored.elements_per_group:
+    has_ptx = capability >= (8, 0) and is_short
+    if has_ptx and not stored.elements_per_group:
         ptx = 89 if call.limits.has_fp8 else 80
     # float16 holds the elements, and takes fewer conversions than bfloat16. Elements of mxfp4 times
     # their scales may exceed it, and are exact in bfloat16.
@@ -113,7 +119,7 @@ def _page_constants(call: AttentionCall, stored: KVFormat) -> dict[str, Any]:
         "DV_PAD": padded_v,
         "PAGE_KIND": page_kind(stored),
         "V_PAGE_KIND": page_kind(values),
-        **(_numbers(stored, values) if is_open else {}),
+        **(_numbers(stored, values, has_ptx) if is_open else {}),
         "COMPUTE": compute_dtype(call.shape.query_dtype, kind),
         "PTX": ptx,
         "VEC_K": max(1, shared["VEC_K"] // 2),

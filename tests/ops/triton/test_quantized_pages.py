@@ -19,6 +19,7 @@ from attnlib.ops.triton.kernels.page_formats import PAGE_E4M3, PAGE_INT4, PAGE_I
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.paged_decode import paged_decode
 from attnlib.ops.triton.rotary_write import rotate_and_write
+from tests.ops.triton.emulated_ptx import emulate, floats
 
 NAMES = tuple(PAGE_FORMATS)
 
@@ -196,59 +197,6 @@ def test_a_rotation_of_heads_without_scales_is_refused(device: torch.device) -> 
     assert not cache.any()
 
 
-def _floats(bits: int) -> torch.Tensor:
-    halves = torch.tensor([bits & 0xFFFF, bits >> 16]).to(torch.uint16)
-    return halves.view(torch.float16).double()
-
-
-def _pair(exact: torch.Tensor) -> int:
-    assert torch.equal(exact.half().double(), exact), f"{exact} is rounded"
-    low, high = exact.half().view(torch.uint16).tolist()
-    return int(low | high << 16)
-
-
-def _integer(name: str, x: list[int]) -> int:
-    """The result of an integer instruction."""
-    if name == "prmt.b32":
-        pool = x[0].to_bytes(4, "little") + x[1].to_bytes(4, "little")
-        return int.from_bytes(bytes(pool[x[2] >> (4 * n) & 7] for n in range(4)), "little")
-    if name == "lop3.b32":
-        assert x[3] in (0xEA, 0xF8)
-        return (x[0] & x[1]) | x[2] if x[3] == 0xEA else x[0] | (x[1] & x[2])
-    if name == "shr.u32":
-        return x[0] >> x[1]
-    if name == "and.b32":
-        return x[0] & x[1]
-    assert name in ("mov.b32", "xor.b32"), name
-    return x[0] if name == "mov.b32" else x[0] ^ x[1]
-
-
-def _emulate(code: str, word: int) -> list[int]:
-    """Run the instructions of `unpack_ptx` on one register; returns the pairs of all parts."""
-    registers: dict[str, int] = {"$4" if "$3" in code else "$2": word}
-    outputs: dict[int, int] = {}
-    for text in code[1:-1].split(";"):
-        name, _, rest = text.strip().partition(" ")
-        if not name or name == ".reg":
-            continue
-        if rest.startswith("{i, j}"):
-            source = registers[rest.rpartition(", ")[2]]
-            registers |= {"i": source & 0xFFFF, "j": source >> 16}
-            continue
-        target, *given = (part.strip() for part in rest.split(","))
-        x = [registers[part] if part in registers else int(part, 0) for part in given]
-        if name == "cvt.rn.f16x2.e4m3x2":
-            stored = torch.tensor([x[0] & 0xFF, x[0] >> 8], dtype=torch.uint8)
-            outputs[int(target[1:])] = _pair(stored.view(torch.float8_e4m3fn).double())
-        elif name.endswith(".f16x2"):
-            a, b, *c = map(_floats, x)
-            exact = a - b if name.startswith("sub") else a * b
-            outputs[int(target[1:])] = _pair(exact + c[0] if c else exact)
-        else:
-            registers[target] = _integer(name, x)
-    return [outputs[part] for part in sorted(outputs)]
-
-
 @pytest.mark.parametrize("capability", [80, 89])
 @pytest.mark.parametrize("kind", [PAGE_INT8, PAGE_E4M3, PAGE_INT4], ids=["int8", "e4m3", "int4"])
 def test_ptx_converts_every_byte_exactly(kind: Any, capability: int) -> None:
@@ -260,7 +208,7 @@ def test_ptx_converts_every_byte_exactly(kind: Any, capability: int) -> None:
             continue  # NaN is not stored
         other = (byte * 7 + 3) % (127 if kind == PAGE_E4M3.value else 256)
         word = byte | other << 8 | other << 16 | byte << 24
-        pairs = _emulate(code, word)
+        pairs = emulate(code, word)
         for half, low, high in ((0, byte, other), (1, other, byte)):
             if kind == PAGE_INT4.value:
                 expected = [(x >> shift & 15) - 8.0 for x in (low, high) for shift in (0, 4)]
@@ -269,4 +217,4 @@ def test_ptx_converts_every_byte_exactly(kind: Any, capability: int) -> None:
                 real = torch.int8 if kind == PAGE_INT8.value else torch.float8_e4m3fn
                 expected = stored.view(real).float().tolist()
             for pair, want in zip(pairs, expected, strict=True):
-                assert float(_floats(pair)[half]) == want, (kind, byte, half)
+                assert float(floats(pair)[half]) == want, (kind, byte, half)

@@ -60,8 +60,8 @@ class AttentionConfig(NamedTuple):
         PDL: the kernel starts before the previous one has ended.
         PAGE_KIND, V_PAGE_KIND: `PAGE_*` constants of keys and values in pages that hold their
             scales (M16), or None.
-        NUMBER, V_NUMBER: device functions of open formats (P16), and NUMBER_KEYS what identifies
-            their code, because Triton's cache knows functions in CONFIG by name only.
+        NUMBER, V_NUMBER: PTX code or device functions of open formats (P16), and NUMBER_KEYS what
+            identifies the code of functions, which Triton's cache knows by name only in CONFIG.
         WORDS, WORDS_PAD, DV_WORDS, DV_PAD, PTX: words of their heads (`page_parts`).
         SELECT, QUERY_BLOCK, LIST_HEADS, LIST_LANES: lists of selected keys (`selected`).
         X, NUM_KV_HEADS, SPARSE, STRIPES_PER_QUERY_HEAD: the cache of PagedAttention and its

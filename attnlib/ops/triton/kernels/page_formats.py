@@ -107,11 +107,13 @@ def unpack(
     """Convert 16-bit words to COMPUTE (float16 or float32); return four parts.
 
     8-bit formats have two parts, which are returned twice. 4-bit floats are returned as float16,
-    without their scales (`scaled`), open formats by their device function NUMBER. With PTX above 0,
-    COMPUTE is float16, and pairs of words of other formats are converted by PTX code for this
-    compute capability.
+    without their scales (`scaled`), open formats by NUMBER, PTX code (`launch.number_code`) or
+    their device function. With PTX above 0, COMPUTE is float16, and pairs of words of other formats
+    are converted by PTX code for this compute capability.
     """
-    if NUMBER is not None:
+    if is_code(NUMBER):
+        x0, x1, x2, x3 = _convert_pairs(words, NUMBER, KIND == PAGE_OPEN4)
+    elif NUMBER is not None:
         bits = words.to(tl.int32)
         x0 = NUMBER(bits, 0).to(COMPUTE)
         x1 = NUMBER(bits, 1).to(COMPUTE)
@@ -120,7 +122,7 @@ def unpack(
             x2 = NUMBER(bits, 2).to(COMPUTE)
             x3 = NUMBER(bits, 3).to(COMPUTE)
     elif PTX > 0 and KIND < PAGE_NVFP4:
-        x0, x1, x2, x3 = _unpack_float16(words, KIND, PTX)
+        x0, x1, x2, x3 = _convert_pairs(words, unpack_ptx(KIND, PTX), KIND == PAGE_INT4)
     elif KIND >= PAGE_NVFP4:
         x0 = _e2m1(words)
         x1 = _e2m1(words >> 4)
@@ -185,10 +187,17 @@ def scaled(x, scales, COMPUTE: tl.constexpr):
     return x.to(COMPUTE)
 
 
+@triton.constexpr_function
+def is_code(number):
+    """Return whether this is PTX code, and no device function."""
+    return isinstance(number, str)
+
+
 @triton.jit
-def _unpack_float16(words, KIND: tl.constexpr, CAPABILITY: tl.constexpr):
-    ASM: tl.constexpr = unpack_ptx(KIND, CAPABILITY)
-    if KIND == PAGE_INT4:
+def _convert_pairs(words, ASM: tl.constexpr, FOUR: tl.constexpr):
+    """Convert 16-bit words to float16 by PTX code for two words; return four parts, or two
+    twice."""
+    if FOUR:
         x0, x1, x2, x3 = tl.inline_asm_elementwise(
             ASM, "=r,=r,=r,=r,r", [words],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,

@@ -158,11 +158,12 @@ def multiply_parts(
     """Return the products [BLOCK_M, BLOCK_N] of queries and the keys of a tile."""
     KIND: tl.constexpr = CONFIG.PAGE_KIND
     COMPUTE: tl.constexpr = CONFIG.COMPUTE
+    NUMBER: tl.constexpr = CONFIG.NUMBER
     q0, q1, q2, q3 = queries
     offsets = _token_offsets(blocks, start, cache.stride_kb, cache.stride_kn, CONFIG.VEC_K, CONFIG)
     words = load_words(cache.key, offsets, inside, CONFIG.WORDS, CONFIG.WORDS_PAD, MASKED)
     offsets = _token_offsets(blocks, start, cache.stride_ksb, cache.stride_ksn, 1, CONFIG)
-    k0, k1, k2, k3 = unpack(words, KIND, COMPUTE, CONFIG.PTX, CONFIG.NUMBER)
+    k0, k1, k2, k3 = unpack(words, KIND, COMPUTE, CONFIG.PTX, NUMBER)
     if KIND >= PAGE_NVFP4:
         factors = load_element_scales(
             cache.k_scale, offsets, inside, CONFIG.WORDS, CONFIG.WORDS_PAD, KIND, MASKED
@@ -219,11 +220,12 @@ def add_parts(
 ):  # fmt: skip
     """Return the sums of values, and their unit, with those of a tile, by its weights."""
     KIND: tl.constexpr = CONFIG.V_PAGE_KIND
+    NUMBER: tl.constexpr = CONFIG.V_NUMBER
     acc0, acc1, acc2, acc3, unit = sums
     offsets = _token_offsets(blocks, start, cache.stride_vb, cache.stride_vn, CONFIG.VEC_V, CONFIG)
     words = load_words(cache.value, offsets, inside, CONFIG.DV_WORDS, CONFIG.DV_PAD, MASKED)
     offsets = _token_offsets(blocks, start, cache.stride_vsb, cache.stride_vsn, 1, CONFIG)
-    v0, v1, v2, v3 = unpack(words, KIND, CONFIG.COMPUTE, CONFIG.PTX, CONFIG.V_NUMBER)
+    v0, v1, v2, v3 = unpack(words, KIND, CONFIG.COMPUTE, CONFIG.PTX, NUMBER)
     if KIND >= PAGE_NVFP4:
         factors = load_element_scales(
             cache.v_scale, offsets, inside, CONFIG.DV_WORDS, CONFIG.DV_PAD, KIND, MASKED

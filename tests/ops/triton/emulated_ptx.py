@@ -1,0 +1,63 @@
+"""Instructions of `unpack_ptx` and `number_ptx` on a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["emulate", "floats"]
+
+
+def floats(bits: int) -> torch.Tensor:
+    halves = torch.tensor([bits & 0xFFFF, bits >> 16]).to(torch.uint16)
+    return halves.view(torch.float16).double()
+
+
+def _pair(exact: torch.Tensor) -> int:
+    assert torch.equal(exact.half().double(), exact), f"{exact} is rounded"
+    low, high = exact.half().view(torch.uint16).tolist()
+    return int(low | high << 16)
+
+
+def _integer(name: str, x: list[int]) -> int:
+    """The result of an integer instruction."""
+    if name == "prmt.b32":
+        pool = x[0].to_bytes(4, "little") + x[1].to_bytes(4, "little")
+        selected = [x[2] >> (4 * n) & 15 for n in range(4)]
+        return int.from_bytes(bytes(pool[n] for n in selected), "little")  # bit 3 asks for signs
+    if name == "lop3.b32":
+        found = {0xEA: (x[0] & x[1]) | x[2], 0xF8: x[0] | (x[1] & x[2]), 0x6A: (x[0] & x[1]) ^ x[2]}
+        return found[x[3]]
+    if name == "shr.u32":
+        return x[0] >> x[1]
+    if name == "and.b32":
+        return x[0] & x[1]
+    assert name in ("mov.b32", "xor.b32"), name
+    return x[0] if name == "mov.b32" else x[0] ^ x[1]
+
+
+def emulate(code: str, word: int) -> list[int]:
+    """Run the instructions of `unpack_ptx` on one register; returns the pairs of all parts."""
+    registers: dict[str, int] = {"$4" if "$3" in code else "$2": word}
+    outputs: dict[int, int] = {}
+    for text in code[1:-1].split(";"):
+        name, _, rest = text.strip().partition(" ")
+        if not name or name == ".reg":
+            continue
+        if rest.startswith("{i, j}"):
+            source = registers[rest.rpartition(", ")[2]]
+            registers |= {"i": source & 0xFFFF, "j": source >> 16}
+            continue
+        target, *given = (part.strip() for part in rest.split(","))
+        x = [registers[part] if part in registers else int(part, 0) for part in given]
+        if name == "cvt.rn.f16x2.e4m3x2":
+            stored = torch.tensor([x[0] & 0xFF, x[0] >> 8], dtype=torch.uint8)
+            outputs[int(target[1:])] = _pair(stored.view(torch.float8_e4m3fn).double())
+        elif name.endswith(".f16x2"):
+            a, b, *c = map(floats, x)
+            exact = a - b if name.startswith("sub") else a * b
+            outputs[int(target[1:])] = _pair(exact + c[0] if c else exact)
+        else:
+            registers[target] = _integer(name, x)
+            if target.startswith("$"):
+                outputs[int(target[1:])] = registers[target]
+    return [outputs[part] for part in sorted(outputs)]

@@ -1,0 +1,96 @@
+"""Device functions of open formats as instructions for two words (P16)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from attnlib.object_path import load_object
+from attnlib.ops.triton.launch.number_code import number_ptx
+from attnlib.score_functions import exp2, where
+from tests.kv_formats.conftest import MODULE
+from tests.kv_formats.device_formats import SQUARES
+from tests.ops.triton.emulated_ptx import emulate, floats
+
+
+def signed8(word: Any, part: int) -> Any:
+    code = (word >> (8 * part)) & 255
+    return code * 1.0 - where(code > 127, 256.0, 0.0)
+
+
+def centered8(word: Any, part: int) -> Any:
+    return ((word >> (8 * part)) & 255) * 0.25 - 31.75
+
+
+def signed4(word: Any, part: int) -> Any:
+    code = (word >> (4 * part)) & 15
+    return code * 1.0 - where(code > 7, 16.0, 0.0)
+
+
+def centered4(word: Any, part: int) -> Any:
+    return ((word >> (4 * part)) & 15) * -1.0 + 7.0
+
+
+def thirds4(word: Any, part: int) -> Any:
+    """Equal steps that float16 rounds."""
+    return ((word >> (4 * part)) & 15) / 3.0 - 2.5
+
+
+def e2m1(word: Any, part: int) -> Any:
+    code = (word >> (4 * part)) & 15
+    size = code & 7
+    large = exp2(((size >> 1) - 1) * 1.0) * (1.0 + (size & 1) * 0.5)
+    number = where(size > 1, large, size * 0.5)
+    return where(code > 7, -number, number)
+
+
+def thirds8(word: Any, part: int) -> Any:
+    return ((word >> (8 * part)) & 255) / 3.0
+
+
+def scaled_by_neighbor(word: Any, part: int) -> Any:
+    return ((word >> (8 * part)) & 255) * ((word >> (8 - 8 * part)) & 1)
+
+
+def of_its_part(word: Any, part: int) -> Any:
+    return ((word >> (4 * part)) & 15) * (part + 1.0)
+
+
+def infinite(word: Any, part: int) -> Any:
+    return ((word >> (4 * part)) & 15) * 1e5
+
+
+ROTATED_4BIT = load_object(f"{MODULE}:ROTATED_4BIT")
+EQUAL_STEPS = {signed8: 8, centered8: 8, signed4: 4, centered4: 4}
+LOOKUPS = {ROTATED_4BIT.number: 4, thirds4: 4, e2m1: 4}
+CALLED = {SQUARES.number: 8, thirds8: 8, scaled_by_neighbor: 8, of_its_part: 4, infinite: 4}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function", [*EQUAL_STEPS, *LOOKUPS], ids=lambda found: found.__name__)
+def test_instructions_give_the_numbers(function: Callable[..., Any], dtype: torch.dtype) -> None:
+    """Every code in each place of a register, whatever the default dtype of torch is."""
+    bits = (EQUAL_STEPS | LOOKUPS)[function]
+    number_ptx.cache_clear()
+    torch.set_default_dtype(dtype)
+    try:
+        code = number_ptx(function, bits)
+        assert code is not None and torch.get_default_dtype() == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert ("fma.rn.f16x2" in code) == (function in EQUAL_STEPS)
+    for first in range(256):
+        register = (first | (first * 91 + 7 & 255) << 8) * 0x10001 ^ (first * 37 + 13 & 255) << 16
+        words = torch.tensor([register & 0xFFFF, register >> 16], dtype=torch.int32)
+        parts = range(16 // bits)
+        wanted = [torch.as_tensor(function(words, part)).half().double() for part in parts]
+        found = [floats(pair) for pair in emulate(code, register)]
+        assert torch.equal(torch.stack(found), torch.stack(wanted)), hex(register)
+
+
+@pytest.mark.parametrize("function", CALLED, ids=lambda found: found.__name__)
+def test_what_kernels_call_for_each_element(function: Callable[..., Any]) -> None:
+    assert number_ptx(function, CALLED[function]) is None
