@@ -4,9 +4,10 @@
 
 - `write-TOKENS-FORMATS`: `write_kv` of rotated heads (P15) and of plain ones, one launch each.
 - `rotary-TOKENS-FORMATS`: `rotate_and_write`, with the rotation of the cache and without it.
-- `open-BITS-BATCH`: decodes by the portable kernels over an open format at level B (P16) and over
-  the built-in format of the same bits. The open format has integers of these bits and one float32
-  scale per head of a token.
+- `open-FORMAT-BATCH`: decodes by the portable kernels over an open format at level B (P16) and over
+  the built-in format of the same bits. The open formats have one float32 scale per head of a token:
+  `8` and `4` are integers, `levels4` has 16 numbers of unequal steps, and `squares8` signed
+  squares, for which the kernel calls the function of the format for each element.
 
 Times are those of CUDA graphs on cold caches, in turn; `ratio` is that of the first to the second.
 """
@@ -43,23 +44,28 @@ _COPIES = 4
 _PEAKS = Peaks(1.0, 1.0, 1.0, "not measured")
 
 
-def _encode(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    has_nan, most = x.isnan().any(-1, keepdim=True), 2 ** (bits - 1) - 1
+def _encode(x: torch.Tensor, number: Any, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    has_nan, (levels, codes) = x.isnan().any(-1, keepdim=True), _levels(number, bits, x.device)
     x = x.nan_to_num(0.0).clamp(-1e30, 1e30)
-    scale = x.abs().amax(-1, keepdim=True) * (1 / most)
-    codes = (x / scale.clamp(min=1e-37)).round().clamp(-most, most).to(torch.int32)
-    codes = (codes & (2**bits - 1)).to(torch.uint8)
+    scale = x.abs().amax(-1, keepdim=True) * (1 / float(levels.abs().max()))
+    middles = (levels[1:] + levels[:-1]) / 2
+    found = codes[torch.bucketize(x / scale.clamp(min=1e-37), middles)].to(torch.uint8)
     if bits == 4:
-        codes = codes[:, 0::2] | codes[:, 1::2] << 4
-    return codes, torch.where(has_nan, torch.nan, scale)
+        found = found[:, 0::2] | found[:, 1::2] << 4
+    return found, torch.where(has_nan, torch.nan, scale)
 
 
-def _decode(codes: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
+def _decode(codes: torch.Tensor, scale: torch.Tensor, number: Any, bits: int) -> torch.Tensor:
     if bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-    numbers = codes.float()
-    numbers -= torch.where(codes >= 2 ** (bits - 1), 2.0**bits, 0.0)
-    return numbers * scale
+    return torch.as_tensor(number(codes.int(), 0)).float() * scale
+
+
+@functools.cache
+def _levels(number: Any, bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers of a format in their order, and their codes."""
+    found = number(torch.arange(1 << bits, device=device, dtype=torch.int32), 0).float().sort()
+    return found.values, found.indices
 
 
 def _number8(word: Any, part: int) -> Any:
@@ -72,14 +78,37 @@ def _number4(word: Any, part: int) -> Any:
     return code * 1.0 - where(code > 7, 16.0, 0.0)
 
 
+def _levels4(word: Any, part: int) -> Any:
+    code = (word >> (4 * part)) & 15
+    size = where(code > 7, code - 8, 7 - code) * 1.0
+    size = size * size * 0.03 + size * 0.25 + 0.13
+    return where(code > 7, size, -size)
+
+
+def _squares8(word: Any, part: int) -> Any:
+    code = (word >> (8 * part)) & 255
+    root = (code & 127) * 1.0
+    return where(code > 127, -root * root, root * root)
+
+
+_OPEN = {
+    "8": (_number8, 8),
+    "4": (_number4, 4),
+    "levels4": (_levels4, 4),
+    "squares8": (_squares8, 8),
+}
+"""Device functions of open formats, and their bits."""
+
+
 @functools.cache
-def _open_format(bits: int) -> KVFormat:
-    """Integers of some bits, with a device function; registered."""
+def _open_format(name: str) -> KVFormat:
+    """A format with a device function; registered."""
+    number, bits = _OPEN[name]
     stored = KVFormat(
-        name=f"bench:int{bits}", version=1, dtype=torch.uint8, bits=bits,
-        scale_dtype=torch.float32, groups_per_head=1, head_size_multiple=2,
-        encode=partial(_encode, bits=bits), decode=partial(_decode, bits=bits),
-        error=0.02 if bits == 8 else 0.2, number=_number8 if bits == 8 else _number4,
+        name=f"bench:{name}", version=1, dtype=torch.uint8, bits=bits, scale_dtype=torch.float32,
+        groups_per_head=1, head_size_multiple=2, encode=partial(_encode, number=number, bits=bits),
+        decode=partial(_decode, number=number, bits=bits), error=0.02 if bits == 8 else 0.2,
+        number=number,
     )  # fmt: skip
     return register_kv_format(stored)
 
@@ -126,18 +155,18 @@ def _writes(tokens: int, values: str | None, rotary: bool) -> dict[str, Any]:
     return _in_turn({name: partial(call, rotation=one) for name, one in rotations.items()})
 
 
-def _decodes(bits: int, batch: str) -> dict[str, Any]:
+def _decodes(name: str, batch: str) -> dict[str, Any]:
     """Decodes over an open format and over the built-in one."""
-    stored = _open_format(bits)
+    stored = _open_format(name)
     backends = [BenchBackend("triton-portable", Portable)]
     us: dict[str, float] = {}
     device = torch.device("cuda")
-    for name in (stored.name, _BUILT_IN[bits]):
-        case = parse_case(f"{_BATCHES[batch]}@kv={name}")
+    for cache in (stored.name, _BUILT_IN[stored.bits]):
+        case = parse_case(f"{_BATCHES[batch]}@kv={cache}")
         (row,) = measure_case(case, backends, device, _PEAKS, graphs=True, kernels_only=True)
         if row.us is None:
-            raise RuntimeError(f"{name}: {row.status}: {row.reason}")
-        us[name] = row.us
+            raise RuntimeError(f"{cache}: {row.status}: {row.reason}")
+        us[cache] = row.us
     return _compared(us)
 
 
@@ -149,8 +178,8 @@ ROWS: dict[str, Callable[[], dict[str, Any]]] = {
         for name, values in _FORMATS.items()
     },
     **{
-        f"open-{bits}-{batch}": partial(_decodes, bits, batch)
-        for bits in _BUILT_IN
+        f"open-{name}-{batch}": partial(_decodes, name, batch)
+        for name in _OPEN
         for batch in _BATCHES
     },
 }

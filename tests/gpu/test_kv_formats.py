@@ -14,15 +14,15 @@ from attnlib.object_path import load_object
 from attnlib.testing.conformance import run_conformance
 from tests.gpu.devices import needs_gpu
 from tests.kv_formats.conftest import MODULE
-from tests.kv_formats.device_formats import SQUARES
+from tests.kv_formats.device_formats import SQUARES, STEPS
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
 
-@pytest.fixture(params=["tests:squares", "example:rotated4"])
+@pytest.fixture(params=["tests:squares", "tests:steps", "example:rotated4"])
 def stored(request: pytest.FixtureRequest) -> Iterator[KVFormat]:
-    """A format of 8 bits, and one of 4."""
-    formats = (SQUARES, load_object(f"{MODULE}:ROTATED_4BIT"))
+    """Numbers by calls of a function, by equal steps, and of a table."""
+    formats = (SQUARES, STEPS, load_object(f"{MODULE}:ROTATED_4BIT"))
     found = register_kv_format(next(one for one in formats if one.name == request.param))
     yield found
     unregister_kv_format(found.name)
@@ -35,7 +35,7 @@ def test_conformance(stored: KVFormat, backend: str) -> None:
 
 
 def test_a_captured_step_writes_and_reads(stored: KVFormat) -> None:
-    """`encode` of both formats does not synchronize, so that a graph can hold it."""
+    """`encode` of these formats does not synchronize, so that a graph can hold it."""
     fields: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128}
     spec = attnlib.AttentionSpec(**fields, dtype=torch.bfloat16, kv_cache_dtype=stored.name)
     layer = attnlib.Attention(spec, backend="triton", device="cuda")

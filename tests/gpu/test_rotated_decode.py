@@ -11,7 +11,8 @@ import torch
 import attnlib
 from attnlib.backends.triton import TritonBackend
 from attnlib.backends.triton.impl import TritonImpl
-from attnlib.ops.triton.hopper import converted_prefill
+from attnlib.ops.triton import hadamard
+from attnlib.ops.triton.hopper import converted_prefill, decode_plan
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from tests.gpu.devices import needs_gpu
 
@@ -131,3 +132,57 @@ def test_prefills_over_copies(
     for ours, theirs in zip(*found, strict=True):
         assert ours.isfinite().all()
         assert (ours - theirs).float().norm() <= 2**-7 * theirs.float().norm()
+
+
+@pytest.mark.parametrize("late", [1, 2])
+@pytest.mark.parametrize("requests", [[2048] * 32, [640] * 256, FEW, [8192] * 8])
+def test_keys_are_loaded_while_queries_are_rotated(
+    requests: list[int], late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a graph of many steps, each of which writes keys and values, rotates queries and decodes:
+    the same bits as kernels that wait, so that no load is ahead of a write."""
+    spec = attnlib.AttentionSpec(
+        num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, kv_cache_dtype=INT8,
+        kv_rotation="hadamard",
+    )  # fmt: skip
+    pages = [-(-length // 16) for length in requests]
+    ends = [sum(pages[: number + 1]) for number in range(len(pages))]
+    blocks = [list(range(end - count, end)) for end, count in zip(ends, pages, strict=True)]
+    tokens, steps = len(requests), 12
+    torch.manual_seed(0)
+    new = torch.randn(steps, tokens, 48, 128, device="cuda").bfloat16()
+    found = []
+    monkeypatch.setattr(TritonImpl, "rotating_plan", lambda *call: None)
+    monkeypatch.setattr(hadamard, "_OVERLAPS", True)
+    for mode in (0, late):
+        monkeypatch.setattr(decode_plan, "LATE_QUERIES", mode)
+        LAUNCHES.clear()
+        layer = attnlib.Attention(spec, backend=Hopper, device="cuda")
+        cache = attnlib.PagedKVCache.allocate(spec, sum(pages), "cuda")
+        assert cache.pages is not None
+        cache.pages.zero_()
+        common = attnlib.CommonAttentionMetadata.from_lengths(
+            [1] * tokens, requests, blocks, 16, "cuda"
+        )
+        batch = layer.backend.make_builder(spec, "cuda").build(0, common)
+        slots = [batch.slot_mapping - step for step in range(steps)]
+        outputs = torch.zeros(steps, tokens, 32, 128, device="cuda", dtype=torch.bfloat16)
+
+        def run(step: int, layer: Any, cache: Any, batch: Any, slots: Any, outputs: Any) -> None:
+            q, k, v = new[step].split([32, 8, 8], 1)
+            # Slots change from step to step: a key that is read too early is another one.
+            layer.impl.write_kv(k, v, cache, slots[step])
+            layer.impl.forward(q, cache, batch, outputs[step])
+
+        run(0, layer, cache, batch, slots, outputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for step in range(steps):
+                run(step, layer, cache, batch, slots, outputs)
+        for _ in range(5):
+            cache.pages.zero_()
+            graph.replay()
+        torch.cuda.synchronize()
+        found.append(outputs)
+    assert found[0].isfinite().all() and torch.equal(*found)

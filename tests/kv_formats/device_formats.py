@@ -1,4 +1,4 @@
-"""An open format of 8 bits with a device function (P16)."""
+"""Open formats of 8 bits with device functions (P16)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from attnlib.kv_formats import KVFormat
 from attnlib.score_functions import where
 
-__all__ = ["SQUARES"]
+__all__ = ["SQUARES", "STEPS"]
 
 
 def encode(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,4 +40,30 @@ def number(word: Any, part: int) -> Any:
 SQUARES = KVFormat(
     name="tests:squares", version=1, dtype=torch.uint8, bits=8, scale_dtype=torch.float32,
     groups_per_head=1, encode=encode, decode=decode, error=0.02, number=number,
+)  # fmt: skip
+
+
+def encode_steps(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers from -127 to 127, stored plus 128."""
+    has_nan = x.isnan().any(-1, keepdim=True)
+    x = x.nan_to_num(0.0).clamp(-1e30, 1e30)
+    scale = x.abs().amax(-1, keepdim=True) * (1 / 127.0)
+    codes = (x / scale.clamp(min=1e-37)).round().clamp(-127, 127) + 128.0
+    return codes.to(torch.uint8), torch.where(has_nan, torch.nan, scale)
+
+
+def decode_steps(codes: Tensor, scale: Tensor) -> Tensor:
+    """The reverse of `encode_steps`."""
+    return (codes.float() - 128.0) * scale
+
+
+def number_of_steps(word: Any, part: int) -> Any:
+    """The device function, of equal steps."""
+    return ((word >> (8 * part)) & 255) - 128.0
+
+
+STEPS = KVFormat(
+    name="tests:steps", version=1, dtype=torch.uint8, bits=8, scale_dtype=torch.float32,
+    groups_per_head=1, encode=encode_steps, decode=decode_steps, error=0.02,
+    number=number_of_steps,
 )  # fmt: skip

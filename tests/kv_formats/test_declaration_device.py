@@ -20,16 +20,17 @@ from attnlib.ops.triton.paged_decode import paged_decode
 from attnlib.score_functions import where
 from attnlib.testing.conformance import run_conformance
 from tests.fresh_process import run_program
-from tests.kv_formats.device_formats import SQUARES
+from tests.kv_formats.device_formats import SQUARES, STEPS
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def squares() -> Iterator[KVFormat]:
-    """ "tests:squares"."""
-    yield register_kv_format(SQUARES)
-    unregister_kv_format(SQUARES.name)
+    """ "tests:squares"; also registers "tests:steps"."""
+    yield [register_kv_format(stored) for stored in (STEPS, SQUARES)][1]
+    for stored in (STEPS, SQUARES):
+        unregister_kv_format(stored.name)
 
 
 def _spec(name: str, **changes: Any) -> attnlib.AttentionSpec:
@@ -132,7 +133,7 @@ def test_compiled_kernels_are_found_by_the_code_of_a_function(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tests:squares", "example:rotated4"])
+@pytest.mark.parametrize("name", ["tests:squares", "tests:steps", "example:rotated4"])
 def test_conformance(squares: KVFormat, rotated4: KVFormat, name: str) -> None:
     """The checks of `attnlib verify triton --kv-format` in short."""
     cases = "KV14,KV9/bytes-mixed-HND_ROWS,KV11,KV12/visible-key,KV13/rotation-None"

@@ -115,6 +115,7 @@ MAIN = [
     "pages-prefill-int4-all",
     "pages-prefill-fp8",
     "pages-decode-open4",
+    "pages-decode-open8-steps",
     "pages-prefill-open8",
     "packed-latent-64",
     "packed-latent-selected",

@@ -9,8 +9,7 @@ passing through shared memory a second time, because 16-bit tiles are loaded as 
   that a scale multiplies a product or a weight, and never a single element.
 - 4-bit floats: word i holds the elements 4 i to 4 i + 3. 4 or 8 neighboring words have a scale,
   which multiplies their elements.
-- Open formats (P16): word i holds the P elements from P i on, and a device function converts them.
-  A head has one scale.
+- Open formats (P16): word i holds the P elements from P i on. A head has one scale.
 
 On NVIDIA GPUs, two words in a register are converted at a time by a few integer instructions that
 place the bits of an element in the mantissa of a 16-bit float (PTX). Elsewhere the same
@@ -104,14 +103,13 @@ def scale_of_part(scales, PART: tl.constexpr, KIND: tl.constexpr):
 def unpack(
     words, KIND: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr, NUMBER: tl.constexpr = None
 ):
-    """Convert 16-bit words to COMPUTE (float16 or float32); return four parts.
+    """Convert 16-bit words to COMPUTE (float16 or float32); return four parts, or two twice.
 
-    8-bit formats have two parts, which are returned twice. 4-bit floats are returned as float16,
-    without their scales (`scaled`), open formats by NUMBER, PTX code (`launch.number_code`) or
-    their device function. With PTX above 0, COMPUTE is float16, and pairs of words of other formats
-    are converted by PTX code for this compute capability.
+    4-bit floats are returned as float16, without their scales (`scaled`), open formats by NUMBER,
+    PTX code (`launch.number_code`) or their device function. With PTX above 0, COMPUTE is float16,
+    and pairs of words of other formats are converted by PTX code for this compute capability.
     """
-    if is_code(NUMBER):
+    if _is_code(NUMBER):
         x0, x1, x2, x3 = _convert_pairs(words, NUMBER, KIND == PAGE_OPEN4)
     elif NUMBER is not None:
         bits = words.to(tl.int32)
@@ -188,23 +186,21 @@ def scaled(x, scales, COMPUTE: tl.constexpr):
 
 
 @triton.constexpr_function
-def is_code(number):
+def _is_code(number):
     """Return whether this is PTX code, and no device function."""
     return isinstance(number, str)
 
 
 @triton.jit
 def _convert_pairs(words, ASM: tl.constexpr, FOUR: tl.constexpr):
-    """Convert 16-bit words to float16 by PTX code for two words; return four parts, or two
-    twice."""
+    """Convert words by PTX code for two of them; return four parts, or two twice."""
     if FOUR:
         x0, x1, x2, x3 = tl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,r", [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
+            ASM, "=r,=r,=r,=r,r", [words], dtype=(tl.float16,) * 4, is_pure=True, pack=2
+        )
     else:
         x0, x1 = tl.inline_asm_elementwise(
-            ASM, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+            ASM, "=r,=r,r", [words], dtype=(tl.float16,) * 2, is_pure=True, pack=2
         )
         x2, x3 = x0, x1
     return x0, x1, x2, x3
