@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from attnlib.kv_formats.number_table import number_table
 from attnlib.object_path import load_object
 from attnlib.ops.triton.launch.number_code import number_ptx
 from attnlib.score_functions import exp2, where
@@ -74,7 +75,7 @@ CALLED = {SQUARES.number: 8, thirds8: 8, scaled_by_neighbor: 8, of_its_part: 4, 
 def test_instructions_give_the_numbers(function: Callable[..., Any], dtype: torch.dtype) -> None:
     """Every code in each place of a register, whatever the default dtype of torch is."""
     bits = (EQUAL_STEPS | LOOKUPS)[function]
-    number_ptx.cache_clear()
+    number_table.cache_clear()
     torch.set_default_dtype(dtype)
     try:
         code = number_ptx(function, bits)

@@ -7,19 +7,18 @@ another kind are in registers. Kernels call other functions for each element.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from attnlib.kv_formats.number_table import number_table
 
 __all__ = ["number_ptx"]
 
 _HEAD = "{.reg .b32 t, s, h, a, b, c, d, x, y, l, m; "
 
 
-@functools.lru_cache(maxsize=64)
 def number_ptx(function: Callable[..., Any], bits: int) -> str | None:
     """PTX code that converts two words, the last operand, to pairs of float16, the others, as that
     of `unpack_ptx`; None where the function is no such table.
@@ -28,7 +27,7 @@ def number_ptx(function: Callable[..., Any], bits: int) -> str | None:
         function: `KVFormat.number`.
         bits: of an element, 4 or 8.
     """
-    table = _table(function, bits)
+    table = number_table(function, bits)
     if table is None:
         return None
     for flip in (0, 1 << (bits - 1)):
@@ -38,36 +37,7 @@ def number_ptx(function: Callable[..., Any], bits: int) -> str | None:
     return _HEAD + _lookup4(table) + "}" if bits == 4 else None
 
 
-def _table(function: Callable[..., Any], bits: int) -> list[float] | None:
-    """The numbers of all codes, rounded to float16; None if they are not finite, or if those of an
-    element depend on more than its bits."""
-    words, found = torch.arange(1 << 16, dtype=torch.int32, device="cpu"), None
-    for part in range(16 // bits):
-        with _float32():
-            given = torch.as_tensor(function(words, part)).expand(words.shape).half()
-        codes = ((words >> (bits * part)) & ((1 << bits) - 1)).long()
-        own = given.new_zeros(1 << bits).index_copy_(0, codes, given)
-        if found is None:
-            found = own
-        if not own.isfinite().all() or not torch.equal(own[codes], given) or (own != found).any():
-            return None
-    assert found is not None  # 16 bits hold elements
-    return [float(number) for number in found]
-
-
-@contextmanager
-def _float32() -> Iterator[None]:
-    """Integers times numbers are float32, as in kernels; else of the default dtype."""
-    dtype = torch.get_default_dtype()
-    if dtype != torch.float32:
-        torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(dtype)
-
-
-def _line(table: list[float]) -> tuple[float, float] | None:
+def _line(table: Sequence[float]) -> tuple[float, float] | None:
     """(a, b) if `a * code + b` gives the numbers and float16 holds what the instructions take."""
     step, first = table[1] - table[0], table[0]
     if any(step * code + first != number for code, number in enumerate(table)):
@@ -108,7 +78,7 @@ def _line4(flip: int, step: float, first: float) -> str:
     return code
 
 
-def _lookup4(table: list[float]) -> str:
+def _lookup4(table: Sequence[float]) -> str:
     """A number of 16: `prmt` finds the bytes of four numbers of eight by 3 bits of their codes, and
     chooses between two such results by the last bits."""
     bits = [int(_half(number).view(torch.int16)) for number in table]

@@ -1,0 +1,42 @@
+"""The numbers of an open format with a device function (P16)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["number_table"]
+
+
+@functools.lru_cache(maxsize=64)
+def number_table(function: Callable[..., Any], bits: int) -> tuple[float, ...] | None:
+    """The numbers of all codes, rounded to float16; None if they are not finite, or if those of an
+    element depend on more than its bits."""
+    words, found = torch.arange(1 << 16, dtype=torch.int32, device="cpu"), None
+    for part in range(16 // bits):
+        with _float32():
+            given = torch.as_tensor(function(words, part)).expand(words.shape).half()
+        codes = ((words >> (bits * part)) & ((1 << bits) - 1)).long()
+        own = given.new_zeros(1 << bits).index_copy_(0, codes, given)
+        if found is None:
+            found = own
+        if not own.isfinite().all() or not torch.equal(own[codes], given) or (own != found).any():
+            return None
+    assert found is not None  # 16 bits hold elements
+    return tuple(float(number) for number in found)
+
+
+@contextmanager
+def _float32() -> Iterator[None]:
+    """Integers times numbers are float32, as in kernels; else of the default dtype."""
+    dtype = torch.get_default_dtype()
+    if dtype != torch.float32:
+        torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
