@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -33,6 +35,8 @@ from attnlib.layer.warmup_batches import (
     new_tensors,
     warmup_batches,
 )
+from attnlib.layer.warmup_facts import kernel_facts
+from attnlib.layer.warmup_steps import run_steps
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.ops.dispatch import has_triton, runs_kernels
 from attnlib.ops.states import StepForm
@@ -111,13 +115,9 @@ def warmup(
     builder = builder or layer.backend.make_builder(spec, where, limits=limits)
     started, batches = time.perf_counter(), _batches(builder, limits, where)
     columns = max_blocks or -(-limits.max_seq_len // spec.block_size)
+    steps = _steps(layer, cache, limits, builder, batches, columns, where)
     with torch.no_grad(), _new_kernels(where) as new:
-        for lengths, bounds in batches.items():
-            for common in bounded_batches(spec, lengths, bounds, columns, where):
-                _run(layer, cache, builder.build(0, common), sum(lengths), where)
-        for metadata, num_tokens in builder.warmup_metadata(limits):
-            _run(layer, cache, metadata, num_tokens, where)
-        _warm_helpers(spec, where)
+        run_steps(steps, where, kernel_facts(layer, cache, limits, builder, columns))
     if where.type == "cuda":
         torch.cuda.synchronize(where)
     seconds, num_found = time.perf_counter() - started, sum(kernel.is_found for kernel in new)
@@ -137,6 +137,35 @@ def _batches(
     for one in builder.warmup_lengths(limits):
         found.setdefault(one, [most])
     return found
+
+
+def _steps(
+    layer: Attention,
+    cache: PagedKVCache | None,
+    limits: BatchLimits,
+    builder: AttentionMetadataBuilder[Any],
+    batches: dict[tuple[int, ...], list[int]],
+    columns: int,
+    device: torch.device,
+) -> list[Callable[[], None]]:
+    """One for each batch and bound, one for the builder's own batches, and one for what is no
+    attention."""
+    spec = layer.spec
+
+    def run_batch(lengths: tuple[int, ...], bound: int) -> None:
+        for common in bounded_batches(spec, lengths, [bound], columns, device):
+            _run(layer, cache, builder.build(0, common), sum(lengths), device)
+
+    def run_others() -> None:
+        for metadata, num_tokens in builder.warmup_metadata(limits):
+            _run(layer, cache, metadata, num_tokens, device)
+
+    pairs = ((lengths, bound) for lengths, bounds in batches.items() for bound in bounds)
+    return [
+        *(partial(run_batch, *pair) for pair in pairs),
+        run_others,
+        partial(_warm_helpers, spec, device),
+    ]
 
 
 def _new_kernels(device: torch.device) -> AbstractContextManager[list[Any]]:
@@ -160,11 +189,15 @@ def _warm_states(
         )
     started = time.perf_counter()
     own: Any = builder or layer.backend.make_builder(layer.spec, cache.device, limits=limits)
-    with torch.no_grad():
-        batches: dict[tuple[int, ...], None] = {}  # each runs twice, the second time with sources
+    batches: dict[tuple[int, ...], None] = {}  # each runs twice, the second time with sources
+
+    def run_all() -> None:
         for lengths, metadata in unused_batches(own, limits, cache.device):
             run_state_batch(layer, cache, metadata, form)
             batches[lengths] = None
+
+    with torch.no_grad():
+        run_steps([run_all], cache.device)
     if cache.device.type == "cuda":
         torch.cuda.synchronize(cache.device)
     return WarmupReport(tuple(batches), time.perf_counter() - started)

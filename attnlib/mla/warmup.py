@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import torch
 
 from attnlib.cache.storage import PagedKVCache
+from attnlib.layer.warmup_steps import run_steps
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.mla.latent_attention import LatentAttention
@@ -35,21 +37,34 @@ def warm_up_expanded(
     if query_len is None or query_len > min(limits.max_num_tokens, limits.max_seq_len):
         return
     builder = builder or layer.layer.backend.make_builder(spec, cache.device, limits=limits)
-    rotary, device = spec.head_size - spec.head_size_v, cache.device
     longer = [query_len << power for power in range(3)]
     counts = range(1, min(2, limits.max_num_reqs) + 1)
-    for count, query_len in itertools.product(counts, longer):
-        tokens = count * query_len
-        for context in (0, spec.block_size):
-            if tokens > limits.max_num_tokens or context + query_len > limits.max_seq_len:
-                continue
-            table = torch.zeros(count, -(-(context + query_len) // spec.block_size)).int()
-            lengths = [query_len] * count, [context + query_len] * count
-            common = CommonAttentionMetadata.from_lengths(*lengths, table, spec.block_size, device)
-            common.slot_mapping = None
-            query, latent = (
-                torch.zeros(tokens, *shape, dtype=spec.dtype, device=device)
-                for shape in ((spec.num_heads, layer.key_size + rotary), (spec.head_size,))
-            )
-            with torch.no_grad():
-                layer(query, latent, cache, builder.build(0, common))
+    steps = [
+        partial(_run, layer, cache, builder, count, query_len, context)
+        for count, query_len, context in itertools.product(counts, longer, (0, spec.block_size))
+        if count * query_len <= limits.max_num_tokens and context + query_len <= limits.max_seq_len
+    ]
+    run_steps(steps, cache.device)
+
+
+def _run(
+    layer: LatentAttention,
+    cache: PagedKVCache,
+    builder: AttentionMetadataBuilder[Any],
+    count: int,
+    query_len: int,
+    context: int,
+) -> None:
+    """One batch of `count` requests with equal lengths."""
+    spec, tokens, device = layer.spec, count * query_len, cache.device
+    table = torch.zeros(count, -(-(context + query_len) // spec.block_size)).int()
+    lengths = [query_len] * count, [context + query_len] * count
+    common = CommonAttentionMetadata.from_lengths(*lengths, table, spec.block_size, device)
+    common.slot_mapping = None
+    rotary = spec.head_size - spec.head_size_v
+    query, latent = (
+        torch.zeros(tokens, *shape, dtype=spec.dtype, device=device)
+        for shape in ((spec.num_heads, layer.key_size + rotary), (spec.head_size,))
+    )
+    with torch.no_grad():
+        layer(query, latent, cache, builder.build(0, common))

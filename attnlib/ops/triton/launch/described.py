@@ -23,7 +23,7 @@ from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of_cpu
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.keys import kernel_key
 
-__all__ = ["NeededKernel", "described_gpu", "target_of"]
+__all__ = ["NeededKernel", "NotLaunched", "described_gpu", "target_of"]
 
 
 class NeededKernel(NamedTuple):
@@ -67,14 +67,14 @@ def described_gpu(limits: DeviceLimits, take: Take) -> Iterator[None]:
 
     def take_kernel(
         self: Any, key: str, signature: Any, device: Any, constants: Any, options: Any, *rest: Any
-    ) -> _NotLaunched:
+    ) -> NotLaunched:
         seen.add(self)
         kernels, *_, backend, _ = self.device_caches[device]
         source = self.ASTSource(self, signature, constants, rest[0])
         found = NeededKernel(self.fn.__name__, kernel_key(source, backend, options))
         arguments = (key, signature, device, constants, options, *rest)
         take(found, lambda: own_compile(self, *arguments))
-        made = kernels[key] = _NotLaunched()
+        made = kernels[key] = NotLaunched()
         return made
 
     config: Any = triton.runtime.driver
@@ -127,7 +127,7 @@ class _Driver:
         return 0
 
 
-class _NotLaunched:
+class NotLaunched:
     """In the place of a compiled kernel."""
 
     function = packed_metadata = None

@@ -1,0 +1,131 @@
+"""The steps of a warm-up: a survey, and notes for later processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attnlib.cache.storage import PagedKVCache
+from attnlib.integrations.vllm.warm import GroupWarmup
+from attnlib.layer import Attention
+from attnlib.layer.warmup_facts import kernel_facts
+from attnlib.layer.warmup_steps import first_uses, run_steps
+from attnlib.spec import AttentionSpec
+from attnlib.workspace import BatchLimits
+
+LIMITS = BatchLimits(max_num_reqs=2, max_num_tokens=16, max_seq_len=64)
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+
+
+def test_steps_that_need_a_kernel_first() -> None:
+    used = [{1, 2}, {2}, set(), {2, 3}, {1, 3}, {4}]
+    assert first_uses(map(frozenset, used)) == [0, 3, 5]
+
+
+def test_without_kernels_every_step_runs_once() -> None:
+    ran: list[int] = []
+    run_steps(
+        [lambda number=number: ran.append(number) for number in range(3)], torch.device("cpu")
+    )
+    assert ran == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_a_surveyed_warmup_covers_random_batches_with_and_without_a_note(tmp_path: Path) -> None:
+    """Threads compile, everything compiled is launched, and the next process runs few batches."""
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "tests.described_warmup"]
+
+    def run() -> dict[str, Any]:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    first, second = run(), run()
+    assert first["found"] == [] and second["compiled"] == []
+    assert second["found"] == first["compiled"]
+    assert {"hopper_prefill_kernel", "decode_kernel"} <= set(first["compiled"])
+    for result in (first, second):
+        assert result["late"] == []
+        assert result["launched"] == sorted(set(first["compiled"]))
+    assert 2 * second["batches"] < first["batches"]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Path]:
+    knobs = pytest.importorskip("triton").knobs
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path)
+        yield tmp_path
+
+
+def test_notes_are_read_under_the_same_facts_only(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attnlib.ops.triton.launch.notes import read_note, write_note
+
+    assert read_note("facts", 9) is None
+    write_note("facts", [0, 8])
+    assert read_note("facts", 9) == [0, 8]
+    assert read_note("facts", 8) is None and read_note("others", 9) is None
+    monkeypatch.setenv("ATTNLIB_KERNELS", "elsewhere")  # chooses no kernels
+    assert read_note("facts", 9) == [0, 8]
+    monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
+    assert read_note("facts", 9) is None
+    monkeypatch.delenv("ATTNLIB_BACKEND")
+    (file,) = cache.rglob("attnlib_warmup.json")
+    for broken in ("", "{}", "[1.5]", "[true]", "[]"):
+        file.write_text(broken)
+        assert read_note("facts", 9) is None, broken
+
+
+def test_facts_are_known_for_own_kernels_on_a_gpu_only() -> None:
+    """Elsewhere there are no kernels, or a warm-up cannot know what decides them."""
+    layer = Attention(SPEC, device="cpu")
+    builder = layer.backend.make_builder(SPEC, torch.device("cpu"), limits=LIMITS)
+    cache = PagedKVCache.allocate(SPEC, 4, "cpu")
+    assert kernel_facts(layer, cache, LIMITS, builder, 4) is None
+
+
+class _Layer:
+    """Of vLLM, as far as a warm-up reads it."""
+
+    def __init__(self) -> None:
+        self.runs, self.key = 0, "of a small cache"
+
+    def warmup_key(self, layer: Any) -> str:
+        return self.key
+
+    def warm_up(self, layer: Any, builder: Any, shared: bool) -> None:
+        self.runs += 1
+
+
+class _Builder:
+    def __init__(self, layer: _Layer) -> None:
+        self._layer = layer
+
+    def take_layers(self) -> list[_Layer]:
+        return [self._layer]
+
+
+def test_builders_of_the_same_layers_warm_up_once() -> None:
+    """vLLM makes builders for a small cache before those that serve."""
+    config: Any = type("Config", (), {"kernel_config": None})()
+    config.model_config = type("Model", (), {"enforce_eager": False})()
+    layer = _Layer()
+    for key, runs in (("small", 1), ("small", 1), ("other strides", 2)):
+        layer.key = key
+        group = GroupWarmup(_Builder(layer), config)
+        group.run(between_batches=True)
+        assert layer.runs == runs and not group.pending
