@@ -131,6 +131,11 @@ class Engine:
         outputs = self._llm.generate(given, sampling, use_tqdm=False)
         return outputs, time.perf_counter() - start
 
+    def cache_tokens(self) -> int:
+        """Tokens that the cache holds."""
+        config = self._llm.llm_engine.vllm_config.cache_config
+        return int(config.num_gpu_blocks * config.block_size)
+
     def drafts(self) -> dict[str, int]:
         """Tokens that were drafted and accepted so far."""
         names = {"vllm:spec_decode_num_draft_tokens": "drafted",
@@ -221,7 +226,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", required=True, help="FLASH_ATTN, or CUSTOM for attnlib")
     parser.add_argument("--mode", choices=("eager", "graphs", "full"), default="graphs")
-    parser.add_argument("--workloads", nargs="+", default=["short", "serve", "long", "one", "deep"])
+    workloads = ["short", "serve", "long", "one", "deep"]
+    parser.add_argument("--workloads", nargs="*", default=workloads, help="none: only the start")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--max-model-len", type=int, default=32768)
     parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's memory")
@@ -248,8 +254,11 @@ def main() -> None:
         "vllm": vllm.__version__, "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(),
         "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "all"),
-        "engine_start_s": round(engine.start_s, 1),
+        "engine_start_s": round(engine.start_s, 1), "cache_tokens": engine.cache_tokens(),
     }  # fmt: skip
+    if not arguments.workloads:
+        with arguments.out.open("a") as file:
+            file.write(json.dumps({"workload": None, **common}) + "\n")
     for name in arguments.workloads:
         result = measure(engine, name, arguments.repetitions)
         if arguments.n_grams:

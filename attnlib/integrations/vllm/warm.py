@@ -4,7 +4,8 @@ Each group of layers runs the batches of `attnlib.warmup` once, on its own build
 memory, whose contents do not change. vLLM 0.33 has a registry for this, which its worker runs after
 the cache exists and before it captures graphs. vLLM 0.26 has none, and CPU workers do not run it:
 then the first call of a layer after its builder exists starts the warm-up, which is a dummy run of
-vLLM's.
+vLLM's. Its builders of a small cache, by which 0.26 measures the memory of graphs, start it first;
+those of the cache need no further one.
 
 As for vLLM's own kernels, there is no warm-up with `--enforce-eager` or
 `--kernel-config.enable_jit_warmup=False`.
@@ -13,7 +14,9 @@ As for vLLM's own kernels, there is no warm-up with `--enforce-eager` or
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -23,6 +26,9 @@ from attnlib.layer.warmup import warmup
 from attnlib.workspace import BatchLimits
 
 __all__ = ["GroupWarmup", "register_kernels", "run_batches"]
+
+_WARM: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
+"""Impl, or state layer -> keys and widths of block tables of its warm-ups."""
 
 
 class GroupWarmup:
@@ -57,8 +63,11 @@ class GroupWarmup:
         layers: list[Any] = self._builder.take_layers()
         self.pending = not layers
         kinds = {_impl(layer).warmup_key(layer): layer for layer in reversed(layers)}
-        for layer in kinds.values():
-            _impl(layer).warm_up(layer, self._builder, between_batches)
+        for key, layer in kinds.items():
+            impl, width = _impl(layer), getattr(self._builder, "block_table_width", None)
+            if (key, width) not in (known := _WARM.setdefault(impl, set())):
+                impl.warm_up(layer, self._builder, between_batches)
+                known.add((key, width))
 
 
 def run_batches(
