@@ -25,6 +25,7 @@ from benchmarks.gpu import state_tiles as script
         ("H32x4/2", 32, StateChoice(32, 4, num_stages=2)),
         ("R128x4:168+4", 32, StateChoice(128, 4, 168, group=4)),
         ("R64x2+2f", 32, StateChoice(64, 2, group=2, fuses=True)),
+        ("M64x2+4", 32, StateChoice(64, 2, group=4, fuses=True, copies=True)),
     ],
 )
 def test_names_of_choices(name: str, columns: int, choice: StateChoice) -> None:
@@ -35,6 +36,7 @@ def test_names_of_choices(name: str, columns: int, choice: StateChoice) -> None:
         assert state_tiles.LONG_CHUNK == (64 if name[0] in "LH" else 0)
         assert state_tiles.LONG_TERMS == (2 if name[0] == "H" else 3)
         assert bool(state_tiles.ROW_DECODES) == (name[0] == "R")
+        assert bool(state_tiles.COPIED_DECODES) == (name[0] == "M")
     assert state_tiles.TILES is TILES and state_tiles.MOST_COLUMNS == 32
 
 

@@ -10,6 +10,9 @@ import torch
 import attnlib
 from attnlib.backends.triton import TritonBackend
 from attnlib.device import resolve_device
+from attnlib.ops.triton.heuristics import state_tiles
+from attnlib.ops.triton.heuristics.state_tiles import TILES, StateChoice
+from attnlib.ops.triton.states import config
 from attnlib.selection import load_backend
 from attnlib.spec import CudaGraphSupport, StateSpec
 from attnlib.testing.checks.state_fused import drawn_step
@@ -44,6 +47,7 @@ LAYERS = {
     "mamba2": GDN.replace(update="add", qk_norm=False, value_size=64, has_skip=True),
     "large heads": GDN.replace(key_size=256, value_size=256),
 }
+COPIED = [f"copied {kind}" for kind in state_tiles.ROW_KINDS]
 ERRORS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
@@ -75,6 +79,43 @@ def test_bits_of_splits_batches_and_drafts(name: str) -> None:
         alone = operations(spec, 1).run(request, Step([len(request)], [len(request)], [0]))
         for a, b in zip(got, alone, strict=True):
             assert a is not None and b is not None and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("tile", [(64, 2), (128, 4), (64, 4), (32, 2)])
+@pytest.mark.parametrize("name", ["gated delta", "kimi delta", "mamba2", "float16"])
+def test_copied_decodes(name: str, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """States that go through shared memory: over ends of chunks, of several requests and a fork,
+    beside padding, within the errors of bfloat16."""
+    spec = {**LAYERS, "float16": GDN.replace(dtype=torch.float16)}[name].replace(
+        max_rollback=0, batch_invariant=False, conv_channels=0, conv_width=0
+    )
+    choice = StateChoice(*tile, group=4, fuses=True, copies=True)
+    monkeypatch.setattr(state_tiles, "TILES", {**TILES, **dict.fromkeys(COPIED, choice)})
+    monkeypatch.setattr(state_tiles, "COPIED_DECODES", state_tiles.ROW_KINDS)
+    config.state_config.cache_clear()
+    requests = [draw_tokens(spec, count, count) for count in (70, 40, 55)]
+    runner = operations(spec, 8)
+    server = Server(spec, runner, requests, [5, 2, 7], extra_rows=2)
+    server.step([Part(0, 20), Part(1, 1), Part(2, 3)])
+    for _ in range(33):
+        results = server.step([Part(0, 1), Part(-1, 1), Part(1, 1), Part(2, 1)])
+        assert results.out is not None and not results.out[1].any() and not results.out[4:].any()
+    fork = Server(spec, runner, requests, [0, 4, 6])
+    fork.done = list(server.done)
+    kept = runner.memory[[5, 2, 7]].clone()
+    fork.step([Part(0, 1), Part(2, 1)], sources=[5, 7])
+    assert torch.equal(runner.memory[[5, 2, 7]], kept)
+    fork.step([Part(0, 14), Part(2, 14)])
+    for one in (server, fork):
+        for place, request in enumerate(requests):
+            if not one.outputs[place]:
+                continue
+            got, expected = one.result(place), wanted(spec, draw_layer(spec), request)
+            assert got.out is not None and expected.out is not None
+            rows = slice(one.done[place] - len(got.out), one.done[place])
+            expected = type(expected)(None, expected.out[rows])
+            assert largest_error(got, expected) < ERRORS[torch.bfloat16] / 2
+    config.state_config.cache_clear()
 
 
 def test_a_graph_serves_every_length() -> None:

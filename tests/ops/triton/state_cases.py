@@ -102,6 +102,31 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "fused-128-rows": ("fused", {"num_reqs": 32, "form": "delta", "row_decodes": True}),
+    "state-128-copied": ("state", {"num_reqs": 32, "row_decodes": True, "copied_decodes": True}),
+    "state-128-few-copied": ("state", {"row_decodes": True, "copied_decodes": True}),
+    "state-128-channels-copied": (
+        "state",
+        {
+            "decay": "channel",
+            "num_key_heads": 32,
+            "num_reqs": 32,
+            "row_decodes": True,
+            "copied_decodes": True,
+        },
+    ),
+    "state-mamba2-copied": (
+        "state",
+        {
+            "value_size": 64,
+            "num_heads": 128,
+            "num_key_heads": 8,
+            "update": "add",
+            "skip": True,
+            "num_reqs": 32,
+            "row_decodes": True,
+            "copied_decodes": True,
+        },
+    ),
     "state-256": ("state", {"key_size": 256, "value_size": 256, "dtype": torch.float16}),
 }
 """Name -> (operation, options) of one decode and one prefill; of a decode with `fused`. With
@@ -149,6 +174,7 @@ def run_state(options: dict[str, Any]) -> None:
     options = dict(options)
     update, has_skip = options.pop("update", "delta"), options.pop("skip", False)
     chunk, is_row = options.pop("long_chunk", 0), options.pop("row_decodes", False)
+    is_copied = options.pop("copied_decodes", False)
     slots, decode, prefill = _slots(options)
     layout = slots.layout
     query = torch.empty(64, layout.num_key_heads, layout.key_size, dtype=layout.dtype)
@@ -160,7 +186,8 @@ def run_state(options: dict[str, Any]) -> None:
         is_invariant=not (chunk or is_row),
     )  # fmt: skip
     kinds = state_tiles.ROW_KINDS if is_row else frozenset()
-    with patch.multiple(state_tiles, LONG_CHUNK=chunk, ROW_DECODES=kinds):
+    copied = state_tiles.ROW_KINDS if is_copied else frozenset()
+    with patch.multiple(state_tiles, LONG_CHUNK=chunk, ROW_DECODES=kinds, COPIED_DECODES=copied):
         for batch in (decode,) if is_row else (decode, prefill):
             given = StateInputs(query, query.clone(), value, decay, beta.expand(value.shape[:2]))
             state_step(given, slots, batch, params, out=torch.empty_like(value))

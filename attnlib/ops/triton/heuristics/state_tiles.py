@@ -15,6 +15,7 @@ import triton
 from attnlib.ops.states.layout import POSITION_COPIES, StateLayout
 
 __all__ = [
+    "COPIED_DECODES",
     "LARGEST_CHUNK",
     "LARGEST_HEAD",
     "LONG_CHUNK",
@@ -24,6 +25,7 @@ __all__ = [
     "TILES",
     "StateChoice",
     "StateTile",
+    "can_copy",
     "kind_of_step",
     "state_tile",
     "uses_long_chunks",
@@ -44,6 +46,8 @@ ROW_KINDS = frozenset({"few row decodes", "row decode", "wide row decode"})
 """Kinds of decodes in the form of `kernels.state_decode`, for layers without invariance."""
 ROW_DECODES = frozenset({"row decode", "wide row decode"})
 """Those of `ROW_KINDS` that are selected. Those of few heads were not measured."""
+COPIED_DECODES: frozenset[str] = frozenset()
+"""Those of `ROW_KINDS` that copy the state to shared memory on Hopper, where `can_copy`."""
 MOST_COLUMNS = 32
 
 
@@ -62,6 +66,7 @@ class StateChoice(NamedTuple):
         group: rows of the tail that a row decode loads at a time, a power of two; its `rows` are
             those of a program, which computes 64 of them at a time where it fills a chunk.
         fuses: products and sums are fused; the bits of row decodes need not be those of others.
+        copies: a row decode copies the state to shared memory (`hopper.kernels.state_decode`).
     """
 
     rows: int
@@ -71,6 +76,7 @@ class StateChoice(NamedTuple):
     is_whole: bool = False
     group: int = 0
     fuses: bool = False
+    copies: bool = False
 
 
 TILES = {
@@ -82,6 +88,9 @@ TILES = {
     "few row decodes": StateChoice(32, 4, group=16),
     "row decode": StateChoice(64, 2, registers=168, group=2),
     "wide row decode": StateChoice(128, 4, registers=168, group=2),
+    "copied few row decodes": StateChoice(32, 4, group=4, fuses=True, copies=True),
+    "copied row decode": StateChoice(64, 2, group=4, fuses=True, copies=True),
+    "copied wide row decode": StateChoice(64, 2, group=4, fuses=True, copies=True),
     "verify": StateChoice(64, 8),
     "wide": StateChoice(64, 8),
     "wide decode": StateChoice(32, 4, is_whole=True),
@@ -106,7 +115,7 @@ class StateTile(NamedTuple):
         group: as of a `StateChoice`, 0 for steps in chunks.
         part, parts: columns of the keys that are multiplied at a time, and their number.
         blocks: programs of a head, at most `POSITION_COPIES`.
-        num_warps, registers, num_stages, fuses: as of a `StateChoice`, for this head.
+        num_warps, registers, num_stages, fuses, copies: as of a `StateChoice`, for this head.
     """
 
     rows: int
@@ -119,6 +128,7 @@ class StateTile(NamedTuple):
     registers: int
     num_stages: int
     fuses: bool = False
+    copies: bool = False
 
     def options(self, is_amd: bool) -> dict[str, int]:
         """The options of a launch. Warps of AMD have 64 threads."""
@@ -137,6 +147,13 @@ def uses_long_chunks(layout: StateLayout, max_query_len: int) -> bool:
     return is_exact and fits and layout.chunk_size < LONG_CHUNK <= max_query_len
 
 
+def can_copy(layout: StateLayout, capability: tuple[int, int]) -> bool:
+    """Whether the decodes that copy states to shared memory take a layer on a chip."""
+    halves = layout.dtype in (torch.float16, torch.bfloat16) and layout.state_dtype == torch.float32
+    sizes = layout.key_size in (64, 128) and layout.value_size in (64, 128, 256)
+    return capability[0] == 9 and halves and sizes and layout.chunk_size == 16
+
+
 def kind_of_step(
     max_rollback: int,
     is_exact: bool,
@@ -144,6 +161,7 @@ def kind_of_step(
     fills_chip: bool,
     is_delta: bool,
     is_invariant: bool = True,
+    copies: bool = False,
 ) -> str:
     """The key of `TILES` for a layer and its steps of at most, or of more than D + 1 tokens.
 
@@ -154,12 +172,16 @@ def kind_of_step(
         fills_chip: the heads of all requests are enough programs for the chip.
         is_delta: updates are the differences of values.
         is_invariant: bits do not depend on the division into steps.
+        copies: the kernels that copy states to shared memory take the layer.
     """
     if is_long:
         return "prefill" if is_exact else "wide prefill"
     kind = ("row decode" if is_exact else "wide row decode") if fills_chip else "few row decodes"
-    if kind in ROW_DECODES and not (is_invariant or max_rollback):
-        return kind
+    if not (is_invariant or max_rollback):
+        if copies and kind in COPIED_DECODES:
+            return f"copied {kind}"
+        if kind in ROW_DECODES:
+            return kind
     if not is_exact:
         return "wide decode" if fills_chip and not max_rollback else "wide"
     if max_rollback:
@@ -171,7 +193,7 @@ def kind_of_step(
 def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> StateTile:
     """The tile of heads of this size, both at most `LARGEST_HEAD`, in a kind of steps."""
     choice = TILES[kind]
-    if kind in ROW_KINDS:
+    if kind.removeprefix("copied ") in ROW_KINDS:
         return _row_tile(key_size, value_size, choice)
     is_long = kind == "long prefill"
     most = LARGEST_HEAD if is_long else MOST_COLUMNS
@@ -203,7 +225,8 @@ def _row_tile(key_size: int, value_size: int, choice: StateChoice) -> StateTile:
     span = max(choice.rows * 128 // max(128, keys), 16, largest // POSITION_COPIES)
     span = min(span, largest)
     rows = min(span, 64 if choice.num_warps > 2 else 32)  # at a time, where a chunk is filled
+    rows = span if choice.copies else rows
     part = min(MOST_COLUMNS, keys)
     parts, blocks = triton.cdiv(key_size, part), triton.cdiv(value_size, span)
-    warps = choice.num_warps, choice.registers, 1, choice.fuses
+    warps = choice.num_warps, choice.registers, 1, choice.fuses, choice.copies
     return StateTile(rows, span // rows, choice.group, part, parts, blocks, *warps)

@@ -17,6 +17,7 @@ from attnlib.ops.triton.heuristics.state_tiles import (
     LARGEST_CHUNK,
     LARGEST_HEAD,
     StateTile,
+    can_copy,
     kind_of_step,
     state_tile,
 )
@@ -125,12 +126,14 @@ def step_tile(
     limits: DeviceLimits,
     num_reqs: int,
     is_long: bool = False,
+    copies: bool = False,
 ) -> StateTile:
-    """The tile of a step of `num_reqs` requests with at most, or more than, D + 1 tokens."""
+    """The tile of a step of `num_reqs` requests with at most, or more than, D + 1 tokens; with
+    `copies`, of a decode that may copy states to shared memory."""
     fills_chip = num_reqs * layout.num_heads >= 2 * limits.num_sms
     is_exact, is_delta = _has_exact_rows(layout), params.update == "delta"
     given = layout.max_rollback, is_exact, is_long, fills_chip, is_delta, params.is_invariant
-    kind = kind_of_step(*given)
+    kind = kind_of_step(*given, copies and can_copy(layout, limits.capability))
     return state_tile(layout.key_size, layout.value_size, layout.chunk_size, kind)
 
 

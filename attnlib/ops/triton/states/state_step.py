@@ -11,6 +11,7 @@ from attnlib.ops.states.inputs import StateInputs
 from attnlib.ops.states.params import RecurrenceParams
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics.device import limits_of
+from attnlib.ops.triton.hopper.kernels.state_decode import copied_decode_kernel
 from attnlib.ops.triton.kernels.state_prefill import state_matrices_kernel, state_tail_kernel
 from attnlib.ops.triton.kernels.state_step import state_step_kernel
 from attnlib.ops.triton.states.config import (
@@ -71,13 +72,13 @@ class PreparedStep:
             self._long = PreparedLongStep(inputs, slots, batch, params, strides, out.shape[0])
             return
         recurrence = Recurrence.on_chip(params, limits)
-        tile = step_tile(slots.layout, params, limits, num_reqs, is_long)
+        tile = step_tile(slots.layout, params, limits, num_reqs, is_long, not is_long)
         config = state_config(slots.layout, recurrence, strides, tile, is_long)
         options = tile.options(limits.is_amd)
         chunks = out.shape[0] // config.C + num_reqs * config.EXTRA if is_long else 0
         self._workspace = chunks * config.HV * 2 * config.C * config.C
         self._step = KernelLaunch(
-            state_step_kernel,
+            copied_decode_kernel if tile.copies else state_step_kernel,
             config,
             (num_reqs + 1, config.HV * config.BLOCKS),
             (float(params.scale), num_reqs, out.shape[0]),

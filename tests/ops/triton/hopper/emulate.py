@@ -47,7 +47,8 @@ def _aggregate(cls: Any) -> Any:
 def _returned(value: Any) -> Any:
     """A result of a function, whose numbers are tensors."""
     if isinstance(value, tuple):
-        return tuple(map(_returned, value))
+        items = map(_returned, value)
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return Tensor(torch.tensor(value, dtype=torch.int32)) if type(value) is int else value
 
 

@@ -160,6 +160,9 @@ _LANGUAGE: dict[str, Any] = {
     "sum": lambda x, axis: _reduce(x, axis, lambda x, axis: x.sum(axis).to(x.dtype)),
     "xor_sum": lambda x, axis: Tensor(torch.bitwise_xor(*x.value.unbind(axis))),  # of two
     "abs": lambda x: Tensor(x.value.abs()),
+    "cdiv": lambda a, b: Tensor(torch.as_tensor((raw(a) + raw(b) - 1) // raw(b))),
+    "exp": lambda x: Tensor(torch.exp(torch.as_tensor(raw(x)))),
+    "rsqrt": lambda x: Tensor(torch.rsqrt(torch.as_tensor(raw(x)))),
     "exp2": lambda x: Tensor(torch.exp2(torch.as_tensor(raw(x)))),
     "log2": lambda x: Tensor(torch.log2(x.value)),
     "load": lambda pointer, mask=None, other=None, **_: pointer.load(mask, other),
@@ -193,6 +196,8 @@ REPLACED: dict[str, Any] = {
     "load_box": _load_box,
     "copy_to_shared": _copy_to_shared,
     "arrive_after_copies": _arrive_after_copies,
+    "commit_copies": lambda: None,
+    "wait_for_copies": lambda pending=0: None,
     "gdc_wait": lambda: None,
     "gdc_launch_dependents": lambda: None,
     "mbarrier": types.SimpleNamespace(

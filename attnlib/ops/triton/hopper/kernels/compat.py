@@ -18,10 +18,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
 __all__ = [
-    "TensorDescriptor", "Value", "aggregate", "arrive_after_copies", "consumers_sync",
-    "copy_to_shared", "exp2", "launch_dependent_grids", "load_box", "log2", "opaque_zero",
-    "partition_barrier", "prefetch_l1", "prefetch_l2", "prefetch_rows", "reinterpret",
-    "store_in_l2", "wait_on_dependent_grids",
+    "TensorDescriptor", "Value", "aggregate", "arrive_after_copies", "commit_copies",
+    "consumers_sync", "copy_to_shared", "exp2", "launch_dependent_grids", "load_box", "log2",
+    "opaque_zero", "partition_barrier", "prefetch_l1", "prefetch_l2", "prefetch_rows",
+    "reinterpret", "store_in_l2", "wait_for_copies", "wait_on_dependent_grids",
 ]  # fmt: skip
 
 Value = core.base_value
@@ -95,6 +95,8 @@ copy_to_shared = (
 
 arrive_after_copies = async_copy.mbarrier_arrive
 """Each thread arrives on an mbarrier when the copies that it has issued are complete."""
+commit_copies, wait_for_copies = async_copy.commit_group, async_copy.wait_group
+"""Make a group of the copies since the last one; wait until at most so many groups are pending."""
 
 _REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 _VIEWS_HAVE_EQUAL_SIZES = gl.constexpr(triton.__version__.startswith("3.8."))

@@ -1,0 +1,93 @@
+"""The state after a chunk that a decode fills: the tokens of the chunk, one after the other."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnlib.ops.triton.hopper.kernels.state_memory import (
+    PART_KEYS,
+    gates,
+    row_parts,
+    state_layout,
+)
+from attnlib.ops.triton.hopper.kernels.state_slots import Token, store_state
+from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL
+
+__all__ = ["fill_chunk"]
+
+
+@gluon.constexpr_function
+def _passes(CONFIG):
+    """How often a program goes through the chunk: a thread has at most 64 numbers of the state."""
+    numbers = CONFIG.ROWS * CONFIG.PASSES * CONFIG.DK // (32 * CONFIG.WARPS)
+    return max(1, numbers // 64)
+
+
+@gluon.jit
+def _go_forward(s, token, CONFIG: gl.constexpr):
+    """Return parts [rows, 32] of the state after a `Token` whose keys, and decays per channel, are
+    parts [32]."""
+    PARTS: gl.constexpr = CONFIG.DK // PART_KEYS
+    k, norm, u = token.k, 1.0, token.v.to(gl.float32)
+    if CONFIG.NORM:
+        squares = k[0] * k[0]
+        for part in gl.static_range(1, PARTS):
+            squares += k[part] * k[part]
+        norm = gl.rsqrt(gl.sum(squares, 0) + CONFIG.EPS)
+    decayed = ()
+    for part in gl.static_range(PARTS):
+        if CONFIG.DECAY == DECAY_CHANNEL:
+            decayed = decayed + (s[part] * gl.exp(token.decay[part])[None, :],)
+        else:
+            decayed = decayed + (s[part] * gl.exp(token.decay),)
+    if CONFIG.DELTA:
+        seen = decayed[0] * k[0][None, :]
+        for part in gl.static_range(1, PARTS):
+            seen += decayed[part] * k[part][None, :]
+        u = u - gl.sum(seen, 1) * norm
+    u = u * (token.beta * norm)
+    found = ()
+    for part in gl.static_range(PARTS):
+        found = found + (decayed[part] + u[:, None] * k[part][None, :],)
+    return found
+
+
+@gluon.jit
+def fill_chunk(shared, new, state, slot, head, block, KEYS: gl.constexpr, CONFIG: gl.constexpr):
+    """Store the state after the chunk that the new token fills."""
+    UNIT: gl.constexpr = CONFIG.UNIT
+    PARTS: gl.constexpr = CONFIG.DK // PART_KEYS
+    SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
+    TIMES: gl.constexpr = _passes(CONFIG)
+    ROWS: gl.constexpr = SPAN // TIMES
+    LAYOUT: gl.constexpr = state_layout(CONFIG, TIMES)
+    PART: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    shared.key_rows.index(UNIT - 1).store(new.k)
+    shared.value_rows.index(UNIT - 1).store(new.v)
+    if CONFIG.DECAY == DECAY_CHANNEL:
+        shared.decays.index(UNIT - 1).store(new.decay)
+    for time in gl.static_range(TIMES):
+        rows = shared.state.slice(time * ROWS, ROWS)
+        s = ()
+        for part in gl.static_range(PARTS):
+            s = s + (rows.slice(part * PART_KEYS, PART_KEYS, 1).load(LAYOUT),)
+        for step in range(0, UNIT):
+            # From the oldest one in row UNIT - 2 to row 0, and then row UNIT - 1.
+            row = (2 * UNIT - 2 - step) % UNIT
+            group, number = row // CONFIG.GROUP, row % CONFIG.GROUP
+            decay, beta = gates(shared, group, number, KEYS, CONFIG)
+            if CONFIG.DECAY == DECAY_CHANNEL:
+                decay = row_parts(shared.decays.index(row), PART)
+            else:
+                decay = gl.where(step == UNIT - 1, new.decay, decay)
+            if CONFIG.HAS_BETA:
+                beta = gl.where(step == UNIT - 1, new.beta, beta)
+            k = row_parts(shared.key_rows.index(row), PART)
+            v = (
+                shared.value_rows.index(row)
+                .slice(time * ROWS, ROWS)
+                .load(gl.SliceLayout(1, LAYOUT))
+            )
+            s = _go_forward(s, Token(k, v, decay, beta), CONFIG)
+        store_state(s, state, slot, head, block, time * ROWS, LAYOUT, CONFIG)

@@ -1,0 +1,195 @@
+"""Shared memory of decodes of state layers: rows of the state and the tail, and their copies."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnlib.ops.triton.hopper.kernels.compat import commit_copies, copy_to_shared, reinterpret
+from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL, DECAY_CONSTANT
+
+__all__ = [
+    "PART_KEYS",
+    "Shared",
+    "allocate",
+    "copy_state",
+    "copy_tail",
+    "gates",
+    "key_layout",
+    "row_parts",
+    "state_layout",
+]
+
+PART_KEYS: gl.constexpr = gl.constexpr(32)
+"""Keys that are multiplied at a time: 128 bytes of a row of the state."""
+_VECTOR: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 1, [0]))
+_ROWS: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
+
+
+class Shared(NamedTuple):
+    """Shared memory.
+
+    Attributes:
+        state: [ROWS * PASSES, DK] float32.
+        key_rows, value_rows: [UNIT, DK] and [UNIT, ROWS * PASSES] as stored. The last row is that
+            of the new token, where it fills the chunk.
+        decays: [UNIT, DK] for decays per channel, else [UNIT / GROUP, GROUP].
+        betas: [UNIT / GROUP, GROUP].
+        query: [DK] float32, behind the tail.
+    """
+
+    state: Any
+    key_rows: Any
+    value_rows: Any
+    decays: Any
+    betas: Any
+    query: Any
+
+
+@gluon.constexpr_function
+def key_layout(CONFIG):
+    """[DK], the same in every warp."""
+    parts = gl.BlockedLayout([1, CONFIG.DK // 32], [1, 32], [CONFIG.WARPS, 1], [1, 0])
+    return gl.SliceLayout(0, parts)
+
+
+@gluon.constexpr_function
+def state_layout(CONFIG, passes):
+    """[rows, 32 keys]: 8 lanes read 128 bytes of a row, and each warp has rows of its own."""
+    rows = CONFIG.ROWS * CONFIG.PASSES // (4 * CONFIG.WARPS * passes)
+    return gl.BlockedLayout([rows, 4], [4, 8], [CONFIG.WARPS, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def number_layout(CONFIG):
+    """[GROUP], all of them in each thread."""
+    return gl.SliceLayout(
+        0, gl.BlockedLayout([1, CONFIG.GROUP], [32, 1], [CONFIG.WARPS, 1], [1, 0])
+    )
+
+
+@gluon.constexpr_function
+def copy_layout(columns, vector, warps):
+    """[rows, columns]: each thread copies 16 bytes of a row."""
+    lanes = min(32, columns // vector)
+    return gl.BlockedLayout([1, vector], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def allocate(tail, CONFIG: gl.constexpr):
+    """Return the `Shared` memory of a program."""
+    GROUPS: gl.constexpr = [CONFIG.UNIT // CONFIG.GROUP, CONFIG.GROUP]
+    SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
+    KEYS: gl.constexpr = tail.k.dtype.element_ty
+    VALUES: gl.constexpr = tail.v.dtype.element_ty
+    if CONFIG.DECAY == DECAY_CHANNEL:
+        decays = gl.allocate_shared_memory(gl.float32, [CONFIG.UNIT, CONFIG.DK], _VECTOR)
+    else:
+        decays = gl.allocate_shared_memory(gl.float32, GROUPS, _VECTOR)
+    return Shared(
+        gl.allocate_shared_memory(gl.float32, [SPAN, CONFIG.DK], _ROWS),
+        gl.allocate_shared_memory(KEYS, [CONFIG.UNIT, CONFIG.DK], _VECTOR),
+        gl.allocate_shared_memory(VALUES, [CONFIG.UNIT, SPAN], _VECTOR),
+        decays,
+        gl.allocate_shared_memory(gl.float32, GROUPS, _VECTOR),
+        gl.allocate_shared_memory(gl.float32, [CONFIG.DK], _VECTOR),
+    )
+
+
+@gluon.jit
+def _ring_rows(row, request, base, CONFIG: gl.constexpr):
+    """Return the rows of a tail in the slot, and which exist."""
+    ring = request.computed % CONFIG.RING - 1 - row  # one division for all rows
+    exists = (row < request.computed - base) & (row < CONFIG.UNIT - 1)
+    return gl.where(ring < 0, ring + CONFIG.RING, ring), exists
+
+
+@gluon.jit
+def _copy_rows(
+    target, source, request, base, STRIDE: gl.constexpr, LAYOUT: gl.constexpr, CONFIG: gl.constexpr
+):
+    """Copy rows of the tail to `target` [UNIT, columns]; STRIDE is from one to the next."""
+    ROWS: gl.constexpr = target.shape[0]
+    COLUMNS: gl.constexpr = target.shape[1]
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    ring, exists = _ring_rows(row, request, base, CONFIG)
+    place = (source + ring * STRIDE)[:, None] + column[None, :]
+    rows = reinterpret(target, target.dtype, [ROWS, COLUMNS], _ROWS)
+    copy_to_shared(rows, place, exists[:, None])
+
+
+@gluon.jit
+def _copy_numbers(target, source, request, base, STRIDE: gl.constexpr, CONFIG: gl.constexpr):
+    """Copy one number of each row of the tail to `target` [UNIT / GROUP, GROUP]."""
+    GROUP: gl.constexpr = CONFIG.GROUP
+    GROUPS: gl.constexpr = CONFIG.UNIT // GROUP
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // GROUP, GROUP], [CONFIG.WARPS, 1], [1, 0])
+    first = gl.arange(0, GROUPS, gl.SliceLayout(1, LAYOUT)) * GROUP
+    row = first[:, None] + gl.arange(0, GROUP, gl.SliceLayout(0, LAYOUT))[None, :]
+    ring, exists = _ring_rows(row, request, base, CONFIG)
+    numbers = reinterpret(target, target.dtype, [GROUPS, GROUP], _ROWS)
+    copy_to_shared(numbers, source + ring * STRIDE, exists)
+
+
+@gluon.jit
+def copy_tail(shared, request, base, tokens, tail, block, CONFIG: gl.constexpr):
+    """Start copies of the tail before the new token: keys, the values of this program, and gates.
+    Decays of a layer are copied for each token that exists."""
+    SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
+    KEYS: gl.constexpr = copy_layout(CONFIG.DK, 8, CONFIG.WARPS)
+    VALUES: gl.constexpr = copy_layout(SPAN, 8, CONFIG.WARPS)
+    DECAYS: gl.constexpr = copy_layout(CONFIG.DK, 4, CONFIG.WARPS)
+    _copy_rows(shared.key_rows, tail.k, request, base, CONFIG.HK * CONFIG.DK, KEYS, CONFIG)
+    values = tail.v + block * SPAN
+    _copy_rows(shared.value_rows, values, request, base, CONFIG.HV * CONFIG.DV, VALUES, CONFIG)
+    if CONFIG.HAS_BETA:
+        _copy_numbers(shared.betas, tail.beta, request, base, CONFIG.HV, CONFIG)
+    if CONFIG.DECAY == DECAY_CHANNEL:
+        decays = tail.decay
+        _copy_rows(shared.decays, decays, request, base, CONFIG.HV * CONFIG.DK, DECAYS, CONFIG)
+    elif CONFIG.DECAY == DECAY_CONSTANT:
+        _copy_numbers(shared.decays, tokens.decay, request, base, 0, CONFIG)
+    else:
+        _copy_numbers(shared.decays, tail.decay, request, base, CONFIG.HV, CONFIG)
+    commit_copies()
+
+
+@gluon.jit
+def copy_state(shared, state, slot, head, block, base, CONFIG: gl.constexpr):
+    """Start a copy of the rows of the state at `base` of this program; there is none at 0."""
+    SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
+    LAYOUT: gl.constexpr = copy_layout(CONFIG.DK, 4, CONFIG.WARPS)
+    place = state + slot * CONFIG.STATE + (head * CONFIG.DV + block * SPAN) * CONFIG.DK
+    row = gl.arange(0, SPAN, gl.SliceLayout(1, LAYOUT)) * CONFIG.DK
+    place = place + row[:, None] + gl.arange(0, CONFIG.DK, gl.SliceLayout(0, LAYOUT))[None, :]
+    copy_to_shared(shared.state, place, (row >= 0)[:, None] & (base > 0))
+    commit_copies()
+
+
+@gluon.jit
+def gates(shared, group, number, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
+    """Return (decay, beta) of row GROUP * group + number of the tail; decays per channel have the
+    LAYOUT."""
+    NUMBERS: gl.constexpr = number_layout(CONFIG)
+    chosen = gl.arange(0, CONFIG.GROUP, NUMBERS) == number
+    beta = 1.0
+    if CONFIG.HAS_BETA:
+        beta = gl.sum(gl.where(chosen, shared.betas.index(group).load(NUMBERS), 0.0), 0)
+    if CONFIG.DECAY == DECAY_CHANNEL:
+        decay = shared.decays.index(group * CONFIG.GROUP + number).load(LAYOUT)
+    else:
+        decay = gl.sum(gl.where(chosen, shared.decays.index(group).load(NUMBERS), 0.0), 0)
+    return decay, beta
+
+
+@gluon.jit
+def row_parts(memory, LAYOUT: gl.constexpr):
+    """Return the parts [32] of a row in shared memory, in float32."""
+    PARTS: gl.constexpr = memory.shape[0] // PART_KEYS
+    found = ()
+    for part in gl.static_range(PARTS):
+        found = found + (memory.slice(part * PART_KEYS, PART_KEYS).load(LAYOUT).to(gl.float32),)
+    return found

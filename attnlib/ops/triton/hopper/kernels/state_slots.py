@@ -1,0 +1,105 @@
+"""Slots of decodes of state layers on Hopper: the new token, and what a step writes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnlib.ops.triton.hopper.kernels.state_memory import (
+    PART_KEYS,
+    gates,
+    state_layout,
+)
+from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL, DECAY_CONSTANT
+
+__all__ = ["Token", "clear_rows", "copy_slot", "load_token", "store_state", "store_token"]
+
+
+class Token(NamedTuple):
+    """The inputs of a token for one head: k [DK] and v [ROWS * PASSES] as stored, the decay, a
+    number or [DK], and beta."""
+
+    k: Any
+    v: Any
+    decay: Any
+    beta: Any
+
+
+@gluon.jit
+def load_token(request, tokens, block, KEYS: gl.constexpr, ROWS: gl.constexpr, CONFIG):
+    """Return the new `Token` and its query, [DK] float32."""
+    SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
+    key = gl.arange(0, CONFIG.DK, KEYS)
+    token = request.first.to(gl.int64)
+    k = gl.load(tokens.k + token * CONFIG.K_T + key)
+    q = gl.load(tokens.q + token * CONFIG.Q_T + key).to(gl.float32)
+    v = gl.load(tokens.v + token * CONFIG.V_T + block * SPAN + gl.arange(0, SPAN, ROWS))
+    place = tokens.decay + token * CONFIG.G_T
+    if CONFIG.DECAY == DECAY_CHANNEL:
+        decay = gl.load(place + key)
+    else:
+        decay = gl.load(place)
+    beta = 1.0
+    if CONFIG.HAS_BETA:
+        beta = gl.load(tokens.beta + token * CONFIG.B_T)
+    return Token(k, v, decay, beta), q
+
+
+@gluon.jit
+def store_state(s, state, slot, head, block, first, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
+    """Store parts [rows, 32] of the state from row `first` of this program on."""
+    PARTS: gl.constexpr = len(s)
+    SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
+    row = gl.arange(0, s[0].shape[0], gl.SliceLayout(1, LAYOUT)) * CONFIG.DK
+    base = state + slot * CONFIG.STATE + (head * CONFIG.DV + block * SPAN + first) * CONFIG.DK
+    place = base + row[:, None] + gl.arange(0, PART_KEYS, gl.SliceLayout(0, LAYOUT))[None, :]
+    for part in gl.static_range(PARTS):
+        gl.store(place + part * PART_KEYS, s[part])
+
+
+@gluon.jit
+def store_token(token, position, tail, head, block, KEYS: gl.constexpr, ROWS: gl.constexpr, CONFIG):
+    """Store a `Token` in a tail, what programs and heads share once."""
+    SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
+    ring, key = position % CONFIG.RING, gl.arange(0, CONFIG.DK, KEYS)
+    values = tail.v + ring * (CONFIG.HV * CONFIG.DV) + block * SPAN
+    gl.store(values + gl.arange(0, SPAN, ROWS), token.v)
+    if block == 0:
+        if CONFIG.HAS_BETA:
+            gl.store(tail.beta + ring * CONFIG.HV, token.beta)
+        if CONFIG.DECAY == DECAY_CHANNEL:
+            gl.store(tail.decay + ring * (CONFIG.HV * CONFIG.DK) + key, token.decay)
+        elif CONFIG.DECAY != DECAY_CONSTANT:
+            gl.store(tail.decay + ring * CONFIG.HV, token.decay)
+        if head % (CONFIG.HV // CONFIG.HK) == 0:
+            gl.store(tail.k + ring * (CONFIG.HK * CONFIG.DK) + key, token.k)
+
+
+@gluon.jit
+def copy_slot(shared, request, base, state, target, head, block, KEYS: gl.constexpr, ROWS, CONFIG):
+    """Write what a fork keeps of its source: the state and the tail before the new token."""
+    PARTS: gl.constexpr = CONFIG.DK // PART_KEYS
+    LAYOUT: gl.constexpr = state_layout(CONFIG, 1)
+    if base > 0:
+        for part in gl.static_range(PARTS):
+            x = shared.state.slice(part * PART_KEYS, PART_KEYS, 1).load(LAYOUT)
+            store_state(
+                (x,), state + part * PART_KEYS, request.slot, head, block, 0, LAYOUT, CONFIG
+            )
+    for row in range(0, request.computed - base):
+        k, v = shared.key_rows.index(row).load(KEYS), shared.value_rows.index(row).load(ROWS)
+        decay, beta = gates(shared, row // CONFIG.GROUP, row % CONFIG.GROUP, KEYS, CONFIG)
+        token = Token(k, v, decay, beta)
+        store_token(token, request.computed - 1 - row, target, head, block, KEYS, ROWS, CONFIG)
+
+
+@gluon.jit
+def clear_rows(out, first, last, head, block, ROWS: gl.constexpr, CONFIG: gl.constexpr):
+    """Store zeros in the outputs of tokens from `first` to before `last`."""
+    SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
+    place = out + head * CONFIG.O_H + block * SPAN + gl.arange(0, SPAN, ROWS)
+    zeros = gl.zeros([SPAN], out.dtype.element_ty, ROWS)
+    for token in range(first, last):
+        gl.store(place + token.to(gl.int64) * CONFIG.O_T, zeros)

@@ -1,0 +1,117 @@
+"""Emulate decodes of state layers that copy states to shared memory (`emulate`), and compare them
+with the rules in float64.
+
+`python -m tests.ops.triton.hopper.emulated_states CASE...` prints one JSON line per case. It needs
+a process that does not interpret Triton.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from attnlib.ops.triton.heuristics import state_tiles
+from attnlib.ops.triton.heuristics.state_tiles import StateChoice
+from attnlib.spec import StateSpec
+from attnlib.testing.states.inputs import draw_layer, draw_tokens
+from attnlib.testing.states.kinds import KINDS
+from attnlib.testing.states.serving import Part, Server
+from tests.ops.torch.states.layers import Operations, largest_error, wanted
+from tests.ops.triton.cross_compile import stub_target
+from tests.ops.triton.hopper.emulate import run_emulated
+
+__all__ = ["CASES", "emulate_case"]
+
+_LARGE: dict[str, Any] = {"key_size": 64, "value_size": 64}
+_TILE = StateChoice(32, 2, group=4, fuses=True, copies=True)
+
+CASES: dict[str, dict[str, Any]] = {
+    "gated delta": {"spec": {**_LARGE, "num_heads": 2, "num_key_heads": 1}},
+    "kimi delta": {"spec": {**_LARGE, "num_heads": 2}},
+    "mamba2": {
+        "spec": {"key_size": 128, "value_size": 64, "num_heads": 2},
+        "tile": _TILE._replace(rows=64, group=8),
+    },
+    "lightning": {"spec": _LARGE, "tile": _TILE._replace(rows=64, num_warps=4)},
+    "gla": {"spec": {**_LARGE, "num_heads": 1, "num_key_heads": 1, "dtype": torch.float16}},
+}
+"""Kind -> sizes, and the tile."""
+
+
+def _spec(name: str, sizes: dict[str, Any]) -> StateSpec:
+    given = {"conv_channels": 0, "conv_width": 0, "has_conv_bias": False, "dtype": torch.bfloat16}
+    return KINDS[name].replace(**{**given, **sizes})
+
+
+def _counted(names: list[str]) -> Any:
+    """`run_emulated` that adds the name of each kernel."""
+
+    def run(self: Any, *args: Any, **options: Any) -> None:
+        names.append(self.fn.__name__)
+        run_emulated(self, *args, **options)
+
+    return run
+
+
+def emulate_case(name: str) -> dict[str, Any]:
+    """Emulate three requests from their first tokens on, beside padding, and forks of them.
+
+    Returns:
+        errors: the largest ones of outputs, relative to the largest output: of the requests, and of
+            the forks.
+        changed: slots that a step of the last two requests changes.
+        clears: whether rows of nobody become 0.
+        keeps: whether forks keep the slots of their sources.
+        launches: of the kernel.
+    """
+    spec = _spec(name, CASES[name]["spec"])
+    requests = [draw_tokens(spec, n, n) for n in (34, 19, 17)]
+    layer = draw_layer(spec)
+    runner = Operations(spec, layer, "tail", 8, "triton")
+    tiles = dict.fromkeys(state_tiles.TILES, CASES[name].get("tile", _TILE))
+    kinds, launches = state_tiles.ROW_KINDS, list[str]()
+    with stub_target("sm_90"), patch.multiple(state_tiles, TILES=tiles, COPIED_DECODES=kinds):
+        JITFunction.run = _counted(launches)
+        server = Server(spec, runner, requests, [6, 2, 3], extra_rows=2)
+        for _ in range(15):
+            server.step([Part(0, 1), Part(1, 1)])
+        for _ in range(16):
+            server.step([Part(0, 1), Part(2, 1)])
+        before = runner.memory.clone()
+        last = server.step([Part(-1, 1), Part(0, 0), Part(1, 1), Part(2, 1)]).out
+        changed = (runner.memory != before).any(1).nonzero().flatten().tolist()
+        fork = Server(spec, runner, requests, [0, 4, 5])
+        fork.done, kept = list(server.done), runner.memory[[6, 2, 3]].clone()
+        fork.step([Part(0, 1), Part(1, 1)], sources=[6, 2])
+        keeps = torch.equal(runner.memory[[6, 2, 3]], kept)
+        fork.step([Part(0, 1), Part(1, 1)])
+    assert last is not None
+    errors = []
+    for one, known in ((server, (0, 1, 2)), (fork, (0, 1))):
+        for place in known:
+            expected, got = wanted(spec, layer, requests[place]), one.result(place)
+            assert got.out is not None and expected.out is not None
+            rows = slice(one.done[place] - len(got.out), one.done[place])
+            errors.append(largest_error(got, type(expected)(None, expected.out[rows])))
+    return {
+        "errors": [max(errors[:3]), max(errors[3:])],
+        "changed": changed,
+        "clears": not last[0].any() and not last[3:].any(),
+        "keeps": keeps,
+        "launches": launches.count("copied_decode_kernel"),
+    }
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    for name in names or list(CASES):
+        print(json.dumps({"case": name, **emulate_case(name)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

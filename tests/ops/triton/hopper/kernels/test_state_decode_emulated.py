@@ -1,0 +1,30 @@
+"""Decodes that copy states to shared memory without a GPU: the Gluon kernel, emulated, against the
+rules in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ops.triton.cross_compile import compile_in_process
+from tests.ops.triton.hopper.emulated_states import CASES
+
+LIMIT = 5e-3
+"""Of outputs that are rounded to bfloat16."""
+
+
+@pytest.fixture(scope="module")
+def emulated() -> dict[str, dict[str, Any]]:
+    """Every case, in one process that does not interpret Triton."""
+    found = compile_in_process("tests.ops.triton.hopper.emulated_states")
+    return {result["case"]: result for result in found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_emulated_decodes(case: str, emulated: dict[str, dict[str, Any]]) -> None:
+    """T2, T9, T12 to T14: outputs over two chunks and of forks, and what stays as it is."""
+    result = emulated[case]
+    assert max(result["errors"]) < LIMIT and result["launches"] == 34, result
+    assert result["changed"] == [2, 3] and result["clears"] and result["keeps"], result
