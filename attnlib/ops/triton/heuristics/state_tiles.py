@@ -89,7 +89,7 @@ TILES = {
     "row decode": StateChoice(64, 2, registers=168, group=2),
     "wide row decode": StateChoice(128, 4, registers=168, group=2),
     "copied few row decodes": StateChoice(32, 4, group=4, fuses=True, copies=True),
-    "copied row decode": StateChoice(64, 2, group=4, fuses=True, copies=True),
+    "copied row decode": StateChoice(64, 2, group=4, num_stages=2, fuses=True, copies=True),
     "copied wide row decode": StateChoice(64, 2, group=4, fuses=True, copies=True),
     "verify": StateChoice(64, 8),
     "wide": StateChoice(64, 8),
@@ -228,5 +228,6 @@ def _row_tile(key_size: int, value_size: int, choice: StateChoice) -> StateTile:
     rows = span if choice.copies else rows
     part = min(MOST_COLUMNS, keys)
     parts, blocks = triton.cdiv(key_size, part), triton.cdiv(value_size, span)
-    warps = choice.num_warps, choice.registers, 1, choice.fuses, choice.copies
+    stages = choice.num_stages if choice.copies else 1
+    warps = choice.num_warps, choice.registers, stages, choice.fuses, choice.copies
     return StateTile(rows, span // rows, choice.group, part, parts, blocks, *warps)

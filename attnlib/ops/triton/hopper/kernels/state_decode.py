@@ -161,7 +161,7 @@ def copied_decode_kernel(
     place = out + head * CONFIG.O_H + request.first.to(gl.int64) * CONFIG.O_T + block * SPAN
     gl.store(place + gl.arange(0, SPAN, ROWS), o.to(out.dtype.element_ty))
     if request.end % CONFIG.UNIT == 0:
-        fill_chunk(shared, new, state, request.slot, head, block, KEYS, CONFIG)
+        fill_chunk(shared, new, state, request.slot, head, block, CONFIG)
     else:
         if request.source != request.slot:
             copy_slot(shared, request, base, state, target, head, block, KEYS, ROWS, CONFIG)

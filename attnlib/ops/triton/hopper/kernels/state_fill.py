@@ -5,12 +5,17 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnlib.ops.triton.hopper.kernels.compat import reinterpret
 from attnlib.ops.triton.hopper.kernels.state_memory import (
     PART_KEYS,
+    ROWS_LAYOUT,
+    copy_layout,
     gates,
+    key_layout,
     row_parts,
     state_layout,
 )
+from attnlib.ops.triton.hopper.kernels.state_products import fill_by_products
 from attnlib.ops.triton.hopper.kernels.state_slots import Token, store_state
 from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL
 
@@ -27,7 +32,7 @@ def _passes(CONFIG):
 @gluon.jit
 def _go_forward(s, token, CONFIG: gl.constexpr):
     """Return parts [rows, 32] of the state after a `Token` whose keys, and decays per channel, are
-    parts [32]."""
+    parts [32]; decays are factors."""
     PARTS: gl.constexpr = CONFIG.DK // PART_KEYS
     k, norm, u = token.k, 1.0, token.v.to(gl.float32)
     if CONFIG.NORM:
@@ -38,9 +43,9 @@ def _go_forward(s, token, CONFIG: gl.constexpr):
     decayed = ()
     for part in gl.static_range(PARTS):
         if CONFIG.DECAY == DECAY_CHANNEL:
-            decayed = decayed + (s[part] * gl.exp(token.decay[part])[None, :],)
+            decayed = decayed + (s[part] * token.decay[part][None, :],)
         else:
-            decayed = decayed + (s[part] * gl.exp(token.decay),)
+            decayed = decayed + (s[part] * token.decay,)
     if CONFIG.DELTA:
         seen = decayed[0] * k[0][None, :]
         for part in gl.static_range(1, PARTS):
@@ -54,40 +59,51 @@ def _go_forward(s, token, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def fill_chunk(shared, new, state, slot, head, block, KEYS: gl.constexpr, CONFIG: gl.constexpr):
+def _load_token(shared, new, step, first: gl.constexpr, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
+    """Return the token of a step for the value rows from `first` on, as `_go_forward` takes it."""
+    UNIT: gl.constexpr = CONFIG.UNIT
+    PART: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    ROWS: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES // _passes(CONFIG)
+    # From the oldest one in row UNIT - 2 to row 0, and then row UNIT - 1.
+    row = (2 * UNIT - 2 - step) % UNIT
+    group, number = row // CONFIG.GROUP, row % CONFIG.GROUP
+    decay, beta = gates(shared, group, number, key_layout(CONFIG), CONFIG)
+    if CONFIG.DECAY == DECAY_CHANNEL:
+        decay = row_parts(shared.decays.index(row), PART)
+    else:
+        decay = gl.exp(gl.where(step == UNIT - 1, new.decay, decay))
+    if CONFIG.HAS_BETA:
+        beta = gl.where(step == UNIT - 1, new.beta, beta)
+    values = shared.value_rows.index(row).slice(first, ROWS)
+    v = values.load(gl.SliceLayout(1, LAYOUT))
+    return Token(row_parts(shared.key_rows.index(row), PART), v, decay, beta)
+
+
+@gluon.jit
+def fill_chunk(shared, new, state, slot, head, block, CONFIG: gl.constexpr):
     """Store the state after the chunk that the new token fills."""
     UNIT: gl.constexpr = CONFIG.UNIT
     PARTS: gl.constexpr = CONFIG.DK // PART_KEYS
-    SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
     TIMES: gl.constexpr = _passes(CONFIG)
-    ROWS: gl.constexpr = SPAN // TIMES
+    ROWS: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES // TIMES
     LAYOUT: gl.constexpr = state_layout(CONFIG, TIMES)
-    PART: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     shared.key_rows.index(UNIT - 1).store(new.k)
     shared.value_rows.index(UNIT - 1).store(new.v)
+    if CONFIG.TERMS and CONFIG.DECAY != DECAY_CHANNEL and shared.key_rows.dtype == gl.bfloat16:
+        fill_by_products(shared, new, state, slot, head, block, CONFIG)
+        return
     if CONFIG.DECAY == DECAY_CHANNEL:
+        COPY: gl.constexpr = copy_layout(CONFIG.DK, 4, CONFIG.WARPS)
         shared.decays.index(UNIT - 1).store(new.decay)
+        SHAPE: gl.constexpr = [UNIT, CONFIG.DK]
+        rows = reinterpret(shared.decays, gl.float32, SHAPE, ROWS_LAYOUT)
+        rows.store(gl.exp(rows.load(COPY)))
     for time in gl.static_range(TIMES):
         rows = shared.state.slice(time * ROWS, ROWS)
         s = ()
         for part in gl.static_range(PARTS):
             s = s + (rows.slice(part * PART_KEYS, PART_KEYS, 1).load(LAYOUT),)
         for step in range(0, UNIT):
-            # From the oldest one in row UNIT - 2 to row 0, and then row UNIT - 1.
-            row = (2 * UNIT - 2 - step) % UNIT
-            group, number = row // CONFIG.GROUP, row % CONFIG.GROUP
-            decay, beta = gates(shared, group, number, KEYS, CONFIG)
-            if CONFIG.DECAY == DECAY_CHANNEL:
-                decay = row_parts(shared.decays.index(row), PART)
-            else:
-                decay = gl.where(step == UNIT - 1, new.decay, decay)
-            if CONFIG.HAS_BETA:
-                beta = gl.where(step == UNIT - 1, new.beta, beta)
-            k = row_parts(shared.key_rows.index(row), PART)
-            v = (
-                shared.value_rows.index(row)
-                .slice(time * ROWS, ROWS)
-                .load(gl.SliceLayout(1, LAYOUT))
-            )
-            s = _go_forward(s, Token(k, v, decay, beta), CONFIG)
+            token = _load_token(shared, new, step, time * ROWS, LAYOUT, CONFIG)
+            s = _go_forward(s, token, CONFIG)
         store_state(s, state, slot, head, block, time * ROWS, LAYOUT, CONFIG)

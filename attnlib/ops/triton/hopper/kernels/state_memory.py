@@ -12,8 +12,11 @@ from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL, DECAY_CONS
 
 __all__ = [
     "PART_KEYS",
+    "ROWS_LAYOUT",
+    "VECTOR",
     "Shared",
     "allocate",
+    "copy_layout",
     "copy_state",
     "copy_tail",
     "gates",
@@ -24,8 +27,10 @@ __all__ = [
 
 PART_KEYS: gl.constexpr = gl.constexpr(32)
 """Keys that are multiplied at a time: 128 bytes of a row of the state."""
-_VECTOR: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 1, [0]))
-_ROWS: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
+VECTOR: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 1, [0]))
+ROWS_LAYOUT: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
+"""Rows of a tail in one layout with each of them, and all of them."""
+_STATE: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 
 
 class Shared(NamedTuple):
@@ -85,16 +90,16 @@ def allocate(tail, CONFIG: gl.constexpr):
     KEYS: gl.constexpr = tail.k.dtype.element_ty
     VALUES: gl.constexpr = tail.v.dtype.element_ty
     if CONFIG.DECAY == DECAY_CHANNEL:
-        decays = gl.allocate_shared_memory(gl.float32, [CONFIG.UNIT, CONFIG.DK], _VECTOR)
+        decays = gl.allocate_shared_memory(gl.float32, [CONFIG.UNIT, CONFIG.DK], VECTOR)
     else:
-        decays = gl.allocate_shared_memory(gl.float32, GROUPS, _VECTOR)
+        decays = gl.allocate_shared_memory(gl.float32, GROUPS, VECTOR)
     return Shared(
-        gl.allocate_shared_memory(gl.float32, [SPAN, CONFIG.DK], _ROWS),
-        gl.allocate_shared_memory(KEYS, [CONFIG.UNIT, CONFIG.DK], _VECTOR),
-        gl.allocate_shared_memory(VALUES, [CONFIG.UNIT, SPAN], _VECTOR),
+        gl.allocate_shared_memory(gl.float32, [SPAN, CONFIG.DK], _STATE),
+        gl.allocate_shared_memory(KEYS, [CONFIG.UNIT, CONFIG.DK], VECTOR),
+        gl.allocate_shared_memory(VALUES, [CONFIG.UNIT, SPAN], VECTOR),
         decays,
-        gl.allocate_shared_memory(gl.float32, GROUPS, _VECTOR),
-        gl.allocate_shared_memory(gl.float32, [CONFIG.DK], _VECTOR),
+        gl.allocate_shared_memory(gl.float32, GROUPS, VECTOR),
+        gl.allocate_shared_memory(gl.float32, [CONFIG.DK], VECTOR),
     )
 
 
@@ -117,7 +122,7 @@ def _copy_rows(
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     ring, exists = _ring_rows(row, request, base, CONFIG)
     place = (source + ring * STRIDE)[:, None] + column[None, :]
-    rows = reinterpret(target, target.dtype, [ROWS, COLUMNS], _ROWS)
+    rows = reinterpret(target, target.dtype, [ROWS, COLUMNS], ROWS_LAYOUT)
     copy_to_shared(rows, place, exists[:, None])
 
 
@@ -130,7 +135,7 @@ def _copy_numbers(target, source, request, base, STRIDE: gl.constexpr, CONFIG: g
     first = gl.arange(0, GROUPS, gl.SliceLayout(1, LAYOUT)) * GROUP
     row = first[:, None] + gl.arange(0, GROUP, gl.SliceLayout(0, LAYOUT))[None, :]
     ring, exists = _ring_rows(row, request, base, CONFIG)
-    numbers = reinterpret(target, target.dtype, [GROUPS, GROUP], _ROWS)
+    numbers = reinterpret(target, target.dtype, [GROUPS, GROUP], ROWS_LAYOUT)
     copy_to_shared(numbers, source + ring * STRIDE, exists)
 
 
