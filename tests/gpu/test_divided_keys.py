@@ -31,6 +31,47 @@ CASES: dict[str, dict[str, Any]] = {
     "smallest size, staged output": {"sizes": (136, 64), "heads": (8, 2), "dtype": torch.float16},
     "group of 3, without a box of queries": {"sizes": (160, 128), "heads": (6, 2)},
     "group of 128": {"sizes": (176, 128), "heads": (128, 1)},
+    "two accumulators": {"sizes": (192, 192), "heads": (8, 2), "tile": {}},
+    "two accumulators, 160": {"sizes": (160, 160), "heads": (8, 2), "tile": {}},
+    "two accumulators, 136, queries in shared memory": {
+        "sizes": (136, 136),
+        "heads": (8, 2),
+        "tile": {"query_registers": False},
+    },
+    "two accumulators, 176, blocks of 128": {"sizes": (176, 176), "block_size": 128, "tile": {}},
+    "two accumulators, 152, group of 3": {"sizes": (152, 152), "heads": (6, 2), "tile": {}},
+    "two accumulators, 192 and 144": {"sizes": (192, 144), "block_size": 8, "tile": {}},
+    "two accumulators, 144 and 192, bidirectional": {
+        "sizes": (144, 192),
+        "block_size": 256,
+        "causal": False,
+        "tile": {"ordered": True},
+    },
+    "two accumulators, float16, 184": {
+        "sizes": (184, 184),
+        "dtype": torch.float16,
+        "tile": {"rarely": True, "ordered": True},
+    },
+    "two accumulators by sign, chunks": {
+        "sizes": (160, 160),
+        "heads": (8, 2),
+        "attention_chunk_size": 200,
+        "tile": {"sign_softmax": True},
+    },
+    "two accumulators by sign, sinks": {
+        "sizes": (192, 192),
+        "heads": (8, 2),
+        "sinks": True,
+        "tile": {"sign_softmax": True, "ordered": True},
+    },
+    "two accumulators, window, cap, sinks": {
+        "sizes": (168, 168),
+        "window": (100, 0),
+        "logits_soft_cap": 20.0,
+        "sinks": True,
+        "tile": {},
+    },
+    "two accumulators, large cap": {"sizes": (192, 192), "logits_soft_cap": 100.0, "tile": {}},
     "window, cap, sinks": {
         "sizes": (192, 128),
         "window": (100, 0),
@@ -38,6 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sinks": True,
     },
 }
+TWO_ACCUMULATORS: dict[str, Any] = {"stages": 3, "query_registers": True, "two_accumulators": True}
 BATCH = "q700s900_q1s40_q300_q130s1000_q64s64"
 
 
@@ -48,7 +90,7 @@ def test_it_agrees_with_torch(name: str) -> None:
     options = dict(CASES[name])
     (size, size_v), (heads, kv_heads) = options.pop("sizes"), options.pop("heads", (4, 4))
     block_size = options.pop("block_size", 16)
-    dtype = options.pop("dtype", torch.bfloat16)
+    dtype, tile_options = options.pop("dtype", torch.bfloat16), options.pop("tile", None)
     draw = torch.Generator("cuda").manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -83,6 +125,8 @@ def test_it_agrees_with_torch(name: str) -> None:
     )  # fmt: skip
     rows = lengths.max_query_len * heads // kv_heads
     tile = choose_hopper_tile(size, size_v, rows=rows, block_size=block_size)
+    if tile_options is not None:
+        tile = dataclasses.replace(tile, **(TWO_ACCUMULATORS | tile_options))
     batch = BatchTensors(starts, seq_lens, table, max_seq_len=lengths.max_seq_len)
     call = AttentionCall.of(query, key, value, out, lse, batch, params)
     run_attention(prepare_hopper_prefill(call, tile), call)

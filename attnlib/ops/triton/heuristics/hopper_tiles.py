@@ -68,9 +68,12 @@ class HopperTile:
         converter_warps: 4, a warpgroup, or 2, which share one with the loader warps.
         converter_registers: registers per thread of a converter warp; those of a loader warp in a
             shared warpgroup.
-        query_registers: keep the queries over a float8 cache in registers.
+        query_registers: keep queries in registers, over a float8 cache or with two accumulators.
         sign_softmax: look for rising maxima by signs (`with_sign_softmax`).
         ctas_per_sm: persistent CTAs of a multiprocessor, which share its registers.
+        two_accumulators: values of 129 to 192 elements have an accumulator of 128 columns and one
+            of the rest (`kernels/two_accumulators.py`), where keys are divided.
+        ordered, rarely: in tests, the order of two consumers' steps, and when they rescale.
     """
 
     block_n: int
@@ -88,6 +91,9 @@ class HopperTile:
     query_registers: bool = False
     sign_softmax: bool = False
     ctas_per_sm: int = 1
+    two_accumulators: bool = False
+    ordered: bool = False
+    rarely: bool = False
 
 
 def padded_width(head_size: int) -> int:
@@ -128,8 +134,9 @@ def shared_bytes(
     queries = 2 * tile.q_stages * 64 * blocks * width
     ring = (2 * tile.stages + tile.byte_stages) * tile.block_n * (width + width_v)
     numbers = 32 * tile.block_n if has_score and not tile.byte_stages else 0
-    # Each of three consumers with divided queries exchanges outputs within its warps.
-    exchange = 2048 * 3 if tile.consumers == 3 and key_parts(head_size) > 1 else 0
+    # Three consumers with divided queries exchange outputs within their warps, as two accumulators.
+    exchanges = key_parts(head_size) > 1 and (tile.consumers == 3 or tile.two_accumulators)
+    exchange = 2048 * tile.consumers if exchanges else 0
     return queries + ring + numbers + exchange + 1024
 
 

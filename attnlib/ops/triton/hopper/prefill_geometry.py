@@ -24,6 +24,7 @@ class PrefillGeometry(NamedTuple):
         group: query heads of a work tile.
         width, width_v: elements of a row of a tile in shared memory.
         key_parts: parts of a row of queries and keys.
+        rest_columns: columns of a second accumulator; 0 for one.
         split: the consumers share rows, and each has a part of the value elements.
         rows: query rows of a work tile.
         tile_tokens: query tokens of a work tile.
@@ -37,6 +38,7 @@ class PrefillGeometry(NamedTuple):
     width: int
     width_v: int
     key_parts: int
+    rest_columns: int
     split: bool
     rows: int
     tile_tokens: int
@@ -57,6 +59,7 @@ class PrefillGeometry(NamedTuple):
         # The batch-invariant kernel and gathered rows keep keys undivided.
         undivided = invariant or gathers(block_size)
         parts = 1 if undivided else key_parts(head_size, call.key.element_size())
+        rest = _rest_columns(tile, parts, head_size_v)
         width = width if parts == 1 else 64
         split = max(width, width_v) > 256
         rows = 64 * (1 if split else tile.consumers)
@@ -72,6 +75,7 @@ class PrefillGeometry(NamedTuple):
             width,
             width_v,
             parts,
+            rest,
             split,
             rows,
             rows // group,
@@ -89,3 +93,11 @@ class PrefillGeometry(NamedTuple):
     def query_box(self) -> tuple[int, int]:
         """Tokens and heads of a box of queries."""
         return (64 // self.group, self.group) if self.group <= 64 else (1, 64)
+
+
+def _rest_columns(tile: HopperTile, parts: int, head_size_v: int) -> int:
+    """The columns of the second of two accumulators, a power of two; 0 where there is one. `parts`
+    is that of keys."""
+    if not tile.two_accumulators or parts == 1 or not 128 < head_size_v <= 192:
+        return 0
+    return max(8, 1 << (head_size_v - 129).bit_length())

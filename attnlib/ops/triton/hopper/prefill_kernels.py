@@ -75,8 +75,9 @@ def _has_sign_softmax(config: PrefillConfig, dtype: torch.dtype, score: Any) -> 
         in (
             (1, 128, 2, 128),
             (3, 64, 3, 64),  # parts of 64 elements
+            *([(3, 64, 2, 64)] if config.REST_COLUMNS else []),
         )
-        and config.WIDTH_V == 128
+        and (config.WIDTH_V == 128 or config.REST_COLUMNS > 0)
         and config.VALUE_PARTS == 0
         and config.KV_KIND == KV_PLAIN
         and not config.GATHERS

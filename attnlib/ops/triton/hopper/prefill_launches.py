@@ -70,7 +70,8 @@ class HopperPrefill:
         num_batch_tensors: number of batch tensors of the score function.
         totals_bytes: global memory of the batch-invariant kernel for sums, 0 for none; None for the
             other kernels.
-        key_parts: parts of a key in shared memory, each as wide as a TMA box.
+        key_parts, value_parts: parts of a key and of a value in shared memory, each as wide as a
+            TMA box.
         num_work_tiles: work tiles, an upper bound.
         gathers: the kernel reads the caches by address instead of descriptors.
         cache_strides: the kernel's last arguments: strides of keys and values in bytes, where
@@ -95,6 +96,7 @@ class HopperPrefill:
     num_batch_tensors: int = 0
     totals_bytes: int | None = None
     key_parts: int = 1
+    value_parts: int = 1
     num_work_tiles: int = 0
     gathers: bool = False
     cache_strides: tuple[int | None, ...] = ()
@@ -229,7 +231,9 @@ class HopperPrefill:
         heads, (key_view, value_view) = self.num_kv_heads, self.views
         if self.tile.l2_groups and self.num_work_tiles >= _FEW_TILES_PER_SM * self.limits.num_sms:
             width = self.key_parts * key_view.width
-            width_v = width if isinstance(value_view, TransposedView) else value_view.width
+            width_v = width
+            if not isinstance(value_view, TransposedView):
+                width_v = self.value_parts * value_view.width
             heads = choose_l2_heads(heads, max_seq_len, width + width_v)
         return heads * self.shared
 

@@ -22,6 +22,7 @@ from attnlib.ops.triton.hopper.descriptors import (
 from attnlib.ops.triton.hopper.kernels.consumer_state import BOUNDED
 from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
 from attnlib.ops.triton.hopper.kernels.prefill_call import PrefillConfig
+from attnlib.ops.triton.hopper.kernels.two_accumulators import LOADED_PARTS, PART_COLUMNS
 from attnlib.ops.triton.hopper.kernels.value_columns import PART_ELEMENTS
 from attnlib.ops.triton.hopper.prefill_geometry import PrefillGeometry
 from attnlib.ops.triton.hopper.prefill_kernels import choose_kernel
@@ -98,6 +99,7 @@ def prepare_hopper_prefill(
         num_batch_tensors=len(call.batch.score_tensors),
         totals_bytes=_totals_bytes(sizes, call.limits) if invariant else None,
         key_parts=sizes.key_parts,
+        value_parts=LOADED_PARTS.value if sizes.rest_columns else 1,
         num_work_tiles=sizes.num_work_tiles,
         gathers=gathers(sizes.block_size),
         cache_strides=cache_strides(key, value) if kernel is hopper_prefill_kernel else (),
@@ -130,6 +132,8 @@ def _views(
     """The key and value cache as TMA reads them."""
     box = min(sizes.block_size or tile.block_n, tile.block_n)
     width_v = PART_ELEMENTS.value if config.VALUE_PARTS else sizes.width_v
+    if config.REST_COLUMNS:
+        width_v = PART_COLUMNS.value
     values = transposed or CacheView.of(call.value, box, width_v)
     return CacheView.of(call.key, box, sizes.width), values
 
@@ -197,10 +201,13 @@ def _config(
         GATHERS=gathers(sizes.block_size),
         SPLIT_V=sizes.split,
         KEY_PARTS=sizes.key_parts,
+        REST_COLUMNS=sizes.rest_columns,
         BYTE_STAGES=tile.byte_stages,
         CONVERTER_WARPS=tile.converter_warps,
         CONVERTER_REGISTERS=tile.converter_registers,
         QUERY_REGISTERS=tile.query_registers,
+        ORDERED=tile.ordered,
+        RARELY=tile.rarely,
     )
 
 

@@ -22,6 +22,8 @@ class Consumer:
         COLUMNS: value elements of its accumulator.
         ELEMENTS: elements of a head that Q @ K^T reads.
         S_LAYOUT, O_LAYOUT: layouts of the scores and of the output.
+        REST_COLUMNS, REST_LAYOUT: columns and layout of the second accumulator
+            (`two_accumulators`); 0 columns for one accumulator.
         V_COLUMNS: columns of P @ V with values in parts (`value_columns`); 0 if they are undivided.
         V_OFFSET: of these values in shared memory, in bytes.
         SUMS: columns of the accumulator are sums of weights, and `row_sum` stays as it is.
@@ -38,6 +40,8 @@ class Consumer:
     ELEMENTS: gl.constexpr
     S_LAYOUT: gl.constexpr
     O_LAYOUT: gl.constexpr
+    REST_COLUMNS: gl.constexpr
+    REST_LAYOUT: gl.constexpr
     V_COLUMNS: gl.constexpr
     V_OFFSET: gl.constexpr
     SUMS: gl.constexpr

@@ -20,12 +20,18 @@ from attnlib.ops.triton.hopper.kernels.prefill_products import (
     hidden_zero,
     multiply_keys,
     multiply_parts,
+    multiply_pieces,
     multiply_values,
     pack_weights,
     unpack_weights,
     wait_for_tile,
 )
 from attnlib.ops.triton.hopper.kernels.tile_weights import weigh_tile
+from attnlib.ops.triton.hopper.kernels.two_accumulators import (
+    multiply_both,
+    rescale_both,
+    wait_for_both,
+)
 from attnlib.ops.triton.hopper.kernels.value_columns import multiply_value_parts
 
 __all__ = ["key_product", "overlapped_step", "value_product"]
@@ -40,6 +46,8 @@ def key_product(
     zeros = gl.zeros([64, BLOCK_N], gl.float32, consumer.S_LAYOUT)
     if KEY_PARTS == 1:
         scores = multiply_keys(operand, keys.memory.index(stage), zeros, consumer.ELEMENTS)
+    elif consumer.REST_COLUMNS > 0:
+        scores = multiply_pieces(operand, keys.memory, stage, zeros)
     else:
         scores = multiply_parts(operand, keys.memory, stage, zeros, KEY_PARTS)
     if HAS_SLOPE:
@@ -51,7 +59,9 @@ def key_product(
 @gluon.jit
 def value_product(consumer, values, stage, weights, acc, DTYPE: gl.constexpr):
     """Issue P @ V + acc with the values of a stage and packed weights."""
-    if consumer.V_COLUMNS > 0:
+    if consumer.REST_COLUMNS > 0:
+        return multiply_both(consumer, values, stage, weights, acc, DTYPE)
+    elif consumer.V_COLUMNS > 0:
         return multiply_value_parts(
             weights,
             values.memory,
@@ -105,8 +115,10 @@ def overlapped_step(
     HAS_SLOPE: gl.constexpr = scoring.KEY_SLOPE is not None and not UNCHANGED
     # Three consumers overlap with each other. With two, the softmax overlaps with P @ V, where it
     # is short enough for that.
-    ORDERED: gl.constexpr = (SIGNS and call.config.KEY_PARTS == 1) or (
-        consumer.V_COLUMNS > 0 and THRESHOLD == 0 and not BOUNDED_CAP
+    ORDERED: gl.constexpr = (
+        call.config.ORDERED
+        or (SIGNS and call.config.KEY_PARTS == 1)
+        or (consumer.V_COLUMNS > 0 and THRESHOLD == 0 and not BOUNDED_CAP)
     )
     stage = step % STAGES
     parity = (step // STAGES) & 1
@@ -127,8 +139,9 @@ def overlapped_step(
     # Wait for the TMA loads of the previous tile's values, then issue P @ V behind it.
     wait_for_tile(values.full, v_stage, v_parity, COPIED)
     acc = value_product(consumer, values, v_stage, weights, acc, DTYPE)
-    # One group may stay in flight: Q @ K^T is complete, P @ V overlaps with the softmax.
-    scores = warpgroup_mma_wait(1, deps=[scores])
+    # P @ V may stay in flight: Q @ K^T is complete, P @ V overlaps with the softmax.
+    VALUE_GROUPS: gl.constexpr = 2 if consumer.REST_COLUMNS > 0 else 1
+    scores = warpgroup_mma_wait(VALUE_GROUPS, deps=[scores])
     if not ORDERED:
         mbarrier.arrive(keys.empty.index(stage), count=1)
     probs, acc_scale, row_max, new_sum = weigh_tile(
@@ -139,7 +152,10 @@ def overlapped_step(
     if ORDERED:
         probs = before_wait(probs)
     # P @ V is complete: its stage is free, and the accumulator may be rescaled.
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    if consumer.REST_COLUMNS > 0:
+        acc = wait_for_both(acc)
+    else:
+        acc = warpgroup_mma_wait(0, deps=[acc])
     if ORDERED:
         # An arrival synchronizes the warps, which would delay the softmax.
         mbarrier.arrive(keys.empty.index(stage), count=1)
@@ -149,7 +165,9 @@ def overlapped_step(
         # Before the branch of `rescale`, ptxas packs weights between the exponentials.
         packed = pack_weights(probs, DTYPE)
     if not BOUNDED_CAP:
-        if THRESHOLD > 0:
+        if consumer.REST_COLUMNS > 0:
+            acc = rescale_both(acc, acc_scale, THRESHOLD > 0)
+        elif THRESHOLD > 0:
             acc = rescale(acc, acc_scale)
         else:
             acc = acc * gl.convert_layout(acc_scale, gl.SliceLayout(1, acc.type.layout))[:, None]

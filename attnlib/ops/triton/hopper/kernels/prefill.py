@@ -9,7 +9,7 @@ query token. The heads of a group are adjacent, so they share the same tiles of 
 | `prefill_storage`, `ring`, `mailbox` | shared memory, barriers, published work tiles |
 | `prefill_loader`, `prefill_sources` | selection of work tiles; loads of queries, keys, values |
 | `prefill_consumer`, `prefill_queries`, `prefill_visits` | consumers, their rows and key tiles |
-| `mainloop`, `prefill_products`, `tile_weights`, `softmax` | one step: products and softmax |
+| `mainloop`, `prefill_products`, `two_accumulators`, `tile_weights`, `softmax` | one step |
 | `prefill_epilogue`, `prefill_rows` | sums, sinks, LSEs, stores |
 
 With `concurrent` the kernel starts while the previous one runs, on the multiprocessors that the
@@ -44,6 +44,11 @@ from attnlib.ops.triton.hopper.kernels.prefill_storage import (
 from attnlib.ops.triton.hopper.kernels.ring import ring_pair
 from attnlib.ops.triton.hopper.kernels.schedule import Batch
 from attnlib.ops.triton.hopper.kernels.slopes import column_numbers
+from attnlib.ops.triton.hopper.kernels.two_accumulators import (
+    LOADED_PARTS,
+    PART_COLUMNS,
+    SPARE_PARTS,
+)
 from attnlib.ops.triton.hopper.kernels.value_columns import (
     PART_ELEMENTS,
     PART_KEYS,
@@ -76,13 +81,17 @@ def _allocate(CONFIG: gl.constexpr, QUERY: gl.constexpr, COMPUTE: gl.constexpr):
         )
         if SPARE > 0:
             store_ones(v_tiles, CONFIG.VALUE_PARTS, STAGES)
+    elif CONFIG.REST_COLUMNS > 0:
+        v_tiles = allocate_tiles(
+            COMPUTE, STAGES * (LOADED_PARTS + SPARE_PARTS), CONFIG.BLOCK_N, PART_COLUMNS
+        )
     else:
         v_tiles = allocate_tiles(COMPUTE, STAGES, CONFIG.BLOCK_N, CONFIG.WIDTH_V)
     # Divided queries take too much shared memory for two stages. A consumer that releases its rows
     # alone, before its last product, waits less for the next ones.
     OWN_QUERIES: gl.constexpr = (
         CONFIG.KEY_PARTS == 3
-        and CONFIG.CONSUMERS == 3
+        and (CONFIG.CONSUMERS == 3 or CONFIG.REST_COLUMNS > 0 and CONFIG.QUERY_REGISTERS)
         and CONFIG.LOAD_QUERY
         and not CONFIG.STAGED_STORE
     )
@@ -189,7 +198,10 @@ def hopper_prefill_kernel(
         else 0
     )
     keys = CacheSource(key_desc, CONFIG.KEY_PARTS, 0)
-    values = CacheSource(value_desc, max(CONFIG.VALUE_PARTS, 1), SPARE)
+    if CONFIG.REST_COLUMNS > 0:
+        values = CacheSource(value_desc, LOADED_PARTS, SPARE_PARTS)
+    else:
+        values = CacheSource(value_desc, max(CONFIG.VALUE_PARTS, 1), SPARE)
     if CONFIG.KV_KIND != KV_PLAIN:
         _float8_partitions(
             call, scoring, queries, outputs, storage, key_desc, value_desc, query_desc, CACHE,

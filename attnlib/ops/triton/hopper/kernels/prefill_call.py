@@ -69,6 +69,8 @@ class PrefillConfig(NamedTuple):
         KEY_PARTS: queries and keys are kept in as many parts of WIDTH elements.
         VALUE_PARTS: parts of 32 elements of the values of up to 127 elements (`value_columns`), or
             0; only with tiles of 128 keys, a 16-bit cache, and without GATHERS.
+        REST_COLUMNS: columns of the second accumulator (`two_accumulators`); 0 for one accumulator.
+        ORDERED, RARELY: see `HopperTile`.
         SIGN_SOFTMAX: unmasked tiles use `softmax_by_sign`.
         BYTE_STAGES: stages of the rings of a float8 cache.
         CONVERTER_WARPS, CONVERTER_REGISTERS: of the partition that converts a float8 cache.
@@ -112,12 +114,15 @@ class PrefillConfig(NamedTuple):
     SPLIT_V: bool = False
     KEY_PARTS: int = 1
     VALUE_PARTS: int = 0
+    REST_COLUMNS: int = 0
     SIGN_SOFTMAX: bool = False
     BYTE_STAGES: int = 0
     CONVERTER_WARPS: int = 0
     CONVERTER_REGISTERS: int = 0
     QUERY_REGISTERS: bool = False
     SPLIT: bool = False
+    ORDERED: bool = False
+    RARELY: bool = False
 
 
 @gluon.jit

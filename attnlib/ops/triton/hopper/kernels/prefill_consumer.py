@@ -22,6 +22,7 @@ from attnlib.ops.triton.hopper.kernels.prefill_rows import (
 )
 from attnlib.ops.triton.hopper.kernels.prefill_visits import first_tile, last_values, main_loop
 from attnlib.ops.triton.hopper.kernels.softmax import score_factor
+from attnlib.ops.triton.hopper.kernels.two_accumulators import FIRST_COLUMNS, zeros_of_both
 from attnlib.ops.triton.hopper.kernels.value_columns import (
     PART_ELEMENTS,
     PART_KEYS,
@@ -61,14 +62,15 @@ def _constants(call, storage, WARPGROUP: gl.constexpr):
     V_OFFSET: gl.constexpr = shared_memory_offset(
         (2 * q_tiles.numel, 2 * k_tiles.numel), 2 * v_tiles.numel
     )
-    WIDTH_V: gl.constexpr = v_tiles.shape[2] if VALUE_PARTS == 0 else 64 * ((DV + 63) // 64)
+    WIDTH_V: gl.constexpr = call.config.WIDTH_V if VALUE_PARTS == 0 else 64 * ((DV + 63) // 64)
     # Elements of a head that products read. Float8 queries and keys are permuted.
     PLAIN: gl.constexpr = call.config.KV_KIND == KV_PLAIN
     ELEMENTS: gl.constexpr = (D + 15) // 16 * 16 if PLAIN else q_tiles.shape[2]
     # With SPLIT_V, all consumers compute the same rows, each for a part of the value elements.
-    COLUMNS: gl.constexpr = WIDTH_V // (CONSUMERS if SPLIT_V else 1)
+    REST: gl.constexpr = call.config.REST_COLUMNS
+    COLUMNS: gl.constexpr = FIRST_COLUMNS if REST > 0 else WIDTH_V // (CONSUMERS if SPLIT_V else 1)
     # `bounded_softmax` has no running maximum, and its sums are those of rows.
-    RARELY: gl.constexpr = CONSUMERS == 3 and call.config.HAS_CAP != BOUNDED
+    RARELY: gl.constexpr = (CONSUMERS == 3 or call.config.RARELY) and call.config.HAS_CAP != BOUNDED
     MAX_THRESHOLD: gl.constexpr = _RESCALE_THRESHOLD if RARELY else 0
     THRESHOLD: gl.constexpr = _SIGN_LEAD if call.config.SIGN_SOFTMAX else MAX_THRESHOLD
     return Consumer(
@@ -80,6 +82,8 @@ def _constants(call, storage, WARPGROUP: gl.constexpr):
         ELEMENTS=ELEMENTS,
         S_LAYOUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, k_tiles.shape[1], 16]),
         O_LAYOUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]),
+        REST_COLUMNS=REST,
+        REST_LAYOUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(REST, 8), 16]),
         V_COLUMNS=V_COLUMNS,
         V_OFFSET=V_OFFSET,
         SUMS=SUMS,
@@ -89,6 +93,19 @@ def _constants(call, storage, WARPGROUP: gl.constexpr):
         # schedules their main loop worse.
         EARLY_SINK=call.config.HAS_SINK and SUMS and THRESHOLD > 0,
     )
+
+
+@gluon.jit
+def _zero_outputs(warpgroup):
+    """Return the accumulator of the outputs of a work tile, or both (`two_accumulators`)."""
+    if warpgroup.REST_COLUMNS > 0:
+        acc = zeros_of_both(warpgroup)
+    elif warpgroup.V_COLUMNS > 0:
+        # As wide as the scores, whatever the head size.
+        acc = gl.zeros([64, PART_KEYS], gl.float32, warpgroup.S_LAYOUT)
+    else:
+        acc = gl.zeros([64, warpgroup.COLUMNS], gl.float32, warpgroup.O_LAYOUT)
+    return acc
 
 
 @gluon.jit
@@ -106,6 +123,9 @@ def consumer(call, scoring, source, outputs, storage, q_halves, WARPGROUP: gl.co
     S_LAYOUT: gl.constexpr = warpgroup.S_LAYOUT
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     OWN_QUERIES: gl.constexpr = queries.OWN_QUERIES
+    EARLY_QUERIES: gl.constexpr = (
+        OWN_QUERIES and call.config.REST_COLUMNS > 0 and call.config.QUERY_REGISTERS
+    )
     factor = score_factor(scoring.scale, scoring.soft_cap, call.config.HAS_CAP)
     call.begin()
     mail = 0
@@ -151,11 +171,10 @@ def consumer(call, scoring, source, outputs, storage, q_halves, WARPGROUP: gl.co
             sink = 0.0  # not used
             if warpgroup.EARLY_SINK:
                 sink = gl.load(outputs.sinks + rows.heads, mask=rows.valid, other=0.0)
-            acc = gl.zeros([64, warpgroup.COLUMNS], gl.float32, warpgroup.O_LAYOUT)
-            if warpgroup.V_COLUMNS > 0:
-                # As wide as the scores, whatever the head size.
-                acc = gl.zeros([64, PART_KEYS], gl.float32, S_LAYOUT)
-            if OWN_QUERIES:
+            acc = _zero_outputs(warpgroup)
+            if EARLY_QUERIES:  # they are in registers
+                mbarrier.arrive(queries.ring.empty.index(q_barrier), count=1)
+            elif OWN_QUERIES:
                 if tiles.end <= tiles.begin:
                     mbarrier.arrive(queries.ring.empty.index(q_barrier), count=1)
             if tiles.end > tiles.begin:
@@ -187,7 +206,7 @@ def consumer(call, scoring, source, outputs, storage, q_halves, WARPGROUP: gl.co
                     acc,
                     weights,
                 )
-                if OWN_QUERIES:
+                if OWN_QUERIES and not EARLY_QUERIES:
                     # The next queries arrive during the rest of this work tile.
                     mbarrier.arrive(queries.ring.empty.index(q_barrier), count=1)
                 acc = last_values(call, warpgroup, storage, step, acc, weights)

@@ -96,16 +96,41 @@ def finish_rows(
     elif scoring.v_scale is not None:
         scale = load_kv_scale(scoring.v_scale, kv_head, V_KIND)
         normalizer *= factor_without_keys(scale, without_keys, V_KIND)
-    normalizer = gl.convert_layout(normalizer, gl.SliceLayout(1, consumer.O_LAYOUT))
-    if call.config.SPLIT:
-        ACC: gl.constexpr = gl.SliceLayout(1, consumer.O_LAYOUT)
-        FIRST: gl.constexpr = consumer.PART * consumer.COLUMNS if call.config.SPLIT_V else 0
-        token, head, valid = work_rows(call, work, consumer.ROW_BLOCK, ACC)
-        part = acc * normalizer[:, None]
-        call.splits.store_values(work.start + token, head, valid, work.split, part, FIRST)
+    if consumer.REST_COLUMNS > 0:
+        DTYPE: gl.constexpr = rows.tile.dtype
+        _store_columns(call, consumer, outputs, work, acc[0], normalizer, DTYPE, 0)
+        _store_columns(call, consumer, outputs, work, acc[1], normalizer, DTYPE, consumer.COLUMNS)
     else:
-        tile = (acc * normalizer[:, None]).to(rows.tile.dtype)
-        _store(call, consumer, rows.tile, outputs, work, tile, OWN_QUERIES)
+        normalizer = gl.convert_layout(normalizer, gl.SliceLayout(1, consumer.O_LAYOUT))
+        if call.config.SPLIT:
+            ACC: gl.constexpr = gl.SliceLayout(1, consumer.O_LAYOUT)
+            FIRST: gl.constexpr = consumer.PART * consumer.COLUMNS if call.config.SPLIT_V else 0
+            token, head, valid = work_rows(call, work, consumer.ROW_BLOCK, ACC)
+            part = acc * normalizer[:, None]
+            call.splits.store_values(work.start + token, head, valid, work.split, part, FIRST)
+        else:
+            tile = (acc * normalizer[:, None]).to(rows.tile.dtype)
+            _store(call, consumer, rows.tile, outputs, work, tile, OWN_QUERIES)
+
+
+@gluon.jit
+def _store_columns(
+    call, consumer, outputs, work, acc, normalizer, DTYPE: gl.constexpr, FIRST: gl.constexpr
+):
+    """Store one of two accumulators, the columns of the outputs from FIRST on."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    tile = acc * gl.convert_layout(normalizer, gl.SliceLayout(1, LAYOUT))[:, None]
+    if call.config.SPLIT:
+        token, head, valid = work_rows(call, work, consumer.ROW_BLOCK, gl.SliceLayout(1, LAYOUT))
+        call.splits.store_values(work.start + token, head, valid, work.split, tile, FIRST)
+    else:
+        tile = tile.to(DTYPE)
+        COLUMNS: gl.constexpr = acc.shape[1]
+        STORED: gl.constexpr = wide_layout(COLUMNS) if COLUMNS >= 32 else LAYOUT
+        tile = gl.convert_layout(tile, STORED)
+        token, head, valid = work_rows(call, work, consumer.ROW_BLOCK, gl.SliceLayout(1, STORED))
+        offsets = outputs.offsets(work.start + token, head) + FIRST
+        store_rows(outputs.pointer, offsets, tile, valid, call.config.DV - FIRST)
 
 
 @gluon.jit

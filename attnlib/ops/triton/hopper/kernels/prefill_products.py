@@ -16,8 +16,10 @@ __all__ = [
     "keep_queries",
     "multiply_keys",
     "multiply_parts",
+    "multiply_pieces",
     "multiply_values",
     "pack_weights",
+    "query_pieces",
     "unpack_weights",
     "wait_for_tile",
 ]
@@ -147,6 +149,57 @@ def multiply_parts(q_operand, k_ring, stage, zeros, KEY_PARTS: gl.constexpr):
         scores = warpgroup_mma(q_operand[3], keys, scores, is_async=True)
         keys = k_ring.index(stage * KEY_PARTS + 2).permute((1, 0))
         scores = warpgroup_mma(q_operand[4], keys, scores, is_async=True)
+    return scores
+
+
+@gluon.constexpr_function
+def _pieces(rest):
+    """Return the parts (start, size) of powers of two of `rest` elements, 16 to 64."""
+    return [(rest // (2 * n) * (2 * n), n) for n in (64, 32, 16) if rest % (2 * n) >= n]
+
+
+@gluon.jit
+def query_pieces(
+    queries, number, ELEMENTS: gl.constexpr, LAYOUT: gl.constexpr, IN_REGISTERS: gl.constexpr
+):
+    """Return queries in three parts as operands of `multiply_pieces`.
+
+    Args:
+        ELEMENTS: elements that products read, 144 to 192 and a multiple of 16.
+        LAYOUT: of operands in registers.
+        IN_REGISTERS: whether the queries are loaded to registers, or stay in shared memory.
+
+    Returns:
+        Tuple of elements [0, 64), [64, 128), and parts of powers of two of the rest.
+    """
+    third = queries.tile(number, 2)
+    PIECES: gl.constexpr = _pieces(ELEMENTS - 128)
+    pieces = (queries.tile(number), queries.tile(number, 1))
+    for part in gl.static_range(len(PIECES)):
+        pieces = pieces + (third.slice(PIECES[part][0], PIECES[part][1], 1),)
+    if IN_REGISTERS:
+        loaded = ()
+        for piece in gl.static_range(len(pieces)):
+            loaded = loaded + (pieces[piece].load(LAYOUT),)
+        return loaded
+    else:
+        return pieces
+
+
+@gluon.jit
+def multiply_pieces(pieces, k_ring, stage, zeros):
+    """Issue the product of `query_pieces` with the keys of a stage, in three parts."""
+    keys = k_ring.index(3 * stage).permute((1, 0))
+    scores = warpgroup_mma(pieces[0], keys, zeros, use_acc=False, is_async=True)
+    keys = k_ring.index(3 * stage + 1).permute((1, 0))
+    scores = warpgroup_mma(pieces[1], keys, scores, is_async=True)
+    third = k_ring.index(3 * stage + 2)
+    FIRST: gl.constexpr = pieces[2].shape[1]
+    keys = third.slice(0, FIRST, 1).permute((1, 0))
+    scores = warpgroup_mma(pieces[2], keys, scores, is_async=True)
+    if len(pieces) > 3:
+        keys = third.slice(FIRST, pieces[3].shape[1], 1).permute((1, 0))
+        scores = warpgroup_mma(pieces[3], keys, scores, is_async=True)
     return scores
 
 

@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attnlib.ops.triton.hopper.kernels.compat import partition_barrier
 from attnlib.ops.triton.hopper.kernels.consumer_state import RowState
 from attnlib.ops.triton.hopper.kernels.kv_scales import is_tensor, load_kv_scale, valid_factor
-from attnlib.ops.triton.hopper.kernels.prefill_products import keep_queries
+from attnlib.ops.triton.hopper.kernels.prefill_products import keep_queries, query_pieces
 from attnlib.ops.triton.hopper.kernels.prefill_rows import aligned_offset, store_layout, work_rows
 from attnlib.ops.triton.hopper.kernels.quantized import WEIGHT_SCALE, halve_queries
 from attnlib.ops.triton.hopper.kernels.slopes import slope_operand
@@ -53,6 +53,11 @@ def _query_operand(call, queries, stage, warpgroup, tile):
     number = stage * queries.BLOCKS + warpgroup.ROW_BLOCK
     if call.config.SPLIT_V:
         return queries.ring.memory
+    elif call.config.REST_COLUMNS > 0:
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, warpgroup.S_LAYOUT, 2)
+        return query_pieces(
+            queries, number, warpgroup.ELEMENTS, OPERAND, call.config.QUERY_REGISTERS
+        )
     elif queries.OWN_QUERIES:
         LAYOUT: gl.constexpr = gl.DotOperandLayout(0, warpgroup.S_LAYOUT, 2)
         return keep_queries(tile, queries.tile(number, 1), queries.tile(number, 2), LAYOUT)

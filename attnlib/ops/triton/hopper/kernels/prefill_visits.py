@@ -10,6 +10,11 @@ from attnlib.ops.triton.hopper.kernels.prefill_rows import clear_values
 from attnlib.ops.triton.hopper.kernels.sign_softmax import lane_references, row_references
 from attnlib.ops.triton.hopper.kernels.softmax import LOG2E
 from attnlib.ops.triton.hopper.kernels.tile_weights import weigh_tile
+from attnlib.ops.triton.hopper.kernels.two_accumulators import (
+    LOADED_PARTS,
+    SPARE_PARTS,
+    wait_for_both,
+)
 from attnlib.ops.triton.hopper.kernels.value_columns import PART_KEYS, clear_value_parts
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
@@ -86,6 +91,14 @@ def first_tile(
                     PARTS,
                     values.STAGES,
                 )
+            elif warpgroup.REST_COLUMNS > 0:
+                for part in gl.static_range(LOADED_PARTS):
+                    clear_values(
+                        values.memory.index(stage * (LOADED_PARTS + SPARE_PARTS) + part),
+                        past_end,
+                        warpgroup.WARPGROUP,
+                        call.config.CONSUMERS,
+                    )
             else:
                 clear_values(
                     values.memory.index(stage),
@@ -223,6 +236,9 @@ def last_values(call, warpgroup, storage, step, acc, weights):
     stage = (step - 1) % values.STAGES
     wait_for_tile(values.full, stage, ((step - 1) // values.STAGES) & 1, call.config.GATHERS)
     acc = value_product(warpgroup, values, stage, weights, acc, storage.keys.memory.dtype)
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    if warpgroup.REST_COLUMNS > 0:
+        acc = wait_for_both(acc)
+    else:
+        acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(values.empty.index(stage), count=1)
     return acc
