@@ -14,6 +14,15 @@ pytestmark = [pytest.mark.gpu, needs_gpu]
 
 NEW_TOKENS = 200
 WARM_TOKENS = 2
+GPT_OSS: dict[str, Any] = {
+    "model": "GptOss",
+    "num_hidden_layers": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 64,
+    "num_attention_heads": 8,
+}
+"""Sinks, and every second layer with a window of 128 tokens."""
 
 
 def _model(**changes: Any) -> Any:
@@ -52,8 +61,9 @@ def _model(**changes: Any) -> Any:
         ([600], {}, {"cache_implementation": "static"}),
         ([600, 413], {}, {"cache_implementation": "static"}),
         ([600], {}, {"num_beams": 2}),
+        ([600, 413], GPT_OSS, {}),
     ],
-    ids=["one", "padded", "window", "window-padded", "static", "static-padded", "beams"],
+    ids=["one", "padded", "window", "window-padded", "static", "static-padded", "beams", "sinks"],
 )
 @torch.inference_mode()
 def test_generate_compiles_nothing_per_token(
@@ -85,3 +95,31 @@ def test_generate_compiles_nothing_per_token(
     assert len(counts) == NEW_TOKENS
     late = [kernel.name for kernel in compiled[counts[WARM_TOKENS - 1] :]]
     assert not late, f"{len(late)} kernels compiled after token {WARM_TOKENS}: {late[:4]}"
+
+
+@pytest.mark.parametrize("lengths", [[600], [600, 413]], ids=["one", "padded"])
+@torch.inference_mode()
+def test_layers_with_sinks_and_full_windows_are_launched_directly(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher of one token serves the next one: no layer looks for its plan again."""
+    from attnlib.integrations.transformers.continued import Repeat
+
+    looked_up: list[int] = []
+    pages = Repeat.pages
+
+    def counted(self: Repeat, key: torch.Tensor, value: torch.Tensor) -> Any:
+        looked_up.append(key.shape[2])
+        return pages(self, key, value)
+
+    monkeypatch.setattr(Repeat, "pages", counted)
+    model = _model(**GPT_OSS)
+    mask = torch.stack([torch.arange(max(lengths)) >= max(lengths) - n for n in lengths])
+    mask = mask.to("cuda", torch.int64)
+    ids = torch.randint(1, 512, mask.shape, device="cuda") * mask
+    counts = []
+    for tokens in (8, 40):
+        looked_up.clear()
+        model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
+        counts.append(len(looked_up))
+    assert counts[1] <= counts[0], looked_up

@@ -1,7 +1,7 @@
 """What the layers of a step have found, and the step after it that continues it.
 
-A `DecodeBatch` over keys that grow in place outlives its step: the next step has the same layer,
-plan and launcher, and only fills table and lengths again.
+A `DecodeBatch` over keys that grow in place, or over a full window, outlives its step: the next
+step has the same layer, plan and launcher, and only fills table and lengths again.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from attnlib.integrations.transformers.decode_batch import (
     BoundCall,
     DecodeBatch,
     current_stream,
+    has_full_window,
+    lasting_tokens,
 )
-from attnlib.integrations.transformers.growing_cache import capacity_of
 from attnlib.integrations.transformers.layers import Call, is_transient
 from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.integrations.transformers.step_mask import StepMask
@@ -57,14 +58,14 @@ class Arguments:
 
 @dataclass(frozen=True, eq=False)
 class Continued:
-    """A decode whose batch outlives its step, over keys that grow in place. It holds no keys and
-    values, which end with their cache.
+    """A decode whose batch outlives its step (`lasting_tokens`). It holds no keys and values, which
+    end with their cache.
 
     Attributes:
         batch: the batch.
         key_view, value_view: shape and strides of the views of keys and values.
         pattern: of the mask.
-        capacity: tokens of the buffers of the keys.
+        tokens: those of `lasting_tokens`.
         query_fits: whether a query has the layout of the first one.
         layouts: dtypes, strides and sizes besides the tokens of keys and values.
         place: thread and stream, which the batch belongs to.
@@ -74,7 +75,7 @@ class Continued:
     key_view: tuple[tuple[int, ...], tuple[int, ...]]
     value_view: tuple[tuple[int, ...], tuple[int, ...]]
     pattern: Pattern
-    capacity: int
+    tokens: int
     query_fits: Callable[..., bool]
     layouts: tuple[Any, ...]
     place: tuple[int, int]
@@ -112,15 +113,15 @@ class Repeat:
 
 def continuation(call: Call, step: StepMask, repeat: Repeat) -> Continued | None:
     """What the next step may continue."""
-    capacity, pattern = capacity_of(call.key, call.value), step.pattern
+    tokens, pattern = lasting_tokens(step, call.key, call.value), step.pattern
     fits = tensor_check(call.query)
-    if repeat.batch is None or capacity is None or pattern is None or fits is None:
+    if repeat.batch is None or tokens is None or pattern is None or fits is None:
         return None
     if step.is_static or pattern.segments is not None or pattern.spans is not None:
         return None
     place = threading.get_ident(), current_stream(call.query.device)
     layouts, views = _layouts(call.key, call.value), (repeat.key_view, repeat.value_view)
-    return Continued(repeat.batch, *views, pattern, capacity, fits, layouts, place)
+    return Continued(repeat.batch, *views, pattern, tokens, fits, layouts, place)
 
 
 def _layouts(key: torch.Tensor, value: torch.Tensor) -> tuple[Any, ...]:
@@ -143,9 +144,9 @@ def continue_step(
         return None
     if step.q_length != 1 or pattern != last.pattern:
         return None
-    if step.attention_mask is None and pattern.depends_on_distance:
+    if step.attention_mask is None and pattern.depends_on_distance and not has_full_window(step):
         return None
-    if capacity_of(key, value) != last.capacity or not last.query_fits(query):
+    if lasting_tokens(step, key, value) != last.tokens or not last.query_fits(query):
         return None
     if last.layouts != _layouts(key, value):
         return None

@@ -2,7 +2,8 @@
 
 A host read in every step would wait for the GPU. The visible keys of each row are compacted into a
 block table on the device; sizes that the host needs are upper bounds. Over keys that grow in place
-(`growing_cache`) metadata, table and plans outlive a step: only values change.
+(`growing_cache`), and over those of a full window, metadata, table and plans outlive a step: only
+values change.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from weakref import ref
 
 import torch
 
+from attnlib.integrations.transformers.growing_cache import capacity_of
 from attnlib.integrations.transformers.layers import builder_for, is_transient
 from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.integrations.transformers.step_mask import StepMask, first_visible_key
@@ -23,7 +25,15 @@ from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.ops.dispatch import operation
 
-__all__ = ["BoundCall", "DecodeBatch", "batch_of_visible_keys", "current_stream", "decode_batch"]
+__all__ = [
+    "BoundCall",
+    "DecodeBatch",
+    "batch_of_visible_keys",
+    "current_stream",
+    "decode_batch",
+    "has_full_window",
+    "lasting_tokens",
+]
 
 _MAX_BATCHES = 64
 """Batches of one thread."""
@@ -56,6 +66,7 @@ class DecodeBatch:
         ratio: distance between two rows in block ids.
         bound_call: see `BoundCall`.
         everything: `[B, bound]` bool, True: what a step without padding sees; None before one.
+        shown: keys that the table lists if it lists them all; 0 otherwise.
     """
 
     metadata: AttentionMetadata
@@ -65,6 +76,7 @@ class DecodeBatch:
     ratio: int
     bound_call: BoundCall = field(default_factory=BoundCall)
     everything: torch.Tensor | None = None
+    shown: int = 0
     _step: ref[StepMask] | None = None
 
     def holds(self, step: StepMask) -> bool:
@@ -74,26 +86,31 @@ class DecodeBatch:
     def fill(self, step: StepMask, pattern: Pattern) -> None:
         """Write table and lengths of a step. No host sync."""
         visible, padding = step.padding(), step.attention_mask
-        if visible is None or padding is None:  # not for a pattern that depends on distances
-            rows, tokens = self.table.shape
-            if self.everything is None:
-                self.everything = torch.ones(
-                    rows, tokens, dtype=torch.bool, device=self.table.device
-                )
-            visible = self.everything[:, : step.width]
-        elif pattern.depends_on_distance:
-            first = first_visible_key(step, pattern, padding)
-            columns = torch.arange(step.width, device=visible.device)
-            visible = visible & (columns >= (first if isinstance(first, int) else first[:, None]))
-        self.show(visible)
+        if visible is None or padding is None:
+            self._show_all(step.width)
+        else:
+            if pattern.depends_on_distance and not has_full_window(step):
+                first = first_visible_key(step, pattern, padding)
+                columns = torch.arange(step.width, device=visible.device)
+                begin = first if isinstance(first, int) else first[:, None]
+                visible = visible & (columns >= begin)
+            self.show(visible)
         self._step = ref(step)
+
+    def _show_all(self, tokens: int) -> None:
+        rows, most = self.table.shape
+        if self.everything is None:
+            self.everything = torch.ones(rows, most, dtype=torch.bool, device=self.table.device)
+        if self.shown != tokens:
+            self.show(self.everything[:, :tokens])
+            self.shown = tokens
 
     def show(self, visible: torch.Tensor) -> None:
         """Write table and lengths of the keys that the rows see, `[B, up to tokens]` bool. No host
         sync."""
         list_keys = operation("visible_keys", "list_visible_keys", visible)
         list_keys(visible, self.ratio, table=self.table, lengths=self.lengths, starts=self.starts)
-        self._step = None
+        self._step, self.shown = None, 0
 
 
 def batch_of_visible_keys(layer: Attention, visible: torch.Tensor, ratio: int) -> DecodeBatch:
@@ -138,7 +155,7 @@ def decode_batch(
         step: its mask, with one query per row and padding.
         pattern: of the mask.
         ratio: distance between two rows in block ids (`token_pages`).
-        capacity: tokens of the buffers that the keys are in; None for keys of this step only.
+        capacity: of `lasting_tokens`; None for keys of this step only.
     """
     device = step.attention_mask.device if step.attention_mask is not None else step.device
     if capacity is None:
@@ -166,6 +183,26 @@ def decode_batch(
     if not found.holds(step):
         found.fill(step, pattern)
     return found
+
+
+def lasting_tokens(step: StepMask, key: torch.Tensor, value: torch.Tensor) -> int | None:
+    """Tokens of a batch that serves this step and later ones: those that buffers have room for, or
+    those of a full window, whose number stays. None for keys of which the next step has more.
+
+    Args:
+        step: the mask.
+        key, value: `[B, Hkv, S, D]` and `[B, Hkv, S, Dv]` of a layer of the step.
+    """
+    capacity = capacity_of(key, value)
+    return step.kv_length if capacity is None and has_full_window(step) else capacity
+
+
+def has_full_window(step: StepMask) -> bool:
+    """Whether a single query per row sees all keys, as many as its window has."""
+    pattern = step.pattern
+    if pattern is None or pattern.window.left is None or pattern.chunk is not None:
+        return False
+    return step.width == step.kv_length == pattern.window.left + 1
 
 
 def _bound(tokens: int, pattern: Pattern) -> int:

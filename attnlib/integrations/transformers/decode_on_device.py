@@ -12,8 +12,9 @@ from attnlib.integrations.transformers.batch_plan import BatchPlan, run_layer
 from attnlib.integrations.transformers.decode_batch import (
     batch_of_visible_keys,
     decode_batch,
+    has_full_window,
+    lasting_tokens,
 )
-from attnlib.integrations.transformers.growing_cache import capacity_of
 from attnlib.integrations.transformers.layers import Call, is_transient, layer_for
 from attnlib.integrations.transformers.mask_values import visible_keys
 from attnlib.integrations.transformers.pages import token_pages
@@ -36,10 +37,12 @@ def attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
     if pattern is None or pattern.segments is not None:
         return None
     if step.attention_mask is None:
-        # Lengths are known on the host. Over keys that grow in place, a batch that outlives the
-        # step costs less than one with these lengths.
-        grows = capacity_of(call.key, call.value) is not None
-        if not grows or is_transient() or pattern.depends_on_distance or not pattern.causal:
+        # Lengths are known on the host. A batch that outlives the step costs less than one with
+        # these lengths.
+        lasts = lasting_tokens(step, call.key, call.value) is not None
+        if not lasts or is_transient() or not pattern.causal:
+            return None
+        if pattern.depends_on_distance and not has_full_window(step):
             return None
     if not pattern.causal and pattern.depends_on_distance:
         return None
@@ -53,7 +56,7 @@ def attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
     key = ("device", ratio, layer.backend, id(layer.spec), device)
     batch = step.plans.get(key)
     if batch is None or not batch.holds(step):
-        capacity = capacity_of(call.key, call.value)
+        capacity = lasting_tokens(step, call.key, call.value)
         if is_transient():
             capacity = None
         elif step.is_static:

@@ -32,6 +32,7 @@ from attnlib.integrations.transformers.layers import Call, tensor_version
 from attnlib.integrations.transformers.recorded_weights import weights_are_collected
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.layer import Attention
+from attnlib.layer.per_head import own_tensors
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.ops.signature import tensor_check
 
@@ -134,14 +135,15 @@ def attend_again(
     launch = bound.launch
     if launch is not None and bound.group is layer.impl._group and not OBSERVERS:
         out = query.new_empty(batch, 1, heads, value.shape[3])
-        if launch(query, key, value, out, None, None, None):
+        own = own_tensors(layer) if layer._has_per_head else ()
+        if launch(query, key, value, out, None, None, None, *own):
             return out
     cache = repeat.pages(key, value)
     packed = query.select(2, 0) if queries == 1 else pack(query, None)
     rows: torch.Tensor = layer(packed, None, None, cache, repeat.metadata)
     out = rows.view(batch, queries, heads, value.shape[3])
     if bound.group is None and queries == 1:
-        _bind(bound, repeat.metadata, query, out)
+        _bind(bound, layer, repeat.metadata, query, out)
     return out
 
 
@@ -178,13 +180,17 @@ def _accept(known: Arguments, kwargs: dict[str, Any]) -> bool:
 
 
 def _bind(
-    bound: BoundCall, metadata: AttentionMetadata, query: torch.Tensor, out: torch.Tensor
+    bound: BoundCall,
+    layer: Attention,
+    metadata: AttentionMetadata,
+    query: torch.Tensor,
+    out: torch.Tensor,
 ) -> None:
-    """Take the launcher of the call that has just run, for calls with these tensors. Layers with
-    tensors of their own (sinks) have none."""
+    """Take the launcher of the call that has just run, for calls with these tensors."""
     recent = metadata.recent_plan
-    if recent is None or recent.call is None or recent.per_head is not None:
+    if recent is None or recent.call is None:
         return
     bound.group = recent.group
+    own = own_tensors(layer) if layer._has_per_head else ()
     # The views of a cache begin where its keys and values do, and only addresses are read.
-    bound.launch = recent.plan.bind_call(query, ..., ..., out, ..., None, None)
+    bound.launch = recent.plan.bind_call(query, ..., ..., out, ..., None, None, own=own)

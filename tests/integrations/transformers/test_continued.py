@@ -11,12 +11,13 @@ import torch
 import attnlib
 from attnlib.integrations.transformers import (
     continued,
+    decode_batch,
     decode_on_device,
     growing_cache,
     plain,
     repeated,
 )
-from tests.integrations.tiny_models import decoder, generated, padded, prompts, run
+from tests.integrations.tiny_models import WINDOW, decoder, generated, padded, prompts, run
 
 NEW_TOKENS = 12
 
@@ -56,6 +57,28 @@ def test_tokens_equal_eager(name: str, lengths: tuple[int, ...], steps: list[boo
     expected = generated(model, "eager", batch, NEW_TOKENS)
     assert torch.equal(generated(model, "attnlib", batch, NEW_TOKENS), expected)
     assert sum(steps) >= NEW_TOKENS // 2 and not all(steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(7,), (7, 4)], ids=["one", "padded"])
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
+def test_a_full_window_keeps_its_batch(
+    name: str, lengths: tuple[int, ...], steps: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window has the same number of keys in every step, once it is full."""
+    made: list[int] = []
+    make = decode_batch._make
+
+    def counted(layer: Any, batch: int, bound: int, *args: Any) -> Any:
+        made.append(bound)
+        return make(layer, batch, bound, *args)
+
+    monkeypatch.setattr(decode_batch, "_make", counted)
+    vars(decode_batch._local).clear()  # those of other tests
+    model, batch = decoder(name), padded(prompts(*lengths), "left")
+    expected = generated(model, "eager", batch, NEW_TOKENS)
+    assert torch.equal(generated(model, "attnlib", batch, NEW_TOKENS), expected)
+    assert made.count(WINDOW) == 1
 
 
 def _decode(model: Any, change: Any) -> torch.Tensor:
