@@ -8,6 +8,7 @@ import torch
 from attnlib import Attention, CommonAttentionMetadata
 from attnlib.cache.storage import PagedKVCache
 from attnlib.metadata.compressed import CompressedKeys, EntryBatch
+from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.sparse.compressed_entries import CompressedEntries
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 from attnlib.spec import AttentionSpec
@@ -18,9 +19,9 @@ pytestmark = [pytest.mark.gpu, needs_gpu]
 PAGES, COLUMNS, ENTRY_COLUMNS = 300, 64, 16
 
 
-def _spec(selection: KeySelection | None) -> AttentionSpec:
+def _spec(selection: KeySelection | None, heads: int = 64) -> AttentionSpec:
     return AttentionSpec(
-        num_heads=64, num_kv_heads=1, head_size=512, dtype=torch.bfloat16, block_size=64,
+        num_heads=heads, num_kv_heads=1, head_size=512, dtype=torch.bfloat16, block_size=64,
         use_mla=True, sliding_window=128, has_sink=True, needs_lse=True,
         compressed_entries=CompressedEntries(compress_rate=4, selection=selection),
     )  # fmt: skip
@@ -54,21 +55,22 @@ def _table(requests: int) -> torch.Tensor:
     return blocks.view(requests, ENTRY_COLUMNS).int().cuda()
 
 
+@pytest.mark.parametrize("heads", [12, 64, 128])
 @pytest.mark.parametrize("selection", [None, KeySelection(max_blocks=128)])
 @pytest.mark.parametrize(
     ("query_lens", "seq_lens"), [([1, 1, 1], [4000, 3, 700]), ([1, 90, 3], [2000, 90, 555])]
 )
 def test_the_triton_backend_agrees_with_torch(
-    selection: KeySelection | None, query_lens: list[int], seq_lens: list[int]
+    selection: KeySelection | None, query_lens: list[int], seq_lens: list[int], heads: int
 ) -> None:
     torch.manual_seed(0)
-    spec = _spec(selection)
+    spec = _spec(selection, heads)
     cache, entries = _caches(spec)
     common, table = _common(query_lens, seq_lens, 4096), _table(len(seq_lens))
     tokens = sum(query_lens)
-    query = torch.randn(tokens, 64, 512, device="cuda", dtype=torch.bfloat16)
+    query = torch.randn(tokens, heads, 512, device="cuda", dtype=torch.bfloat16)
     lists = None if selection is None else _lists(tokens, 128)
-    sinks, found = torch.randn(64, device="cuda"), []
+    sinks, found = torch.randn(heads, device="cuda"), []
     for name in ("triton", "torch"):
         layer = Attention(
             spec, backend=backend_or_skip(name, spec), sinks=sinks, scale=0.06, device="cuda"
@@ -78,6 +80,9 @@ def test_the_triton_backend_agrees_with_torch(
         found.append(
             layer(query, None, None, cache, metadata, return_lse=True, compressed_keys=given)
         )
+    if torch.cuda.get_device_capability()[0] == 9:
+        launches = [v for k, v in LAUNCHES.items() if isinstance(k, tuple) and k[0] == "streams"]
+        assert launches and launches[-1].attend is not None
     (out, lse), (expected, expected_lse) = found
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-2)

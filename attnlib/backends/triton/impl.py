@@ -8,21 +8,19 @@ from typing import Any
 
 import torch
 
-from attnlib.backends._two_streams import EntryOperations, attend_two_streams
 from attnlib.backends.base import AttentionImpl
 from attnlib.backends.step_plan import forward_signature
 from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.backends.triton.plan import make_plan
 from attnlib.backends.triton.rotating_plan import make_rotating_plan
 from attnlib.backends.triton.spec_shape import layer_shape
+from attnlib.backends.triton.two_streams import attend_two_streams
 from attnlib.cache.storage import PagedKVCache
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.rotary import HeadNorm
 from attnlib.ops.triton.cache_write import write_kv
 from attnlib.ops.triton.hadamard import rotate_heads
 from attnlib.ops.triton.hopper.sizes import hopper_reads
-from attnlib.ops.triton.merge_states import merge_states
-from attnlib.ops.triton.paged_decode import paged_decode
 from attnlib.ops.triton.rotary_write import bind_rotation, rotate, rotate_and_write
 from attnlib.ops.triton.selected_attention import selected_attention
 from attnlib.ops.triton.varlen_prefill import varlen_prefill
@@ -213,9 +211,8 @@ class TritonImpl(AttentionImpl):
         lse: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionImpl.forward_compressed`."""
-        operations = EntryOperations(paged_decode, selected_attention, merge_states)
         attend_two_streams(
-            self, operations, query, cache, metadata, compressed_keys, output, lse, self._kernels
+            self, query, cache, metadata, compressed_keys, output, lse, self._kernels
         )
 
     def forward_unpaged(

@@ -21,11 +21,13 @@ __all__ = [
     "INVARIANT_KERNELS",
     "LATENT_ROWS",
     "LATENT_SIZES",
+    "MOST_OWN_KEYS",
     "PACKED_DECODE_ROWS",
     "QUANTIZED",
     "ROWS",
     "SHARED_HEAD_SIZE",
     "SMALL_SIZES",
+    "STREAM_SIZES",
     "WIDEST",
     "decode_rows",
     "gathers",
@@ -58,6 +60,12 @@ LATENT_ROWS = 64
 
 LATENT_SIZES = (576, 512)
 """(D, Dv) of the decode over latents."""
+
+STREAM_SIZES = (512, 512)
+"""(D, Dv) of the kernel over two key streams."""
+
+MOST_OWN_KEYS = 1024
+"""Keys on each side of the window of the kernel over two key streams, at most."""
 
 SHARED_HEAD_SIZE = 128
 """Largest head size of the decode of shared prefixes."""

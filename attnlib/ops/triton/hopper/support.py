@@ -35,6 +35,7 @@ from attnlib.ops.triton.hopper.sizes import (
 __all__ = [
     "decode_unsupported_reasons",
     "invariant_unsupported_reasons",
+    "latent_reasons",
     "latent_unsupported_reasons",
     "packed_latents_unsupported_reasons",
     "prefill_unsupported_reasons",
@@ -169,7 +170,7 @@ def latent_unsupported_reasons(
     """
     kernel = "Hopper decode over latents"
     blocks = latent_blocks(shape.num_heads, max_query_len)
-    reasons = _latent_reasons(kernel, shape, chip)
+    reasons = latent_reasons(kernel, shape, chip)
     if shape.cache_dtype in FLOAT8:
         features = features._replace(tensor_scales=False)
     if not blocks or blocks > chip.num_sms:
@@ -215,7 +216,7 @@ def selected_latents_unsupported_reasons(
         one_list_per_token: whether all heads of a query token share a list that no other token has.
     """
     kernel = "Hopper kernel over selected latents"
-    reasons = _latent_reasons(kernel, shape._replace(block_size=BLOCK_SIZES[0]), chip)
+    reasons = latent_reasons(kernel, shape._replace(block_size=BLOCK_SIZES[0]), chip)
     if shape.cache_dtype in FLOAT8:
         reasons.append(
             f"the cache has dtype {shape.cache_dtype}; the {kernel} needs that of the query"
@@ -229,10 +230,12 @@ def selected_latents_unsupported_reasons(
     return reasons + feature_reasons(kernel, features)
 
 
-def _latent_reasons(kernel: str, shape: LayerShape, chip: Chip) -> list[str]:
+def latent_reasons(
+    kernel: str, shape: LayerShape, chip: Chip, sizes: tuple[int, int] = LATENT_SIZES
+) -> list[str]:
     """The reasons that the kernels over latents share."""
     usual = shape._replace(head_size=64, head_size_v=64)  # sizes of latents are checked below
     reasons = layer_reasons(kernel, usual, chip)
-    if shape.head_sizes != LATENT_SIZES:
-        reasons.append(f"head sizes {shape.head_sizes}; the {kernel} takes {LATENT_SIZES}")
+    if shape.head_sizes != sizes:
+        reasons.append(f"head sizes {shape.head_sizes}; the {kernel} takes {sizes}")
     return reasons

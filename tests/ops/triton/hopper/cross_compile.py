@@ -27,6 +27,7 @@ from attnlib.ops.shared_decode import Segment
 from attnlib.ops.shared_decode_schedule import schedule_items
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
+from attnlib.ops.triton.entry_stream import EntryStream
 from attnlib.ops.triton.heuristics.hopper_decode_tiles import (
     choose_hopper_decode_tile,
     decode_shared_bytes,
@@ -56,6 +57,7 @@ from attnlib.ops.triton.hopper.shared_decode_plan import prepare_shared_decode, 
 from attnlib.ops.triton.launch.run import run_attention
 from attnlib.ops.triton.launch.score import has_head_bounds, has_short_ranges
 from attnlib.ops.triton.selected_attention import selected_attention
+from attnlib.ops.triton.two_streams import two_stream_attention
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 from attnlib.tuning.rankings import shipped_tunings
 from tests.ops.triton.cross_compile import (
@@ -69,7 +71,7 @@ from tests.ops.triton.sass import descriptor_sources, disassemble
 
 __all__ = [
     "CASES", "INVARIANT_CASES", "LATENT_CASES", "SCORE_CASES", "SELECTED_CASES",
-    "SHARED_CASES", "compile_case",
+    "SHARED_CASES", "STREAM_CASES", "compile_case",
     "entry_cases", "problem_of",
 ]  # fmt: skip
 
@@ -715,6 +717,50 @@ SELECTED_CASES: dict[str, dict[str, Any]] = {
 }
 """Cases of the kernel over selected latents."""
 
+STREAM_CASES: dict[str, dict[str, Any]] = {
+    "streams-64-lists-splits": {"heads": 64, "tokens": 32, "max_blocks": 512},
+    "streams-64": {"heads": 64, "tokens": 300},
+    "streams-128-lists-all": {
+        "heads": 128,
+        "tokens": 300,
+        "max_blocks": 512,
+        "dtype": FP16,
+        "lse": True,
+        "params": {"logits_soft_cap": 50.0, "window": (127, 31), "causal": False},
+    },
+}
+"""Cases of the kernel over two key streams."""
+
+
+def _compile_streams(options: dict[str, Any]) -> dict[str, Any]:
+    """Compile a case of `STREAM_CASES`; returns what `compile_case` does, without estimate."""
+    heads, tokens, dtype = options["heads"], options["tokens"], options.get("dtype", BF16)
+    latents = torch.empty(2, 64, 1, 512, dtype=dtype)
+    given = {"window": (127, 0), "sinks": torch.empty(heads), **options.get("params", {})}
+    selection = lists = None
+    if "max_blocks" in options:
+        selection = KeySelection(max_blocks=options["max_blocks"])
+        lists = SelectedKeys(torch.zeros(tokens, 1, selection.max_blocks, dtype=torch.int32))
+    starts = torch.zeros(tokens + 1, dtype=torch.int32)
+    table = torch.zeros(tokens, 4, dtype=torch.int32)
+    entries = EntryStream(
+        *(latents, latents, 1.0, 1.0, table, starts[:tokens], 256, selection, lists)
+    )
+
+    def run() -> None:
+        computed = two_stream_attention(
+            torch.empty(tokens, heads, 512, dtype=dtype),
+            *(latents, latents, torch.zeros(2, 4, dtype=torch.int32)),
+            *(torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)),
+            AttentionParams(scale=0.1, **given),
+            entries,
+            out=torch.empty(tokens, heads, 512, dtype=dtype),
+            lse=torch.empty(tokens, heads) if options.get("lse") else None,
+        )
+        assert computed
+
+    return _compiled(run)[1]
+
 
 def _compile_latent(options: dict[str, Any]) -> dict[str, Any]:
     """Compile a case of `LATENT_CASES` or `SELECTED_CASES`; returns what `compile_case` does,
@@ -832,6 +878,8 @@ def compile_case(name: str) -> dict[str, Any]:
     """
     if name in LATENT_CASES or name in SELECTED_CASES:
         return _compile_latent((LATENT_CASES | SELECTED_CASES)[name])
+    if name in STREAM_CASES:
+        return _compile_streams(STREAM_CASES[name])
     if name in INVARIANT_CASES:
         return _compile_invariant(INVARIANT_CASES[name])
     if name in SHARED_CASES:

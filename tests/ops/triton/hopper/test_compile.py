@@ -26,6 +26,7 @@ from tests.ops.triton.hopper.cross_compile import (
     SCORE_CASES,
     SELECTED_CASES,
     SHARED_CASES,
+    STREAM_CASES,
     entry_cases,
     problem_of,
     tile_of,
@@ -316,6 +317,18 @@ def test_kernels_over_latents_load_and_multiply_each_tile_once(
             assert 2 * 256 * result["registers"] <= 65536, result
         return
     assert result["wgmma"] == 3 * (36 + 8)
+
+
+@pytest.mark.parametrize("case", STREAM_CASES)
+def test_the_kernel_over_two_streams_loads_and_multiplies_each_tile_once(
+    case: str, compiled: Compiled
+) -> None:
+    """M17: as over selected latents, with 32 products of queries and keys: there is no rotary part
+    besides the values."""
+    result = _result(case, compiled)
+    assert "error" not in result, result["error"]
+    assert result["shared"] <= 227 * 1024 and result["stack"] <= max_stack(case), result
+    assert result["warnings"] == [] and result["wgmma"] == 3 * (32 + 8), result
 
 
 @pytest.mark.parametrize("case", INVARIANT_CASES)

@@ -18,6 +18,7 @@ from attnlib.ops.triton.hopper.preference import (
     latent_decode_keys,
 )
 from attnlib.ops.triton.hopper.sizes import hopper_reads, latent_blocks, latent_head_blocks
+from attnlib.ops.triton.hopper.streams_support import streams_unsupported_reasons
 from attnlib.ops.triton.hopper.support import (
     decode_unsupported_reasons,
     invariant_unsupported_reasons,
@@ -256,6 +257,31 @@ def test_float8_latents() -> None:
         shape._replace(query_dtype=torch.float16), CallFeatures(), chip, 1
     )
     assert "takes bfloat16" in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "reason"),
+    [
+        ({"head_size": 576}, {}, r"head sizes \(576, 512\); .* takes \(512, 512\)"),
+        ({"num_heads": 96}, {}, "96 query heads"),
+        ({}, {"window": (1024, 0)}, r"window \(1024, 0\) .* takes windows of up to 1024"),
+        ({}, {"window": (-1, -1)}, r"window \(-1, -1\)"),
+        ({}, {"chunk": 64}, "chunks of 64"),
+        ({}, {"one_list_per_token": False}, "lists of blocks"),
+    ],
+)
+def test_two_streams_that_are_attended_to_separately(
+    changes: dict[str, Any], given: dict[str, Any], reason: str
+) -> None:
+    """M17: the reason names the value and the limit; any block size is read."""
+    shape = LayerShape(64, 1, 512, 512, BF16, BF16, 24, latent=True)
+    window = {"window": (127, 0)}
+    chip = Chip((9, 0))
+    assert streams_unsupported_reasons(shape, CallFeatures(), chip, **window) == []
+    found = streams_unsupported_reasons(
+        shape._replace(**changes), CallFeatures(), chip, **(window | given)
+    )
+    assert len(found) == 1 and re.search(reason, found[0]), found
 
 
 def _invariant(

@@ -149,11 +149,13 @@ def attend_own(acc, row_max, row_sum, keys, parity, tiles, logits, CONSUMER: gl.
     """
     SCORES: gl.constexpr = row_max.type.layout.parent
     scores = gl.zeros([64, TILE], gl.float32, SCORES)
-    scores = _issue_part(scores, tiles, parity, ROTARY_PART, CONSUMER)
+    if tiles.ROTARY > 0:
+        scores = _issue_part(scores, tiles, parity, ROTARY_PART, CONSUMER)
     scores = _issue_part(scores, tiles, parity, LOW, CONSUMER)
     scores = _issue_part(scores, tiles, parity, HIGH, CONSUMER)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    tiles.release(ROTARY_PART, CONSUMER)
+    if tiles.ROTARY > 0:
+        tiles.release(ROTARY_PART, CONSUMER)
     return _attend_to_tile(
         scores, acc, row_max, row_sum, 1.0, keys, tiles, logits, CONSUMER, FIRST=True
     )
@@ -207,7 +209,8 @@ def attend_both(
     OTHER: gl.constexpr = 1 - CONSUMER
     half = tiles.latents.part(LOW + CONSUMER)
     scores = gl.zeros([64, TILE], gl.float32, SCORES)
-    scores = _issue_part(scores, tiles, parity, ROTARY_PART, CONSUMER)
+    if tiles.ROTARY > 0:
+        scores = _issue_part(scores, tiles, parity, ROTARY_PART, CONSUMER)
     scores = _issue_part(scores, tiles, parity, LOW + CONSUMER, CONSUMER)
     scores = _issue_part(scores, tiles, parity, LOW + OTHER, CONSUMER)
     mbarrier.wait(tiles.weighed.index(OTHER), other_parity)
@@ -217,13 +220,14 @@ def attend_both(
     row_max = tiles.maxima.index(OTHER).load(ROW)
     # Complete since the step before: only the products of the scores, one for each load, are
     # pending. ptxas 12.8 does not see that and would wait for them.
-    PENDING: gl.constexpr = 3 if tiles.GATHERED else 5
+    PENDING: gl.constexpr = (2 if tiles.GATHERED else 4) + (tiles.ROTARY > 0)
     acc = warpgroup_mma_wait(PENDING, deps=[acc])
     acc = rescale(acc, scale)
     acc = warpgroup_mma(tiles.weights, half.index(OTHER), acc, is_async=True)
     # Groups complete in the order in which they were issued.
     scores = warpgroup_mma_wait(1, deps=[scores])
-    tiles.release(ROTARY_PART, CONSUMER)
+    if tiles.ROTARY > 0:
+        tiles.release(ROTARY_PART, CONSUMER)
     acc = warpgroup_mma_wait(0, deps=[acc])
     tiles.release(LOW + CONSUMER, OTHER)
     return _attend_to_tile(

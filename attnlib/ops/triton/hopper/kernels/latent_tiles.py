@@ -52,7 +52,7 @@ class LatentParts:
     """Rows of latents or queries in shared memory, [tiles, 64, elements], in three parts.
 
     Fields:
-        rotary: the elements after those of the values.
+        rotary: the elements after those of the values; None without them.
         low, high: the halves of the elements of the values.
     """
 
@@ -94,6 +94,7 @@ class LatentTiles:
             One arrival, of the owner.
         summed: mbarriers [2, 1] of consumers whose sums are in shared memory.
         GATHERED: latents are copied by 128 threads with `cp.async`, and not by TMA.
+        ROTARY: elements of the rotary part, 0 without one.
     """
 
     queries: Value
@@ -108,6 +109,7 @@ class LatentTiles:
     weighed: Value
     summed: Value
     GATHERED: gl.constexpr
+    ROTARY: gl.constexpr
 
     @gluon.jit
     def wait_loaded(self, LOAD: gl.constexpr, parity, INDEX: gl.constexpr):
@@ -144,10 +146,12 @@ def _allocate_parts(
     COUNT: gl.constexpr, HALF: gl.constexpr, ROTARY: gl.constexpr, DTYPE: gl.constexpr
 ):
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, HALF], DTYPE)
-    NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, ROTARY], DTYPE)
     low = gl.allocate_shared_memory(DTYPE, [COUNT, TILE, HALF], WIDE)
     high = gl.allocate_shared_memory(DTYPE, [COUNT, TILE, HALF], WIDE)
-    rotary = gl.allocate_shared_memory(DTYPE, [COUNT, TILE, ROTARY], NARROW)
+    rotary = None
+    if ROTARY > 0:
+        NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, ROTARY], DTYPE)
+        rotary = gl.allocate_shared_memory(DTYPE, [COUNT, TILE, ROTARY], NARROW)
     return LatentParts(rotary, low, high)
 
 
@@ -197,6 +201,7 @@ def allocate_tiles(
         weighed,
         summed,
         GATHERED,
+        ROTARY,
     )
 
 

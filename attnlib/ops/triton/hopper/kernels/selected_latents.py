@@ -33,12 +33,12 @@ from attnlib.ops.triton.hopper.kernels.selected_rows import (
 )
 from attnlib.ops.triton.hopper.kernels.softmax import add_sink
 
-__all__ = ["hopper_selected_latents_kernel"]
+__all__ = ["consume_lists", "copy_part", "hopper_selected_latents_kernel"]
 
 
 @gluon.jit
-def _gather_part(
-    inputs,
+def copy_part(
+    base,
     offsets,
     exists,
     tiles,
@@ -50,7 +50,7 @@ def _gather_part(
     """Copy a part of tile A or B into shared memory once its memory is free."""
     tiles.wait_free(PART, parity, INDEX)
     target = tiles.latents.part(PART).index(INDEX)
-    gather_part(inputs.key, offsets, exists, target, START)
+    gather_part(base, offsets, exists, target, START)
     arrive_after_copies(tiles.full.index(INDEX * PARTS + PART), increment_count=False)
 
 
@@ -82,13 +82,13 @@ def _gatherer(inputs, work, table, tiles, HEADS: gl.constexpr):
             exists = position >= 0
             # The parity is inverted, so that the first use of each buffer does not wait.
             parity = (pair & 1) ^ 1
-            _gather_part(inputs, offsets, exists, tiles, parity, 2 * HALF, ROTARY_PART, tile)
+            copy_part(inputs.key, offsets, exists, tiles, parity, 2 * HALF, ROTARY_PART, tile)
             if tile == 0:
-                _gather_part(inputs, offsets, exists, tiles, parity, 0, LOW, tile)
-                _gather_part(inputs, offsets, exists, tiles, parity, HALF, HIGH, tile)
+                copy_part(inputs.key, offsets, exists, tiles, parity, 0, LOW, tile)
+                copy_part(inputs.key, offsets, exists, tiles, parity, HALF, HIGH, tile)
             else:
-                _gather_part(inputs, offsets, exists, tiles, parity, HALF, HIGH, tile)
-                _gather_part(inputs, offsets, exists, tiles, parity, 0, LOW, tile)
+                copy_part(inputs.key, offsets, exists, tiles, parity, HALF, HIGH, tile)
+                copy_part(inputs.key, offsets, exists, tiles, parity, 0, LOW, tile)
             position = next_position
             block = next_block
 
@@ -134,7 +134,7 @@ def _attend(work, tiles, logits, HALF: gl.constexpr, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(
+def consume_lists(
     results,
     work,
     tiles,
@@ -205,8 +205,8 @@ def hopper_selected_latents_kernel(
     gl.warp_specialize(
         [
             (_gatherer, (inputs, work, table, tiles, CONFIG.HEADS)),
-            (_consumer, (results, work, tiles, scale, soft_cap, CONFIG, 0)),
-            (_consumer, (results, work, tiles, scale, soft_cap, CONFIG, 1)),
+            (consume_lists, (results, work, tiles, scale, soft_cap, CONFIG, 0)),
+            (consume_lists, (results, work, tiles, scale, soft_cap, CONFIG, 1)),
         ],
         [4, 4],
         [CONFIG.REGISTERS, CONFIG.REGISTERS],
