@@ -77,8 +77,14 @@ def check_tokens(
         input_ids, position_ids, rows: as in `PagedModel.step`. Only rows on the CPU are read.
 
     Raises:
-        ContractError: there is no token, a tensor has another length, or a row no token.
+        ContractError: there is no token, something is no tensor or one of another length, or a
+            row has no token.
     """
+    given = {"input_ids": input_ids, "position_ids": position_ids, "rows": rows}
+    for name, tensor in given.items():
+        if not isinstance(tensor, torch.Tensor) and not (name == "rows" and tensor is None):
+            kind = type(tensor).__name__
+            raise ContractError(f"{name} is of type {kind}; it must be a tensor of indices, int64")
     count = input_ids.numel()
     if input_ids.dim() != 1 or count < max(batch.num_actual_tokens, 1):
         raise ContractError(

@@ -210,10 +210,9 @@ class PagedModel:
                 that are not those of the batch (`check_tokens`).
         """
         self.prepare()
-        model, device = self.model, input_ids.device
         one = one_batch(batch, self.groups if self.hybrid else None)
         check_tokens(one, input_ids, position_ids, rows)
-        needed = None
+        model, device, needed = self.model, input_ids.device, None
         if self._shares and rows is None:
             # Gemma 4 would replace the mask by a slice of it if it got no tensor.
             rows = torch.arange(input_ids.shape[0])

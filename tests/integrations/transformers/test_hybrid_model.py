@@ -252,6 +252,16 @@ def test_the_tensors_of_a_step_are_those_of_its_batch(
         paged.step(ids, torch.arange(positions), batch, given)
 
 
+@pytest.mark.parametrize("name", ["input_ids", "position_ids", "rows"])
+def test_lists_are_no_tensors_of_a_step(name: str) -> None:
+    batch = attnlib.CommonAttentionMetadata.from_lengths([2], [2], [[1]], 4, "cpu")
+    paged = PagedModel(decoder("llama"), num_blocks=8, block_size=4)
+    given: dict[str, Any] = {"input_ids": torch.arange(2), "position_ids": torch.arange(2)}
+    given[name] = [0, 1]
+    with paged.attached(), pytest.raises(ContractError, match=f"{name} is of type list"):
+        paged.step(batch=batch, **given)
+
+
 def test_a_step_needs_the_batches_of_all_groups() -> None:
     batch = attnlib.CommonAttentionMetadata.from_lengths([1], [1], [[1]], 4, "cpu")
     token = torch.zeros(1, dtype=torch.int64)
