@@ -91,12 +91,7 @@ class HybridKVCache:
         """One cache per layer: in each block, the keys and then the values of the layer."""
         spec, itemsize = group.spec, group.spec.kv_dtype.itemsize
         if spec.scales_in_page:
-            size = page_bytes(spec)
-            starts = range(0, group.num_layers * size, size)
-            return [
-                PagedKVCache.from_pages(self._storage[:, first : first + size], spec)
-                for first in starts
-            ]
+            return self._caches_with_scales(group)
         elements = self._storage.view(-1).view(spec.kv_dtype)
         stride, tokens, heads = self.block_bytes // itemsize, spec.block_size, spec.num_kv_heads
         per_layer = tokens * group.bytes_per_token // group.num_layers // itemsize
@@ -121,3 +116,16 @@ class HybridKVCache:
             caches.append(PagedKVCache.from_views(key, value))
             caches[-1].rotation = spec.kv_rotation
         return caches
+
+    def _caches_with_scales(self, group: KVCacheGroup) -> list[PagedKVCache]:
+        """One cache per layer: in each block, the pages of the layer (P13)."""
+        spec, blocks = group.layer_spec, range(self.num_blocks)
+        size = page_bytes(spec)
+        pages = group.block_size // spec.block_size
+        stride = self.block_bytes // group.pages_in_block if group.page_size else self.block_bytes
+        apart = pages * stride if group.page_size else size  # layers in a block
+        shape, storage = (group.pages(blocks)[-1] + 1, size), self._storage.view(-1)
+        return [
+            PagedKVCache.from_pages(storage.as_strided(shape, (stride, 1), layer * apart), spec)
+            for layer in range(group.num_layers)
+        ]

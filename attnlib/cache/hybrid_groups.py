@@ -66,7 +66,7 @@ class KVCacheGroup:
         if not _has_pages(self.spec):
             raise ContractError(
                 f"page_size={self.page_size}, and keys and values of {self.spec} have pages of "
-                "different sizes or scales in their blocks: give None"
+                "different sizes: give None"
             )
 
     @property
@@ -78,7 +78,7 @@ class KVCacheGroup:
     def bytes_per_token(self) -> int:
         """Bytes of one token in all layers, with its share of what pages with scales leave unused
         (P13)."""
-        spec = self.spec
+        spec = self.layer_spec
         if spec.scales_in_page:
             return self.num_layers * -(-page_bytes(spec) // spec.block_size)
         elements = spec.head_size if spec.use_mla else spec.head_size + spec.head_size_v
@@ -91,10 +91,11 @@ class KVCacheGroup:
 
     @property
     def pages_in_block(self) -> int:
-        """Pages in a block, of keys and of values in each layer: they are equally far apart, and
-        the ids of the pages of a layer count all of them."""
+        """Pages in a block, of keys and of values in each layer, or of both with their scales: they
+        are equally far apart, and the ids of the pages of a layer count all of them."""
         pages = self.block_size // (self.page_size or self.block_size)
-        return pages * self.num_layers * (1 if self.spec.use_mla else 2)
+        is_one = self.spec.use_mla or self.spec.scales_in_page
+        return pages * self.num_layers * (1 if is_one else 2)
 
     def pages(self, blocks: Iterable[int]) -> list[int]:
         """The pages of blocks, in the order of their tokens."""
@@ -194,8 +195,7 @@ def with_equal_blocks(groups: Mapping[str, Any]) -> dict[str, Any]:
 
 def _has_pages(spec: AttentionSpec) -> bool:
     """Whether keys and values of a page have one stride, so that one page table serves both."""
-    is_even = spec.use_mla or spec.head_size == spec.head_size_v
-    return is_even and not spec.scales_in_page
+    return spec.use_mla or spec.scales_in_page or spec.head_size == spec.head_size_v
 
 
 def pool_block_bytes(groups: Mapping[str, Group]) -> int:

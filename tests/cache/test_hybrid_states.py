@@ -113,6 +113,10 @@ PAGED = {
     "keys": KVCacheGroup(KEYS.replace(num_kv_heads=2), 3),
     "latents": KVCacheGroup(LATENTS, 3),
     "uneven": KVCacheGroup(KEYS.replace(head_size_v=16)),  # one page per block
+    **{
+        name: KVCacheGroup(KEYS.replace(head_size=16, head_size_v=size, kv_cache_dtype=name), 3)
+        for name, size in (("int8_per_token_head", 48), ("nvfp4", 16))
+    },
 }
 
 
@@ -128,9 +132,11 @@ def test_pages_of_a_block_are_its_memory(name: str) -> None:
         pages = group.pages([block])
         written = torch.zeros_like(pool._storage, dtype=torch.int32)
         for cache in pool.caches[name]:
-            for stored in {id(x): x for x in (cache.key_cache, cache.value_cache)}.values():
+            parts = {id(x): x for x in (cache.key_cache, cache.value_cache)}
+            whole = cache.pages  # with scales
+            for stored in parts.values() if whole is None else [whole]:
                 pool._storage.zero_()
-                stored[pages] = 1.0
+                stored[pages] = 1
                 written += pool._storage.view(torch.float32).ne(0).repeat_interleave(4, 1)
         per_layer = 2 if name == "latents" else 1  # a value is a part of its key
         assert written.max() == per_layer and not written[[n for n in range(5) if n != block]].any()

@@ -299,6 +299,32 @@ def test_latents_are_blocks_of_the_pool() -> None:
 
 
 @has_state_functions
+def test_blocks_beside_states_have_pages_with_scales() -> None:
+    """P13: the logits are those of blocks of one page."""
+    tokens, found = torch.arange(31) * 7 % 50, {}
+    for size in (4, 80):
+        paged = PagedModel(
+            built("qwen3_next"), num_blocks=12, block_size=size, backend="torch", hybrid=True,
+            kv_cache_dtype="int8_per_token_head",
+        )  # fmt: skip
+        group = paged.groups["full"]
+        assert group.block_size == 80 and group.page_size == (16 if size == 4 else None)
+        assert all(
+            layer.spec.block_size == (16 if size == 4 else 80) for layer, _ in paged.layers()
+        )
+        blocks, logits = HybridBlockAllocator(paged.groups, 12), []
+        one = blocks.start(tokens.tolist())
+        with paged.attached():
+            for first, last in ((0, 20), (20, 25), (25, 31)):
+                blocks.grow(one, last)
+                batch = group_batches(blocks, [one], [last - first], "cpu")
+                logits.append(paged.step(tokens[first:last], torch.arange(first, last), batch))
+                blocks.advance(one, tokens[:last].tolist())
+        found[size] = torch.cat(logits)
+    torch.testing.assert_close(found[4], found[80])
+
+
+@has_state_functions
 def test_a_step_over_states_needs_slots_of_each_layer() -> None:
     model = built("lfm2")
     paged = PagedModel(model, num_blocks=12, block_size=4, backend="torch", hybrid=True)
