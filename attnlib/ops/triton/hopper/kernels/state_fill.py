@@ -24,9 +24,9 @@ __all__ = ["fill_chunk"]
 
 @gluon.constexpr_function
 def _passes(CONFIG):
-    """How often a program goes through the chunk: a thread has at most 64 numbers of the state."""
+    """How often a program goes through the chunk: a thread has at most 128 numbers of the state."""
     numbers = CONFIG.ROWS * CONFIG.PASSES * CONFIG.DK // (32 * CONFIG.WARPS)
-    return max(1, numbers // 64)
+    return max(1, numbers // 128)
 
 
 @gluon.jit
