@@ -14,6 +14,8 @@ _SLOTS = 8192
 """Programs times ranks of the largest exchange of queries, and of results."""
 _SHARED_WORDS, MERGED_WORDS = 128, 256
 """Words that a program shares with a rank, and of the largest head that a program merges."""
+_RANKS = 1024
+"""More than a host has GPUs."""
 
 
 class PeerBuffers(NamedTuple):
@@ -23,7 +25,7 @@ class PeerBuffers(NamedTuple):
         rank: of this process.
         distances: `[world_size]` int64, bytes from this rank's buffer to that of each rank.
         shared, merged, merged_lses: int64, words that this rank receives, of queries, of results
-            and of LSEs; fixed ones for each program and rank.
+            and of LSEs; fixed ones for each program and rank, and for odd and even exchanges.
         share_counts, merge_counts: int32 of each program, how often it ran on this rank.
         owners: what keeps the memory of all ranks.
     """
@@ -53,10 +55,13 @@ class PeerBuffers(NamedTuple):
         """
         own = buffers[rank]
         distances = [each.data_ptr() - own.data_ptr() for each in buffers]
-        shared, merged, lses = (part.view(torch.int64) for part in torch.split(own, _sizes()))
-        counts = torch.zeros(2, _SLOTS, dtype=torch.int32, device=own.device)
-        to_each = torch.tensor(distances, dtype=torch.int64, device=own.device)
-        return cls(rank, to_each, shared, merged, lses, counts[0], counts[1], (*buffers, *owners))
+        # All in this memory: an engine may take that of torch's allocator away while it sleeps.
+        *words, to_each = (part.view(torch.int64) for part in torch.split(own, _sizes()))
+        shared, merged, lses, counts = words
+        to_each = to_each[: len(buffers)]
+        to_each.copy_(torch.tensor(distances, dtype=torch.int64, device="cpu"))
+        runs = counts.view(torch.int32).view(2, _SLOTS)
+        return cls(rank, to_each, shared, merged, lses, runs[0], runs[1], (*buffers, *owners))
 
     def fit(self, tokens: int, kv_heads: int, heads: int, sizes: tuple[int, int]) -> bool:
         """Whether an exchange fits.
@@ -96,4 +101,5 @@ class ShareTile(NamedTuple):
 
 
 def _sizes() -> list[int]:
-    return [8 * _SLOTS * words for words in (_SHARED_WORDS, MERGED_WORDS, 1)]
+    words = [2 * _SLOTS * each for each in (_SHARED_WORDS, MERGED_WORDS, 1)]
+    return [8 * each for each in (*words, _SLOTS, _RANKS)]

@@ -161,6 +161,8 @@ def _checked(
             f"{list(shape)}",
             rule="P9",
         )
+    elif output.stride(-1) != 1:
+        raise ContractError(f"output has last stride {output.stride(-1)}; it must be 1", rule="P9")
     return ParallelCall(query, key, value, output.view(shape))
 
 

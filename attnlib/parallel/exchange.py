@@ -167,6 +167,16 @@ class Exchange:
         peers = self._peers
         return peers is not None and peers.fit(tokens, self._kv_heads, self._heads, self._sizes)
 
+    def by_memory(self, most: int) -> list[int]:
+        """Tokens of the smallest and the largest batch that are exchanged by memory, whose
+        kernels differ; none if no batch is.
+
+        Args:
+            most: tokens of the largest batch.
+        """
+        largest = next((tokens for tokens in range(most, 0, -1) if self._fits(tokens)), 0)
+        return sorted({1, largest}) if largest else []
+
     def _reduce(
         self, outs: Tensor, lses: Tensor, output: Tensor, lse: Tensor, sinks: Tensor | None
     ) -> None:

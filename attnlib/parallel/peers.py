@@ -57,8 +57,9 @@ def connect(
     if not any(gather(problem)):
         try:
             buffers = _rendezvous(torch.device("cuda", index), world_size, rank, process_group)
-        except RuntimeError as error:
-            problem = f"the memory of GPUs cannot be shared: {str(error).splitlines()[0]}"
+        except Exception as error:  # of any kind: other ranks wait
+            first = str(error).partition("\n")[0]
+            problem = f"the memory of GPUs cannot be shared: {type(error).__name__}: {first}"
     if reasons := [each for each in gather(problem) if each]:
         return reasons[:1]
     assert buffers is not None

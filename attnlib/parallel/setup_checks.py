@@ -27,6 +27,11 @@ __all__ = [
 PEER_MEMORY_FIRST = False
 """Off until it has run on several GPUs."""
 _AGREEMENTS = ("call", "batch", "never")
+_VARYING = {
+    ExchangeMethod.REDUCE_SCATTER: "its sums have no fixed order",
+    ExchangeMethod.PEER_MEMORY: "large batches are merged by all_to_all, in other arithmetic",
+}
+"""Why an exchange is not batch invariant."""
 
 
 def effective_agreement(agreement: str) -> str:
@@ -84,18 +89,18 @@ def checked_method(
 
     Raises:
         ContractError: a value that is not known, or a division for another number of ranks.
-        UnsupportedConfigError: batch invariance with a sum in an order that NCCL chooses.
+        UnsupportedConfigError: batch invariance with an exchange whose arithmetic varies.
     """
     names = tuple(method.value for method in ExchangeMethod)
     check_choices(group, division, agreement, ("exchange", exchange, names))
     if exchange is None:
         return choose_exchange(spec, group.world_size)
     method = ExchangeMethod(exchange)
-    if spec.batch_invariant and method is ExchangeMethod.REDUCE_SCATTER:
+    if spec.batch_invariant and method in _VARYING:
         raise UnsupportedConfigError(
-            "batch_invariant=True with exchange='reduce_scatter': its sums have no fixed order; "
-            "use 'all_to_all'",
-            reasons=["reduce_scatter is not batch invariant"],
+            f"batch_invariant=True with exchange={exchange!r}: {_VARYING[method]}; use "
+            "'all_to_all'",
+            reasons=[f"{exchange} is not batch invariant"],
         )
     if method is ExchangeMethod.PEER_MEMORY and spec.dtype == torch.float64:
         raise UnsupportedConfigError(
@@ -142,7 +147,8 @@ def shares_memory(spec: AttentionSpec, exchange: str | None, device_type: str) -
 
 def tries_memory(spec: AttentionSpec, device_type: str) -> bool:
     """Whether layers exchange by memory where it is possible, unless they are told otherwise."""
-    return PEER_MEMORY_FIRST and device_type == "cuda" and spec.dtype != torch.float64
+    fits = spec.dtype != torch.float64 and not spec.batch_invariant
+    return PEER_MEMORY_FIRST and device_type == "cuda" and fits
 
 
 def checked_per_head(

@@ -11,7 +11,6 @@ from attnlib.layer.warmup import warmup
 from attnlib.ops.dispatch import operation
 from attnlib.parallel.attention import ParallelAttention
 from attnlib.parallel.builder import ParallelBuilder
-from attnlib.parallel.exchange import ExchangeMethod
 from attnlib.parallel.merge import MergeRows, Parts
 from attnlib.parallel.prefill import ParallelPrefill
 from attnlib.parallel.rows import limits_of_rows
@@ -64,13 +63,20 @@ def warmup_parallel(
         parts = Parts.like(shape, out, has_sink=spec.has_sink)
         parts.rows.zero_()
         MergeRows.of(world_size, tokens, spec.has_sink, out.device).merge(parts, out, lse)
-    if layer.exchange.method is ExchangeMethod.PEER_MEMORY:
-        out, lse = out[:1], lse[:1]
-        query = out.new_zeros(1, spec.num_heads, spec.head_size)
-        heads = layer.exchange.gather_heads(query).shape[1]
-        sent = out.new_zeros(1, heads, spec.head_size_v), lse.new_zeros(1, heads)
-        merged = MergeRows.of(world_size, 1, spec.has_sink, out.device)
-        layer.exchange.combine(*sent, merged, out, lse, layer.sinks, has_state=False)
+    for tokens in layer.exchange.by_memory(limits.max_num_tokens):
+        _exchange(layer, tokens, cache.device)
+
+
+def _exchange(layer: ParallelAttention, tokens: int, device: torch.device) -> None:
+    """An exchange of zeros."""
+    spec = layer.spec
+    query = torch.zeros(tokens, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
+    heads = layer.exchange.gather_heads(query).shape[1]
+    sent = query.new_zeros(tokens, heads, spec.head_size_v), query.new_zeros(tokens, heads).float()
+    merged = query.new_empty(tokens, spec.num_heads, spec.head_size_v)
+    lse = sent[1].new_empty(tokens, spec.num_heads)
+    rows = MergeRows.of(layer.group.world_size, tokens, spec.has_sink, device)
+    layer.exchange.combine(*sent, rows, merged, lse, layer.sinks, has_state=False)
 
 
 def _warm_up_prefill(layer: ParallelPrefill, cache: PagedKVCache, limits: BatchLimits) -> None:

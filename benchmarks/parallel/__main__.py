@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from benchmarks.parallel.decode import decode
 from benchmarks.parallel.prefill import prefill
 from benchmarks.parallel.ranks import Ranks
 
-DECODES = ((2, 64), (4, 128), (16, 32), (1, 1024))
+DECODES = ("2x64", "4x128", "16x32", "1x1024")
 """Requests, and thousands of tokens of each (1024 per thousand)."""
 PREFILLS = ((128, 0), (8, 120))
 """Thousands of new tokens, and of tokens in the cache."""
@@ -39,25 +40,23 @@ SHARE, SPEEDUP = 0.85, {4: 3.2}
 """What must be reached: of the bound of decodes, and of prompts by number of ranks."""
 
 
-def decodes(ranks: Ranks, rate: dict[str, float]) -> list[dict[str, Any]]:
-    rows = []
-    for requests, thousands in DECODES:
+def decodes(ranks: Ranks, rate: dict[str, float]) -> Iterator[dict[str, Any]]:
+    for name in ranks.options.decodes:
+        requests, thousands = map(int, name.split("x"))
         row = decode(ranks, requests, thousands * 1024 // ranks.options.shrink, rate)
         if ranks.on_gpu:
             row["met"] = row["share_of_bound"] >= SHARE
-        rows.append(row)
-    return rows
+        yield row
 
 
-def prefills(ranks: Ranks) -> list[dict[str, Any]]:
-    rows, target = [], SPEEDUP.get(ranks.group.world_size)
+def prefills(ranks: Ranks) -> Iterator[dict[str, Any]]:
+    target = SPEEDUP.get(ranks.group.world_size)
     for new, context in PREFILLS:
         shrink = ranks.options.shrink
         row = prefill(ranks, new * 1024 // shrink, context * 1024 // shrink)
         if target is not None and not context and ranks.on_gpu:
             row["met"] = max(row["ring_speedup"], row["all_gather_speedup"]) >= target
-        rows.append(row)
-    return rows
+        yield row
 
 
 def main() -> None:
@@ -67,6 +66,8 @@ def main() -> None:
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--exchange", choices=[method.value for method in ExchangeMethod])
     parser.add_argument("--only", choices=["decode", "prefill"])
+    rows = "requests x thousands of tokens"
+    parser.add_argument("--decodes", nargs="+", default=DECODES, help=rows)
     parser.add_argument("--shrink", type=int, default=1, help="divide all lengths by this")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path)
@@ -82,16 +83,21 @@ def main() -> None:
             "device": torch.cuda.get_device_name() if ranks.on_gpu else "cpu, gloo",
             "bytes_per_us": {name: round(value, 1) for name, value in rate.items()},
         }
-        if options.only != "prefill":
-            result["decode"] = decodes(ranks, rate)
-        if options.only != "decode":
-            result["prefill"] = prefills(ranks)
+        for name, rows_of in (("decode", decodes(ranks, rate)), ("prefill", prefills(ranks))):
+            if options.only in (None, name):
+                result[name] = []
+                for row in rows_of:
+                    result[name].append(row)
+                    write(result, ranks, options.out)
     if ranks.group.rank == 0:
-        text = json.dumps(result, indent=1)
-        print(text)
-        if options.out is not None:
-            options.out.write_text(text + "\n")
+        print(json.dumps(result, indent=1))
     dist.destroy_process_group()
+
+
+def write(result: dict[str, Any], ranks: Ranks, out: Path | None) -> None:
+    """What is known so far: a time limit may end the run."""
+    if ranks.group.rank == 0 and out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,8 @@ class Divided:
         rows = self.batch.merge_rows
 
         def results() -> None:
-            exchange.combine(partial_out, partial_lse, rows, out, lse, None)
+            state = partial_out, partial_lse, rows, out, lse, None
+            exchange.combine(*state, has_state=False)
 
         def both() -> None:
             exchange.gather_heads(own)

@@ -1,5 +1,5 @@
-"""Exchanges by memory on one GPU: a stream and a buffer for each rank, whose kernels wait for each
-other."""
+"""Exchanges by memory in one process: a stream and a buffer for each rank, on all GPUs in turn,
+whose kernels wait for each other."""
 
 from __future__ import annotations
 
@@ -23,107 +23,126 @@ SIZES = (
     (16, 4, 2, 128, 128),
     (2, 2, 1, 96, 64),
     (5, 1, 8, 576, 512),
+    (128, 4, 4, 128, 128),
 )
 
 
 @dataclass
 class Step:
-    """One exchange: what the ranks have, `[world_size, ...]`, and what they get."""
+    """One exchange: what each rank has, on its GPU, and what it gets."""
 
-    queries: Tensor
-    partial: Tensor
-    lses: Tensor
-    sinks: Tensor | None
+    kv_heads: int
+    queries: list[Tensor]
+    partial: list[Tensor]
+    lses: list[Tensor]
+    sinks: list[Tensor | None]
     shared: list[Tensor]
-    out: Tensor
-    lse: Tensor
+    out: list[Tensor]
+    lse: list[Tensor]
 
     @classmethod
-    def of(cls, world: int, sizes: tuple[int, ...], dtype: torch.dtype, has_sink: bool) -> Step:
+    def of(cls, ranks: Ranks, sizes: tuple[int, ...], dtype: torch.dtype, has_sink: bool) -> Step:
         tokens, kv_heads, per_kv, size, size_v = sizes
-        heads = kv_heads * per_kv
-        made = {"device": "cuda"}
+        heads, world = kv_heads * per_kv, len(ranks.devices)
+
+        def each(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+            return [torch.randn(*shape, device=device).to(dtype) for device in ranks.devices]
+
+        # Sinks of a rank as a column of those of all.
+        sinks = [found[:, 0] if has_sink else None for found in each(heads, world)]
         step = cls(
-            torch.empty(world, tokens, heads, size, dtype=dtype, **made),
-            torch.empty(world, tokens, world * heads, size_v, dtype=dtype, **made),
-            torch.empty(world, tokens, world * heads, **made),
-            torch.randn(world, heads, **made) if has_sink else None,
-            [torch.empty(0)] * world,
-            torch.empty(world, tokens, heads, size_v, dtype=dtype, **made),
-            torch.empty(world, tokens, heads, **made),
+            kv_heads,
+            each(tokens, heads, size, dtype=dtype),
+            each(tokens, world * heads, size_v, dtype=dtype),
+            each(tokens, world * heads),
+            sinks,
+            each(1),
+            each(tokens, heads, size_v, dtype=dtype),
+            each(tokens, heads),
         )
         step.draw()
         return step
 
     def draw(self) -> None:
-        for tensor in (self.queries, self.partial, self.lses):
+        for tensor in (*self.queries, *self.partial, *self.lses):
             tensor.normal_()
-        self.lses[0, 0, 0] = -torch.inf  # no keys: the output may be anything
-        self.partial[0, 0, 0] = torch.nan
-        self.out.fill_(torch.nan)
-        self.lse.fill_(torch.nan)
+        self.lses[0][0, 0] = -torch.inf  # no keys: the output may be anything
+        self.partial[0][0, 0] = torch.nan
+        for tensor in (*self.out, *self.lse):
+            tensor.fill_(torch.nan)
 
-    def share(self, rank: int, peers: PeerBuffers, kv_heads: int) -> None:
-        rows = self.queries[rank].view(self.queries.shape[1] * kv_heads, -1)
-        self.shared[rank] = share_words(rows, peers)
+    def share(self, rank: int, peers: PeerBuffers) -> None:
+        query = self.queries[rank]
+        self.shared[rank] = share_words(query.view(query.shape[0] * self.kv_heads, -1), peers)
 
-    def merge(self, rank: int, peers: PeerBuffers, kv_heads: int) -> None:
+    def merge(self, rank: int, peers: PeerBuffers) -> None:
         merge_words(
             self.partial[rank],
             self.lses[rank],
             self.out[rank],
             self.lse[rank],
             peers,
-            num_kv_heads=kv_heads,
-            sinks=None if self.sinks is None else self.sinks[rank],
+            num_kv_heads=self.kv_heads,
+            sinks=self.sinks[rank],
         )
 
-    def check(self, kv_heads: int) -> None:
-        world, tokens = self.queries.shape[:2]
-        rows = self.queries.view(world, tokens * kv_heads, -1).transpose(0, 1)
+    def check(self) -> None:
+        world, tokens = len(self.queries), self.queries[0].shape[0]
+        queries, partial, given = (
+            torch.stack([each.cpu() for each in x]) for x in (self.queries, self.partial, self.lses)
+        )
+        rows = queries.view(world, tokens * self.kv_heads, -1).transpose(0, 1)
         # [ranks of keys, T, Hkv, ranks of heads, heads of each, Dv]
-        parts = self.partial.view(world, tokens, kv_heads, world, -1, self.partial.shape[-1])
-        lses = self.lses.view(world, tokens, kv_heads, world, -1)
+        parts = partial.view(world, tokens, self.kv_heads, world, -1, partial.shape[-1])
+        lses = given.view(world, tokens, self.kv_heads, world, -1)
         for rank in range(world):
-            assert torch.equal(self.shared[rank], rows)
+            assert torch.equal(self.shared[rank].cpu(), rows)
             states = parts[:, :, :, rank].flatten(2, 3).float()
-            logits = lses[:, :, :, rank].flatten(2, 3)
-            if self.sinks is not None:
+            logits, sinks = lses[:, :, :, rank].flatten(2, 3), self.sinks[rank]
+            if sinks is not None:
                 states = torch.cat((states, torch.zeros_like(states[:1])))
-                logits = torch.cat((logits, self.sinks[rank].expand_as(logits[:1])))
+                logits = torch.cat((logits, sinks.cpu().expand_as(logits[:1])))
             weights = logits.softmax(0).unsqueeze(-1)
             wanted = torch.where(weights == 0, 0.0, states * weights).sum(0)
-            tolerance = {torch.float32: 1e-5}.get(self.out.dtype, 2e-2)
-            torch.testing.assert_close(
-                self.out[rank].float(), wanted, atol=tolerance, rtol=tolerance
-            )
-            torch.testing.assert_close(self.lse[rank], logits.logsumexp(0), atol=1e-5, rtol=1e-5)
+            out, lse = self.out[rank].cpu(), self.lse[rank].cpu()
+            tolerance = {torch.float32: 1e-5}.get(out.dtype, 2e-2)
+            torch.testing.assert_close(out.float(), wanted, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(lse, logits.logsumexp(0), atol=1e-5, rtol=1e-5)
 
 
 class Ranks:
-    """Buffers and streams of ranks on one GPU."""
+    """Buffers and streams of ranks; rank i on the i-th GPU, and from the first one on again."""
 
     def __init__(self, world: int) -> None:
+        count = torch.cuda.device_count()
+        self.devices = [torch.device("cuda", rank % count) for rank in range(world)]
+        for one in self.devices:
+            for other in self.devices:  # torch lets a GPU read another one at the first copy
+                torch.zeros(1, device=one).to(other)
         size = PeerBuffers.num_bytes()
-        buffers = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(world)]
+        buffers = [torch.zeros(size, dtype=torch.uint8, device=each) for each in self.devices]
         self.peers = [PeerBuffers.of(buffers, rank) for rank in range(world)]
-        self.streams = [torch.cuda.Stream() for _ in range(world)]
+        self.streams = [torch.cuda.Stream(device) for device in self.devices]
 
-    def run(self, *calls: Callable[[int], None]) -> None:
-        """Make each call for all ranks before the next one: a kernel that is loaded then has none
-        beside it that waits for another rank."""
-        torch.cuda.synchronize()
+    def wait(self) -> None:
+        for device in self.devices:
+            torch.cuda.synchronize(device)
+
+    def run(self, *calls: Callable[[int, PeerBuffers], None]) -> None:
+        """Make each call for all ranks before the next one: what waits for the GPU while a kernel
+        is loaded or memory is allocated would wait for a kernel that waits for another rank."""
+        self.wait()
         for call in calls:
-            for rank, stream in enumerate(self.streams):
+            for rank, (stream, peers) in enumerate(zip(self.streams, self.peers, strict=True)):
                 with torch.cuda.stream(stream):
-                    call(rank)
-        torch.cuda.synchronize()
+                    call(rank, peers)
+        self.wait()
 
-    def exchange(self, step: Step, kv_heads: int) -> None:
-        self.run(
-            lambda rank: step.share(rank, self.peers[rank], kv_heads),
-            lambda rank: step.merge(rank, self.peers[rank], kv_heads),
-        )
+    def exchange(self, step: Step) -> None:
+        for stream, query in zip(self.streams, step.queries, strict=True):
+            with torch.cuda.stream(stream):  # memory for what is shared
+                query.new_empty(len(self.devices), *query.shape)
+        self.run(step.share, step.merge)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -131,39 +150,39 @@ class Ranks:
 def test_exchanges_of_changing_sizes(world: int, dtype: torch.dtype) -> None:
     """X5, X6: words of an exchange are not taken for those of another."""
     ranks = Ranks(world)
-    for number in range(4 * len(SIZES)):
+    for number in range(2 * len(SIZES)):
         sizes = SIZES[number % len(SIZES)]
-        if dtype == torch.float32 and sizes[-1] > 256:
+        tokens, kv_heads, per_kv, *both = sizes
+        num_bytes = both[0] * dtype.itemsize, both[1] * dtype.itemsize
+        if not ranks.peers[0].fit(tokens, kv_heads, kv_heads * per_kv, num_bytes):
+            assert dtype == torch.float32 and both[1] > 256
             continue
-        step = Step.of(world, sizes, dtype, number % 2 == 1)
-        for peers in ranks.peers:
-            assert peers.fit(
-                sizes[0],
-                sizes[1],
-                sizes[1] * sizes[2],
-                (sizes[3] * dtype.itemsize, sizes[4] * dtype.itemsize),
-            )
-        ranks.exchange(step, sizes[1])
-        step.check(sizes[1])
+        step = Step.of(ranks, sizes, dtype, number % 2 == number // len(SIZES))
+        ranks.exchange(step)
+        step.check()
 
 
-def test_replays_of_graphs() -> None:
-    """X9: a graph of ten exchanges for each rank, replayed with other inputs."""
+@pytest.mark.parametrize("alternate", [True, False])
+def test_replays_of_graphs(alternate: bool) -> None:
+    """X9: a graph of ten exchanges for each rank, replayed with other inputs: queries and results
+    in turn, or those of all layers after each other, where a rank is a step ahead of another."""
     ranks = Ranks(4)
-    steps = [Step.of(4, SIZES[2], torch.bfloat16, True) for _ in range(10)]
-    for step in steps:  # compiles
-        ranks.exchange(step, 4)
+    steps = [Step.of(ranks, SIZES[2], torch.bfloat16, True) for _ in range(10)]
+    for step in steps[:2]:  # compiles
+        ranks.exchange(step)
     graphs = []
-    for rank, stream in enumerate(ranks.streams):
+    for rank, (stream, peers) in enumerate(zip(ranks.streams, ranks.peers, strict=True)):
+        calls = [call for step in steps for call in (step.share, step.merge)]
+        if not alternate:
+            calls = [*calls[::2], *calls[1::2]]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for step in steps:
-                step.share(rank, ranks.peers[rank], 4)
-                step.merge(rank, ranks.peers[rank], 4)
+        with torch.cuda.device(stream.device), torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call(rank, peers)
         graphs.append(graph)
     for _ in range(20):
         for step in steps:
             step.draw()
-        ranks.run(lambda rank: graphs[rank].replay())
+        ranks.run(lambda rank, _: graphs[rank].replay())
         for step in steps:
-            step.check(4)
+            step.check()

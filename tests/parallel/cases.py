@@ -294,6 +294,13 @@ def refused_batches(group: RankGroup) -> str:
     def gradient() -> None:
         call(divided_batch([1], [9], run.tables[1][:1], "cpu"), grad=True)
 
+    def strided_output() -> None:
+        built = run.builders[1].build(divided_batch([1], [9], run.tables[1][:1], "cpu"))
+        query, key, value = run.tensors(1)
+        own = run.own(query)
+        output = torch.empty(*own.shape, 2)[..., 0]
+        run.layer(own, key, value, cache, built, output=output)
+
     def other_scale() -> None:
         ParallelAttention(run.spec, group, run.division, device="cpu", scale=1 + last)
 
@@ -302,6 +309,7 @@ def refused_batches(group: RankGroup) -> str:
         block_of_a_prefill: "slot_mapping[", no_block: "must not be negative",
         other_block_size: f"block_size={2 * BLOCK}", batch_of_a_window: "was built for",
         gradient: "requires a gradient", other_scale: "ranks 0 and",
+        strided_output: "last stride 2",
     }  # fmt: skip
     with torch.enable_grad():
         if text := not_refused(expected):

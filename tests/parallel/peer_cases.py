@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.ops.peer_buffers import PeerBuffers
 from attnlib.ops.triton.kernels import peer_words
+from attnlib.ops.triton.peer_words import merge_words, share_words
 from attnlib.parallel import RankGroup, exchange, warmup_parallel
 from attnlib.workspace import BatchLimits
 from tests.parallel.cases import LATENT, LIMIT
@@ -71,9 +73,38 @@ def peer_memory(group: RankGroup) -> str:
                 error = error_of(*run.step(STEPS[name]))
                 if not error <= LIMIT:
                     return f"{spec}, {name}: error {error:g}"
-    # Of two layers, a warm-up and four steps, one of which has a state over new tokens.
+    # Of two layers, two warm-ups and four steps, one of which has a state over new tokens.
     runs = [int(each.max()) for each in (buffers.share_counts, buffers.merge_counts)]
-    return "" if runs == [10, 8] else f"{runs} exchanges of queries and results"
+    return "" if runs == [12, 10] else f"{runs} exchanges of queries and results"
+
+
+def a_rank_ahead(group: RankGroup) -> str:
+    """Queries are shared again, and results merged again, before a slow rank has read the first:
+    an engine may give up between the two."""
+    buffers, tests, rounds = shared_buffers(group), [0], range(1, 4)
+    late, wrong = peer_words._late, ""
+
+    def slow(*arguments: Any) -> Any:
+        found, tests[0] = late(*arguments), tests[0] + 1
+        if group.rank == 1 and tests[0] % 4 == 1:
+            time.sleep(0.4)  # and then look again
+            found.handle.data[...] = 1
+        return found
+
+    with mock.patch.object(peer_words, "_late", slow):
+        for number in rounds:
+            own = torch.full((2, 4), 10.0 * number + group.rank)
+            wanted = torch.stack([own - group.rank + rank for rank in range(2)], 1)
+            if not torch.equal(found := share_words(own, buffers), wanted):
+                wrong += f"queries of exchange {number}: {found.tolist()} "
+        for number in rounds:
+            partial = torch.full((2, 2, 4), 10.0 * number + group.rank)
+            out, lse = torch.empty(2, 1, 4), torch.empty(2, 1)
+            states = partial, torch.zeros(2, 2), out, lse, buffers
+            merge_words(*states, num_kv_heads=1, sinks=None)
+            if not torch.equal(out, torch.full_like(out, 10.0 * number + 0.5)):
+                wrong += f"results of exchange {number}: {out.tolist()} "
+    return wrong  # not before the other rank has what it waits for
 
 
 def full_buffers(group: RankGroup) -> str:
@@ -87,21 +118,22 @@ def full_buffers(group: RankGroup) -> str:
 
 
 def refused(group: RankGroup) -> str:
-    """By all ranks, with the reason; float64 has no kernel."""
+    """By all ranks, with the reason."""
     found = []
-    for dtype in (torch.float32, torch.float64):
-        spec = {"dtype": dtype}
+    changes: tuple[dict[str, Any], ...] = ({}, {"dtype": torch.float64}, {"batch_invariant": True})
+    for spec in changes:
         try:
             Run(Problem(spec, options={"exchange": "peer_memory"}), group)
         except (UnsupportedConfigError, ContractError) as error:
             found.append(str(error))
-    wanted = ("NVIDIA GPUs of one host", "float64")
-    named = len(found) == 2 and all(map(str.__contains__, found, wanted))
+    wanted = ("NVIDIA GPUs of one host", "float64", "large batches")
+    named = len(found) == 3 and all(map(str.__contains__, found, wanted))
     return "" if named else f"{found}"
 
 
 CASES: dict[str, Callable[[RankGroup], str]] = {
     "peer memory": peer_memory,
+    "a rank ahead": a_rank_ahead,
     "full buffers": full_buffers,
     "refused on a CPU": refused,
 }

@@ -6,9 +6,11 @@ has the data, and a transfer takes one way between GPUs, without fences and flag
 
 Each program has its own words in the buffers, whatever the sizes of a call, and counts its
 exchanges in memory, for replays of a CUDA graph: older words have lower numbers. Programs with low
-ids start first and wait for programs with the same id only, so they need not all run at once. An
-exchange of queries and one of results alternate, so that words are written again only after they
-have been read.
+ids start first and wait for programs with the same id only, so they need not all run at once.
+
+Odd and even exchanges have words of their own, so that words are written again only after they have
+been read: a rank begins exchange n + 2 of a program after n + 1, for which the other rank has begun
+its own n + 1, and thus ended the kernel of its n. This holds on one stream at a time.
 """
 
 from __future__ import annotations
@@ -30,6 +32,12 @@ _POLLS: tl.constexpr = tl.constexpr(1 << 30)
 def _numbered(x, number):
     """Words of the 4 bytes `x`."""
     return (number.to(tl.int64) << 32) | (x.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def _words_of(slot, number):
+    """Which words of a program and rank an exchange uses: those of odd numbers follow the even."""
+    return slot.to(tl.int64) * 2 + (number & 1)
 
 
 @triton.jit
@@ -88,9 +96,9 @@ def share_words_kernel(
     if peer != rank:
         inside = rows[:, None] * LANES + lanes[None, :]
         distance = aligned(tl.load(distances + peer) // 8, 8)
-        mine = (block * WORLD + rank).to(tl.int64) * (ROWS * LANES)
+        mine = _words_of(block * WORLD + rank, number) * (ROWS * LANES)
         tl.store(words + distance + mine + inside, _numbered(x, number))
-        source = words + (block * WORLD + peer).to(tl.int64) * (ROWS * LANES) + inside
+        source = words + _words_of(block * WORLD + peer, number) * (ROWS * LANES) + inside
         found, polls = tl.load(source, volatile=True), tl.full((), 0, tl.int32)
         late = _late(found, number)
         while (late != 0) & (polls < _POLLS):
@@ -164,8 +172,8 @@ def merge_words_kernel(
     """Send the partial states of the other ranks' heads, and merge those of an own head.
 
     Grid: (tokens * heads). `partial` is in 4 bytes, SIZE for a head. A program has WORDS words for
-    each rank, and one for the LSE. The states of all ranks are sent, awaited and merged together:
-    one after the other, each would wait for its own loads.
+    an exchange with each rank, and one for the LSE. The states of all ranks are sent, awaited and
+    merged together: one after the other, each would wait for its own loads.
     """
     if PDL:
         gdc_wait()
@@ -183,13 +191,14 @@ def merge_words_kernel(
     part = tl.load(partial_lse + token * stride_qt + theirs, mask=exists, other=0.0)
     part = part.to(tl.int32, bitcast=True)
     distance = aligned(tl.load(distances + peer, mask=exists, other=0) // 8, 8)
-    slot, sent = program.to(tl.int64) * WORLD, exists & ~own
-    target = words + (distance + (slot + rank) * WORDS)[:, None] + lanes[None, :]
+    sent, mine = exists & ~own, _words_of(program * WORLD + rank, number)
+    target = words + (distance + mine * WORDS)[:, None] + lanes[None, :]
     tl.store(target, _numbered(x, number), mask=sent[:, None])
-    tl.store(lse_words + distance + slot + rank, _numbered(part, number), mask=sent)
+    tl.store(lse_words + distance + mine, _numbered(part, number), mask=sent)
 
-    source = words + ((slot + peer) * WORDS)[:, None] + lanes[None, :]
-    lse_source, none = lse_words + slot + peer, _numbered(tl.full((), 0, tl.int32), number)
+    from_each = _words_of(program * WORLD + peer, number)
+    source = words + (from_each * WORDS)[:, None] + lanes[None, :]
+    lse_source, none = lse_words + from_each, _numbered(tl.full((), 0, tl.int32), number)
     found = tl.load(source, mask=sent[:, None], other=none, volatile=True)
     found_lse = tl.load(lse_source, mask=sent, other=none, volatile=True)
     late, polls = _late(found, number) | _late(found_lse, number), tl.full((), 0, tl.int32)
