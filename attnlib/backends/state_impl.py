@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar, Protocol
 
-import torch
+from torch import Tensor
 
 from attnlib.cache.states import StateCache
 from attnlib.metadata.states import StateMetadata
@@ -27,9 +27,9 @@ over a batch whose slots, addresses and values may differ from those that it was
 class StateOwner(Protocol):
     """The tensors of a layer, which its impl reads in every call; None for what it has not."""
 
-    conv_weight: torch.Tensor | None
-    conv_bias: torch.Tensor | None
-    skip: torch.Tensor | None
+    conv_weight: Tensor | None
+    conv_bias: Tensor | None
+    skip: Tensor | None
 
 
 class StateImpl(ABC):
@@ -81,11 +81,7 @@ class StateImpl(ABC):
 
     @abstractmethod
     def step(
-        self,
-        inputs: StateInputs,
-        cache: StateCache,
-        metadata: StateMetadata,
-        output: torch.Tensor,
+        self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, output: Tensor
     ) -> None:
         """Update the states of a batch, and write the outputs (T1 to T14).
 
@@ -99,11 +95,7 @@ class StateImpl(ABC):
 
     @abstractmethod
     def convolve(
-        self,
-        x: torch.Tensor,
-        cache: StateCache,
-        metadata: StateMetadata,
-        output: torch.Tensor,
+        self, x: Tensor, cache: StateCache, metadata: StateMetadata, output: Tensor
     ) -> None:
         """Convolve the tokens of a batch with the owner's weights, and keep their windows (T6).
 
@@ -119,7 +111,7 @@ class StateImpl(ABC):
         inputs: StateInputs,
         cache: StateCache,
         metadata: StateMetadata,
-        output: torch.Tensor,
+        output: Tensor,
     ) -> StepPlan:
         """Prepare the calls of `step` over a batch that differ from this one in slots, addresses
         and values only. The layer calls it once per batch and call signature, after its checks.
@@ -132,10 +124,10 @@ class StateImpl(ABC):
     def plan_convolution(
         self,
         signature: Hashable,
-        x: torch.Tensor,
+        x: Tensor,
         cache: StateCache,
         metadata: StateMetadata,
-        output: torch.Tensor,
+        output: Tensor,
     ) -> StepPlan:
         """The same for `convolve`."""
         return type(self).convolve
@@ -146,7 +138,7 @@ class StateImpl(ABC):
         inputs: FusedInputs,
         cache: StateCache,
         metadata: StateMetadata,
-        output: torch.Tensor,
+        output: Tensor,
     ) -> StepPlan | None:
         """The same for `StateLayer.step` in one launch, with the bits of separate ones. With None,
         which a backend may return for some batches, the layer runs these."""
@@ -164,21 +156,13 @@ class StateOperations(StateImpl):
     short_convolution: ClassVar[Callable[..., None]]
 
     def step(
-        self,
-        inputs: StateInputs,
-        cache: StateCache,
-        metadata: StateMetadata,
-        output: torch.Tensor,
+        self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, output: Tensor
     ) -> None:
         """See `StateImpl.step`."""
         self.state_step(inputs, cache.tensors, metadata.batch, self.params, out=output)
 
     def convolve(
-        self,
-        x: torch.Tensor,
-        cache: StateCache,
-        metadata: StateMetadata,
-        output: torch.Tensor,
+        self, x: Tensor, cache: StateCache, metadata: StateMetadata, output: Tensor
     ) -> None:
         """See `StateImpl.convolve`."""
         owner = self.owner

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from attnlib.bench.state_case import StateCase
 from attnlib.bench.state_inputs import step_batch
@@ -32,8 +33,8 @@ class ExpectedStep(NamedTuple):
         slots: of these requests.
     """
 
-    exact: torch.Tensor
-    rounded: torch.Tensor
+    exact: Tensor
+    rounded: Tensor
     slots: StateCache
 
 
@@ -76,7 +77,7 @@ class StateCheck:
         after = f"after {self._case.context + copy} tokens"
         return Comparison(after, False, mismatch=mismatch or str(found))
 
-    def compare_output(self, output: torch.Tensor, expected: ExpectedStep) -> Comparison:
+    def compare_output(self, output: Tensor, expected: ExpectedStep) -> Comparison:
         """Compare an output, all of whose rows must be finite."""
         broken = ~torch.isfinite(output).flatten(1).all(dim=1)
         if bool(broken.any()):
@@ -90,7 +91,7 @@ class StateCheck:
 
     def _computed(
         self, runner: StateRunner, copy: int, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, StateCache]:
+    ) -> tuple[Tensor, StateCache]:
         """Output and slots of the chosen requests, by the `torch` backend on copies of the slots.
         Prompts read no slot; the form `plain` takes larger chunks of them."""
         case, layer, device = self._case, runner.layer, runner.output.device

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnlib.bench.state_case import StateCase
 from attnlib.cache.states import StateCache
@@ -17,14 +18,7 @@ from attnlib.metadata.states import StateMetadata
 from attnlib.ops.states.step_form import FusedInputs, StepForm
 from attnlib.spec import StateSpec
 
-__all__ = [
-    "StateTokens",
-    "draw_tokens",
-    "draw_weight",
-    "fill_slots",
-    "set_positions",
-    "step_batch",
-]
+__all__ = ["StateTokens", "draw_tokens", "draw_weight", "fill_slots", "set_positions", "step_batch"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +32,12 @@ class StateTokens:
         separate: whether the step runs in separate launches.
     """
 
-    rows: Mapping[str, torch.Tensor | None]
+    rows: Mapping[str, Tensor | None]
     form: StepForm | None = None
     separate: bool = False
 
     def run(
-        self, layer: StateLayer, cache: StateCache, metadata: StateMetadata, output: torch.Tensor
+        self, layer: StateLayer, cache: StateCache, metadata: StateMetadata, output: Tensor
     ) -> None:
         """One call of a layer."""
         if self.form is None:
@@ -57,17 +51,17 @@ class StateTokens:
         else:
             layer.step(x, (a, b), z, self.form, cache, metadata, output=output)
 
-    def chosen(self, index: torch.Tensor, dtype: torch.dtype) -> StateTokens:
+    def chosen(self, index: Tensor, dtype: torch.dtype) -> StateTokens:
         """Some of the tokens, with gates in float32, as inputs of a layer of another dtype."""
 
-        def taken(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        def taken(name: str, tensor: Tensor | None) -> Tensor | None:
             is_gate = name in ("log_decay", "beta", "a", "b")
             return None if tensor is None else tensor[index].to(torch.float32 if is_gate else dtype)
 
         return replace(self, rows={name: taken(name, x) for name, x in self.rows.items()})
 
 
-def draw_weight(spec: StateSpec, draw: torch.Generator) -> torch.Tensor | None:
+def draw_weight(spec: StateSpec, draw: torch.Generator) -> Tensor | None:
     """The weights of the convolution, if the layer has one."""
     if not spec.has_convolution:
         return None
@@ -80,7 +74,7 @@ def draw_tokens(case: StateCase, draw: torch.Generator) -> StateTokens:
     spec, tokens = case.spec, case.batch.num_tokens
     values, shapes = spec.num_heads * spec.value_size, spec.input_shapes(tokens)
 
-    def normal(*shape: int, dtype: torch.dtype = spec.dtype) -> torch.Tensor:
+    def normal(*shape: int, dtype: torch.dtype = spec.dtype) -> Tensor:
         return torch.randn(shape, generator=draw, device=draw.device).to(dtype)
 
     if not case.is_step:

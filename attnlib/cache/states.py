@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from attnlib.compile.objects import register_tensor_id
 from attnlib.errors import ContractError
@@ -22,7 +23,7 @@ _FORMS = ("plain", "tail")
 """Forms for a spec that names none; one of them fits every spec."""
 _CHUNK_SIZE = 16
 
-SlotPairs = Sequence[tuple[int, int]] | torch.Tensor
+SlotPairs = Sequence[tuple[int, int]] | Tensor
 """`[n, 2]` integers: (source, destination)."""
 
 
@@ -46,8 +47,8 @@ class CanonicalStates(NamedTuple):
             convolution.
     """
 
-    states: torch.Tensor | None
-    windows: torch.Tensor | None
+    states: Tensor | None
+    windows: Tensor | None
 
 
 class StateCache:
@@ -69,7 +70,7 @@ class StateCache:
         ContractError: memory of another form.
     """
 
-    def __init__(self, spec: StateSpec, memory: torch.Tensor) -> None:
+    def __init__(self, spec: StateSpec, memory: Tensor) -> None:
         self.spec = spec
         self.layout = state_layout(spec)
         self.memory = memory[..., : self.layout.bytes_per_slot]
@@ -167,11 +168,7 @@ class StateCache:
         other.memory[targets] = self.memory[sources].to(other.device)
 
     def export(
-        self,
-        slots: Sequence[int],
-        positions: Sequence[int],
-        *,
-        log_decay: torch.Tensor | None = None,
+        self, slots: Sequence[int], positions: Sequence[int], *, log_decay: Tensor | None = None
     ) -> CanonicalStates:
         """States in the canonical form (T20). Synchronizes.
 
@@ -222,12 +219,12 @@ class StateCache:
             if windows is not None:
                 exchange.write_window(self.tensors, *place, windows[row])
 
-    def _index(self, name: str, slots: Sequence[int]) -> torch.Tensor:
+    def _index(self, name: str, slots: Sequence[int]) -> Tensor:
         found = slot_ids(name, slots, self.num_slots)
         return torch.tensor(found, dtype=torch.int64, device=self.device)
 
 
-def _required(name: str, tensor: torch.Tensor | None, rows: int) -> torch.Tensor:
+def _required(name: str, tensor: Tensor | None, rows: int) -> Tensor:
     if tensor is None or len(tensor) != rows:
         given = None if tensor is None else tuple(tensor.shape)
         raise ContractError(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from attnlib.cache.states import StateCache
 from attnlib.debug.recorded_fields import plain_fields, spec_fields
@@ -40,7 +41,7 @@ _LISTS = ("query_lens", "seq_lens", "slots", "sources")
 _TENSORS = ("conv_weight", "conv_bias", "skip", "log_decay")
 
 
-Inputs = tuple[torch.Tensor | None, ...]
+Inputs = tuple[Tensor | None, ...]
 
 
 class StateOutcome(NamedTuple):
@@ -53,8 +54,8 @@ class StateOutcome(NamedTuple):
         problem: why the slots hold no such states, or "".
     """
 
-    out: torch.Tensor
-    states: list[torch.Tensor]
+    out: Tensor
+    states: list[Tensor]
     problem: str = ""
 
 
@@ -76,13 +77,13 @@ class RecordedStateCall:
     spec: StateSpec
     part: str
     scale: float
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
     inputs: Inputs
     query_lens: list[int]
     seq_lens: list[int]
     slots: list[int]
     sources: list[int]
-    memory: torch.Tensor
+    memory: Tensor
 
     def __str__(self) -> str:
         """The batch in the notation of `attnlib.testing.batch_spec`."""
@@ -100,7 +101,7 @@ class RecordedStateCall:
         lists: Any = {name: [getattr(self, name)[n] for n in requests] for name in _LISTS}
         return replace(self, inputs=inputs, **lists)
 
-    def read(self, tensors: StateTensors, slot: int, position: int) -> torch.Tensor:
+    def read(self, tensors: StateTensors, slot: int, position: int) -> Tensor:
         """The state, or the window, of a slot after `position` tokens (T20)."""
         if self.part == "convolution":
             return exchange.read_window(tensors, slot, position)
@@ -109,7 +110,7 @@ class RecordedStateCall:
         return exchange.read_state(tensors, slot, position, params, self.tensors.get("log_decay"))
 
     def outcome(
-        self, out: torch.Tensor, tensors: StateTensors, requests: Sequence[StateRequest]
+        self, out: Tensor, tensors: StateTensors, requests: Sequence[StateRequest]
     ) -> StateOutcome:
         """What the call has done to slots, where `requests` are these."""
         places = [(r.slot, r.end) for r in requests]
@@ -155,7 +156,7 @@ def capture_state_call(
 
 
 def live_outcome(
-    call: RecordedStateCall, cache: StateCache, metadata: StateMetadata, output: torch.Tensor
+    call: RecordedStateCall, cache: StateCache, metadata: StateMetadata, output: Tensor
 ) -> StateOutcome:
     """What the live call has done that `call` was captured from."""
     return call.outcome(output.clone(), cache.tensors, list(metadata.batch.requests()))

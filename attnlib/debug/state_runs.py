@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.state_impl import StateInputs
@@ -55,7 +56,7 @@ def run_state_call(call: RecordedStateCall, backend: type[AttentionBackend]) -> 
 @torch.no_grad()
 def _call(
     call: RecordedStateCall, layer: StateLayer, cache: StateCache, metadata: StateMetadata
-) -> torch.Tensor:
+) -> Tensor:
     """The call of the impl: observers of layers do not see it."""
     values: Any = call.inputs
     is_convolution = call.part == "convolution"
@@ -132,9 +133,9 @@ def compare_state_call(call: RecordedStateCall, found: StateOutcome) -> str:
 def _computed(
     call: RecordedStateCall,
     request: StateRequest,
-    first: torch.Tensor | None,
+    first: Tensor | None,
     rounding: torch.dtype | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Outputs of a request and its state, by the oracle: in float64, or as `rounding` allows."""
     spec, width = call.spec, call.spec.conv_width - 1
     wide = torch.float64 if rounding in (None, torch.float64) else torch.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from attnlib.backends.state_impl import StateInputs
 from attnlib.cache.states import StateCache
@@ -56,14 +57,14 @@ def validate_convolution(cache: StateCache, metadata: StateMetadata) -> None:
 
 
 def _validate_slots(
-    cache: StateCache, metadata: StateMetadata, positions: torch.Tensor, what: str
+    cache: StateCache, metadata: StateMetadata, positions: Tensor, what: str
 ) -> None:
     requests = list(metadata.batch.requests())
     check_slots(requests, cache.num_slots)
     check_positions(requests, positions, what)
 
 
-def _validate_gate(name: str, gate: torch.Tensor, outside: torch.Tensor, limit: str) -> None:
+def _validate_gate(name: str, gate: Tensor, outside: Tensor, limit: str) -> None:
     wrong = (outside | ~gate.isfinite()) & ~gate.isnan()  # NaN stays in its request (T5)
     if bool(wrong.any()):
         place = wrong.nonzero()[0].tolist()
@@ -71,5 +72,5 @@ def _validate_gate(name: str, gate: torch.Tensor, outside: torch.Tensor, limit: 
         raise ContractError(f"{name}{index}={gate[tuple(place)].item():g} {limit}", rule="T5")
 
 
-def _is_capturing(tensor: torch.Tensor) -> bool:
+def _is_capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.metadata.lengths import int32_values
@@ -14,15 +15,11 @@ from attnlib.ops.states.checks import check_slots
 
 __all__ = ["state_slot_fields"]
 
-Slots = Sequence[int] | torch.Tensor | None
+Slots = Sequence[int] | Tensor | None
 
 
 def state_slot_fields(
-    slots: Slots,
-    sources: Slots,
-    queries: torch.Tensor,
-    sequences: torch.Tensor,
-    device: torch.device,
+    slots: Slots, sources: Slots, queries: Tensor, sequences: Tensor, device: torch.device
 ) -> dict[str, Any]:
     """The fields `state_slots` and `state_sources` that are given, on the device.
 
@@ -52,8 +49,8 @@ def state_slot_fields(
     return fields
 
 
-def _on_device(name: str, values: Sequence[int] | torch.Tensor, device: torch.device) -> Any:
-    if not isinstance(values, torch.Tensor):
+def _on_device(name: str, values: Sequence[int] | Tensor, device: torch.device) -> Any:
+    if not isinstance(values, Tensor):
         return int32_values(name, values, "T7").reshape(-1).to(device, non_blocking=True)
     if values.device.type == "cpu":
         return int32_values(name, values, "T7").to(device)

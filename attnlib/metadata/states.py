@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnlib.capabilities import StateCapabilities
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
@@ -32,21 +33,19 @@ class StateMetadata(AttentionMetadata):
             own.
     """
 
-    slot_mapping: torch.Tensor | None = None
-    query_start_loc: torch.Tensor
-    query_start_loc_cpu: torch.Tensor | None
-    seq_lens: torch.Tensor
-    seq_lens_cpu: torch.Tensor | None
+    slot_mapping: Tensor | None = None
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor | None
+    seq_lens: Tensor
+    seq_lens_cpu: Tensor | None
     num_reqs: int
     num_actual_tokens: int
     max_query_len: int
     max_seq_len: int
-    state_slots: torch.Tensor
-    state_sources: torch.Tensor | None = None
+    state_slots: Tensor
+    state_sources: Tensor | None = None
 
-    def with_slots(
-        self, state_slots: torch.Tensor, state_sources: torch.Tensor | None = None
-    ) -> StateMetadata:
+    def with_slots(self, state_slots: Tensor, state_sources: Tensor | None = None) -> StateMetadata:
         """The same batch over other slots, for a layer whose states are in other blocks; they share
         plans.
 
@@ -132,7 +131,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         return StateMetadata.from_fields(found)  # type: ignore[no-any-return]
 
     def update_block_table(
-        self, metadata: StateMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor | None
+        self, metadata: StateMetadata, block_table: Tensor, slot_mapping: Tensor | None
     ) -> StateMetadata:
         """The metadata of the same batch for a layer with other slots.
 

@@ -39,10 +39,7 @@ def bounded_decay(a: Tensor, a_log: Tensor, dt_bias: Tensor, lower_bound: float)
 
 
 def mamba2_gates(
-    dt: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    dt: Tensor, a_log: Tensor, dt_bias: Tensor, dt_limit: tuple[float, float] = (0.0, float("inf"))
 ) -> tuple[Tensor, Tensor]:
     """The gates of Mamba2: `dt = clamp(softplus(dt + dt_bias))`, log decay `-exp(A_log) * dt`.
 

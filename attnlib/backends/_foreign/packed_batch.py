@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnlib.ops.states import StateBatch, StateLayout
 from attnlib.ops.states.batch import StateRequest
@@ -29,14 +30,14 @@ class PackedBatch:
             sequences of a request, those of the longest.
     """
 
-    rows: torch.Tensor | slice
-    starts: torch.Tensor
-    starts_cpu: torch.Tensor
+    rows: Tensor | slice
+    starts: Tensor
+    starts_cpu: Tensor
     longest: int
-    requests: torch.Tensor
-    slots: torch.Tensor
-    numbers: torch.Tensor
-    written: tuple[torch.Tensor | slice, torch.Tensor | slice]
+    requests: Tensor
+    slots: Tensor
+    numbers: Tensor
+    written: tuple[Tensor | slice, Tensor | slice]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +54,12 @@ class PackedStep:
             sequence for each later one.
     """
 
-    sources: torch.Tensor
-    numbers: torch.Tensor
-    fresh: torch.Tensor
-    slots: torch.Tensor
-    copied: torch.Tensor
-    positions: torch.Tensor
+    sources: Tensor
+    numbers: Tensor
+    fresh: Tensor
+    slots: Tensor
+    copied: Tensor
+    positions: Tensor
     calls: tuple[PackedBatch, ...]
 
     @classmethod
@@ -95,7 +96,7 @@ class PackedStep:
         )
 
 
-def _int64(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+def _int64(values: Sequence[Any], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
@@ -109,10 +110,10 @@ def _packed(
     lengths = [end - first for _, first, end in parts]
     starts = torch.tensor([0, *lengths]).cumsum(0)
     begins = [requests[n].start + first - requests[n].computed for n, first, _ in parts]
-    rows: torch.Tensor | slice = slice(0, sum(lengths))
+    rows: Tensor | slice = slice(0, sum(lengths))
     if begins != starts[:-1].tolist():
         rows = _ranges(begins, lengths, device)
-    written: tuple[torch.Tensor | slice, torch.Tensor | slice] = rows, slice(None)
+    written: tuple[Tensor | slice, Tensor | slice] = rows, slice(None)
     longest = {number: place for place, (number, *_) in enumerate(parts)}  # the last of each
     if len(longest) < len(parts):
         chosen = list(longest.values())
@@ -131,6 +132,6 @@ def _packed(
     )
 
 
-def _ranges(begins: list[int], lengths: list[int], device: torch.device) -> torch.Tensor:
+def _ranges(begins: list[int], lengths: list[int], device: torch.device) -> Tensor:
     numbers = [torch.arange(b, b + n) for b, n in zip(begins, lengths, strict=True)]
     return torch.cat(numbers).to(device)

@@ -11,6 +11,7 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnlib.backends._foreign.packed_batch import PackedBatch, PackedStep
 from attnlib.backends.state_impl import StateInputs, StateOperations
@@ -49,7 +50,7 @@ def packed_capabilities(**fields: Any) -> StateCapabilities:
     )
 
 
-def normalized(heads: torch.Tensor) -> torch.Tensor:
+def normalized(heads: Tensor) -> Tensor:
     """Heads of length 1 (T4), computed in float32 and rounded to their dtype."""
     wide = heads.float()
     root = torch.rsqrt(wide.square().sum(-1, keepdim=True) + QK_NORM_EPS)
@@ -60,14 +61,14 @@ class PackedStateImpl(StateOperations):
     """A layer on such a function, which `recur` calls."""
 
     @staticmethod
-    def short_convolution(x: torch.Tensor, *arguments: Any, **named: Any) -> None:
+    def short_convolution(x: Tensor, *arguments: Any, **named: Any) -> None:
         """attnlib's own."""
         operation("states.short_convolution", "short_convolution", x)(x, *arguments, **named)
 
     @abstractmethod
     def recur(
-        self, inputs: StateInputs, initial: torch.Tensor, batch: PackedBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, inputs: StateInputs, initial: Tensor, batch: PackedBatch
+    ) -> tuple[Tensor, Tensor]:
         """Run the recurrence of the sequences of a call.
 
         Args:
@@ -80,11 +81,7 @@ class PackedStateImpl(StateOperations):
         """
 
     def step(
-        self,
-        inputs: StateInputs,
-        cache: StateCache,
-        metadata: StateMetadata,
-        output: torch.Tensor,
+        self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, output: Tensor
     ) -> None:
         """See `StateImpl.step`. Synchronizes, once per batch and layout."""
         steps = metadata.derived
@@ -94,11 +91,7 @@ class PackedStateImpl(StateOperations):
 
     @torch.no_grad()
     def _run(
-        self,
-        step: PackedStep | None,
-        inputs: StateInputs,
-        cache: StateCache,
-        output: torch.Tensor,
+        self, step: PackedStep | None, inputs: StateInputs, cache: StateCache, output: Tensor
     ) -> None:
         output.zero_()
         if step is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-import torch
+from torch import Tensor
 
 from attnlib.backends.state_impl import StateInputs, StateOperations, StepPlan
 from attnlib.cache.states import StateCache
@@ -32,7 +32,7 @@ class TritonStateImpl(StateOperations):
         inputs: StateInputs,
         cache: StateCache,
         metadata: StateMetadata,
-        output: torch.Tensor,
+        output: Tensor,
     ) -> StepPlan:
         """The launches of the batch, for all layers of the group."""
         if not output.numel():
@@ -46,10 +46,10 @@ class TritonStateImpl(StateOperations):
     def plan_convolution(
         self,
         signature: Hashable,
-        x: torch.Tensor,
+        x: Tensor,
         cache: StateCache,
         metadata: StateMetadata,
-        output: torch.Tensor,
+        output: Tensor,
     ) -> StepPlan:
         """The same for the convolution."""
         weight, bias = self.owner.conv_weight, self.owner.conv_bias
@@ -66,7 +66,7 @@ class TritonStateImpl(StateOperations):
         inputs: FusedInputs,
         cache: StateCache,
         metadata: StateMetadata,
-        output: torch.Tensor,
+        output: Tensor,
     ) -> StepPlan | None:
         """One launch for decodes and verification."""
         owner, batch = self.owner, metadata.batch

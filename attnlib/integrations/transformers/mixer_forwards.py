@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from attnlib.integrations.transformers.state_calls import MixerCall
 
@@ -17,8 +17,8 @@ __all__ = ["forward_of", "is_mixer"]
 
 
 def lightning_forward(
-    call: MixerCall, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
+    call: MixerCall, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
     """The forward of lightning attention of MiniMax in a step (T2).
 
     Args:
@@ -46,8 +46,8 @@ def lightning_forward(
 
 
 def dynamic_convolution_forward(
-    call: MixerCall, hidden_states: torch.Tensor, dynamic_input: torch.Tensor, **kwargs: Any
-) -> torch.Tensor:
+    call: MixerCall, hidden_states: Tensor, dynamic_input: Tensor, **kwargs: Any
+) -> Tensor:
     """The forward in a step of Inkling 2's convolution, whose taps differ between tokens (T4).
 
     A state layer has fixed taps, so that it convolves each channel once per tap with a tap of 1,
@@ -70,11 +70,11 @@ def dynamic_convolution_forward(
     taps = mixer.static_weight.float().T.view(heads, -1, width) + dynamic
     before = _states_before(call, states, width)
     mixed = (before.view(len(states), heads, -1, width) * taps).sum(-1).view_as(states)
-    out: torch.Tensor = (mixed + states) / math.sqrt(2 * width + 1)
+    out: Tensor = (mixed + states) / math.sqrt(2 * width + 1)
     return out.to(hidden_states.dtype)[None]
 
 
-def _states_before(call: MixerCall, states: torch.Tensor, width: int) -> torch.Tensor:
+def _states_before(call: MixerCall, states: Tensor, width: int) -> Tensor:
     """`[T, C, width]`: the states of each token and of those before it in its request, the token's
     own first."""
     fields: dict[str, Any] = {"conv_channels": states.shape[1] * width, "conv_width": width}

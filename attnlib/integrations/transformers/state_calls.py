@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attnlib.cache.states import StateCache
 from attnlib.errors import UnsupportedConfigError
@@ -48,7 +48,7 @@ class MixerCall:
         self,
         part: str,
         fields: dict[str, Any],
-        tensors: dict[str, torch.Tensor],
+        tensors: dict[str, Tensor],
         scale: float | None = None,
     ) -> tuple[StateLayer, StateCache, StateMetadata] | None:
         """What a part of the mixer runs with: its layer, the slots and the batch; None in a step
@@ -70,12 +70,12 @@ class MixerCall:
 
 def convolve(
     call: MixerCall,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     activation: str | None = None,
     **kwargs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """`causal_conv1d_fn`: `[1, C, T]` -> the same."""
     call.step.reached.add(call.mixer)
     fields = {
@@ -97,14 +97,14 @@ def convolve(
 
 def delta_rule(
     call: MixerCall,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """`torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`."""
     _refuse_states(call.mixer, kwargs)
     fields = {
@@ -122,17 +122,17 @@ def delta_rule(
 
 def mamba2(
     call: MixerCall,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,  # noqa: N803  # names of transformers
-    B: torch.Tensor,  # noqa: N803
-    C: torch.Tensor,  # noqa: N803
-    D: torch.Tensor | None = None,  # noqa: N803
-    dt_bias: torch.Tensor | None = None,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803  # names of transformers
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    D: Tensor | None = None,  # noqa: N803
+    dt_bias: Tensor | None = None,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     dt_softplus: bool = False,
     **kwargs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """`mamba2_chunk_scan`."""
     _refuse_states(call.mixer, kwargs)
     if not dt_softplus:
@@ -155,13 +155,13 @@ def mamba2(
 
 def _step(
     call: MixerCall,
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    gates: tuple[torch.Tensor, torch.Tensor | None],
+    parts: tuple[Tensor, Tensor, Tensor],
+    gates: tuple[Tensor, Tensor | None],
     form: dict[str, Any],
     fields: dict[str, Any],
-    tensors: dict[str, torch.Tensor],
+    tensors: dict[str, Tensor],
     scale: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The recurrence of a mixer together with its convolution: at once, or by its norm.
 
     Args:
@@ -196,7 +196,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 """Name in the modules of transformers -> function."""
 
 
-def _given(tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+def _given(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
 
 

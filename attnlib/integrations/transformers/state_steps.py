@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attnlib.cache.states import StateCache
 from attnlib.errors import UnsupportedConfigError
@@ -37,9 +36,9 @@ class PendingConvolution:
         tensors: of its layer.
     """
 
-    x: torch.Tensor
+    x: Tensor
     fields: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,14 +55,12 @@ class PendingStep:
     layer: StateLayer
     cache: StateCache
     metadata: StateMetadata
-    x: torch.Tensor
-    gates: tuple[torch.Tensor, torch.Tensor | None]
+    x: Tensor
+    gates: tuple[Tensor, Tensor | None]
     form: dict[str, Any]
-    out: torch.Tensor = field(repr=False)
+    out: Tensor = field(repr=False)
 
-    def run(
-        self, norm: dict[str, Any] | None = None, gate: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def run(self, norm: dict[str, Any] | None = None, gate: Tensor | None = None) -> Tensor:
         """Compute the step.
 
         Args:
@@ -76,7 +73,7 @@ class PendingStep:
         return self.layer.step(self.x, self.gates, z, form, *where, output=self.out)
 
 
-def channel_order(x: torch.Tensor, parts: Sequence[torch.Tensor], mixer: nn.Module) -> str:
+def channel_order(x: Tensor, parts: Sequence[Tensor], mixer: nn.Module) -> str:
     """ "qkv" or "vkq", the order of the channels of which queries, keys and values are views.
 
     Raises:
@@ -86,10 +83,7 @@ def channel_order(x: torch.Tensor, parts: Sequence[torch.Tensor], mixer: nn.Modu
     keys, values = key[0, 0].numel(), value[0, 0].numel()
     found = [(part.data_ptr() - x.data_ptr()) // x.itemsize for part in parts]
     rows = {part.stride(1) for part in parts} | {x.stride(0)}
-    for order, starts in (
-        ("qkv", [0, keys, 2 * keys]),
-        ("vkq", [values + keys, values, 0]),
-    ):
+    for order, starts in (("qkv", [0, keys, 2 * keys]), ("vkq", [values + keys, values, 0])):
         if found == starts and (len(rows) == 1 or x.shape[0] == 1):
             return order
     raise UnsupportedConfigError(
@@ -124,7 +118,7 @@ def norm_in_step(
     """The forward of a norm: that of a step if it gets its output, else `original`. A step that no
     norm computes is an error at the end of its mixer."""
 
-    def forward(hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> Any:
+    def forward(hidden_states: Tensor, gate: Tensor | None = None) -> Any:
         step = mixers.pending
         if not isinstance(step, PendingStep) or hidden_states.data_ptr() != step.out.data_ptr():
             return original(hidden_states, gate)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = ["StepConstants", "update_constants"]
 
@@ -14,9 +15,9 @@ class StepConstants:
     """The tensors of one layer. `update_constants` computes them."""
 
     def __init__(self) -> None:
-        self.parts: list[tuple[torch.Tensor, torch.Tensor, Callable[..., Any] | None]] = []
+        self.parts: list[tuple[Tensor, Tensor, Callable[..., Any] | None]] = []
 
-    def add(self, weight: torch.Tensor, function: Callable[..., Any] | None = None) -> torch.Tensor:
+    def add(self, weight: Tensor, function: Callable[..., Any] | None = None) -> Tensor:
         """The tensor of one weight.
 
         Args:
@@ -43,7 +44,7 @@ def update_constants(layers: Iterable[StepConstants]) -> Callable[[], None]:
     """
     parts = [part for layer in layers for part in layer.parts]
     computed, weights = [part[0] for part in parts], [part[1] for part in parts]
-    functions: dict[Callable[..., Any], list[torch.Tensor]] = {}
+    functions: dict[Callable[..., Any], list[Tensor]] = {}
     for tensor, _, function in parts:
         if function is not None:
             functions.setdefault(function, []).append(tensor)

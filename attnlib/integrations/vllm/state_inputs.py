@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 __all__ = ["StepInputs"]
 
@@ -19,11 +20,11 @@ class _Rows(NamedTuple):
     offset: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Rows:
+    def of(cls, tensor: Tensor) -> _Rows:
         offset = tensor.data_ptr() % 16 // tensor.itemsize
         return cls(tensor.dtype, tuple(tensor.shape[1:]), tensor.stride(), offset)
 
-    def zeros(self, count: int, device: torch.device) -> torch.Tensor:
+    def zeros(self, count: int, device: torch.device) -> Tensor:
         longest = self.offset + max(count, 1) * max(self.stride[0], 1)
         memory = torch.zeros(longest, dtype=self.dtype, device=device)
         return memory[self.offset :].as_strided((count, *self.shape), self.stride)
@@ -44,12 +45,12 @@ class StepInputs:
     device: torch.device
 
     @classmethod
-    def of(cls, x: torch.Tensor, gates: Any, output: torch.Tensor) -> StepInputs:
+    def of(cls, x: Tensor, gates: Any, output: Tensor) -> StepInputs:
         """Those of a call."""
         rows = tuple(None if gate is None else _Rows.of(gate) for gate in gates)
         return cls(_Rows.of(x), rows, _Rows.of(output), x.device)
 
-    def zeros(self, tokens: int) -> tuple[torch.Tensor, Any, torch.Tensor]:
+    def zeros(self, tokens: int) -> tuple[Tensor, Any, Tensor]:
         """`x`, `gates` and `output` of a batch of so many tokens."""
         x, output = (each.zeros(tokens, self.device) for each in (self.x, self.output))
         gates = tuple(gate and gate.zeros(tokens, self.device) for gate in self.gates)

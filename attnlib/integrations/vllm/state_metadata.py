@@ -6,11 +6,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionMetadataBuilder,
-)
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.attention.backend import CommonAttentionMetadata as VllmBatch
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 

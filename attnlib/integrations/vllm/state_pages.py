@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
@@ -57,7 +58,7 @@ class StatePages(MambaBase):
     group_warmup: GroupWarmup | None = None  # set by the builder of the layer's group
     _form: StepForm
     _cache: StateCache | None = None
-    _pages: torch.Tensor | None = None
+    _pages: Tensor | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -164,7 +165,7 @@ class StatePages(MambaBase):
             cache = self._bound_cache()
             state.step(x, gates, None, self._form, cache, metadata, output=output)
 
-    def run_step(self, x: torch.Tensor, gates: Any, output: torch.Tensor) -> None:
+    def run_step(self, x: Tensor, gates: Any, output: Tensor) -> None:
         """Convolution, gates and recurrence of the batch.
 
         Args:
@@ -185,7 +186,7 @@ class StatePages(MambaBase):
         layer.step(x, gates, None, self._form, cache, metadata, output=output)
 
     def _bound_cache(self) -> StateCache:
-        first: torch.Tensor = self.kv_cache[0]
+        first: Tensor = self.kv_cache[0]
         if first is not self._pages or self._cache is None:
             size = self.state_layer.layout.bytes_per_slot
             pages = first.as_strided((first.shape[0], size), (first.stride(0), 1))
@@ -194,7 +195,7 @@ class StatePages(MambaBase):
         return self._cache
 
 
-def get_weight(arguments: dict[str, Any]) -> torch.Tensor:
+def get_weight(arguments: dict[str, Any]) -> Tensor:
     """The weight of the convolution, whose dtype and device are those of the layer."""
-    weight: torch.Tensor = arguments["conv_weight"]
+    weight: Tensor = arguments["conv_weight"]
     return weight

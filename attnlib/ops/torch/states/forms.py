@@ -155,10 +155,7 @@ class RequestStep:
 
 
 def state_at(
-    slots: StateTensors,
-    params: RecurrenceParams,
-    request: StateRequest,
-    log_decay: Tensor | None,
+    slots: StateTensors, params: RecurrenceParams, request: StateRequest, log_decay: Tensor | None
 ) -> Tensor:
     """The state at the position of a request without new tokens, `[Hv, Dv, Dk]` float32.
 
