@@ -51,13 +51,10 @@ class StateRunner:
     """The objects of one backend for one case, and its row as far as it is known.
 
     Attributes:
-        case: the case.
         label: the name of the backend in the table.
         layer, cache, builder: made by the backend's classes.
-        tokens: the inputs of every call.
-        output: of every call.
-        common: the batch of each call.
-        batches: its metadata.
+        tokens, output: of every call.
+        common, batches: the batch of each call, and its metadata.
         bytes_per_call: that must be moved.
         can_capture: whether a graph may hold the calls.
         row: results so far.

@@ -20,21 +20,14 @@ class StateCapabilities(Declaration):
 
     Attributes:
         devices, min_capability, max_capability, rocm: as in `Capabilities`.
-        dtypes: dtypes of x, q, k, v and the output.
-        state_dtypes: dtypes of stored states (T13).
-        key_sizes, value_sizes: elements of a key head and of a value head.
+        dtypes, state_dtypes, key_sizes, value_sizes, updates, decays, conv_widths,
+            conv_activations, chunk_sizes: values of the fields of the spec with these names;
+            "none" is no activation.
         group_sizes: state heads per key head (T4).
-        updates: of "delta" and "add" (T2).
-        decays: of "head", "channel" and "constant" (T5).
-        beta, skip, qk_norm: the features of the spec with these names.
-        conv_widths: tokens that a convolution sees (T6).
-        conv_activations: of "silu" and "none".
-        conv_bias: convolutions with a bias.
+        beta, skip, qk_norm, conv_bias, batch_invariant: the features with these names.
         forms: forms of a slot, the preferred one first (T9).
-        chunk_sizes: lengths of a chunk of a tail.
-        default_chunk_size: the length for a spec that names none.
+        default_chunk_size: the length of a chunk for a spec that names none.
         max_rollback: the most tokens that the next step may take back (T10).
-        batch_invariant: the feature of the spec (T18).
         cudagraph: batches that a CUDA graph can capture (T19).
         needs_host_lengths: a step reads lengths and slots on the host.
         fused_step: `StateLayer.step` is one launch for decodes.

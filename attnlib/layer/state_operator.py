@@ -33,12 +33,7 @@ def state_step(
     cache: Tensor,
     metadata: Tensor,
 ) -> None:
-    """`StateLayer.forward` of one layer.
-
-    Args:
-        query, key, value, log_decay, beta: of the call.
-        out: like `value`, written.
-        layer, cache, metadata: ids.
+    """`StateLayer.forward` of one layer: arguments as there; `out` is written.
 
     Raises:
         ContractError: as the method, or the object of an id no longer exists.
@@ -49,16 +44,7 @@ def state_step(
 
 @torch.library.custom_op("attnlib::short_convolution", mutates_args=("out", "cache"))
 def short_convolution(x: Tensor, out: Tensor, layer: int, cache: Tensor, metadata: Tensor) -> None:
-    """`StateLayer.convolve` of one layer.
-
-    Args:
-        x: of the call.
-        out: like `x`, written.
-        layer, cache, metadata: ids.
-
-    Raises:
-        ContractError: as the method, or the object of an id no longer exists.
-    """
+    """`StateLayer.convolve` of one layer, likewise."""
     call_convolution(_layer(layer), x, *_objects(cache, metadata), out)
 
 

@@ -23,12 +23,7 @@ _LAYER_TENSORS = ("conv_weight", "conv_bias", "skip", "log_decay")
 
 
 class Place(NamedTuple):
-    """Where the slots of a layer are in a pool.
-
-    Attributes:
-        group: its group of states.
-        number: of the layer in the group.
-    """
+    """Where the slots of a layer are in a pool: its group of states, and its number there."""
 
     group: str
     number: int
@@ -36,14 +31,8 @@ class Place(NamedTuple):
 
 @dataclass(eq=False)
 class MixerLayer:
-    """A state layer of a mixer.
-
-    Attributes:
-        layer: the layer.
-        device: where it runs.
-        cache: its slots; None before the pool exists.
-        place: of the slots in a pool; None for slots of its own.
-    """
+    """A state layer of a mixer and where it runs; its slots, None before the pool exists; and their
+    place in a pool, None for slots of its own."""
 
     layer: StateLayer
     device: torch.device

@@ -32,13 +32,7 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", None: None}
 
 @dataclass(frozen=True, eq=False)
 class MixerCall:
-    """The call of a function by a mixer in a step.
-
-    Attributes:
-        mixers: of the model.
-        step: the step.
-        mixer: the mixer.
-    """
+    """The call of a function by a mixer of a model in a step."""
 
     mixers: StateMixers
     step: PagedStep

@@ -28,13 +28,8 @@ __all__ = ["PendingConvolution", "PendingStep", "channel_order", "norm_in_step",
 
 @dataclass(frozen=True, eq=False)
 class PendingConvolution:
-    """A convolution whose input waits for the recurrence.
-
-    Attributes:
-        x: `[T, C]`.
-        fields: of its spec.
-        tensors: of its layer.
-    """
+    """A convolution whose input `[T, C]` waits for the recurrence; fields of its spec, and tensors
+    of its layer."""
 
     x: Tensor
     fields: dict[str, Any]

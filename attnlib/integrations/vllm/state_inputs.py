@@ -32,12 +32,7 @@ class _Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs of one call of `StateLayer.step`, as vLLM's projections leave them.
-
-    Attributes:
-        x, gates, output: rows of these arguments.
-        device: of all.
-    """
+    """The rows of the tensors of a call of `StateLayer.step`, as vLLM's projections leave them."""
 
     x: _Rows
     gates: tuple[_Rows | None, ...]

@@ -89,15 +89,15 @@ class StatePages(MambaBase):
         """attnlib's layer; made when its weights are loaded."""
         fields, arguments, form = self.state_arguments(self._constants)
         self._form = StepForm(**form)
+        weight = arguments["conv_weight"]  # of the dtype and on the device of the layer
         spec = StateSpec(
-            dtype=get_weight(arguments).dtype,
+            dtype=weight.dtype,
             state_dtype=super().get_state_dtype()[-1],
             max_rollback=self.num_spec,
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
             **fields,
         )
-        device = get_weight(arguments).device
-        return StateLayer(spec, prefix=self.prefix, device=device, **arguments)
+        return StateLayer(spec, prefix=self.prefix, device=weight.device, **arguments)
 
     def get_attn_backend(self) -> type[AttnlibStateBackend]:
         """Whose builder makes the metadata of the layer."""
@@ -193,9 +193,3 @@ class StatePages(MambaBase):
             self._cache = StateCache(self.state_layer.spec, pages)
             self._pages = first
         return self._cache
-
-
-def get_weight(arguments: dict[str, Any]) -> Tensor:
-    """The weight of the convolution, whose dtype and device are those of the layer."""
-    weight: Tensor = arguments["conv_weight"]
-    return weight

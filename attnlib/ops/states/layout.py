@@ -48,16 +48,9 @@ class StateLayout:
     `p % num_rows`, and nothing moves when the request grows. A ring is longer than what a slot
     must keep, so that a step of at most `max_rollback + 1` tokens writes no row that it reads.
 
-    Attributes:
-        form: "plain", "snapshots" or "tail" (T9).
-        num_heads, num_key_heads, key_size, value_size: Hv, Hk, Dk, Dv; all 0 without a recurrence.
-        decay: "head", "channel" or "constant" (T5).
-        has_beta: every token has a beta.
-        conv_channels, conv_width: C and W; both 0 without a convolution.
-        dtype: of the inputs and the window.
-        state_dtype: of stored states (T13).
-        max_rollback: D (T10).
-        chunk_size: c. Chunks of a request begin at its multiples.
+    The fields are those of a `StateSpec` on which slots depend, form and chunk size (c) as chosen.
+    Hv, Hk, Dk and Dv are 0 without a recurrence, C and W without a convolution. Chunks of a request
+    begin at multiples of c.
     """
 
     form: str

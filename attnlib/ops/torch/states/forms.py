@@ -25,15 +25,8 @@ _ROWS = 64
 
 @dataclass(frozen=True)
 class RequestStep:
-    """One step of one request.
-
-    Attributes:
-        slots: of the layer.
-        params: of the recurrence.
-        request: its positions and slots.
-        inputs: of its new tokens.
-        dtype: of the computation.
-    """
+    """One step of one request: the inputs are those of its new tokens, the dtype is that of the
+    computation."""
 
     slots: StateTensors
     params: RecurrenceParams
@@ -157,12 +150,8 @@ class RequestStep:
 def state_at(
     slots: StateTensors, params: RecurrenceParams, request: StateRequest, log_decay: Tensor | None
 ) -> Tensor:
-    """The state at the position of a request without new tokens, `[Hv, Dv, Dk]` float32.
-
-    Args:
-        slots, params: of the layer.
-        request: names the slot and the position.
-        log_decay: `[Hv]`, of a layer with a constant decay.
+    """The state at the position of a request without new tokens, `[Hv, Dv, Dk]` float32. A constant
+    decay is `log_decay`.
 
     Raises:
         ContractError: a tail whose decay is constant and not given.
