@@ -20,7 +20,7 @@ from attnlib.bench.results import Row
 from attnlib.bench.runner import Runner, error_line, make_runner, unmeasured
 from attnlib.bench.state_case import AnyCase, StateCase
 from attnlib.bench.state_check import StateCheck
-from attnlib.bench.state_runner import StateRunner, make_state_runner
+from attnlib.bench.state_runner import StateRunner
 from attnlib.bench.timing import Rows, guarded, time_runners
 from attnlib.testing.budget import Comparison
 
@@ -104,7 +104,7 @@ def _state_runners(
     checker = StateCheck(case) if check else None
     for one in able:
         with guarded(case, one.label, rows, device):
-            runner = make_state_runner(case, one, device, checker)
+            runner = StateRunner(case, one, device, checker)
             found = runner.first_calls()
             if not check or _passes(runner, found, rows):
                 runners.append(runner)

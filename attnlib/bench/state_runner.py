@@ -10,7 +10,7 @@ set back before the call, which is one more launch in its time.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from attnlib.bench.runner import unmeasured
 from attnlib.bench.state_case import StateCase
 from attnlib.bench.state_check import ExpectedStep, StateCheck
 from attnlib.bench.state_inputs import (
-    StateTokens,
     draw_tokens,
     draw_weight,
     fill_slots,
@@ -36,50 +35,76 @@ from attnlib.cache.states import StateCache
 from attnlib.device import resolve_device
 from attnlib.instrumentation import checker_for_level
 from attnlib.layer import StateLayer
-from attnlib.metadata import CommonAttentionMetadata
-from attnlib.metadata.states import StateMetadata
 from attnlib.spec import CudaGraphSupport
 from attnlib.testing.budget import Comparison
 
-__all__ = ["StateRunner", "make_state_runner"]
+__all__ = ["StateRunner"]
 
 _SEED = 0
 
 
-@dataclass
 class StateRunner:
-    """The objects of one backend for one case, and its row as far as it is known.
+    """The layer, slots and batches of one backend for one case, and its row as far as it is known.
+
+    Args:
+        case: the case.
+        one: the backend, which is available.
+        device: where it runs.
+        check: of the outputs; None without one.
 
     Attributes:
         label: the name of the backend in the table.
-        layer, cache, builder: made by the backend's classes.
         tokens, output: of every call.
         common, batches: the batch of each call, and its metadata.
         bytes_per_call: that must be moved.
         can_capture: whether a graph may hold the calls.
         row: results so far.
-        check: of the outputs; None without one.
         expected_us: about how long one call takes, in microseconds.
     """
 
-    case: StateCase
-    label: str
-    layer: StateLayer
-    cache: StateCache
-    builder: Any
-    tokens: StateTokens
-    output: torch.Tensor
-    common: list[CommonAttentionMetadata]
-    batches: list[StateMetadata]
-    bytes_per_call: float
-    can_capture: bool
-    row: Row
-    check: StateCheck | None = None
-    expected_us: float = 0.0
-    _first: ExpectedStep | None = None
-    _set_back: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
-
     writes_apart = False
+
+    def __init__(
+        self,
+        case: StateCase,
+        one: BenchBackend,
+        device: torch.device,
+        check: StateCheck | None = None,
+    ) -> None:
+        backend = one.backend
+        assert backend is not None  # the caller has checked that it is available
+        self.case, self.label, self.check = case, one.label, check
+        draw = torch.Generator(device).manual_seed(_SEED)
+        weight, self.tokens = draw_weight(case.spec, draw), draw_tokens(case, draw)
+        self.layer = StateLayer(case.spec, backend=backend, device=device, conv_weight=weight)
+        spec, count, copies = self.layer.spec, case.num_reqs, 1
+        if case.context:
+            copies = spec.chunk_size or 16
+        starts = range(case.context, case.context + copies)
+        self.cache = StateCache.allocate(spec, copies * count, device=device)
+        self.builder: Any = backend.make_builder(spec, device)
+        self.common = []
+        for copy, start in enumerate(starts):
+            slots = range(copy * count, (copy + 1) * count)
+            self.common.append(step_batch(case, start, slots, device))
+            if case.context:
+                set_positions(self.cache, self.slots(copy), start)
+        if case.context:
+            fill_slots(self.cache, draw)
+        self.batches = [self.builder.build(0, each) for each in self.common]
+        moved = sum(step_bytes(spec, start, case.query_len) for start in starts) / copies
+        if case.is_step:
+            moved += surrounding_bytes(spec, case.query_len)
+        self.bytes_per_call = count * moved
+        shape: tuple[int, ...] = spec.num_heads, spec.value_size
+        shape = (shape[0] * shape[1],) if case.is_step else shape
+        self.output = torch.empty(case.batch.num_tokens, *shape, dtype=spec.dtype, device=device)
+        captured = case.spec.replace(cudagraph=CudaGraphSupport.ALWAYS)
+        self.can_capture = not backend.state_reasons(captured, resolve_device(device))
+        self.row = replace(unmeasured(case, one.label, "ok", ""), copies=copies)
+        self.expected_us = 0.0
+        self._first: ExpectedStep | None = None
+        self._set_back: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     @property
     def copies(self) -> int:
@@ -161,47 +186,3 @@ class StateRunner:
         """A row with its rate, and its share of the time that moving its bytes takes."""
         gbps = self.bytes_per_call / row.us / 1e3 if row.us else None
         return replace(row, gbps=gbps, share=gbps / peaks.copy_gbps if gbps else None)
-
-
-def make_state_runner(
-    case: StateCase, one: BenchBackend, device: torch.device, check: StateCheck | None = None
-) -> StateRunner:
-    """Make layer, slots and metadata. Calls are checked with `check`."""
-    backend = one.backend
-    assert backend is not None  # the caller has checked that it is available
-    draw = torch.Generator(device).manual_seed(_SEED)
-    weight, tokens = draw_weight(case.spec, draw), draw_tokens(case, draw)
-    layer = StateLayer(case.spec, backend=backend, device=device, conv_weight=weight)
-    spec, count = layer.spec, case.num_reqs
-    starts = [case.context + copy for copy in range(spec.chunk_size or 16 if case.context else 1)]
-    cache = StateCache.allocate(spec, len(starts) * count, device=device)
-    common, moved = [], 0.0
-    for copy, start in enumerate(starts):
-        slots = range(copy * count, (copy + 1) * count)
-        common.append(step_batch(case, start, slots, device))
-        moved += count * step_bytes(spec, start, case.query_len) / len(starts)
-        if case.context:
-            set_positions(cache, slice(slots.start, slots.stop), start)
-    if case.context:
-        fill_slots(cache, draw)
-    if case.is_step:
-        moved += count * surrounding_bytes(spec, case.query_len)
-    builder: Any = backend.make_builder(spec, device)
-    heads, size = spec.num_heads, spec.value_size
-    shape = (heads * size,) if case.is_step else (heads, size)
-    captured = case.spec.replace(cudagraph=CudaGraphSupport.ALWAYS)
-    return StateRunner(
-        case=case,
-        label=one.label,
-        layer=layer,
-        cache=cache,
-        builder=builder,
-        tokens=tokens,
-        output=torch.empty(case.batch.num_tokens, *shape, dtype=spec.dtype, device=device),
-        common=common,
-        batches=[builder.build(0, each) for each in common],
-        bytes_per_call=moved,
-        can_capture=not backend.state_reasons(captured, resolve_device(device)),
-        row=replace(unmeasured(case, one.label, "ok", ""), copies=len(starts)),
-        check=check,
-    )

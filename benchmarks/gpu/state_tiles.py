@@ -27,6 +27,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
+from copy import copy as copied
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -38,7 +39,7 @@ from attnlib.backends.triton import TritonBackend
 from attnlib.bench.backends import BenchBackend
 from attnlib.bench.peaks import Peaks, measure_peaks
 from attnlib.bench.state_case import MODELS, StateCase
-from attnlib.bench.state_runner import StateRunner, make_state_runner
+from attnlib.bench.state_runner import StateRunner
 from attnlib.bench.timer import EagerTimer, GraphTimer, measure_in_turn, warm_up
 from attnlib.layer import StateLayer
 from attnlib.ops.triton.heuristics import state_tiles
@@ -122,7 +123,7 @@ def device() -> torch.device:
 
 def make(case: StateCase) -> StateRunner:
     """The slots and inputs of a case."""
-    return make_state_runner(case, BenchBackend("triton", TritonBackend), device())
+    return StateRunner(case, BenchBackend("triton", TritonBackend), device())
 
 
 def bound(runner: StateRunner) -> StateRunner:
@@ -130,7 +131,8 @@ def bound(runner: StateRunner) -> StateRunner:
     for batch in runner.batches:
         batch.plans.clear()
     spec = runner.layer.spec
-    one = replace(runner, layer=StateLayer(spec, backend=TritonBackend, device=device()))
+    one = copied(runner)
+    one.layer = StateLayer(spec, backend=TritonBackend, device=device())
     one.first_calls()
     one.attend(0)
     return one

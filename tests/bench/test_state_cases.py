@@ -22,7 +22,7 @@ from attnlib.bench.results import Row, case_of_row, read_document
 from attnlib.bench.runner import unmeasured
 from attnlib.bench.state_case import StateCase
 from attnlib.bench.state_cases import STATE_BARS, STATES
-from attnlib.bench.state_runner import make_state_runner
+from attnlib.bench.state_runner import StateRunner
 from attnlib.bench.work import step_bytes, surrounding_bytes
 from attnlib.cli import main
 from attnlib.tuning.rank import rank_rows
@@ -226,7 +226,7 @@ def test_repeated_calls_do_the_same_work(query_len: int) -> None:
     work = "decode" if query_len == 1 else "verify"
     case = StateCase(model="qwen3-next", work=work, num_reqs=2, query_len=query_len)
     tail = BenchBackend("tail", TorchBackend)
-    runner = make_state_runner(case, tail, CPU)
+    runner = StateRunner(case, tail, CPU)
     runner.first_calls()
     positions = runner.cache.tensors.positions
     assert positions is not None

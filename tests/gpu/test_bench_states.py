@@ -10,7 +10,7 @@ from attnlib.bench.backends import BenchBackend
 from attnlib.bench.measure import measure_case
 from attnlib.bench.peaks import Peaks
 from attnlib.bench.state_case import MODELS, StateCase
-from attnlib.bench.state_runner import make_state_runner
+from attnlib.bench.state_runner import StateRunner
 from tests.gpu.devices import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -34,7 +34,7 @@ def test_rows_are_right_and_replayed(model: str, work: str, query_len: int) -> N
 @torch.inference_mode()
 def test_a_repeated_call_writes_outputs_and_the_state_of_a_full_chunk() -> None:
     case = StateCase(model="qwen3-next", work="decode", num_reqs=2, query_len=1)
-    runner = make_state_runner(case, TRITON, DEVICE)
+    runner = StateRunner(case, TRITON, DEVICE)
     runner.first_calls()
     last = runner.copies - 1
     state = runner.cache.tensors.state
