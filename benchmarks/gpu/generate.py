@@ -13,17 +13,20 @@ new tokens:
     batch       `generate_batch`
 
 Each implementation runs a row once, which compiles and captures; then `--rounds` runs are timed,
-fewer where they take longer than `--seconds` together. Tokens per second are of the median run;
-`ratio` is the median over the rounds of attnlib's speed to that of the other in the same round.
-`compiled` counts the kernels of Triton that the timed runs compile, `graphs` and `breaks` what
-torch.compile made in the first run, `new_graphs` in the timed ones. Implementations take turns in
-alternating order, except where each has a compiled model or a cache of its own. sdpa runs as
-`paged|sdpa` in `generate_batch`; models with sinks are compared with eager instead of sdpa.
+fewer where they take longer than `--seconds` together. Implementations take turns: after each token
+where nothing is compiled (`token_turns`), after each run where each has a compiled model.
+In `generate_batch` they run one after the other, because each cache takes the free memory. Tokens
+per second follow from medians over the rounds (of each token where these take turns); `ratio` is
+attnlib's speed to that of the other: of these medians, or the median over the runs. `compiled`
+counts the kernels of Triton that the timed runs compile, `graphs` and `breaks` what torch.compile
+made in the first run, `new_graphs` in the timed ones. sdpa runs as `paged|sdpa` in
+`generate_batch`; models with sinks are compared with eager instead of sdpa.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import statistics
@@ -35,6 +38,7 @@ from typing import Any
 
 import torch
 import transformers
+from token_turns import TokenTurns
 from torch._dynamo.utils import counters
 
 import attnlib.integrations.transformers as integration
@@ -220,7 +224,10 @@ class Measurement:
         Args:
             run: returns the tokens `[requests, tokens]`.
         """
-        self._run, self.seconds, self._compiled, self._new_graphs = run, [], 0, 0
+        self.run = run
+        self.seconds: list[float] = []
+        self.total: float | None = None
+        self.compiled = self.new_graphs = 0
         counters.clear()
         self._first, self.tokens = timed(run)
         self._graphs = counters["stats"]["unique_graphs"]
@@ -230,29 +237,41 @@ class Measurement:
         """One timed run."""
         counters.clear()
         with compiled_kernels() as compiled:
-            seconds, self.tokens = timed(self._run)
+            seconds, self.tokens = timed(self.run)
         self.seconds.append(seconds)
-        self._compiled += len(compiled)
-        self._new_graphs += counters["stats"]["unique_graphs"]
+        self.compiled += len(compiled)
+        self.new_graphs += counters["stats"]["unique_graphs"]
 
-    def result(self, reference: torch.Tensor) -> dict[str, Any]:
-        """The figures, with the share of tokens that equal those of the first implementation."""
+    def result(self, reference: torch.Tensor, ours: Measurement | None) -> dict[str, Any]:
+        """The figures.
+
+        Args:
+            reference: tokens of the first implementation, for the share of equal ones.
+            ours: attnlib's measurement, for the ratio; None for none.
+        """
         # With random weights, rounding decides near ties, so that later tokens may differ.
         equal = (self.tokens == reference).cummin(1).values.float().mean().item()
-        return {
-            "tokens_per_s": self.tokens.numel() / statistics.median(self.seconds),
+        total = self.total or statistics.median(self.seconds)
+        found = {
+            "tokens_per_s": self.tokens.numel() / total,
             "seconds": [round(value, 5) for value in self.seconds],
             "first_run_s": self._first,
-            "compiled": self._compiled,
+            "compiled": self.compiled,
             "graphs": self._graphs,
             "breaks": self._breaks,
-            "new_graphs": self._new_graphs,
+            "new_graphs": self.new_graphs,
             "equal_tokens": equal,
         }
+        if ours is not None and ours.total is not None:
+            found["ratio"] = total / ours.total
+        elif ours is not None:
+            pairs = zip(self.seconds, ours.seconds, strict=False)
+            found["ratio"] = statistics.median(other / mine for other, mine in pairs)
+        return found
 
 
 def repeat(measurements: list[Measurement], rounds: int, limit: float) -> None:
-    """Timed runs of implementations in turn; no further round after `limit` seconds."""
+    """Timed runs in turn; no further round after `limit` seconds."""
     started = time.perf_counter()
     for turn in range(rounds):
         for measurement in measurements[:: -1 if turn % 2 else 1]:
@@ -261,13 +280,37 @@ def repeat(measurements: list[Measurement], rounds: int, limit: float) -> None:
             break
 
 
+def repeat_by_token(
+    model: Any, measured: dict[str, Measurement], rounds: int, limit: float
+) -> None:
+    """Timed runs that take turns token by token."""
+    turns = TokenTurns(model, {name: measured[name].run for name in measured})
+    try:
+        turns.round()  # the threads make their plans
+        for seconds in turns.seconds.values():
+            seconds.clear()
+        started = time.perf_counter()
+        with compiled_kernels() as compiled:
+            for _ in range(rounds):
+                turns.round()
+                if time.perf_counter() - started > limit:
+                    break
+    finally:
+        turns.close()
+    for name, measurement in measured.items():
+        measurement.total, measurement.compiled = turns.total(name), len(compiled)
+        measurement.seconds = [sum(seconds) for seconds in turns.seconds[name]]
+        measurement.tokens = turns.tokens[name].cpu()
+
+
 def measure(
-    model: Any, row: Row, names: list[str], rounds: int, limit: float = 1e9
+    models: dict[str, Any], row: Row, names: list[str], rounds: int, limit: float = 1e9
 ) -> dict[str, Any]:
     """The figures of each implementation in a row, or its error.
 
     Args:
-        model, row: what runs.
+        models: the model of each implementation, with equal weights.
+        row: what runs.
         names: the implementations.
         rounds: timed runs of each.
         limit: seconds after which no further round begins.
@@ -276,25 +319,29 @@ def measure(
     run = run_batch if row.run == "batch" else run_generate
     measured: dict[str, Measurement] = {}
     for name in names:
+        model = models[name]
         if name == "sdpa" and not model._supports_sdpa:
             continue
-        if row.run != "turns":
+        if row.run == "batch":
             release(model)
         try:
-            measured[name] = Measurement(lambda name=name: run(model, name, row, batch))
-            if row.run != "turns":
+            measured[name] = Measurement(
+                lambda name=name, model=model: run(model, name, row, batch)
+            )
+            if row.run == "batch":
                 repeat([measured[name]], rounds, limit / len(names))
         except Exception as error:  # an implementation that is not installed, memory, a refusal
             measured.pop(name, None)
             found[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
     if row.run == "turns":
+        repeat_by_token(models[names[0]], measured, rounds, limit)
+    elif row.run == "compiled":
         repeat(list(measured.values()), rounds, limit)
-    release(model)
+    for name in names:
+        release(models[name])
+    reference, ours = next(iter(measured.values())).tokens, measured.get("attnlib")
     for name, measurement in measured.items():
-        found[name] = measurement.result(next(iter(measured.values())).tokens)
-        if name != "attnlib" and "attnlib" in measured:
-            pairs = zip(measurement.seconds, measured["attnlib"].seconds, strict=False)
-            found[name]["ratio"] = statistics.median(other / ours for other, ours in pairs)
+        found[name] = measurement.result(reference, None if name == "attnlib" else ours)
     return found
 
 
@@ -333,15 +380,15 @@ def main() -> None:
     integration.register()
     transformers.logging.set_verbosity_error()
     results: dict[str, Any] = {}
-    models: dict[str, Any] = {}
+    build = functools.cache(lambda name, _: build_model(name, given.few_layers))
     for cell in given.cells:
         name, _, label = cell.partition(" ")
-        if name not in models:
-            models[name] = build_model(name, given.few_layers)
-        model, names = models[name], list(given.implementations)
-        if model._supports_sdpa and not given.eager_too:
+        row, names = ROWS[label], list(given.implementations)
+        if build(name, "")._supports_sdpa and not given.eager_too:
             names.remove("eager")
-        found = measure(model, ROWS[label], names, given.rounds, given.seconds)
+        # torch.compile keeps what it made with the model.
+        models = {each: build(name, each if row.run == "compiled" else "") for each in names}
+        found = measure(models, row, names, given.rounds, given.seconds)
         results[cell] = found
         print(cell, json.dumps(found), flush=True)
         if given.out:  # after each row, so that a stopped run keeps the rows before

@@ -1,0 +1,96 @@
+"""Runs of `generate` that take turns token by token.
+
+The speed of a host changes from one second to the next, while other work runs on it. Neighbors in
+time are comparable: each implementation has a thread with a `generate` of its own, and passes the
+turn on before each forward. The GPU is idle then.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+__all__ = ["TokenTurns"]
+
+
+class TokenTurns:
+    """`generate` of several implementations over one model.
+
+    Args:
+        model: the model; its `prepare_inputs_for_generation` passes the turn on until `close`.
+        runs: a run of each implementation; it returns tokens.
+
+    Attributes:
+        seconds: of each implementation, for each round the seconds between two turns.
+        tokens: of each implementation, those of the last round.
+    """
+
+    def __init__(self, model: Any, runs: dict[str, Callable[[], torch.Tensor]]) -> None:
+        self._model, self._runs = model, runs
+        # A thread for all rounds: caches of threads outlive a run.
+        self._threads = {name: ThreadPoolExecutor(1) for name in runs}
+        self._turns = {name: threading.Semaphore(0) for name in runs}
+        self._order: list[str] = []
+        self._local = threading.local()
+        self.seconds: dict[str, list[list[float]]] = {name: [] for name in runs}
+        self.tokens: dict[str, torch.Tensor] = {}
+        self._prepare = model.prepare_inputs_for_generation
+        model.prepare_inputs_for_generation = self._prepared
+
+    def round(self) -> None:
+        """One run of each implementation; the order changes from round to round."""
+        self._order = list(self._runs)[:: -1 if len(next(iter(self.seconds.values()))) % 2 else 1]
+        found = [self._threads[name].submit(self._play, name) for name in self._order]
+        self._turns[self._order[0]].release()
+        for future in found:
+            future.result()
+
+    def close(self) -> None:
+        """Give the model its method back."""
+        del self._model.prepare_inputs_for_generation
+        for thread in self._threads.values():
+            thread.shutdown()
+
+    def total(self, name: str) -> float:
+        """Seconds of a run: the sum of the medians over the rounds of each turn."""
+        return sum(map(statistics.median, zip(*self.seconds[name], strict=True)))
+
+    def _play(self, name: str) -> None:
+        self._local.name = name
+        self.seconds[name].append([])
+        try:
+            self._begin()
+            self.tokens[name] = self._runs[name]()
+            self._end()
+        finally:
+            following = self._following(name)
+            self._order.remove(name)
+            if following != name:
+                self._turns[following].release()
+
+    def _prepared(self, *args: Any, **kwargs: Any) -> Any:
+        name = getattr(self._local, "name", None)
+        if name is not None and len(self._order) > 1:
+            self._end()
+            self._turns[self._following(name)].release()
+            self._begin()
+        return self._prepare(*args, **kwargs)
+
+    def _following(self, name: str) -> str:
+        order = self._order
+        return order[(order.index(name) + 1) % len(order)]
+
+    def _begin(self) -> None:
+        self._turns[self._local.name].acquire()
+        self._model.set_attn_implementation(self._local.name)
+        self._local.started = time.perf_counter()
+
+    def _end(self) -> None:
+        torch.cuda.synchronize()
+        self.seconds[self._local.name][-1].append(time.perf_counter() - self._local.started)
