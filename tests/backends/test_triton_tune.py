@@ -169,22 +169,25 @@ def test_float8_candidates_of_the_hopper_kernels(text: str) -> None:
         ("int4_per_group", "int4"),
         ("int8_per_token_head,v=int4_per_group", "int8-int4"),
         ("int8_per_token_head,v=nvfp4", "int8-fp4"),
+        ("nvfp4", "fp4"),
+        ("mxfp4", "fp4"),
     ],
 )
 def test_lines_over_pages_with_scales_name_the_size_of_elements(cache: str, elements: str) -> None:
     """As `choose_hopper_decode_tile` looks them up."""
     case = parse_case(f"32q1s4k@kv={cache}")
     tiles = tile_candidates(case, "hopper_decode", H200)
-    values = cache.partition(",v=")[2]
-    options: Any = {"cache_bits": 4 if elements == "int4" else 8, "scales_in_page": True}
+    keys, _, values = cache.partition(",v=")
+    options: Any = {"stored": PAGE_FORMATS[keys]}
     options["values"] = PAGE_FORMATS[values] if values else None
     options |= {"rows": 4, "one_warp": True}
     current = choose_hopper_decode_tile(128, 128, keys_per_sm=1 << 14, pairs_per_sm=2, **options)
     assert tiles[0] == vars(current) and len(tiles) > 4
     line = _group(f"32q1s4k@kv={cache}", "hopper_decode").conditions()
     assert line["elements"] == [elements] and line["rows"] == [16, 16]
-    table = _table([{**line, "tile": {"block_n": 32, "stages": 5}, "provenance": "now"}])
-    assert choose_hopper_decode_tile(128, 128, tuned=table, **options) == DecodeTile(32, 5)
+    tile = DecodeTile(32, 5, warps=4 if elements == "fp4" else 0)
+    table = _table([{**line, "tile": vars(tile), "provenance": "now"}])
+    assert choose_hopper_decode_tile(128, 128, tuned=table, **options) == tile
 
 
 def test_hopper_prefills_are_grouped_by_window_and_block_size() -> None:

@@ -140,7 +140,9 @@ def _decode_conditions(spec: AttentionSpec) -> str:
 
 
 def _max_query_len(spec: AttentionSpec) -> int:
-    return max(1, min(8, decode_rows(spec.head_size_v, spec.value_format.dtype) // spec.group_size))
+    stored = layer_shape(spec).page_format
+    most = decode_rows(spec.head_size_v, spec.value_format.dtype, stored)
+    return max(1, min(8, most // spec.group_size))
 
 
 def _window_reasons(spec: AttentionSpec) -> list[str]:

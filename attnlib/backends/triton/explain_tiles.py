@@ -68,7 +68,7 @@ def _is_for(entry: TileEntry, spec: AttentionSpec, line: str) -> bool:
     if not spec.is_paged or not spec.is_kv_quantized or " copies" in line:
         elements.add("16-bit")
     if spec.is_paged and spec.is_kv_quantized:
-        paged = page_elements(stored.bits, layer_shape(spec).value_format)
+        paged = page_elements(stored, layer_shape(spec).value_format)
         elements.add(paged if stored.scales_in_page else "fp8")
     size = max(64, spec.head_size, spec.head_size_v)
     bounds = [(least or 0, most) for name, least, most in entry.ranges if name == "head_size"]

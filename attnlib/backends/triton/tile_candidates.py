@@ -120,7 +120,8 @@ def tile_candidates(case: BenchCase, op: str, limits: DeviceLimits) -> list[dict
 def _hopper_decode(
     case: BenchCase, sizes: tuple[int, int], limits: DeviceLimits
 ) -> Iterator[dict[str, Any]]:
-    cache_bits, value_bits = case.spec.kv_format.bits, case.spec.value_format.bits
+    shape, stored = layer_shape(case.spec), case.spec.kv_format
+    cache_bits, value_bits = stored.bits, case.spec.value_format.bits
     rows = case.batch.max_query_len * case.spec.group_size
     pairs = case.batch.num_reqs * case.spec.num_kv_heads
     one_warp = cache_bits < 16 and supports_one_warp(sizes, rows)
@@ -128,8 +129,8 @@ def _hopper_decode(
         choose_hopper_decode_tile(
             *sizes,
             cache_bits=cache_bits,
-            values=layer_shape(case.spec).value_format,
-            scales_in_page=case.spec.scales_in_page,
+            stored=shape.page_format,
+            values=shape.value_format,
             rows=rows,
             keys_per_sm=case_work(case, limits),
             pairs_per_sm=-(-pairs // limits.num_sms),
@@ -139,10 +140,12 @@ def _hopper_decode(
     )
     widest = 128 if cache_bits == 16 or rows <= 32 else 64  # converted tiles are in registers, too
     tiles = [DecodeTile(block_n, stages) for block_n, stages in _HOPPER_DECODE]
-    if cache_bits < 16 and rows <= 16:
+    if stored.elements_per_group:  # CTAs of one warp only
+        tiles = []
+    elif cache_bits < 16 and rows <= 16:
         tiles += [DecodeTile(64, 2, 2), DecodeTile(64, 4, 2), DecodeTile(128, 2, 2)]
     if one_warp:
-        warps = ((64, 2, 8), (32, 3, 12), (32, 3, 8), (64, 2, 6))
+        warps = ((64, 2, 8), (32, 3, 12), (32, 3, 8), (64, 2, 6), (32, 4, 8))
         tiles += [DecodeTile(keys, stages, warps=count) for keys, stages, count in warps]
     for tile in tiles:
         if decode_shared_bytes(tile, *sizes, cache_bits, value_bits) <= SHARED_MEMORY and (

@@ -101,7 +101,7 @@ def tile_group(case: BenchCase, op: str, limits: DeviceLimits) -> TileGroup | No
     head_size = max(padded_width(size) for size in sizes)
     rows = DECODE_ROWS if op == "hopper_decode" else 128
     if op == "hopper_decode" and spec.scales_in_page:
-        elements = page_elements(spec.kv_format.bits, layer_shape(spec).value_format)
+        elements = page_elements(spec.kv_format, layer_shape(spec).value_format)
     if op == "hopper_decode" and elements != "16-bit":
         # Converted tiles are in registers, so the tile depends on the rows.
         rows = max(16, next_power_of_2(case.batch.max_query_len * spec.group_size))

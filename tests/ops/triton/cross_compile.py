@@ -1100,6 +1100,7 @@ _ELEMENT_BITS = {
     "fp8-bytes": 8,
     "int8": 8,
     "int8-int4": 8,
+    "fp4": 4,
     "int8-fp4": 8,
     "int4": 4,
 }

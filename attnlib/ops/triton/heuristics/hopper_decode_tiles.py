@@ -14,12 +14,11 @@ from attnlib.ops.triton.heuristics.tile_table import (
     matching,
     page_elements,
 )
-from attnlib.ops.triton.hopper.sizes import DECODE_ROWS, decode_rows
+from attnlib.ops.triton.hopper.sizes import DECODE_ROWS, WARP_ROWS, decode_rows
 
 __all__ = [
     "MAX_CONSUMERS",
     "MAX_WARPS",
-    "WARP_ROWS",
     "DecodeTile",
     "choose_hopper_decode_tile",
     "decode_shared_bytes",
@@ -31,9 +30,6 @@ MAX_CONSUMERS = 2
 
 MAX_WARPS = 16
 """CTAs of one warp on a multiprocessor, at most; a thread has 128 registers then."""
-
-WARP_ROWS = 8
-"""Query rows per KV head that a CTA of one warp computes, at most."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +91,8 @@ def choose_hopper_decode_tile(
     head_size_v: int,
     *,
     cache_bits: int = 16,
+    stored: KVFormat | None = None,
     values: KVFormat | None = None,
-    scales_in_page: bool = False,
     rows: int = DECODE_ROWS,
     keys_per_sm: int | None = None,
     pairs_per_sm: int | None = None,
@@ -108,9 +104,9 @@ def choose_hopper_decode_tile(
     Args:
         head_size: D.
         head_size_v: Dv.
-        cache_bits: size of an element of the cache: 4, 8 or 16.
+        cache_bits: size of an element of a cache whose pages hold no scales: 8 or 16.
+        stored: the format of pages that hold their scales (M16); of the keys, if `values` is given.
         values: the format of the values, where it is not that of the keys.
-        scales_in_page: whether its pages hold their scales (M16).
         rows: query heads of a group times query tokens, an upper bound.
         keys_per_sm: `tile_table.work_class`; None matches no entry with a condition on it.
         pairs_per_sm: (request, KV head) pairs per multiprocessor, rounded up; None matches no
@@ -122,21 +118,23 @@ def choose_hopper_decode_tile(
         UnsupportedConfigError: no tile fits in shared memory.
     """
     widest = max(padded_width(head_size), padded_width(head_size_v))
+    cache_bits = cache_bits if stored is None else stored.bits
     if cache_bits == 16:
         # Tiles of 80, 96 and 112 elements differ from those of 128.
         widest = max(64, head_size, head_size_v)
+    only_warps = stored is not None and stored.elements_per_group > 0  # keys of 4-bit floats
     need = 0
     many = max(16, 1 << (rows - 1).bit_length())
     elements = "16-bit" if cache_bits == 16 else "fp8"
-    if scales_in_page or cache_bits == 4:
-        elements = page_elements(cache_bits, values)
+    if stored is not None:
+        elements = page_elements(stored, values)
     value_bits = cache_bits if values is None else values.bits
     problem = TileProblem(
         "hopper_decode", "async", elements, widest, many, keys_per_sm, pairs_per_sm=pairs_per_sm
     )
     for entry in matching(problem, tuned):
         tile = DecodeTile(**dict(entry.tile))
-        if tile.warps and not one_warp:
+        if only_warps > bool(tile.warps) or (tile.warps and not one_warp):
             continue
         need = decode_shared_bytes(tile, head_size, head_size_v, cache_bits, value_bits)
         if need <= SHARED_MEMORY:

@@ -33,7 +33,9 @@ PRODUCTS = ("async", "sync", "mfma")
 """Matrix instructions of a chip: asynchronous ones that read shared memory (wgmma, tcgen05),
 mma.sync, and AMD's."""
 
-ELEMENTS = ("16-bit", "fp8", "fp8-bytes", "int8", "int4", "int8-int4", "int8-fp4", "float32")
+ELEMENTS = (
+    *("16-bit", "fp8", "fp8-bytes", "int8", "int4", "fp4", "int8-int4", "int8-fp4", "float32"),
+)
 CONDITIONS = ("head_size", "rows", "keys_per_sm", "pairs_per_sm", "block_size", "visible")
 """Conditions that are ranges of numbers, as named in `TileProblem`."""
 
@@ -47,8 +49,8 @@ class TileProblem:
         products: matrix instructions of the chip, one of `PRODUCTS`.
         elements: "16-bit"; "fp8", 16-bit queries over a cache of 8-bit elements; "fp8-bytes", the
             same on a chip that cannot convert float8, where the kernel decodes bytes and needs more
-            registers; "int8" and "int4", the same over pages that hold scales, and "int8-int4" and
-            "int8-fp4" over those with keys of 8 bits and values of 4; or "float32".
+            registers; "int8", "int4" and "fp4", the same over pages that hold scales, and
+            "int8-int4" and "int8-fp4" over those with keys of 8 bits and values of 4; or "float32".
         head_size: the larger of the two head sizes, padded.
         rows: query tokens times heads per group of the longest request, as a power of two of at
             least 16.
@@ -114,12 +116,15 @@ class TileEntry:
         return True
 
 
-def page_elements(key_bits: int, values: KVFormat | None) -> str:
-    """The elements of pages that hold their scales, of `ELEMENTS`; those of 8 bits are "int8"."""
-    keys = f"int{key_bits}"
-    if values is None:
-        return keys
-    return f"{keys}-{'fp' if values.elements_per_group else 'int'}{values.bits}"
+def page_elements(keys: KVFormat, values: KVFormat | None) -> str:
+    """The elements of pages that hold their scales, of `ELEMENTS`; those of 8 bits are "int8".
+
+    Args:
+        keys: their format.
+        values: that of the values, where it is another one.
+    """
+    sides = (keys,) if values is None else (keys, values)
+    return "-".join(f"{'fp' if side.elements_per_group else 'int'}{side.bits}" for side in sides)
 
 
 def parse_entry(line: Any, provenances: Mapping[str, Any]) -> TileEntry:

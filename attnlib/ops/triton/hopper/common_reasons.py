@@ -93,7 +93,7 @@ def layer_reasons(
         )
     in_4_bits = torch.uint8 in (cache_dtype, shape.value_dtype)
     if is_quantized and in_4_bits and shape.head_sizes != (128, 128):
-        reasons.append(f"head sizes {shape.head_sizes}; the {kernel} takes 128 over 4-bit integers")
+        reasons.append(f"head sizes {shape.head_sizes}; the {kernel} takes 128 over 4-bit elements")
     reasons += _head_size_reasons(kernel, shape, is_quantized, bool(small_sizes))
     sizes = BLOCK_SIZES if is_quantized else (*small_sizes, *BLOCK_SIZES)
     if shape.block_size not in sizes:

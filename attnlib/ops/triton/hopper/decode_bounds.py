@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.triton.heuristics.device import DeviceLimits
-from attnlib.ops.triton.heuristics.hopper_decode_tiles import MAX_CONSUMERS, MAX_WARPS, WARP_ROWS
+from attnlib.ops.triton.heuristics.hopper_decode_tiles import MAX_CONSUMERS, MAX_WARPS
 from attnlib.ops.triton.hopper.common_reasons import CallFeatures
 from attnlib.ops.triton.hopper.decode_grid import hopper_decode_workspace_bytes
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
 from attnlib.ops.triton.hopper.latent_plan import latent_decode_workspace_bytes
 from attnlib.ops.triton.hopper.shared_decode_plan import shared_decode_ranges, shared_decode_tile
+from attnlib.ops.triton.hopper.sizes import WARP_ROWS
 from attnlib.ops.triton.hopper.support import (
     decode_unsupported_reasons,
     latent_unsupported_reasons,

@@ -35,9 +35,9 @@ from attnlib.ops.triton.hopper.kernels.decode_call import DecodeConfig
 from attnlib.ops.triton.hopper.kernels.warp_decode import hopper_warp_decode_kernel
 from attnlib.ops.triton.hopper.packed_views import PackedKeyView, PackedValueView
 from attnlib.ops.triton.hopper.sizes import gathers
-from attnlib.ops.triton.kernels.quant import KV_NVFP4, KV_PLAIN
+from attnlib.ops.triton.kernels.quant import KV_PLAIN
 from attnlib.ops.triton.launch.bound import BoundLaunch
-from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
+from attnlib.ops.triton.launch.scales import scale_kind, stored_kind
 from attnlib.ops.triton.launch.score import score_constants, tensor_sizes
 
 __all__ = ["decode_config", "prepare_hopper_decode"]
@@ -135,7 +135,7 @@ def _config(
 ) -> DecodeConfig:
     """The constants of both kernels."""
     params, columns, group = call.params, decode_columns(sizes.rows), sizes.group
-    kind, width_v = kv_kind(call.key.dtype, has_fp8=False), padded_width(sizes.head_size_v)
+    (kind, value_kind), width_v = _kinds(call), padded_width(sizes.head_size_v)
     # For several query tokens: 24 requests of 8 over 2k keys take 56.4 instead of 60.0 us in even
     # ranges (H200). 48 requests of one over 5k keys and 28/4 heads take 122.3 instead of 120.4 us
     # on an H200, and 174.2 instead of 177.1 on an H100. Not measured over quantized caches.
@@ -163,7 +163,7 @@ def _config(
         ROWS=columns,
         STAGES=tile.stages,
         K_KIND=kind,
-        V_KIND=_value_kind(call),
+        V_KIND=value_kind,
         K_SCALE_KIND=scale_kind("k_scale", params.k_scale),
         V_SCALE_KIND=scale_kind("v_scale", params.v_scale),
         PACKED=sizes.packed,
@@ -179,12 +179,11 @@ def _config(
     )
 
 
-def _value_kind(call: AttentionCall) -> int:
-    """The elements of the values, of `KV_*`."""
-    values = None if call.key.dim() == 5 else call.shape.value_format
-    if values is not None and values.elements_per_group:
-        return int(KV_NVFP4.value)
-    return kv_kind(call.value.dtype, has_fp8=False)
+def _kinds(call: AttentionCall) -> tuple[int, int]:
+    """The elements of the keys and of the values, of `KV_*`."""
+    keys = None if call.key.dim() == 5 else call.shape.page_format
+    values = None if keys is None else call.shape.value_format or keys
+    return stored_kind(call.key.dtype, keys), stored_kind(call.value.dtype, values)
 
 
 def _views(

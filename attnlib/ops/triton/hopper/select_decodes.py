@@ -63,6 +63,8 @@ def select_decode(call: AttentionCall, schedule: DecodeSchedule) -> HopperDecode
     if not are_readable(call.query, call.key, call.value, call.out, params):
         return None
     counters, tile = call.batch.counters, _choose_tile(call, schedule)
+    if tile is None:
+        return None
     if params.rotation is not None and not _rotates(call, tile):
         call = replace(call, params=replace(params, rotation=None))
     return prepare_hopper_decode(
@@ -84,7 +86,8 @@ def _rotates(call: AttentionCall, tile: DecodeTile) -> bool:
     return call.batch.num_decodes * call.shape.num_kv_heads <= workers
 
 
-def _choose_tile(call: AttentionCall, schedule: DecodeSchedule) -> DecodeTile:
+def _choose_tile(call: AttentionCall, schedule: DecodeSchedule) -> DecodeTile | None:
+    """The tile; None for keys of 4-bit floats beside a prefill, which CTAs of one warp read."""
     shape, params = call.shape, call.params
     pairs, rows = call.batch.num_decodes * shape.num_kv_heads, shape.group * schedule.max_query_len
     # CTAs of one warp would run on all multiprocessors, also during a prefill.
@@ -94,12 +97,14 @@ def _choose_tile(call: AttentionCall, schedule: DecodeSchedule) -> DecodeTile:
         and params.score_function is None
         and schedule.max_ctas is None
     )
-    stored, values = shape.page_format, shape.value_format
+    stored = shape.page_format
+    if stored is not None and stored.elements_per_group and not one_warp:
+        return None
     return choose_hopper_decode_tile(
         *shape.head_sizes,
-        cache_bits=8 * shape.cache_dtype.itemsize if stored is None else stored.bits,
-        values=values,
-        scales_in_page=stored is not None,
+        cache_bits=8 * shape.cache_dtype.itemsize,
+        stored=stored,
+        values=shape.value_format,
         rows=rows,
         keys_per_sm=schedule.hopper_keys_per_sm,
         pairs_per_sm=min(_MOST_PAIRS, -(-pairs // call.limits.num_sms)),

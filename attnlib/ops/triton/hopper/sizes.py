@@ -28,6 +28,7 @@ __all__ = [
     "SHARED_HEAD_SIZE",
     "SMALL_SIZES",
     "STREAM_SIZES",
+    "WARP_ROWS",
     "WIDEST",
     "decode_rows",
     "gathers",
@@ -39,7 +40,7 @@ __all__ = [
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 QUANTIZED = (*FLOAT8, torch.int8, torch.uint8)
-"""Dtypes of caches that the decode reads. Bytes (uint8) are 4-bit integers (`hopper_reads`)."""
+"""Dtypes of caches that the decode reads. Bytes (uint8) hold two elements (`hopper_reads`)."""
 
 DECODED_PAIRS = ("int8_per_token_head,int4_per_group", "int8_per_token_head,nvfp4")
 """Pairs of `kv_dtype.KV_FORMAT_PAIRS` that the decode reads."""
@@ -51,6 +52,9 @@ query token."""
 DECODE_ROWS = 64
 """Query rows of a decode, at most: the N of its WGMMAs, whose accumulators are in registers
 (`decode_rows`)."""
+
+WARP_ROWS = 8
+"""Query rows per KV head that a CTA of one warp computes, at most."""
 
 PACKED_DECODE_ROWS = 32
 """Query rows of a decode over a packed cache, at most, whose keys are in registers as well."""
@@ -118,12 +122,17 @@ def hopper_reads(stored: KVFormat | None, values: KVFormat | None = None) -> boo
     return not (stored.elements_per_group or stored.is_open)
 
 
-def decode_rows(head_size_v: int, value_dtype: torch.dtype | None = None) -> int:
+def decode_rows(
+    head_size_v: int, value_dtype: torch.dtype | None = None, stored: KVFormat | None = None
+) -> int:
     """Return the largest number of query rows of a decode for values of a head size, stored in a
-    dtype; None is 16 bits.
+    dtype; None is 16 bits. `stored` is the format of keys with scales in their pages.
 
-    Converted float8 tiles are in registers, too, which leaves fewer for accumulators.
+    Converted float8 tiles are in registers, too, which leaves fewer for accumulators. Keys of 4-bit
+    floats are read by CTAs of one warp only.
     """
+    if stored is not None and stored.elements_per_group:
+        return WARP_ROWS
     if value_dtype == torch.uint8:
         return DECODE_ROWS // 4  # two accumulators, over such keys also four products
     if head_size_v <= 128:

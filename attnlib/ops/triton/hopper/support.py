@@ -87,7 +87,8 @@ def decode_unsupported_reasons(
         max_query_len: upper bound of the query lengths, in tokens.
     """
     reasons = layer_reasons(DECODE, shape, chip, small_sizes=SMALL_SIZES)
-    most = decode_rows(shape.head_size_v, shape.value_dtype)
+    stored = shape.page_format
+    most = decode_rows(shape.head_size_v, shape.value_dtype, stored)
     if shape.group * max_query_len > most:
         reasons.append(
             f"{shape.group} query heads per KV head times {max_query_len} query tokens; the "
@@ -98,6 +99,8 @@ def decode_unsupported_reasons(
             f"{shape.num_kv_heads} KV heads; the {DECODE} takes at most one per multiprocessor, "
             f"{chip.num_sms}"
         )
+    if stored is not None and stored.elements_per_group and features.score_function:
+        reasons.append(f"score function: the {DECODE} takes none over {stored.name}")
     if shape.cache_dtype in QUANTIZED:
         features = features._replace(tensor_scales=False)
     return reasons + feature_reasons(DECODE, features)

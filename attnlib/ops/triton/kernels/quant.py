@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "KV_E4M3_BYTES", "KV_E5M2_BYTES", "KV_INT4", "KV_INT8", "KV_NATIVE", "KV_NVFP4", "KV_PLAIN",
-    "SCALE_FLOAT", "SCALE_PER_HEAD", "SCALE_PER_TOKEN", "SCALE_TENSOR", "decode_kv", "encode_fp8",
-    "load_scale", "valid_scale",
+    "KV_E4M3_BYTES", "KV_E5M2_BYTES", "KV_INT4", "KV_INT8", "KV_MXFP4", "KV_NATIVE", "KV_NVFP4",
+    "KV_PLAIN", "SCALE_FLOAT", "SCALE_PER_HEAD", "SCALE_PER_TOKEN", "SCALE_TENSOR", "decode_kv",
+    "encode_fp8", "load_scale", "valid_scale",
 ]  # fmt: skip
 
 KV_PLAIN: tl.constexpr = tl.constexpr(0)  # float16, bfloat16, float32
@@ -24,7 +24,8 @@ KV_E4M3_BYTES: tl.constexpr = tl.constexpr(2)  # float8_e4m3fn viewed as uint8
 KV_E5M2_BYTES: tl.constexpr = tl.constexpr(3)  # float8_e5m2 viewed as uint8
 KV_INT8: tl.constexpr = tl.constexpr(4)  # only with SCALE_PER_TOKEN
 KV_INT4: tl.constexpr = tl.constexpr(5)  # four groups of a head, only with SCALE_PER_TOKEN
-KV_NVFP4: tl.constexpr = tl.constexpr(6)  # values of the Hopper decodes, with SCALE_PER_TOKEN
+KV_NVFP4: tl.constexpr = tl.constexpr(6)  # of the Hopper decodes, with SCALE_PER_TOKEN
+KV_MXFP4: tl.constexpr = tl.constexpr(7)  # the same
 
 SCALE_FLOAT: tl.constexpr = tl.constexpr(0)  # a number
 SCALE_TENSOR: tl.constexpr = tl.constexpr(1)  # a pointer to one float32

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.kv_dtype import KVFormat
 from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.kernels.quant import (
     KV_E4M3_BYTES,
     KV_E5M2_BYTES,
     KV_INT4,
     KV_INT8,
+    KV_MXFP4,
     KV_NATIVE,
+    KV_NVFP4,
     KV_PLAIN,
     SCALE_FLOAT,
     SCALE_PER_HEAD,
@@ -22,7 +25,7 @@ from attnlib.ops.triton.kernels.quant import (
     SCALE_TENSOR,
 )
 
-__all__ = ["kv_kind", "scale_kind", "scale_signature"]
+__all__ = ["kv_kind", "scale_kind", "scale_signature", "stored_kind"]
 
 
 def kv_kind(dtype: torch.dtype, has_fp8: bool) -> int:
@@ -36,6 +39,18 @@ def kv_kind(dtype: torch.dtype, has_fp8: bool) -> int:
     if dtype == torch.uint8:
         return int(KV_INT4.value)
     return int(KV_PLAIN.value)
+
+
+def stored_kind(dtype: torch.dtype, stored: KVFormat | None) -> int:
+    """`kv_kind` of a side of a cache for the Hopper decodes, which convert bytes.
+
+    Args:
+        dtype: of the stored elements.
+        stored: their format, where pages hold scales; None elsewhere.
+    """
+    if stored is None or not stored.elements_per_group:
+        return kv_kind(dtype, has_fp8=False)
+    return int((KV_NVFP4 if stored.elements_per_group == 16 else KV_MXFP4).value)
 
 
 def scale_kind(name: str, scale: float | Tensor) -> int:

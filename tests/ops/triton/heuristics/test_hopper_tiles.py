@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from attnlib.errors import UnsupportedConfigError
+from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.ops.triton.heuristics.hopper_decode_tiles import (
     MAX_WARPS,
     choose_hopper_decode_tile,
@@ -20,7 +23,9 @@ from attnlib.ops.triton.heuristics.hopper_tiles import (
     shared_bytes,
     with_query_registers,
 )
-from attnlib.ops.triton.heuristics.tile_table import work_bounds, work_class
+from attnlib.ops.triton.heuristics.tile_table import parse_table, work_bounds, work_class
+
+INT8, INT4 = PAGE_FORMATS["int8_per_token_head"], PAGE_FORMATS["int4_per_group"]
 
 
 @pytest.mark.parametrize(
@@ -74,18 +79,34 @@ def test_queries_in_registers_fit_the_register_file() -> None:
 
 def test_int4_tiles_fit() -> None:
     for rows in (1, 4, 16):
-        tile = choose_hopper_decode_tile(128, 128, cache_bits=4, rows=rows)
+        tile = choose_hopper_decode_tile(128, 128, stored=INT4, rows=rows)
         assert decode_shared_bytes(tile, 128, 128, cache_bits=4) <= SHARED_MEMORY
     with pytest.raises(UnsupportedConfigError):
-        choose_hopper_decode_tile(64, 64, cache_bits=4)
+        choose_hopper_decode_tile(64, 64, stored=INT4)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_keys_of_4_bit_floats_have_ctas_of_one_warp(name: str) -> None:
+    """Also where a table has another tile for them."""
+    stored, wrong = PAGE_FORMATS[name], {"block_n": 32, "stages": 5}
+    line = {"op": "hopper_decode", "elements": ["fp4"], "tile": wrong, "provenance": "mine"}
+    table = parse_table(
+        {"schema": 1, "chip": "x", "provenance": {"mine": {}}, "tiles": [line]}, "mine.json"
+    )
+    for tuned in (None, table):
+        options: Any = {"stored": stored, "rows": 4, "tuned": tuned}
+        tile = choose_hopper_decode_tile(128, 128, one_warp=True, **options)
+        assert tile.warps and decode_shared_bytes(tile, 128, 128, cache_bits=4) <= SHARED_MEMORY
+        with pytest.raises(UnsupportedConfigError):
+            choose_hopper_decode_tile(128, 128, **options)
 
 
 def test_many_requests_over_quantized_caches_have_two_consumers() -> None:
     def consumers(requests: int, keys: int, scales_in_page: bool = False) -> int:
         work, pairs = work_class(requests, 8, keys, 132), -(-requests * 8 // 132)
         return choose_hopper_decode_tile(
-            128, 128, cache_bits=8, scales_in_page=scales_in_page, rows=4, keys_per_sm=work,
-            pairs_per_sm=pairs,
+            128, 128, cache_bits=8, stored=INT8 if scales_in_page else None, rows=4,
+            keys_per_sm=work, pairs_per_sm=pairs,
         ).consumers  # fmt: skip
 
     assert consumers(256, 1024) == consumers(128, 2048) == consumers(128, 8192) == 2
@@ -128,8 +149,8 @@ def test_sections_fit_in_the_cache() -> None:
 def test_int4_decodes_of_few_rows_have_ctas_of_one_warp() -> None:
     assert supports_one_warp((128, 128), 8) and not supports_one_warp((128, 128), 9)
     assert not supports_one_warp((96, 96), 4)
-    tile = choose_hopper_decode_tile(128, 128, cache_bits=4, rows=8, one_warp=True)
+    tile = choose_hopper_decode_tile(128, 128, stored=INT4, rows=8, one_warp=True)
     assert 0 < tile.warps <= MAX_WARPS
     assert decode_shared_bytes(tile, 128, 128, cache_bits=4) <= SHARED_MEMORY
     # Score functions, and prefills that run at the same time.
-    assert not choose_hopper_decode_tile(128, 128, cache_bits=4, rows=8).warps
+    assert not choose_hopper_decode_tile(128, 128, stored=INT4, rows=8).warps

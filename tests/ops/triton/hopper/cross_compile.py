@@ -87,6 +87,29 @@ PAIR: dict[str, Any] = {
     "v_scales": "groups",
 }
 NVFP4 = {**PAIR, "v_scales": "nvfp4"}
+FLOAT4: dict[str, dict[str, Any]] = {
+    name: {
+        "op": "hopper_decode",
+        "cache": torch.uint8,
+        "scales": name,
+        "tile": {"block_n": 32, "stages": 3, "warps": 8},
+    }
+    for name in ("nvfp4", "mxfp4")
+}
+STORED = {
+    "tokens": PAGE_FORMATS["int8_per_token_head"],
+    "groups": PAGE_FORMATS["int4_per_group"],
+    **{name: PAGE_FORMATS[name] for name in FLOAT4},
+}
+"""Formats by the kind of their scales."""
+FLOAT4_ALL: dict[str, Any] = {
+    "group": 8,
+    "sinks": True,
+    "cap": 50.0,
+    "lse": True,
+    "window": (4095, 31),
+    "chunk": 8192,
+}
 CASES: dict[str, dict[str, Any]] = {
     "128": {},
     "128-page32": {"n": 32},
@@ -300,6 +323,11 @@ CASES: dict[str, dict[str, Any]] = {
         "window": (4095, 31),
         "chunk": 8192,
     },
+    "decode-128-nvfp4": FLOAT4["nvfp4"],
+    "decode-128-nvfp4-all": {**FLOAT4["nvfp4"], **FLOAT4_ALL},
+    "decode-128-mxfp4": FLOAT4["mxfp4"],
+    "decode-128-mxfp4-all": {**FLOAT4["mxfp4"], **FLOAT4_ALL},
+    "decode-128-mxfp4-rotated": {**FLOAT4["mxfp4"], "rotation": "hadamard"},
     "decode-128-int8-nvfp4-warp": {**NVFP4, "tile": {"block_n": 32, "stages": 4, "warps": 8}},
     "decode-128-int8-nvfp4-warp-all": {
         **NVFP4,
@@ -582,8 +610,9 @@ def _scale(kind: str | None, num_kv_heads: int, block_size: int) -> torch.Tensor
     """Return a scale of a cache: a tensor for "tensor", "heads" and "tokens", else 1.0."""
     if kind == "tokens":
         return torch.ones(2, num_kv_heads, block_size, 1).transpose(1, 2)
-    if kind == "nvfp4":  # of heads of 128
-        return torch.ones(2, num_kv_heads, block_size, 8, dtype=torch.uint8).transpose(1, 2)
+    if kind in ("nvfp4", "mxfp4"):  # of heads of 128
+        count = 8 if kind == "nvfp4" else 4
+        return torch.ones(2, num_kv_heads, block_size, count, dtype=torch.uint8).transpose(1, 2)
     if kind == "groups":
         return torch.ones(2, num_kv_heads, block_size, 4, dtype=FP16).transpose(1, 2)
     sizes = {"tensor": 1, "heads": num_kv_heads}
@@ -607,6 +636,7 @@ def _entry_options(entry: TileEntry) -> dict[str, Any]:
         **({"cache": torch.int8, "scales": "tokens"} if entry.elements == ("int8",) else {}),
         **(PAIR if "int8-int4" in entry.elements else {}),
         **(NVFP4 if entry.elements == ("int8-fp4",) else {}),
+        **(FLOAT4["nvfp4"] if entry.elements == ("fp4",) else {}),
     }
 
 
@@ -836,10 +866,14 @@ def tile_of(name: str) -> Any:
     sizes = (d, options.get("dv", d))
     if options.get("op") == "hopper_decode":
         rows = options.get("group", 4) * options.get("query", 1)
-        values = {"groups": "int4_per_group", "nvfp4": "nvfp4"}.get(options.get("v_scales", ""))
-        formats = {"cache_bits": _bits(cache), "values": PAGE_FORMATS[values] if values else None}
+        in_page = "values" in options or cache == torch.uint8
         chosen: Any = choose_hopper_decode_tile(
-            *sizes, **formats, rows=rows, scales_in_page="values" in options
+            *sizes,
+            cache_bits=8 * cache.itemsize,
+            stored=STORED[options["scales"]] if in_page else None,
+            values=STORED[options["v_scales"]] if "v_scales" in options else None,
+            rows=rows,
+            one_warp=options["scales"] in FLOAT4 if in_page else False,
         )
     elif options.get("float8"):
         return FLOAT8_TILE

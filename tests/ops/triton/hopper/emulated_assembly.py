@@ -57,9 +57,11 @@ def _four_bits(asm: str, args: Sequence[Any]) -> Any:
         masked = ((words >> 8 * (part // 2)) & (0xF << 4 * (part % 2)) for part in parts)
         return tuple(Tensor(_as_float16(bits)) for bits in masked)
     if "0x0E000E00" in asm:
-        half, selector = args[1].value.long(), args[2].value.long()
-        assert ((selector >> 4) == (selector & 15) + 4).all(), "one byte of each of two registers"
-        scale = _cast_e4m3((half >> 8 * (selector & 15)) & 0xFF)
+        scale: Any = 1.0
+        if len(args) > 1:
+            half, selector = args[1].value.long(), args[2].value.long()
+            assert ((selector >> 4) == (selector & 15) + 4).all(), "one byte of two registers each"
+            scale = _cast_e4m3((half >> 8 * (selector & 15)) & 0xFF)
         shifted = [words >> 4 * part for part in parts]
         return tuple(Tensor(_as_float16(((n & 8) << 12) | ((n & 7) << 9)) * scale) for n in shifted)
     return None

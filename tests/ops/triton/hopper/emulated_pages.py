@@ -33,7 +33,11 @@ from tests.ops.triton.hopper.emulate import run_emulated
 __all__ = ["CASES", "emulate_case"]
 
 INT8, FP8, INT4, NVFP4 = "int8_per_token_head", "fp8_per_token_head", "int4_per_group", "nvfp4"
-FORMATS = ((INT8, None), (FP8, None), (INT4, None), (INT8, INT4), (INT8, NVFP4))
+FLOAT4 = (NVFP4, "mxfp4")
+FORMATS = (
+    *((INT8, None), (FP8, None), (INT4, None), (INT8, INT4), (INT8, NVFP4)),
+    *((name, None) for name in FLOAT4),
+)
 _ALL: dict[str, Any] = {"window": (99, 0), "logits_soft_cap": 20.0, "sinks": True}
 _LAYERS: dict[str, dict[str, Any]] = {
     "one warp": {"tile": DecodeTile(64, 2, warps=2)},
@@ -59,7 +63,8 @@ CASES: dict[str, dict[str, Any]] = {
     f"{keys}{f',{values}' if values else ''}, {name}": {"keys": keys, "values": values, **options}
     for keys, values in FORMATS
     for name, options in _LAYERS.items()
-    if values or name in ("one warp, all", "two consumers, 4 tokens, all")
+    if values or keys in FLOAT4 or name in ("one warp, all", "two consumers, 4 tokens, all")
+    if keys not in FLOAT4 or options["tile"].warps
 }
 _BOTH: dict[str, Any] = {"rotation": "hadamard@7"}
 _ROTATED: dict[str, dict[str, Any]] = {
@@ -73,6 +78,11 @@ CASES |= {
     }
     for keys, values in FORMATS
     for name, options in _ROTATED.items()
+    if keys not in FLOAT4 or _LAYERS[name]["tile"].warps
+}  # fmt: skip
+CASES["mxfp4, values of 2^118"] = {
+    "keys": "mxfp4", "values": None, "batch": "q1s300_q1s70", "value_scale": 2.0**118,
+    "tile": DecodeTile(32, 3, warps=2), "sinks": True,
 }  # fmt: skip
 CASES |= {
     f"{rotation} int8, {size}": {

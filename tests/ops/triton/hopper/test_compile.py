@@ -40,6 +40,7 @@ SAMPLE = [
     "decode-128-int4-warp-all", "decode-128-int8-workers-all", "512-group5-page1", "80",
     "decode-128-int8-int4-warp-all", "decode-128-int8-int4-workers-all",
     "decode-128-int8-nvfp4-warp-all", "decode-128-int8-nvfp4-workers-all",
+    "decode-128-nvfp4-all", "decode-128-mxfp4-all", "decode-128-mxfp4-rotated",
     "decode-128-int8-rotated", "decode-128-int8-int4-rotated-warp",
     "64-three-consumers-cap", "128-float8-products", "128-leads", "192-128-leads",
 ]  # fmt: skip

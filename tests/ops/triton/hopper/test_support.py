@@ -63,12 +63,13 @@ def _decode(
     tokens: int = 1,
     dtype: torch.dtype = BF16,
     cache: torch.dtype = BF16,
+    stored: KVFormat | None = None,
     values: KVFormat | None = None,
     capability: tuple[int, int] = (9, 0),
     **features: Any,
 ) -> list[str]:
     shape = LayerShape(kv_heads * group, kv_heads, d, dv, dtype, cache, n)
-    shape = shape._replace(value_format=values)
+    shape = shape._replace(page_format=stored, value_format=values)
     return decode_unsupported_reasons(shape, CallFeatures(**features), Chip(capability), tokens)
 
 
@@ -133,6 +134,16 @@ def test_integers_with_scales_in_the_page_are_read_by_the_decode() -> None:
     assert "torch.int8" in _prefill(cache=torch.int8)[0]
     assert hopper_reads(None) and hopper_reads(PAGE_FORMATS["int4_per_group"])
     assert not hopper_reads(PAGE_FORMATS["nvfp4"])
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_keys_of_4_bit_floats_are_read_by_ctas_of_one_warp(name: str) -> None:
+    """M16: up to 8 rows, heads of 128, no score function."""
+    floats: dict[str, Any] = {"cache": torch.uint8, "stored": PAGE_FORMATS[name]}
+    assert _decode(**floats, tensor_scales=True, group=8) == []
+    assert "at most 8 rows" in _decode(**floats, group=4, tokens=3)[0]
+    assert "takes 128 over 4-bit" in _decode(**floats, d=64, dv=64)[0]
+    assert f"none over {name}" in _decode(**floats, score_function=True)[0]
 
 
 def test_pairs_of_formats() -> None:

@@ -1,10 +1,10 @@
-"""Values of 4-bit floats with a scale for each 16 elements (nvfp4), as operands of products.
+"""4-bit floats with a scale for each 16 elements (nvfp4), as operands of products.
 
-Word i of a value holds the elements 4 i to 4 i + 3, and four neighboring words have a scale, whose
-e4m3 bytes are one number of 64 bits for each value. The elements of a tile are multiplied by their
+Word i of a head holds the elements 4 i to 4 i + 3, and four neighboring words have a scale, whose
+e4m3 bytes are one number of 64 bits for each head. The elements of a tile are multiplied by their
 scales when they are converted: 2^-14 times an e2m1 number times an e4m3 number is exact in float16,
 because the product has six significant bits and is a multiple of 2^-24. Weights have the factor
-2^14, so that sums need no other one.
+2^14, so that sums of values need no other one.
 """
 
 from __future__ import annotations
@@ -16,20 +16,33 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from attnlib.ops.triton.hopper.kernels.int4 import value_pair_operand
 from attnlib.ops.triton.hopper.kernels.quantized import value_layout
 
-__all__ = ["nvfp4_scales", "nvfp4_value_products", "nvfp4_value_rows", "scaled_nvfp4"]
+__all__ = [
+    "e2m1_ptx",
+    "nvfp4_scales",
+    "nvfp4_value_products",
+    "nvfp4_value_rows",
+    "scaled_nvfp4",
+]
+
+
+@gluon.constexpr_function
+def e2m1_ptx(part, target):
+    """Return PTX that writes 2^-14 times the numbers of a part of two words in $4 to a pair of
+    float16; it uses the registers t and u."""
+    # Sign and magnitude move to bit 15 and bits 9 to 11 of each half.
+    code = f"shl.b32 t, $4, {12 - 4 * part}; and.b32 t, t, 0x80008000; "
+    code += f"shl.b32 u, $4, {9 - 4 * part}; " if part < 3 else "shr.u32 u, $4, 3; "
+    # lop3 0xEA is (u & mask) | t.
+    return code + f"lop3.b32 {target}, u, 0x0E000E00, t, 0xEA; "
 
 
 @gluon.constexpr_function
 def _parts_ptx():
-    """Return PTX that converts the words of two values in $4, with four bytes of their scales in
-    $5 and $6 and the selector of one of each in $7, to pairs of float16, $0 to $3."""
+    """Return PTX that converts two words in $4, with four bytes of the scales of their heads in $5
+    and $6 and the selector of one of each in $7, to pairs of float16, $0 to $3."""
     code = "prmt.b32 t, $5, $6, $7; mov.b32 {i, j}, t; cvt.rn.f16x2.e4m3x2 s, i; "
     for part in range(4):
-        # Sign and magnitude move to bit 15 and bits 9 to 11 of each half: 2^-14 times the number.
-        code += f"shl.b32 t, $4, {12 - 4 * part}; and.b32 t, t, 0x80008000; "
-        shift = f"shl.b32 u, $4, {9 - 4 * part}; " if part < 3 else "shr.u32 u, $4, 3; "
-        # lop3 0xEA is (u & mask) | t.
-        code += f"{shift}lop3.b32 u, u, 0x0E000E00, t, 0xEA; mul.f16x2 ${part}, u, s; "
+        code += e2m1_ptx(part, "u") + f"mul.f16x2 ${part}, u, s; "
     return "{ .reg .b32 s, t, u; .reg .b16 i, j; " + code + "}"
 
 
@@ -45,23 +58,26 @@ def nvfp4_scales(slot, first, valid, MASKED: gl.constexpr, LAYOUT: gl.constexpr)
 
 
 @gluon.jit
-def scaled_nvfp4(words, scales):
-    """Return the float16 elements of four parts, [words, keys] each, times 2^-14 and their scales.
+def scaled_nvfp4(words, scales, OF_KEYS: gl.constexpr):
+    """Return the float16 elements of four parts, each of the shape of the words, times 2^-14 and
+    their scales.
 
     Args:
-        words: of values, [words, keys]; a thread has neighboring keys in neighboring registers.
-        scales: from `nvfp4_scales`, of the keys.
+        words: of values, [words, keys], or of keys, [keys, words]; a thread has two neighboring
+            columns in a register.
+        scales: from `nvfp4_scales`, of the heads.
+        OF_KEYS: words of keys.
     """
-    WORDS: gl.constexpr = words.shape[0]
-    KEYS: gl.constexpr = words.shape[1]
-    gl.static_assert(WORDS == 32, "the scales of a value are 8 bytes")
+    AXIS: gl.constexpr = 1 if OF_KEYS else 0
+    WORDS: gl.constexpr = words.shape[AXIS]
+    gl.static_assert(WORDS == 32, "the scales of a head are 8 bytes")
     LAYOUT: gl.constexpr = words.type.layout
-    index = gl.arange(0, WORDS, gl.SliceLayout(1, LAYOUT))
-    none = gl.zeros([WORDS, KEYS], gl.int32, LAYOUT)
-    low = scales.to(gl.int32)
-    high = (scales >> 32).to(gl.int32)
-    half = gl.where((index < 16)[:, None], low[None, :] + none, high[None, :] + none)
-    selector = (index // 4 % 4 * 0x11 + 0x40)[:, None] + none
+    index = gl.expand_dims(gl.arange(0, WORDS, gl.SliceLayout(1 - AXIS, LAYOUT)), 1 - AXIS)
+    none = gl.zeros(words.shape, gl.int32, LAYOUT)
+    low = gl.expand_dims(scales.to(gl.int32), AXIS)
+    high = gl.expand_dims((scales >> 32).to(gl.int32), AXIS)
+    half = gl.where(index < 16, low + none, high + none)
+    selector = (index // 4 % 4 * 0x11 + 0x40) + none
     return gl.inline_asm_elementwise(
         _parts_ptx(),
         "=r,=r,=r,=r,r,r,r,r,r",
@@ -86,7 +102,7 @@ def nvfp4_value_products(tile, slot, p_tile, acc, first, valid, MASKED: gl.const
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     LAYOUT: gl.constexpr = value_layout(tile.shape[1], tile.shape[0])
     scales = nvfp4_scales(slot, first, valid, MASKED, gl.SliceLayout(0, LAYOUT))
-    x0, x1, x2, x3 = scaled_nvfp4(tile.permute((1, 0)).load(LAYOUT), scales)
+    x0, x1, x2, x3 = scaled_nvfp4(tile.permute((1, 0)).load(LAYOUT), scales, False)
     weights = p_tile.permute((1, 0))
     acc0 = warpgroup_mma(value_pair_operand(x0, x1, OPERAND), weights, acc[0], is_async=True)
     acc1 = warpgroup_mma(value_pair_operand(x2, x3, OPERAND), weights, acc[1], is_async=True)

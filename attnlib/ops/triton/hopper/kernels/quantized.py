@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from attnlib.ops.triton.hopper.kernels.compat import (
     partition_barrier,
 )
-from attnlib.ops.triton.kernels.quant import KV_E5M2_BYTES, KV_INT8, KV_NVFP4
+from attnlib.ops.triton.kernels.quant import KV_E5M2_BYTES, KV_INT8, KV_MXFP4, KV_NVFP4
 
 __all__ = [
     "WEIGHT_EXPONENT",
@@ -42,6 +42,7 @@ __all__ = [
     "query_columns",
     "query_powers",
     "split_pairs",
+    "sum_exponent",
     "value_layout",
     "value_rows",
     "value_unit",
@@ -55,9 +56,20 @@ WEIGHT_SCALE: gl.constexpr = gl.constexpr(2.0**14)
 
 @gluon.constexpr_function
 def value_unit(kind):
-    """Return the factor of sums of weights times values of this kind: that of the weights, and 1
-    for 4-bit floats, whose elements have its inverse."""
-    return 1.0 if kind == KV_NVFP4 else WEIGHT_SCALE.value
+    """Return the factor of sums of weights times values of this kind: that of the weights that
+    `sum_exponent` leaves, and for 4-bit floats the inverse, which their elements have."""
+    of_elements = 1.0 / WEIGHT_SCALE.value if kind == KV_NVFP4 or kind == KV_MXFP4 else 1.0
+    return of_elements * (1.0 if kind == KV_MXFP4 else WEIGHT_SCALE.value)
+
+
+@gluon.constexpr_function
+def sum_exponent(kind):
+    """Return the exponent of the factor that sums of weights keep; maxima are less by it.
+
+    Weights of values with scales up to 2^127 may be as small as 2^-113: their sum without the
+    factor would be no normal number.
+    """
+    return WEIGHT_EXPONENT.value if kind == KV_MXFP4 else 0.0
 
 
 @gluon.constexpr_function

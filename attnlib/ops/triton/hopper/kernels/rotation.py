@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.kernels.hadamard import LIMIT, largest_number, sign_word, unit
-from attnlib.ops.triton.kernels.quant import KV_INT4, KV_NVFP4, KV_PLAIN
+from attnlib.ops.triton.kernels.quant import KV_INT4, KV_MXFP4, KV_NVFP4, KV_PLAIN
 
 __all__ = [
     "key_group_levels",
@@ -52,10 +52,9 @@ def key_levels(width, size):
 @gluon.constexpr_function
 def key_part_levels(words, size, kind):
     """Return the levels of queries in the parts of `warp_operands`, [rows, words] each."""
-    inner = words.bit_length() - 1
-    if kind == KV_INT4:
-        return _levels((*range(inner), -1, -2), size)
-    return _levels((0, -1, *range(1, inner)), size)
+    if kind == KV_INT4 or kind == KV_NVFP4 or kind == KV_MXFP4:
+        return value_part_levels(words, size, kind)
+    return _levels((0, -1, *range(1, words.bit_length() - 1)), size)
 
 
 @gluon.constexpr_function
@@ -85,6 +84,8 @@ def value_part_levels(words, size, kind):
         return _levels((*inner, -1, -2), size)
     if kind == KV_NVFP4:
         return _levels((-1, -2, *inner), size)
+    if kind == KV_MXFP4:  # `mxfp4.mxfp4_elements`
+        return _levels((3, 4, 0, 1, 2, -1, -2), size)
     return _levels((-1, *inner), size)
 
 

@@ -12,6 +12,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
 )
 from attnlib.ops.triton.kernels.quant import (
     KV_INT4,
+    KV_MXFP4,
     KV_NVFP4,
 )
 
@@ -26,29 +27,42 @@ __all__ = [
 
 @aggregate
 class TileScales:
-    """The scales of the keys and of the values of a tile; None where pages hold none."""
+    """The scales of the keys and of the values of a tile; None where pages hold none, and where
+    they multiply elements."""
 
     keys: Value
     values: Value
 
 
 @gluon.constexpr_function
-def _has_groups(kind):
-    """Whether the scales of a head are 8 bytes."""
-    return kind == KV_INT4 or kind == KV_NVFP4
+def _scale_dtype(kind):
+    """The scales of a head as one number."""
+    if kind == KV_INT4 or kind == KV_NVFP4:
+        return gl.int64
+    return gl.int32 if kind == KV_MXFP4 else gl.float32
+
+
+@gluon.constexpr_function
+def _ring_dtype(k_kind, v_kind):
+    """The wider of the numbers of both sides."""
+    keys = _scale_dtype(k_kind)
+    values = _scale_dtype(v_kind)
+    return keys if keys.primitive_bitwidth >= values.primitive_bitwidth else values
 
 
 @gluon.constexpr_function
 def scales_weights(kind):
-    """Whether the scales of values of this kind multiply weights, and not elements."""
+    """Whether the scales of values of this kind multiply weights, and those of keys scores, and
+    not elements."""
     return kind != KV_NVFP4
 
 
 @gluon.jit
 def _scale_words(pointer, KIND: gl.constexpr):
     """Return the pointer to the scales of one side, as the numbers that a stage holds."""
-    if _has_groups(KIND):
-        return pointer.to(gl.pointer_type(gl.int64))
+    DTYPE: gl.constexpr = _scale_dtype(KIND)
+    if pointer.dtype.element_ty != DTYPE:
+        return pointer.to(gl.pointer_type(DTYPE))
     else:
         return pointer
 
@@ -57,9 +71,10 @@ def _scale_words(pointer, KIND: gl.constexpr):
 def _slot(ring, index, KIND: gl.constexpr):
     """Return the scales of one side in `TokenScales.ring`."""
     KEYS: gl.constexpr = ring.shape[1]
+    DTYPE: gl.constexpr = _scale_dtype(KIND)
     slot = ring.index(index)
-    if not _has_groups(KIND) and ring.dtype == gl.int64:
-        slot = reinterpret(slot, gl.float32, [KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if ring.dtype != DTYPE:
+        slot = reinterpret(slot, DTYPE, [KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return slot
 
 
@@ -71,9 +86,9 @@ class TokenScales:
         keys, values: pointers to the scales.
         stride_kb, stride_kn, stride_kh: strides of blocks, positions and heads of those of keys.
         stride_vb, stride_vn, stride_vh: of those of values.
-        ring: [2 * stages, keys], the scales of the keys and of the values of each stage. The four
-            scales of a head of 4-bit integers, or the eight of 4-bit floats, are one number. If one
-            side has such numbers, the others take the first half of their slots.
+        ring: [2 * stages, keys], the scales of the keys and of the values of each stage. Those of a
+            head are one number. If it has 64 bits on one side only, the numbers of the other side
+            take the first half of their slots.
         K_KIND, V_KIND: elements of the keys and of the values.
     """
 
@@ -91,12 +106,20 @@ class TokenScales:
 
     @gluon.jit
     def load(self, stage, LAYOUT: gl.constexpr):
-        """Return the `TileScales` of a stage; None in place of those of elements of values."""
-        keys = _slot(self.ring, 2 * stage, self.K_KIND).load(LAYOUT)
+        """Return the `TileScales` of a stage; None in place of those of elements."""
+        if not scales_weights(self.K_KIND):
+            keys = None
+        else:
+            keys = self.keys_slot(stage).load(LAYOUT)
         if scales_weights(self.V_KIND):
             return TileScales(keys, self.values_slot(stage).load(LAYOUT))
         else:
             return TileScales(keys, None)
+
+    @gluon.jit
+    def keys_slot(self, stage):
+        """Return the shared memory of the scales of the keys of a stage."""
+        return _slot(self.ring, 2 * stage, self.K_KIND)
 
     @gluon.jit
     def values_slot(self, stage):
@@ -112,7 +135,7 @@ class TokenScales:
         block = block.to(gl.int64)
         k_offsets = block * self.stride_kb + (position * self.stride_kn + kv_head * self.stride_kh)
         v_offsets = block * self.stride_vb + (position * self.stride_vn + kv_head * self.stride_vh)
-        k_slot = _slot(self.ring, 2 * stage, self.K_KIND)
+        k_slot = self.keys_slot(stage)
         v_slot = self.values_slot(stage)
         if LOADS != "values":
             copy_to_shared(k_slot, keys + k_offsets, mask=inside)
@@ -125,9 +148,8 @@ def allocate_token_scales(
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr
 ):
     """Return shared memory for `TokenScales.ring`."""
-    DTYPE: gl.constexpr = gl.int64 if _has_groups(K_KIND) or _has_groups(V_KIND) else gl.float32
     return gl.allocate_shared_memory(
-        DTYPE, [2 * STAGES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        _ring_dtype(K_KIND, V_KIND), [2 * STAGES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
 
 

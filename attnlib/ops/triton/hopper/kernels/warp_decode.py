@@ -5,8 +5,8 @@ its time is that of the steps that the four warps take together: they exchange t
 scores, store the weights to shared memory, and wait for each other several times per tile. Here a
 warp has its own range of keys, loads them by TMA into a ring of its own (`warp_tiles.py`), and
 multiplies with `mma.sync`, whose operands are all in registers (`warp_operands.py`,
-`warp_products.py`). It waits for no other warp. Several CTAs of one warp on each multiprocessor
-hide the latency of each other.
+`warp_scores.py`, `warp_products.py`). It waits for no other warp. Several CTAs of one warp on each
+multiprocessor hide the latency of each other.
 """
 
 from triton.experimental import gluon

@@ -6,7 +6,8 @@ becomes parts, whose number is that of its elements:
 
 - 8-bit elements have two parts, the lower and the upper half of a word or of a pair of words.
 - 4-bit integers have four, their groups, with scales of their own.
-- Values of 4-bit floats have four neighboring elements (`nvfp4.py`).
+- nvfp4 has four, neighboring elements times their scales (`nvfp4.py`); mxfp4 its groups
+  (`mxfp4.py`).
 
 Keys of 4-bit integers are not converted: their bits are the last ones of a float16, that is a
 subnormal number, 2^-24 or 2^-20 times an integer from 0 to 15. The queries of the latter are
@@ -18,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate
+from attnlib.ops.triton.hopper.kernels.mxfp4 import mxfp4_elements, mxfp4_keys, mxfp4_values
 from attnlib.ops.triton.hopper.kernels.quantized import (
     alternate_ptx,
     neighbors_ptx,
@@ -25,7 +27,7 @@ from attnlib.ops.triton.hopper.kernels.quantized import (
 )
 from attnlib.ops.triton.hopper.kernels.rotation import key_part_levels, rotate_parts
 from attnlib.ops.triton.kernels.page_formats import PAGE_INT4, unpack_ptx
-from attnlib.ops.triton.kernels.quant import KV_INT4, KV_NVFP4
+from attnlib.ops.triton.kernels.quant import KV_INT4, KV_MXFP4, KV_NVFP4
 
 __all__ = [
     "PRODUCTS",
@@ -51,7 +53,7 @@ _GROUPS_PTX = gl.constexpr(
 @gluon.constexpr_function
 def num_parts(kind):
     """Return the parts of a word."""
-    return 4 if kind == KV_INT4 or kind == KV_NVFP4 else 2
+    return 4 if kind == KV_INT4 or kind == KV_NVFP4 or kind == KV_MXFP4 else 2
 
 
 @gluon.jit
@@ -70,22 +72,29 @@ def _convert(words, ASM: gl.constexpr, KV_KIND: gl.constexpr):
 @gluon.jit
 def key_parts(words, KV_KIND: gl.constexpr):
     """Convert words [keys, words] of keys to the float16 elements of their parts."""
-    ASM: gl.constexpr = _GROUPS_PTX if KV_KIND == KV_INT4 else neighbors_ptx(KV_KIND)
-    return _convert(words, ASM, KV_KIND)
+    if KV_KIND == KV_MXFP4:
+        return mxfp4_keys(words)
+    else:
+        ASM: gl.constexpr = _GROUPS_PTX if KV_KIND == KV_INT4 else neighbors_ptx(KV_KIND)
+        return _convert(words, ASM, KV_KIND)
 
 
 @gluon.jit
 def value_parts(words, KV_KIND: gl.constexpr):
     """Convert words [words, keys] of values to the float16 elements of their parts."""
-    ASM: gl.constexpr = unpack_ptx(PAGE_INT4, 90) if KV_KIND == KV_INT4 else alternate_ptx(KV_KIND)
-    return _convert(words, ASM, KV_KIND)
+    if KV_KIND == KV_MXFP4:
+        return mxfp4_values(words)
+    else:
+        INT4: gl.constexpr = KV_KIND == KV_INT4
+        ASM: gl.constexpr = unpack_ptx(PAGE_INT4, 90) if INT4 else alternate_ptx(KV_KIND)
+        return _convert(words, ASM, KV_KIND)
 
 
 @gluon.jit
 def _key_elements(index, part: gl.constexpr, WORDS: gl.constexpr, KV_KIND: gl.constexpr):
     """Return the elements of a head in the order of a part of the keys."""
-    if KV_KIND == KV_INT4:
-        found = part * WORDS + index
+    if num_parts(KV_KIND) == 4:
+        found = value_elements(index, part, WORDS, KV_KIND)
     else:
         # A pair of words holds four elements; each part has two of them.
         found = index // 2 * 4 + 2 * part + index % 2
@@ -97,6 +106,8 @@ def value_elements(index, part: gl.constexpr, WORDS: gl.constexpr, KV_KIND: gl.c
     """Return the elements of a head in the order of a part of the values."""
     if KV_KIND == KV_INT4:
         found = part * WORDS + index
+    elif KV_KIND == KV_MXFP4:
+        found = mxfp4_elements(index, part)
     else:
         found = num_parts(KV_KIND) * index + part
     return found
@@ -183,4 +194,6 @@ def load_warp_queries(queries, split, config):
     factor = gl.convert_layout(inverse, COLUMN)
     if config.K_KIND == KV_INT4:
         factor = factor * 2.0**24
+    elif PARTS == 4:  # of 4-bit floats, which have the factor 2^-14
+        factor = factor * 2.0**14
     return WarpQueries(operands, initial, factor)

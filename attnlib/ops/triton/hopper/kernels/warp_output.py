@@ -7,7 +7,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     store_in_l2,
 )
 from attnlib.ops.triton.hopper.kernels.kv_scales import factor_without_keys
-from attnlib.ops.triton.hopper.kernels.quantized import value_unit
+from attnlib.ops.triton.hopper.kernels.quantized import sum_exponent, value_unit
 from attnlib.ops.triton.hopper.kernels.rotation import rotate_parts, value_part_levels
 from attnlib.ops.triton.hopper.kernels.softmax import add_sink
 from attnlib.ops.triton.hopper.kernels.warp_operands import (
@@ -74,8 +74,11 @@ def store_split(call, split, sums, num_splits, skipped, follows):
             header,
             mask=valid & (row % config.GROUP == 0),
         )
+    EXPONENT: gl.constexpr = sum_exponent(config.V_KIND)
     row_max = sums.row_max
-    final_sum = gl.convert_layout(gl.sum(sums.row_sum, 0), COLUMN) * (2.0**-14)
+    if EXPONENT > 0:
+        row_max = row_max - EXPONENT
+    final_sum = gl.convert_layout(gl.sum(sums.row_sum, 0), COLUMN) * (2.0 ** (EXPONENT - 14))
     value_scale = factor_without_keys(call.value_scale, final_sum == 0.0, config.V_SCALE_KIND)
     finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
     acc_scale = gl.full([ROWS], 1.0, gl.float32, COLUMN)

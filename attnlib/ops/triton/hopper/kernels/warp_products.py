@@ -11,17 +11,18 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from attnlib.ops.triton.hopper.kernels.column_softmax import mask_columns
 from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate, exp2, log2
 from attnlib.ops.triton.hopper.kernels.int4 import float32_scale, largest_scale
+from attnlib.ops.triton.hopper.kernels.mxfp4 import largest_power, power_of_group
 from attnlib.ops.triton.hopper.kernels.nvfp4 import nvfp4_scales, scaled_nvfp4
 from attnlib.ops.triton.hopper.kernels.quantized import WEIGHT_EXPONENT
 from attnlib.ops.triton.hopper.kernels.softmax import transform_scores
 from attnlib.ops.triton.hopper.kernels.warp_operands import (
     PRODUCTS,
-    key_parts,
     num_parts,
     transposed_weights,
     value_parts,
 )
-from attnlib.ops.triton.kernels.quant import KV_INT4, KV_INT8, KV_NVFP4
+from attnlib.ops.triton.hopper.kernels.warp_scores import tile_scores
+from attnlib.ops.triton.kernels.quant import KV_INT4, KV_INT8, KV_MXFP4, KV_NVFP4
 
 __all__ = ["WarpRows", "WarpSums", "multiply_tile", "scale_parts", "zero_sums"]
 
@@ -80,30 +81,28 @@ def zero_sums(config):
     return WarpSums(row_max, row_sum, acc)
 
 
+@gluon.constexpr_function
+def _scales_groups(kind):
+    """Whether a tile has scales of four groups, each of which is a part."""
+    return kind == KV_INT4 or kind == KV_MXFP4
+
+
 @gluon.jit
-def _scores(tile, queries, k_scales, K_KIND: gl.constexpr):
-    """Return the products of a tile of keys with the queries, [keys, rows], times the scales."""
-    KEYS: gl.constexpr = tile.shape[0]
-    initial = queries.initial
-    operands = queries.operands
-    ROWS: gl.constexpr = initial[0].shape[0]
-    words = tile.load(gl.DotOperandLayout(0, PRODUCTS, 2))
-    parts = key_parts(words, K_KIND)
-    zeros = gl.zeros([KEYS, ROWS], gl.float32, PRODUCTS)
-    if K_KIND == KV_INT4:
-        s0 = mma_v2(parts[0], operands[0], zeros + initial[0][None, :])
-        s1 = mma_v2(parts[1], operands[1], zeros + initial[1][None, :])
-        s2 = mma_v2(parts[2], operands[2], zeros + initial[2][None, :])
-        s3 = mma_v2(parts[3], operands[3], zeros + initial[3][None, :])
-        scores = s0 * float32_scale(k_scales, 0)[:, None]
-        scores += s1 * float32_scale(k_scales, 1)[:, None]
-        scores += s2 * float32_scale(k_scales, 2)[:, None]
-        scores += s3 * float32_scale(k_scales, 3)[:, None]
-    else:
-        scores = mma_v2(parts[1], operands[1], mma_v2(parts[0], operands[0], zeros))
-        if k_scales is not None:
-            scores = scores * k_scales[:, None]
-    return scores
+def _group_scale(scales, GROUP: gl.constexpr, KIND: gl.constexpr):
+    """Return the scales of a group in float32."""
+    return float32_scale(scales, GROUP) if KIND == KV_INT4 else power_of_group(scales, GROUP)
+
+
+@gluon.jit
+def _largest_scale(scales, KIND: gl.constexpr):
+    """Return the largest scales of values, within a range that float32 holds with the weights."""
+    MOST: gl.constexpr = 2.0**127 if KIND == KV_MXFP4 else 2.0**100
+    largest = scales
+    if KIND == KV_INT4:
+        largest = largest_scale(scales)
+    elif KIND == KV_MXFP4:
+        largest = largest_power(scales)
+    return gl.minimum(gl.maximum(largest, 2.0**-100), MOST)
 
 
 @gluon.jit
@@ -112,8 +111,8 @@ def _part_weights(
 ):
     """Return the weights of a part of the values as the second operand of a product."""
     if v_scales is not None:
-        if V_KIND == KV_INT4:
-            scaled = weights * float32_scale(v_scales, part)[:, None]
+        if _scales_groups(V_KIND):
+            scaled = weights * _group_scale(v_scales, part, V_KIND)[:, None]
         else:
             scaled = weights * v_scales[:, None]
         if MASKED:
@@ -131,7 +130,7 @@ def _add_nvfp4(tiles, stage, acc, weights, first, valid, MASKED: gl.constexpr):
     slot = tiles.scales.values_slot(stage)
     scales = nvfp4_scales(slot, first, valid, MASKED, gl.SliceLayout(0, OPERAND))
     words = tiles.values.index(stage).permute((1, 0)).load(OPERAND)
-    parts = scaled_nvfp4(words, scales)
+    parts = scaled_nvfp4(words, scales, False)
     operand = transposed_weights(weights.to(gl.float16))
     return (
         mma_v2(parts[0], operand, acc[0]),
@@ -153,13 +152,13 @@ def _add_values(tile, acc, weights, v_scales, valid, MASKED: gl.constexpr, V_KIN
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCTS, 2)
     words = tile.permute((1, 0)).load(OPERAND)
     if MASKED:
-        if (V_KIND != KV_INT4) and (V_KIND != KV_INT8):
+        if (not _scales_groups(V_KIND)) and (V_KIND != KV_INT8):
             keys = gl.arange(0, KEYS, gl.SliceLayout(0, OPERAND))
             words = gl.where(
                 keys[None, :] < valid, words, gl.zeros([WORDS, KEYS], gl.int16, OPERAND)
             )
     parts = value_parts(words, V_KIND)
-    if V_KIND == KV_INT4:
+    if _scales_groups(V_KIND):
         return (
             mma_v2(parts[0], _part_weights(weights, v_scales, 0, MASKED, V_KIND), acc[0]),
             mma_v2(parts[1], _part_weights(weights, v_scales, 1, MASKED, V_KIND), acc[1]),
@@ -213,7 +212,7 @@ def multiply_tile(tiles, stage, scales, rows, sums, tile, seq_len, MASKED: gl.co
     values = tiles.values.index(stage)
     start = tile * config.BLOCK_N
     valid = seq_len - start if MASKED else 0
-    scores = _scores(keys, rows.queries, scales.keys, K_KIND)
+    scores = tile_scores(tiles, stage, keys, rows.queries, scales.keys, K_KIND)
     if config.HAS_CAP:
         scores = transform_scores(scores * rows.k_factor[None, :], rows.factor, rows.soft_cap, True)
     else:
@@ -223,10 +222,7 @@ def multiply_tile(tiles, stage, scales, rows, sums, tile, seq_len, MASKED: gl.co
     bounds = scores
     if v_scales is not None:
         # Weights times scales are at most 1. Scales of hidden keys may be anything.
-        unit = v_scales
-        if V_KIND == KV_INT4:
-            unit = largest_scale(v_scales)
-        bounds = scores + log2(gl.minimum(gl.maximum(unit, 2.0**-100), 2.0**100))[:, None]
+        bounds = scores + log2(_largest_scale(v_scales, V_KIND))[:, None]
     new_max = gl.maximum(sums.row_max, gl.max(bounds, 0))
     finite_max = new_max
     if MASKED:
