@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -13,8 +12,12 @@ from attnlib.ahead_of_time import StoredKernel, compile_kernels
 from attnlib.cli.arguments import CommandParser, any_device, output_folder, workers
 from attnlib.cli.server_flags import add_server_flags, rank_specs, server_of
 from attnlib.cli.spec_flags import add_spec_flags, specs_of
+from attnlib.ops.dispatch import processors
 
 __all__ = ["main", "parser"]
+
+_MOST_PROCESSES = 8
+"""Each one finds all kernels before it compiles its own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,9 +72,9 @@ def parser() -> CommandParser:
     made.add_argument(
         "--processes",
         type=workers,
-        default=os.cpu_count() or 1,
+        default=min(processors(), _MOST_PROCESSES),
         metavar="N",
-        help="compile in N processes (default: one for each CPU)",
+        help="compile in N processes (default: one for each CPU, at most 8)",
     )
     made.add_argument("--json", action="store_true", help="print JSON")
     add_server_flags(made)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["cpu_as_gpu", "has_triton", "named_operation", "operation", "runs_kernels"]
+__all__ = ["cpu_as_gpu", "has_triton", "named_operation", "operation", "processors", "runs_kernels"]
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.bool)
 _MODULES = {
@@ -93,3 +94,10 @@ def _load(package: str, module: str, name: str) -> Callable[..., Any]:
     # Imported on first use: importing triton takes long, and not every process needs it.
     found: Callable[..., Any] = getattr(import_module(f"attnlib.ops.{package}.{module}"), name)
     return found
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

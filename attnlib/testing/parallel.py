@@ -8,7 +8,6 @@ the order of a single process.
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -16,6 +15,7 @@ from multiprocessing import get_context
 
 import torch
 
+from attnlib.ops.dispatch import processors
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.check import run_check_case, select_cases
 from attnlib.testing.checks import CHECKS
@@ -32,7 +32,7 @@ def default_jobs(target: BackendUnderTest) -> int:
     """Number of processes: one per two cores, at most 8, on a GPU; one elsewhere."""
     if not target.on_gpu or not _is_picklable(target):
         return 1
-    return max(1, min(8, (os.cpu_count() or 1) // 2))
+    return max(1, min(8, processors() // 2))
 
 
 def run_in_parallel(

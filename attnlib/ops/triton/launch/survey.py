@@ -7,7 +7,6 @@ time. Its passes, LLVM, ptxas and the C compiler run beside those of other kerne
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import warnings
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from attnlib.ops.dispatch import processors
 from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.launch.described import NotLaunched
 from attnlib.ops.triton.launch.keys import kernel_key
@@ -158,7 +158,6 @@ def survey_launches() -> Iterator[Survey]:
 @contextmanager
 def _threads() -> Iterator[ThreadPoolExecutor]:
     """As many threads as there are processors for this process."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     # Triton changes the filters of warnings for a moment, which threads would leave changed.
-    with warnings.catch_warnings(), ThreadPoolExecutor(min(count or 1, _MOST_THREADS)) as pool:
+    with warnings.catch_warnings(), ThreadPoolExecutor(min(processors(), _MOST_THREADS)) as pool:
         yield pool
