@@ -91,7 +91,7 @@ def _allocate(CONFIG: gl.constexpr, QUERY: gl.constexpr, COMPUTE: gl.constexpr):
     # alone, before its last product, waits less for the next ones.
     OWN_QUERIES: gl.constexpr = (
         CONFIG.KEY_PARTS == 3
-        and (CONFIG.CONSUMERS == 3 or CONFIG.REST_COLUMNS > 0 and CONFIG.QUERY_REGISTERS)
+        and (CONFIG.CONSUMERS == 3 or CONFIG.REST_COLUMNS > 0)
         and CONFIG.LOAD_QUERY
         and not CONFIG.STAGED_STORE
     )
