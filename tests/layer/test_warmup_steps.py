@@ -18,7 +18,8 @@ from attnlib.integrations.vllm.warm import GroupWarmup
 from attnlib.layer import Attention
 from attnlib.layer.warmup_facts import kernel_facts
 from attnlib.layer.warmup_steps import first_uses, run_steps
-from attnlib.spec import AttentionSpec
+from attnlib.score_functions.spans import prefix_lm
+from attnlib.spec import AttentionSpec, MaskKind
 from attnlib.workspace import BatchLimits
 
 LIMITS = BatchLimits(max_num_reqs=2, max_num_tokens=16, max_seq_len=64)
@@ -96,6 +97,40 @@ def test_facts_are_known_for_own_kernels_on_a_gpu_only() -> None:
     builder = layer.backend.make_builder(SPEC, torch.device("cpu"), limits=LIMITS)
     cache = PagedKVCache.allocate(SPEC, 4, "cpu")
     assert kernel_facts(layer, cache, LIMITS, builder, 4) is None
+
+
+def test_facts_name_what_decides_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the number of blocks; layouts, limits, scales and settings of the builder."""
+    pytest.importorskip("triton")
+    from attnlib.backends.triton.described import DescribedTritonBackend
+    from attnlib.ops.triton.heuristics import device
+
+    monkeypatch.setattr(DescribedTritonBackend, "__module__", "attnlib.backends.triton")
+    monkeypatch.setattr(device, "device_limits", lambda where: device.INTERPRETER_LIMITS)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: "H100")
+
+    def facts(
+        changes: Any = (), *, blocks: int = 4, scale: float | None = None, columns: int = 4,
+        limits: BatchLimits = LIMITS, config: Any = None,
+    ) -> str | None:  # fmt: skip
+        spec = SPEC.replace(**dict(changes))
+        layer = Attention(spec, backend=DescribedTritonBackend, scale=scale, device="cpu")
+        cache = PagedKVCache.allocate(spec, blocks, "cpu")
+        builder = layer.backend.make_builder(spec, torch.device("cpu"), limits=limits)
+        builder.config, builder.device = dict(config or {}), torch.device("cuda:0")
+        return kernel_facts(layer, cache, limits, builder, columns)
+
+    known = facts()
+    assert known is not None and known == facts(blocks=9)
+    wider = BatchLimits(max_num_reqs=3, max_num_tokens=16, max_seq_len=64)
+    others = [
+        facts({"kv_cache_layout": "HND_INTERLEAVED"}), facts({"kv_cache_dtype": "fp8"}),
+        facts({"head_size": 128}), facts(scale=0.5), facts(columns=5), facts(limits=wider),
+        facts(config={"kernels": "portable"}),
+    ]  # fmt: skip
+    assert None not in others and len({known, *others}) == 1 + len(others)
+    assert facts({"kv_cache_dtype": "int4_per_group"}) not in (None, known, *others)
+    assert facts({"score_function": prefix_lm(), "mask_kind": MaskKind.BIDIRECTIONAL}) is None
 
 
 class _Layer:
