@@ -47,6 +47,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "portable": ("sm_80", {"num_heads": 8, "num_kv_heads": 2, "head_size": 64}),
     "16 latent heads": ("H100", {"num_heads": 16, **LATENTS}),
     "128 latent heads": ("H100", {"num_heads": 128, **LATENTS}),
+    # Also calls without keys: queries come late.
+    "rotated": (
+        "H100",
+        {
+            "num_heads": 32,
+            "num_kv_heads": 8,
+            "head_size": 128,
+            "kv_cache_dtype": "int8_per_token_head",
+            "kv_rotation": "hadamard",
+        },
+    ),
     # Tiles depend on the latents of a multiprocessor.
     "16 float8 latent heads": ("H100", {"num_heads": 16, **LATENTS, "kv_cache_dtype": "fp8"}),
 }
@@ -86,7 +97,10 @@ def used_kernels(spec: AttentionSpec, server: DescribedServer) -> list[NeededKer
                 else builder.build(0, common)
             )
             lse = spec.needs_lse and draw.random() < 0.5
-            layer(*new_tensors(spec, sum(queries), device, True), cache, metadata, lse)
+            new = new_tensors(spec, sum(queries), device, True)
+            if spec.kv_rotation is not None and draw.random() < 0.5:
+                new = (new[0], None, None)
+            layer(*new, cache, metadata, lse)
     return found
 
 

@@ -9,7 +9,8 @@ tensors and a spec without the rotation; keys and values as they are if it rotat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -56,6 +57,7 @@ class RotatedImpl(PairImpl):
     child_names = reading_names = ("_inner",)
     writing_name = "_inner"
     rotates = True
+    _apart = False
 
     def __init__(
         self, spec: AttentionSpec, *, backend: type[AttentionBackend], **settings: Any
@@ -114,12 +116,21 @@ class RotatedImpl(PairImpl):
         if rotation.values:
             self._inner.rotate_heads(output, rotation.seed, inverse=True, out=output)
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, other launches rotate around all kernels, as in batches where some cannot."""
+        self._apart = True
+        try:
+            yield
+        finally:
+            self._apart = False
+
     @property
     def _has_rotating_plan(self) -> bool:
         """Whether the backend's impl has `rotating_plan`, and no subclass replaced `plan` only."""
         cls = type(self._inner)
         replaced = cls.rotating_plan is not AttentionImpl.rotating_plan
-        return replaced and is_current(cls, "rotating_plan", "plan")
+        return replaced and not self._apart and is_current(cls, "rotating_plan", "plan")
 
     def _rotating_plan(self, *call: Any) -> StepPlan | None:
         """The plan of a call by kernels that rotate; None where this impl rotates."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from attnlib.backends.rotated import RotatedImpl
 from attnlib.cache.slots import compute_slot_mapping
 from attnlib.cache.states import StateCache
 from attnlib.cache.storage import PagedKVCache
@@ -154,11 +155,15 @@ def _steps(
 
     def run_batch(lengths: tuple[int, ...], bound: int) -> None:
         for common in bounded_batches(spec, lengths, [bound], columns, device):
-            _run(layer, cache, builder.build(0, common), sum(lengths), device)
+            for kind in _kinds_of_kernels(layer):
+                with kind:
+                    _run(layer, cache, builder.build(0, common), sum(lengths), device)
 
     def run_others() -> None:
-        for metadata, num_tokens in builder.warmup_metadata(limits):
-            _run(layer, cache, metadata, num_tokens, device)
+        for kind in _kinds_of_kernels(layer):
+            with kind:
+                for metadata, num_tokens in builder.warmup_metadata(limits):
+                    _run(layer, cache, metadata, num_tokens, device)
 
     pairs = ((lengths, bound) for lengths, bounds in batches.items() for bound in bounds)
     return [
@@ -166,6 +171,12 @@ def _steps(
         run_others,
         partial(_warm_helpers, spec, device),
     ]
+
+
+def _kinds_of_kernels(layer: Attention) -> list[AbstractContextManager[None]]:
+    """Decodes beside prefills may rotate in other launches where decodes alone do not (P15)."""
+    impl = layer.impl
+    return [nullcontext(), impl.apart()] if isinstance(impl, RotatedImpl) else [nullcontext()]
 
 
 def _new_kernels(device: torch.device) -> AbstractContextManager[list[Any]]:
@@ -215,6 +226,8 @@ def _run(
         query, key, value = new_tensors(layer.spec, num_tokens, device, fused)
         for return_lse in (False, True) if layer.spec.needs_lse else (False,):
             layer(query, key, value, cache, metadata, return_lse, **extra)
+            if not fused and layer.impl.rotates:  # of decodes whose queries come late
+                layer(query, None, None, cache, metadata, return_lse, **extra)
 
 
 def _warm_helpers(spec: AttentionSpec, device: torch.device) -> None:
