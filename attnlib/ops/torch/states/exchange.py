@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.autocast import without_autocast
 from attnlib.ops.states.batch import StateRequest
 from attnlib.ops.states.checks import check_positions
 from attnlib.ops.states.params import RecurrenceParams
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.torch.states.forms import state_at
+from attnlib.ops.torch.states.short_convolution import inputs_before
 
 __all__ = [
     "check_states",
@@ -48,18 +48,6 @@ def read_state(
     request = StateRequest(0, 0, position, position, slot, slot)
     assert slots.positions is not None  # the layer has a recurrence
     check_positions([request], slots.positions[:, 0, 0], "state")
-    return _state_at(slots.positions, slots, params, request, log_decay)
-
-
-@without_autocast
-def _state_at(
-    on_device: Tensor,
-    slots: StateTensors,
-    params: RecurrenceParams,
-    request: StateRequest,
-    log_decay: Tensor | None,
-) -> Tensor:
-    """`state_at`; the first tensor tells `without_autocast` the device."""
     return state_at(slots, params, request, log_decay)
 
 
@@ -71,14 +59,10 @@ def read_window(slots: StateTensors, slot: int, position: int) -> Tensor:
     Raises:
         ContractError: the slot cannot continue from `position` (T8).
     """
-    window, positions = slots.window, slots.window_positions
-    assert window is not None and positions is not None  # the layer has a convolution
-    check_positions([StateRequest(0, 0, position, position, slot, slot)], positions, "window")
-    width = slots.layout.conv_width - 1
-    out = window.new_zeros(window.shape[2], width)
-    held = torch.arange(max(position - width, 0), position, device=window.device)
-    out[:, width - len(held) :] = window[slot, held % window.shape[1]].mT
-    return out
+    request, positions = StateRequest(0, 0, position, position, slot, slot), slots.window_positions
+    assert positions is not None  # the layer has a convolution
+    check_positions([request], positions, "window")
+    return inputs_before(slots, request).mT.contiguous()
 
 
 @torch.no_grad()

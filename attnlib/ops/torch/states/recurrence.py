@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnlib.ops.autocast import without_autocast
 from attnlib.ops.states.inputs import StateInputs
 from attnlib.ops.states.params import QK_NORM_EPS, RecurrenceParams
 
@@ -82,6 +83,7 @@ def recur(inputs: HeadInputs, state: Tensor, update: str) -> tuple[Tensor, list[
     return out, states
 
 
+@without_autocast
 def chunk(inputs: HeadInputs, state: Tensor, update: str) -> tuple[Tensor, Tensor]:
     """The same in matrix form, for all n tokens at once.
 

@@ -11,7 +11,7 @@ from attnlib.ops.states.batch import StateBatch, StateRequest
 from attnlib.ops.states.checks import check_positions, check_slots
 from attnlib.ops.states.tensors import StateTensors
 
-__all__ = ["short_convolution"]
+__all__ = ["inputs_before", "short_convolution"]
 
 
 @torch.no_grad()
@@ -47,22 +47,20 @@ def short_convolution(
     check_positions(requests, slots.window_positions, "window")
     out.zero_()
     for request in requests:
-        before = _inputs_before(slots, request, weight.shape[1] - 1)
+        before = inputs_before(slots, request)
         rows = torch.cat([before, x[request.rows].to(before.dtype)])
         out[request.rows] = _convolve(rows, weight, bias, activation, slots, request).to(out.dtype)
         _write_window(slots, request, rows)
 
 
-def _inputs_before(slots: StateTensors, request: StateRequest, count: int) -> Tensor:
-    """The last inputs before the step, `[count, C]`, oldest first; 0 before the request."""
-    window = slots.window
-    assert window is not None  # `short_convolution` checks it
-    before = window.new_zeros(count, window.shape[2])
-    held = min(count, request.computed)
-    if held:
-        first = request.computed - held
-        positions = torch.arange(first, request.computed, device=window.device)
-        before[count - held :] = window[request.source, positions % window.shape[1]]
+def inputs_before(slots: StateTensors, request: StateRequest) -> Tensor:
+    """The last inputs before the step, `[W - 1, C]`, oldest first; 0 before the request."""
+    window, width = slots.window, slots.layout.conv_width - 1
+    assert window is not None  # the layer has a convolution
+    before, end = window.new_zeros(width, window.shape[2]), request.computed
+    if end:  # else the source is not read
+        held = torch.arange(max(end - width, 0), end, device=window.device)
+        before[width - len(held) :] = window[request.source, held % window.shape[1]]
     return before
 
 
