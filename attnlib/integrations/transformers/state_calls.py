@@ -101,15 +101,8 @@ def delta_rule(
 ) -> tuple[Tensor, None]:
     """`torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`."""
     _refuse_states(call.mixer, kwargs)
-    fields = {
-        "num_heads": value.shape[2],
-        "num_key_heads": key.shape[2],
-        "key_size": key.shape[3],
-        "value_size": value.shape[3],
-        "decay": "head" if g.dim() == 3 else "channel",
-        "qk_norm": use_qk_l2norm_in_kernel,
-        "dtype": value.dtype,
-    }
+    decay = "head" if g.dim() == 3 else "channel"
+    fields = {"decay": decay, "qk_norm": use_qk_l2norm_in_kernel}
     gates = g[0].float(), beta[0].float()
     return _step(call, (query, key, value), gates, {}, fields, {}), None
 
@@ -131,15 +124,7 @@ def mamba2(
     _refuse_states(call.mixer, kwargs)
     if not dt_softplus:
         raise UnsupportedConfigError(f"{layer_name(call.mixer)}: step sizes without softplus")
-    fields = {
-        "num_heads": x.shape[2],
-        "num_key_heads": B.shape[2],
-        "key_size": B.shape[3],
-        "value_size": x.shape[3],
-        "update": "add",
-        "has_skip": D is not None,
-        "dtype": x.dtype,
-    }
+    fields = {"update": "add", "has_skip": D is not None}
     skip = None if D is None else D.detach().float()
     bias = torch.zeros_like(A) if dt_bias is None else dt_bias.detach()
     form = {"gates": "mamba2", "rate": -A.float(), "bias": bias.float(), "bounds": dt_limit}
@@ -163,22 +148,26 @@ def _step(
         parts: queries, keys and values, `[1, T, heads, size]`.
         gates: of `StateLayer.step`.
         form: fields of its form.
-        fields, tensors, scale: of the recurrence, as in `MixerLayers.layer_of`.
+        fields: of the spec of the recurrence, besides sizes and dtype.
+        tensors, scale: of the recurrence, as in `MixerLayers.layer_of`.
     """
     convolution, call.mixers.pending = call.mixers.pending, None
     assert isinstance(convolution, PendingConvolution)  # mixers convolve first
     x = convolution.x
     form["order"] = channel_order(x, parts, call.mixer)
-    fields, tensors = fields | convolution.fields, tensors | convolution.tensors
+    (_, key, value), tensors = parts, tensors | convolution.tensors
+    sizes = {"num_heads": value.shape[2], "num_key_heads": key.shape[2]}
+    sizes |= {"key_size": key.shape[3], "value_size": value.shape[3]}
+    fields = {"dtype": value.dtype} | sizes | fields | convolution.fields
     if (found := call.layer("step", fields, tensors, scale)) is None:
-        return torch.zeros_like(parts[2])
-    out = x.new_empty(x.shape[0], parts[2][0, 0].numel())
+        return torch.zeros_like(value)
+    out = x.new_empty(x.shape[0], value[0, 0].numel())
     step = PendingStep(*found, x, gates, form, out)
     if norm_of(call.mixer) is None:
         step.run()
     else:
         call.mixers.pending = step
-    return out.view(parts[2].shape)
+    return out.view(value.shape)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
