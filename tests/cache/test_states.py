@@ -136,6 +136,16 @@ def test_exported_states(name: str, form: str) -> None:
     assert error.value.rule == "T8"
 
 
+@pytest.mark.parametrize("name", ["gated delta", "kimi delta"])
+def test_autocast_changes_no_exported_state(name: str) -> None:
+    """A tail is replayed by products, which autocast would round to bfloat16."""
+    cache, _ = served(KINDS[name].replace(form="tail"), [21])
+    exact = cache.export([2], [21]).states
+    with torch.autocast("cpu", torch.bfloat16):
+        found = cache.export([2], [21]).states
+    assert exact is not None and found is not None and torch.equal(found, exact)
+
+
 def test_a_tail_with_a_constant_decay_needs_it() -> None:
     cache, _ = served(KINDS["lightning"].replace(form="tail"), [5])
     with pytest.raises(ContractError, match="pass log_decay"):
