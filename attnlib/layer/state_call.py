@@ -48,7 +48,7 @@ def call_step(
         run = layer.impl.plan_step(signature, heads, cache, metadata, rows)
         keep_plan(metadata, signature, run)
     if VALIDATE_KEY in ENVIRONMENT:
-        validate_step(spec, heads, cache, metadata)
+        validate_step(spec, heads[3:], cache, metadata)
     finish = STATE_OBSERVERS and _observed(layer, "recurrence", heads, cache, metadata, rows)
     run(layer.impl, heads, cache, metadata, rows)
     for call in finish:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnlib.backends.state_impl import StateImpl, StateInputs
+from attnlib.backends.state_impl import StateImpl
 from attnlib.cache.states import StateCache
 from attnlib.errors import ContractError
 from attnlib.instrumentation import ENVIRONMENT, STATE_OBSERVERS, VALIDATE_KEY
@@ -47,9 +47,8 @@ def call_fused_step(
         return
     if VALIDATE_KEY in ENVIRONMENT:
         validate_convolution(cache, metadata)
-        given = StateInputs(rows, rows, rows, inputs.a, inputs.b)
-        is_given = form.gates == "given"
-        validate_step(layer.spec, given, cache, metadata, gates_are_given=is_given)
+        gates = (inputs.a, inputs.b) if form.gates == "given" else None
+        validate_step(layer.spec, gates, cache, metadata)
     run(layer.impl, inputs, cache, metadata, rows)
 
 

@@ -9,9 +9,16 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import as_count, as_id
-from attnlib.ops.states.batch import StateRequest
+from attnlib.ops.states.batch import StateBatch, StateRequest
 
-__all__ = ["check_positions", "check_slots", "slot_ids", "slot_pairs", "slot_places"]
+__all__ = [
+    "check_slots",
+    "checked_requests",
+    "check_positions",
+    "slot_ids",
+    "slot_pairs",
+    "slot_places",
+]
 
 
 def slot_ids(name: str, slots: Sequence[int], num_slots: int) -> list[int]:
@@ -64,6 +71,16 @@ def slot_places(
             rule="T7",
         )
     return list(zip(found, ends, strict=True))
+
+
+def checked_requests(
+    batch: StateBatch, num_slots: int, positions: Tensor, what: str
+) -> list[StateRequest]:
+    """The requests of a batch, which pass `check_slots` and `check_positions`. Synchronizes."""
+    requests = list(batch.requests())
+    check_slots(requests, num_slots)
+    check_positions(requests, positions, what)
+    return requests
 
 
 def check_slots(requests: Sequence[StateRequest], num_slots: int) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnlib.ops.autocast import without_autocast
 from attnlib.ops.states.batch import StateBatch, StateRequest
-from attnlib.ops.states.checks import check_positions, check_slots
+from attnlib.ops.states.checks import checked_requests
 from attnlib.ops.states.tensors import StateTensors
 
 __all__ = ["inputs_before", "short_convolution"]
@@ -41,10 +41,8 @@ def short_convolution(
     Raises:
         ContractError: as `state_step`.
     """
-    requests = list(batch.requests())
-    check_slots(requests, slots.num_slots)
-    assert slots.window is not None and slots.window_positions is not None
-    check_positions(requests, slots.window_positions, "window")
+    assert slots.window_positions is not None  # the layer has a convolution
+    requests = checked_requests(batch, slots.num_slots, slots.window_positions, "window")
     out.zero_()
     for request in requests:
         before = inputs_before(slots, request)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnlib.ops.autocast import without_autocast
 from attnlib.ops.states.batch import StateBatch
-from attnlib.ops.states.checks import check_positions, check_slots
+from attnlib.ops.states.checks import checked_requests
 from attnlib.ops.states.inputs import StateInputs
 from attnlib.ops.states.params import RecurrenceParams
 from attnlib.ops.states.tensors import StateTensors
@@ -40,10 +40,8 @@ def state_step(
         ContractError: slots outside the pool or written twice (T7, T12), or a slot that cannot
             continue from where its request does (T8). Nothing is written then.
     """
-    requests = list(batch.requests())
-    check_slots(requests, slots.num_slots)
     assert slots.positions is not None  # a layout with a recurrence has positions
-    check_positions(requests, slots.positions[:, 0, 0], "state")
+    requests = checked_requests(batch, slots.num_slots, slots.positions[:, 0, 0], "state")
     dtype = torch.float64 if inputs.value.dtype == torch.float64 else torch.float32
     out.zero_()
     for request in requests:
