@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -91,32 +91,20 @@ class StateMixers:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Context in which the functions of the mixers' modules lead here."""
-        before: list[tuple[Any, str, Callable[..., Any] | None]] = []
-        hooks = []
-        try:
+        with ExitStack() as stack:
             for module in {_module_of(mixer) for mixer in self.modules}:
                 for name in FUNCTIONS.keys() & vars(module).keys():
-                    before.append((module, name, getattr(module, name)))
-                    setattr(module, name, self._in_step(getattr(module, name), FUNCTIONS[name]))
+                    function = self._in_step(getattr(module, name), FUNCTIONS[name])
+                    _replace(stack, module, name, function)
             for mixer in self.modules:
-                if (function := forward_of(mixer)) is not None:
-                    before.append((mixer, "forward", vars(mixer).get("forward")))
-                    mixer.forward = self._in_step(mixer.forward, function, mixer)
+                if (own := forward_of(mixer)) is not None:
+                    _replace(stack, mixer, "forward", self._in_step(mixer.forward, own, mixer))
                 elif (found := norm_of(mixer)) is not None:
                     norm, fields = found
-                    before.append((norm, "forward", vars(norm).get("forward")))
-                    norm.forward = norm_in_step(self, norm.forward, fields)
-                hooks.append(mixer.register_forward_pre_hook(self._enter))
-                hooks.append(mixer.register_forward_hook(self._leave, always_call=True))
+                    _replace(stack, norm, "forward", norm_in_step(self, norm.forward, fields))
+                stack.callback(mixer.register_forward_pre_hook(self._enter).remove)
+                stack.callback(mixer.register_forward_hook(self._leave, always_call=True).remove)
             yield
-        finally:
-            for module, name, function in before:
-                if function is None:
-                    delattr(module, name)  # of the class
-                else:
-                    setattr(module, name, function)
-            for hook in hooks:
-                hook.remove()
 
     @contextmanager
     def running(self, step: PagedStep) -> Iterator[None]:
@@ -167,6 +155,16 @@ class StateMixers:
             return function(MixerCall(self, step, caller), *args, **kwargs)
 
         return call
+
+
+def _replace(stack: ExitStack, owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Give `owner` an attribute until the stack closes; then that of its class shows again, or its
+    own."""
+    if name in vars(owner):
+        stack.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        stack.callback(delattr, owner, name)
+    setattr(owner, name, function)
 
 
 def _module_of(mixer: nn.Module) -> Any:
