@@ -82,11 +82,12 @@ def test_bits_of_splits_batches_and_drafts(name: str) -> None:
 
 
 @pytest.mark.parametrize("tile", [(64, 2), (128, 4), (64, 4), (32, 2)])
-@pytest.mark.parametrize("name", ["gated delta", "kimi delta", "mamba2", "float16"])
+@pytest.mark.parametrize("name", ["gated delta", "kimi delta", "mamba2", "float16", "64 keys"])
 def test_copied_decodes(name: str, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """States that go through shared memory: over ends of chunks, of several requests and a fork,
     beside padding, within the errors of bfloat16."""
-    spec = {**LAYERS, "float16": GDN.replace(dtype=torch.float16)}[name].replace(
+    more = {"float16": GDN.replace(dtype=torch.float16), "64 keys": GDN.replace(key_size=64)}
+    spec = {**LAYERS, **more}[name].replace(
         max_rollback=0, batch_invariant=False, conv_channels=0, conv_width=0
     )
     choice = StateChoice(*tile, group=4, fuses=True, copies=True)

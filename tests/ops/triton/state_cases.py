@@ -103,6 +103,17 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "fused-128-rows": ("fused", {"num_reqs": 32, "form": "delta", "row_decodes": True}),
     "state-128-copied": ("state", {"num_reqs": 32, "row_decodes": True, "copied_decodes": True}),
+    "state-64-copied": (
+        "state",
+        {
+            "key_size": 64,
+            "value_size": 64,
+            "dtype": torch.float16,
+            "num_reqs": 32,
+            "row_decodes": True,
+            "copied_decodes": True,
+        },
+    ),
     "state-128-few-copied": ("state", {"row_decodes": True, "copied_decodes": True}),
     "state-128-channels-copied": (
         "state",
@@ -131,7 +142,8 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> (operation, options) of one decode and one prefill; of a decode with `fused`. With
 "whole", the heads of the requests fill a chip; with "long_chunk", prefills on Hopper compute so
-many tokens at a time; with "row_decodes", decodes have this form, and there is no prefill."""
+many tokens at a time; with "row_decodes", decodes have this form, and there is no prefill; with
+"copied_decodes", they copy states to shared memory on Hopper."""
 
 
 def _slots(options: dict[str, Any]) -> tuple[StateTensors, StateBatch, StateBatch]:

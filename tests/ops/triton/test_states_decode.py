@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from attnlib.ops.states import RecurrenceParams
 from attnlib.ops.triton.heuristics import state_tiles
+from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.state_tiles import StateChoice
 from attnlib.ops.triton.states import config, state_step
 from attnlib.ops.triton.states.launch import KernelLaunch
@@ -16,7 +18,7 @@ from attnlib.spec import StateSpec
 from attnlib.testing.states.inputs import draw_layer, draw_tokens
 from attnlib.testing.states.kinds import KINDS
 from attnlib.testing.states.serving import Part, Server
-from tests.ops.torch.states.layers import Operations, largest_error, wanted
+from tests.ops.torch.states.layers import Operations, largest_error, layout_of, wanted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = 1e-5
@@ -120,3 +122,33 @@ def test_who_takes_row_decodes(row_decodes: list[int], monkeypatch: pytest.Monke
     monkeypatch.setattr(state_tiles, "ROW_DECODES", frozenset())
     served(plain, 1)
     assert row_decodes == [16]
+
+
+@pytest.mark.parametrize(
+    ("options", "capability", "copies"),
+    [
+        ({}, (9, 0), True),
+        ({"value_size": 64, "key_size": 64}, (9, 0), True),
+        ({}, (8, 0), False),
+        ({"key_size": 96}, (9, 0), False),
+        ({"value_size": 32}, (9, 0), False),
+        ({"dtype": torch.float32}, (9, 0), False),
+        ({"state_dtype": torch.bfloat16}, (9, 0), False),
+        ({"chunk_size": 32}, (9, 0), False),
+        ({"max_rollback": 1}, (9, 0), False),
+    ],
+)
+def test_who_copies_states(
+    options: dict[str, Any], capability: tuple[int, int], copies: bool
+) -> None:
+    """Decodes on Hopper of 16-bit inputs and float32 states whose rows fill the programs; not those
+    of a fused step."""
+    given = {"key_size": 128, "value_size": 128, "dtype": torch.bfloat16, **options}
+    layout = layout_of(spec_of("gated delta", **given), "tail")
+    params = RecurrenceParams(scale=1.0, update="delta", qk_norm=True, is_invariant=False)
+    limits = DeviceLimits(132, 232448, 233472, capability, has_fp8=True)
+    for num_reqs in (1, 256):
+        tile = config.step_tile(layout, params, limits, num_reqs, copies=True)
+        assert tile.copies == copies
+        assert not config.step_tile(layout, params, limits, num_reqs).copies
+        assert not copies or tile.rows * tile.blocks == layout.value_size

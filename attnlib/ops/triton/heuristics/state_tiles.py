@@ -46,7 +46,7 @@ ROW_KINDS = frozenset({"few row decodes", "row decode", "wide row decode"})
 """Kinds of decodes in the form of `kernels.state_decode`, for layers without invariance."""
 ROW_DECODES = frozenset({"row decode", "wide row decode"})
 """Those of `ROW_KINDS` that are selected. Those of few heads were not measured."""
-COPIED_DECODES: frozenset[str] = frozenset()
+COPIED_DECODES = ROW_KINDS
 """Those of `ROW_KINDS` that copy the state to shared memory on Hopper, where `can_copy`."""
 MOST_COLUMNS = 32
 
@@ -88,8 +88,8 @@ TILES = {
     "few row decodes": StateChoice(32, 4, group=16),
     "row decode": StateChoice(64, 2, registers=168, group=2),
     "wide row decode": StateChoice(128, 4, registers=168, group=2),
-    "copied few row decodes": StateChoice(32, 4, group=4, fuses=True, copies=True),
-    "copied row decode": StateChoice(64, 2, group=4, num_stages=2, fuses=True, copies=True),
+    "copied few row decodes": StateChoice(64, 4, group=4, fuses=True, copies=True),
+    "copied row decode": StateChoice(128, 4, group=4, fuses=True, copies=True),
     "copied wide row decode": StateChoice(64, 2, group=4, fuses=True, copies=True),
     "verify": StateChoice(64, 8),
     "wide": StateChoice(64, 8),
@@ -228,6 +228,8 @@ def _row_tile(key_size: int, value_size: int, choice: StateChoice) -> StateTile:
     rows = span if choice.copies else rows
     part = min(MOST_COLUMNS, keys)
     parts, blocks = triton.cdiv(key_size, part), triton.cdiv(value_size, span)
-    stages = choice.num_stages if choice.copies else 1
-    warps = choice.num_warps, choice.registers, stages, choice.fuses, choice.copies
+    num_warps = choice.num_warps
+    if choice.copies:
+        num_warps = max(1, num_warps * span // choice.rows)
+    warps = num_warps, choice.registers, 1, choice.fuses, choice.copies
     return StateTile(rows, span // rows, choice.group, part, parts, blocks, *warps)

@@ -74,8 +74,6 @@ class PreparedStep:
         recurrence = Recurrence.on_chip(params, limits)
         tile = step_tile(slots.layout, params, limits, num_reqs, is_long, not is_long)
         config = state_config(slots.layout, recurrence, strides, tile, is_long)
-        if tile.copies and tile.num_stages == 1:
-            config = config._replace(TERMS=0)
         options = tile.options(limits.is_amd)
         chunks = out.shape[0] // config.C + num_reqs * config.EXTRA if is_long else 0
         self._workspace = chunks * config.HV * 2 * config.C * config.C

@@ -28,7 +28,7 @@ from tests.ops.triton.hopper.emulate import run_emulated
 __all__ = ["CASES", "emulate_case"]
 
 _LARGE: dict[str, Any] = {"key_size": 64, "value_size": 64}
-_TILE = StateChoice(32, 2, group=4, num_stages=2, fuses=True, copies=True)
+_TILE = StateChoice(32, 2, group=4, fuses=True, copies=True)
 
 CASES: dict[str, dict[str, Any]] = {
     "gated delta": {"spec": {**_LARGE, "num_heads": 2, "num_key_heads": 1}},

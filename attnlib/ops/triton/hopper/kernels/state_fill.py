@@ -89,7 +89,7 @@ def fill_chunk(shared, new, state, slot, head, block, CONFIG: gl.constexpr):
     LAYOUT: gl.constexpr = state_layout(CONFIG, TIMES)
     shared.key_rows.index(UNIT - 1).store(new.k)
     shared.value_rows.index(UNIT - 1).store(new.v)
-    if CONFIG.TERMS and CONFIG.DECAY != DECAY_CHANNEL and shared.key_rows.dtype == gl.bfloat16:
+    if CONFIG.DECAY != DECAY_CHANNEL and shared.key_rows.dtype == gl.bfloat16:
         fill_by_products(shared, new, state, slot, head, block, CONFIG)
         return
     if CONFIG.DECAY == DECAY_CHANNEL:
