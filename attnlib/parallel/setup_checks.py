@@ -24,8 +24,6 @@ __all__ = [
     "tries_memory",
 ]
 
-PEER_MEMORY_FIRST = False
-"""Off until it has run on several GPUs."""
 _AGREEMENTS = ("call", "batch", "never")
 _VARYING = {
     ExchangeMethod.REDUCE_SCATTER: "its sums have no fixed order",
@@ -147,8 +145,7 @@ def shares_memory(spec: AttentionSpec, exchange: str | None, device_type: str) -
 
 def tries_memory(spec: AttentionSpec, device_type: str) -> bool:
     """Whether layers exchange by memory where it is possible, unless they are told otherwise."""
-    fits = spec.dtype != torch.float64 and not spec.batch_invariant
-    return PEER_MEMORY_FIRST and device_type == "cuda" and fits
+    return device_type == "cuda" and spec.dtype != torch.float64 and not spec.batch_invariant
 
 
 def checked_per_head(

@@ -47,8 +47,7 @@ class Ranks:
 
 
 def choice(group: Any, exchange: str | None, spec: AttentionSpec = SPEC) -> ExchangeMethod:
-    with mock.patch.object(setup_checks, "PEER_MEMORY_FIRST", True):
-        return setup_checks.exchange_of(group, spec, exchange, CUDA).method
+    return setup_checks.exchange_of(group, spec, exchange, CUDA).method
 
 
 def test_memory_comes_first_where_it_is_possible() -> None:
@@ -86,9 +85,11 @@ def test_a_layer_on_a_cpu_does_not_decide_for_those_on_gpus() -> None:
     connect.assert_called_once()
 
 
-def test_no_memory_for_float64() -> None:
+@pytest.mark.parametrize("change", [{"dtype": torch.float64}, {"batch_invariant": True}])
+def test_layers_that_share_no_memory(change: dict[str, Any]) -> None:
+    """float64 has no kernel, and large batches are merged in other arithmetic."""
     ranks = Ranks(share=True)
-    assert choice(ranks, None, SPEC.replace(dtype=torch.float64)) is ExchangeMethod.ALL_TO_ALL
+    assert choice(ranks, None, SPEC.replace(**change)) is ExchangeMethod.ALL_TO_ALL
     assert not ranks.asked
 
 
@@ -97,13 +98,11 @@ def test_memory_that_is_asked_for_is_not_replaced() -> None:
         choice(Ranks(share=False), "peer_memory")
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_explain_names_what_layers_try(first: bool) -> None:
-    with mock.patch.object(setup_checks, "PEER_MEMORY_FIRST", first):
-        on_gpu, on_cpu = (
-            explain_parallel(SPEC, Interleaved(2), device=device) for device in ("H200", "cpu")
-        )
-    assert ("exchange  peer_memory, or all_to_all:" in on_gpu) == first
+def test_explain_names_what_layers_try() -> None:
+    on_gpu, on_cpu = (
+        explain_parallel(SPEC, Interleaved(2), device=device) for device in ("H200", "cpu")
+    )
+    assert "exchange  peer_memory, or all_to_all:" in on_gpu
     assert "exchange  all_to_all:" in on_cpu
 
 
