@@ -9,11 +9,11 @@ For each decode: the layer on one GPU with all heads and keys, and the divided l
 attention of the slowest rank to its keys and the received bytes (X6) at the measured rate of a
 large exchange; the divided layer should reach 85% of it. `ranks` has the parts on each rank: its
 attention, the whole layer, the exchange, that of queries and of results alone, and bare collectives
-of as many bytes; `kernels` what the first rank launches in one call. For the prefill of a prompt,
-and of its last part over the rest: one GPU, the ring, gathered keys, and the attention in each;
-four GPUs should be 3.2 times as fast as one. `met` says so, on GPUs. Times are medians in
-microseconds: of decodes per call of a CUDA graph of ten calls, whose keys are not in the L2 cache;
-of `single_calls` and prefills from the host, on the slowest rank.
+of as many bytes; `kernels` what the first rank launches in one call, with `--profile`. For the
+prefill of a prompt, and of its last part over the rest: one GPU, the ring, gathered keys, and the
+attention in each; four GPUs should be 3.2 times as fast as one. `met` says so, on GPUs. Times are
+medians in microseconds: of decodes per call of a CUDA graph of ten calls, whose keys are not in the
+L2 cache; of `single_calls` and prefills from the host, on the slowest rank.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ SHARE, SPEEDUP = 0.85, {4: 3.2}
 def decodes(ranks: Ranks, rate: dict[str, float]) -> Iterator[dict[str, Any]]:
     for name in ranks.options.decodes:
         requests, thousands = map(int, name.split("x"))
-        row = decode(ranks, requests, thousands * 1024 // ranks.options.shrink, rate)
-        if ranks.on_gpu:
-            row["met"] = row["share_of_bound"] >= SHARE
-        yield row
+        length = thousands * 1024 // ranks.options.shrink
+        for exchange in ranks.options.exchange:
+            row = decode(ranks, requests, length, rate, exchange)
+            if ranks.on_gpu:
+                row["met"] = row["share_of_bound"] >= SHARE
+            yield row
 
 
 def prefills(ranks: Ranks) -> Iterator[dict[str, Any]]:
@@ -64,10 +66,12 @@ def main() -> None:
     parser.add_argument("--num-heads", type=int, default=32, help="query heads of all ranks")
     parser.add_argument("--num-kv-heads", type=int, default=4, help="KV heads, on every rank")
     parser.add_argument("--head-size", type=int, default=128)
-    parser.add_argument("--exchange", choices=[method.value for method in ExchangeMethod])
+    methods = [method.value for method in ExchangeMethod]
+    parser.add_argument("--exchange", nargs="+", choices=methods, default=[None])
     parser.add_argument("--only", choices=["decode", "prefill"])
     rows = "requests x thousands of tokens"
     parser.add_argument("--decodes", nargs="+", default=DECODES, help=rows)
+    parser.add_argument("--profile", action="store_true", help="record the kernels of decodes")
     parser.add_argument("--shrink", type=int, default=1, help="divide all lengths by this")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path)
@@ -78,7 +82,6 @@ def main() -> None:
         result: dict[str, Any] = {
             "ranks": ranks.group.world_size,
             "spec": str(ranks.spec),
-            "exchange": options.exchange,
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name() if ranks.on_gpu else "cpu, gloo",
             "bytes_per_us": {name: round(value, 1) for name, value in rate.items()},

@@ -23,7 +23,9 @@ __all__ = ["decode"]
 class Divided:
     """One divided decode of `requests` requests of `length` tokens."""
 
-    def __init__(self, ranks: Ranks, requests: int, length: int, query: torch.Tensor) -> None:
+    def __init__(
+        self, ranks: Ranks, requests: int, length: int, query: torch.Tensor, exchange: str | None
+    ) -> None:
         world = ranks.group.world_size
         division = Interleaved(world)
         cache, table = ranks.cache(division.bound(length), requests)
@@ -32,7 +34,7 @@ class Divided:
             ranks.rank_spec,
             ranks.group,
             division,
-            exchange=ranks.options.exchange,
+            exchange=exchange,
             agreement="never",
             device=ranks.device,
         )
@@ -80,18 +82,21 @@ class Divided:
         }
 
 
-def decode(ranks: Ranks, requests: int, length: int, rate: dict[str, float]) -> dict[str, Any]:
+def decode(
+    ranks: Ranks, requests: int, length: int, rate: dict[str, float], exchange: str | None
+) -> dict[str, Any]:
     """One row of the decodes.
 
     Args:
         ranks: this rank.
         requests, length: of the batch; `length` is that of each request.
         rate: bytes per microsecond (`Ranks.rate`).
+        exchange: of the divided layer.
     """
     spec, world = ranks.spec, ranks.group.world_size
     query = ranks.random(requests, spec.num_heads, spec.head_size)
     one = max(_one_gpu(ranks, requests, length, query))
-    divided = Divided(ranks, requests, length, query)
+    divided = Divided(ranks, requests, length, query, exchange)
     attention, whole = ranks.in_graph(divided.attention()), ranks.in_graph(divided.whole())
     received = exchange_bytes(ranks.rank_spec, world, requests)
     bound = max(attention)
@@ -100,8 +105,9 @@ def decode(ranks: Ranks, requests: int, length: int, rate: dict[str, float]) -> 
         bound += received["all_to_all"] / rate["all_to_all"]
     single = [max(ranks.in_graph(each[:1], 1)) for each in (divided.attention(), divided.whole())]
     parts = {name: ranks.in_graph([call]) for name, call in divided.parts().items()}
-    kernels = _kernels(ranks, divided.whole()[0])
+    kernels = _kernels(ranks, divided.whole()[0]) if ranks.options.profile else []
     return {
+        "exchange": divided.layer.exchange.method.value,
         "requests": requests,
         "length": length,
         "one_gpu": one,
