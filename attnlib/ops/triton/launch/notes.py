@@ -22,6 +22,7 @@ __all__ = ["read_note", "write_note"]
 _NAME = "attnlib_warmup.json"
 _ROOT = Path(__file__).parents[3]
 _PREFIXES = ("ATTNLIB_", "TRITON_")
+_WITHOUT_KERNELS = {"bench", "cli", "compat", "debug", "integrations", "testing"}
 _PLACES = {"ATTNLIB_KERNELS", "TRITON_CACHE_DIR", "TRITON_HOME"}
 
 
@@ -66,8 +67,9 @@ def _variables() -> str:
 def _digest_of_code() -> str:
     """Of all files of the package that decide kernels: code, tables and sources in C."""
     digest = hashlib.sha256()
-    for file in sorted(_ROOT.rglob("*")):
-        if file.suffix in (".py", ".json", ".c"):
-            digest.update(file.relative_to(_ROOT).as_posix().encode())
-            digest.update(file.read_bytes())
+    for folder in sorted(path for path in _ROOT.iterdir() if path.name not in _WITHOUT_KERNELS):
+        for file in sorted(folder.rglob("*")) if folder.is_dir() else (folder,):
+            if file.suffix in (".py", ".json", ".c"):
+                digest.update(file.relative_to(_ROOT).as_posix().encode())
+                digest.update(file.read_bytes())
     return digest.hexdigest()
