@@ -40,9 +40,10 @@ class Spans:
         bias: `[B, 1, 1, end - start]`, 0 for the keys that a row sees and -inf for others; None
             where no key of a call is hidden.
         room: the memory of the bias, `[B, 1, 1, >= end - start]`, for further keys.
+        tokens: `[B, >= end]` bool, the keys that the rows see with further ones; None without bias.
     """
 
-    __slots__ = ("bias", "counts", "end", "firsts", "room", "start", "starts")
+    __slots__ = ("bias", "counts", "end", "firsts", "room", "start", "starts", "tokens")
 
     def __init__(self, starts: list[int], end: int, key_bytes: int, dtype: torch.dtype) -> None:
         self.starts, self.start, self.end = starts, min(starts), end
@@ -50,6 +51,7 @@ class Spans:
         self.firsts: list[int] = []
         self.bias: torch.Tensor | None = None
         self.room: torch.Tensor | None = None
+        self.tokens: np.ndarray | None = None
         hidden = sum(starts) - self.start * len(starts)
         if not hidden:
             return
@@ -59,10 +61,11 @@ class Spans:
                 self.firsts.append(first)
             return
         columns = -(-(end - self.start) // _ROUND) * _ROUND
-        places = np.arange(self.start, self.start + columns)
-        before = torch.from_numpy(places < np.asarray(starts)[:, None])
+        places = np.arange(self.start + columns)
+        self.tokens = places >= np.asarray(starts)[:, None]
+        before = torch.from_numpy(~self.tokens[:, None, None, self.start :])
         room = torch.zeros(len(starts), 1, 1, columns, dtype=dtype)
-        self.room = room.masked_fill_(before[:, None, None], -torch.inf)
+        self.room = room.masked_fill_(before, -torch.inf)
         self.bias = self.room.narrow(3, 0, end - self.start)
 
     def until(self, end: int) -> Spans | None:
@@ -72,7 +75,8 @@ class Spans:
             return None
         made = Spans.__new__(Spans)
         made.starts, made.start, made.end = self.starts, self.start, end
-        made.counts, made.firsts, made.room = self.counts, self.firsts, room
+        made.counts, made.firsts = self.counts, self.firsts
+        made.room, made.tokens = room, self.tokens
         made.bias = None if room is None else room.narrow(3, 0, end - self.start)
         return made
 
@@ -101,6 +105,10 @@ def visible_spans(
     starts = [0]
     if padding is not None:
         tokens = padding.numpy()
+        if last is not None and last.tokens is not None and isinstance(first, int) and first <= 0:
+            if tokens.tobytes() == last.tokens[:, :end].tobytes():
+                if (found := last.until(end)) is not None:
+                    return found
         starts = tokens.argmax(1).tolist()
         # No row has more tokens than columns from its first token on.
         if np.count_nonzero(tokens) != end * len(starts) - sum(starts):

@@ -20,6 +20,7 @@ from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.integrations.transformers.described_mask import describe_tensor
 from attnlib.integrations.transformers.mask_tensor import MaskTensor
 from attnlib.integrations.transformers.patterns import MaskFunction, Pattern, recognize
+from attnlib.integrations.transformers.single_query import single_query_mask
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.integrations.transformers.traced import evaluated_mask, is_compiled
 from attnlib.spec import Window
@@ -105,7 +106,7 @@ def _decode_mask(given: dict[str, Any]) -> torch.Tensor | None:
         *(pattern, batch, 1, given["kv_length"], int(counter), given["kv_offset"]),
         *(function, padding, given["device"]),
     )
-    mask = step.single_query()
+    mask = single_query_mask(step)
     return None if mask is None else describe_tensor(mask, step)
 
 
@@ -172,7 +173,7 @@ def _values(given: dict[str, Any], step: StepMask | None = None) -> torch.Tensor
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():  # so that it counts writes
             return _values(given, step)
-    mask = None if step is None else step.single_query()
+    mask = None if step is None else single_query_mask(step)
     return evaluated_mask(given | {"allow_is_causal_skip": False}) if mask is None else mask
 
 

@@ -135,26 +135,6 @@ class StepMask:
         dense: torch.Tensor = self.plans["dense"]
         return dense
 
-    def single_query(self) -> torch.Tensor | None:
-        """The evaluated mask `[B, 1, 1, S]` of one causal query per row; None for other masks."""
-        pattern, width, keys = self.pattern, self.width, self.kv_length
-        if pattern is None or self.q_length != 1 or not pattern.causal or pattern.chunk is not None:
-            return None
-        if pattern.segments is not None or pattern.spans is not None:
-            return None
-        if keys < self.q_offset + 1 - self.kv_offset or keys < 1:
-            return None
-        padding = None if self.attention_mask is None else self.padding()
-        left = pattern.window.left
-        first = 0 if left is None else min(max(width - 1 - left, 0), width)
-        mask = torch.zeros(self.batch_size, 1, 1, keys, dtype=torch.bool, device=self.device)
-        visible = mask.narrow(3, first, width - first)
-        if padding is None:
-            visible.fill_(True)
-        else:
-            visible.copy_(padding[:, None, None, first:])
-        return mask
-
     def check(self, query: torch.Tensor, key: torch.Tensor) -> None:
         """Check that the mask was made for these tensors.
 

@@ -15,6 +15,7 @@ from attnlib.integrations.transformers.described_mask import read_mask
 from attnlib.integrations.transformers.mask_tensor import MaskTensor
 from attnlib.integrations.transformers.masks import attnlib_mask
 from attnlib.integrations.transformers.patterns import Pattern
+from attnlib.integrations.transformers.single_query import single_query_mask
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.spec import Window
 from tests.integrations.tiny_models import decoder, padded, prompts, run
@@ -179,7 +180,7 @@ def test_the_mask_of_a_single_query(offset: int, window: int | None, padded_keys
         padding[0, :padded_keys] = False
     left = None if window is None else window - 1
     step = StepMask(Pattern(True, Window(left, 0)), 2, 1, 12, offset, 0, function, padding)
-    mask = step.single_query()
+    mask = single_query_mask(step)
     assert mask is not None and torch.equal(mask, step.dense())
 
 
