@@ -37,6 +37,7 @@ LATENTS: dict[str, Any] = {
     "use_mla": True,
     "block_size": 64,
 }
+WIDE: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     # From 4096 query rows on, tiles have three consumers.
     "two tiles": ("H100", {"num_heads": 32, "num_kv_heads": 4, "head_size": 64}),
@@ -60,6 +61,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Tiles depend on the latents of a multiprocessor.
     "16 float8 latent heads": ("H100", {"num_heads": 16, **LATENTS, "kv_cache_dtype": "fp8"}),
+    # Long chunks read copies, unless their keys are too many.
+    "float8": ("H100", {**WIDE, "kv_cache_dtype": "fp8"}),
+    "mxfp4": ("H100", {**WIDE, "kv_cache_dtype": "mxfp4"}),
 }
 DRAWS = 300
 

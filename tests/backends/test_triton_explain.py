@@ -14,6 +14,7 @@ from attnlib.backends.loading import configured
 from attnlib.backends.triton import TritonBackend
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.ops.triton.hopper.preference import hopper_decode_keys
+from attnlib.ops.triton.hopper.sizes import CHUNK_TOKENS, COPIED_TOKENS, SCALED_TOKENS
 from attnlib.score_functions.builtin import documents, relative_logits
 from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import MaskKind
@@ -201,14 +202,17 @@ def test_explain_prints_them_for_the_chosen_backend() -> None:
     assert re.search(r"^ +decode:  Hopper kernel from sequence length 256", text, re.M)
 
 
-COPIES = "; from 4096 query tokens on: Hopper kernel over bfloat16 copies"
+OVER_COPIES = " on: Hopper kernel over bfloat16 copies"
+COPIES = (
+    f"; from {CHUNK_TOKENS} query tokens of one request, {COPIED_TOKENS} of several{OVER_COPIES}"
+)
 
 
 @pytest.mark.parametrize(
     ("changes", "copies"),
     [
         ({"kv_cache_dtype": "int4_per_group"}, True),
-        ({"kv_cache_dtype": "nvfp4"}, False),
+        ({"kv_cache_dtype": "nvfp4"}, True),
         ({"kv_cache_dtype": "int4_per_group", "num_kv_heads": 32}, False),
         ({"kv_cache_dtype": "int4_per_group", "dtype": torch.float32}, False),
         ({"kv_cache_dtype": "fp8_e4m3", "mask_kind": MaskKind.QUERY_BIAS}, False),
@@ -218,7 +222,9 @@ COPIES = "; from 4096 query tokens on: Hopper kernel over bfloat16 copies"
 )
 def test_prefills_of_long_prompts_over_copies(changes: dict[str, Any], copies: bool) -> None:
     prefill = _lines(**changes)[0]
-    assert prefill.endswith(COPIES) == copies, prefill
+    least = COPIED_TOKENS if "block_size" in changes else SCALED_TOKENS
+    assert prefill.endswith(f"; from {least} query tokens{OVER_COPIES}" if copies else "")
+    assert (OVER_COPIES in prefill) == copies, prefill
 
 
 def test_float8_caches_and_the_hopper_kernels() -> None:
@@ -287,7 +293,7 @@ def test_float8_queries(device: str, changes: dict[str, Any], reason: str) -> No
     lines = _lines(device, **{"kv_cache_dtype": "fp8_e4m3", "allow_fp8_queries": True, **changes})
     found = [line for line in lines if line.startswith("float8 queries: ")]
     assert found == [f"float8 queries: not used ({reason})" if reason else USED]
-    assert any("over e4m3 copies" in line for line in lines) == (not reason)
+    assert any("4096 on e4m3 copies" in line for line in lines) == (not reason)
     without = _lines(device, **{"kv_cache_dtype": "fp8_e4m3", **changes})
     assert not any("float8 queries" in line for line in without)
 

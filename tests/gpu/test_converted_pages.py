@@ -22,15 +22,15 @@ DEVICE = "cuda"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", [x for x in PAGE_FORMATS if not x.endswith("fp4")])
+@pytest.mark.parametrize("name", list(PAGE_FORMATS))
 def test_prefill_over_copies(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two layers of three steps: launched by Triton, then directly."""
-    from attnlib.ops.triton.hopper import converted_prefill
+    from attnlib.ops.triton.hopper import sizes
     from attnlib.ops.triton.launch.cache import LAUNCHES
 
-    monkeypatch.setattr(converted_prefill, "COPIED_TOKENS", 1)
+    monkeypatch.setattr(sizes, "COPIED_TOKENS", 1)
     LAUNCHES.clear()
     torch.manual_seed(0)
     spec = attnlib.AttentionSpec(

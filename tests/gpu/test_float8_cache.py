@@ -219,11 +219,11 @@ SMALL_BLOCKS: dict[str, Any] = {"cache": torch.bfloat16, "block_size": 2, "scale
 @pytest.mark.parametrize("name", [*PREFILLS, "small-blocks"])
 def test_converted_prefill_equals_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values are copied before the prefill, launched by Triton, then directly."""
-    from attnlib.ops.triton.hopper import converted_prefill
+    from attnlib.ops.triton.hopper import sizes
     from attnlib.ops.triton.launch.cache import LAUNCHES
 
     options = dict(PREFILLS.get(name, SMALL_BLOCKS))
-    monkeypatch.setattr(converted_prefill, "COPIED_TOKENS", 1)
+    monkeypatch.setattr(sizes, "COPIED_TOKENS", 1)
     LAUNCHES.clear()
     for _ in range(2):
         got = _run("prefill", CHUNKS, CONTEXTS, **options)
@@ -236,10 +236,10 @@ def test_converted_prefill_equals_float32(name: str, monkeypatch: pytest.MonkeyP
 def test_faults_of_converted_keys_are_not_hidden(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attnlib.ops.triton.hopper import converted_prefill
+    from attnlib.ops.triton.hopper import sizes
     from attnlib.ops.triton.launch.cache import LAUNCHES
 
-    monkeypatch.setattr(converted_prefill, "COPIED_TOKENS", 1)
+    monkeypatch.setattr(sizes, "COPIED_TOKENS", 1)
     LAUNCHES.clear()
     test_faults_are_not_hidden("prefill", fault)
     assert _uses("ConvertedPrefill")
@@ -251,10 +251,10 @@ def test_layers_with_converted_keys(num_decodes: int, monkeypatch: pytest.Monkey
     """Layers of a step use the same scratch memory, one after the other; their first call is
     launched by Triton, later ones directly."""
     import attnlib
-    from attnlib.ops.triton.hopper import converted_prefill
+    from attnlib.ops.triton.hopper import sizes
     from attnlib.ops.triton.launch.cache import LAUNCHES
 
-    monkeypatch.setattr(converted_prefill, "COPIED_TOKENS", 1)
+    monkeypatch.setattr(sizes, "COPIED_TOKENS", 1)
     LAUNCHES.clear()
     torch.manual_seed(0)
     spec = attnlib.AttentionSpec(
@@ -330,14 +330,14 @@ def test_retrieval_from_128k_keys(
     operation: str, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each query and head finds its own key among 128k others and returns its value."""
-    from attnlib.ops.triton.hopper import converted_prefill
+    from attnlib.ops.triton.hopper import sizes
     from attnlib.ops.triton.launch.cache import LAUNCHES
     from attnlib.ops.triton.paged_decode import paged_decode
     from attnlib.ops.triton.paged_prefill import paged_prefill
 
     if operation == "copied":
         for name, limit in (("TOKENS", 1), ("GROUP", 1), ("BYTES", 1 << 30)):
-            monkeypatch.setattr(converted_prefill, f"COPIED_{name}", limit)
+            monkeypatch.setattr(sizes, f"COPIED_{name}", limit)
     LAUNCHES.clear()
     torch.manual_seed(0)
     length, count, size = 128 * 1024, 8 if operation == "decode" else 300, 128

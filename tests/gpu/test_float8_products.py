@@ -75,7 +75,7 @@ def _rounded(query: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", CASES)
 def test_prefill_equals_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnlib.ops.triton.hopper import converted_prefill
+    from attnlib.ops.triton.hopper import sizes
     from attnlib.ops.triton.launch.cache import LAUNCHES
     from attnlib.ops.triton.paged_prefill import paged_prefill
 
@@ -84,7 +84,7 @@ def test_prefill_equals_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     query_lens = options.get("query_lens", [500, 70, 129])
     seq_lens = options.get("seq_lens", [1300, 70, 1000])
     dtype, rows_after = options.get("dtype", torch.bfloat16), options.get("rows_after", 0)
-    monkeypatch.setattr(converted_prefill, "COPIED_TOKENS", 1)
+    monkeypatch.setattr(sizes, "COPIED_TOKENS", 1)
     LAUNCHES.clear()
     torch.manual_seed(0)
     query, caches, table = _inputs(
@@ -127,11 +127,11 @@ def test_prefill_equals_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("fault", ["k_scale", "value"])
 def test_nan_is_not_hidden(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scale out of range, or a stored NaN, reaches the rows that see it."""
-    from attnlib.ops.triton.hopper import converted_prefill
+    from attnlib.ops.triton.hopper import sizes
     from attnlib.ops.triton.launch.cache import LAUNCHES
     from attnlib.ops.triton.paged_prefill import paged_prefill
 
-    monkeypatch.setattr(converted_prefill, "COPIED_TOKENS", 1)
+    monkeypatch.setattr(sizes, "COPIED_TOKENS", 1)
     LAUNCHES.clear()
     torch.manual_seed(0)
     query, caches, table = _inputs([200, 100], [300, 100], 16, HEADS, 4, torch.bfloat16, 1.0)
@@ -157,13 +157,13 @@ def test_nan_is_not_hidden(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_retrieval_from_128k_keys() -> None:
     """The value of one key that stands out is found among 131072 keys."""
-    from attnlib.ops.triton.hopper import converted_prefill
+    from attnlib.ops.triton.hopper import sizes
     from attnlib.ops.triton.launch.cache import LAUNCHES
     from attnlib.ops.triton.paged_prefill import paged_prefill
 
     LAUNCHES.clear()
     torch.manual_seed(1)
-    length, tokens, heads = 131072, converted_prefill.COPIED_TOKENS, 2
+    length, tokens, heads = 131072, sizes.COPIED_TOKENS, 2
     key, value = (torch.randn(length, heads, SIZE, device=DEVICE).to(E4M3) for _ in range(2))
     pages = torch.randperm(length // 16, device=DEVICE)
     caches = []

@@ -28,7 +28,8 @@ pytestmark = [
 HEADS, DEVICE = 8, "cuda"
 LENGTHS = [1000, 9, 3077, 25, 2048, 640]
 INT8, FP8, INT4 = "int8_per_token_head", "fp8_per_token_head", "int4_per_group"
-FORMATS = (INT8, FP8, INT4, *DECODED_PAIRS)
+FLOAT4 = ("nvfp4", "mxfp4")
+FORMATS = (INT8, FP8, INT4, *DECODED_PAIRS, *FLOAT4)
 SIZES: dict[str, dict[str, Any]] = {
     "head64-sinks": {"head_size": 64, "group": 8, "sinks": True},
     "head96": {"head_size": 96},
@@ -153,13 +154,15 @@ def _choose_tile(monkeypatch: pytest.MonkeyPatch, warps: int) -> None:
 
     def choose(*sizes: int, one_warp: bool = False, **work: Any) -> DecodeTile:
         assert one_warp or not warps
-        chosen = choose_hopper_decode_tile(*sizes, **work)
-        return DecodeTile(32, 3, warps=warps) if warps else chosen
+        if warps:
+            return DecodeTile(32, 3, warps=warps)
+        return choose_hopper_decode_tile(*sizes, **work)
 
     monkeypatch.setattr(select_decodes, "choose_hopper_decode_tile", choose)
     LAUNCHES.clear()
 
 
+_READ = [(name, warps) for name in FORMATS for warps in (0, 8) if warps or name not in FLOAT4]
 _ALL = [
     (name, case)
     for name in FORMATS
@@ -176,7 +179,8 @@ _ONE_WARP = [
 
 
 @pytest.mark.parametrize(
-    ("name", "case", "warps"), [*((name, case, 0) for name, case in _ALL), *_ONE_WARP]
+    ("name", "case", "warps"),
+    [*((name, case, 0) for name, case in _ALL if name not in FLOAT4), *_ONE_WARP],
 )
 def test_decode_equals_float32(
     name: str, case: str, warps: int, monkeypatch: pytest.MonkeyPatch
@@ -190,9 +194,8 @@ def test_decode_equals_float32(
     torch.testing.assert_close(lse, expected_lse, atol=2e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("warps", [0, 8])
 @pytest.mark.parametrize("which", ["key", "value"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "warps"), _READ)
 def test_nan_reaches_the_rows_that_see_it(
     name: str, which: str, warps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,8 +208,7 @@ def test_nan_reaches_the_rows_that_see_it(
     assert not out[1:].isnan().any()
 
 
-@pytest.mark.parametrize("warps", [0, 8])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "warps"), _READ)
 def test_layers_use_the_hopper_decode(
     name: str, warps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +250,7 @@ def test_needle_at_128k_keys(warps: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
     _choose_tile(monkeypatch, warps)
     length, size = 131072, 128
-    for name in FORMATS:
+    for name in (name for name, read_by in _READ if read_by == warps):
         torch.manual_seed(1)
         spec = AttentionSpec(
             num_heads=HEADS * 4, num_kv_heads=HEADS, head_size=size, dtype=torch.bfloat16,

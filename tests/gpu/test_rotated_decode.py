@@ -12,7 +12,7 @@ import attnlib
 from attnlib.backends.triton import TritonBackend
 from attnlib.backends.triton.impl import TritonImpl
 from attnlib.ops.triton import hadamard
-from attnlib.ops.triton.hopper import converted_prefill, decode_plan
+from attnlib.ops.triton.hopper import decode_plan, sizes
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from tests.gpu.devices import needs_gpu
 
@@ -43,6 +43,11 @@ CASES = {
 } | {
     f"{INT8}-head{size}": (INT8, None, {"lengths": FEW, "head_size": size})
     for size in (64, 80, 96, 256)
+}
+CASES |= {
+    f"{name}-{layer}": (name, None, LAYERS[layer])
+    for name in (NVFP4, "mxfp4")
+    for layer in ("few", "all", "keys", "values")
 }
 
 
@@ -124,7 +129,7 @@ def test_prefills_over_copies(
     for copies in (True, False):
         if not copies:
             monkeypatch.setattr(TritonImpl, "rotating_plan", lambda *call: None)
-            monkeypatch.setattr(converted_prefill, "COPIED_TOKENS", 1 << 30)
+            monkeypatch.setattr(sizes, "copied_tokens", lambda *batch: 1 << 30)
         LAUNCHES.clear()
         outputs, inside = _run(INT8, values, **options)
         assert inside == (copies and rotation is not None)

@@ -22,6 +22,7 @@ from attnlib.ops.triton.hopper.sizes import (
     BLOCK_SIZES,
     COPIED_GROUP,
     COPIED_TOKENS,
+    copied_tokens,
     decode_rows,
     gathers,
     latent_head_blocks,
@@ -57,16 +58,18 @@ def copies_note(spec: AttentionSpec, capability: tuple[int, int]) -> str:
         return ""
     if spec.score_function is not None or spec.use_mla or spec.dtype.itemsize != 2:
         return ""
-    if spec.kv_format.elements_per_group:  # portable kernels only
-        return ""
     shape = layer_shape(spec)._replace(cache_dtype=spec.dtype, block_size=BLOCK_SIZES[-1])
     features = call_features(spec)
     if prefill_unsupported_reasons(shape, features, HopperChip(capability)):
         return ""
-    copies = f"{str(spec.dtype).removeprefix('torch.')} copies"
+    form = spec.kv_dtype.itemsize, spec.scales_in_page
+    one, several = (copied_tokens(*form, requests) for requests in (1, 2))
+    tokens = f"{one} query tokens" + (f" of one request, {several} of several" * (one < several))
+    elements = str(spec.dtype).removeprefix("torch.")
+    found = f"; from {tokens} on: Hopper kernel over {elements} copies"
     if spec.allow_fp8_queries and not no_float8_products(spec):
-        copies = "e4m3 copies"
-    return f"; from {COPIED_TOKENS} query tokens on: Hopper kernel over {copies}"
+        found += f", from {COPIED_TOKENS} on e4m3 copies"
+    return found
 
 
 def no_float8_products(spec: AttentionSpec) -> list[str]:

@@ -11,12 +11,10 @@ from torch import Tensor
 from attnlib.errors import ContractError
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.heuristics.hopper_tiles import is_long
+from attnlib.ops.triton.hopper.sizes import LENGTH_STEP
 
-__all__ = ["LENGTH_STEP", "Batch", "BatchTensors"]
+__all__ = ["Batch", "BatchTensors"]
 
-
-LENGTH_STEP = 4096
-"""Step of the classes of sequence lengths."""
 
 _SMALL_BLOCKS = 8
 """Tokens per block from which TMA reads them."""

@@ -46,7 +46,7 @@ from attnlib.ops.triton import (
 from attnlib.ops.triton.append_rows import RowAppend
 from attnlib.ops.triton.heuristics import device
 from attnlib.ops.triton.heuristics.device import DeviceLimits
-from attnlib.ops.triton.hopper import converted_prefill, decode_plan, dispatch, prefill_plan
+from attnlib.ops.triton.hopper import decode_plan, dispatch, prefill_plan, sizes
 from attnlib.ops.triton.kernels.decode import decode_kernel
 from attnlib.ops.triton.launch import bound as launch
 from attnlib.ops.triton.launch import run
@@ -728,7 +728,7 @@ def check_plans() -> None:
 def check_rotated_calls() -> None:
     """Hopper decodes over pages of rotated heads, and prefills over copies of them, launch no
     rotation (P15); other calls do."""
-    least, converted_prefill.COPIED_TOKENS = converted_prefill.COPIED_TOKENS, 64
+    least, sizes.COPIED_TOKENS = sizes.COPIED_TOKENS, 64
     try:
         for lengths, size, rotations in (
             (([1] * 4, [1000, 20, 3, 7]), 128, 0),
@@ -740,7 +740,7 @@ def check_rotated_calls() -> None:
         ):
             _check_rotations(lengths, size, rotations)
     finally:
-        converted_prefill.COPIED_TOKENS = least
+        sizes.COPIED_TOKENS = least
         LAUNCHES.clear()
 
 
@@ -769,8 +769,8 @@ def _check_rotations(lengths: tuple[list[int], list[int]], size: int, rotations:
 
 def check_copied_prefills() -> None:
     """Prefills over copies of keys: the descriptors of a batch are those of its scratch memory."""
-    least = converted_prefill.COPIED_TOKENS
-    converted_prefill.COPIED_TOKENS = 1
+    least = sizes.COPIED_TOKENS
+    sizes.COPIED_TOKENS = 1
     try:
         for lens, stored, changes, kernel in (
             ([64, 900], "fp8_e4m3", {}, "convert_cache_kernel"),
@@ -784,7 +784,7 @@ def check_copied_prefills() -> None:
             again, through_triton = step.record()
             assert not through_triton and again == first, stored
     finally:
-        converted_prefill.COPIED_TOKENS = least
+        sizes.COPIED_TOKENS = least
         LAUNCHES.clear()
 
 

@@ -19,14 +19,14 @@ from attnlib.kv_rotation import KVRotation
 from attnlib.ops.checks import vector_elements
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.attention_call import AttentionCall
-from attnlib.ops.triton.batch_tensors import LENGTH_STEP, BatchTensors
+from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.hopper_tiles import HopperTile
+from attnlib.ops.triton.hopper import sizes as hopper_sizes
 from attnlib.ops.triton.hopper.converted_launches import ConvertedPrefill
 from attnlib.ops.triton.hopper.descriptors import (
     TransposedView,
 )
 from attnlib.ops.triton.hopper.prefill_plan import prepare_hopper_prefill
-from attnlib.ops.triton.hopper.sizes import COPIED_BYTES, COPIED_GROUP, COPIED_TOKENS
 from attnlib.ops.triton.kernels.convert_cache import CopiedSide, convert_cache_kernel
 from attnlib.ops.triton.kernels.float8_copy import float8_copy_kernel
 from attnlib.ops.triton.launch.bound import BoundLaunch
@@ -73,20 +73,27 @@ def copied_rows(
         max_query_len: query tokens of the longest request.
         group: query heads per KV head.
     """
-    if max_query_len < COPIED_TOKENS or group < COPIED_GROUP or batch.max_seq_len <= 0:
+    num_reqs = batch.seq_lens.shape[0]
+    least = hopper_sizes.copied_tokens(key.itemsize, params.scales_in_page, num_reqs)
+    if max_query_len < least or batch.max_seq_len <= 0:
         return 0
-    if params.score_function is not None:
+    if group < hopper_sizes.COPIED_GROUP or params.score_function is not None:
         return 0
-    longest = -(-batch.max_seq_len // LENGTH_STEP) * LENGTH_STEP  # as `BatchTensors.length_class`
-    count = batch.seq_lens.shape[0] * longest
-    return count if 2 * count * key.shape[2] * sum(sizes) <= COPIED_BYTES else 0
+    step, most = (
+        hopper_sizes.LENGTH_STEP,
+        hopper_sizes.most_copied_keys(key.shape[2], sizes, num_reqs),
+    )
+    longest = -(-batch.max_seq_len // step) * step  # as `BatchTensors.length_class`
+    return num_reqs * longest if longest <= most else 0
 
 
-def multiplies_float8(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> bool:
-    """Whether prefills over copies have float8 products (M19)."""
-    group = query.shape[1] // key.shape[2]
+def multiplies_float8(call: AttentionCall) -> bool:
+    """Whether a prefill over copies has float8 products (M19)."""
+    key, value, params = call.key, call.value, call.params
+    group = call.query.shape[1] // key.shape[2]
     return (
         params.allow_fp8_queries
+        and call.max_query_len >= hopper_sizes.COPIED_TOKENS
         and key.dtype == torch.float8_e4m3fn
         and key.shape[3] == value.shape[3] == 128
         and 64 % group == 0

@@ -70,7 +70,7 @@ def select_prefill(
     copied = 0
     if shape.cache_dtype.itemsize == 1 or gathers(shape.block_size):
         copied = copied_rows(key, shape.head_sizes, batch, params, call.max_query_len, shape.group)
-    if copied and multiplies_float8(call.query, key, call.value, params):
+    if copied and multiplies_float8(call):
         return prepare_float8_prefill(call, copied)
     tile = _choose_tile(call, cache_bytes=2, paged=False) if copied else _choose_tile(call)
     tile = with_sign_softmax(tile, batch.max_seq_len, shape.head_size)

@@ -11,6 +11,7 @@ from attnlib.kv_dtype import KVFormat, format_pair
 
 __all__ = [
     "BLOCK_SIZES",
+    "CHUNK_TOKENS",
     "COPIED_BYTES",
     "COPIED_GROUP",
     "COPIED_TOKENS",
@@ -21,21 +22,25 @@ __all__ = [
     "INVARIANT_KERNELS",
     "LATENT_ROWS",
     "LATENT_SIZES",
+    "LENGTH_STEP",
     "MOST_OWN_KEYS",
     "PACKED_DECODE_ROWS",
     "QUANTIZED",
     "ROWS",
+    "SCALED_TOKENS",
     "SHARED_HEAD_SIZE",
     "SMALL_SIZES",
     "STREAM_SIZES",
     "WARP_ROWS",
     "WIDEST",
+    "copied_tokens",
     "decode_rows",
     "gathers",
     "hopper_reads",
     "latent_blocks",
     "latent_head_blocks",
     "latent_token_blocks",
+    "most_copied_keys",
 ]
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -92,7 +97,20 @@ GATHERED_SIZES = (1, 2, 4)
 
 COPIED_TOKENS = 4096
 """Query tokens of the longest request from which keys and values of quantized caches and of
-GATHERED_SIZES are copied to 16-bit rows before the prefill. Warm-ups run such a batch."""
+GATHERED_SIZES are copied to 16-bit rows before the prefill, also with float8 products. Warm-ups run
+such a batch."""
+
+CHUNK_TOKENS = 512
+"""The same over float8 in a batch of one request, all of whose keys these queries see. On an H200
+with 32/8 heads of 128 and blocks of 16, converted in the prefill / copied, in microseconds:
+
+    over 30k:  256 tokens 447 / 439   512 514 / 468   1k 970 / 755   2k 1808 / 1396   3k 2621 / 2015
+    over 8k:   256 tokens 115 / 111   512 130 / 122   1k 250 / 214   2k 465 / 393
+    prompts:   1k 27.7 / 25.1         2k 81.0 / 67.5  3k 170 / 139
+"""
+
+SCALED_TOKENS = 4096
+"""The same over pages with scales."""
 
 COPIED_GROUP = 2
 """Query heads per KV head from which keys and values are copied: one copy of a KV head serves all
@@ -100,6 +118,29 @@ of them."""
 
 COPIED_BYTES = 256 * 1024 * 1024
 """Scratch memory for these copies, at most."""
+
+LENGTH_STEP = 4096
+"""Step of the classes of sequence lengths, for which launches with copies are prepared."""
+
+
+def copied_tokens(cache_bytes: int, in_pages: bool, num_reqs: int) -> int:
+    """Return the query tokens of the longest request from which keys and values are copied.
+
+    Args:
+        cache_bytes: size of an element of the cache.
+        in_pages: whether pages hold scales.
+        num_reqs: requests of the batch.
+    """
+    if in_pages:
+        return min(SCALED_TOKENS, COPIED_TOKENS)
+    is_chunk = cache_bytes == 1 and num_reqs == 1
+    return min(CHUNK_TOKENS, COPIED_TOKENS) if is_chunk else COPIED_TOKENS
+
+
+def most_copied_keys(num_kv_heads: int, head_sizes: tuple[int, int], num_reqs: int) -> int:
+    """Return the keys of the longest request up to which those of a batch may be copied."""
+    rows = COPIED_BYTES // (2 * num_kv_heads * sum(head_sizes))
+    return rows // num_reqs // LENGTH_STEP * LENGTH_STEP
 
 
 def gathers(block_size: int) -> bool:
@@ -119,7 +160,7 @@ def hopper_reads(stored: KVFormat | None, values: KVFormat | None = None) -> boo
         return values is None
     if values is not None:
         return format_pair(stored, values) in DECODED_PAIRS
-    return not (stored.elements_per_group or stored.is_open)
+    return not stored.is_open
 
 
 def decode_rows(

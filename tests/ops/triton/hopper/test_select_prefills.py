@@ -1,4 +1,4 @@
-"""Which Hopper prefills have tiles of one query head."""
+"""Which Hopper prefills have tiles of one query head, and which read copies of keys."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
+from attnlib.ops.triton.hopper.converted_prefill import copied_rows
 from attnlib.ops.triton.hopper.select_prefills import _fits_one_head
+from attnlib.ops.triton.hopper.sizes import CHUNK_TOKENS, COPIED_TOKENS, SCALED_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -31,3 +34,30 @@ def test_long_prefills_of_groups_that_leave_rows_empty(
     params = SimpleNamespace(window=window, attention_chunk_size=chunk)
     call = SimpleNamespace(shape=SimpleNamespace(group=group), params=params, max_query_len=tokens)
     assert _fits_one_head(cast(Any, call)) == fits
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reqs", "scales", "longest", "rows"),
+    [
+        (CHUNK_TOKENS, 1, False, 30_000, 32_768),
+        (CHUNK_TOKENS - 1, 1, False, 30_000, 0),
+        (CHUNK_TOKENS, 2, False, 30_000, 0),
+        (COPIED_TOKENS, 2, False, 30_000, 65_536),
+        (COPIED_TOKENS, 2, False, 40_000, 0),
+        (SCALED_TOKENS, 2, True, 900, 8_192),
+        (SCALED_TOKENS - 1, 2, True, 900, 0),
+        (SCALED_TOKENS, 1, True, 65_536, 65_536),
+        (SCALED_TOKENS, 1, True, 65_537, 0),
+    ],
+)
+def test_prefills_over_copies(
+    tokens: int, reqs: int, scales: bool, longest: int, rows: int
+) -> None:
+    """Copies of at most 256 MiB; over elements that a prefill converts itself, long chunks of one
+    request, which see all of the keys."""
+    batch = SimpleNamespace(seq_lens=torch.zeros(reqs), max_seq_len=longest)
+    params = SimpleNamespace(scales_in_page=scales, score_function=None)
+    key = torch.empty(1, 16, 8, 128, dtype=torch.float8_e4m3fn, device="meta")
+    found = copied_rows(key, (128, 128), cast(Any, batch), cast(Any, params), tokens, 4)
+    assert found == rows
+    assert not copied_rows(key, (128, 128), cast(Any, batch), cast(Any, params), tokens, 1)

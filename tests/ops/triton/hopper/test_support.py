@@ -133,13 +133,13 @@ def test_integers_with_scales_in_the_page_are_read_by_the_decode() -> None:
     assert "at most 16 rows" in _decode(cache=torch.uint8, group=16, tokens=2)[0]
     assert "torch.int8" in _prefill(cache=torch.int8)[0]
     assert hopper_reads(None) and hopper_reads(PAGE_FORMATS["int4_per_group"])
-    assert not hopper_reads(PAGE_FORMATS["nvfp4"])
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_keys_of_4_bit_floats_are_read_by_ctas_of_one_warp(name: str) -> None:
     """M16: up to 8 rows, heads of 128, no score function."""
     floats: dict[str, Any] = {"cache": torch.uint8, "stored": PAGE_FORMATS[name]}
+    assert hopper_reads(PAGE_FORMATS[name])
     assert _decode(**floats, tensor_scales=True, group=8) == []
     assert "at most 8 rows" in _decode(**floats, group=4, tokens=3)[0]
     assert "takes 128 over 4-bit" in _decode(**floats, d=64, dv=64)[0]
