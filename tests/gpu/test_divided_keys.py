@@ -45,12 +45,12 @@ CASES: dict[str, dict[str, Any]] = {
         "sizes": (144, 192),
         "block_size": 256,
         "causal": False,
-        "tile": {"ordered": True},
+        "tile": {},
     },
     "two accumulators, float16, 184": {
         "sizes": (184, 184),
         "dtype": torch.float16,
-        "tile": {"rarely": True, "ordered": True},
+        "tile": {},
     },
     "two accumulators by sign, chunks": {
         "sizes": (160, 160),
@@ -62,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sizes": (192, 192),
         "heads": (8, 2),
         "sinks": True,
-        "tile": {"sign_softmax": True, "ordered": True},
+        "tile": {"sign_softmax": True},
     },
     "two accumulators, window, cap, sinks": {
         "sizes": (168, 168),

@@ -18,11 +18,20 @@ HEADS, KV_HEADS, BLOCK_SIZE = 16, 4, 16
 @pytest.mark.parametrize("growth", [0.0, 40.0, 3000.0])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
-    ("head_size", "short_context"),
-    [(64, 16384), (128, 16384), (128, 0), (192, 16384), (256, 16384)],
+    ("head_size", "head_size_v", "short_context"),
+    [
+        (64, 64, 16384),
+        (128, 128, 16384),
+        (128, 128, 0),
+        (160, 160, 16384),
+        (192, 128, 16384),
+        (192, 192, 16384),
+        (256, 256, 16384),
+    ],
 )
 def test_rising_maxima(
     head_size: int,
+    head_size_v: int,
     short_context: int,
     has_sinks: bool,
     growth: float,
@@ -32,7 +41,7 @@ def test_rising_maxima(
     monkeypatch.setattr(hopper_tiles, "SHORT_CONTEXT", short_context)
     torch.manual_seed(0)
     query_lens, seq_lens = [1100, 1030], [1100, 1500]
-    scale, head_size_v = head_size**-0.5, 128 if head_size == 192 else head_size
+    scale = head_size**-0.5
     query = torch.randn(sum(query_lens), HEADS, head_size, device="cuda")
     query[..., 0] = 0.5 / scale
     blocks = [-(-length // BLOCK_SIZE) for length in seq_lens]

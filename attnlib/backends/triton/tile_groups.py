@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attnlib.backends.triton.spec_shape import layer_shape
-from attnlib.ops.triton.heuristics.hopper_tiles import key_width, padded_width
+from attnlib.ops.triton.heuristics.hopper_tiles import padded_width, widest_part
 from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.heuristics.tile_table import page_elements, visible_class, work_class
 from attnlib.ops.triton.heuristics.tiles import next_power_of_2, split_head_size
@@ -115,7 +115,7 @@ def tile_group(case: BenchCase, op: str, limits: DeviceLimits) -> TileGroup | No
         return dataclasses.replace(group, work=case_work(case, limits))
     if op == "hopper_prefill":
         visible = visible_class(case_window(case))
-        width = max(key_width(sizes[0], spec.kv_dtype.itemsize), padded_width(sizes[1]))
+        width = widest_part(*sizes, spec.kv_dtype.itemsize, case.block_size)
         group = dataclasses.replace(group, head_size=width)
         return dataclasses.replace(group, block_size=case.block_size, visible=visible)
     return group

@@ -71,9 +71,7 @@ class HopperTile:
         query_registers: keep queries in registers, over a float8 cache or with two accumulators.
         sign_softmax: look for rising maxima by signs (`with_sign_softmax`).
         ctas_per_sm: persistent CTAs of a multiprocessor, which share its registers.
-        two_accumulators: values of 129 to 192 elements have an accumulator of 128 columns and one
-            of the rest (`kernels/two_accumulators.py`), where keys are divided.
-        ordered, rarely: in tests, the order of two consumers' steps, and when they rescale.
+        two_accumulators: values in parts have two accumulators (`kernels/two_accumulators.py`).
     """
 
     block_n: int
@@ -92,8 +90,6 @@ class HopperTile:
     sign_softmax: bool = False
     ctas_per_sm: int = 1
     two_accumulators: bool = False
-    ordered: bool = False
-    rarely: bool = False
 
 
 def padded_width(head_size: int) -> int:
@@ -111,10 +107,17 @@ def key_parts(head_size: int, cache_bytes: int = 2) -> int:
     return 3 if cache_bytes == 2 and 128 < head_size <= 192 else 1
 
 
+def widest_part(head_size: int, head_size_v: int, cache_bytes: int, block_size: int | None) -> int:
+    """Return the larger width of keys and values, for which a prefill tile is chosen. Values of 129
+    to 192 elements are in parts where keys are."""
+    if key_parts(head_size, cache_bytes) == key_parts(head_size_v) == 3:
+        return 256 if gathers(block_size or 0) else 192
+    return max(key_width(head_size, cache_bytes), padded_width(head_size_v))
+
+
 def key_width(head_size: int, cache_bytes: int = 2) -> int:
     """Return the elements of a query or key in the shared memory of a prefill."""
-    parts = key_parts(head_size, cache_bytes)
-    return 64 * parts if parts > 1 else padded_width(head_size)
+    return 192 if key_parts(head_size, cache_bytes) > 1 else padded_width(head_size)
 
 
 def shared_bytes(
@@ -172,11 +175,8 @@ def with_sign_softmax(tile: HopperTile, max_seq_len: int, head_size: int) -> Hop
     Keys in parts (head size 192) use signs at all lengths: 8k tokens of multi-head latent attention
     take 4110 instead of 4330 us (H200).
     """
-    return (
-        replace(tile, sign_softmax=True)
-        if is_long(max_seq_len) or key_parts(head_size) > 1
-        else tile
-    )
+    is_by_sign = is_long(max_seq_len) or key_parts(head_size) > 1
+    return replace(tile, sign_softmax=True) if is_by_sign else tile
 
 
 def choose_l2_heads(num_kv_heads: int, max_seq_len: int, widths: int) -> int:
@@ -217,24 +217,23 @@ def choose_hopper_tile(
         block_size: N; None matches no entry with a condition on it.
         visible: keys visible to one query, at most, by a window or chunk; None is unbounded.
         has_score: there is a score function. Tiles with three consumer warpgroups leave too few
-            registers for it: with head size 64, their loops over keys spilled up to 80 registers,
-            and were slower than two warpgroups (kernel notes).
+            registers for it: with head size 64, their loops over keys spilled, and were slower.
         tuned: the user's table for the chip, which precedes the shipped ones.
 
     Raises:
         UnsupportedConfigError: no tile fits in shared memory.
     """
-    widest = max(key_width(head_size, cache_bytes), padded_width(head_size_v))
+    widest = widest_part(head_size, head_size_v, cache_bytes, block_size)
     many = 1 << 30 if rows is None else max(16, 1 << max(0, rows - 1).bit_length())
     elements = "16-bit" if cache_bytes == 2 else "fp8"
-    gathered = block_size is not None and gathers(block_size)
+    gathered = gathers(block_size or 0)
     problem = TileProblem(
         "hopper_prefill", "async", elements, widest, many, None, block_size, visible
     )
     need = 0
     for entry in matching(problem, tuned):
         tile = HopperTile(**dict(entry.tile))
-        if tile.consumers > 2 and (has_score or gathered):
+        if tile.consumers > 2 and (has_score or gathered or widest < padded_width(head_size_v)):
             continue
         if gathered:
             consumer, producer = _GATHER_REGISTERS

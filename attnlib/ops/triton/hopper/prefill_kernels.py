@@ -16,6 +16,7 @@ from attnlib.ops.triton.hopper.descriptors import (
 from attnlib.ops.triton.hopper.kernels.consumer_state import BOUNDED
 from attnlib.ops.triton.hopper.kernels.prefill import hopper_prefill_kernel
 from attnlib.ops.triton.hopper.kernels.prefill_call import PrefillConfig
+from attnlib.ops.triton.hopper.kernels.two_accumulators import PART_COLUMNS
 from attnlib.ops.triton.hopper.kernels.value_columns import PART_ELEMENTS, PART_KEYS
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
@@ -68,6 +69,8 @@ def _value_parts(config: PrefillConfig) -> int:
 def _has_sign_softmax(config: PrefillConfig, dtype: torch.dtype, score: Any) -> bool:
     """Whether the kernel can look for rising maxima by signs. Weights of float16 would be
     subnormal."""
+    # With fewer columns, a threshold is faster.
+    is_wide = config.REST_COLUMNS == PART_COLUMNS.value
     sizes = (config.KEY_PARTS, config.WIDTH, config.CONSUMERS, config.BLOCK_N)
     return (
         dtype == torch.bfloat16
@@ -75,9 +78,9 @@ def _has_sign_softmax(config: PrefillConfig, dtype: torch.dtype, score: Any) -> 
         in (
             (1, 128, 2, 128),
             (3, 64, 3, 64),  # parts of 64 elements
-            *([(3, 64, 2, 64)] if config.REST_COLUMNS else []),
+            *([(3, 64, 2, 64)] if is_wide else []),
         )
-        and (config.WIDTH_V == 128 or config.REST_COLUMNS > 0)
+        and (config.WIDTH_V == 128 or is_wide)
         and config.VALUE_PARTS == 0
         and config.KV_KIND == KV_PLAIN
         and not config.GATHERS

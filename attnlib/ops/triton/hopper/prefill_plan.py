@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.heuristics.device import DeviceLimits, programmatic_launch
@@ -43,7 +44,12 @@ from attnlib.ops.triton.launch.score import (
     tensor_sizes,
 )
 
-__all__ = ["HopperPrefill", "prepare_hopper_prefill"]
+__all__ = ["QUERIES_IN_REGISTERS", "HopperPrefill", "prepare_hopper_prefill"]
+
+QUERIES_IN_REGISTERS = triton.__version__.startswith("3.6.")
+"""Whether prefills over float8, or with two accumulators, keep their queries in registers, which
+leaves more of the shared memory's throughput to other reads. Triton 3.9 compiles them with spills
+in the loops over keys."""
 
 _MOST_BOUNDED_CAP = 64.0
 """Soft cap up to which bfloat16 weights need no running maximum (`softmax.bounded_softmax`). Its
@@ -205,9 +211,8 @@ def _config(
         BYTE_STAGES=tile.byte_stages,
         CONVERTER_WARPS=tile.converter_warps,
         CONVERTER_REGISTERS=tile.converter_registers,
-        QUERY_REGISTERS=tile.query_registers,
-        ORDERED=tile.ordered,
-        RARELY=tile.rarely,
+        QUERY_REGISTERS=tile.query_registers and (QUERIES_IN_REGISTERS or not sizes.rest_columns),
+        RARELY=sizes.rest_columns > 0 and functions["SCORE"] is None,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import triton
 
 from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.params import AttentionParams
@@ -27,7 +26,11 @@ from attnlib.ops.triton.hopper.converted_prefill import (
     prepare_float8_prefill,
 )
 from attnlib.ops.triton.hopper.prefill_geometry import PrefillGeometry
-from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill, prepare_hopper_prefill
+from attnlib.ops.triton.hopper.prefill_plan import (
+    QUERIES_IN_REGISTERS,
+    HopperPrefill,
+    prepare_hopper_prefill,
+)
 from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, gathers, hopper_reads
 from attnlib.ops.triton.hopper.support import prefill_unsupported_reasons
 from attnlib.ops.triton.hopper.tensor_support import are_readable, unsupported_strides
@@ -45,11 +48,6 @@ _LEAST_TOKENS_OF_UNEVEN_GROUPS = 2048
 heads, have tiles of one head, whose queries TMA loads and which fill all rows. On an H200, 10k
 tokens and 40/8 heads take 1760 us instead of 1951, 16k and 20/4 heads 2058 instead of 2390. The
 bound is not tuned."""
-
-_QUERIES_IN_REGISTERS = triton.__version__.startswith("3.6.")
-"""Whether prefills over float8 keep their queries in registers, which leaves more of the shared
-memory's throughput to the converter. Triton 3.9 compiles them with spills in the loops over keys.
-"""
 
 
 def select_prefill(
@@ -77,7 +75,7 @@ def select_prefill(
     if copied:
         return prepare_converted_prefill(call, tile, copied)
     has_score = params.score_function is not None
-    if _QUERIES_IN_REGISTERS and limits.tuned is None and not has_score:
+    if QUERIES_IN_REGISTERS and limits.tuned is None and not has_score:
         tile = with_query_registers(tile)
     # Tiles of one head waste rows where queries are short.
     one_head = has_head_bounds(params) and call.max_query_len >= _LEAST_TOKENS_OF_ONE_HEAD

@@ -17,6 +17,7 @@ from attnlib.ops.triton.heuristics.hopper_decode_tiles import (
 from attnlib.ops.triton.heuristics.hopper_tiles import (
     L2_BYTES,
     SHARED_MEMORY,
+    HopperTile,
     choose_hopper_tile,
     choose_l2_heads,
     padded_width,
@@ -154,3 +155,18 @@ def test_int4_decodes_of_few_rows_have_ctas_of_one_warp() -> None:
     assert decode_shared_bytes(tile, 128, 128, cache_bits=4) <= SHARED_MEMORY
     # Score functions, and prefills that run at the same time.
     assert not choose_hopper_decode_tile(128, 128, stored=INT4, rows=8).warps
+
+
+def test_values_of_129_to_192_elements_have_two_accumulators_where_keys_are_divided() -> None:
+    def tile(size: int, size_v: int, **options: int) -> HopperTile:
+        chosen = choose_hopper_tile(size, size_v, **options)
+        assert shared_bytes(chosen, size, size_v) <= SHARED_MEMORY
+        return chosen
+
+    assert all(tile(d, dv).two_accumulators for d in (136, 192) for dv in (136, 160, 192))
+    assert tile(160, 160, rows=16, visible=128).two_accumulators
+    for sizes in ((192, 128), (128, 192), (200, 192), (192, 200)):
+        assert not tile(*sizes).two_accumulators
+    # Float8 tiles and gathered rows are undivided.
+    assert not tile(160, 160, cache_bytes=1).two_accumulators
+    assert not tile(160, 160, block_size=1).two_accumulators

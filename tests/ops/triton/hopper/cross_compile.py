@@ -150,6 +150,18 @@ CASES: dict[str, dict[str, Any]] = {
     "96-static": {"d": 96, "tile": {"persistent": False, "q_stages": 1}},
     "192-128": {"d": 192, "dv": 128, "group": 1},
     "192-128-leads": {"d": 192, "dv": 128, "group": 1, "tile": {"sign_softmax": True}},
+    "192": {"d": 192},
+    "192-leads": {"d": 192, "tile": {"sign_softmax": True}},
+    "160-all": {
+        "d": 160,
+        "sinks": True,
+        "cap": 50.0,
+        "lse": True,
+        "window": (127, 31),
+        "chunk": 8192,
+    },
+    "136-group5-page128": {"d": 136, "group": 5, "n": 128},
+    "176-fp16-splits": {**SPLITS, "d": 176, "dtype": FP16},
     "256": {"d": 256, "group": 2},
     "512": {"d": 512, "group": 8, "lse": True},
     "512-group5-page1": {"d": 512, "group": 5, "n": 1, "lse": True},
@@ -626,8 +638,8 @@ def _entry_options(entry: TileEntry) -> dict[str, Any]:
     return {
         "op": entry.op,
         "d": size,
-        # Keys of 192 elements come with values of 128.
-        "dv": 128 if size == 192 else size,
+        # Keys of 192 elements come with values of 128, or have two accumulators.
+        "dv": 128 if size == 192 and "two_accumulators" not in dict(entry.tile) else size,
         "n": most.get("block_size") or 16,
         "tile": dict(entry.tile),
         "group": 8 if size == 64 else 4,

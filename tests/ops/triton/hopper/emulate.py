@@ -19,7 +19,7 @@ import triton
 from triton.experimental.gluon import language as gl
 
 from tests.ops.triton.hopper.emulated_language import CTA, REPLACED, Language, enter
-from tests.ops.triton.hopper.emulated_memory import TensorMap
+from tests.ops.triton.hopper.emulated_memory import QueryMap, TensorMap
 from tests.ops.triton.hopper.emulated_tensors import Pointer, Tensor
 
 __all__ = ["launch", "run_emulated"]
@@ -125,4 +125,6 @@ def _argument(value: Any) -> Any:
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     memory = (ctypes.c_uint8 * ((last + 1) * dtype.itemsize)).from_address(value.base.data_ptr())
     tensor = torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+    if len(shape) == 3:
+        return QueryMap(tensor, value.block_shape)
     return TensorMap(tensor, value.block_shape[-2:])

@@ -82,6 +82,14 @@ def assembly(asm: str, constraints: str, args: Sequence[Any], dtype: Any, *_: An
         return Tensor(torch.as_tensor(raw(args[0])))
     if "vote.sync.any" in asm and "mul.f32 $0" in asm:  # `lanes.rescale`
         return Tensor(args[0].value * args[1].value)
+    if "bar.arrive 14" in asm:  # `instruction_order.before_wait`
+        return args[0]
+    if "x2.f32 $0, $2, $1" in asm:  # `prefill_products.pack_weights`
+        to = torch.bfloat16 if "bf16x2" in asm else torch.float16
+        both = torch.stack([word.value.to(to) for word in args], -1)
+        return Tensor(both.view(torch.int32).squeeze(-1))
+    if "tanh.approx" in asm:
+        return Tensor(torch.tanh(args[0].value))
     if "lg2.approx" in asm:
         return Tensor(torch.log2(args[0].value))
     if "movmatrix" in asm:

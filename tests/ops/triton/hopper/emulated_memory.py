@@ -10,7 +10,7 @@ import torch
 
 from tests.ops.triton.hopper.emulated_tensors import Tensor, as_gluon, as_torch
 
-__all__ = ["LOCAL", "Barrier", "Deadlock", "Memory", "Products", "TensorMap"]
+__all__ = ["LOCAL", "Barrier", "Deadlock", "Memory", "Products", "QueryMap", "TensorMap"]
 
 WAIT_SECONDS = 20.0
 LOCAL = threading.local()
@@ -61,6 +61,10 @@ class Memory:
     def dtype(self) -> Any:
         return as_gluon(self.content.dtype)
 
+    @property
+    def numel(self) -> int:
+        return int(self.content.numel())
+
     def index(self, index: Any) -> Any:
         found = self.content[int(index)]
         return found if isinstance(found, Barrier) else Memory(found)
@@ -72,7 +76,14 @@ class Memory:
         return Memory(self.content.permute(*order))
 
     def reinterpret(self, dtype: Any, shape: Sequence[int]) -> Memory:
-        """The beginning of the same memory, in another dtype."""
+        """The beginning of the same memory, in another dtype.
+
+        Tiles of Gluon have columns of 128 bytes one after the other, which are tiles themselves. Of
+        pairs of those, the result is a copy.
+        """
+        if self.shape[1:] == [shape[-2], 64] and shape[-1] == 128 and as_torch(dtype).itemsize == 2:
+            parts = self.content[: 2 * shape[0]].view(shape[0], 2, shape[1], 64)
+            return Memory(parts.transpose(1, 2).reshape(*shape))
         numbers = self.content.view(-1).view(as_torch(dtype))
         return Memory(numbers[: torch.Size(shape).numel()].view(*shape))
 
@@ -106,6 +117,21 @@ class TensorMap:
             content[: found.shape[0], : found.shape[1]] = found
         target.content.copy_(content)
         return rows * width * self.tensor.dtype.itemsize
+
+
+class QueryMap(TensorMap):
+    """A TMA descriptor `[tokens, heads, elements]` of queries."""
+
+    def load(self, place: Sequence[Any], target: Memory) -> int:
+        """Copy a box, zeros where it is outside; returns its bytes."""
+        token, head, element = map(int, place)
+        tokens, heads, width = self.box
+        assert [tokens * heads, width] == target.shape, "a box has another shape than its target"
+        found = self.tensor[token:, head:, element:][:tokens, :heads, :width]
+        content = torch.zeros(tokens, heads, width, dtype=self.tensor.dtype)
+        content[tuple(map(slice, found.shape))] = found
+        target.content.copy_(content.flatten(0, 1))
+        return content.nbytes
 
 
 class Products:

@@ -35,7 +35,7 @@ from tests.ops.triton.hopper.cross_compile import (
 pytestmark = pytest.mark.slow  # compiles for more than a minute
 
 SAMPLE = [
-    "192-128", "decode-128-all", "packed-decode-80-mqa", "128-e4m3-all",
+    "192-128", "192", "decode-128-all", "packed-decode-80-mqa", "128-e4m3-all",
     "decode-128-e4m3-all", "decode-64-int8-tokens-all", "decode-128-int4",
     "decode-128-int4-warp-all", "decode-128-int8-workers-all", "512-group5-page1", "80",
     "decode-128-int8-int4-warp-all", "decode-128-int8-int4-workers-all",

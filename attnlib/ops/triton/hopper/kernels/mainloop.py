@@ -116,9 +116,9 @@ def overlapped_step(
     # Three consumers overlap with each other. With two, the softmax overlaps with P @ V, where it
     # is short enough for that.
     ORDERED: gl.constexpr = (
-        call.config.ORDERED
-        or (SIGNS and call.config.KEY_PARTS == 1)
+        (SIGNS and call.config.KEY_PARTS == 1)
         or (consumer.V_COLUMNS > 0 and THRESHOLD == 0 and not BOUNDED_CAP)
+        or (consumer.REST_COLUMNS > 0 and not BOUNDED_CAP)
     )
     stage = step % STAGES
     parity = (step // STAGES) & 1

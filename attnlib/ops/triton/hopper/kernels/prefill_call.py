@@ -70,7 +70,8 @@ class PrefillConfig(NamedTuple):
         VALUE_PARTS: parts of 32 elements of the values of up to 127 elements (`value_columns`), or
             0; only with tiles of 128 keys, a 16-bit cache, and without GATHERS.
         REST_COLUMNS: columns of the second accumulator (`two_accumulators`); 0 for one accumulator.
-        ORDERED, RARELY: see `HopperTile`.
+        RARELY: two consumers, too, rescale what was accumulated only where a maximum rises by more
+            than a threshold.
         SIGN_SOFTMAX: unmasked tiles use `softmax_by_sign`.
         BYTE_STAGES: stages of the rings of a float8 cache.
         CONVERTER_WARPS, CONVERTER_REGISTERS: of the partition that converts a float8 cache.
@@ -115,14 +116,13 @@ class PrefillConfig(NamedTuple):
     KEY_PARTS: int = 1
     VALUE_PARTS: int = 0
     REST_COLUMNS: int = 0
+    RARELY: bool = False
     SIGN_SOFTMAX: bool = False
     BYTE_STAGES: int = 0
     CONVERTER_WARPS: int = 0
     CONVERTER_REGISTERS: int = 0
     QUERY_REGISTERS: bool = False
     SPLIT: bool = False
-    ORDERED: bool = False
-    RARELY: bool = False
 
 
 @gluon.jit
