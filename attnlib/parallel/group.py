@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ __all__ = ["RankGroup"]
 
 Result = TypeVar("Result")
 
+_PEERS: WeakKeyDictionary[Any, PeerBuffers | list[str]] = WeakKeyDictionary()
+"""What the ranks of a process group have found; an engine may wrap one more than once."""
 _TEXT = 400
 _RECORD = 1 + 32 + _TEXT
 """Bytes of a record: whether the rank refuses, a digest of its facts, its text."""
@@ -48,7 +51,6 @@ class RankGroup:
         self._ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         on_cpu = "cpu:" in str(dist.get_backend_config(self._cpu_group))
         self._record_device = torch.device("cpu" if on_cpu else "cuda")
-        self._peers: PeerBuffers | list[str] | None = None
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """`[world_size, ...]` of a tensor `[...]` of each rank."""
@@ -72,7 +74,8 @@ class RankGroup:
 
     def peers(self, device: torch.device) -> PeerBuffers | list[str]:
         """The buffers by which the ranks exchange the states of their layers, or why there are
-        none. All ranks call this together; equal on all of them.
+        none. All ranks call this together; equal on all of them. All layers over a process group
+        have the same ones, and exchange on one stream at a time.
 
         Args:
             device: of this rank.
@@ -83,12 +86,13 @@ class RankGroup:
             dist.all_gather_object(found, value, group=self._cpu_group)
             return found
 
-        if self._peers is None:
-            found = connect(device, self.world_size, self.rank, gather, self._group)
-            if device.type != "cuda":
-                return found  # other layers of the group may be on GPUs
-            self._peers = found
-        return self._peers
+        process_group = self._group or dist.group.WORLD
+        known = _PEERS.get(process_group)
+        if known is None:
+            known = connect(device, self.world_size, self.rank, gather, self._group)
+            if device.type == "cuda":  # those on a CPU do not decide for others
+                _PEERS[process_group] = known
+        return known
 
     def start_shift(self, out: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Any]:
         """Begin to send `tensors` to the next rank of the ring, and to receive `out` from the one

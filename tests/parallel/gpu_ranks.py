@@ -1,4 +1,5 @@
-"""Divided layers on several GPUs, with NCCL and CUDA graphs; run by `test_attention_gpus.py`.
+"""Divided layers on several GPUs, by memory, with NCCL and in CUDA graphs; run by
+`test_attention_gpus.py`.
 
     torchrun --nproc-per-node 2 -m tests.parallel.gpu_ranks
     torchrun --nproc-per-node 2 -m tests.parallel.gpu_ranks --one-gpu
@@ -37,13 +38,15 @@ def in_bfloat16(problem: Problem) -> Problem:
     return replace(problem, spec={**problem.spec, **sizes, "dtype": torch.bfloat16})
 
 
-BY_MEMORY = ("grouped heads", "sinks", "latents", "fp8", "window", "sinks, soft cap, window")
-"""Problems that are exchanged by memory, too."""
+BY_NCCL = ("grouped heads", "sinks", "latents", "fp8", "window", "sinks, soft cap, window")
+"""Problems that are exchanged by messages, too."""
 REPLAYED = Problem({"has_sink": True})
 
 
-def by_memory(problem: Problem) -> Problem:
-    return replace(problem, options={**problem.options, "exchange": "peer_memory"})
+def exchanged_by(method: str, problem: Problem) -> Problem:
+    """With a method, unless the problem has one or is batch invariant."""
+    given = {} if problem.spec.get("batch_invariant") else {"exchange": method}
+    return replace(problem, options={**given, **problem.options})
 
 
 def replay_error(problem: Problem, group: RankGroup, device: str) -> float:
@@ -104,6 +107,23 @@ class ThroughHost(RankGroup):
         return []
 
 
+def problems(shared: bool) -> list[tuple[str, Any, Problem]]:
+    """Names, functions and their arguments.
+
+    Args:
+        shared: all ranks have one GPU, or none.
+    """
+    found = [(name, decode_error, problem) for name, problem in PROBLEMS.items()]
+    if not shared:
+        found.append(("replays", replay_error, REPLAYED))
+        named = [each for each in found if each[0] in (*BY_NCCL, "replays")]
+        found = [(*each, exchanged_by("peer_memory", last)) for *each, last in found]
+        found += [(f"NCCL: {x}", y, exchanged_by("all_to_all", last)) for x, y, last in named]
+    prompts = prefill_cases.PROBLEMS.items()
+    found += [(f"prefill, {name}", prefill_error, problem) for name, problem in prompts]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--one-gpu", action="store_true", help="all ranks on one GPU, or on a CPU")
@@ -118,15 +138,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if shared else "cpu:gloo,cuda:nccl")
     group = ThroughHost() if shared else RankGroup()
-    found = [(name, decode_error, problem) for name, problem in PROBLEMS.items()]
-    if not shared:
-        more = {"replays": REPLAYED, "by memory: replays": by_memory(REPLAYED)}
-        found += [(name, replay_error, problem) for name, problem in more.items()]
-        more = {f"by memory: {name}": by_memory(PROBLEMS[name]) for name in BY_MEMORY}
-        found += [(name, decode_error, problem) for name, problem in more.items()]
-    prompts = prefill_cases.PROBLEMS.items()
-    found += [(f"prefill, {name}", prefill_error, problem) for name, problem in prompts]
-    found = [each for each in found if options.only in each[0]]
+    found = [each for each in problems(shared) if options.only in each[0]]
     for name, error, problem in found[first - 1 :: parts]:
         report(group, name, error(in_bfloat16(problem), group, device))
     dist.destroy_process_group()

@@ -76,12 +76,15 @@ def test_ranks_agree_whether_they_share_memory() -> None:
 
 
 def test_a_layer_on_a_cpu_does_not_decide_for_those_on_gpus() -> None:
-    ranks = RankGroup.__new__(RankGroup)
-    ranks.world_size, ranks.rank, ranks._group, ranks._peers = 2, 0, None, None
-    found = ranks.peers(torch.device("cpu"))
+    """And the layers of a process group share memory once, however often it is wrapped."""
+    process_group: Any = Ranks(share=False)
+    first, second = (RankGroup.__new__(RankGroup) for _ in range(2))
+    for ranks in (first, second):
+        ranks.world_size, ranks.rank, ranks._group = 2, 0, process_group
+    found = first.peers(torch.device("cpu"))
     assert isinstance(found, list) and "device=cpu" in found[0]
     with mock.patch.object(group, "connect", return_value=[REASON]) as connect:
-        assert ranks.peers(CUDA) == ranks.peers(CUDA) == [REASON]
+        assert first.peers(CUDA) == first.peers(CUDA) == second.peers(CUDA) == [REASON]
     connect.assert_called_once()
 
 
