@@ -14,7 +14,6 @@ from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.backends.triton.plan import make_plan
 from attnlib.backends.triton.rotating_plan import make_rotating_plan
 from attnlib.backends.triton.spec_shape import layer_shape
-from attnlib.backends.triton.two_streams import attend_two_streams
 from attnlib.cache.storage import PagedKVCache
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.rotary import HeadNorm
@@ -22,7 +21,6 @@ from attnlib.ops.triton.cache_write import write_kv
 from attnlib.ops.triton.hadamard import rotate_heads
 from attnlib.ops.triton.hopper.sizes import hopper_reads
 from attnlib.ops.triton.rotary_write import bind_rotation, rotate, rotate_and_write
-from attnlib.ops.triton.selected_attention import selected_attention
 from attnlib.ops.triton.varlen_prefill import varlen_prefill
 from attnlib.sparse.key_selection import SelectedKeys
 
@@ -186,6 +184,9 @@ class TritonImpl(AttentionImpl):
         """See `AttentionImpl.forward_selected`."""
         slopes, sinks = self.per_head_tensors
         assert self.spec.key_selection is not None and metadata.block_table is not None
+        # Other layers do not import these kernels.
+        from attnlib.ops.triton.selected_attention import selected_attention
+
         selected_attention(
             query,
             cache.key_cache,
@@ -211,6 +212,8 @@ class TritonImpl(AttentionImpl):
         lse: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionImpl.forward_compressed`."""
+        from attnlib.backends.triton.two_streams import attend_two_streams
+
         attend_two_streams(
             self, query, cache, metadata, compressed_keys, output, lse, self._kernels
         )
