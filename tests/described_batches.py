@@ -48,7 +48,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "portable": ("sm_80", {"num_heads": 8, "num_kv_heads": 2, "head_size": 64}),
     "16 latent heads": ("H100", {"num_heads": 16, **LATENTS}),
     "128 latent heads": ("H100", {"num_heads": 128, **LATENTS}),
-    # Also calls without keys: queries come late.
+    # Decodes rotate in their kernels, beside prefills in other launches.
     "rotated": (
         "H100",
         {
@@ -101,10 +101,7 @@ def used_kernels(spec: AttentionSpec, server: DescribedServer) -> list[NeededKer
                 else builder.build(0, common)
             )
             lse = spec.needs_lse and draw.random() < 0.5
-            new = new_tensors(spec, sum(queries), device, True)
-            if spec.kv_rotation is not None and draw.random() < 0.5:
-                new = (new[0], None, None)
-            layer(*new, cache, metadata, lse)
+            layer(*new_tensors(spec, sum(queries), device, True), cache, metadata, lse)
     return found
 
 

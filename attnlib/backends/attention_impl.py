@@ -70,8 +70,6 @@ class AttentionImpl(ABC):
     """Whether it applies `spec.kv_rotation` (P15), as `backends.rotated` does."""
     write_rotation: KVRotation | None = None
     """What writes rotate heads by, where `backends.rotated` leaves it to them."""
-    late_queries: bool = False
-    """Whether the launch before a call without keys writes its queries, and nothing else."""
 
     def __init__(
         self,

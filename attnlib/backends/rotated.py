@@ -69,7 +69,6 @@ class RotatedImpl(PairImpl):
         self._inner = backend.get_impl_cls()(plain, **settings)
         if self._inner.rotates_writes:
             self._inner.write_rotation = self._rotation
-        self._inner.late_queries = self._rotation.keys
         self.read_per_head_tensors_from(self._owner)
 
     @property

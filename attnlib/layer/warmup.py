@@ -226,8 +226,6 @@ def _run(
         query, key, value = new_tensors(layer.spec, num_tokens, device, fused)
         for return_lse in (False, True) if layer.spec.needs_lse else (False,):
             layer(query, key, value, cache, metadata, return_lse, **extra)
-            if not fused and layer.impl.rotates:  # of decodes whose queries come late
-                layer(query, None, None, cache, metadata, return_lse, **extra)
 
 
 def _warm_helpers(spec: AttentionSpec, device: torch.device) -> None:

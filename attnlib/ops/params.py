@@ -45,7 +45,6 @@ class AttentionParams:
             with the dtypes of the views (`kv_dtype.page_format`).
         rotation: of the heads of the cache, where queries and outputs are those of plain heads
             (P15). Only for operations that say so.
-        late_queries: the launch before this one writes queries, and nothing else that it reads.
 
     Raises:
         ContractError: a number outside these limits, or tensors that the score function lacks.
@@ -67,7 +66,6 @@ class AttentionParams:
     k_format: KVFormat | None = None
     v_format: KVFormat | None = None
     rotation: KVRotation | None = None
-    late_queries: bool = False
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale):

@@ -11,8 +11,7 @@ import torch
 import attnlib
 from attnlib.backends.triton import TritonBackend
 from attnlib.backends.triton.impl import TritonImpl
-from attnlib.ops.triton import hadamard
-from attnlib.ops.triton.hopper import decode_plan, sizes
+from attnlib.ops.triton.hopper import select_decodes, sizes
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from tests.gpu.devices import needs_gpu
 
@@ -139,13 +138,12 @@ def test_prefills_over_copies(
         assert (ours - theirs).float().norm() <= 2**-7 * theirs.float().norm()
 
 
-@pytest.mark.parametrize("late", [1, 2])
 @pytest.mark.parametrize("requests", [[2048] * 32, [640] * 256, FEW, [8192] * 8])
-def test_keys_are_loaded_while_queries_are_rotated(
-    requests: list[int], late: int, monkeypatch: pytest.MonkeyPatch
+def test_rotations_that_overlap_other_kernels(
+    requests: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a graph of many steps, each of which writes keys and values, rotates queries and decodes:
-    the same bits as kernels that wait, so that no load is ahead of a write."""
+    the same bits as kernels that rotate, so that no launch is ahead of what it reads."""
     spec = attnlib.AttentionSpec(
         num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, kv_cache_dtype=INT8,
         kv_rotation="hadamard",
@@ -157,10 +155,8 @@ def test_keys_are_loaded_while_queries_are_rotated(
     torch.manual_seed(0)
     new = torch.randn(steps, tokens, 48, 128, device="cuda").bfloat16()
     found = []
-    monkeypatch.setattr(TritonImpl, "rotating_plan", lambda *call: None)
-    monkeypatch.setattr(hadamard, "_OVERLAPS", True)
-    for mode in (0, late):
-        monkeypatch.setattr(decode_plan, "LATE_QUERIES", mode)
+    for inside in (True, False):
+        monkeypatch.setattr(select_decodes, "_rotates", lambda *call, found=inside: found)
         LAUNCHES.clear()
         layer = attnlib.Attention(spec, backend=Hopper, device="cuda")
         cache = attnlib.PagedKVCache.allocate(spec, sum(pages), "cuda")

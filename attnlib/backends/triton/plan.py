@@ -233,14 +233,13 @@ def find_step(
     if prefills is not None:
         lengths = prefills.max_query_len, prefills.length_class(call.cache.key_cache)
         prefill_form = (prefills.form(), *lengths)
-    late = impl.late_queries and call.key is None and rotation is None
-    own = (signature, kernels, causal if isinstance(causal, bool) else None, rotation, late)
+    own = (signature, kernels, causal if isinstance(causal, bool) else None, rotation)
     parts = (schedule, concurrent, decode_form, prefill_form)
     written = None if slots is None else (slots.dtype, slots.shape, slots.stride())
     key = ("step", own, metadata.num_decodes, metadata.num_decode_tokens, parts, written)
     found: StepLaunches | None = LAUNCHES.get(key)
     if found is not None and (found.limits is limits or found.limits == limits):
         return found
-    step = Step(impl, own, call, metadata, batch, kernels, schedule, concurrent, rotation, late)
+    step = Step(impl, own, call, metadata, batch, kernels, schedule, concurrent, rotation)
     kept: StepLaunches = LAUNCHES.keep(key, prepare_step(step))
     return kept

@@ -52,7 +52,6 @@ class Step(NamedTuple):
             one after the other.
         rotation: of the heads of the cache, where decodes are to rotate queries and outputs; else
             None.
-        late_queries: the launch before these writes the queries only.
     """
 
     impl: AttentionImpl
@@ -64,14 +63,12 @@ class Step(NamedTuple):
     schedule: DecodeSchedule | None = None
     concurrent: DecodeSchedule | None = None
     rotation: KVRotation | None = None
-    late_queries: bool = False
 
     def params(self) -> AttentionParams:
         """The parameters of both parts."""
         params = self.impl.attention_params(self.metadata, self.call.cache)
         slopes, sinks = self.impl.per_head_tensors
-        own = replace(params, rotation=self.rotation, late_queries=self.late_queries)
-        return replace(own, alibi_slopes=slopes, sinks=sinks)
+        return replace(params, alibi_slopes=slopes, sinks=sinks, rotation=self.rotation)
 
     def part(self, params: AttentionParams, is_decode: bool, name: str) -> AttentionCall:
         """The attention of a part of the batch.

@@ -21,9 +21,6 @@ __all__ = ["rotate_heads"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ELEMENTS_PER_PROGRAM = 1024
-_OVERLAPS = False
-"""Whether launches are programmatic where that is possible: up to 5% less for a rotated decode on
-an H200. Off because its outputs were not compared there."""
 
 
 def rotate_heads(
@@ -84,10 +81,8 @@ def _prepare(heads: Tensor, out: Tensor, inverse: bool) -> BoundLaunch:
         "FACTOR": unit_factor(size),
         "LIMIT": LARGEST_INPUT,
         "LARGEST": torch.finfo(heads.dtype).max,
-        "PDL": False,
         "num_warps": 4 if per_program * block > 512 else 1,
     }
     grid = (tokens, triton.cdiv(rows, per_program), 1)
-    if _OVERLAPS:
-        constants |= programmatic_launch(limits_of(heads), grid[0] * grid[1])
+    constants |= programmatic_launch(limits_of(heads), grid[0] * grid[1])
     return BoundLaunch(rotate_heads_kernel, grid, with_config(constants, HadamardConfig))

@@ -48,9 +48,6 @@ half of an SM's 65536 registers and an SM holds one CTA at a time, however small
 experiment, a CTA that waited for its predecessor grid beside a CTA of that grid ended in illegal
 addresses."""
 
-LATE_QUERIES = 0
-"""`DecodeConfig.LATE_QUERIES` of decodes behind a launch that rotates their queries."""
-
 _FEW_ELEMENTS = 128 * 32
 """Elements of the output tile of a CTA up to which a thread has the smaller number of registers;
 half as many with converted float8 tiles in registers."""
@@ -173,7 +170,6 @@ def _config(
         EVEN_RANGES=even,
         QUERY_WARP=query_warp,
         GATHERS=gathered,
-        LATE_QUERIES=LATE_QUERIES if params.late_queries and kind != KV_PLAIN.value else 0,
         K_SIGNS=signs[0],
         V_SIGNS=signs[1],
     )

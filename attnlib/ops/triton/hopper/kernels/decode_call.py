@@ -67,8 +67,6 @@ class DecodeConfig(NamedTuple):
         QUERY_WARP: a warp of its own prepares the queries of a split while the consumer works on
             the previous one, and one warp loads keys and values; for two workers.
         GATHERS: the rows of the caches are copied one by one, and not by TMA; for one worker.
-        LATE_QUERIES: the previous kernel writes queries only; 1: keys and values are loaded while
-            it runs; 2: the next kernel may also start at once.
         K_SIGNS, V_SIGNS: where the kernel rotates queries, and outputs back: the signs of a
             `KVRotation` as `rotation` reads them; else 0.
     """
@@ -102,7 +100,6 @@ class DecodeConfig(NamedTuple):
     EVEN_RANGES: bool = False
     QUERY_WARP: bool = False
     GATHERS: bool = False
-    LATE_QUERIES: int = 0
     K_SIGNS: int = 0
     V_SIGNS: int = 0
 

@@ -108,14 +108,11 @@ def consumer(call, worker, WORKER: gl.constexpr):
     keys = call.keys
     factor = score_factor(call.scale, call.soft_cap, config.HAS_CAP)
     # PDL: the previous kernel may have written the queries, the cache or the lengths.
-    if config.LATE_QUERIES == 0:
-        wait_on_dependent_grids()
-    if not config.COMBINE_IN_KERNEL or config.LATE_QUERIES == 2:
+    wait_on_dependent_grids()
+    if not config.COMBINE_IN_KERNEL:
         # The combine kernel may start; it waits for this kernel's results by itself.
         launch_dependent_grids()
     share = worker_share(keys, WORKER, call.config)
-    if config.LATE_QUERIES > 0:
-        wait_on_dependent_grids()
     key_scale = 0.0
     value_scale = 0.0
     if config.K_KIND != KV_PLAIN:

@@ -176,11 +176,8 @@ def loader(call, worker, LOADS: gl.constexpr, WORKER: gl.constexpr):
     VALUES: gl.constexpr = LOADS == "values" or LOADS == "keys and values"
     keys = call.keys
     # PDL: the previous kernel may have written the cache, the lengths or the block table.
-    if config.LATE_QUERIES == 0:
-        wait_on_dependent_grids()
+    wait_on_dependent_grids()
     share = worker_share(keys, WORKER, call.config)
-    if config.LATE_QUERIES > 0 and LOADS == "queries":
-        wait_on_dependent_grids()
     if LOADS == "queries":
         key_scale = load_kv_scale(call.k_scale, share.kv_head, config.K_SCALE_KIND)
     position = share.range.begin
