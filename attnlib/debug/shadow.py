@@ -21,16 +21,20 @@ import torch
 
 from attnlib import env
 from attnlib.backends.base import AttentionBackend
+from attnlib.cache.states import StateCache
 from attnlib.debug.capture import capture_layer_call
 from attnlib.debug.counted_calls import CountedCalls, StateSampler, new_path
 from attnlib.debug.recording import save_recording
 from attnlib.debug.shadow_log import ShadowLog, ShadowRecord, difference, rounding_of
-from attnlib.debug.state_shadow import shadow_state_call
+from attnlib.debug.state_calls import capture_state_call, live_outcome, save_state_recording
+from attnlib.debug.state_runs import compare_state_call, run_state_call
 from attnlib.errors import ContractError
 from attnlib.instrumentation import OBSERVERS, STATE_OBSERVERS
 from attnlib.metadata.base import AttentionMetadata
+from attnlib.metadata.states import StateMetadata
 from attnlib.testing.backend_under_test import load_backend
 from attnlib.testing.materialized_case import MaterializedCase
+from attnlib.testing.outcome import UnsupportedCase
 from attnlib.testing.runner import AttentionOutput, compare_with_oracle, run_materialized_case
 
 __all__ = ["ShadowLog", "ShadowRecord", "enable_validation_shadow", "shadow", "shadow_call"]
@@ -101,6 +105,56 @@ def _compare(
         return ShadowRecord(name, number, out_error, lse_error)
     path = save_recording(step, new_path(folder, name, number))
     return ShadowRecord(name, number, out_error, lse_error, message, path)
+
+
+@torch.no_grad()
+def shadow_state_call(
+    layer: Any,
+    backend: type[AttentionBackend],
+    part: str,
+    inputs: tuple[torch.Tensor | None, ...],
+    cache: StateCache,
+    metadata: StateMetadata,
+    output: torch.Tensor,
+    *,
+    place: tuple[str, int] | None = None,
+    dump_dir: str | Path | None = None,
+) -> Callable[[], ShadowRecord]:
+    """Copy a call before it runs.
+
+    Args:
+        layer, part, inputs, cache, metadata, output: as an observer gets them.
+        backend: the second backend.
+        place: name of the layer in the record, and number of the call; by default its prefix and 0.
+        dump_dir: folder for recordings; None means ATTNLIB_DUMP_DIR.
+
+    Returns:
+        What runs the call on `backend` and compares outputs and states, after the live launches.
+    """
+    name, number = place or (layer.prefix or type(layer).__name__, 0)
+    call = capture_state_call(layer, part, inputs, cache, metadata)
+
+    @torch.no_grad()
+    def compare() -> ShadowRecord:
+        try:
+            second = run_state_call(call, backend)
+        except UnsupportedCase as reason:
+            return ShadowRecord(name, number, skipped=f"{backend.get_name()}: {reason}")
+        if second.problem:
+            return ShadowRecord(name, number, skipped=f"{backend.get_name()}: {second.problem}")
+        live, dtype = live_outcome(call, cache, metadata, output), call.spec.dtype
+        error = difference(live.out, second.out)
+        pairs = [(live.out, second.out), *zip(live.states, second.states, strict=False)]
+        close = all(difference(a, b) <= rounding_of(b, dtype) for a, b in pairs)
+        if close and not live.problem:
+            return ShadowRecord(name, number, error)
+        message, path = compare_state_call(call, live), None
+        if message:
+            folder = Path(dump_dir or env.read("ATTNLIB_DUMP_DIR"))
+            path = save_state_recording(call, new_path(folder, name, number))
+        return ShadowRecord(name, number, error, message=message, path=path)
+
+    return compare
 
 
 @contextmanager

@@ -201,9 +201,6 @@ class StateLayer(nn.Module):
             )
         super().__setattr__(name, value)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.handle = register(self)  # a copy of a layer is another layer

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm_adapter import vllm_batch
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.integrations.vllm.state_constants import StepConstants, update_constants
+from attnlib.integrations.vllm.state_inputs import StepConstants, update_constants
 from attnlib.integrations.vllm.state_metadata import AttnlibStateBuilder
 from attnlib.integrations.vllm.state_pages import StateArguments, StatePages
 

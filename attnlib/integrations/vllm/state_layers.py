@@ -14,7 +14,7 @@ from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
-from attnlib.integrations.vllm.state_constants import StepConstants
+from attnlib.integrations.vllm.state_inputs import StepConstants
 from attnlib.integrations.vllm.state_pages import StateArguments, StatePages
 
 __all__ = ["AttnlibGatedDeltaNet", "AttnlibMixer2", "register"]

@@ -23,8 +23,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from attnlib.cache.states import StateCache
 from attnlib.errors import UnsupportedConfigError
-from attnlib.integrations.vllm.state_constants import StepConstants, update_constants
-from attnlib.integrations.vllm.state_inputs import StepInputs
+from attnlib.integrations.vllm.state_inputs import StepConstants, StepInputs, update_constants
 from attnlib.integrations.vllm.state_metadata import AttnlibStateBackend, AttnlibStateBuilder
 from attnlib.integrations.vllm.warm import GroupWarmup, register_kernels
 from attnlib.layer.state import StateLayer
