@@ -19,7 +19,7 @@ from attnlib.cache.states import StateCache
 from attnlib.capabilities import Sizes, StateCapabilities
 from attnlib.metadata.states import StateMetadata
 from attnlib.ops.dispatch import operation
-from attnlib.ops.states.params import QK_NORM_EPS
+from attnlib.ops.states.inputs import QK_NORM_EPS
 from attnlib.spec import CudaGraphSupport
 
 __all__ = ["PackedBatch", "PackedStateImpl", "normalized", "packed_capabilities"]

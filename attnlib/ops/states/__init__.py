@@ -5,9 +5,8 @@ The operations are `state_step` and `short_convolution`, in `ops.torch.states` a
 """
 
 from attnlib.ops.states.batch import StateBatch
-from attnlib.ops.states.inputs import StateInputs
+from attnlib.ops.states.inputs import RecurrenceParams, StateInputs
 from attnlib.ops.states.layout import SlotField, StateLayout
-from attnlib.ops.states.params import RecurrenceParams
 from attnlib.ops.states.step_form import StepForm
 from attnlib.ops.states.tensors import StateTensors
 

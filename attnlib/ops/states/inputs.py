@@ -1,13 +1,20 @@
-"""`StateInputs`, the inputs of a recurrence."""
+"""`StateInputs` and `RecurrenceParams`, what a recurrence is given besides slots and a batch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["StateInputs"]
+from attnlib.errors import ContractError
+
+__all__ = ["QK_NORM_EPS", "RecurrenceParams", "StateInputs"]
+
+QK_NORM_EPS = 1e-6
+"""Added to the sum of squares of a head before the root (T4)."""
 
 
 class StateInputs(NamedTuple):
@@ -45,3 +52,29 @@ class StateInputs(NamedTuple):
     def rows(self, rows: slice) -> StateInputs:
         """Some of the tokens."""
         return self.each(lambda x: x[rows])
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RecurrenceParams:
+    """How a state is updated and read (T2, T4).
+
+    Attributes:
+        scale: factor of q, finite.
+        update: "delta" or "add".
+        qk_norm: q and k heads are normalized.
+        skip: `[Hv]` float32, `skip * v` is added to the output; None adds nothing.
+        is_invariant: bits do not depend on the division into steps (T18).
+
+    Raises:
+        ContractError: a scale that is not finite.
+    """
+
+    scale: float
+    update: str = "delta"
+    qk_norm: bool = False
+    skip: Tensor | None = None
+    is_invariant: bool = True
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale):
+            raise ContractError(f"scale={self.scale} must be finite", rule="T4")

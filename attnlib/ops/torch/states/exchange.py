@@ -10,7 +10,7 @@ from torch import Tensor
 from attnlib.errors import ContractError
 from attnlib.ops.states.batch import StateRequest
 from attnlib.ops.states.checks import check_positions
-from attnlib.ops.states.params import RecurrenceParams
+from attnlib.ops.states.inputs import RecurrenceParams
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.torch.states.forms import state_at
 from attnlib.ops.torch.states.short_convolution import inputs_before

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.states.batch import StateRequest
-from attnlib.ops.states.inputs import StateInputs
+from attnlib.ops.states.inputs import RecurrenceParams, StateInputs
 from attnlib.ops.states.layout import StateLayout
-from attnlib.ops.states.params import RecurrenceParams
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.torch.states.recurrence import HeadInputs, chunk, head_inputs, recur
 

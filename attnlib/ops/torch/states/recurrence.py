@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from attnlib.ops.autocast import without_autocast
-from attnlib.ops.states.inputs import StateInputs
-from attnlib.ops.states.params import QK_NORM_EPS, RecurrenceParams
+from attnlib.ops.states.inputs import QK_NORM_EPS, RecurrenceParams, StateInputs
 
 __all__ = ["HeadInputs", "chunk", "head_inputs", "recur"]
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from attnlib.ops.autocast import without_autocast
 from attnlib.ops.states.batch import StateBatch
 from attnlib.ops.states.checks import checked_requests
-from attnlib.ops.states.inputs import StateInputs
-from attnlib.ops.states.params import RecurrenceParams
+from attnlib.ops.states.inputs import RecurrenceParams, StateInputs
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.torch.states.forms import RequestStep
 

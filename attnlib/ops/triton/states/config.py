@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.ops.states.inputs import QK_NORM_EPS, RecurrenceParams
 from attnlib.ops.states.layout import POSITION_COPIES, StateLayout
-from attnlib.ops.states.params import QK_NORM_EPS, RecurrenceParams
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.state_tiles import (

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from attnlib.ops.states.batch import StateBatch
-from attnlib.ops.states.params import RecurrenceParams
+from attnlib.ops.states.inputs import RecurrenceParams
 from attnlib.ops.states.step_form import FusedInputs
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics.device import limits_of

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from attnlib.ops.states.batch import StateBatch
-from attnlib.ops.states.inputs import StateInputs
-from attnlib.ops.states.params import RecurrenceParams
+from attnlib.ops.states.inputs import RecurrenceParams, StateInputs
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.heuristics.device import INTERPRETED, DeviceLimits, limits_of

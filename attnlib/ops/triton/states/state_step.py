@@ -7,8 +7,7 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.states.batch import StateBatch
-from attnlib.ops.states.inputs import StateInputs
-from attnlib.ops.states.params import RecurrenceParams
+from attnlib.ops.states.inputs import RecurrenceParams, StateInputs
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics.device import limits_of
 from attnlib.ops.triton.hopper.kernels.state_decode import copied_decode_kernel
