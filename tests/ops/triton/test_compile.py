@@ -217,10 +217,11 @@ def small_cases(target: str) -> list[str]:
 
 def state_cases(target: str) -> list[str]:
     """Return a case of `STATES`, of a row decode and of a fused step for the first target of each
-    kind, and long chunks for Hopper."""
+    kind, and long chunks and copied states for Hopper."""
     turns = [turn for turn, kind in enumerate(KINDS) if target == kind[0]]
     cases = [name for turn in turns for name in (STATES[turn], "state-64-rows", "fused-64")]
-    return [*cases, "state-128-long"] if target == "sm_90" else cases
+    hopper = ["state-128-long", "state-128-copied", "state-128-channels-copied"]
+    return [*cases, *hopper] if target == "sm_90" else cases
 
 
 SAME_KERNELS = {"varlen", "invariant-prefill"}
