@@ -14,7 +14,7 @@ new tokens:
 
 Each implementation runs a row once, which compiles and captures; then `--rounds` runs are timed,
 fewer where they take longer than `--seconds` together. Implementations take turns: after each token
-where nothing is compiled (`token_turns`), after each run where each has a compiled model.
+where nothing is compiled (`token_turns`), after each run of compiled models (`process_turns`).
 In `generate_batch` they run one after the other, because each cache takes the free memory. Tokens
 per second follow from medians over the rounds (of each token where these take turns); `ratio` is
 attnlib's speed to that of the other: of these medians, or the median over the runs. `compiled`
@@ -31,13 +31,14 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from process_turns import ProcessRun
 from token_turns import TokenTurns
 from torch._dynamo.utils import counters
 
@@ -270,7 +271,7 @@ class Measurement:
         return found
 
 
-def repeat(measurements: list[Measurement], rounds: int, limit: float) -> None:
+def repeat(measurements: Sequence[Measurement | ProcessRun], rounds: int, limit: float) -> None:
     """Timed runs in turn; no further round after `limit` seconds."""
     started = time.perf_counter()
     for turn in range(rounds):
@@ -303,46 +304,65 @@ def repeat_by_token(
         measurement.tokens = turns.tokens[name].cpu()
 
 
+def measurement_of(name: str, few_layers: bool, label: str, implementation: str) -> Measurement:
+    """The first run of an implementation in a process of its own."""
+    integration.register()
+    transformers.logging.set_verbosity_error()
+    model, row = build_model(name, few_layers), ROWS[label]
+    batch = build_batch(row)
+    return Measurement(lambda: run_generate(model, implementation, row, batch))
+
+
+def compiled_runs(
+    make: Callable[[str], ProcessRun], names: list[str], rounds: int, limit: float
+) -> tuple[dict[str, Measurement], dict[str, Any]]:
+    """Timed runs of compiled models in turn, and errors by implementation."""
+    runs, found, errors = {name: make(name) for name in names}, {}, {}
+    try:
+        for name in names:
+            try:
+                runs[name].ready()
+            except RuntimeError as error:
+                errors[name] = {"error": str(error)}
+                del runs[name]
+        repeat(list(runs.values()), rounds, limit)
+        for name, run in runs.items():
+            found[name] = Measurement.__new__(Measurement)
+            vars(found[name]).update(run.close())
+    finally:
+        for run in runs.values():
+            run.end()
+    return found, errors
+
+
 def measure(
-    models: dict[str, Any], row: Row, names: list[str], rounds: int, limit: float = 1e9
-) -> dict[str, Any]:
-    """The figures of each implementation in a row, or its error.
+    model: Any, row: Row, names: list[str], rounds: int, limit: float = 1e9
+) -> tuple[dict[str, Measurement], dict[str, Any]]:
+    """Timed runs of each implementation in a row, and errors by implementation.
 
     Args:
-        models: the model of each implementation, with equal weights.
-        row: what runs.
+        model, row: what runs.
         names: the implementations.
         rounds: timed runs of each.
         limit: seconds after which no further round begins.
     """
-    batch, found = build_batch(row), {}
+    batch, errors = build_batch(row), {}
     run = run_batch if row.run == "batch" else run_generate
     measured: dict[str, Measurement] = {}
     for name in names:
-        model = models[name]
-        if name == "sdpa" and not model._supports_sdpa:
-            continue
         if row.run == "batch":
             release(model)
         try:
-            measured[name] = Measurement(
-                lambda name=name, model=model: run(model, name, row, batch)
-            )
+            measured[name] = Measurement(lambda name=name: run(model, name, row, batch))
             if row.run == "batch":
                 repeat([measured[name]], rounds, limit / len(names))
         except Exception as error:  # an implementation that is not installed, memory, a refusal
             measured.pop(name, None)
-            found[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
+            errors[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
     if row.run == "turns":
-        repeat_by_token(models[names[0]], measured, rounds, limit)
-    elif row.run == "compiled":
-        repeat(list(measured.values()), rounds, limit)
-    for name in names:
-        release(models[name])
-    reference, ours = next(iter(measured.values())).tokens, measured.get("attnlib")
-    for name, measurement in measured.items():
-        found[name] = measurement.result(reference, None if name == "attnlib" else ours)
-    return found
+        repeat_by_token(model, measured, rounds, limit)
+    release(model)
+    return measured, errors
 
 
 def options() -> argparse.Namespace:
@@ -380,15 +400,25 @@ def main() -> None:
     integration.register()
     transformers.logging.set_verbosity_error()
     results: dict[str, Any] = {}
-    build = functools.cache(lambda name, _: build_model(name, given.few_layers))
+    models: dict[str, Any] = {}
     for cell in given.cells:
         name, _, label = cell.partition(" ")
-        row, names = ROWS[label], list(given.implementations)
-        if build(name, "")._supports_sdpa and not given.eager_too:
+        if name not in models:
+            models[name] = build_model(name, given.few_layers)
+        model, row, names = models[name], ROWS[label], list(given.implementations)
+        if model._supports_sdpa and not given.eager_too:
             names.remove("eager")
-        # torch.compile keeps what it made with the model.
-        models = {each: build(name, each if row.run == "compiled" else "") for each in names}
-        found = measure(models, row, names, given.rounds, given.seconds)
+        if not model._supports_sdpa and "sdpa" in names:
+            names.remove("sdpa")
+        if row.run == "compiled":
+            make = functools.partial(ProcessRun, measurement_of, name, given.few_layers, label)
+            measured, found = compiled_runs(make, names, given.rounds, given.seconds)
+        else:
+            measured, found = measure(model, row, names, given.rounds, given.seconds)
+        ours = measured.get("attnlib")
+        for each, measurement in measured.items():
+            reference = next(iter(measured.values())).tokens
+            found[each] = measurement.result(reference, None if each == "attnlib" else ours)
         results[cell] = found
         print(cell, json.dumps(found), flush=True)
         if given.out:  # after each row, so that a stopped run keeps the rows before

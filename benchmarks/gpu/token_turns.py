@@ -2,7 +2,8 @@
 
 The speed of a host changes from one second to the next, while other work runs on it. Neighbors in
 time are comparable: each implementation has a thread with a `generate` of its own, and passes the
-turn on before each forward. The GPU is idle then.
+turn on before each forward. The GPU is idle then. A decode changes settings of the whole model
+(`_optimize_model_for_decode`), so all prompts come before it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,7 +43,11 @@ class TokenTurns:
         self.seconds: dict[str, list[list[float]]] = {name: [] for name in runs}
         self.tokens: dict[str, torch.Tensor] = {}
         self._prepare = model.prepare_inputs_for_generation
+        self._optimize = getattr(model, "_optimize_model_for_decode", None)
+        self._decoding: list[Any] = []
         model.prepare_inputs_for_generation = self._prepared
+        if self._optimize is not None:
+            model._optimize_model_for_decode = self._optimized
 
     def round(self) -> None:
         """One run of each implementation; the order changes from round to round."""
@@ -54,6 +60,8 @@ class TokenTurns:
     def close(self) -> None:
         """Give the model its method back."""
         del self._model.prepare_inputs_for_generation
+        if self._optimize is not None:
+            del self._model._optimize_model_for_decode
         for thread in self._threads.values():
             thread.shutdown()
 
@@ -75,12 +83,31 @@ class TokenTurns:
                 self._turns[following].release()
 
     def _prepared(self, *args: Any, **kwargs: Any) -> Any:
+        self._pass_on()
+        return self._prepare(*args, **kwargs)
+
+    @contextmanager
+    def _optimized(self) -> Iterator[None]:
+        """The first one enters the context of the model, the last one leaves it."""
+        self._pass_on()
+        if not self._decoding:
+            assert self._optimize is not None
+            self._context = self._optimize()
+            self._context.__enter__()
+        self._decoding.append(self._local.name)
+        try:
+            yield
+        finally:
+            self._decoding.remove(self._local.name)
+            if not self._decoding:
+                self._context.__exit__(None, None, None)
+
+    def _pass_on(self) -> None:
         name = getattr(self._local, "name", None)
         if name is not None and len(self._order) > 1:
             self._end()
             self._turns[self._following(name)].release()
             self._begin()
-        return self._prepare(*args, **kwargs)
 
     def _following(self, name: str) -> str:
         order = self._order
