@@ -81,7 +81,7 @@ class Exchange:
         self._sizes = (spec.head_size * item, spec.head_size_v * item)
 
     def gather_heads(self, query: Tensor) -> Tensor:
-        """`[T, world_size * Hq, D]`, the queries of all ranks, until the next exchange.
+        """`[T, world_size * Hq, D]`, the queries of all ranks.
 
         Args:
             query: `[T, Hq, D]` of this rank.

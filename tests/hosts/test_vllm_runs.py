@@ -79,6 +79,22 @@ def test_tokens_with_decode_context_parallelism(engine: Any, models: Path) -> No
         assert result["tokens"] == expected_tokens(models, name)
 
 
+def test_tokens_with_exchanges_by_memory(engine: Any, models: Path, tmp_path: Path) -> None:
+    """As GPUs of one host do: decodes exchange queries and results, and mixed batches queries."""
+    arguments = {
+        "tensor_parallel_size": 2, "decode_context_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+    }  # fmt: skip
+    case = {"model": str(models / "mqa"), "new_tokens": 4, "prompts": 2, "arguments": arguments}
+    variables = {"TRITON_INTERPRET": "1", "ATTNLIB_BACKEND": "torch", "TEST_SHARED": str(tmp_path)}
+    found = engine(VLLM[0], {"mqa": case}, "vllm_by_memory.py", **variables)["mqa"]
+    assert found.get("error") is None
+    assert found["tokens"] == [row[:4] for row in expected_tokens(models, "mqa")[:2]]
+    counts = [(tmp_path / rank).read_text() for rank in ("0", "1")]
+    queries, results = map(int, counts[0].split())
+    assert counts[0] == counts[1] and queries >= results >= 2 * 2, counts
+
+
 @pytest.mark.parametrize("version", VLLM)
 def test_tokens_of_two_processes(engine: Any, models: Path, version: str) -> None:
     """Prefill context parallelism: each has half of the new tokens of a chunk and all cached

@@ -6,7 +6,7 @@ has the data, and a transfer takes one way between GPUs, without fences and flag
 
 Each program has its own words in the buffers, whatever the sizes of a call, and counts its
 exchanges in memory, for replays of a CUDA graph: older words have lower numbers. Programs with low
-ids start first and wait for programs with the same id only, so they need not all run at once.
+ids start first and wait for those of the same rows only, so they need not all run at once.
 
 Odd and even exchanges have words of their own, so that words are written again only after they have
 been read: a rank begins exchange n + 2 of a program after n + 1, for which the other rank has begun
