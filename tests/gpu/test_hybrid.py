@@ -73,15 +73,18 @@ def test_blocks_behind_a_window_change_no_bit(window: int | None, stored: str) -
     assert used <= 3 * (-(-(window or 64) // groups["layer"].block_size) + 1)
 
 
-@pytest.mark.parametrize("latent", [False, True])
-def test_pages_of_blocks_beside_states(latent: bool) -> None:
+@pytest.mark.parametrize(
+    ("latent", "stored"),
+    [(False, "auto"), (True, "auto"), (False, "int8_per_token_head"), (False, "nvfp4")],
+)
+def test_pages_of_blocks_beside_states(latent: bool, stored: str) -> None:
     """The kernels read pages of 16 tokens of blocks that are as large as a state, in a pool whose
     other blocks hold NaN, as they read a contiguous cache."""
     torch.manual_seed(0)
     sizes = {"head_size": 576, "head_size_v": 512, "use_mla": True} if latent else {}
     spec = attnlib.AttentionSpec(
         num_heads=16, num_kv_heads=1 if latent else 2, dtype=torch.bfloat16, block_size=16,
-        **{"head_size": 128, **sizes},
+        kv_cache_dtype=stored, **{"head_size": 128, **sizes},
     )  # fmt: skip
     states = attnlib.StateSpec(
         num_heads=8, key_size=128, value_size=128, dtype=torch.bfloat16, form="plain"
