@@ -1,6 +1,6 @@
-"""Prefills of the portable kernels with head sizes of keys and values that differ, on a GPU.
+"""Prefills of rare head sizes on a GPU: with two accumulators, and of portable kernels.
 
-With Triton 3.6 on Hopper some of these kernels had wrong shared memory descriptors (`head_chunks`
+With Triton 3.6 on Hopper some portable kernels had wrong shared memory descriptors (`head_chunks`
 of `ops.triton.heuristics.tiles`): each of the property test draws below failed.
 """
 
@@ -46,3 +46,23 @@ def test_head_sizes(head_size: int, head_size_v: int, inputs: str) -> None:
         draw = replace(draw, forms=replace(draw.forms, cache="misaligned", from_views=True))
     for window in (spec.window, None):
         _agrees(replace(draw, spec=replace(spec, window=window)))
+
+
+@pytest.mark.parametrize(
+    ("seed", "head_size", "head_size_v"),
+    [
+        (1318, 192, 192),
+        (1185, 136, 136),  # soft cap
+        (1484, 176, 176),  # sinks
+        (1011, 160, 160),  # float16, 5 heads, a soft cap
+        (1510, 192, 160),  # window, sinks
+        (1430, 136, 192),  # queries see later keys
+        (1664, 160, 160),  # ALiBi
+        (1228, 192, 192),  # a tree
+    ],
+)
+def test_keys_and_values_of_129_to_192_elements(
+    seed: int, head_size: int, head_size_v: int
+) -> None:
+    draw = draw_of(seed, replace(LIMITS, dtypes=("bfloat16", "float16")))
+    _agrees(replace(draw, spec=replace(draw.spec, head_size=head_size, head_size_v=head_size_v)))

@@ -19,7 +19,7 @@ from attnlib.testing.runner import compare_with_oracle, run_case
 
 __all__ = ["CHECKS"]
 
-_HEAD_SIZES = (16, 32, 40, 64, 72, 80, 96, 112, 120, 128, 192, 256, 512, 576)
+_HEAD_SIZES = (16, 32, 40, 64, 72, 80, 96, 112, 120, 128, 136, 160, 192, 256, 512, 576)
 _GROUPS = (1, 3, 5, 6, 7, 8, 16, 24)
 _BLOCKS = (8, 16, 32, 64, 128, 256, 544)
 _LARGE = ("many_decodes", "long_keys", "long_prefill")
