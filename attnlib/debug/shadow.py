@@ -26,7 +26,7 @@ from attnlib.debug.capture import capture_layer_call
 from attnlib.debug.counted_calls import CountedCalls, StateSampler, new_path
 from attnlib.debug.recording import save_recording
 from attnlib.debug.shadow_log import ShadowLog, ShadowRecord, difference, rounding_of
-from attnlib.debug.state_calls import capture_state_call, live_outcome, save_state_recording
+from attnlib.debug.state_calls import capture_state_call, save_state_recording
 from attnlib.debug.state_runs import compare_state_call, run_state_call
 from attnlib.errors import ContractError
 from attnlib.instrumentation import OBSERVERS, STATE_OBSERVERS
@@ -142,7 +142,8 @@ def shadow_state_call(
             return ShadowRecord(name, number, skipped=f"{backend.get_name()}: {reason}")
         if second.problem:
             return ShadowRecord(name, number, skipped=f"{backend.get_name()}: {second.problem}")
-        live, dtype = live_outcome(call, cache, metadata, output), call.spec.dtype
+        requests, dtype = list(metadata.batch.requests()), call.spec.dtype
+        live = call.outcome(output.clone(), cache.tensors, requests)
         error = difference(live.out, second.out)
         pairs = [(live.out, second.out), *zip(live.states, second.states, strict=False)]
         close = all(difference(a, b) <= rounding_of(b, dtype) for a, b in pairs)

@@ -29,9 +29,7 @@ __all__ = [
     "RecordedStateCall",
     "StateOutcome",
     "capture_state_call",
-    "is_fork",
     "is_state_recording",
-    "live_outcome",
     "load_state_recording",
     "save_state_recording",
 ]
@@ -114,16 +112,11 @@ class RecordedStateCall:
     ) -> StateOutcome:
         """What the call has done to slots, where `requests` are these."""
         places = [(r.slot, r.end) for r in requests]
-        places += [(r.source, r.computed) for r in requests if is_fork(r)]
+        places += [(r.source, r.computed) for r in requests if r.is_fork]
         try:
             return StateOutcome(out, [self.read(tensors, *place) for place in places])
         except ContractError as error:
             return StateOutcome(out, [], f"after the call, {error}")
-
-
-def is_fork(request: StateRequest) -> bool:
-    """Whether a request reads a slot that it does not write."""
-    return request.computed > 0 and request.source != request.slot
 
 
 def capture_state_call(
@@ -153,13 +146,6 @@ def capture_state_call(
         sources=[rows.get(own[n].source, -1) if n in own else -1 for n in numbers],
         memory=cache.memory[used].clone(),
     )
-
-
-def live_outcome(
-    call: RecordedStateCall, cache: StateCache, metadata: StateMetadata, output: Tensor
-) -> StateOutcome:
-    """What the live call has done that `call` was captured from."""
-    return call.outcome(output.clone(), cache.tensors, list(metadata.batch.requests()))
 
 
 def save_state_recording(call: RecordedStateCall, path: str | Path) -> Path:

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.state_impl import StateInputs
 from attnlib.cache.states import StateCache
-from attnlib.debug.state_calls import RecordedStateCall, StateOutcome, is_fork
+from attnlib.debug.state_calls import RecordedStateCall, StateOutcome
 from attnlib.device import resolve_device
 from attnlib.errors import ContractError
 from attnlib.layer.state import StateLayer
@@ -89,7 +89,7 @@ def _in_form_of(call: RecordedStateCall, backend: type[AttentionBackend]) -> Rec
     slots = [number if slot >= 0 else -1 for number, slot in enumerate(call.slots)]
     sources = list(slots)
     for request in call.requests():
-        if is_fork(request):
+        if request.is_fork:
             sources[request.number] += count
         if request.computed:
             state = call.read(before, request.source, request.computed)
@@ -115,7 +115,7 @@ def compare_state_call(call: RecordedStateCall, found: StateOutcome) -> str:
         outs.append((found.out[request.rows].cpu(), exact, rounded.to(call.spec.dtype)))
         rest[request.rows] = 0
         states.append((f"{call.part} of request {request.number}: the state after it", wanted))
-        if is_fork(request) and first is not None:
+        if request.is_fork and first is not None:
             kept.append((f"{call.part}: the source of request {request.number}", first))
     for (what, wanted), state in zip([*states, *kept], found.states, strict=True):
         if message := state_difference(call.spec, state.cpu(), wanted):

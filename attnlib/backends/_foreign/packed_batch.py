@@ -82,7 +82,7 @@ class PackedStep:
         copied = [
             n
             for n, (r, low) in enumerate(zip(requests, kept, strict=True))
-            if 0 < low == r.computed and r.source != r.slot
+            if low == r.computed and r.is_fork
         ]
         pairs = [[low, r.end] for r, low in zip(requests, kept, strict=True)]
         return cls(

@@ -37,6 +37,11 @@ class StateRequest(NamedTuple):
         """Its rows of the inputs and outputs."""
         return slice(self.start, self.start + self.end - self.computed)
 
+    @property
+    def is_fork(self) -> bool:
+        """Whether it reads a slot that it does not write (T12)."""
+        return self.computed > 0 and self.source != self.slot
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StateBatch:
