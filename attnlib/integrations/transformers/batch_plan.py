@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.transformers.graph_backends import graphs_record
 from attnlib.integrations.transformers.layers import Call, is_transient
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadata
-from attnlib.spec import CudaGraphSupport
 
 __all__ = ["BatchPlan", "pack", "run_layer"]
 
@@ -72,8 +72,8 @@ def _check_that_graphs_record(layer: Attention) -> None:
     Raises:
         UnsupportedConfigError: names the backend and the alternatives.
     """
-    builder, name = layer.backend.get_builder_cls(), layer.backend.get_name()
-    if builder.cudagraph_support is not CudaGraphSupport.ALWAYS or builder.needs_host_lengths:
+    name = layer.backend.get_name()
+    if not graphs_record(layer.backend):
         raise UnsupportedConfigError(
             f"{layer.prefix}: a CUDA graph records this call, which backend {name} does not "
             f"support: compile with mode='default', or choose another backend",

@@ -22,6 +22,7 @@ from torch import nn
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.integrations.transformers.eager_models import is_causal_module
+from attnlib.integrations.transformers.graph_backends import graphs_record, recorded_backend
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.selection import get_attn_backend
@@ -138,6 +139,8 @@ def layer_for(call: Call, spec: AttentionSpec) -> Attention:
     device = call.query.device
     name = layer_name(call.module)
     backend = get_attn_backend(spec, None, device, layer_name=name)
+    if is_transient() and not graphs_record(backend):
+        backend = recorded_backend(spec, device, backend)
     layers = _layers.setdefault(call.module, {})
     cached = layers.get((spec, device))
     if cached is None or not _is_current(cached, call, backend):
