@@ -177,6 +177,56 @@ def test_a_class_that_replaces_plans_only_rotates_by_separate_launches() -> None
         assert impl._rotating_plan() == wanted
 
 
+@pytest.mark.parametrize("side", [KVRotation(), KVRotation(values=False)])
+@pytest.mark.parametrize("writes", [True, False])
+def test_plans_that_rotate_queries_leave_outputs_to_the_layer(
+    side: KVRotation, writes: bool
+) -> None:
+    """In calls of the layer with and without keys, and in `forward` of the impl."""
+
+    class Plan:
+        rotated = side
+
+        def run(self, impl: Any, query: Any, key: Any, value: Any, *rest: Any) -> None:
+            cache, output, lse = rest
+            if key is not None:
+                used.append(side)
+                impl.write_kv(key.view(-1, 2, 32), value.view(-1, 2, 32), cache, batch.slot_mapping)
+            output = output.view(-1, 4, 32)
+            impl.forward(rotate_heads(query.view(-1, 4, 32)), cache, batch, output, lse)
+            if side.values:
+                rotate_heads(output, inverse=True, out=output)
+
+    class Rotating(TorchImpl):
+        rotates_writes = True
+
+        def write_kv(self, key: Any, value: Any, cache: Any, slot_mapping: Any) -> None:
+            new = KVRotation().turn(rotate_heads, key, value)
+            super().write_kv(*new, cache, slot_mapping)
+
+        def plan(self, *args: Any) -> Any:
+            return None
+
+        def rotating_plan(self, rotation: KVRotation, *args: Any) -> Any:
+            return Plan()
+
+    backend = type("Own", (TorchBackend,), {"get_impl_cls": staticmethod(lambda: Rotating)})
+    common = attnlib.CommonAttentionMetadata.from_lengths([3], [3], [[0]], 16, "cpu")
+    rows, found = [torch.randn(3, heads, 32) for heads in (4, 2, 2)], []
+    used: list[KVRotation] = []
+    for chosen in ("torch", backend):
+        layer = attnlib.Attention(_spec(), backend=chosen, device="cpu")
+        cache = attnlib.PagedKVCache.allocate(_spec(), 4, "cpu")
+        batch = layer.backend.make_builder(_spec(), "cpu").build(0, common)
+        out = layer(*rows, cache, batch)
+        if not writes:
+            out = torch.zeros_like(rows[0])
+            layer.impl.forward(rows[0], cache, batch, out)
+        found.append(out.view(3, 4, 32))
+    assert used == [side]
+    torch.testing.assert_close(*found)
+
+
 def test_a_layer_refuses_a_cache_with_another_rotation() -> None:
     spec = _spec()
     other = attnlib.PagedKVCache.allocate(_spec(kv_rotation="hadamard@1"), 4, "cpu")

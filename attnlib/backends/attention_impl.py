@@ -392,8 +392,8 @@ class AttentionImpl(ABC):
         return None
 
     def rotating_plan(self, rotation: KVRotation, *args: Any) -> StepPlan | None:
-        """`plan` of calls with plain queries and outputs over rotated heads (P15), by kernels that
-        rotate both.
+        """`plan` of calls with plain queries over rotated heads (P15), by kernels that rotate them,
+        and outputs back unless its `rotated.values` is False.
 
         Args:
             rotation: of the cache; the plan rotates what it writes by `write_rotation`.

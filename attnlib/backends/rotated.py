@@ -173,7 +173,7 @@ class RotatedImpl(PairImpl):
         if key is None or self._inner.write_rotation is not None:
             own = self._rotating_plan(signature, query, key, value, cache, metadata, output, lse)
             if own is not None:
-                return RotatingPlan(own)
+                return RotatingPlan(self.spec, own)
         query = stand_in(query, self._rotation.keys)
         if key is not None and value is not None and self._inner.write_rotation is None:
             key = stand_in(key, self._rotation.keys)
@@ -195,9 +195,10 @@ class RotatedImpl(PairImpl):
             signature = ("rotated", *forward_signature(self, query, cache, output, lse))
             plans = metadata.plans
             if signature not in plans:
-                plans[signature] = self._rotating_plan(signature, *call)
+                own = self._rotating_plan(signature, *call)
+                plans[signature] = None if own is None else RotatingPlan(self.spec, own)
             if (plan := plans[signature]) is not None:
-                plan.run(self._inner, query, None, None, cache, output, lse)
+                plan.run(self, query, None, None, cache, output, lse)
                 return
         attend(self._inner, self.rotated_queries(query), cache, metadata, output, lse)
         self.rotate_back(output)

@@ -11,6 +11,7 @@ import torch
 import attnlib
 from attnlib.backends.triton import TritonBackend
 from attnlib.backends.triton.impl import TritonImpl
+from attnlib.kv_rotation import KVRotation
 from attnlib.ops.triton.hopper import select_decodes, sizes
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from tests.gpu.devices import needs_gpu
@@ -143,7 +144,8 @@ def test_rotations_that_overlap_other_kernels(
     requests: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a graph of many steps, each of which writes keys and values, rotates queries and decodes:
-    the same bits as kernels that rotate, so that no launch is ahead of what it reads."""
+    the same bits as kernels that rotate both or queries only, so that no launch is ahead of what it
+    reads."""
     spec = attnlib.AttentionSpec(
         num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, kv_cache_dtype=INT8,
         kv_rotation="hadamard",
@@ -155,8 +157,9 @@ def test_rotations_that_overlap_other_kernels(
     torch.manual_seed(0)
     new = torch.randn(steps, tokens, 48, 128, device="cuda").bfloat16()
     found = []
-    for inside in (True, False):
-        monkeypatch.setattr(select_decodes, "_rotates", lambda *call, found=inside: found)
+    queries = KVRotation(values=False)
+    for inside in (KVRotation(), queries, None):
+        monkeypatch.setattr(select_decodes, "_rotated_inside", lambda *call, found=inside: found)
         LAUNCHES.clear()
         layer = attnlib.Attention(spec, backend=Hopper, device="cuda")
         cache = attnlib.PagedKVCache.allocate(spec, sum(pages), "cuda")
@@ -186,4 +189,5 @@ def test_rotations_that_overlap_other_kernels(
             graph.replay()
         torch.cuda.synchronize()
         found.append(outputs)
-    assert found[0].isfinite().all() and torch.equal(*found)
+    assert found[0].isfinite().all()
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

@@ -8,20 +8,40 @@ import torch
 
 from attnlib.backends.step_plan import StepPlan
 from attnlib.cache.storage import PagedKVCache
+from attnlib.kv_rotation import KVRotation
 from attnlib.spec import AttentionSpec
 
 __all__ = ["RotatedPlan", "RotatingPlan", "stand_in"]
 
 
 class RotatingPlan:
-    """A plan whose kernels rotate, for the calls of a `RotatedImpl`."""
+    """A plan whose kernels rotate queries, for the calls of a `RotatedImpl`.
 
-    def __init__(self, inner: StepPlan) -> None:
+    Args:
+        spec: of the layers.
+        inner: the plan (`AttentionImpl.rotating_plan`).
+    """
+
+    def __init__(self, spec: AttentionSpec, inner: StepPlan) -> None:
+        self._spec = spec
         self._inner = inner
+        rotated: KVRotation | None = getattr(inner, "rotated", None)
+        self._leaves_outputs = rotated is not None and not rotated.values
 
-    def run(self, impl: Any, *tensors: Any) -> None:
+    def run(
+        self,
+        impl: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: PagedKVCache,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
         """See `StepPlan.run`."""
-        self._inner.run(impl._inner, *tensors)
+        self._inner.run(impl._inner, query, key, value, cache, output, lse)
+        if self._leaves_outputs:
+            impl.rotate_back(output.view(-1, self._spec.num_heads, self._spec.head_size_v))
 
 
 class RotatedPlan:

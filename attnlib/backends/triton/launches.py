@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnlib.backends.base import AttentionImpl
 from attnlib.cache.storage import PagedKVCache
+from attnlib.kv_rotation import KVRotation
 from attnlib.ops.triton.batch_tensors import Batch
 from attnlib.ops.triton.cache_write import CacheWrite
 from attnlib.ops.triton.heuristics import device as chips
@@ -92,8 +93,8 @@ class StepLaunches:
         hooks: the kernels' own launch hooks.
         template: the direct launches (`prepare_sequence`); None before every kernel has been
             launched by Triton.
-        rotates: the kernels of all parts take plain queries, and give plain outputs, over rotated
-            heads (P15).
+        rotated: what the kernels of all parts rotate, queries, and outputs back (P15); None where
+            they differ.
     """
 
     def __init__(
@@ -114,7 +115,8 @@ class StepLaunches:
         self.prefill = prefill
         self.workspace_bytes = 0 if decode is None else decode.workspace_bytes
         parts = [part for part in (decode, prefill) if part is not None]
-        self.rotates = all(getattr(part, "rotates", False) for part in parts)
+        sides = {getattr(part, "rotated", None) for part in parts}
+        self.rotated: KVRotation | None = sides.pop() if len(sides) == 1 else None
         writes = () if write is None or write.launch is None else (write.launch,)
         of_parts = [kernel for part in parts for kernel in part.kernels]
         self._kernels: tuple[BoundLaunch, ...] = (*writes, *of_parts)

@@ -44,6 +44,9 @@ class TritonPlan:
         kernels: "auto", "hopper" or "portable".
         rotation: of the cache, where the kernels rotate queries and outputs (P15); else None.
 
+    Attributes:
+        rotated: what they rotate.
+
     Raises:
         ContractError: tensors that the kernels cannot address.
     """
@@ -74,7 +77,7 @@ class TritonPlan:
         batch = batch_of(metadata)
         step = (impl, signature, call, metadata, batch, kernels, rotation)
         launches = self._launches = find_step(*step)
-        self._rotation = rotation if launches.rotates else None
+        self.rotated = launches.rotated
         need, decodes = launches.workspace_bytes, batch.decodes
         if need and decodes is not None:
             space = decodes.workspace
@@ -117,7 +120,7 @@ class TritonPlan:
         call = LayerCall(query, key, value, cache, output, lse).per_head(self._spec)
         if not self._launches.reads(call):
             if self._plain is None:
-                self._plain = PlainCalls(self._spec, self._rotation)
+                self._plain = PlainCalls(self._spec, self.rotated)
             self._plain.run(impl, call, self._plain_plan)
             return
         self._launches.run_by_triton(call, impl, self._batch, self._split)

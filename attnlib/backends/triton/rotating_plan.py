@@ -36,6 +36,6 @@ def make_rotating_plan(
         return None
     call = LayerCall(query, key, value, cache, output, lse)
     found = find_step(self, signature, call, metadata, batch_of(metadata), self._kernels, rotation)
-    if not found.rotates:  # short prefills, and decodes by the portable kernels
+    if found.rotated is None:  # short prefills, and decodes by the portable kernels
         return None
     return TritonPlan(self, signature, call, metadata, self._kernels, rotation)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from attnlib.kv_rotation import KVRotation
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.hopper.descriptors import (
@@ -41,7 +42,7 @@ class ConvertedPrefill:
         rows: rows of the copies.
         dtype: of the copies.
         sizes: elements of the copies of the keys and of the values.
-        rotates: the pages hold rotated heads, and the copies plain ones (P15).
+        rotated: of the heads of the pages, where the copies hold plain ones (P15); else None.
     """
 
     prefill: HopperPrefill
@@ -51,7 +52,7 @@ class ConvertedPrefill:
     rows: int
     dtype: torch.dtype
     sizes: tuple[int, int]
-    rotates: bool = False
+    rotated: KVRotation | None = None
 
     needs_alignment: ClassVar[bool] = True
     as_bytes: ClassVar[bool] = False

@@ -146,7 +146,7 @@ def prepare_converted_prefill(call: AttentionCall, tile: HopperTile, rows: int) 
         rows,
         query.dtype,
         (rows * num_kv_heads * sizes[0], rows * num_kv_heads * sizes[1]),
-        rotates=rotation is not None,
+        rotated=rotation,
     )
 
 

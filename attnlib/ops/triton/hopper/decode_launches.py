@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from attnlib.kv_rotation import KVRotation
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits
@@ -97,7 +98,7 @@ class HopperDecode:
         gathers: the kernel reads the caches by address instead of descriptors.
         key_address: what it takes after the descriptors, the address of the keys or None.
         takes_scores: it takes tensors of a score function and counters.
-        rotates: the kernels rotate queries, and outputs back (P15).
+        rotated: what the kernels rotate, queries, and outputs back (P15); else None.
     """
 
     limits: DeviceLimits
@@ -119,7 +120,7 @@ class HopperDecode:
     gathers: bool = False
     key_address: tuple[Source | None, ...] = ()
     takes_scores: bool = True
-    rotates: bool = False
+    rotated: KVRotation | None = None
 
     needs_alignment: ClassVar[bool] = True
     """TMA and 16-byte loads require aligned tensors, also for launches by Triton."""

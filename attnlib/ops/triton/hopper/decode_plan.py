@@ -81,7 +81,7 @@ def prepare_hopper_decode(
     return HopperDecode(
         limits=call.limits,
         index=call.query.get_device(),
-        rotates=config.K_SIGNS > 0 or config.V_SIGNS > 0,
+        rotated=params.rotation if config.K_SIGNS or config.V_SIGNS else None,
         views=_views(call, sizes, tile),
         packed=sizes.packed,
         scale=params.scale if is_quantized else params.scale * float(params.k_scale),

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attnlib.kv_rotation import KVRotation
 from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.shared_decode import DecodeItems
@@ -65,8 +66,9 @@ def select_decode(call: AttentionCall, schedule: DecodeSchedule) -> HopperDecode
     counters, tile = call.batch.counters, _choose_tile(call, schedule)
     if tile is None:
         return None
-    if params.rotation is not None and not _rotates(call, tile):
-        call = replace(call, params=replace(params, rotation=None))
+    if params.rotation is not None:
+        rotated = _rotated_inside(params.rotation, call, tile)
+        call = replace(call, params=replace(params, rotation=rotated))
     return prepare_hopper_decode(
         call,
         tile,
@@ -76,14 +78,23 @@ def select_decode(call: AttentionCall, schedule: DecodeSchedule) -> HopperDecode
     )
 
 
-def _rotates(call: AttentionCall, tile: DecodeTile) -> bool:
-    """Whether the kernels rotate (P15): where a worker has about one request.
+def _rotated_inside(
+    rotation: KVRotation, call: AttentionCall, tile: DecodeTile
+) -> KVRotation | None:
+    """What the kernels rotate (P15); other launches rotate the rest. Both where a worker has about
+    one request; queries only up to two, where consumers of a multiprocessor prepare them.
 
-    On an H200, of the time between two launches that rotate: int8 8 x 8k 0.90, 256 x 1k 1.10; with
-    int4 values 8 x 8k 0.91, 64 x 8k 0.99, 256 x 1k 1.08.
+    On an H200, of the time between two launches that rotate: int8 8 x 8k 0.94, 256 x 1k 1.11; with
+    int4 values 64 x 8k 0.99, 256 x 1k 1.08; queries only 32 x 4k 0.99, 256 x 1k, by a warp of their
+    own, 1.08.
     """
     workers = call.limits.num_sms * max(1, tile.warps, tile.consumers)
-    return call.batch.num_decodes * call.shape.num_kv_heads <= workers
+    pairs = call.batch.num_decodes * call.shape.num_kv_heads
+    if pairs <= workers:
+        return rotation
+    if pairs > 2 * workers or tile.warps or tile.consumers > 1 or not rotation.keys:
+        return None
+    return replace(rotation, values=False)
 
 
 def _choose_tile(call: AttentionCall, schedule: DecodeSchedule) -> DecodeTile | None:
