@@ -3,7 +3,7 @@
 Compiled kernels depend on a few classes of shapes and not on lengths: the rows that share a tile
 (the longest query), whether keys are split (the number of requests and the bound on sequence
 lengths), whether a batch mixes decodes with prefills and where it is split, whether the LSE is
-returned, and the strides of q, k and v. `warmup` runs all classes. Bounds are as large as the
+returned, and the strides of q, k and v. `warmup` covers all classes. Bounds are as large as the
 limits, but the work is small: long sequences are declared, not read. It runs on the cache of the
 caller, because its strides matter too, and does not change it: every slot is -1.
 """
@@ -53,7 +53,7 @@ class WarmupReport:
     """The result of `warmup`.
 
     Attributes:
-        batches: query lengths of each batch, in order.
+        batches: query lengths of the batches that are covered, in order.
         seconds: duration.
         kernels_found: kernels that Triton's cache on disk had, such as those of `attnlib compile`.
         kernels_compiled: kernels that Triton compiled. Kernels that this process had used before
@@ -98,7 +98,7 @@ def warmup(
         form: of the calls of `StateLayer.step`, which are run, too.
 
     Returns:
-        The batches that were run.
+        The batches that are covered, and what it took.
 
     Raises:
         ContractError: a paged layer without a cache.
