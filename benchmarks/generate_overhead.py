@@ -10,9 +10,11 @@ shape, whose scores have a soft cap: it is compared with eager, because sdpa has
 has its own weights (`attnlib[model]`) and makes 24 tokens. Prefills of 1024 tokens are rows of
 their own; one of them has a mask of eight documents.
 
-The implementations take turns in one process, and the median over the rounds of the ratios of
-neighbors is reported. Seconds are CPU time of the process, so that other processes do not count.
-Prefill does not count in the rows of `generate`: time runs from the first token.
+The implementations take turns in one process. Rows of `generate` change turns after each token
+(`attnlib.bench.token_turns`); what is reported follows from the median time of each token over the
+rounds. Time runs from the first decode. Other rows change turns after each run, and the median over
+the rounds of the ratios of neighbors is reported. Seconds are CPU time, so that other processes do
+not count.
 
 `--record` adds the rows to benchmarks/results/generate_overhead.json, and removes those of other
 commits.
@@ -35,6 +37,7 @@ import transformers
 import attnlib.integrations.transformers as integration
 from attnlib import example_model
 from attnlib.bench.provenance import provenance
+from attnlib.bench.token_turns import TokenTurns
 
 RESULTS = Path(__file__).parent / "results" / "generate_overhead.json"
 PROMPT, NEW_TOKENS, PREFILL, DOCUMENT = 512, 64, 1024, 128
@@ -128,22 +131,28 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.process_time() - started
 
 
-def generate_rate(model: Any, row: Row, batch: dict[str, torch.Tensor]) -> float:
-    """Decoded tokens per second of greedy `generate`, from the first token on."""
-    times: list[float] = []
+def generate_rates(
+    model: Any, row: Row, batch: dict[str, torch.Tensor], rounds: int
+) -> dict[str, float]:
+    """Decoded tokens per second of greedy `generate` with each implementation."""
 
-    def stamp(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        times.append(time.process_time())
-        return scores
+    def run() -> torch.Tensor:
+        found: torch.Tensor = model.generate(
+            **batch, max_new_tokens=row.new_tokens + 1, do_sample=False, **row.arguments
+        )
+        return found
 
-    model.generate(
-        **batch,
-        max_new_tokens=row.new_tokens + 1,
-        do_sample=False,
-        logits_processor=transformers.LogitsProcessorList([stamp]),
-        **row.arguments,
-    )
-    return row.new_tokens * len(row.lengths) / (times[-1] - times[0])
+    turns = TokenTurns(model, dict.fromkeys(("attnlib", row.other), run), time.thread_time)
+    try:
+        turns.round()  # makes plans
+        for seconds_of in turns.seconds.values():
+            seconds_of.clear()
+        for _ in range(rounds):
+            turns.round()
+    finally:
+        turns.close()
+    tokens = row.new_tokens * len(row.lengths)
+    return {name: tokens / turns.total(name, first=3) for name in turns.seconds}
 
 
 @torch.no_grad()
@@ -183,11 +192,24 @@ def batch_rate(model: Any, row: Row, batch: dict[str, torch.Tensor]) -> float:
 
 
 RATES = {
-    "generate": generate_rate,
     "prefill": prefill_rate,
     "documents": documents_rate,
     "batch": batch_rate,
 }
+
+
+def run_rates(
+    model: Any, row: Row, batch: dict[str, torch.Tensor], rounds: int
+) -> dict[str, list[float]]:
+    """Tokens per second of each run, with attnlib and with the other implementation."""
+    found: dict[str, list[float]] = {"attnlib": [], row.other: []}
+    for turn in range(rounds + 1):
+        for name in sorted(found, reverse=turn % 2 == 1):
+            model.set_attn_implementation(name)
+            value = RATES[row.run](model, row, batch)
+            if turn:  # the first round makes plans
+                found[name].append(value)
+    return found
 
 
 def measure(rows: list[str], rounds: int) -> dict[str, dict[str, float]]:
@@ -196,17 +218,14 @@ def measure(rows: list[str], rounds: int) -> dict[str, dict[str, float]]:
     results: dict[str, dict[str, float]] = {}
     for label in rows:
         row = ROWS[label]
-        model, batch, rate = models[row.model], build_batch(row.lengths), RATES[row.run]
-        found: dict[str, list[float]] = {"attnlib": [], row.other: []}
-        for turn in range(rounds + 1):
-            for name in sorted(found, reverse=turn % 2 == 1):
-                model.set_attn_implementation(name)
-                value = rate(model, row, batch)
-                if turn:  # the first round makes plans
-                    found[name].append(value)
-        ours, theirs = found.values()
-        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-        median = {name: statistics.median(rates) for name, rates in found.items()}
+        model, batch = models[row.model], build_batch(row.lengths)
+        if row.run == "generate":
+            median = generate_rates(model, row, batch, rounds)
+            ratio = median["attnlib"] / median[row.other]
+        else:
+            found = run_rates(model, row, batch, rounds)
+            ratio = statistics.median(a / b for a, b in zip(*found.values(), strict=True))
+            median = {name: statistics.median(rates) for name, rates in found.items()}
         results[label] = {**median, "ratio": ratio, "rounds": rounds}
         shown = "  ".join(f"{name} {value:8.1f} tokens/s" for name, value in median.items())
         print(f"{label:26} {shown}  ratio {ratio:.3f}", flush=True)

@@ -14,13 +14,13 @@ new tokens:
 
 Each implementation runs a row once, which compiles and captures; then `--rounds` runs are timed,
 fewer where they take longer than `--seconds` together. Implementations take turns: after each token
-where nothing is compiled (`token_turns`), after each run of compiled models (`process_turns`).
-In `generate_batch` they run one after the other, because each cache takes the free memory. Tokens
-per second follow from medians over the rounds (of each token where these take turns); `ratio` is
-attnlib's speed to that of the other: of these medians, or the median over the runs. `compiled`
-counts the kernels of Triton that the timed runs compile, `graphs` and `breaks` what torch.compile
-made in the first run, `new_graphs` in the timed ones. sdpa runs as `paged|sdpa` in
-`generate_batch`; models with sinks are compared with eager instead of sdpa.
+where nothing is compiled (`attnlib.bench.token_turns`), after each run of compiled models
+(`process_turns`). In `generate_batch` they run one after the other, because each cache takes the
+free memory. Tokens per second follow from medians over the rounds (of each token where these take
+turns); `ratio` is attnlib's speed to that of the other: of these medians, or the median over the
+runs. `compiled` counts the kernels of Triton that the timed runs compile, `graphs` and `breaks`
+what torch.compile made in the first run, `new_graphs` in the timed ones. sdpa runs as `paged|sdpa`
+in `generate_batch`; models with sinks are compared with eager instead of sdpa.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from typing import Any
 import torch
 import transformers
 from process_turns import ProcessRun
-from token_turns import TokenTurns
 from torch._dynamo.utils import counters
 
 import attnlib.integrations.transformers as integration
 from attnlib.bench.provenance import provenance
+from attnlib.bench.token_turns import TokenTurns
 from attnlib.testing.compilations import compiled_kernels
 
 VOCABULARY = 32000

@@ -2,7 +2,7 @@
 
 The speed of a host changes from one second to the next, while other work runs on it. Neighbors in
 time are comparable: each implementation has a thread with a `generate` of its own, and passes the
-turn on before each forward. The GPU is idle then. A decode changes settings of the whole model
+turn on before each forward. A GPU is idle then. A decode changes settings of the whole model
 (`_optimize_model_for_decode`), so all prompts come before it.
 """
 
@@ -27,14 +27,20 @@ class TokenTurns:
     Args:
         model: the model; its `prepare_inputs_for_generation` passes the turn on until `close`.
         runs: a run of each implementation; it returns tokens.
+        clock: what tells the seconds of a turn.
 
     Attributes:
         seconds: of each implementation, for each round the seconds between two turns.
         tokens: of each implementation, those of the last round.
     """
 
-    def __init__(self, model: Any, runs: dict[str, Callable[[], torch.Tensor]]) -> None:
-        self._model, self._runs = model, runs
+    def __init__(
+        self,
+        model: Any,
+        runs: dict[str, Callable[[], torch.Tensor]],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._model, self._runs, self._clock = model, runs, clock
         # A thread for all rounds: caches of threads outlive a run.
         self._threads = {name: ThreadPoolExecutor(1) for name in runs}
         self._turns = {name: threading.Semaphore(0) for name in runs}
@@ -65,9 +71,15 @@ class TokenTurns:
         for thread in self._threads.values():
             thread.shutdown()
 
-    def total(self, name: str) -> float:
-        """Seconds of a run: the sum of the medians over the rounds of each turn."""
-        return sum(map(statistics.median, zip(*self.seconds[name], strict=True)))
+    def total(self, name: str, first: int = 0) -> float:
+        """Seconds of a run: the sum of the medians over the rounds of each turn.
+
+        Args:
+            name: the implementation.
+            first: turns that are left out. The first three are those before the first decode.
+        """
+        turns = list(zip(*self.seconds[name], strict=True))
+        return float(sum(map(statistics.median, turns[first:])))
 
     def _play(self, name: str) -> None:
         self._local.name = name
@@ -116,8 +128,9 @@ class TokenTurns:
     def _begin(self) -> None:
         self._turns[self._local.name].acquire()
         self._model.set_attn_implementation(self._local.name)
-        self._local.started = time.perf_counter()
+        self._local.started = self._clock()
 
     def _end(self) -> None:
-        torch.cuda.synchronize()
-        self.seconds[self._local.name][-1].append(time.perf_counter() - self._local.started)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[self._local.name][-1].append(self._clock() - self._local.started)
