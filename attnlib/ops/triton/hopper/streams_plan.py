@@ -21,6 +21,8 @@ __all__ = ["HopperStreams", "streams_reasons"]
 
 _TILE = 64
 """Latents of a tile."""
+_STEP = 2 * _TILE
+"""Slots that a CTA visits at least."""
 _REGISTERS = 216
 """Of a thread of the warps that multiply."""
 
@@ -79,8 +81,8 @@ class HopperStreams:
         own = -(-seen // _TILE) * _TILE
         programs = call.num_tokens * blocks
         # One CTA uses the memory of a multiprocessor.
-        tiles, wave = -(-(own + num_entries) // _TILE), call.limits.num_sms // max(1, programs)
-        self.num_splits = max(1, min(tiles, wave, MAX_SPLITS))
+        steps, wave = -(-(own + num_entries) // _STEP), call.limits.num_sms // max(1, programs)
+        self.num_splits = max(1, min(steps, wave, MAX_SPLITS))
         config = StreamConfig(
             OWN=own,
             BLOCK_SIZE=shape.block_size,

@@ -76,7 +76,7 @@ class StreamWork:
         exists: whether the token belongs to a request.
         first, last: its own visible positions are those in [first, last).
         count: entries that it may see.
-        begin, end: its slots.
+        begin: the first slot.
         pairs: pairs of tiles from there on.
         split: its split of the slots.
         OWN, LISTED: see `StreamConfig`.
@@ -91,7 +91,6 @@ class StreamWork:
     last: Value
     count: Value
     begin: Value
-    end: Value
     pairs: Value
     split: Value
     OWN: gl.constexpr
@@ -99,8 +98,7 @@ class StreamWork:
 
     @gluon.jit
     def positions(self, slot, lanes):
-        """Return the positions of a tile in its stream, -1 for those that are not visible or belong
-        to another split.
+        """Return the positions of a tile in its stream, -1 for those that are not visible.
 
         Args:
             slot: the first slot of the tile.
@@ -116,7 +114,7 @@ class StreamWork:
             else:
                 position = index
             seen = (position >= 0) & (position < self.count)
-        return gl.where(seen & (slot < self.end), position, -1)
+        return gl.where(seen, position, -1)
 
     @gluon.jit
     def keys(self, slot, lanes):
@@ -203,10 +201,10 @@ def stream_work(lists, entry_counts, CONFIG: gl.constexpr):
         slots = CONFIG.OWN + gl.minimum(lists.num_entries, count)
     # The same splits for all tokens, because the combine kernel knows one number per token. Triton
     # 3.6 does not compile the kernel where `begin` is a constant.
-    total = (CONFIG.OWN + lists.num_entries + TILE - 1) // TILE
-    per_split = (total + lists.num_splits - 1) // lists.num_splits
-    begin = split * per_split * TILE
-    end = gl.minimum(slots, begin + per_split * TILE)
+    steps = (CONFIG.OWN + lists.num_entries + 2 * TILE - 1) // (2 * TILE)
+    per_split = (steps + lists.num_splits - 1) // lists.num_splits
+    begin = split * per_split * (2 * TILE)
+    end = gl.minimum(slots, begin + per_split * (2 * TILE))
     pairs = gl.where(visible.exists, gl.maximum(end - begin + 2 * TILE - 1, 0) // (2 * TILE), 0)
     entries = None
     if CONFIG.LISTED:
@@ -221,7 +219,6 @@ def stream_work(lists, entry_counts, CONFIG: gl.constexpr):
         visible.last,
         count,
         begin,
-        end,
         pairs,
         split,
         CONFIG.OWN,
