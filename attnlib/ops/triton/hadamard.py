@@ -21,6 +21,9 @@ __all__ = ["rotate_heads"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ELEMENTS_PER_PROGRAM = 1024
+_FEW_ELEMENTS = 2**20
+"""Elements of a call up to which a program has half as many: 256 tokens of 32 heads of 128 in front
+of a decode and behind it take 146.4 instead of 147.6 us with the decode, fewer the same (H200)."""
 
 
 def rotate_heads(
@@ -70,7 +73,8 @@ def _prepare(heads: Tensor, out: Tensor, inverse: bool) -> BoundLaunch:
     tokens, num_heads, size = heads.shape
     block = rotation_block(size)
     rows = num_heads * (size // block)
-    per_program = min(triton.next_power_of_2(rows), max(1, _ELEMENTS_PER_PROGRAM // block))
+    most = _ELEMENTS_PER_PROGRAM // (2 if heads.numel() <= _FEW_ELEMENTS else 1)
+    per_program = min(triton.next_power_of_2(rows), max(1, most // block))
     constants = {
         "BLOCK": block,
         "BLOCKS": size // block,
@@ -81,7 +85,7 @@ def _prepare(heads: Tensor, out: Tensor, inverse: bool) -> BoundLaunch:
         "FACTOR": unit_factor(size),
         "LIMIT": LARGEST_INPUT,
         "LARGEST": torch.finfo(heads.dtype).max,
-        "num_warps": 4 if per_program * block > 512 else 1,
+        "num_warps": 4 if per_program * block >= 512 else 1,
     }
     grid = (tokens, triton.cdiv(rows, per_program), 1)
     constants |= programmatic_launch(limits_of(heads), grid[0] * grid[1])
