@@ -23,8 +23,10 @@ SIZES = (
     (16, 4, 2, 128, 128),
     (2, 2, 1, 96, 64),
     (5, 1, 8, 576, 512),
-    (128, 4, 4, 128, 128),
+    (48, 4, 4, 128, 128),
 )
+"""Two ranks may have one GPU, which then holds all programs of the first: otherwise those wait for
+programs that cannot start. A rank with a GPU of its own has no such limit."""
 
 
 @dataclass
