@@ -15,7 +15,7 @@ from attnlib.ops.triton.launch.bound import BoundLaunch
 __all__ = ["Partials"]
 
 _STEP = 16
-"""Splits that the combine kernel loads at a time."""
+"""Splits that the combine kernel of a decode loads at a time."""
 
 
 class Partials(NamedTuple):
@@ -42,6 +42,8 @@ class Partials(NamedTuple):
         has_sink: int = False,
         has_lse: bool = False,
         overlap: dict[str, bool] | None = None,
+        step: int = _STEP,
+        num_warps: int = 4,
     ) -> Partials:
         """The results of splits with normalized sums and an LSE each, combined by `combine_kernel`.
 
@@ -51,6 +53,8 @@ class Partials(NamedTuple):
             has_sink: `AttentionParams.sink_kind`: whether the combine kernel adds sinks, and which.
             has_lse: whether it writes LSEs.
             overlap: constants of programmatic launches (`programmatic_launch`); None for none.
+            step: splits that the combine kernel loads at a time, a power of 2.
+            num_warps: of the combine kernel.
         """
         if num_splits <= 1:
             return cls(num_splits, None, 0)
@@ -59,8 +63,8 @@ class Partials(NamedTuple):
             "HAS_LSE": has_lse,
             "DV": head_size_v,
             "DV_PAD": next_power_of_2(head_size_v),
-            "STEP": _STEP,
-            "num_warps": 4,
+            "STEP": step,
+            "num_warps": num_warps,
             "enable_fp_fusion": True,
             **(overlap or {"PDL": False}),
         }
