@@ -40,7 +40,10 @@ def run_steps(
     with survey_launches() as survey:
         for number in chosen:
             steps[number]()
-            used.append(survey.take())
+            if survey is not None:
+                used.append(survey.take())
+    if survey is None:  # another thread surveys
+        return
     first = [chosen[number] for number in first_uses(used)]
     if survey.new:
         _run(steps[number] for number in first)

@@ -43,17 +43,7 @@ def test_without_kernels_every_step_runs_once() -> None:
 def test_a_surveyed_warmup_covers_random_batches_with_and_without_a_note(tmp_path: Path) -> None:
     """Threads compile, everything compiled is launched, and the next process runs few batches."""
     pytest.importorskip("triton")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "tests.described_warmup"]
-
-    def run() -> dict[str, Any]:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
-
-    first, second = run(), run()
+    first, second = (_run_module("tests.described_warmup", tmp_path) for _ in range(2))
     assert first["found"] == [] and second["compiled"] == []
     assert second["found"] == first["compiled"]
     assert {"hopper_prefill_kernel", "decode_kernel"} <= set(first["compiled"])
@@ -61,6 +51,28 @@ def test_a_surveyed_warmup_covers_random_batches_with_and_without_a_note(tmp_pat
         assert result["late"] == []
         assert result["launched"] == sorted(set(first["compiled"]))
     assert 2 * second["batches"] < first["batches"]
+
+
+def test_a_survey_leaves_other_threads_alone(tmp_path: Path) -> None:
+    """Their launches run, one survey at a time replaces Triton's methods, and they come back."""
+    pytest.importorskip("triton")
+    found = _run_module("tests.surveyed_threads", tmp_path)
+    assert found["new"] == 1 and found["during"] == ["other", "other"]
+    assert found["after"] == ["MainThread"]
+    assert found["second"] == [None] and found["is_free"]
+    assert found["is_restored"]
+
+
+def _run_module(name: str, cache: Path) -> dict[str, Any]:
+    """The last line that a module prints, in a process that compiles Triton's kernels."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-m", name], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.fixture

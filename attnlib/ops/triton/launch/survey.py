@@ -10,8 +10,8 @@ import functools
 import threading
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from attnlib.ops.triton.launch.keys import kernel_key
 __all__ = ["Survey", "can_survey", "survey_launches"]
 
 _MOST_THREADS = 16
+_SURVEYING = threading.Lock()
 
 
 def can_survey(device: torch.device) -> bool:
@@ -47,11 +48,13 @@ class _New(NamedTuple):
     Attributes:
         kernels: Triton's table of the compiled kernels of a function on a device.
         key: in that table.
+        placeholder: what has the place of the kernel until the survey ends.
         made: the compiled kernel.
     """
 
     kernels: dict[Any, Any]
     key: Any
+    placeholder: NotLaunched
     made: Future[Any]
 
 
@@ -106,29 +109,58 @@ class Survey:
             return made
 
         placeholder = kernels[key] = NotLaunched()
-        self.new.append(_New(kernels, key, self._pool.submit(make)))
+        self.new.append(_New(kernels, key, placeholder, self._pool.submit(make)))
         return placeholder
+
+    def provide(self, kernel: Any) -> bool:
+        """Put a kernel in its place early, for another thread, which found a placeholder there.
+
+        Returns:
+            Whether `kernel` is a placeholder of this survey.
+        """
+        for new in tuple(self.new):
+            if new.placeholder is kernel:
+                with suppress(CancelledError):  # then the place is free
+                    new.kernels[new.key] = new.made.result()
+                return True
+        return False
 
     def finish(self, is_complete: bool) -> None:
         """Put the kernels in the places where Triton looks them up; free these places instead after
         an error."""
-        for kernels, key, made in self.new:
-            del kernels[key]
+        for new in self.new:
+            del new.kernels[new.key]
             if not is_complete:
-                made.cancel()
-        for kernels, key, made in self.new if is_complete else ():
-            kernels[key] = made.result()
+                new.made.cancel()
+        for new in self.new if is_complete else ():
+            new.kernels[new.key] = new.made.result()
 
 
 @contextmanager
-def survey_launches() -> Iterator[Survey]:
+def survey_launches() -> Iterator[Survey | None]:
     """Inside, this thread's launches of new kernels run nothing: other threads compile these
-    kernels, or find them in Triton's cache, and load them. At the end all are there. Use it where
-    `can_survey`.
+    kernels, or find them in Triton's cache, and load them. At the end all are there. Launches by
+    other threads wait for their kernels. Use it where `can_survey`.
+
+    Yields:
+        The survey; None while there is another one, since both would replace Triton's methods: then
+        launches are as usual.
 
     Raises:
         Exception: what Triton raises for a kernel.
     """
+    if not _SURVEYING.acquire(blocking=False):
+        yield None
+        return
+    try:
+        with _replaced_methods() as survey:
+            yield survey
+    finally:
+        _SURVEYING.release()
+
+
+@contextmanager
+def _replaced_methods() -> Iterator[Survey]:
     own_run, own_compile = JITFunction.run, JITFunction._do_compile
     with _threads() as pool:
         survey = Survey(pool)
@@ -138,6 +170,8 @@ def survey_launches() -> Iterator[Survey]:
             kernel = own_run(self, *arguments, **options)
             if survey.is_own():
                 survey.note(kernel)
+            elif isinstance(kernel, NotLaunched) and survey.provide(kernel):
+                return own_run(self, *arguments, **options)
             return kernel
 
         def start(self: Any, *arguments: Any) -> Any:
