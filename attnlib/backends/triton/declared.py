@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attnlib.backends.triton.scheduler import Scheduler
-from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.triton.heuristics.hopper_tiles import SHORT_CONTEXT
 from attnlib.ops.triton.heuristics.splits import (
     MOST_PREFILL_ROWS,
@@ -121,7 +120,7 @@ def seq_len_bounds(scheduler: Scheduler, num_reqs: int, least: int, most: int) -
             few = (FEW_KEYS, FEW_PACKED_KEYS)
             edges += [keys * scheduler.limits.num_sms // num_reqs for keys in few]
         turns += [edge + side for edge in edges for side in (0, 1)]
-        turns += _copied_lengths(shape, num_reqs, least)
+        turns += _copied_lengths(scheduler, num_reqs, least)
     inner = {edge + side for edge in _tile_edges(scheduler, num_reqs, most) for side in (0, 1)}
     if len(inner) > 2:
         powers = range(most.bit_length())
@@ -129,12 +128,15 @@ def seq_len_bounds(scheduler: Scheduler, num_reqs: int, least: int, most: int) -
     return sorted({least, most, *(bound for bound in (*inner, *turns) if least < bound < most)})
 
 
-def _copied_lengths(shape: LayerShape, num_reqs: int, query_len: int) -> list[int]:
+def _copied_lengths(scheduler: Scheduler, num_reqs: int, query_len: int) -> list[int]:
     """Both sides of the length up to which a prefill reads copies of keys of other elements or of
     small blocks, and both lengths between which that prefill changes."""
+    shape = scheduler.shape
     size, in_pages = shape.cache_dtype.itemsize, shape.page_format is not None
-    is_copied = (size == 1 or gathers(shape.block_size)) and not shape.latent
-    if not is_copied or query_len < copied_tokens(size, in_pages, num_reqs):
+    if shape.latent or not (size == 1 or gathers(shape.block_size)):
+        return []
+    seen = scheduler.window[0], scheduler.chunk
+    if query_len < copied_tokens(size, in_pages, num_reqs, *seen):
         return []
     most = most_copied_keys(shape.num_kv_heads, shape.head_sizes, num_reqs)
     return [most, most + 1, min(most, SHORT_CONTEXT), min(most, SHORT_CONTEXT) + 1]

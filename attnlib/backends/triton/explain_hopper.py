@@ -63,7 +63,8 @@ def copies_note(spec: AttentionSpec, capability: tuple[int, int]) -> str:
     if prefill_unsupported_reasons(shape, features, HopperChip(capability)):
         return ""
     form = spec.kv_dtype.itemsize, spec.scales_in_page
-    one, several = (copied_tokens(*form, requests) for requests in (1, 2))
+    seen = spec.visible_window.as_kernel_args()[0], spec.attention_chunk_size or 0
+    one, several = (copied_tokens(*form, requests, *seen) for requests in (1, 2))
     tokens = f"{one} query tokens" + (f" of one request, {several} of several" * (one < several))
     elements = str(spec.dtype).removeprefix("torch.")
     found = f"; from {tokens} on: Hopper kernel over {elements} copies"

@@ -74,7 +74,8 @@ def copied_rows(
         group: query heads per KV head.
     """
     num_reqs = batch.seq_lens.shape[0]
-    least = hopper_sizes.copied_tokens(key.itemsize, params.scales_in_page, num_reqs)
+    seen = params.window[0], params.attention_chunk_size
+    least = hopper_sizes.copied_tokens(key.itemsize, params.scales_in_page, num_reqs, *seen)
     if max_query_len < least or batch.max_seq_len <= 0:
         return 0
     if group < hopper_sizes.COPIED_GROUP or params.score_function is not None:

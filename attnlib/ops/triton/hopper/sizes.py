@@ -123,17 +123,20 @@ LENGTH_STEP = 4096
 """Step of the classes of sequence lengths, for which launches with copies are prepared."""
 
 
-def copied_tokens(cache_bytes: int, in_pages: bool, num_reqs: int) -> int:
+def copied_tokens(cache_bytes: int, in_pages: bool, num_reqs: int, window: int, chunk: int) -> int:
     """Return the query tokens of the longest request from which keys and values are copied.
 
     Args:
         cache_bytes: size of an element of the cache.
         in_pages: whether pages hold scales.
         num_reqs: requests of the batch.
+        window: keys that a query sees before its own, -1 for all.
+        chunk: positions of an attention chunk, 0 for none.
     """
     if in_pages:
         return min(SCALED_TOKENS, COPIED_TOKENS)
-    is_chunk = cache_bytes == 1 and num_reqs == 1
+    # Copies have all keys of a request, of which short queries see few in a window.
+    is_chunk = cache_bytes == 1 and num_reqs == 1 and window < 0 and not chunk
     return min(CHUNK_TOKENS, COPIED_TOKENS) if is_chunk else COPIED_TOKENS
 
 

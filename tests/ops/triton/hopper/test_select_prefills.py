@@ -56,8 +56,22 @@ def test_prefills_over_copies(
     """Copies of at most 256 MiB; over elements that a prefill converts itself, long chunks of one
     request, which see all of the keys."""
     batch = SimpleNamespace(seq_lens=torch.zeros(reqs), max_seq_len=longest)
-    params = SimpleNamespace(scales_in_page=scales, score_function=None)
+    seen = {"window": (-1, 0), "attention_chunk_size": 0}
+    params = SimpleNamespace(scales_in_page=scales, score_function=None, **seen)
     key = torch.empty(1, 16, 8, 128, dtype=torch.float8_e4m3fn, device="meta")
     found = copied_rows(key, (128, 128), cast(Any, batch), cast(Any, params), tokens, 4)
     assert found == rows
     assert not copied_rows(key, (128, 128), cast(Any, batch), cast(Any, params), tokens, 1)
+
+
+@pytest.mark.parametrize(("window", "chunk"), [((127, 0), 0), ((-1, 0), 8192)])
+def test_chunks_that_see_a_part_of_the_keys_are_not_copied(
+    window: tuple[int, int], chunk: int
+) -> None:
+    """Copies of one request have all of its keys, also those outside a window."""
+    batch = SimpleNamespace(seq_lens=torch.zeros(1), max_seq_len=30_000)
+    seen = {"window": window, "attention_chunk_size": chunk}
+    params = SimpleNamespace(scales_in_page=False, score_function=None, **seen)
+    key = torch.empty(1, 16, 8, 128, dtype=torch.float8_e4m3fn, device="meta")
+    for tokens, rows in ((CHUNK_TOKENS, 0), (COPIED_TOKENS - 1, 0), (COPIED_TOKENS, 32_768)):
+        assert copied_rows(key, (128, 128), cast(Any, batch), cast(Any, params), tokens, 4) == rows
