@@ -40,7 +40,7 @@ def streams_reasons(call: AttentionCall, entries: EntryStream) -> list[str]:
     scales = (params.k_scale, params.v_scale, entries.k_scale, entries.v_scale)
     reasons = streams_unsupported_reasons(
         *(call.shape, features, call.limits, params.window, params.attention_chunk_size),
-        entries.names_single_entries,
+        *(entries.names_single_entries, params.causal is True),
     )
     if not values_are_prefix(key, call.value) or not values_are_prefix(second, entries.value_cache):
         reasons.append("values that are not the keys")

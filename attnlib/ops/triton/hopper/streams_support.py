@@ -22,6 +22,7 @@ def streams_unsupported_reasons(
     window: tuple[int, int],
     chunk: int = 0,
     one_list_per_token: bool = True,
+    causal: bool = True,
 ) -> list[str]:
     """Return why the Hopper kernel over two key streams does not support a layer; empty if it does.
 
@@ -32,6 +33,7 @@ def streams_unsupported_reasons(
         window: its sides, as in `AttentionParams`.
         chunk: tokens of an attention chunk, 0 without chunks.
         one_list_per_token: whether lists name single entries, for all heads of a query token.
+        causal: whether queries see no later keys.
     """
     kernel = "Hopper kernel over two key streams"
     reasons = latent_reasons(kernel, shape._replace(block_size=BLOCK_SIZES[0]), chip, STREAM_SIZES)
@@ -39,7 +41,8 @@ def streams_unsupported_reasons(
         reasons.append(
             f"{shape.num_heads} query heads; the {kernel} takes up to 64, or a multiple of 64"
         )
-    if not 0 <= window[0] < MOST_OWN_KEYS or window[1] >= MOST_OWN_KEYS or chunk:
+    sees_all = window[0] < 0 or (window[1] < 0 and not causal)
+    if sees_all or max(window) >= MOST_OWN_KEYS or chunk:
         reasons.append(
             f"window {window} and chunks of {chunk}; the {kernel} takes windows of up to "
             f"{MOST_OWN_KEYS} tokens, without chunks"

@@ -241,4 +241,6 @@ def latent_reasons(
     reasons = layer_reasons(kernel, usual, chip)
     if shape.head_sizes != sizes:
         reasons.append(f"head sizes {shape.head_sizes}; the {kernel} takes {sizes}")
+    if shape.num_kv_heads != 1:
+        reasons.append(f"{shape.num_kv_heads} KV heads; the {kernel} takes one")
     return reasons

@@ -40,7 +40,19 @@ def are_readable(
         not unsupported_strides(query=query, key_cache=key, value_cache=value, out=out)
         and key.shape[0] > 0
         and equal_formats
+        and _are_whole_scales(params)
         and out.dtype == query.dtype
         and params.scale >= MIN_LATE_SCALE
         and (key.dtype.itemsize == 1 or not has_v_scale)
+    )
+
+
+def _are_whole_scales(params: AttentionParams) -> bool:
+    """Whether the scales of a head in a page, which are loaded as one number, are a whole number of
+    such numbers from each other."""
+    sides = [x for x in (params.k_scale, params.v_scale) if isinstance(x, Tensor) and x.dim() == 4]
+    return not any(
+        size > 1 and stride % side.shape[3]
+        for side in sides
+        for size, stride in zip(side.shape[:3], side.stride()[:3], strict=True)
     )

@@ -277,6 +277,8 @@ def test_float8_latents() -> None:
         ({"num_heads": 96}, {}, "96 query heads"),
         ({}, {"window": (1024, 0)}, r"window \(1024, 0\) .* takes windows of up to 1024"),
         ({}, {"window": (-1, -1)}, r"window \(-1, -1\)"),
+        ({}, {"window": (127, -1), "causal": False}, r"window \(127, -1\)"),
+        ({"num_kv_heads": 2}, {}, "2 KV heads; .* takes one"),
         ({}, {"chunk": 64}, "chunks of 64"),
         ({}, {"one_list_per_token": False}, "lists of blocks"),
     ],
@@ -289,6 +291,8 @@ def test_two_streams_that_are_attended_to_separately(
     window = {"window": (127, 0)}
     chip = Chip((9, 0))
     assert streams_unsupported_reasons(shape, CallFeatures(), chip, **window) == []
+    assert streams_unsupported_reasons(shape, CallFeatures(), chip, (127, -1)) == []
+    assert not streams_unsupported_reasons(shape, CallFeatures(), chip, (1, 9), causal=False)
     found = streams_unsupported_reasons(
         shape._replace(**changes), CallFeatures(), chip, **(window | given)
     )
