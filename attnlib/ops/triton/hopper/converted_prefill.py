@@ -64,6 +64,7 @@ def copied_rows(
     params: AttentionParams,
     max_query_len: int,
     group: int,
+    alone: bool = True,
 ) -> int:
     """Rows of the copies for batches like this one; 0 where the prefill reads the pages.
 
@@ -72,10 +73,12 @@ def copied_rows(
         sizes: head sizes of keys and values.
         max_query_len: query tokens of the longest request.
         group: query heads per KV head.
+        alone: the batch has no decodes, which a conversion would wait for.
     """
     num_reqs = batch.seq_lens.shape[0]
     seen = params.window[0], params.attention_chunk_size
-    least = hopper_sizes.copied_tokens(key.itemsize, params.scales_in_page, num_reqs, *seen)
+    requests = num_reqs + (not alone)
+    least = hopper_sizes.copied_tokens(key.itemsize, params.scales_in_page, requests, *seen)
     if max_query_len < least or batch.max_seq_len <= 0:
         return 0
     if group < hopper_sizes.COPIED_GROUP or params.score_function is not None:

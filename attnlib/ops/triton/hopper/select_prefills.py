@@ -57,7 +57,8 @@ def select_prefill(
 
     Args:
         call: over pages.
-        divides_keys: several work tiles may share the keys of a query tile.
+        divides_keys: several work tiles may share the keys of a query tile: there are no decodes,
+            which run concurrently.
     """
     shape, params, limits = call.shape, call.params, call.limits
     if prefill_unsupported_reasons(shape, CallFeatures.of(params), limits):
@@ -67,7 +68,8 @@ def select_prefill(
         return None
     copied = 0
     if shape.cache_dtype.itemsize == 1 or gathers(shape.block_size):
-        copied = copied_rows(key, shape.head_sizes, batch, params, call.max_query_len, shape.group)
+        lengths = call.max_query_len, shape.group
+        copied = copied_rows(key, shape.head_sizes, batch, params, *lengths, alone=divides_keys)
     if copied and multiplies_float8(call):
         return prepare_float8_prefill(call, copied)
     tile = _choose_tile(call, cache_bytes=2, paged=False) if copied else _choose_tile(call)
@@ -112,7 +114,7 @@ def select_page_prefill(call: AttentionCall) -> ConvertedPrefill | None:
     shape, params, limits = call.shape, call.params, call.limits
     stored = shape.page_format
     if stored is None or not hopper_reads(stored, shape.value_format):
-        return None  # 4-bit floats, or two other formats
+        return None  # an open format, or two other formats
     features = CallFeatures.of(params)._replace(tensor_scales=False)
     copies = _copied(shape)
     if shape.query_dtype.itemsize != 2 or prefill_unsupported_reasons(copies, features, limits):

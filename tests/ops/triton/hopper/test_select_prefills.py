@@ -62,6 +62,10 @@ def test_prefills_over_copies(
     found = copied_rows(key, (128, 128), cast(Any, batch), cast(Any, params), tokens, 4)
     assert found == rows
     assert not copied_rows(key, (128, 128), cast(Any, batch), cast(Any, params), tokens, 1)
+    beside = copied_rows(
+        key, (128, 128), cast(Any, batch), cast(Any, params), tokens, 4, alone=False
+    )
+    assert beside == (0 if tokens < COPIED_TOKENS else rows)  # which runs while decodes do
 
 
 @pytest.mark.parametrize(("window", "chunk"), [((127, 0), 0), ((-1, 0), 8192)])
