@@ -44,7 +44,8 @@ def kernel_facts(
     ]
     if cache is not None:
         tensors = (cache.key_cache, cache.value_cache, cache.k_scale, cache.v_scale)
-        facts += [cache.layout, cache.page_formats, cache.rotation, *tensors]
+        formats = [stored and (stored.name, stored.version) for stored in cache.page_formats]
+        facts += [cache.layout, formats, cache.rotation, *tensors]
     facts += [*layer.impl.per_head_tensors]
     return repr([_form(x) if isinstance(x, torch.Tensor) else x for x in facts])
 

@@ -15,6 +15,7 @@ import torch
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.integrations.vllm.warm import GroupWarmup
+from attnlib.kv_formats.builtin import PAGE_FORMATS
 from attnlib.layer import Attention
 from attnlib.layer.warmup_facts import kernel_facts
 from attnlib.layer.warmup_steps import first_uses, run_steps
@@ -141,7 +142,11 @@ def test_facts_name_what_decides_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
         facts(config={"kernels": "portable"}),
     ]  # fmt: skip
     assert None not in others and len({known, *others}) == 1 + len(others)
-    assert facts({"kv_cache_dtype": "int4_per_group"}) not in (None, known, *others)
+    wide = {"head_size": 128, "kv_rotation": "hadamard"}
+    stored = [facts(wide | {"kv_cache_dtype": name}) for name in sorted(PAGE_FORMATS)]
+    assert None not in stored and len({known, *others, *stored}) == 1 + len(others) + len(stored)
+    for text in (known, *others, *stored):
+        assert text is not None and " at 0x" not in text  # the same in another process
     assert facts({"score_function": prefix_lm(), "mask_kind": MaskKind.BIDIRECTIONAL}) is None
 
 
