@@ -52,14 +52,19 @@ def connect(
         other == index or (other is not None and torch.cuda.can_device_access_peer(index, other))
         for other in others
     )
+    own: torch.Tensor | None = None
     buffers: PeerBuffers | None = None
     problem = "" if reach else "a GPU cannot write the memory of another"
+    try:  # before the rendezvous, in which ranks wait for each other
+        own = _allocate(torch.device("cuda", index)) if reach else None
+    except Exception as error:  # of any kind: other ranks wait
+        problem = _not_shared(error)
     if not any(gather(problem)):
+        assert own is not None  # no rank has a problem
         try:
-            buffers = _rendezvous(torch.device("cuda", index), world_size, rank, process_group)
-        except Exception as error:  # of any kind: other ranks wait
-            first = str(error).partition("\n")[0]
-            problem = f"the memory of GPUs cannot be shared: {type(error).__name__}: {first}"
+            buffers = _rendezvous(own, world_size, rank, process_group)
+        except Exception as error:
+            problem = _not_shared(error)
     if reasons := [each for each in gather(problem) if each]:
         return reasons[:1]
     assert buffers is not None
@@ -68,15 +73,23 @@ def connect(
     return buffers
 
 
-def _rendezvous(
-    device: torch.device, world_size: int, rank: int, process_group: Any
-) -> PeerBuffers:
+def _not_shared(error: Exception) -> str:
+    first = str(error).partition("\n")[0]
+    return f"the memory of GPUs cannot be shared: {type(error).__name__}: {first}"
+
+
+def _allocate(device: torch.device) -> torch.Tensor:
+    """The zeros of this rank, in memory that others may write."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    size = PeerBuffers.num_bytes()
-    own = symmetric.empty(size, dtype=torch.uint8, device=device)
-    own.zero_()
+    return symmetric.empty(PeerBuffers.num_bytes(), dtype=torch.uint8, device=device).zero_()
+
+
+def _rendezvous(own: torch.Tensor, world_size: int, rank: int, process_group: Any) -> PeerBuffers:
+    """The buffers of all ranks, which wait for each other."""
+    from torch.distributed import _symmetric_memory as symmetric
+
     group: Any = process_group or dist.group.WORLD
     handle = symmetric.rendezvous(own, group)
-    found = [handle.get_buffer(each, (size,), torch.uint8) for each in range(world_size)]
+    found = [handle.get_buffer(each, tuple(own.shape), torch.uint8) for each in range(world_size)]
     return PeerBuffers.of(found, rank, own, handle)

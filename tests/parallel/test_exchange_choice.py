@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +21,7 @@ from attnlib.parallel import (
     RankGroup,
     explain_parallel,
     group,
+    peers,
     setup_checks,
 )
 from attnlib.parallel.divisions import Interleaved
@@ -86,6 +90,65 @@ def test_a_layer_on_a_cpu_does_not_decide_for_those_on_gpus() -> None:
     with mock.patch.object(group, "connect", return_value=[REASON]) as connect:
         assert first.peers(CUDA) == first.peers(CUDA) == second.peers(CUDA) == [REASON]
     connect.assert_called_once()
+
+
+@pytest.mark.parametrize("fails", ["reach", "_allocate", "_rendezvous", ""])
+def test_ranks_agree_when_one_cannot_share(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for each other only where all have memory."""
+    met: list[int] = []
+    gathered: dict[int, Any] = {}
+    barrier = Barrier(2, timeout=30)
+    zeros = torch.zeros(PeerBuffers.num_bytes(), dtype=torch.uint8)
+
+    def part(name: str, number: int) -> None:
+        if name == fails and number == 1:
+            raise RuntimeError("out of memory\nin many lines")
+
+    def allocate(device: torch.device) -> torch.Tensor:
+        part("_allocate", device.index)
+        return zeros
+
+    def rendezvous(own: torch.Tensor, world_size: int, rank: int, group: Any) -> PeerBuffers:
+        met.append(rank)
+        part("_rendezvous", rank)
+        return PeerBuffers.of([own, own], rank)
+
+    def gather_of(rank: int) -> Callable[[Any], list[Any]]:
+        def gather(value: Any) -> list[Any]:
+            gathered[rank] = value
+            barrier.wait()
+            found = [gathered[0], gathered[1]]
+            barrier.wait()
+            return found
+
+        return gather
+
+    def can_reach(own: int, other: int) -> bool:
+        return fails != "reach" or own == 0
+
+    of_cuda = {
+        "device_count": lambda: 2,
+        "get_device_properties": lambda index: SimpleNamespace(uuid=index),
+        "can_device_access_peer": can_reach,
+        "synchronize": lambda device: None,
+    }
+    for name, function in of_cuda.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(peers, "_allocate", allocate)
+    monkeypatch.setattr(peers, "_rendezvous", rendezvous)
+
+    def connect(rank: int) -> PeerBuffers | list[str]:
+        return peers.connect(torch.device("cuda", rank), 2, rank, gather_of(rank), None)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(connect, range(2))
+    assert sorted(met) == ([0, 1] if fails in ("_rendezvous", "") else [])
+    if not fails:
+        assert isinstance(first, PeerBuffers) and isinstance(second, PeerBuffers)
+        return
+    assert isinstance(first, list) and first == second
+    found = "cannot write" if fails == "reach" else "cannot be shared: RuntimeError: out of memory"
+    assert found in first[0] and "lines" not in first[0]
 
 
 @pytest.mark.parametrize("change", [{"dtype": torch.float64}, {"batch_invariant": True}])
