@@ -16,6 +16,7 @@ from attnlib.device import DeviceInfo, resolve_device
 from attnlib.ops.triton.hopper.preference import hopper_decode_keys
 from attnlib.ops.triton.hopper.sizes import CHUNK_TOKENS, COPIED_TOKENS, SCALED_TOKENS
 from attnlib.score_functions.builtin import documents, relative_logits
+from attnlib.sparse.compressed_entries import CompressedEntries
 from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import MaskKind
 
@@ -302,3 +303,37 @@ def test_float8_queries_and_configured_kernels() -> None:
     portable = configured(TritonBackend, {"kernels": "portable"})
     lines = _lines(backend=portable, kv_cache_dtype="fp8_e4m3", allow_fp8_queries=True)
     assert lines[-1] == "float8 queries: not used (configured: kernels=portable)"
+
+
+LATENTS: dict[str, Any] = {
+    "num_kv_heads": 1,
+    "head_size": 512,
+    "use_mla": True,
+    "sliding_window": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "selection", "reason"),
+    [
+        ({}, None, ""),
+        ({}, KeySelection(max_blocks=128), ""),
+        ({}, KeySelection(max_blocks=16, scope="query_head"), "per query head"),
+        ({"sliding_window": 4096}, None, "windows of up to 1024"),
+        ({"sliding_window": None}, None, "windows of up to 1024"),
+        ({"num_heads": 96}, None, "96 query heads"),
+    ],
+)
+def test_layers_over_two_key_streams(
+    changes: dict[str, Any], selection: KeySelection | None, reason: str
+) -> None:
+    """One Hopper kernel, or the reason against it; elsewhere one kernel for each stream."""
+    layer = (
+        LATENTS
+        | {"compressed_entries": CompressedEntries(compress_rate=4, selection=selection)}
+        | changes
+    )
+    lines = _lines(**layer)
+    assert (lines[0].startswith("prefill, decode: Hopper kernel over own latents")) == (not reason)
+    assert len(lines) == 1 or (reason in lines[-1] and lines[-1].startswith("entries: "))
+    assert _lines("sm_80", **layer)[-1].endswith("the sink counts once")

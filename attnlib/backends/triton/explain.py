@@ -17,6 +17,7 @@ from attnlib.device import DeviceInfo
 from attnlib.kv_dtype import format_pair
 from attnlib.ops.triton.heuristics.splits import LEAST_DIVIDED_KEYS, visible_bound
 from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, COPIED_TOKENS, gathers, hopper_reads
+from attnlib.ops.triton.hopper.streams_support import streams_unsupported_reasons
 from attnlib.ops.triton.hopper.support import (
     invariant_unsupported_reasons,
     prefill_unsupported_reasons,
@@ -51,8 +52,7 @@ def _kernel_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str) -> list
     if not spec.is_paged:
         return [f"prefill: {_unpaged_kernel(spec, device, kernels)}, no KV cache"]
     if spec.compressed_entries is not None:
-        own = _kernel_lines(spec.replace(compressed_entries=None), device, kernels)
-        return [*own, _entries_line(spec)]
+        return _stream_lines(spec, device, kernels)
     if spec.key_selection is not None:
         return _selected_lines(spec, device, kernels == "portable")
     if spec.batch_invariant:
@@ -124,16 +124,28 @@ def _unpaged_kernel(spec: AttentionSpec, device: DeviceInfo, kernels: str) -> st
     return f"{portable} ({'; '.join(reasons)})" if reasons else "Hopper kernel"
 
 
-def _entries_line(spec: AttentionSpec) -> str:
-    """The line of the second key stream."""
+def _stream_lines(spec: AttentionSpec, device: DeviceInfo, kernels: str) -> list[str]:
+    """The lines of layers with a second key stream: one kernel for both, or one for each."""
     entries = spec.compressed_entries
     assert entries is not None
+    form, capability, why = entries.selection, device.capability, ""
+    is_hopper = not device.is_rocm and capability is not None and capability[0] == 9
+    if is_hopper and capability is not None and spec.use_mla and kernels != "portable":
+        one_list = form is None or form.scope != SelectionScope.QUERY_HEAD
+        layer = (layer_shape(spec), call_features(spec), HopperChip(capability))
+        seen = (spec.visible_window.as_kernel_args(), spec.attention_chunk_size or 0)
+        reasons = streams_unsupported_reasons(*layer, *seen, one_list)
+        if not reasons:
+            return [f"prefill, decode: Hopper kernel over own latents and entries, over {entries}"]
+        why = f" ({'; '.join(reasons)})"
     kernel = (
         "decode kernel, one query at a time"
-        if entries.selection is None
-        else ("portable kernel over selected keys")
+        if form is None
+        else "portable kernel over selected keys"
     )
-    return f"entries: {kernel}, over {entries}; merged by the LSE, the sink counts once"
+    own = _kernel_lines(spec.replace(compressed_entries=None), device, kernels)
+    merged = "merged by the LSE, the sink counts once"
+    return [*own, f"entries: {kernel}, over {entries}; {merged}{why}"]
 
 
 def _page_lines(spec: AttentionSpec, capability: tuple[int, int] | None, kernels: str) -> list[str]:
