@@ -143,7 +143,7 @@ def copied_tokens(cache_bytes: int, in_pages: bool, num_reqs: int, window: int, 
 def most_copied_keys(num_kv_heads: int, head_sizes: tuple[int, int], num_reqs: int) -> int:
     """Return the keys of the longest request up to which those of a batch may be copied."""
     rows = COPIED_BYTES // (2 * num_kv_heads * sum(head_sizes))
-    return rows // num_reqs // LENGTH_STEP * LENGTH_STEP
+    return rows // max(1, num_reqs) // LENGTH_STEP * LENGTH_STEP
 
 
 def gathers(block_size: int) -> bool:

@@ -44,6 +44,7 @@ def test_long_prefills_of_groups_that_leave_rows_empty(
         (CHUNK_TOKENS, 2, False, 30_000, 0),
         (COPIED_TOKENS, 2, False, 30_000, 65_536),
         (COPIED_TOKENS, 2, False, 40_000, 0),
+        (COPIED_TOKENS, 0, False, 900, 0),  # rows of padding only
         (SCALED_TOKENS, 2, True, 900, 8_192),
         (SCALED_TOKENS - 1, 2, True, 900, 0),
         (SCALED_TOKENS, 1, True, 65_536, 65_536),
