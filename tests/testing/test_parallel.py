@@ -28,7 +28,7 @@ def test_backends_that_cannot_be_pickled_use_one_process(monkeypatch: pytest.Mon
     for backend, jobs in ((TorchBackend, 4), (Local, 1)):
         target = make_target(backend, device="cpu")
         monkeypatch.setattr(type(target), "on_gpu", True)
-        monkeypatch.setattr("os.cpu_count", lambda: 8)
+        monkeypatch.setattr("attnlib.testing.parallel.processors", lambda: 8)
         assert default_jobs(target) == jobs
 
 
