@@ -81,7 +81,8 @@ class Memory:
         Tiles of Gluon have columns of 128 bytes one after the other, which are tiles themselves. Of
         pairs of those, the result is a copy.
         """
-        if self.shape[1:] == [shape[-2], 64] and shape[-1] == 128 and as_torch(dtype).itemsize == 2:
+        halves = len(shape) > 1 and self.shape[1:] == [shape[-2], 64] and shape[-1] == 128
+        if halves and as_torch(dtype).itemsize == 2:
             parts = self.content[: 2 * shape[0]].view(shape[0], 2, shape[1], 64)
             return Memory(parts.transpose(1, 2).reshape(*shape))
         numbers = self.content.view(-1).view(as_torch(dtype))
