@@ -38,14 +38,14 @@ class EntryStream(NamedTuple):
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What launches follow from, besides addresses and `max_entries`."""
-        tensors = (self.key_cache, self.value_cache, self.block_table, self.num_entries)
+        """What launches follow from, besides addresses and numbers of entries."""
+        caches, tables = self[:2], (self.block_table, self.num_entries)
         scales = (self.k_scale, self.v_scale)
-        lists = None if self.selected is None else self.selected.indices.shape[2]
         return (
-            *((x.dtype, x.shape[1:], x.stride()) for x in tensors),
+            *((x.dtype, x.shape[1:], x.stride()) for x in caches),
+            *((x.dtype, x.stride(-1)) for x in tables),
             *(type(x) if isinstance(x, Tensor) else x for x in scales),
-            *(values_are_prefix(self.key_cache, self.value_cache), self.selection, lists),
+            *(values_are_prefix(*caches), self.selection),
         )
 
     @property

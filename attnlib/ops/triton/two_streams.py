@@ -84,10 +84,9 @@ def two_stream_attention(
 def _prepare(call: AttentionCall, entries: EntryStream) -> _Launch:
     """The launches of a call. Cached by everything that they depend on."""
     lists = entries.selected
-    # The bound of all entries grows with the sequences; the launch follows from its power of 2.
-    count = 1 << (entries.max_entries - 1).bit_length()
-    if lists is not None:
-        count = lists.indices.shape[2]
+    count = entries.max_entries if lists is None else lists.indices.shape[2]
+    # Both grow with the sequences; the launch follows from the power of 2.
+    count = 1 << (count - 1).bit_length()
     aligned = not (call.addresses | entries.key_cache.data_ptr()) & ALIGNMENT
     form = (call.signature, call.batch.form(), entries.signature)
     key = ("streams", form, count, aligned)
