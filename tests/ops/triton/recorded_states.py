@@ -11,7 +11,7 @@ import torch
 import attnlib
 from attnlib.bench.state_case import StateCase
 from attnlib.bench.state_inputs import draw_tokens, draw_weight, step_batch
-from attnlib.layer import state_call
+from attnlib.layer import state
 from attnlib.ops.triton.states import fused_step, state_step, step_parts
 
 __all__ = ["KINDS", "StateCall", "scratch_is_kept"]
@@ -68,7 +68,7 @@ class _KeptScratch:
 @contextmanager
 def scratch_is_kept() -> Iterator[None]:
     """Inside, calls of state layers use the same scratch memory."""
-    modules, kept = (state_call, state_step, fused_step, step_parts), _KeptScratch()
+    modules, kept = (state, state_step, fused_step, step_parts), _KeptScratch()
     for module in modules:
         module.__dict__["torch"] = kept
     try:
