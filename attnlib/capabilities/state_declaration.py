@@ -20,9 +20,9 @@ class StateCapabilities(Declaration):
 
     Attributes:
         devices, min_capability, max_capability, rocm: as in `Capabilities`.
-        dtypes, state_dtypes, key_sizes, value_sizes, updates, decays, conv_widths,
-            conv_activations, chunk_sizes: values of the fields of the spec with these names;
-            "none" is no activation.
+        dtypes, state_dtypes, key_sizes, value_sizes, updates, decays: values of the fields of
+            the spec with these names.
+        conv_widths, conv_activations, chunk_sizes: likewise; "none" is no activation.
         group_sizes: state heads per key head (T4).
         beta, skip, qk_norm, conv_bias, batch_invariant: the features with these names.
         forms: forms of a slot, the preferred one first (T9).
