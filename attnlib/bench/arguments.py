@@ -28,6 +28,11 @@ def backend_names(text: str) -> list[str]:
     return names
 
 
+def _part(text: str) -> slice:
+    first, _, step = text.partition("/")
+    return slice(int(first), None, int(step))
+
+
 def parser() -> CommandParser:
     """The arguments of `attnlib bench`."""
     made = CommandParser(
@@ -109,6 +114,13 @@ def _add_measuring(made: CommandParser) -> None:
         metavar="S",
         help="start no case after S seconds; the others are listed as not run",
     )
+    made.add_argument(
+        "--compile-jobs",
+        type=count,
+        metavar="N",
+        help="call every case once in N processes first, which fills the caches of kernels",
+    )
+    made.add_argument("--part", type=_part, help=argparse.SUPPRESS)  # a process of --compile-jobs
 
 
 def _add_results(made: CommandParser) -> None:

@@ -16,6 +16,7 @@ from attnlib.bench.arguments import parser
 from attnlib.bench.backends import BenchBackend, find_backends, unavailable_backends
 from attnlib.bench.bars import bar_lines
 from attnlib.bench.case import BenchCase
+from attnlib.bench.compile_first import call_once, compile_first
 from attnlib.bench.measure import measure_case
 from attnlib.bench.peaks import Peaks, measure_peaks
 from attnlib.bench.provenance import provenance
@@ -44,11 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.solutions:
         return _write_solutions(options)
     device = resolve_device(options.device)
-    command = "attnlib bench " + shlex.join(arguments)
-    default = "anchors" if device.type == "cuda" else "cpu"
     if options.workloads:
         cases: list[AnyCase] = [*_workload_cases(options)]
     else:
+        default = "anchors" if device.type == "cuda" else "cpu"
         cases = choose_cases(options.cases, options.suite, default, options.page)
     _refuse_figures(options, any(isinstance(case, StateCase) for case in cases))
     if options.list:
@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"no backend can run on {device}: `attnlib list` shows the reasons; --backends names "
             "one explicitly"
         )
-    return _run(options, cases, backends, device.torch_device, command)
+    if options.part is not None:
+        return call_once(options, cases[options.part], backends, device.torch_device)
+    return _run(options, cases, backends, device.torch_device, arguments)
 
 
 def _refuse_figures(options: argparse.Namespace, has_states: bool) -> None:
@@ -101,13 +103,15 @@ def _run(
     cases: list[AnyCase],
     backends: list[BenchBackend],
     device: torch.device,
-    command: str,
+    arguments: list[str],
 ) -> int:
     """Measure case by case; print and write every case before the next one starts."""
     begin = time.perf_counter()
+    if options.compile_jobs:
+        _say(compile_first(arguments, len(cases), options.compile_jobs))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    facts = provenance(command, options.commit, device)
+    facts = provenance("attnlib bench " + shlex.join(arguments), options.commit, device)
     peaks = measure_peaks(device)
     run = Run(facts, dict(peaks.to_json()))
     if facts["environment"]:

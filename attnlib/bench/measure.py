@@ -34,7 +34,7 @@ def measure_case(
     case: AnyCase,
     backends: Sequence[BenchBackend],
     device: torch.device,
-    peaks: Peaks,
+    peaks: Peaks | None,
     *,
     graphs: bool = False,
     check: bool = True,
@@ -46,7 +46,7 @@ def measure_case(
         case: the case.
         backends: the backends to compare.
         device: where to measure.
-        peaks: peak rates of this run.
+        peaks: peak rates of this run; None to make the first calls and time nothing.
         graphs: time replays of CUDA graphs instead of eager calls.
         check: check outputs before timing. Rows record whether they were checked.
         kernels_only: leave out eager calls, cache writes and host times.
@@ -61,7 +61,8 @@ def measure_case(
         if isinstance(case, StateCase)
         else _runners(case, able, rows, device, check=check)
     )
-    time_runners(runners, rows, device, graphs, peaks, kernels_only=kernels_only)
+    if peaks is not None:
+        time_runners(runners, rows, device, graphs, peaks, kernels_only=kernels_only)
     no_result = [unmeasured(case, one.label, "failed", "no result") for one in backends]
     result = [rows[one.label] or row for one, row in zip(backends, no_result, strict=True)]
     runners = ()

@@ -3,7 +3,7 @@
     python benchmarks/gpu/run_all.py --list                 # the steps and their commands
     python benchmarks/gpu/run_all.py --out results          # all steps
     python benchmarks/gpu/run_all.py --only bench figures parity --limit-seconds 560
-    python benchmarks/gpu/run_all.py --only kernels --devices 0 1 --limit-seconds 520
+    python benchmarks/gpu/run_all.py --only kernels --devices 0 1 --limit-seconds 520 --jobs 12
 
 The last command measures the device times of the Hopper kernels: slow rows, quantized caches, wide
 heads, small pages, latents, rows with a bar, state layers, selected keys, and the anchors suite.
@@ -61,11 +61,30 @@ class Step:
     description: str
     after: str = ""
 
-    def arguments(self, out: Path, commit: str | None = None) -> list[str]:
-        """The arguments with the output directory and the commit filled in."""
+    def arguments(self, out: Path, commit: str | None = None, jobs: int = 1) -> list[str]:
+        """The arguments with the output directory, the commit and the processes filled in."""
         found = [part.replace("{out}", str(out)) for part in shlex.split(self.command)]
-        named = self.command.startswith(("-m attnlib bench", "-m benchmarks.gpu"))
-        return [*found, "--commit", commit] if commit and named else found
+        if commit and self.command.startswith(_NAMES_COMMIT):
+            found += ["--commit", commit]
+        if jobs > 1:
+            options = (option for start, option in _JOBS.items() if self.command.startswith(start))
+            found += [f"{option}{jobs}" for option in options]
+        return found
+
+
+_NAMES_COMMIT = (
+    "-m attnlib bench",
+    "-m benchmarks.gpu",
+    "benchmarks/gpu/generate.py",
+    "benchmarks/gpu/hybrid_model.py",
+)
+"""Commands that take `--commit`."""
+_JOBS = {
+    "-m attnlib bench": "--compile-jobs=",
+    "-m attnlib verify": "--jobs=",
+    "-m pytest": "-n",
+}
+"""The option of a command that tells its processes."""
 
 
 _FLOAT8_DECODES = (
@@ -195,6 +214,31 @@ STEPS = (
         "benchmarks/gpu/decoder_tokens.py --limit-seconds 500",
         "tokens per second and tokens of a decoder with 8B parameters",
     ),
+    Step(
+        "generate",
+        "benchmarks/gpu/generate.py --few-layers --out {out}/generate.json",
+        "tokens per second of transformers, beside its other implementations",
+    ),
+    Step(
+        "hybrid_model",
+        "benchmarks/gpu/hybrid_model.py --out {out}/hybrid_model.json",
+        "tokens per second of a model with state layers",
+    ),
+    Step(
+        "stored_formats",
+        "-m benchmarks.gpu.stored_formats --out {out}/stored_formats.json",
+        "writes of rotated caches, and decodes over open formats",
+    ),
+    Step(
+        "batch_invariant",
+        "-m benchmarks.gpu.batch_invariant --out {out}/batch_invariant.json",
+        "batch-invariant layers beside the same layers without",
+    ),
+    Step(
+        "start_time",
+        "benchmarks/gpu/start_time.py --out {out}/start_time.json",
+        "start of a server with and without compiled kernels",
+    ),
     *(
         Step(
             f"verify_{backend}",
@@ -230,11 +274,16 @@ def environment() -> dict[str, str]:
 
 
 def run_step(
-    step: Step, out: Path, seconds: float, commit: str | None = None, device: str | None = None
+    step: Step,
+    out: Path,
+    seconds: float,
+    commit: str | None = None,
+    device: str | None = None,
+    jobs: int = 1,
 ) -> dict[str, Any]:
     """Run one step for at most `seconds`; returns its state and the end of its output."""
     began = time.monotonic()
-    text, arguments = out / f"{step.name}.txt", step.arguments(out, commit)
+    text, arguments = out / f"{step.name}.txt", step.arguments(out, commit, jobs)
     chosen = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
     with text.open("w") as sink:
         sink.write(f"# python {shlex.join(arguments)}\n")
@@ -301,6 +350,10 @@ def main() -> int:
         help="GPUs that each run one step at a time (default: all steps see all GPUs)",
     )  # fmt: skip
     parser.add_argument("--commit", help="commit of attnlib, for copies without history")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N",
+        help="processes that compile kernels before they are timed, and run checks (default 1)",
+    )  # fmt: skip
     options = parser.parse_args()
     if options.list:
         for step in STEPS:
@@ -326,7 +379,7 @@ def main() -> int:
             if left < MIN_SECONDS:
                 return {"step": step.name, "state": "not run: no time", "seconds": 0.0}
             seconds = min(left, options.step_seconds)
-            return run_step(step, out, seconds, options.commit, device)
+            return run_step(step, out, seconds, options.commit, device, options.jobs)
         finally:
             free.put(device)
             ended[step.name].set()

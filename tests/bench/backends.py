@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +62,15 @@ class FailsToBuildAgain(_TorchImpl):
         super().write_kv(key, value, cache, slot_mapping)
 
 
+class NotesCalls(_TorchImpl):
+    """Writes the number of query rows of each call to a file of its process."""
+
+    def forward(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        with (Path(os.environ["NOTED_CALLS"]) / str(os.getpid())).open("a") as file:
+            file.write(f"{len(query)} ")
+        super().forward(query, *args, **kwargs)
+
+
 def _backend(name: str, impl: type[AttentionImpl]) -> type[TorchBackend]:
     body = {
         "get_name": staticmethod(lambda: name),
@@ -76,4 +87,5 @@ WrongWrite = _backend("WrongWrite", WritesNothing)
 Broken = _backend("Broken", Raises)
 NoSinks = _backend("NoSinks", _TorchImpl)
 NoSinks.capabilities = replace(TorchBackend.capabilities, sink=False)
+Noted = _backend("Noted", NotesCalls)
 HalfBroken = _backend("HalfBroken", FailsToBuildAgain)

@@ -130,6 +130,19 @@ def test_the_time_limit_lists_what_was_not_run(
     assert [row.status for row in read_document(target).rows] == ["not run", "not run"]
 
 
+@pytest.mark.slow
+def test_cases_are_called_first_in_other_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process calls its own cases, and the measurement follows them."""
+    monkeypatch.setenv("NOTED_CALLS", str(tmp_path))
+    given = ["bench", SMALL, OTHER, f"--backends={HERE}:Noted", "--device=cpu", "--compile-jobs=4"]
+    assert main(given) == 0
+    assert capsys.readouterr().out.startswith("compiled in 2 processes: ")
+    batches = [sorted(set(file.read_text().split())) for file in tmp_path.iterdir()]
+    assert sorted(batches) == [["2"], ["2", "30"], ["30"]]  # this process measures both
+
+
 def test_a_lost_device_ends_the_run_and_keeps_the_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

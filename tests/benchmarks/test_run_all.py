@@ -79,6 +79,13 @@ sys.exit(not (here / "{other}").exists())
     assert json.loads((out / "run_all.json").read_text())["provenance"]["commit"] == "abc"
 
 
+def test_processes_are_passed_to_the_commands_that_take_them() -> None:
+    options = {step.name: step.arguments(ROOT, jobs=7)[-1] for step in script.STEPS}
+    expected = {"coverage": "--compile-jobs=7", "verify_triton": "--jobs=7", "tests": "-n7"}
+    assert options.items() >= expected.items()
+    assert options["demo"] == "demo"
+
+
 @pytest.mark.parametrize("step", script.STEPS, ids=lambda step: step.name)
 def test_commands_parse(step: script.Step, tmp_path: Path) -> None:
     """Each step runs a script of the tree, or a command of attnlib whole (not --quick)."""
@@ -87,7 +94,7 @@ def test_commands_parse(step: script.Step, tmp_path: Path) -> None:
     from attnlib.testing.commands import parity_parser, verify_parser
 
     parsers = {"bench": bench_parser, "verify": verify_parser, "parity": parity_parser}
-    arguments = step.arguments(tmp_path)
+    arguments = step.arguments(tmp_path, jobs=2)
     (tmp_path / "bench.json").touch()  # a file of an earlier step
     if arguments[:2] == ["-m", "attnlib"]:
         command = arguments[2]
