@@ -38,22 +38,20 @@ def fill(page: str) -> str:
 
 
 def table(rows: Iterable[Row], module: str) -> str:
-    """One line for each row; remarks only where it differs from the original.
+    """One line for each row; a second cell only where it differs from the original.
 
     Args:
         rows: of one seed.
         module: of rows that name no other one.
     """
-    lines = ["row, name in the original | same as the original?", "--- | ---"]
+    lines = ["row, name in the original | other path, difference", "--- | ---"]
     for row in rows:
-        words = [row.claim.kind, row.claim.text]
-        if row.module != module:
-            words.append(f"from `{row.module}`")
-        claim = ": ".join(filter(None, words[:2]))
-        remark = "" if row.claim.kind == "same" else row.note
-        note = "; ".join(filter(None, (claim, *words[2:], remark)))
+        is_same = row.claim.kind == "same"
+        claim = "" if is_same else f"{row.claim.kind}: {row.claim.text}"
+        module_note = f"from `{row.module}`" if row.module != module else ""
+        note = "; ".join(filter(None, (claim, module_note, "" if is_same else row.note)))
         name = ARGUMENTS.sub(r"\1(\2, ...)`", row.name)  # the rows have all arguments
-        lines.append(f"{row.number} {name} | {note}")
+        lines.append(f"{row.number} {name} | {note}" if note else f"{row.number} {name}")
     return "\n".join(lines) + "\n"
 
 
