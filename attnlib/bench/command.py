@@ -14,7 +14,6 @@ import torch
 
 from attnlib.bench.arguments import parser
 from attnlib.bench.backends import BenchBackend, find_backends, unavailable_backends
-from attnlib.bench.bars import bar_lines
 from attnlib.bench.case import BenchCase
 from attnlib.bench.compile_first import call_once, compile_first
 from attnlib.bench.measure import measure_case
@@ -24,8 +23,9 @@ from attnlib.bench.results import Document, Row, Run, merge, read_document, writ
 from attnlib.bench.runner import unmeasured
 from attnlib.bench.solutions import write_solutions
 from attnlib.bench.state_case import AnyCase, StateCase
-from attnlib.bench.suites import BARS, choose_cases
+from attnlib.bench.suites import TARGETS, choose_cases
 from attnlib.bench.table import HEADER, LEGEND, case_lines, heading, kernel_lines, summary_line
+from attnlib.bench.targets import target_lines
 from attnlib.bench.timing import DeviceLostError, device_works
 from attnlib.bench.workload_case import workload_cases
 from attnlib.device import resolve_device
@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _refuse_figures(options, any(isinstance(case, StateCase) for case in cases))
     if options.list:
         for case in cases:
-            bars = "".join(f" · {bar}" for bar in BARS.get(case.name, ()))
-            print(f"{case.name:<30} {case.kind:<8} {_brief(case)} · {case.shape}{bars}")
+            targets = "".join(f" · {target}" for target in TARGETS.get(case.name, ()))
+            print(f"{case.name:<30} {case.kind:<8} {_brief(case)} · {case.shape}{targets}")
         return 0
     backends = find_backends(options.backends, device.torch_device)
     if not backends:
@@ -194,8 +194,8 @@ def _finish(options: argparse.Namespace, document: Document, seconds: float) -> 
     if left:
         reason = next(row.reason for row in document.rows if row.status == "not run")
         _say("", f"not run ({reason}): {' '.join(left)}")
-    bars = bar_lines(document.rows, BARS)
-    _say("", *kernel_lines(document.rows), *bars, summary_line(document.rows, seconds))
+    targets = target_lines(document.rows, TARGETS)
+    _say("", *kernel_lines(document.rows), *targets, summary_line(document.rows, seconds))
     _draw(options, document)
     return 1 if any(row.status in ("wrong", "failed") for row in document.rows) else 0
 
@@ -214,8 +214,8 @@ def _show(options: argparse.Namespace) -> int:
         _say(heading(run), HEADER)
         for name in dict.fromkeys(row.case for row in mine):
             _say(case_lines([row for row in mine if row.case == name]))
-    if bars := bar_lines(document.rows, BARS):
-        _say("", *bars)
+    if targets := target_lines(document.rows, TARGETS):
+        _say("", *targets)
     if options.json:
         write_document(_without_empty_runs(document), options.json)
     _draw(options, document)

@@ -1,4 +1,4 @@
-"""Rows on which a peer has led, each with the bar that it must reach."""
+"""Rows on which another backend was faster, each with the target that it must reach."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from attnlib.bench.bars import Bar
 from attnlib.bench.case import BenchCase
 from attnlib.bench.named_cases import ENTRIES, latent, named
+from attnlib.bench.targets import Target
 
-__all__ = ["GAPS", "GAP_BARS"]
+__all__ = ["GAPS", "GAP_TARGETS"]
 
 _Rows = tuple[BenchCase, ...]
-_Part = tuple[_Rows, dict[str, Bar]]
+_Part = tuple[_Rows, dict[str, Target]]
 
 _BATCHES = (
     ("1x2k", "q{}s2k"),
@@ -26,7 +26,7 @@ _BATCHES = (
 
 def _against_peers(cases: _Rows, limit: float) -> _Part:
     """The cases, whose time may be at most `limit` times that of the best other backend."""
-    return cases, {case.name: Bar(limit) for case in cases}
+    return cases, {case.name: Target(limit) for case in cases}
 
 
 def _changed(cases: _Rows, ending: str, **changes: Any) -> _Rows:
@@ -38,7 +38,7 @@ def _against_own(cases: _Rows, ending: str, limit: float, **changes: Any) -> _Pa
     """The cases beside changed ones, whose time may be at most `limit` times that of their own."""
     changed = _changed(cases, ending, **changes)
     pairs = zip(cases, changed, strict=True)
-    return (*cases, *changed), {other.name: Bar(limit, case.name) for case, other in pairs}
+    return (*cases, *changed), {other.name: Target(limit, case.name) for case, other in pairs}
 
 
 def _rounded(cases: _Rows, limit: float) -> _Part:
@@ -160,17 +160,17 @@ _PARTS: tuple[_Part, ...] = (
         )
     ),
     _against_peers(_MIXED, 0.98),
-    (_STREAMS, {case.name: Bar(share=0.70) for case in _STREAMS}),
+    (_STREAMS, {case.name: Target(share=0.70) for case in _STREAMS}),
     _against_own(_INVARIANT, "invariant", 1.15, batch_invariant=True),
     (_OTHERS, {}),
 )
 
 GAPS: _Rows = tuple({case.name: case for cases, _ in _PARTS for case in cases}.values())
-"""The rows in the order of their bars, and the bfloat16 or faster rows they are compared with."""
+"""The rows in the order of their targets, and the rows that they are compared with."""
 
-GAP_BARS: Mapping[str, tuple[Bar, ...]] = {
+GAP_TARGETS: Mapping[str, tuple[Target, ...]] = {
     case.name: found
     for case in GAPS
-    if (found := tuple(bars[case.name] for _, bars in _PARTS if case.name in bars))
+    if (found := tuple(targets[case.name] for _, targets in _PARTS if case.name in targets))
 }
 """Name of a case -> what `triton` must reach on it."""

@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from attnlib.bench.bars import Bar
 from attnlib.bench.case_text import parse_case
 from attnlib.bench.coverage_cases import COVERAGE, CPU
-from attnlib.bench.gap_cases import GAP_BARS, GAPS
+from attnlib.bench.gap_cases import GAP_TARGETS, GAPS
 from attnlib.bench.named_cases import (
     ANCHORS,
     ENTRIES,
@@ -21,10 +20,11 @@ from attnlib.bench.named_cases import (
     SPARSE,
 )
 from attnlib.bench.state_case import AnyCase
-from attnlib.bench.state_cases import STATE_BARS, STATES
+from attnlib.bench.state_cases import STATE_TARGETS, STATES
+from attnlib.bench.targets import Target
 from attnlib.errors import ContractError
 
-__all__ = ["BARS", "SUITES", "choose_cases", "known_cases"]
+__all__ = ["TARGETS", "SUITES", "choose_cases", "known_cases"]
 
 
 SUITES: Mapping[str, tuple[AnyCase, ...]] = {
@@ -46,11 +46,11 @@ over a float8 cache, `float8_queries` the same where queries may be rounded; `fo
 with scales in the page, and float8 with heads of 64 and with blocks of 128, each next to bfloat16;
 `mla` has latent caches and the expanded prefill of the same model, `sparse` lists of selected
 blocks and tokens, `streams` own keys and compressed entries, `states` state layers; `gaps` has rows
-with a bar; `coverage` has other head sizes, page sizes and features, and small or uneven batches.
+with a target; `coverage` has other head sizes, page sizes and features, and uneven batches.
 """
 
 
-BARS: Mapping[str, tuple[Bar, ...]] = {**GAP_BARS, **STATE_BARS}
+TARGETS: Mapping[str, tuple[Target, ...]] = {**GAP_TARGETS, **STATE_TARGETS}
 """Name of a case -> what `triton` must reach on it."""
 
 

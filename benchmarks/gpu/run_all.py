@@ -6,7 +6,7 @@
     python benchmarks/gpu/run_all.py --only kernels --devices 0 1 --limit-seconds 520 --jobs 12
 
 The last command measures the device times of the Hopper kernels: slow rows, quantized caches, wide
-heads, small pages, latents, rows with a bar, state layers, selected keys, and the anchors suite.
+heads, small pages, latents, rows with a target, state layers, selected keys, and the anchors suite.
 With `--devices`, each GPU takes the next step when it is free, and runs one step at a time; host
 times need a run without it.
 
@@ -161,13 +161,13 @@ KERNELS = (
         "-m attnlib bench --suite gaps --backends "
         "triton,flash_attn,flashinfer,flash_mla,flashinfer_mla,benchmarks/gpu/peers.py:Xqa "
         "--kernels-only --json {out}/gaps.json",
-        "rows with a bar: most time beside the best peer or the same layer over bfloat16",
+        "rows with a target: most time beside the best peer or the same layer over bfloat16",
     ),
     Step(
         "states",
         "-m attnlib bench --suite states --backends triton,fla,flashinfer_gdn --kernels-only "
         "--json {out}/states.json",
-        "state layers with bars: decodes, verification, prefills, steps in one launch",
+        "state layers with targets: decodes, verification, prefills, steps in one launch",
     ),
     Step(
         "expanded_prefill",

@@ -1,4 +1,4 @@
-"""The suite `gaps`: its rows are valid, peers take them, and bars are told from results."""
+"""The suite `gaps`: its rows are valid, peers take them, and targets are told from results."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from attnlib.backends.flashinfer.probe import find_api
 from attnlib.backends.triton import TritonBackend
 from attnlib.bench import timer
 from attnlib.bench.backends import BenchBackend
-from attnlib.bench.bars import bar_lines
 from attnlib.bench.case import BenchCase, check_case
-from attnlib.bench.gap_cases import GAP_BARS, GAPS
+from attnlib.bench.gap_cases import GAP_TARGETS, GAPS
 from attnlib.bench.measure import measure_case
 from attnlib.bench.peaks import Peaks
 from attnlib.bench.results import Document, Row, Run, write_document
 from attnlib.bench.runner import unmeasured
+from attnlib.bench.targets import target_lines
 from attnlib.cli import main
 from attnlib.testing.backend_under_test import load_backend
 from attnlib.testing.batch_spec import BatchSpec
@@ -42,14 +42,14 @@ PEERS = "benchmarks/gpu/peers.py"
 CPU = torch.device("cpu")
 
 
-def test_every_bar_has_its_rows() -> None:
+def test_every_target_has_its_rows() -> None:
     names = [case.name for case in GAPS]
-    assert len(set(names)) == len(names) and GAP_BARS.keys() <= set(names)
-    others = {bar.other for bars in GAP_BARS.values() for bar in bars} - {""}
-    assert others <= set(names) and not others & GAP_BARS.keys()
-    limits = [bar.limit for bar in GAP_BARS["gap-decode-8x8k-int8-rotated"]]
+    assert len(set(names)) == len(names) and GAP_TARGETS.keys() <= set(names)
+    others = {target.other for targets in GAP_TARGETS.values() for target in targets} - {""}
+    assert others <= set(names) and not others & GAP_TARGETS.keys()
+    limits = [target.limit for target in GAP_TARGETS["gap-decode-8x8k-int8-rotated"]]
     assert limits == [0.62, 1.03]  # to bfloat16, and to int8 without a rotation
-    without = set(names) - others - GAP_BARS.keys()
+    without = set(names) - others - GAP_TARGETS.keys()
     assert without == {"gap-decode-200x2k-128heads", "gap-decode-32x3k-d160"}
     for case in GAPS:
         check_case(case)
@@ -100,8 +100,8 @@ def test_peers_take_the_rows(peers: list[BenchBackend]) -> None:
         rows = measure_case(_small(case), peers, CPU, peaks, kernels_only=True)
         states = {row.backend: (row.status, row.reason) for row in rows}
         assert {status for status, _ in states.values()} <= {"ok", "unsupported"}, states
-        bars = GAP_BARS.get(case.name, ())
-        if not bars or any(bar.other or bar.share is not None for bar in bars):
+        targets = GAP_TARGETS.get(case.name, ())
+        if not targets or any(target.other or target.share is not None for target in targets):
             continue
         if case.fp8_queries:
             assert not xqa.validate_configuration(case.spec, H200), case.name
@@ -115,7 +115,7 @@ def _row(name: str, backend: str, us: float | None, run: int = 0, **fields: Any)
     return replace(row, us=us, how="graph", run=run, **fields)
 
 
-def test_bars_are_told_from_results() -> None:
+def test_targets_are_told_from_results() -> None:
     """Against the best peer, the own time on another case, and the share of the peak rates; rows of
     other runs and of `torch` do not count."""
     peer, own, base = "gap-prefill-512-over-60k", "gap-decode-64x300-e4m3", "gap-decode-64x300"
@@ -130,35 +130,35 @@ def test_bars_are_told_from_results() -> None:
         _row(own, "flashinfer", 20.0),
         _row(stream, "triton", 5.0, share=0.7),
     ]
-    lines = bar_lines(rows, GAP_BARS)
-    assert lines[0] == "bars of triton:" and lines[-1] == "bars: 2 hold, 1 missed, 0 unknown"
+    lines = target_lines(rows, GAP_TARGETS)
+    assert lines[0] == "targets of triton:" and lines[-1] == "targets: 2 met, 1 missed, 0 unknown"
     assert [line.split()[:2] for line in lines[1:-1]] == [
-        ["holds", peer],
+        ["met", peer],
         ["missed", own],
-        ["holds", stream],
+        ["met", stream],
     ]
     assert f"0.760 of {base}; at most 0.75 x the time of {base}" in lines[2]
     assert "70.0%; at least 70% of the peak rates" in lines[3]
     slower = replace(rows[0], us=98.1)
-    assert "missed" in bar_lines([slower, *rows[1:]], GAP_BARS)[1]
+    assert "missed" in target_lines([slower, *rows[1:]], GAP_TARGETS)[1]
     lower = [replace(row, share=0.69) for row in rows[-1:]]
-    assert "missed" in bar_lines(lower, GAP_BARS)[1]
+    assert "missed" in target_lines(lower, GAP_TARGETS)[1]
 
 
-def test_a_bar_without_times_is_unknown() -> None:
+def test_a_target_without_times_is_unknown() -> None:
     peer, own = "gap-prefill-512-over-60k", "gap-decode-64x300-e4m3"
     rows = [_row(peer, "triton", 98.0), _row(own, "triton", None), _row(own, "flashinfer", 20.0)]
     rows += [_row("gap-decode-64x300", "triton", 10.0)]
-    lines = bar_lines(rows, GAP_BARS)
+    lines = target_lines(rows, GAP_TARGETS)
     assert "no other backend has no time" not in "".join(lines)
-    assert lines[-1] == "bars: 0 hold, 0 missed, 2 unknown"
+    assert lines[-1] == "targets: 0 met, 0 missed, 2 unknown"
     assert "no time of the best other backend" in lines[1] and "failed: no memory" in lines[2]
     rows[1] = replace(_row(own, "triton", 5.0), how="eager")  # not the timing of the other row
-    assert "unknown" in bar_lines(rows, GAP_BARS)[2]
-    assert not bar_lines([_row("gap-decode-64x300", "triton", 10.0)], GAP_BARS)
+    assert "unknown" in target_lines(rows, GAP_TARGETS)[2]
+    assert not target_lines([_row("gap-decode-64x300", "triton", 10.0)], GAP_TARGETS)
 
 
-def test_the_command_prints_bars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the list, and at the end of a run or of a file of results."""
     assert main(["bench", "--list", "gap-prefill-512-*", "--device", "cpu"]) == 0
     listed = capsys.readouterr().out.splitlines()
@@ -173,5 +173,5 @@ def test_the_command_prints_bars(tmp_path: Path, capsys: pytest.CaptureFixture[s
     write_document(Document((Run({}, peaks),), rows), file)
     assert main(["bench", "--from-json", str(file)]) == 0
     shown = capsys.readouterr().out
-    assert "holds    gap-prefill-512-over-60k" in shown and "0.800 of flash_attn" in shown
-    assert "bars: 1 hold, 0 missed, 0 unknown" in shown
+    assert "met      gap-prefill-512-over-60k" in shown and "0.800 of flash_attn" in shown
+    assert "targets: 1 met, 0 missed, 0 unknown" in shown
