@@ -17,6 +17,9 @@ import pytest
 
 import attnlib
 from attnlib import example_model
+from attnlib.backends.cascade.schedule import PrefixRule
+from attnlib.bench.suites import SUITES
+from attnlib.integrations.transformers.state_mixers import SERVED
 from attnlib.selection import unregister_backend
 from tests import example_checkpoint
 from tests.cli.parsers import parsers
@@ -269,6 +272,37 @@ def test_the_api_reference_names_objects_that_exist(page: Path) -> None:
             importlib.import_module(name)
         except ModuleNotFoundError:
             assert hasattr(importlib.import_module(module), attribute), f"{page.name}: {name}"
+
+
+def test_the_api_index_lists_every_page() -> None:
+    text = (DOCS / "api" / "index.md").read_text()
+    listed = re.findall(r"^\| \[[^]]+\]\(([\w-]+\.md)\)", text, re.M)
+    assert {*listed, "index.md"} == {page.name for page in (DOCS / "api").glob("*.md")}
+
+
+def test_the_performance_page_lists_every_suite() -> None:
+    (listed,) = re.findall(r"^Suites: (.+?)\.$", (DOCS / "performance.md").read_text(), re.M | re.S)
+    assert set(re.findall(r"`(\w+)`", listed)) == SUITES.keys()
+
+
+def test_the_serving_guide_states_the_limits_of_shared_prefixes() -> None:
+    """In MiB: of separate launches, and of decodes in one kernel."""
+    rule, mib = PrefixRule(), 2**20
+    text = " ".join((DOCS / "guides/serving-engines.md").read_text().split())
+    for least, added, unit in (
+        (rule.min_saved_bytes, rule.min_saved_bytes_per_token, "query token"),
+        (rule.min_saved_bytes_of_decodes, rule.min_saved_bytes_per_decode, "request"),
+    ):
+        assert f"{least / mib:g} MiB, plus {added / mib:g} MiB for each {unit}" in text
+
+
+def test_no_page_says_that_models_with_served_states_are_refused() -> None:
+    """Rows of models in the page of latent attention; `PagedModel` serves some with states."""
+    rows = (DOCS / "guides/latent-attention.md").read_text().splitlines()
+    refused = [row.lower() for row in rows if row.startswith("| ") and "refused" in row]
+    assert len(refused) > 1
+    for name in SERVED:
+        assert not any(name.replace("_", " ") in row for row in refused), name
 
 
 def test_the_messages_of_the_troubleshooting_page_exist() -> None:

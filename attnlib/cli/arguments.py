@@ -19,6 +19,7 @@ from attnlib.device import DeviceInfo, resolve_device
 from attnlib.errors import AttnlibError
 
 __all__ = [
+    "REQUEST_HELP",
     "CommandParser",
     "any_device",
     "count",
@@ -35,6 +36,10 @@ __all__ = [
     "write_text",
 ]
 
+REQUEST_HELP = (
+    "as in ATTNLIB_BACKEND: NAME, module:Class, path/to/file.py:Class, prefill:NAME,decode:NAME or "
+    "prefix:NAME,suffix:NAME"
+)
 _MAX_COUNT = 2**31 - 1
 _MAX_PROCESSES = 256
 

@@ -7,7 +7,7 @@ import json
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from attnlib.cli.arguments import CommandParser, any_device, count, input_path
+from attnlib.cli.arguments import REQUEST_HELP, CommandParser, any_device, count, input_path
 from attnlib.cli.hf_config import fallback_lines
 from attnlib.cli.kernels import KernelsOfSpec, kernels_of
 from attnlib.cli.server_flags import add_server_flags, rank_specs, server_of
@@ -104,8 +104,7 @@ def parser() -> CommandParser:
     made.add_argument(
         "--backend",
         metavar="REQUEST",
-        help="as in ATTNLIB_BACKEND: NAME, module:Class, path/to/file.py:Class, "
-        "prefill:NAME,decode:NAME, or -NAME",
+        help=f"{REQUEST_HELP}; or -NAME, which excludes a backend",
     )
     made.add_argument(
         "--kernels",

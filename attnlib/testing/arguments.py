@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from attnlib.cli.arguments import (
+    REQUEST_HELP,
     CommandParser,
     count,
     input_file,
@@ -16,11 +17,6 @@ from attnlib.cli.arguments import (
 )
 
 __all__ = ["parity_parser", "replay_parser", "verify_parser"]
-
-_BACKEND_HELP = (
-    "as in ATTNLIB_BACKEND: a registered name, module:Class, path/to/file.py:Class, or "
-    "prefill:NAME,decode:NAME"
-)
 
 
 def _parser(name: str, about: str, device: Callable[[str], str]) -> CommandParser:
@@ -49,7 +45,7 @@ def verify_parser() -> CommandParser:
         "for invalid arguments, 3 if the backend is unavailable."
     )
     made = _parser("verify", about, known_device)
-    made.add_argument("backend", nargs="?", help=_BACKEND_HELP)
+    made.add_argument("backend", nargs="?", help=REQUEST_HELP)
     made.add_argument(
         "--kv-format",
         metavar="NAME",
@@ -97,7 +93,7 @@ def parity_parser() -> CommandParser:
     about = "Compare backends with each other: one writes the cache, another one reads it."
     made = _parser("parity", about, present_device)
     made.add_argument(
-        "backends", nargs="*", help=f"{_BACKEND_HELP} (default: all available backends)"
+        "backends", nargs="*", help=f"{REQUEST_HELP} (default: all available backends)"
     )
     made.add_argument(
         "--only", metavar="CALL,...", help="run only these calls; * and ? are wildcards"
@@ -112,7 +108,7 @@ def replay_parser() -> CommandParser:
     made.add_argument(
         "recording", type=input_file, help="a file written by shadow or save_recording"
     )
-    made.add_argument("backend", help=_BACKEND_HELP)
+    made.add_argument("backend", help=REQUEST_HELP)
     made.add_argument(
         "--device", type=present_device, default="cpu", help="device to run on (default: cpu)"
     )
