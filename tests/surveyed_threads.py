@@ -3,7 +3,8 @@
     TRITON_CACHE_DIR=FOLDER python -m tests.surveyed_threads
 
 The last line is a JSON object: which threads launched a kernel during a survey and after it,
-what a second survey at the same time is, and whether Triton's methods are back.
+what a second survey at the same time is, whether Triton's methods are back, and what was in the
+place of kernels when they came back.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from attnlib.ops.triton.launch.bound import launches_observed
-from attnlib.ops.triton.launch.survey import survey_launches
+from attnlib.ops.triton.launch.survey import Survey, survey_launches
 from tests.described_server import Driver
 
 LAUNCHED: list[str] = []
@@ -40,7 +41,15 @@ def one_kernel(x, SIZE: tl.constexpr):
 def main() -> None:
     """Launch in two threads during a survey, then survey in two threads that overlap."""
     triton.runtime.driver.set_active(RecordingDriver())
-    x, own_run = torch.zeros(64), JITFunction.run
+    x, own_run, own_finish = torch.zeros(64), JITFunction.run, Survey.finish
+    left: list[str] = []
+
+    def finish(survey: Survey, is_complete: bool) -> None:
+        if JITFunction.run is own_run:
+            left.extend(type(new.kernels.get(new.key)).__name__ for new in survey.new)
+        own_finish(survey, is_complete)
+
+    Survey.finish = finish  # type: ignore[method-assign]
     with survey_launches() as survey:
         assert survey is not None
         one_kernel[(1,)](x, SIZE=16)
@@ -82,6 +91,7 @@ def main() -> None:
                 "second": second,
                 "is_free": is_free,
                 "is_restored": JITFunction.run is own_run and not launches_observed(),
+                "left": left,
             }
         )
     )

@@ -91,7 +91,7 @@ def page_sizes(
     if layout == "HND_ROWS":
         # Kernels load words of 2 bytes, and up to 8 bytes of scales at once.
         units = [max(2, one.dtype.itemsize if one.scale_dtype is None else 1) for one in stored]
-        units += [_scale_unit(one) for one in stored]
+        units += [one.scale_unit for one in stored]
         starts, end = [], 0
         for unit, size in zip(units, (*elements, *scales), strict=True):
             starts.append(_up(end, unit))
@@ -106,14 +106,6 @@ def page_sizes(
 
 def _up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
-
-
-def _scale_unit(stored: KVFormat) -> int:
-    """Bytes at whose multiples the scales of a head start."""
-    if stored.scale_dtype is None:
-        return 1
-    together = max(1, stored.groups_per_head) * stored.scale_dtype.itemsize
-    return max(stored.scale_dtype.itemsize, min(8, together & -together))
 
 
 def page_views(

@@ -23,7 +23,7 @@ from attnlib.errors import ContractError
 from attnlib.kv_dtype import KVFormat, page_format
 from attnlib.kv_rotation import KVRotation
 from attnlib.ops.addresses import as_count
-from attnlib.ops.signature import tensor_signature
+from attnlib.ops.signature import scale_signature, tensor_signature
 from attnlib.spec import AttentionSpec
 
 __all__ = ["BlockPairs", "PagedKVCache", "Scale", "UNIT_SCALE"]
@@ -115,13 +115,14 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
     @property
     def signature(self) -> CacheSignature:
         """What launches over this cache follow from besides addresses: dtypes, shapes, strides,
-        layout, and the values (numbers) or layouts (tensors) of the scales."""
+        layout, and the values (numbers) or layouts (tensors) of the scales; of those in pages also
+        where they start."""
         found = self._signature
         if found is None:
             self._check_assigned()
             scales = (
-                tensor_signature(scale) if isinstance(scale, torch.Tensor) else scale
-                for scale in (self.k_scale, self.v_scale)
+                scale_signature(self.k_scale, self.key_cache),
+                scale_signature(self.v_scale, self.value_cache),
             )
             views = (tensor_signature(self.key_cache), tensor_signature(self.value_cache))
             stored = (self.layout, self.rotation, self.page_formats, self.values_alias_keys)

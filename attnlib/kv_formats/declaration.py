@@ -115,6 +115,15 @@ class KVFormat:
             return head_size // self.elements_per_group
         return self.groups_per_head
 
+    @property
+    def scale_unit(self) -> int:
+        """Bytes at whose multiples the scales of a head in a page start: kernels load up to 8 bytes
+        of them at once."""
+        if self.scale_dtype is None:
+            return 1
+        together = max(1, self.groups_per_head) * self.scale_dtype.itemsize
+        return max(self.scale_dtype.itemsize, min(8, together & -together))
+
     def bytes_per_head(self, head_size: int) -> int:
         """Bytes of one head of one token, with its scales."""
         scales = 0 if self.scale_dtype is None else self.scale_dtype.itemsize

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["tensor_check", "tensor_signature"]
+__all__ = ["scale_signature", "tensor_check", "tensor_signature"]
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _TensorGuards = getattr(_guards, "TensorGuards", None)
@@ -17,6 +17,22 @@ _TensorGuards = getattr(_guards, "TensorGuards", None)
 def tensor_signature(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Dtype, shape, strides and device: equal signatures differ in addresses and values."""
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def scale_signature(scale: float | torch.Tensor, elements: torch.Tensor) -> tuple[Any, ...] | float:
+    """What launches follow from in a scale of a cache: the value of a number, the signature of a
+    tensor. Kernels load the scales of a head in a page, and two bytes of its elements, as one
+    number each, so where both start counts, too.
+
+    Args:
+        scale: a number, or a tensor on the device; those of pages have four dimensions (M16).
+        elements: the view of the keys or values that it belongs to.
+    """
+    if not isinstance(scale, torch.Tensor):
+        return float(scale)
+    if scale.dim() != 4 or scale.is_meta:
+        return tensor_signature(scale)
+    return (*tensor_signature(scale), scale.data_ptr() % 8, elements.data_ptr() % 2)
 
 
 def tensor_check(

@@ -61,7 +61,7 @@ def test_a_survey_leaves_other_threads_alone(tmp_path: Path) -> None:
     assert found["new"] == 1 and found["during"] == ["other", "other"]
     assert found["after"] == ["MainThread"]
     assert found["second"] == [None] and found["is_free"]
-    assert found["is_restored"]
+    assert found["is_restored"] and found["left"] == ["NoneType"]
 
 
 def _run_module(name: str, cache: Path) -> dict[str, Any]:

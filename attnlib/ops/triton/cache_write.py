@@ -16,7 +16,7 @@ from attnlib.ops.addresses import check_slot_values
 from attnlib.ops.checks import check_slots, vector_elements
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.scales import check_scale
-from attnlib.ops.signature import tensor_signature
+from attnlib.ops.signature import scale_signature, tensor_signature
 from attnlib.ops.triton.heuristics.device import (
     DeviceLimits,
     device_guard,
@@ -27,7 +27,7 @@ from attnlib.ops.triton.kernels.cache_write import WriteConfig, write_kv_kernel
 from attnlib.ops.triton.launch.bound import BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.config import with_config
-from attnlib.ops.triton.launch.scales import scale_kind, scale_signature
+from attnlib.ops.triton.launch.scales import scale_kind
 from attnlib.ops.triton.launch.sequence import (
     K_SCALE,
     KEY,
@@ -90,7 +90,7 @@ def write_kv(
             )
     if slot_mapping.is_cpu:  # elsewhere the layer checks, under ATTNLIB_VALIDATE
         check_slot_values(slot_mapping, key_cache.shape[0] * key_cache.shape[1])
-    scales = (scale_signature(k_scale), scale_signature(v_scale))
+    scales = (scale_signature(k_scale, key_cache), scale_signature(v_scale, value_cache))
     tensors = (key, value, key_cache, value_cache)
     latent = values_are_prefix(key_cache, value_cache)
     signature = (*(tensor_signature(tensor) for tensor in tensors), *scales, latent, rotation)

@@ -133,18 +133,21 @@ def page_words(view: Tensor, scales: Tensor, stored: KVFormat) -> tuple[int, int
     Raises:
         ContractError: heads that are no whole words, or scales that cannot be loaded at once.
     """
-    size = view.shape[3]
-    if size % 2 or any(stride % 2 for stride in view.stride()[:3]):
+    size, start = view.shape[3], view.data_ptr() % 2
+    if size % 2 or start or any(stride % 2 for stride in view.stride()[:3]):
         raise ContractError(
-            f"a cache of {stored.name} has {size} bytes per head and strides {view.stride()}; the "
-            "Triton kernels read words of two bytes: use an even head size, or backend='torch'",
+            f"a cache of {stored.name} has {size} bytes per head and strides {view.stride()}, and "
+            f"starts at {start} modulo 2; the Triton kernels read words of two bytes: use an even "
+            "head size and an even address, or backend='torch'",
             rule="P13",
         )
-    together = max(1, stored.groups_per_head)
-    if any(stride % together for stride in scales.stride()[:3]):
+    together, unit = max(1, stored.groups_per_head), stored.scale_unit
+    start = scales.data_ptr() % unit
+    if start or any(stride % together for stride in scales.stride()[:3]):
         raise ContractError(
-            f"scales of {stored.name} have strides {scales.stride()}; they must be multiples of "
-            f"{together}, so that the scales of a head are loaded at once",
+            f"scales of {stored.name} have strides {scales.stride()} and start at {start} modulo "
+            f"{unit}; strides must be multiples of {together} and the address one of {unit}, so "
+            "that the scales of a head are loaded at once",
             rule="P13",
         )
     return size // 2, max(_LANES, next_power_of_2(size // 2))

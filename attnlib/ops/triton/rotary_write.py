@@ -13,7 +13,7 @@ from attnlib.kv_rotation import KVRotation
 from attnlib.ops.addresses import check_slot_values
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.rotary import HeadNorm
-from attnlib.ops.signature import tensor_signature
+from attnlib.ops.signature import scale_signature, tensor_signature
 from attnlib.ops.triton.heuristics.device import device_guard
 from attnlib.ops.triton.launch.bound import (
     ALIGNMENT,
@@ -24,7 +24,6 @@ from attnlib.ops.triton.launch.bound import (
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.driver import CHANGES
 from attnlib.ops.triton.launch.rotary import PreparedRotation, Write, prepare_rotation
-from attnlib.ops.triton.launch.scales import scale_signature
 
 __all__ = ["BoundRotation", "bind_rotation", "rotate", "rotate_and_write"]
 
@@ -208,8 +207,8 @@ def bind_rotation(
         interleaved,
         _norm_signature(q_norm),
         _norm_signature(k_norm),
-        scale_signature(scales[0]),
-        scale_signature(scales[1]),
+        scale_signature(scales[0], query if write is None else write[2]),
+        scale_signature(scales[1], query if write is None else write[3]),
         rotation,
     )
     prepared: PreparedRotation | None = LAUNCHES.get(signature)

@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from attnlib.backends.triton import TritonBackend
 from attnlib.backends.triton import impl as triton_impl
 from attnlib.backends.triton import scheduler as triton_scheduler
 from attnlib.errors import ContractError
+from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.layer import plans as layer_plans
 from attnlib.layer.call import LayerCall
 from attnlib.layer.plans import find_plan, run_plan
@@ -65,6 +67,7 @@ from tests.ops.triton.stub_driver import (
 )
 
 ROOT = Path(__file__).parents[3]
+KERNELS = ("auto", "portable")
 CAN_COMPARE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 WORKSPACE = torch.zeros(1 << 20)
 CHIP = DeviceLimits(132, 227 * 1024, 228 * 1024, (9, 0), True)
@@ -965,6 +968,77 @@ def check_changes_between_calls() -> None:
             assert ours == theirs and ours, f"{name}, {longest} keys: {ours} instead of {theirs}"
 
 
+def check_scratch_off_the_boundary() -> None:
+    """Decodes and prefills that divide keys are launched by Triton, as it does it, over a workspace
+    that is not aligned."""
+    for lengths, kernels in itertools.product((([1] * 2, [1000, 20]), ([64], [1000])), KERNELS):
+        step = Step(*lengths, kernels=kernels)
+        step.batch.max_seq_len = 5000  # a bound: nothing is read
+        for _ in range(3):
+            step()
+        assert len(step()) == 3, "nothing is divided"
+        for offset in (1, 0):
+            step.batch.workspace = torch.zeros((1 << 20) + 1)[offset:]
+            for _ in range(3):
+                ours, theirs = step(), step.without_plans()
+                assert ours == theirs, f"{lengths}, {kernels}: {ours} instead of {theirs}"
+            assert len(step.record()[1]) == 3 * offset
+
+
+def check_scales_in_pages() -> None:
+    """Where scales and elements start decides which kernels read them, or whether any does."""
+    formats = {"nvfp4": 8, "mxfp4": 4, "int4_per_group": 4, "int8_per_token_head": 1}
+    for (name, count), decode in itertools.product(formats.items(), (True, False)):
+        found = {}
+        for first, start in ((0, 0), (1, 0), (count, 0), (0, 1), (0, 2), (0, 0)):
+            call = _page_call(name, decode, first, start)
+            found[first, start] = _kernels_or_error(call)
+            assert found[first, start] == _kernels_or_error(call), (name, first, start)
+            with by_triton():
+                assert found[first, start] == _kernels_or_error(call), (name, first, start)
+        plain, fast = "decode_kernel" if decode else "prefill_kernel", "hopper" if decode else ""
+        assert found[0, 0][0].startswith(fast) and found[count, 0] == found[0, 0], (name, found)
+        assert found[0, 2][0] == plain and "words of two bytes" in found[0, 1][0], (name, found)
+        if name == "int4_per_group":
+            assert "start at 2 modulo 8" in found[1, 0][0], found
+        elif count > 1:
+            assert found[1, 0][0] == plain, (name, found)
+
+
+def _kernels_or_error(call: Callable[[], object]) -> list[str]:
+    """The kernels of a call, or the message of its error."""
+    try:
+        return [record.kernel.split()[0] for record in recorded(call)[0]]
+    except ContractError as error:
+        return [str(error)]
+
+
+def _page_call(name: str, decode: bool, first: int, start: int) -> Callable[[], object]:
+    """A call over pages, whose scales start at the number `first` and its elements at the byte
+    `start` of their memory."""
+    stored, tokens = PAGE_FORMATS[name], 2 if decode else 64
+    shape = (8, 16, 2, stored.stored_size(128))
+    elements = torch.zeros(prod(shape) * stored.dtype.itemsize + start, dtype=torch.uint8)[start:]
+    count = stored.num_scales(128)
+    scales = torch.zeros(8 * 16 * 2 * count + first, dtype=stored.scale_dtype)[first:]
+    query = torch.zeros(tokens, 8, 128, dtype=torch.bfloat16)
+    reqs = tokens if decode else 1
+    ints = [torch.zeros(n, dtype=torch.int32) for n in ((reqs, 8), (reqs + 1,), (reqs,))]
+    caches = [elements.view(stored.dtype).view(shape), elements.clone().view(stored.dtype)]
+    options: dict[str, Any] = {
+        "k_scale": scales.view(8, 16, 2, count),
+        "v_scale": scales.view(8, 16, 2, count),
+        "scale": 0.1,
+        "max_query_len": 1 if decode else 64,
+        "max_seq_len": 1000,
+        "out": torch.zeros_like(query),
+        "kernels": "hopper" if decode else "auto",
+    }
+    operation = paged_decode.paged_decode if decode else paged_prefill.paged_prefill
+    batch = (query, caches[0], caches[1].view(shape), *ints)
+    return lambda: call_operation(operation, *batch, **options)
+
+
 def check_sinks_are_read_at_each_call() -> None:
     """Assigned sinks reach the next call, of another dtype too."""
     for name in ("hopper decode with sinks",):
@@ -1115,6 +1189,8 @@ CHECKS: tuple[Callable[[], None], ...] = (
     check_flash_attn_with_kvcache,
     check_plans_step_aside,
     check_changes_between_calls,
+    check_scratch_off_the_boundary,
+    check_scales_in_pages,
     check_sinks_are_read_at_each_call,
     check_which_kernel_combines,
     check_replaced_methods,

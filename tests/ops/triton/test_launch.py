@@ -29,6 +29,8 @@ CHECKS = [
     "check_flash_attn_with_kvcache",
     "check_plans_step_aside",
     "check_changes_between_calls",
+    "check_scratch_off_the_boundary",
+    "check_scales_in_pages",
     "check_sinks_are_read_at_each_call",
     "check_which_kernel_combines",
     "check_replaced_methods",

@@ -195,18 +195,19 @@ class HopperPrefill:
         return batch._replace(counters=counters)
 
     def addresses(self, batch: BatchTensors) -> tuple[Any, ...] | None:
-        """The values of a batch for direct launches; None if its counters are not aligned."""
+        """The values of a batch for direct launches; None if its counters or its workspace are not
+        aligned."""
         table, score, counters = batch.block_table, batch.score_tensors, None
         assert table is not None
         if self.tile.persistent:
             assert batch.counters is not None  # see `with_scratch`
             counters = batch.counters.data_ptr()
-            if counters & ALIGNMENT:
-                return None
         scratch: tuple[int, ...] = ()
         if self.scratch_bytes:
             assert batch.workspace is not None  # see `with_scratch`
             scratch = (batch.workspace.data_ptr(),)
+        if any(address & ALIGNMENT for address in (counters or 0, *scratch)):
+            return None
         return (
             batch.query_start_loc.data_ptr(), batch.seq_lens.data_ptr(), table.data_ptr(),
             counters, self._l2_heads(batch.max_seq_len), *scratch,

@@ -48,11 +48,14 @@ def are_readable(
 
 
 def _are_whole_scales(params: AttentionParams) -> bool:
-    """Whether the scales of a head in a page, which are loaded as one number, are a whole number of
-    such numbers from each other."""
+    """Whether the scales of a head in a page, which are loaded as one number, start at a multiple
+    of its size, and are a whole number of such numbers from each other."""
     sides = [x for x in (params.k_scale, params.v_scale) if isinstance(x, Tensor) and x.dim() == 4]
     return not any(
-        size > 1 and stride % side.shape[3]
+        side.data_ptr() % (side.shape[3] * side.element_size())
+        or any(
+            size > 1 and stride % side.shape[3]
+            for size, stride in zip(side.shape[:3], side.stride()[:3], strict=True)
+        )
         for side in sides
-        for size, stride in zip(side.shape[:3], side.stride()[:3], strict=True)
     )

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.params import AttentionParams
-from attnlib.ops.signature import tensor_signature
+from attnlib.ops.signature import scale_signature, tensor_signature
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.packed_tiles import packed_tile
 from attnlib.ops.triton.heuristics.tiles import Tile, split_head_size
 from attnlib.ops.triton.launch.constants import compute_dtype, reads_bytes
-from attnlib.ops.triton.launch.scales import kv_kind, scale_kind, scale_signature
+from attnlib.ops.triton.launch.scales import kv_kind, scale_kind
 
 __all__ = ["PackedCall", "joined_addresses", "whole_vectors"]
 
@@ -66,8 +66,8 @@ class PackedCall:
             *(tensor_signature(tensor) for tensor in tensors),
             params.window[0] >= 0,
             params.alibi_slopes is None,
-            scale_signature(params.k_scale),
-            scale_signature(params.v_scale),
+            scale_signature(params.k_scale, self.key),
+            scale_signature(params.v_scale, self.value),
         )
 
     def check_requests(self) -> None:

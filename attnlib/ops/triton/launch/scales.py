@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.kv_dtype import KVFormat
-from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.kernels.quant import (
     KV_E4M3_BYTES,
     KV_E5M2_BYTES,
@@ -25,7 +22,7 @@ from attnlib.ops.triton.kernels.quant import (
     SCALE_TENSOR,
 )
 
-__all__ = ["kv_kind", "scale_kind", "scale_signature", "stored_kind"]
+__all__ = ["kv_kind", "scale_kind", "stored_kind"]
 
 
 def kv_kind(dtype: torch.dtype, has_fp8: bool) -> int:
@@ -70,8 +67,3 @@ def scale_kind(name: str, scale: float | Tensor) -> int:
             f"{name} has stride {scale.stride(-1)}; it must be 1: call .contiguous()", rule="M9"
         )
     return int(SCALE_PER_HEAD.value)
-
-
-def scale_signature(scale: float | Tensor) -> tuple[Any, ...] | float:
-    """What a launch follows from: the value of a number, or the dtype and layout of a tensor."""
-    return tensor_signature(scale) if isinstance(scale, Tensor) else float(scale)

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.params import AttentionParams
-from attnlib.ops.signature import tensor_signature
-from attnlib.ops.triton.launch.scales import scale_signature
+from attnlib.ops.signature import scale_signature, tensor_signature
 from attnlib.ops.triton.launch.score import score_signature
 
 __all__ = ["call_signature"]
@@ -34,7 +33,7 @@ def call_signature(
         causal if isinstance(causal, bool) else "per request",
         None if alibi is None else tensor_signature(alibi),
         None if sinks is None else tensor_signature(sinks),
-        *(scale_signature(params.k_scale), scale_signature(params.v_scale)),
+        *(scale_signature(params.k_scale, key), scale_signature(params.v_scale, value)),
         *(params.k_format, params.v_format),
         score_signature(params),
     )

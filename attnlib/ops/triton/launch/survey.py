@@ -125,15 +125,19 @@ class Survey:
                 return True
         return False
 
-    def finish(self, is_complete: bool) -> None:
-        """Put the kernels in the places where Triton looks them up; free these places instead after
-        an error."""
+    def free(self) -> None:
+        """Free the places where Triton looks kernels up. Before Triton's methods are back, which
+        would launch nothing for what is there."""
         for new in self.new:
             del new.kernels[new.key]
-            if not is_complete:
+
+    def finish(self, is_complete: bool) -> None:
+        """Put the kernels in their places; after an error, compile no more of them."""
+        for new in self.new:
+            if is_complete:
+                new.kernels[new.key] = new.made.result()
+            else:
                 new.made.cancel()
-        for new in self.new if is_complete else ():
-            new.kernels[new.key] = new.made.result()
 
 
 @contextmanager
@@ -185,6 +189,7 @@ def _replaced_methods() -> Iterator[Survey]:
             yield survey
             complete = True
         finally:
+            survey.free()
             JITFunction.run, JITFunction._do_compile = own_run, own_compile
             survey.finish(complete)
 
