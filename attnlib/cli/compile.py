@@ -10,6 +10,8 @@ from pathlib import Path
 
 from attnlib.ahead_of_time import StoredKernel, compile_kernels
 from attnlib.cli.arguments import CommandParser, any_device, output_folder, workers
+from attnlib.cli.hf_file import read_config
+from attnlib.cli.layer_kinds import has_states
 from attnlib.cli.server_flags import add_server_flags, rank_specs, server_of
 from attnlib.cli.spec_flags import add_spec_flags, specs_of
 from attnlib.ops.dispatch import processors
@@ -18,6 +20,10 @@ __all__ = ["main", "parser"]
 
 _MOST_PROCESSES = 8
 """Each one finds all kernels before it compiles its own."""
+_STATES = (
+    "the state layers of this model are not among them, because their kernels follow from the "
+    "tensors of the engine: they are compiled on the server, by warmup"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,16 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(options.out) if options.out else None
     kernels = compile_kernels(server, specs, folder, options.processes)
     seconds = time.perf_counter() - started
+    notes = [_STATES] if options.config and has_states(read_config(options.config)[1]) else []
     if options.json:
         found = {"seconds": round(seconds, 1), "kernels": [kernel._asdict() for kernel in kernels]}
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found | ({"notes": notes} if notes else {}), indent=2))
         return 0
     compiled = [kernel for kernel in kernels if kernel.seconds]
     print(
         f"{len(kernels)} kernels for {server.device}, {server.chip().num_sms} multiprocessors: "
         f"{len(compiled)} compiled, {len(kernels) - len(compiled)} found, in {seconds:.0f} s"
     )
-    print("\n".join(_rows(kernels)))
+    print("\n".join([*_rows(kernels), *(f"note: {note}" for note in notes)]))
     if folder is not None:
         print(f"on the server: ATTNLIB_KERNELS={folder.absolute()}")
     return 0

@@ -6,12 +6,13 @@ attention, heads in two parts (MLA as transformers computes it), and widths of w
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from attnlib.cli.hf_file import read_config
+from attnlib.cli.layer_kinds import layer_kinds
 from attnlib.errors import ContractError
 from attnlib.sparse.compressed_entries import CompressedEntries
 from attnlib.sparse.key_selection import KeySelection, SelectionScope
@@ -35,20 +36,6 @@ _KEYS_ARE_VALUES = ("deepseek_v4",)
 _ALIBI = ("bloom",)
 _COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
 """Layer types of DeepSeek V4 with compressed entries."""
-_TYPES: dict[Any, tuple[str, ...]] = {
-    int: (
-        "num_attention_heads", "n_head", "n_heads", "hidden_size", "n_embd", "d_model", "dim",
-        "num_key_value_heads", "num_kv_heads", "head_dim", "kv_lora_rank", "qk_nope_head_dim",
-        "qk_rope_head_dim", "v_head_dim", "local_attention", "sliding_window", "index_topk",
-        "index_topk_blocks", "index_block_size", "attention_chunk_size",
-    ),
-    (int, float): ("attn_logit_softcapping",),
-    list: ("layer_types",),
-    dict: ("attn_config", "compress_rates"),
-}  # fmt: skip
-"""Types of the keys that are read, where they are given."""
-_WITHOUT_KEYS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp")
-"""Layer types of hybrid models without keys and values; they need no attention backend."""
 
 
 def specs_from_config(path: str | Path, **overrides: Any) -> dict[str, AttentionSpec]:
@@ -66,25 +53,16 @@ def specs_from_config(path: str | Path, **overrides: Any) -> dict[str, Attention
     Raises:
         ContractError: the file or a required key is missing or invalid; the message names it.
     """
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
-    if not file.is_file():
-        raise ContractError(
-            f"no config file at {file}: give a config.json or the directory that contains it"
-        )
-    config = _read(file)
+    file, config = read_config(path)
     if "dtype" in overrides:  # an unknown dtype in the file does not matter then
         config = {**config, "dtype": str(overrides["dtype"])}
-    common = _common_fields(config, file)
+    common = _common_fields(config, file, overrides)
     window = _window(config)
-    listed = list(dict.fromkeys(config.get("layer_types") or []))
-    kinds = [kind for kind in listed if kind not in _WITHOUT_KEYS]
-    if listed and not kinds:
+    kinds, others = layer_kinds(config, window)
+    if not kinds:
         raise ContractError(
-            f"{file} has no attention layers: its layer_types are {', '.join(listed)}"
+            f"{file} has no attention layers: its layer_types are {', '.join(others)}"
         )
-    if not listed:
-        kinds = ["sliding_attention"] if window else ["full_attention"]
     specs = {
         kind: AttentionSpec(
             **{**common, **_fields_of_kind(kind, window, config, file, overrides), **overrides}
@@ -94,33 +72,6 @@ def specs_from_config(path: str | Path, **overrides: Any) -> dict[str, Attention
     latent = {} if "head_size" in overrides else _latent_fields(config)
     over_latents = {f"{kind} over latents": s.replace(**latent) for kind, s in specs.items()}
     return specs | over_latents if latent else specs
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """The config of the text model, with values of the right types.
-
-    Raises:
-        ContractError: it is not JSON, or a value has another type.
-    """
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ContractError(f"{file} is not valid JSON: {error}") from error
-    found = config.get("text_config") or config if isinstance(config, dict) else config
-    if not isinstance(found, dict):
-        raise ContractError(
-            f"{file} holds a {type(found).__name__}: it must be the config of a model, an object "
-            "with keys such as num_attention_heads"
-        )
-    for kind, names in _TYPES.items():
-        for name in names:
-            value = found.get(name)
-            if value is not None and (not isinstance(value, kind) or value is True):
-                raise ContractError(
-                    f"{file} has {name}={value!r}, which must be of type "
-                    f"{getattr(kind, '__name__', 'number')}"
-                )
-    return found
 
 
 def fallback_lines(spec: AttentionSpec) -> list[str]:
@@ -178,13 +129,14 @@ def _entries(kind: str, config: dict[str, Any], file: Path) -> CompressedEntries
     return CompressedEntries(compress_rate=rate, selection=selection)
 
 
-def _common_fields(config: dict[str, Any], file: Path) -> dict[str, Any]:
-    heads = _first(config, "num_attention_heads", "n_head", "n_heads")
+def _common_fields(config: dict[str, Any], file: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+    heads = overrides.get("num_heads") or _first(config, "num_attention_heads", "n_head", "n_heads")
     hidden = _first(config, "hidden_size", "n_embd", "d_model", "dim")
-    if not heads or not (config.get("head_dim") or hidden):
+    if not heads or not (overrides.get("head_size") or config.get("head_dim") or hidden):
         raise ContractError(
             f"{file} has no num_attention_heads with hidden_size or head_dim: it must be "
-            f"the config of a transformer"
+            f"the config of a transformer; where it leaves them to its class, give --num-heads, "
+            "--num-kv-heads and --head-size"
         )
     model = str(config.get("model_type", ""))
     return {
@@ -227,7 +179,7 @@ def _head_sizes(config: dict[str, Any], hidden: int, heads: int) -> dict[str, in
             "head_size": config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
             "head_size_v": config["v_head_dim"],
         }
-    return {"head_size": config.get("head_dim") or hidden // heads}
+    return {"head_size": config.get("head_dim") or (hidden or 0) // heads}
 
 
 def _latent_fields(config: dict[str, Any]) -> dict[str, Any]:

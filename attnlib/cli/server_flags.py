@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
-from pathlib import Path
 
 from attnlib.ahead_of_time import DescribedServer
 from attnlib.cli.arguments import count
+from attnlib.cli.hf_file import read_config
 from attnlib.device import resolve_device
 from attnlib.errors import ContractError
 from attnlib.spec import AttentionSpec
@@ -45,7 +44,7 @@ def server_of(options: argparse.Namespace) -> DescribedServer:
     """The server of the flags and of `--device`."""
     given = {name: getattr(options, name) for name in _DEFAULTS if getattr(options, name)}
     if "max_seq_len" not in given and options.config:
-        given["max_seq_len"] = _position_count(Path(options.config))
+        given["max_seq_len"] = _position_count(options.config)
     limits = BatchLimits(**{**_DEFAULTS, **{name: n for name, n in given.items() if n}})
     return DescribedServer(resolve_device(options.device), limits, options.num_sms)
 
@@ -70,11 +69,7 @@ def _of_rank(spec: AttentionSpec, ranks: int) -> AttentionSpec:
     return spec.replace(num_heads=heads // ranks, num_kv_heads=max(1, kv_heads // ranks))
 
 
-def _position_count(path: Path) -> int | None:
-    """`max_position_embeddings` of a config that `specs_from_config` has read; None without."""
-    file = path / "config.json" if path.is_dir() else path
-    config = json.loads(file.read_text(encoding="utf-8"))
-    found = config.get("max_position_embeddings") or (config.get("text_config") or {}).get(
-        "max_position_embeddings"
-    )
+def _position_count(path: str) -> int | None:
+    """`max_position_embeddings` of a config; None without."""
+    found = read_config(path)[1].get("max_position_embeddings")
     return found if isinstance(found, int) and found > 0 else None

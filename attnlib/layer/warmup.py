@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -121,9 +121,16 @@ def warmup(
         run_steps(steps, where, kernel_facts(layer, cache, limits, builder, columns))
     if where.type == "cuda":
         torch.cuda.synchronize(where)
-    seconds, num_found = time.perf_counter() - started, sum(kernel.is_found for kernel in new)
-    report = WarmupReport(tuple(batches), seconds, num_found, len(new) - num_found)
-    logging.getLogger("attnlib").info("%s", report)  # engines do not show the result
+    return _report(batches, started, new)
+
+
+def _report(batches: Iterable[tuple[int, ...]], started: float, new: list[Any]) -> WarmupReport:
+    """The report of a warm-up with these new kernels, which is also logged: engines do not show
+    the result."""
+    num_found = sum(kernel.is_found for kernel in new)
+    counts = num_found, len(new) - num_found
+    report = WarmupReport(tuple(batches), time.perf_counter() - started, *counts)
+    logging.getLogger("attnlib").info("%s", report)
     return report
 
 
@@ -207,11 +214,11 @@ def _warm_states(
             run_state_batch(layer, cache, metadata, form)
             batches[lengths] = None
 
-    with torch.no_grad():
+    with torch.no_grad(), _new_kernels(cache.device) as new:
         run_steps([run_all], cache.device)
     if cache.device.type == "cuda":
         torch.cuda.synchronize(cache.device)
-    return WarmupReport(tuple(batches), time.perf_counter() - started)
+    return _report(batches, started, new)
 
 
 def _run(

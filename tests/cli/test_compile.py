@@ -74,6 +74,25 @@ def test_compile_for_a_model(
     ]  # fmt: skip
 
 
+def test_state_layers_are_left_to_the_server(
+    shares: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Qwen3-Next, whose published config lists no layers."""
+    config = {
+        "model_type": "qwen3_next", "num_attention_heads": 16, "num_key_value_heads": 2,
+        "head_dim": 256, "hidden_size": 2048, "linear_num_value_heads": 32,
+        "full_attention_interval": 4,
+    }  # fmt: skip
+    file = tmp_path / "config.json"
+    for states in (True, False):
+        file.write_text(json.dumps(config))
+        assert main(["compile", "--config", str(file), "--device", "sm_90"]) == 0
+        assert ("compiled on the server" in capsys.readouterr().out) == states
+        assert main(["compile", "--config", str(file), "--device", "sm_90", "--json"]) == 0
+        assert ("notes" in json.loads(capsys.readouterr().out)) == states
+        config["linear_num_value_heads"] = 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attnlib.cli.hf_config import specs_from_config
+from attnlib.cli.layer_kinds import has_states
 from attnlib.errors import ContractError
 from attnlib.sparse.compressed_entries import CompressedEntries
 from attnlib.sparse.key_selection import KeySelection
@@ -118,6 +119,79 @@ def test_keys_of_model_families(config: dict, expected: dict, tmp_path: Path) ->
     file.write_text(json.dumps(config))
     spec = next(iter(specs_from_config(file).values()))
     assert {name: getattr(spec, name) for name in expected} == expected
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds"),
+    [
+        ({"model_type": "gemma2", "sliding_window": 4096}, [SLIDING, FULL]),
+        ({"model_type": "gemma3_text", "sliding_window": 1024}, [SLIDING, FULL]),
+        ({"text_config": {"model_type": "gemma3_text", "sliding_window": 9}}, [SLIDING, FULL]),
+        ({"model_type": "gemma3_text", "sliding_window": 9, "sliding_window_pattern": 1}, [FULL]),
+        ({"model_type": "cohere2", "sliding_window": 9, "sliding_window_pattern": 4},
+         [SLIDING, FULL]),
+        ({"model_type": "exaone4", "sliding_window": 9, "sliding_window_pattern": "LLLG"},
+         [SLIDING, FULL]),
+        ({"model_type": "gpt_oss", "sliding_window": 128}, [SLIDING, FULL]),
+        ({"model_type": "modernbert", "local_attention": 128, "global_attn_every_n_layers": 3},
+         [SLIDING, FULL]),
+        ({"model_type": "llama4_text", "attention_chunk_size": 64}, ["chunked_attention", FULL]),
+        ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True,
+          "max_window_layers": 3, "num_hidden_layers": 8}, [FULL, SLIDING]),
+        ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True,
+          "max_window_layers": 8, "num_hidden_layers": 8}, [FULL]),
+        ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True,
+          "max_window_layers": 0, "num_hidden_layers": 8}, [SLIDING]),
+        ({"model_type": "mistral", "sliding_window": 9}, [SLIDING]),
+        ({"model_type": "qwen3_next", "full_attention_interval": 4}, [FULL]),
+    ],
+)  # fmt: skip
+def test_kinds_that_published_configs_do_not_list(
+    config: dict, kinds: list[str], tmp_path: Path
+) -> None:
+    """They have no `layer_types`; the classes of transformers make them."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4}
+    inner = config.get("text_config", config)
+    inner.update(sizes)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    specs = specs_from_config(tmp_path)
+    assert list(specs) == kinds
+    assert [kind for kind, spec in specs.items() if spec.sliding_window] == [
+        kind for kind in kinds if kind == SLIDING
+    ]
+    transformers = pytest.importorskip("transformers")
+    if inner["model_type"] in ("mistral", "exaone4"):
+        return  # all layers are of one kind; 5.24 does not read the published file
+    made = transformers.AutoConfig.for_model(**inner)
+    listed = dict.fromkeys(made.layer_types)
+    assert sorted(kind for kind in listed if kind != "linear_attention") == sorted(kinds)
+
+
+def test_sizes_that_a_config_leaves_to_its_class(tmp_path: Path) -> None:
+    """Gemma 3 4B has no heads in its file."""
+    config = {"text_config": {"model_type": "gemma3_text", "hidden_size": 2560}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ContractError, match="give --num-heads, --num-kv-heads and --head-size"):
+        specs_from_config(tmp_path)
+    sizes = {"num_heads": 8, "num_kv_heads": 4, "head_size": 256}
+    (spec,) = specs_from_config(tmp_path, **sizes).values()
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_size) == (8, 4, 256)
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"layer_types": ["linear_attention", "full_attention"]}, True),
+        ({"linear_num_value_heads": 32}, True),
+        ({"layer_types": ["full_attention", "mlp"]}, False),
+        ({}, False),
+    ],
+)
+def test_models_with_states(config: dict, found: bool) -> None:
+    assert has_states(config) == found
 
 
 def test_latent_attention_has_two_forms(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 import attnlib
 from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.ops.triton.launch.compilations import CompiledKernel
 from attnlib.spec import StateSpec
 from attnlib.testing.states.inputs import TokenInputs, draw_layer, draw_tokens
 from attnlib.testing.states.kinds import KINDS
@@ -332,3 +335,15 @@ def test_warmup_changes_no_slot(name: str) -> None:
     assert torch.equal(cache.memory, before)
     with pytest.raises(ContractError, match="needs its slots"):
         attnlib.warmup(layer, None, limits)
+
+
+def test_the_report_of_a_warmup_counts_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those found on disk and those compiled, as of attention layers."""
+    found = [CompiledKernel("a", False, True), CompiledKernel("b", False)] * 2
+    module = importlib.import_module("attnlib.layer.warmup")
+    monkeypatch.setattr(module, "_new_kernels", lambda device: nullcontext(found[1:]))
+    layer = layer_of(KINDS["gated delta"])
+    cache = attnlib.StateCache.allocate(layer.spec, 3, device="cpu")
+    limits = attnlib.BatchLimits(max_num_reqs=1, max_num_tokens=2, max_seq_len=8)
+    report = attnlib.warmup(layer, cache, limits)
+    assert (report.kernels_found, report.kernels_compiled) == (1, 2)
