@@ -115,8 +115,7 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
     @property
     def signature(self) -> CacheSignature:
         """What launches over this cache follow from besides addresses: dtypes, shapes, strides,
-        layout, and the values (numbers) or layouts (tensors) of the scales; of those in pages also
-        where they start."""
+        layout, and what `scale_signature` tells of the scales."""
         found = self._signature
         if found is None:
             self._check_assigned()

@@ -117,8 +117,7 @@ class KVFormat:
 
     @property
     def scale_unit(self) -> int:
-        """Bytes at whose multiples the scales of a head in a page start: kernels load up to 8 bytes
-        of them at once."""
+        """Bytes at whose multiples the scales of a head in a page start; kernels load up to 8."""
         if self.scale_dtype is None:
             return 1
         together = max(1, self.groups_per_head) * self.scale_dtype.itemsize
@@ -126,10 +125,9 @@ class KVFormat:
 
     def bytes_per_head(self, head_size: int) -> int:
         """Bytes of one head of one token, with its scales."""
+        elements = self.stored_size(head_size) * self.dtype.itemsize
         scales = 0 if self.scale_dtype is None else self.scale_dtype.itemsize
-        return self.stored_size(head_size) * self.dtype.itemsize + scales * self.num_scales(
-            head_size
-        )
+        return elements + scales * self.num_scales(head_size)
 
     def store(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """What is stored for keys or values `[..., D]`: elements `[..., stored_size(D)]`, and

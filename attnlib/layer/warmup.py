@@ -125,8 +125,7 @@ def warmup(
 
 
 def _report(batches: Iterable[tuple[int, ...]], started: float, new: list[Any]) -> WarmupReport:
-    """The report of a warm-up with these new kernels, which is also logged: engines do not show
-    the result."""
+    """The report of a warm-up with these new kernels; logged, because engines do not show it."""
     num_found = sum(kernel.is_found for kernel in new)
     counts = num_found, len(new) - num_found
     report = WarmupReport(tuple(batches), time.perf_counter() - started, *counts)
@@ -238,17 +237,12 @@ def _run(
 def _warm_helpers(spec: AttentionSpec, device: torch.device) -> None:
     """Run the kernels outside of attention: slot mapping on the device, and `merge_states`."""
     if spec.is_paged:
-        starts, lens = (
-            torch.tensor([0, 1], dtype=torch.int32, device=device),
-            torch.ones(1, dtype=torch.int32, device=device),
-        )
-        compute_slot_mapping(
-            starts, lens, torch.zeros(1, 1, dtype=torch.int32, device=device), spec.block_size, 1
-        )
+        starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
+        lens, table = starts[1:], torch.zeros(1, 1, dtype=torch.int32, device=device)
+        compute_slot_mapping(starts, lens, table, spec.block_size, 1)
     if spec.needs_lse:
-        merge = import_module(
-            f"attnlib.ops.{'triton' if runs_kernels(device) else 'torch'}.merge_states"
-        ).merge_states
+        package = "triton" if runs_kernels(device) else "torch"
+        merge = import_module(f"attnlib.ops.{package}.merge_states").merge_states
         out = torch.zeros(1, spec.num_heads, spec.head_size_v, dtype=spec.dtype, device=device)
         lse = torch.zeros(1, spec.num_heads, dtype=torch.float32, device=device)
         for merged in (None, torch.empty_like(lse)):
