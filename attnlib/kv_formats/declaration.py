@@ -58,9 +58,10 @@ class KVFormat:
             number that `decode` multiplies by the scale, of element `part` of a 16-bit word. Word i
             of a head holds its elements P i to P i + P - 1, P = 16 / bits. For formats of 4 and 8
             bits with one floating-point scale per head; numbers are below 2^15. On NVIDIA GPUs, a
-            few instructions convert two words if the numbers of the codes have equal steps that
-            float16 holds, or 4 bits; else kernels call the function for each element. None: the
-            format is read by the `torch` backend only.
+            few instructions convert two words if the numbers of the codes have 4 bits, equal steps
+            that float16 holds, or a bit for the sign and as magnitudes squares (`(a n + b) n + c`)
+            or floats of 7 bits; else kernels call the function for each element. None: the format
+            is read by the `torch` backend only.
 
     Raises:
         ContractError: no format can have this value; the message names the field and the limit.

@@ -13,7 +13,7 @@ def floats(bits: int) -> torch.Tensor:
 
 
 def _pair(exact: torch.Tensor) -> int:
-    assert torch.equal(exact.half().double(), exact), f"{exact} is rounded"
+    """Two numbers, each rounded once: float64 holds products of float16 and their sums."""
     low, high = exact.half().view(torch.uint16).tolist()
     return int(low | high << 16)
 
@@ -26,9 +26,11 @@ def _integer(name: str, x: list[int]) -> int:
         return int.from_bytes(bytes(pool[n] for n in selected), "little")  # bit 3 asks for signs
     if name == "lop3.b32":
         found = {0xEA: (x[0] & x[1]) | x[2], 0xF8: x[0] | (x[1] & x[2]), 0x6A: (x[0] & x[1]) ^ x[2]}
-        return found[x[3]]
+        return {**found, 0x28: (x[0] ^ x[1]) & x[2]}[x[3]]
     if name == "shr.u32":
         return x[0] >> x[1]
+    if name in ("shl.b32", "mul.lo.u32"):
+        return (x[0] << x[1] if name == "shl.b32" else x[0] * x[1]) & 0xFFFFFFFF
     if name == "and.b32":
         return x[0] & x[1]
     assert name in ("mov.b32", "xor.b32"), name
@@ -51,13 +53,13 @@ def emulate(code: str, word: int) -> list[int]:
         x = [registers[part] if part in registers else int(part, 0) for part in given]
         if name == "cvt.rn.f16x2.e4m3x2":
             stored = torch.tensor([x[0] & 0xFF, x[0] >> 8], dtype=torch.uint8)
-            outputs[int(target[1:])] = _pair(stored.view(torch.float8_e4m3fn).double())
+            registers[target] = _pair(stored.view(torch.float8_e4m3fn).double())
         elif name.endswith(".f16x2"):
             a, b, *c = map(floats, x)
-            exact = a - b if name.startswith("sub") else a * b
-            outputs[int(target[1:])] = _pair(exact + c[0] if c else exact)
+            exact = {"add": a + b, "sub": a - b}.get(name[:3], a * b)
+            registers[target] = _pair(exact + c[0] if c else exact)
         else:
             registers[target] = _integer(name, x)
-            if target.startswith("$"):
-                outputs[int(target[1:])] = registers[target]
+        if target.startswith("$"):
+            outputs[int(target[1:])] = registers[target]
     return [outputs[part] for part in sorted(outputs)]

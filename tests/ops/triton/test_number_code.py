@@ -48,6 +48,47 @@ def e2m1(word: Any, part: int) -> Any:
     return where(code > 7, -number, number)
 
 
+def sorted4(word: Any, part: int) -> Any:
+    """Ascending numbers, as those of `levels` of the example, with the negative ones at 8 to 15."""
+    code = (word >> (4 * part)) & 15
+    size = where(code > 7, 15 - code, code) * 1.0
+    size = size * size * 0.03 + size * 0.25 + 0.13
+    return where(code > 7, -size, size)
+
+
+def nf4(word: Any, part: int) -> Any:
+    """Numbers without symmetry."""
+    code = ((word >> (4 * part)) & 15) * 1.0
+    return code * code * 0.01 - 1.0
+
+
+def mirrored_squares8(word: Any, part: int) -> Any:
+    code = (word >> (8 * part)) & 255
+    size = where(code > 127, 255 - code, code) * 1.0
+    return where(code > 127, -1.0, 1.0) * (size * size * 0.25 + size * 0.5 + 0.25)
+
+
+def e3m4(word: Any, part: int) -> Any:
+    code = (word >> (8 * part)) & 127
+    size = exp2((code >> 4) - 1.0) * (16.0 + (code & 15))
+    size = where(code > 15, size, (code & 15) * 1.0)
+    return where(((word >> (8 * part)) & 128) > 0, -size, size)
+
+
+def e2m5(word: Any, part: int) -> Any:
+    """Mirrored: 255 is -0."""
+    code = (word >> (8 * part)) & 255
+    low = where(code > 127, 255 - code, code)
+    size = where(low > 31, exp2((low >> 5) - 1.0) * (32.0 + (low & 31)), low * 1.0) * 0.125
+    return where(code > 127, -size, size)
+
+
+def cubes8(word: Any, part: int) -> Any:
+    code = (word >> (8 * part)) & 255
+    root = (code & 127) * 0.125
+    return where(code > 127, -root * root * root, root * root * root)
+
+
 def thirds8(word: Any, part: int) -> Any:
     return ((word >> (8 * part)) & 255) / 3.0
 
@@ -66,15 +107,17 @@ def infinite(word: Any, part: int) -> Any:
 
 ROTATED_4BIT = load_object(f"{MODULE}:ROTATED_4BIT")
 EQUAL_STEPS = {signed8: 8, centered8: 8, signed4: 4, centered4: 4}
-LOOKUPS = {ROTATED_4BIT.number: 4, thirds4: 4, e2m1: 4}
-CALLED = {SQUARES.number: 8, thirds8: 8, scaled_by_neighbor: 8, of_its_part: 4, infinite: 4}
+LOOKUPS = {ROTATED_4BIT.number: 4, thirds4: 4, e2m1: 4, sorted4: 4, nf4: 4}
+COMPUTED = {SQUARES.number: 8, mirrored_squares8: 8, e3m4: 8, e2m5: 8}
+TABLES = EQUAL_STEPS | LOOKUPS | COMPUTED
+CALLED = {thirds8: 8, cubes8: 8, scaled_by_neighbor: 8, of_its_part: 4, infinite: 4}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("function", [*EQUAL_STEPS, *LOOKUPS], ids=lambda found: found.__name__)
+@pytest.mark.parametrize("function", TABLES, ids=lambda found: found.__name__)
 def test_instructions_give_the_numbers(function: Callable[..., Any], dtype: torch.dtype) -> None:
     """Every code in each place of a register, whatever the default dtype of torch is."""
-    bits = (EQUAL_STEPS | LOOKUPS)[function]
+    bits = TABLES[function]
     number_table.cache_clear()
     torch.set_default_dtype(dtype)
     try:
@@ -82,7 +125,7 @@ def test_instructions_give_the_numbers(function: Callable[..., Any], dtype: torc
         assert code is not None and torch.get_default_dtype() == dtype
     finally:
         torch.set_default_dtype(torch.float32)
-    assert ("fma.rn.f16x2" in code) == (function in EQUAL_STEPS)
+    assert ("fma.rn.f16x2 $" in code) == (function in EQUAL_STEPS)
     for first in range(256):
         register = (first | (first * 91 + 7 & 255) << 8) * 0x10001 ^ (first * 37 + 13 & 255) << 16
         words = torch.tensor([register & 0xFFFF, register >> 16], dtype=torch.int32)

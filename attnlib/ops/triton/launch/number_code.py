@@ -1,13 +1,15 @@
 """Device functions of open formats (P16) as instructions for two words at a time.
 
 A function of the 4 or 8 bits of an element is a table. Equal steps are one multiplication and
-addition in float16, as in the library's formats (`page_formats.unpack_ptx`), and 16 numbers of
-another kind are in registers. Kernels call other functions for each element.
+addition in float16, as in the library's formats (`page_formats.unpack_ptx`). Numbers whose sign is
+a bit of its own have half as many magnitudes: 8 of them are in registers, and more are computed, if
+they are a polynomial of second degree or floats of 7 bits. Any other 16 numbers are in registers.
+Kernels call other functions for each element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from attnlib.kv_formats.number_table import number_table
 
 __all__ = ["number_ptx"]
 
+_FIRST = 2.0**15
+"""First factor of floats whose largest number is out of reach of one."""
 _HEAD = "{.reg .b32 t, s, h, a, b, c, d, x, y, l, m; "
 
 
@@ -34,6 +38,12 @@ def number_ptx(function: Callable[..., Any], bits: int) -> str | None:
         line = _line([table[code ^ flip] for code in range(1 << bits)])
         if line is not None:
             return _HEAD + (_line4 if bits == 4 else _line8)(flip, *line) + "}"
+    half = len(table) // 2
+    for mirrored in (False, True):
+        others = table[: half - 1 : -1] if mirrored else table[half:]
+        if all(number == -other for number, other in zip(table[:half], others, strict=True)):
+            signed = (_signed4 if bits == 4 else _signed8)(table[:half], mirrored)
+            return None if signed is None else _HEAD + signed + "}"
     return _HEAD + _lookup4(table) + "}" if bits == 4 else None
 
 
@@ -81,19 +91,15 @@ def _line4(flip: int, step: float, first: float) -> str:
 def _lookup4(table: Sequence[float]) -> str:
     """A number of 16: `prmt` finds the bytes of four numbers of eight by 3 bits of their codes, and
     chooses between two such results by the last bits."""
-    bits = [int(_half(number).view(torch.int16)) for number in table]
     code = (
         "and.b32 s, $4, 0x77777777; shr.u32 h, $4, 1; lop3.b32 h, h, 0x44444444, 0x32103210, 0xEA; "
     )
     for word in (("a", "b"), ("c", "d")):
-        for byte, target in ((0, "l"), (8, "m")):
-            parts = [
-                sum((bits[first + number] >> byte & 0xFF) << 8 * number for number in range(4))
-                for first in range(0, 16, 4)
-            ]
+        for byte, target in ((0, "l"), (1, "m")):
+            parts = list(_bytes_of(table, byte))
             for half, register in enumerate("xy"):
                 low, high = parts[2 * half : 2 * half + 2]
-                code += f"prmt.b32 {register}, {low:#010x}, {high:#010x}, s; "
+                code += f"prmt.b32 {register}, {low}, {high}, s; "
             code += f"prmt.b32 {target}, x, y, h; "
         for register, selector in zip(word, ("0x5140", "0x7362"), strict=True):
             code += f"prmt.b32 {register}, l, m, {selector}; "
@@ -101,6 +107,97 @@ def _lookup4(table: Sequence[float]) -> str:
     for part, (first, second) in enumerate((("a", "c"), ("a", "c"), ("b", "d"), ("b", "d"))):
         code += f"prmt.b32 ${part}, {first}, {second}, {('0x5410', '0x7632')[part % 2]}; "
     return code
+
+
+def _bytes_of(numbers: Sequence[float], byte: int) -> Iterator[str]:
+    """The low (0) or high (1) bytes of numbers in float16, four at a time."""
+    bits = [int(_half(number).view(torch.int16)) for number in numbers]
+    for first in range(0, len(bits), 4):
+        four = (found >> 8 * byte & 0xFF for found in bits[first : first + 4])
+        yield f"{sum(one << 8 * number for number, one in enumerate(four)):#010x}"
+
+
+def _inverted(word: str, bits: int) -> str:
+    """Ones in t for the codes that have their first bit, besides in this bit."""
+    ones = 0x11111111 if bits == 4 else 0x01010101
+    rest = (1 << (bits - 1)) - 1
+    return f"shr.u32 t, {word}, {bits - 1}; and.b32 t, t, {ones:#010x}; mul.lo.u32 t, t, {rest}; "
+
+
+def _codes(word: str, mask: int, mirrored: bool) -> str:
+    """Codes without their first bits, in s; those that have it inverted if `mirrored`."""
+    # lop3 0x28 is (word ^ t) & mask.
+    mirror = f"lop3.b32 s, {word}, t, {mask:#010x}, 0x28; "
+    return mirror if mirrored else f"and.b32 s, {word}, {mask:#010x}; "
+
+
+def _signed4(numbers: Sequence[float], mirrored: bool) -> str:
+    """Eight numbers, and their negatives, whose codes have the first bit: n + 8 for that of code n,
+    or 15 - n if `mirrored`. Products, which other units compute than `prmt`, bring the codes of
+    every second part together."""
+    code = (_inverted("$4", 4) if mirrored else "") + "shl.b32 x, $4, 4; "
+    for part, (mask, factor) in enumerate(((0x07070707, 0x110), (0x70707070, 0x11))):
+        code += _codes("$4", mask, mirrored)
+        code += f"mul.lo.u32 s, s, {factor:#x}; prmt.b32 s, s, s, 0x0031; "
+        for byte, target in enumerate("lm"):
+            code += f"prmt.b32 {target}, {', '.join(_bytes_of(numbers, byte))}, s; "
+        # lop3 0x6A is (signs & mask) ^ m.
+        code += f"lop3.b32 m, {'$4' if part else 'x'}, 0x80808080, m, 0x6A; "
+        code += f"prmt.b32 ${part}, l, m, 0x6240; prmt.b32 ${part + 2}, l, m, 0x7351; "
+    return code
+
+
+def _signed8(numbers: Sequence[float], mirrored: bool) -> str | None:
+    """The same of 128 numbers, if a few instructions compute them from their codes."""
+    found = _quadratic(numbers) or _float7(numbers)
+    if found is None:
+        return None
+    code = (_inverted("$2", 8) if mirrored else "") + "shl.b32 x, $2, 8; "
+    code += _codes("$2", 0x7F7F7F7F, mirrored)
+    for part, compute in enumerate(found):
+        code += f"{compute}lop3.b32 ${part}, {'$2' if part else 'x'}, 0x80008000, h, 0x6A; "
+    return code
+
+
+def _quadratic(numbers: Sequence[float]) -> list[str] | None:
+    """Instructions for h, `(a n + b) n + c` of the codes n of each part in s."""
+    c, second, third = numbers[:3]
+    a = (third - 2 * second + c) / 2
+    b = second - c - a
+    n = torch.arange(len(numbers), dtype=torch.float64, device="cpu")
+    inner = (n * a + b).half().double()
+    found = (inner * n + c).half().tolist()
+    if found != list(numbers) or not all(map(_is_half, (a, b, c))):
+        return None
+    steps = "mul.rn.f16x2 h, h, h; "
+    if (a, b, c) != (1.0, 0.0, 0.0):
+        steps = f"mov.b32 c, {_pair(a)}; mov.b32 d, {_pair(b)}; fma.rn.f16x2 y, h, c, d; "
+        steps += f"mov.b32 c, {_pair(c)}; fma.rn.f16x2 h, y, h, c; "
+    # `prmt` makes a code the last bits of 1024.
+    first = "mov.b32 b, 0x64646464; mov.b32 c, 0xE400E400; "
+    return [
+        f"{first}prmt.b32 h, s, b, {selector}; add.rn.f16x2 h, h, c; {steps}"
+        for selector in ("0x5240", "0x5341")
+    ]
+
+
+def _float7(numbers: Sequence[float]) -> list[str] | None:
+    """The same for floats without a sign, with 2 to 5 bits of exponent, times a number."""
+    codes = torch.arange(len(numbers), dtype=torch.int16, device="cpu")
+    for shift in range(4):
+        bits = (codes << (8 - shift)).view(torch.float16).double()
+        factor = float(numbers[64] / bits[64])
+        if (bits * factor).half().tolist() != list(numbers):
+            continue
+        factors = [factor] if _is_half(factor) else [_FIRST, factor / _FIRST]
+        if not all(map(_is_half, factors)):
+            continue
+        steps = "".join(f"mov.b32 c, {_pair(one)}; mul.rn.f16x2 h, h, c; " for one in factors)
+        return [
+            f"prmt.b32 h, s, 0, {selector}; shr.u32 h, h, {shift}; {steps}"
+            for selector in ("0x2404", "0x3414")
+        ]
+    return None
 
 
 def _pair(number: float) -> str:
