@@ -6,6 +6,7 @@ from attnlib.kv_formats.declaration import KVFormat, plain_format
 from attnlib.kv_formats.registry import (
     find_kv_format,
     installed_kv_formats,
+    load_kv_format,
     register_kv_format,
     unregister_kv_format,
 )
@@ -15,6 +16,7 @@ __all__ = [
     "PAGE_FORMATS",
     "find_kv_format",
     "installed_kv_formats",
+    "load_kv_format",
     "plain_format",
     "register_kv_format",
     "unregister_kv_format",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +12,10 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.score_functions.checks import check_function
+from attnlib.kv_formats.checks import check_names, check_stored
+from attnlib.kv_formats.number_table import Number
 
 __all__ = ["KVFormat", "plain_format"]
-
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(:[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_SCALES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8)
 
 Encode = Callable[[Tensor], tuple[Tensor, Tensor]]
 Decode = Callable[[Tensor, Tensor], Tensor]
@@ -57,7 +54,8 @@ class KVFormat:
         number: device function, `number(word, part)`, in the operators of score functions: the
             number that `decode` multiplies by the scale, of element `part` of a 16-bit word. Word i
             of a head holds its elements P i to P i + P - 1, P = 16 / bits. For formats of 4 and 8
-            bits with one floating-point scale per head; numbers are below 2^15. On NVIDIA GPUs, a
+            bits with one floating-point scale per head; numbers are below 2^15. With 4 bits also a
+            tuple, the numbers of the codes 0 to 15 of bits 4 part to 4 part + 3. On NVIDIA GPUs, a
             few instructions convert two words if the numbers of the codes have 4 bits, equal steps
             that float16 holds, or a bit for the sign and as magnitudes squares (`(a n + b) n + c`)
             or floats of 7 bits; else kernels call the function for each element. None: the format
@@ -81,13 +79,12 @@ class KVFormat:
     error: float = 0.0
     span: tuple[float, float] = (2.0**-13, 2.0**13)
     rotated: bool = False
-    number: Callable[[Any, int], Any] | None = None
+    number: Number | None = None
 
     def __post_init__(self) -> None:
-        _check_names(self)
+        check_names(self)
         if self.scale_dtype is not None or self.is_open:
-            _check_storage(self)
-            _check_conversions(self)
+            check_stored(self)
 
     def __hash__(self) -> int:
         return hash((self.name, self.version))
@@ -139,9 +136,12 @@ class KVFormat:
         """
         assert self.encode is not None and self.scale_dtype is not None  # no plain format
         outer, size = values.shape[:-1], values.shape[-1]
-        found = self.encode(values.float().reshape(-1, size))
         wanted = ((self.dtype, self.stored_size(size)), (self.scale_dtype, self.num_scales(size)))
         rows = math.prod(outer)
+        if rows == 0:  # torch cannot reshape them to [0, -1, n], as functions may
+            elements, scales = (values.new_empty(0, inner, dtype=dtype) for dtype, inner in wanted)
+            return elements.view(*outer, wanted[0][1]), scales.view(*outer, wanted[1][1])
+        found = self.encode(values.float().reshape(-1, size))
         if _forms(found) != [(dtype, (rows, inner)) for dtype, inner in wanted]:
             raise ContractError(
                 f"encode of {self.name} returns {_forms(found)} for {rows} heads of {size}; its "
@@ -160,6 +160,8 @@ class KVFormat:
         """
         assert self.decode is not None  # no plain format
         outer, size = elements.shape[:-1], self.head_size(elements.shape[-1])
+        if math.prod(outer) == 0:
+            return torch.empty(*outer, size, device=elements.device)
         inputs = (x.reshape(-1, x.shape[-1]) for x in (elements, scales))
         found = self.decode(*inputs)
         if _forms((found,)) != [(torch.float32, (math.prod(outer), size))]:
@@ -182,70 +184,3 @@ def _forms(found: Any) -> list[tuple[Any, Any]]:
     """Dtypes and shapes of what a function returned."""
     items = found if isinstance(found, tuple | list) else (found,)
     return [(getattr(x, "dtype", type(x)), tuple(getattr(x, "shape", ()))) for x in items]
-
-
-def _refuse(stored: KVFormat, field: str, limit: str) -> ContractError:
-    return ContractError(
-        f"KV format {stored.name!r} has {field}={getattr(stored, field)!r}: {limit}", rule="P16"
-    )
-
-
-def _check_names(stored: KVFormat) -> None:
-    if not isinstance(stored.name, str) or not _NAME.fullmatch(stored.name):
-        raise _refuse(stored, "name", "write package:name, of letters, digits, '_', '-' and '.'")
-    for field in ("version", "bits", "head_size_multiple"):
-        value = getattr(stored, field)
-        if type(value) is not int or value < 1:
-            raise _refuse(stored, field, "it must be an integer of at least 1")
-    for field in ("groups_per_head", "elements_per_group"):
-        value = getattr(stored, field)
-        if type(value) is not int or value < 0:
-            raise _refuse(stored, field, "it must be an integer of at least 0")
-
-
-def _check_storage(stored: KVFormat) -> None:
-    """Sizes of a format with scales in the page."""
-    if not isinstance(stored.dtype, torch.dtype) or stored.dtype.itemsize != 1:
-        raise _refuse(stored, "dtype", "elements must have one byte, such as torch.uint8")
-    if stored.scale_dtype not in _SCALES:
-        names = ", ".join(str(dtype) for dtype in _SCALES)
-        raise _refuse(stored, "scale_dtype", f"every format has scales, of one of {names}")
-    group, multiple = stored.elements_per_group, stored.head_size_multiple
-    if (stored.groups_per_head == 0) == (group == 0):
-        raise _refuse(
-            stored, "groups_per_head", "give one of groups_per_head and elements_per_group"
-        )
-    if multiple * stored.bits % 8:
-        raise _refuse(
-            stored,
-            "head_size_multiple",
-            f"heads of {multiple} elements of {stored.bits} bits are no whole bytes; use a "
-            f"multiple of {8 // math.gcd(8, stored.bits)}",
-        )
-    if group and multiple % group:
-        raise _refuse(stored, "head_size_multiple", f"use a multiple of elements_per_group={group}")
-
-
-def _check_conversions(stored: KVFormat) -> None:
-    """The functions of a format with scales in the page, and what it states about them."""
-    for field in ("encode", "decode"):
-        if not callable(getattr(stored, field)):
-            raise _refuse(stored, field, "give a function, module-level so that workers find it")
-    if not (isinstance(stored.error, int | float) and 0 < stored.error < 1):
-        raise _refuse(stored, "error", "state a bound of the relative error, above 0 and below 1")
-    span = stored.span
-    numbers = isinstance(span, tuple) and len(span) == 2
-    numbers = numbers and all(isinstance(end, int | float) for end in span)
-    if not numbers or not 0 < span[0] <= span[1] < math.inf:
-        raise _refuse(stored, "span", "it must be a pair (smallest, largest) of numbers above 0")
-    if not isinstance(stored.rotated, bool):
-        raise _refuse(stored, "rotated", "it must be True or False")
-    if stored.number is None:
-        return
-    assert stored.scale_dtype is not None  # of formats with scales in the page
-    one_scale = stored.groups_per_head == 1 and stored.scale_dtype.is_floating_point
-    if stored.bits not in (4, 8) or not one_scale:
-        raise _refuse(
-            stored, "number", "device functions are for 4 or 8 bits and one floating-point scale"
-        )
-    check_function(stored.number, ("word", "part"))

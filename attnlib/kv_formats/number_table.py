@@ -9,17 +9,28 @@ from typing import Any
 
 import torch
 
-__all__ = ["number_table"]
+__all__ = ["Number", "number_table", "numbers_of"]
+
+Number = Callable[[Any, int], Any] | tuple[float, ...]
+"""`KVFormat.number`: a device function, or the 16 numbers of a format of 4 bits."""
+
+
+def numbers_of(number: Number, words: torch.Tensor, part: int) -> torch.Tensor:
+    """The numbers of a part of 16-bit words, int32; what a kernel computes."""
+    if not isinstance(number, tuple):
+        return torch.as_tensor(number(words, part))
+    codes = (words >> (4 * part)) & 15
+    return torch.tensor(number, dtype=torch.float32, device=words.device)[codes.long()]
 
 
 @functools.lru_cache(maxsize=64)
-def number_table(function: Callable[..., Any], bits: int) -> tuple[float, ...] | None:
+def number_table(number: Number, bits: int) -> tuple[float, ...] | None:
     """The numbers of all codes, rounded to float16; None if they are not finite, or if those of an
     element depend on more than its bits."""
     words, found = torch.arange(1 << 16, dtype=torch.int32, device="cpu"), None
     for part in range(16 // bits):
         with _float32():
-            given = torch.as_tensor(function(words, part)).expand(words.shape).half()
+            given = numbers_of(number, words, part).expand(words.shape).half()
         codes = ((words >> (bits * part)) & ((1 << bits) - 1)).long()
         own = given.new_zeros(1 << bits).index_copy_(0, codes, given)
         if found is None:

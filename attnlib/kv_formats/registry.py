@@ -20,11 +20,13 @@ from attnlib import env
 from attnlib.errors import ContractError, RegistrationError
 from attnlib.kv_formats.builtin import PAGE_FORMATS
 from attnlib.kv_formats.declaration import KVFormat, plain_format
+from attnlib.object_path import is_absent, load_object
 
 __all__ = [
     "ENTRY_POINT_GROUP",
     "find_kv_format",
     "installed_kv_formats",
+    "load_kv_format",
     "register_kv_format",
     "unregister_kv_format",
 ]
@@ -91,6 +93,34 @@ def find_kv_format(name: str, version: int | None = None) -> KVFormat:
             rule="P16",
         )
     return found
+
+
+def load_kv_format(text: str) -> KVFormat:
+    """The format of a name, or at a path, which is registered.
+
+    Args:
+        text: a name, `module:OBJECT` or `path/to/file.py:OBJECT`.
+
+    Raises:
+        ContractError: neither a name nor the path of a `KVFormat`, or it cannot be imported.
+        RegistrationError: another format has its name.
+    """
+    try:
+        return find_kv_format(text)
+    except ContractError as unknown:
+        try:
+            found = load_object(text)
+        except ContractError:
+            raise
+        except Exception as error:  # whatever a module raises
+            if is_absent(text, error):
+                raise unknown from None
+            raise ContractError(
+                f"{text} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
+    if not isinstance(found, KVFormat):
+        raise ContractError(f"{text} is {found!r}: give the path of a KVFormat", rule="P16")
+    return register_kv_format(found) if found.is_open else found
 
 
 def installed_kv_formats() -> list[KVFormat]:

@@ -60,7 +60,7 @@ class BackendUnderTest:
         quick: run the short form of each check.
         peers: backends to exchange caches with.
         score: path of a score function that check S1 tests instead of its own; None for its own.
-        kv_format: name of the KV format that the checks KV1 to KV13 test; None for other checks.
+        kv_format: name or path of the KV format that KV1 to KV14 test; None for other checks.
         partner: a second backend that must support the base case as well, for comparisons of two.
     """
 

@@ -17,12 +17,13 @@ import torch
 from attnlib.backends.base import AttentionBackend
 from attnlib.device import resolve_device
 from attnlib.errors import BackendUnavailableError, UnsupportedConfigError
+from attnlib.kv_formats import load_kv_format
 from attnlib.testing.backend_under_test import BackendUnderTest, load_backend
 from attnlib.testing.check import Check, run_check, select_cases
 from attnlib.testing.checks import CHECKS
 from attnlib.testing.checks.kv_format_caches import kv_format_case
 from attnlib.testing.coverage import measure_coverage
-from attnlib.testing.kv_formats import KV_FORMAT_CHECKS, load_kv_format
+from attnlib.testing.kv_formats import KV_FORMAT_CHECKS
 from attnlib.testing.outcome import CaseResult, Outcome
 from attnlib.testing.parallel import default_jobs, run_in_parallel
 from attnlib.testing.report import ConformanceReport
@@ -71,7 +72,7 @@ def run_conformance(
             takes most of the time, and one elsewhere.
         score: path of a score function, `module:name` or `path/to/file.py:name`. Check S1 then
             tests the backend with this function and is the only check unless `only` selects more.
-        kv_format: a KV format (`testing.kv_formats.load_kv_format`), which is tested over the
+        kv_format: a KV format (`kv_formats.load_kv_format`), which is tested over the
             backend instead of the backend (P16).
         on_result: called after each case, for progress bars.
 
@@ -112,7 +113,7 @@ def run_conformance(
         coverage=measure_coverage(target.backend, results),
         seconds=time.perf_counter() - started,
         versions=_versions(),
-        kv_format=target.kv_format,
+        kv_format=None if kv_format is None else load_kv_format(kv_format).name,
     )
 
 
@@ -171,13 +172,12 @@ def make_target(
             if (peer.get_name() == "torch") is not is_torch
         )
     name = label or (backend if isinstance(backend, str) else ":".join(loaded.full_cls_name()))
-    format_name = None if kv_format is None else load_kv_format(kv_format).name
-    target = BackendUnderTest(loaded, name, place, seed, quick, peers, score, format_name)
-    if format_name is not None:
+    target = BackendUnderTest(loaded, name, place, seed, quick, peers, score, kv_format)
+    if kv_format is not None:
         reasons = loaded.validate_configuration(kv_format_case(target).spec, resolve_device(place))
         if reasons:
             raise UnsupportedConfigError(
-                f"{name} does not read {format_name}: {'; '.join(reasons)}", backend=name
+                f"{name} does not read {kv_format}: {'; '.join(reasons)}", backend=name
             )
     return target
 

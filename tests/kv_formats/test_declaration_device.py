@@ -120,6 +120,8 @@ for factor in ("1.0", "2.0"):
     module = __import__(name)
     found = _numbers(replace(SQUARES, number=module.number), SQUARES)
     keys.add(found["NUMBER_KEYS"])
+    table = replace(SQUARES, bits=4, head_size_multiple=2, number=(float(factor),) * 16)
+    keys.add(_numbers(table, table)["NUMBER_KEYS"])
 print(len(keys), min(len(key) for keys in keys for key in keys))
 """
 
@@ -129,7 +131,7 @@ def test_compiled_kernels_are_found_by_the_code_of_a_function(tmp_path: Path) ->
     """Triton's cache has functions in CONFIG by name, which does not change with their code."""
     given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = run_program(_KEYS, given, [tmp_path, ROOT], tmp_path)
-    assert done.stdout.split() == ["2", "64"], done.stdout + done.stderr
+    assert done.stdout.split() == ["4", "64"], done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -165,6 +167,14 @@ def test_a_wrong_device_function_fails(function: Any) -> None:
         unregister_kv_format(stored.name)
 
 
+TABLE = [0.0, 1.0]
+
+
+def from_a_list(word: Any, part: int) -> Any:
+    """Indexes what kernels have not."""
+    return TABLE[word & part]
+
+
 def _closure() -> Any:
     level = 3.0
     return lambda word, part: level
@@ -173,8 +183,16 @@ def _closure() -> Any:
 def test_what_has_no_device_function(rotated4: KVFormat) -> None:
     with pytest.raises(ContractError, match="write it with def|captures level"):
         replace(SQUARES, number=_closure())
-    with pytest.raises(ContractError, match="for 4 or 8 bits and one floating-point scale"):
+    advice = "leave out number, with which kernels read heads of 4 or 8 bits and one floating-point"
+    with pytest.raises(ContractError, match=f"has groups_per_head=2: {advice} scale"):
         replace(SQUARES, groups_per_head=2)
+    with pytest.raises(ContractError, match=f"has bits=2: {advice}"):
+        replace(SQUARES, bits=2, head_size_multiple=4)
+    for numbers in ((1.0,) * 15, (torch.nan,) * 16):
+        with pytest.raises(ContractError, match="give the 16 numbers of a format of 4 bits"):
+            replace(rotated4, number=numbers)
+    with pytest.raises(ContractError, match="TABLE, a list; a device function may .* 16 numbers"):
+        replace(SQUARES, number=from_a_list)
     with pytest.raises(ContractError, match="it must take 2: .word, part."):
         replace(SQUARES, number=where)
     plain = register_kv_format(replace(rotated4, name="example:reference", number=None))

@@ -20,13 +20,13 @@ from attnlib.kv_formats import (
     PAGE_FORMATS,
     KVFormat,
     find_kv_format,
+    load_kv_format,
     register_kv_format,
     unregister_kv_format,
 )
 from attnlib.ops.params import AttentionParams
 from attnlib.testing.commands import verify_main
 from attnlib.testing.conformance import run_conformance
-from attnlib.testing.kv_formats import load_kv_format
 from tests.kv_formats.conftest import MODULE, rotated4
 from tests.testing.toy_backend import ToyBackend
 from tests.testing.wrong_kv_formats import WRONG_FORMATS

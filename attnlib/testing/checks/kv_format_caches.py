@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from attnlib.kv_formats import KVFormat, find_kv_format
+from attnlib.kv_formats import KVFormat, load_kv_format
 from attnlib.ops.torch.merge_states import merge_states
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.batch_spec import BatchSpec
@@ -40,7 +40,7 @@ def kv_format_case(target: BackendUnderTest, **changes: object) -> Case:
 
 def _stored(target: BackendUnderTest) -> KVFormat:
     assert target.kv_format is not None  # the checks run for a format only
-    return find_kv_format(target.kv_format)
+    return load_kv_format(target.kv_format)
 
 
 def _check_parts(target: BackendUnderTest, case: Case) -> str:

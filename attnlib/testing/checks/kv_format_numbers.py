@@ -13,7 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attnlib.kv_formats import KVFormat, find_kv_format
+from attnlib.kv_formats import KVFormat, load_kv_format
+from attnlib.kv_formats.number_table import numbers_of
 from attnlib.ops.torch.hadamard import rotate_heads
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.check import Check, CheckCase
@@ -115,12 +116,24 @@ def _check_bytes_only(stored: KVFormat, size: int) -> str:
 
 def _check_zeros(stored: KVFormat, size: int) -> str:
     assert stored.scale_dtype is not None  # of a format with scales in the page
-    elements = torch.zeros(2, stored.stored_size(size), dtype=torch.uint8).view(stored.dtype)
-    scales = torch.zeros(2, stored.num_scales(size), dtype=stored.scale_dtype)
+    elements = torch.zeros(_HEADS, stored.stored_size(size), dtype=torch.uint8).view(stored.dtype)
+    scales = torch.zeros(_HEADS, stored.num_scales(size), dtype=stored.scale_dtype)
     if not bool(stored.load(elements, scales).isfinite().all()):
         return "a page of zeros decodes to NaN or infinity: unused slots would poison sums"
     if bool(stored.load(*stored.store(torch.zeros(2, size))).any()):
         return "a head of zeros decodes to other numbers"
+    generator = torch.Generator().manual_seed(0)
+    for kind in ("random", "equal"):
+        for part in (elements, scales):
+            raw = part.view(torch.uint8)
+            raw.random_(0, 256, generator=generator) if kind == "random" else raw.fill_(255)
+        try:
+            stored.load(elements, scales)
+        except Exception as error:  # whatever a package raises
+            return (
+                f"decode raises {type(error).__name__} for {kind} bytes ({error}): unused slots "
+                "may hold any, and decode to any numbers"
+            )
     return ""
 
 
@@ -174,8 +187,9 @@ def _check_device(stored: KVFormat, size: int) -> str:
     elements = bytes_.view(256, -1).view(stored.dtype)
     wanted = stored.load(elements, torch.ones(256, 1, dtype=stored.scale_dtype))
     words = elements.view(torch.int16).int() & 0xFFFF
-    parts = [stored.number(words, part) for part in range(16 // stored.bits)]
-    found = torch.stack([torch.as_tensor(part).float() for part in parts], -1).flatten(1)
+    parts = range(16 // stored.bits)
+    found = torch.stack([numbers_of(stored.number, words, part).float() for part in parts], -1)
+    found = found.flatten(1)
     valid = wanted.isfinite()
     if not torch.equal(found[valid], wanted[valid]):
         return "the device function gives other numbers than decode with a scale of 1"
@@ -186,7 +200,7 @@ def _check_device(stored: KVFormat, size: int) -> str:
 
 def _cases(check: Callable[[KVFormat, int], str], target: BackendUnderTest) -> Iterator[CheckCase]:
     assert target.kv_format is not None  # the only caller names one
-    stored = find_kv_format(target.kv_format)
+    stored = load_kv_format(target.kv_format)
 
     def run(size: int) -> str:
         message = check(stored, size)
@@ -207,7 +221,7 @@ NUMBER_CHECKS = (
     _check("KV2", "equal heads give equal bytes", _check_repeatable),
     _check("KV3", "the bytes of a head do not depend on other heads", _check_alone),
     _check("KV4", "decoding reads the bytes of a head only", _check_bytes_only),
-    _check("KV5", "pages and heads of zeros", _check_zeros),
+    _check("KV5", "pages and heads of zeros; pages of any bytes", _check_zeros),
     _check("KV6", "a NaN stays visible, in its head", _check_nan),
     _check("KV7", "infinities and large numbers saturate", _check_saturation),
     _check("KV8", "the error is within the stated bound", _check_error),

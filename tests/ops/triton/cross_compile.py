@@ -1014,6 +1014,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "pages-write-int8-nvfp4": ("pages write", {"cache": "int8_per_token_head", "values": "nvfp4"}),
     "pages-decode-open4": ("pages decode", {"cache": "example:rotated4"}),
+    "pages-decode-open4-f32": (
+        "pages decode",
+        {"cache": "example:rotated4", "dtype": torch.float32},
+    ),
     "pages-decode-int8-open4": (
         "pages decode",
         {"cache": "int8_per_token_head", "values": "example:rotated4"},

@@ -25,8 +25,9 @@ from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES, decode_kv
 
 __all__ = [
     "PAGE_E4M3", "PAGE_INT4", "PAGE_INT8", "PAGE_MXFP4", "PAGE_NVFP4", "PAGE_OPEN4", "PAGE_OPEN8",
-    "decode_scale", "element_step", "first_element", "load_element_scales", "load_scales",
-    "load_words", "scale_of_part", "scaled", "unpack", "unpack_ptx", "words_per_scale",
+    "decode_scale", "element_step", "find_number", "first_element", "load_element_scales",
+    "load_scales", "load_words", "scale_of_part", "scaled", "unpack", "unpack_ptx",
+    "words_per_scale",
 ]  # fmt: skip
 
 # Two parts per word, then four; from PAGE_NVFP4 on, elements are multiplied by their scales.
@@ -248,3 +249,16 @@ def unpack_ptx(kind, capability):
                 f"lop3.b32 t, s, t, 0x3F803F80, 0xF8; mul.f16x2 ${part}, t, b; "
             )
     return "{.reg .b32 t, s, h, u, a, b, c; .reg .b16 i, j; " + code + "}"
+
+
+TABLE: tl.constexpr = tl.constexpr((0.0,))
+
+
+@triton.jit
+def find_number(word, part):
+    """Return the number in TABLE of 4 bits of a word (`KVFormat.number`)."""
+    code = (word >> (4 * part)) & 15
+    number = code * 0.0 + TABLE[0]
+    for other in tl.static_range(1, 16):
+        number = tl.where(code == other, TABLE[other], number)
+    return number

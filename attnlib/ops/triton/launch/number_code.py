@@ -9,12 +9,11 @@ Kernels call other functions for each element.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from attnlib.kv_formats.number_table import number_table
+from attnlib.kv_formats.number_table import Number, number_table
 
 __all__ = ["number_ptx"]
 
@@ -23,15 +22,15 @@ _FIRST = 2.0**15
 _HEAD = "{.reg .b32 t, s, h, a, b, c, d, x, y, l, m; "
 
 
-def number_ptx(function: Callable[..., Any], bits: int) -> str | None:
+def number_ptx(number: Number, bits: int) -> str | None:
     """PTX code that converts two words, the last operand, to pairs of float16, the others, as that
     of `unpack_ptx`; None where the function is no such table.
 
     Args:
-        function: `KVFormat.number`.
+        number: `KVFormat.number`.
         bits: of an element, 4 or 8.
     """
-    table = number_table(function, bits)
+    table = number_table(number, bits)
     if table is None:
         return None
     for flip in (0, 1 << (bits - 1)):

@@ -18,8 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
+from attnlib.kv_formats.number_table import Number
 from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.kernels import score as device_code
+from attnlib.ops.triton.kernels.page_formats import find_number
 from attnlib.ops.triton.launch.score_source import device_source
 from attnlib.score_functions.function import ScoreFunction
 from attnlib.score_functions.operators import OPERATORS, TORCH_OPERATORS
@@ -121,13 +123,16 @@ def compile_score(function: ScoreFunction | Callable[..., Any], language: str) -
     return CompiledScore(apply, **more)
 
 
-def compile_number(function: Callable[..., Any]) -> Any:
+@functools.lru_cache(maxsize=64)
+def compile_number(number: Number) -> Any:
     """The device function of `KVFormat.number` (P16).
 
     Raises:
         UnsupportedConfigError: the source of the function is not available.
     """
-    return compile_score(function, "triton").apply
+    if not isinstance(number, tuple):
+        return compile_score(number, "triton").apply
+    return _Converter(_language("triton")).number(number)
 
 
 class _Converter:
@@ -157,6 +162,11 @@ class _Converter:
         converted = self.convert(function, form, variant)
         values = {**template.fn.__globals__, "FUNCTION": converted, **extra}
         return self._copy(template.fn, values)
+
+    def number(self, numbers: tuple[float, ...]) -> Any:
+        """A copy of `kernels.page_formats.find_number` with these numbers."""
+        template: Any = find_number.fn
+        return self._copy(template, {**template.__globals__, "TABLE": tl.constexpr(numbers)})
 
     def convert(
         self, function: Callable[..., Any], form: str | None = None, variant: str = "scores"

@@ -5,14 +5,14 @@ import functools
 import torch
 
 from attnlib.kv_formats import KVFormat
-from attnlib.score_functions import where
 
 _HALF = (0.1284, 0.3881, 0.6568, 0.9423, 1.2562, 1.6180, 2.0690, 2.7326)
+LEVELS = (*(-x for x in reversed(_HALF)), *_HALF)
 
 
 @functools.cache  # CUDA graphs cannot hold copies from the host
 def levels(device: torch.device) -> torch.Tensor:
-    return torch.tensor([-x for x in reversed(_HALF)] + list(_HALF), device=device)
+    return torch.tensor(LEVELS, device=device)
 
 
 def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,18 +30,8 @@ def decode(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return levels(codes.device)[both] * scale.float()
 
 
-def number(word, part):
-    """The device function: `levels` by comparisons, without a table in memory."""
-    code = (word >> (4 * part)) & 15
-    level = where(code > 7, code - 8, 7 - code)
-    low = where(level > 1, where(level > 2, 0.9423, 0.6568), where(level > 0, 0.3881, 0.1284))
-    high = where(level > 5, where(level > 6, 2.7326, 2.0690), where(level > 4, 1.6180, 1.2562))
-    magnitude = where(level > 3, high, low)
-    return where(code > 7, magnitude, -magnitude)
-
-
 ROTATED_4BIT = KVFormat(
     name="example:rotated4", version=1, dtype=torch.uint8, bits=4, scale_dtype=torch.float16,
     groups_per_head=1, head_size_multiple=2, encode=encode, decode=decode, error=0.11, rotated=True,
-    number=number,
+    number=LEVELS,
 )  # fmt: skip
