@@ -8,6 +8,7 @@
     |- ContractError              a tensor or number violates a rule (also a ValueError)
     |  `- AssertedContractError   one that vLLM's interface asserts (also an AssertionError)
     |- CacheExhaustedError        no free block is left (also a RuntimeError)
+    |- RankLostError              a rank does not answer the others (also a RuntimeError)
     |- RegistrationError          a class does not fit the backend interface (also a TypeError)
     `- EnvironmentVariableError   an ATTNLIB_* variable does not parse (also a ValueError)
 
@@ -27,6 +28,7 @@ __all__ = [
     "ContractError",
     "EnvironmentVariableError",
     "LayoutMismatchError",
+    "RankLostError",
     "RegistrationError",
     "Rejection",
     "UnknownBackendError",
@@ -121,6 +123,10 @@ class AssertedContractError(ContractError, AssertionError):
 
 class CacheExhaustedError(AttnlibError, RuntimeError):
     """More blocks were requested than are free; none was allocated."""
+
+
+class RankLostError(AttnlibError, RuntimeError):
+    """A rank of a group has ended, or is later than the timeout; the group cannot be used again."""
 
 
 class RegistrationError(AttnlibError, TypeError):

@@ -181,7 +181,7 @@ def check_output(spec: AttentionSpec, call: LayerCall) -> None:
         raise ContractError(
             f"output is {output.dtype} on {output.device} with last stride "
             f"{output.stride(-1)}; it must be {query.dtype} on {query.device} with last "
-            "stride 1",
+            "stride 1: pass such a tensor, or None for a new one",
             rule="P9",
         )
 

@@ -13,6 +13,7 @@ from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.parallel.addresses import TokenPositions, local_slots, token_positions
 from attnlib.parallel.checks import check_batch
+from attnlib.parallel.graph_tensors import GraphTensors
 from attnlib.parallel.merge import KnownMergeRows
 from attnlib.parallel.metadata import ParallelMetadata, lengths_on_host
 from attnlib.parallel.rows import ROWS_UP_TO, local_rows, row_lengths
@@ -43,9 +44,8 @@ class ParallelBuilder:
         self.group, self._agreement = layer.group, layer.agreement
         self.cached, self.context, self.new = cached, context, new
         self._scratch = Staging(cached.spec, cached.device)
-        self._fixed: dict[tuple[str, torch.Size], Tensor] = {}
         self._merges = KnownMergeRows(self.group.world_size, self.spec.has_sink)
-        self._captures = False
+        self._graphs = GraphTensors()
 
     @property
     def needs_host_lengths(self) -> bool:
@@ -86,40 +86,29 @@ class ParallelBuilder:
     def build_for_cudagraph_capture(
         self, common: CommonAttentionMetadata, *, write: bool = True
     ) -> ParallelMetadata:
-        """The metadata to capture with. Later batches with as many requests and tokens are built
-        into the same tensors, so that the graph follows them.
+        """The metadata to capture with. Later batches with as many requests and tokens are copied
+        into the same tensors, so that the graph follows them, up to the length that the block table
+        holds. A wider table is refused then.
 
         Raises:
             ContractError: as `build`, or the batch attends to its new tokens separately.
         """
-        self._captures = True
-        try:
+        with self._graphs.capturing():
             found = self.build(common, write=write)
-        finally:
-            self._captures = False
         if found.new is not None:
             raise ContractError(
                 f"max_query_len={common.max_query_len}: only decodes and verifications of up to "
                 f"{ROWS_UP_TO} tokens per request can be captured",
                 rule="X4",
             )
+        self._graphs.batches.append(found)
         return found
-
-    def _keep(self, name: str, tensor: Tensor) -> Tensor:
-        """The values of a tensor in the memory that a graph reads, if one was captured."""
-        key = (name, tensor.shape)
-        kept = self._fixed.get(key)
-        if kept is not None:
-            return kept.copy_(tensor)
-        if self._captures:
-            self._fixed[key] = tensor
-        return tensor
 
     def _build(
         self, builder: AttentionMetadataBuilder[Any], batch: CommonAttentionMetadata
     ) -> AttentionMetadata:
         found: AttentionMetadata
-        if self._captures:
+        if self._graphs.captures:
             found = builder.build_for_cudagraph_capture(batch)
         else:
             found = builder.build(0, batch)
@@ -136,7 +125,7 @@ class ParallelBuilder:
         slots = None
         if write and not self.spec.kv_sharing:
             found = local_slots(self.division, rank, where(), table, self.spec.block_size)
-            slots = self._keep("slots", found)
+            slots = self._graphs.keep("slots", found)
         causal, most = self.spec.is_causal, common.max_query_len
         over_context = self.context is not None and most > (ROWS_UP_TO if causal else 1)
         by_row = self.context is None or self.form.is_decoder or (causal and most > 1)
@@ -160,7 +149,7 @@ class ParallelBuilder:
             staging=staging,
             scratch=self._scratch,
             slot_mapping=slots,
-            merge_rows=self._merges.of(tokens, table.device, self._captures),
+            merge_rows=self._merges.of(tokens, table.device, self._graphs.captures),
         )
 
     def _by_row(
@@ -171,11 +160,7 @@ class ParallelBuilder:
         assert table is not None
         rows = local_rows(*arguments, where, common.seq_lens, table)
         starts = torch.arange(tokens + 1, dtype=torch.int32, device=table.device)
-        score = None if rows.row is None else {"row": self._keep("row", rows.row)}
-        bound = min(
-            self.division.bound(common.max_seq_len),
-            rows.block_table.shape[1] * self.spec.block_size,
-        )
+        score = None if rows.row is None else {"row": self._graphs.keep("row", rows.row)}
         on_host: dict[str, Any] = {}
         if self.cached.needs_host_lengths and table.device.type != "cpu":
             common = self.cached.with_host_lengths(common)
@@ -184,18 +169,18 @@ class ParallelBuilder:
             on_host["seq_lens_cpu"] = row_lengths(*arguments, host, common.seq_lens_cpu)
             on_host["query_start_loc_cpu"] = torch.arange(tokens + 1, dtype=torch.int32)
         batch = CommonAttentionMetadata(
-            query_start_loc=self._keep("starts", starts),
-            seq_lens=self._keep("row lengths", rows.seq_lens),
+            query_start_loc=self._graphs.keep("starts", starts),
+            seq_lens=self._graphs.keep("row lengths", rows.seq_lens),
             num_reqs=tokens,
             num_actual_tokens=tokens,
             max_query_len=min(1, tokens),
-            max_seq_len=bound,
-            block_table_tensor=self._keep("table", rows.block_table),
+            max_seq_len=self._bound(common, rows.block_table),
+            block_table_tensor=self._graphs.keep("table", rows.block_table),
             score_tensors=score,
             is_cross_attention=not self.form.is_decoder,
             **on_host,
         )
-        empty = None if rows.empty is None else self._keep("empty", rows.empty)
+        empty = None if rows.empty is None else self._graphs.keep("empty", rows.empty)
         return self._build(self.cached, batch), empty
 
     def _over_cache(
@@ -206,21 +191,28 @@ class ParallelBuilder:
         seq_lens_cpu: Tensor | None,
     ) -> AttentionMetadata:
         """The queries of a batch over this rank's keys of the first `seq_lens` positions."""
-        rank, count = self.group.rank, self.division.count
+        rank, count, table = self.group.rank, self.division.count, common.block_table_tensor
+        assert table is not None
+        of, keep = f"of {common.num_actual_tokens} tokens", self._graphs.keep
         batch = CommonAttentionMetadata(
-            query_start_loc=common.query_start_loc,
+            query_start_loc=keep(f"starts {of}", common.query_start_loc),
             query_start_loc_cpu=common.query_start_loc_cpu,
-            seq_lens=self._keep("lengths", count(seq_lens, rank)),
+            seq_lens=keep(f"lengths {of}", count(seq_lens, rank)),
             seq_lens_cpu=None if seq_lens_cpu is None else count(seq_lens_cpu, rank),
             num_reqs=common.num_reqs,
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
-            max_seq_len=self.division.bound(common.max_seq_len),
-            block_table_tensor=common.block_table_tensor,
+            max_seq_len=self._bound(common, table),
+            block_table_tensor=keep(f"table {of}", table),
             is_cross_attention=True,
         )
         assert builder is not None
         return self._build(builder, batch)
+
+    def _bound(self, common: CommonAttentionMetadata, table: Tensor) -> int:
+        """The most keys of a row; of a graph as many as the table holds."""
+        held = table.shape[1] * self.spec.block_size
+        return held if self._graphs.captures else min(self.division.bound(common.max_seq_len), held)
 
     def _context(
         self, common: CommonAttentionMetadata, has_context: bool | None

@@ -12,8 +12,8 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.layer.attention import Attention
 from attnlib.layer.cache_checks import check_cache
-from attnlib.layer.call import LayerCall, per_head
-from attnlib.layer.checks import refuse_gradients
+from attnlib.layer.call import LayerCall, new_output, per_head
+from attnlib.layer.checks import check_output, refuse_gradients
 from attnlib.metadata.checks import check_block_size
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.ops.addresses import check_block_table, check_slot_values
@@ -152,18 +152,13 @@ def _checked(
         value = sized("value", value, spec.num_kv_heads, size_v, spec.dtype, query.device, tokens)
     check_own_cache(layer.cached, query, cache)
     _check_addresses(metadata, cache)
-    shape = (query.shape[0], spec.num_heads, spec.head_size_v)
     if output is None:
-        output = torch.empty(shape, dtype=query.dtype, device=query.device)
-    elif output.numel() != shape[0] * shape[1] * shape[2] or output.dtype != query.dtype:
-        raise ContractError(
-            f"output is {output.dtype} {list(output.shape)}; it must be {query.dtype} "
-            f"{list(shape)}",
-            rule="P9",
-        )
-    elif output.stride(-1) != 1:
-        raise ContractError(f"output has last stride {output.stride(-1)}; it must be 1", rule="P9")
-    return ParallelCall(query, key, value, output.view(shape))
+        output = new_output(query, (query.shape[0], spec.num_heads, spec.head_size_v))
+    else:
+        output = per_head("output", output, spec.num_heads, spec.head_size_v)
+        without_batch: Any = None
+        check_output(spec, LayerCall(query, None, None, cache, without_batch, output))
+    return ParallelCall(query, key, value, output)
 
 
 def check_made_for(

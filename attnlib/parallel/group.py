@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnlib.errors import AttnlibError, ContractError
+from attnlib.errors import AttnlibError, ContractError, RankLostError
 from attnlib.ops.peer_buffers import PeerBuffers
 from attnlib.parallel.peers import connect
 
@@ -28,6 +28,8 @@ _PEERS: WeakKeyDictionary[Any, PeerBuffers | list[str]] = WeakKeyDictionary()
 _TEXT = 400
 _RECORD = 1 + 32 + _TEXT
 """Bytes of a record: whether the rank refuses, a digest of its facts, its text."""
+_TAG = 0x61747472
+"""Of messages with records: an engine may send others over the same group."""
 
 
 class RankGroup:
@@ -40,15 +42,22 @@ class RankGroup:
 
     Attributes:
         world_size, rank: in the group.
+
+    Raises:
+        ContractError: torch.distributed is not initialized, this process has no rank in the group,
+            or `cpu_group` has other ranks. On this process, since it cannot ask the others.
     """
 
     def __init__(self, process_group: Any = None, cpu_group: Any = None) -> None:
         self._group, self._cpu_group = process_group, cpu_group or process_group
-        self.world_size, self.rank = (
-            dist.get_world_size(process_group),
-            dist.get_rank(process_group),
-        )
-        self._ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        self._ranks = _ranks_of("process_group", process_group)
+        if (others := _ranks_of("cpu_group", self._cpu_group)) != self._ranks:
+            raise ContractError(
+                f"cpu_group has the ranks {others}, process_group {self._ranks}: make it with "
+                f"torch.distributed.new_group({self._ranks}, backend='gloo')",
+                rule="X8",
+            )
+        self.world_size, self.rank = len(self._ranks), dist.get_rank(process_group)
         on_cpu = "cpu:" in str(dist.get_backend_config(self._cpu_group))
         self._record_device = torch.device("cpu" if on_cpu else "cuda")
 
@@ -113,6 +122,8 @@ class RankGroup:
         Raises:
             ContractError: on every rank, with the text of the first rank that refuses, or the facts
                 of the first two ranks that differ.
+            RankLostError: a rank does not answer within the timeout of the group. Over gloo it is
+                named; with NCCL alone, torch.distributed ends the process.
         """
         text = repr(facts)
         if error is not None:
@@ -123,10 +134,7 @@ class RankGroup:
         record = torch.frombuffer(
             bytearray([error is not None]) + bytearray(digest + shown), dtype=torch.uint8
         ).to(self._record_device)
-        out = record.new_empty(self.world_size, _RECORD)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(out.view(-1), record, group=self._cpu_group)
-        records = [bytes(row) for row in out.tolist()]
+        records = [bytes(row) for row in self._records(record).tolist()]
         for rank, found in enumerate(records):
             if found[0]:
                 raise ContractError(f"rank {rank} refuses: {_text(found)}", rule="X8") from error
@@ -136,6 +144,34 @@ class RankGroup:
                     "all ranks of a group the same batch and layer",
                     rule="X8",
                 )
+
+    def _records(self, own: Tensor) -> Tensor:
+        """`[world_size, _RECORD]`, of all ranks. On a CPU in messages between two ranks, so that
+        one that does not answer can be named."""
+        out = own.new_empty(self.world_size, _RECORD)
+        if own.device.type != "cpu":
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            gather(out.view(-1), own, group=self._cpu_group)
+            return out
+        out[self.rank] = own
+        given = {"group": self._cpu_group, "tag": _TAG}
+        due, sent, waited = [], [], self.rank
+        try:
+            for waited, other in enumerate(self._ranks):
+                if waited != self.rank:
+                    due.append((waited, dist.irecv(out[waited], other, **given)))
+                    sent.append((waited, dist.isend(own, other, **given)))
+            for rank, request in (*due, *sent):
+                waited = rank
+                request.wait()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise RankLostError(
+                f"rank {waited} does not answer rank {self.rank} of {self.world_size}: {reason}: "
+                "find the error of that rank and end the others, or give the process group a "
+                "longer timeout"
+            ) from error
+        return out
 
     def agreed(
         self, agreement: str, name: str, attempt: Callable[[], tuple[object, Result]]
@@ -161,6 +197,22 @@ class RankGroup:
             error = raised
         self.agree((name, facts), error)
         return results[0]
+
+
+def _ranks_of(name: str, process_group: Any) -> list[int]:
+    """The global ranks of a group that this process is in."""
+    if not dist.is_initialized():
+        raise ContractError(
+            "torch.distributed is not initialized: call init_process_group before RankGroup",
+            rule="X8",
+        )
+    if dist.get_rank(process_group) < 0:
+        raise ContractError(
+            f"{name} does not have rank {dist.get_rank()}, this process: make a RankGroup only on "
+            "the ranks of its group",
+            rule="X8",
+        )
+    return dist.get_process_group_ranks(process_group or dist.group.WORLD)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

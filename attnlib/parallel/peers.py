@@ -47,16 +47,12 @@ def connect(
         return ["the ranks are on several hosts"]
     if len(set(places)) < world_size:
         return ["two ranks are on one GPU"]
-    others = [uuids.index(uuid) if uuid in uuids else None for _, uuid in places]
-    reach = all(
-        other == index or (other is not None and torch.cuda.can_device_access_peer(index, other))
-        for other in others
-    )
     own: torch.Tensor | None = None
     buffers: PeerBuffers | None = None
-    problem = "" if reach else "a GPU cannot write the memory of another"
+    problem = ""
     try:  # before the rendezvous, in which ranks wait for each other
-        own = _allocate(torch.device("cuda", index)) if reach else None
+        problem = _out_of_reach(index, uuids, [uuid for _, uuid in places])
+        own = None if problem else _allocate(torch.device("cuda", index))
     except Exception as error:  # of any kind: other ranks wait
         problem = _not_shared(error)
     if not any(gather(problem)):
@@ -71,6 +67,15 @@ def connect(
     torch.cuda.synchronize(device)
     gather(None)  # all buffers hold zeros
     return buffers
+
+
+def _out_of_reach(own: int, visible: list[str], used: list[str]) -> str:
+    """Why a GPU cannot write the memory of those that ranks use; "" if it can."""
+    if not set(used) <= set(visible):
+        return "a rank does not see the GPUs of the others (CUDA_VISIBLE_DEVICES)"
+    others = [visible.index(each) for each in used]
+    reach = all(each == own or torch.cuda.can_device_access_peer(own, each) for each in others)
+    return "" if reach else "a GPU cannot write the memory of another"
 
 
 def _not_shared(error: Exception) -> str:

@@ -47,14 +47,15 @@ class PrefillBuilder:
     def build(
         self,
         prompt_lens: Sequence[int],
-        block_table: Tensor,
+        block_table: Tensor | Sequence[Sequence[int]],
         context_lens: Sequence[int] | None = None,
     ) -> PrefillMetadata:
         """The parts of one batch.
 
         Args:
             prompt_lens: new tokens of each prompt.
-            block_table: `[R, columns]` integers, the blocks of this rank's local indices (X2).
+            block_table: the blocks of this rank's local indices (X2), `[R, columns]`, or lists of
+                any lengths.
             context_lens: tokens of each prompt that the caches of all ranks hold already; None
                 means 0.
 
@@ -64,7 +65,7 @@ class PrefillBuilder:
         layer = self._layer
 
         def attempt() -> tuple[object, PrefillMetadata]:
-            table = table_of(block_table)
+            table = table_of(block_table).to(self.causal.device)
             lengths = checked_prompts(layer, prompt_lens, context_lens, table)
             prompts = Prompts(layer.spec, layer.division, *lengths)
             return lengths, self._parts(prompts, table)

@@ -2,6 +2,7 @@
 `test_attention_gpus.py`.
 
     torchrun --nproc-per-node 2 -m tests.parallel.gpu_ranks
+    torchrun --nproc-per-node 4 -m tests.parallel.gpu_ranks --limit-seconds 560
     torchrun --nproc-per-node 2 -m tests.parallel.gpu_ranks --one-gpu
     for i in 1 2 3; do torchrun --standalone ... --part $i/3 & done; wait
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -129,7 +131,9 @@ def main() -> None:
     parser.add_argument("--one-gpu", action="store_true", help="all ranks on one GPU, or on a CPU")
     parser.add_argument("--part", default="1/1", help="I/N: every N-th problem, from the I-th on")
     parser.add_argument("--only", default="", help="problems with this in their names")
-    options = parser.parse_args()
+    limit = "start no problem after so many seconds, and fail"
+    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help=limit)
+    options, began = parser.parse_args(), time.monotonic()
     shared, (first, parts) = options.one_gpu, map(int, options.part.split("/"))
     device = "cuda:0" if shared else f"cuda:{os.environ['LOCAL_RANK']}"
     if shared and not torch.cuda.is_available():
@@ -140,6 +144,8 @@ def main() -> None:
     group = ThroughHost() if shared else RankGroup()
     found = [each for each in problems(shared) if options.only in each[0]]
     for name, error, problem in found[first - 1 :: parts]:
+        elapsed = group.all_gather(torch.tensor([time.monotonic() - began], device=device))
+        assert elapsed.max() <= options.limit_seconds, f"not run: {name} and those after it"
         report(group, name, error(in_bfloat16(problem), group, device))
     dist.destroy_process_group()
 

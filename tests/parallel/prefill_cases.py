@@ -232,6 +232,23 @@ def equal_bits(group: RankGroup) -> str:
     return ""
 
 
+def empty_ranks(group: RankGroup) -> str:
+    """Ranks without tokens, batches without tokens, and without prompts."""
+    for options in (RING, GATHER):
+        run = Run(Problem(FULL, options=options), group)
+        lengths = [(1, 1), (0, 0), (2, 2), (0, 0)]
+        errors = [error_of(*run.step(lengths))]
+        lengths = [(0, 1), (0, 0), (0, 2), (1, 1)]
+        errors.append(error_of(*run.step(lengths)))
+        lengths = [(0, total) for _, total in lengths]
+        errors.append(error_of(*run.step(lengths)))
+        batch = run.builder.build([], [])
+        found = run.layer(*run.tensors(0), run.caches[1], batch)
+        if found.shape[0] or (text := _text(errors, run, lengths)):
+            return text or f"error: {found.shape}"
+    return ""
+
+
 def warmed_up(group: RankGroup) -> str:
     """Only one rank warms up: nothing is exchanged, and its cache does not change."""
     for options in (RING, GATHER):
@@ -345,6 +362,7 @@ PROPERTIES: dict[str, Callable[[RankGroup], str]] = {
     "equal bits": equal_bits,
     "latent projections": latent_projections,
     "warmed up": warmed_up,
+    "empty ranks": empty_ranks,
 }
 WRONG: dict[str, Callable[[RankGroup], str]] = {
     "a diagonal from local lengths": diagonal_of_local_lengths,

@@ -151,6 +151,13 @@ def test_ranks_agree_when_one_cannot_share(fails: str, monkeypatch: pytest.Monke
     assert found in first[0] and "lines" not in first[0]
 
 
+def test_gpus_that_a_rank_does_not_see() -> None:
+    """Launchers may show each process its own GPU only."""
+    assert "CUDA_VISIBLE_DEVICES" in peers._out_of_reach(0, ["a"], ["a", "b"])
+    with mock.patch.object(torch.cuda, "can_device_access_peer", lambda own, other: True):
+        assert not peers._out_of_reach(0, ["a", "b"], ["b", "a"])
+
+
 @pytest.mark.parametrize("change", [{"dtype": torch.float64}, {"batch_invariant": True}])
 def test_layers_that_share_no_memory(change: dict[str, Any]) -> None:
     """float64 has no kernel, and large batches are merged in other arithmetic."""
