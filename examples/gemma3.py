@@ -77,10 +77,14 @@ class Decoder(nn.Module):
         return hidden @ self.embed_tokens.weight.T
 
 
-def load() -> tuple[Decoder, Callable[[str], list[int]], Callable[[list[int]], str] | None]:
-    """The model with its `encode` and `decode`; random weights if it is not installed."""
-    if not example_model.is_installed():
-        print(f"random weights write no text; for a real model: {example_model.INSTALL}")
+def load(
+    *, random: bool = False
+) -> tuple[Decoder, Callable[[str], list[int]], Callable[[list[int]], str] | None]:
+    """The model with its `encode` and `decode`; random weights on request, or if it is not
+    installed."""
+    if random or not example_model.is_installed():
+        if not random:
+            print(f"random weights write no text; for a real model: {example_model.INSTALL}")
         return random_decoder(), lambda text: list(text.encode())[::3], None
     from safetensors.torch import load_file
     from tokenizers import Tokenizer

@@ -1,10 +1,11 @@
 """The tutorial's engine on several ranks: weights divided by heads, keys by position.
 
     torchrun --nproc-per-node 2 -m examples.tutorial_ranks
-    torchrun --nproc-per-node 4 -m examples.tutorial_ranks --context 2
+    torchrun --nproc-per-node 4 -m examples.tutorial_ranks --context 2 --random
 
 Every rank runs the same scheduler. Ranks that have query heads of the same KV heads share the keys
-of these (`attnlib.parallel`): `--context` is the number of such ranks.
+of these (`attnlib.parallel`): `--context` is the number of such ranks. Gemma 3 270M has one KV
+head, which all ranks share; `--random` takes a small model with two.
 """
 
 from __future__ import annotations
@@ -153,9 +154,10 @@ class RankEngine(Engine):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--context", type=int, help="ranks that share keys; all by default")
+    parser.add_argument("--random", action="store_true", help="random weights, two KV heads")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
-    model, encode, _ = load()
+    model, encode, _ = load(random=arguments.random)
     ranks = Ranks.of(arguments.context or dist.get_world_size())
     engine, requests = RankEngine(model, ranks), make_requests(encode)
     engine.serve(requests)

@@ -5,7 +5,7 @@
     TEST_VLLM_CPU=0 python tests/hosts/run_engine.py cases.json results.json
     python benchmarks/hosts/vllm_gpu_cases.py MODELS cases.json results.json     # compares
 
-With `two` as third argument it writes the cases for two GPUs instead, with `latent` those of latent
+With `divided N` after them it writes the cases for N GPUs instead, with `latent` those of latent
 attention (MLA), where the peer is FLASH_ATTN_MLA. float32 runs of attnlib must
 give the tokens of transformers. FLASH_ATTN has no float32: both backends are compared in bfloat16,
 and with n-gram speculation in float16, with acceptance rates.
@@ -57,15 +57,28 @@ def cases(models: Path) -> dict[str, Any]:
     return found
 
 
-def two_gpus(models: Path) -> dict[str, Any]:
-    """Name -> case, for two GPUs."""
-    parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    found: dict[str, Any] = {}
-    for name, degree in (("tensor", 1), ("context", 2)):
-        found[f"mqa {name} parallel"] = {
-            "model": str(models / "mqa"),
-            "arguments": {**parallel, "decode_context_parallel_size": degree,
-                          **_graphs("FULL_DECODE_ONLY")},
+def divided(models: Path, gpus: int) -> dict[str, Any]:
+    """Name -> case, for tensor parallelism and decode context parallelism over so many GPUs."""
+    context = {
+        "tensor_parallel_size": gpus, "distributed_executor_backend": "mp",
+        "decode_context_parallel_size": gpus, **_graphs("FULL_DECODE_ONLY"),
+    }  # fmt: skip
+    latents = {**context, "block_size": 64}
+    given = {
+        "mqa tensor parallel": {**context, "decode_context_parallel_size": 1},
+        "mqa context parallel": context,
+        "gemma2-mqa context parallel": {**context, "disable_hybrid_kv_cache_manager": True},
+        "deepseek context parallel": latents,
+    }
+    found: dict[str, Any] = {
+        name: {"model": str(models / name.split()[0]), "arguments": arguments}
+        for name, arguments in given.items()
+    }
+    for backend in ("CUSTOM", "FLASH_ATTN"):
+        name = {"FLASH_ATTN": "FLASH_ATTN_MLA"}.get(backend, backend)
+        found[f"latent context parallel {backend}"] = {
+            "model": str(models / "deepseek"), "new_tokens": 64, "leads": True,
+            "arguments": {**latents, "attention_backend": name, "dtype": "bfloat16"},
         }  # fmt: skip
     return found
 
@@ -141,10 +154,11 @@ def _write(target: Path, cases: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     folder, target = Path(sys.argv[1]), Path(sys.argv[2])
-    kinds = {"two": two_gpus, "latent": latent}
     if len(sys.argv) == 3:
         _write(target, cases(folder))
-    elif sys.argv[3] in kinds:
-        _write(target, kinds[sys.argv[3]](folder))
+    elif sys.argv[3] == "latent":
+        _write(target, latent(folder))
+    elif sys.argv[3] == "divided":
+        _write(target, divided(folder, int(sys.argv[4])))
     else:
         report(folder, json.loads(Path(sys.argv[3]).read_text()))

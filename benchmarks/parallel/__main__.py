@@ -45,6 +45,8 @@ def decodes(ranks: Ranks, rate: dict[str, float]) -> Iterator[dict[str, Any]]:
         requests, thousands = map(int, name.split("x"))
         length = thousands * 1024 // ranks.options.shrink
         for exchange in ranks.options.exchange:
+            if ranks.is_late():
+                return
             row = decode(ranks, requests, length, rate, exchange)
             if ranks.on_gpu:
                 row["met"] = row["share_of_bound"] >= SHARE
@@ -55,6 +57,8 @@ def prefills(ranks: Ranks) -> Iterator[dict[str, Any]]:
     target = SPEEDUP.get(ranks.group.world_size)
     for new, context in PREFILLS:
         shrink = ranks.options.shrink
+        if ranks.is_late():
+            return
         row = prefill(ranks, new * 1024 // shrink, context * 1024 // shrink)
         if target is not None and not context and ranks.on_gpu:
             row["met"] = max(row["ring_speedup"], row["all_gather_speedup"]) >= target
@@ -75,6 +79,8 @@ def main() -> None:
     parser.add_argument("--shrink", type=int, default=1, help="divide all lengths by this")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path)
+    limit = "start no row after so many seconds"
+    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help=limit)
     options = parser.parse_args()
     with torch.inference_mode():
         ranks = Ranks(options)
@@ -92,6 +98,8 @@ def main() -> None:
                 for row in rows_of:
                     result[name].append(row)
                     write(result, ranks, options.out)
+        result["complete"] = not ranks.is_late()
+        write(result, ranks, options.out)
     if ranks.group.rank == 0:
         print(json.dumps(result, indent=1))
     dist.destroy_process_group()

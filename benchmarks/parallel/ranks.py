@@ -38,6 +38,7 @@ class Ranks:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.on_gpu = options, torch.cuda.is_available()
+        self._began = time.monotonic()
         self.device = torch.device("cpu")
         if self.on_gpu:
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -85,6 +86,10 @@ class Ranks:
         found[self.group.rank] = value
         dist.all_reduce(found)
         return [round(each, 1) for each in found.tolist()]
+
+    def is_late(self) -> bool:
+        """Whether the time limit has passed, equal on all ranks."""
+        return max(self.each(time.monotonic() - self._began)) > self.options.limit_seconds
 
     def times(self, call: Call) -> list[float]:
         """Microseconds of a call from the host, on each rank: the median."""

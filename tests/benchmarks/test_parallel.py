@@ -28,3 +28,4 @@ def test_rows_of_a_small_run(tmp_path: Path, world_size: int) -> None:
     for row in (*result["decode"], *result["prefill"]):
         assert row["one_gpu"] > 0 and "met" not in row  # targets are for GPUs
     assert bool(result["bytes_per_us"]) == (world_size > 1)
+    assert result["complete"]
