@@ -163,7 +163,8 @@ class RankGroup:
                     sent.append((waited, dist.isend(own, other, **given)))
             for rank, request in (*due, *sent):
                 waited = rank
-                request.wait()
+                if request is not None:  # None only outside of the group
+                    request.wait()
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise RankLostError(
