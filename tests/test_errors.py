@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from attnlib import env, errors
 from attnlib.backends.torch import TorchBackend
 from attnlib.cache.layout import negotiate_layout, set_kv_cache_layout
 from attnlib.ops.block_sparse import BlockSparsePattern
+from attnlib.parallel import RankGroup
 from attnlib.selection import unregister_backend
 from attnlib.workspace import Workspace
 
@@ -57,6 +59,15 @@ def _wrong_variable() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATTNLIB_VALIDATE", "yes")
         env.read("ATTNLIB_VALIDATE")
+
+
+def _lost_rank() -> None:
+    group = RankGroup.__new__(RankGroup)
+    group.world_size, group.rank, group._ranks, group._cpu_group = 2, 0, [0, 1], None
+    group._record_device = torch.device("cpu")
+    late = RuntimeError("Timed out waiting 2000ms")
+    with mock.patch.object(torch.distributed, "irecv", side_effect=late):
+        group.agree("facts")
 
 
 class WrongForward(TorchBackend.get_impl_cls()):  # type: ignore[misc]  # found at run time
@@ -116,6 +127,11 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
         errors.LayoutMismatchError,
         lambda: negotiate_layout([("layer 0", ("NHD",)), ("layer 1", ("HND",))]),
         ("layer 0 reads NHD; layer 1 reads HND", "Choose backends that share one"),
+    ),
+    "lost rank": (
+        errors.RankLostError,
+        _lost_rank,
+        ("rank 1 does not answer rank 0 of 2", "2000ms", "give the process group a longer timeout"),
     ),
     "unknown layout": (
         errors.LayoutMismatchError,
