@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from attnlib.integrations.transformers.inference_only import refuse_backward
 from attnlib.integrations.transformers.layers import Call, transient
 from attnlib.integrations.transformers.plain import attend_plain
+from attnlib.integrations.transformers.static_memory import keep_static_memory, note_trace
 
 __all__ = ["attend_opaquely"]
 
@@ -88,6 +89,7 @@ def _(
     causal: bool,
     name: str,
 ) -> torch.Tensor:
+    note_trace()
     batch, heads, queries, _ = query.shape
     return query.new_empty(batch, queries, heads, value.shape[3])
 
@@ -135,15 +137,19 @@ def _stand(name: str, causal: bool, sinks: torch.Tensor | None) -> _Stand:
 @contextmanager
 def _scope(device: torch.device) -> Iterator[bool]:
     """Run a call; the value is whether its memory belongs to a CUDA graph."""
-    recorded = device.type == "cuda" and (
-        torch.cuda.is_current_stream_capturing() or _is_warming_up(device)
-    )
     with torch.no_grad():
-        if not recorded:
+        if not _is_recorded(device):
             yield False
         else:
+            keep_static_memory(device)
             with transient():
                 yield True
+
+
+def _is_recorded(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    return torch.cuda.is_current_stream_capturing() or _is_warming_up(device)
 
 
 def _is_warming_up(device: torch.device) -> bool:

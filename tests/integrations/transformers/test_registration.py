@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    cache_utils,
+)
 
 import attnlib.integrations.transformers as integration
 from tests.fresh_process import run_program
@@ -30,6 +36,13 @@ def state() -> dict[str, Any]:
     }
     runner = importlib.import_module("transformers.generation.continuous_batching.model_runner")
     found["ModelRunner.compute_batch"] = runner.ModelRunner.compute_batch
+    for owner, name in (
+        (cache_utils.DynamicLayer, "update"),
+        (cache_utils.StaticCache, "__init__"),
+        (cache_utils.StaticLayer, "lazy_initialization"),
+        (cache_utils.LinearAttentionLayer, "lazy_initialization"),
+    ):
+        found[f"{owner.__name__}.{name}"] = getattr(owner, name)
     for interface in (AttentionInterface, AttentionMaskInterface):
         found |= {
             f"{interface.__name__}.{key}": value for key, value in interface._global_mapping.items()
@@ -56,6 +69,9 @@ def test_unregister_undoes_register() -> None:
         "compute_batch",
         "is_flash_attention_requested",
         "ensure_decode_fast_path_is_available",
+        "update",
+        "__init__",
+        "lazy_initialization",
     }
     assert {key.rsplit(".", 1)[1] for key in changed} <= names
 
