@@ -17,6 +17,7 @@ from attnlib.layer.state_checks import (
     check_convolution,
     check_step,
     per_head_inputs,
+    per_head_output,
     refuse_in_place,
 )
 from attnlib.layer.state_values import validate_convolution, validate_step
@@ -40,7 +41,7 @@ def call_step(
         refuse_gradients(*inputs)
     spec, heads, rows = layer.spec, per_head_inputs(layer, inputs), out
     if out.dim() == 2:
-        rows = out.view(out.shape[0], spec.num_heads, spec.value_size)
+        rows = per_head_output(layer, out)
     signature = call_signature(layer, cache, (*heads, rows))
     run: Any = metadata.plans.get(signature)
     if run is None:

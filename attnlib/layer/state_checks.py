@@ -26,7 +26,9 @@ __all__ = [
     "check_step",
     "check_tensors",
     "per_head_inputs",
+    "per_head_output",
     "refuse_in_place",
+    "refuse_missing",
     "taps_of",
 ]
 
@@ -90,6 +92,35 @@ def check_batch(layer: StateLayer, cache: StateCache, metadata: StateMetadata) -
             "use StateCache.allocate(layer.spec, num_slots)",
             rule="T9",
         )
+
+
+def refuse_missing(**inputs: object) -> None:
+    """Refuse inputs that are None, although every call has them.
+
+    Raises:
+        ContractError: names them.
+    """
+    missing = [name for name, given in inputs.items() if given is None]
+    raise ContractError(
+        f"{' and '.join(missing)} of a state layer cannot be None: pass the rows of the batch's "
+        "tokens",
+        rule="T2",
+    )
+
+
+def per_head_output(layer: StateLayer, output: Tensor) -> Tensor:
+    """A view `[T, Hv, Dv]` of a flat output.
+
+    Raises:
+        ContractError: another shape.
+    """
+    heads, size = layer.spec.num_heads, layer.spec.value_size
+    if output.dim() != 2 or output.shape[1] != heads * size:
+        raise ContractError(
+            f"output has shape {tuple(output.shape)}; it must be [tokens, {heads * size}]",
+            rule="T2",
+        )
+    return output.view(output.shape[0], heads, size)
 
 
 def per_head_inputs(layer: StateLayer, inputs: StateInputs) -> StateInputs:

@@ -13,7 +13,7 @@ from attnlib.errors import ContractError
 from attnlib.instrumentation import ENVIRONMENT, STATE_OBSERVERS, VALIDATE_KEY
 from attnlib.layer.checks import refuse_gradients
 from attnlib.layer.state_call import call_signature, keep_plan
-from attnlib.layer.state_checks import check_batch, check_tensors, taps_of
+from attnlib.layer.state_checks import check_batch, check_tensors, per_head_output, taps_of
 from attnlib.layer.state_values import validate_convolution, validate_step
 from attnlib.metadata.states import StateMetadata
 from attnlib.ops.states.step_form import FusedInputs, StepForm
@@ -36,7 +36,7 @@ def call_fused_step(
     described = (*tensors, form.rate, form.bias, form.norm_weight, out)
     signature = (form.scalars, *call_signature(layer, cache, described))
     run: Any = metadata.plans.get(signature)
-    rows = _per_head(layer, out)
+    rows = per_head_output(layer, out)
     if run is None:
         _check_form(layer.spec, inputs.form)
         _check_inputs(layer, inputs, out, cache, metadata)
@@ -66,7 +66,7 @@ def separate_step(
         decay, beta = parts.state_gates(decay, beta, form)
     layer(found["q"], found["k"], found["v"], decay, beta, cache, metadata, output=out)
     if form.norm_size:
-        parts.gated_norm(_per_head(layer, out), z, form)
+        parts.gated_norm(per_head_output(layer, out), z, form)
 
 
 def _check_form(spec: StateSpec, form: StepForm) -> None:
@@ -107,7 +107,7 @@ def _check_form(spec: StateSpec, form: StepForm) -> None:
         ):
             raise ContractError(
                 f"{name} is {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}; "
-                f"it must be dense {dtype or ''} {list(allowed[0])}"
+                f"it must be {dtype or 'of any dtype'}, dense, of shape {list(allowed[0])}"
             )
 
 
@@ -151,10 +151,6 @@ def _check_inputs(
 def _channels(spec: StateSpec) -> dict[str, int]:
     keys = spec.num_key_heads * spec.key_size
     return {"q": keys, "k": keys, "v": spec.num_heads * spec.value_size}
-
-
-def _per_head(layer: StateLayer, output: Tensor) -> Tensor:
-    return output.view(output.shape[0], layer.spec.num_heads, layer.spec.value_size)
 
 
 def _separately(*call: Any) -> None:

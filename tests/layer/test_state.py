@@ -138,6 +138,8 @@ def _called(change: str) -> None:
         "value": (2, torch.Tensor.half),
         "decay": (3, lambda g: None),
         "decays": (3, torch.Tensor.double),
+        "no query": (0, lambda q: None),
+        "no value": (2, lambda v: None),
         "no beta": (4, lambda b: None),
         "beta": (4, lambda b: b[:, :2]),
     }  # fmt: skip
@@ -153,7 +155,11 @@ def _called(change: str) -> None:
     if change == "gradient":
         given[0].requires_grad_(True)
     try:
-        if change == "x":
+        if change == "no x":
+            layer.convolve(None, cache, metadata)
+        elif change == "output":
+            layer(*given, cache, metadata, output=torch.empty(5, 63))
+        elif change == "x":
             layer.convolve(x[:, 1:], cache, metadata)
         elif change == "in place":
             layer.convolve(x, cache, metadata)  # which leaves a plan
@@ -173,6 +179,10 @@ def _called(change: str) -> None:
         ("value", "value is float16"),
         ("decay", "log_decay=None, and decay='head' has one per token"),
         ("decays", "log_decay is float64"),
+        ("no query", "query of a state layer cannot be None: pass the rows"),
+        ("no value", "value of a state layer cannot be None"),
+        ("no x", "x of a state layer cannot be None"),
+        ("output", r"output has shape \(5, 63\); it must be \[tokens, 64\]"),
         ("no beta", "beta is missing, and the spec has has_beta=True"),
         ("beta", r"beta is float32 \[5, 2\]; it must be float32 \[5, 4\]"),
         ("rows", "the call has 4 rows, and the batch has 5 tokens"),

@@ -10,6 +10,7 @@ from attnlib.backends._foreign.packed_states import PackedBatch, PackedStateImpl
 from attnlib.backends.fla.probe import find_functions
 from attnlib.backends.state_impl import StateInputs
 from attnlib.ops.addresses import as_count
+from attnlib.ops.states.inputs import LEAST_LOG_DECAY
 from attnlib.spec import StateSpec
 
 __all__ = ["FlaStateImpl"]
@@ -50,12 +51,13 @@ class FlaStateImpl(PackedStateImpl):
         chunked = batch.longest >= self._chunk_from and spec.dtype is not torch.float32
         arguments = self._delta(inputs) if spec.update == "delta" else self._add(inputs)
         decay = inputs.log_decay
+        if chunked:
+            decay = decay.clamp(min=LEAST_LOG_DECAY)  # these kernels sum log decays
+            arguments["cu_seqlens_cpu"] = batch.starts_cpu
         if decay_name == "g":
             decay = decay.expand(*inputs.value.shape[:2], *decay.shape[2:])[None].contiguous()
         if name == "gla" and not chunked:
             decay_name = "gk"
-        if chunked:
-            arguments["cu_seqlens_cpu"] = batch.starts_cpu
         functions, problem = find_functions()
         assert not problem, problem  # selection has called `unavailable`
         out, final = functions[f"{'chunk' if chunked else 'fused_recurrent'}_{name}"](

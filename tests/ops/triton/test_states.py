@@ -17,7 +17,14 @@ from attnlib.spec import StateSpec
 from attnlib.testing.states.inputs import TokenInputs, draw_layer, draw_tokens
 from attnlib.testing.states.kinds import KINDS
 from attnlib.testing.states.serving import Part, Results, Server, Step
-from tests.ops.torch.states.layers import Operations, largest_error, layout_of, moved, wanted
+from tests.ops.torch.states.layers import (
+    Operations,
+    forgetting,
+    largest_error,
+    layout_of,
+    moved,
+    wanted,
+)
 
 KINDS_AND_DTYPES = [
     pytest.param("gated delta", torch.float16, id="gated delta"),
@@ -103,6 +110,21 @@ def test_fast_decays() -> None:
     assert request.log_decay is not None
     request.log_decay[:, :, ::2] = -6.0
     check(spec, alone(spec, request), request)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) for n in ("kimi delta", "gla")] + ["gated delta"],
+)
+@pytest.mark.parametrize("rollback", [0, 3])
+def test_tokens_that_forget(name: str, rollback: int) -> None:
+    """T5: decays whose logarithms have no sum in float32, in one launch and in three."""
+    spec = KINDS[name].replace(conv_channels=0, conv_width=0, max_rollback=rollback)
+    request = forgetting(draw_tokens(spec, 37, 1), 5)
+    server = Server(spec, operations(spec), [request], [2])
+    for count in (14, 1, 1, 20, 1):
+        server.step([Part(0, count, rollback)])
+    check(spec, server.result(0), request)
 
 
 def test_a_fork_continues_in_both() -> None:

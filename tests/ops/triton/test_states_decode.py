@@ -18,7 +18,13 @@ from attnlib.spec import StateSpec
 from attnlib.testing.states.inputs import draw_layer, draw_tokens
 from attnlib.testing.states.kinds import KINDS
 from attnlib.testing.states.serving import Part, Server
-from tests.ops.torch.states.layers import Operations, largest_error, layout_of, wanted
+from tests.ops.torch.states.layers import (
+    Operations,
+    forgetting,
+    largest_error,
+    layout_of,
+    wanted,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = 1e-5
@@ -78,6 +84,18 @@ def test_values(name: str, options: dict[str, Any], row_decodes: list[int]) -> N
     is_exact = spec.dtype == spec.state_dtype == torch.float32
     assert largest_error(server.result(0), expected) < (LIMIT if is_exact else 1e-2)
     assert len(row_decodes) == 20 and set(row_decodes) <= {2, 4, 16}
+
+
+@pytest.mark.parametrize("name", ["gated delta", "kimi delta"])
+def test_tokens_that_forget(name: str, row_decodes: list[int]) -> None:
+    """T5: decays whose logarithms have no sum in float32, over the end of a chunk."""
+    spec = spec_of(name)
+    request = forgetting(draw_tokens(spec, 20, 1), 5)
+    server = Server(spec, operations(spec), [request], [5])
+    for _ in range(20):
+        server.step([Part(0, 1)])
+    expected = wanted(spec, draw_layer(spec), request)
+    assert largest_error(server.result(0), expected) < LIMIT and len(row_decodes) == 20
 
 
 def test_many_requests_forks_and_other_slots(row_decodes: list[int]) -> None:

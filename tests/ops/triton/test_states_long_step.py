@@ -15,7 +15,7 @@ from attnlib.spec import StateSpec
 from attnlib.testing.states.inputs import draw_layer, draw_tokens
 from attnlib.testing.states.kinds import KINDS
 from attnlib.testing.states.serving import Part, Server
-from tests.ops.torch.states.layers import Operations, largest_error, wanted
+from tests.ops.torch.states.layers import Operations, forgetting, largest_error, wanted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = 1e-2
@@ -48,9 +48,11 @@ def operations(spec: StateSpec, num_slots: int = 8) -> Operations:
     return Operations(spec, draw_layer(spec), "tail", num_slots, "triton", DEVICE)
 
 
-def served(spec: StateSpec, length: int, plan: list[tuple[int, int]]) -> float:
-    """The largest error of a request in steps of (tokens, drafts)."""
+def served(spec: StateSpec, length: int, plan: list[tuple[int, int]], every: int = 0) -> float:
+    """The largest error of a request in steps of (tokens, drafts); with `every`, one of so many
+    tokens forgets those before it."""
     request = draw_tokens(spec, length, 1)
+    request = forgetting(request, every) if every else request
     server = Server(spec, operations(spec), [request], [5])
     for count, drafts in plan:
         server.step([Part(0, count, drafts)])
@@ -80,6 +82,13 @@ def test_two_terms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operands of 16 bits; the limit is that of the outputs in bfloat16."""
     monkeypatch.setattr(state_tiles, "LONG_TERMS", 2)
     assert served(spec_of("gated delta", max_rollback=3), 181, [(20, 0), (77, 3), (84, 0)]) < LIMIT
+
+
+@pytest.mark.parametrize("every", [3, 11])
+def test_tokens_that_forget(every: int, long_steps: list[int]) -> None:
+    """T5: decays whose logarithms have no sum in float32."""
+    assert served(spec_of("gated delta"), 150, [(70, 0), (80, 0)], every) < LIMIT
+    assert long_steps == [70, 80]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnlib.ops.autocast import without_autocast
-from attnlib.ops.states.inputs import QK_NORM_EPS, RecurrenceParams, StateInputs
+from attnlib.ops.states.inputs import LEAST_LOG_DECAY, QK_NORM_EPS, RecurrenceParams, StateInputs
 
 __all__ = ["HeadInputs", "chunk", "head_inputs", "recur"]
 
@@ -99,7 +99,7 @@ def chunk(inputs: HeadInputs, state: Tensor, update: str) -> tuple[Tensor, Tenso
     query, key, value, log_decay, beta = inputs
     # Differences of large sums: float64 keeps decays near 1 after fast ones exact.
     wide = value.dtype if value.device.type == "mps" else torch.float64
-    total = log_decay.to(wide).cumsum(1)
+    total = log_decay.to(wide).clamp(min=LEAST_LOG_DECAY).cumsum(1)
     pair_qk, pair_kk = _decayed_products(query, key, total, need_keys=update == "delta")
     grown = total.to(value.dtype).exp()
     new = value

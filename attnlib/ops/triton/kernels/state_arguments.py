@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
+from attnlib.ops.states.inputs import LEAST_LOG_DECAY
+
 __all__ = [
     "DECAY_CHANNEL",
     "DECAY_CONSTANT",
     "DECAY_HEAD",
+    "LEAST_DECAY",
     "UNALIGNED",
     "Chunk",
     "Factors",
@@ -29,7 +32,7 @@ __all__ = [
 DECAY_CONSTANT: tl.constexpr = tl.constexpr(0)
 DECAY_HEAD: tl.constexpr = tl.constexpr(1)
 DECAY_CHANNEL: tl.constexpr = tl.constexpr(2)
-
+LEAST_DECAY: tl.constexpr = tl.constexpr(LEAST_LOG_DECAY)
 
 UNALIGNED = ["query_start_loc", "seq_lens", "slots", "sources", "decay", "beta", "skip"]
 """Pointers whose alignment must not select a compilation: slices with arbitrary offsets."""

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL, Factors
 from attnlib.ops.triton.kernels.state_rows import key_part, query_part
-from attnlib.ops.triton.kernels.state_sums import running_sum, sum_products
+from attnlib.ops.triton.kernels.state_sums import running_sum, sum_products, summable
 
 __all__ = ["advance_state", "chunk_factors", "chunk_outputs"]
 
@@ -43,9 +43,10 @@ def chunk_factors(chunk, scale, CONFIG: tl.constexpr):
     if CONFIG.DECAY == DECAY_CHANNEL:
         total = ()
         for part in tl.static_range(PARTS):
-            total = total + (running_sum(chunk.decay[part], CONFIG),)
+            total = total + (running_sum(summable(chunk.decay[part]), CONFIG),)
     else:
-        total = tl.reshape(running_sum(tl.reshape(chunk.decay, [C, 1]), CONFIG), [C])
+        decay = tl.reshape(summable(chunk.decay), [C, 1])
+        total = tl.reshape(running_sum(decay, CONFIG), [C])
     norm_q = tl.full([C], 1.0, tl.float32)
     norm_k = norm_q
     if CONFIG.NORM:

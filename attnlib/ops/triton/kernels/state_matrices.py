@@ -15,7 +15,7 @@ import triton.language as tl
 from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL
 from attnlib.ops.triton.kernels.state_blocks import block_inverse
 from attnlib.ops.triton.kernels.state_rows import key_part, query_part
-from attnlib.ops.triton.kernels.state_sums import border, is_upper, joins, sum_products
+from attnlib.ops.triton.kernels.state_sums import border, is_upper, joins, sum_products, summable
 
 __all__ = ["chunk_matrices"]
 
@@ -31,7 +31,9 @@ def _channel_products(chunk, CONFIG: tl.constexpr):
     own = sum_products(chunk, True, True, CONFIG)
     qk = tl.where(index[:, None] == index[None, :], own[:, None], 0.0)
     kk = qk
-    total = chunk.decay  # from the beginning of each block
+    total = ()  # from the beginning of each block
+    for part in tl.static_range(PARTS):
+        total = total + (summable(chunk.decay[part]),)
     for level in tl.static_range(LEVELS):
         upper = is_upper(level, CONFIG)[:, None]
         longer = ()

@@ -8,9 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnlib.ops.triton.kernels.state_arguments import LEAST_DECAY
 from attnlib.ops.triton.kernels.state_rows import key_part, query_part
 
-__all__ = ["border", "is_upper", "joins", "running_sum", "sum_products"]
+__all__ = ["border", "is_upper", "joins", "running_sum", "sum_products", "summable"]
 
 
 @triton.jit
@@ -34,6 +35,12 @@ def sum_products(chunk, KEYS: tl.constexpr, QUERIES: tl.constexpr, CONFIG: tl.co
             sums = tl.sum(tl.reshape(sums, [C, SIZE >> (level + 1), 2]), axis=2)
         total = total + tl.reshape(sums, [C])
     return total
+
+
+@triton.jit
+def summable(decay):
+    """Return log decays that can be summed (`LEAST_LOG_DECAY`); NaN stays NaN."""
+    return tl.where(decay < LEAST_DECAY, LEAST_DECAY, decay)
 
 
 @triton.jit

@@ -97,6 +97,16 @@ def wanted(spec: StateSpec, layer: LayerTensors, inputs: TokenInputs) -> Results
     return Results(convolved, out)
 
 
+def forgetting(inputs: TokenInputs, every: int) -> TokenInputs:
+    """The same tokens, of which some forget all before them: their log decays have no sum in
+    float32, with -inf among them."""
+    assert inputs.log_decay is not None
+    decay = inputs.log_decay.clone()
+    decay[::every] = torch.finfo(torch.float32).min
+    decay[every :: 3 * every] = -torch.inf
+    return dataclasses.replace(inputs, log_decay=decay)
+
+
 def largest_error(got: Results, expected: Results) -> float:
     """Largest difference, relative to the largest value."""
     errors = [

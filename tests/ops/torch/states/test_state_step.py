@@ -12,7 +12,7 @@ from attnlib.testing.states.inputs import draw_layer, draw_tokens
 from attnlib.testing.states.kinds import KINDS
 from attnlib.testing.states.serving import Part, Results, Server, Step
 
-from .layers import Operations, largest_error, wanted
+from .layers import Operations, forgetting, largest_error, wanted
 
 FORMS = ("plain", "snapshots", "tail")
 CASES = [
@@ -50,6 +50,18 @@ def test_served_requests(name: str, form: str, rollback: int) -> None:
         spec, layer, server = served(name, form, rollback, seed)
         for place, request in enumerate(server.requests):
             assert largest_error(server.result(place), wanted(spec, layer, request)) < 1e-5
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["gated delta", "kimi delta", "gla"])
+def test_tokens_that_forget(name: str, form: str) -> None:
+    """T5: decays whose logarithms have no sum in float32."""
+    spec = KINDS[name].replace(conv_channels=0, conv_width=0)
+    layer, request = draw_layer(spec), forgetting(draw_tokens(spec, 53, 1), 5)
+    server = Server(spec, Operations(spec, layer, form), [request], [2])
+    for count in (30, 1, 1, 21):
+        server.step([Part(0, count)])
+    assert largest_error(server.result(0), wanted(spec, layer, request)) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

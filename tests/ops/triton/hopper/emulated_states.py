@@ -21,7 +21,7 @@ from attnlib.spec import StateSpec
 from attnlib.testing.states.inputs import draw_layer, draw_tokens
 from attnlib.testing.states.kinds import KINDS
 from attnlib.testing.states.serving import Part, Server
-from tests.ops.torch.states.layers import Operations, largest_error, wanted
+from tests.ops.torch.states.layers import Operations, forgetting, largest_error, wanted
 from tests.ops.triton.cross_compile import stub_target
 from tests.ops.triton.hopper.emulate import run_emulated
 
@@ -59,7 +59,8 @@ def _counted(names: list[str]) -> Any:
 
 
 def emulate_case(name: str) -> dict[str, Any]:
-    """Emulate three requests from their first tokens on, beside padding, and forks of them.
+    """Emulate three requests from their first tokens on, beside padding, and forks of them. Some
+    tokens of one of them forget all before.
 
     Returns:
         errors: the largest ones of outputs, relative to the largest output: of the requests, and of
@@ -71,6 +72,8 @@ def emulate_case(name: str) -> dict[str, Any]:
     """
     spec = _spec(name, CASES[name]["spec"])
     requests = [draw_tokens(spec, n, n) for n in (34, 19, 17)]
+    if spec.decay != "constant":
+        requests[1] = forgetting(requests[1], 5)
     layer = draw_layer(spec)
     runner = Operations(spec, layer, "tail", 8, "triton")
     tiles = dict.fromkeys(state_tiles.TILES, CASES[name].get("tile", _TILE))

@@ -42,6 +42,7 @@ from attnlib.ops.triton.kernels.state_requests import (
     pass_columns,
 )
 from attnlib.ops.triton.kernels.state_rows import clear_tokens
+from attnlib.ops.triton.kernels.state_sums import summable
 from attnlib.ops.triton.kernels.stored_state import load_state, settle_state, store_state
 
 __all__ = ["long_matrices_kernel", "long_step_kernel"]
@@ -194,7 +195,7 @@ def _factors(chunk, scale, CONFIG: tl.constexpr):
         q, k = chunk.q[0].to(tl.float32), chunk.k[0].to(tl.float32)
         norm_q = tl.rsqrt(tl.sum(q * q, 1) + CONFIG.EPS)
         norm_k = tl.rsqrt(tl.sum(k * k, 1) + CONFIG.EPS)
-    return Factors(tl.cumsum(chunk.decay, 0), norm_q * scale, norm_k)
+    return Factors(tl.cumsum(summable(chunk.decay), 0), norm_q * scale, norm_k)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from attnlib.ops.triton.hopper.kernels.compat import reinterpret
 from attnlib.ops.triton.hopper.kernels.state_memory import PART_KEYS, ROWS_LAYOUT, VECTOR
 from attnlib.ops.triton.hopper.kernels.state_slots import store_state
+from attnlib.ops.triton.kernels.state_arguments import LEAST_DECAY
 
 __all__ = ["fill_by_products"]
 
@@ -58,6 +59,12 @@ def _add(a, b):
 
 
 @gluon.jit
+def _summable(decay):
+    """As `kernels.state_sums.summable`."""
+    return gl.where(decay < LEAST_DECAY, LEAST_DECAY, decay)
+
+
+@gluon.jit
 def _factors(shared, new, CONFIG: gl.constexpr):
     """Return the `Factors` of a chunk, each thread with all of them."""
     UNIT: gl.constexpr = CONFIG.UNIT
@@ -69,10 +76,11 @@ def _factors(shared, new, CONFIG: gl.constexpr):
         held = reinterpret(shared.betas, gl.float32, [UNIT], VECTOR).load(NUMBERS)
         beta = gl.where(is_new, new.beta, held)
     held = reinterpret(shared.decays, gl.float32, [UNIT], VECTOR).load(NUMBERS)
-    held = gl.where(is_new, 0.0, held)
+    held = gl.where(is_new, 0.0, _summable(held))
+    newest = _summable(new.decay)
     sums = gl.associative_scan(held, 0, _add)
-    whole = gl.sum(held, 0) + new.decay
-    after = gl.where(is_new, 0.0, sums - held + new.decay)
+    whole = gl.sum(held, 0) + newest
+    after = gl.where(is_new, 0.0, sums - held + newest)
     norm = gl.full([UNIT], 1.0, gl.float32, NUMBERS)
     if CONFIG.NORM:
         ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [CONFIG.WARPS, 1], [1, 0])
