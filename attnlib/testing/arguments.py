@@ -12,6 +12,7 @@ from attnlib.cli.arguments import (
     known_device,
     output_file,
     present_device,
+    seconds,
     seed,
     workers,
 )
@@ -61,7 +62,8 @@ def verify_parser() -> CommandParser:
     made.add_argument(
         "--only",
         metavar="CHECK[/CASE],...",
-        help="run only these checks or cases; * and ? are wildcards",
+        help="run only these checks or cases, or certify only these kinds of layers; * and ? are "
+        "wildcards",
     )
     made.add_argument(
         "--score",
@@ -77,6 +79,12 @@ def verify_parser() -> CommandParser:
         choices=["batch-invariance"],
         help="instead of the suite, compare the bits of requests alone and in other batches; "
         "--json writes the certificate",
+    )
+    made.add_argument(
+        "--limit-seconds",
+        type=seconds,
+        metavar="S",
+        help="with --certify: begin no kind of layer after S seconds; the others are not run",
     )
     made.add_argument("--commit", help="commit of attnlib in a certificate, without git history")
     made.add_argument(

@@ -11,11 +11,14 @@ and a hash of the results: the hashes of two machines with one kind of GPU must 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -24,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.device import resolve_device
+from attnlib.errors import ContractError
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.batch_slicing import slice_batch
 from attnlib.testing.batch_variants import KINDS, BatchVariant, hidden_memory, variants_of
@@ -35,7 +39,7 @@ from attnlib.testing.conformance import make_target
 from attnlib.testing.materialized_case import MaterializedCase
 from attnlib.testing.parallel import default_jobs
 from attnlib.testing.runner import AttentionOutput, run_materialized_case
-from attnlib.testing.states.certificate import STATE_KINDS, certify_states, declares_invariance
+from attnlib.testing.states.certificate import STATE_KINDS, declares_invariance, state_kinds
 
 __all__ = ["Certificate", "CertifiedSpec", "certify_batch_invariance"]
 
@@ -58,6 +62,7 @@ class Certificate:
         device: torch device.
         seed: of all random numbers.
         quick: whether fewer kinds of layers were compared.
+        only: which of them were chosen; None for all.
         specs: the kinds of layers.
         provenance: versions, hardware and commit (`bench.provenance`).
         seconds: run time.
@@ -69,20 +74,21 @@ class Certificate:
     device: str
     seed: int
     quick: bool
+    only: str | None
     specs: tuple[CertifiedSpec, ...]
     provenance: dict[str, Any]
     seconds: float
 
     @property
     def passed(self) -> bool:
-        """Whether results were compared and all bits were equal."""
+        """Whether all chosen kinds were compared, and all bits were equal."""
         return any(spec.compared for spec in self.specs) and not any(
-            spec.different for spec in self.specs
+            spec.different or spec.not_run for spec in self.specs
         )
 
     def to_json(self) -> str:
         """The certificate as JSON; `version` changes with the names and meanings of the keys."""
-        facts = {"certificate": "batch-invariance", "rule": "M15", "version": 2}
+        facts = {"certificate": "batch-invariance", "rule": "M15", "version": 3}
         data = {**facts, "passed": self.passed, "varied": [*KINDS, *STATE_KINDS]}
         data |= asdict(self)
         return json.dumps(data, indent=1)
@@ -107,6 +113,8 @@ def certify_batch_invariance(
     quick: bool = False,
     commit: str | None = None,
     jobs: int | None = None,
+    only: str | None = None,
+    limit_seconds: float = math.inf,
     on_spec: Callable[[CertifiedSpec], object] | None = None,
 ) -> Certificate:
     """Compare the bits of requests alone with those in many other batches.
@@ -122,58 +130,77 @@ def certify_batch_invariance(
         commit: the commit of attnlib, for copies without history.
         jobs: number of worker processes, of which each compares whole kinds of layers. None selects
             several on a GPU, one elsewhere.
+        only: names of kinds of layers with * and ?, such as "* states, *"; None for all.
+        limit_seconds: no kind is begun later; the others are listed as not run.
         on_spec: called after each kind of layer, in their order.
 
     Raises:
-        UnknownBackendError, BackendUnavailableError, ContractError: as `run_conformance`.
+        UnknownBackendError, BackendUnavailableError, ContractError: as `run_conformance`, or no
+            kind has such a name.
     """
     from attnlib.bench.provenance import provenance
 
-    started = time.perf_counter()
+    started = time.monotonic()
     target = make_target(backend, device=device, seed=seed, quick=quick, against=())
-    attends = "attention" in target.kinds
     declared = (
         target.supports(target.case(batch_invariant=True, needs_lse=False))
-        if attends
+        if "attention" in target.kinds
         else declares_invariance(target)
     )
+    names = [name for name, _ in _kinds(target, declared)]
+    numbers = [n for n, name in enumerate(names) if only is None or fnmatchcase(name, only)]
+    if not numbers:
+        raise ContractError(f"no kind of layer is {only!r}; there are: {'; '.join(names)}")
     processes = default_jobs(target) if jobs is None else jobs
     specs = []
-    for spec in (
-        *(_specs(target, declared, processes) if attends else ()),
-        *certify_states(target),
-    ):
+    for spec in _specs(target, declared, numbers, processes, started + limit_seconds):
         specs.append(spec)
         if on_spec is not None:
             on_spec(spec)
     facts = provenance(commit=commit, device=target.device)
     return Certificate(
         target.label, ":".join(target.backend.full_cls_name()), declared, str(target.device), seed,
-        quick, tuple(specs), facts, round(time.perf_counter() - started, 1),
+        quick, only, tuple(specs), facts, round(time.monotonic() - started, 1),
     )  # fmt: skip
 
 
-def _specs(target: BackendUnderTest, declared: bool, jobs: int) -> Iterator[CertifiedSpec]:
-    """The comparisons of all kinds of layers, in their order."""
-    numbers = range(len(list(_cases(target, declared))))
+def _specs(
+    target: BackendUnderTest, declared: bool, numbers: Sequence[int], jobs: int, end: float
+) -> Iterator[CertifiedSpec]:
+    """The comparisons of some kinds of layers, in their order."""
     if jobs <= 1:
         for number in numbers:
-            yield _certify_number(target, declared, number)
+            yield _certify_number(target, declared, number, end)
         return
     with ProcessPoolExecutor(min(jobs, len(numbers)), mp_context=get_context("spawn")) as pool:
-        pending = [pool.submit(_certify_number, target, declared, number) for number in numbers]
-        for done in pending:
+        given = ((target, declared, number, end) for number in numbers)
+        for done in [pool.submit(_certify_number, *each) for each in given]:
             yield done.result()
 
 
-def _certify_number(target: BackendUnderTest, declared: bool, number: int) -> CertifiedSpec:
-    """The comparisons of one kind of layer; also the task of a worker process."""
-    name, case = list(_cases(target, declared))[number]
-    return _certify(target, name, case)
+def _certify_number(
+    target: BackendUnderTest, declared: bool, number: int, end: float
+) -> CertifiedSpec:
+    """The comparisons of one kind of layer; also the task of a worker process. `end` is a time of
+    the monotonic clock, which all processes share."""
+    name, certify = list(_kinds(target, declared))[number]
+    if time.monotonic() > end:
+        return CertifiedSpec(name, "", (), "", not_run="no time was left")
+    return certify()
+
+
+def _kinds(
+    target: BackendUnderTest, declared: bool
+) -> Iterator[tuple[str, Callable[[], CertifiedSpec]]]:
+    """Name and comparisons of each kind of layer."""
+    if "attention" in target.kinds:
+        for name, case in _cases(target, declared):
+            yield name, partial(_certify, target, name, case)
+    yield from state_kinds(target)
 
 
 def _cases(target: BackendUnderTest, declared: bool) -> Iterator[tuple[str, Case]]:
-    """Name and configuration of each kind of layer."""
+    """Name and configuration of each kind of attention layer."""
     base = target.case(batch_invariant=declared, needs_lse=False, extra_columns=0)
     heads = {"num_heads": 8, "num_kv_heads": 2}
     window = 300 if target.on_gpu else 3 * base.block_size + 2

@@ -22,6 +22,7 @@ class CertifiedSpec:
         kernels: names of the GPU kernels that ran, in alphabetical order; empty on a CPU.
         batch: the requests, in the notation of `batch_spec`.
         unsupported: why the backend does not support the layer; empty if it does.
+        not_run: why nothing was compared, although it may be supported; "" if it was.
         compared: rows compared for each of `KINDS`, or of `STATE_KINDS` for a state layer (T18).
         sha256: hash of the results of the requests alone.
         different: batches with other bits, likewise.
@@ -38,9 +39,12 @@ class CertifiedSpec:
     sha256: str = ""
     different: dict[str, int] | None = None
     failures: tuple[str, ...] = ()
+    not_run: str = ""
 
     def __str__(self) -> str:
         """One line, and the first failures."""
+        if self.not_run:
+            return f"{self.name}: not run: {self.not_run}"
         if self.unsupported:
             return f"{self.name}: unsupported: {'; '.join(self.unsupported)}"
         rows, batches = (sum((n or {}).values()) for n in (self.compared, self.different))

@@ -7,6 +7,7 @@ code: 0 for a pass, 1 for a failure, 2 for invalid arguments, 3 for a backend th
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,6 @@ def _check_combination(args: argparse.Namespace) -> None:
     if args.kv_format is not None and args.score is not None:
         raise ContractError("--kv-format and --score test different things: give one of them")
     suite_only = {
-        "--only": args.only,
         "--score": args.score,
         "--kv-format": args.kv_format,
         "--against": args.against,
@@ -63,8 +63,9 @@ def _check_combination(args: argparse.Namespace) -> None:
     given = [flag for flag, value in suite_only.items() if value]
     if args.certify and given:
         raise ContractError(f"--certify runs no suite: leave out {', '.join(given)}")
-    if args.commit and not args.certify:
-        raise ContractError("--commit names the commit of a certificate: give --certify, too")
+    for flag, value in (("--commit", args.commit), ("--limit-seconds", args.limit_seconds)):
+        if value is not None and not args.certify:
+            raise ContractError(f"{flag} is for a certificate: give --certify, too")
 
 
 def _run_suite(args: argparse.Namespace) -> int:
@@ -118,7 +119,9 @@ def _run_certify(args: argparse.Namespace) -> int:
         quick=args.quick,
         commit=args.commit,
         jobs=args.jobs,
-        on_spec=lambda spec: print(f"compared: {spec.name}", file=sys.stderr, flush=True),
+        only=args.only,
+        limit_seconds=math.inf if args.limit_seconds is None else args.limit_seconds,
+        on_spec=lambda spec: print(spec, file=sys.stderr, flush=True),
     )
     if args.json != "-":
         print(certificate)

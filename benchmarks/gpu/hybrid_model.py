@@ -1,10 +1,10 @@
 """Tokens per second of a model with state layers in the engine of `attnlib demo` and elsewhere.
 
-    python benchmarks/gpu/hybrid_model.py --out hybrid_model.json
+    python -m benchmarks.gpu.hybrid_model --out hybrid_model.json --limit-seconds 90
 
 The model has the shape of Qwen3-Next with fewer layers and experts, and random weights. First, in
 float32, the tokens of the engine are compared with those that the model prefers without a cache,
-with state layers in torch: flash-linear-attention multiplies float32 as TF32.
+with state layers in torch: flash-linear-attention multiplies float32 as TF32 (row `float32`).
 Then, in bfloat16, random prompts of equal length are continued greedily by the engine, over one
 pool of keys and states, and by `generate` with sdpa attention and the state layers of
 flash-linear-attention, where it is installed. They take turns; the median of `--rounds` runs is
@@ -14,25 +14,24 @@ first tokens in common, of which the engine reuses what `reused` says.
 
 from __future__ import annotations
 
-import argparse
+import functools
 import inspect
-import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 
-from attnlib.bench.provenance import provenance
 from attnlib.cli.demo.result import check_tokens
 from attnlib.cli.demo.scheduler import Request, Scheduler, most_blocks
 from attnlib.cli.demo.serve import blocks_of, serve
 from attnlib.integrations.transformers.paged_model import PagedModel
+from benchmarks.gpu import rows
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32000,
@@ -62,7 +61,7 @@ class Row(NamedTuple):
     common: int = 0
 
     def __str__(self) -> str:
-        shared = f", {self.common} in common" if self.common else ""
+        shared = f"-common{self.common}" if self.common else ""
         return f"{self.requests}x{self.prompt}+{self.tokens}{shared}"
 
     def prompts(self, vocabulary: int) -> list[list[int]]:
@@ -74,7 +73,11 @@ class Row(NamedTuple):
         return found
 
 
-ROWS = (Row(1, 1000, 64), Row(16, 1000, 64), Row(64, 200, 32), Row(16, 3000, 32, 2500))
+ROWS = {
+    str(row): row
+    for row in (Row(1, 1000, 64), Row(16, 1000, 64), Row(64, 200, 32), Row(16, 3000, 32, 2500))
+}
+FLOAT32 = "float32"
 
 
 def build_model(dtype: torch.dtype, device: str, sizes: dict[str, Any]) -> Any:
@@ -192,7 +195,6 @@ def measure(model: Any, row: Row, rounds: int, budget: int, device: str) -> dict
     new = row.requests * row.tokens
     rates = {name: new / statistics.median(each) for name, each in seconds.items()}
     return {
-        "row": str(row),
         "tokens_per_second": rates,
         "ratio": rates["attnlib"] / rates["transformers"],
         "seconds": seconds,
@@ -202,40 +204,42 @@ def measure(model: Any, row: Row, rounds: int, budget: int, device: str) -> dict
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
+class Session:
+    """Measures rows, by name; the bfloat16 model is made for the first of them that needs it."""
+
+    def __init__(self, layers: int, rounds: int, budget: int, device: str) -> None:
+        self.sizes = {**SIZES, "num_hidden_layers": layers}
+        self.rounds, self.budget, self.device = rounds, budget, device
+
+    @functools.cached_property
+    def model(self) -> Any:
+        return build_model(torch.bfloat16, self.device, self.sizes)
+
+    def measure(self, name: str) -> dict[str, Any]:
+        """One row, and what it ran on."""
+        if name == FLOAT32:
+            found = check_float32(self.device, self.sizes)
+        else:
+            found = measure(self.model, ROWS[name], self.rounds, self.budget, self.device)
+        return {**found, "sizes": self.sizes, "fla": _version("flash-linear-attention")}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def main() -> int:
+    parser = rows.parser(__doc__)
     parser.add_argument("--layers", type=int, default=SIZES["num_hidden_layers"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--token-budget", type=int, default=8192)
-    parser.add_argument("--limit-seconds", type=float, default=90.0, help="no row starts later")
-    parser.add_argument("--commit", help="commit of attnlib, for copies without history")
     options = parser.parse_args()
-    began, device = time.monotonic(), "cuda"
-    sizes = {**SIZES, "num_hidden_layers": options.layers}
-    try:
-        fla = version("flash-linear-attention")
-    except PackageNotFoundError:
-        fla = "not installed"
-    found: dict[str, Any] = {
-        **provenance(commit=options.commit),
-        "transformers": transformers.__version__,
-        "fla": fla,
-        "sizes": sizes,
-        "float32": check_float32(device, sizes),
-        "rows": [],
-    }
-    print("float32", found["float32"], flush=True)
-    model = build_model(torch.bfloat16, device, sizes)
-    for row in ROWS:
-        if time.monotonic() - began > options.limit_seconds:
-            print(f"{row}: not started within {options.limit_seconds:g} s", flush=True)
-            continue
-        found["rows"].append(measure(model, row, options.rounds, options.token_budget, device))
-        print(found["rows"][-1], flush=True)
-        if options.out is not None:
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
+    session = Session(options.layers, options.rounds, options.token_budget, "cuda")
+    return rows.run(options, [FLOAT32, *ROWS], session.measure)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -41,9 +41,10 @@ def test_both_run_and_the_engine_reuses_the_prefix(monkeypatch: pytest.MonkeyPat
     assert checked["passed"] and checked["tokens"] == 64 and checked["backends"] == ["torch"]
     model = script.build_model(torch.float32, "cpu", TINY)
     found = script.measure(model, script.Row(5, 120, 4, 90), 1, 64, "cpu")
-    assert found["row"] == "5x120+4, 90 in common" and found["reused"] > 0
+    assert found["reused"] > 0
     assert found["ratio"] == pytest.approx(
         found["seconds"]["transformers"][0] / found["seconds"]["attnlib"][0]
     )
+    assert "16x3000+32-common2500" in script.ROWS
     engine = script.Engine(model, script.Row(3, 120, 4), 64)
     assert engine.run() == script.run_generate(model, script.Row(3, 120, 4))

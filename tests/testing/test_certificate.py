@@ -92,6 +92,20 @@ def test_only_kernels_that_ran_are_listed(monkeypatch: pytest.MonkeyPatch) -> No
     assert names == ("attend_kernel", "split_kernel") and batches == [[0], [1], [0, 1]]
 
 
+def test_chosen_kinds_and_a_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each kind is printed when it is compared; what was not begun is no pass."""
+    given = ["torch", "--device", "cpu", "--quick", "--certify", "batch-invariance", "--only"]
+    assert verify_main([*given, "* states, *"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "gated delta states, float32",
+        "short convolution states, float32",
+    ]
+    assert verify_main([*given, "gated*", "--limit-seconds", "0"]) == 1
+    text = capsys.readouterr().out
+    assert "gated delta states, float32: not run: no time was left" in text and "FAILED" in text
+
+
 def test_hashes_follow_from_the_seed() -> None:
     """Two machines of one kind can be compared."""
     certificates = [

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from functools import partial
 
 from attnlib.spec import StateSpec
 from attnlib.testing.backend_under_test import BackendUnderTest
-from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.check import Check
 from attnlib.testing.states.cases import ROLLBACK, over_kinds
 from attnlib.testing.states.layers import LayerUnderTest, compare_result_bits, drawn
-from attnlib.testing.states.serving import Part, Server, Step
+from attnlib.testing.states.serving import Server, Step
 
 __all__ = ["CHECKS", "same_bits"]
 
@@ -26,14 +26,7 @@ def same_bits(target: BackendUnderTest, spec: StateSpec, trials: int) -> str:
         rng = random.Random(target.seed + trial)
         layer = LayerUnderTest(target, spec, num_slots=6)
         server = Server(spec, layer, requests, rng.sample(range(6), 3), extra_rows=trial)
-        while any(done < len(x) for done, x in zip(server.done, requests, strict=True)):
-            parts = [Part(-1, rng.randint(0, 2))]
-            for request, tokens in enumerate(requests):
-                stay = min(len(tokens) - server.done[request], rng.choice((0, 1, 1, 3, 16, 25)))
-                drafts = rng.randint(0, spec.max_rollback) if stay else 0
-                parts.append(Part(request, stay, drafts))
-            rng.shuffle(parts)
-            server.step(parts)
+        server.serve_all(rng)
         for request in range(3):
             what = f"request {request} in random steps, against one step alone"
             if message := compare_result_bits(server.result(request), alone[request], what):
@@ -45,8 +38,6 @@ def _bits(target: BackendUnderTest, spec: StateSpec) -> str:
     return same_bits(target, spec, 1 if target.quick else 3)
 
 
-def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
-    yield from over_kinds(target, _bits, rollback=ROLLBACK, batch_invariant=True)
-
+_cases = partial(over_kinds, body=_bits, rollback=ROLLBACK, batch_invariant=True)
 
 CHECKS = (Check("ST9", "states: bits of a batch-invariant layer", _cases, kind="state"),)

@@ -45,8 +45,7 @@ def _forks(target: BackendUnderTest, spec: StateSpec) -> str:
         ("a fork after its first step", later, slice(0, 4), slice(20, 24)),
         ("the other fork after its first step", later, slice(4, 6), slice(22, 24)),
     ):
-        parts = part_of(wanted[0], positions), part_of(wanted[1], positions)
-        if message := compare_results(spec, part_of(result, rows), parts, what):
+        if message := compare_results(spec, part_of(result, rows), wanted, what, positions):
             return message
     return ""
 
@@ -59,8 +58,7 @@ def _forks_taken_back(target: BackendUnderTest, spec: StateSpec) -> str:
     layer.run(drafts, Step([ROLLBACK], [19 + ROLLBACK], [3], [0]))
     got = layer.run(tokens.rows(19, 24), Step([5], [24], [3]))
     wanted, rows = expected(spec, layer.tensors, tokens), slice(19, 24)
-    parts = part_of(wanted[0], rows), part_of(wanted[1], rows)
-    return compare_results(spec, got, parts, "a fork whose drafts are taken back")
+    return compare_results(spec, got, wanted, "a fork whose drafts are taken back", rows)
 
 
 def _canonical(target: BackendUnderTest, spec: StateSpec) -> str:
@@ -77,8 +75,7 @@ def _canonical(target: BackendUnderTest, spec: StateSpec) -> str:
     got = layer.run(tokens.rows(count, count + 5), Step([5], [count + 5], [4]))
     rows = slice(count, count + 5)
     wanted = expected(spec, layer.tensors, tokens)
-    parts = part_of(wanted[0], rows), part_of(wanted[1], rows)
-    return compare_results(spec, got, parts, "continued from a canonical state")
+    return compare_results(spec, got, wanted, "continued from a canonical state", rows)
 
 
 def exported_difference(
@@ -111,8 +108,7 @@ def _copies(target: BackendUnderTest, spec: StateSpec) -> str:
     layer.cache.copy_slots([(0, 4)])
     got = layer.run(tokens.rows(18, 21), Step([3], [21], [4]))
     wanted, rows = expected(spec, layer.tensors, tokens), slice(18, 21)
-    parts = part_of(wanted[0], rows), part_of(wanted[1], rows)
-    return compare_results(spec, got, parts, "continued from a copy")
+    return compare_results(spec, got, wanted, "continued from a copy", rows)
 
 
 def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:

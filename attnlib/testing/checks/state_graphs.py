@@ -34,9 +34,7 @@ def _replays(target: BackendUnderTest, spec: StateSpec) -> str:
     state = AttentionState(layer.builder, limits)
     metadata = state.graph_capture_get_metadata_for_batch(padded, query_len=query_len)
     rows = padded * query_len
-    inputs = TokenInputs(
-        **{name: x.to(target.device) for name, x in tokens[0].rows(0, rows).tensors().items()}
-    )
+    inputs = tokens[0].rows(0, rows).each(lambda x: x.to(target.device))
     captured = _Captured(layer, inputs, metadata)
     done, slots = [9, 14], [6, 1]
     for number in range(6):

@@ -74,8 +74,7 @@ def _served(target: BackendUnderTest, spec: StateSpec) -> str:
         done = chunk if request == 1 else done
         wanted, rows = expected(spec, layer.tensors, tokens.rows(0, done)), slice(first, done)
         got = part_of(server.result(request), slice(0, done - first))
-        parts = part_of(wanted[0], rows), part_of(wanted[1], rows)
-        if message := compare_results(spec, got, parts, what):
+        if message := compare_results(spec, got, wanted, what, rows):
             return message
     assert server.done[0] == 3 * chunk  # a multiple of the chunk, as states are exported
     return exported_difference(spec, layer, server.requests[0], _SLOTS[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -134,19 +135,18 @@ def _strides(target: BackendUnderTest, spec: StateSpec) -> str:
     steps = ((0, 20, Step([20], [20], [3])), (20, 21, Step([1], [21], [3])))
     for first, end, step in steps:
         part = tokens.rows(first, end)
-        strided = TokenInputs(**{name: _strided(x) for name, x in part.tensors().items()})
+        strided = part.each(_strided)
         wanted, got = dense.run(part, step), apart.run(strided, step)
         if message := compare_result_bits(got, wanted, f"strided tensors, {end - first} tokens"):
             return message
-    message = _strided_outputs(dense, tokens.rows(20, 21))
-    return message
+    return _strided_outputs(dense, tokens.rows(20, 21))
 
 
 def _strided_outputs(layer: LayerUnderTest, tokens: TokenInputs) -> str:
     """Outputs between other elements, which stay as they are."""
-    step, moved = Step([1], [1], [0]), tokens.tensors()
+    step = Step([1], [1], [0])
     wanted = layer.run(tokens, step)
-    inputs = TokenInputs(**{name: x.to(layer.device) for name, x in moved.items()})
+    inputs = tokens.each(lambda x: x.to(layer.device))
     for name, value, dense in (
         ("convolution", inputs.x, wanted.convolved),
         ("recurrence", inputs.value, wanted.out),
@@ -187,17 +187,10 @@ def _far_slots(target: BackendUnderTest, spec: StateSpec) -> str:
     return ""
 
 
-def _slot_cases(target: BackendUnderTest) -> Iterator[CheckCase]:
-    yield from over_kinds(target, _other_slots)
-
-
-def _refusal_cases(target: BackendUnderTest) -> Iterator[CheckCase]:
-    names = ("gated delta", "short convolution")
-    yield from over_kinds(target, _refusals, names=names, rollback=ROLLBACK)
-
-
-def _nan_cases(target: BackendUnderTest) -> Iterator[CheckCase]:
-    yield from over_kinds(target, _nan)
+_slot_cases, _nan_cases = (partial(over_kinds, body=body) for body in (_other_slots, _nan))
+_refusal_cases = partial(
+    over_kinds, body=_refusals, names=("gated delta", "short convolution"), rollback=ROLLBACK
+)
 
 
 def _stride_cases(target: BackendUnderTest) -> Iterator[CheckCase]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from functools import partial
 
 from attnlib.spec import StateSpec
 from attnlib.testing.backend_under_test import BackendUnderTest
-from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.check import Check
 from attnlib.testing.states.cases import ROLLBACK, over_kinds
 from attnlib.testing.states.layers import (
     LayerUnderTest,
     compare_results,
     drawn,
     expected,
-    part_of,
 )
 from attnlib.testing.states.serving import Part, Server, Step
 
@@ -40,8 +39,8 @@ def _many_steps(target: BackendUnderTest, spec: StateSpec) -> str:
     rng, layer = random.Random(target.seed), LayerUnderTest(target, spec)
     tokens = drawn(spec, 60 if target.quick else 130, target.seed + 4)
     server = Server(spec, layer, [tokens], [2])
-    while server.done[0] < len(tokens):
-        server.step([Part(0, min(len(tokens) - server.done[0], rng.choice((1, 1, 2, 3, 17, 30))))])
+    while server.left(0):
+        server.step([Part(0, min(server.left(0), rng.choice((1, 1, 2, 3, 17, 30))))])
     return compare_results(spec, server.result(0), expected(spec, layer.tensors, tokens), "steps")
 
 
@@ -90,31 +89,17 @@ def _rollback(target: BackendUnderTest, spec: StateSpec) -> str:
                 server.step([Part(0, stay, drafts if stay + drafts == 1 + ROLLBACK else 0)])
             rows = slice(0, server.done[0])
             what = f"{drafts} of {1 + ROLLBACK} tokens taken back after {context}"
-            parts = (part_of(wanted[0], rows), part_of(wanted[1], rows))
-            if message := compare_results(spec, server.result(0), parts, what):
+            if message := compare_results(spec, server.result(0), wanted, what, rows):
                 return message
     return ""
 
 
-def _one_step_cases(target: BackendUnderTest) -> Iterator[CheckCase]:
-    yield from over_kinds(target, _one_step)
-
-
-def _many_step_cases(target: BackendUnderTest) -> Iterator[CheckCase]:
-    yield from over_kinds(target, _many_steps)
-
-
-def _batch_cases(target: BackendUnderTest) -> Iterator[CheckCase]:
-    yield from over_kinds(target, _batches)
-
-
-def _rollback_cases(target: BackendUnderTest) -> Iterator[CheckCase]:
-    yield from over_kinds(target, _rollback, rollback=ROLLBACK)
-
-
-CHECKS = (
-    Check("ST1", "states: one step against the rules", _one_step_cases, kind="state"),
-    Check("ST2", "states: one request in many steps", _many_step_cases, kind="state"),
-    Check("ST3", "states: ragged batches and padding", _batch_cases, kind="state"),
-    Check("ST4", "states: drafts that are taken back", _rollback_cases, kind="state"),
+CHECKS = tuple(
+    Check(name, f"states: {title}", partial(over_kinds, body=body, rollback=drafts), kind="state")
+    for name, title, body, drafts in (
+        ("ST1", "one step against the rules", _one_step, 0),
+        ("ST2", "one request in many steps", _many_steps, 0),
+        ("ST3", "ragged batches and padding", _batches, 0),
+        ("ST4", "drafts that are taken back", _rollback, ROLLBACK),
+    )
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -73,8 +74,8 @@ def _drift(target: BackendUnderTest, spec: StateSpec) -> str:
     exact, rounded = expected(spec, layer.tensors, tokens)
     rows, got = slice(count - last, count), server.result(0)
     if spec.state_dtype == torch.float32:
-        parts = part_of(exact, rows), part_of(rounded, rows)
-        return compare_results(spec, part_of(got, rows), parts, f"after {count} decodes")
+        what, wanted = f"after {count} decodes", (exact, rounded)
+        return compare_results(spec, part_of(got, rows), wanted, what, rows)
     assert got.out is not None and exact.out is not None  # the layer has a recurrence
     error = relative_error(got.out[rows], exact.out[rows])
     limit = _DRIFT * count**0.5
@@ -86,8 +87,7 @@ _DRIFT = 2.0**-9
 independent errors, each relative to the state."""
 
 
-def _extreme_cases(target: BackendUnderTest) -> Iterator[CheckCase]:
-    yield from over_kinds(target, _extreme_values, names=recurrent_kinds())
+_extreme_cases = partial(over_kinds, body=_extreme_values, names=recurrent_kinds())
 
 
 def _drift_cases(target: BackendUnderTest) -> Iterator[CheckCase]:

@@ -22,8 +22,8 @@ def _windows(target: BackendUnderTest, spec: StateSpec) -> str:
         rng, layer = random.Random(target.seed + trial), LayerUnderTest(target, spec)
         tokens = drawn(spec, 25, target.seed + trial)
         server = Server(spec, layer, [tokens], [trial % 5])
-        while server.done[0] < len(tokens):
-            stay = min(len(tokens) - server.done[0], rng.choice((1, 1, 2, 6)))
+        while server.left(0):
+            stay = min(server.left(0), rng.choice((1, 1, 2, 6)))
             server.step([Part(0, stay, rng.randint(0, spec.max_rollback))])
         wanted = expected(spec, layer.tensors, tokens)
         what = f"width {spec.conv_width} in short steps"

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -19,7 +20,7 @@ from attnlib.testing.states.kinds import KINDS
 from attnlib.testing.states.layers import LayerUnderTest, compare_result_bits, drawn, part_of
 from attnlib.testing.states.serving import Part, Results, Server, Step
 
-__all__ = ["STATE_KINDS", "certify_states", "declares_invariance"]
+__all__ = ["STATE_KINDS", "declares_invariance", "state_kinds"]
 
 STATE_KINDS = (
     "single tokens", "steps", "rejected drafts", "other requests", "sources of states",
@@ -36,8 +37,10 @@ def declares_invariance(target: BackendUnderTest) -> bool:
     return target.backend.state_capabilities.batch_invariant is True
 
 
-def certify_states(target: BackendUnderTest) -> Iterator[CertifiedSpec]:
-    """The comparisons of all kinds of state layers; none for a backend without them."""
+def state_kinds(
+    target: BackendUnderTest,
+) -> Iterator[tuple[str, Callable[[], CertifiedSpec]]]:
+    """Name and comparisons of each kind of state layer; none for a backend without them."""
     if "state" not in target.kinds:
         return
     names = ("gated delta", "short convolution") if target.quick else tuple(KINDS)
@@ -50,7 +53,8 @@ def certify_states(target: BackendUnderTest) -> Iterator[CertifiedSpec]:
                 dtype=dtype, state_dtype=dtype, max_rollback=drafts, batch_invariant=True
             )
             text = str(dtype).removeprefix("torch.")
-            yield _certify(target, f"{name} states, {text}", spec)
+            title = f"{name} states, {text}"
+            yield title, partial(_certify, target, title, spec)
 
 
 def _certify(target: BackendUnderTest, name: str, spec: StateSpec) -> CertifiedSpec:
@@ -65,14 +69,16 @@ def _certify(target: BackendUnderTest, name: str, spec: StateSpec) -> CertifiedS
     compared: Counter[str] = Counter()
     different: Counter[str] = Counter()
     failures: list[str] = []
-    for kind, run in (
-        ("single tokens", _single_tokens),
-        ("steps", _random_steps),
-        ("rejected drafts", _rejected_drafts),
-        ("other requests", _other_requests),
-        ("sources of states", _sources),
-    ):
-        for request, first, got in run(target, spec, requests):
+    given = target, spec, requests
+    variants = (
+        _in_steps(target, spec, requests[:1], (1,)),
+        _in_steps(*given, (1, 5, 16, 33)),
+        _in_steps(*given, (1, 2, 9), spec.max_rollback),
+        _other_requests(*given),
+        _sources(*given),
+    )
+    for kind, found in zip(STATE_KINDS, variants, strict=True):
+        for request, first, got in found:
             rows = len(next(x for x in got if x is not None))
             compared[kind] += rows
             wanted = part_of(alone[request], slice(first, first + rows))
@@ -100,35 +106,20 @@ def _alone(target: BackendUnderTest, spec: StateSpec, tokens: TokenInputs) -> Re
     return layer.run(tokens, Step([len(tokens)], [len(tokens)], [0]))
 
 
-def _single_tokens(
-    target: BackendUnderTest, spec: StateSpec, requests: Sequence[TokenInputs]
+def _in_steps(
+    target: BackendUnderTest,
+    spec: StateSpec,
+    requests: Sequence[TokenInputs],
+    sizes: Sequence[int],
+    drafts: int = 0,
 ) -> Found:
-    server = Server(spec, LayerUnderTest(target, spec), requests[:1], [3])
-    for _ in range(len(requests[0])):
-        server.step([Part(0, 1)])
-    yield 0, 0, server.result(0)
-
-
-def _random_steps(
-    target: BackendUnderTest, spec: StateSpec, requests: Sequence[TokenInputs]
-) -> Found:
+    """Each request in steps of its own of random sizes, with drafts that are taken back."""
     for request, tokens in enumerate(requests):
         rng = random.Random(target.seed + request)
         server = Server(spec, LayerUnderTest(target, spec), [tokens], [request])
-        while server.done[0] < len(tokens):
-            server.step([Part(0, min(len(tokens) - server.done[0], rng.choice((1, 5, 16, 33))))])
-        yield request, 0, server.result(0)
-
-
-def _rejected_drafts(
-    target: BackendUnderTest, spec: StateSpec, requests: Sequence[TokenInputs]
-) -> Found:
-    for request, tokens in enumerate(requests):
-        rng = random.Random(target.seed + request)
-        server = Server(spec, LayerUnderTest(target, spec), [tokens], [request])
-        while server.done[0] < len(tokens):
-            stay = min(len(tokens) - server.done[0], rng.choice((1, 2, 9)))
-            server.step([Part(0, stay, rng.randint(0, spec.max_rollback))])
+        while server.left(0):
+            stay = min(server.left(0), rng.choice(sizes))
+            server.step([Part(0, stay, rng.randint(0, drafts))])
         yield request, 0, server.result(0)
 
 
@@ -139,13 +130,7 @@ def _other_requests(
         rng = random.Random(target.seed + trial)
         layer = LayerUnderTest(target, spec, num_slots=7)
         server = Server(spec, layer, requests, rng.sample(range(7), 3), extra_rows=trial)
-        while any(done < len(x) for done, x in zip(server.done, requests, strict=True)):
-            parts = [Part(-1, rng.randint(0, 2))]
-            for request, tokens in enumerate(requests):
-                stay = min(len(tokens) - server.done[request], rng.choice((0, 1, 1, 3, 16, 25)))
-                parts.append(Part(request, stay, rng.randint(0, spec.max_rollback) * bool(stay)))
-            rng.shuffle(parts)
-            server.step(parts)
+        server.serve_all(rng)
         for request in range(len(requests)):
             yield request, 0, server.result(request)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,9 +43,13 @@ class TokenInputs:
         named = {name: getattr(self, name) for name in _NAMES}
         return {name: x for name, x in named.items() if x is not None}
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> TokenInputs:
+        """Other inputs, of which `change` makes each tensor."""
+        return TokenInputs(**{name: change(x) for name, x in self.tensors().items()})
+
     def rows(self, first: int, end: int) -> TokenInputs:
         """Tokens `[first, end)`."""
-        return TokenInputs(**{name: x[first:end] for name, x in self.tensors().items()})
+        return self.each(lambda x: x[first:end])
 
 
 def joined(parts: Sequence[TokenInputs]) -> TokenInputs:

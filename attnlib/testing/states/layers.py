@@ -87,8 +87,7 @@ class LayerUnderTest:
     def run(self, inputs: TokenInputs, step: Step) -> Results:
         """One step; the outputs are on the CPU."""
         metadata = self.metadata(step)
-        moved = {name: x.to(self.device) for name, x in inputs.tensors().items()}
-        results = self.call_on_device(TokenInputs(**moved), metadata)
+        results = self.call_on_device(inputs.each(lambda x: x.to(self.device)), metadata)
         return Results(*(None if x is None else x.cpu() for x in results))
 
     def call_on_device(self, inputs: TokenInputs, metadata: StateMetadata) -> Results:
@@ -140,9 +139,16 @@ def _computed(
 
 
 def compare_results(
-    spec: StateSpec, got: Results, wanted: tuple[Results, Results], what: str
+    spec: StateSpec,
+    got: Results,
+    wanted: tuple[Results, Results],
+    what: str,
+    rows: slice | None = None,
 ) -> str:
-    """The first difference beyond its budget, or ""."""
+    """The first difference beyond its budget from what `expected` returns, or from some rows of it,
+    or ""."""
+    if rows is not None:
+        wanted = part_of(wanted[0], rows), part_of(wanted[1], rows)
     names = ("convolution", "recurrence")
     for name, actual, exact, rounded in zip(names, got, *wanted, strict=True):
         if actual is None or exact is None or rounded is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -103,6 +104,21 @@ class Server:
                 self.done[part.request] += part.stay
             first += length
         return results
+
+    def left(self, request: int) -> int:
+        """The tokens of a request that are not served yet."""
+        return len(self.requests[request]) - self.done[request]
+
+    def serve_all(self, rng: random.Random) -> None:
+        """Serve all requests in random steps and orders, with drafts, beside padding."""
+        numbers, most = range(len(self.requests)), self.spec.max_rollback
+        while any(map(self.left, numbers)):
+            parts = [Part(-1, rng.randint(0, 2))]
+            for request in numbers:
+                stay = min(self.left(request), rng.choice((0, 1, 1, 3, 16, 25)))
+                parts.append(Part(request, stay, rng.randint(0, most) if stay else 0))
+            rng.shuffle(parts)
+            self.step(parts)
 
     def result(self, request: int) -> Results:
         """The outputs of the tokens of a request that stayed."""
