@@ -29,6 +29,9 @@ def _cases(model: str) -> tuple[StateCase, ...]:
         *(replace(case, batch_invariant=True) for case in prefills),
         *over("step", (1, 1), (64, 1)),
         *over("separate", (1, 1), (64, 1)),
+        # Whose bits are equal.
+        *(replace(case, batch_invariant=True) for case in over("step", (64, 1))),
+        *(replace(case, batch_invariant=True) for case in over("separate", (64, 1))),
     )
 
 
@@ -37,9 +40,8 @@ STATES = tuple(case for model in MODELS for case in _cases(model))
 
 
 def _targets(case: StateCase) -> tuple[Target, ...]:
-    plain = replace(case, batch_invariant=False).name
-    if case.batch_invariant:
-        return (Target(1.4, plain, of_peers=True),)
+    if case.batch_invariant and case.work == "prefill":
+        return (Target(1.4, replace(case, batch_invariant=False).name, of_peers=True),)
     if case.work == "verify":
         return (Target(0.6, replace(case, work="decode").name, of_peers=True),)
     if case.work == "step" and case.num_reqs >= 64:

@@ -17,8 +17,8 @@ from attnlib.backends.state_impl import StateInputs
 from attnlib.cache.states import StateCache, state_layout
 from attnlib.compile.objects import register
 from attnlib.errors import ContractError
-from attnlib.layer.state_call import call_convolution, call_step
-from attnlib.layer.state_checks import check_layer_tensors, refuse_missing
+from attnlib.layer.state_call import call_convolution, call_step, refuse_missing
+from attnlib.layer.state_checks import check_layer_tensors
 from attnlib.layer.state_fused import call_fused_step, separate_step
 from attnlib.layer.state_operator import convolve_opaquely, step_opaquely
 from attnlib.metadata.states import StateMetadata
@@ -171,7 +171,8 @@ class StateLayer(nn.Module):
         output: Tensor | None = None,
     ) -> Tensor:
         """Convolution, gates, recurrence and norm: one launch for decodes where the backend
-        declares `fused_step`, else separate ones with the same bits (but not in torch.compile).
+        declares `fused_step`, else separate ones. With `batch_invariant=True` both have the same
+        bits, but not in torch.compile.
 
         Args:
             x: `[T, C]`, with dense rows; its channels are those of queries, keys and values.

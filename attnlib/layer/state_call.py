@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnlib.backends.state_impl import StateInputs, StepPlan
 from attnlib.cache.states import StateCache
+from attnlib.errors import ContractError
 from attnlib.instrumentation import ENVIRONMENT, STATE_OBSERVERS, VALIDATE_KEY
 from attnlib.layer.checks import refuse_gradients
 from attnlib.layer.state_checks import (
@@ -26,7 +27,7 @@ from attnlib.metadata.states import StateMetadata
 if TYPE_CHECKING:
     from attnlib.layer.state import StateLayer
 
-__all__ = ["call_convolution", "call_signature", "call_step", "keep_plan"]
+__all__ = ["call_convolution", "call_signature", "call_step", "keep_plan", "refuse_missing"]
 
 MAX_PLANS = 64
 """Plans that one batch keeps; beyond it they are dropped and made again on demand."""
@@ -46,7 +47,7 @@ def call_step(
     run: Any = metadata.plans.get(signature)
     if run is None:
         check_step(layer, heads, rows, cache, metadata)
-        run = layer.impl.plan_step(signature, heads, cache, metadata, rows)
+        run = layer.impl.plan_step(heads, cache, metadata, rows)
         keep_plan(metadata, signature, run)
     if VALIDATE_KEY in ENVIRONMENT:
         validate_step(spec, heads[3:], cache, metadata)
@@ -68,7 +69,7 @@ def call_convolution(
     run: Any = metadata.plans.get(signature)
     if run is None:
         check_convolution(layer, x, out, cache, metadata)
-        run = layer.impl.plan_convolution(signature, x, cache, metadata, out)
+        run = layer.impl.plan_convolution(x, cache, metadata, out)
         keep_plan(metadata, signature, run)
     if VALIDATE_KEY in ENVIRONMENT:
         validate_convolution(cache, metadata)
@@ -81,6 +82,20 @@ def call_convolution(
 def _observed(*call: Any) -> Sequence[Callable[[], None]]:
     """Tell observers of a call before it runs; returns what they want to be called after it."""
     return [after for after in (observe(*call) for observe in STATE_OBSERVERS) if after is not None]
+
+
+def refuse_missing(**inputs: object) -> None:
+    """Refuse inputs that are None, although every call has them.
+
+    Raises:
+        ContractError: names them.
+    """
+    missing = [name for name, given in inputs.items() if given is None]
+    raise ContractError(
+        f"{' and '.join(missing)} of a state layer cannot be None: pass the rows of the batch's "
+        "tokens",
+        rule="T2",
+    )
 
 
 def call_signature(

@@ -28,7 +28,6 @@ __all__ = [
     "per_head_inputs",
     "per_head_output",
     "refuse_in_place",
-    "refuse_missing",
     "taps_of",
 ]
 
@@ -92,20 +91,6 @@ def check_batch(layer: StateLayer, cache: StateCache, metadata: StateMetadata) -
             "use StateCache.allocate(layer.spec, num_slots)",
             rule="T9",
         )
-
-
-def refuse_missing(**inputs: object) -> None:
-    """Refuse inputs that are None, although every call has them.
-
-    Raises:
-        ContractError: names them.
-    """
-    missing = [name for name, given in inputs.items() if given is None]
-    raise ContractError(
-        f"{' and '.join(missing)} of a state layer cannot be None: pass the rows of the batch's "
-        "tokens",
-        rule="T2",
-    )
 
 
 def per_head_output(layer: StateLayer, output: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def call_fused_step(
     if run is None:
         _check_form(layer.spec, inputs.form)
         _check_inputs(layer, inputs, out, cache, metadata)
-        run = layer.impl.plan_fused_step(signature, inputs, cache, metadata, rows) or _separately
+        run = layer.impl.plan_fused_step(inputs, cache, metadata, rows) or _separately
         keep_plan(metadata, signature, run)
     if run is _separately or STATE_OBSERVERS:
         separate_step(layer, inputs, cache, metadata, out)

@@ -123,7 +123,7 @@ def test_forms_that_no_layer_has(changes: dict[str, Any], message: str) -> None:
         ({"conv_channels": 24}, {}, {}, r"conv_channels=24: it needs both, .* \(128\)"),
         ({}, {"norm_size": 24, "norm_weight": torch.ones(24)}, {}, "norm_size=24 must be a mult"),
         ({}, {"rate": torch.ones(3)}, {}, r"rate is torch.float32 \[3\] with strides"),
-        ({}, {"norm_weight": torch.ones(3)}, {}, r"it must be of any dtype, dense, of shape \[16\]"),
+        ({}, {"norm_weight": torch.ones(3)}, {}, r"of any dtype, dense, of shape \[16\]"),
         ({}, {}, {"x": None}, "x of a state layer cannot be None"),
         ({}, {}, {"gates": None}, "gates of a state layer cannot be None"),
         ({}, {"bias": torch.zeros(4).half()}, {}, "bias is torch.float16"),

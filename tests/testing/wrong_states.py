@@ -593,13 +593,25 @@ class _FlaOrderInSlots(_FlaWrapper):
     transposes = False
 
 
+class _DecaysFromSums(TorchStateImpl):
+    """Decays are differences of sums in float32, which may be -inf."""
+
+    def step(
+        self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, output: torch.Tensor
+    ) -> None:
+        if not inputs.is_constant:
+            sums = inputs.log_decay.cumsum(0)
+            decay = torch.cat([sums[:1], sums.diff(dim=0)])
+            inputs = inputs._replace(log_decay=decay.clamp(max=0))
+        super().step(inputs, cache, metadata, output)
+
+
 class _FusedNorm(TorchStateImpl):
     """One launch whose output gate is on the other side of the norm."""
 
     def plan_fused_step(
-        self, signature: Any, inputs: FusedInputs, cache: StateCache, metadata: StateMetadata,
-        output: torch.Tensor,
-    ) -> Any:  # fmt: skip
+        self, inputs: FusedInputs, cache: StateCache, metadata: StateMetadata, output: torch.Tensor
+    ) -> Any:
         def run(
             impl: attnlib.StateImpl,
             inputs: FusedInputs,
@@ -634,7 +646,7 @@ class _FusedWithoutWindow(_FusedNorm):
 
 WRONG_STATES = {
     "fused gate on the other side": (_backend(_FusedNorm), "ST15"),
-    "fused step without its window": (_backend(_FusedWithoutWindow, "tail"), "ST17"),
+    "fused step without its window": (_backend(_FusedWithoutWindow, "tail", True), "ST17"),
     "reads fresh slots": (_backend(_ReadsFreshSlot), "ST1"),
     "rollback off by one": (_backend(_RollbackOffByOne, "snapshots"), "ST4"),
     "window not rolled back": (_backend(_WindowNotRolledBack, "tail"), "ST5"),
@@ -653,6 +665,7 @@ WRONG_STATES = {
     "scale before norm": (_backend(_ScaleBeforeNorm), "ST1"),
     "norm without epsilon": (_backend(_NormWithoutEpsilon), "ST7"),
     "scaled skip": (_backend(_ScaledSkip), "ST1"),
+    "decays from their sums": (_backend(_DecaysFromSums), "ST7"),
     "factored channel decay": (_backend(_FactoredChannelDecay), "ST7"),
     "rounded between steps": (_backend(_RoundedBetweenSteps), "ST14"),
     "chunks from the start of a step": (_backend(_ChunksFromStepStart, "tail", True), "ST9"),

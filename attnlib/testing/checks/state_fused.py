@@ -166,23 +166,24 @@ def _bits(target: BackendUnderTest, spec: StateSpec) -> str:
     return ""
 
 
-def _cases(target: BackendUnderTest, body: Body) -> Iterator[CheckCase]:
+def _cases(target: BackendUnderTest, body: Body, is_invariant: bool) -> Iterator[CheckCase]:
     names = ("gated delta", "kimi delta", "mamba2")
-    rollback = min(ROLLBACK, target.backend.state_capabilities.max_rollback or 0)
-    for each in over_kinds(target, body, names=names, rollback=rollback):
-        spec = each.state_spec
-        assert spec is not None
-        channels = 2 * spec.num_key_heads * spec.key_size + spec.num_heads * spec.value_size
-        chosen = spec.replace(conv_channels=channels)
-        yield CheckCase(each.id, partial(body, target, chosen), state_spec=chosen)
+    most = min(ROLLBACK, target.backend.state_capabilities.max_rollback or 0)
+    # Decodes without drafts may have kernels of their own.
+    for rollback in sorted({0, most}):
+        for each in over_kinds(
+            target, body, names=names, rollback=rollback, batch_invariant=is_invariant
+        ):
+            spec = each.state_spec
+            assert spec is not None
+            channels = 2 * spec.num_key_heads * spec.key_size + spec.num_heads * spec.value_size
+            chosen = spec.replace(conv_channels=channels)
+            name = f"{each.id}-drafts-{rollback}"
+            yield CheckCase(name, partial(body, target, chosen), state_spec=chosen)
 
 
-def _value_cases(target: BackendUnderTest) -> Iterator[CheckCase]:
-    yield from _cases(target, _values)
-
-
-def _bit_cases(target: BackendUnderTest) -> Iterator[CheckCase]:
-    yield from _cases(target, _bits)
+_value_cases = partial(_cases, body=_values, is_invariant=False)
+_bit_cases = partial(_cases, body=_bits, is_invariant=True)
 
 
 CHECKS = (

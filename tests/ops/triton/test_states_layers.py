@@ -12,6 +12,7 @@ from attnlib.backends.triton import TritonBackend
 from attnlib.errors import ContractError
 from attnlib.layer.state_fused import separate_step
 from attnlib.ops.states.step_form import FusedInputs, StepForm
+from attnlib.ops.triton.states import config
 from attnlib.testing.conformance import run_conformance
 from attnlib.testing.states.inputs import draw_layer, draw_tokens
 from attnlib.testing.states.kinds import KINDS
@@ -98,8 +99,14 @@ def test_fused_steps_are_validated(device: torch.device, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_fused_steps_pass_their_check() -> None:
-    """Gated delta, Kimi delta and Mamba2 with drafts, other slots and NaN in padding."""
+@pytest.mark.parametrize("fills_chip", [False, True])
+def test_fused_steps_pass_their_check(monkeypatch: pytest.MonkeyPatch, fills_chip: bool) -> None:
+    """Gated delta, Kimi delta and Mamba2 with drafts and without, other slots and NaN in padding;
+    with the kernels of few heads and of many."""
+    kind_of = config.kind_of_step
+    monkeypatch.setattr(
+        config, "kind_of_step", lambda *facts: kind_of(*facts[:3], fills_chip, facts[4])
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     report = run_conformance(TritonBackend, device=device, quick=True, only="ST15,ST17")
-    assert report.passed and len(report.results) == 6, str(report)
+    assert report.passed and len(report.results) == 12, str(report)

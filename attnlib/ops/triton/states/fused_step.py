@@ -24,7 +24,8 @@ class PreparedFusedStep:
     """The launch of one step over one batch, for tensors and slots that differ in addresses and
     values only.
 
-    Its bits, and those of the slots, are those of the separate operations. Tensors, slots and
+    Its bits, and those of the slots, are those of the separate operations where both compute
+    chunks; separate decodes may have the form of `kernels.state_decode`. Tensors, slots and
     positions are not checked.
 
     Args:
@@ -101,8 +102,7 @@ class PreparedFusedStep:
         convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         sources = (x, weight, bias, a, b, form.rate, form.bias, z, form.norm_weight)
         targets = (convolved, decay, beta, skip, out, slots.counters)
-        windows = (slots.window, slots.window_positions, slots.state, slots.positions)
-        tails = (slots.tail_key, slots.tail_value, slots.tail_log_decay, slots.tail_beta)
+        windows = (slots.window, slots.window_positions, *slots.for_kernels)
         # A tensor that the kernel does not read stands for an absent one.
-        given = [a if each is None else each for each in (*sources, *targets, *windows, *tails)]
+        given = [a if each is None else each for each in (*sources, *targets, *windows)]
         self._launch.run(*given, *batch.tensors)
