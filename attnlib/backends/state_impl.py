@@ -106,12 +106,7 @@ class StateImpl(ABC):
         """
 
     def plan_step(
-        self,
-        signature: Hashable,
-        inputs: StateInputs,
-        cache: StateCache,
-        metadata: StateMetadata,
-        output: Tensor,
+        self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, output: Tensor
     ) -> StepPlan:
         """Prepare the calls of `step` over a batch that differ from this one in slots, addresses
         and values only. The layer calls it once per batch and call signature, after its checks.
@@ -122,26 +117,17 @@ class StateImpl(ABC):
         return type(self).step
 
     def plan_convolution(
-        self,
-        signature: Hashable,
-        x: Tensor,
-        cache: StateCache,
-        metadata: StateMetadata,
-        output: Tensor,
+        self, x: Tensor, cache: StateCache, metadata: StateMetadata, output: Tensor
     ) -> StepPlan:
         """The same for `convolve`."""
         return type(self).convolve
 
     def plan_fused_step(
-        self,
-        signature: Hashable,
-        inputs: FusedInputs,
-        cache: StateCache,
-        metadata: StateMetadata,
-        output: Tensor,
+        self, inputs: FusedInputs, cache: StateCache, metadata: StateMetadata, output: Tensor
     ) -> StepPlan | None:
-        """The same for `StateLayer.step` in one launch, with the bits of separate ones. With None,
-        which a backend may return for some batches, the layer runs these."""
+        """The same for `StateLayer.step` in one launch, with the bits of separate ones if the layer
+        is batch-invariant. With None, which a backend may return for some batches, the layer runs
+        these."""
         return None
 
 

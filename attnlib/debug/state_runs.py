@@ -66,7 +66,7 @@ def _call(
     shaped = given if is_convolution else given.value
     out = torch.full_like(shaped, torch.nan, memory_format=torch.contiguous_format)
     plan = layer.impl.plan_convolution if is_convolution else layer.impl.plan_step
-    run = plan("replay", given, cache, metadata, out)
+    run = plan(given, cache, metadata, out)
     run(layer.impl, given, cache, metadata, out)
     return out
 

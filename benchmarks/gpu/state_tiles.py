@@ -3,12 +3,11 @@
     python -m benchmarks.gpu.state_tiles --out state_tiles.json --limit-seconds 60
     python -m benchmarks.gpu.state_tiles 'qwen3-next-decode-*' --choices 64x8:128 64x4
 
-A choice ROWSxWARPS[:REGISTERS][/STAGES][+GROUP[f]] takes the place of those of
+A choice ROWSxWARPS[:REGISTERS][/STAGES][+GROUP] takes the place of those of
 `ops.triton.heuristics.state_tiles.TILES`, with C before it (16C64x8) for the columns of the keys
-that are multiplied at a time, with w behind it for decodes of a whole head in one program, L or H
-(two terms) in front for prefills in `LONG_CHUNK`s, and R for `ROW_DECODES`, which load GROUP rows
-of the tail at a time, with f with fused products and sums; M for those of `COPIED_DECODES`, whose
-states go through shared memory.
+that are multiplied at a time, with w behind it for decodes of a whole head in one program, L in
+front for prefills in `LONG_CHUNK`s, and R for row decodes, which load GROUP rows of the tail at a
+time; M for those whose states go through shared memory.
 Processes compile the kernels first, side by side. Each row is a case of
 `attnlib bench --suite states`: times are medians of replays of CUDA graphs, in turn, over all
 positions of a chunk. `share` is the part of the bandwidth of a copy that the bytes of the case
@@ -49,11 +48,11 @@ from attnlib.ops.triton.states.config import state_config
 from benchmarks.gpu import rows
 
 SHIPPED = "shipped"
-LONG, SHORT, ROW, COPIED = "L", "H", "R", "M"
+LONG, ROW, COPIED = "L", "R", "M"
 STEPS = ("64x8:128", "64x4:168", "32x2:168", "32x4w", "32x4:168w", "32x4:128w", "64C32x4:168w",
          "128C32x4w", "64x4w", "16x4:128w", "16x2:168w", "32x2w", "R128x4:168+4", "R128x4:168+2",
-         "R128x4:168+4f", "R128x8:128+4", "R64x2:168+4", "R64x2:168+2f", "R64x4:128+4",
-         "R32x4+16", "M64x2+4", "M128x4+4", "M64x4+4", "M32x2+4")  # fmt: skip
+         "R128x8:128+4", "R64x2:168+4", "R64x4:128+4", "R32x4+16", "M64x2+4",
+         "M128x4+4", "M64x4+4", "M32x2+4")  # fmt: skip
 PREFILLS = ("64x8", "64x8/2", "64x8:128/2", "64x4", "64x4/2", "32x4", "32x4/2", "32x4:128/2",
             "32x2/2", "32x2/3", "L32x4", "L32x4/2", "L32x8/2", "L64x4", "L64x8")  # fmt: skip
 WORK = {"decode": ((32, 1), (256, 1), (1, 1)), "verify": ((64, 4),),
@@ -70,23 +69,20 @@ MOST_COMPARED = 32
 """Most requests of a case whose values are compared."""
 MANY_REQUESTS = 16
 """Requests whose heads fill the chip in all models, so that their kernels are those of more."""
-_CHOICE = re.compile(r"(?:(\d+)C)?(\d+)x(\d+)(?::(\d+))?(?:/(\d+))?(?:\+(\d+))?([wf]?)")
+_CHOICE = re.compile(r"(?:(\d+)C)?(\d+)x(\d+)(?::(\d+))?(?:/(\d+))?(?:\+(\d+))?(w?)")
 
 
 def parse(name: str) -> tuple[int, StateChoice]:
     """(columns of keys, choice) of a name such as `32x4:128`."""
-    found = _CHOICE.fullmatch(name[name[0] in LONG + SHORT + ROW + COPIED :])
+    found = _CHOICE.fullmatch(name[name[0] in LONG + ROW + COPIED :])
     if found is None:
         raise ValueError(
-            f"choice {name!r}; the form is [L|H|R|M]ROWSxWARPS[:REGISTERS][/STAGES][+GROUP][w|f]"
+            f"choice {name!r}; the form is [L|R|M]ROWSxWARPS[:REGISTERS][/STAGES][+GROUP][w]"
         )
     *numbers, ending = found.groups()
     columns, size, warps, registers, stages, group = (int(each or 0) for each in numbers)
     is_copied = name[0] == COPIED
-    fuses = ending == "f" or is_copied
-    choice = StateChoice(
-        size, warps, registers, stages or 1, ending == "w", group, fuses, is_copied
-    )
+    choice = StateChoice(size, warps, registers, stages or 1, ending == "w", group, is_copied)
     return columns or state_tiles.MOST_COLUMNS, choice
 
 
@@ -102,10 +98,7 @@ def chosen(name: str) -> Iterator[None]:
     if name != SHIPPED:
         columns, choice = parse(name)
         given = {"TILES": dict.fromkeys(state_tiles.TILES, choice), "MOST_COLUMNS": columns}
-        given["LONG_CHUNK"] = 64 * (name[0] in LONG + SHORT)
-        given |= {"LONG_TERMS": 2 if name[0] == SHORT else 3}
-        for field, letter in (("ROW_DECODES", ROW), ("COPIED_DECODES", COPIED)):
-            given[field] = state_tiles.ROW_KINDS if name[0] == letter else frozenset()
+        given["LONG_CHUNK"] = 64 * (name[0] == LONG)
     with patch.multiple(state_tiles, **given) if given else nullcontext():
         state_config.cache_clear()  # neither key names a tile
         LAUNCHES.clear()

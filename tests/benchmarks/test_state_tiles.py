@@ -22,10 +22,8 @@ from benchmarks.gpu import state_tiles as script
         ("16C32x2:168/3", 16, StateChoice(32, 2, 168, 3)),
         ("32x4:168w", 32, StateChoice(32, 4, 168, is_whole=True)),
         ("L32x4/2", 32, StateChoice(32, 4, num_stages=2)),
-        ("H32x4/2", 32, StateChoice(32, 4, num_stages=2)),
         ("R128x4:168+4", 32, StateChoice(128, 4, 168, group=4)),
-        ("R64x2+2f", 32, StateChoice(64, 2, group=2, fuses=True)),
-        ("M64x2+4", 32, StateChoice(64, 2, group=4, fuses=True, copies=True)),
+        ("M64x2+4", 32, StateChoice(64, 2, group=4, copies=True)),
     ],
 )
 def test_names_of_choices(name: str, columns: int, choice: StateChoice) -> None:
@@ -33,10 +31,7 @@ def test_names_of_choices(name: str, columns: int, choice: StateChoice) -> None:
     with script.chosen(name):
         assert set(state_tiles.TILES.values()) == {choice}
         assert columns == state_tiles.MOST_COLUMNS
-        assert state_tiles.LONG_CHUNK == (64 if name[0] in "LH" else 0)
-        assert state_tiles.LONG_TERMS == (2 if name[0] == "H" else 3)
-        assert bool(state_tiles.ROW_DECODES) == (name[0] == "R")
-        assert bool(state_tiles.COPIED_DECODES) == (name[0] == "M")
+        assert state_tiles.LONG_CHUNK == (64 if name[0] == "L" else 0)
     assert state_tiles.TILES is TILES and state_tiles.MOST_COLUMNS == 32
 
 

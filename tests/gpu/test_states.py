@@ -47,7 +47,7 @@ LAYERS = {
     "mamba2": GDN.replace(update="add", qk_norm=False, value_size=64, has_skip=True),
     "large heads": GDN.replace(key_size=256, value_size=256),
 }
-COPIED = [f"copied {kind}" for kind in state_tiles.ROW_KINDS]
+COPIED = [kind for kind in TILES if kind.startswith("copied")]
 ERRORS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
@@ -90,9 +90,8 @@ def test_copied_decodes(name: str, tile: tuple[int, int], monkeypatch: pytest.Mo
     spec = {**LAYERS, **more}[name].replace(
         max_rollback=0, batch_invariant=False, conv_channels=0, conv_width=0
     )
-    choice = StateChoice(*tile, group=4, fuses=True, copies=True)
+    choice = StateChoice(*tile, group=4, copies=True)
     monkeypatch.setattr(state_tiles, "TILES", {**TILES, **dict.fromkeys(COPIED, choice)})
-    monkeypatch.setattr(state_tiles, "COPIED_DECODES", state_tiles.ROW_KINDS)
     config.state_config.cache_clear()
     requests = [draw_tokens(spec, count, count) for count in (70, 40, 55)]
     runner = operations(spec, 8)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 from torch import Tensor
 
 from attnlib.backends.state_impl import StateInputs, StateOperations, StepPlan
@@ -27,12 +25,7 @@ class TritonStateImpl(StateOperations):
     gated_norm = staticmethod(gated_norm)
 
     def plan_step(
-        self,
-        signature: Hashable,
-        inputs: StateInputs,
-        cache: StateCache,
-        metadata: StateMetadata,
-        output: Tensor,
+        self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, output: Tensor
     ) -> StepPlan:
         """The launches of the batch, for all layers of the group."""
         if not output.numel():
@@ -44,12 +37,7 @@ class TritonStateImpl(StateOperations):
         )
 
     def plan_convolution(
-        self,
-        signature: Hashable,
-        x: Tensor,
-        cache: StateCache,
-        metadata: StateMetadata,
-        output: Tensor,
+        self, x: Tensor, cache: StateCache, metadata: StateMetadata, output: Tensor
     ) -> StepPlan:
         """The same for the convolution."""
         weight, bias = self.owner.conv_weight, self.owner.conv_bias
@@ -61,12 +49,7 @@ class TritonStateImpl(StateOperations):
         )
 
     def plan_fused_step(
-        self,
-        signature: Hashable,
-        inputs: FusedInputs,
-        cache: StateCache,
-        metadata: StateMetadata,
-        output: Tensor,
+        self, inputs: FusedInputs, cache: StateCache, metadata: StateMetadata, output: Tensor
     ) -> StepPlan | None:
         """One launch for decodes and verification."""
         owner, batch = self.owner, metadata.batch

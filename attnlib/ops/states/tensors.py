@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,10 @@ from torch import Tensor
 from attnlib.errors import ContractError
 from attnlib.ops.states.layout import StateLayout
 
-__all__ = ["StateTensors"]
+__all__ = ["KERNEL_FIELDS", "StateTensors"]
+
+KERNEL_FIELDS = ("state", "positions", "tail_key", "tail_value", "tail_log_decay", "tail_beta")
+"""The tensors of a recurrence in the form `tail`, in the order in which kernels take them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +84,13 @@ class StateTensors:
             shape = (slots.shape[0], layout.num_heads)
             views["counters"] = torch.zeros(shape, dtype=torch.int32, device=slots.device)
         return cls(layout, **views)
+
+    @functools.cached_property
+    def for_kernels(self) -> tuple[Tensor, ...]:
+        """`KERNEL_FIELDS`; the state stands for those that a layout with tails does not have."""
+        assert self.state is not None  # the layer has a recurrence
+        given = (getattr(self, name) for name in KERNEL_FIELDS)
+        return tuple(self.state if each is None else each for each in given)
 
     @property
     def num_slots(self) -> int:

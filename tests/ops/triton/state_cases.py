@@ -10,6 +10,7 @@ import torch
 from attnlib.ops.states import RecurrenceParams, StateBatch, StateInputs, StateLayout, StateTensors
 from attnlib.ops.states.step_form import FusedInputs, StepForm
 from attnlib.ops.triton.heuristics import state_tiles
+from attnlib.ops.triton.states import config
 from attnlib.ops.triton.states.fused_step import PreparedFusedStep
 from attnlib.ops.triton.states.short_convolution import short_convolution
 from attnlib.ops.triton.states.state_step import state_step
@@ -84,7 +85,6 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"key_size": 64, "value_size": 64, "num_reqs": 32, "row_decodes": True},
     ),
     "state-128-rows": ("state", {"num_reqs": 32, "row_decodes": True}),
-    "state-128-few-rows": ("state", {"row_decodes": True}),
     "state-128-channels-rows": (
         "state",
         {"decay": "channel", "num_key_heads": 32, "num_reqs": 32, "row_decodes": True},
@@ -197,9 +197,8 @@ def run_state(options: dict[str, Any]) -> None:
         scale=0.1, update=update, qk_norm=update == "delta", skip=decay if has_skip else None,
         is_invariant=not (chunk or is_row),
     )  # fmt: skip
-    kinds = state_tiles.ROW_KINDS if is_row else frozenset()
-    copied = state_tiles.ROW_KINDS if is_copied else frozenset()
-    with patch.multiple(state_tiles, LONG_CHUNK=chunk, ROW_DECODES=kinds, COPIED_DECODES=copied):
+    can_copy = state_tiles.can_copy if is_copied else lambda *facts: False
+    with patch.object(state_tiles, "LONG_CHUNK", chunk), patch.object(config, "can_copy", can_copy):
         for batch in (decode,) if is_row else (decode, prefill):
             given = StateInputs(query, query.clone(), value, decay, beta.expand(value.shape[:2]))
             state_step(given, slots, batch, params, out=torch.empty_like(value))
@@ -232,7 +231,6 @@ def run_fused(options: dict[str, Any]) -> None:
         is_invariant=not is_row,
     )
     given = (inputs, weight, None, slots)
-    with patch.object(state_tiles, "ROW_DECODES", state_tiles.ROW_KINDS if is_row else frozenset()):
-        PreparedFusedStep(*given, batch, params, "silu", out).run(*given, batch, params.skip, out)
+    PreparedFusedStep(*given, batch, params, "silu", out).run(*given, batch, params.skip, out)
     state_gates(a, b, form)
     gated_norm(out, inputs.z, form)

@@ -11,7 +11,7 @@ import torch
 from attnlib.ops.states import RecurrenceParams
 from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.heuristics.device import DeviceLimits
-from attnlib.ops.triton.heuristics.state_tiles import StateChoice
+from attnlib.ops.triton.heuristics.state_tiles import StateChoice, kind_of_step
 from attnlib.ops.triton.states import config, state_step
 from attnlib.ops.triton.states.launch import KernelLaunch
 from attnlib.spec import StateSpec
@@ -29,12 +29,13 @@ from tests.ops.torch.states.layers import (
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = 1e-5
 """Of float32, as in `test_states`."""
-GROUPS = {"few row decodes": 16, "row decode": 2, "wide row decode": 4}
+GROUPS = {"row decode": 16, "wide row decode": 2}
 
 
 @pytest.fixture(autouse=True)
 def row_decodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Row decodes of few rows at a time; the groups of the launches that used them."""
+    """Row decodes also of few heads, of few rows at a time; the groups of the launches that used
+    them."""
     taken: list[int] = []
 
     class Noted(KernelLaunch):
@@ -44,7 +45,9 @@ def row_decodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
                 taken.append(constants.GROUP)
 
     monkeypatch.setattr(state_step, "KernelLaunch", Noted)
-    monkeypatch.setattr(state_tiles, "ROW_DECODES", state_tiles.ROW_KINDS)
+    monkeypatch.setattr(
+        config, "kind_of_step", lambda *facts: kind_of_step(*facts[:3], True, facts[4])
+    )
     for kind, group in GROUPS.items():
         monkeypatch.setitem(state_tiles.TILES, kind, StateChoice(16, 2, group=group))
     config.state_config.cache_clear()
@@ -83,7 +86,7 @@ def test_values(name: str, options: dict[str, Any], row_decodes: list[int]) -> N
     expected = wanted(spec, draw_layer(spec), request)
     is_exact = spec.dtype == spec.state_dtype == torch.float32
     assert largest_error(server.result(0), expected) < (LIMIT if is_exact else 1e-2)
-    assert len(row_decodes) == 20 and set(row_decodes) <= {2, 4, 16}
+    assert len(row_decodes) == 20 and set(row_decodes) <= {2, 16}
 
 
 @pytest.mark.parametrize("name", ["gated delta", "kimi delta"])
@@ -133,13 +136,13 @@ def test_who_takes_row_decodes(row_decodes: list[int], monkeypatch: pytest.Monke
         Server(spec, operations(spec), [draw_tokens(spec, count, 1)], [0]).step([Part(0, count)])
 
     served(plain, 1)
-    assert row_decodes == [16]
+    assert row_decodes == [2]
     served(plain, 2)
     served(plain.replace(max_rollback=1), 1)
     served(plain.replace(batch_invariant=True), 1)
-    monkeypatch.setattr(state_tiles, "ROW_DECODES", frozenset())
-    served(plain, 1)
-    assert row_decodes == [16]
+    monkeypatch.setattr(config, "kind_of_step", kind_of_step)
+    served(plain, 1)  # of few heads
+    assert row_decodes == [2]
 
 
 @pytest.mark.parametrize(

@@ -77,13 +77,6 @@ def test_values(name: str, options: dict[str, Any], long_steps: list[int]) -> No
     assert long_steps == [80, 80]
 
 
-@pytest.mark.slow
-def test_two_terms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operands of 16 bits; the limit is that of the outputs in bfloat16."""
-    monkeypatch.setattr(state_tiles, "LONG_TERMS", 2)
-    assert served(spec_of("gated delta", max_rollback=3), 181, [(20, 0), (77, 3), (84, 0)]) < LIMIT
-
-
 @pytest.mark.parametrize("every", [3, 11])
 def test_tokens_that_forget(every: int, long_steps: list[int]) -> None:
     """T5: decays whose logarithms have no sum in float32."""

@@ -12,20 +12,18 @@ from typing import NamedTuple
 import torch
 import triton
 
+from attnlib.ops.states.inputs import RecurrenceParams
 from attnlib.ops.states.layout import POSITION_COPIES, StateLayout
 
 __all__ = [
-    "COPIED_DECODES",
     "LARGEST_CHUNK",
     "LARGEST_HEAD",
     "LONG_CHUNK",
-    "LONG_TERMS",
-    "ROW_DECODES",
-    "ROW_KINDS",
     "TILES",
     "StateChoice",
     "StateTile",
     "can_copy",
+    "has_exact_rows",
     "kind_of_step",
     "state_tile",
     "uses_long_chunks",
@@ -40,14 +38,6 @@ LONG_CHUNK = 64
 """Tokens that a long step computes at a time on Hopper where its bits may depend on its length, 64
 or 0 for those of a chunk of the slots. Without stages, its loop addresses wrong shared memory on an
 H100."""
-LONG_TERMS = 3
-"""Numbers of bfloat16 that it takes for one of float32, 3 or 2."""
-ROW_KINDS = frozenset({"few row decodes", "row decode", "wide row decode"})
-"""Kinds of decodes in the form of `kernels.state_decode`, for layers without invariance."""
-ROW_DECODES = frozenset({"row decode", "wide row decode"})
-"""Those of `ROW_KINDS` that are selected. Those of few heads were not measured."""
-COPIED_DECODES = ROW_KINDS
-"""Those of `ROW_KINDS` that copy the state to shared memory on Hopper, where `can_copy`."""
 MOST_COLUMNS = 32
 
 
@@ -62,11 +52,12 @@ class StateChoice(NamedTuple):
         num_stages: of the loop over chunks on NVIDIA's chips, for chunks of 16 tokens; with more
             than 1, the chunk after is loaded while a chunk is computed.
         is_whole: a program computes all value rows of a head, one pass after the other, so that
-            what they share is computed once; for the kinds of `WHOLE` only.
-        group: rows of the tail that a row decode loads at a time, a power of two; its `rows` are
-            those of a program, which computes 64 of them at a time where it fills a chunk.
-        fuses: products and sums are fused; the bits of row decodes need not be those of others.
-        copies: a row decode copies the state to shared memory (`hopper.kernels.state_decode`).
+            what they share is computed once; for decodes only.
+        group: rows of the tail that a decode in the form of `kernels.state_decode` loads at a time,
+            a power of two; its `rows` are those of a program, which computes 64 of them at a time
+            where it fills a chunk. 0 for steps in chunks.
+        copies: such a decode copies the state to shared memory (`hopper.kernels.state_decode`), and
+            fuses products and sums: its bits need not be those of other kernels.
     """
 
     rows: int
@@ -75,7 +66,6 @@ class StateChoice(NamedTuple):
     num_stages: int = 1
     is_whole: bool = False
     group: int = 0
-    fuses: bool = False
     copies: bool = False
 
 
@@ -85,12 +75,11 @@ TILES = {
     "decode": StateChoice(32, 2, is_whole=True),
     "few additive decodes": StateChoice(64, 8, registers=128),
     "additive decode": StateChoice(32, 2, registers=168),
-    "few row decodes": StateChoice(32, 4, group=16),
     "row decode": StateChoice(64, 2, registers=168, group=2),
     "wide row decode": StateChoice(128, 4, registers=168, group=2),
-    "copied few row decodes": StateChoice(64, 4, group=4, fuses=True, copies=True),
-    "copied row decode": StateChoice(128, 4, group=4, fuses=True, copies=True),
-    "copied wide row decode": StateChoice(64, 2, group=4, fuses=True, copies=True),
+    "copied few row decodes": StateChoice(64, 4, group=4, copies=True),
+    "copied row decode": StateChoice(128, 4, group=4, copies=True),
+    "copied wide row decode": StateChoice(64, 2, group=4, copies=True),
     "verify": StateChoice(64, 8),
     "wide": StateChoice(64, 8),
     "wide decode": StateChoice(32, 4, is_whole=True),
@@ -99,11 +88,9 @@ TILES = {
     "long prefill": StateChoice(32, 4, num_stages=2),
 }
 """Kind of steps -> choice. "few" are too few heads for the chip, "additive" are updates without a
-product of keys, "verify" has tokens that can be taken back, "wide" a decay for each channel or
-float32 inputs, and "long prefill" computes `LONG_CHUNK` tokens at a time;
-`benchmarks/gpu/state_tiles.py` measures others."""
-WHOLE = {"few decodes", "decode", "few additive decodes", "additive decode", "wide decode"}
-"""Kinds of steps of one token each."""
+product of keys, "row" decodes have the form of `kernels.state_decode`, "verify" has tokens that can
+be taken back, "wide" a decay for each channel or float32 inputs, and "long prefill" computes
+`LONG_CHUNK` tokens at a time; `benchmarks/gpu/state_tiles.py` measures others."""
 
 
 class StateTile(NamedTuple):
@@ -115,7 +102,7 @@ class StateTile(NamedTuple):
         group: as of a `StateChoice`, 0 for steps in chunks.
         part, parts: columns of the keys that are multiplied at a time, and their number.
         blocks: programs of a head, at most `POSITION_COPIES`.
-        num_warps, registers, num_stages, fuses, copies: as of a `StateChoice`, for this head.
+        num_warps, registers, num_stages, copies: as of a `StateChoice`, for this head.
     """
 
     rows: int
@@ -127,16 +114,20 @@ class StateTile(NamedTuple):
     num_warps: int
     registers: int
     num_stages: int
-    fuses: bool = False
     copies: bool = False
 
     def options(self, is_amd: bool) -> dict[str, int]:
         """The options of a launch. Warps of AMD have 64 threads."""
-        chosen: dict[str, int] = {"enable_fp_fusion": True} if self.fuses else {}
+        chosen: dict[str, int] = {"enable_fp_fusion": True} if self.copies else {}
         if is_amd:
             return {"num_warps": min(self.num_warps, 4), "num_stages": 1, **chosen}
         chosen |= {"maxnreg": self.registers} if self.registers else {}
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **chosen}
+
+
+def has_exact_rows(layout: StateLayout) -> bool:
+    """Whether queries and keys are numbers of TF32, and decays are not multiplied with them."""
+    return layout.decay != "channel" and layout.dtype != torch.float32
 
 
 def uses_long_chunks(layout: StateLayout, max_query_len: int) -> bool:
@@ -155,45 +146,39 @@ def can_copy(layout: StateLayout, capability: tuple[int, int]) -> bool:
 
 
 def kind_of_step(
-    max_rollback: int,
-    is_exact: bool,
-    is_long: bool,
-    fills_chip: bool,
-    is_delta: bool,
-    is_invariant: bool = True,
-    copies: bool = False,
+    layout: StateLayout, params: RecurrenceParams, is_long: bool, fills_chip: bool, copies: bool
 ) -> str:
-    """The key of `TILES` for a layer and its steps of at most, or of more than D + 1 tokens.
+    """The key of `TILES` for the steps of a layer.
 
     Args:
-        max_rollback: D.
-        is_exact: queries and keys are numbers of TF32, and no decay is multiplied with them.
+        layout: of its slots.
+        params: of its recurrence.
         is_long: the step has more than D + 1 tokens.
         fills_chip: the heads of all requests are enough programs for the chip.
-        is_delta: updates are the differences of values.
-        is_invariant: bits do not depend on the division into steps.
-        copies: the kernels that copy states to shared memory take the layer.
+        copies: the kernels that copy states to shared memory take the step.
     """
+    is_exact = has_exact_rows(layout)
     if is_long:
         return "prefill" if is_exact else "wide prefill"
-    kind = ("row decode" if is_exact else "wide row decode") if fills_chip else "few row decodes"
-    if not (is_invariant or max_rollback):
-        if copies and kind in COPIED_DECODES:
-            return f"copied {kind}"
-        if kind in ROW_DECODES:
-            return kind
+    if not (params.is_invariant or layout.max_rollback):
+        row = "row decode" if is_exact else "wide row decode"
+        if copies:
+            return f"copied {row}" if fills_chip else "copied few row decodes"
+        if fills_chip:
+            return row
     if not is_exact:
-        return "wide decode" if fills_chip and not max_rollback else "wide"
-    if max_rollback:
+        return "wide decode" if fills_chip and not layout.max_rollback else "wide"
+    if layout.max_rollback:
         return "verify"
-    kind = "" if is_delta else "additive "
+    kind = "" if params.update == "delta" else "additive "
     return f"{kind}decode" if fills_chip else f"few {kind}decodes"
 
 
 def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> StateTile:
     """The tile of heads of this size, both at most `LARGEST_HEAD`, in a kind of steps."""
     choice = TILES[kind]
-    if kind.removeprefix("copied ") in ROW_KINDS:
+    if choice.group:
+        choice = choice._replace(copies=choice.copies and kind.startswith("copied"))
         return _row_tile(key_size, value_size, choice)
     is_long = kind == "long prefill"
     most = LARGEST_HEAD if is_long else MOST_COLUMNS
@@ -202,7 +187,7 @@ def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> St
     rows = min(choice.rows, largest)
     if key_size > 128 and value_size <= 128:
         rows = min(rows, 32)  # as many registers as 64 rows of 128 keys
-    is_whole = choice.is_whole and kind in WHOLE
+    is_whole = choice.is_whole and "decode" in kind
     if not is_whole and value_size > 128:
         rows = max(rows, 64)
     passes = largest // rows if is_whole else 1
@@ -231,5 +216,5 @@ def _row_tile(key_size: int, value_size: int, choice: StateChoice) -> StateTile:
     num_warps = choice.num_warps
     if choice.copies:
         num_warps = max(1, num_warps * span // choice.rows)
-    warps = num_warps, choice.registers, 1, choice.fuses, choice.copies
+    warps = num_warps, choice.registers, 1, choice.copies
     return StateTile(rows, span // rows, choice.group, part, parts, blocks, *warps)

@@ -66,7 +66,6 @@ class StateConfig(NamedTuple):
             tail and the positions.
         Q_T, Q_H, K_T, K_H, V_T, V_H, O_T, O_H, G_T, G_H, B_T, B_H: strides of tokens and heads.
         STATE, POSITIONS, TAIL_K, TAIL_V, TAIL_G, TAIL_B: strides of slots.
-        TERMS: numbers of bfloat16 for one of float32 in `hopper.kernels.state_long`, 3 or 2.
     """
 
     UNIT: int
@@ -116,7 +115,6 @@ class StateConfig(NamedTuple):
     TAIL_V: int
     TAIL_G: int
     TAIL_B: int
-    TERMS: int = 3
 
 
 class StateBatch(NamedTuple):

@@ -11,13 +11,14 @@ from torch import Tensor
 from attnlib.errors import ContractError
 from attnlib.ops.states.inputs import QK_NORM_EPS, RecurrenceParams
 from attnlib.ops.states.layout import POSITION_COPIES, StateLayout
-from attnlib.ops.states.tensors import StateTensors
+from attnlib.ops.states.tensors import KERNEL_FIELDS, StateTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.state_tiles import (
     LARGEST_CHUNK,
     LARGEST_HEAD,
     StateTile,
     can_copy,
+    has_exact_rows,
     kind_of_step,
     state_tile,
 )
@@ -38,7 +39,6 @@ __all__ = [
 ]
 
 _DECAYS = {"constant": DECAY_CONSTANT, "head": DECAY_HEAD, "channel": DECAY_CHANNEL}
-_FIELDS = ("state", "positions", "tail_key", "tail_value", "tail_log_decay", "tail_beta")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -72,7 +72,7 @@ class Recurrence(NamedTuple):
 
 def slot_strides(slots: StateTensors) -> tuple[int, ...]:
     """The strides of slots of each field, 0 for those that the layout does not have."""
-    fields = [getattr(slots, name) for name in _FIELDS]
+    fields = [getattr(slots, name) for name in KERNEL_FIELDS]
     return tuple([0 if field is None else field.stride(0) for field in fields])
 
 
@@ -115,11 +115,6 @@ def check_dense(**tensors: Tensor) -> None:
             )
 
 
-def _has_exact_rows(layout: StateLayout) -> bool:
-    """Whether queries and keys are numbers of TF32, and decays are not multiplied with them."""
-    return layout.decay != "channel" and layout.dtype != torch.float32
-
-
 def step_tile(
     layout: StateLayout,
     params: RecurrenceParams,
@@ -131,9 +126,8 @@ def step_tile(
     """The tile of a step of `num_reqs` requests with at most, or more than, D + 1 tokens; with
     `copies`, of a decode that may copy states to shared memory."""
     fills_chip = num_reqs * layout.num_heads >= 2 * limits.num_sms
-    is_exact, is_delta = _has_exact_rows(layout), params.update == "delta"
-    given = layout.max_rollback, is_exact, is_long, fills_chip, is_delta, params.is_invariant
-    kind = kind_of_step(*given, copies and can_copy(layout, limits.capability))
+    copies = copies and can_copy(layout, limits.capability)
+    kind = kind_of_step(layout, params, is_long, fills_chip, copies)
     return state_tile(layout.key_size, layout.value_size, layout.chunk_size, kind)
 
 
@@ -189,7 +183,7 @@ def state_config(
         QK_NORM_EPS,
         recurrence.precision,
         recurrence.wide,
-        recurrence.precision == "tf32x3" and _has_exact_rows(layout),
+        recurrence.precision == "tf32x3" and has_exact_rows(layout),
         extra,
         prepared,
         *strides,

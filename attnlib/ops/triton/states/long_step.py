@@ -12,6 +12,7 @@ from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.heuristics.device import INTERPRETED, DeviceLimits, limits_of
 from attnlib.ops.triton.hopper.kernels.state_long import (
     FACTORS,
+    TERMS,
     long_matrices_kernel,
     long_step_kernel,
 )
@@ -60,10 +61,9 @@ class PreparedLongStep:
         tile = state_tiles.state_tile(*sizes, "long prefill")
         chunk, heads = state_tiles.LONG_CHUNK, layout.num_heads
         config = state_config(layout, recurrence, strides, tile, True, chunk)
-        config = config._replace(TERMS=state_tiles.LONG_TERMS)
         options, chunks = tile.options(limits.is_amd), rows // chunk + num_reqs * config.EXTRA
         matrices = 2 if config.DELTA else 1
-        self._planes = (chunks, heads, matrices, config.TERMS, chunk, chunk)
+        self._planes = (chunks, heads, matrices, TERMS.value, chunk, chunk)
         self._factors = (chunks, heads, FACTORS.value, chunk)
         self._matrices = KernelLaunch(
             long_matrices_kernel, config, (chunks, heads), (float(params.scale), num_reqs)
@@ -88,15 +88,9 @@ class PreparedLongStep:
     ) -> None:
         """Launch on the current stream."""
         query, key, value, log_decay, beta = inputs
-        device, where = query.device, batch.tensors
-        absent, positions, state = log_decay, slots.positions, slots.state
-        tail_key, tail_value = slots.tail_key, slots.tail_value
-        assert positions is not None and state is not None  # slots are tails
-        assert tail_key is not None and tail_value is not None  # as above
+        device, where, absent = query.device, batch.tensors, log_decay
+        state, positions, tail_key, tail_value, *tails = slots.for_kernels
         gates = log_decay, absent if beta is None else beta
-        tails = [
-            absent if each is None else each for each in (slots.tail_log_decay, slots.tail_beta)
-        ]
         planes = torch.empty(self._planes, dtype=torch.bfloat16, device=device)
         factors = torch.empty(self._factors, dtype=torch.float32, device=device)
         memory = planes, factors

@@ -105,25 +105,18 @@ class PreparedStep:
             return
         query, key, value, log_decay, beta = inputs
         # Tensors that the kernels do not read stand for absent ones.
-        absent, positions, tail_key = log_decay, slots.positions, slots.tail_key
-        state, tail_value = slots.state, slots.tail_value
-        assert positions is not None and state is not None  # `_check`: they are tails
-        assert tail_key is not None and tail_value is not None  # as above
+        absent, (state, *stored), where = log_decay, slots.for_kernels, batch.tensors
         gates = (log_decay, absent if beta is None else beta)
-        tails = (
-            absent if slots.tail_log_decay is None else slots.tail_log_decay,
-            absent if slots.tail_beta is None else slots.tail_beta,
-            *batch.tensors,
-        )
         workspace = absent
         if self._workspace:
             workspace = torch.empty(self._workspace, dtype=torch.float32, device=query.device)
-            self._matrices.run(query, key, *gates, positions, tail_key, *tails, workspace)
-        stored = (positions, tail_key, tail_value, *tails)
+            positions, tail_key, _, *tails = stored
+            given = (query, key, *gates, positions, tail_key, *tails)
+            self._matrices.run(*given, *where, workspace)
         skip = absent if skip is None else skip
-        self._step.run(query, key, value, *gates, skip, out, state, *stored, workspace)
+        self._step.run(query, key, value, *gates, skip, out, state, *stored, *where, workspace)
         if self._workspace:
-            self._tails.run(key, value, *gates, *stored)
+            self._tails.run(key, value, *gates, *stored, *where)
 
 
 def _check(inputs: StateInputs, slots: StateTensors, out: Tensor) -> None:

@@ -28,7 +28,7 @@ from tests.ops.triton.hopper.emulate import run_emulated
 __all__ = ["CASES", "emulate_case"]
 
 _LARGE: dict[str, Any] = {"key_size": 64, "value_size": 64}
-_TILE = StateChoice(32, 2, group=4, fuses=True, copies=True)
+_TILE = StateChoice(32, 2, group=4, copies=True)
 
 CASES: dict[str, dict[str, Any]] = {
     "gated delta": {"spec": {**_LARGE, "num_heads": 2, "num_key_heads": 1}},
@@ -77,8 +77,8 @@ def emulate_case(name: str) -> dict[str, Any]:
     layer = draw_layer(spec)
     runner = Operations(spec, layer, "tail", 8, "triton")
     tiles = dict.fromkeys(state_tiles.TILES, CASES[name].get("tile", _TILE))
-    kinds, launches = state_tiles.ROW_KINDS, list[str]()
-    with stub_target("sm_90"), patch.multiple(state_tiles, TILES=tiles, COPIED_DECODES=kinds):
+    launches = list[str]()
+    with stub_target("sm_90"), patch.object(state_tiles, "TILES", tiles):
         JITFunction.run = _counted(launches)
         server = Server(spec, runner, requests, [6, 2, 3], extra_rows=2)
         for _ in range(15):

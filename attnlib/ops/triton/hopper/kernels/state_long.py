@@ -11,7 +11,7 @@ are:
     S' = exp(b[last]) S + k^T (kept u)  kept = |k| exp(b[last] - b)
 
 with |q| and |k| for the inverse lengths. Matrix units multiply bfloat16: three such numbers are one
-of float32, two have 16 of its bits (`TERMS`), and queries and keys need one.
+of float32, and queries and keys need one.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ __all__ = ["long_matrices_kernel", "long_step_kernel"]
 
 FACTORS: tl.constexpr = tl.constexpr(5)
 """Vectors [C] of a chunk: beta, seen, read, kept, and exp(b[last]) in all elements."""
+TERMS: tl.constexpr = tl.constexpr(3)
+"""Numbers of bfloat16 for one of float32."""
 
 
 @triton.jit
@@ -204,7 +206,7 @@ def _places(planes, factors, chunk, head, CONFIG: tl.constexpr):
     MATRICES: tl.constexpr = 2 if CONFIG.DELTA else 1
     row = tl.arange(0, CONFIG.C)
     number = chunk.to(tl.int64) * CONFIG.HV + head
-    plane = planes + number * (MATRICES * CONFIG.TERMS * CONFIG.C * CONFIG.C)
+    plane = planes + number * (MATRICES * TERMS * CONFIG.C * CONFIG.C)
     return plane + row[:, None] * CONFIG.C + row[None, :], factors + number * (FACTORS * CONFIG.C)
 
 
@@ -217,30 +219,23 @@ def _cut(x):
 
 
 @triton.jit
-def _parts_of(x, CONFIG: tl.constexpr):
-    """Return TERMS numbers of bfloat16 whose sum is x, the largest first; with two of them, x is
-    rounded to 16 bits or more."""
+def _parts_of(x):
+    """Return TERMS numbers of bfloat16 whose sum is x, the largest first."""
     high, rest = _cut(x)
-    if CONFIG.TERMS == 2:
-        parts = high, rest.to(tl.bfloat16)
-    else:
-        middle, rest = _cut(rest)
-        low, _ = _cut(rest)
-        parts = high, middle, low
-    return parts
+    middle, rest = _cut(rest)
+    low, _ = _cut(rest)
+    return high, middle, low
 
 
 @triton.jit
 def _store_planes(place, x, CONFIG: tl.constexpr):
-    TERMS: tl.constexpr = CONFIG.TERMS
-    parts = _parts_of(x, CONFIG)
+    parts = _parts_of(x)
     for term in tl.static_range(TERMS):
         tl.store(place + term * CONFIG.C * CONFIG.C, parts[term])
 
 
 @triton.jit
 def _load_planes(place, CONFIG: tl.constexpr):
-    TERMS: tl.constexpr = CONFIG.TERMS
     planes = ()
     for term in tl.static_range(TERMS):
         planes = planes + (tl.load(place + term * CONFIG.C * CONFIG.C),)
@@ -293,7 +288,7 @@ def long_matrices_kernel(
     plane, vector = _places(planes, factors, place, head, CONFIG)
     _store_planes(plane, pairs * given.norm_q[:, None], CONFIG)
     if CONFIG.DELTA:
-        _store_planes(plane + CONFIG.TERMS * C * C, solve, CONFIG)
+        _store_planes(plane + TERMS * C * C, solve, CONFIG)
     index = tl.arange(0, C)
     decays = tl.exp(given.total)
     end = tl.sum(tl.where(index == C - 1, given.total, 0.0), 0)
@@ -317,7 +312,6 @@ def _dot(a, b, acc, CONFIG: tl.constexpr):
 @triton.jit
 def _multiply(rows, parts, acc, CONFIG: tl.constexpr):
     """Return acc + rows x, with x in TERMS parts."""
-    TERMS: tl.constexpr = CONFIG.TERMS
     for term in tl.static_range(TERMS):
         acc = _dot(rows, parts[TERMS - 1 - term], acc, CONFIG)
     return acc
@@ -326,9 +320,8 @@ def _multiply(rows, parts, acc, CONFIG: tl.constexpr):
 @triton.jit
 def _multiply_planes(planes, parts, acc, CONFIG: tl.constexpr):
     """Return acc + a x, with both in TERMS parts; products below the last part are left out."""
-    if CONFIG.TERMS == 3:
-        acc = _dot(planes[2], parts[0], acc, CONFIG)
-        acc = _dot(planes[1], parts[1], acc, CONFIG)
+    acc = _dot(planes[2], parts[0], acc, CONFIG)
+    acc = _dot(planes[1], parts[1], acc, CONFIG)
     acc = _dot(planes[1], parts[0], acc, CONFIG)
     return _multiply(planes[0], parts, acc, CONFIG)
 
@@ -349,21 +342,21 @@ def _compute_chunk(s, q, k, v, skip, place, vector, OUTPUTS: tl.constexpr, CONFI
     beta, kept = tl.load(vector + row), tl.load(vector + 3 * C + row)
     decay = tl.load(vector + 4 * C)
     zeros = tl.zeros([C, ROWS], tl.float32)
-    parts = _parts_of(s, CONFIG)
+    parts = _parts_of(s)
     u = v * beta[:, None]
     if CONFIG.DELTA:
         seen = tl.load(vector + C + row)
         u -= _multiply(k, parts, zeros, CONFIG) * seen[:, None]
-        solve = _load_planes(place + CONFIG.TERMS * C * C, CONFIG)
-        u = _multiply_planes(solve, _parts_of(u, CONFIG), zeros, CONFIG)
+        solve = _load_planes(place + TERMS * C * C, CONFIG)
+        u = _multiply_planes(solve, _parts_of(u), zeros, CONFIG)
     o = zeros
     if OUTPUTS:
         read = tl.load(vector + 2 * C + row)
         o = _multiply(q, parts, zeros, CONFIG) * read[:, None]
         if CONFIG.HAS_SKIP:
             o += v * skip
-        o = _multiply_planes(_load_planes(place, CONFIG), _parts_of(u, CONFIG), o, CONFIG)
-    s = _multiply(tl.trans(k), _parts_of(u * kept[:, None], CONFIG), s * decay, CONFIG)
+        o = _multiply_planes(_load_planes(place, CONFIG), _parts_of(u), o, CONFIG)
+    s = _multiply(tl.trans(k), _parts_of(u * kept[:, None]), s * decay, CONFIG)
     return s, o
 
 
