@@ -24,7 +24,7 @@ from attnlib.cli.arguments import (
     write_text,
 )
 from attnlib.cli.audit_tables import DTYPE_OF_THE_MODEL, audit_table, quality_table
-from attnlib.errors import ContractError
+from attnlib.errors import AttnlibError, ContractError
 
 if TYPE_CHECKING:
     from attnlib.cli.kv_quality import Quality
@@ -75,17 +75,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _formats(names: str | None) -> list[AuditFormat]:
-    from attnlib.debug.kv_audit import audit_formats
+    from attnlib.debug.kv_audit import audit_formats, named_format
 
-    known = {one.label: one for one in audit_formats()}
     if names is None:
-        return list(known.values())
-    wanted = [name.strip() for name in names.split(";")]
-    if unknown := [name for name in wanted if name not in known]:
-        raise ContractError(
-            f"--formats {unknown[0]!r} is not known; use some of {'; '.join(known)}"
-        )
-    return [known[name] for name in wanted]
+        return list(audit_formats())
+    found = []
+    for name in (one.strip() for one in names.split(";")):
+        try:
+            found.append(named_format(name))
+        except AttnlibError as error:
+            labels = "; ".join(one.label for one in audit_formats())
+            raise ContractError(
+                f"--formats {name!r} is no KEYS[,VALUES][+ROTATION]: {error}"
+                + ("" if ":" in name else f"; nor is it one of the labels {labels}")
+            ) from None
+    return found
 
 
 def _audit_recordings(
@@ -216,7 +220,11 @@ def parser() -> CommandParser:
     made.add_argument(
         "--max-tokens", type=count, default=1024, metavar="N", help="of a text (default 1024)"
     )
-    made.add_argument("--formats", help="labels of the table, separated by ';' (default: all)")
+    made.add_argument(
+        "--formats",
+        help="rows, separated by ';': labels of the table, or KEYS[,VALUES][+ROTATION], names of "
+        "formats or path/to/file.py:FORMAT (default: all labels)",
+    )
     made.add_argument("--layers", action="store_true", help="print every layer")
     made.add_argument(
         "--device", type=present_device, help="cpu or cuda (default: a GPU if there is one)"

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attnlib.kv_dtype import KV_FORMAT_PAIRS, PAGE_FORMATS
-from attnlib.kv_formats import installed_kv_formats
+import torch
 
-__all__ = ["AUDIT_FORMATS", "AuditFormat", "audit_formats"]
+from attnlib.errors import ContractError
+from attnlib.kv_dtype import KV_FORMAT_PAIRS, PAGE_FORMATS, kv_cache_format
+from attnlib.kv_formats import installed_kv_formats, load_kv_format
+from attnlib.kv_rotation import KVRotation
+
+__all__ = ["AUDIT_FORMATS", "AuditFormat", "audit_formats", "named_format"]
 
 
 @dataclass(frozen=True)
@@ -88,3 +92,31 @@ def audit_formats() -> tuple[AuditFormat, ...]:
             rows.append(AuditFormat(stored.name, stored.name))
         rows.append(_rotated(AuditFormat(stored.name, stored.name)))
     return tuple(rows)
+
+
+def named_format(text: str) -> AuditFormat:
+    """A row by its label in `audit_formats`, or by the formats of keys and of values.
+
+    Args:
+        text: a label, or KEYS, KEYS,VALUES or either with +ROTATION. Sides are values of
+            `AttentionSpec.kv_cache_dtype` or paths of open formats (`load_kv_format`).
+
+    Raises:
+        ContractError: no row has this label, and no format or rotation this name.
+        RegistrationError: another format has the name of one at a path.
+    """
+    for one in audit_formats():
+        if one.label == text:
+            return one
+    sides, _, rotation = text.partition("+")
+    names = [load_kv_format(one).name if ":" in one else one for one in sides.split(",")]
+    if len(names) > 2:
+        raise ContractError(f"{text!r} names {len(names)} formats: write KEYS,VALUES+ROTATION")
+    stored = [kv_cache_format(name, torch.bfloat16) for name in names]
+    return AuditFormat(
+        label=",".join(names) + (rotation and f"+{rotation}"),
+        kv_cache_dtype=names[0],
+        scales="page" if any(one.scales_in_page for one in stored) else "tensor",
+        value_cache_dtype=names[1] if len(names) == 2 else None,
+        kv_rotation=None if not rotation else str(KVRotation.of(rotation)),
+    )

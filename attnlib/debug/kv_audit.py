@@ -17,6 +17,7 @@ from attnlib.cache.storage import PagedKVCache, Scale
 from attnlib.debug.audit_formats import AUDIT_FORMATS as AUDIT_FORMATS
 from attnlib.debug.audit_formats import AuditFormat as AuditFormat
 from attnlib.debug.audit_formats import audit_formats as audit_formats
+from attnlib.debug.audit_formats import named_format as named_format
 from attnlib.debug.format_errors import FormatErrors as FormatErrors
 from attnlib.debug.format_errors import KVAudit as KVAudit
 from attnlib.debug.fp8_queries import (
@@ -30,7 +31,15 @@ from attnlib.ops.scales import scale_for, valid_scale
 from attnlib.testing.layouts import read_slots
 from attnlib.testing.materialized_case import MaterializedCase
 
-__all__ = ["AUDIT_FORMATS", "AuditFormat", "FormatErrors", "KVAudit", "audit_call", "audit_formats"]
+__all__ = [
+    "AUDIT_FORMATS",
+    "AuditFormat",
+    "FormatErrors",
+    "KVAudit",
+    "audit_call",
+    "audit_formats",
+    "named_format",
+]
 
 
 def audit_call(

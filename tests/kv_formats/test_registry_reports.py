@@ -12,13 +12,14 @@ import torch
 import attnlib
 from attnlib.cli import audit_kv
 from attnlib.cli import list as list_command
-from attnlib.debug.kv_audit import audit_call, audit_formats
+from attnlib.debug.kv_audit import audit_call, audit_formats, named_format
 from attnlib.debug.record import load_recording, save_recording
 from attnlib.debug.replay import replay
 from attnlib.errors import ContractError
 from attnlib.kv_formats import KVFormat, register_kv_format, unregister_kv_format
 from attnlib.testing.case import Case
 from tests.debug.recorded_calls import captured
+from tests.kv_formats.conftest import MODULE
 
 CASE = Case(batch="mixed", kv_cache_dtype="example:rotated4", layout="HND_INTERLEAVED")
 
@@ -67,6 +68,28 @@ def test_the_audit_has_a_row(rotated4: KVFormat, tmp_path: Path) -> None:
     row = ["--formats", "example:rotated4, rotated;nvfp4"]
     assert audit_kv.main(["--recordings", str(path), *row, "--json", str(out)]) == 0
     assert set(json.loads(out.read_text())["total"]) == {"example:rotated4, rotated", "nvfp4"}
+
+
+def test_the_audit_takes_sides_and_paths(rotated4: KVFormat) -> None:
+    """What no label says: one side of an open format, or one at a path."""
+    for text, sides, rotation in (
+        ("int8_per_token_head,example:rotated4+hadamard", (8, 4), "hadamard"),
+        (f"{MODULE}:ROTATED_4BIT,auto", (4, 32), None),
+        ("fp8_e4m3+hadamard_keys", (8, 8), "hadamard_keys"),
+    ):
+        one = named_format(text)
+        spec = attnlib.AttentionSpec(
+            num_heads=1, head_size=64, dtype=torch.float32, **one.spec_fields
+        )
+        assert (spec.kv_format.bits, spec.value_format.bits) == sides
+        assert one.kv_rotation == rotation
+    assert named_format("nvfp4, keys").value_cache_dtype == "auto"
+    path = named_format(f"{MODULE}:ROTATED_4BIT")
+    assert (path.label, path.scales) == (rotated4.name, "page")
+    assert named_format("fp8_e4m3,fp8_e4m3").scales == "tensor"
+    for text in ("fp3", "nvfp4,nvfp4,nvfp4", "nvfp4+turned", "nvfp4,", f"{MODULE}:NOTHING"):
+        with pytest.raises(ContractError):
+            named_format(text)
 
 
 def test_explain_names_format_version_and_rotation(rotated4: KVFormat) -> None:
