@@ -116,6 +116,7 @@ LATENT_SAMPLE = [
     "selected-16-splits-lse", "latent-32-verify-e4m3-all", "latent-32-verify-packed-all",
     "latent-32-e4m3-all",
 ]  # fmt: skip
+STREAM_SAMPLE = ["streams-64-lists-splits"]
 MAX_LATENT_STACK = 240
 """Bytes of local memory per thread of the kernels over latents, whose accumulators are half of the
 registers: scalars."""
@@ -127,6 +128,10 @@ SCORE = [
 ]
 """Cases with a score function: with two ranges, one range, no range, and in a decode.
 `--every-target` compiles all of `SCORE_CASES`."""
+WHOLE_SAMPLE = [
+    *(*SAMPLE, *LATENT_SAMPLE, *STREAM_SAMPLE, *INVARIANT_SAMPLE, *SHARED_SAMPLE),
+    *(*ENTRY_SAMPLE, *SCORE),
+]
 MAX_SCORE_STACK, MAX_SCORE_LOOP = 352, 24
 """Bytes of local memory per thread of a prefill with a score function, and accesses to it in a loop
 over keys."""
@@ -144,10 +149,11 @@ Compiled = dict[str, dict[str, Any]]
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> Compiled:
     """Compile every case once, in concurrent processes."""
-    cases = [*SAMPLE, *LATENT_SAMPLE, *INVARIANT_SAMPLE, *SHARED_SAMPLE, *ENTRY_SAMPLE, *SCORE]
+    cases = WHOLE_SAMPLE
     if request.config.getoption("--every-target"):
         cases = [
-            *CASES, *ALL_LATENT, *INVARIANT_CASES, *SHARED_CASES, *ENTRIES, *SCORE_CASES
+            *CASES, *ALL_LATENT, *STREAM_CASES, *INVARIANT_CASES, *SHARED_CASES, *ENTRIES,
+            *SCORE_CASES,
         ]  # fmt: skip
     module = "tests.ops.triton.hopper.cross_compile"
     with ThreadPoolExecutor(PROCESSES) as pool:
@@ -183,8 +189,7 @@ def max_stack(case: str) -> int:
 
 def _result(case: str, compiled: Compiled) -> dict[str, Any]:
     if case not in compiled:
-        sample = (*SAMPLE, *LATENT_SAMPLE, *INVARIANT_SAMPLE, *SHARED_SAMPLE, *ENTRY_SAMPLE, *SCORE)
-        assert case not in sample
+        assert case not in WHOLE_SAMPLE
         pytest.skip("compiled with --every-target")
     return compiled[case]
 
