@@ -108,8 +108,13 @@ _VALIDATORS.update({1: _checks, 2: _checks_and_shadow})
 def __getattr__(name: str) -> Any:
     module = _PUBLIC.get(name)
     if module is None:
+        from difflib import get_close_matches
+
+        nearest = get_close_matches(name, __all__, n=1)
+        hint = f"did you mean {nearest[0]!r}? Its" if nearest else "its"
         raise AttributeError(
-            f"module 'attnlib' has no attribute {name!r}; its public names are {', '.join(__all__)}"
+            f"module 'attnlib' has no attribute {name!r}; {hint} public names are "
+            f"{', '.join(__all__)}"
         )
     value = getattr(import_module(module), name)
     globals()[name] = value  # later look-ups do not call this function

@@ -9,16 +9,22 @@ the device.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from attnlib.errors import ContractError
 
-__all__ = ["DeviceInfo", "current_device_index", "device_info", "resolve_device"]
+__all__ = ["DeviceInfo", "current_device_index", "device_info", "explains_device", "resolve_device"]
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 _CAPABILITIES = {
     (7, 0): ("V100",),
@@ -127,6 +133,29 @@ def resolve_device(device: torch.device | str | DeviceInfo | None) -> DeviceInfo
             f"{', '.join(model for models in _CAPABILITIES.values() for model in models)}"
         ) from None
     return device_info(device.type, -1 if device.index is None else device.index)
+
+
+def explains_device(make: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorate a function that makes tensors on its argument `device`: a device that torch does not
+    know or find raises a ContractError with the next action, in place of torch's error."""
+
+    @wraps(make)
+    def explained(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            return make(*args, **kwargs)
+        except (AssertionError, RuntimeError) as error:
+            device = inspect.signature(make).bind(*args, **kwargs).arguments.get("device")
+            info = resolve_device(device)
+            if info.is_missing:
+                raise ContractError(*info.unavailable_reasons) from error
+            if info.is_hypothetical:
+                raise ContractError(
+                    f"device={device!r} is not on this machine, and tensors are made on it: give "
+                    "'cpu', 'cuda' or 'cuda:1'"
+                ) from error
+            raise
+
+    return explained
 
 
 def _device_by_name(name: str) -> DeviceInfo | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -68,6 +69,27 @@ def _lost_rank() -> None:
     late = RuntimeError("Timed out waiting 2000ms")
     with mock.patch.object(torch.distributed, "irecv", side_effect=late):
         group.agree("facts")
+
+
+def _step() -> tuple[attnlib.Attention, attnlib.PagedKVCache, Any]:
+    """A layer, its cache and the metadata of one decode."""
+    layer = attnlib.Attention(SPEC, device="cpu")
+    batch = attnlib.CommonAttentionMetadata.from_lengths([1], [4], [[0]], 16, "cpu")
+    metadata = layer.backend.make_builder(SPEC, "cpu").build(0, batch)
+    return layer, attnlib.PagedKVCache.allocate(SPEC, 2, "cpu"), metadata
+
+
+def _call(query: Any = None, cache: attnlib.PagedKVCache | None = None) -> None:
+    layer, own, metadata = _step()
+    query = torch.zeros(1, 512) if query is None else query
+    layer(query, torch.zeros(1, 128), torch.zeros(1, 128), cache or own, metadata)
+
+
+def _rotate(query: Any = None, q_norm: Any = None) -> None:
+    layer, cache, metadata = _step()
+    query = torch.zeros(1, 512) if query is None else query
+    rows, angles = torch.zeros(1, 128), torch.zeros(1, 32)
+    layer.rotate_and_write_kv(query, rows, rows, cache, metadata, angles, angles, q_norm=q_norm)
 
 
 class WrongForward(TorchBackend.get_impl_cls()):  # type: ignore[misc]  # found at run time
@@ -172,6 +194,103 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
         errors.ContractError,
         lambda: attnlib.explain(SPEC, "gpu"),
         ("device='gpu'", "'cpu', 'cuda'"),
+    ),
+    "device of another machine": (
+        errors.ContractError,
+        lambda: attnlib.PagedKVCache.allocate(SPEC, 2, "H200"),
+        ("device='H200'", "is not on this machine", "give 'cpu', 'cuda' or 'cuda:1'"),
+    ),
+    "device without tensors": (
+        errors.ContractError,
+        lambda: attnlib.CommonAttentionMetadata.from_lengths([1], [4], [[0]], 16, "gpu"),
+        ("device='gpu'", "'cpu', 'cuda'"),
+    ),
+    "missing device": (
+        errors.ContractError,
+        lambda: attnlib.BlockTable(2, 4, "cuda:99"),
+        ("no CUDA device 99", "CUDA_VISIBLE_DEVICES", "use device='cpu'"),
+    ),
+    "missing device of a layer": (
+        errors.UnsupportedConfigError,
+        lambda: attnlib.Attention(SPEC, device="cuda:99"),
+        ("cuda:99 (not found)", "all backends: no CUDA device 99", "use device='cpu'"),
+    ),
+    "query of another type": (
+        errors.ContractError,
+        lambda: _call(query=[[0.0] * 512]),
+        ("query is a list", "must be a torch.Tensor", "torch.as_tensor"),
+    ),
+    "query of another dtype": (
+        errors.ContractError,
+        lambda: _call(query=torch.zeros(1, 512, dtype=torch.float16)),
+        ("query is torch.float16", "the spec says torch.float32", "convert it"),
+    ),
+    "too few rows": (
+        errors.ContractError,
+        lambda: _call(query=torch.zeros(0, 512)),
+        ("query has 0 rows", "the batch has 1 tokens", "pass a row for each token"),
+    ),
+    "cache of other blocks": (
+        errors.ContractError,
+        lambda: _call(cache=attnlib.PagedKVCache.allocate(SPEC.replace(block_size=8), 2, "cpu")),
+        ("cache has block_size=8", "the spec says 16", "call layer.set_block_size"),
+    ),
+    "softmax scale": (
+        errors.ContractError,
+        lambda: attnlib.Attention(SPEC, scale=float("nan"), device="cpu"),
+        ("scale=nan", "a finite number", "None for 1/sqrt(head_size)", "[M3]"),
+    ),
+    "norm": (
+        errors.ContractError,
+        lambda: _rotate(q_norm=torch.ones(64)),
+        ("q_norm is a Tensor", "attnlib.ops.HeadNorm", "HeadNorm(weight, eps=...)"),
+    ),
+    "rotated query of another type": (
+        errors.ContractError,
+        lambda: _rotate(query=[0.0]),
+        ("query is a list", "must be a torch.Tensor"),
+    ),
+    "batch of lists": (
+        errors.ContractError,
+        lambda: attnlib.CommonAttentionMetadata(
+            query_start_loc=[0, 1],  # type: ignore[arg-type]
+            seq_lens=[5],  # type: ignore[arg-type]
+            num_reqs=1,
+            num_actual_tokens=1,
+            max_query_len=1,
+            max_seq_len=5,
+        ),
+        ("query_start_loc is a list", "must be a tensor", "from_lengths makes a batch of lists"),
+    ),
+    "one block": (
+        errors.ContractError,
+        lambda: attnlib.BlockAllocator(2, 16).free(0),  # type: ignore[arg-type]
+        ("block_ids=0 is a int", "a list of ids, such as [0]"),
+    ),
+    "slots of a list": (
+        errors.ContractError,
+        lambda: attnlib.PagedKVCache.allocate(SPEC, 2, "cpu").move_slots([0], [1]),  # type: ignore[arg-type]
+        ("source slots are a list", "int64 [n] on cpu"),
+    ),
+    "exchanged arguments": (
+        errors.ContractError,
+        lambda: attnlib.PagedKVCache.allocate(8, SPEC),  # type: ignore[arg-type]
+        ("num_blocks AttentionSpec(num_heads=8", "... is a AttentionSpec", "must be an integer"),
+    ),
+    "explain without a spec": (
+        errors.ContractError,
+        lambda: attnlib.explain({"num_heads": 8}, "cpu"),  # type: ignore[arg-type]
+        ("explain takes an attnlib.AttentionSpec", "spec is a dict"),
+    ),
+    "groups without names": (
+        errors.ContractError,
+        lambda: attnlib.select_for_groups(SPEC, device="cpu"),  # type: ignore[arg-type]
+        ("groups is a AttentionSpec", "a dictionary from group name to spec"),
+    ),
+    "builder without a spec": (
+        errors.ContractError,
+        lambda: TorchBackend.make_builder("cpu", SPEC),  # type: ignore[arg-type]
+        ("make_builder takes an attnlib.AttentionSpec", "spec is a str"),
     ),
     "cache full": (
         errors.CacheExhaustedError,

@@ -235,6 +235,7 @@ class AttentionBackend(StateBackend, ABC):
         """
         if isinstance(spec, StateSpec):
             return cls.make_state_builder(spec, device, **kwargs)
+        AttentionSpec.check_kind(spec, "make_builder")
         assert isinstance(spec, AttentionSpec)
         return cls.get_builder_cls().create(spec, device, config=cls.config, **kwargs)
 

@@ -20,7 +20,7 @@ from attnlib.cache.prefix_tree import (
     chunks,
 )
 from attnlib.errors import ContractError
-from attnlib.ops.addresses import as_count
+from attnlib.ops.addresses import as_count, as_ids
 
 __all__ = ["BlockAllocator", "PrefixHit", "TokenIds", "as_tokens"]
 
@@ -89,7 +89,7 @@ class BlockAllocator:
         Raises:
             ContractError: a block without references or outside the pool; no reference is added.
         """
-        for block in [self._pool.held(block_id, "retain") for block_id in block_ids]:
+        for block in [self._pool.held(x, "retain") for x in as_ids("block_ids", block_ids)]:
             block.references += 1
 
     def free(self, block_ids: Iterable[int], *, behind_window: bool = False) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from attnlib.cache.prefix_tree import PrefixNode, PrefixTree
 from attnlib.errors import CacheExhaustedError, ContractError
-from attnlib.ops.addresses import as_count, as_id
+from attnlib.ops.addresses import as_count, as_id, as_ids
 
 __all__ = ["Block", "BlockPool"]
 
@@ -105,7 +105,7 @@ class BlockPool:
 
     def free(self, block_ids: Iterable[int], behind_window: bool) -> None:
         """See `BlockAllocator.free`."""
-        ids = list(block_ids)
+        ids = as_ids("block_ids", block_ids)
         for block_id, count in Counter(ids).items():
             references = self.held(block_id, "free").references
             if references < count:

@@ -27,6 +27,7 @@ from attnlib.cache.hybrid_groups import (
 from attnlib.cache.pages import page_bytes
 from attnlib.cache.states import StateCache
 from attnlib.cache.storage import PagedKVCache
+from attnlib.device import explains_device
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import as_id
 
@@ -54,6 +55,7 @@ class HybridKVCache:
         ContractError: there is no group, a value is none, or fewer than two blocks.
     """
 
+    @explains_device
     def __init__(
         self,
         groups: Mapping[str, Group],

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnlib.device import explains_device
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import check_slot_values
 from attnlib.ops.checks import check_slots
@@ -60,6 +61,7 @@ class IndexKeyCache:
             )
 
     @classmethod
+    @explains_device
     def allocate(
         cls,
         num_blocks: int,

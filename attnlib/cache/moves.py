@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlib.cache.scales import check_same_kind
-from attnlib.ops.addresses import as_id
+from attnlib.ops.addresses import as_id, as_ids
 from attnlib.ops.block_moves import BlockPairs, check_ids, checked_pairs, move_blocks, zero_blocks
 from attnlib.ops.token_moves import move_tokens
 
@@ -81,6 +81,7 @@ class BlockMoves:
         Raises:
             ContractError: an id is out of range; nothing is written.
         """
-        ids = [as_id("block_ids", block, place) for place, block in enumerate(block_ids)]
+        given = as_ids("block_ids", block_ids)
+        ids = [as_id("block_ids", block, place) for place, block in enumerate(given)]
         check_ids("block_ids", ids, self.num_blocks)
         zero_blocks(self.block_views, ids)

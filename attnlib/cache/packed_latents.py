@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnlib.device import explains_device
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import are_readable
 from attnlib.ops.dispatch import operation
@@ -40,6 +41,7 @@ class PackedLatentCache:
         packed_views(self.data)
 
     @classmethod
+    @explains_device
     def allocate(
         cls, num_blocks: int, block_size: int, device: torch.device | str | None = None
     ) -> PackedLatentCache:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlib.compile.objects import register_tensor_id
+from attnlib.device import explains_device
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import as_count
 from attnlib.ops.states import RecurrenceParams, StateLayout, StateTensors
@@ -79,6 +80,7 @@ class StateCache:
         self.handle = register_tensor_id(self)
 
     @classmethod
+    @explains_device
     def allocate(
         cls, spec: StateSpec, num_slots: int, *, device: torch.device | str | None = None
     ) -> StateCache:

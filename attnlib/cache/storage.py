@@ -19,6 +19,7 @@ from attnlib.cache.scales import UNIT_SCALE, Scale, ScaleResets, check_page_scal
 from attnlib.cache.sizes import CacheSizes
 from attnlib.cache.views import CacheSignature, allocated_views, check_views, recognized_layout
 from attnlib.compile.objects import register_tensor_id
+from attnlib.device import explains_device
 from attnlib.errors import ContractError
 from attnlib.kv_dtype import KVFormat, page_format
 from attnlib.kv_rotation import KVRotation
@@ -140,6 +141,7 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
             self.__dict__["_assigned"] = False
 
     @classmethod
+    @explains_device
     def allocate(
         cls,
         spec: AttentionSpec,
@@ -167,8 +169,7 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
         num_blocks = as_count("num_blocks", num_blocks, 1)
         if not spec.is_paged:
             raise ContractError(
-                f"a layer of {spec} keeps no keys: call it with cache=None, or, if it is a state "
-                "layer, with a StateCache"
+                "it keeps no keys: call it with cache=None (a state layer: with a StateCache)"
             )
         wanted = layout or spec.kv_cache_layout or get_kv_cache_layout()
         if spec.scales_in_page:
@@ -226,8 +227,7 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
         k_scale: Scale = UNIT_SCALE,
         v_scale: Scale = UNIT_SCALE,
     ) -> PagedKVCache:
-        """A cache over existing memory, without a copy. `from_vllm` and others find the views in
-        the cache of an engine.
+        """A cache over existing memory, without a copy; `from_vllm` and others find the views.
 
         Args:
             key_cache: `[B, N, Hkv, D]`, any strides, the last one 1.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from attnlib.device import explains_device
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import as_count, as_id
 
@@ -31,6 +32,7 @@ class BlockTable:
         ContractError: a size below 1.
     """
 
+    @explains_device
     def __init__(
         self, max_reqs: int, max_blocks: int, device: torch.device | str | None = None
     ) -> None:

@@ -63,8 +63,11 @@ def _check_form(spec: AttentionSpec, cache: PagedKVCache, device: torch.device) 
         ("block_size", spec.block_size),
     ):
         if getattr(cache, name) != wanted:
+            chosen_late = "; or call layer.set_block_size and make the builders again"
             raise ContractError(
-                f"cache has {name}={getattr(cache, name)}, the spec says {wanted}", rule="P1"
+                f"cache has {name}={getattr(cache, name)}, the spec says {wanted}: allocate it "
+                f"with the spec of the layer{chosen_late if name == 'block_size' else ''}",
+                rule="P1",
             )
     formats = (spec.kv_format, spec.value_format)
     stored = tuple(one if one.scales_in_page else None for one in formats)
@@ -73,6 +76,8 @@ def _check_form(spec: AttentionSpec, cache: PagedKVCache, device: torch.device) 
         names = ",".join(dict.fromkeys(one.name for one in formats))
         if names == cache.format_name:
             names += " of another version or registration: allocate the cache again"
+        else:
+            names += ": allocate it with the spec of the layer"
         raise ContractError(f"cache stores {cache.format_name}, the spec says {names}", rule="P1")
     if cache.rotation != spec.kv_rotation:
         raise ContractError(

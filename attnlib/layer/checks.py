@@ -21,7 +21,7 @@ from attnlib.spec import AttentionSpec
 if TYPE_CHECKING:
     from attnlib.layer.attention import Attention
 
-__all__ = ["check_call", "check_output", "refuse_gradients"]
+__all__ = ["check_call", "check_output", "check_tensor_types", "refuse_gradients"]
 
 
 def check_call(layer: Attention, call: LayerCall) -> None:
@@ -87,7 +87,8 @@ def _check_tensors(layer: Attention, call: LayerCall, facts: BatchFacts) -> None
     _check_tensor("query", query, (spec.num_heads, spec.head_size), spec.dtype, query.device)
     if query.shape[0] < (facts.num_actual_tokens or 0):
         raise ContractError(
-            f"query has {query.shape[0]} rows, but the batch has {facts.num_actual_tokens} tokens",
+            f"query has {query.shape[0]} rows, but the batch has {facts.num_actual_tokens} tokens: "
+            "pass a row for each token, and metadata of this batch",
             rule="M6",
         )
     if (key is None) != (value is None):
@@ -116,7 +117,10 @@ def _check_tensor(
             f"or [tokens, {heads[0] * heads[1]}]"
         )
     if tensor.dtype != dtype:
-        raise ContractError(f"{name} is {tensor.dtype}, the spec says {dtype}")
+        raise ContractError(
+            f"{name} is {tensor.dtype}, the spec says {dtype}: convert it, or make layer and cache "
+            f"with a spec of dtype={tensor.dtype}"
+        )
     if tensor.device != device:
         raise ContractError(
             f"{name} is on {tensor.device}, query on {device}: all tensors of a call must be on "
@@ -160,6 +164,20 @@ def _check_score_tensors(
                 f"{name} of score function {function} is on {tensor.device}, query on {device}: "
                 "move it to the device of the layer",
                 rule="M10",
+            )
+
+
+def check_tensor_types(query: object, key: object, value: object) -> None:
+    """Whether query, key and value are tensors, or None.
+
+    Raises:
+        ContractError: one is of another type.
+    """
+    for name, given in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(given, torch.Tensor) and (given is not None or name == "query"):
+            raise ContractError(
+                f"{name} is a {type(given).__name__}; it must be a torch.Tensor: convert it with "
+                "torch.as_tensor"
             )
 
 

@@ -9,12 +9,43 @@ import torch
 from attnlib.backends.base import AttentionImpl, check_in_place
 from attnlib.cache.storage import PagedKVCache
 from attnlib.layer.call import ExtraKeys
+from attnlib.layer.metadata_checks import check_addresses
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.score_functions.query_tensors import QueryTensors
 from attnlib.spec import AttentionSpec
 
 __all__ = ["MethodPlan"]
+
+
+class _CheckedAddresses:
+    """Block ids, slots and lengths of a batch on the CPU that passed `check_addresses`, which is
+    repeated after a change in place. Tensors of inference mode do not count their changes.
+
+    Args:
+        metadata: of the batch.
+    """
+
+    __slots__ = ("_checked", "_tensors")
+
+    def __init__(self, metadata: AttentionMetadata) -> None:
+        facts = metadata.facts
+        self._tensors = tuple(
+            tensor
+            for tensor in (facts.block_table, facts.seq_lens, metadata.slot_mapping)
+            if tensor is not None and tensor.is_cpu and not tensor.is_inference()
+        )
+        self._checked = self._versions()
+
+    def check(self, metadata: AttentionMetadata, cache: PagedKVCache) -> None:
+        """Raise the error of `check_addresses` if a change leaves an address outside the cache."""
+        versions = self._versions()
+        if versions != self._checked:
+            check_addresses(metadata, cache)
+            self._checked = versions
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(tensor._version for tensor in self._tensors)
 
 
 class MethodPlan:
@@ -24,6 +55,7 @@ class MethodPlan:
         self._spec = spec
         self._metadata = metadata
         self._slots = metadata.slot_mapping if writes else None
+        self._addresses = _CheckedAddresses(metadata)
 
     def run(
         self,
@@ -42,6 +74,8 @@ class MethodPlan:
         spec, metadata = self._spec, self._metadata
         if metadata.lengths_read is not None:
             metadata.lengths_read.check()
+        if cache is not None:
+            self._addresses.check(metadata, cache)
         query = query.view(-1, spec.num_heads, spec.head_size) if query.dim() == 2 else query
         if output.dim() == 2:
             output = output.view(-1, spec.num_heads, spec.head_size_v)

@@ -3,6 +3,7 @@ of score functions."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from torch import nn
 
 from attnlib.backends.base import AttentionImpl, score_attribute
 from attnlib.backends.rotated import make_backend_impl
+from attnlib.errors import ContractError
+from attnlib.ops.addresses import shortened
 from attnlib.ops.signature import tensor_signature
 from attnlib.spec import AttentionSpec
 
@@ -36,7 +39,7 @@ def make_impl(
     return make_backend_impl(
         layer.backend,
         spec,
-        scale=scale,
+        scale=checked_softmax_scale(scale),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         kv_sharing_target_layer_name=layer.kv_sharing_target_layer_name,
@@ -44,6 +47,26 @@ def make_impl(
         prefix=layer.prefix,
         **extra,
     )
+
+
+def checked_softmax_scale(scale: float | None) -> float | None:
+    """The softmax scale that a layer is given.
+
+    Raises:
+        ContractError: it is not a finite number.
+    """
+    if scale is None:
+        return None
+    try:
+        number = float(scale)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ContractError(
+            f"scale={shortened(scale)} must be a finite number, or None for 1/sqrt(head_size)",
+            rule="M3",
+        )
+    return number
 
 
 def own_per_head_tensors(layer: Attention) -> None:

@@ -12,7 +12,12 @@ from attnlib.cache.storage import UNIT_SCALE, PagedKVCache
 from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY, checker_for_level
 from attnlib.layer.cache_checks import check_cache_type, check_latent_scales
 from attnlib.layer.call import ExtraKeys, LayerCall, RecentPlan, call_signature, new_lse, notify
-from attnlib.layer.checks import check_call, check_output, refuse_gradients
+from attnlib.layer.checks import (
+    check_call,
+    check_output,
+    check_tensor_types,
+    refuse_gradients,
+)
 from attnlib.layer.metadata_checks import (
     check_addresses,
     check_extra_keys,
@@ -69,6 +74,7 @@ def find_plan(layer: Attention, call: LayerCall) -> FoundPlan:
         check_metadata_type(layer, metadata)  # raises
     if extra is not None and not isinstance(extra, ExtraKeys):
         check_extra_keys(layer.spec, call)  # raises
+    check_tensor_types(call.query, call.key, call.value)
     if torch.is_grad_enabled():
         refuse_gradients(call.query, call.key, call.value)
         if isinstance(extra, QueryTensors):

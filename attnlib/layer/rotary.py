@@ -15,7 +15,7 @@ from attnlib.errors import ContractError
 from attnlib.instrumentation import ENVIRONMENT, VALIDATE_KEY, checker_for_level
 from attnlib.layer.cache_checks import check_cache_type
 from attnlib.layer.call import LayerCall
-from attnlib.layer.checks import check_call, refuse_gradients
+from attnlib.layer.checks import check_call, check_tensor_types, refuse_gradients
 from attnlib.layer.metadata_checks import check_addresses, check_metadata_type
 from attnlib.layer.operator import rotate_opaquely
 from attnlib.layer.plans import scales_agree
@@ -51,6 +51,14 @@ def rotate_and_write_kv(
     check_cache_type(cache)
     if not isinstance(metadata, AttentionMetadata):
         check_metadata_type(layer, metadata)  # raises
+    check_tensor_types(query, key, value)
+    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if norm is not None and not isinstance(norm, HeadNorm):
+            raise ContractError(
+                f"{name} is a {type(norm).__name__}; it must be an attnlib.ops.HeadNorm: pass "
+                f"HeadNorm(weight, eps=...)",
+                rule="P11",
+            )
     heads = LayerCall(query, key, value, cache, metadata).per_head(layer.spec)
     call = (query, key, value, cos, sin, interleaved, q_norm, k_norm)
     known = _find_checked(layer, metadata.plans, cache, call)

@@ -106,12 +106,12 @@ def warmup(
     if isinstance(layer, StateLayer):
         return _warm_states(layer, cache, limits, builder, form)
     spec = layer.spec
-    assert not isinstance(cache, StateCache)  # of an attention layer
-    if spec.is_paged and cache is None:
+    if spec.is_paged and not isinstance(cache, PagedKVCache):
         raise ContractError(
-            f"warmup of a layer with attn_type={spec.attn_type.value} needs its cache: kernels "
-            f"depend on its strides"
+            f"cache is a {type(cache).__name__}; warmup(layer, cache, limits) needs the "
+            "PagedKVCache of the layer: kernels depend on its strides"
         )
+    assert not isinstance(cache, StateCache)  # of an attention layer
     where = torch.device(device or torch.get_default_device()) if cache is None else cache.device
     builder = builder or layer.backend.make_builder(spec, where, limits=limits)
     started, batches = time.perf_counter(), _batches(builder, limits, where)

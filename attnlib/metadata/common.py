@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from attnlib.device import explains_device
 from attnlib.errors import ContractError
 from attnlib.metadata.batch_slice import slice_batch
 from attnlib.metadata.form import check_form
@@ -102,6 +103,7 @@ class CommonAttentionMetadata:
         check_form(self)
 
     @classmethod
+    @explains_device
     def from_lengths(
         cls,
         query_lens: Sequence[int],

@@ -30,6 +30,18 @@ def check_form(common: CommonAttentionMetadata) -> None:
         common.slot_mapping,
         common.query_start_loc_cpu,
     )
+    for name, given in (
+        ("query_start_loc", common.query_start_loc),
+        ("seq_lens", common.seq_lens),
+        ("block_table_tensor", table),
+        ("slot_mapping", slots),
+    ):
+        if given is not None and not isinstance(given, torch.Tensor):
+            raise ContractError(
+                f"{name} is a {type(given).__name__}; it must be a tensor: "
+                "CommonAttentionMetadata.from_lengths makes a batch of lists",
+                rule="M1",
+            )
     reqs, tokens, device = common.num_reqs, common.num_actual_tokens, common.query_start_loc.device
     if (
         _differs(common.query_start_loc, _INT32, (reqs + 1,))

@@ -7,6 +7,7 @@ ATTNLIB_VALIDATE, and not while a CUDA graph is captured.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ __all__ = [
     "are_readable",
     "as_count",
     "as_id",
+    "as_ids",
     "check_block_table",
     "check_lengths",
     "check_slot_values",
     "check_starts",
+    "shortened",
 ]
 
 
@@ -187,9 +190,35 @@ def as_id(what: str, block: Any, position: int | None = None) -> int:
     except TypeError:
         where = "" if position is None else f" (index {position})"
         raise ContractError(
-            f"{what} {block!r}{where} is a {type(block).__name__}; it must be an integer",
+            f"{what} {shortened(block)}{where} is a {type(block).__name__}; it must be an integer",
             rule="P3",
         ) from None
+
+
+def as_ids(name: str, ids: Iterable[int]) -> list[int]:
+    """Ids as a list; their values are not checked.
+
+    Args:
+        name: of the argument, for messages.
+        ids: the ids.
+
+    Raises:
+        ContractError: a single id.
+    """
+    try:
+        return list(ids)
+    except TypeError:
+        raise ContractError(
+            f"{name}={shortened(ids)} is a {type(ids).__name__}; it must be a list of ids, such as "
+            "[0]",
+            rule="P3",
+        ) from None
+
+
+def shortened(value: object) -> str:
+    """The representation of a value, at most 60 characters of it."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def as_count(name: str, count: Any, least: int = 0) -> int:

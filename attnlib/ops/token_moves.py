@@ -28,6 +28,12 @@ def move_tokens(views: Sequence[Tensor], source: Tensor, target: Tensor) -> None
     """
     blocks, size = views[0].shape[:2]
     for name, slots in (("source", source), ("target", target)):
+        if not isinstance(slots, Tensor):
+            raise ContractError(
+                f"{name} slots are a {type(slots).__name__}; pass a tensor, int64 [n] on "
+                f"{views[0].device}",
+                rule="P4",
+            )
         if slots.dtype != torch.int64 or slots.dim() != 1 or slots.device != views[0].device:
             raise ContractError(
                 f"{name} slots are {slots.dtype} {tuple(slots.shape)} on {slots.device}; pass "

@@ -15,6 +15,7 @@ import torch
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.cache.layout import get_kv_cache_layout, negotiate_layout
+from attnlib.cache.pages import PAGE_LAYOUTS, page_layout
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.errors import ContractError
 from attnlib.selection.selector import get_attn_backend
@@ -33,7 +34,9 @@ class GroupSelection:
         specs: group -> its spec; `kv_cache_layout` is set for groups with a paged cache, `form`
             and `chunk_size` for state layers.
         backends: group -> its backend.
-        layout: the cache layout of all groups with a paged cache; None if there is none.
+        layout: the cache layout of all groups with a paged cache; None if there is none. Formats
+            with scales in the page have layouts of their own (P13): if other groups have caches
+            too, it is that of the others.
     """
 
     specs: Mapping[str, Any]
@@ -67,6 +70,10 @@ def select_for_groups(
         UnknownBackendError, BackendUnavailableError, UnsupportedConfigError: as in
             `get_attn_backend`, for one group.
     """
+    if not isinstance(groups, Mapping):
+        raise ContractError(
+            f"groups is a {type(groups).__name__}; it must be a dictionary from group name to spec"
+        )
     info = resolve_device(device)
     requests = dict(backend) if isinstance(backend, Mapping) else dict.fromkeys(groups, backend)
     unknown_keys = [name for name in requests if name not in groups]
@@ -87,16 +94,32 @@ def select_for_groups(
 def _resolved(spec: LayerSpec, backend: type[AttentionBackend], layout: str | None) -> LayerSpec:
     if isinstance(spec, StateSpec):
         return backend.resolve_state_spec(spec)
-    paged = isinstance(spec, AttentionSpec) and spec.is_paged
-    return spec.replace(kv_cache_layout=layout) if paged and layout else spec
+    if not (isinstance(spec, AttentionSpec) and spec.is_paged):
+        return spec
+    if spec.scales_in_page:
+        layout = _layout_of_pages(spec)
+    return spec.replace(kv_cache_layout=layout) if layout else spec
+
+
+def _layout_of_pages(spec: AttentionSpec) -> str:
+    """That of the spec, the one that the user has set if pages have it, or the default."""
+    requested = get_kv_cache_layout()
+    takes_it = spec.kv_cache_layout is None and requested in PAGE_LAYOUTS
+    return page_layout(spec, requested if takes_it else None)
 
 
 def _shared_layout(
     groups: Mapping[str, LayerSpec], chosen: Mapping[str, type[AttentionBackend]]
 ) -> str | None:
+    paged = {
+        name: spec
+        for name, spec in groups.items()
+        if isinstance(spec, AttentionSpec) and spec.is_paged
+    }
+    in_pages = [_layout_of_pages(spec) for spec in paged.values() if spec.scales_in_page]
     supported = []
-    for name, spec in groups.items():
-        if isinstance(spec, AttentionSpec) and spec.is_paged:
+    for name, spec in paged.items():
+        if not spec.scales_in_page:
             reads = chosen[name].capabilities.kv_cache_layouts or ("NHD",)
             supported.append(
                 (
@@ -104,4 +127,6 @@ def _shared_layout(
                     (spec.kv_cache_layout,) if spec.kv_cache_layout else reads,
                 )
             )
-    return negotiate_layout(supported, get_kv_cache_layout()) if supported else None
+    if not supported:
+        return in_pages[0] if in_pages else None
+    return negotiate_layout(supported, get_kv_cache_layout())

@@ -155,7 +155,11 @@ def selection_error(
             backend that is not available.
     """
     if not requested:
-        table = "\n".join(f"  {c.name}: {'; '.join(c.reasons)}" for c in report.candidates)
+        reasons = {c.name: "; ".join(c.reasons) for c in report.candidates}
+        lines = [f"  {name}: {reason}" for name, reason in reasons.items()]
+        if len(lines) > 1 and len(set(reasons.values())) == 1:  # such as a device that is missing
+            lines = [f"  all backends: {next(iter(reasons.values()))}"]
+        table = "\n".join(lines)
         return UnsupportedConfigError(
             f"no backend supports this layer on {report.device}:\n{table}\nThe layer: {spec}",
             backend="auto",

@@ -28,7 +28,7 @@ from attnlib.selection.registry import registrations
 from attnlib.selection.report import SelectionReport, selection_error
 from attnlib.selection.request import Request
 from attnlib.selection.vllm_arguments import spec_from_vllm_arguments
-from attnlib.spec import AttentionSpec, LayerSpec
+from attnlib.spec import AttentionSpec, LayerSpec, StateSpec
 
 __all__ = ["explain", "get_attn_backend", "measured_ranking"]
 
@@ -106,8 +106,11 @@ def explain(
         backend: as in `get_attn_backend`.
 
     Raises:
-        UnknownBackendError: a name that is not registered; no other reason raises.
+        UnknownBackendError: a name that is not registered.
+        ContractError: `spec` is no specification.
     """
+    if not isinstance(spec, StateSpec):
+        AttentionSpec.check_kind(spec, "explain")
     _cached_availability.cache_clear()
     info = resolve_device(device)
     request, given = current_request(backend)

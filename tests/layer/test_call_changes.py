@@ -159,6 +159,40 @@ CHANGES: dict[str, Callable[[Setup], None]] = {
 }
 
 
+def _block_id(setup: Setup) -> None:
+    setup.step.block_table[1, 0] = 99
+
+
+def _negative_block_id(setup: Setup) -> None:
+    setup.step.block_table[0, 1] = -1
+
+
+def _length(setup: Setup) -> None:
+    setup.step.seq_lens[1] = 13
+
+
+def _slot(setup: Setup) -> None:
+    setup.step.slot_mapping[2] = 32
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("change", [_block_id, _negative_block_id, _length, _slot])
+def test_addresses_that_leave_the_cache_in_place_are_refused(
+    change: Callable[[Setup], None], mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P3, P4: as before the first call, in each later one, before anything is written."""
+    setup = _setup(SPEC, monkeypatch)
+    cache = setup.cache
+    before = cache.key_cache.clone(), cache.value_cache.clone()
+    new = setup._replace(new=(torch.randn(6, 2, 8), torch.randn(6, 2, 8)))
+    with mode():
+        change(new)
+        for _ in range(2):
+            with pytest.raises(ContractError, match=r"\[P[34]\]"):
+                new.call()
+    assert torch.equal(cache.key_cache, before[0]) and torch.equal(cache.value_cache, before[1])
+
+
 def _here(setup: Setup, change: Callable[[Setup], None]) -> None:
     change(setup)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attnlib.backends.torch import TorchBackend
+from attnlib.cache.storage import PagedKVCache
 from attnlib.capabilities import Capabilities
 from attnlib.errors import ContractError, LayoutMismatchError, UnsupportedConfigError
 from attnlib.selection import register_backend, unregister_backend
@@ -86,6 +87,22 @@ def test_the_layout_of_a_spec_or_of_the_environment_applies(
     )
     monkeypatch.setenv("ATTNLIB_KV_CACHE_LAYOUT", "NHD")
     assert select_for_groups(GROUPS, device="cpu").layout == "NHD"
+
+
+@pytest.mark.parametrize("others", [{}, {"full": spec_of()}])
+@pytest.mark.parametrize("requested", [None, "NHD", "NHD_INTERLEAVED"])
+def test_caches_of_formats_with_scales_in_the_page_are_allocated(
+    others: dict[str, AttentionSpec], requested: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P13: pages have layouts of their own, beside those of other groups."""
+    if requested:
+        monkeypatch.setenv("ATTNLIB_KV_CACHE_LAYOUT", requested)
+    pages = spec_of(kv_cache_dtype="int8_per_token_head")
+    found = select_for_groups({"pages": pages, **others}, TorchBackend, "cpu")
+    caches = {name: PagedKVCache.allocate(spec, 2, "cpu") for name, spec in found.specs.items()}
+    in_pages = "NHD_INTERLEAVED" if requested == "NHD_INTERLEAVED" else "HND_INTERLEAVED"
+    assert caches["pages"].layout == in_pages
+    assert found.layout == (caches["full"].layout if others else in_pages)
 
 
 def test_groups_without_a_cache_do_not_restrict_the_layout() -> None:
