@@ -10,7 +10,9 @@ import torch
 
 from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.heuristics.device import INTERPRETED, limits_of
-from attnlib.ops.triton.states import long_step
+from attnlib.ops.triton.hopper.kernels.state_long import long_step_kernel
+from attnlib.ops.triton.states import state_step
+from attnlib.ops.triton.states.launch import KernelLaunch
 from attnlib.spec import StateSpec
 from attnlib.testing.states.inputs import draw_layer, draw_tokens
 from attnlib.testing.states.kinds import KINDS
@@ -28,13 +30,16 @@ def long_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     if not INTERPRETED and limits_of(torch.empty(0, device=DEVICE)).capability[0] != 9:
         pytest.skip("the kernels are for Hopper")
     taken: list[int] = []
-    run = long_step.PreparedLongStep.run
 
-    def noted(self: Any, *given: Any) -> None:
-        taken.append(len(given[-1]))
-        run(self, *given)
+    class Noted(KernelLaunch):
+        def __init__(
+            self, kernel: Any, constants: Any, grid: Any, numbers: Any = (), **options: int
+        ):
+            super().__init__(kernel, constants, grid, numbers, **options)
+            if kernel is long_step_kernel:
+                taken.append(numbers[-1])
 
-    monkeypatch.setattr(long_step.PreparedLongStep, "run", noted)
+    monkeypatch.setattr(state_step, "KernelLaunch", Noted)
     monkeypatch.setattr(state_tiles, "LONG_CHUNK", 64)
     yield taken
 

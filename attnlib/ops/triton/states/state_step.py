@@ -1,6 +1,9 @@
-"""One step of a recurrence over a batch, in one launch or three (`kernels/state_step.py`)."""
+"""One step of a recurrence over a batch, in one launch or three (`kernels/state_step.py`, and
+`hopper/kernels/state_long.py` for steps of many tokens in larger chunks than those of slots)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,8 +12,15 @@ from attnlib.errors import ContractError
 from attnlib.ops.states.batch import StateBatch
 from attnlib.ops.states.inputs import RecurrenceParams, StateInputs
 from attnlib.ops.states.tensors import StateTensors
-from attnlib.ops.triton.heuristics.device import limits_of
+from attnlib.ops.triton.heuristics import state_tiles
+from attnlib.ops.triton.heuristics.device import INTERPRETED, limits_of
 from attnlib.ops.triton.hopper.kernels.state_decode import copied_decode_kernel
+from attnlib.ops.triton.hopper.kernels.state_long import (
+    FACTORS,
+    TERMS,
+    long_matrices_kernel,
+    long_step_kernel,
+)
 from attnlib.ops.triton.kernels.state_prefill import state_matrices_kernel, state_tail_kernel
 from attnlib.ops.triton.kernels.state_step import state_step_kernel
 from attnlib.ops.triton.states.config import (
@@ -22,7 +32,6 @@ from attnlib.ops.triton.states.config import (
     step_tile,
 )
 from attnlib.ops.triton.states.launch import KernelLaunch
-from attnlib.ops.triton.states.long_step import PreparedLongStep, takes_long_chunks
 
 __all__ = ["PreparedStep", "state_step"]
 
@@ -63,33 +72,39 @@ class PreparedStep:
         out: Tensor,
     ) -> None:
         _check(inputs, slots, out)
-        limits, num_reqs = limits_of(inputs.value), batch.num_reqs
-        is_long = batch.max_query_len > slots.layout.max_rollback + 1
-        strides = _strides(inputs, slots, out)
-        self._long: PreparedLongStep | None = None
-        if is_long and takes_long_chunks(inputs, slots, batch, params, limits):
-            self._long = PreparedLongStep(inputs, slots, batch, params, strides, out.shape[0])
-            return
-        recurrence = Recurrence.on_chip(params, limits)
-        tile = step_tile(slots.layout, params, limits, num_reqs, is_long, not is_long)
-        config = state_config(slots.layout, recurrence, strides, tile, is_long)
-        options = tile.options(limits.is_amd)
-        chunks = out.shape[0] // config.C + num_reqs * config.EXTRA if is_long else 0
-        self._workspace = chunks * config.HV * 2 * config.C * config.C
-        self._step = KernelLaunch(
-            copied_decode_kernel if tile.copies else state_step_kernel,
-            config,
-            (num_reqs + 1, config.HV * config.BLOCKS),
-            (float(params.scale), num_reqs, out.shape[0]),
-            **options,
-        )
+        layout, limits, rows = slots.layout, limits_of(inputs.value), out.shape[0]
+        num_reqs, scale = batch.num_reqs, float(params.scale)
+        is_long = batch.max_query_len > layout.max_rollback + 1
+        self._has_large_chunks = is_long and _takes_large_chunks(inputs, slots, batch, params)
+        if self._has_large_chunks:
+            sizes, chunk = (layout.key_size, layout.value_size), state_tiles.LONG_CHUNK
+            tile = state_tiles.state_tile(*sizes, layout.chunk_size, "long prefill")
+        else:
+            tile, chunk = step_tile(layout, params, limits, num_reqs, is_long, not is_long), 0
+        recurrence, strides = Recurrence.on_chip(params, limits), _strides(inputs, slots, out)
+        config = state_config(layout, recurrence, strides, tile, is_long, chunk)
+        options, heads, c = tile.options(limits.is_amd), config.HV, config.C
+        kernel: Any = copied_decode_kernel if tile.copies else state_step_kernel
+        matrices: Any = state_matrices_kernel
+        of_matrices: tuple[float, ...] = (num_reqs,)
+        of_step: tuple[float, ...] = (scale, num_reqs, rows)
+        chunks = rows // c + num_reqs * config.EXTRA
+        self._memory: list[tuple[tuple[int, ...], torch.dtype]] = []
         if is_long:
-            grids = (chunks, config.HV), (num_reqs, config.HV)
-            warps = options["num_warps"]
-            self._matrices = KernelLaunch(
-                state_matrices_kernel, config, grids[0], (num_reqs,), num_warps=warps
-            )
-            self._tails = KernelLaunch(state_tail_kernel, config, grids[1], num_warps=warps)
+            self._memory = [((chunks, heads, 2, c, c), torch.float32)]
+        if self._has_large_chunks:
+            matrices, kernel = long_matrices_kernel, long_step_kernel
+            of_matrices, of_step = (scale, num_reqs), (num_reqs, rows)
+            planes = (chunks, heads, 2 if config.DELTA else 1, TERMS.value, c, c)
+            factors = (chunks, heads, FACTORS.value, c)
+            self._memory = [(planes, torch.bfloat16), (factors, torch.float32)]
+        grid = (num_reqs + 1, heads * config.BLOCKS)
+        self._step = KernelLaunch(kernel, config, grid, of_step, **options)
+        if is_long:
+            warps, unit = options["num_warps"], config._replace(C=config.UNIT)
+            given = (config, (chunks, heads), of_matrices)
+            self._matrices = KernelLaunch(matrices, *given, num_warps=warps)
+            self._tails = KernelLaunch(state_tail_kernel, unit, (num_reqs, heads), num_warps=warps)
 
     def run(
         self,
@@ -100,23 +115,35 @@ class PreparedStep:
         out: Tensor,
     ) -> None:
         """Launch on the current stream."""
-        if self._long is not None:
-            self._long.run(inputs, slots, batch, skip, out)
-            return
         query, key, value, log_decay, beta = inputs
         # Tensors that the kernels do not read stand for absent ones.
         absent, (state, *stored), where = log_decay, slots.for_kernels, batch.tensors
-        gates = (log_decay, absent if beta is None else beta)
-        workspace = absent
-        if self._workspace:
-            workspace = torch.empty(self._workspace, dtype=torch.float32, device=query.device)
-            positions, tail_key, _, *tails = stored
-            given = (query, key, *gates, positions, tail_key, *tails)
-            self._matrices.run(*given, *where, workspace)
+        gates, memory = (log_decay, absent if beta is None else beta), [absent]
         skip = absent if skip is None else skip
-        self._step.run(query, key, value, *gates, skip, out, state, *stored, *where, workspace)
-        if self._workspace:
+        if self._memory:
+            device, (positions, tail_key, _, *tails) = query.device, stored
+            memory = [torch.empty(size, dtype=kind, device=device) for size, kind in self._memory]
+            given = (query, key, *gates, positions, tail_key, *tails)
+            self._matrices.run(*given, *where, *memory)
+        if self._has_large_chunks:  # whose gates are in the factors
+            self._step.run(query, key, value, skip, out, state, *stored[:3], *where, *memory)
+        else:
+            given = (query, key, value, *gates, skip, out, state, *stored)
+            self._step.run(*given, *where, *memory)
+        if self._memory:
             self._tails.run(key, value, *gates, *stored, *where)
+
+
+def _takes_large_chunks(
+    inputs: StateInputs, slots: StateTensors, batch: StateBatch, params: RecurrenceParams
+) -> bool:
+    """Whether a long step runs in larger chunks than those of its slots (`LONG_CHUNK`)."""
+    layout = slots.layout
+    dtypes = {inputs.query.dtype, inputs.key.dtype, inputs.value.dtype, layout.dtype}
+    # Two stages of the loop need the shared memory of Hopper; the interpreter tests the kernels.
+    has_memory = limits_of(inputs.value).capability[0] == 9 or INTERPRETED
+    is_free = has_memory and not params.is_invariant and len(dtypes) == 1
+    return is_free and state_tiles.uses_long_chunks(layout, batch.max_query_len)
 
 
 def _check(inputs: StateInputs, slots: StateTensors, out: Tensor) -> None:
