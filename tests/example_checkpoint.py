@@ -12,14 +12,14 @@ from attnlib import example_model
 LETTERS = "?\nabcdefghijklmnopqrstuvwxyzHTWNLY.,! "
 
 
-def save(model: Any, folder: Path) -> None:
-    """A model and a tokenizer with a token for each of `LETTERS`; `?` is the unknown token."""
+def save(model: Any, folder: Path, letters: str = LETTERS) -> None:
+    """A model and a tokenizer with a token for each letter; `?` is the unknown token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     model.save_pretrained(folder)
-    letters = {letter: index for index, letter in enumerate(LETTERS)}
-    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
+    numbers = {letter: index for index, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", pad_token="?")

@@ -16,8 +16,8 @@ __all__ = ["LEAST_LOG_DECAY", "QK_NORM_EPS", "RecurrenceParams", "StateInputs"]
 QK_NORM_EPS = 1e-6
 """Added to the sum of squares of a head before the root (T4)."""
 LEAST_LOG_DECAY = -104.0
-"""Its exp is 0 in float32. Sums of log decays take it in place of lesser ones: the differences of
-these sums stay numbers, and keep the digits of decays near 1 (T5)."""
+"""Its exp is 0 in float32. Sums of log decays take it in place of lesser ones, so that differences
+of these sums stay numbers, and keep most digits of decays near 1 (T5)."""
 
 
 class StateInputs(NamedTuple):

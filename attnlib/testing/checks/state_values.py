@@ -37,8 +37,8 @@ def _extremes(tokens: TokenInputs, spec: StateSpec) -> Iterator[tuple[str, Token
         third = (rows % 3 == 0).reshape(-1, *[1] * (decay.dim() - 1))
         mixed = torch.where(third, -6.0, decay * 0.01)
         yield "decays of e^-6 and of almost 1", replace(tokens, log_decay=mixed)
-        forgets = torch.where(third, torch.finfo(torch.float32).min, decay * 0.01)
-        yield "decays of 0 and of almost 1", replace(tokens, log_decay=forgets)
+        forgets = torch.full_like(decay, torch.finfo(torch.float32).min)
+        yield "decays of 0, whose logarithms have no sum", replace(tokens, log_decay=forgets)
     assert tokens.key is not None  # the layer has a recurrence
     zero = (rows % 3 == 0).reshape(-1, 1, 1)
     yield "keys of zeros", replace(tokens, key=tokens.key.masked_fill(zero, 0.0))

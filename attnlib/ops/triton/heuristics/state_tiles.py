@@ -55,7 +55,7 @@ class StateChoice(NamedTuple):
             what they share is computed once; for decodes only.
         group: rows of the tail that a decode in the form of `kernels.state_decode` loads at a time,
             a power of two; its `rows` are those of a program, which computes 64 of them at a time
-            where it fills a chunk. 0 for steps in chunks.
+            where it fills a chunk. For decodes only; 0 for steps in chunks.
         copies: such a decode copies the state to shared memory (`hopper.kernels.state_decode`), and
             fuses products and sums: its bits need not be those of other kernels.
     """
@@ -177,7 +177,8 @@ def kind_of_step(
 def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> StateTile:
     """The tile of heads of this size, both at most `LARGEST_HEAD`, in a kind of steps."""
     choice = TILES[kind]
-    if choice.group:
+    is_decode = "decode" in kind
+    if choice.group and is_decode:
         choice = choice._replace(copies=choice.copies and kind.startswith("copied"))
         return _row_tile(key_size, value_size, choice)
     is_long = kind == "long prefill"
@@ -187,7 +188,7 @@ def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> St
     rows = min(choice.rows, largest)
     if key_size > 128 and value_size <= 128:
         rows = min(rows, 32)  # as many registers as 64 rows of 128 keys
-    is_whole = choice.is_whole and "decode" in kind
+    is_whole = choice.is_whole and is_decode
     if not is_whole and value_size > 128:
         rows = max(rows, 64)
     passes = largest // rows if is_whole else 1
