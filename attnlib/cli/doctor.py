@@ -6,10 +6,12 @@ is checked in a subprocess.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -18,8 +20,10 @@ import torch
 
 from attnlib.cli.arguments import CommandParser
 from attnlib.cli.kernels import kernel_facts
+from attnlib.cli.spec_flags import add_spec_flags, names_a_spec, specs_of
 from attnlib.env import ENVIRONMENT, FOREIGN_VARIABLES, unknown_variables
 from attnlib.integrations.features import ENGINES, features_of
+from attnlib.kv_formats import installed_kv_formats
 
 __all__ = ["main", "parser"]
 
@@ -44,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "environment": _guarded(_environment),
         "kernels": _guarded(kernel_facts),
         "engines": _guarded(_engines),
+        "kv formats": _guarded(_kv_formats),
+        "caches": _guarded(lambda: _caches(options)),
         "backends": _guarded(_backends),
     }
     if options.json:
@@ -58,9 +64,11 @@ def parser() -> CommandParser:
     """The arguments of `attnlib doctor`."""
     made = CommandParser(
         prog="attnlib doctor",
-        description="Check versions and hardware, and run a small batch on every backend.",
+        description="Check versions and hardware, and run a small batch on every backend; and what "
+        "the caches of a layer or a model store, if one is given.",
     )
     made.add_argument("--json", action="store_true", help="print JSON")
+    add_spec_flags(made)
     return made
 
 
@@ -135,6 +143,27 @@ def _engines() -> dict[str, Any]:
     return found
 
 
+def _kv_formats() -> dict[str, str]:
+    """Open formats, and why those of installed packages cannot be used."""
+    with warnings.catch_warnings(record=True) as failed:
+        warnings.simplefilter("always")
+        formats = installed_kv_formats()
+    found = {
+        one.name: f"version {one.version}, read by {'torch, triton' if one.number else 'torch'}"
+        for one in formats
+    }
+    return found | {f"failed {n}": str(one.message) for n, one in enumerate(failed, 1)}
+
+
+def _caches(options: argparse.Namespace) -> dict[str, str]:
+    """Formats, rotation and warnings of the caches of the layers that the options name."""
+    from attnlib.selection.cache_lines import cache_lines
+
+    specs = specs_of(options) if names_a_spec(options) else {}
+    lines = {name: cache_lines(spec) or [spec.kv_format.name] for name, spec in specs.items()}
+    return {name or "layer": "; ".join(found) for name, found in lines.items()}
+
+
 def _backends() -> list[dict[str, Any]]:
     from attnlib.cli.subprocess_check import check_in_subprocesses
     from attnlib.selection.registry import list_backends, registrations
@@ -162,6 +191,11 @@ def _show(findings: dict[str, Any]) -> None:
         for name, value in findings[title].items():
             print(f"  {name:<24} {value}")
     _show_engines(findings["engines"])
+    for title in ("kv formats", "caches"):
+        if findings[title]:
+            print(title)
+        for name, value in findings[title].items():
+            print(f"  {name:<24} {value}")
     print("backends")
     backends = findings["backends"]
     for row in (
