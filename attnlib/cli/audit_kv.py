@@ -85,10 +85,8 @@ def _formats(names: str | None) -> list[AuditFormat]:
             found.append(named_format(name))
         except AttnlibError as error:
             labels = "; ".join(one.label for one in audit_formats())
-            raise ContractError(
-                f"--formats {name!r} is no KEYS[,VALUES][+ROTATION]: {error}"
-                + ("" if ":" in name else f"; nor is it one of the labels {labels}")
-            ) from None
+            text = f"is no label of {labels}, nor KEYS[,VALUES][+ROTATION]"
+            raise ContractError(f"--formats {name!r}: {error if ':' in name else text}") from None
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import EntryPoint, PackageNotFoundError
 
 import pytest
 import torch
@@ -12,7 +12,11 @@ import attnlib
 from attnlib.backends.torch import TorchBackend
 from attnlib.cli import doctor, main
 from attnlib.integrations.features import features_of
+from attnlib.kv_formats import KVFormat, registry
 from attnlib.selection import unregister_backend
+from tests.kv_formats.conftest import rotated4
+
+__all__ = ["rotated4"]
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +53,24 @@ def test_a_section_that_raises_is_reported(
     monkeypatch.setattr(doctor, "_backends", lambda: 1 / 0)
     assert main(["doctor"]) == 1
     assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_open_formats_and_caches(
+    rotated4: KVFormat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A package that cannot be imported is named; keys of 4 bits get a warning."""
+    monkeypatch.setattr(doctor, "_backends", list)
+    broken = EntryPoint("broken", "no_such_module:FORMAT", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [broken])
+    main(["doctor", "--kv-cache-dtype", "int4_per_group"])
+    out = capsys.readouterr().out
+    assert f"  {rotated4.name:<24} version 1, read by torch, triton\n" in out
+    assert "KV format broken = no_such_module:FORMAT cannot be imported" in out
+    assert "\ncaches\n  layer                    warning: keys of 4 bits without a rotation" in out
+    main(["doctor", "--kv-cache-dtype", "int4_per_group", "--kv-rotation", "hadamard"])
+    assert "warning: keys" not in capsys.readouterr().out
+    main(["doctor"])
+    assert "\ncaches\n" not in capsys.readouterr().out
 
 
 def test_features_of_installed_engines_are_printed(
