@@ -75,9 +75,10 @@ def attnlib_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plans = not (dropout or is_dynamo_compiling() or torch.is_grad_enabled())
     if plans and (known := known_step(attention_mask)) is not None:
+        again = None
         if (decode := known.decode) is not None:
             again = decode.attend(query, key, value, scale, kwargs)
-        else:
+        elif query.is_cpu:
             again = attend_known_decode(query, key, value, known, scale, kwargs)
         if again is None:
             again = attend_again(module, query, key, value, known, scale, kwargs)
@@ -92,8 +93,7 @@ def attnlib_attention(
     if kwargs.get("attnlib_step") is not None:
         query, key, value = as_eager_casts(query, key, value)
         return _paged_step(module, query, key, value, attention_mask, scale, kwargs)
-    cache = cache_of_step(key, value, kwargs)
-    if cache is not None:
+    if (cache := cache_of_step(key, value, kwargs)) is not None:
         with torch.no_grad():
             call = _call(module, (query, key, value), scale, kwargs)
             return attend_continuous(call, cache, kwargs), None

@@ -18,8 +18,8 @@ from attnlib.integrations.transformers.decode_batch import (
     BoundCall,
     DecodeBatch,
     current_stream,
-    has_full_window,
     lasting_tokens,
+    sees_all_keys,
 )
 from attnlib.integrations.transformers.layers import Call, is_transient
 from attnlib.integrations.transformers.patterns import Pattern
@@ -41,7 +41,8 @@ class Arguments:
         scale: softmax scale of the call; None for the default.
         values: soft cap, window and causality of the call.
         sinks: sink logits of the call, or None.
-        sinks_version: version counter of the sinks.
+        sinks_version: version counter of the sinks; -1 where they have none.
+        own: the tensors of the layer that kernels read.
         continued: what the next step may continue; None for nothing.
         accepted: the names of all arguments of a call that agreed, and those that decide about it
             with their values; None before one.
@@ -52,6 +53,7 @@ class Arguments:
     values: tuple[Any, ...]
     sinks: torch.Tensor | None
     sinks_version: int
+    own: tuple[torch.Tensor | None, ...]
     continued: Continued | None
     accepted: tuple[frozenset[str], tuple[tuple[str, Any], ...]] | None = None
 
@@ -144,7 +146,7 @@ def continue_step(
         return None
     if step.q_length != 1 or pattern != last.pattern:
         return None
-    if step.attention_mask is None and pattern.depends_on_distance and not has_full_window(step):
+    if step.attention_mask is None and pattern.depends_on_distance and not sees_all_keys(step):
         return None
     if lasting_tokens(step, key, value) != last.tokens or not last.query_fits(query):
         return None
@@ -158,7 +160,7 @@ def continue_step(
     if fits is None:
         return None
     step.check(query, key)
-    if not batch.holds(step):
+    if batch.filled_for != step.number:
         batch.fill(step, pattern)
     views = last.key_view, last.value_view
     repeat = Repeat(layer, batch.metadata, fits, None, *views, batch.bound_call, batch)

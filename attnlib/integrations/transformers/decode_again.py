@@ -147,7 +147,7 @@ class DecodeAgain:
         sinks = None if facts.sinks is None else kwargs[facts.sinks]
         if facts.sinks is not None and (sinks is None or sinks.numel() != query.shape[1]):
             return None
-        if getattr(LAST_UPDATE, "layer", None) is not None:
+        if LAST_UPDATE.layer is not None:
             note_served(key, value)
         return attend_spans(query, key, value, self.spans, scale, facts.soft_cap, sinks)
 

@@ -12,11 +12,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import ref
 
 import torch
 
-from attnlib.integrations.transformers.growing_cache import capacity_of
+from attnlib.integrations.transformers.cache_buffers import capacity_of
 from attnlib.integrations.transformers.layers import builder_for, is_transient
 from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.integrations.transformers.step_mask import StepMask, first_visible_key
@@ -31,8 +30,8 @@ __all__ = [
     "batch_of_visible_keys",
     "current_stream",
     "decode_batch",
-    "has_full_window",
     "lasting_tokens",
+    "sees_all_keys",
 ]
 
 _MAX_BATCHES = 64
@@ -65,8 +64,8 @@ class DecodeBatch:
         starts: `[B + 1]` int32, 0 to B.
         ratio: distance between two rows in block ids.
         bound_call: see `BoundCall`.
-        everything: `[B, bound]` bool, True: what a step without padding sees; None before one.
-        shown: keys that the table lists if it lists them all; 0 otherwise.
+        filled_for: number of the step whose table and lengths these are; 0 for none.
+        shown: keys that every row sees, if the table lists all that there may be; 0 otherwise.
     """
 
     metadata: AttentionMetadata
@@ -75,13 +74,8 @@ class DecodeBatch:
     starts: torch.Tensor
     ratio: int
     bound_call: BoundCall = field(default_factory=BoundCall)
-    everything: torch.Tensor | None = None
+    filled_for: int = 0
     shown: int = 0
-    _step: ref[StepMask] | None = None
-
-    def holds(self, step: StepMask) -> bool:
-        """Whether table and lengths are those of a step."""
-        return self._step is not None and self._step() is step
 
     def fill(self, step: StepMask, pattern: Pattern) -> None:
         """Write table and lengths of a step. No host sync."""
@@ -89,20 +83,21 @@ class DecodeBatch:
         if visible is None or padding is None:
             self._show_all(step.width)
         else:
-            if pattern.depends_on_distance and not has_full_window(step):
+            if pattern.depends_on_distance and not sees_all_keys(step):
                 first = first_visible_key(step, pattern, padding)
                 columns = torch.arange(step.width, device=visible.device)
                 begin = first if isinstance(first, int) else first[:, None]
                 visible = visible & (columns >= begin)
             self.show(visible)
-        self._step = ref(step)
+        self.filled_for = step.number
 
     def _show_all(self, tokens: int) -> None:
-        rows, most = self.table.shape
-        if self.everything is None:
-            self.everything = torch.ones(rows, most, dtype=torch.bool, device=self.table.device)
+        """Every row sees its first tokens: only the lengths change from one step to the next."""
+        if not self.shown:
+            table = self.table
+            self.show(torch.ones(table.shape, dtype=torch.bool, device=table.device))
         if self.shown != tokens:
-            self.show(self.everything[:, :tokens])
+            self.lengths.fill_(tokens)
             self.shown = tokens
 
     def show(self, visible: torch.Tensor) -> None:
@@ -110,7 +105,7 @@ class DecodeBatch:
         sync."""
         list_keys = operation("visible_keys", "list_visible_keys", visible)
         list_keys(visible, self.ratio, table=self.table, lengths=self.lengths, starts=self.starts)
-        self._step, self.shown = None, 0
+        self.filled_for = self.shown = 0
 
 
 def batch_of_visible_keys(layer: Attention, visible: torch.Tensor, ratio: int) -> DecodeBatch:
@@ -180,7 +175,7 @@ def decode_batch(
             kept.clear()
         bound = _bound(capacity, pattern)
         found = kept[key] = _make(layer, step.batch_size, bound, ratio, torch.device(device))
-    if not found.holds(step):
+    if found.filled_for != step.number:
         found.fill(step, pattern)
     return found
 
@@ -193,16 +188,18 @@ def lasting_tokens(step: StepMask, key: torch.Tensor, value: torch.Tensor) -> in
         step: the mask.
         key, value: `[B, Hkv, S, D]` and `[B, Hkv, S, Dv]` of a layer of the step.
     """
-    capacity = capacity_of(key, value)
-    return step.kv_length if capacity is None and has_full_window(step) else capacity
+    capacity, pattern = capacity_of(key, value), step.pattern
+    if capacity is not None or pattern is None or not sees_all_keys(step):
+        return capacity
+    return step.kv_length if pattern.window.left == step.kv_length - 1 else None
 
 
-def has_full_window(step: StepMask) -> bool:
-    """Whether a single query per row sees all keys, as many as its window has."""
+def sees_all_keys(step: StepMask) -> bool:
+    """Whether the window of a single query per row hides no key."""
     pattern = step.pattern
     if pattern is None or pattern.window.left is None or pattern.chunk is not None:
         return False
-    return step.width == step.kv_length == pattern.window.left + 1
+    return step.width == step.kv_length <= pattern.window.left + 1
 
 
 def _bound(tokens: int, pattern: Pattern) -> int:

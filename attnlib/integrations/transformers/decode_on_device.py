@@ -12,8 +12,8 @@ from attnlib.integrations.transformers.batch_plan import BatchPlan, run_layer
 from attnlib.integrations.transformers.decode_batch import (
     batch_of_visible_keys,
     decode_batch,
-    has_full_window,
     lasting_tokens,
+    sees_all_keys,
 )
 from attnlib.integrations.transformers.layers import Call, is_transient, layer_for
 from attnlib.integrations.transformers.mask_values import visible_keys
@@ -42,7 +42,7 @@ def attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
         lasts = lasting_tokens(step, call.key, call.value) is not None
         if not lasts or is_transient() or not pattern.causal:
             return None
-        if pattern.depends_on_distance and not has_full_window(step):
+        if pattern.depends_on_distance and not sees_all_keys(step):
             return None
     if not pattern.causal and pattern.depends_on_distance:
         return None
@@ -55,7 +55,7 @@ def attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
     cache, ratio = token_pages(call.key, call.value)
     key = ("device", ratio, layer.backend, id(layer.spec), device)
     batch = step.plans.get(key)
-    if batch is None or not batch.holds(step):
+    if batch is None or batch.filled_for != step.number:
         capacity = lasting_tokens(step, call.key, call.value)
         if is_transient():
             capacity = None

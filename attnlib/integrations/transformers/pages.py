@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from attnlib.cache.storage import PagedKVCache
-from attnlib.integrations.transformers.growing_cache import capacity_of
+from attnlib.integrations.transformers.cache_buffers import capacity_of
 
 __all__ = ["token_pages", "token_table"]
 

@@ -1,8 +1,8 @@
 """Register the name `attnlib` with transformers, and unregister it.
 
 Two public registries take the attention function and the mask function. What has no public hook is
-replaced: how a `DynamicCache` grows, where a static cache is, and parts of continuous batching
-(`continuous_seams`). `unregister` restores everything.
+replaced: how a `DynamicCache` grows and where a static cache is (`cache_seams`), and parts of
+continuous batching (`continuous_seams`). `unregister` restores everything.
 """
 
 from __future__ import annotations
@@ -11,13 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from attnlib.integrations.transformers.attention import attnlib_attention
-from attnlib.integrations.transformers.growing_cache import growing_update
 from attnlib.integrations.transformers.masks import attnlib_mask
-from attnlib.integrations.transformers.static_memory import (
-    forget_static_memory,
-    in_kept_memory,
-    of_model,
-)
+from attnlib.integrations.transformers.static_memory import forget_static_memory
 
 __all__ = ["NAME", "register", "unregister"]
 
@@ -62,22 +57,10 @@ def unregister() -> None:
 
 def _patch() -> None:
     """Replace what has no public hook."""
-    from transformers.cache_utils import (
-        DynamicLayer,
-        LinearAttentionLayer,
-        StaticCache,
-        StaticLayer,
-    )
-
+    from attnlib.integrations.transformers.cache_seams import cache_seams
     from attnlib.integrations.transformers.continuous_seams import seams
 
-    caches = (
-        (DynamicLayer, "update", growing_update),
-        (StaticCache, "__init__", of_model),
-        (StaticLayer, "lazy_initialization", in_kept_memory),
-        (LinearAttentionLayer, "lazy_initialization", in_kept_memory),
-    )
-    for owner, name, make in (*caches, *seams()):
+    for owner, name, make in (*cache_seams(), *seams()):
         _replace(owner, name, make)
 
 

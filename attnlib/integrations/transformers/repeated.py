@@ -27,7 +27,7 @@ from attnlib.integrations.transformers.continued import (
     continue_step,
 )
 from attnlib.integrations.transformers.decode_batch import BoundCall, DecodeBatch
-from attnlib.integrations.transformers.growing_cache import note_served
+from attnlib.integrations.transformers.growing_cache import LAST_UPDATE, note_served
 from attnlib.integrations.transformers.layers import Call, tensor_version
 from attnlib.integrations.transformers.recorded_weights import weights_are_collected
 from attnlib.integrations.transformers.step_mask import StepMask
@@ -75,7 +75,7 @@ def remember(
         batch: the batch of `plan`, if other steps use it too.
     """
     key, value = cache.key_cache, cache.value_cache
-    if plan.queries is not None or step.is_reused:
+    if plan.queries is not None or step.is_reused or weights_are_collected():
         return
     if key.data_ptr() != call.key.data_ptr() or value.data_ptr() != call.value.data_ptr():
         return
@@ -90,7 +90,8 @@ def remember(
     version = tensor_version(call.sinks)
     continued = None if found is None else continuation(call, step, found)
     modules = _decodes if call.query.shape[2] == 1 else _prefills
-    modules[call.module] = Arguments(layer, call.scale, values, call.sinks, version, continued)
+    own = own_tensors(layer) if layer._has_per_head else ()
+    modules[call.module] = Arguments(layer, call.scale, values, call.sinks, version, own, continued)
 
 
 def attend_again(
@@ -114,54 +115,49 @@ def attend_again(
     """
     batch, heads, queries, _ = query.shape
     known = (_known_decodes if queries == 1 else _known_prefills).get(ref(module))
-    if known is None or known.scale != scale:
+    if known is None or known.scale != scale or VALIDATE_KEY in ENVIRONMENT:
         return None
-    layer = known.layer
-    if VALIDATE_KEY in ENVIRONMENT:
-        return None
-    if not _same_arguments(known, kwargs):
-        return None
+    layer, accepted = known.layer, known.accepted
+    if accepted is None or kwargs.keys() != accepted[0]:
+        if not _accept(known, kwargs):
+            return None
+    else:
+        for name, given in accepted[1]:
+            if kwargs[name] is not given and not _accept(known, kwargs):
+                return None
+        sinks, version = known.sinks, known.sinks_version
+        if sinks is not None and version >= 0 and sinks._version != version:
+            return None
     repeat: Repeat | None = step.plans.get(("repeat", id(layer.spec)))
-    if repeat is None:
-        repeat = continue_step(known, query, key, value, step)
+    if repeat is None:  # the first layer of a step, or the first of its kind
+        if not weights_are_collected():
+            repeat = continue_step(known, query, key, value, step)
     if repeat is None or repeat.layer.backend is not layer.backend:
         return None
     if not repeat.fits(query, key, value):
         return None
-    note_served(key, value)
-    if repeat.batch is not None and not repeat.batch.holds(step):
+    if LAST_UPDATE.layer is not None:
+        note_served(key, value)
+    if (filled := repeat.batch) is not None and filled.filled_for != step.number:
         return None
     bound = repeat.bound_call
     launch = bound.launch
     if launch is not None and bound.group is layer.impl._group and not OBSERVERS:
         out = query.new_empty(batch, 1, heads, value.shape[3])
-        own = own_tensors(layer) if layer._has_per_head else ()
-        if launch(query, key, value, out, None, None, None, *own):
+        if launch(query, key, value, out, None, None, None, *known.own):
             return out
     cache = repeat.pages(key, value)
     packed = query.select(2, 0) if queries == 1 else pack(query, None)
     rows: torch.Tensor = layer(packed, None, None, cache, repeat.metadata)
     out = rows.view(batch, queries, heads, value.shape[3])
     if bound.group is None and queries == 1:
-        _bind(bound, layer, repeat.metadata, query, out)
+        _bind(bound, known, repeat.metadata, query, out)
     return out
 
 
-def _same_arguments(known: Arguments, kwargs: dict[str, Any]) -> bool:
-    """Whether a call has the arguments of the module's call before, and none that is refused."""
-    accepted = known.accepted
-    if accepted is None or kwargs.keys() != accepted[0]:
-        return _accept(known, kwargs)
-    for name, value in accepted[1]:
-        if kwargs[name] is not value:
-            return _accept(known, kwargs)
-    if known.sinks is not None and tensor_version(known.sinks) != known.sinks_version:
-        return False
-    return not weights_are_collected()
-
-
 def _accept(known: Arguments, kwargs: dict[str, Any]) -> bool:
-    """`_same_arguments` by value; the next call is compared by identity."""
+    """Whether a call has the arguments of the module's call before, and none that is refused; the
+    next call is compared by identity."""
     get = kwargs.get
     for name in _REFUSED:
         given = get(name)  # a tensor has no truth value
@@ -170,7 +166,7 @@ def _accept(known: Arguments, kwargs: dict[str, Any]) -> bool:
     causal, sinks = get("is_causal"), get("s_aux")
     sinks = get("sinks") if sinks is None else sinks
     values = (get("softcap"), get("sliding_window"), None if causal is None else bool(causal))
-    if values != known.values or sinks is not known.sinks or weights_are_collected():
+    if values != known.values or sinks is not known.sinks:
         return False
     if sinks is not None and tensor_version(sinks) != known.sinks_version:
         return False
@@ -181,7 +177,7 @@ def _accept(known: Arguments, kwargs: dict[str, Any]) -> bool:
 
 def _bind(
     bound: BoundCall,
-    layer: Attention,
+    known: Arguments,
     metadata: AttentionMetadata,
     query: torch.Tensor,
     out: torch.Tensor,
@@ -191,6 +187,5 @@ def _bind(
     if recent is None or recent.call is None:
         return
     bound.group = recent.group
-    own = own_tensors(layer) if layer._has_per_head else ()
     # The views of a cache begin where its keys and values do, and only addresses are read.
-    bound.launch = recent.plan.bind_call(query, ..., ..., out, ..., None, None, own=own)
+    bound.launch = recent.plan.bind_call(query, ..., ..., out, ..., None, None, own=known.own)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -79,6 +80,7 @@ class StepMask:
             kept in `plans`.
         is_static: the keys are all of a static cache, so the next step has tensors of these sizes.
         plans: cache of everything that the layers of this step derive from the mask.
+        number: of this object, which no other has.
         described: the evaluated mask if it is a plain tensor, which holds this description.
         decode: what a layer of the step has found on a CPU (`decode_again`).
     """
@@ -96,6 +98,7 @@ class StepMask:
     is_reused: bool = False
     is_static: bool = False
     plans: dict[Any, Any] = field(default_factory=dict)
+    number: int = field(default_factory=count(1).__next__, init=False)
     described: ref[torch.Tensor] | None = field(default=None, init=False)
     decode: DecodeAgain | None = field(default=None, init=False)
 

@@ -10,10 +10,10 @@ import torch
 
 import attnlib
 from attnlib.integrations.transformers import (
+    cache_buffers,
     continued,
     decode_batch,
     decode_on_device,
-    growing_cache,
     plain,
     repeated,
 )
@@ -30,8 +30,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ATTNLIB_VALIDATE", raising=False)
     monkeypatch.setattr(decode_on_device, "_reads_synchronize", lambda device: True)
     monkeypatch.setattr(plain, "attend_decode", lambda *_: None)
-    monkeypatch.setattr(growing_cache, "_LEAST_ROOM", 3)
-    monkeypatch.setattr(growing_cache, "_ROUND", 4)
+    monkeypatch.setattr(cache_buffers, "_LEAST_ROOM", 3)
+    monkeypatch.setattr(cache_buffers, "_ROUND", 4)
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_nothing_holds_the_keys_of_a_cache_that_is_gone(
     steps: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the next step may continue ends with the cache, not with the model."""
-    make = growing_cache._Buffers.of
+    make = cache_buffers.Buffers.of
 
     def noted(*args: Any) -> Any:
         made = make(*args)
@@ -167,7 +167,7 @@ def test_nothing_holds_the_keys_of_a_cache_that_is_gone(
         return made
 
     held: list[int] = []
-    monkeypatch.setattr(growing_cache._Buffers, "of", noted)
+    monkeypatch.setattr(cache_buffers.Buffers, "of", noted)
     model = decoder("llama")
     generated(model, "attnlib", padded(prompts(7, 4), "left"), NEW_TOKENS)
     gc.collect()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers as hf
 
-from attnlib.integrations.transformers import growing_cache
+from attnlib.integrations.transformers import cache_buffers, growing_cache
 from tests.integrations.tiny_models import decoder, generated, padded, prompts, run
 from tests.integrations.transformers.test_repeated import MODELS, randomized
 
@@ -19,8 +19,8 @@ from tests.integrations.transformers.test_repeated import MODELS, randomized
 @pytest.fixture(autouse=True)
 def small_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers that are full after a few tokens."""
-    monkeypatch.setattr(growing_cache, "_LEAST_ROOM", 3)
-    monkeypatch.setattr(growing_cache, "_ROUND", 1)
+    monkeypatch.setattr(cache_buffers, "_LEAST_ROOM", 3)
+    monkeypatch.setattr(cache_buffers, "_ROUND", 1)
 
 
 @torch.no_grad()
@@ -146,13 +146,13 @@ def test_other_implementations_concatenate() -> None:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of buffers that were made."""
     found: list[int] = []
-    of = growing_cache._Buffers.of
+    of = cache_buffers.Buffers.of
 
-    def noted(keys: torch.Tensor, values: torch.Tensor, tokens: int) -> Any:
-        found.append(tokens)
-        return of(keys, values, tokens)
+    def noted(layer: Any, keys: torch.Tensor, values: torch.Tensor, added: int, *given: Any) -> Any:
+        found.append(keys.shape[2] + added)
+        return of(layer, keys, values, added, *given)
 
-    monkeypatch.setattr(growing_cache._Buffers, "of", noted)
+    monkeypatch.setattr(cache_buffers.Buffers, "of", noted)
     return found
 
 
@@ -172,7 +172,7 @@ def test_the_first_token_after_a_prompt_moves_the_layers(made: list[int]) -> Non
     assert not made
     decoded(model, cache, [7])
     assert made == [9] * model.config.num_hidden_layers
-    assert growing_cache.capacity_of(cache.layers[0].keys, cache.layers[0].values) is not None
+    assert cache_buffers.capacity_of(cache.layers[0].keys, cache.layers[0].values) is not None
 
 
 def _snapshot(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -38,6 +38,7 @@ def state() -> dict[str, Any]:
     found["ModelRunner.compute_batch"] = runner.ModelRunner.compute_batch
     for owner, name in (
         (cache_utils.DynamicLayer, "update"),
+        (cache_utils.DynamicSlidingWindowLayer, "update"),
         (cache_utils.StaticCache, "__init__"),
         (cache_utils.StaticLayer, "lazy_initialization"),
         (cache_utils.LinearAttentionLayer, "lazy_initialization"),
@@ -136,3 +137,22 @@ def test_importing_attnlib_imports_no_transformers() -> None:
     check = "import sys, attnlib; assert 'transformers' not in sys.modules"
     done = run_program(check)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("change", ["missing", "other parameters"])
+def test_an_unknown_cache_stays_as_it_is(
+    change: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning names the function and the known versions; the others are replaced."""
+    integration.unregister()
+    layer, caches = cache_utils.StaticLayer, cache_utils.DynamicLayer.update
+    if change == "missing":
+        monkeypatch.delattr(cache_utils, "DynamicSlidingWindowLayer")
+    else:
+        monkeypatch.setattr(layer, "lazy_initialization", lambda self, states: None)
+    with caplog.at_level("WARNING", logger="attnlib"):
+        integration.register()
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "DynamicSlidingWindowLayer.update(" in message or "StaticLayer.lazy_init" in message
+    assert "5.17 to 5.24" in message
+    assert cache_utils.DynamicLayer.update is not caches

@@ -153,3 +153,24 @@ def test_arguments_that_are_tensors_are_not_repeated(
     monkeypatch.setattr(attention, "attend_again", kept)
     generated(randomized(MODELS["llama"]()), "attnlib", padded(prompts(9), "left"), NEW_TOKENS)
     assert found and all(out is None for out in found)
+
+
+def test_weights_that_a_later_step_collects() -> None:
+    """By hooks of transformers, which no argument tells: no layer of that step is repeated."""
+    sizes = {"n_layer": LAYERS, "n_head": 4, "n_embd": 32, "n_positions": 64}
+    model = randomized(hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCABULARY, **sizes)))
+
+    def steps(model: Any) -> list[torch.Tensor]:
+        cache, found = model(torch.tensor(prompts(5)), use_cache=True).past_key_values, []
+        for step in range(8):
+            given = {"output_attentions": step in (4, 6), "past_key_values": cache}
+            out = model(torch.tensor([[5 + step]]), use_cache=True, **given)
+            found.append(out.logits)
+            if step in (4, 6):
+                assert len(out.attentions) == LAYERS
+                found += out.attentions
+        return found
+
+    found, expected = (run(model, name, steps) for name in ("attnlib", "eager"))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,199 @@
+"""Buffers with room for more tokens, which take the place of the tensors of a cache layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnlib.integrations.transformers.row_copy import RowCopy
+from attnlib.ops.signature import tensor_check
+
+if TYPE_CHECKING:
+    from attnlib.ops.triton.append_rows import RowAppend
+
+__all__ = ["Buffers", "capacity_of"]
+
+_LEAST_ROOM = 128
+"""Tokens that a new buffer has room for beyond those it holds, at least."""
+_ROOM = 8
+"""A new buffer has room for 1 / _ROOM of its tokens more."""
+_ROUND = 64
+"""Buffers have a multiple of these tokens, so that few strides occur."""
+
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(eq=False)
+class Buffers:
+    """Keys and values of a layer, `[B, H, capacity, D]` and `[B, H, capacity, Dv]`.
+
+    Only rows behind everything that was handed out are written, so that tensors which others have
+    kept never change.
+
+    Attributes:
+        keys, values: the memory.
+        targets: the same memory, with version counters of its own: views that autograd has saved do
+            not change with a write.
+        places: (address, strides) of what the layer has of keys and values.
+        capacity: tokens.
+        sizes: (B, H, D, Dv).
+        window: tokens that are shown to a query, one more than the layer keeps; None for all.
+        begin, end: the tokens that the layer keeps.
+        views: these tokens.
+        fits: whether states have the layout of those that were appended last.
+        append_row: writes one token of this layout; None for several tokens.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    targets: tuple[torch.Tensor, torch.Tensor]
+    places: tuple[Any, Any]
+    capacity: int
+    sizes: tuple[int, int, int, int]
+    window: int | None
+    begin: int = 0
+    end: int = 0
+    views: tuple[Any, Any] = (None, None)
+    fits: Callable[..., bool] | None = None
+    append_row: RowAppend | RowCopy | None = None
+
+    @classmethod
+    def of(
+        cls, layer: Any, keys: torch.Tensor, values: torch.Tensor, added: int, window: int | None
+    ) -> Buffers:
+        """Buffers that hold these keys and values of a layer and have room for `added` tokens and
+        more. The layer gets views of them."""
+        tokens = keys.shape[2]
+        capacity = _with_room(tokens + added)
+        if window is not None and capacity > window:
+            capacity = _with_room(window)  # as when the window is full, so that strides stay
+        with torch.inference_mode(False):  # writable in and outside of inference mode
+            made = [
+                torch.empty((*x.shape[:2], capacity, x.shape[3]), dtype=x.dtype, device=x.device)
+                for x in (keys, values)
+            ]
+        for buffer, given in zip(made, (keys, values), strict=True):
+            buffer.narrow(2, 0, tokens).copy_(given)
+            buffer.narrow(2, tokens, capacity - tokens).zero_()  # a pickled view contains it
+        keys, values = made
+        places = (keys.data_ptr(), keys.stride()), (values.data_ptr(), values.stride())
+        sizes = (*keys.shape[:2], keys.shape[3], values.shape[3])
+        found = cls(keys, values, (keys.data, values.data), places, capacity, sizes, window)
+        found.show(layer, tokens)
+        return found
+
+    def hold(self, layer: Any) -> bool:
+        """Whether the layer has what it got last: the same tensors, over the same memory. Not after
+        a crop or a restored copy, behind which others may have kept longer views."""
+        keys, values = self.views
+        if layer.keys is not keys or layer.values is not values:
+            return False
+        places = (keys.data_ptr(), keys.stride()), (values.data_ptr(), values.stride())
+        return places == self.places
+
+    def append_token(
+        self, layer: Any, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Append a token of the layout of the last one, and show what the next query sees; None
+        where it is another one, or where there is no room."""
+        row, fits, end = self.append_row, self.fits, self.end
+        keys, values = self.views
+        if row is None or fits is None or end >= self.capacity:
+            return None
+        if layer.keys is not keys or layer.values is not values:
+            return None
+        places = (keys.data_ptr(), keys.stride()), (values.data_ptr(), values.stride())
+        if places != self.places or not fits(key_states, value_states):  # `hold`, without its call
+            return None
+        row.run(key_states, value_states, end)
+        return self.show(layer, end + 1)
+
+    def append(
+        self, layer: Any, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append states that `take` accepted, and show all tokens."""
+        end, added = self.end, key_states.shape[2]
+        if self.append_row is not None:
+            self.append_row.run(key_states, value_states, end)
+        else:
+            keys, values = self.targets
+            keys.narrow(2, end, added).copy_(key_states)
+            values.narrow(2, end, added).copy_(value_states)
+        return self.show(layer, end + added)
+
+    def take(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+        """Whether these states can be appended."""
+        if self.fits is not None and self.fits(key_states, value_states):
+            return True
+        news, buffers = (key_states, value_states), (self.keys, self.values)
+        for new, buffer in zip(news, buffers, strict=True):
+            if new.dtype != buffer.dtype or new.device != buffer.device or new.dim() != 4:
+                return False
+            if type(new) is not torch.Tensor:  # such as those of torch.export
+                return False
+            if new.shape[:2] != buffer.shape[:2] or new.shape[3] != buffer.shape[3]:
+                return False
+        tokens = key_states.shape[2]
+        if tokens != value_states.shape[2] or (tokens > 1 and self.window is not None):
+            return False
+        self.fits = tensor_check(key_states, value_states)
+        self.append_row = None
+        dense = all(new.stride(3) == 1 or new.shape[3] == 1 for new in news)
+        if tokens == 1:
+            self.append_row = RowCopy(*self.targets)
+            if self.fits is not None and key_states.is_cuda and dense:
+                if key_states.dtype in _KERNEL_DTYPES:
+                    self.append_row = _row_append(key_states, value_states, *buffers)
+        return True
+
+    def show(self, layer: Any, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give the layer the tokens before `end`, or those that its window keeps.
+
+        Returns:
+            Views of the tokens that the next query sees, with that of its own at the end.
+        """
+        (address, strides), (address_v, strides_v) = self.places
+        batch, heads, size, size_v = self.sizes
+        begin, window, self.end = self.begin, self.window, end
+        # What `narrow` returns, in half of its time.
+        if window is None or end - begin < window:
+            tokens = end - begin  # no window has moved yet: they begin with the buffers
+            keys: Any = self.keys.as_strided((batch, heads, tokens, size), strides)
+            values: Any = self.values.as_strided((batch, heads, tokens, size_v), strides_v)
+            keys._attnlib_capacity = values._attnlib_capacity = self.capacity
+            self.views = layer.keys, layer.values = keys, values
+            return self.views
+        shape, shape_v = (batch, heads, window, size), (batch, heads, window, size_v)
+        row, row_v, first = strides[2], strides_v[2], end - window
+        shown = (
+            self.keys.as_strided(shape, strides, first * row),
+            self.values.as_strided(shape_v, strides_v, first * row_v),
+        )
+        kept, kept_v = (batch, heads, window - 1, size), (batch, heads, window - 1, size_v)
+        keys = self.keys.as_strided(kept, strides, (first + 1) * row)
+        values = self.values.as_strided(kept_v, strides_v, (first + 1) * row_v)
+        moved = (first + 1 - begin) * keys.element_size()
+        self.places = (address + moved * row, strides), (address_v + moved * row_v, strides_v)
+        self.begin = first + 1
+        self.views = layer.keys, layer.values = keys, values
+        return shown
+
+
+def _with_room(tokens: int) -> int:
+    capacity = tokens + max(_LEAST_ROOM, tokens // _ROOM)
+    return -(-capacity // _ROUND) * _ROUND
+
+
+def capacity_of(key: torch.Tensor, value: torch.Tensor) -> int | None:
+    """Tokens of the buffers that two tensors of a growing layer begin with; None for others."""
+    capacity: int | None = getattr(key, "_attnlib_capacity", None)
+    return capacity if capacity == getattr(value, "_attnlib_capacity", None) else None
+
+
+def _row_append(*tensors: torch.Tensor) -> RowAppend:
+    from attnlib.ops.triton.append_rows import RowAppend
+
+    return RowAppend(*tensors)

@@ -1,0 +1,172 @@
+"""What attention costs the host per token of `generate` on a GPU: Python calls and torch operations
+of a layer, beside those of eager attention and sdpa.
+
+A CPU counts them: kernels are not launched, everything around them is that of a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnlib.integrations.transformers import (
+    attention,
+    decode_batch,
+    decode_on_device,
+    plain,
+    repeated,
+    row_copy,
+)
+from tests.integrations.tiny_models import prompts, randomized
+from tests.integrations.transformers.test_repeated import MODELS
+from tests.integrations.transformers.test_traced import CACHE
+
+PROMPT, STEPS, LAYERS = 9, 6, 4
+FUNCTIONS = {
+    "attnlib_attention": "attention",
+    "eager_attention_forward": "attention",
+    "sdpa_attention_forward": "attention",
+    "update": "cache",
+}
+
+
+def part_of(code: CodeType) -> str | None:
+    """The part that begins with a call of this function."""
+    part = FUNCTIONS.get(code.co_name)
+    return None if part == "cache" and "cache_utils" not in code.co_filename else part
+
+
+class Calls:
+    """A profile function that counts the Python calls of each part, once for each layer.
+
+    Attributes:
+        counts: of each part, the calls of every layer, with that of the part itself.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[str, list[int]] = {"attention": [], "cache": []}
+        self._stack: list[str] = []
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        if frame.f_code.co_filename == __file__:  # what stands for a launch, which is no Python
+            return
+        if event == "call":
+            part = self._stack[-1] if self._stack else part_of(frame.f_code)
+            if part is not None:
+                if not self._stack:
+                    self.counts[part].append(0)
+                self._stack.append(part)
+                self.counts[part][-1] += 1
+        elif event == "return" and self._stack:
+            self._stack.pop()
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch in each part, over all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            part = part_of(frame.f_code)
+            if part is not None:
+                self.counts[part] += 1
+                break
+            frame = frame.f_back
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of a GPU, whose launches are not made. The first step runs interpreted kernels."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
+    monkeypatch.delenv("ATTNLIB_VALIDATE", raising=False)
+    monkeypatch.setattr(decode_on_device, "_reads_synchronize", lambda device: True)
+    monkeypatch.setattr(plain, "attend_decode", lambda *_: None)
+    monkeypatch.setattr(decode_batch, "operation", lambda *_: lambda *_, **__: None)
+    monkeypatch.setattr(row_copy.RowCopy, "run", lambda *_: None)
+
+    def bind(bound: Any, known: Any, *_: Any) -> None:
+        bound.group, bound.launch = known.layer.impl._group, lambda *_: True
+
+    monkeypatch.setattr(repeated, "_bind", bind)
+    # A GPU does not ask for it.
+    monkeypatch.setattr(attention, "attend_known_decode", lambda *_: None)
+
+
+@torch.no_grad()
+def last_step(name: str, implementation: str, around: Callable[[Any], Any]) -> None:
+    """Run decode steps of a model, the last one within `around`."""
+    model = randomized(MODELS[name]())
+    model.set_attn_implementation(implementation)
+    ids = torch.tensor(prompts(PROMPT))
+    cache, mask = hf.DynamicCache(config=model.config), torch.ones_like(ids)
+    model(ids, attention_mask=mask, **{CACHE: cache}, use_cache=True)
+    for step in range(STEPS):
+        mask = torch.ones(1, PROMPT + step + 1, dtype=torch.long)
+        given = {"attention_mask": mask, CACHE: cache, "use_cache": True}
+
+        def run(given: dict[str, Any] = given) -> None:
+            model(torch.tensor([[5]]), **given)
+
+        run() if step < STEPS - 1 else around(run)
+
+
+def calls_of(name: str, implementation: str) -> dict[str, list[int]]:
+    found = Calls()
+
+    def profiled(run: Callable[[], None]) -> None:
+        before = sys.getprofile()
+        sys.setprofile(found)
+        try:
+            run()
+        finally:
+            sys.setprofile(before)
+
+    last_step(name, implementation, profiled)
+    return found.counts
+
+
+def operations_of(name: str, implementation: str) -> Counter[str]:
+    found = Operations()
+
+    def dispatched(run: Callable[[], None]) -> None:
+        with found:
+            run()
+
+    # Under the mode no call equals one without: its first steps are made in it, too.
+    with Operations():
+        last_step(name, implementation, dispatched)
+    return found.counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_a_layer_takes_fewer_calls_and_operations(name: str) -> None:
+    """Of layers behind the first one of their kind, which begins the step for all of them."""
+    others = ["eager", "sdpa"] if name == "llama" else ["eager"]
+    kinds = 1 if name == "llama" else 2
+    ours, operations = calls_of(name, "attnlib"), operations_of(name, "attnlib")
+    assert len(ours["attention"]) == LAYERS and max(ours["attention"][kinds:]) <= 4
+    assert max(ours["cache"]) <= 5
+    # The output of each layer, and once per step the padding of a window.
+    assert operations["attention"] == LAYERS + kinds - 1
+    # Views of keys and values, of a window two of each; the launch is none.
+    assert operations["cache"] == (2 if name == "llama" else 3) * LAYERS
+    for other in others:
+        assert max(ours["attention"][kinds:]) < min(calls_of(name, other)["attention"])
+        assert operations["attention"] < operations_of(name, other)["attention"]
