@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import random
 import statistics
@@ -73,6 +74,19 @@ def prompts(name: str, repetition: int) -> list[dict[str, list[int]]]:
     ]
 
 
+class WarmUps(logging.Handler):
+    """What attnlib says about its warm-ups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line."""
+        if (text := record.getMessage()).startswith("warmed up"):
+            self.lines.append(text)
+
+
 class Engine:
     """vLLM with one attention backend."""
 
@@ -94,6 +108,9 @@ class Engine:
                 "method": "ngram", "num_speculative_tokens": arguments.n_grams,
                 "prompt_lookup_min": 2, "prompt_lookup_max": 4,
             }  # fmt: skip
+        self.warm_ups, log = WarmUps(), logging.getLogger("attnlib")
+        log.addHandler(self.warm_ups)
+        log.setLevel(logging.INFO)
         start = time.perf_counter()
         self._llm = LLM(
             model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
@@ -221,8 +238,8 @@ def profile(engine: Engine, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> None:
-    """Parse the command line and run the workloads."""
+def command_line() -> argparse.ArgumentParser:
+    """The arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", required=True, help="FLASH_ATTN, or CUSTOM for attnlib")
     parser.add_argument("--mode", choices=("eager", "graphs", "full"), default="graphs")
@@ -242,7 +259,12 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--profile", type=Path, help="JSON lines: kernel times of steps of `deep`")
     parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Run the workloads."""
+    arguments = command_line().parse_args()
     import torch
     import vllm
 
@@ -254,7 +276,8 @@ def main() -> None:
         "vllm": vllm.__version__, "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(),
         "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "all"),
-        "engine_start_s": round(engine.start_s, 1), "cache_tokens": engine.cache_tokens(),
+        "engine_start_s": round(engine.start_s, 2), "cache_tokens": engine.cache_tokens(),
+        "warm_ups": engine.warm_ups.lines,
     }  # fmt: skip
     if not arguments.workloads:
         with arguments.out.open("a") as file:

@@ -1,0 +1,201 @@
+"""Everything that is measured under vLLM 0.26 on one GPU, one engine after the other.
+
+    python -m benchmarks.hosts.one_gpu --list
+    python -m benchmarks.hosts.one_gpu --out one_gpu.json --limit-seconds 560
+    python -m benchmarks.hosts.one_gpu 'start-*' 'fp8/*' --out one_gpu.json
+
+Rows named NAME/attnlib and NAME/flash are the same engine with attnlib and with vLLM's own backend.
+`start-empty` starts without compiled kernels and `start-full` with those of `start-empty`, whose
+cache is in the folder of --out; the rows behind them use that cache, too. A kernel that vLLM
+compiles while attnlib serves ends its row with an error. Each row has a time limit of its own.
+
+Beside --out, NAME.jsonl has what rows have measured so far, and NAME.logs their output: a row that
+is stopped keeps its workloads. `token` rows compare tokens of tiny models instead of times
+(`vllm_gpu_cases.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import rows
+
+HERE = Path(__file__).resolve().parent
+TESTS = HERE.parents[1] / "tests" / "hosts"
+BACKENDS = {"attnlib": "CUSTOM", "flash": "FLASH_ATTN"}
+FREE = 0.91
+"""Share of the GPU's memory that must be free before an engine starts."""
+WAIT = 30.0
+"""Seconds until then, at most: a process that was killed holds its memory for a while."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine.
+
+    Attributes:
+        arguments: of `vllm_throughput.py`, besides the backend.
+        seconds: time limit of the row.
+        backend: vLLM's name; "" for that of the row.
+        keeps_cache: whether it begins with the compiled kernels of earlier rows.
+    """
+
+    arguments: str
+    seconds: float = 120.0
+    backend: str = ""
+    keeps_cache: bool = True
+
+
+_PLAIN = "--workloads one short serve"
+_DEEP = "--workloads deep --memory 0.8 --repetitions 3"
+ENGINES: dict[str, Engine] = {
+    **{f"start-empty/{name}": Engine("--workloads", keeps_cache=False) for name in BACKENDS},
+    **{f"start-full/{name}": Engine("--workloads") for name in BACKENDS},
+    **{f"bfloat16/{name}": Engine(_PLAIN) for name in BACKENDS},
+    **{f"fp8/{name}": Engine(f"{_PLAIN} --kv-cache-dtype fp8") for name in BACKENDS},
+    "int8/attnlib": Engine(f"{_PLAIN} --kv-cache-dtype int8_per_token_head"),
+    **{f"gemma3/{name}": Engine(f"{_PLAIN} --shape gemma3") for name in BACKENDS},
+    "deepseek/attnlib": Engine(f"{_PLAIN} --shape deepseek --block-size 64"),
+    "deepseek/flash": Engine(
+        f"{_PLAIN} --shape deepseek --block-size 64", backend="FLASH_ATTN_MLA"
+    ),
+    **{f"n-grams/{name}": Engine("--workloads one short --n-grams 4") for name in BACKENDS},
+    **{f"long/{name}": Engine("--workloads long") for name in BACKENDS},
+    **{f"deep/{name}": Engine(_DEEP, 150) for name in BACKENDS},
+    **{f"deep-fp8/{name}": Engine(f"{_DEEP} --kv-cache-dtype fp8", 150) for name in BACKENDS},
+    **{
+        f"deep-uncached/{name}": Engine("--workloads deep-uncached --memory 0.8", 150)
+        for name in BACKENDS
+    },
+    **{
+        f"eager/{name}": Engine("--workloads one short serve long --mode eager")
+        for name in BACKENDS
+    },
+}  # fmt: skip
+"""Row -> engine, the most important ones first."""
+TOKENS = {"tokens": (), "tokens-latent": ("latent",)}
+"""Row -> arguments of `vllm_gpu_cases.py`."""
+TOKEN_SECONDS = 150.0
+
+
+class Run:
+    """The rows of one call.
+
+    Args:
+        folder: of the results.
+        name: of their files, without the suffix.
+        end: of the run, by the monotonic clock.
+    """
+
+    def __init__(self, folder: Path, name: str, end: float) -> None:
+        self._lines, self._logs = folder / f"{name}.jsonl", folder / f"{name}.logs"
+        self._caches, self._end = folder / f"{name}.triton", end
+
+    def measure(self, row: str) -> dict[str, Any]:
+        """The result of a row; `error` where it has no more than the workloads before."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        if row in TOKENS:
+            return self._compare_tokens(row, TOKENS[row])
+        engine = ENGINES[row]
+        if not engine.keeps_cache:
+            shutil.rmtree(self._cache(row), ignore_errors=True)
+        wait_for_memory()
+        before = _lines(self._lines)
+        backend = engine.backend or BACKENDS[row.rpartition("/")[2]]
+        monitor = "error" if row.endswith("/attnlib") else "warn"
+        command = [HERE / "vllm_throughput.py", "--backend", backend, "--jit-monitor", monitor]
+        command += [*engine.arguments.split(), "--out", self._lines]
+        error = self._run(row, command, time.monotonic() + engine.seconds)
+        found = [json.loads(line) for line in _lines(self._lines)[len(before) :]]
+        return {"workloads": found} | ({"error": error} if error else {})
+
+    def _compare_tokens(self, row: str, kind: tuple[str, ...]) -> dict[str, Any]:
+        end = time.monotonic() + TOKEN_SECONDS
+        with tempfile.TemporaryDirectory() as models:
+            cases, results = (self._logs / f"{row}-{name}.json" for name in ("cases", "results"))
+            script = [HERE / "vllm_gpu_cases.py", models, cases]
+            error = (
+                self._run(row, [TESTS / "models.py", models], end)
+                or self._run(row, [*script, *kind], end)
+                or self._run(row, [TESTS / "run_engine.py", cases, results], end)
+                or self._run(f"{row}-report", [*script, results], end)
+            )
+        if error:
+            return {"error": error}
+        return {"lines": _lines(self._logs / f"{row}-report.log")}
+
+    def _cache(self, row: str) -> Path:
+        """The folder of Triton's cache: one for each backend."""
+        return self._caches / row.rpartition("/")[2]
+
+    def _run(self, row: str, command: list[Any], end: float) -> str:
+        """Run a script until it ends, or its row, or the run; why it failed, or ""."""
+        left = max(1.0, min(end, self._end) - time.monotonic())
+        log = self._logs / f"{row.replace('/', '-')}.log"
+        variables = {
+            "VLLM_USE_FLASHINFER_SAMPLER": "0", "TEST_VLLM_CPU": "0", "PYTHONUNBUFFERED": "1",
+            "TRITON_CACHE_DIR": str(self._cache(row)),
+        }  # fmt: skip
+        with log.open("w") as sink:
+            process = subprocess.Popen(
+                [sys.executable, *map(str, command)], stdout=sink, stderr=subprocess.STDOUT,
+                env={**os.environ, **variables}, start_new_session=True,
+            )  # fmt: skip
+            try:
+                code = process.wait(left)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                return f"stopped after {left:.0f} s: {_end_of(log)}"
+        return "" if code == 0 else f"exit {code}: {_end_of(log)}"
+
+
+def wait_for_memory() -> None:
+    """Wait until earlier engines have left the GPU; does nothing without `nvidia-smi`."""
+    query = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    end = time.monotonic() + WAIT
+    while time.monotonic() < end:
+        try:
+            found = subprocess.run([*query, "-i", visible], capture_output=True, text=True)
+        except FileNotFoundError:
+            return
+        if found.returncode:
+            return
+        free, total = map(float, found.stdout.split(","))
+        if free >= FREE * total:
+            return
+        time.sleep(1)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.exists() else []
+
+
+def _end_of(log: Path) -> str:
+    return " | ".join(_lines(log)[-8:])[-1500:]
+
+
+def main() -> int:
+    """Parse the command line and run the rows."""
+    options = rows.parser(__doc__).parse_args()
+    out = options.out or Path("one_gpu.json")
+    run = Run(out.resolve().parent, out.stem, time.monotonic() + options.limit_seconds)
+    measure: Callable[[str], dict[str, Any]] = partial(Run.measure, run)
+    return rows.run(options, [*ENGINES, *TOKENS], measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

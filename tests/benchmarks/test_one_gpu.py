@@ -1,0 +1,81 @@
+"""`benchmarks/hosts/one_gpu.py` with a script in place of vLLM."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.hosts import one_gpu
+
+_SCRIPT = """
+import json, os, pathlib, sys, time
+given = sys.argv[1:]
+cache = pathlib.Path(os.environ["TRITON_CACHE_DIR"])
+row = {"backend": given[1], "monitor": given[3], "had": cache.exists()}
+cache.mkdir(parents=True, exist_ok=True)
+with open(given[-1], "a") as file:
+    file.write(json.dumps(row) + "\\n")
+if "fp8" in given:
+    time.sleep(600)
+sys.exit("a kernel was compiled" if "gemma3" in given else 0)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    (scripts / "vllm_throughput.py").write_text(_SCRIPT)
+    monkeypatch.setattr(one_gpu, "HERE", scripts)
+    monkeypatch.setattr(one_gpu, "wait_for_memory", lambda: None)
+
+    def measure(*patterns: str, limit: float = 60) -> tuple[int, dict[str, Any]]:
+        arguments = [*patterns, "--out", str(tmp_path / "x.json"), "--limit-seconds", str(limit)]
+        monkeypatch.setattr(sys, "argv", ["one_gpu", *arguments, "--commit", "abc"])
+        status = one_gpu.main()
+        written = json.loads((tmp_path / "x.json").read_text())["rows"]
+        return status, {row.pop("row"): row for row in written}
+
+    return measure
+
+
+def test_starts_with_and_without_kernels_have_a_cache_for_each_backend(run: Any) -> None:
+    for _ in range(2):  # the second time, the caches are there
+        status, found = run("start-*")
+        assert status == 0 and list(found) == [
+            *("start-empty/attnlib", "start-empty/flash", "start-full/attnlib", "start-full/flash")
+        ]
+        for row, result in found.items():
+            (workload,) = result["workloads"]
+            ours = row.endswith("attnlib")
+            assert workload["had"] is row.startswith("start-full")
+            assert workload["backend"] == ("CUSTOM" if ours else "FLASH_ATTN")
+            assert workload["monitor"] == ("error" if ours else "warn")
+
+
+def test_rows_that_fail_or_take_too_long_keep_their_workloads(run: Any, tmp_path: Path) -> None:
+    began = time.monotonic()
+    status, found = run("gemma3/attnlib", "fp8/flash", "bfloat16/flash", limit=3)
+    assert status == 1 and time.monotonic() - began < 30
+    assert found["gemma3/attnlib"]["error"] == "exit 1: a kernel was compiled"
+    assert found["fp8/flash"]["error"].startswith("stopped after ")
+    assert found["bfloat16/flash"] == {"error": "not run: no time"}
+    for row in ("gemma3/attnlib", "fp8/flash"):
+        assert len(found[row]["workloads"]) == 1
+    assert len((tmp_path / "x.jsonl").read_text().splitlines()) == 2
+
+
+def test_engines_have_arguments_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(one_gpu.__file__).parent))
+    import vllm_throughput
+
+    for row, engine in one_gpu.ENGINES.items():
+        command = ["--backend", engine.backend or "CUSTOM", *engine.arguments.split()]
+        arguments = vllm_throughput.command_line().parse_args([*command, "--out", "x"])
+        for workload in arguments.workloads:
+            assert vllm_throughput.lengths(workload), row
