@@ -1,5 +1,7 @@
 """Importing attnlib and selecting a backend is light; measured in new processes."""
 
+import ast
+
 import pytest
 
 from tests.fresh_process import run_program
@@ -131,3 +133,38 @@ def test_an_excluded_backend_is_never_imported() -> None:
         "assert not [m for m in sys.modules if m.startswith(excluded)]"
     )
     assert _loads(statement) == "[] False"
+
+
+OF_FEW_LAYERS = (
+    "fused_step", "invariant_decode", "latent_decode", "page_write", "rotary_write", "score",
+    "selected", "selected_latents", "shared_decode", "state_step", "streams", "warp_decode",
+)  # fmt: skip
+"""Modules of kernels."""
+
+PLAIN_SERVER = """
+import attnlib
+from attnlib.ahead_of_time import DescribedLayer, DescribedServer, needed_kernels
+from attnlib.device import resolve_device
+spec = attnlib.AttentionSpec(
+    num_heads=8, num_kv_heads=2, head_size=128, dtype=torch.bfloat16, block_size=16
+)
+limits = attnlib.BatchLimits(max_num_reqs=2, max_num_tokens=32, max_seq_len=64)
+server = DescribedServer(resolve_device("H200"), limits)
+kernels = {kernel.name for kernel in needed_kernels(server, [DescribedLayer(spec)])}
+assert {"hopper_prefill_kernel", "decode_kernel"} <= kernels
+"""
+
+
+@pytest.mark.slow
+def test_a_server_of_plain_layers_imports_no_kernels_of_others() -> None:
+    """Triton reads the source of every device function of a module, a third of the start."""
+    pytest.importorskip("triton")
+    program = (
+        "import os, sys, torch\nos.environ.pop('TRITON_INTERPRET', None)\n" + PLAIN_SERVER +
+        "print(sorted(name.rpartition('.')[2] for name in sys.modules if '.kernels.' in name))"
+    )  # fmt: skip
+    done = run_program(program)
+    assert done.returncode == 0, done.stderr
+    loaded = set(ast.literal_eval(done.stdout.splitlines()[-1]))
+    assert {"prefill", "decode", "cache_write"} <= loaded
+    assert not loaded & set(OF_FEW_LAYERS)

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from attnlib.backends.rotated import RotatedImpl
-from attnlib.cache.slots import compute_slot_mapping
 from attnlib.cache.states import StateCache
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
@@ -37,12 +35,12 @@ from attnlib.layer.warmup_batches import (
     warmup_batches,
 )
 from attnlib.layer.warmup_facts import kernel_facts
+from attnlib.layer.warmup_helpers import run_helpers, run_over
 from attnlib.layer.warmup_steps import run_steps
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.ops.dispatch import has_triton, runs_kernels
 from attnlib.ops.states import StepForm
 from attnlib.ops.triton.launch.compilations import compiled_kernels
-from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
 
 __all__ = ["WarmupReport", "warmup"]
@@ -81,10 +79,13 @@ def warmup(
     max_blocks: int | None = None,
     device: torch.device | str | None = None,
     form: StepForm | None = None,
+    more_caches: Sequence[PagedKVCache] = (),
 ) -> WarmupReport:
     """Run every class of batch within `limits` on one layer.
 
-    Layers with the same spec and a cache of the same strides need no further warmup.
+    Layers with the same spec and a cache of the same strides need no further warmup. The kernels
+    read some caches by descriptors, which the first call over a cache makes: `more_caches` has them
+    made now.
 
     Args:
         layer: the layer.
@@ -96,6 +97,7 @@ def warmup(
             `limits.max_seq_len` needs.
         device: device of a layer without a cache.
         form: of the calls of `StateLayer.step`, which are run, too.
+        more_caches: of other layers, which are not changed.
 
     Returns:
         The batches that are covered, and what it took.
@@ -119,6 +121,7 @@ def warmup(
     steps = _steps(layer, cache, limits, builder, batches, columns, where)
     with torch.no_grad(), _new_kernels(where) as new:
         run_steps(steps, where, kernel_facts(layer, cache, limits, builder, columns))
+        run_over(layer, more_caches, batches, limits, builder, columns)
     if where.type == "cuda":
         torch.cuda.synchronize(where)
     return _report(batches, started, new)
@@ -175,7 +178,7 @@ def _steps(
     return [
         *(partial(run_batch, *pair) for pair in pairs),
         run_others,
-        partial(_warm_helpers, spec, device),
+        partial(run_helpers, spec, device),
     ]
 
 
@@ -232,18 +235,3 @@ def _run(
         query, key, value = new_tensors(layer.spec, num_tokens, device, fused)
         for return_lse in (False, True) if layer.spec.needs_lse else (False,):
             layer(query, key, value, cache, metadata, return_lse, **extra)
-
-
-def _warm_helpers(spec: AttentionSpec, device: torch.device) -> None:
-    """Run the kernels outside of attention: slot mapping on the device, and `merge_states`."""
-    if spec.is_paged:
-        starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
-        lens, table = starts[1:], torch.zeros(1, 1, dtype=torch.int32, device=device)
-        compute_slot_mapping(starts, lens, table, spec.block_size, 1)
-    if spec.needs_lse:
-        package = "triton" if runs_kernels(device) else "torch"
-        merge = import_module(f"attnlib.ops.{package}.merge_states").merge_states
-        out = torch.zeros(1, spec.num_heads, spec.head_size_v, dtype=spec.dtype, device=device)
-        lse = torch.zeros(1, spec.num_heads, dtype=torch.float32, device=device)
-        for merged in (None, torch.empty_like(lse)):
-            merge(out, lse, out, lse, torch.empty_like(out), merged)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,33 @@ def cache(tmp_path: Path) -> Iterator[Path]:
     with knobs.cache.scope():
         knobs.cache.dir = str(tmp_path)
         yield tmp_path
+
+
+def test_keys_wait_for_what_was_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's library is read once, in a thread."""
+    cache = pytest.importorskip("triton").runtime.cache
+    from attnlib.ops.triton.launch import keys
+
+    events: list[str] = []
+
+    def read() -> str:
+        time.sleep(0.2)
+        events.append("read")
+        return ""
+
+    def key(*facts: Any, **more: Any) -> str:
+        events.append("key")
+        return "key"
+
+    monkeypatch.setattr(cache, "triton_key", read)
+    monkeypatch.setattr(cache, "get_cache_key", key)
+    monkeypatch.setattr(keys, "_READING", [])
+    for _ in range(2):
+        keys.read_ahead()
+    source: Any = type("Source", (), {"parse_options": lambda self: {}})()
+    backend: Any = type("Backend", (), {"parse_options": lambda self, given: given})()
+    assert len(keys.kernel_key(source, backend, source)) == 64
+    assert events == ["read", "key"]
 
 
 def test_notes_are_read_under_the_same_facts_only(

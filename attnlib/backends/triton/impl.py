@@ -20,7 +20,6 @@ from attnlib.ops.rotary import HeadNorm
 from attnlib.ops.triton.cache_write import write_kv
 from attnlib.ops.triton.hadamard import rotate_heads
 from attnlib.ops.triton.hopper.sizes import hopper_reads
-from attnlib.ops.triton.rotary_write import bind_rotation, rotate, rotate_and_write
 from attnlib.ops.triton.varlen_prefill import varlen_prefill
 from attnlib.sparse.key_selection import SelectedKeys
 
@@ -85,13 +84,15 @@ class TritonImpl(AttentionImpl):
         k_norm: HeadNorm | None = None,
     ) -> torch.Tensor:
         """See `AttentionImpl.rotate_and_write_kv`; one launch, or three for open formats."""
+        from attnlib.ops.triton import rotary_write  # layers of most engines do not import it
+
         if self.spec.has_open_format:
             norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm}
             rows = (query, key, value, cache, slot_mapping, cos, sin)
             return super().rotate_and_write_kv(*rows, interleaved=interleaved, **norms)
         if key is None or value is None or slot_mapping is None:
-            return rotate(query, cos, sin, interleaved=interleaved, norm=q_norm)
-        return rotate_and_write(
+            return rotary_write.rotate(query, cos, sin, interleaved=interleaved, norm=q_norm)
+        return rotary_write.rotate_and_write(
             query,
             key,
             value,
@@ -123,6 +124,8 @@ class TritonImpl(AttentionImpl):
         k_norm: HeadNorm | None = None,
     ) -> Callable[..., torch.Tensor] | None:
         """See `AttentionImpl.plan_rotary_write`."""
+        from attnlib.ops.triton import rotary_write
+
         if self.spec.has_open_format:
             return None
 
@@ -133,7 +136,8 @@ class TritonImpl(AttentionImpl):
 
         write, scales = written(key, value, cache), (cache.k_scale, cache.v_scale)
         kind = (cos, sin, interleaved, q_norm, k_norm)
-        bound = bind_rotation(query, write, *kind, scales, rotation=self.write_rotation)
+        rotation = self.write_rotation
+        bound = rotary_write.bind_rotation(query, write, *kind, scales, rotation=rotation)
 
         def run(
             query: torch.Tensor,

@@ -105,7 +105,7 @@ class AttnlibImpl(AttentionImpl):
         self._kv_cache: torch.Tensor | None = None
         self._cache: PagedKVCache | None = None
         self.group_warmup: GroupWarmup | None = None  # set by the builder of the layer's group
-        register_kernels()
+        register_kernels(device)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -159,9 +159,19 @@ class AttnlibImpl(AttentionImpl):
             own = builder.distributed.builders[spec] if shared else None
             self._distributed.warm_up(self._cache, own, limits, columns)
             return
+        caches = self._caches_like_this(layer, builder.take_layers()) if self.spec.is_paged else []
         for attention in dict.fromkeys(self._masked.values()):
             own = builder.builders[attention.spec] if shared else None
-            run_batches(attention, self._cache, limits, own, columns, self._device)
+            run_batches(attention, self._cache, limits, own, columns, self._device, caches)
+
+    def _caches_like_this(self, layer: Any, layers: list[Any]) -> list[PagedKVCache]:
+        """The caches of the other layers that need the same kernels."""
+        key, found = self.warmup_key(layer), []
+        for other in layers:
+            if other is not layer and (impl := other.impl).warmup_key(other) == key:
+                impl._bind(other, other.kv_cache)
+                found.append(impl._cache)
+        return found
 
     def do_kv_cache_update(
         self,

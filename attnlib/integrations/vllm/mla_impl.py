@@ -100,7 +100,7 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
         self._memory: tuple[int, torch.Size] | None = None
         self._cache: PagedKVCache | None = None
         self.group_warmup: GroupWarmup | None = None  # set by the builder of the layer's group
-        register_kernels()
+        register_kernels(self._device)
 
     @property
     def spec(self) -> AttentionSpec:

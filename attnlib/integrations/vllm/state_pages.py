@@ -20,6 +20,7 @@ from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.platforms import current_platform
 
 from attnlib.cache.states import StateCache
 from attnlib.errors import UnsupportedConfigError
@@ -77,7 +78,7 @@ class StatePages(MambaBase):
                 )
         self._layers = config.compilation_config.static_forward_context
         self._constants = StepConstants()
-        register_kernels()
+        register_kernels(torch.device(current_platform.device_type))
 
     @abstractmethod
     def state_arguments(self, constants: StepConstants) -> StateArguments:

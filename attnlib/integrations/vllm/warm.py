@@ -14,7 +14,8 @@ As for vLLM's own kernels, there is no warm-up with `--enforce-eager` or
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,7 @@ import torch
 from attnlib.cache.storage import PagedKVCache
 from attnlib.layer import Attention
 from attnlib.layer.warmup import warmup
+from attnlib.ops.dispatch import has_triton
 from attnlib.workspace import BatchLimits
 
 __all__ = ["GroupWarmup", "register_kernels", "run_batches"]
@@ -77,15 +79,23 @@ def run_batches(
     builder: Any,
     max_blocks: int | None,
     device: torch.device,
+    more_caches: Sequence[PagedKVCache] = (),
 ) -> None:
     """`attnlib.warmup` for a layer of a backend that compiles kernels. Arguments as there."""
     if attention.backend.get_name() != "torch":
-        warmup(attention, cache, limits, builder=builder, max_blocks=max_blocks, device=device)
+        given: dict[str, Any] = {"max_blocks": max_blocks, "device": device}
+        warmup(attention, cache, limits, builder=builder, more_caches=more_caches, **given)
 
 
-def register_kernels() -> None:
-    """Let the registry of the runner that is being set up run the warm-ups of all groups. Nothing
-    happens where vLLM has no registry."""
+def register_kernels(device: torch.device) -> None:
+    """Let the registry of the runner that is being set up run the warm-ups of all groups, where
+    vLLM has one. What the warm-ups read first is read from now on, while vLLM loads the model.
+
+    Args:
+        device: of the layers.
+    """
+    if device.type == "cuda" and has_triton():
+        import_module("attnlib.ops.triton.launch.keys").read_ahead()
     if (kernels := _kernels()) is not None:
         kernels.register_warmup()
 

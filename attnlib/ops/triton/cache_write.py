@@ -39,7 +39,6 @@ from attnlib.ops.triton.launch.sequence import (
     batch_sources,
     bind_step,
 )
-from attnlib.ops.triton.page_write import page_write
 
 __all__ = ["CacheWrite", "prepare_write", "write_kv"]
 
@@ -168,6 +167,8 @@ def prepare_write(
     check_scale("v_scale", v_scale)
     scales = (k_scale, v_scale)
     if isinstance(k_scale, Tensor) and k_scale.dim() == 4:
+        from attnlib.ops.triton.page_write import page_write  # most caches do not need its kernels
+
         given = (key, value, key_cache, value_cache, slot_mapping.shape[0], scales, rotation)
         prepared = CacheWrite(limits, key.get_device(), *page_write(*given))
     elif rotation is not None:

@@ -25,7 +25,6 @@ from attnlib.ops.triton.kernels.page_formats import (
 from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES, KV_PLAIN
 from attnlib.ops.triton.launch.constants import attention_constants, compute_dtype
 from attnlib.ops.triton.launch.number_code import number_ptx
-from attnlib.ops.triton.launch.score_compile import compile_number
 from attnlib.ops.triton.launch.settle import settle_keys
 
 __all__ = ["element_constants", "page_kind", "page_words"]
@@ -65,7 +64,11 @@ def _numbers(keys: KVFormat, values: KVFormat, packed: bool = False) -> dict[str
     found: list[Any] = []
     for function, bits in ((keys.number, keys.bits), (values.number, values.bits)):
         code = None if function is None or not packed else number_ptx(function, bits)
-        found.append(code or (None if function is None else compile_number(function)))
+        if not code and function is not None:
+            from attnlib.ops.triton.launch.score_compile import compile_number
+
+            code = compile_number(function)
+        found.append(code)
     named = [one for one in found if one is not None and not isinstance(one, str)]
     settle_keys(*named)
     keys_of_code = tuple(getattr(one, "cache_key", "") for one in named)  # "": interpreted

@@ -35,6 +35,9 @@ from attnlib.kv_dtype import PAGE_FORMATS
 from attnlib.layer import plans as layer_plans
 from attnlib.layer.call import LayerCall
 from attnlib.layer.plans import find_plan, run_plan
+from attnlib.layer.warmup import warmup
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.ops.dispatch import cpu_as_gpu
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton import (
     append_kv,
@@ -54,6 +57,8 @@ from attnlib.ops.triton.launch import bound as launch
 from attnlib.ops.triton.launch import run
 from attnlib.ops.triton.launch.cache import LAUNCHES, LaunchCache
 from attnlib.score_functions.builtin import alibi_sqrt
+from attnlib.spec import AttentionSpec
+from attnlib.workspace import BatchLimits
 from tests.ops.calls import call_operation
 from tests.ops.triton import recorded_states
 from tests.ops.triton.stub_driver import (
@@ -515,6 +520,35 @@ def check_descriptors_are_encoded_once() -> None:
             assert recorded(moved)[0] == theirs and not ENCODED
             with by_triton():
                 assert recorded(moved)[0] == theirs
+
+
+def check_warmups_encode_all_caches() -> None:
+    """The first batches over caches that a warm-up was given encode nothing but queries."""
+    spec = AttentionSpec(
+        num_heads=16, num_kv_heads=4, head_size=128, dtype=torch.bfloat16, block_size=16
+    )
+    limits = BatchLimits(max_num_reqs=4, max_num_tokens=512, max_seq_len=4096)
+    layer = attnlib.Attention(spec, backend=Anywhere, device="cpu")
+    first, *others = (attnlib.PagedKVCache.allocate(spec, 4, "cpu") for _ in range(3))
+    builder = layer.backend.make_builder(spec, torch.device("cpu"), limits=limits)
+
+    def encoded(cache: Any) -> set[int]:
+        table = torch.zeros(2, 256, dtype=torch.int32)
+        found = set()
+        for queries in ([1, 300], [200, 100]):
+            lengths = [query + 3000 for query in queries]
+            common = CommonAttentionMetadata.from_lengths(queries, lengths, table, 16, "cpu")
+            common.slot_mapping = None
+            query = torch.zeros(sum(queries), 16, 128, dtype=torch.bfloat16)
+            for _ in range(2):  # launches by Triton encode in every call
+                recorded(lambda c=common, q=query: layer(q, None, None, cache, builder.build(0, c)))
+                found |= set() if BY_TRITON else set(ENCODED)
+        return found & {cache.key_cache.data_ptr(), cache.value_cache.data_ptr()}
+
+    with cpu_as_gpu():
+        warmup(layer, first, limits, builder=builder, more_caches=others[:1])
+    assert not encoded(first) and not encoded(others[0])
+    assert encoded(others[1])
 
 
 def check_every_call_is_checked() -> None:
@@ -1182,6 +1216,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     check_hooks_and_knobs_take_effect,
     check_unknown_versions_use_triton,
     check_descriptors_are_encoded_once,
+    check_warmups_encode_all_caches,
     check_every_call_is_checked,
     check_plans,
     check_rotated_calls,

@@ -1,5 +1,6 @@
 """What the Hopper decodes need for layers of a shape: support, workspace and counters. Builders ask
-before there is a call."""
+before there is a call. Kernels of latents and of shared prefixes are imported where a layer needs
+them."""
 
 from __future__ import annotations
 
@@ -9,8 +10,6 @@ from attnlib.ops.triton.heuristics.hopper_decode_tiles import MAX_CONSUMERS, MAX
 from attnlib.ops.triton.hopper.common_reasons import CallFeatures
 from attnlib.ops.triton.hopper.decode_grid import hopper_decode_workspace_bytes
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
-from attnlib.ops.triton.hopper.latent_plan import latent_decode_workspace_bytes
-from attnlib.ops.triton.hopper.shared_decode_plan import shared_decode_ranges, shared_decode_tile
 from attnlib.ops.triton.hopper.sizes import WARP_ROWS
 from attnlib.ops.triton.hopper.support import (
     decode_unsupported_reasons,
@@ -48,8 +47,10 @@ def shared_decode_shape(shape: LayerShape, limits: DeviceLimits) -> tuple[int, i
     """
     if shape.latent or shared_decode_unsupported_reasons(shape, limits):
         return None
-    ranges = shared_decode_ranges(shape.num_kv_heads, limits.num_sms)
-    return shared_decode_tile(*shape.head_sizes).block_n, ranges
+    from attnlib.ops.triton.hopper import shared_decode_plan
+
+    ranges = shared_decode_plan.shared_decode_ranges(shape.num_kv_heads, limits.num_sms)
+    return shared_decode_plan.shared_decode_tile(*shape.head_sizes).block_n, ranges
 
 
 def decode_workspace_bytes(
@@ -64,6 +65,8 @@ def decode_workspace_bytes(
         max_query_len: upper bound of the query lengths, in tokens.
     """
     if shape.latent:
+        from attnlib.ops.triton.hopper.latent_plan import latent_decode_workspace_bytes
+
         return latent_decode_workspace_bytes(
             num_tokens,
             shape.num_heads,

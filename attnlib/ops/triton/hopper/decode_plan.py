@@ -32,7 +32,6 @@ from attnlib.ops.triton.hopper.kernels.cache_tiles import box_keys
 from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.decode import hopper_decode_kernel
 from attnlib.ops.triton.hopper.kernels.decode_call import DecodeConfig
-from attnlib.ops.triton.hopper.kernels.warp_decode import hopper_warp_decode_kernel
 from attnlib.ops.triton.hopper.packed_views import PackedKeyView, PackedValueView
 from attnlib.ops.triton.hopper.sizes import gathers
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
@@ -199,6 +198,9 @@ def _attend(
     """The launch of the attention kernel."""
     ctas = (grid.workers // max(1, tile.consumers), 1, 1)
     if tile.warps:
+        # Layers over 16-bit caches do not import this kernel.
+        from attnlib.ops.triton.hopper.kernels.warp_decode import hopper_warp_decode_kernel
+
         registers = min(255, 65536 // (32 * tile.warps) // 8 * 8)
         options = {"CONFIG": config, "num_warps": 1, "maxnreg": registers, **PDL_OPTIONS}
         return BoundLaunch(hopper_warp_decode_kernel, ctas, options)

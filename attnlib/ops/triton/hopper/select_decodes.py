@@ -1,5 +1,6 @@
 """Decides whether a Hopper decode serves a call, and with which tile; also of the batch-invariant
-kernels, which decide for decodes and prefills alike."""
+kernels, which decide for decodes and prefills alike. Kernels that few layers need are imported
+where one is served."""
 
 from __future__ import annotations
 
@@ -25,14 +26,8 @@ from attnlib.ops.triton.hopper.common_reasons import CallFeatures
 from attnlib.ops.triton.hopper.decode_bounds import num_counters
 from attnlib.ops.triton.hopper.decode_launches import HopperDecode
 from attnlib.ops.triton.hopper.decode_plan import prepare_hopper_decode
-from attnlib.ops.triton.hopper.invariant_plan import (
-    prepare_hopper_invariant_decode,
-    prepare_hopper_invariant_prefill,
-)
-from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill
 from attnlib.ops.triton.hopper.shared_decode_launches import HopperSharedDecode
-from attnlib.ops.triton.hopper.shared_decode_plan import prepare_shared_decode, shared_decode_tile
 from attnlib.ops.triton.hopper.sizes import PACKED_DECODE_ROWS, SMALL_SIZES, decode_rows
 from attnlib.ops.triton.hopper.support import (
     decode_unsupported_reasons,
@@ -133,6 +128,8 @@ def _select_latent_decode(call: AttentionCall, schedule: DecodeSchedule) -> Hopp
     tensors = (call.query, call.key, call.value, call.out)
     if features.score_function or not are_readable(*tensors, params):
         return None
+    from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
+
     keys_per_sm = schedule.hopper_keys_per_sm
     return prepare_latent_decode(call, max_query_len, schedule.max_ctas, keys_per_sm=keys_per_sm)
 
@@ -197,10 +194,13 @@ def select_invariant(
     # The stride of the tokens counts for one token, too.
     if any(x.stride(0) * x.element_size() % 16 for x in (call.query, call.out)):
         return None
+    from attnlib.ops.triton.hopper import invariant_plan
+
     max_query_len = max(1, call.max_query_len)
     if num_segments is None or shape.group * max_query_len > decode_rows(shape.head_size_v):
-        return prepare_hopper_invariant_prefill(call)
-    return prepare_hopper_invariant_decode(call, max_query_len, num_segments, max_ctas)
+        return invariant_plan.prepare_hopper_invariant_prefill(call)
+    bounds = (max_query_len, num_segments, max_ctas)
+    return invariant_plan.prepare_hopper_invariant_decode(call, *bounds)
 
 
 def select_shared_decode(
@@ -229,9 +229,11 @@ def select_shared_decode(
         return None
     if not are_readable(query, key, value, out, params):
         return None
-    tile = shared_decode_tile(*shape.head_sizes)
+    from attnlib.ops.triton.hopper import shared_decode_plan
+
+    tile = shared_decode_plan.shared_decode_tile(*shape.head_sizes)
     if table.dtype != torch.int32 or table.stride(1) != 1 or items.tile_keys != tile.block_n:
         return None
-    return prepare_shared_decode(
+    return shared_decode_plan.prepare_shared_decode(
         query, key, value, table, out, lse, params, limits, tile, items.num_ranges
     )

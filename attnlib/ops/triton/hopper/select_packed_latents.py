@@ -14,7 +14,6 @@ from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.tile_table import work_class
 from attnlib.ops.triton.hopper.common_reasons import CallFeatures
 from attnlib.ops.triton.hopper.decode_launches import HopperDecode
-from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
 from attnlib.ops.triton.hopper.preference import latent_decode_keys
 from attnlib.ops.triton.hopper.support import packed_latents_unsupported_reasons
 from attnlib.ops.triton.hopper.tensor_support import unsupported_strides
@@ -59,6 +58,8 @@ class _PackedLatents(NamedTuple):
 
     def prepare_launches(self, call: AttentionCall) -> HopperDecode:
         """See `KernelFamily`."""
+        from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
+
         return prepare_latent_decode(call, self.max_query_len, keys_per_sm=self.keys_per_sm)
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 
-__all__ = ["folder_name", "kernel_key", "key_facts"]
+__all__ = ["folder_name", "kernel_key", "key_facts", "read_ahead"]
+
+_LOCK = threading.Lock()
+_READING: list[threading.Thread] = []
+
+
+def read_ahead() -> None:
+    """Begin to read Triton's library, 400 MB, whose contents all keys depend on: in a thread, once
+    in a process. Triton keeps the result; `kernel_key` waits for it."""
+    from triton.runtime.cache import triton_key
+
+    with _LOCK:
+        if not _READING:
+            _READING.append(threading.Thread(target=triton_key, daemon=True))
+            _READING[0].start()
 
 
 def kernel_key(source: Any, backend: Any, options: Any) -> str:
@@ -40,6 +55,8 @@ def kernel_key(source: Any, backend: Any, options: Any) -> str:
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.runtime.cache import get_cache_key
 
+    for thread in tuple(_READING):
+        thread.join()
     # `triton.compile` parses the options of a call again.
     parsed = backend.parse_options(dict(options.__dict__, **source.parse_options()))
     key = get_cache_key(source, backend, parsed, env_vars=get_cache_invalidating_env_vars())

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.signature import tensor_signature
-from attnlib.ops.triton.launch.score_compile import compile_score
 from attnlib.ops.triton.launch.sequence import Source, batch_sources
 from attnlib.score_functions.analysis import FAR
 from attnlib.score_functions.function import MAX_TENSORS
@@ -43,6 +42,8 @@ def score_constants(
         constants |= {"RAW_SCORE": False, "KEY_SLOPE": None}
     if params.score_function is None:
         return constants
+    from attnlib.ops.triton.launch.score_compile import compile_score
+
     compiled = compile_score(params.score_function, language)
     constants |= {"SCORE": compiled.apply, "BOUNDS": compiled.bounds}
     in_products = takes_raw and not params.logits_soft_cap and params.scale > 0
@@ -68,6 +69,8 @@ def range_constants(
     function = params.score_function
     if function is None:
         return {"BOUNDS": None, "RANGES": 0, "EXACT": False}
+    from attnlib.ops.triton.launch.score_compile import compile_score
+
     compiled = compile_score(function, language)
     bounds = compiled.head_ranges if one_head else compiled.ranges
     constants: dict[str, Any] = {"BOUNDS": bounds, "RANGES": function.count_ranges(one_head)}

@@ -1,0 +1,63 @@
+"""What a warm-up runs besides its batches: other kernels, and other caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from attnlib.cache.slots import compute_slot_mapping
+from attnlib.cache.storage import PagedKVCache
+from attnlib.layer.attention import Attention
+from attnlib.layer.warmup_batches import bounded_batches, extra_keys, new_tensors
+from attnlib.metadata.base import AttentionMetadataBuilder
+from attnlib.ops.dispatch import runs_kernels
+from attnlib.spec import AttentionSpec
+from attnlib.workspace import BatchLimits
+
+__all__ = ["run_helpers", "run_over"]
+
+
+def run_helpers(spec: AttentionSpec, device: torch.device) -> None:
+    """Run slot mapping on the device, and `merge_states`."""
+    if spec.is_paged:
+        starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
+        lens, table = starts[1:], torch.zeros(1, 1, dtype=torch.int32, device=device)
+        compute_slot_mapping(starts, lens, table, spec.block_size, 1)
+    if spec.needs_lse:
+        package = "triton" if runs_kernels(device) else "torch"
+        merge = import_module(f"attnlib.ops.{package}.merge_states").merge_states
+        out = torch.zeros(1, spec.num_heads, spec.head_size_v, dtype=spec.dtype, device=device)
+        lse = torch.zeros(1, spec.num_heads, dtype=torch.float32, device=device)
+        for merged in (None, torch.empty_like(lse)):
+            merge(out, lse, out, lse, torch.empty_like(out), merged)
+
+
+def run_over(
+    layer: Attention,
+    caches: Sequence[PagedKVCache],
+    batches: Iterable[tuple[int, ...]],
+    limits: BatchLimits,
+    builder: AttentionMetadataBuilder[Any],
+    columns: int,
+) -> None:
+    """Run one batch over each cache: the one with the longest prefill behind decodes.
+
+    Args:
+        layer, limits, builder: as of `warmup`.
+        caches: like that of the layer.
+        batches: query lengths of the warm-up.
+        columns: of the block table.
+    """
+    if not caches:
+        return
+    lengths = max(batches, key=lambda one: (len(set(one)), max(one)))
+    spec, device, num_tokens = layer.spec, builder.device, sum(lengths)
+    (common,) = bounded_batches(spec, lengths, [limits.max_seq_len], columns, device)
+    metadata = builder.build(0, common)
+    rows = new_tensors(spec, num_tokens, device, True)
+    extra = extra_keys(spec, metadata, num_tokens, device)
+    for cache in caches:
+        layer(*rows, cache, metadata, **extra)
