@@ -79,7 +79,9 @@ def watch() -> dict[str, float]:
             full, causal = (_dense(self, query, cache, batch, flag) for flag in (False, True))
             rows = out[: batch.num_actual_tokens].view_as(full)
             found["calls"] += 1
-            found["error"] = max(found["error"], float((rows - full).abs().max()))
+            found["error"] = max(
+                found["error"], float((rows - full).abs().nan_to_num(torch.inf).max())
+            )
             found["to_causal"] = min(found["to_causal"], float((full - causal).abs().max()))
         return out
 

@@ -169,5 +169,5 @@ def error_of(
     empty = wanted_lse == -torch.inf
     if not torch.equal(empty, lse == -torch.inf) or not bool(out.isfinite().all()):
         return float("inf")
-    errors = (out - wanted).abs().flatten(), (lse - wanted_lse)[~empty].abs()
+    errors = (out - wanted).abs().flatten(), (lse - wanted_lse)[~empty].abs().nan_to_num(torch.inf)
     return max(float(each.max()) if each.numel() else 0.0 for each in errors)

@@ -64,6 +64,11 @@ def test_tokens_that_forget(name: str, form: str) -> None:
     assert largest_error(server.result(0), wanted(spec, layer, request)) < 1e-5
 
 
+def test_an_error_of_nan_is_the_largest() -> None:
+    ones, wrong = torch.ones(2), torch.tensor([1.0, torch.nan])
+    assert not largest_error(Results(ones, wrong), Results(ones, ones)) < 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bit_inputs(dtype: torch.dtype) -> None:
     spec, layer, server = served("gated delta", "tail", 3, 0, dtype)
