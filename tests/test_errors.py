@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import distributed
+from torch.distributed import distributed_c10d
 
 import attnlib
 from attnlib import env, errors
@@ -64,10 +67,14 @@ def _wrong_variable() -> None:
 
 def _lost_rank() -> None:
     group = RankGroup.__new__(RankGroup)
-    group.world_size, group.rank, group._ranks, group._cpu_group = 2, 0, [0, 1], None
-    group._record_device = torch.device("cpu")
+    group.world_size, group.rank, group._record_device = 2, 0, torch.device("cpu")
+    group._cpu_group = SimpleNamespace(group_name="0")
     late = RuntimeError("Timed out waiting 2000ms")
-    with mock.patch.object(torch.distributed, "irecv", side_effect=late):
+    with (
+        mock.patch.object(distributed, "all_gather_single", side_effect=late, create=True),
+        mock.patch.object(distributed_c10d, "_get_default_store", distributed.HashStore),
+        mock.patch.object(distributed.Store, "wait", side_effect=late),
+    ):
         group.agree("facts")
 
 
@@ -153,7 +160,11 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
     "lost rank": (
         errors.RankLostError,
         _lost_rank,
-        ("rank 1 does not answer rank 0 of 2", "2000ms", "give the process group a longer timeout"),
+        (
+            "ranks [1] do not answer rank 0 of 2",
+            "2000ms",
+            "give the process group a longer timeout",
+        ),
     ),
     "unknown layout": (
         errors.LayoutMismatchError,

@@ -53,8 +53,8 @@ class ParallelAttention(nn.Module):
         alibi_slopes: `[Hq]` float32, of this rank's heads.
         sinks: `[Hq]` of a floating-point dtype, of this rank's heads.
         exchange: a value of `ExchangeMethod`; None chooses (X6).
-        agreement: when the ranks agree that none of them refuses (X8): with every "call", once per
-            "batch" and form of call, or "never", where the engine gives all ranks the same inputs.
+        agreement: when the ranks agree that none of them refuses (X8): with every "call", in the
+            first call of a "batch", or "never", where the engine gives all ranks the same inputs.
             ATTNLIB_VALIDATE=1 makes "batch" a "call".
         device: of this rank.
         prefix: name of the layer, for messages.

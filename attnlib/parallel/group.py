@@ -6,8 +6,10 @@ tensors on a GPU and gloo for tensors on a CPU.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,8 +30,8 @@ _PEERS: WeakKeyDictionary[Any, PeerBuffers | list[str]] = WeakKeyDictionary()
 _TEXT = 400
 _RECORD = 1 + 32 + _TEXT
 """Bytes of a record: whether the rank refuses, a digest of its facts, its text."""
-_TAG = 0x61747472
-"""Of messages with records: an engine may send others over the same group."""
+_GRACE = timedelta(seconds=10)
+"""How long a rank whose agreement has failed waits to hear the same of the others."""
 
 
 class RankGroup:
@@ -146,33 +148,35 @@ class RankGroup:
                 )
 
     def _records(self, own: Tensor) -> Tensor:
-        """`[world_size, _RECORD]`, of all ranks. On a CPU in messages between two ranks, so that
-        one that does not answer can be named."""
+        """`[world_size, _RECORD]`, of all ranks."""
         out = own.new_empty(self.world_size, _RECORD)
-        if own.device.type != "cpu":
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            gather(out.view(-1), own, group=self._cpu_group)
-            return out
-        out[self.rank] = own
-        given = {"group": self._cpu_group, "tag": _TAG}
-        due, sent, waited = [], [], self.rank
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         try:
-            for waited, other in enumerate(self._ranks):
-                if waited != self.rank:
-                    due.append((waited, dist.irecv(out[waited], other, **given)))
-                    sent.append((waited, dist.isend(own, other, **given)))
-            for rank, request in (*due, *sent):
-                waited = rank
-                if request is not None:  # None only outside of the group
-                    request.wait()
+            gather(out.view(-1), own, group=self._cpu_group)
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0].partition(". This is ")[0]
             raise RankLostError(
-                f"rank {waited} does not answer rank {self.rank} of {self.world_size}: {reason}: "
-                "find the error of that rank and end the others, or give the process group a "
-                "longer timeout"
+                f"{self._lost()}: {reason}: find the error of that rank and end the others, or "
+                "give the process group a longer timeout"
             ) from error
         return out
+
+    def _lost(self) -> str:
+        """Which ranks have not failed together with this one, in an agreement of the group."""
+        name = (self._cpu_group or dist.group.WORLD).group_name
+        own, known = f"rank {self.rank} of {self.world_size}", range(self.world_size)
+        try:
+            default = dist.distributed_c10d._get_default_store()
+            store = dist.PrefixStore(f"attnlib failed {name}", default)
+            store.set(str(self.rank), "")
+            with contextlib.suppress(RuntimeError):  # after the time
+                store.wait([str(rank) for rank in known], _GRACE)
+            missing = [rank for rank in known if not store.check([str(rank)])]
+        except RuntimeError:
+            return f"{own} reaches neither the others nor the process with their store"
+        if not missing:
+            return f"{own} or one that waited for it is later than the timeout"
+        return f"ranks {missing} do not answer {own}"
 
     def agreed(
         self, agreement: str, name: str, attempt: Callable[[], tuple[object, Result]]

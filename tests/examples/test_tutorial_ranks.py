@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -11,9 +15,11 @@ import pytest
 import torch
 
 from attnlib.parallel import RankGroup
+from examples import divided_layers, tutorial_ranks
 from examples.gemma3 import random_decoder
 from examples.tutorial_engine import Engine, Request, make_requests
 from examples.tutorial_ranks import RankEngine, Ranks
+from tests.fresh_process import ROOT
 from tests.parallel.workers import results
 
 
@@ -46,3 +52,20 @@ def test_tokens_are_those_of_one_rank(world_size: int, context: int) -> None:
     """Heads divided only, keys only, and both."""
     texts = results("tests.examples.test_tutorial_ranks", [str(context)], world_size)
     assert not any(texts[str(context)]), "\n".join(texts[str(context)])
+
+
+COMMANDS = [
+    command
+    for module in (tutorial_ranks, divided_layers)
+    for command in re.findall(r"^    torchrun (.*)$", module.__doc__ or "", re.M)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_examples_run(command: str) -> None:
+    """With the model, if it is installed."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(command)]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"^equal to .*: True$", done.stdout, re.M), done.stdout

@@ -52,12 +52,12 @@ def exchanged_by(method: str, problem: Problem) -> Problem:
 
 
 def replay_error(problem: Problem, group: RankGroup, device: str) -> float:
-    """A graph of a decode follows batches of the same sizes."""
+    """A graph of a decode follows batches of the same sizes, with other tables."""
     run = Run(problem, group, device)
     for name in ("prefill", "mixed", "decode"):
         run.step(STEPS[name])
     first, second = ([end + n for _, end in STEPS["decode"]] for n in (1, 2))
-    builder, ones = run.builders[1], [1] * 4
+    builder, ones, order = run.builders[1], [1] * 4, [2, 0, 3, 1]
 
     def batch(seq_lens: list[int]) -> object:
         return divided_batch(ones, seq_lens, run.tables[1], device)
@@ -72,6 +72,8 @@ def replay_error(problem: Problem, group: RankGroup, device: str) -> float:
         out, lse = run.layer(*inputs, run.caches[1], metadata, True)
     graph.replay()
     run.step(list(zip(ones, first, strict=True)))  # the reference writes its keys
+    second = [second[request] for request in order]
+    run.tables = [table[order] for table in run.tables]
     state = run.random.get_state()
     query, key, value = run.tensors(4)
     run.random.set_state(state)
@@ -82,6 +84,13 @@ def replay_error(problem: Problem, group: RankGroup, device: str) -> float:
     replayed = out.clone(), lse.clone()
     found = run.step(list(zip(ones, second, strict=True)))
     return error_of(*replayed, *found[2:])
+
+
+def halves_error(problem: Problem, group: RankGroup, device: str) -> float:
+    """Each half of the ranks shares keys of its own: two groups, with buffers of their own."""
+    half = group.world_size // 2
+    parts = [dist.new_group(list(range(first, first + half))) for first in (0, half)]
+    return decode_error(problem, RankGroup(parts[group.rank // half]), device)
 
 
 class ThroughHost(RankGroup):
@@ -118,6 +127,7 @@ def problems(shared: bool) -> list[tuple[str, Any, Problem]]:
     found = [(name, decode_error, problem) for name, problem in PROBLEMS.items()]
     if not shared:
         found.append(("replays", replay_error, REPLAYED))
+        found.append(("halves of the ranks", halves_error, PROBLEMS["sinks"]))
         named = [each for each in found if each[0] in (*BY_NCCL, "replays")]
         found = [(*each, exchanged_by("peer_memory", last)) for *each, last in found]
         found += [(f"NCCL: {x}", y, exchanged_by("all_to_all", last)) for x, y, last in named]

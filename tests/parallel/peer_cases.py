@@ -107,6 +107,18 @@ def a_rank_ahead(group: RankGroup) -> str:
     return wrong  # not before the other rank has what it waits for
 
 
+def queries_between_words(group: RankGroup) -> str:
+    """The query of one rank begins at an odd element, those of others do not."""
+    buffers = shared_buffers(group)
+    given = torch.arange(9).bfloat16() + group.rank
+    own = (given[1:] if group.rank else given[1:].clone()).view(2, 4)
+    wanted = torch.arange(1, 9).bfloat16().view(2, 1, 4)
+    wanted = wanted + torch.arange(group.world_size).bfloat16()[:, None]
+    with mock.patch.object(peer_words, "_late", yielding(peer_words._late)):
+        found = share_words(own, buffers)
+    return "" if torch.equal(found, wanted) else f"{found.tolist()}"
+
+
 def full_buffers(group: RankGroup) -> str:
     """What does not fit is exchanged by messages, queries and results alike."""
     run = Run(Problem({"has_sink": True}), group)
@@ -131,9 +143,12 @@ def refused(group: RankGroup) -> str:
     return "" if named else f"{found}"
 
 
+ANY_NUMBER = ("peer memory", "queries between words", "full buffers")
+"""Cases of any number of ranks."""
 CASES: dict[str, Callable[[RankGroup], str]] = {
     "peer memory": peer_memory,
     "a rank ahead": a_rank_ahead,
+    "queries between words": queries_between_words,
     "full buffers": full_buffers,
     "refused on a CPU": refused,
 }

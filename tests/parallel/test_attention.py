@@ -8,6 +8,7 @@ import pytest
 
 from tests.parallel.cases import KERNELS, PROBLEMS, PROPERTIES, WRONG
 from tests.parallel.compiled_cases import CASES as COMPILED
+from tests.parallel.peer_cases import ANY_NUMBER
 from tests.parallel.peer_cases import CASES as PEERS
 from tests.parallel.workers import results
 
@@ -64,10 +65,12 @@ def test_interpreted_kernels() -> None:
 
 
 @pytest.mark.slow
-def test_exchanges_by_memory() -> None:
+@pytest.mark.parametrize(("world_size", "names"), [(2, tuple(PEERS)), (3, ANY_NUMBER)])
+def test_exchanges_by_memory(world_size: int, names: tuple[str, ...]) -> None:
     """X5, X6: the kernels, and what does without them."""
     environment = {"TRITON_INTERPRET": "1"}
-    for name, texts in results("tests.parallel.peer_cases", [*PEERS], 2, environment).items():
+    found = results("tests.parallel.peer_cases", names, world_size, environment)
+    for name, texts in found.items():
         assert not any(texts), (name, texts)
 
 

@@ -30,6 +30,8 @@ def share_words(own: Tensor, peers: PeerBuffers) -> Tensor:
         `[rows, world_size, size]`.
     """
     world = len(peers.distances)
+    if own.storage_offset() * own.element_size() % 4:  # between two words
+        own = own.clone()
     shared = own.new_empty(own.shape[0], world, own.shape[1])
     source, target = own.view(torch.int32), shared.view(torch.int32)
     rows, size = source.shape
