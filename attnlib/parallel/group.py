@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from attnlib.errors import AttnlibError, ContractError, RankLostError
 from attnlib.ops.peer_buffers import PeerBuffers
@@ -163,11 +164,11 @@ class RankGroup:
 
     def _lost(self) -> str:
         """Which ranks have not failed together with this one, in an agreement of the group."""
-        name = (self._cpu_group or dist.group.WORLD).group_name
+        group: Any = self._cpu_group or dist.group.WORLD
         own, known = f"rank {self.rank} of {self.world_size}", range(self.world_size)
         try:
-            default = dist.distributed_c10d._get_default_store()
-            store = dist.PrefixStore(f"attnlib failed {name}", default)
+            default = distributed_c10d._get_default_store()
+            store = distributed_c10d.PrefixStore(f"attnlib failed {group.group_name}", default)
             store.set(str(self.rank), "")
             with contextlib.suppress(RuntimeError):  # after the time
                 store.wait([str(rank) for rank in known], _GRACE)
