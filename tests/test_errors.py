@@ -17,7 +17,9 @@ from torch.distributed import distributed_c10d
 import attnlib
 from attnlib import env, errors
 from attnlib.backends.torch import TorchBackend
+from attnlib.cache.hybrid import HybridKVCache, KVCacheGroup
 from attnlib.cache.layout import negotiate_layout, set_kv_cache_layout
+from attnlib.metadata.shared_prefix import find_shared_prefixes
 from attnlib.ops.block_sparse import BlockSparsePattern
 from attnlib.parallel import RankGroup
 from attnlib.selection import unregister_backend
@@ -76,6 +78,13 @@ def _lost_rank() -> None:
         mock.patch.object(distributed.Store, "wait", side_effect=late),
     ):
         group.agree("facts")
+
+
+def _state_layer() -> attnlib.StateLayer:
+    spec = attnlib.StateSpec(
+        num_heads=0, conv_channels=4, conv_width=2, dtype=torch.float32, max_rollback=0
+    )
+    return attnlib.StateLayer(spec, conv_weight=torch.ones(4, 2), device="cpu")
 
 
 def _step() -> tuple[attnlib.Attention, attnlib.PagedKVCache, Any]:
@@ -271,7 +280,34 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
             max_query_len=1,
             max_seq_len=5,
         ),
-        ("query_start_loc is a list", "must be a tensor", "from_lengths makes a batch of lists"),
+        ("query_start_loc is a list", "must be a tensor", "from_lengths takes lists of lengths"),
+    ),
+    "bias of lists": (
+        errors.ContractError,
+        lambda: attnlib.CommonAttentionMetadata.from_lengths(
+            [1],
+            [4],
+            [[0]],
+            16,
+            "cpu",
+            query_bias=[[0.0]],  # type: ignore[arg-type]
+        ),
+        ("query_bias is a list", "it must be a tensor"),
+    ),
+    "prefixes of lists": (
+        errors.ContractError,
+        lambda: find_shared_prefixes([[1]], [16], 16),  # type: ignore[arg-type]
+        ("block_table is a list", "an integer tensor on the CPU"),
+    ),
+    "pool of a list": (
+        errors.ContractError,
+        lambda: HybridKVCache([KVCacheGroup(SPEC, 1)], 4, "cpu"),  # type: ignore[arg-type]
+        ("groups is a list", "a dictionary from group name to KVCacheGroup"),
+    ),
+    "states of lists": (
+        errors.ContractError,
+        lambda: _state_layer().convolve([[0.0]], None, None),  # type: ignore[arg-type]
+        ("x is a list", "must be a torch.Tensor"),
     ),
     "one block": (
         errors.ContractError,

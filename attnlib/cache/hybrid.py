@@ -62,6 +62,11 @@ class HybridKVCache:
         num_blocks: int,
         device: torch.device | str | None = None,
     ) -> None:
+        if not isinstance(groups, Mapping):
+            raise ContractError(
+                f"groups is a {type(groups).__name__}; it must be a dictionary from group name to "
+                "KVCacheGroup or StateGroup"
+            )
         if not groups or as_id("num_blocks", num_blocks) < 2:
             raise ContractError(
                 f"a pool of {num_blocks} blocks for {len(groups)} groups cannot hold anything: "

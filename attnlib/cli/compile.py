@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ from attnlib.cli.hf_file import read_config
 from attnlib.cli.layer_kinds import has_states
 from attnlib.cli.server_flags import add_server_flags, rank_specs, server_of
 from attnlib.cli.spec_flags import add_spec_flags, specs_of
+from attnlib.device import resolve_device
 from attnlib.ops.dispatch import processors
 
 __all__ = ["main", "parser"]
@@ -56,6 +58,15 @@ def _rows(kernels: Sequence[StoredKernel]) -> list[str]:
     return [f"  {name:<28} {number}" for name, number in counts.items()]
 
 
+def _gpu(text: str) -> str:
+    """A GPU of this machine or of another one."""
+    if resolve_device(any_device(text)).type != "cuda":
+        raise argparse.ArgumentTypeError(
+            f"{text} has no kernels to compile: give a GPU, such as sm_90 or H200"
+        )
+    return text
+
+
 def parser() -> CommandParser:
     """The arguments of `attnlib compile`."""
     made = CommandParser(
@@ -66,7 +77,7 @@ def parser() -> CommandParser:
     )
     made.add_argument(
         "--device",
-        type=any_device,
+        type=_gpu,
         required=True,
         help='the GPU: sm_80, sm_90, sm_100, ... or its name, such as H200 or "NVIDIA H100 PCIe"',
     )

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 
 from attnlib.env import warn_about_unread_variables
@@ -115,7 +116,9 @@ def _usage(arguments: Sequence[str]) -> int:
     wrong = bool(arguments) and arguments[0] not in ("-h", "--help")
     out = sys.stderr if wrong else sys.stdout
     if wrong:
-        print(f"attnlib: unknown command {arguments[0]!r}\n", file=out)
+        nearest = get_close_matches(arguments[0], COMMANDS, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        print(f"attnlib: unknown command {arguments[0]!r}{hint}\n", file=out)
     print(
         "usage: attnlib COMMAND [OPTIONS]   (attnlib COMMAND --help lists the options)\n", file=out
     )

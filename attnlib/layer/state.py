@@ -17,7 +17,7 @@ from attnlib.backends.state_impl import StateInputs
 from attnlib.cache.states import StateCache, state_layout
 from attnlib.compile.objects import register
 from attnlib.errors import ContractError
-from attnlib.layer.state_call import call_convolution, call_step, refuse_missing
+from attnlib.layer.state_call import call_convolution, call_step, refuse_inputs
 from attnlib.layer.state_checks import check_layer_tensors
 from attnlib.layer.state_fused import call_fused_step, separate_step
 from attnlib.layer.state_operator import convolve_opaquely, step_opaquely
@@ -125,8 +125,10 @@ class StateLayer(nn.Module):
                 continue from where its request does (T8; the torch backend always checks it,
                 others with ATTNLIB_VALIDATE=1). Nothing is written then.
         """
-        if query is None or key is None or value is None:
-            refuse_missing(query=query, key=key, value=value)
+        if not (
+            isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
+        ):
+            refuse_inputs(query=query, key=key, value=value)
         decay: Any = self.log_decay if log_decay is None else log_decay
         inputs = StateInputs(query, key, value, decay, beta)
         if output is None:
@@ -151,8 +153,8 @@ class StateLayer(nn.Module):
         Raises:
             ContractError: as `forward`.
         """
-        if x is None:
-            refuse_missing(x=x)
+        if not isinstance(x, Tensor):
+            refuse_inputs(x=x)
         if output is None:
             output = torch.empty(x.shape, dtype=self.spec.dtype, device=x.device)
         compiles = torch.compiler.is_compiling()
@@ -190,7 +192,7 @@ class StateLayer(nn.Module):
             ContractError: as `forward`, or a form that is not one of the layer.
         """
         if x is None or gates is None:
-            refuse_missing(x=x, gates=gates)
+            refuse_inputs(x=x, gates=gates)
         decay: Any = self.log_decay if gates[0] is None else gates[0]
         inputs = FusedInputs(x, decay, gates[1], z, form)
         if output is None:

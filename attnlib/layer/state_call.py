@@ -27,7 +27,7 @@ from attnlib.metadata.states import StateMetadata
 if TYPE_CHECKING:
     from attnlib.layer.state import StateLayer
 
-__all__ = ["call_convolution", "call_signature", "call_step", "keep_plan", "refuse_missing"]
+__all__ = ["call_convolution", "call_signature", "call_step", "keep_plan", "refuse_inputs"]
 
 MAX_PLANS = 64
 """Plans that one batch keeps; beyond it they are dropped and made again on demand."""
@@ -84,13 +84,20 @@ def _observed(*call: Any) -> Sequence[Callable[[], None]]:
     return [after for after in (observe(*call) for observe in STATE_OBSERVERS) if after is not None]
 
 
-def refuse_missing(**inputs: object) -> None:
-    """Refuse inputs that are None, although every call has them.
+def refuse_inputs(**inputs: object) -> None:
+    """Refuse inputs that are None, although every call has them, or else no tensors.
 
     Raises:
         ContractError: names them.
     """
     missing = [name for name, given in inputs.items() if given is None]
+    for name, given in inputs.items():
+        if not missing and not isinstance(given, Tensor):
+            raise ContractError(
+                f"{name} is a {type(given).__name__}; it must be a torch.Tensor: convert it with "
+                "torch.as_tensor",
+                rule="T2",
+            )
     raise ContractError(
         f"{' and '.join(missing)} of a state layer cannot be None: pass the rows of the batch's "
         "tokens",

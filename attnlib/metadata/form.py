@@ -35,11 +35,12 @@ def check_form(common: CommonAttentionMetadata) -> None:
         ("seq_lens", common.seq_lens),
         ("block_table_tensor", table),
         ("slot_mapping", slots),
+        ("query_bias", common.query_bias),
     ):
         if given is not None and not isinstance(given, torch.Tensor):
             raise ContractError(
-                f"{name} is a {type(given).__name__}; it must be a tensor: "
-                "CommonAttentionMetadata.from_lengths makes a batch of lists",
+                f"{name} is a {type(given).__name__}; it must be a tensor "
+                "(CommonAttentionMetadata.from_lengths takes lists of lengths and blocks)",
                 rule="M1",
             )
     reqs, tokens, device = common.num_reqs, common.num_actual_tokens, common.query_start_loc.device

@@ -59,6 +59,11 @@ def find_shared_prefixes(
     Raises:
         ContractError: a tensor on another device, or with another shape.
     """
+    for name, given in (("block_table", block_table), ("context_lens", context_lens)):
+        if not isinstance(given, torch.Tensor):
+            raise ContractError(
+                f"{name} is a {type(given).__name__}; it must be an integer tensor on the CPU"
+            )
     if block_table.device.type != "cpu" or context_lens.device.type != "cpu":
         raise ContractError(
             f"find_shared_prefixes got tensors on {block_table.device} and {context_lens.device}: "

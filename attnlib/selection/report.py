@@ -106,15 +106,22 @@ class SelectionReport:
             f" [{'; '.join(others)}]" if others else ""
         )
 
+    def choice(self) -> str:
+        """The first line and the row of the chosen backend, of the table that `str` returns."""
+        return self._table([c for c in self.candidates if c.name == self.chosen])
+
     def __str__(self) -> str:
+        return self._table(self.candidates)
+
+    def _table(self, candidates: Sequence[CandidateReport]) -> str:
         how = (
             "auto; ATTNLIB_BACKEND overrides"
             if self.source == "auto"
             else f"requested by {self.source}"
         )
         lines = [f"attnlib chose {self.chosen or 'no backend'} on {self.device} [{how}]"]
-        width = max((len(c.name) for c in self.candidates), default=0)
-        for candidate in self.candidates:
+        width = max((len(c.name) for c in candidates), default=0)
+        for candidate in candidates:
             chosen = candidate.name == self.chosen
             status = "chosen" if chosen else candidate.status.value
             texts = (*(candidate.explain_lines if chosen else ()), *candidate.reasons)

@@ -97,7 +97,7 @@ def test_state_layers_are_left_to_the_server(
     ("arguments", "reason"),
     [
         ([], "the following arguments are required: --device"),
-        (["--device", "cpu"], "ackend 'triton'"),
+        (["--device", "cpu"], "cpu has no kernels to compile: give a GPU, such as sm_90 or H200"),
         (["--device", "gfx942"], "is not an NVIDIA GPU whose shared memory is known"),
         (["--device", "sm_75"], "compute capability 7.5 is below 8.0"),
         (["--device", "sm_90", "--tensor-parallel", "3"], "cannot be divided among"),

@@ -15,7 +15,10 @@ from attnlib.cli import main
 def test_usage_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0 and "doctor" in capsys.readouterr().out
     assert main(["--version"]) == 0 and capsys.readouterr().out.startswith("attnlib 0.")
-    assert main(["dotcor"]) == 2 and "unknown command 'dotcor'" in capsys.readouterr().err
+    assert (
+        main(["dotcor"]) == 2
+        and "unknown command 'dotcor'; did you mean 'doctor'?" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow

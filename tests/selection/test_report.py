@@ -49,6 +49,17 @@ REPORT = SelectionReport(
 )
 
 
+def test_the_choice_is_the_first_line_and_one_row() -> None:
+    assert REPORT.choice().splitlines() == [
+        "attnlib chose fast on cpu [requested by argument]",
+        "  fast  chosen       prefill: one kernel",
+        "                     decode:  another kernel with a long condition with a long condition",
+        "                              with a long condition with a long condition with a long",
+        "                              condition",
+        "                     measured fastest",
+    ]
+
+
 def test_the_table_is_aligned_and_wrapped() -> None:
     """At most 90 columns; only the chosen backend shows its kernels."""
     assert str(REPORT).splitlines() == [

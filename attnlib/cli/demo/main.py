@@ -152,7 +152,8 @@ def _tight_cache(requests: list[Request], allocator: PlainBlocks | HybridBlockAl
 
 
 def _selection(demo_model: DemoModel, options: argparse.Namespace, device: torch.device) -> str:
-    """The selection for each kind of layer in the config of the model, as text."""
+    """The backend of each kind of layer in the config of the model, as text; `attnlib explain`
+    prints the reasons against the others."""
     model = demo_model.model
     if not getattr(model.config.get_text_config(), "num_attention_heads", None):
         return "no attention layers: state layers only"
@@ -163,7 +164,7 @@ def _selection(demo_model: DemoModel, options: argparse.Namespace, device: torch
         )
     kinds: dict[str, list[str]] = {}  # table -> the kinds of layers that it is for
     for kind, spec in specs.items():
-        kinds.setdefault(str(explain(spec, device, options.backend)), []).append(kind)
+        kinds.setdefault(explain(spec, device, options.backend).choice(), []).append(kind)
     return "\n\n".join(
         table if len(specs) == 1 else f"{', '.join(names)}\n{table}"
         for table, names in kinds.items()
