@@ -146,13 +146,9 @@ def explains_device(make: Callable[_Arguments, _Result]) -> Callable[_Arguments,
         except (AssertionError, RuntimeError) as error:
             device = inspect.signature(make).bind(*args, **kwargs).arguments.get("device")
             info = resolve_device(device)
-            if info.is_missing:
-                raise ContractError(*info.unavailable_reasons) from error
-            if info.is_hypothetical:
-                raise ContractError(
-                    f"device={device!r} is not on this machine, and tensors are made on it: give "
-                    "'cpu', 'cuda' or 'cuda:1'"
-                ) from error
+            if info.is_missing or info.is_hypothetical:
+                absent = f"device={device!r} is not on this machine: use 'cpu', 'cuda', 'cuda:1'"
+                raise ContractError(*info.unavailable_reasons or (absent,)) from error
             raise
 
     return explained

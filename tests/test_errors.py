@@ -218,7 +218,7 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
     "device of another machine": (
         errors.ContractError,
         lambda: attnlib.PagedKVCache.allocate(SPEC, 2, "H200"),
-        ("device='H200'", "is not on this machine", "give 'cpu', 'cuda' or 'cuda:1'"),
+        ("device='H200'", "is not on this machine", "use 'cpu', 'cuda', 'cuda:1'"),
     ),
     "device without tensors": (
         errors.ContractError,

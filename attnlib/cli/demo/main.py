@@ -152,8 +152,7 @@ def _tight_cache(requests: list[Request], allocator: PlainBlocks | HybridBlockAl
 
 
 def _selection(demo_model: DemoModel, options: argparse.Namespace, device: torch.device) -> str:
-    """The backend of each kind of layer in the config of the model, as text; `attnlib explain`
-    prints the reasons against the others."""
+    """The backend of each kind of layer in the config of the model, as text."""
     model = demo_model.model
     if not getattr(model.config.get_text_config(), "num_attention_heads", None):
         return "no attention layers: state layers only"
