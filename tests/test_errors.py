@@ -358,6 +358,25 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
         lambda: attnlib.register_backend("x", type("Empty", (attnlib.AttentionBackend,), {})),
         ("backend 'x' (Empty)", "lacks get_name, get_impl_cls"),
     ),
+    "method of an instance": (
+        errors.RegistrationError,
+        lambda: attnlib.register_backend(
+            "x", type("Bound", (TorchBackend,), {"get_name": lambda self: "x"})
+        ),
+        ("backend 'x' (Bound)", "get_name takes an instance", "@staticmethod or @classmethod"),
+    ),
+    "priority in words": (
+        errors.RegistrationError,
+        lambda: attnlib.register_backend("x", TorchBackend, priority="high"),  # type: ignore[call-overload]
+        ("priority='high'", "must be an integer", "None for a backend that is selected by name"),
+    ),
+    "priority of a class": (
+        errors.RegistrationError,
+        lambda: attnlib.register_backend(
+            "x", type("Ranked", (TorchBackend,), {"auto_priority": "high"})
+        ),
+        ("priority='high'", "must be an integer"),
+    ),
     "wrong signature": (
         errors.RegistrationError,
         lambda: attnlib.register_backend(

@@ -31,6 +31,7 @@ __all__ = [
 Backend = type[AttentionBackend]
 
 _REQUIRED = ("get_name", "get_impl_cls")
+_WITHOUT_ARGUMENTS = (*_REQUIRED, "get_builder_cls", "get_metadata_cls", "get_state_cls")
 _FORWARD_PARAMETERS = ("self", "query", "cache", "metadata", "output", "lse")
 
 
@@ -82,6 +83,11 @@ def check_backend_class(backend: Any, label: str) -> None:
             f"backend {label!r} ({backend.__qualname__}) lacks {', '.join(undefined)}: define "
             f"{'it' if len(undefined) == 1 else 'each'} as a class method or static method"
         )
+    if bound := [name for name in _WITHOUT_ARGUMENTS if _takes_an_instance(backend, name)]:
+        raise RegistrationError(
+            f"backend {label!r} ({backend.__qualname__}): {bound[0]} takes an instance, and no "
+            "instance is made: decorate it with @staticmethod or @classmethod"
+        )
     if not isinstance(backend.capabilities, Capabilities):
         raise RegistrationError(
             f"backend {label!r}: capabilities is {backend.capabilities!r}; it must be an "
@@ -102,6 +108,11 @@ def serves_attention(backend: Backend) -> bool:
 
 def _is_abstract(backend: Backend, name: str) -> bool:
     return getattr(getattr(backend, name), "__isabstractmethod__", False)
+
+
+def _takes_an_instance(backend: Backend, name: str) -> bool:
+    method = inspect.getattr_static(backend, name)
+    return inspect.isfunction(method) and len(inspect.signature(method).parameters) > 0
 
 
 def check_backend_interface(backend: Backend, label: str) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.loading import configured, import_backend
 from attnlib.device import DeviceInfo
+from attnlib.errors import RegistrationError
 
-__all__ = ["Registration", "availability", "import_reason"]
+__all__ = ["Registration", "availability", "check_priority", "import_reason"]
 
 Backend = type[AttentionBackend]
 
@@ -60,7 +61,21 @@ class Registration:
             BaseException: whatever importing the module raises.
         """
         found = import_backend(self.target) if isinstance(self.target, str) else self.target
+        check_priority(found.auto_priority, self.name)
         return configured(found, self.config, self.name)
+
+
+def check_priority(priority: Any, name: str) -> None:
+    """Check a priority in auto.
+
+    Raises:
+        RegistrationError: it is neither an integer nor None.
+    """
+    if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
+        raise RegistrationError(
+            f"backend {name!r}: priority={priority!r} must be an integer (triton has 300), or None "
+            "for a backend that is selected by name only"
+        )
 
 
 def availability(entry: Registration, device: DeviceInfo) -> tuple[Backend | None, list[str]]:

@@ -17,7 +17,7 @@ from attnlib.backends.builtin import BUILTIN_BACKENDS
 from attnlib.backends.loading import check_backend_interface
 from attnlib.backends.plugins import PluginBackend, find_plugins
 from attnlib.errors import RegistrationError
-from attnlib.selection.registration import Registration, availability
+from attnlib.selection.registration import Registration, availability, check_priority
 
 __all__ = [
     "Registration",
@@ -175,8 +175,10 @@ def _add(entry: Registration, override: bool) -> None:
             f"{entry.name!r} is not a valid backend name: use letters, digits, '_', '-' and '.'; "
             f"'auto' is reserved"
         )
+    check_priority(entry.priority, entry.name)
     if not isinstance(entry.target, str):
         check_backend_interface(entry.target, entry.name)
+        check_priority(entry.target.auto_priority, entry.name)
     elif ":" not in entry.target:
         raise RegistrationError(
             f"{entry.target!r} is not a path to a backend; write it as 'package.module:Class'"
