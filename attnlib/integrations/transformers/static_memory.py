@@ -4,7 +4,8 @@ A CUDA graph of torch.compile reads the addresses that it was recorded with. tra
 new static cache for each `generate`, wherever the allocator finds memory, and for other addresses
 torch records the graph again: the first token then takes as long as several. Once a graph was
 recorded, the next cache of the same model and sizes gets the memory of the last one, if nothing
-else refers to that any more.
+else refers to that any more. Caches of encoder-decoders get none: transformers copies their config
+for each cache, so that nothing tells their model.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def forget_static_memory() -> None:
 
 def _take(layer: Any, owner: _Owner) -> None:
     """Replace new tensors of a layer by those that are kept for it."""
-    kept: dict[Any, _Kept] | None = _kept.get(owner.config())
+    config = owner.config()
+    kept: dict[Any, _Kept] | None = None if config is None else _kept.get(config)
     if kept is None:
         return
     for path, holder, new in _static_tensors(layer):

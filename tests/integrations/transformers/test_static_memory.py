@@ -18,7 +18,7 @@ import transformers as hf
 
 from attnlib.integrations.transformers import opaque, static_memory
 from attnlib.integrations.transformers.static_memory import keep_static_memory
-from tests.integrations.tiny_models import decoder, generated, padded, prompts
+from tests.integrations.tiny_models import bart, decoder, generated, padded, prompts
 from tests.integrations.transformers.test_traced import compile_everywhere, graphs_and_breaks
 
 CPU = torch.device("cpu")
@@ -226,3 +226,13 @@ def test_states_of_layers_without_keys() -> None:
     cache, tensors = states()
     assert [tensor.data_ptr() for tensor in tensors] == places
     assert all(bool((tensor == 1).all()) for tensor in tensors)
+
+
+def test_caches_whose_model_is_unknown() -> None:
+    """Encoder-decoders have copies of their config, which end before the first token."""
+    model, batch = bart(), padded(prompts(7, 4), "right")
+    expected = generated(model, "eager", batch, TOKENS)
+    for _ in range(2):
+        found = generated(model, "attnlib", batch, TOKENS, cache_implementation="static")
+        keep_static_memory(CPU)
+        assert torch.equal(found, expected)
