@@ -63,34 +63,39 @@ _referenced: dict[Any, Buffers | _Served | None] = vars(_buffers)["data"]
 """The same by weak references: found without a Python function."""
 
 
+_GROWING = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer")
+_MOVING = ("DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
+"""Classes of layers that may append in place, without and with windows; not those that extend them
+in other ways."""
+
+
 def growing_update(update: Callable[..., Any]) -> Callable[..., Any]:
     """`update` of a `DynamicLayer` or a `DynamicSlidingWindowLayer` that appends in place where
     attnlib has served the layer."""
     from transformers import cache_utils
 
-    grows = cache_utils.DynamicLayer
-    moves = getattr(cache_utils, "DynamicSlidingWindowLayer", None)
+    has_window = {
+        getattr(cache_utils, name, None): name in _MOVING for name in (*_GROWING, *_MOVING)
+    }
 
     def append_or_update(
         self: Any, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        slides = type(self) is moves
-        if is_dynamo_compiling() or not (slides or type(self) is grows):
+        if is_dynamo_compiling() or (slides := has_window.get(type(self))) is None:
             return update(self, key_states, value_states, *args, **kwargs)
         known = _referenced.get(ref(self))
-        if known is not None and not torch.is_grad_enabled():
-            if not slides or not getattr(
-                self, "record_past", True
-            ):  # else it keeps more than its window
-                shown = None
-                if type(known) is Buffers:
-                    shown = known.append_token(self, key_states, value_states)
-                if shown is None:
-                    shown = _extended(self, known, key_states, value_states)
-                if shown is not None:
-                    if slides:
-                        self.cumulative_length += 1
-                    return shown
+        # A layer that records its past keeps more than its window.
+        in_place = not (slides and getattr(self, "record_past", True))
+        if known is not None and in_place and not torch.is_grad_enabled():
+            shown = None
+            if type(known) is Buffers:
+                shown = known.append_token(self, key_states, value_states)
+            if shown is None:
+                shown = _extended(self, known, key_states, value_states)
+            if shown is not None:
+                if slides:
+                    self.cumulative_length += 1
+                return shown
         several = key_states.shape[2] > 1
         if not self.is_initialized or (slides and several):
             _buffers.pop(self, None)

@@ -14,6 +14,7 @@ import transformers as hf
 from attnlib.integrations.transformers import cache_buffers, growing_cache
 from tests.integrations.tiny_models import decoder, generated, padded, prompts, run
 from tests.integrations.transformers.test_repeated import MODELS, randomized
+from tests.integrations.transformers.test_state_mixers import built
 
 
 @pytest.fixture(autouse=True)
@@ -288,3 +289,11 @@ def test_a_reset_cache_grows_again() -> None:
         model(torch.tensor(prompts(5)), use_cache=True, past_key_values=cache)
     decoded(model, cache, [7, 8])
     assert growing_cache._buffers[cache.layers[0]] is not None
+
+
+def test_layers_with_states_grow_in_place(made: list[int]) -> None:
+    """A hybrid layer keeps keys beside the states of its mixer."""
+    model, batch = built("falcon_h1"), padded(prompts(6), "left")
+    expected = generated(model, "eager", batch, 12)
+    assert torch.equal(generated(model, "attnlib", batch, 12), expected)
+    assert len(made) >= 2 * model.config.num_hidden_layers
