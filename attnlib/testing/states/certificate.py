@@ -20,7 +20,7 @@ from attnlib.testing.states.kinds import KINDS
 from attnlib.testing.states.layers import LayerUnderTest, compare_result_bits, drawn, part_of
 from attnlib.testing.states.serving import Part, Results, Server, Step
 
-__all__ = ["STATE_KINDS", "declares_invariance", "state_kinds"]
+__all__ = ["STATE_KINDS", "declares_invariance", "served_alone", "served_together", "state_kinds"]
 
 STATE_KINDS = (
     "single tokens", "steps", "rejected drafts", "other requests", "sources of states",
@@ -65,7 +65,7 @@ def _certify(target: BackendUnderTest, name: str, spec: StateSpec) -> CertifiedS
     if reasons:
         return CertifiedSpec(name, str(spec), (), batch, unsupported=tuple(reasons))
     requests = [drawn(spec, n, target.seed + place) for place, n in enumerate(_LENGTHS)]
-    alone = [_alone(target, spec, tokens) for tokens in requests]
+    alone = [served_alone(target, spec, tokens) for tokens in requests]
     compared: Counter[str] = Counter()
     different: Counter[str] = Counter()
     failures: list[str] = []
@@ -74,7 +74,7 @@ def _certify(target: BackendUnderTest, name: str, spec: StateSpec) -> CertifiedS
         _in_steps(target, spec, requests[:1], (1,)),
         _in_steps(*given, (1, 5, 16, 33)),
         _in_steps(*given, (1, 2, 9), spec.max_rollback),
-        _other_requests(*given),
+        served_together(*given, trials=2),
         _sources(*given),
     )
     for kind, found in zip(STATE_KINDS, variants, strict=True):
@@ -101,7 +101,8 @@ Found = Iterator[tuple[int, int, Results]]
 """(request, its first token, results)."""
 
 
-def _alone(target: BackendUnderTest, spec: StateSpec, tokens: TokenInputs) -> Results:
+def served_alone(target: BackendUnderTest, spec: StateSpec, tokens: TokenInputs) -> Results:
+    """The results of a request in one step."""
     layer = LayerUnderTest(target, spec, num_slots=1, used=False)
     return layer.run(tokens, Step([len(tokens)], [len(tokens)], [0]))
 
@@ -123,10 +124,11 @@ def _in_steps(
         yield request, 0, server.result(0)
 
 
-def _other_requests(
-    target: BackendUnderTest, spec: StateSpec, requests: Sequence[TokenInputs]
+def served_together(
+    target: BackendUnderTest, spec: StateSpec, requests: Sequence[TokenInputs], trials: int
 ) -> Found:
-    for trial in range(2):
+    """The requests in random steps with drafts and padding, as often as `trials` says."""
+    for trial in range(trials):
         rng = random.Random(target.seed + trial)
         layer = LayerUnderTest(target, spec, num_slots=7)
         server = Server(spec, layer, requests, rng.sample(range(7), 3), extra_rows=trial)
