@@ -30,6 +30,7 @@ from attnlib.workspace import BatchLimits
 __all__ = ["KINDS"]
 
 LIMITS = BatchLimits(max_num_reqs=16, max_num_tokens=1024, max_seq_len=100_000)
+MANY = BatchLimits(max_num_reqs=160, max_num_tokens=1024, max_seq_len=100_000)
 LATENTS: dict[str, Any] = {
     "num_kv_heads": 1,
     "head_size": 576,
@@ -63,20 +64,24 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "16 float8 latent heads": ("H100", {"num_heads": 16, **LATENTS, "kv_cache_dtype": "fp8"}),
     # Long chunks read copies, unless their keys are too many.
     "float8": ("H100", {**WIDE, "kv_cache_dtype": "fp8"}),
+    # Eight decodes for each multiprocessor have another tile beside a prefill than alone.
+    "float8, many decodes": ("H100", {**WIDE, "kv_cache_dtype": "fp8"}),
     "mxfp4": ("H100", {**WIDE, "kv_cache_dtype": "mxfp4"}),
 }
 DRAWS = 300
 
 
-def batch_of(draw: random.Random) -> list[int]:
+def batch_of(draw: random.Random, limits: BatchLimits) -> list[int]:
     """Query lengths."""
     kind = draw.choice(("decodes", "prefills", "mixed"))
     queries = []
     if kind != "prefills":
-        queries += [draw.choice((1, 1, 1, 2, 3, 5, 8)) for _ in range(draw.randint(1, 13))]
+        lengths = draw.choice(((1,), (1, 1, 1, 2, 3, 5, 8)))
+        count = draw.randint(1, limits.max_num_reqs - 3)
+        queries += [draw.choice(lengths) for _ in range(count)]
     if kind != "decodes":
         queries += [int(2 ** draw.uniform(3.2, 9.5)) for _ in range(draw.choice((1, 1, 2, 3)))]
-    while sum(queries) > LIMITS.max_num_tokens:
+    while sum(queries) > limits.max_num_tokens:
         queries.pop()
     return queries
 
@@ -88,11 +93,13 @@ def used_kernels(spec: AttentionSpec, server: DescribedServer) -> list[NeededKer
     with described_gpu(server.chip(), lambda kernel, compile: found.append(kernel)):
         layer = Attention(spec, backend=DescribedTritonBackend, device="cpu")
         cache = PagedKVCache.allocate(spec, 2, "cpu")
-        builder = layer.backend.make_builder(spec, device, limits=LIMITS)
+        builder = layer.backend.make_builder(spec, device, limits=server.limits)
         for _ in range(DRAWS):
-            queries = batch_of(draw)
+            queries = batch_of(draw, server.limits)
             bound = max(*queries, 1, int(2 ** draw.uniform(4, 16.6)))
-            table = torch.zeros(len(queries), -(-LIMITS.max_seq_len // spec.block_size)).int()
+            table = torch.zeros(
+                len(queries), -(-server.limits.max_seq_len // spec.block_size)
+            ).int()
             batch = (queries, queries, table, spec.block_size, device)
             common = CommonAttentionMetadata.from_lengths(*batch, max_seq_len=bound)
             metadata = (
@@ -111,7 +118,8 @@ def main() -> None:
     result = {}
     for kind, (device, sizes) in KINDS.items():
         spec = AttentionSpec(**{"dtype": torch.bfloat16, "block_size": 16, **sizes})
-        server = DescribedServer(resolve_device(device), LIMITS)
+        limits = MANY if "many decodes" in kind else LIMITS
+        server = DescribedServer(resolve_device(device), limits)
         known = {kernel.key for kernel in needed_kernels(server, [DescribedLayer(spec)])}
         with torch.no_grad():
             used = used_kernels(spec, server)

@@ -49,9 +49,10 @@ def warmup_batches(
         for reqs in _powers(limits.max_num_reqs):
             if reqs * query <= limits.max_num_tokens and (query <= threshold or reqs <= 2):
                 found[(query,) * reqs] = None
-    # The number of leading decodes determines the alignment of the arrays of the prefill part.
-    for decodes in range(1, 5):
-        for query in (threshold + 1, longest - decodes):
+    # The number of leading decodes determines the alignment of the arrays of the prefill part, and
+    # the tile of decodes that leave room for prefills.
+    for decodes in sorted({*range(1, 5), *_powers(limits.max_num_reqs - 1)} - {0}):
+        for query in (threshold + 1, *((longest - decodes,) if decodes < 5 else ())):
             if (
                 threshold < query <= most
                 and decodes + query <= limits.max_num_tokens
