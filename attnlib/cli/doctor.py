@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -23,7 +22,7 @@ from attnlib.cli.kernels import kernel_facts
 from attnlib.cli.spec_flags import add_spec_flags, names_a_spec, specs_of
 from attnlib.env import ENVIRONMENT, FOREIGN_VARIABLES, unknown_variables
 from attnlib.integrations.features import ENGINES, features_of
-from attnlib.kv_formats import installed_kv_formats
+from attnlib.kv_formats import load_kv_formats
 
 __all__ = ["main", "parser"]
 
@@ -145,14 +144,12 @@ def _engines() -> dict[str, Any]:
 
 def _kv_formats() -> dict[str, str]:
     """Open formats, and why those of installed packages cannot be used."""
-    with warnings.catch_warnings(record=True) as failed:
-        warnings.simplefilter("always")
-        formats = installed_kv_formats()
+    formats, failed = load_kv_formats()
     found = {
         one.name: f"version {one.version}, read by {'torch, triton' if one.number else 'torch'}"
         for one in formats
     }
-    return found | {f"failed {n}": str(one.message) for n, one in enumerate(failed, 1)}
+    return found | {f"failed {number}": text for number, text in enumerate(failed, 1)}
 
 
 def _caches(options: argparse.Namespace) -> dict[str, str]:

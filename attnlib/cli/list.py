@@ -9,7 +9,7 @@ from typing import Any
 
 from attnlib.cli.arguments import CommandParser, any_device
 from attnlib.device import DeviceInfo, resolve_device
-from attnlib.kv_formats import installed_kv_formats
+from attnlib.kv_formats import load_kv_formats
 from attnlib.selection.registry import availability, list_backends, registrations
 
 __all__ = ["main", "parser"]
@@ -20,9 +20,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     device = resolve_device(options.device)
     rows = [_row(name, device) for name in list_backends()]
-    formats = {one.name: one.version for one in installed_kv_formats()}
+    known, failed = load_kv_formats()
+    formats = {one.name: one.version for one in known}
     if options.json:
         found = {"device": str(device), "backends": rows, "kv_formats": formats}
+        found["kv_format_failures"] = failed
         print(json.dumps(found, indent=2))
         return 0
     width = max(len(str(row["name"])) for row in rows)
@@ -42,10 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 break_long_words=False,
             )
         )
-    if formats:
+    if formats or failed:
         print("KV formats of packages")
     for name, version in formats.items():
         print(f"  {name}, version {version}")
+    for text in failed:
+        print(f"  unavailable: {text}")
     return 0
 
 

@@ -7,6 +7,7 @@ from attnlib.kv_formats.registry import (
     find_kv_format,
     installed_kv_formats,
     load_kv_format,
+    load_kv_formats,
     register_kv_format,
     unregister_kv_format,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "find_kv_format",
     "installed_kv_formats",
     "load_kv_format",
+    "load_kv_formats",
     "plain_format",
     "register_kv_format",
     "unregister_kv_format",

@@ -93,6 +93,8 @@ def _check_conversions(stored: KVFormat) -> None:
     numbers = numbers and all(isinstance(end, int | float) for end in span)
     if not numbers or not 0 < span[0] <= span[1] < math.inf:
         raise _refuse(stored, "span", "it must be a pair (smallest, largest) of numbers above 0")
+    if not _is_finite(stored.largest) or stored.largest < 0:
+        raise _refuse(stored, "largest", "it must be a number of at least 0; 0 if there is none")
     if not isinstance(stored.rotated, bool):
         raise _refuse(stored, "rotated", "it must be True or False")
     if stored.number is None:
@@ -105,12 +107,21 @@ def _check_conversions(stored: KVFormat) -> None:
     if stored.bits not in (4, 8):
         raise _refuse(stored, "bits", advice)
     if stored.groups_per_head != 1:
-        raise _refuse(stored, "groups_per_head", advice)
+        groups = "elements_per_group" if stored.elements_per_group else "groups_per_head"
+        raise _refuse(stored, groups, advice)
     if not stored.scale_dtype.is_floating_point:
         raise _refuse(stored, "scale_dtype", advice)
-    if not isinstance(stored.number, tuple):
+    if callable(stored.number):
         check_function(stored.number, ("word", "part"), _DEVICE_FUNCTION)
         return
-    finite = all(isinstance(x, int | float) and math.isfinite(x) for x in stored.number)
-    if stored.bits != 4 or len(stored.number) != 16 or not finite:
-        raise _refuse(stored, "number", "give the 16 numbers of a format of 4 bits, or a function")
+    is_table = isinstance(stored.number, tuple) and len(stored.number) == 16
+    if stored.bits != 4 or not is_table or not all(map(_is_finite, stored.number)):
+        raise ContractError(
+            f"number of KV format {stored.name!r} is no function and no tuple of 16 finite numbers "
+            "for 4 bits: give one of them",
+            rule="P16",
+        )
+
+
+def _is_finite(x: object) -> bool:
+    return isinstance(x, int | float) and math.isfinite(x)

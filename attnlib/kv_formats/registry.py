@@ -27,6 +27,7 @@ __all__ = [
     "find_kv_format",
     "installed_kv_formats",
     "load_kv_format",
+    "load_kv_formats",
     "register_kv_format",
     "unregister_kv_format",
 ]
@@ -124,13 +125,23 @@ def load_kv_format(text: str) -> KVFormat:
 
 
 def installed_kv_formats() -> list[KVFormat]:
-    """All open formats, by name. Warns if one of an installed package cannot be imported."""
+    """All open formats, by name. Warns if one of an installed package cannot be used."""
+    formats, failures = load_kv_formats()
+    for failure in failures:
+        warnings.warn(failure, stacklevel=2)
+    return formats
+
+
+def load_kv_formats() -> tuple[list[KVFormat], list[str]]:
+    """All open formats, by name, and why others of installed packages cannot be used."""
+    failures = []
     for point in _entry_points():
         try:
             _load(point)
         except (ContractError, RegistrationError) as error:
-            warnings.warn(str(error), stacklevel=2)
-    return sorted((one for one in _formats.values() if one.is_open), key=lambda one: one.name)
+            failures.append(str(error))
+    found = (one for one in _formats.values() if one.is_open)
+    return sorted(found, key=lambda one: one.name), failures
 
 
 def _find_installed(name: str) -> KVFormat:

@@ -38,6 +38,7 @@ from attnlib.kv_formats import PAGE_FORMATS, KVFormat, plain_format
         ({"span": (2.0, 1.0)}, "it must be a pair"),
         ({"span": 2.0}, "it must be a pair"),
         ({"span": ("1", 2.0)}, "it must be a pair"),
+        ({"largest": "127"}, "it must be a number of at least 0"),
         ({"rotated": 1}, "it must be True or False"),
     ],
 )

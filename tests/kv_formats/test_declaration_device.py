@@ -188,9 +188,11 @@ def test_what_has_no_device_function(rotated4: KVFormat) -> None:
         replace(SQUARES, groups_per_head=2)
     with pytest.raises(ContractError, match=f"has bits=2: {advice}"):
         replace(SQUARES, bits=2, head_size_multiple=4)
-    for numbers in ((1.0,) * 15, (torch.nan,) * 16):
-        with pytest.raises(ContractError, match="give the 16 numbers of a format of 4 bits"):
+    for numbers in ((1.0,) * 15, (torch.nan,) * 16, [1.0] * 16):
+        with pytest.raises(ContractError, match="no function and no tuple of 16 finite numbers"):
             replace(rotated4, number=numbers)
+    with pytest.raises(ContractError, match=f"has elements_per_group=32: {advice}"):
+        replace(rotated4, groups_per_head=0, elements_per_group=32, head_size_multiple=32)
     with pytest.raises(ContractError, match="TABLE, a list; a device function may .* 16 numbers"):
         replace(SQUARES, number=from_a_list)
     with pytest.raises(ContractError, match="it must take 2: .word, part."):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from attnlib.debug.kv_audit import audit_call, audit_formats, named_format
 from attnlib.debug.record import load_recording, save_recording
 from attnlib.debug.replay import replay
 from attnlib.errors import ContractError
-from attnlib.kv_formats import KVFormat, register_kv_format, unregister_kv_format
+from attnlib.integrations.vllm.format_names import is_page_name, stored_fields
+from attnlib.kv_formats import KVFormat, register_kv_format, registry, unregister_kv_format
 from attnlib.testing.case import Case
 from tests.debug.recorded_calls import captured
 from tests.kv_formats.conftest import MODULE
@@ -110,4 +112,32 @@ def test_the_list_names_it(rotated4: KVFormat, capsys: pytest.CaptureFixture[str
     assert list_command.main(["--device", "cpu"]) == 0
     assert "  example:rotated4, version 1" in capsys.readouterr().out
     assert list_command.main(["--device", "cpu", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["kv_formats"] == {"example:rotated4": 1}
+    found = json.loads(capsys.readouterr().out)
+    assert found["kv_formats"] == {"example:rotated4": 1} and not found["kv_format_failures"]
+
+
+def test_the_list_names_a_broken_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = EntryPoint("broken", "no_such_module:FORMAT", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    assert list_command.main(["--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "  unavailable: KV format broken = no_such_module:FORMAT cannot be imported" in out
+
+
+def test_vllm_takes_all_pairs(rotated4: KVFormat) -> None:
+    """Of open formats with each other and with those of the library, as specs do."""
+    other = register_kv_format(replace(rotated4, name="example:other"))
+    try:
+        for sides in ("{},{}", "{},{}+hadamard"):
+            for pair in (
+                (rotated4.name, other.name),
+                (other.name, "mxfp4"),
+                ("float16", other.name),
+            ):
+                assert is_page_name(sides.format(*pair))
+        assert not is_page_name("nvfp4,int8_per_token_head")
+        assert stored_fields(f"{rotated4.name},{other.name}")["value_cache_dtype"] == other.name
+    finally:
+        unregister_kv_format(other.name)

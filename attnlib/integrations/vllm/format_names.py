@@ -35,12 +35,12 @@ _PAGE_NAMES = tuple(_names())
 
 def _open_names() -> Iterator[str]:
     """The names with an open format: alone, and on one side with each other format."""
-    for stored in installed_kv_formats():
-        if "." in stored.name:  # vLLM finds a class by a path of names with dots between them
-            continue
-        sides = [stored.name]
+    # vLLM finds a class by a path of names with dots between them.
+    names = [one.name for one in installed_kv_formats() if "." not in one.name]
+    for stored in names:
+        sides = [stored, *(f"{stored},{other}" for other in names if other != stored)]
         for other in (*PAGE_FORMATS, *_DTYPES):
-            sides += [f"{stored.name},{other}", f"{other},{stored.name}"]
+            sides += [f"{stored},{other}", f"{other},{stored}"]
         for name in sides:
             yield from (name, name + _ROTATED)
 
