@@ -6,8 +6,9 @@
 - `rotary-TOKENS-FORMATS`: `rotate_and_write`, with the rotation of the cache and without it.
 - `open-FORMAT-BATCH`: decodes by the portable kernels over an open format at level B (P16) and over
   the built-in format of the same bits. The open formats have one float32 scale per head of a token:
-  `8` and `4` are integers, `levels4` has 16 numbers of unequal steps, and `squares8` signed
-  squares, for which the kernel calls the function of the format for each element.
+  `8` and `4` are integers, `levels4` has 8 numbers of unequal steps and their negatives, `table4`
+  any 16 numbers, `squares8` signed squares, and `cubes8` signed cubes, for which the kernel calls
+  the function of the format for each element.
 
 Times are those of CUDA graphs on cold caches, in turn; `ratio` is that of the first to the second.
 """
@@ -28,6 +29,7 @@ from attnlib.bench.measure import measure_case
 from attnlib.bench.peaks import Peaks
 from attnlib.bench.timer import GraphTimer, measure_in_turn, warm_up
 from attnlib.kv_formats import KVFormat, register_kv_format
+from attnlib.kv_formats.number_table import numbers_of
 from attnlib.kv_rotation import KVRotation
 from attnlib.ops.triton.cache_write import write_kv
 from attnlib.ops.triton.rotary_write import rotate_and_write
@@ -58,13 +60,14 @@ def _encode(x: torch.Tensor, number: Any, bits: int) -> tuple[torch.Tensor, torc
 def _decode(codes: torch.Tensor, scale: torch.Tensor, number: Any, bits: int) -> torch.Tensor:
     if bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-    return torch.as_tensor(number(codes.int(), 0)).float() * scale
+    return numbers_of(number, codes.int(), 0).float() * scale
 
 
 @functools.cache
 def _levels(number: Any, bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The numbers of a format in their order, and their codes."""
-    found = number(torch.arange(1 << bits, device=device, dtype=torch.int32), 0).float().sort()
+    codes = torch.arange(1 << bits, device=device, dtype=torch.int32)
+    found = numbers_of(number, codes, 0).float().sort()
     return found.values, found.indices
 
 
@@ -85,19 +88,30 @@ def _levels4(word: Any, part: int) -> Any:
     return where(code > 7, size, -size)
 
 
+_TABLE = tuple(-0.9 + 0.05 * code + 0.005 * code * code for code in range(16))
+
+
 def _squares8(word: Any, part: int) -> Any:
     code = (word >> (8 * part)) & 255
     root = (code & 127) * 1.0
     return where(code > 127, -root * root, root * root)
 
 
-_OPEN = {
+def _cubes8(word: Any, part: int) -> Any:
+    code = (word >> (8 * part)) & 255
+    root = (code & 127) * 0.125
+    return where(code > 127, -root * root * root, root * root * root)
+
+
+_OPEN: dict[str, tuple[Any, int]] = {
     "8": (_number8, 8),
     "4": (_number4, 4),
     "levels4": (_levels4, 4),
     "squares8": (_squares8, 8),
+    "table4": (_TABLE, 4),
+    "cubes8": (_cubes8, 8),
 }
-"""Device functions of open formats, and their bits."""
+"""Numbers of open formats, and their bits."""
 
 
 @functools.cache
