@@ -1,4 +1,4 @@
-"""Emulate prefills of heads of 129 to 192 elements (`emulate`) and compare them with the torch
+"""Emulate prefills of heads of 128 to 192 elements (`emulate`) and compare them with the torch
 operation in float32.
 
 `python -m tests.ops.triton.hopper.emulated_prefills CASE...` prints one JSON line per case. It
@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sizes": (160, 176), "logits_soft_cap": 20.0, "block_size": 128,
     },
     "144, float16, splits": {"sizes": (144, 144), "dtype": torch.float16, "splits": 3},
+    "128, splits that one warp combines, sinks": {"sizes": (128, 128), "sinks": True, "splits": 3},
 }  # fmt: skip
 BATCH = "q70s200_q1s40_q33"
 
