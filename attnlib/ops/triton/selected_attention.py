@@ -10,7 +10,7 @@ from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import device_guard
 from attnlib.ops.triton.launch.bound import ALIGNMENT
-from attnlib.ops.triton.launch.selected import prepare_selected
+from attnlib.ops.triton.launch.selected import clear_rows, count_listed, prepare_selected
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 
 __all__ = ["selected_attention"]
@@ -60,6 +60,11 @@ def selected_attention(
             "the torch backend",
             backend="triton",
         )
+    rows = count_listed(query, selected)
+    clear_rows(rows, out, lse)
+    if rows == 0:
+        return
+    query, out, lse = query[:rows], out[:rows], None if lse is None else lse[:rows]
     # No constant follows from the lengths.
     batch = BatchTensors.of(params, query_start_loc, seq_lens, block_table, max_query_len=0)
     call = AttentionCall.of(query, key_cache, value_cache, out, lse, batch, params)

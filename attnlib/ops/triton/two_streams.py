@@ -13,6 +13,7 @@ from attnlib.ops.triton.hopper.streams_plan import HopperStreams, streams_reason
 from attnlib.ops.triton.launch.bound import ALIGNMENT
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.partials import Partials
+from attnlib.ops.triton.launch.selected import clear_rows, count_listed
 
 __all__ = ["two_stream_attention"]
 
@@ -71,11 +72,14 @@ def two_stream_attention(
     Raises:
         ContractError: tensors that the kernel cannot address.
     """
+    rows, whole = count_listed(query, entries.selected), (out, lse)
+    query, out, lse = query[:rows], out[:rows], None if lse is None else lse[:rows]
     batch = BatchTensors.of(params, query_start_loc, seq_lens, block_table, max_query_len=0)
     call = AttentionCall.of(query, key_cache, value_cache, out, lse, batch, params)
     launch = _prepare(call, entries)
-    if launch.attend is None:
+    if launch.attend is None or rows == 0:
         return False
+    clear_rows(rows, *whole)
     with device_guard(query):
         launch.run(call, entries)
     return True

@@ -21,7 +21,7 @@ from attnlib.ops.triton.launch.constants import attention_constants, reads_bytes
 from attnlib.ops.triton.launch.partials import Partials
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys, SelectionScope
 
-__all__ = ["SelectedLaunch", "prepare_selected"]
+__all__ = ["SelectedLaunch", "clear_rows", "count_listed", "prepare_selected"]
 
 _MAX_ROWS = 128
 """Rows of the largest tile."""
@@ -32,6 +32,22 @@ _LIST_HEADS = {
     SelectionScope.KV_HEAD: 1,
     SelectionScope.QUERY_HEAD: 2,
 }
+
+
+def count_listed(query: Tensor, selected: SelectedKeys | None) -> int:
+    """Rows that have a list each. Padding behind the last request needs none (M7), and the Hopper
+    kernels look lists up before they know where it begins."""
+    if selected is None or selected.list_start_loc is not None:
+        return query.shape[0]
+    return min(query.shape[0], selected.indices.shape[0])
+
+
+def clear_rows(first: int, out: Tensor, lse: Tensor | None) -> None:
+    """Make rows from `first` on those of padding (M6)."""
+    if first < out.shape[0]:
+        out[first:].zero_()
+        if lse is not None:
+            lse[first:].fill_(-torch.inf)
 
 
 class SelectedLaunch:

@@ -70,8 +70,7 @@ class StreamWork:
 
     Fields:
         entries: pointer to the list of the token; None without LISTED.
-        num_listed: entries of the list, which tokens after the last request do not have; without
-            LISTED, at least the visible ones.
+        num_listed: entries of a list; without LISTED, at least the visible ones.
         token: the query token.
         head_offset: its first head.
         exists: whether the token belongs to a request.
@@ -212,7 +211,7 @@ def stream_work(lists, entry_counts, CONFIG: gl.constexpr):
         entries = lists.indices + token.to(gl.int64) * lists.stride_lists
     work = StreamWork(
         entries,
-        gl.where(visible.exists, lists.num_entries, 0),
+        lists.num_entries,
         token,
         head_offset,
         visible.exists,
