@@ -203,10 +203,12 @@ class HopperPrefill:
             assert batch.counters is not None  # see `with_scratch`
             counters = batch.counters.data_ptr()
         scratch: tuple[int, ...] = ()
+        specialized = counters or 0
         if self.scratch_bytes:
             assert batch.workspace is not None  # see `with_scratch`
             scratch = (batch.workspace.data_ptr(),)
-        if any(address & ALIGNMENT for address in (counters or 0, *scratch)):
+            specialized |= scratch[0]
+        if specialized & ALIGNMENT:
             return None
         return (
             batch.query_start_loc.data_ptr(), batch.seq_lens.data_ptr(), table.data_ptr(),
