@@ -35,8 +35,8 @@ def audit_table(audit: KVAudit, labels: Sequence[str], source: str, all_layers: 
     wide = max(map(len, ("format", *labels)))
     lines = [
         f"KV formats on {source}",
-        "output: relative error, root mean square over layers; LSE: mean and largest error; saved:",
-        "of 16 bits",
+        "output: relative error, root mean square over layers; LSE: mean and largest error;",
+        "saved: memory, compared with 16 bits",
         "",
         f"{'format':{wide}} {_MEMORY} {'output':>9} {'worst layer':>20} {_HEADER}",
     ]
