@@ -89,7 +89,7 @@ class Ranks:
 
     def is_late(self) -> bool:
         """Whether the time limit has passed, equal on all ranks."""
-        return max(self.each(time.monotonic() - self._began)) > self.options.limit_seconds
+        return max(self.each(time.monotonic() - self._began)) >= self.options.limit_seconds
 
     def times(self, call: Call) -> list[float]:
         """Microseconds of a call from the host, on each rank: the median."""
