@@ -65,9 +65,9 @@ def _numbers(keys: KVFormat, values: KVFormat, packed: bool = False) -> dict[str
     for function, bits in ((keys.number, keys.bits), (values.number, values.bits)):
         code = None if function is None or not packed else number_ptx(function, bits)
         if not code and function is not None:
-            from attnlib.ops.triton.launch.score_compile import compile_number
+            from attnlib.ops.triton.launch.score_compile import compile_score
 
-            code = compile_number(function)
+            code = compile_score(function, "triton").apply
         found.append(code)
     named = [one for one in found if one is not None and not isinstance(one, str)]
     settle_keys(*named)

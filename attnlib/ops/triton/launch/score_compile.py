@@ -26,7 +26,7 @@ from attnlib.ops.triton.launch.score_source import device_source
 from attnlib.score_functions.function import ScoreFunction
 from attnlib.score_functions.operators import OPERATORS, TORCH_OPERATORS
 
-__all__ = ["CompiledScore", "compile_number", "compile_score"]
+__all__ = ["CompiledScore", "compile_score"]
 
 _TEMPLATES: dict[str, Any] = {
     "score": device_code.apply_score,
@@ -85,17 +85,19 @@ def _language(name: str) -> _Language:
 
 
 @functools.lru_cache(maxsize=256)
-def compile_score(function: ScoreFunction | Callable[..., Any], language: str) -> CompiledScore:
+def compile_score(function: ScoreFunction | Number, language: str) -> CompiledScore:
     """The device functions of a score function.
 
     Args:
-        function: the score function; or another Python function, which is `apply` of the result.
+        function: the score function; or `KVFormat.number` (P16), which is `apply` of the result.
         language: "triton" or "gluon".
 
     Raises:
         UnsupportedConfigError: the source of the function is not available.
     """
     converter = _Converter(_language(language))
+    if isinstance(function, tuple):
+        return CompiledScore(converter.number(function))
     if not isinstance(function, ScoreFunction):
         return CompiledScore(converter.convert(function))
     fields: list[tuple[str, int | None, int | float | None]] = [
@@ -121,18 +123,6 @@ def compile_score(function: ScoreFunction | Callable[..., Any], language: str) -
         template = device_code.bound_head_ranges
         more["head_ranges"] = converter.template(template, function.head_bounds, extra)
     return CompiledScore(apply, **more)
-
-
-@functools.lru_cache(maxsize=64)
-def compile_number(number: Number) -> Any:
-    """The device function of `KVFormat.number` (P16).
-
-    Raises:
-        UnsupportedConfigError: the source of the function is not available.
-    """
-    if not isinstance(number, tuple):
-        return compile_score(number, "triton").apply
-    return _Converter(_language("triton")).number(number)
 
 
 class _Converter:
