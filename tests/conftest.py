@@ -25,6 +25,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("ATTNLIB_TUNING", "off")
 
+with contextlib.suppress(ImportError):  # tests/hosts runs without it
+    from hypothesis import HealthCheck, settings
+
+    # By default, an example that takes more than 0.2 s fails, and so do slow draws.
+    settings.register_profile(
+        "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("untimed")
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     with contextlib.suppress(ImportError):
         from triton.runtime import interpreter

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -34,13 +36,26 @@ def test_a_step_that_hangs_or_fails_does_not_affect_the_next(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     programs = {
-        "hangs": "import time; print('began', flush=True); time.sleep(60)",
+        "hangs": "import signal; print('began', flush=True); signal.pause()",
         "fails": "raise SystemExit(1)",
         "passes": "import os; print('out', os.environ['OUT'])",
     }
     out = tmp_path / "out"
+    limits = []
+
+    class Process(subprocess.Popen):
+        def wait(self, timeout: float | None = None) -> int:
+            """Of a step that hangs, the time is over as soon as it has begun."""
+            limits.append(timeout)
+            if timeout is None or Path(self.args[1]).name != "hangs.py":
+                return super().wait()
+            while "began" not in (out / "hangs.txt").read_text():
+                assert self.poll() is None
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
     code, states = _run(monkeypatch, out, programs, "--step-seconds", "1")
-    assert code == 1
+    assert code == 1 and limits.count(1.0) == len(programs)
     assert states == {"hangs": "stopped after 1 s", "fails": "failed, exit 1", "passes": "passed"}
     assert "began" in (out / "hangs.txt").read_text()
     assert f"out {out}" in (out / "passes.txt").read_text()
@@ -63,16 +78,15 @@ def test_each_device_runs_one_step_at_a_time(
 ) -> None:
     """Two steps that wait for each other pass, because they run at once on two devices."""
     meet = """
-import os, pathlib, sys, time
+import os, pathlib
 here = pathlib.Path(os.environ["OUT"])
 (here / "{mine}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
-end = time.time() + 20
-while not (here / "{other}").exists() and time.time() < end:
-    time.sleep(0.01)
-sys.exit(not (here / "{other}").exists())
+with (here.parent / "pipe").open("{mode}"):  # waits for the other one
+    pass
 """
-    programs = {"one": meet.format(mine="a", other="b"), "two": meet.format(mine="b", other="a")}
+    programs = {"one": meet.format(mine="a", mode="r"), "two": meet.format(mine="b", mode="w")}
     out = tmp_path / "out"
+    os.mkfifo(tmp_path / "pipe")
     code, states = _run(monkeypatch, out, programs, "--devices", "0", "3", "--commit", "abc")
     assert (code, states) == (0, {"one": "passed", "two": "passed"})
     assert {(out / name).read_text() for name in "ab"} == {"0", "3"}

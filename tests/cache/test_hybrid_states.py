@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -537,8 +537,6 @@ def test_random_requests(examples: int) -> None:
     bounded = settings(
         max_examples=examples,
         stateful_step_count=40,
-        deadline=None,
         derandomize=True,
-        suppress_health_check=[HealthCheck.too_slow],
     )
     run_state_machine_as_test(StateMachine, settings=bounded)

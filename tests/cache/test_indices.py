@@ -89,7 +89,7 @@ def batches(draw: Any) -> Batch:
 
 
 each_dtype = given(batches(), st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.integers(0, 3))
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 
 
 @each_dtype

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -31,8 +31,6 @@ from attnlib.spec import AttentionSpec
 BOUNDED = settings(
     max_examples=60,
     stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
 )
 
 SIZE = 3  # tokens per block; two token ids and three keys make equal prefixes frequent

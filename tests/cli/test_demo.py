@@ -80,7 +80,7 @@ def test_a_request_that_does_not_fit_the_cache_is_an_error() -> None:
         _scheduler(blocks=4, size=2).add(Request(3, [1] * 8, 3))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(0, 1)), min_size=1, max_size=6

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -105,7 +104,7 @@ def test_help_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.slow
 def test_a_signal_ends_the_program(tmp_path: Path) -> None:
     """The process is the program itself: it gets the signal, and its status is that of a signal."""
-    text = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    text = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
     process = subprocess.Popen(
         [sys.executable, "-m", "attnlib", "run", _program(tmp_path, text)],
         stdout=subprocess.PIPE,
@@ -113,9 +112,8 @@ def test_a_signal_ends_the_program(tmp_path: Path) -> None:
     )
     assert process.stdout is not None
     assert int(process.stdout.readline()) == process.pid
-    started = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(50) == -signal.SIGTERM and time.monotonic() - started < 50
+    assert process.wait(600) == -signal.SIGTERM
 
 
 def test_models_use_attnlib_unless_the_program_names_another(tmp_path: Path) -> None:

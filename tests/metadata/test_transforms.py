@@ -32,7 +32,7 @@ def test_an_example() -> None:
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12)), min_size=1, max_size=4),
     st.sampled_from([(4, 2), (4, 4), (6, 3), (8, 1)]),

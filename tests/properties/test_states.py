@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlib.spec import StateSpec
@@ -22,9 +22,7 @@ from attnlib.testing.states.serving import Part, Server, Step
 
 BOUNDED = settings(
     max_examples=25,
-    deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
 )
 TARGET = make_target("torch", device="cpu", against=())
 SLOTS = 6

@@ -6,6 +6,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -246,31 +247,44 @@ def test_threads_that_start_together_all_find_the_plugins(
 ) -> None:
     """D16: the registry counts as read only after it was read."""
     provide(("provided", f"{__name__}:Provided"))
-    reading, release = threading.Event(), threading.Event()
-    find = registry.find_plugins
+    looked, find, found = threading.Semaphore(0), registry.find_plugins, []
 
-    def slow_find() -> list[PluginBackend]:
-        reading.set()
-        release.wait(5)
-        return find()
+    class Lock:
+        """The lock of the registry; tells of every thread that asks for it."""
 
-    monkeypatch.setattr(registry, "find_plugins", slow_find)
-    found: list[object] = []
+        def __init__(self, lock: AbstractContextManager[bool]) -> None:
+            self.lock = lock
+
+        def __enter__(self) -> None:
+            looked.release()
+            self.lock.__enter__()
+
+        def __exit__(self, *error: object) -> None:
+            self.lock.__exit__(*error)
 
     def select() -> None:
         try:
             found.append(_select("provided"))
         except Exception as error:
             found.append(error)
+        looked.release()
 
-    threads = [threading.Thread(target=select) for _ in range(4)]
-    threads[0].start()
-    assert reading.wait(5)
-    for thread in threads[1:]:
-        thread.start()
-    threads[-1].join(0.2)  # time for the others to look while the first one is still reading
-    release.set()
-    for thread in threads:
+    others = [threading.Thread(target=select) for _ in range(3)]
+
+    def slow_find() -> list[PluginBackend]:
+        """Reads when each of the other threads waits for the lock, or has found what there is."""
+        while looked.acquire(blocking=False):
+            pass
+        for thread in others:
+            thread.start()
+        for _ in others:
+            looked.acquire()
+        return find()
+
+    monkeypatch.setattr(registry, "_lock", Lock(registry._lock))
+    monkeypatch.setattr(registry, "find_plugins", slow_find)
+    select()
+    for thread in others:
         thread.join()
     assert found == [Provided] * 4
 

@@ -27,7 +27,6 @@ from tests.testing.wrong_backends import OffByOneWindow
 DRAWS = int(os.environ.get("ATTNLIB_FUZZ_DRAWS", "60"))
 RELAXED = settings(
     max_examples=DRAWS,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
