@@ -131,7 +131,7 @@ class Attention(nn.Module):
         self.scale = scale / head_dim**0.5
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.block_size = block_size
-        self.k_cache = self.v_cache = torch.empty(0)
+        self.k_cache = self.v_cache = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write the new keys and values where slots are given, then attend.

@@ -226,5 +226,6 @@ def _renumber_blocks(
     index = {block: number for number, block in enumerate(used_blocks)}
     blocks = tuple(tuple(index[block] for block in row) for row in rows)
     width = max((len(row) for row in blocks), default=0)
-    dense = torch.tensor([[*row, *[-1] * (width - len(row))] for row in blocks], dtype=torch.int32)
+    padded = [[*row, *[-1] * (width - len(row))] for row in blocks]
+    dense = torch.tensor(padded, dtype=torch.int32, device="cpu")
     return BlockPlacement(blocks, len(used_blocks), dense.view(len(blocks), width)), used_blocks

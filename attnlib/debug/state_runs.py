@@ -46,8 +46,8 @@ def run_state_call(call: RecordedStateCall, backend: type[AttentionBackend]) -> 
         call.query_lens,
         call.seq_lens,
         device=device,
-        state_slots=torch.tensor(call.slots, dtype=torch.int32),
-        state_sources=torch.tensor(call.sources, dtype=torch.int32),
+        state_slots=torch.tensor(call.slots, dtype=torch.int32, device="cpu"),
+        state_sources=torch.tensor(call.sources, dtype=torch.int32, device="cpu"),
     )
     metadata = layer.backend.make_builder(layer.spec, device).build(0, common)
     return call.outcome(_call(call, layer, cache, metadata), cache.tensors, call.requests())

@@ -149,4 +149,4 @@ def _e2m1(exact: Tensor) -> Tensor:
 
 def _from_e2m1(elements: Tensor) -> Tensor:
     numbers = torch.stack((elements & 15, elements >> 4), -1).flatten(-2).long()
-    return torch.tensor(_E2M1, device=elements.device)[numbers]
+    return torch.tensor(_E2M1, dtype=torch.float32, device=elements.device)[numbers]

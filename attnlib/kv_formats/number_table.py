@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from attnlib.score_functions.float32_numbers import float32_numbers
 
 __all__ = ["Number", "number_table", "numbers_of"]
 
@@ -18,7 +19,7 @@ Number = Callable[[Any, int], Any] | tuple[float, ...]
 def numbers_of(number: Number, words: torch.Tensor, part: int) -> torch.Tensor:
     """The numbers of a part of 16-bit words, int32; what a kernel computes."""
     if not isinstance(number, tuple):
-        return torch.as_tensor(number(words, part))
+        return torch.as_tensor(number(words, part), device=words.device)
     codes = (words >> (4 * part)) & 15
     return torch.tensor(number, dtype=torch.float32, device=words.device)[codes.long()]
 
@@ -29,7 +30,7 @@ def number_table(number: Number, bits: int) -> tuple[float, ...] | None:
     element depend on more than its bits."""
     words, found = torch.arange(1 << 16, dtype=torch.int32, device="cpu"), None
     for part in range(16 // bits):
-        with _float32():
+        with float32_numbers():
             given = numbers_of(number, words, part).expand(words.shape).half()
         codes = ((words >> (bits * part)) & ((1 << bits) - 1)).long()
         own = given.new_zeros(1 << bits).index_copy_(0, codes, given)
@@ -39,15 +40,3 @@ def number_table(number: Number, bits: int) -> tuple[float, ...] | None:
             return None
     assert found is not None  # 16 bits hold elements
     return tuple(float(number) for number in found)
-
-
-@contextmanager
-def _float32() -> Iterator[None]:
-    """Integers times numbers are float32, as in kernels; else of the default dtype."""
-    dtype = torch.get_default_dtype()
-    if dtype != torch.float32:
-        torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(dtype)

@@ -96,7 +96,8 @@ def agree_on_scales(layer: Attention, cache: PagedKVCache) -> None:
             setattr(layer, name, theirs)
         else:
             if awaits and isinstance(theirs, torch.Tensor):
-                theirs.copy_(torch.as_tensor(ours))  # graphs and plans hold its address
+                # Graphs and plans hold its address.
+                theirs.copy_(torch.as_tensor(ours, device=theirs.device))
             else:
                 setattr(cache, name, ours)
             setattr(layer, name, getattr(cache, name))

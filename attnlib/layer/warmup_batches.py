@@ -97,9 +97,8 @@ def bounded_batches(
                 causal=causal,
             )
             continue
-        table = torch.zeros(
-            len(lengths), max(columns, -(-max(lengths) // spec.block_size)), dtype=torch.int32
-        )
+        blocks = max(columns, -(-max(lengths) // spec.block_size))
+        table = torch.zeros(len(lengths), blocks, dtype=torch.int32, device="cpu")
         common = CommonAttentionMetadata.from_lengths(
             lengths,
             lengths,

@@ -76,8 +76,7 @@ class GraphBuffers:
 
     def reset(self, reqs: int, query_len: int) -> None:
         """Requests that have only new tokens, and write none."""
-        starts = torch.arange(reqs + 1, dtype=torch.int32) * query_len
-        lengths = torch.full((reqs,), query_len, dtype=torch.int32)
+        starts, lengths = _host_lengths(reqs, query_len)
         self._query_start_loc[: reqs + 1].copy_(starts, non_blocking=True)
         self._seq_lens[:reqs].copy_(lengths, non_blocking=True)
         for slots in (self._slot_mapping, self._state_slots, self._state_sources):
@@ -122,8 +121,7 @@ class GraphBuffers:
         Host copies have the same values as the tensors on the device; None where the batch has
         none.
         """
-        starts: torch.Tensor | None = torch.arange(reqs + 1, dtype=torch.int32) * query_len
-        seq_lens: torch.Tensor | None = torch.full((reqs,), query_len, dtype=torch.int32)
+        starts, seq_lens = _host_lengths(reqs, query_len)
         extra: dict[str, Any] = {"is_cross_attention": self._is_cross}
         if common is not None:
             padding = reqs - common.num_reqs
@@ -131,7 +129,7 @@ class GraphBuffers:
             if starts is not None:
                 starts = torch.cat([starts, starts[-1:].expand(padding)])
             if seq_lens is not None:
-                seq_lens = torch.cat([seq_lens, torch.zeros(padding, dtype=torch.int32)])
+                seq_lens = torch.cat([seq_lens, seq_lens.new_zeros(padding)])
             extra = {
                 "causal": common.causal,
                 "is_cross_attention": common.is_cross_attention,
@@ -158,6 +156,12 @@ class GraphBuffers:
             block_size=self._block_size,
             **extra,
         )
+
+
+def _host_lengths(reqs: int, query_len: int) -> tuple[Any, Any]:
+    """Starts and lengths of requests that have `query_len` new tokens each, and no others."""
+    starts = torch.arange(reqs + 1, dtype=torch.int32, device="cpu") * query_len
+    return starts, torch.full((reqs,), query_len, dtype=torch.int32, device="cpu")
 
 
 def block_size_of(spec: AttentionSpec | StateSpec) -> int:

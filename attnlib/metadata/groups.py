@@ -77,7 +77,7 @@ def group_batches(
         # Rows of each layer at multiples of 16 bytes, as launches without checks need them.
         padding = [-1] * (-len(sequences) % 4)
         rows = [[[*each.slots, *padding], [*each.sources, *padding]] for each in layers]
-        on_device = torch.tensor(rows, dtype=torch.int32).to(
+        on_device = torch.tensor(rows, dtype=torch.int32, device="cpu").to(
             batch.seq_lens.device, non_blocking=True
         )
         slots, sources = on_device[:, :, : len(sequences)].unbind(1)

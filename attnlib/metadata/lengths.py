@@ -173,7 +173,8 @@ def _dense_tensor(
 ) -> torch.Tensor:
     if block_table.dtype == torch.int64 and block_table.dim() == 2:
         # Entries past the end of a row may hold anything (P3), ids that int32 cannot hold included.
-        used = torch.arange(block_table.shape[1]) * block_size < sequences[:, None]
+        columns = torch.arange(block_table.shape[1], device="cpu")
+        used = columns * block_size < sequences[:, None]
         if used.shape == block_table.shape:
             int32_values("block_table", torch.where(used, block_table, 0), "P3")
         block_table = block_table.clamp(_INT32.min, _INT32.max)

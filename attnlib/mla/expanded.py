@@ -145,17 +145,17 @@ class _Rows:
     def __init__(self, firsts: list[int], lengths: list[int], device: torch.device) -> None:
         blocks = [-(-length // _BLOCK) for length in lengths]
         self.longest = max(lengths, default=0)
-        table = torch.zeros(len(lengths), max([1, *blocks]), dtype=torch.int32)
+        table = torch.zeros(len(lengths), max([1, *blocks]), dtype=torch.int32, device="cpu")
         index, requests, used = [], [], 0
         for request, (first, length, count) in enumerate(zip(firsts, lengths, blocks, strict=True)):
-            table[request, :count] = torch.arange(used, used + count)
+            table[request, :count] = torch.arange(used, used + count, device="cpu")
             used += count
-            offsets = torch.arange(count * _BLOCK)
+            offsets = torch.arange(count * _BLOCK, device="cpu")
             index.append(first + torch.where(offsets < length, offsets, 0))
-            requests.append(torch.full((count * _BLOCK,), request))
+            requests.append(torch.full_like(offsets, request))
         if not used:  # one block that nobody reads
-            index, requests = [torch.zeros(_BLOCK).long()], [torch.zeros(_BLOCK).long()]
-        self.lengths_cpu = torch.tensor(lengths, dtype=torch.int32)
+            index = requests = [torch.zeros(_BLOCK, dtype=torch.int64, device="cpu")]
+        self.lengths_cpu = torch.tensor(lengths, dtype=torch.int32, device="cpu")
         self.index = torch.cat(index).to(device, non_blocking=True)
         self.requests = torch.cat(requests).to(device, non_blocking=True)
         self.table = table.to(device, non_blocking=True)

@@ -57,7 +57,8 @@ def _run(
 ) -> None:
     """One batch of `count` requests with equal lengths."""
     spec, tokens, device = layer.spec, count * query_len, cache.device
-    table = torch.zeros(count, -(-(context + query_len) // spec.block_size)).int()
+    blocks = -(-(context + query_len) // spec.block_size)
+    table = torch.zeros(count, blocks, dtype=torch.int32, device="cpu")
     lengths = [query_len] * count, [context + query_len] * count
     common = CommonAttentionMetadata.from_lengths(*lengths, table, spec.block_size, device)
     common.slot_mapping = None

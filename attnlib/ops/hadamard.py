@@ -37,7 +37,8 @@ def sign_table(seed: int, device: torch.device, *head_sizes: int) -> Tensor:
 
 def unit_factor(head_size: int) -> float:
     """1 / sqrt(B) as a float32 number."""
-    exact = torch.tensor(float(rotation_block(head_size)), dtype=torch.float64).rsqrt()
+    block = float(rotation_block(head_size))
+    exact = torch.tensor(block, dtype=torch.float64, device="cpu").rsqrt()
     return float(exact.float())
 
 

@@ -102,7 +102,7 @@ class ItemLists(NamedTuple):
     def to_device(self, device: torch.device) -> DecodeItems:
         """The items on the device, by one copy."""
         sizes = [len(numbers) for numbers in self.lists]
-        packed = torch.tensor(self.packed(sizes), dtype=torch.int32)
+        packed = torch.tensor(self.packed(sizes), dtype=torch.int32, device="cpu")
         return self.of(packed.to(device, non_blocking=True), sizes)
 
     def packed(self, sizes: Sequence[int]) -> list[int]:

@@ -42,7 +42,7 @@ def table_of(rows: Tensor | Sequence[Sequence[int]]) -> Tensor:
         try:
             width = max((len(row) for row in rows), default=0)
             padded = [[*row, *[0] * (width - len(row))] for row in rows]
-            rows = torch.as_tensor(padded).reshape(len(padded), width)
+            rows = torch.as_tensor(padded, device="cpu").reshape(len(padded), width)
         except (TypeError, ValueError) as error:
             raise ContractError(
                 f"block_table={rows!r} must be a tensor or lists of block ids: {error}", rule="P3"

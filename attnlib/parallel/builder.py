@@ -167,7 +167,8 @@ class ParallelBuilder:
             assert common.query_start_loc_cpu is not None and common.seq_lens_cpu is not None
             host = token_positions(common.query_start_loc_cpu, common.seq_lens_cpu, tokens)
             on_host["seq_lens_cpu"] = row_lengths(*arguments, host, common.seq_lens_cpu)
-            on_host["query_start_loc_cpu"] = torch.arange(tokens + 1, dtype=torch.int32)
+            counted = torch.arange(tokens + 1, dtype=torch.int32, device="cpu")
+            on_host["query_start_loc_cpu"] = counted
         batch = CommonAttentionMetadata(
             query_start_loc=self._graphs.keep("starts", starts),
             seq_lens=self._graphs.keep("row lengths", rows.seq_lens),

@@ -79,7 +79,8 @@ class PrefillBuilder:
         held = padded([prompts.context(each) for each in ranks])
         own = prompts.tokens(rank)
         contexts, starts = (
-            torch.tensor(each, dtype=torch.int64) for each in (prompts.contexts, prompts.starts)
+            torch.tensor(each, dtype=torch.int64, device="cpu")
+            for each in (prompts.contexts, prompts.starts)
         )
         positions = torch.where(new[..., 0] < 0, -1, taken(contexts, new) + new[..., 1]).int()
         where = TokenPositions(
@@ -136,8 +137,8 @@ class PrefillBuilder:
         device: torch.device,
     ) -> AttentionMetadata:
         queries = [segment.end - segment.first for segment in segments]
-        starts = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
-        lengths = torch.tensor(seen, dtype=torch.int32)
+        starts = torch.tensor([0, *accumulate(queries)], dtype=torch.int32, device="cpu")
+        lengths = torch.tensor(seen, dtype=torch.int32, device="cpu")
         batch = CommonAttentionMetadata(
             query_start_loc=starts.to(device, non_blocking=True),
             query_start_loc_cpu=starts,

@@ -89,8 +89,9 @@ def checked_prompts(
             f"prompt: it needs {-(-needed // size)}",
             rule="X2",
         )
-    totals = torch.tensor([a + b for a, b in zip(lengths, contexts, strict=True)])
-    held = layer.division.count(totals.to(block_table.device), layer.group.rank)
+    totals = [a + b for a, b in zip(lengths, contexts, strict=True)]
+    both = torch.tensor(totals, dtype=torch.int64, device=block_table.device)
+    held = layer.division.count(both, layer.group.rank)
     check_block_table(block_table, held, size, None)
     return lengths, contexts
 

@@ -43,7 +43,7 @@ class StepKeys(NamedTuple):
             max(0, -(-length // block_size) - hidden)
             for length, hidden in zip(self.lengths, self.hidden, strict=True)
         ]
-        return torch.tensor([0, *accumulate(blocks)])
+        return torch.tensor([0, *accumulate(blocks)], device="cpu")
 
     def slots(self, rows: Tensor, block_size: int, padding: int) -> Tensor:
         """`[rows]` int64, where received rows are stored.
@@ -53,13 +53,15 @@ class StepKeys(NamedTuple):
             block_size: N.
             padding: slot of rows of padding.
         """
-        first = self.first_blocks(block_size)[:-1] - torch.tensor(self.hidden, dtype=torch.int64)
+        first = self.first_blocks(block_size)
+        first = first[:-1] - first.new_tensor(self.hidden)
         return torch.where(rows[:, 0] < 0, padding, taken(first, rows) * block_size + rows[:, 1])
 
     def block_table(self, segments: Sequence[Segment], block_size: int) -> Tensor:
         """`[segments, columns]` int32. Columns that no token sees have the first block."""
-        first, hidden = self.first_blocks(block_size), torch.tensor(self.hidden, dtype=torch.int64)
-        columns = torch.arange(max(1, -(-max(self.lengths, default=0) // block_size)))
+        first = self.first_blocks(block_size)
+        hidden, longest = first.new_tensor(self.hidden), max(self.lengths, default=0)
+        columns = torch.arange(max(1, -(-longest // block_size)), device="cpu")
         table = first[:-1, None] + (columns - hidden[:, None]).clamp(min=0)
         table = table.clamp(max=max(0, int(first[-1]) - 1))
         return table[[segment.request for segment in segments]].int()
@@ -75,7 +77,7 @@ def all_keys(prompts: Prompts, new: Tensor, held: Tensor, rank: int, block_size:
         rank: of the queries.
         block_size: N.
     """
-    contexts = torch.tensor(prompts.contexts, dtype=torch.int64)
+    contexts = torch.tensor(prompts.contexts, dtype=torch.int64, device="cpu")
     rows = new.flatten(0, 1)
     at = [prompts.cache.position(held[each, :, 1], each) for each in range(prompts.world_size)]
     return StepKeys(
@@ -92,9 +94,10 @@ def keys_of_rank(prompts: Prompts, new: Tensor, held: Tensor, rank: int, owner: 
     """The keys of the rank `owner`; other arguments as in `all_keys`, of layers whose tokens see
     the whole context."""
     contexts, counts = prompts.context_counts(owner), prompts.new_counts(owner)
-    before = torch.tensor(contexts) - torch.tensor([0, *accumulate(counts)][:-1])
-    rows = new[owner]
-    index = taken(before.long(), rows) + torch.arange(len(rows))
+    starts, rows = [0, *accumulate(counts)][:-1], new[owner]
+    before = [context - start for context, start in zip(contexts, starts, strict=True)]
+    first = torch.tensor(before, dtype=torch.int64, device="cpu")
+    index = taken(first, rows) + torch.arange(len(rows), device="cpu")
     segments = list(prompts.segments(rank))
     return StepKeys(
         lengths=_where_new(prompts, [a + b for a, b in _both(contexts, counts)]),
@@ -111,7 +114,7 @@ def keys_of_rank(prompts: Prompts, new: Tensor, held: Tensor, rank: int, owner: 
 
 def padded(parts: Sequence[Tensor]) -> Tensor:
     """`[ranks, rows, 2]` of the pairs `[n, 2]` of each rank, with -1 in rows past them."""
-    found = torch.full((len(parts), max(map(len, parts)), 2), -1, dtype=torch.int64)
+    found = parts[0].new_full((len(parts), max(map(len, parts)), 2), -1)
     for each, part in zip(found, parts, strict=True):
         each[: len(part)] = part
     return found

@@ -116,8 +116,9 @@ def _first_visible(spec: AttentionSpec, context: int) -> int:
 def _pairs(ranges: Iterable[tuple[int, int, int]]) -> Tensor:
     """`[n, 2]` of (request, index) for ranges of indices `(request, first, end)`."""
     parts = [
-        torch.stack((torch.full((end - first,), request), torch.arange(first, end)), 1)
+        (request, torch.arange(first, end, device="cpu"))
         for request, first, end in ranges
         if end > first
     ]
-    return torch.cat(parts) if parts else torch.empty(0, 2, dtype=torch.int64)
+    pairs = [torch.stack((torch.full_like(each, request), each), 1) for request, each in parts]
+    return torch.cat(pairs) if pairs else torch.empty(0, 2, dtype=torch.int64, device="cpu")

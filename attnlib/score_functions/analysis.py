@@ -38,7 +38,7 @@ def bounds_far_from_the_start(function: ScoreFunction, by_head: bool) -> tuple[A
     bounds = function.head_bounds if by_head else function.bounds
     if bounds is None:
         return ()
-    tables = dict.fromkeys(function.tensor_names, torch.zeros(1, dtype=torch.int32))
+    tables = dict.fromkeys(function.tensor_names, torch.zeros(1, dtype=torch.int32, device="cpu"))
     head = (0,) if by_head else ()
     with observed_lookups():
         values = bounds(FAR, FAR, FAR + 1, *head, 0, function.namespace(tables))
@@ -78,6 +78,7 @@ def count_tile_lookups_of(function: ScoreFunction) -> int:
 
 def sample(function: ScoreFunction) -> Any:
     """What the function returns for 3 queries and 5 keys, with zeros for lookups."""
-    rows, keys = torch.arange(3)[:, None], torch.arange(5)
-    tables = dict.fromkeys(function.tensor_names, torch.zeros(1))
-    return function._call(torch.zeros(3, 5), rows, keys, rows, 0, tables)
+    rows, keys = torch.arange(3, device="cpu")[:, None], torch.arange(5, device="cpu")
+    scores = torch.zeros(3, 5, dtype=torch.float32, device="cpu")
+    tables = dict.fromkeys(function.tensor_names, scores[0, :1])
+    return function._call(scores, rows, keys, rows, 0, tables)

@@ -11,4 +11,4 @@ __all__ = ["column"]
 
 
 def column(values: Sequence[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32).reshape(-1, 1)
+    return torch.tensor(values, dtype=torch.int32, device="cpu").reshape(-1, 1)

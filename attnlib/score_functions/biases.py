@@ -50,7 +50,7 @@ def _one_window_bounds(
 
 
 def _head_window_examples(num_heads: int, seq_lens: Sequence[int]) -> dict[str, Tensor]:
-    return {"window": torch.tensor([1 + 5 * head for head in range(num_heads)], dtype=torch.int32)}
+    return {"window": torch.arange(1, 1 + 5 * num_heads, 5, dtype=torch.int32, device="cpu")}
 
 
 def relative_bias(max_distance: int = 128) -> ScoreFunction:
@@ -74,8 +74,8 @@ def _relative_bias(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, 
 
 
 def _relative_bias_examples(num_heads: int, seq_lens: Sequence[int]) -> dict[str, Tensor]:
-    columns = torch.arange(257.0)
-    heads = torch.arange(1.0, num_heads + 1)[:, None]
+    columns = torch.arange(257, dtype=torch.float32, device="cpu")
+    heads = torch.arange(1, num_heads + 1, device="cpu")[:, None]
     return {"bias": torch.sin(columns * 0.3 * heads) * 2.0}
 
 
@@ -115,7 +115,7 @@ def _alibi_sqrt(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux
 
 
 def _slope_examples(num_heads: int, seq_lens: Sequence[int]) -> dict[str, Tensor]:
-    heads = torch.arange(1, num_heads + 1)
+    heads = torch.arange(1, num_heads + 1, dtype=torch.float32, device="cpu")
     return {"slope": 2.0 ** (-8.0 * heads / num_heads)}
 
 
@@ -148,6 +148,6 @@ def _relative_logits_bounds(q_first: Any, q_last: Any, seq_len: Any, request: An
 
 
 def _relative_logits_examples(num_heads: int, seq_lens: Sequence[int]) -> dict[str, Tensor]:
-    rows = torch.arange(sum(seq_lens))[:, None]
-    columns = torch.arange(num_heads * 64)
+    rows = torch.arange(sum(seq_lens), dtype=torch.float32, device="cpu")[:, None]
+    columns = torch.arange(num_heads * 64, dtype=torch.float32, device="cpu")
     return {"rel": torch.sin(rows * 0.7 + columns * 0.3) * 2.0}

@@ -73,7 +73,7 @@ def document_tensors(lengths: Sequence[Sequence[int]], length: int) -> dict[str,
             them belong to the last document.
         length: columns of the tensors.
     """
-    begin = torch.zeros(len(lengths), max(length, 1), dtype=torch.int32)
+    begin = torch.zeros(len(lengths), max(length, 1), dtype=torch.int32, device="cpu")
     end = torch.full_like(begin, length)
     for request, sizes in enumerate(lengths):
         first = 0
@@ -119,7 +119,7 @@ def _multi_item_bounds(q_first: Any, q_last: Any, seq_len: Any, request: Any, au
 
 def _multi_item_examples(num_heads: int, seq_lens: Sequence[int]) -> dict[str, Tensor]:
     prefixes = [length // 3 for length in seq_lens]
-    items = torch.zeros(len(prefixes), max(seq_lens, default=1), dtype=torch.int32)
+    items = column(prefixes).new_zeros(len(prefixes), max(seq_lens, default=1))
     for request, prefix in enumerate(prefixes):
         for begin in range(prefix, items.shape[1], 5):
             items[request, begin : begin + 5] = begin

@@ -19,6 +19,7 @@ from attnlib.score_functions.analysis import (
     sample,
 )
 from attnlib.score_functions.checks import check_function, check_top_level
+from attnlib.score_functions.float32_numbers import float32_numbers
 from attnlib.score_functions.operators import observed_lookups
 from attnlib.score_functions.query_tensors import QUERY_ROW
 from attnlib.score_functions.tensor_checks import check_names, check_score_tensors
@@ -178,12 +179,11 @@ class ScoreFunction:
             q_pos, k_pos, head: integers that broadcast with them; request: row of batch tensors.
             tensors: all tensors of the function by name.
         """
-        result = self._call(score, q_pos, k_pos, head, request, tensors)
+        with float32_numbers():
+            result = self._call(score, q_pos, k_pos, head, request, tensors)
         if self.form == "mask_mod":
-            visible = torch.as_tensor(result)
-            result = torch.where(visible.to(score.device), score, -torch.inf)
-        result = torch.as_tensor(result, device=score.device).to(score.dtype)
-        return result.expand(score.shape)
+            result = torch.where(torch.as_tensor(result, device=score.device), score, -torch.inf)
+        return torch.as_tensor(result, device=score.device).to(score.dtype).expand(score.shape)
 
     def _call(
         self,

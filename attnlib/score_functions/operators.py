@@ -36,7 +36,7 @@ _observed = threading.local()
 
 def where(condition: Any, value: Any, other: Any) -> Any:
     """`value` where the condition holds, else `other`; any of them may be a number."""
-    return torch.where(torch.as_tensor(condition), value, other)
+    return torch.where(_tensor(condition), value, other)
 
 
 def minimum(a: Any, b: Any) -> Any:
@@ -56,32 +56,32 @@ def absolute(x: Any) -> Any:
 
 def exp(x: Any) -> Any:
     """e ** x; integers become float32."""
-    return torch.exp(torch.as_tensor(x))
+    return torch.exp(_tensor(x))
 
 
 def exp2(x: Any) -> Any:
     """2 ** x; integers become float32."""
-    return torch.exp2(torch.as_tensor(x))
+    return torch.exp2(_tensor(x))
 
 
 def log(x: Any) -> Any:
     """The natural logarithm; integers become float32."""
-    return torch.log(torch.as_tensor(x))
+    return torch.log(_tensor(x))
 
 
 def log2(x: Any) -> Any:
     """The base-2 logarithm; integers become float32."""
-    return torch.log2(torch.as_tensor(x))
+    return torch.log2(_tensor(x))
 
 
 def sqrt(x: Any) -> Any:
     """The square root; integers become float32."""
-    return torch.sqrt(torch.as_tensor(x))
+    return torch.sqrt(_tensor(x))
 
 
 def floor(x: Any) -> Any:
     """The largest integer that is not larger, as a floating-point number."""
-    return torch.floor(torch.as_tensor(x))
+    return torch.floor(_tensor(x))
 
 
 def lookup(table: Tensor, row: Any, column: Any = None) -> Tensor:
@@ -94,9 +94,9 @@ def lookup(table: Tensor, row: Any, column: Any = None) -> Tensor:
     """
     shapes: list[torch.Size] | None = getattr(_observed, "shapes", None)
     if shapes is not None:
-        found = torch.as_tensor(row) + torch.as_tensor(0 if column is None else column)
+        found = _tensor(row) + _tensor(0 if column is None else column)
         shapes.append(found.shape)
-        return torch.zeros(found.shape)
+        return torch.zeros(found.shape, dtype=torch.float32, device="cpu")
     first = torch.as_tensor(row, device=table.device).long().clamp(0, table.shape[0] - 1)
     if column is None:
         return table[first]
@@ -116,10 +116,15 @@ def observed_lookups() -> Iterator[list[torch.Size]]:
         _observed.shapes = None
 
 
+def _tensor(x: Any) -> Tensor:
+    """A tensor as it is, and a number as one on the CPU."""
+    return x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu")
+
+
 def _tensors(a: Any, b: Any) -> tuple[Tensor, Tensor]:
     """Both as tensors of one dtype; a number takes the dtype of the other."""
     if not isinstance(a, Tensor):
-        a = torch.as_tensor(a, dtype=_dtype_beside(a, b), device=getattr(b, "device", None))
+        a = torch.as_tensor(a, dtype=_dtype_beside(a, b), device=getattr(b, "device", "cpu"))
     if not isinstance(b, Tensor):
         b = torch.as_tensor(b, dtype=_dtype_beside(b, a), device=a.device)
     dtype = torch.promote_types(a.dtype, b.dtype)

@@ -118,7 +118,7 @@ def span_tensors(spans: Sequence[Sequence[tuple[int, int]]], length: int) -> dic
         spans: for each request its spans as (first position, position after the last).
         length: columns of the tensors. Positions past it are outside of spans.
     """
-    begin = torch.zeros(len(spans), max(length, 1), dtype=torch.int32)
+    begin = torch.zeros(len(spans), max(length, 1), dtype=torch.int32, device="cpu")
     end = torch.zeros_like(begin)
     for request, intervals in enumerate(spans):
         for first, last in intervals:

@@ -170,14 +170,16 @@ def _check_positions(found: Tensor, context: Tensor, own: Tensor, exists: Tensor
 
 def _examples(num_heads: int, seq_lens: Sequence[int]) -> dict[str, Tensor]:
     """Every second new token has the position of the one before it."""
-    table = torch.zeros(len(seq_lens), 1 + max(seq_lens, default=1), dtype=torch.int32)
+    size = (len(seq_lens), 1 + max(seq_lens, default=1))
+    table = torch.zeros(size, dtype=torch.int32, device="cpu")
     for request, length in enumerate(seq_lens):
         context = length // 2
         table[request, 0] = context
-        table[request, 1:] = context + (torch.arange(table.shape[1] - 1) + 1) // 2
+        table[request, 1:] = context + torch.arange(1, table.shape[1], device="cpu") // 2
     return {"tree": table}
 
 
 def _examples_with_slopes(num_heads: int, seq_lens: Sequence[int]) -> dict[str, Tensor]:
-    slopes = 2.0 ** (-8.0 * torch.arange(1, num_heads + 1) / num_heads)
+    heads = torch.arange(1, num_heads + 1, dtype=torch.float32, device="cpu")
+    slopes = 2.0 ** (-8.0 * heads / num_heads)
     return {"slope": slopes, **_examples(num_heads, seq_lens)}

@@ -108,7 +108,7 @@ def _packed(
 ) -> PackedBatch:
     """The call for parts of requests: (number, first position, position behind the last)."""
     lengths = [end - first for _, first, end in parts]
-    starts = torch.tensor([0, *lengths]).cumsum(0)
+    starts = torch.tensor([0, *lengths], device="cpu").cumsum(0)
     begins = [requests[n].start + first - requests[n].computed for n, first, _ in parts]
     rows: Tensor | slice = slice(0, sum(lengths))
     if begins != starts[:-1].tolist():
@@ -133,5 +133,6 @@ def _packed(
 
 
 def _ranges(begins: list[int], lengths: list[int], device: torch.device) -> Tensor:
-    numbers = [torch.arange(b, b + n) for b, n in zip(begins, lengths, strict=True)]
+    parts = zip(begins, lengths, strict=True)
+    numbers = [torch.arange(b, b + n, device="cpu") for b, n in parts]
     return torch.cat(numbers).to(device)

@@ -118,5 +118,5 @@ class PackedStateImpl(StateOperations):
         packed = inputs.each(lambda x: x[batch.rows].contiguous())
         beta, value = packed.beta, packed.value
         if beta is None:
-            beta = torch.ones(value.shape[:2], device=value.device)
+            beta = torch.ones(value.shape[:2], dtype=torch.float32, device=value.device)
         return packed._replace(log_decay=packed.log_decay.contiguous(), beta=beta)

@@ -77,9 +77,9 @@ def prefix_batch(
     columns = (device["column"].unsqueeze(1) + columns).clamp(max=last)
     batch = CommonAttentionMetadata(
         query_start_loc=device["starts"],
-        query_start_loc_cpu=torch.tensor(part_starts, dtype=torch.int32),
+        query_start_loc_cpu=torch.tensor(part_starts, dtype=torch.int32, device="cpu"),
         seq_lens=device["lengths"],
-        seq_lens_cpu=torch.tensor(host["lengths"], dtype=torch.int32),
+        seq_lens_cpu=torch.tensor(host["lengths"], dtype=torch.int32, device="cpu"),
         num_reqs=len(parts),
         num_actual_tokens=num_rows,
         max_query_len=max(b - a for a, b in pairwise(part_starts)),
@@ -107,7 +107,7 @@ def _to_device(host: dict[str, list[int]], device: torch.device) -> dict[str, to
         padding = -len(numbers) % 4
         values += [*numbers, *[0] * padding]
         sizes += [len(numbers), padding]
-    packed = torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
+    packed = torch.tensor(values, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
     return dict(zip(host, torch.split(packed, sizes)[::2], strict=True))
 
 
@@ -125,7 +125,7 @@ def suffix_batch(
         table = table[:, shifted // block :]
         lengths_cpu = common.seq_lens_cpu - shifted
     else:
-        skipped = torch.tensor(covered, dtype=torch.int32)
+        skipped = torch.tensor(covered, dtype=torch.int32, device="cpu")
         lengths_cpu = common.seq_lens_cpu - skipped
         shifted = skipped.to(table.device, non_blocking=True)
         columns = torch.arange(table.shape[1] - min(covered) // block, device=table.device)

@@ -146,7 +146,9 @@ class CapturedPrefixes:
         table = common.block_table_tensor
         assert table is not None
         reqs, width = common.num_reqs, table.shape[1]
-        shift = torch.tensor(covered, dtype=torch.int32).to(table.device, non_blocking=True)
+        shift = torch.tensor(covered, dtype=torch.int32, device="cpu").to(
+            table.device, non_blocking=True
+        )
         seq_lens = self._seq_lens[:reqs]
         torch.sub(common.seq_lens, shift, out=seq_lens)
         columns = _columns(shift // self._block_size, width)
@@ -172,9 +174,9 @@ class CapturedPrefixes:
         _copy(self._part_starts, part_starts + part_starts[-1:] * missing)
         _copy(self._part_lens, [part.end - part.start for part in parts] + [0] * missing)
         if parts:
-            first = torch.tensor([part.requests[0] for part in parts]).to(table.device)
-            begin = torch.tensor([part.start // self._block_size for part in parts])
-            columns = _columns(begin.to(table.device), width)
+            first = torch.tensor([part.requests[0] for part in parts], device=table.device)
+            begin = [part.start // self._block_size for part in parts]
+            columns = _columns(torch.tensor(begin, device=table.device), width)
             self._part_table[: len(parts), :width].copy_(table[first].gather(1, columns))
         return CommonAttentionMetadata(
             query_start_loc=self._part_starts,
@@ -191,7 +193,7 @@ class CapturedPrefixes:
 def _copy(target: torch.Tensor, values: Sequence[int]) -> None:
     """Copy integers to the beginning of a tensor."""
     own = target[: len(values)]
-    own.copy_(torch.tensor(values, dtype=target.dtype), non_blocking=True)
+    own.copy_(torch.tensor(values, dtype=target.dtype, device="cpu"), non_blocking=True)
 
 
 def _columns(first: torch.Tensor, width: int) -> torch.Tensor:

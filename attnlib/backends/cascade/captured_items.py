@@ -92,7 +92,7 @@ class CapturedItems:
             segments = decode_segments(kept, starts, lens, self._spec)
         spec, tokens = self._spec, common.num_actual_tokens
         lists = schedule_items(segments, tokens, spec.group_size, spec.block_size, *self._shape)
-        host = torch.tensor(lists.packed(self._sizes), dtype=torch.int32)
+        host = torch.tensor(lists.packed(self._sizes), dtype=torch.int32, device="cpu")
         self._packed.copy_(host, non_blocking=True)
         lists = lists._replace(num_partials=self._num_partials)
         return kept, lists.of(self._packed, self._sizes)

@@ -89,7 +89,7 @@ def warmup_batch(
     common = CommonAttentionMetadata.from_lengths(
         [query_len] * num_reqs,
         [prefix_len + query_len] * num_reqs,
-        torch.zeros(num_reqs, columns, dtype=torch.int32),
+        torch.zeros(num_reqs, columns, dtype=torch.int32, device="cpu"),
         spec.block_size,
         device,
         max_seq_len=prefix_len + own,

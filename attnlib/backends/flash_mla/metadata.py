@@ -85,7 +85,7 @@ class FlashMLAMetadataBuilder(AttentionMetadataBuilder[FlashMLAMetadata]):
         parts, covered = [], 0
         for query_len in sorted(set(lengths[has_keys & (lengths > 0)].tolist())):
             requests = ((lengths == query_len) & has_keys).nonzero()[:, 0]
-            tokens = (starts[requests, None] + torch.arange(query_len)).flatten()
+            tokens = (starts[requests, None] + torch.arange(query_len, device="cpu")).flatten()
             covered += tokens.shape[0]
             parts.append(
                 UniformPart(

@@ -102,7 +102,7 @@ class TritonTuner(Tuner):
     operations = tuple(OPS)
 
     def __init__(self, device: torch.device) -> None:
-        probe = torch.empty(0, device=device)
+        probe = torch.empty(0, dtype=torch.float32, device=device)
         self._index, self._probe = device_index(probe), probe
 
     def group(self, case: BenchCase, operation: str) -> TileGroup | None:

@@ -213,7 +213,7 @@ class PreparedBatch:
         batch = self.batch
         requests, starts = batch.seq_lens.shape[0], None
         if batch.query_lens is not None:
-            starts = torch.arange(requests + 1, dtype=torch.int32) * batch.query_lens
+            starts = torch.arange(requests + 1, dtype=torch.int32, device="cpu") * batch.query_lens
         elif on_host:
             starts = batch.query_start_loc.cpu()
         lengths = batch.seq_lens.cpu() if on_host else None

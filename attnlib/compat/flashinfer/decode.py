@@ -137,7 +137,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         if not isinstance(q_len_per_req, int) or q_len_per_req < 1:
             raise ContractError(f"q_len_per_req={q_len_per_req!r} must be an integer of at least 1")
         check_list("last_page_len", last_page_len)
-        queries = torch.arange(last_page_len.shape[0] + 1, dtype=torch.int32) * q_len_per_req
+        count = last_page_len.shape[0] + 1
+        queries = torch.arange(count, dtype=torch.int32, device="cpu") * q_len_per_req
         num_qo_heads, num_kv_heads, head_dim, page_size = sizes
         form = LayerForm(
             num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_sizes=(head_dim, head_dim),

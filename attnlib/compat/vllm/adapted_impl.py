@@ -134,7 +134,9 @@ class _Scales:
         scales = (1.0, 1.0) if cache is None else (cache.k_scale, cache.v_scale)
         self._q_scale, self._k_scale, self._v_scale = (
             # No copy from the host, which a CUDA graph could not capture.
-            scale if isinstance(scale, torch.Tensor) else torch.full((), scale, device=query.device)
+            scale
+            if isinstance(scale, torch.Tensor)
+            else torch.full((), scale, dtype=torch.float32, device=query.device)
             for scale in (1.0, *scales)
         )
 

@@ -73,7 +73,7 @@ class DirectLayer:
         found = []
         for tensor in tensors:
             stored = kv_cache_torch_dtype(self.kv_cache_dtype, tensor.dtype)
-            scale = torch.ones((), device=tensor.device)
+            scale = torch.ones((), dtype=torch.float32, device=tensor.device)
             if stored.itemsize == 1:
                 scale = scale_for(tensor, torch.finfo(stored).max)
             found.append(scale)

@@ -111,12 +111,16 @@ class Attention(nn.Module):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         given = impl_cls is not None  # else selected, perhaps by a name
         self.attn_backend: Any = attn_backend if given else self.layer.backend
-        self.kv_cache: list[torch.Tensor | PagedKVCache] = [torch.empty(0)]
+        self.kv_cache: list[torch.Tensor | PagedKVCache] = [
+            torch.empty(0, dtype=torch.float32, device="cpu")
+        ]
         self.calculate_kv_scales = bool(getattr(cache_config, "calculate_kv_scales", False))
         self.layer_name = prefix
         self._wrapped: tuple[torch.Tensor, PagedKVCache] | None = None
         for name in ("_q_scale", "_k_scale", "_v_scale"):  # what impls in vLLM's style read
-            self.register_buffer(name, torch.ones(()), persistent=False)
+            self.register_buffer(
+                name, torch.ones((), dtype=torch.float32, device=None), persistent=False
+            )
         self.quant_method = None
         if quant_config is not None:
             self.quant_method = quant_config.get_quant_method(self, prefix=prefix)

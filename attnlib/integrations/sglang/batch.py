@@ -94,11 +94,12 @@ def common_metadata(
     device = seq_lens.device
     host_lengths: torch.Tensor
     if isinstance(new, int):
-        host_lengths = torch.full((requests,), new, dtype=torch.int32)
+        host_lengths = torch.full((requests,), new, dtype=torch.int32, device="cpu")
     else:
         known = getattr(batch, "extend_seq_lens_cpu", None)
-        host_lengths = torch.as_tensor(new.cpu() if known is None else known, dtype=torch.int32)
-    starts = torch.zeros(requests + 1, dtype=torch.int32)
+        known = new.cpu() if known is None else known
+        host_lengths = torch.as_tensor(known, dtype=torch.int32, device="cpu")
+    starts = torch.zeros(requests + 1, dtype=torch.int32, device="cpu")
     torch.cumsum(host_lengths, 0, out=starts[1:])
     return CommonAttentionMetadata(
         query_start_loc=starts.to(device, non_blocking=True),

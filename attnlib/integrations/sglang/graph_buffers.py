@@ -51,7 +51,7 @@ class GraphBuffers:
         new, seq_lens, longest = step_lengths(batch, self._context_len)
         assert isinstance(new, int)  # only decodes and verifications are captured
         requests, tokens = len(seq_lens), new * len(seq_lens)
-        starts = torch.arange(0, tokens + 1, new, dtype=torch.int32)
+        starts = torch.arange(0, tokens + 1, new, dtype=torch.int32, device="cpu")
         self._starts[: requests + 1].copy_(starts, non_blocking=True)
         self._seq_lens[:requests].copy_(seq_lens)
         pages = block_table(req_to_token, batch.req_pool_indices, longest, self._page_size)

@@ -37,7 +37,8 @@ def tree_bias(mask: torch.Tensor, seq_lens: torch.Tensor, drafted: int) -> torch
         )
         # SGLang pads the requests of graphs, but not always their masks.
         visible = mask[index.clamp_(max=mask.numel() - 1)].view(-1, drafted)
-    return torch.zeros(visible.shape, device=device).masked_fill_(~visible.bool(), -torch.inf)
+    seen = torch.zeros(visible.shape, dtype=torch.float32, device=device)
+    return seen.masked_fill_(~visible.bool(), -torch.inf)
 
 
 class TreeMasks:
@@ -55,7 +56,8 @@ class TreeMasks:
 
     def __init__(self, max_requests: int, drafted: int, device: torch.device) -> None:
         self._drafted = drafted
-        self._bias = torch.zeros(max_requests * drafted, drafted, device=device)
+        shape = (max_requests * drafted, drafted)
+        self._bias = torch.zeros(shape, dtype=torch.float32, device=device)
         self.verify_mask = _verify_mask(max_requests, drafted, device)
 
     def fill(self, batch_info: Any, seq_lens: torch.Tensor) -> torch.Tensor:

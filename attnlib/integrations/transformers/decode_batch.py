@@ -219,7 +219,7 @@ def _make(
         lengths, starts = torch.zeros(batch, **options), torch.arange(batch + 1, **options)
         common = CommonAttentionMetadata(
             query_start_loc=starts,
-            query_start_loc_cpu=torch.arange(batch + 1, dtype=torch.int32),
+            query_start_loc_cpu=torch.arange(batch + 1, dtype=torch.int32, device="cpu"),
             seq_lens=lengths,
             num_reqs=batch,
             num_actual_tokens=batch,

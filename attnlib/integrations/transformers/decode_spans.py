@@ -64,7 +64,7 @@ class Spans:
         places = np.arange(self.start + columns)
         self.tokens = places >= np.asarray(starts)[:, None]
         before = torch.from_numpy(~self.tokens[:, None, None, self.start :])
-        room = torch.zeros(len(starts), 1, 1, columns, dtype=dtype)
+        room = torch.zeros(len(starts), 1, 1, columns, dtype=dtype, device="cpu")
         self.room = room.masked_fill_(before, -torch.inf)
         self.bias = self.room.narrow(3, 0, end - self.start)
 

@@ -82,7 +82,8 @@ def dense_weights(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | No
 
 def _added(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
     """The sum of mask and bias, float32 `[B or 1, Hq or 1, T, S]`."""
-    added = torch.zeros(1, 1, call.query.shape[2], call.key.shape[2], device=call.query.device)
+    shape = (1, 1, call.query.shape[2], call.key.shape[2])
+    added = torch.zeros(shape, dtype=torch.float32, device=call.query.device)
     for name, term in (("attention_mask", mask), ("position_bias", bias)):
         if term is None:
             continue

@@ -82,7 +82,8 @@ def has_latents(module: nn.Module) -> bool:
     with torch.no_grad():
         draw = torch.Generator().manual_seed(0)
         size = weights.latent_size
-        random = torch.randn(1, 1, 2, size + weights.rotary_size, generator=draw).to(weight)
+        shape, numbers = (1, 1, 2, size + weights.rotary_size), torch.float32
+        random = torch.randn(shape, generator=draw, dtype=numbers, device="cpu").to(weight)
         key, value = expand(random[..., :size], random[..., size:])
         both = torch.einsum("hnr,tr->htn", weights.projection, random[0, 0, :, :size])
         keys, values = both.split([weights.key_size, both.shape[2] - weights.key_size], dim=-1)

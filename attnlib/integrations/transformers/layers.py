@@ -210,7 +210,7 @@ def _score_tensors(spec: AttentionSpec, device: torch.device) -> dict[str, torch
     if function is None or not function.layer_tensors:
         return None
     columns = 2 * int(dict(function.constants)["max_distance"]) + 1
-    return {"bias": torch.zeros(spec.num_heads, columns, device=device)}
+    return {"bias": torch.zeros(spec.num_heads, columns, dtype=torch.float32, device=device)}
 
 
 def _is_current(cached: _CachedLayer, call: Call, backend: type[AttentionBackend]) -> bool:

@@ -80,7 +80,8 @@ def _states_before(call: MixerCall, states: Tensor, width: int) -> Tensor:
     fields: dict[str, Any] = {"conv_channels": states.shape[1] * width, "conv_width": width}
     fields |= {"conv_activation": None, "dtype": states.dtype}
     # The last tap of a state layer is that of the token itself.
-    one_each = torch.eye(width, device=states.device).flip(0).repeat(states.shape[1], 1)
+    taps = torch.eye(width, dtype=states.dtype, device=states.device).flip(0)
+    one_each = taps.repeat(states.shape[1], 1)
     repeated = states.repeat_interleave(width, dim=1)
     if (found := call.layer("convolution", fields, {"conv_weight": one_each})) is None:
         return torch.zeros_like(repeated).view(*states.shape, width)

@@ -56,9 +56,9 @@ def with_callers_segments(step: StepMask, kwargs: dict[str, Any]) -> StepMask:
             f"{step.q_length} queries over {step.kv_length} keys; it must increase from 0 to the "
             f"length of a single row without a cache: pass use_cache=False, or leave it out"
         )
-    segments = torch.repeat_interleave(torch.arange(len(bounds) - 1), torch.tensor(bounds).diff())[
-        None
-    ]
+    numbers = torch.arange(len(bounds) - 1, device="cpu")
+    lengths = torch.tensor(bounds, device="cpu").diff()
+    segments = torch.repeat_interleave(numbers, lengths)[None]
     return replace(
         step,
         pattern=step.pattern._replace(segments=segments),

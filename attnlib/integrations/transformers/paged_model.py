@@ -215,11 +215,11 @@ class PagedModel:
         model, device, needed = self.model, input_ids.device, None
         if self._shares and rows is None:
             # Gemma 4 would replace the mask by a slice of it if it got no tensor.
-            rows = torch.arange(input_ids.shape[0])
+            rows = torch.arange(input_ids.shape[0], device="cpu")
         elif self._shared_layers and rows is not None:
             needed = needed_rows(one, rows, device)
         if needed is not None:  # Gemma 4 selects no rows of a part, so `kept` is applied below
-            rows = torch.arange(needed.rows.shape[0])
+            rows = torch.arange(needed.rows.shape[0], device="cpu")
         selected = {} if rows is None else {"logits_to_keep": rows.to(device)}
         step = PagedStep(self, batch, needed, position_ids)
         fewer: Any = nullcontext()

@@ -107,8 +107,8 @@ def _attend_blocks_densely(
     batch, heads, queries, _ = call.query.shape
     count = call.key.shape[2]
     entries = torch.where(blocks < 0, -(-count // size), blocks).long()
-    chosen = torch.zeros((*blocks.shape[:2], -(-count // size) + 1), dtype=torch.bool)
-    chosen = chosen.to(blocks.device).scatter_(2, entries, True)[..., :-1]
+    chosen = blocks.new_zeros((*blocks.shape[:2], -(-count // size) + 1), dtype=torch.bool)
+    chosen = chosen.scatter_(2, entries, True)[..., :-1]
     columns = chosen.repeat_interleave(size, dim=2)[..., :count]
     columns = columns.view(batch, queries, -1, count).transpose(1, 2)
     columns = columns.repeat_interleave(heads // columns.shape[1], dim=1)

@@ -114,7 +114,11 @@ class ContextParallelAttention:
         sinks: torch.Tensor | None,
         device: torch.device,
     ) -> None:
-        slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, device=device)
+        slopes = (
+            None
+            if alibi_slopes is None
+            else torch.tensor(alibi_slopes, dtype=torch.float32, device=device)
+        )
         self.layer = divided_layer(
             spec, scale=scale, alibi_slopes=slopes, sinks=sinks, device=device
         )

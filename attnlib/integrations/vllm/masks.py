@@ -144,7 +144,10 @@ class BatchTensors:
     ) -> dict[str, torch.Tensor] | None:
         """The batch tensors of the score function of a mask."""
         if mask is Mask.RETAINED:
-            lens = torch.as_tensor(batch.rswa_prefix_lens)[: batch.num_reqs]
+            lens = batch.rswa_prefix_lens
+            if not isinstance(lens, torch.Tensor):
+                lens = torch.tensor(lens, device="cpu")
+            lens = lens[: batch.num_reqs]
             self._lens[: batch.num_reqs].zero_()
             self._lens[: lens.shape[0], 0].copy_(lens, non_blocking=True)
             return {"prefix_len": self._lens[: batch.num_reqs]}

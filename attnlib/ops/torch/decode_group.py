@@ -104,7 +104,8 @@ class Group:
     @classmethod
     def of(cls, requests: list[Request], inputs: PagedInputs) -> Group:
         """The group of these requests."""
-        tokens = [torch.arange(request.start, request.rows.stop) for request in requests]
+        spans = ((request.start, request.rows.stop) for request in requests)
+        tokens = [torch.arange(*span, device="cpu") for span in spans]
         blocks = [inputs.blocks(request) for request in requests]
         width = max(row.numel() for row in blocks)
         padded = (
@@ -213,11 +214,13 @@ class Group:
         has_bias = params.alibi_slopes is not None or params.query_bias is not None
         if filled and query_len == 1 and not has_bias:
             return None
-        first_positions = torch.tensor([[request.first_position] for request in self.requests])
-        positions = first_positions + torch.arange(query_len)
-        ends = torch.tensor([[[request.seq_len]] for request in self.requests])
-        keys = torch.tensor(self.offsets)[:, None] + torch.arange(num_keys)
-        causal = torch.tensor([[[bool(request.causal)]] for request in self.requests])
+        facts = [(one.first_position, one.seq_len, bool(one.causal)) for one in self.requests]
+        columns = zip(*facts, strict=True)
+        first, ends, causal = (torch.tensor(each, device="cpu") for each in columns)
+        positions = first[:, None] + torch.arange(query_len, device="cpu")
+        offsets = torch.tensor(self.offsets, device="cpu")
+        keys = offsets[:, None] + torch.arange(num_keys, device="cpu")
+        causal, ends = causal[:, None, None], ends[:, None, None]
         visible = visible_keys(positions, keys, causal, params) & (keys.unsqueeze(1) < ends)
         query_bias = params.query_bias
         if query_bias is not None:

@@ -105,7 +105,7 @@ def runs_of_requests(
     if not found:
         return None, gathered
     found.sort(key=lambda item: len(item[1]), reverse=True)
-    rows = torch.tensor([request.start for request, _ in found])
+    rows = torch.tensor([request.start for request, _ in found], device="cpu")
     return Runs([request for request, _ in found], rows, [runs for _, runs in found]), gathered
 
 

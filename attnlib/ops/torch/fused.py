@@ -131,7 +131,7 @@ class FusedQuery:
     def _with_invalid_scales(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """NaN in the rows that see a key through a scale of NaN. The operator takes rows whose
         scores are all NaN for rows without a visible key."""
-        factor = torch.as_tensor(self.k_factor, dtype=torch.float32).reshape(-1)
+        factor = torch.as_tensor(self.k_factor, dtype=torch.float32, device=lse.device).reshape(-1)
         invalid = _per_query_head(factor, self.group).isnan() & (lse > -torch.inf).unsqueeze(-1)
         return out.masked_fill(invalid, torch.nan), lse.masked_fill(invalid[..., 0], torch.nan)
 

@@ -25,7 +25,7 @@ def consecutive_blocks(cache: Tensor, blocks: Tensor) -> Tensor | None:
     if num_blocks == 0 or (num_blocks > 1 and cache.stride(0) != block_size * cache.stride(1)):
         return None
     first = int(blocks[0])
-    ascending = torch.arange(first, first + num_blocks, dtype=blocks.dtype)
+    ascending = torch.arange(first, first + num_blocks, dtype=blocks.dtype, device=blocks.device)
     if num_blocks > 1 and not torch.equal(blocks, ascending):
         return None
     shape = (num_blocks * block_size, cache.shape[2], cache.shape[3])

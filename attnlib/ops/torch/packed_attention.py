@@ -54,7 +54,7 @@ def packed_decode(
     lengths = seq_lens.cpu()
     key, value, table = _common_form(key_cache, value_cache, block_table, lengths)
     if pattern is None:
-        starts = torch.arange(query.shape[0] + 1, dtype=torch.int32)
+        starts = torch.arange(query.shape[0] + 1, dtype=torch.int32, device="cpu")
         paged_decode(
             query, key, value, table, starts, lengths, params, max_query_len=1,
             max_seq_len=max_seq_len, out=out, query_start_loc_cpu=starts, seq_lens_cpu=lengths,
@@ -100,9 +100,8 @@ def packed_prefill(
         out: `[T, Hq, D]`, written; rows at or past `query_start_loc[-1]` become 0 (M6).
     """
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
-    contexts = torch.tensor(
-        [n - (starts[r + 1] - starts[r]) for r, n in enumerate(lengths)], dtype=torch.int64
-    )
+    before = [n - (starts[r + 1] - starts[r]) for r, n in enumerate(lengths)]
+    contexts = torch.tensor(before, dtype=torch.int64, device="cpu")
     old_key, old_value, table = _common_form(key_cache, value_cache, block_table, contexts)
     out[starts[-1] :] = 0
     for request, context in enumerate(contexts.tolist()):
@@ -180,7 +179,7 @@ def _common_form(
     )
     first = 0
     for request, count in enumerate(counts):
-        table[request, :count] = torch.arange(first, first + count, dtype=torch.int32)
+        table[request, :count] = torch.arange(first, first + count, device=table.device)
         first += count
     return (
         key.permute(0, 3, 1, 2, 4).flatten(3).contiguous(),

@@ -93,7 +93,7 @@ def selects_everything(
             if len(needed) > selected.indices.shape[2]:
                 return False
             lists = selected.indices[first + begin // size]
-            wanted = torch.arange(needed.start, needed.stop, dtype=lists.dtype)
+            wanted = torch.arange(needed.start, needed.stop, dtype=lists.dtype, device=lists.device)
             if not bool((lists[:, None, :] == wanted[:, None]).any(-1).all()):
                 return False
     return True

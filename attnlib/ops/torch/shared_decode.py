@@ -47,7 +47,7 @@ def shared_decode(
     heads, head_size_v = query.shape[1], value_cache.shape[3]
     group = heads // key_cache.shape[2]
     partial_out = query.new_zeros(items.num_partials, heads, head_size_v, dtype=torch.float32)
-    partial_lse = torch.full((items.num_partials, heads), -torch.inf, device=query.device)
+    partial_lse = partial_out.new_full((items.num_partials, heads), -torch.inf)
     tokens, tile_keys = items.tokens.long(), items.tile_keys
     fields = items.items.view(-1, ITEM_FIELDS).tolist()
     segments = items.segments.view(-1, SEGMENT_FIELDS).tolist()
@@ -63,7 +63,7 @@ def shared_decode(
                     _keys(cache, block_table[row, column:], num_keys).float()
                     for cache in (key_cache, value_cache)
                 )
-                tile = torch.arange(num_keys) // tile_keys + before
+                tile = torch.arange(num_keys, device=query.device) // tile_keys + before
                 own = (tile >= position) & (tile < until)
                 found = tokens[first + place : first + place + seeing]
                 state = _attend(query[found], keys[own], values[own], params, group)
