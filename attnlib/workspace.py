@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import as_count
 
 __all__ = ["BatchLimits", "Workspace"]
 
@@ -26,7 +27,7 @@ class BatchLimits:
         max_seq_len: length of the longest sequence.
 
     Raises:
-        ContractError: a limit below 1.
+        ContractError: a limit below 1, or no integer.
     """
 
     max_num_reqs: int
@@ -35,8 +36,7 @@ class BatchLimits:
 
     def __post_init__(self) -> None:
         for name in ("max_num_reqs", "max_num_tokens", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise ContractError(f"{name}={getattr(self, name)} must be at least 1")
+            as_count(name, getattr(self, name), 1)
 
 
 class Workspace:

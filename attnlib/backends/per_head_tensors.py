@@ -32,6 +32,11 @@ def check_per_head(
         )
     if values is None:
         return
+    if not isinstance(values, torch.Tensor):
+        raise ContractError(
+            f"{name} is a {type(values).__name__}; it must be a tensor [{num_heads}], one value "
+            "per query head"
+        )
     if values.shape != (num_heads,) or not values.is_floating_point():
         raise ContractError(
             f"{name} is {values.dtype} {tuple(values.shape)}; it must be floating-point "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar, Protocol
@@ -9,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from attnlib.cache.states import StateCache
+from attnlib.errors import ContractError
 from attnlib.metadata.states import StateMetadata
 from attnlib.ops.states import RecurrenceParams
 from attnlib.ops.states.inputs import StateInputs
@@ -45,6 +47,9 @@ class StateImpl(ABC):
     Attributes:
         group: layers with equal groups share plans.
         state_gates, gated_norm: gates and norm of `StateLayer.step` in launches of their own.
+
+    Raises:
+        ContractError: the scale is not finite.
     """
 
     state_gates: ClassVar[Callable[..., Any]] = staticmethod(state_gates)
@@ -61,6 +66,8 @@ class StateImpl(ABC):
     ) -> None:
         self.spec = spec
         self.scale = spec.default_scale if scale is None else float(scale)
+        if not math.isfinite(self.scale):
+            raise ContractError(f"scale={self.scale} must be finite", rule="T4")
         self.owner = owner
         self.config = dict(config or {})
         self.prefix = prefix

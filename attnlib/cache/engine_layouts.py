@@ -13,6 +13,7 @@ import torch
 
 from attnlib.cache.engine_tensors import by_token, check_shape, keys_and_values, not_paged, typed
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import as_count
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -116,9 +117,10 @@ class EngineLayouts:
             ContractError: another shape, or fewer rows than one page.
         """
         views = []
+        page_size = as_count("page_size", page_size, 1)
         for name, buffer in (("k_buffer", k_buffer), ("v_buffer", v_buffer)):
             check_shape(name, buffer, 3, "[slots, Hkv, D]")
-            if not 1 <= page_size <= buffer.shape[0]:
+            if page_size > buffer.shape[0]:
                 raise ContractError(
                     f"page_size={page_size} must be from 1 to the {buffer.shape[0]} rows of {name}",
                     rule="P1",

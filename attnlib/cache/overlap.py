@@ -1,10 +1,10 @@
-"""Whether keys and values of a block overlap in memory."""
+"""Whether keys and values of a block, or the elements of a tensor, overlap in memory."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["blocks_overlap"]
+__all__ = ["blocks_overlap", "elements_overlap"]
 
 
 def blocks_overlap(key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
@@ -26,6 +26,20 @@ def blocks_overlap(key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
         return False
     distance = int(value_cache.storage_offset()) - int(key_cache.storage_offset())
     return _meet(_dimensions(key_cache), _dimensions(value_cache), distance)
+
+
+def elements_overlap(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor are in the same memory, as in expanded tensors."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    dimensions = sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True)
+    for place, (stride, size) in enumerate(dimensions):
+        inner = dimensions[place + 1 :]
+        if size > 1 and stride <= _reach(inner):
+            steps = range(stride, min(_reach(inner), stride * (size - 1)) + 1, stride or 1)
+            if any(_meet(inner, inner, step) for step in steps):
+                return True
+    return False
 
 
 def _dimensions(view: torch.Tensor) -> list[tuple[int, int]]:

@@ -63,7 +63,8 @@ class BlockTable:
 
     def row(self, index: int) -> list[int]:
         """The block ids of a row."""
-        count = int(self.num_blocks_per_row[self._checked(index)])
+        index = self._checked(index)
+        count = int(self.num_blocks_per_row[index])
         return [int(block) for block in self._host[index, :count]]
 
     def add_row(self, block_ids: Sequence[int], index: int) -> None:
@@ -72,7 +73,7 @@ class BlockTable:
         Raises:
             ContractError: `index` is outside the table, the row is too long, or an id is invalid.
         """
-        self._checked(index)
+        index = self._checked(index)
         row = self._checked_row(block_ids, 0, index)
         self.clear_row(index)
         self._write(row, 0, index)
@@ -83,7 +84,8 @@ class BlockTable:
         Raises:
             ContractError: `index` is outside the table, the row is too long, or an id is invalid.
         """
-        start = int(self.num_blocks_per_row[self._checked(index)])
+        index = self._checked(index)
+        start = int(self.num_blocks_per_row[index])
         self._write(self._checked_row(block_ids, start, index), start, index)
 
     def clear_row(self, index: int) -> None:
@@ -92,17 +94,20 @@ class BlockTable:
         Raises:
             ContractError: `index` is outside the table.
         """
-        self._host[self._checked(index)] = -1
+        index = self._checked(index)
+        self._host[index] = -1
         self.num_blocks_per_row[index] = 0
 
     def move_row(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`: the last request replaces a finished one."""
-        self._host[self._checked(target)] = self._host[self._checked(source)]
+        source, target = self._checked(source), self._checked(target)
+        self._host[target] = self._host[source]
         self.num_blocks_per_row[target] = self.num_blocks_per_row[source]
 
     def swap_row(self, first: int, second: int) -> None:
         """Exchange two rows."""
-        pair, other = [self._checked(first), self._checked(second)], [second, first]
+        pair = [self._checked(first), self._checked(second)]
+        other = pair[::-1]
         self._host[pair] = self._host[other]
         self.num_blocks_per_row[pair] = self.num_blocks_per_row[other]
 

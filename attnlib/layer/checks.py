@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnlib.cache.overlap import elements_overlap
 from attnlib.errors import ContractError
 from attnlib.layer.cache_checks import check_cache
 from attnlib.layer.call import LayerCall
@@ -167,13 +168,14 @@ def _check_score_tensors(
             )
 
 
-def check_tensor_types(query: object, key: object, value: object) -> None:
-    """Whether query, key and value are tensors, or None.
+def check_tensor_types(query: object, key: object, value: object, output: object = None) -> None:
+    """Whether query, key, value and output are tensors, or None.
 
     Raises:
         ContractError: one is of another type.
     """
-    for name, given in (("query", query), ("key", key), ("value", value)):
+    tensors = (("query", query), ("key", key), ("value", value), ("output", output))
+    for name, given in tensors:
         if not isinstance(given, torch.Tensor) and (given is not None or name == "query"):
             raise ContractError(
                 f"{name} is a {type(given).__name__}; it must be a torch.Tensor: convert it with "
@@ -185,7 +187,7 @@ def check_output(spec: AttentionSpec, call: LayerCall) -> None:
     """Whether the output that the caller gives fits.
 
     Raises:
-        ContractError: another shape, dtype, device or last stride.
+        ContractError: another shape, dtype, device or last stride, or rows that share memory.
     """
     query, output = call.query, call.output
     if output is None:
@@ -200,6 +202,12 @@ def check_output(spec: AttentionSpec, call: LayerCall) -> None:
             f"output is {output.dtype} on {output.device} with last stride "
             f"{output.stride(-1)}; it must be {query.dtype} on {query.device} with last "
             "stride 1: pass such a tensor, or None for a new one",
+            rule="P9",
+        )
+    if elements_overlap(output):
+        raise ContractError(
+            f"output has strides {output.stride()} for shape {tuple(output.shape)}, so that rows "
+            "share memory: pass memory of its own for each row",
             rule="P9",
         )
 

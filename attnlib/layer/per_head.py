@@ -35,6 +35,12 @@ def make_impl(
     AttentionSpec.check_kind(spec, "Attention")
     if alibi_slopes is not None and not isinstance(alibi_slopes, torch.Tensor):
         alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device=layer._device)
+    if score_tensors and spec.score_function is None:
+        raise ContractError(
+            "score_tensors are given, and the spec has no score_function, which reads them: leave "
+            "them out",
+            rule="M10",
+        )
     extra = {} if spec.score_function is None else {"score_tensors": score_tensors}
     return make_backend_impl(
         layer.backend,

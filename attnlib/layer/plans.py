@@ -74,7 +74,7 @@ def find_plan(layer: Attention, call: LayerCall) -> FoundPlan:
         check_metadata_type(layer, metadata)  # raises
     if extra is not None and not isinstance(extra, ExtraKeys):
         check_extra_keys(layer.spec, call)  # raises
-    check_tensor_types(call.query, call.key, call.value)
+    check_tensor_types(call.query, call.key, call.value, call.output)
     if torch.is_grad_enabled():
         refuse_gradients(call.query, call.key, call.value)
         if isinstance(extra, QueryTensors):

@@ -12,7 +12,7 @@ import torch
 
 from attnlib.device import resolve_device
 from attnlib.metadata.batch_metadata import AttentionMetadata
-from attnlib.metadata.builder_checks import with_checks
+from attnlib.metadata.builder_checks import checked_limits, with_checks
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.host_lengths import with_host_lengths
 from attnlib.metadata.parameters import PerLayerParameters
@@ -92,7 +92,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         self.layer_names = tuple(layer_names or (layers or ()))
         self.layers = dict(layers or {})
         self.config = dict(config or {})
-        self.limits = limits
+        self.limits = checked_limits(limits)
 
     @classmethod
     def create(cls, spec: AttentionSpec, device: Any = None, **kwargs: Any) -> Self:

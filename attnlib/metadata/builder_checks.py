@@ -6,15 +6,17 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from attnlib.errors import ContractError
 from attnlib.metadata.batch_metadata import AttentionMetadata
 from attnlib.metadata.checks import check_block_size, check_limits
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.host_lengths import LengthsRead
+from attnlib.workspace import BatchLimits
 
 if TYPE_CHECKING:
     from attnlib.metadata.builder import AttentionMetadataBuilder
 
-__all__ = ["with_checks"]
+__all__ = ["checked_limits", "with_checks"]
 
 _PARAMETERS = [
     (name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default)
@@ -26,6 +28,17 @@ _PARAMETERS = [
     )
 ]
 """Those of `build`: name, kind and default."""
+
+
+def checked_limits(limits: BatchLimits | None) -> BatchLimits | None:
+    """The limits that a builder is given.
+
+    Raises:
+        ContractError: another type.
+    """
+    if limits is not None and not isinstance(limits, BatchLimits):
+        raise ContractError(f"limits={limits!r} must be a BatchLimits, or None")
+    return limits
 
 
 def with_checks(build: Any) -> Any:

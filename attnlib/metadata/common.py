@@ -14,7 +14,7 @@ import torch
 from attnlib.device import explains_device
 from attnlib.errors import ContractError
 from attnlib.metadata.batch_slice import slice_batch
-from attnlib.metadata.form import check_form
+from attnlib.metadata.form import check_form, check_types
 from attnlib.metadata.length_fields import length_fields, request_starts
 from attnlib.metadata.lengths import (
     TableLike,
@@ -25,6 +25,7 @@ from attnlib.metadata.lengths import (
 )
 from attnlib.metadata.shared_prefix import SharedPrefix
 from attnlib.metadata.state_slots import state_slot_fields
+from attnlib.ops.addresses import as_count, as_id
 
 __all__ = ["CommonAttentionMetadata"]
 
@@ -95,12 +96,20 @@ class CommonAttentionMetadata:
     block_size: int | None = None
 
     def __post_init__(self) -> None:
-        # Rows of padding write nothing (P4). The caller's tensor is not written.
-        # The slots of cross-attention are those of encoder tokens, which have other rows.
-        slots, tokens = self.slot_mapping, self.num_actual_tokens
-        if slots is not None and not self.is_cross_attention and slots.shape[0] > tokens:
-            self.slot_mapping = slots[:tokens]
-        check_form(self)
+        for name in ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                setattr(self, name, as_count(name, value))
+        try:
+            # Rows of padding write nothing (P4). The caller's tensor is not written.
+            # The slots of cross-attention are those of encoder tokens, which have other rows.
+            slots, tokens = self.slot_mapping, self.num_actual_tokens
+            if slots is not None and not self.is_cross_attention and slots.shape[0] > tokens:
+                self.slot_mapping = slots[:tokens]
+            check_form(self)
+        except (AttributeError, IndexError):
+            check_types(self)
+            raise
 
     @classmethod
     @explains_device
@@ -214,6 +223,7 @@ class CommonAttentionMetadata:
             ContractError: a range outside the batch, no `query_start_loc_cpu`, or cross-attention
                 that writes keys, whose rows belong to no request.
         """
+        first, end = as_id("first", first), as_id("end", end)
         if not 0 <= first <= end <= self.num_reqs:
             raise ContractError(
                 f"requests [{first}, {end}) are not a range of the {self.num_reqs} requests"

@@ -5,6 +5,8 @@ Tensors that are assigned later are not checked again; use `CommonAttentionMetad
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +16,7 @@ from attnlib.errors import ContractError
 if TYPE_CHECKING:
     from attnlib.metadata.common import CommonAttentionMetadata
 
-__all__ = ["check_form"]
+__all__ = ["check_form", "check_types"]
 
 _INT32 = torch.int32
 
@@ -50,6 +52,7 @@ def check_form(common: CommonAttentionMetadata) -> None:
         or common.seq_lens.device != device
         or _is_wrong_host_copy(starts_cpu, reqs + 1)
         or _is_wrong_host_copy(common.seq_lens_cpu, reqs)
+        or _is_wrong_host_copy(common.num_computed_tokens_cpu, reqs)
     ):
         raise _wrong_lengths(common)
     if table is not None and (
@@ -63,10 +66,15 @@ def check_form(common: CommonAttentionMetadata) -> None:
         slots.dtype != torch.int64 or slots.dim() != 1 or slots.device != device
     ):
         raise _wrong("slot_mapping", slots, f"int64 [{tokens}]", device, "P4")
-    if isinstance(common.causal, torch.Tensor) and (
-        _differs(common.causal, torch.bool, (reqs,)) or common.causal.device != device
-    ):
-        raise _wrong("causal", common.causal, f"bool [{reqs}], or one bool", device, "M1")
+    causal = common.causal
+    if isinstance(causal, torch.Tensor):
+        if _differs(causal, torch.bool, (reqs,)) or causal.device != device:
+            raise _wrong("causal", causal, f"bool [{reqs}], or one bool", device, "M1")
+    elif causal is not None and not isinstance(causal, bool):
+        raise ContractError(
+            f"causal={causal!r} must be True, False, None or a tensor, bool [{reqs}] on {device}",
+            rule="M1",
+        )
     for name, named in (
         ("state_slots", common.state_slots),
         ("state_sources", common.state_sources),
@@ -76,6 +84,25 @@ def check_form(common: CommonAttentionMetadata) -> None:
     if common.query_bias is not None:
         _check_bias(common.query_bias, tokens, common.max_query_len, device)
     _check_bounds(common)
+
+
+def check_types(common: CommonAttentionMetadata) -> None:
+    """Whether the fields of a batch that hold tensors do.
+
+    Raises:
+        ContractError: names the first one that has another type.
+    """
+    for field in fields(common):
+        value = getattr(common, field.name)
+        is_given = value is not None or field.name in ("query_start_loc", "seq_lens")
+        if "Tensor" in str(field.type) and is_given and not isinstance(value, bool | Mapping):
+            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                kind = "0-d tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+                raise ContractError(
+                    f"{field.name} is a {kind}; it must be a tensor "
+                    "(CommonAttentionMetadata.from_lengths takes lists of lengths and blocks)",
+                    rule="M1",
+                )
 
 
 def check_slots_form(name: str, slots: torch.Tensor, reqs: int, device: torch.device) -> None:
@@ -112,6 +139,7 @@ def _wrong_lengths(common: CommonAttentionMetadata) -> ContractError:
         ("query_start_loc_cpu", reqs + 1, cpu),
         ("seq_lens", reqs, device),
         ("seq_lens_cpu", reqs, cpu),
+        ("num_computed_tokens_cpu", reqs, cpu),
     ):
         tensor = getattr(common, name)
         if tensor is None and name.endswith("_cpu"):
@@ -149,7 +177,9 @@ def _check_bounds(common: CommonAttentionMetadata) -> None:
         return
     starts = common.query_start_loc_cpu
     if starts is not None:
-        end = int(starts[-1])
+        first, end = int(starts[0]), int(starts[-1])
+        if first:
+            raise ContractError(f"query_start_loc begins at {first}; it must be 0", rule="M1")
         if end > common.num_actual_tokens:
             raise ContractError(
                 f"query_start_loc ends at {end}, but num_actual_tokens="
@@ -163,7 +193,12 @@ def _check_bounds(common: CommonAttentionMetadata) -> None:
 
 
 def _check_bound(name: str, bound: int, lengths: torch.Tensor, of: str) -> None:
-    largest = int(lengths.max())
+    least, largest = (int(x) for x in lengths.aminmax())
+    if least < 0:
+        raise ContractError(
+            f"{of} of request {int(lengths.argmin())} is {least}; it must not be negative",
+            rule="M7",
+        )
     if largest > bound:
         raise ContractError(
             f"{name}={bound} is below {of} {largest} of request {int(lengths.argmax())}: it must "

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.metadata.int32 import INT32, int32_values
+from attnlib.ops.addresses import as_id
 
 __all__ = [
     "TableLike",
     "checked_lengths",
-    "int32_values",
     "largest",
     "new_keys",
     "table_and_slots",
@@ -20,7 +20,6 @@ __all__ = [
 ]
 
 TableLike = torch.Tensor | Sequence[Sequence[int]]
-_INT32 = torch.iinfo(torch.int32)
 
 
 def checked_lengths(
@@ -35,9 +34,9 @@ def checked_lengths(
     queries = int32_values("query_lens", query_lens, "M1").reshape(-1)
     sequences = int32_values("seq_lens", seq_lens, "M1").reshape(-1)
     total = int(queries.sum())
-    if total > _INT32.max:
+    if total > INT32.max:
         raise ContractError(
-            f"query_lens sum to {total}, but query_start_loc is int32 (at most {_INT32.max}): "
+            f"query_lens sum to {total}, but query_start_loc is int32 (at most {INT32.max}): "
             "split the batch",
             rule="M1",
         )
@@ -117,7 +116,7 @@ def table_and_slots(
         ContractError: no block size, or a table that is too narrow or holds no int32 ids where it
             is read.
     """
-    if block_size is None or block_size < 1:
+    if block_size is None or (block_size := as_id("block_size", block_size)) < 1:
         raise ContractError(
             f"block_size={block_size} must be given with a block table, and be at least 1"
         )
@@ -125,7 +124,7 @@ def table_and_slots(
         from attnlib.cache.slots import compute_slot_mapping
 
         # Values on the device are not read. An id that int32 cannot hold must not become another.
-        table = block_table.clamp(_INT32.min, _INT32.max).to(device=device, dtype=torch.int32)
+        table = block_table.clamp(INT32.min, INT32.max).to(device=device, dtype=torch.int32)
         _check_width(table.shape, sequences, block_size)
         if not write:
             return table, None
@@ -154,16 +153,24 @@ def table_and_slots(
 def _dense(block_table: TableLike, sequences: torch.Tensor, block_size: int) -> torch.Tensor:
     if isinstance(block_table, torch.Tensor):
         return _dense_tensor(block_table, sequences, block_size)
-    if len(block_table) != len(sequences):
+    try:
+        counts = [len(row) for row in block_table]
+    except TypeError:
         raise ContractError(
-            f"block_table has {len(block_table)} rows for {len(sequences)} requests", rule="P3"
+            f"block_table={block_table!r} must be a tensor [R, max_blocks], or a list of block ids "
+            "for each request",
+            rule="P3",
+        ) from None
+    if len(counts) != len(sequences):
+        raise ContractError(
+            f"block_table has {len(counts)} rows for {len(sequences)} requests", rule="P3"
         )
-    for request, row in enumerate(block_table):
-        if len(row) * block_size < sequences[request]:
+    for request, count in enumerate(counts):
+        if count * block_size < sequences[request]:
             raise ContractError(
-                _too_narrow(request, len(row), int(sequences[request]), block_size), rule="P3"
+                _too_narrow(request, count, int(sequences[request]), block_size), rule="P3"
             )
-    width = max((len(row) for row in block_table), default=0)
+    width = max(counts, default=0)
     rows = [[*row, *[-1] * (width - len(row))] for row in block_table]
     return int32_values("block_table", rows, "P3").reshape(len(rows), width)
 
@@ -177,7 +184,7 @@ def _dense_tensor(
         used = columns * block_size < sequences[:, None]
         if used.shape == block_table.shape:
             int32_values("block_table", torch.where(used, block_table, 0), "P3")
-        block_table = block_table.clamp(_INT32.min, _INT32.max)
+        block_table = block_table.clamp(INT32.min, INT32.max)
         return block_table.to(torch.int32).contiguous()
     return int32_values("block_table", block_table, "P3").contiguous()
 
@@ -202,23 +209,6 @@ def _too_narrow(request: int, columns: int, seq_len: int, block_size: int) -> st
         f"block_table row {request} has {columns} entries, but seq_lens[{request}]={seq_len} needs "
         f"{need} blocks of {block_size} tokens"
     )
-
-
-def int32_values(name: str, values: Any, rule: str) -> torch.Tensor:
-    """Integers as an int32 tensor on the CPU; refuses what the conversion would change."""
-    given = torch.as_tensor(values, device="cpu")
-    if given.numel() == 0 or given.dtype == torch.int32:
-        return given.to(torch.int32)
-    if given.is_floating_point() or given.dtype in (torch.bool, torch.complex64):
-        raise ContractError(f"{name} is {given.dtype}; it must hold integers", rule=rule)
-    wrong = (given < _INT32.min) | (given > _INT32.max)
-    if bool(wrong.any()):
-        place = "".join(f"[{index}]" for index in wrong.nonzero()[0].tolist())
-        raise ContractError(
-            f"{name}{place}={int(given[wrong][0])} does not fit int32 (at most {_INT32.max})",
-            rule=rule,
-        )
-    return given.to(torch.int32)
 
 
 def largest(lengths: torch.Tensor) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.metadata.lengths import int32_values
+from attnlib.metadata.int32 import int32_values
 from attnlib.ops.states.batch import step_requests
 from attnlib.ops.states.checks import check_slots
 

@@ -31,9 +31,11 @@ def check_scale(name: str, scale: float | Tensor) -> None:
     """Check a scale; elements of a tensor are not read.
 
     Raises:
-        ContractError: a number outside `MIN_KV_SCALE` to `MAX_KV_SCALE` (M9).
+        ContractError: no number, or one outside `MIN_KV_SCALE` to `MAX_KV_SCALE` (M9).
     """
-    if not isinstance(scale, Tensor) and not MIN_KV_SCALE <= scale <= MAX_KV_SCALE:
+    if isinstance(scale, Tensor):
+        return
+    if not isinstance(scale, int | float) or not MIN_KV_SCALE <= scale <= MAX_KV_SCALE:
         raise ContractError(
             f"{name}={scale} must be finite and above 0, from {MIN_KV_SCALE:.2g} to "
             f"{MAX_KV_SCALE:.2g}",

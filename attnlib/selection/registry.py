@@ -126,8 +126,14 @@ def register_backend(
         override: replace a registered backend of the same name.
 
     Raises:
-        RegistrationError: the name is invalid or taken, or the class does not fit the interface.
+        RegistrationError: the name is invalid or taken, the class does not fit the interface, or
+            the priority or the settings have another type.
     """
+
+    if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
+        raise RegistrationError(f"priority={priority!r} of {name!r} must be an integer, or None")
+    if config is not None and not isinstance(config, Mapping):
+        raise RegistrationError(f"config={config!r} of {name!r} must be a dictionary, or None")
 
     def register(target: str | Backend) -> None:
         entry = Registration(

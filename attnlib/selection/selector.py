@@ -82,6 +82,7 @@ def get_attn_backend(
         found = _cache.get(_key(spec, backend, device))
     except TypeError:  # an unhashable object, such as a list: neither a name nor a class
         parsed(backend, "argument")
+        resolve_device(device)
         raise
     if found is None:
         found = _select(spec, backend, resolve_device(device), layer_name)

@@ -181,6 +181,11 @@ def _check_dtypes(spec: AttentionSpec) -> None:
             f"such as torch.bfloat16"
         )
     _check_formats(spec)
+    if spec.kv_cache_layout is not None and not isinstance(spec.kv_cache_layout, str):
+        raise ContractError(
+            f"kv_cache_layout={spec.kv_cache_layout!r} must be the name of a layout, or None",
+            rule="P2",
+        )
     if spec.kv_scale_kind not in ("tensor", "head"):
         raise ContractError(
             f"kv_scale_kind={spec.kv_scale_kind!r} must be 'tensor' or 'head'", rule="M9"

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnlib.cache.layout import LAYOUTS
-from attnlib.cache.overlap import blocks_overlap
+from attnlib.cache.overlap import blocks_overlap, elements_overlap
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.spec import AttentionSpec
@@ -43,6 +43,17 @@ def views(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 def test_equal_strides_are_exact(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     first, second = pair
     assert blocks_overlap(first, second) == _overlap(first, second)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 20)), min_size=1, max_size=3),
+    st.integers(1, 6),
+)
+def test_elements_of_one_tensor(dimensions: list[tuple[int, int]], last: int) -> None:
+    shape, strides = zip(*dimensions, strict=True)
+    view = POOL.as_strided((*shape, last), (*strides, 1))
+    offsets = torch.arange(POOL.numel()).as_strided(view.shape, view.stride()).flatten().tolist()
+    assert elements_overlap(view) == (len(set(offsets)) < len(offsets))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

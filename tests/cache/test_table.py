@@ -73,6 +73,13 @@ def test_integers_of_other_types() -> None:
     table.add_row(np.array([3, 1], dtype=np.int64), np.int64(1))
     table.append_row(torch.tensor([2], dtype=torch.int16), 1)
     assert table.row(1) == [3, 1, 2]
+    first, second = torch.tensor(0), torch.tensor(1)
+    table.swap_row(first, second)
+    assert (table.row(first), table.row(second)) == ([3, 1, 2], [])
+    table.move_row(first, second)
+    table.clear_row(first)
+    table.append_row([3], second)
+    assert (table.row(0), table.row(1)) == ([], [3, 1, 2, 3])
 
 
 def test_rows_and_sizes_that_are_not_integers_or_outside() -> None:

@@ -724,6 +724,46 @@ def test_gradients_are_refused() -> None:
         layer(q, k, v, cache, step)
 
 
+def test_arguments_of_another_type_are_refused() -> None:
+    """Before anything is written."""
+    layer, cache, step, q, k, v = _inputs()
+    before = cache.key_cache.clone()
+    for arguments, message in (
+        ((None, k, v, cache, step), "query is a NoneType; it must be a tensor"),
+        ((q, k.numpy(), v, cache, step), "key is a ndarray; it must be a tensor"),
+        ((q, k, 1.0, cache, step), "value is a float; it must be a tensor"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            layer(*arguments)
+        with torch.no_grad(), pytest.raises(ContractError, match=message):
+            layer(*arguments)
+    with pytest.raises(ContractError, match="output is a list; it must be a tensor"):
+        layer(q, k, v, cache, step, output=[])
+    assert torch.equal(cache.key_cache, before)
+    for changes, given, message in (
+        ({}, {"scale": float("nan")}, "scale=nan must be a finite number"),
+        ({}, {"k_scale": None}, "k_scale=None must be finite and above 0"),
+        ({}, {"score_tensors": {"bias": q}}, "the spec has no score_function, which reads them"),
+        ({"has_sink": True}, {"sinks": [0.0] * 4}, "sinks is a list; it must be a tensor"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            attnlib.Attention(SPEC.replace(**changes), device="cpu", **given)
+    with pytest.raises(ContractError, match="kv_cache_layout=3 must be the name of a layout"):
+        SPEC.replace(kv_cache_layout=3)
+
+
+def test_rows_of_an_output_have_memory_of_their_own() -> None:
+    """P9; refused before anything is written."""
+    layer, cache, step, q, k, v = _inputs()
+    before = cache.key_cache.clone()
+    memory = torch.empty(7, 4, 6)
+    for output in (memory[:1].expand(6, 4, 6), memory.as_strided((6, 4, 6), (6, 6, 1))):
+        with pytest.raises(ContractError, match=r"so that rows share memory.*\[P9\]"):
+            layer(q, k, v, cache, step, output=output)
+    assert torch.equal(cache.key_cache, before)
+    layer(q, k, v, cache, step, output=memory.as_strided((6, 4, 6), (6, 36, 1)))
+
+
 def test_keys_without_slots_are_refused() -> None:
     """P4: keys that nothing would store are an error, not dropped."""
     layer, cache, step, q, k, v = _inputs()

@@ -78,6 +78,16 @@ def test_empty_is_legal_everywhere(lengths: tuple) -> None:
         ),
         ({"block_size": None}, "block_size=None must be given"),
         ({"block_size": 0}, "block_size=0 must be given"),
+        ({"block_size": 4.0}, "block_size 4.0 is a float; it must be an integer"),
+        ({"query_lens": None}, "query_lens=None must hold integers"),
+        ({"query_lens": [1, "3"]}, r"query_lens=\[1, '3'\] must hold integers"),
+        ({"seq_lens": [5, 2**70]}, r"seq_lens=\[5, 1180591620717411303424\] must hold integers"),
+        ({"block_table": [9, 2]}, r"block_table=\[9, 2\] must be a tensor"),
+        ({"max_query_len": 3.0}, "max_query_len 3.0 is a float; it must be an integer"),
+        (
+            {"causal": [True, False]},
+            r"causal=\[True, False\] must be True, False, None or a tensor",
+        ),
         ({"query_lens": [1, 2.5]}, "query_lens is torch.float32; it must hold integers"),
         ({"seq_lens": torch.tensor([5.0, 3.0])}, "seq_lens is torch.float32; it must hold"),
         ({"seq_lens": [5, 2**31]}, r"seq_lens\[1\]=2147483648 does not fit int32"),
@@ -98,6 +108,34 @@ def test_empty_is_legal_everywhere(lengths: tuple) -> None:
 def test_invalid_batches_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(ContractError, match=message):
         _batch(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query_start_loc": None}, "query_start_loc is a NoneType; it must be a tensor"),
+        ({"seq_lens": [5, 3]}, "seq_lens is a list; it must be a tensor"),
+        ({"slot_mapping": torch.tensor(3)}, "slot_mapping is a 0-d tensor; it must be a tensor"),
+        ({"num_reqs": None}, "num_reqs None is a NoneType; it must be an integer"),
+        ({"num_actual_tokens": float("nan")}, "num_actual_tokens nan is a float"),
+        ({"max_seq_len": -1}, "max_seq_len=-1 must not be negative"),
+        ({"query_start_loc_cpu": [0, 5, 4]}, "the query length of request 1 is -1"),
+        ({"query_start_loc_cpu": [1, 1, 4]}, "query_start_loc begins at 1; it must be 0"),
+        ({"seq_lens_cpu": [5, -3]}, "seq_lens of request 1 is -3"),
+        ({"num_computed_tokens_cpu": [4.0, 0.0]}, "num_computed_tokens_cpu is float32"),
+    ],
+)
+def test_fields_of_another_kind_are_refused(changes: dict, message: str) -> None:
+    changes = {
+        name: torch.tensor(
+            value, dtype=torch.float32 if isinstance(value[0], float) else torch.int32
+        )
+        if name.endswith("_cpu")
+        else value
+        for name, value in changes.items()
+    }
+    with pytest.raises(ContractError, match=message):
+        _batch().replace(**changes)
 
 
 def test_ids_past_the_end_of_a_row_may_exceed_int32() -> None:

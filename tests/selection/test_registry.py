@@ -69,6 +69,10 @@ def test_a_name_is_registered_once() -> None:
     for name in ("", "auto", "-x", "a,b", "prefill:x"):
         with pytest.raises(RegistrationError, match="is not a valid backend name"):
             attnlib.register_backend(name, Other)
+    for wrong in ({"priority": "high"}, {"priority": 1.5}, {"config": [64]}):
+        with pytest.raises(RegistrationError, match="must be an? (integer|dictionary), or None"):
+            attnlib.register_backend("wrong", Other, **wrong)
+    assert lookup("wrong") is None
 
 
 def test_overriding_a_built_in_backend_and_restoring_it() -> None:
