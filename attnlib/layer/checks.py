@@ -22,7 +22,13 @@ from attnlib.spec import AttentionSpec
 if TYPE_CHECKING:
     from attnlib.layer.attention import Attention
 
-__all__ = ["check_call", "check_output", "check_tensor_types", "refuse_gradients"]
+__all__ = [
+    "check_call",
+    "check_output",
+    "check_tensor_types",
+    "refuse_gradients",
+    "refuse_in_place",
+]
 
 
 def check_call(layer: Attention, call: LayerCall) -> None:
@@ -222,6 +228,22 @@ def refuse_gradients(*tensors: torch.Tensor | None) -> None:
         if torch.compiler.is_dynamo_compiling():
             torch._dynamo.graph_break(msg=_GRADIENTS)  # the reason why `fullgraph=True` finds none
         _raise_gradients()
+
+
+def refuse_in_place(output: torch.Tensor, **inputs: torch.Tensor | None) -> None:
+    """Refuse an output that is an input of which later rows are read. Plans do not depend on
+    addresses.
+
+    Raises:
+        ContractError: they begin at one address.
+    """
+    address = output.data_ptr()
+    for name, tensor in inputs.items():
+        if tensor is not None and tensor.data_ptr() == address and tensor.numel():
+            raise ContractError(
+                f"output is {name}, which is read after rows of the output are written: pass "
+                "another tensor, or None"
+            )
 
 
 def _raise_gradients() -> None:

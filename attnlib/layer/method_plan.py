@@ -9,6 +9,7 @@ import torch
 from attnlib.backends.base import AttentionImpl, check_in_place
 from attnlib.cache.storage import PagedKVCache
 from attnlib.layer.call import ExtraKeys
+from attnlib.layer.checks import refuse_in_place
 from attnlib.layer.metadata_checks import check_addresses
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys
@@ -84,6 +85,7 @@ class MethodPlan:
             if value.dim() == 2:
                 value = value.view(-1, spec.num_kv_heads, spec.head_size_v)
             if cache is None:
+                refuse_in_place(output, key=key, value=value)
                 unpaged: Callable[..., object] = impl.forward_unpaged
                 check_in_place(impl, unpaged(query, key, value, metadata, output, lse))
                 return

@@ -115,7 +115,7 @@ class StateLayer(nn.Module):
             beta: `[T, Hv]` float32, exactly if the spec has it.
             cache: the slots of this layer.
             metadata: the batch's metadata, from `backend.make_builder(spec, device)`.
-            output: where to write, `[T, Hv * Dv]` or `[T, Hv, Dv]`; None allocates.
+            output: where to write, `[T, Hv * Dv]` or `[T, Hv, Dv]`, no input; None allocates.
 
         Returns:
             The output, flat or per head like `value`.
@@ -183,7 +183,7 @@ class StateLayer(nn.Module):
             z: `[T, Hv * Dv]`, of the output gate, or None.
             form: the formulas and their tensors.
             cache, metadata: as in `forward`.
-            output: where to write, `[T, Hv * Dv]`; None allocates.
+            output: where to write, `[T, Hv * Dv]`, neither `x` nor `z`; None allocates.
 
         Returns:
             `[T, Hv * Dv]`.

@@ -12,14 +12,13 @@ from attnlib.backends.state_impl import StateInputs, StepPlan
 from attnlib.cache.states import StateCache
 from attnlib.errors import ContractError
 from attnlib.instrumentation import ENVIRONMENT, STATE_OBSERVERS, VALIDATE_KEY
-from attnlib.layer.checks import refuse_gradients
+from attnlib.layer.checks import refuse_gradients, refuse_in_place
 from attnlib.layer.state_checks import (
     check_batch,
     check_convolution,
     check_step,
     per_head_inputs,
     per_head_output,
-    refuse_in_place,
 )
 from attnlib.layer.state_values import validate_convolution, validate_step
 from attnlib.metadata.states import StateMetadata
@@ -40,6 +39,7 @@ def call_step(
     check_batch(layer, cache, metadata)
     if torch.is_grad_enabled():
         refuse_gradients(*inputs)
+    refuse_in_place(out, query=inputs.query, key=inputs.key, value=inputs.value)
     spec, heads, rows = layer.spec, per_head_inputs(layer, inputs), out
     if out.dim() == 2:
         rows = per_head_output(layer, out)
@@ -64,7 +64,7 @@ def call_convolution(
     check_batch(layer, cache, metadata)
     if torch.is_grad_enabled():
         refuse_gradients(x)
-    refuse_in_place(x, out)
+    refuse_in_place(out, x=x)
     signature = call_signature(layer, cache, (x, out))
     run: Any = metadata.plans.get(signature)
     if run is None:

@@ -27,7 +27,6 @@ __all__ = [
     "check_tensors",
     "per_head_inputs",
     "per_head_output",
-    "refuse_in_place",
     "taps_of",
 ]
 
@@ -192,20 +191,6 @@ def taps_of(layer: StateLayer) -> dict[str, Wanted]:
         "conv_weight": (layer.conv_weight, spec.dtype, (spec.conv_channels, spec.conv_width)),
         "conv_bias": (layer.conv_bias, spec.dtype, (spec.conv_channels,)),
     }
-
-
-def refuse_in_place(x: Tensor, output: Tensor) -> None:
-    """Refuse an output that is the input of a convolution. Plans do not depend on addresses.
-
-    Raises:
-        ContractError: they begin at one address.
-    """
-    if output.data_ptr() == x.data_ptr() and x.numel():
-        raise ContractError(
-            "output is x, and a convolution reads rows after it has written earlier ones: pass "
-            "another tensor, or None",
-            rule="T6",
-        )
 
 
 def check_tensors(

@@ -11,7 +11,7 @@ from attnlib.backends.state_impl import StateImpl
 from attnlib.cache.states import StateCache
 from attnlib.errors import ContractError
 from attnlib.instrumentation import ENVIRONMENT, STATE_OBSERVERS, VALIDATE_KEY
-from attnlib.layer.checks import refuse_gradients
+from attnlib.layer.checks import refuse_gradients, refuse_in_place
 from attnlib.layer.state_call import call_signature, keep_plan
 from attnlib.layer.state_checks import check_batch, check_tensors, per_head_output, taps_of
 from attnlib.layer.state_values import validate_convolution, validate_step
@@ -33,6 +33,7 @@ def call_fused_step(
     *tensors, form = inputs
     if torch.is_grad_enabled():
         refuse_gradients(*tensors)
+    refuse_in_place(out, x=inputs.x, z=inputs.z)
     described = (*tensors, form.rate, form.bias, form.norm_weight, out)
     signature = (form.scalars, *call_signature(layer, cache, described))
     run: Any = metadata.plans.get(signature)

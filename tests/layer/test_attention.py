@@ -122,6 +122,20 @@ def test_encoders_need_no_cache() -> None:
         layer(q, None, None, None, step)
 
 
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_an_encoder_does_not_write_over_its_keys(name: str) -> None:
+    """Later rows read them."""
+    spec = SPEC.replace(num_kv_heads=4, head_size_v=8, attn_type="encoder_only")
+    layer = attnlib.Attention(spec, device="cpu")
+    batch = attnlib.CommonAttentionMetadata.from_lengths([5], [5], device="cpu")
+    step = layer.backend.make_builder(spec, "cpu").build(0, batch)
+    q, k, v = torch.randn(3, 5, 4, 8)
+    wanted = layer(q, k, v, None, step)
+    with pytest.raises(ContractError, match=f"output is {name}, which is read after rows"):
+        layer(q, k, v, None, step, output=k if name == "key" else v)
+    assert torch.equal(layer(q, k, v, None, step, output=q), wanted)
+
+
 def test_vllms_argument_list() -> None:
     layer = attnlib.Attention.from_arguments(
         4, 8, 0.5, 2, alibi_slopes=[0.1] * 4, per_layer_sliding_window=9, prefix="a", device="cpu"

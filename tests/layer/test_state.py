@@ -165,6 +165,8 @@ def _called(change: str) -> None:
             layer.convolve(x, cache, metadata)  # which leaves a plan
             before = cache.memory.clone()
             layer.convolve(x, cache, metadata, output=x)
+        elif change == "over the value":
+            layer(*given, cache, metadata, output=given[2])
         else:
             layer(*given, cache, metadata)
     finally:
@@ -191,6 +193,7 @@ def _called(change: str) -> None:
         ("gradient", "requires a gradient"),
         ("x", r"x is float32 \[5, 23\]"),
         ("in place", "output is x"),
+        ("over the value", "output is value, which is read after rows of the output are written"),
     ],
 )
 def test_wrong_calls(change: str, message: str) -> None:

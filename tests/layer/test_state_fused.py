@@ -49,6 +49,9 @@ def test_a_step_is_its_parts() -> None:
     gated_norm(wanted.view(6, 4, 16), z, FORM)
     assert torch.equal(got, wanted) and not got[5].any() and got[:5].all()
     assert torch.equal(one.memory, two.memory)
+    with pytest.raises(ContractError, match="output is z, which is read after"):
+        layer.step(x, gates, z, FORM, one, metadata, output=z)
+    assert torch.equal(one.memory, two.memory)
 
 
 @pytest.mark.parametrize("gates", ["softplus", "mamba2", "given"])
