@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -101,9 +102,10 @@ def test_pages_show_whole_parts_of_the_example(name: str) -> None:
 
 @pytest.mark.parametrize("page", RUN, ids=_name)
 def test_python_blocks_run_and_print_what_is_shown(
-    page: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The blocks of a page run in order; a text block after a block is its output."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of `mkdtemp`
     for name in [name for name in os.environ if name.startswith("ATTNLIB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("ATTNLIB_PLUGINS", "0")

@@ -26,7 +26,7 @@ from tests.parallel.problem import BLOCK, STEPS, Problem, Run, error_of
 
 def shared_buffers(group: RankGroup) -> PeerBuffers:
     """Buffers in memory that all processes map, as GPUs map each other's."""
-    folder = [tempfile.mkdtemp()] * group.world_size
+    folder = [tempfile.mkdtemp() if group.rank == 0 else ""]
     dist.broadcast_object_list(folder, 0)
     size = PeerBuffers.num_bytes()
     found = [
