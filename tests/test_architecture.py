@@ -1,9 +1,10 @@
 """Imports go down: each module imports only from its own layer and the layers below it.
 
-Test modules mirror the modules of the package.
+Test modules mirror the modules of the package. New tensors do not follow torch's defaults.
 """
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -218,3 +219,41 @@ def test_test_modules_mirror_the_package() -> None:
     assert sorted(others) == sorted(SEVERAL_MODULES), (
         "name a test module after the module that it tests; SEVERAL_MODULES lists the exceptions"
     )
+
+
+FACTORIES = {
+    "arange", "as_tensor", "asarray", "empty", "eye", "full", "linspace", "ones", "rand", "randint",
+    "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+}  # fmt: skip
+FLOATING = {"empty", "eye", "linspace", "ones", "rand", "randn", "zeros"}
+"""Those whose result has the default dtype, whatever their arguments are."""
+COMMANDS = ("ahead_of_time", "bench", "cli", "kernels", "testing", "tuning")
+"""Their processes have the defaults of torch."""
+
+
+def _unstated(source: str) -> Iterator[tuple[int, str]]:
+    """Line and argument of calls that leave device or dtype of a new tensor to torch's default."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        name, owner = node.func.attr, node.func.value
+        if name not in FACTORIES or not isinstance(owner, ast.Name) or owner.id != "torch":
+            continue
+        given = {keyword.arg for keyword in node.keywords}
+        if not given & {"out", None}:  # None: `**options`
+            yield from ((node.lineno, x) for x in ("device",) if x not in given)
+            yield from ((node.lineno, x) for x in ("dtype",) if name in FLOATING and x not in given)
+
+
+def test_new_tensors_state_their_device_and_dtype() -> None:
+    """`device=None` says that the default device is meant."""
+    assert list(_unstated("torch.zeros(3)\ntorch.tensor([1], device=x)")) == [
+        (1, "device"), (1, "dtype"),
+    ]  # fmt: skip
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {argument}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if not set(path.relative_to(PACKAGE).parts) & set(COMMANDS)
+        for line, argument in _unstated(path.read_text())
+    ]
+    assert not found

@@ -161,7 +161,7 @@ class KVFormat:
         assert self.decode is not None  # no plain format
         outer, size = elements.shape[:-1], self.head_size(elements.shape[-1])
         if math.prod(outer) == 0:
-            return torch.empty(*outer, size, device=elements.device)
+            return elements.new_empty((*outer, size), dtype=torch.float32)
         inputs = (x.reshape(-1, x.shape[-1]) for x in (elements, scales))
         found = self.decode(*inputs)
         if _forms((found,)) != [(torch.float32, (math.prod(outer), size))]:

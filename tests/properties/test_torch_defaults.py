@@ -3,10 +3,8 @@ deterministic algorithms."""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,14 +25,6 @@ from tests.properties.step import place, tensors_of
 
 LIMITS = Limits(longest=60, longest_query=20, most_heads=8)
 SMALL = Limits(dtypes=("float32", "float16"), longest=30, longest_query=9, most_heads=4)
-FACTORIES = {
-    "arange", "as_tensor", "asarray", "empty", "eye", "full", "linspace", "ones", "rand", "randint",
-    "randn", "randperm", "scalar_tensor", "tensor", "zeros",
-}  # fmt: skip
-FLOATING = {"empty", "eye", "linspace", "ones", "rand", "randn", "zeros"}
-"""Those whose result has the default dtype, whatever their arguments are."""
-COMMANDS = ("ahead_of_time", "bench", "cli", "kernels", "testing", "tuning")
-"""Their processes have the defaults of torch."""
 
 
 @contextmanager
@@ -65,35 +55,6 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "deterministic": _deterministic,
     "inference": torch.inference_mode,
 }
-
-
-def _unstated(source: str) -> Iterator[tuple[int, str]]:
-    """Line and argument of calls that leave device or dtype of a new tensor to torch's default."""
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            continue
-        name, owner = node.func.attr, node.func.value
-        if name not in FACTORIES or not isinstance(owner, ast.Name) or owner.id != "torch":
-            continue
-        given = {keyword.arg for keyword in node.keywords}
-        if not given & {"out", None}:  # None: `**options`
-            yield from ((node.lineno, x) for x in ("device",) if x not in given)
-            yield from ((node.lineno, x) for x in ("dtype",) if name in FLOATING and x not in given)
-
-
-def test_new_tensors_state_their_device_and_dtype() -> None:
-    """`device=None` says that the default device is meant."""
-    assert list(_unstated("torch.zeros(3)\ntorch.tensor([1], device=x)")) == [
-        (1, "device"), (1, "dtype"),
-    ]  # fmt: skip
-    root = Path(attnlib.__file__).parent
-    found = [
-        f"{path.relative_to(root)}:{line}: {argument}"
-        for path in sorted(root.rglob("*.py"))
-        if not set(path.relative_to(root).parts) & set(COMMANDS)
-        for line, argument in _unstated(path.read_text())
-    ]
-    assert not found
 
 
 def _run_draw(draw: Draw, backend: str, setting: AbstractContextManager[Any]) -> Any:

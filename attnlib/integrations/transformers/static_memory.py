@@ -168,7 +168,7 @@ def _references(kept: _Kept) -> tuple[int, int]:
     return getrefcount(kept.tensor), torch._C._storage_Use_Count(storage._cdata)
 
 
-_UNSHARED = _references(_Kept(torch.empty(1), ref(_Kept), 0))
+_UNSHARED = _references(_Kept(torch.empty(1, dtype=torch.float32, device="cpu"), ref(_Kept), 0))
 
 
 def _is_shared(kept: _Kept) -> bool:
