@@ -22,13 +22,7 @@ from attnlib.spec import AttentionSpec
 if TYPE_CHECKING:
     from attnlib.layer.attention import Attention
 
-__all__ = [
-    "check_call",
-    "check_output",
-    "check_tensor_types",
-    "refuse_gradients",
-    "refuse_in_place",
-]
+__all__ = ["check_call", "check_output", "refuse_gradients"]
 
 
 def check_call(layer: Attention, call: LayerCall) -> None:
@@ -174,21 +168,6 @@ def _check_score_tensors(
             )
 
 
-def check_tensor_types(query: object, key: object, value: object, output: object = None) -> None:
-    """Whether query, key, value and output are tensors, or None.
-
-    Raises:
-        ContractError: one is of another type.
-    """
-    tensors = (("query", query), ("key", key), ("value", value), ("output", output))
-    for name, given in tensors:
-        if not isinstance(given, torch.Tensor) and (given is not None or name == "query"):
-            raise ContractError(
-                f"{name} is a {type(given).__name__}; it must be a torch.Tensor: convert it with "
-                "torch.as_tensor"
-            )
-
-
 def check_output(spec: AttentionSpec, call: LayerCall) -> None:
     """Whether the output that the caller gives fits.
 
@@ -228,22 +207,6 @@ def refuse_gradients(*tensors: torch.Tensor | None) -> None:
         if torch.compiler.is_dynamo_compiling():
             torch._dynamo.graph_break(msg=_GRADIENTS)  # the reason why `fullgraph=True` finds none
         _raise_gradients()
-
-
-def refuse_in_place(output: torch.Tensor, **inputs: torch.Tensor | None) -> None:
-    """Refuse an output that is an input of which later rows are read. Plans do not depend on
-    addresses.
-
-    Raises:
-        ContractError: they begin at one address.
-    """
-    address = output.data_ptr()
-    for name, tensor in inputs.items():
-        if tensor is not None and tensor.data_ptr() == address and tensor.numel():
-            raise ContractError(
-                f"output is {name}, which is read after rows of the output are written: pass "
-                "another tensor, or None"
-            )
 
 
 def _raise_gradients() -> None:

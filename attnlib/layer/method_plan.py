@@ -9,8 +9,8 @@ import torch
 from attnlib.backends.base import AttentionImpl, check_in_place
 from attnlib.cache.storage import PagedKVCache
 from attnlib.layer.call import ExtraKeys
-from attnlib.layer.checks import refuse_in_place
 from attnlib.layer.metadata_checks import check_addresses
+from attnlib.layer.tensor_checks import refuse_in_place
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.score_functions.query_tensors import QueryTensors

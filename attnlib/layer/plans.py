@@ -12,12 +12,7 @@ from attnlib.cache.storage import UNIT_SCALE, PagedKVCache
 from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY, checker_for_level
 from attnlib.layer.cache_checks import check_cache_type, check_latent_scales
 from attnlib.layer.call import ExtraKeys, LayerCall, RecentPlan, call_signature, new_lse, notify
-from attnlib.layer.checks import (
-    check_call,
-    check_output,
-    check_tensor_types,
-    refuse_gradients,
-)
+from attnlib.layer.checks import check_call, check_output, refuse_gradients
 from attnlib.layer.metadata_checks import (
     check_addresses,
     check_extra_keys,
@@ -27,6 +22,7 @@ from attnlib.layer.metadata_checks import (
 from attnlib.layer.method_plan import MethodPlan
 from attnlib.layer.per_head import own_tensors, per_head_signature
 from attnlib.layer.scales import agree_on_scales, calculate_scales
+from attnlib.layer.tensor_checks import check_tensor_types
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.paged import PagedMetadata
 from attnlib.ops.signature import tensor_check

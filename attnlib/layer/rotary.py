@@ -15,11 +15,12 @@ from attnlib.errors import ContractError
 from attnlib.instrumentation import ENVIRONMENT, VALIDATE_KEY, checker_for_level
 from attnlib.layer.cache_checks import check_cache_type
 from attnlib.layer.call import LayerCall
-from attnlib.layer.checks import check_call, check_tensor_types, refuse_gradients
+from attnlib.layer.checks import check_call, refuse_gradients
 from attnlib.layer.metadata_checks import check_addresses, check_metadata_type
 from attnlib.layer.operator import rotate_opaquely
 from attnlib.layer.plans import scales_agree
 from attnlib.layer.scales import agree_on_scales, calculate_scales
+from attnlib.layer.tensor_checks import check_tensor_types
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.ops.rotary import HeadNorm, check_rotation
 from attnlib.ops.signature import tensor_check

@@ -12,7 +12,7 @@ from attnlib.backends.state_impl import StateInputs, StepPlan
 from attnlib.cache.states import StateCache
 from attnlib.errors import ContractError
 from attnlib.instrumentation import ENVIRONMENT, STATE_OBSERVERS, VALIDATE_KEY
-from attnlib.layer.checks import refuse_gradients, refuse_in_place
+from attnlib.layer.checks import refuse_gradients
 from attnlib.layer.state_checks import (
     check_batch,
     check_convolution,
@@ -21,6 +21,7 @@ from attnlib.layer.state_checks import (
     per_head_output,
 )
 from attnlib.layer.state_values import validate_convolution, validate_step
+from attnlib.layer.tensor_checks import refuse_in_place
 from attnlib.metadata.states import StateMetadata
 
 if TYPE_CHECKING:
