@@ -130,8 +130,6 @@ def register_backend(
             the priority or the settings have another type.
     """
 
-    if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
-        raise RegistrationError(f"priority={priority!r} of {name!r} must be an integer, or None")
     if config is not None and not isinstance(config, Mapping):
         raise RegistrationError(f"config={config!r} of {name!r} must be a dictionary, or None")
 
