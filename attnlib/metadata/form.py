@@ -66,15 +66,7 @@ def check_form(common: CommonAttentionMetadata) -> None:
         slots.dtype != torch.int64 or slots.dim() != 1 or slots.device != device
     ):
         raise _wrong("slot_mapping", slots, f"int64 [{tokens}]", device, "P4")
-    causal = common.causal
-    if isinstance(causal, torch.Tensor):
-        if _differs(causal, torch.bool, (reqs,)) or causal.device != device:
-            raise _wrong("causal", causal, f"bool [{reqs}], or one bool", device, "M1")
-    elif causal is not None and not isinstance(causal, bool):
-        raise ContractError(
-            f"causal={causal!r} must be True, False, None or a tensor, bool [{reqs}] on {device}",
-            rule="M1",
-        )
+    _check_causal(common.causal, reqs, device)
     for name, named in (
         ("state_slots", common.state_slots),
         ("state_sources", common.state_sources),
@@ -158,6 +150,17 @@ def _wrong(
         f"{device}",
         rule=rule,
     )
+
+
+def _check_causal(causal: object, reqs: int, device: torch.device) -> None:
+    if isinstance(causal, torch.Tensor):
+        if _differs(causal, torch.bool, (reqs,)) or causal.device != device:
+            raise _wrong("causal", causal, f"bool [{reqs}], or one bool", device, "M1")
+    elif causal is not None and not isinstance(causal, bool):
+        raise ContractError(
+            f"causal={causal!r} must be True, False, None or a tensor, bool [{reqs}] on {device}",
+            rule="M1",
+        )
 
 
 def _check_bias(bias: torch.Tensor, tokens: int, columns: int, device: torch.device) -> None:
