@@ -132,9 +132,11 @@ def test_assisted_decoding_keeps_the_past(crop: int) -> None:
         first = decoded(model, cache, [7, 8])
         for layer in cache.layers:
             getattr(layer, "activate_past_recording", lambda: None)()
-        second = decoded(model, cache, [9, 10])
-        cache.crop(crop)
-        return torch.cat([first, second, decoded(model, cache, [3, 4])])
+        found = [first]
+        for token in (9, 10, 3):
+            found.append(decoded(model, cache, [token]))
+            cache.crop(crop)
+        return torch.cat(found)
 
     compared(call)
 
