@@ -125,16 +125,18 @@ _VLLM = {
         f"{_RUNS}::test_tokens_with_decode_context_parallelism",
         f"{_WARMUP}::test_masks_and_decode_context_parallelism",
     ),
-    "the same with windows, ALiBi, sinks, latents": _both(
+    "decode context parallelism: windows, ALiBi, sinks, latents": _both(
         "tests/hosts/test_vllm_adapter.py::test_divided_layers"
     ),
-    "replicated drafts beside it": (
+    "drafts beside divided caches": (
         _LATER,
         f"{_ADAPTER}::test_drafts_with_a_cache_of_their_own_beside_a_divided_one",
     ),
-    "the same with masks by batch": _both("refused: no code for them"),
+    "decode context parallelism: masks by batch": _both("refused: no code for them"),
     "prefill context parallelism of latents": _both(f"{_RUNS}::test_tokens_of_two_processes"),
-    "the same of other layers": _both("refused: vLLM divides no prompts of dense layers"),
+    "prefill context parallelism elsewhere": _both(
+        "refused: vLLM divides no prompts of dense layers"
+    ),
     "backend by kind of layer": _both(f"{_ENGINE}::test_backends_may_be_named_by_kind_of_layer"),
     "KV connectors, latents too": _both(_CONNECTOR),
     "KV connectors of sparse latents": _both("refused: ExampleConnector misreads them"),
