@@ -22,6 +22,7 @@ from attnlib.ops.packed_cache import typed_cache
 from attnlib.ops.paged_attention_batch import (
     PagedAttentionMetadata,
     check_blocks,
+    integer_slots,
     packed_operation,
     params_of,
 )
@@ -88,7 +89,7 @@ class PagedAttention:
         Args:
             key, value: `[T, Hkv, D]`.
             key_cache, value_cache: `[B, Hkv, D / x, N, x]` and `[B, Hkv, D, N]`.
-            slot_mapping: `[T]` int64 of any shape with T elements; a negative slot writes nothing.
+            slot_mapping: T integers, of any shape; a negative slot writes nothing.
             kv_cache_dtype: what uint8 caches hold: "fp8", "fp8_e4m3" or "fp8_e5m2".
             k_scale, v_scale: scales of a float8 cache, floats, 0-d or `[Hkv]` tensors.
 
@@ -100,7 +101,7 @@ class PagedAttention:
         if key_cache.dtype.itemsize > 1:
             k_scale = v_scale = 1.0  # a plain cache has no scales
         packed_operation("packed_write", key, value_cache)(
-            key, value, key_cache, value_cache, slot_mapping.flatten().long(),
+            key, value, key_cache, value_cache, integer_slots(slot_mapping),
             k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
 

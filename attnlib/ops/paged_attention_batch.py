@@ -8,11 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
+from attnlib.errors import ContractError
 from attnlib.ops.addresses import check_block_table
 from attnlib.ops.dispatch import operation
 from attnlib.ops.params import AttentionParams
 
-__all__ = ["PagedAttentionMetadata", "check_blocks", "packed_operation", "params_of"]
+__all__ = [
+    "PagedAttentionMetadata",
+    "check_blocks",
+    "integer_slots",
+    "packed_operation",
+    "params_of",
+]
 
 
 @dataclass
@@ -33,6 +40,20 @@ class PagedAttentionMetadata:
 def check_blocks(value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor) -> None:
     """Whether the blocks of sequences exist; values on a CPU and under ATTNLIB_VALIDATE."""
     check_block_table(block_tables, seq_lens, value_cache.shape[3], value_cache.shape[0])
+
+
+def integer_slots(slot_mapping: Tensor) -> Tensor:
+    """Slots of any shape and integer dtype as `[T]` int64.
+
+    Raises:
+        ContractError: they are not integers.
+    """
+    if slot_mapping.is_floating_point() or slot_mapping.is_complex():
+        raise ContractError(
+            f"slot_mapping is {slot_mapping.dtype}; it must hold integers, such as torch.int64",
+            rule="P4",
+        )
+    return slot_mapping.flatten().long()
 
 
 def packed_operation(name: str, rows: Tensor, value_cache: Tensor) -> Callable[..., Any]:

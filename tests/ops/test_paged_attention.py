@@ -336,6 +336,20 @@ def test_invalid_blocks_are_refused(pairs: list[list[float]], words: str) -> Non
     assert torch.equal(target, before)
 
 
+def test_slots_of_a_write_are_integers() -> None:
+    """P4: a fraction is not the slot before it."""
+    key_cache, value_cache = torch.zeros(3, 2, 4, 4, 4), torch.zeros(3, 2, 16, 4)
+    rows = torch.ones(2, 2, 16)
+    arguments = (rows, rows, key_cache, value_cache)
+    with pytest.raises(ContractError, match=r"slot_mapping is torch.float32.*\[P4\]"):
+        PagedAttention.write_to_paged_cache(*arguments, torch.tensor([1.5, 2.0]), "auto", 1.0, 1.0)
+    assert not key_cache.any() and not value_cache.any()
+    PagedAttention.write_to_paged_cache(
+        *arguments, torch.tensor([[1, 6]], dtype=torch.int32), "auto", 1.0, 1.0
+    )
+    assert value_cache.nonzero()[:, [0, 3]].unique(dim=0).tolist() == [[0, 1], [1, 2]]
+
+
 def test_caches_of_different_dtypes_are_not_swapped() -> None:
     """Blocks are copied as stored."""
     with pytest.raises(ContractError, match="blocks of one kind"):

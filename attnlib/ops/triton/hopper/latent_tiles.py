@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from attnlib.ops.triton.hopper.sizes import LATENT_ROWS, LATENT_SIZES
+from attnlib.ops.triton.hopper.sizes import LATENT_ROWS
 
 __all__ = [
     "COLUMNS_32",
@@ -18,7 +18,6 @@ __all__ = [
     "TWO_WORKERS",
     "LatentTile",
     "choose_latent_tile",
-    "swap_shared_bytes",
 ]
 
 _SWAPPED_ROWS = 16
@@ -126,20 +125,3 @@ def choose_latent_tile(
     if keys_per_sm is not None and keys_per_sm <= few:
         return CONVERTED_COLUMNS if group_scales else ONE_WORKER
     return _GROUPS_16 if group_scales else TWO_WORKERS
-
-
-def swap_shared_bytes(tile: LatentTile, is_quantized: bool, group_scales: bool) -> int:
-    """Shared memory of a CTA in which latents are the rows of the products, in bytes, without
-    barriers and what Triton adds."""
-    size, size_v = LATENT_SIZES
-    latents, rotary, quarter = 64, size - size_v, size_v // 4
-    is_quantized &= not tile.converts
-    group_scales &= not tile.converts
-    element = 1 if is_quantized else 2
-    weights = 2 * latents * tile.rows * (4 if group_scales else 1)
-    exchange = 4 * 5 * tile.rows if is_quantized or tile.converts or tile.rows > 16 else 0
-    own = 2 * size * tile.rows + weights + exchange
-    ring = tile.stages * latents * quarter * element
-    scales = 4 * 4 * latents if group_scales else 0
-    other = latents * rotary * (2 if group_scales else element) + scales
-    return tile.workers * own + tile.ranges * (ring + tile.rotary_stages * other)
