@@ -94,9 +94,8 @@ class GraphBuffers:
             self._block_table[:reqs, :width].copy_(common.block_table_tensor, non_blocking=True)
         self._slot_mapping[:tokens].fill_(-1)
         if common.slot_mapping is not None:
-            self._slot_mapping[: common.num_actual_tokens].copy_(
-                common.slot_mapping[: common.num_actual_tokens], non_blocking=True
-            )
+            slots = common.slot_mapping[: common.num_actual_tokens]
+            self._slot_mapping[: slots.shape[0]].copy_(slots, non_blocking=True)
         for persistent, given_slots in (
             (self._state_slots, common.state_slots),
             (self._state_sources, common.state_slots),

@@ -9,6 +9,7 @@ import torch
 from attnlib.errors import ContractError
 from attnlib.metadata.checks import check_block_size
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.ops.addresses import as_count
 from attnlib.workspace import BatchLimits
 
 if TYPE_CHECKING:
@@ -76,8 +77,9 @@ def check_size(limits: BatchLimits, reqs: int, query_len: int) -> None:
     """Whether a capture is within the limits.
 
     Raises:
-        ContractError: it is not.
+        ContractError: it is not, or a number is no count.
     """
+    reqs, query_len = as_count("requests", reqs), as_count("query_len", query_len)
     if reqs > limits.max_num_reqs or reqs * query_len > limits.max_num_tokens:
         raise ContractError(
             f"{reqs} requests of {query_len} tokens exceed the limits of "

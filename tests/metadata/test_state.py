@@ -43,6 +43,10 @@ def test_state_pads_a_batch_into_persistent_buffers() -> None:
     assert padded.seq_lens.tolist() == padded.seq_lens_cpu.tolist() == [9, 2, 0, 0]
     assert padded.slot_mapping.tolist() == [8, 33, -1, -1] and padded.max_seq_len == 32
     assert padded.seq_lens.data_ptr() == captured.seq_lens.data_ptr()
+    fewer = _batch([1, 1], [9, 2]).replace(slot_mapping=torch.tensor([8]))  # P4: writes one token
+    assert state.begin_forward(fewer, 4).slot_mapping.tolist() == [8, -1, -1, -1]
+    with pytest.raises(ContractError, match="requests=-1 must not be negative"):
+        state.graph_capture_get_metadata_for_batch(-1)
     assert {
         name: buffer.data_ptr() for name, buffer in state.get_graph_input_buffers().items()
     } == addresses
