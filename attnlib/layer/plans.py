@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CallMemory", "FoundPlan", "find_plan", "run_plan", "scales_agree"]
 
+_GIVEN_OR_NOT = (torch.Tensor, type(None))
 MAX_PLANS = 64
 """Step plans that one batch keeps; beyond it they are dropped and made again on demand."""
 
@@ -70,7 +71,10 @@ def find_plan(layer: Attention, call: LayerCall) -> FoundPlan:
         check_metadata_type(layer, metadata)  # raises
     if extra is not None and not isinstance(extra, ExtraKeys):
         check_extra_keys(layer.spec, call)  # raises
-    check_tensor_types(call.query, call.key, call.value, call.output)
+    query, others = call.query, (call.key, call.value, call.output)
+    for given in (query, *others):
+        if not isinstance(given, _GIVEN_OR_NOT) or query is None:
+            check_tensor_types(query, *others)  # raises
     if torch.is_grad_enabled():
         refuse_gradients(call.query, call.key, call.value)
         if isinstance(extra, QueryTensors):

@@ -40,7 +40,9 @@ def call_step(
     check_batch(layer, cache, metadata)
     if torch.is_grad_enabled():
         refuse_gradients(*inputs)
-    refuse_in_place(out, query=inputs.query, key=inputs.key, value=inputs.value)
+    query, key, value = inputs.query, inputs.key, inputs.value
+    if out.data_ptr() in (query.data_ptr(), key.data_ptr(), value.data_ptr()):
+        refuse_in_place(out, query=query, key=key, value=value)
     spec, heads, rows = layer.spec, per_head_inputs(layer, inputs), out
     if out.dim() == 2:
         rows = per_head_output(layer, out)
