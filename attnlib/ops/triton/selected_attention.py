@@ -61,10 +61,11 @@ def selected_attention(
             backend="triton",
         )
     rows = count_listed(query, selected)
-    clear_rows(rows, out, lse)
+    if rows < query.shape[0]:
+        clear_rows(rows, out, lse)
+        query, out, lse = query[:rows], out[:rows], None if lse is None else lse[:rows]
     if rows == 0:
         return
-    query, out, lse = query[:rows], out[:rows], None if lse is None else lse[:rows]
     # No constant follows from the lengths.
     batch = BatchTensors.of(params, query_start_loc, seq_lens, block_table, max_query_len=0)
     call = AttentionCall.of(query, key_cache, value_cache, out, lse, batch, params)

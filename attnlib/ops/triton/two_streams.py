@@ -73,7 +73,8 @@ def two_stream_attention(
         ContractError: tensors that the kernel cannot address.
     """
     rows, whole = count_listed(query, entries.selected), (out, lse)
-    query, out, lse = query[:rows], out[:rows], None if lse is None else lse[:rows]
+    if rows < query.shape[0]:
+        query, out, lse = query[:rows], out[:rows], None if lse is None else lse[:rows]
     batch = BatchTensors.of(params, query_start_loc, seq_lens, block_table, max_query_len=0)
     call = AttentionCall.of(query, key_cache, value_cache, out, lse, batch, params)
     launch = _prepare(call, entries)
