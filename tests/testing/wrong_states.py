@@ -645,7 +645,7 @@ class _FusedWithoutWindow(_FusedNorm):
 
 
 WRONG_STATES = {
-    "fused gate on the other side": (_backend(_FusedNorm), "ST15"),
+    "fused gate on the other side": (_backend(_FusedNorm, "tail", True), "ST15"),
     "fused step without its window": (_backend(_FusedWithoutWindow, "tail", True), "ST17"),
     "reads fresh slots": (_backend(_ReadsFreshSlot), "ST1"),
     "rollback off by one": (_backend(_RollbackOffByOne, "snapshots"), "ST4"),

@@ -32,6 +32,7 @@ CHECKS = [
     "check_scratch_off_the_boundary",
     "check_scales_in_pages",
     "check_sinks_are_read_at_each_call",
+    "check_warmups_encode_all_caches",
     "check_which_kernel_combines",
     "check_replaced_methods",
     "check_files_of_layers",
