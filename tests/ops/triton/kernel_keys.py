@@ -20,7 +20,7 @@ import attnlib.ops.triton
 from attnlib.ops.triton import quantized_pages
 from attnlib.ops.triton.kernels.decode import decode_kernel
 from attnlib.ops.triton.launch.bound import BoundLaunch
-from attnlib.ops.triton.launch.score_compile import compile_number, compile_score
+from attnlib.ops.triton.launch.score_compile import compile_score
 from attnlib.testing.score_functions import SUITE, load_score_function
 from tests.kv_formats.device_formats import SQUARES
 
@@ -45,7 +45,7 @@ def kernels() -> dict[str, Any]:
 
 def constants(module: str) -> dict[str, Any]:
     """Device functions of score functions and of a KV format, by name."""
-    found = {"number": compile_number(SQUARES.number)}
+    found = {"number": compile_score(SQUARES.number, "triton").apply}
     functions = {name: load_score_function(path) for name, (path, _) in SUITE.items()}
     for name, function in functions.items():
         for language in ("triton", "gluon"):
