@@ -197,7 +197,7 @@ SEVERAL_MODULES = """
     ops/triton/hopper/test_compile.py ops/triton/test_compile.py ops/triton/test_growing_caches.py
     ops/triton/test_latent.py ops/triton/test_random_batches.py ops/triton/test_sass.py
     test_architecture.py test_ci.py test_compatibility_page.py test_docs.py test_hardening.py
-    test_import_cycles.py test_init.py test_light_import.py
+    test_import_cycles.py test_imported_names.py test_init.py test_light_import.py
     test_packaging.py test_structure.py test_tiny.py testing/test_docs.py testing/test_examples.py
     testing/test_fuzz.py testing/test_golden_v1.py
 """.split()
