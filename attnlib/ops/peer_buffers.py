@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from attnlib.errors import AttnlibError, ContractError, RankLostError
 
 __all__ = ["MERGED_WORDS", "PeerBuffers", "ShareTile"]
 
@@ -16,6 +20,8 @@ _SHARED_WORDS, MERGED_WORDS = 128, 256
 """Words that a program shares with a rank, and of the largest head that a program merges."""
 _RANKS = 1024
 """More than a host has GPUs."""
+_WAITS = 3
+_LIMIT = timedelta(minutes=10)
 
 
 class PeerBuffers(NamedTuple):
@@ -27,6 +33,10 @@ class PeerBuffers(NamedTuple):
         shared, merged, merged_lses: int64, words that this rank receives, of queries, of results
             and of LSEs; fixed ones for each program and rank, and for odd and even exchanges.
         share_counts, merge_counts: int32 of each program, how often it ran on this rank.
+        waits: `[3]` int64, the nanoseconds that a kernel waits for another rank (polls where there
+            is no clock), whether a kernel has waited longer, and the address of `record`.
+        limit: of a wait, the first of these.
+        record: in memory of the host, 0 until a kernel ends with an error.
         owners: what keeps the memory of all ranks.
     """
 
@@ -37,6 +47,9 @@ class PeerBuffers(NamedTuple):
     merged_lses: Tensor
     share_counts: Tensor
     merge_counts: Tensor
+    waits: Tensor
+    limit: timedelta
+    record: ctypes.c_int64
     owners: tuple[Any, ...]
 
     @staticmethod
@@ -45,23 +58,60 @@ class PeerBuffers(NamedTuple):
         return sum(_sizes())
 
     @classmethod
-    def of(cls, buffers: Sequence[Tensor], rank: int, *owners: Any) -> PeerBuffers:
+    def of(
+        cls, buffers: Sequence[Tensor], rank: int, *owners: Any, limit: timedelta = _LIMIT
+    ) -> PeerBuffers:
         """Views of buffers of zeros.
 
         Args:
             buffers: `[num_bytes]` uint8 of each rank, as this process addresses them.
             rank: of this process.
             owners: further objects that keep the memory.
+            limit: of the time that a kernel waits for another rank.
         """
         own = buffers[rank]
         distances = [each.data_ptr() - own.data_ptr() for each in buffers]
         # All in this memory: an engine may take that of torch's allocator away while it sleeps.
-        *words, to_each = (part.view(torch.int64) for part in torch.split(own, _sizes()))
-        shared, merged, lses, counts = words
+        parts = [part.view(torch.int64) for part in torch.split(own, _sizes())]
+        shared, merged, lses, runs, to_each, waits = parts
         to_each = to_each[: len(buffers)]
         to_each.copy_(torch.tensor(distances, dtype=torch.int64, device="cpu"))
-        runs = counts.view(torch.int32).view(2, _SLOTS)
-        return cls(rank, to_each, shared, merged, lses, runs[0], runs[1], (*buffers, *owners))
+        counts = runs.view(torch.int32).view(2, _SLOTS)
+        memory = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=own.is_cuda)
+        given = [limit // timedelta(microseconds=1) * 1000, 0, memory.data_ptr()]
+        waits.copy_(torch.tensor(given, dtype=torch.int64, device="cpu"))
+        record = ctypes.c_int64.from_address(memory.data_ptr())
+        keep = (*buffers, memory, *owners)
+        words = to_each, shared, merged, lses, counts[0], counts[1], waits
+        return cls(rank, *words, limit, record, keep)
+
+    def check(self) -> None:
+        """Refuse further exchanges after one that did not end.
+
+        Raises:
+            RankLostError: a kernel has waited for another rank longer than the limit.
+            ContractError: kernels of exchanges ran on two streams at once.
+        """
+        if self.record.value:
+            raise self.error()
+
+    def error(self) -> AttnlibError:
+        """What the record says."""
+        found, end = self.record.value, "end this process: its CUDA context is lost"
+        what = "queries" if found >> 48 & 1 else "results"
+        exchange = f"exchange {found & 0xFFFFFFFF} of {what} by memory"
+        own = f"rank {self.rank} of {len(self.distances)}"
+        if found >> 48 > 2:
+            return ContractError(
+                f"{own}: {exchange} ran beside another one, on a second stream: let one stream "
+                f"wait for the other, or give the layers exchange='all_to_all', and {end}",
+                rule="X6",
+            )
+        return RankLostError(
+            f"{own} waited {self.limit.total_seconds():g} s for rank {found >> 32 & 0xFFFF} in "
+            f"{exchange}: find the error of that rank, or give the process group a longer "
+            f"timeout, and {end}"
+        )
 
     def fit(self, tokens: int, kv_heads: int, heads: int, sizes: tuple[int, int]) -> bool:
         """Whether an exchange fits.
@@ -102,4 +152,4 @@ class ShareTile(NamedTuple):
 
 def _sizes() -> list[int]:
     words = [2 * _SLOTS * each for each in (_SHARED_WORDS, MERGED_WORDS, 1)]
-    return [8 * each for each in (*words, _SLOTS, _RANKS)]
+    return [8 * each for each in (*words, _SLOTS, _RANKS, _WAITS)]

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 from attnlib.errors import AttnlibError, ContractError, RankLostError
 from attnlib.ops.peer_buffers import PeerBuffers
-from attnlib.parallel.peers import connect
+from attnlib.parallel.peers import connect, report_errors
 
 __all__ = ["RankGroup"]
 
@@ -87,7 +87,7 @@ class RankGroup:
     def peers(self, device: torch.device) -> PeerBuffers | list[str]:
         """The buffers by which the ranks exchange the states of their layers, or why there are
         none. All ranks call this together; equal on all of them. All layers over a process group
-        have the same ones, and exchange on one stream at a time.
+        have the same ones, and exchange on one stream at a time. What does not end is logged.
 
         Args:
             device: of this rank.
@@ -104,6 +104,8 @@ class RankGroup:
             known = connect(device, self.world_size, self.rank, gather, self._group)
             if device.type == "cuda":  # those on a CPU do not decide for others
                 _PEERS[process_group] = known
+            if isinstance(known, PeerBuffers):
+                report_errors(known, process_group)
         return known
 
     def start_shift(self, out: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Any]:

@@ -8,8 +8,13 @@ merges what it receives.
 
 from __future__ import annotations
 
+import logging
 import socket
+import threading
+import time
+import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,7 +22,14 @@ import torch.distributed as dist
 
 from attnlib.ops.peer_buffers import PeerBuffers
 
-__all__ = ["connect"]
+__all__ = ["connect", "report_errors"]
+
+_log = logging.getLogger("attnlib")
+_OF_TIMEOUT = 0.9
+"""Of the timeout of a group, after which NCCL ends the process for a collective that waits behind
+an exchange on its stream."""
+_SECONDS = 0.2
+"""Between two looks for an error. A kernel gives the host 2 s to report one."""
 
 
 def connect(
@@ -69,6 +81,28 @@ def connect(
     return buffers
 
 
+def report_errors(buffers: PeerBuffers, process_group: Any) -> threading.Thread:
+    """Log an exchange that does not end, from a thread, which is returned: where the engine waits
+    for its GPU, CUDA raises an error without a cause.
+
+    Args:
+        buffers: of this rank.
+        process_group: the thread ends with it.
+    """
+    lives = weakref.ref(process_group)
+
+    def watch() -> None:
+        while not buffers.record.value:
+            time.sleep(_SECONDS)
+            if lives() is None:
+                return
+        _log.error("%s", buffers.error())
+
+    thread = threading.Thread(target=watch, name="attnlib exchanges", daemon=True)
+    thread.start()
+    return thread
+
+
 def _out_of_reach(own: int, visible: list[str], used: list[str]) -> str:
     """Why a GPU cannot write the memory of those that ranks use; "" if it can."""
     if not set(used) <= set(visible):
@@ -97,4 +131,5 @@ def _rendezvous(own: torch.Tensor, world_size: int, rank: int, process_group: An
     group: Any = process_group or dist.group.WORLD
     handle = symmetric.rendezvous(own, group)
     found = [handle.get_buffer(each, tuple(own.shape), torch.uint8) for each in range(world_size)]
-    return PeerBuffers.of(found, rank, own, handle)
+    timeout: timedelta = group._get_backend(own.device).options._timeout
+    return PeerBuffers.of(found, rank, own, handle, limit=timeout * _OF_TIMEOUT)

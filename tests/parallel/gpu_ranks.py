@@ -3,12 +3,13 @@
 
     torchrun --nproc-per-node 2 -m tests.parallel.gpu_ranks
     torchrun --nproc-per-node 4 -m tests.parallel.gpu_ranks --limit-seconds 560
-    torchrun --nproc-per-node 2 -m tests.parallel.gpu_ranks --one-gpu
+    torchrun --nproc-per-node 2 -m tests.parallel.gpu_ranks --one-gpu [--only "by memory"]
     for i in 1 2 3; do torchrun --standalone ... --part $i/3 & done; wait
 
 NCCL refuses two ranks on one GPU, and gloo has no all-to-all of CUDA tensors. With `--one-gpu` what
-ranks send passes through the CPU, so that kernels and batches are tested, but neither NCCL nor
-graphs. Without a GPU, that is a dry run of this file.
+ranks send passes through the CPU, so that kernels and batches are tested, but not NCCL; "by memory"
+each process maps the memory of the others, and a kernel that waits takes turns with that of the
+other process. Without a GPU, that is a dry run of this file.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import reduce_tensor
 
+from attnlib.ops.peer_buffers import PeerBuffers
 from attnlib.parallel import RankGroup, divided_batch
 from tests.parallel import prefill_cases
 from tests.parallel.cases import PROBLEMS
@@ -40,8 +44,8 @@ def in_bfloat16(problem: Problem) -> Problem:
     return replace(problem, spec={**problem.spec, **sizes, "dtype": torch.bfloat16})
 
 
-BY_NCCL = ("grouped heads", "sinks", "latents", "fp8", "window", "sinks, soft cap, window")
-"""Problems that are exchanged by messages, too."""
+BOTH = ("grouped heads", "sinks", "latents", "fp8", "window", "sinks, soft cap, window")
+"""Problems of both exchanges: by messages and by memory."""
 REPLAYED = Problem({"has_sink": True})
 
 
@@ -94,7 +98,27 @@ def halves_error(problem: Problem, group: RankGroup, device: str) -> float:
 
 
 class ThroughHost(RankGroup):
-    """Ranks whose tensors are copied to the CPU and back for each exchange."""
+    """Ranks whose tensors are copied to the CPU and back for each exchange by messages."""
+
+    buffers: PeerBuffers | None = None
+
+    def peers(self, device: torch.device) -> PeerBuffers | list[str]:
+        """Memory of the processes of one GPU, for which torch has no rendezvous."""
+        if device.type != "cuda":
+            return super().peers(device)
+        if self.buffers is None:
+            own = torch.zeros(PeerBuffers.num_bytes(), dtype=torch.uint8, device=device)
+            torch.cuda.synchronize(device)
+            handles: list[Any] = [None] * self.world_size
+            dist.all_gather_object(handles, reduce_tensor(own))
+            memory = [
+                own if rank == self.rank else open_handle(*arguments)
+                for rank, (open_handle, arguments) in enumerate(handles)
+            ]
+            self.buffers = PeerBuffers.of(memory, self.rank, limit=timedelta(seconds=60))
+            torch.cuda.synchronize(device)
+            dist.barrier()
+        return self.buffers
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return super().all_gather(tensor.cpu()).to(tensor.device)
@@ -125,10 +149,14 @@ def problems(shared: bool) -> list[tuple[str, Any, Problem]]:
         shared: all ranks have one GPU, or none.
     """
     found = [(name, decode_error, problem) for name, problem in PROBLEMS.items()]
+    if shared and torch.cuda.is_available():
+        named = [each for each in found if each[0] in BOTH]
+        named.append(("replays", replay_error, REPLAYED))
+        found += [(f"by memory: {x}", y, exchanged_by("peer_memory", last)) for x, y, last in named]
     if not shared:
         found.append(("replays", replay_error, REPLAYED))
         found.append(("halves of the ranks", halves_error, PROBLEMS["sinks"]))
-        named = [each for each in found if each[0] in (*BY_NCCL, "replays")]
+        named = [each for each in found if each[0] in (*BOTH, "replays")]
         found = [(*each, exchanged_by("peer_memory", last)) for *each, last in found]
         found += [(f"NCCL: {x}", y, exchanged_by("all_to_all", last)) for x, y, last in named]
     prompts = prefill_cases.PROBLEMS.items()

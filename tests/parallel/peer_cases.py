@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -14,9 +15,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.errors import ContractError, RankLostError, UnsupportedConfigError
 from attnlib.ops.peer_buffers import PeerBuffers
-from attnlib.ops.triton.kernels import peer_words
+from attnlib.ops.triton.kernels import peer_waits, peer_words
 from attnlib.ops.triton.peer_words import merge_words, share_words
 from attnlib.parallel import RankGroup, exchange, warmup_parallel
 from attnlib.workspace import BatchLimits
@@ -24,8 +25,9 @@ from tests.parallel.cases import LATENT, LIMIT
 from tests.parallel.problem import BLOCK, STEPS, Problem, Run, error_of
 
 
-def shared_buffers(group: RankGroup) -> PeerBuffers:
-    """Buffers in memory that all processes map, as GPUs map each other's."""
+def shared_buffers(group: RankGroup, **options: Any) -> PeerBuffers:
+    """Buffers in memory that all processes map, as GPUs map each other's; options of
+    `PeerBuffers.of`."""
     folder = [tempfile.mkdtemp() if group.rank == 0 else ""]
     dist.broadcast_object_list(folder, 0)
     size = PeerBuffers.num_bytes()
@@ -36,7 +38,7 @@ def shared_buffers(group: RankGroup) -> PeerBuffers:
     dist.barrier()
     if group.rank == 0:
         shutil.rmtree(folder[0])
-    return PeerBuffers.of(found, group.rank)
+    return PeerBuffers.of(found, group.rank, **options)
 
 
 def by_memory(module: str, name: str, *_: Any) -> Callable[..., Any]:
@@ -98,13 +100,95 @@ def a_rank_ahead(group: RankGroup) -> str:
             if not torch.equal(found := share_words(own, buffers), wanted):
                 wrong += f"queries of exchange {number}: {found.tolist()} "
         for number in rounds:
-            partial = torch.full((2, 2, 4), 10.0 * number + group.rank)
-            out, lse = torch.empty(2, 1, 4), torch.empty(2, 1)
-            states = partial, torch.zeros(2, 2), out, lse, buffers
-            merge_words(*states, num_kv_heads=1, sinks=None)
+            out = merged(buffers, 10.0 * number + group.rank)
             if not torch.equal(out, torch.full_like(out, 10.0 * number + 0.5)):
                 wrong += f"results of exchange {number}: {out.tolist()} "
     return wrong  # not before the other rank has what it waits for
+
+
+def merged(buffers: PeerBuffers, value: float) -> torch.Tensor:
+    """Merge rows of a value, which all ranks of two give with the same weight; `[2, 1, 4]`."""
+    partial, out, lse = torch.full((2, 2, 4), value), torch.empty(2, 1, 4), torch.empty(2, 1)
+    merge_words(partial, torch.zeros(2, 2), out, lse, buffers, num_kv_heads=1, sinks=None)
+    return out
+
+
+def words_of_long_ago(group: RankGroup) -> str:
+    """Words with any other number are old, also those of 2**30 and 3 * 2**30 exchanges ago, and
+    numbers go on below 0."""
+    buffers, wrong = shared_buffers(group), ""
+    number = torch.tensor(2**31 - 1, dtype=torch.int32)
+    for counts in (buffers.share_counts, buffers.merge_counts):
+        counts.copy_(number)
+    for back in (2**30, 3 * 2**30, 2**32 - 1):
+        old = (number.long() + 1 - back) << 32 | 0x40404040
+        for words in (buffers.shared, buffers.merged, buffers.merged_lses):
+            words.copy_(old)
+        dist.barrier()
+        if group.rank == 1:
+            time.sleep(0.2)
+        own = torch.full((2, 4), 1.0 + group.rank)
+        found = share_words(own, buffers)
+        if not torch.equal(found, torch.tensor([1.0, 2.0])[:, None].expand(2, 2, 4)):
+            wrong += f"queries, words of {back} exchanges ago: {found.tolist()} "
+        if group.rank == 1:
+            time.sleep(0.2)
+        if not torch.equal(found := merged(buffers, 1.0 + group.rank), torch.full((2, 1, 4), 1.5)):
+            wrong += f"results, words of {back} exchanges ago: {found.tolist()} "
+        number = number + 1
+        dist.barrier()
+    return wrong
+
+
+def a_rank_that_never_comes(group: RankGroup) -> str:
+    """It is named, with the exchange, and nothing waits longer than the limit."""
+    for counted, call in ((0, share), (1, merge)):
+        buffers = shared_buffers(group, limit=timedelta(seconds=7))
+        for number in range(counted):
+            merged(buffers, float(number))
+        buffers.waits[0] = 20  # polls
+        if group.rank == 0:
+            wanted = f"rank 0 of 2 waited 7 s for rank 1 in exchange {counted + 1} of "
+            for _ in range(2):  # a later call waits for nothing
+                try:
+                    with mock.patch.object(peer_waits, "_POLLS", 10):
+                        call(buffers)
+                    return "an exchange without one rank"
+                except RankLostError as error:
+                    if wanted not in str(error):
+                        return str(error)
+        dist.barrier()
+    return ""
+
+
+def share(buffers: PeerBuffers) -> None:
+    share_words(torch.ones(2, 4), buffers)
+
+
+def merge(buffers: PeerBuffers) -> None:
+    merged(buffers, 1.0)
+
+
+def two_streams(group: RankGroup) -> str:
+    """Another kernel of this rank has counted the same exchange in the meantime."""
+    late, wrong = peer_words._late, ""
+    for call, counts in ((share, "share_counts"), (merge, "merge_counts")):
+        buffers = shared_buffers(group)
+        own: torch.Tensor = getattr(buffers, counts)
+
+        def beside(*arguments: Any, own: torch.Tensor = own) -> Any:
+            own.copy_(own.new_ones(()))
+            return late(*arguments)
+
+        with mock.patch.object(peer_words, "_late", beside):
+            try:
+                call(buffers)
+                wrong += f"{counts}: not noticed "
+            except ContractError as error:
+                if f"rank {group.rank} of 2: exchange 1 of" not in str(error):
+                    wrong += str(error)
+        dist.barrier()
+    return wrong
 
 
 def queries_between_words(group: RankGroup) -> str:
@@ -148,6 +232,9 @@ ANY_NUMBER = ("peer memory", "queries between words", "full buffers")
 CASES: dict[str, Callable[[RankGroup], str]] = {
     "peer memory": peer_memory,
     "a rank ahead": a_rank_ahead,
+    "words of long ago": words_of_long_ago,
+    "a rank that never comes": a_rank_that_never_comes,
+    "two streams": two_streams,
     "queries between words": queries_between_words,
     "full buffers": full_buffers,
     "refused on a CPU": refused,

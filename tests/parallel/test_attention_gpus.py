@@ -29,7 +29,7 @@ def test_results_are_those_of_one_gpu(world_size: int) -> None:
 
 
 def test_two_ranks_on_one_gpu() -> None:
-    """X4, X5, X10, without NCCL and graphs."""
+    """X4, X5, X9, X10, without NCCL."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     run_ranks(2, "--one-gpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 from attnlib import AttentionSpec
-from attnlib.errors import UnsupportedConfigError
+from attnlib.errors import ContractError, RankLostError, UnsupportedConfigError
 from attnlib.ops.peer_buffers import PeerBuffers
+from attnlib.ops.triton.kernels.peer_waits import QUERIES, RESULTS, TWICE
 from attnlib.parallel import (
     ExchangeMethod,
     ParallelAttention,
@@ -90,6 +92,25 @@ def test_a_layer_on_a_cpu_does_not_decide_for_those_on_gpus() -> None:
     with mock.patch.object(group, "connect", return_value=[REASON]) as connect:
         assert first.peers(CUDA) == first.peers(CUDA) == second.peers(CUDA) == [REASON]
     connect.assert_called_once()
+
+
+def test_an_exchange_that_does_not_end_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """While the engine waits for its GPU; and a group that has gone is not watched."""
+    buffer = torch.zeros(PeerBuffers.num_bytes(), dtype=torch.uint8)
+    buffers = PeerBuffers.of([buffer] * 3, 1, limit=timedelta(seconds=9))
+    process_group = Ranks(share=True)
+    threads = [peers.report_errors(buffers, each) for each in (process_group, Ranks(share=True))]
+    threads[1].join(5)
+    assert threads[0].is_alive() and not threads[1].is_alive() and not caplog.records
+    buffers.record.value = RESULTS.value << 48 | 2 << 32 | 77
+    threads[0].join(5)
+    wanted = "rank 1 of 3 waited 9 s for rank 2 in exchange 77 of results by memory"
+    assert wanted in caplog.text
+    with pytest.raises(RankLostError, match=wanted):
+        buffers.check()
+    buffers.record.value = (QUERIES.value + TWICE.value) << 48 | 1 << 32 | 2**32 - 1
+    with pytest.raises(ContractError, match="exchange 4294967295 of queries by memory ran beside"):
+        buffers.check()
 
 
 @pytest.mark.parametrize("fails", ["reach", "_allocate", "_rendezvous", ""])

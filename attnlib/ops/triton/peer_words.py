@@ -55,8 +55,8 @@ def share_words(own: Tensor, peers: PeerBuffers) -> Tensor:
             },
         ),
     )
-    tensors = (source, target, peers.shared, peers.share_counts, peers.distances)
-    _run(launch, own, tensors, (rows, peers.rank))
+    tensors = (source, target, peers.shared, peers.share_counts, peers.distances, peers.waits)
+    _run(launch, own, peers, tensors, (rows, peers.rank))
     return shared
 
 
@@ -118,8 +118,8 @@ def merge_words(
         *(words.stride(0), words.stride(1), partial_lse.stride(0)),
         *(out.stride(0), out.stride(1), lse.stride(0)),
     )
-    own = (peers.merged, peers.merged_lses, peers.merge_counts, peers.distances)
-    _run(launch, out, (*states, *own), numbers)
+    own = (peers.merged, peers.merged_lses, peers.merge_counts, peers.distances, peers.waits)
+    _run(launch, out, peers, (*states, *own), numbers)
 
 
 def _can_stop(tensor: Tensor) -> bool:
@@ -128,10 +128,17 @@ def _can_stop(tensor: Tensor) -> bool:
 
 
 def _run(
-    launch: BoundLaunch, like: Tensor, tensors: tuple[Tensor, ...], numbers: tuple[int, ...]
+    launch: BoundLaunch,
+    like: Tensor,
+    peers: PeerBuffers,
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[int, ...],
 ) -> None:
+    peers.check()
     addresses = 0
     for tensor in tensors:
         addresses |= tensor.data_ptr()
     with device_guard(like):
         launch.run((*tensors, *numbers), addresses, like.get_device())
+    if not like.is_cuda:  # the kernel has ended, and cannot stop with an error
+        peers.check()

@@ -5,12 +5,15 @@ word of 8, with the number of the exchange: a word is written at once, so whoeve
 has the data, and a transfer takes one way between GPUs, without fences and flags.
 
 Each program has its own words in the buffers, whatever the sizes of a call, and counts its
-exchanges in memory, for replays of a CUDA graph: older words have lower numbers. Programs with low
-ids start first and wait for those of the same rows only, so they need not all run at once.
+exchanges in memory, for replays of a CUDA graph: a word with another number is an older one. An
+older word has the same number only after 2**32 exchanges of smaller heads, which leave it as it is.
+Programs with low ids start first and wait for those of the same rows only, so they need not all run
+at once.
 
 Odd and even exchanges have words of their own, so that words are written again only after they have
 been read: a rank begins exchange n + 2 of a program after n + 1, for which the other rank has begun
-its own n + 1, and thus ended the kernel of its n. This holds on one stream at a time.
+its own n + 1, and thus ended the kernel of its n. This holds on one stream at a time. On two, both
+kernels may have the same number, and the one that ends later finds it counted.
 """
 
 from __future__ import annotations
@@ -20,12 +23,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnlib.ops.triton.kernels.chunks import aligned
+from attnlib.ops.triton.kernels.peer_waits import QUERIES, RESULTS, TWICE, counted, stop_if, waited
 from attnlib.ops.triton.kernels.softmax import LN2, LOG2E
 
 __all__ = ["merge_words_kernel", "share_words_kernel"]
-
-_POLLS: tl.constexpr = tl.constexpr(1 << 30)
-"""Reads of words, of about a microsecond each, after which another rank is taken for lost."""
 
 
 @triton.jit
@@ -41,23 +42,9 @@ def _words_of(slot, number):
 
 
 @triton.jit
-def _stop_if(lost, ON_GPU: tl.constexpr):
-    """An error of CUDA instead of a wrong result."""
-    if ON_GPU:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred lost; setp.ne.s32 lost, $1, 0; @lost trap; mov.b32 $0, $1; }",
-            "=r,r",
-            [lost.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def _late(words, number):
-    """Whether a word has not arrived, in numbers that wrap around: an int32."""
-    return tl.max(((words >> 32).to(tl.int32) - number < 0).to(tl.int32))
+    """Whether a word has not arrived: an int32."""
+    return tl.max(((words >> 32).to(tl.int32) != number).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["num_rows", "rank"])
@@ -67,6 +54,7 @@ def share_words_kernel(
     words,
     counts,
     distances,
+    waits,
     num_rows,
     rank,
     WORLD: tl.constexpr,
@@ -80,7 +68,8 @@ def share_words_kernel(
     """Gather rows `[num_rows, SIZE]` of all ranks as `[num_rows, WORLD, SIZE]`, in 4 bytes each.
 
     Grid: (blocks of rows * blocks of lanes * ranks), the other rank of a program fastest.
-    `distances` are those from this rank's buffer to the others, in bytes.
+    `distances` are those from this rank's buffer to the others, in bytes. `waits` as in
+    `PeerBuffers`.
     """
     if PDL:
         gdc_wait()
@@ -93,23 +82,26 @@ def share_words_kernel(
     lane = block % blocks * LANES + lanes
     mask = (row < num_rows)[:, None] & (lane < SIZE)[None, :]
     x = tl.load(own + aligned(row * SIZE, VEC)[:, None] + lane[None, :], mask=mask, other=0)
+    beside = tl.full((), 0, tl.int32)
     if peer != rank:
         inside = rows[:, None] * LANES + lanes[None, :]
         distance = aligned(tl.load(distances + peer) // 8, 8)
         mine = _words_of(block * WORLD + rank, number) * (ROWS * LANES)
         tl.store(words + distance + mine + inside, _numbered(x, number))
         source = words + _words_of(block * WORLD + peer, number) * (ROWS * LANES) + inside
-        found, polls = tl.load(source, volatile=True), tl.full((), 0, tl.int32)
-        late = _late(found, number)
-        while (late != 0) & (polls < _POLLS):
+        found = tl.load(source, volatile=True)
+        late, polls = _late(found, number), tl.full((), 0, tl.int32)
+        began, too_long = polls.to(tl.int64), polls.to(tl.int64)
+        while (late != 0) & (too_long == 0):
             found = tl.load(source, volatile=True)
             late = _late(found, number)
-            polls += 1
-        _stop_if(late, ON_GPU)
+            polls, began, too_long = waited(polls, began, waits, ON_GPU)
+        stop_if(late, QUERIES, peer, number, waits, ON_GPU)
+        beside = counted(counts + tl.program_id(0), number, ON_GPU)
         x = found.to(tl.int32)
-        tl.store(counts + tl.program_id(0), number)
     offsets = aligned((row * WORLD + peer) * SIZE, VEC)
     tl.store(shared + offsets[:, None] + lane[None, :], x, mask=mask)
+    stop_if(beside, QUERIES + TWICE, rank, number, waits, ON_GPU)
 
 
 @triton.jit
@@ -149,6 +141,7 @@ def merge_words_kernel(
     lse_words,
     counts,
     distances,
+    waits,
     num_heads,
     per_kv,
     rank,
@@ -202,12 +195,18 @@ def merge_words_kernel(
     found = tl.load(source, mask=sent[:, None], other=none, volatile=True)
     found_lse = tl.load(lse_source, mask=sent, other=none, volatile=True)
     late, polls = _late(found, number) | _late(found_lse, number), tl.full((), 0, tl.int32)
-    while (late != 0) & (polls < _POLLS):
+    began, too_long = polls.to(tl.int64), polls.to(tl.int64)
+    while (late != 0) & (too_long == 0):
         found = tl.load(source, mask=sent[:, None], other=none, volatile=True)
         found_lse = tl.load(lse_source, mask=sent, other=none, volatile=True)
         late = _late(found, number) | _late(found_lse, number)
-        polls += 1
-    _stop_if(late, ON_GPU)
+        polls, began, too_long = waited(polls, began, waits, ON_GPU)
+    if late != 0:
+        of_rank = tl.max(((found >> 32).to(tl.int32) != number).to(tl.int32), 1)
+        of_rank |= ((found_lse >> 32).to(tl.int32) != number).to(tl.int32)
+        lost = tl.min(tl.where(of_rank != 0, peer, WORLD_PAD))
+        stop_if(late, RESULTS, lost, number, waits, ON_GPU)
+    beside = counted(counts + program, number, ON_GPU)
     x = tl.where(own[:, None], x, found.to(tl.int32))
     part = tl.where(own, part, found_lse.to(tl.int32)).to(tl.float32, bitcast=True)
     # Some kernels report +inf for rows without a key; it counts as -inf.
@@ -239,4 +238,4 @@ def merge_words_kernel(
         tl.store(target + both, tl.interleave(even, odd), mask=both < 2 * SIZE)
     merged = tl.where(total == 0.0, minus_inf, top + tl.log2(safe_total) * LN2)
     tl.store(lse + token * stride_lo + head, merged)
-    tl.store(counts + program, number)
+    stop_if(beside, RESULTS + TWICE, rank, number, waits, ON_GPU)
