@@ -73,7 +73,7 @@ def all_cases() -> dict[str, Callable[[], Any]]:
     cases: dict[str, Callable[[], Any]] = {}
     tables = (
         hopper.LATENT_CASES, hopper.SELECTED_CASES, hopper.INVARIANT_CASES, hopper.SHARED_CASES,
-        hopper.SCORE_CASES,
+        hopper.STREAM_CASES, hopper.SCORE_CASES,
     )  # fmt: skip
     for name in [*hopper.CASES, *itertools.chain(*tables), *hopper.entry_cases()]:
         cases[f"hopper/{name}"] = lambda name=name: hopper.compile_case(name)

@@ -172,13 +172,8 @@ SPARSE = named(
 )
 
 _TWO_STREAMS: dict[str, Any] = {
-    "num_heads": 64,
-    "num_kv_heads": 1,
-    "head_size": 512,
-    "block_size": 64,
-    "mla": True,
-    "sinks": True,
-    "sliding_window": 128,
+    **{"num_heads": 64, "num_kv_heads": 1, "head_size": 512, "block_size": 64},
+    **{"mla": True, "sinks": True, "sliding_window": 128},
 }
 """DeepSeek V4: keys are values; entries of 4 tokens of which 512 are selected, or of 128 tokens."""
 
@@ -190,6 +185,7 @@ ENTRIES = named(
             ("decode-1x32k", "q1s32k"),
             ("decode-32x32k", "32q1s32k"),
             ("decode-32x128k", "32q1s128k"),
+            ("decode-128x32k", "128q1s32k"),
             ("prefill-2k-over-32k", "q2ks32k"),
         )
     )

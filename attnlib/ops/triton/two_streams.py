@@ -8,7 +8,11 @@ from attnlib.ops.params import AttentionParams
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.entry_stream import EntryStream
-from attnlib.ops.triton.heuristics.device import DeviceLimits, device_guard
+from attnlib.ops.triton.heuristics.device import (
+    DeviceLimits,
+    device_guard,
+    programmatic_launch,
+)
 from attnlib.ops.triton.hopper.streams_plan import HopperStreams, streams_reasons
 from attnlib.ops.triton.launch.bound import ALIGNMENT
 from attnlib.ops.triton.launch.cache import LAUNCHES
@@ -16,6 +20,9 @@ from attnlib.ops.triton.launch.partials import Partials
 from attnlib.ops.triton.launch.selected import clear_rows, count_listed
 
 __all__ = ["two_stream_attention"]
+
+_STEP = 8
+"""Splits that the combine kernel loads at a time: DeepSeek V4's lists have five."""
 
 
 class _Launch:
@@ -34,6 +41,8 @@ class _Launch:
             *(call.num_tokens, call.shape.num_heads, call.shape.head_size_v),
             has_sink=call.params.sinks is not None,
             has_lse=call.lse is not None,
+            overlap=programmatic_launch(call.limits, call.num_tokens * call.shape.num_heads),
+            step=_STEP,
         )
 
     def run(self, call: AttentionCall, entries: EntryStream) -> None:

@@ -12,6 +12,7 @@ from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.entry_stream import EntryStream
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys
+from tests.described_server import H100
 
 
 class _Attend:
@@ -43,8 +44,7 @@ def _launch(listed: int | None, columns: int = 4, most: int = 200) -> object:
 
 def test_steps_whose_entries_grow_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wider lists and tables, and more entries, up to the next power of 2."""
-    limits = object()
-    monkeypatch.setattr(attention_call, "limits_of", lambda _: limits)
+    monkeypatch.setattr(attention_call, "limits_of", lambda _: H100)
     monkeypatch.setattr(two_streams, "streams_reasons", lambda *_: [])
     monkeypatch.setattr(two_streams, "HopperStreams", _Attend)
     LAUNCHES.clear()

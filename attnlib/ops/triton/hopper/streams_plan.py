@@ -25,6 +25,9 @@ _STEP = 2 * _TILE
 """Slots that a CTA visits at least."""
 _REGISTERS = 216
 """Of a thread of the warps that multiply."""
+_PREFETCH_WAVES = 8
+"""Waves of CTAs up to which latents are prefetched into the L2 cache; 0 never prefetches. Tokens of
+a long prefill share theirs, which are there already."""
 
 
 def streams_reasons(call: AttentionCall, entries: EntryStream) -> list[str]:
@@ -82,7 +85,9 @@ class HopperStreams:
         programs = call.num_tokens * blocks
         # One CTA uses the memory of a multiprocessor.
         steps, wave = -(-(own + num_entries) // _STEP), call.limits.num_sms // max(1, programs)
-        self.num_splits = max(1, min(steps, wave, MAX_SPLITS))
+        per_split = -(-steps // max(1, min(steps, wave, MAX_SPLITS)))
+        # No split without slots: it would write partial results too.
+        self.num_splits = -(-steps // per_split)
         config = StreamConfig(
             OWN=own,
             BLOCK_SIZE=shape.block_size,
@@ -98,6 +103,7 @@ class HopperStreams:
             HAS_SINK=params.sinks is not None,
             HAS_LSE=call.lse is not None,
             REGISTERS=_REGISTERS,
+            PREFETCH=programs <= _PREFETCH_WAVES * call.limits.num_sms,
         )
         options = {"num_warps": 4, "enable_fp_fusion": True, "CONFIG": config}
         self._launch = BoundLaunch(hopper_streams_kernel, (programs, self.num_splits, 1), options)

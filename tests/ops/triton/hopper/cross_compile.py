@@ -762,6 +762,7 @@ SELECTED_CASES: dict[str, dict[str, Any]] = {
 STREAM_CASES: dict[str, dict[str, Any]] = {
     "streams-64-lists-splits": {"heads": 64, "tokens": 32, "max_blocks": 512},
     "streams-64": {"heads": 64, "tokens": 300},
+    "streams-64-many": {"heads": 64, "tokens": 2000},
     "streams-128-lists-all": {
         "heads": 128,
         "tokens": 300,

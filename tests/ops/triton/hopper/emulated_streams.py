@@ -34,13 +34,20 @@ CASES: dict[str, dict[str, Any]] = {
     "lists in splits, an uneven number of tiles": {
         "batch": "q1s200_q1s129", "splits": 2, "counts": (300, 64), "lists": 193, "sinks": True,
     },
+    "no split without slots, except where lists are shorter than a power of 2": {
+        "batch": "q1s200_q1s3", "splits": 4, "used": 3, "counts": (320, 40), "lists": 300,
+    },
+    "nothing prefetched": {
+        "batch": "q1s200_q1s129", "splits": 1, "counts": (300, 64), "prefetch_waves": 0,
+    },
     "window to both sides, soft cap": {
         "batch": "q3s150", "splits": 2, "counts": (10, 128, 129),
         "params": {"window": (99, 30), "causal": False, "logits_soft_cap": 20.0},
     },
 }  # fmt: skip
-"""`counts`: entries that each query token may see. `splits`: at most. `lists`: entries of a list,
-some of them padding. Two rows after the last request have no list and no blocks."""
+"""`counts`: entries that each query token may see. `splits`: at most; `used`: of the launch, where
+it has fewer. `lists`: entries of a list, some of them padding. Two rows after the last request have
+no list and no blocks."""
 HEADS, SIZE = 4, 512
 
 
@@ -131,6 +138,7 @@ def emulate_case(name: str) -> dict[str, Any]:
     starts = torch.tensor([0, *lengths.query_lens]).cumsum(0).int()
     with stub_target("sm_90"):
         JITFunction.run, streams_plan.MAX_SPLITS = run_emulated, options["splits"]
+        streams_plan._PREFETCH_WAVES = options.get("prefetch_waves", 1)
         computed = two_stream_attention(
             *(query, cache, cache, table, starts, torch.tensor(lengths.seq_lens).int()),
             *(params, entries),

@@ -13,7 +13,14 @@ from triton.experimental.gluon import language as gl
 from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate
 from attnlib.ops.triton.hopper.kernels.latent_tiles import TILE
 
-__all__ = ["StreamConfig", "StreamInputs", "StreamKeys", "StreamWork", "stream_work"]
+__all__ = [
+    "StreamConfig",
+    "StreamInputs",
+    "StreamKeys",
+    "StreamWork",
+    "stream_work",
+    "token_of_cta",
+]
 
 
 class StreamConfig(NamedTuple):
@@ -30,6 +37,7 @@ class StreamConfig(NamedTuple):
         CAUSAL, HAS_RIGHT: see `Mask`; there is a window to the left.
         HAS_CAP, HAS_SINK, HAS_LSE: whether there are a soft cap, sinks and an LSE.
         REGISTERS: of a thread in all warps but the first four.
+        PREFETCH: whether latents of the next tile are prefetched into the L2 cache.
     """
 
     OWN: int
@@ -46,6 +54,7 @@ class StreamConfig(NamedTuple):
     HAS_SINK: bool
     HAS_LSE: bool
     REGISTERS: int
+    PREFETCH: bool
 
 
 @aggregate
@@ -124,24 +133,20 @@ class StreamWork:
 
 @aggregate
 class StreamInputs:
-    """The queries of a call and the two caches.
+    """The two caches of a call.
 
     Fields:
-        query, key, entry: pointers to the queries, the own latents and the entries.
+        key, entry: pointers to the own latents and the entries.
         table, entry_table: pointers to the blocks of the token's request.
-        stride_qt, stride_qh: elements from token to token and from head to head.
         stride_kb, stride_kn: elements from block to block and from position to position.
         stride_eb, stride_en: likewise, of the entries.
         OWN, BLOCK_SIZE, ENTRY_BLOCK: see `StreamConfig`.
     """
 
-    query: Value
     key: Value
     entry: Value
     table: Value
     entry_table: Value
-    stride_qt: Value
-    stride_qh: Value
     stride_kb: Value
     stride_kn: Value
     stride_eb: Value
@@ -149,11 +154,6 @@ class StreamInputs:
     OWN: gl.constexpr
     BLOCK_SIZE: gl.constexpr
     ENTRY_BLOCK: gl.constexpr
-
-    @gluon.jit
-    def query_offsets(self, token, heads):
-        """Return the element offsets of the heads of a token."""
-        return token.to(gl.int64) * self.stride_qt + heads.to(gl.int64) * self.stride_qh
 
     @gluon.jit
     def blocks(self, slot, position):
@@ -184,6 +184,13 @@ class StreamInputs:
 
 
 @gluon.jit
+def token_of_cta(CONFIG: gl.constexpr):
+    """Return the query token of this CTA and its first head."""
+    program = gl.program_id(0)
+    return program // CONFIG.HEAD_BLOCKS, program % CONFIG.HEAD_BLOCKS * CONFIG.HEADS
+
+
+@gluon.jit
 def stream_work(lists, entry_counts, CONFIG: gl.constexpr):
     """Return the `StreamWork` of this CTA and the block table of its request.
 
@@ -191,8 +198,7 @@ def stream_work(lists, entry_counts, CONFIG: gl.constexpr):
         lists: the `KeyLists` of the own keys, with the lists of entries.
         entry_counts: pointer to the visible entries of each token.
     """
-    token = gl.program_id(0) // CONFIG.HEAD_BLOCKS
-    head_offset = gl.program_id(0) % CONFIG.HEAD_BLOCKS * CONFIG.HEADS
+    token, head_offset = token_of_cta(CONFIG)
     split = gl.program_id(1)
     visible = lists.visible_keys(token)
     count = gl.load(entry_counts + token, mask=visible.exists, other=0)

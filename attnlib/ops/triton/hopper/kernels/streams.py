@@ -3,37 +3,75 @@ under one softmax. A CTA computes up to 64 heads of one token.
 
 One CTA per (query token, block of heads, split of the slots). It multiplies as the kernel over
 selected latents; only where its keys are found differs (`stream_work`).
+
+The queries of a token are copied before its request is known: both take a read of memory or more.
+Memory holds one pair of tiles, so a tile is copied late, after the one before it in its place. With
+PREFETCH its latents are in the L2 cache by then.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from attnlib.ops.triton.hopper.kernels.compat import arrive_after_copies
+from attnlib.ops.triton.hopper.kernels.compat import (
+    arrive_after_copies,
+    launch_dependent_grids,
+    partition_barrier,
+    prefetch_rows,
+)
 from attnlib.ops.triton.hopper.kernels.decode_call import Outputs
 from attnlib.ops.triton.hopper.kernels.latent_tiles import HIGH, LOW, TILE, allocate_tiles
 from attnlib.ops.triton.hopper.kernels.schedule import Batch, Mask
 from attnlib.ops.triton.hopper.kernels.selected_latents import consume_lists, copy_part
 from attnlib.ops.triton.hopper.kernels.selected_lists import UNALIGNED, UNSPECIALIZED, KeyLists
 from attnlib.ops.triton.hopper.kernels.selected_rows import SelectedResults, gather_part
-from attnlib.ops.triton.hopper.kernels.stream_work import StreamInputs, stream_work
+from attnlib.ops.triton.hopper.kernels.stream_work import (
+    StreamInputs,
+    stream_work,
+    token_of_cta,
+)
 
 __all__ = ["hopper_streams_kernel"]
 
 
+_COPIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+"""Threads that copy rows of latents or queries."""
+
+
+@gluon.jit
+def _copy_queries(query, stride_qt, stride_qh, tiles, CONFIG: gl.constexpr):
+    """Copy the queries of this CTA into shared memory. Four warps."""
+    rows = gl.arange(0, TILE, gl.SliceLayout(1, _COPIES))
+    token, head_offset = token_of_cta(CONFIG)
+    heads = (head_offset + rows).to(gl.int64)
+    offsets = token.to(gl.int64) * stride_qt + heads * stride_qh
+    HALF: gl.constexpr = CONFIG.DV // 2
+    gather_part(query, offsets, rows < CONFIG.HEADS, tiles.queries.low.index(0), 0)
+    gather_part(query, offsets, rows < CONFIG.HEADS, tiles.queries.high.index(0), HALF)
+    arrive_after_copies(tiles.queries_full.index(0), increment_count=False)
+
+
+@gluon.jit
+def _prefetch(inputs, slot, position, block, SIZE: gl.constexpr):
+    """Prefetch the latents of a tile into the L2 cache, SIZE bytes each, by one thread for each."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
+    base, offsets = inputs.latents(slot, position, block)
+    pointers = gl.convert_layout(base + offsets, gl.SliceLayout(1, LAYOUT))
+    exists = gl.convert_layout(position >= 0, gl.SliceLayout(1, LAYOUT))
+    thread = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))
+    # Adds nothing, but one thread of each row has the row.
+    pointers = pointers[:, None] + (thread * 0)[None, :]
+    prefetch_rows(pointers, SIZE, exists[:, None] & (thread == 0)[None, :])
+
+
 @gluon.jit
 def _gatherer(inputs, work, tiles, CONFIG: gl.constexpr):
-    """Copy the queries and all pairs of tiles into shared memory. One warpgroup."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    """Copy all pairs of tiles into shared memory. One warpgroup."""
+    rows = gl.arange(0, TILE, gl.SliceLayout(1, _COPIES))
     HALF: gl.constexpr = CONFIG.DV // 2
-    rows = gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
     # Positions and blocks are loaded one tile ahead.
     position = work.positions(work.begin, rows)
     block = inputs.blocks(work.begin, position)
-    offsets = inputs.query_offsets(work.token, work.head_offset + rows)
-    gather_part(inputs.query, offsets, rows < CONFIG.HEADS, tiles.queries.low.index(0), 0)
-    gather_part(inputs.query, offsets, rows < CONFIG.HEADS, tiles.queries.high.index(0), HALF)
-    arrive_after_copies(tiles.queries_full.index(0), increment_count=False)
     for pair in range(work.pairs):
         for tile in gl.static_range(2):
             slot = work.begin + (2 * pair + tile) * TILE
@@ -52,6 +90,10 @@ def _gatherer(inputs, work, tiles, CONFIG: gl.constexpr):
                 copy_part(base, offsets, exists, tiles, parity, 0, LOW, tile)
             position = next_position
             block = next_block
+            if CONFIG.PREFETCH:
+                # The first two tiles are copied at once.
+                if 2 * pair + tile > 0:
+                    _prefetch(inputs, slot + TILE, position, block, 2 * CONFIG.DV)
 
 
 @gluon.jit(
@@ -78,18 +120,21 @@ def hopper_streams_kernel(
     """
     tiles = allocate_tiles(CONFIG.DV, 0, query.dtype.element_ty, GATHERED=True)
     fence_async_shared()
+    # The barrier of the queries is initialized by one thread, and all threads arrive on it.
+    partition_barrier()
+    _copy_queries(query, stride_qt, stride_qh, tiles, CONFIG)
+    if CONFIG.SPLIT:
+        # The combine kernel waits for the results.
+        launch_dependent_grids()
     mask = Mask(left, right, None, CONFIG.CAUSAL, True, CONFIG.HAS_RIGHT, False)
     batch = Batch(query_start_loc, seq_lens, block_table, num_reqs, None, stride_table)
     lists = KeyLists(batch, mask, indices, num_entries, num_splits, stride_lists, 1, CONFIG.SPLIT)
     work, table = stream_work(lists, entry_counts, CONFIG)
     inputs = StreamInputs(
-        query,
         key,
         entry,
         table,
         entry_table + work.token.to(gl.int64) * stride_entry_table,
-        stride_qt,
-        stride_qh,
         stride_kb,
         stride_kn,
         stride_eb,
