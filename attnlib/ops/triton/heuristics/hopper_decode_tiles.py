@@ -44,12 +44,15 @@ class DecodeTile:
             latency of converting float8 tiles.
         warps: CTAs of one warp on each multiprocessor (`kernels/warp_decode.py`); 0 for CTAs with
             consumer warpgroups.
+        spare: stages of memory that CTAs of one warp leave empty, so that no more than `warps` fit
+            beside each other: a next launch that begins early would divide its CTAs unevenly.
     """
 
     block_n: int
     stages: int
     consumers: int = 1
     warps: int = 0
+    spare: int = 0
 
 
 def decode_shared_bytes(
@@ -70,7 +73,7 @@ def decode_shared_bytes(
     width, width_v = padded_width(head_size), padded_width(head_size_v)
     rows = decode_rows(head_size_v)
     bits = cache_bits * width + (value_bits or cache_bits) * width_v
-    ring = tile.stages * tile.block_n * bits // 8
+    ring = (tile.stages + tile.spare) * tile.block_n * bits // 8
     if cache_bits < 16:
         ring += 2 * 8 * tile.stages * tile.block_n
     if tile.warps:

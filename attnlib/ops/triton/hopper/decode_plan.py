@@ -171,6 +171,8 @@ def _config(
         GATHERS=gathered,
         K_SIGNS=signs[0],
         V_SIGNS=signs[1],
+        SPARE_STAGES=tile.spare,
+        HALF_ROWS=any(signs) and 2 * sizes.rows <= columns,
     )
 
 

@@ -88,6 +88,8 @@ def assembly(asm: str, constraints: str, args: Sequence[Any], dtype: Any, *_: An
         to = torch.bfloat16 if "bf16x2" in asm else torch.float16
         both = torch.stack([word.value.to(to) for word in args], -1)
         return Tensor(both.view(torch.int32).squeeze(-1))
+    if "min.NaN.xorsign.abs" in asm:  # magnitudes
+        return Tensor(args[0].value.clamp(-raw(args[1]), raw(args[1])))
     if "tanh.approx" in asm:
         return Tensor(torch.tanh(args[0].value))
     if "lg2.approx" in asm:

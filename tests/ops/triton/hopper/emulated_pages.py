@@ -93,6 +93,8 @@ CASES |= {
         ("hadamard_values", 64, DecodeTile(64, 2, warps=2)),
         ("hadamard", 96, DecodeTile(64, 4)),
         ("hadamard", 64, DecodeTile(64, 3, 2)),
+        ("hadamard", 128, DecodeTile(64, 3, 2)),
+        ("hadamard@2", 128, DecodeTile(32, 2, warps=2, spare=1)),
         ("hadamard", 256, DecodeTile(64, 4)),
     )
 }  # fmt: skip

@@ -87,8 +87,11 @@ def sum_of_warps(own, tile, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def store_columns(tile, numbers):
-    """Store numbers [rows] in shared memory [1, rows], for `load_columns` after a barrier."""
-    tile.permute((1, 0)).store(numbers[:, None])
+    """Store numbers [rows] or [rows, 1] in shared memory [1, rows], for `load_columns` after a
+    barrier."""
+    if len(numbers.shape) == 1:
+        numbers = numbers[:, None]
+    tile.permute((1, 0)).store(numbers)
 
 
 @gluon.jit

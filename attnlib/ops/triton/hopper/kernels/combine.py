@@ -19,7 +19,6 @@ from attnlib.ops.triton.hopper.kernels.compat import exp2
 from attnlib.ops.triton.hopper.kernels.rotation import rotate_rows, value_levels
 from attnlib.ops.triton.hopper.kernels.softmax import add_sink
 from attnlib.ops.triton.kernels.hadamard import turned_back
-from attnlib.ops.triton.kernels.quant import KV_PLAIN
 from attnlib.ops.triton.kernels.softmax import finish_rows
 
 __all__ = ["clear_rows", "combine_in_cta", "hopper_combine_kernel"]
@@ -102,7 +101,7 @@ def combine_in_cta(outputs, partials, split, first_partial, num_splits, config):
     target = outputs.pointer + offsets[:, None] + lanes[None, :]
     result = (acc * (acc_scale / safe_sum)[:, None]).to(outputs.pointer.dtype.element_ty)
     if config.V_SIGNS:
-        LEVELS: gl.constexpr = value_levels(WIDTH_V, DV, KV_PLAIN)
+        LEVELS: gl.constexpr = value_levels(WIDTH_V, DV)
         wide = result.to(gl.float32)
         result = rotate_rows(wide, lanes, config.V_SIGNS, DV, LEVELS, True, result.dtype)
     gl.store(target, result, mask=mask)

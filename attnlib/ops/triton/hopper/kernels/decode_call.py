@@ -69,6 +69,8 @@ class DecodeConfig(NamedTuple):
         GATHERS: the rows of the caches are copied one by one, and not by TMA; for one worker.
         K_SIGNS, V_SIGNS: where the kernel rotates queries, and outputs back: the signs of a
             `KVRotation` as `rotation` reads them; else 0.
+        SPARE_STAGES: `DecodeTile.spare`.
+        HALF_ROWS: the kernel rotates, and requests have query rows in the first 4 of 8 ROWS only.
     """
 
     NUM_KV_HEADS: int
@@ -102,6 +104,8 @@ class DecodeConfig(NamedTuple):
     GATHERS: bool = False
     K_SIGNS: int = 0
     V_SIGNS: int = 0
+    SPARE_STAGES: int = 0
+    HALF_ROWS: bool = False
 
 
 @aggregate

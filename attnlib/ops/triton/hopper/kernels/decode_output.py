@@ -13,7 +13,12 @@ from attnlib.ops.triton.hopper.kernels.decode_products import (
 )
 from attnlib.ops.triton.hopper.kernels.kv_scales import factor_without_keys
 from attnlib.ops.triton.hopper.kernels.ranges import even_begin, even_index
-from attnlib.ops.triton.hopper.kernels.rotation import rotate_rows, value_levels
+from attnlib.ops.triton.hopper.kernels.rotation import (
+    first_half,
+    in_order,
+    rotate_rows,
+    value_levels,
+)
 from attnlib.ops.triton.hopper.kernels.softmax import add_sink
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS, atomic_increment
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
@@ -79,20 +84,18 @@ def _combine(call, share, split, num_splits, first_range, before):
 @gluon.jit
 def _store_rotated(outputs, split, rounded, config):
     """Rotate outputs [elements, rows], in the order of `value_lanes`, back and store them."""
-    ROWS: gl.constexpr = config.ROWS
     WIDTH: gl.constexpr = config.WIDTH_V
     GROUP: gl.constexpr = config.GROUP
     DTYPE: gl.constexpr = outputs.pointer.dtype.element_ty
-    LANES: gl.constexpr = min(32, WIDTH // 4)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
     # A head in the lanes of one warp, so that its elements meet without shared memory.
-    x = gl.convert_layout(gl.permute(rounded, (1, 0)), LAYOUT).to(gl.float32)
-    elements = gl.convert_layout(
-        value_lanes(WIDTH, score_layout(ROWS), config.V_KIND), gl.SliceLayout(0, LAYOUT)
-    )
-    LEVELS: gl.constexpr = value_levels(WIDTH, config.DV, config.V_KIND)
-    x = rotate_rows(x, elements, config.V_SIGNS, config.DV, LEVELS, True, DTYPE)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, WIDTH // 32], [1, 32], [4, 1], [1, 0])
+    x = gl.convert_layout(gl.permute(in_order(rounded, config.V_KIND), (1, 0)), LAYOUT)
+    if config.HALF_ROWS:
+        x = gl.convert_layout(first_half(x), LAYOUT, assert_trivial=True)
+    elements = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    LEVELS: gl.constexpr = value_levels(WIDTH, config.DV)
+    x = rotate_rows(x.to(gl.float32), elements, config.V_SIGNS, config.DV, LEVELS, True, DTYPE)
+    row = gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
     token = row // GROUP
     valid = (row < config.TILE_TOKENS * GROUP) & (token < split.query_len)
     offsets = outputs.offsets(split.start + token, split.kv_head * GROUP + row % GROUP)

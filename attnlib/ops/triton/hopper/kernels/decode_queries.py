@@ -13,7 +13,12 @@ from attnlib.ops.triton.hopper.kernels.column_softmax import store_columns
 from attnlib.ops.triton.hopper.kernels.compat import partition_barrier, prefetch_l1
 from attnlib.ops.triton.hopper.kernels.int4 import int4_query_columns
 from attnlib.ops.triton.hopper.kernels.quantized import query_columns, query_powers
-from attnlib.ops.triton.hopper.kernels.rotation import key_group_levels, key_levels, rotate_parts
+from attnlib.ops.triton.hopper.kernels.rotation import (
+    key_group_levels,
+    key_levels,
+    rotate_parts,
+    twice,
+)
 from attnlib.ops.triton.kernels.quant import KV_INT4, KV_PLAIN
 
 __all__ = [
@@ -33,6 +38,14 @@ def query_layout(width, warps):
     """Return the layout of [rows, width] in which a thread loads 16 bytes of a row."""
     lanes = min(32, width // 8)
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _turned_layout(width, warps):
+    """Return the layout of 4 rows [4, width] that are rotated: few elements for each thread."""
+    if warps == 1:
+        return gl.BlockedLayout([1, width // 8], [4, 8], [1, 1], [1, 0])
+    return gl.BlockedLayout([1, width // 32], [1, 32], [4, 1], [1, 0])
 
 
 @gluon.jit
@@ -137,6 +150,28 @@ def _load_scaled_queries(
 
 
 @gluon.jit
+def _scaled_queries(
+    queries, split, first_row, WIDTH: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, config
+):
+    """`_load_scaled_queries` of ROWS rows. Where 4 of 8 are rotated, the others repeat them, and
+    the inverse powers are [ROWS, 1]."""
+    if config.HALF_ROWS:
+        LAYOUT: gl.constexpr = _turned_layout(WIDTH, WARPS)
+        half, powers = _load_scaled_queries(
+            queries, split, first_row, WIDTH, ROWS // 2, LAYOUT, config
+        )
+        scaled = ()
+        for part in gl.static_range(len(half)):
+            scaled = scaled + (twice(half[part]),)
+        inverse = twice(powers[:, None])
+    else:
+        scaled, inverse = _load_scaled_queries(
+            queries, split, first_row, WIDTH, ROWS, query_layout(WIDTH, WARPS), config
+        )
+    return scaled, inverse
+
+
+@gluon.jit
 def _store_scaled_queries(q_tile, scaled, K_KIND: gl.constexpr):
     """Store the queries of `_load_scaled_queries` in shared memory."""
     if K_KIND == KV_INT4:
@@ -160,8 +195,7 @@ def prepare_queries(call, worker, split, key_scale):
     ROWS: gl.constexpr = q_tile.shape[-2]
     WIDTH: gl.constexpr = q_tile.shape[-1]
     if config.K_KIND != KV_PLAIN:
-        LAYOUT: gl.constexpr = query_layout(WIDTH, 4)
-        scaled, inverse = _load_scaled_queries(call.queries, split, 0, WIDTH, ROWS, LAYOUT, config)
+        scaled, inverse = _scaled_queries(call.queries, split, 0, WIDTH, ROWS, 4, config)
         store_columns(worker.factors, inverse * key_scale)
         # All warps have exchanged maxima since they used the previous split's queries.
         _store_scaled_queries(q_tile, scaled, config.K_KIND)
@@ -188,9 +222,8 @@ def send_queries(queries, worker, split, number, key_scale, config):
     q_tile = worker.q_tile
     ROWS: gl.constexpr = q_tile.shape[-2]
     WIDTH: gl.constexpr = q_tile.shape[-1]
-    LAYOUT: gl.constexpr = query_layout(WIDTH, 1)
     for first in gl.static_range(0, ROWS, _ROWS):
-        scaled, inverse = _load_scaled_queries(queries, split, first, WIDTH, _ROWS, LAYOUT, config)
+        scaled, inverse = _scaled_queries(queries, split, first, WIDTH, _ROWS, 1, config)
         if first == 0:
             worker.wait_for_used_queries(number)
         q_tile.slice(first, _ROWS, 0).store(scaled[0])

@@ -12,11 +12,14 @@ from attnlib.ops.triton.kernels.hadamard import LIMIT, largest_number, sign_word
 from attnlib.ops.triton.kernels.quant import KV_INT4, KV_MXFP4, KV_NVFP4, KV_PLAIN
 
 __all__ = [
+    "first_half",
+    "in_order",
     "key_group_levels",
     "key_levels",
     "key_part_levels",
     "rotate_parts",
     "rotate_rows",
+    "twice",
     "value_levels",
     "value_part_levels",
 ]
@@ -64,16 +67,46 @@ def key_group_levels(words, size):
 
 
 @gluon.constexpr_function
-def value_levels(width, size, kind):
-    """Return the levels of outputs [rows, width] in the order of `decode_products.value_lanes`."""
-    bits = width.bit_length() - 1
-    if kind == KV_PLAIN:
-        return _levels(tuple(range(bits)), size)
-    if kind == KV_INT4:
-        return _levels((0, 1, 2, *range(4, bits - 1), 3, bits - 1), size)
-    if kind == KV_NVFP4:
-        return _levels((3, bits - 1, 0, 1, 2, *range(4, bits - 1)), size)
-    return _levels((3, 0, 1, 2, *range(4, bits)), size)
+def value_levels(width, size):
+    """Return the levels of outputs [rows, width] in the order of their elements."""
+    return _levels(tuple(range(width.bit_length() - 1)), size)
+
+
+@gluon.jit
+def in_order(x, KIND: gl.constexpr):
+    """Return outputs [elements, rows] in the order of their elements, from that of
+    `decode_products.value_lanes`. Registers stay what they are."""
+    WIDTH: gl.constexpr = x.shape[0]
+    ROWS: gl.constexpr = x.shape[1]
+    if KIND == KV_PLAIN:
+        found = x
+    elif KIND == KV_INT4:
+        found = gl.permute(gl.reshape(x, [2, WIDTH // 32, 2, 8, ROWS]), (0, 2, 1, 3, 4))
+    elif KIND == KV_NVFP4:
+        found = gl.permute(gl.reshape(x, [2, WIDTH // 32, 2, 8, ROWS]), (1, 3, 0, 2, 4))
+    else:
+        found = gl.permute(gl.reshape(x, [WIDTH // 16, 2, 8, ROWS]), (0, 2, 1, 3))
+    return gl.reshape(found, [WIDTH, ROWS])
+
+
+@gluon.jit
+def first_half(x):
+    """Return the first half of the rows of `x` [rows, words]."""
+    ROWS: gl.constexpr = x.shape[0]
+    WORDS: gl.constexpr = x.shape[1]
+    found, _ = gl.split(gl.permute(gl.reshape(x, [2, ROWS // 2, WORDS]), (1, 2, 0)))
+    return found
+
+
+@gluon.jit
+def twice(x):
+    """Return `x` [rows, words] or [rows] with all rows a second time behind them."""
+    ROWS: gl.constexpr = x.shape[0]
+    if len(x.shape) == 1:
+        found = gl.reshape(gl.permute(gl.join(x, x), (1, 0)), [2 * ROWS])
+    else:
+        found = gl.reshape(gl.permute(gl.join(x, x), (2, 0, 1)), [2 * ROWS, x.shape[1]])
+    return found
 
 
 @gluon.constexpr_function
@@ -92,8 +125,9 @@ def value_part_levels(words, size, kind):
 @gluon.jit
 def _clamped(x, MOST: gl.constexpr):
     """`x` within the limits; NaN stays NaN."""
-    x = gl.where(x > MOST, MOST, x)
-    return gl.where(x < -MOST, -MOST, x)
+    return gl.inline_asm_elementwise(
+        "min.NaN.xorsign.abs.f32 $0, $1, $2;", "=f,f,f", [x, MOST], gl.float32, True, 1
+    )
 
 
 @gluon.jit
@@ -101,8 +135,8 @@ def _signed(x, elements, SIGNS: gl.constexpr, SIZE: gl.constexpr):
     """`x` [rows, words] times the signs of its elements."""
     word = gl.full(elements.shape, sign_word(SIGNS, 0), gl.int32, elements.type.layout)
     for number in gl.static_range(1, (SIZE + 31) // 32):
-        word = gl.where(elements >= 32 * number, sign_word(SIGNS, number), word)
-    flip = (word >> (elements % 32)) << 31
+        word = gl.where(elements >> 5 >= number, sign_word(SIGNS, number), word)
+    flip = (word >> (elements & 31)) << 31
     return (x.to(gl.int32, bitcast=True) ^ flip[None, :]).to(gl.float32, bitcast=True)
 
 
@@ -174,7 +208,9 @@ def rotate_parts(
         x = changed[part] * unit(SIZE)
         if INVERSE:
             x = _signed(x, elements[part], SIGNS, SIZE) + 0.0
-        rotated = rotated + (_clamped(x, largest_number(DTYPE)).to(DTYPE),)
+        if DTYPE == gl.float16:  # the limits of the elements keep sums in range of other dtypes
+            x = _clamped(x, largest_number(DTYPE))
+        rotated = rotated + (x.to(DTYPE),)
     return rotated
 
 

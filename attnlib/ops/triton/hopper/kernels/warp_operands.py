@@ -25,7 +25,7 @@ from attnlib.ops.triton.hopper.kernels.quantized import (
     neighbors_ptx,
     query_powers,
 )
-from attnlib.ops.triton.hopper.kernels.rotation import key_part_levels, rotate_parts
+from attnlib.ops.triton.hopper.kernels.rotation import key_part_levels, rotate_parts, twice
 from attnlib.ops.triton.kernels.page_formats import PAGE_INT4, unpack_ptx
 from attnlib.ops.triton.kernels.quant import KV_INT4, KV_MXFP4, KV_NVFP4
 
@@ -150,9 +150,11 @@ def load_warp_queries(queries, split, config):
     """Load the query rows of a split; arguments are objects of `decode_call`."""
     PARTS: gl.constexpr = num_parts(config.K_KIND)
     WORDS: gl.constexpr = config.WIDTH // PARTS
-    ROWS: gl.constexpr = config.ROWS
+    COLUMNS: gl.constexpr = config.ROWS
+    ROWS: gl.constexpr = COLUMNS // 2 if config.HALF_ROWS else COLUMNS
     GROUP: gl.constexpr = config.GROUP
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, WORDS // 4], [8, 4], [1, 1], [1, 0])
+    LANES: gl.constexpr = 32 // ROWS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, WORDS // LANES], [ROWS, LANES], [1, 1], [1, 0])
     COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCTS)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     valid = (row < config.TILE_TOKENS * GROUP) & (row // GROUP < split.query_len)
@@ -182,7 +184,9 @@ def load_warp_queries(queries, split, config):
     initial = ()
     for part in gl.static_range(PARTS):
         rows = (parts[part].to(gl.float32) * power[:, None]).to(gl.float16)
-        start = gl.zeros([ROWS], gl.float32, COLUMN)
+        if config.HALF_ROWS:
+            rows = twice(rows)  # in the place of rows without queries
+        start = gl.zeros([COLUMNS], gl.float32, COLUMN)
         if config.K_KIND == KV_INT4:
             total = gl.sum(rows.to(gl.float32), 1)
             start = gl.convert_layout(total, COLUMN) * (-8.0 * 2.0**-24)
@@ -191,6 +195,8 @@ def load_warp_queries(queries, split, config):
         operand = gl.convert_layout(gl.permute(rows, (1, 0)), gl.DotOperandLayout(1, PRODUCTS, 2))
         operands = operands + (operand,)
         initial = initial + (start,)
+    if config.HALF_ROWS:
+        inverse = twice(inverse)
     factor = gl.convert_layout(inverse, COLUMN)
     if config.K_KIND == KV_INT4:
         factor = factor * 2.0**24

@@ -100,8 +100,9 @@ def allocate_warp_tiles(
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(K_SHAPE, gl.int16)
     V_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(V_SHAPE, gl.int16)
     HAS_SCALES: gl.constexpr = config.K_SCALE_KIND == SCALE_PER_TOKEN
-    keys = gl.allocate_shared_memory(gl.int16, [STAGES, K_SHAPE[0], K_SHAPE[1]], K_LAYOUT)
-    values = gl.allocate_shared_memory(gl.int16, [STAGES, V_SHAPE[0], V_SHAPE[1]], V_LAYOUT)
+    MEMORY: gl.constexpr = STAGES + config.SPARE_STAGES
+    keys = gl.allocate_shared_memory(gl.int16, [MEMORY, K_SHAPE[0], K_SHAPE[1]], K_LAYOUT)
+    values = gl.allocate_shared_memory(gl.int16, [MEMORY, V_SHAPE[0], V_SHAPE[1]], V_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         # The `expect` of the warp, and its 32 threads where they copy scales.
