@@ -4,10 +4,12 @@
     python -m benchmarks.hosts.one_gpu --out one_gpu.json --limit-seconds 560
     python -m benchmarks.hosts.one_gpu 'start-*' 'fp8/*' --out one_gpu.json
 
-Rows named NAME/attnlib and NAME/flash are the same engine with attnlib and with vLLM's own backend.
-`start-empty` starts without compiled kernels and `start-full` with those of `start-empty`, whose
-cache is in the folder of --out; the rows behind them use that cache, too. A kernel that vLLM
-compiles while attnlib serves ends its row with an error. Each row has a time limit of its own.
+Rows named NAME/attnlib and NAME/flash are the same engine with attnlib and with vLLM's own backend,
+each in a process of its own. `start-empty` starts without compiled kernels and `start-full` with
+those of earlier rows, whose cache is in the folder of --out; all rows but `start-empty` use that
+cache and ATTNLIB_KERNELS, if it is set. `start-shipped` has only the latter. `start-parts` also
+writes what its start spends its time on, beside the logs. A row of attnlib in which vLLM's monitor
+saw a new kernel while it served has an error. Each row has a time limit of its own.
 
 Beside --out, NAME.jsonl has what rows have measured so far, and NAME.logs their output: a row that
 is stopped keeps its workloads. `token` rows compare tokens of tiny models instead of times
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +43,10 @@ WAIT = 30.0
 """Seconds until then, at most: a process that was killed holds its memory for a while."""
 
 
+_NOT_KEPT = ("PYTHONDONTWRITEBYTECODE",)
+"""Environment variables. Without bytecode every start compiles a thousand modules of vLLM."""
+
+
 @dataclass(frozen=True)
 class Engine:
     """One engine.
@@ -50,19 +56,26 @@ class Engine:
         seconds: time limit of the row.
         backend: vLLM's name; "" for that of the row.
         keeps_cache: whether it begins with the compiled kernels of earlier rows.
+        ships_kernels: whether it may use ATTNLIB_KERNELS.
     """
 
     arguments: str
     seconds: float = 120.0
     backend: str = ""
     keeps_cache: bool = True
+    ships_kernels: bool = True
 
 
 _PLAIN = "--workloads one short serve"
 _DEEP = "--workloads deep --memory 0.8 --repetitions 3"
 ENGINES: dict[str, Engine] = {
-    **{f"start-empty/{name}": Engine("--workloads", keeps_cache=False) for name in BACKENDS},
+    **{
+        f"start-empty/{name}": Engine("--workloads", keeps_cache=False, ships_kernels=False)
+        for name in BACKENDS
+    },
     **{f"start-full/{name}": Engine("--workloads") for name in BACKENDS},
+    "start-shipped/attnlib": Engine("--workloads", keeps_cache=False),
+    **{f"start-parts/{name}": Engine("--workloads") for name in BACKENDS},
     **{f"bfloat16/{name}": Engine(_PLAIN) for name in BACKENDS},
     **{f"fp8/{name}": Engine(f"{_PLAIN} --kv-cache-dtype fp8") for name in BACKENDS},
     "int8/attnlib": Engine(f"{_PLAIN} --kv-cache-dtype int8_per_token_head"),
@@ -114,11 +127,16 @@ class Run:
         wait_for_memory()
         before = _lines(self._lines)
         backend = engine.backend or BACKENDS[row.rpartition("/")[2]]
-        monitor = "error" if row.endswith("/attnlib") else "warn"
-        command = [HERE / "vllm_throughput.py", "--backend", backend, "--jit-monitor", monitor]
+        command = [HERE / "vllm_throughput.py", "--backend", backend]
+        if row.startswith("start-parts"):
+            command += ["--start-parts", self._logs / f"{row.replace('/', '-')}.json"]
         command += [*engine.arguments.split(), "--out", self._lines]
-        error = self._run(row, command, time.monotonic() + engine.seconds)
+        dropped = () if engine.ships_kernels else ("ATTNLIB_KERNELS",)
+        error = self._run(row, command, time.monotonic() + engine.seconds, dropped)
         found = [json.loads(line) for line in _lines(self._lines)[len(before) :]]
+        late = sorted({line for workload in found for line in workload.get("late", ())})
+        if late and row.endswith("/attnlib"):
+            error = error or " | ".join(late)
         return {"workloads": found} | ({"error": error} if error else {})
 
     def _compare_tokens(self, row: str, kind: tuple[str, ...]) -> dict[str, Any]:
@@ -140,18 +158,24 @@ class Run:
         """The folder of Triton's cache: one for each backend."""
         return self._caches / row.rpartition("/")[2]
 
-    def _run(self, row: str, command: list[Any], end: float) -> str:
-        """Run a script until it ends, or its row, or the run; why it failed, or ""."""
+    def _run(self, row: str, command: list[Any], end: float, dropped: Sequence[str] = ()) -> str:
+        """Run a script until it ends, or its row, or the run; why it failed, or "".
+
+        Args:
+            row, command, end: of the script.
+            dropped: environment variables that it does not get.
+        """
         left = max(1.0, min(end, self._end) - time.monotonic())
         log = self._logs / f"{row.replace('/', '-')}.log"
         variables = {
             "VLLM_USE_FLASHINFER_SAMPLER": "0", "TEST_VLLM_CPU": "0", "PYTHONUNBUFFERED": "1",
             "TRITON_CACHE_DIR": str(self._cache(row)),
         }  # fmt: skip
+        kept = {k: v for k, v in os.environ.items() if k not in (*dropped, *_NOT_KEPT)}
         with log.open("w") as sink:
             process = subprocess.Popen(
                 [sys.executable, *map(str, command)], stdout=sink, stderr=subprocess.STDOUT,
-                env={**os.environ, **variables}, start_new_session=True,
+                env={**kept, **variables}, start_new_session=True,
             )  # fmt: skip
             try:
                 code = process.wait(left)

@@ -13,8 +13,12 @@ with one new token: the decode steps alone.
 
 `deep-uncached` has other prompts in every call, so that no prefix is cached. `decode_s` is the time
 of a call with all new tokens less the time of a call with one: the requests whose prompts are
-complete decode in the steps that prefill the others. `calls` has the steps of each call: those with
-prefills (`mixed`; longer than LONG_STEP) and the others, which only decode.
+complete decode in the steps that prefill the others.
+
+`calls` has the steps of each call: those with prefills (`mixed`; longer than LONG_STEP) and the
+others, which only decode, with the number and the time of the slowest. `late` lists the kernels
+that vLLM's monitor saw compiled, or found on disk, while the engine served; `engine_start_s` does
+not include `import_s`, the import of vLLM. --start-parts writes where a start spends its time.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from shapes import SHAPES
+from start_parts import StartParts
 
 for _name, _value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -74,25 +79,35 @@ def prompts(name: str, repetition: int) -> list[dict[str, list[int]]]:
     ]
 
 
-class WarmUps(logging.Handler):
-    """What attnlib says about its warm-ups."""
+class Lines(logging.Handler):
+    """Lines of a logger.
 
-    def __init__(self) -> None:
+    Args:
+        name: of the logger.
+        text: what they have in them.
+    """
+
+    def __init__(self, name: str, text: str) -> None:
         super().__init__()
-        self.lines: list[str] = []
+        self._text, self.lines = text, list[str]()
+        log = logging.getLogger(name)
+        log.addHandler(self)
+        log.setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a line."""
-        if (text := record.getMessage()).startswith("warmed up"):
-            self.lines.append(text)
+        if self._text in (text := record.getMessage()):
+            self.lines.append(text.split(". ")[0])
 
 
 class Engine:
     """vLLM with one attention backend."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
+        start = time.perf_counter()
         from vllm import LLM, SamplingParams
 
+        self.import_s = time.perf_counter() - start
         folder = Path(tempfile.mkdtemp())
         model = {**SHAPES[arguments.shape], **json.loads(arguments.model)}
         (folder / "config.json").write_text(json.dumps(model))
@@ -108,9 +123,9 @@ class Engine:
                 "method": "ngram", "num_speculative_tokens": arguments.n_grams,
                 "prompt_lookup_min": 2, "prompt_lookup_max": 4,
             }  # fmt: skip
-        self.warm_ups, log = WarmUps(), logging.getLogger("attnlib")
-        log.addHandler(self.warm_ups)
-        log.setLevel(logging.INFO)
+        self.warm_ups = Lines("attnlib", "warmed up")
+        self.late = Lines("vllm.utils.jit_monitor", "during inference")
+        parts = StartParts() if arguments.start_parts else None
         start = time.perf_counter()
         self._llm = LLM(
             model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
@@ -124,8 +139,10 @@ class Engine:
         )  # fmt: skip
         self._sampling = SamplingParams
         self._ends: list[float] = []
-        self._time_steps()
         self.start_s = time.perf_counter() - start
+        self._time_steps()
+        if parts is not None:
+            parts.write(arguments.start_parts)
 
     def _time_steps(self) -> None:
         """Record when each step of the engine ends."""
@@ -164,11 +181,13 @@ class Engine:
         """Number and seconds of the steps of the last call, with prefills and without."""
         times = [b - a for a, b in pairwise(self._ends)]
         mixed = [seconds for seconds in times if seconds > LONG_STEP]
-        decodes = [seconds for seconds in times if seconds <= LONG_STEP]
+        decodes = [(seconds, step) for step, seconds in enumerate(times) if seconds <= LONG_STEP]
+        sums = [seconds for seconds, _ in decodes]
         return {
             "mixed": len(mixed), "mixed_s": round(sum(mixed), 4), "decodes": len(decodes),
-            "decodes_s": round(sum(decodes), 4),
-            "median_decode_s": round(statistics.median(decodes), 6) if decodes else None,
+            "decodes_s": round(sum(sums), 4),
+            "median_decode_s": round(statistics.median(sums), 6) if decodes else None,
+            "slowest": [[step, round(s, 4)] for s, step in sorted(decodes, reverse=True)[:6]],
         }  # fmt: skip
 
 
@@ -207,8 +226,12 @@ def measure(engine: Engine, name: str, repetitions: int) -> dict[str, Any]:
             "decode_s": decode, "decode_tokens_per_s": len(sizes) * (new - 1) / decode,
             "first_s": first_s, "all_s": all_s, "calls": calls,
         }  # fmt: skip
-    times = [engine.generate(prompts(name, r), new)[1] for r in range(repetitions)]
-    return {"s": min(times), "new_tokens_per_s": decoded / min(times), "all_s": times}
+    times, calls = [], []
+    for repetition in range(repetitions):
+        times.append(engine.generate(prompts(name, repetition), new)[1])
+        calls.append(engine.steps())
+    tokens_per_s = decoded / min(times)
+    return {"s": min(times), "new_tokens_per_s": tokens_per_s, "all_s": times, "calls": calls}
 
 
 def profile(engine: Engine, name: str) -> dict[str, Any]:
@@ -257,6 +280,7 @@ def command_line() -> argparse.ArgumentParser:
     monitor = "what vLLM does when a kernel is compiled while it serves"
     parser.add_argument("--jit-monitor", choices=("warn", "error"), default="warn", help=monitor)
     parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--start-parts", type=Path, help="JSON: what a start spends its time on")
     parser.add_argument("--profile", type=Path, help="JSON lines: kernel times of steps of `deep`")
     parser.add_argument("--out", type=Path, required=True)
     return parser
@@ -276,8 +300,8 @@ def main() -> None:
         "vllm": vllm.__version__, "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(),
         "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "all"),
-        "engine_start_s": round(engine.start_s, 2), "cache_tokens": engine.cache_tokens(),
-        "warm_ups": engine.warm_ups.lines,
+        "engine_start_s": round(engine.start_s, 2), "import_s": round(engine.import_s, 2),
+        "cache_tokens": engine.cache_tokens(), "warm_ups": engine.warm_ups.lines,
     }  # fmt: skip
     if not arguments.workloads:
         with arguments.out.open("a") as file:
@@ -287,7 +311,8 @@ def main() -> None:
         if arguments.n_grams:
             result.update(engine.drafts())
         with arguments.out.open("a") as file:
-            file.write(json.dumps({"workload": name, **common, **result}) + "\n")
+            row = {"workload": name, **common, "late": engine.late.lines, **result}
+            file.write(json.dumps(row) + "\n")
         shown = {k: round(v, 3) for k, v in result.items() if isinstance(v, float)}
         print(name, arguments.backend, arguments.mode, arguments.kv_cache_dtype, shown, flush=True)
         if arguments.profile and name == "deep":

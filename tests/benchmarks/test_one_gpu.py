@@ -16,7 +16,11 @@ _SCRIPT = """
 import json, os, pathlib, sys, time
 given = sys.argv[1:]
 cache = pathlib.Path(os.environ["TRITON_CACHE_DIR"])
-row = {"backend": given[1], "monitor": given[3], "had": cache.exists()}
+row = {"backend": given[1], "had": cache.exists(), "kernels": os.environ.get("ATTNLIB_KERNELS")}
+if "--start-parts" in given:
+    pathlib.Path(given[given.index("--start-parts") + 1]).write_text("{}")
+if "int8_per_token_head" in given:
+    row["late"] = ["kernel JIT compilation during inference: x"]
 cache.mkdir(parents=True, exist_ok=True)
 with open(given[-1], "a") as file:
     file.write(json.dumps(row) + "\\n")
@@ -44,18 +48,26 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return measure
 
 
-def test_starts_with_and_without_kernels_have_a_cache_for_each_backend(run: Any) -> None:
+def test_starts_with_and_without_kernels_have_a_cache_for_each_backend(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNLIB_KERNELS", "shipped")
     for _ in range(2):  # the second time, the caches are there
-        status, found = run("start-*")
-        assert status == 0 and list(found) == [
-            *("start-empty/attnlib", "start-empty/flash", "start-full/attnlib", "start-full/flash")
-        ]
+        status, found = run("start-empty/*", "start-full/*", "start-parts/*", "start-shipped/*")
+        assert status == 0 and len(found) == 7
         for row, result in found.items():
             (workload,) = result["workloads"]
-            ours = row.endswith("attnlib")
-            assert workload["had"] is row.startswith("start-full")
-            assert workload["backend"] == ("CUSTOM" if ours else "FLASH_ATTN")
-            assert workload["monitor"] == ("error" if ours else "warn")
+            kind, _, name = row.partition("/")
+            assert workload["had"] is (kind in ("start-full", "start-parts"))
+            assert workload["backend"] == {"attnlib": "CUSTOM", "flash": "FLASH_ATTN"}[name]
+            assert workload["kernels"] == (None if kind == "start-empty" else "shipped")
+        assert len(list((tmp_path / "x.logs").glob("start-parts-*.json"))) == 2
+
+
+def test_a_kernel_that_is_new_while_attnlib_serves_is_an_error(run: Any) -> None:
+    status, found = run("int8/attnlib")
+    assert status == 1 and found["int8/attnlib"]["error"].endswith("during inference: x")
+    assert len(found["int8/attnlib"]["workloads"]) == 1
 
 
 def test_rows_that_fail_or_take_too_long_keep_their_workloads(run: Any, tmp_path: Path) -> None:

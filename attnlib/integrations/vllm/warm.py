@@ -96,6 +96,9 @@ def register_kernels(device: torch.device) -> None:
     """
     if device.type == "cuda" and has_triton():
         import_module("attnlib.ops.triton.launch.keys").read_ahead()
+        limits = import_module("attnlib.ops.triton.heuristics.device").device_limits(device)
+        if limits.capability[0] == 9:
+            import_module("attnlib.ops.triton.hopper").load_ahead()
     if (kernels := _kernels()) is not None:
         kernels.register_warmup()
 

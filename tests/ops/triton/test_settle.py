@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fresh_process import run_module
+from tests.fresh_process import run_module, run_program
 
 pytest.importorskip("triton")
 
@@ -46,6 +46,42 @@ def test_keys_are_equal_in_every_order(tmp_path: Path) -> None:
         assert keys.keys() == first.keys()
         assert {name for name in first if keys[name] != first[name]} == set()
     assert len(first["copies"]) == 1
+
+
+AHEAD = """
+import json, sys
+from importlib import import_module
+from attnlib.ops.triton import hopper
+from attnlib.ops.triton.launch.settle import settle_keys
+
+def kernels():
+    hopper.load()
+    modules = "attnlib.ops.triton.hopper.kernels."
+    return [getattr(import_module(modules + m), name) for m, name in hopper._KERNELS.items()]
+
+if {ahead}:
+    for _ in range(2):
+        hopper.load_ahead()
+    (thread,) = hopper._LOADING
+    if {together}:
+        settle_keys(*reversed(kernels()))
+    thread.join()
+    assert all(kernel.hash is not None for kernel in kernels())
+settle_keys(*kernels())
+print(json.dumps([kernel.cache_key for kernel in kernels()]))
+"""
+
+
+@pytest.mark.slow
+def test_keys_that_are_computed_ahead_are_those_of_launches() -> None:
+    """In a thread, also while another one needs the kernels."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    printed = set()
+    for ahead, together in ((False, False), (True, False), (True, True)):
+        done = run_program(AHEAD.format(ahead=ahead, together=together), environment)
+        assert done.returncode == 0, done.stderr[-4000:]
+        printed.add(done.stdout)
+    assert len(printed) == 1 and len(json.loads(printed.pop())) == 3
 
 
 def called(tree: ast.AST) -> tuple[set[str], set[str]]:

@@ -24,12 +24,22 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-__all__ = ["import_error", "load"]
+__all__ = ["import_error", "load", "load_ahead"]
 
 _log = logging.getLogger("attnlib")
+_LOCK = threading.Lock()
+_LOADING: list[threading.Thread] = []
+_KERNELS = {
+    "prefill": "hopper_prefill_kernel",
+    "decode": "hopper_decode_kernel",
+    "combine": "hopper_combine_kernel",
+}
+"""Module -> kernel, of most layers."""
 
 
 @functools.cache
@@ -49,6 +59,25 @@ def _load() -> tuple[Any, str | None]:
 def load() -> Any:
     """The module `hopper.dispatch`, or None where it cannot be imported (logged once)."""
     return _load()[0]
+
+
+def load_ahead() -> None:
+    """Begin to import the kernels and to read their sources, of 270 device functions: in a thread,
+    once in a process. Who needs them before it ends waits for what is missing."""
+    with _LOCK:
+        if not _LOADING:
+            _LOADING.append(threading.Thread(target=_read, daemon=True))
+            _LOADING[0].start()
+
+
+def _read() -> None:
+    if load() is None:
+        return
+    from attnlib.ops.triton.launch.settle import compute_keys
+
+    with suppress(Exception):  # a launch raises it again
+        for module, name in _KERNELS.items():
+            compute_keys(getattr(import_module(f"{__name__}.kernels.{module}"), name))
 
 
 def import_error() -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import triton
 
-__all__ = ["settle_keys"]
+__all__ = ["compute_keys", "settle_keys"]
 
 _NEEDED = triton.__version__.startswith(("3.6.", "3.7."))
 
@@ -34,6 +34,14 @@ def settle_keys(*values: Any) -> None:
             with value._hash_lock:
                 if value.hash is None:
                     _compute(value)
+
+
+def compute_keys(*kernels: Any) -> None:
+    """Compute the keys of kernels now, in every release of Triton; another thread may need them at
+    the same time."""
+    settle_keys(*kernels)
+    for kernel in kernels:
+        _ = kernel.cache_key
 
 
 def _compute(function: Any) -> None:
