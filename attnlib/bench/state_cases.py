@@ -29,9 +29,6 @@ def _cases(model: str) -> tuple[StateCase, ...]:
         *(replace(case, batch_invariant=True) for case in prefills),
         *over("step", (1, 1), (64, 1)),
         *over("separate", (1, 1), (64, 1)),
-        # Whose bits are equal.
-        *(replace(case, batch_invariant=True) for case in over("step", (64, 1))),
-        *(replace(case, batch_invariant=True) for case in over("separate", (64, 1))),
     )
 
 

@@ -173,8 +173,7 @@ class StateLayer(nn.Module):
         output: Tensor | None = None,
     ) -> Tensor:
         """Convolution, gates, recurrence and norm: one launch for decodes where the backend
-        declares `fused_step`, else separate ones. With `batch_invariant=True` both have the same
-        bits, but not in torch.compile.
+        declares `fused_step`, else separate ones, with the same bits but in torch.compile.
 
         Args:
             x: `[T, C]`, with dense rows; its channels are those of queries, keys and values.

@@ -23,7 +23,7 @@ from attnlib.testing.states.layers import LayerUnderTest
 from attnlib.testing.states.oracle import convolve, recurrence
 from attnlib.testing.states.serving import Step
 
-__all__ = ["CHECKS", "drawn_step"]
+__all__ = ["CHECKS", "drawn_step", "expected_step"]
 
 
 def drawn_step(spec: StateSpec, count: int, seed: int) -> FusedInputs:
@@ -55,7 +55,7 @@ def drawn_step(spec: StateSpec, count: int, seed: int) -> FusedInputs:
     return FusedInputs(x, normal(count, *decays) - 1, b, z, form)
 
 
-def _expected(
+def expected_step(
     spec: StateSpec, own: LayerTensors, inputs: FusedInputs, rounding: torch.dtype | None
 ) -> Tensor:
     """What the rules give in float64; with `rounding`, in float32 and rounded where outputs are."""
@@ -141,7 +141,7 @@ def _values(target: BackendUnderTest, spec: StateSpec) -> str:
     for served in _steps(target, spec, given):
         if exact is None or plain is None:
             own = served.layer.tensors
-            exact, plain = (_expected(spec, own, given, dtype) for dtype in (None, spec.dtype))
+            exact, plain = (expected_step(spec, own, given, dtype) for dtype in (None, spec.dtype))
         rows, got = served.kept, served.got
         count = rows.stop - rows.start
         found = compare(got[1 : 1 + count].cpu(), exact[rows], plain[rows], spec.dtype)
@@ -166,24 +166,24 @@ def _bits(target: BackendUnderTest, spec: StateSpec) -> str:
     return ""
 
 
-def _cases(target: BackendUnderTest, body: Body, is_invariant: bool) -> Iterator[CheckCase]:
+def _cases(target: BackendUnderTest, body: Body) -> Iterator[CheckCase]:
     names = ("gated delta", "kimi delta", "mamba2")
     most = min(ROLLBACK, target.backend.state_capabilities.max_rollback or 0)
-    # Decodes without drafts may have kernels of their own.
-    for rollback in sorted({0, most}):
-        for each in over_kinds(
-            target, body, names=names, rollback=rollback, batch_invariant=is_invariant
-        ):
+    invariant, large = {"batch_invariant": True}, {"key_size": 64, "value_size": 64}
+    # Decodes without drafts, invariant layers and large heads may have kernels of their own.
+    given: list[tuple[str, int, dict[str, Any]]]
+    given = [("", 0, {}), ("-invariant", 0, invariant), ("-large", 0, large)]
+    given += [("-drafts", most, {}), ("-invariant-drafts", most, invariant)] if most else []
+    for ending, rollback, changes in given:
+        for each in over_kinds(target, body, names=names, rollback=rollback, **changes):
             spec = each.state_spec
             assert spec is not None
             channels = 2 * spec.num_key_heads * spec.key_size + spec.num_heads * spec.value_size
             chosen = spec.replace(conv_channels=channels)
-            name = f"{each.id}-drafts-{rollback}"
-            yield CheckCase(name, partial(body, target, chosen), state_spec=chosen)
+            yield CheckCase(each.id + ending, partial(body, target, chosen), state_spec=chosen)
 
 
-_value_cases = partial(_cases, body=_values, is_invariant=False)
-_bit_cases = partial(_cases, body=_bits, is_invariant=True)
+_value_cases, _bit_cases = (partial(_cases, body=body) for body in (_values, _bits))
 
 
 CHECKS = (

@@ -138,6 +138,37 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "copied_decodes": True,
         },
     ),
+    "fused-128-copied": (
+        "fused",
+        {"num_reqs": 32, "form": "delta", "row_decodes": True, "copied_decodes": True},
+    ),
+    "fused-128-channels-copied": (
+        "fused",
+        {
+            "decay": "channel",
+            "num_key_heads": 32,
+            "conv_channels": 12288,
+            "num_reqs": 32,
+            "form": "kimi",
+            "row_decodes": True,
+            "copied_decodes": True,
+        },
+    ),
+    "fused-mamba2-copied": (
+        "fused",
+        {
+            "value_size": 64,
+            "num_heads": 128,
+            "num_key_heads": 8,
+            "update": "add",
+            "skip": True,
+            "conv_channels": 10240,
+            "num_reqs": 32,
+            "form": "mamba2",
+            "row_decodes": True,
+            "copied_decodes": True,
+        },
+    ),
     "state-256": ("state", {"key_size": 256, "value_size": 256, "dtype": torch.float16}),
 }
 """Name -> (operation, options) of one decode and one prefill; of a decode with `fused`. With
@@ -167,6 +198,10 @@ def _slots(options: dict[str, Any]) -> tuple[StateTensors, StateBatch, StateBatc
     return slots, decode, prefill
 
 
+def _never(*facts: Any) -> bool:
+    return False
+
+
 def run_convolution(options: dict[str, Any]) -> None:
     """A decode and a prefill."""
     options = dict(options)
@@ -186,7 +221,7 @@ def run_state(options: dict[str, Any]) -> None:
     options = dict(options)
     update, has_skip = options.pop("update", "delta"), options.pop("skip", False)
     chunk, is_row = options.pop("long_chunk", 0), options.pop("row_decodes", False)
-    is_copied = options.pop("copied_decodes", False)
+    can_copy = state_tiles.can_copy if options.pop("copied_decodes", False) else _never
     slots, decode, prefill = _slots(options)
     layout = slots.layout
     query = torch.empty(64, layout.num_key_heads, layout.key_size, dtype=layout.dtype)
@@ -197,7 +232,6 @@ def run_state(options: dict[str, Any]) -> None:
         scale=0.1, update=update, qk_norm=update == "delta", skip=decay if has_skip else None,
         is_invariant=not (chunk or is_row),
     )  # fmt: skip
-    can_copy = state_tiles.can_copy if is_copied else lambda *facts: False
     with patch.object(state_tiles, "LONG_CHUNK", chunk), patch.object(config, "can_copy", can_copy):
         for batch in (decode,) if is_row else (decode, prefill):
             given = StateInputs(query, query.clone(), value, decay, beta.expand(value.shape[:2]))
@@ -209,6 +243,7 @@ def run_fused(options: dict[str, Any]) -> None:
     options = dict(options)
     kind, update = options.pop("form"), options.pop("update", "delta")
     has_skip, is_row = options.pop("skip", False), options.pop("row_decodes", False)
+    can_copy = state_tiles.can_copy if options.pop("copied_decodes", False) else _never
     slots, batch, _ = _slots(options)
     layout = slots.layout
     heads, dtype = layout.num_heads, layout.dtype
@@ -231,6 +266,7 @@ def run_fused(options: dict[str, Any]) -> None:
         is_invariant=not is_row,
     )
     given = (inputs, weight, None, slots)
-    PreparedFusedStep(*given, batch, params, "silu", out).run(*given, batch, params.skip, out)
+    with patch.object(config, "can_copy", can_copy):
+        PreparedFusedStep(*given, batch, params, "silu", out).run(*given, batch, params.skip, out)
     state_gates(a, b, form)
     gated_norm(out, inputs.z, form)

@@ -162,14 +162,14 @@ def test_who_takes_row_decodes(row_decodes: list[int], monkeypatch: pytest.Monke
 def test_who_copies_states(
     options: dict[str, Any], capability: tuple[int, int], copies: bool
 ) -> None:
-    """Decodes on Hopper of 16-bit inputs and float32 states whose rows fill the programs; not those
-    of a fused step."""
+    """Decodes on Hopper of 16-bit inputs and float32 states whose rows fill the programs; not
+    longer steps."""
     given = {"key_size": 128, "value_size": 128, "dtype": torch.bfloat16, **options}
     layout = layout_of(spec_of("gated delta", **given), "tail")
     params = RecurrenceParams(scale=1.0, update="delta", qk_norm=True, is_invariant=False)
     limits = DeviceLimits(132, 232448, 233472, capability, has_fp8=True)
     for num_reqs in (1, 256):
-        tile = config.step_tile(layout, params, limits, num_reqs, copies=True)
+        tile = config.step_tile(layout, params, limits, num_reqs)
         assert tile.copies == copies
-        assert not config.step_tile(layout, params, limits, num_reqs).copies
+        assert not config.step_tile(layout, params, limits, num_reqs, is_long=True).copies
         assert not copies or tile.rows * tile.blocks == layout.value_size

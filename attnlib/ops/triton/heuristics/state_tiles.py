@@ -56,8 +56,7 @@ class StateChoice(NamedTuple):
         group: rows of the tail that a decode in the form of `kernels.state_decode` loads at a time,
             a power of two; its `rows` are those of a program, which computes 64 of them at a time
             where it fills a chunk. For decodes only; 0 for steps in chunks.
-        copies: such a decode copies the state to shared memory (`hopper.kernels.state_decode`), and
-            fuses products and sums: its bits need not be those of other kernels.
+        copies: such a decode copies the state to shared memory (`hopper.kernels.state_decode`).
     """
 
     rows: int
@@ -118,11 +117,10 @@ class StateTile(NamedTuple):
 
     def options(self, is_amd: bool) -> dict[str, int]:
         """The options of a launch. Warps of AMD have 64 threads."""
-        chosen: dict[str, int] = {"enable_fp_fusion": True} if self.copies else {}
         if is_amd:
-            return {"num_warps": min(self.num_warps, 4), "num_stages": 1, **chosen}
-        chosen |= {"maxnreg": self.registers} if self.registers else {}
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **chosen}
+            return {"num_warps": min(self.num_warps, 4), "num_stages": 1}
+        most = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **most}
 
 
 def has_exact_rows(layout: StateLayout) -> bool:

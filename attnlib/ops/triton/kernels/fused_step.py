@@ -1,4 +1,5 @@
-"""A decode or verification of a state layer in one launch: convolution, gates, recurrence, norm.
+"""A decode or verification of a state layer in one launch: convolution, gates, recurrence, norm
+(decodes that copy states to shared memory: `hopper.kernels.fused_decode`).
 
 Programs are those of `state_step`. Each writes the convolved channels and the gates that it needs
 to memory, and reads them back after a barrier. Programs that need the same channels write the same
@@ -30,17 +31,28 @@ from attnlib.ops.triton.kernels.state_program import compute_request, load_first
 from attnlib.ops.triton.kernels.state_requests import (
     load_base,
     open_request,
-    value_columns,
 )
 from attnlib.ops.triton.kernels.state_rows import clear_tokens
 from attnlib.ops.triton.kernels.step_parts import StepConfig, head_gates, normalize_row
 
-__all__ = ["FusedConfig", "fused_step_kernel"]
+__all__ = [
+    "FUSED_UNALIGNED",
+    "Convolution",
+    "FusedConfig",
+    "Gates",
+    "Places",
+    "fused_step_kernel",
+    "prepare_head",
+    "normalize_head",
+]
+
+
+FUSED_UNALIGNED = [*UNALIGNED, "rate", "gate_bias", "norm_weight"]
 
 
 class FusedConfig(NamedTuple):
     """Constants of the kernel: those of its parts; the first channels of queries, keys and values;
-    and DK as a power of two."""
+    DK, and the elements of queries, keys and values of a program, as powers of two."""
 
     STATE: StateConfig
     CONVOLUTION: ConvolutionConfig
@@ -49,6 +61,25 @@ class FusedConfig(NamedTuple):
     K: int
     V: int
     WIDTH: int
+    ELEMENTS: int
+
+
+class Places(NamedTuple):
+    """Numbers from 0 on in the layouts of a kernel.
+
+    Attributes:
+        token: [TOKENS], of the step.
+        zero: [1].
+        element: [ELEMENTS], of the queries, keys and values of a program, beside `token`.
+        channel: of a decay, beside `token`.
+        index: of a group of the norm.
+    """
+
+    token: Any
+    zero: Any
+    element: Any
+    channel: Any
+    index: Any
 
 
 class Convolution(NamedTuple):
@@ -62,48 +93,64 @@ class Convolution(NamedTuple):
     positions: Any
 
 
-@triton.jit
-def _convolve_channels(request, given, channels, exist, writes, CONFIG: tl.constexpr):
-    """Convolve the new tokens of a request in channels [N]; with `writes`, keep their window."""
-    inside = exist[None, :]
-    token = tl.arange(0, CONFIG.TOKENS)
-    exists = token < request.count
-    inputs = Inputs(
-        given.x + request.first.to(tl.int64) * CONFIG.X_T + channels[None, :],
-        given.window + request.source * CONFIG.WINDOW + channels[None, :],
-        request.computed,
-        inside,
-    )
-    position = request.computed + token
-    y = convolve(inputs, position, exists, given.weight, given.bias, channels, CONFIG)
-    row = (request.first + token).to(tl.int64)[:, None]
-    place = given.out + row * CONFIG.O_T + channels[None, :]
-    tl.store(place, y.to(given.out.dtype.element_ty), mask=exists[:, None] & inside)
-    if writes:
-        # A step of at most D + 1 tokens writes no row that another program reads.
-        write_window(request, inputs, given.window, given.positions, channels, CONFIG)
+class Gates(NamedTuple):
+    """Projections, parameters and outputs of the gates: pointers."""
+
+    a: Any
+    b: Any
+    rate: Any
+    bias: Any
+    decay: Any
+    beta: Any
 
 
 @triton.jit
-def _convolve_head(request, given, head, block, CONFIG: tl.constexpr):
-    """Convolve the queries, keys and values of this program."""
+def _channels(element, head, block, CONFIG: tl.constexpr):
+    """Return the channels [ELEMENTS] of the queries, keys and values of a program, which exist, and
+    whose windows it writes."""
     STATE: tl.constexpr = CONFIG.STATE
-    CHANNELS: tl.constexpr = CONFIG.CONVOLUTION
-    GROUP: tl.constexpr = STATE.HV // STATE.HK
     WIDTH: tl.constexpr = CONFIG.WIDTH
-    key, key_head = tl.arange(0, WIDTH), head // GROUP
-    exist = key < STATE.DK
-    is_first = (block == 0) & (head % GROUP == 0)
-    first = key_head * STATE.DK + key
-    _convolve_channels(request, given, CONFIG.Q + first, exist, is_first, CHANNELS)
-    _convolve_channels(request, given, CONFIG.K + first, exist, is_first, CHANNELS)
-    columns = value_columns(block, STATE)
-    values = CONFIG.V + head * STATE.DV + columns
-    _convolve_channels(request, given, values, columns < STATE.DV, True, CHANNELS)
+    SPAN: tl.constexpr = STATE.ROWS * STATE.PASSES
+    GROUP: tl.constexpr = STATE.HV // STATE.HK
+    is_value, key, row = element >= 2 * WIDTH, element % WIDTH, element - 2 * WIDTH
+    column = block * SPAN + row
+    first = tl.where(element < WIDTH, CONFIG.Q, CONFIG.K) + head // GROUP * STATE.DK
+    channels = tl.where(is_value, CONFIG.V + head * STATE.DV + column, first + key)
+    values = is_value & (row < SPAN) & (column < STATE.DV)
+    keys = (element < 2 * WIDTH) & (key < STATE.DK)
+    # One program writes the windows of keys that several have.
+    shared = tl.where(block + head % GROUP == 0, 2 * WIDTH, 0)
+    return channels, values | keys, values | (keys & (element < shared))
 
 
 @triton.jit
-def _normalize(request, out, z, weight, counters, head, CONFIG: tl.constexpr):
+def prepare_head(request, given, gates, places, head, block, CONFIG: tl.constexpr):
+    """Write the queries, keys, values and gates of this program, for all of its threads."""
+    CHANNELS: tl.constexpr = CONFIG.CONVOLUTION
+    STEP: tl.constexpr = CONFIG.STEP
+    exists = places.token < request.count
+    channels, exist, writes = _channels(places.element, head, block, CONFIG)
+    x = given.x + request.first.to(tl.int64) * CHANNELS.X_T + channels[None, :]
+    window = given.window + request.source * CHANNELS.WINDOW + channels[None, :]
+    inputs = Inputs(x, window, request.computed, exist[None, :])
+    position = request.computed + places.token
+    # All channels at once: their loads are under way together.
+    y = convolve(inputs, position, exists, given.weight, given.bias, channels, CHANNELS)
+    row = (request.first + places.token).to(tl.int64)[:, None]
+    place = given.out + row * CHANNELS.O_T + channels[None, :]
+    tl.store(place, y.to(given.out.dtype.element_ty), mask=exists[:, None] & inputs.inside)
+    # A step of at most D + 1 tokens writes no row that another program reads.
+    inputs = Inputs(x, window, request.computed, writes[None, :])
+    windows = given.window, given.positions
+    write_window(request, inputs, *windows, channels, places.zero, CHANNELS)
+    if STEP.GATES > 0:
+        head_gates(*gates, request.first + places.token, exists, places.channel, head, STEP)
+    # Threads read what others of the program have written.
+    tl.debug_barrier()
+
+
+@triton.jit
+def normalize_head(request, out, z, weight, counters, index, head, CONFIG: tl.constexpr):
     """Normalize the outputs of a request in the group of a head, if all of them are there."""
     STEP: tl.constexpr = CONFIG.STEP
     PROGRAMS: tl.constexpr = STEP.SIZE // CONFIG.STATE.DV * CONFIG.STATE.BLOCKS
@@ -113,12 +160,11 @@ def _normalize(request, out, z, weight, counters, head, CONFIG: tl.constexpr):
     if tl.atomic_add(counter, 1, sem="acq_rel") == PROGRAMS - 1:
         tl.store(counter, 0)  # as the next launch expects it
         for row in range(0, request.count):
-            normalize_row(out, z, weight, request.first + row, group, STEP)
+            normalize_row(out, z, weight, request.first + row, group, index, STEP)
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "num_tokens"],
-    do_not_specialize_on_alignment=[*UNALIGNED, "rate", "gate_bias", "norm_weight"],
+    do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=FUSED_UNALIGNED
 )
 def fused_step_kernel(
     x,
@@ -177,15 +223,17 @@ def fused_step_kernel(
     tokens = Tokens(convolved + CONFIG.Q, convolved + CONFIG.K, convolved + CONFIG.V, decay, beta)
     slots_of = Slots(state, positions, Tail(tail_k, tail_v, tail_decay, tail_beta))
     s = load_first(request, base, tokens, slots_of, True, STATE)
+    places = Places(
+        tl.arange(0, STEP.TOKENS),
+        tl.arange(0, 1),
+        tl.arange(0, CONFIG.ELEMENTS),
+        tl.arange(0, STEP.CHANNELS),
+        tl.arange(0, STEP.WIDTH),
+    )
     given = Convolution(x, weight, bias, convolved, window, window_positions)
-    _convolve_head(request, given, head, block, CONFIG)
-    if STEP.GATES > 0:
-        token = tl.arange(0, STEP.TOKENS)
-        row, exists = request.first + token, token < request.count
-        head_gates(a, b, rate, gate_bias, decay, beta, row, exists, head, STEP)
-    # Threads read what others of the program have written.
-    tl.debug_barrier()
+    gates = Gates(a, b, rate, gate_bias, decay, beta)
+    prepare_head(request, given, gates, places, head, block, CONFIG)
     values = skip, out, decay, scale
     compute_request(request, number, base, s, tokens, slots_of, *values, True, STATE)
     if STEP.NORM:
-        _normalize(request, out, z, norm_weight, counters, head, CONFIG)
+        normalize_head(request, out, z, norm_weight, counters, places.index, head, CONFIG)

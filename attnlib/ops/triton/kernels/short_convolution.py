@@ -94,14 +94,15 @@ def convolve(inputs, position, exists, weight, bias, channels, CONFIG: tl.conste
 
 
 @triton.jit
-def write_window(request, inputs, window, positions, channels, CONFIG: tl.constexpr):
-    """Write what the next step may need of the last inputs, D + W - 1 of them, to the window."""
+def write_window(request, inputs, window, positions, channels, zero, CONFIG: tl.constexpr):
+    """Write what the next step may need of the last inputs, D + W - 1 of them, to the window.
+    `zero` is a tensor [1]."""
     low = tl.maximum(request.computed, request.end - CONFIG.D)
     first = tl.maximum(low - (CONFIG.W - 1), 0)
     if request.source == request.slot:
         first = tl.maximum(first, request.computed)
     for position in range(first, request.end):
-        at = position + tl.arange(0, 1)
+        at = position + zero
         x = load_inputs(inputs, at, at >= 0, CONFIG.X_T, CONFIG.RING, CONFIG.C)
         place = window + request.slot * CONFIG.WINDOW + position % CONFIG.RING * CONFIG.C
         tl.store(place + channels[None, :], x, mask=inputs.inside)
@@ -168,4 +169,5 @@ def short_convolution_kernel(
     if first == 0:
         # Other threads of the program may still read rows that are written now.
         tl.debug_barrier()
-        write_window(request, inputs, window, positions, channels, CONFIG)
+        zero = tl.arange(0, 1)
+        write_window(request, inputs, window, positions, channels, zero, CONFIG)

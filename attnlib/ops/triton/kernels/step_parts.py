@@ -83,9 +83,9 @@ def _softplus(x):
 
 
 @triton.jit
-def head_gates(a, b, rate, bias, decay, beta, token, exists, head, STEP: tl.constexpr):
-    """Write the log decays and betas of tokens [N] of one head, from projections `a` and `b`."""
-    channel = tl.arange(0, STEP.CHANNELS)
+def head_gates(a, b, rate, bias, decay, beta, token, exists, channel, head, STEP: tl.constexpr):
+    """Write the log decays and betas of tokens [N] of one head, from projections `a` and `b`;
+    `channel` counts to CHANNELS."""
     inside = exists[:, None] & (channel < STEP.DK)[None, :]
     token = token.to(tl.int64)
     place = token[:, None] * STEP.A_T + head * STEP.DK + channel[None, :]
@@ -112,7 +112,8 @@ def head_gates(a, b, rate, bias, decay, beta, token, exists, head, STEP: tl.cons
 def state_gates_kernel(a, b, rate, bias, decay, beta, num_tokens, CONFIG: tl.constexpr):
     """Write the gates of a tile of tokens of one head. Grid: (tiles, HV)."""
     token = tl.program_id(0) * CONFIG.TOKENS + tl.arange(0, CONFIG.TOKENS)
-    head_gates(a, b, rate, bias, decay, beta, token, token < num_tokens, tl.program_id(1), CONFIG)
+    exists, channel = token < num_tokens, tl.arange(0, CONFIG.CHANNELS)
+    head_gates(a, b, rate, bias, decay, beta, token, exists, channel, tl.program_id(1), CONFIG)
 
 
 @triton.jit
@@ -125,11 +126,10 @@ def _gated(x, z, SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def normalize_row(out, z, weight, token, group, STEP: tl.constexpr):
-    """Normalize one group of the outputs of one token in place."""
+def normalize_row(out, z, weight, token, group, index, STEP: tl.constexpr):
+    """Normalize one group of the outputs of one token in place; `index` counts to WIDTH."""
     LEVELS: tl.constexpr = STEP.WIDTH.bit_length() - 1
     WIDTH: tl.constexpr = STEP.WIDTH
-    index = tl.arange(0, STEP.WIDTH)
     inside = index < STEP.SIZE
     token = token.to(tl.int64)
     place = out + token * STEP.O_T + group * STEP.SIZE + index
@@ -156,4 +156,5 @@ def normalize_row(out, z, weight, token, group, STEP: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["weight"])
 def gated_norm_kernel(out, z, weight, CONFIG: tl.constexpr):
     """Normalize one group of the outputs of one token. Grid: (tokens, groups)."""
-    normalize_row(out, z, weight, tl.program_id(0), tl.program_id(1), CONFIG)
+    index = tl.arange(0, CONFIG.WIDTH)
+    normalize_row(out, z, weight, tl.program_id(0), tl.program_id(1), index, CONFIG)

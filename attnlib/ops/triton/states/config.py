@@ -121,12 +121,10 @@ def step_tile(
     limits: DeviceLimits,
     num_reqs: int,
     is_long: bool = False,
-    copies: bool = False,
 ) -> StateTile:
-    """The tile of a step of `num_reqs` requests with at most, or more than, D + 1 tokens; with
-    `copies`, of a decode that may copy states to shared memory."""
+    """The tile of a step of `num_reqs` requests with at most, or more than, D + 1 tokens."""
     fills_chip = num_reqs * layout.num_heads >= 2 * limits.num_sms
-    copies = copies and can_copy(layout, limits.capability)
+    copies = not is_long and can_copy(layout, limits.capability)
     kind = kind_of_step(layout, params, is_long, fills_chip, copies)
     return state_tile(layout.key_size, layout.value_size, layout.chunk_size, kind)
 

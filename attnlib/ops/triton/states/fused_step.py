@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -11,6 +13,7 @@ from attnlib.ops.states.inputs import RecurrenceParams
 from attnlib.ops.states.step_form import FusedInputs
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics.device import limits_of
+from attnlib.ops.triton.hopper.kernels.fused_decode import fused_decode_kernel
 from attnlib.ops.triton.kernels.fused_step import FusedConfig, fused_step_kernel
 from attnlib.ops.triton.states.config import Recurrence, slot_strides, state_config, step_tile
 from attnlib.ops.triton.states.launch import KernelLaunch
@@ -24,8 +27,7 @@ class PreparedFusedStep:
     """The launch of one step over one batch, for tensors and slots that differ in addresses and
     values only.
 
-    Its bits, and those of the slots, are those of the separate operations where both compute
-    chunks; separate decodes may have the form of `kernels.state_decode`. Tensors, slots and
+    Its bits, and those of the slots, are those of the separate operations. Tensors, slots and
     positions are not checked.
 
     Args:
@@ -66,6 +68,7 @@ class PreparedFusedStep:
         sizes = {"q": layout.num_key_heads * keys, "v": heads * values}
         sizes["k"] = sizes["q"]
         starts = [sum(sizes[each] for each in form.order.partition(name)[0]) for name in "qkv"]
+        width_of_keys = triton.next_power_of_2(keys)
         config = FusedConfig(
             state,
             convolution_config(*given)._replace(TOKENS=tokens),
@@ -73,12 +76,14 @@ class PreparedFusedStep:
             Q=starts[0],
             K=starts[1],
             V=starts[2],
-            WIDTH=triton.next_power_of_2(keys),
+            WIDTH=width_of_keys,
+            ELEMENTS=triton.next_power_of_2(2 * width_of_keys + tile.rows * tile.passes),
         )
         options = tile.options(limits.is_amd)
         grid = (batch.num_reqs + 1, heads * state.BLOCKS)
         numbers = (float(params.scale), batch.num_reqs, rows)
-        self._launch = KernelLaunch(fused_step_kernel, config, grid, numbers, **options)
+        kernel: Any = fused_decode_kernel if tile.copies else fused_step_kernel
+        self._launch = KernelLaunch(kernel, config, grid, numbers, **options)
         self._gates = 0 if form.gates == "given" else rows * heads
         self._width = width
 

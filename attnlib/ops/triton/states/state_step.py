@@ -80,7 +80,7 @@ class PreparedStep:
             sizes, chunk = (layout.key_size, layout.value_size), state_tiles.LONG_CHUNK
             tile = state_tiles.state_tile(*sizes, layout.chunk_size, "long prefill")
         else:
-            tile, chunk = step_tile(layout, params, limits, num_reqs, is_long, not is_long), 0
+            tile, chunk = step_tile(layout, params, limits, num_reqs, is_long), 0
         recurrence, strides = Recurrence.on_chip(params, limits), _strides(inputs, slots, out)
         config = state_config(layout, recurrence, strides, tile, is_long, chunk)
         options, heads, c = tile.options(limits.is_amd), config.HV, config.C

@@ -148,7 +148,14 @@ def _split(x: Tensor) -> tuple[Tensor, Tensor]:
     return Tensor(x.value[..., 0]), Tensor(x.value[..., 1])
 
 
+_MATH: dict[str, Any] = {
+    "div_rn": lambda a, b: Tensor(torch.as_tensor(raw(a)) / torch.as_tensor(raw(b))),
+}
 _LANGUAGE: dict[str, Any] = {
+    "math": types.SimpleNamespace(**_MATH),
+    "debug_barrier": lambda: None,
+    "fma": lambda a, b, c: a * b + c,
+    "sqrt_rn": lambda x: Tensor(torch.sqrt(torch.as_tensor(raw(x)))),
     "arange": lambda start, end, layout=None: Tensor(torch.arange(start, end, dtype=torch.int32)),
     "full": _full,
     "zeros": lambda shape, dtype, layout=None: _full(shape, 0, dtype),

@@ -25,19 +25,19 @@ from tests.ops.torch.states.layers import Operations, forgetting, largest_error,
 from tests.ops.triton.cross_compile import stub_target
 from tests.ops.triton.hopper.emulate import run_emulated
 
-__all__ = ["CASES", "emulate_case"]
+__all__ = ["CASES", "TILE", "counted", "emulate_case"]
 
 _LARGE: dict[str, Any] = {"key_size": 64, "value_size": 64}
-_TILE = StateChoice(32, 2, group=4, copies=True)
+TILE = StateChoice(32, 2, group=4, copies=True)
 
 CASES: dict[str, dict[str, Any]] = {
     "gated delta": {"spec": {**_LARGE, "num_heads": 2, "num_key_heads": 1}},
     "kimi delta": {"spec": {**_LARGE, "num_heads": 2}},
     "mamba2": {
         "spec": {"key_size": 128, "value_size": 64, "num_heads": 2},
-        "tile": _TILE._replace(rows=64, group=8),
+        "tile": TILE._replace(rows=64, group=8),
     },
-    "lightning": {"spec": _LARGE, "tile": _TILE._replace(rows=64, num_warps=4)},
+    "lightning": {"spec": _LARGE, "tile": TILE._replace(rows=64, num_warps=4)},
     "gla": {"spec": {**_LARGE, "num_heads": 1, "num_key_heads": 1, "dtype": torch.float16}},
 }
 """Kind -> sizes, and the tile."""
@@ -48,7 +48,7 @@ def _spec(name: str, sizes: dict[str, Any]) -> StateSpec:
     return KINDS[name].replace(**{**given, **sizes})
 
 
-def _counted(names: list[str]) -> Any:
+def counted(names: list[str]) -> Any:
     """`run_emulated` that adds the name of each kernel."""
 
     def run(self: Any, *args: Any, **options: Any) -> None:
@@ -76,10 +76,10 @@ def emulate_case(name: str) -> dict[str, Any]:
         requests[1] = forgetting(requests[1], 5)
     layer = draw_layer(spec)
     runner = Operations(spec, layer, "tail", 8, "triton")
-    tiles = dict.fromkeys(state_tiles.TILES, CASES[name].get("tile", _TILE))
+    tiles = dict.fromkeys(state_tiles.TILES, CASES[name].get("tile", TILE))
     launches = list[str]()
     with stub_target("sm_90"), patch.object(state_tiles, "TILES", tiles):
-        JITFunction.run = _counted(launches)
+        JITFunction.run = counted(launches)
         server = Server(spec, runner, requests, [6, 2, 3], extra_rows=2)
         for _ in range(15):
             server.step([Part(0, 1), Part(1, 1)])

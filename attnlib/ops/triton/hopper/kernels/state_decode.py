@@ -36,6 +36,7 @@ from attnlib.ops.triton.hopper.kernels.state_slots import (
 )
 from attnlib.ops.triton.kernels.state_arguments import (
     UNALIGNED,
+    Slots,
     StateBatch,
     Tail,
     Tokens,
@@ -48,21 +49,30 @@ from attnlib.ops.triton.kernels.state_requests import (
     store_positions,
 )
 
-__all__ = ["copied_decode_kernel"]
+__all__ = ["copied_decode_kernel", "decode_token"]
+
+
+@gluon.jit
+def _dot(a, b):
+    """Return the sum of the products of a and b [DK]; those of pairs in a thread are fused."""
+    PAIRS: gl.constexpr = [a.shape[0] // 2, 2]
+    a, a_odd = gl.split(gl.reshape(a, PAIRS))
+    b, b_odd = gl.split(gl.reshape(b, PAIRS))
+    return gl.sum(gl.fma(a_odd, b_odd, a * b), 0)
 
 
 @gluon.jit
 def _go_back(w, o, token, CONFIG: gl.constexpr):
     """Return (w, o) before a `Token`, see `kernels.state_decode`."""
     k = token.k.to(gl.float32)
-    c = gl.sum(k * w, 0)
+    c = _dot(k, w)
     norm = 1.0
     if CONFIG.NORM:
-        norm = gl.rsqrt(gl.sum(k * k, 0) + CONFIG.EPS)
+        norm = gl.rsqrt(_dot(k, k) + CONFIG.EPS)
     c = c * (norm * token.beta)
-    o = o + token.v.to(gl.float32) * c
+    o = gl.fma(token.v.to(gl.float32), c, o)
     if CONFIG.DELTA:
-        w = w - k * (c * norm)
+        w = gl.fma(k, -(c * norm), w)
     return w * gl.exp(token.decay), o
 
 
@@ -88,8 +98,53 @@ def _multiply_state(shared, w, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
     acc = gl.zeros([SPAN, PART_KEYS], gl.float32, LAYOUT)
     for part in gl.static_range(PARTS):
         x = shared.query.slice(part * PART_KEYS, PART_KEYS).load(gl.SliceLayout(0, LAYOUT))
-        acc += shared.state.slice(part * PART_KEYS, PART_KEYS, 1).load(LAYOUT) * x[None, :]
+        rows = shared.state.slice(part * PART_KEYS, PART_KEYS, 1).load(LAYOUT)
+        acc = gl.fma(rows, x[None, :], acc)
     return gl.sum(acc, 1)
+
+
+@gluon.jit
+def decode_token(
+    request,
+    base,
+    new,
+    query,
+    shared,
+    slots,
+    skip,
+    out,
+    scale,
+    head,
+    block,
+    LAYOUT: gl.constexpr,
+    CONFIG: gl.constexpr,
+):
+    """Compute a new `Token` and write its output and its slot. Copies of tail and state are under
+    way."""
+    SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
+    KEYS: gl.constexpr = key_layout(CONFIG)
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    state = slots.state
+    w, o = _go_back(query, gl.zeros([SPAN], gl.float32, ROWS), new, CONFIG)
+    wait_for_copies(1)
+    w, o = _go_through(w, o, shared, request.computed - base, KEYS, ROWS, CONFIG)
+    wait_for_copies(0)
+    factor = scale
+    if CONFIG.NORM:
+        factor = scale * gl.rsqrt(_dot(query, query) + CONFIG.EPS)
+    o = (o + _multiply_state(shared, w, LAYOUT, CONFIG)) * factor
+    if CONFIG.HAS_SKIP:
+        o = gl.fma(new.v.to(gl.float32), gl.load(skip + head).to(gl.float32), o)
+    place = out + head * CONFIG.O_H + request.first.to(gl.int64) * CONFIG.O_T + block * SPAN
+    gl.store(place + gl.arange(0, SPAN, ROWS), o.to(out.dtype.element_ty))
+    if request.end % CONFIG.UNIT == 0:
+        fill_chunk(shared, new, state, request.slot, head, block, CONFIG)
+    else:
+        target = open_tail(slots.tail, request.slot, head, CONFIG)
+        if request.source != request.slot:
+            copy_slot(shared, request, base, state, target, head, block, KEYS, ROWS, CONFIG)
+        store_token(new, request.computed, target, head, block, KEYS, ROWS, CONFIG)
+    store_positions(slots.positions, request, head, block, CONFIG)
 
 
 @gluon.jit(do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=UNALIGNED)
@@ -125,7 +180,6 @@ def copied_decode_kernel(
     KEYS: gl.constexpr = key_layout(CONFIG)
     LAYOUT: gl.constexpr = state_layout(CONFIG, 1)
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
     number = gl.program_id(0)
     head, block = gl.program_id(1) // CONFIG.BLOCKS, gl.program_id(1) % CONFIG.BLOCKS
     if number == num_reqs:
@@ -143,27 +197,10 @@ def copied_decode_kernel(
     tokens = open_head(Tokens(q, k, v, decay, beta), head, CONFIG)
     tails = Tail(tail_k, tail_v, tail_decay, tail_beta)
     tail = open_tail(tails, request.source, head, CONFIG)
-    target = open_tail(tails, request.slot, head, CONFIG)
     shared = allocate(tail, CONFIG)
     new, query = load_token(request, tokens, block, KEYS, ROWS, CONFIG)
     copy_tail(shared, request, base, tokens, tail, block, CONFIG)
     copy_state(shared, state, request.source, head, block, base, CONFIG)
-    w, o = _go_back(query, gl.zeros([SPAN], gl.float32, ROWS), new, CONFIG)
-    wait_for_copies(1)
-    w, o = _go_through(w, o, shared, request.computed - base, KEYS, ROWS, CONFIG)
-    wait_for_copies(0)
-    factor = scale
-    if CONFIG.NORM:
-        factor = scale * gl.rsqrt(gl.sum(query * query, 0) + CONFIG.EPS)
-    o = (o + _multiply_state(shared, w, LAYOUT, CONFIG)) * factor
-    if CONFIG.HAS_SKIP:
-        o = o + new.v.to(gl.float32) * gl.load(skip + head).to(gl.float32)
-    place = out + head * CONFIG.O_H + request.first.to(gl.int64) * CONFIG.O_T + block * SPAN
-    gl.store(place + gl.arange(0, SPAN, ROWS), o.to(out.dtype.element_ty))
-    if request.end % CONFIG.UNIT == 0:
-        fill_chunk(shared, new, state, request.slot, head, block, CONFIG)
-    else:
-        if request.source != request.slot:
-            copy_slot(shared, request, base, state, target, head, block, KEYS, ROWS, CONFIG)
-        store_token(new, request.computed, target, head, block, KEYS, ROWS, CONFIG)
-    store_positions(positions, request, head, block, CONFIG)
+    slots_of = Slots(state, positions, tails)
+    given = shared, slots_of, skip, out, scale, head, block
+    decode_token(request, base, new, query, *given, LAYOUT, CONFIG)

@@ -38,7 +38,7 @@ def _go_forward(s, token, CONFIG: gl.constexpr):
     if CONFIG.NORM:
         squares = k[0] * k[0]
         for part in gl.static_range(1, PARTS):
-            squares += k[part] * k[part]
+            squares = gl.fma(k[part], k[part], squares)
         norm = gl.rsqrt(gl.sum(squares, 0) + CONFIG.EPS)
     decayed = ()
     for part in gl.static_range(PARTS):
@@ -49,12 +49,12 @@ def _go_forward(s, token, CONFIG: gl.constexpr):
     if CONFIG.DELTA:
         seen = decayed[0] * k[0][None, :]
         for part in gl.static_range(1, PARTS):
-            seen += decayed[part] * k[part][None, :]
-        u = u - gl.sum(seen, 1) * norm
+            seen = gl.fma(decayed[part], k[part][None, :], seen)
+        u = gl.fma(gl.sum(seen, 1), -norm, u)
     u = u * (token.beta * norm)
     found = ()
     for part in gl.static_range(PARTS):
-        found = found + (decayed[part] + u[:, None] * k[part][None, :],)
+        found = found + (gl.fma(u[:, None], k[part][None, :], decayed[part]),)
     return found
 
 

@@ -164,17 +164,12 @@ def _solve(shared, factors, u, pairs, CONFIG: gl.constexpr):
         operand = keys.load(gl.DotOperandLayout(1, LAYOUT, 2))
         seen = _multiply(x.load(gl.DotOperandLayout(0, LAYOUT, 2)), operand, seen, CONFIG)
     given = _laid_out(factors, COLUMN)
-    u = u - seen * (given.beta * given.norm * gl.exp(given.total))[None, :]
+    u = gl.fma(seen, -(given.beta * given.norm * gl.exp(given.total))[None, :], u)
     number = gl.arange(0, UNIT, COLUMN)
     for step in gl.static_range(UNIT - 1):
         column = gl.sum(gl.where((number == UNIT - 2 - step)[None, :], u, 0.0), 1)
-        u = (
-            u
-            - column[:, None]
-            * reinterpret(pairs, gl.float32, [UNIT, UNIT], VECTOR)
-            .index(UNIT - 2 - step)
-            .load(COLUMN)[None, :]
-        )
+        later = reinterpret(pairs, gl.float32, [UNIT, UNIT], VECTOR).index(UNIT - 2 - step)
+        u = gl.fma(column[:, None], -later.load(COLUMN)[None, :], u)
     return u
 
 

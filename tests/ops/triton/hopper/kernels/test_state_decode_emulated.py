@@ -29,3 +29,11 @@ def test_emulated_decodes(case: str, emulated: dict[str, dict[str, Any]]) -> Non
     assert all(error < LIMIT for error in result["errors"]), result
     assert result["launches"] == 34, result
     assert result["changed"] == [2, 3] and result["clears"] and result["keeps"], result
+
+
+@pytest.mark.slow
+def test_emulated_decodes_in_one_launch() -> None:
+    """The bits of outputs and slots are those of separate launches, over two chunks and a fork."""
+    for result in compile_in_process("tests.ops.triton.hopper.emulated_fused_steps"):
+        assert not result["differ"] and result["clears"], result
+        assert result["launches"] == 36 and result["error"] < 2e-2, result  # three roundings

@@ -1,0 +1,145 @@
+"""Emulate decodes of state layers in one launch, from convolution to norm (`emulate`), and compare
+their bits with those of separate launches, and their values with the rules in float64.
+
+`python -m tests.ops.triton.hopper.emulated_fused_steps CASE...` prints one JSON line per case. It
+needs a process that does not interpret Triton.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from attnlib.ops.states import RecurrenceParams, StateInputs
+from attnlib.ops.states.step_form import FusedInputs
+from attnlib.ops.triton.heuristics import state_tiles
+from attnlib.ops.triton.states.fused_step import PreparedFusedStep
+from attnlib.ops.triton.states.short_convolution import short_convolution
+from attnlib.ops.triton.states.state_step import state_step
+from attnlib.ops.triton.states.step_parts import gated_norm, state_gates
+from attnlib.spec import StateSpec
+from attnlib.testing.checks.state_fused import drawn_step, expected_step
+from attnlib.testing.states.inputs import LayerTensors, draw_layer
+from attnlib.testing.states.kinds import KINDS
+from attnlib.testing.states.serving import Step
+from tests.ops.torch.states.layers import Operations, batch_of
+from tests.ops.triton.cross_compile import stub_target
+from tests.ops.triton.hopper.emulated_states import CASES as SIZES
+from tests.ops.triton.hopper.emulated_states import TILE, counted
+
+__all__ = ["CASES", "emulate_case"]
+
+CASES = ("gated delta", "kimi delta", "mamba2")
+"""Kinds with gates and a norm; sizes and tiles are those of `emulated_states`."""
+_COUNT, _FORK = 36, 20
+"""Tokens of a request, and the step that forks it."""
+
+
+def _spec(name: str) -> StateSpec:
+    sizes = SIZES[name]["spec"]
+    spec = KINDS[name].replace(**{"dtype": torch.bfloat16, "conv_width": 4, **sizes})
+    channels = 2 * spec.num_key_heads * spec.key_size + spec.num_heads * spec.value_size
+    return spec.replace(conv_channels=channels)
+
+
+def _run_fused(one: Operations, rows: FusedInputs, step: Step, out: Tensor) -> None:
+    layer, batch, activation = one.layer, batch_of(step), one.spec.conv_activation
+    given = (rows, layer.conv_weight, layer.conv_bias, one.slots, batch)
+    prepared = PreparedFusedStep(*given, _params(one.spec, layer), activation, out)
+    prepared.run(*given, layer.skip, out)
+
+
+def _run_separate(one: Operations, rows: FusedInputs, step: Step, out: Tensor) -> None:
+    spec, layer, batch, form = one.spec, one.layer, batch_of(step), rows.form
+    given, activation = (layer.conv_weight, layer.conv_bias, one.slots, batch), spec.conv_activation
+    convolved = torch.empty_like(rows.x)
+    short_convolution(rows.x, *given, activation=activation, out=convolved)
+    keys = spec.num_key_heads * spec.key_size
+    sizes = {"q": keys, "k": keys, "v": spec.num_heads * spec.value_size}
+    split = convolved.split([sizes[name] for name in form.order], 1)
+    parts = dict(zip(form.order, split, strict=True))
+    q, k = (parts[name].unflatten(1, (-1, spec.key_size)) for name in "qk")
+    v = parts["v"].unflatten(1, (-1, spec.value_size))
+    inputs = StateInputs(q, k, v, *state_gates(rows.a, rows.b, form))
+    state_step(inputs, one.slots, batch, _params(spec, layer), out=out)
+    gated_norm(out, rows.z, form)
+
+
+def _params(spec: StateSpec, layer: LayerTensors) -> RecurrenceParams:
+    return RecurrenceParams(
+        scale=layer.scale,
+        update=spec.update,
+        qk_norm=spec.qk_norm,
+        skip=layer.skip,
+        is_invariant=False,
+    )
+
+
+def _step(number: int) -> Step:
+    """A request in slot 2, which a fork continues in slot 4, beside padding and one of the first
+    request's tokens in slot 3, which begins two steps later."""
+    slot, source = (4 if number >= _FORK else 2), (4 if number > _FORK else 2)
+    later = int(number >= 2)
+    lengths = [1, 1, later], [number + 1, 1, max(number - 1, 0)]
+    return Step(*lengths, [slot, -1, 3], [source, -1, 3])
+
+
+def emulate_case(name: str) -> dict[str, Any]:
+    """Emulate decodes over two chunks, in one launch and in four.
+
+    Returns:
+        differ: steps whose outputs or slots differ.
+        error: the largest one of the outputs, relative to the largest output.
+        clears: whether rows of nobody become 0.
+        launches: of the kernel.
+    """
+    spec = _spec(name)
+    layer, drawn = draw_layer(spec), drawn_step(spec, _COUNT, 1)
+    runs = {
+        run: Operations(spec, layer, "tail", 8, "triton") for run in (_run_fused, _run_separate)
+    }
+    tiles = dict.fromkeys(state_tiles.TILES, SIZES[name].get("tile", TILE))
+    launches, differ, clears = list[str](), list[int](), True
+    expected = expected_step(spec, layer, drawn, None)
+    error = 0.0
+    with stub_target("sm_90"), patch.object(state_tiles, "TILES", tiles):
+        JITFunction.run = counted(launches)
+        for number in range(_COUNT):
+            step, tokens = _step(number), torch.tensor([number, 0, max(number - 2, 0), 0])
+            rows = FusedInputs(*(x if x is None else x[tokens] for x in drawn[:4]), drawn.form)
+            rows.x[[1, 3]] = torch.nan
+            outs = []
+            for run, one in runs.items():
+                shape = (len(tokens), spec.num_heads, spec.value_size)
+                outs.append(torch.full(shape, torch.nan, dtype=spec.dtype))
+                run(one, rows, step, outs[-1])
+            memories = [one.memory for one in runs.values()]
+            if not (torch.equal(*outs) and torch.equal(*memories)):
+                differ.append(number)
+            used = [0, 2] if number >= 2 else [0]
+            clears &= not outs[0][[row for row in range(4) if row not in used]].any()
+            wanted = expected[tokens[used]]
+            off = (outs[0][used].flatten(1).double() - wanted).abs().max() / wanted.abs().max()
+            error = max(error, off.item())
+    return {
+        "differ": differ,
+        "error": error,
+        "clears": bool(clears),
+        "launches": launches.count("fused_decode_kernel"),
+    }
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    for name in names or CASES:
+        print(json.dumps({"case": name, **emulate_case(name)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
