@@ -7,8 +7,8 @@
 - `open-FORMAT-BATCH`: decodes by the portable kernels over an open format at level B (P16) and over
   the built-in format of the same bits. The open formats have one float32 scale per head of a token:
   `8` and `4` are integers, `levels4` has 8 numbers of unequal steps and their negatives, `table4`
-  any 16 numbers, `squares8` signed squares, and `cubes8` signed cubes, for which the kernel calls
-  the function of the format for each element.
+  any 16 numbers, `squares8` signed squares, `e3m4` floats with 3 bits of exponent, and `cubes8`
+  signed cubes, for which the kernel calls the function of the format for each element.
 
 Times are those of CUDA graphs on cold caches, in turn; `ratio` is that of the first to the second.
 """
@@ -33,7 +33,7 @@ from attnlib.kv_formats.number_table import numbers_of
 from attnlib.kv_rotation import KVRotation
 from attnlib.ops.triton.cache_write import write_kv
 from attnlib.ops.triton.rotary_write import rotate_and_write
-from attnlib.score_functions import where
+from attnlib.score_functions import exp2, where
 from benchmarks.gpu import rows
 from benchmarks.gpu.variants import Portable
 
@@ -97,6 +97,13 @@ def _squares8(word: Any, part: int) -> Any:
     return where(code > 127, -root * root, root * root)
 
 
+def _e3m4(word: Any, part: int) -> Any:
+    code = word >> (8 * part)
+    size = exp2(((code & 127) >> 4) - 1.0) * (16.0 + (code & 15))
+    size = where((code & 127) > 15, size, (code & 15) * 1.0)
+    return where((code & 128) > 0, -size, size)
+
+
 def _cubes8(word: Any, part: int) -> Any:
     code = (word >> (8 * part)) & 255
     root = (code & 127) * 0.125
@@ -109,6 +116,7 @@ _OPEN: dict[str, tuple[Any, int]] = {
     "levels4": (_levels4, 4),
     "squares8": (_squares8, 8),
     "table4": (_TABLE, 4),
+    "e3m4": (_e3m4, 8),
     "cubes8": (_cubes8, 8),
 }
 """Numbers of open formats, and their bits."""
