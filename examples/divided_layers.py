@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 3 -m examples.divided_layers
 
 Every rank has all tokens, a part of the query heads of each KV head, and a part of the keys. The
-tokens are those of one process. The number of processes divides 12 heads.
+tokens are those of one process. The number of processes divides the query heads of a KV head: 12,
+and of latents 24.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 import attnlib
 from attnlib.parallel import Interleaved, ParallelAttention, RankGroup, divided_batch
 
-HIDDEN, HEADS, BLOCK, NUM_BLOCKS = 48, 12, 4, 32
+HIDDEN, HEADS, BLOCK, NUM_BLOCKS = 48, 24, 4, 32
 SIZES = {"num_heads": HEADS, "block_size": BLOCK, "dtype": torch.float32}
 DENSE = attnlib.AttentionSpec(num_kv_heads=2, head_size=8, has_sink=True, **SIZES)
 LATENT = attnlib.AttentionSpec(num_kv_heads=1, head_size=24, head_size_v=16, use_mla=True, **SIZES)
@@ -39,7 +40,17 @@ class Layer:
         self.sinks = torch.randn(heads) if spec.has_sink else None
 
     def heads_of(self, rank: int, world_size: int) -> Tensor:
-        """The query heads of a rank: as many of each KV head, in their order."""
+        """The query heads of a rank: as many of each KV head, in their order.
+
+        Raises:
+            ValueError: the query heads of a KV head cannot be divided among so many ranks.
+        """
+        per_kv = self.spec.group_size
+        if per_kv % world_size:
+            raise ValueError(
+                f"{world_size} processes must divide the {per_kv} query heads of a KV head: choose "
+                "another --nproc-per-node"
+            )
         heads = torch.arange(self.spec.num_heads).view(self.spec.num_kv_heads, world_size, -1)
         return heads[:, rank].flatten()
 

@@ -45,7 +45,10 @@ class Ranks(NamedTuple):
         """Consecutive ranks share keys, `context` of them."""
         world_size, rank = dist.get_world_size(), dist.get_rank()
         if world_size % context:
-            raise ValueError(f"context={context} must divide the {world_size} processes")
+            raise ValueError(
+                f"--context {context} must divide the {world_size} processes: choose another one, "
+                "or another --nproc-per-node"
+            )
         num_shards = world_size // context
         groups = [
             dist.new_group(list(range(shard * context, (shard + 1) * context)))
@@ -75,21 +78,30 @@ def rank_model(model: Decoder, ranks: Ranks) -> Decoder:
         config[name]
         for name in ("head_dim", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     )
-    if heads % ranks.world_size or kv_heads % ranks.num_shards or inner % ranks.world_size:
+    world_size, per_kv = ranks.world_size, heads // kv_heads
+    contexts = [
+        context
+        for context in range(1, world_size + 1)
+        if not (world_size % context or per_kv % context or kv_heads % (world_size // context))
+    ]
+    if inner % world_size or ranks.keys.world_size not in contexts:
+        action = "choose another --nproc-per-node"
+        if contexts and not inner % world_size:
+            action = f"choose --context {' or '.join(map(str, contexts))}"
         raise ValueError(
-            f"{heads} query heads, {kv_heads} KV heads and {inner} inner elements cannot be "
-            f"divided among {ranks.world_size} ranks in {ranks.num_shards} groups: choose "
-            "--nproc-per-node and --context to divide them"
+            f"{kv_heads} KV heads of {per_kv} query heads and {inner} inner elements cannot be "
+            f"divided among {world_size} processes, {ranks.keys.world_size} of which share keys: "
+            f"{action}"
         )
     own_kv = range(kv_heads)[ranks.shard :: ranks.num_shards]
-    per_kv, own = heads // kv_heads, heads // kv_heads // ranks.keys.world_size
+    own = per_kv // ranks.keys.world_size
     first = ranks.keys.rank * own
     query_heads = [kv * per_kv + first + head for kv in own_kv for head in range(own)]
     queries, keys = (
         torch.tensor([head * size + i for head in chosen for i in range(size)])
         for chosen in (query_heads, own_kv)
     )
-    inside = torch.arange(inner).chunk(ranks.world_size)[ranks.rank]
+    inside = torch.arange(inner).chunk(world_size)[ranks.rank]
     part = copy.deepcopy(model)
     part.config = {
         **config, "num_attention_heads": len(query_heads), "num_key_value_heads": len(own_kv)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from attnlib.parallel import RankGroup
 from examples import divided_layers, tutorial_ranks
 from examples.gemma3 import random_decoder
 from examples.tutorial_engine import Engine, Request, make_requests
-from examples.tutorial_ranks import RankEngine, Ranks
+from examples.tutorial_ranks import RankEngine, Ranks, rank_model
 from tests.fresh_process import ROOT
 from tests.parallel.workers import results
 
@@ -52,6 +53,17 @@ def test_tokens_are_those_of_one_rank(world_size: int, context: int) -> None:
     """Heads divided only, keys only, and both."""
     texts = results("tests.examples.test_tutorial_ranks", [str(context)], world_size)
     assert not any(texts[str(context)]), "\n".join(texts[str(context)])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "context", "action"),
+    [(4, 4, "choose --context 2$"), (2, 4, "--context 1 or 2$"), (3, 3, "--nproc-per-node$")],
+)
+def test_sizes_that_cannot_be_divided(world_size: int, context: int, action: str) -> None:
+    """Two KV heads of two query heads; the message says which command works."""
+    ranks = Ranks(world_size, 0, SimpleNamespace(world_size=context), 0, 1)
+    with pytest.raises(ValueError, match=f"{context} of which share keys: .*{action}"):
+        rank_model(random_decoder(), ranks)
 
 
 COMMANDS = [
