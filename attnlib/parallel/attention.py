@@ -86,9 +86,9 @@ class ParallelAttention(nn.Module):
         prefix: str = "",
     ) -> None:
         super().__init__()
-        check_group(group)
-        self.spec, self.group, self.division, self.prefix = spec, group, division, prefix
         self._backend, self._device = backend, resolve_device(device).torch_device
+        check_group(group, self._device)
+        self.spec, self.group, self.division, self.prefix = spec, group, division, prefix
         self.scale = spec.head_size**-0.5 if scale is None else float(scale)
         self.agreement = effective_agreement(agreement)
 

@@ -64,6 +64,21 @@ class RankGroup:
         on_cpu = "cpu:" in str(dist.get_backend_config(self._cpu_group))
         self._record_device = torch.device("cpu" if on_cpu else "cuda")
 
+    def check_device(self, device: torch.device) -> None:
+        """Refuse a device whose tensors the process group cannot exchange.
+
+        Raises:
+            ContractError: it has no backend for them, or gloo for those of a GPU.
+        """
+        known = str(dist.get_backend_config(self._group))  # such as "cpu:gloo,cuda:nccl"
+        backend = dict(each.split(":", 1) for each in known.split(",")).get(device.type)
+        if backend is None or (backend == "gloo" and device.type != "cpu"):
+            raise ContractError(
+                f"device={device}: process_group exchanges by {known}: make it with "
+                f"backend='cpu:gloo,cuda:nccl', or give the layer a device that it serves",
+                rule="X8",
+            )
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         """`[world_size, ...]` of a tensor `[...]` of each rank."""
         tensor = tensor.contiguous()

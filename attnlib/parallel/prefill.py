@@ -82,11 +82,11 @@ class ParallelPrefill(nn.Module):
         prefix: str = "",
     ) -> None:
         super().__init__()
-        check_group(group)
+        self._device = resolve_device(device).torch_device
+        check_group(group, self._device)
         factor = spec.head_size**-0.5 if scale is None else float(scale)
         self.spec, self.group, self.division, self.method = spec, group, division, method
         self.agreement, self.prefix = effective_agreement(agreement), prefix
-        self._device = resolve_device(device).torch_device
         self._rings = keeps_order(spec) and method != "all_gather"
 
         def attempt() -> tuple[object, tuple[Part, Part | None]]:

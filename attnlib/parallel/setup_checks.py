@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,8 +39,8 @@ def effective_agreement(agreement: str) -> str:
     return "call" if agreement == "batch" and env.read("ATTNLIB_VALIDATE") else agreement
 
 
-def check_group(group: object) -> None:
-    """Whether a layer got ranks.
+def check_group(group: Any, device: torch.device) -> None:
+    """Whether a layer got ranks, which exchange tensors of its device.
 
     Raises:
         ContractError: on this rank, since it cannot ask the others.
@@ -49,6 +51,7 @@ def check_group(group: object) -> None:
             "process group of torch.distributed",
             rule="X8",
         )
+    group.check_device(device)
 
 
 def check_choices(

@@ -120,6 +120,9 @@ class ThroughHost(RankGroup):
             dist.barrier()
         return self.buffers
 
+    def check_device(self, device: torch.device) -> None:
+        super().check_device(torch.device("cpu"))
+
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return super().all_gather(tensor.cpu()).to(tensor.device)
 

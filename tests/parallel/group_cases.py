@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 from attnlib.errors import ContractError, RankLostError
@@ -24,6 +25,23 @@ def refused(text: str, process_group: Any, cpu_group: Any = None) -> str:
     except ContractError as error:
         return "" if text in str(error) else str(error)
     return f"not refused: {text}"
+
+
+def devices(group: RankGroup) -> str:
+    """Layers on a GPU need NCCL, layers on a CPU gloo."""
+    for process_group, device, named in (
+        (None, "cuda", "device=cuda: process_group exchanges by cpu:gloo,cuda:gloo"),
+        (dist.new_group(backend="cpu:gloo"), "cuda:1", "exchanges by cpu:gloo: make it with"),
+    ):
+        own = RankGroup(process_group)
+        own.check_device(torch.device("cpu"))
+        try:
+            own.check_device(torch.device(device))
+            return f"{device} was not refused"
+        except ContractError as error:
+            if named not in str(error):
+                return str(error)
+    return ""
 
 
 def parts_of_a_group(group: RankGroup) -> str:
@@ -79,6 +97,7 @@ def named(run: Run, lost: int) -> str:
 
 
 CASES: dict[str, Callable[[RankGroup], str]] = {
+    "devices": devices,
     "parts of a group": parts_of_a_group,
     "a late rank": a_late_rank,
     "a rank that leaves": a_rank_that_leaves,

@@ -16,7 +16,10 @@ SMOKE = ("window", "latents", "refusals", "refused batches", "a sink of each ran
 """Cases of the fast selection, with two ranks."""
 
 
-FOUR = ("grouped heads", "window", "sinks", "latents", "chunks, contiguous", "refusals")
+FOUR = (
+    *("grouped heads", "window", "sinks", "sinks, soft cap, window", "latents", "fp8"),
+    *("chunks, contiguous", "refusals"),
+)
 """Cases of four ranks, which differ from three in their number only."""
 
 

@@ -42,6 +42,9 @@ class Ranks:
         self.share, self.asked = share, 0
         self.facts: object = None
 
+    def check_device(self, device: torch.device) -> None:
+        pass
+
     def agreed(self, agreement: str, name: str, attempt: Callable[[], tuple[Any, Any]]) -> Any:
         self.facts, result = attempt()
         return result

@@ -9,7 +9,10 @@ import pytest
 from tests.parallel.prefill_cases import PROBLEMS, PROPERTIES, WRONG
 from tests.parallel.workers import results
 
-FOUR = ("ring: zigzag", "gather: window, sinks, soft cap", "decodes between prefills")
+FOUR = (
+    *("ring: zigzag", "ring: sinks, soft cap", "ring: latents", "ring: fp8"),
+    *("gather: window, sinks, soft cap", "decodes between prefills", "empty ranks"),
+)
 """Cases of four ranks, which differ from three in their number only."""
 
 
