@@ -10,7 +10,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate
+from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate, prefetch_l1
 from attnlib.ops.triton.hopper.kernels.latent_tiles import TILE
 
 __all__ = [
@@ -191,6 +191,15 @@ def token_of_cta(CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def _prefetch_list(entries, begin, end):
+    """Prefetch elements [begin, end) of a list, up to 1024: they are read after the request of the
+    token is known. Lanes outside prefetch elements 0 or end - 1."""
+    LINE: gl.constexpr = 32
+    index = begin + LINE * gl.arange(0, 32, gl.BlockedLayout([1], [32], [4], [0]))
+    prefetch_l1(entries + gl.maximum(gl.minimum(index, end - 1), 0))
+
+
+@gluon.jit
 def stream_work(lists, entry_counts, CONFIG: gl.constexpr):
     """Return the `StreamWork` of this CTA and the block table of its request.
 
@@ -200,21 +209,23 @@ def stream_work(lists, entry_counts, CONFIG: gl.constexpr):
     """
     token, head_offset = token_of_cta(CONFIG)
     split = gl.program_id(1)
-    visible = lists.visible_keys(token)
-    count = gl.load(entry_counts + token, mask=visible.exists, other=0)
-    slots = CONFIG.OWN + lists.num_entries
-    if not CONFIG.LISTED:
-        slots = CONFIG.OWN + gl.minimum(lists.num_entries, count)
     # The same splits for all tokens, because the combine kernel knows one number per token. Triton
     # 3.6 does not compile the kernel where `begin` is a constant.
     steps = (CONFIG.OWN + lists.num_entries + 2 * TILE - 1) // (2 * TILE)
     per_split = (steps + lists.num_splits - 1) // lists.num_splits
     begin = split * per_split * (2 * TILE)
-    end = gl.minimum(slots, begin + per_split * (2 * TILE))
-    pairs = gl.where(visible.exists, gl.maximum(end - begin + 2 * TILE - 1, 0) // (2 * TILE), 0)
+    end = begin + per_split * (2 * TILE)
     entries = None
     if CONFIG.LISTED:
         entries = lists.indices + token.to(gl.int64) * lists.stride_lists
+        _prefetch_list(entries, begin - CONFIG.OWN, gl.minimum(end - CONFIG.OWN, lists.num_entries))
+    visible = lists.visible_keys(token)
+    count = gl.load(entry_counts + token, mask=visible.exists, other=0)
+    slots = CONFIG.OWN + lists.num_entries
+    if not CONFIG.LISTED:
+        slots = CONFIG.OWN + gl.minimum(lists.num_entries, count)
+    end = gl.minimum(slots, end)
+    pairs = gl.where(visible.exists, gl.maximum(end - begin + 2 * TILE - 1, 0) // (2 * TILE), 0)
     work = StreamWork(
         entries,
         lists.num_entries,
