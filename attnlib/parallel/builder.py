@@ -41,7 +41,7 @@ class ParallelBuilder:
         new: AttentionMetadataBuilder[Any] | None,
     ) -> None:
         self.spec, self.form, self.division = layer.spec, layer.form, layer.division
-        self.group, self._agreement = layer.group, layer.agreement
+        self.group, self._agreement, self._exchange = layer.group, layer.agreement, layer.exchange
         self.cached, self.context, self.new = cached, context, new
         self._scratch = Staging(cached.spec, cached.device)
         self._merges = KnownMergeRows(self.group.world_size, self.spec.has_sink)
@@ -72,9 +72,12 @@ class ParallelBuilder:
         Raises:
             ContractError: on every rank, if one of them cannot build the batch, or the batches
                 differ (unless agreements are off: then on this rank).
+            RankLostError: see `RankGroup.agree`; without agreements, an exchange by memory of this
+                rank did not end.
         """
 
         def attempt() -> tuple[object, ParallelMetadata]:
+            self._exchange.check()
             check_batch(self.spec, self.division, self.group.rank, common)
             sizes = (common.num_reqs, common.num_actual_tokens)
             bounds = (common.max_query_len, common.max_seq_len)

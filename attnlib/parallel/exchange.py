@@ -80,6 +80,11 @@ class Exchange:
         item = spec.dtype.itemsize
         self._sizes = (spec.head_size * item, spec.head_size_v * item)
 
+    def check(self) -> None:
+        """See `PeerBuffers.check`."""
+        if self._peers is not None:
+            self._peers.check()
+
     def gather_heads(self, query: Tensor) -> Tensor:
         """`[T, world_size * Hq, D]`, the queries of all ranks.
 

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 from attnlib.errors import AttnlibError, ContractError, RankLostError
 from attnlib.ops.peer_buffers import PeerBuffers
-from attnlib.parallel.peers import connect, report_errors
+from attnlib.parallel.peers import connect, report
 
 __all__ = ["RankGroup"]
 
@@ -119,8 +119,7 @@ class RankGroup:
             known = connect(device, self.world_size, self.rank, gather, self._group)
             if device.type == "cuda":  # those on a CPU do not decide for others
                 _PEERS[process_group] = known
-            if isinstance(known, PeerBuffers):
-                report_errors(known, process_group)
+            report(known, process_group)
         return known
 
     def start_shift(self, out: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Any]:

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from attnlib.ops.peer_buffers import PeerBuffers
 
-__all__ = ["connect", "report_errors"]
+__all__ = ["connect", "report"]
 
 _log = logging.getLogger("attnlib")
 _OF_TIMEOUT = 0.9
@@ -81,15 +82,18 @@ def connect(
     return buffers
 
 
-def report_errors(buffers: PeerBuffers, process_group: Any) -> threading.Thread:
-    """Log an exchange that does not end, from a thread, which is returned: where the engine waits
-    for its GPU, CUDA raises an error without a cause.
+def report(known: PeerBuffers | list[str], process_group: Any) -> threading.Thread | None:
+    """Log why there are no buffers, or an exchange that does not end, from a thread, which is
+    returned: where the engine waits for its GPU, CUDA raises an error without a cause.
 
     Args:
-        buffers: of this rank.
+        known: of this rank.
         process_group: the thread ends with it.
     """
-    lives = weakref.ref(process_group)
+    if not isinstance(known, PeerBuffers):
+        _log.info("divided layers exchange by messages: %s", "; ".join(known))
+        return None
+    buffers, lives = known, weakref.ref(process_group)
 
     def watch() -> None:
         while not buffers.record.value:
@@ -131,5 +135,6 @@ def _rendezvous(own: torch.Tensor, world_size: int, rank: int, process_group: An
     group: Any = process_group or dist.group.WORLD
     handle = symmetric.rendezvous(own, group)
     found = [handle.get_buffer(each, tuple(own.shape), torch.uint8) for each in range(world_size)]
-    timeout: timedelta = group._get_backend(own.device).options._timeout
+    options = getattr(group._get_backend(own.device), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return PeerBuffers.of(found, rank, own, handle, limit=timeout * _OF_TIMEOUT)

@@ -17,7 +17,7 @@ import torch
 from attnlib.errors import AttnlibError
 from attnlib.ops.peer_buffers import PeerBuffers
 from attnlib.ops.triton.peer_words import merge_words, share_words
-from attnlib.parallel.peers import report_errors
+from attnlib.parallel.peers import report
 
 TOKENS, HEADS, SIZE = 3, 4, 128
 
@@ -62,7 +62,7 @@ def main(case: str) -> None:
         rank.results()
     torch.cuda.synchronize()
     print("one exchange of both ranks", flush=True)
-    report_errors(first.peers, first)
+    report(first.peers, first)
     if case == "streams":
         first.queries()
         first.queries(side)

@@ -97,16 +97,23 @@ def test_a_layer_on_a_cpu_does_not_decide_for_those_on_gpus() -> None:
     connect.assert_called_once()
 
 
+def test_why_layers_exchange_by_messages_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "attnlib"):
+        assert peers.report([REASON], Ranks(share=False)) is None
+    assert f"exchange by messages: {REASON}" in caplog.text
+
+
 def test_an_exchange_that_does_not_end_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """While the engine waits for its GPU; and a group that has gone is not watched."""
     buffer = torch.zeros(PeerBuffers.num_bytes(), dtype=torch.uint8)
     buffers = PeerBuffers.of([buffer] * 3, 1, limit=timedelta(seconds=9))
     process_group = Ranks(share=True)
-    threads = [peers.report_errors(buffers, each) for each in (process_group, Ranks(share=True))]
-    threads[1].join(5)
-    assert threads[0].is_alive() and not threads[1].is_alive() and not caplog.records
+    lives, gone = (peers.report(buffers, each) for each in (process_group, Ranks(share=True)))
+    assert lives is not None and gone is not None
+    gone.join(5)
+    assert lives.is_alive() and not gone.is_alive() and not caplog.records
     buffers.record.value = RESULTS.value << 48 | 2 << 32 | 77
-    threads[0].join(5)
+    lives.join(5)
     wanted = "rank 1 of 3 waited 9 s for rank 2 in exchange 77 of results by memory"
     assert wanted in caplog.text
     with pytest.raises(RankLostError, match=wanted):
