@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from attnlib.cache.overlap import same_memory, tensors_overlap
-from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 
-__all__ = ["check_output_memory", "check_tensor_types", "refuse_in_place"]
+__all__ = ["check_tensor_types", "refuse_in_place"]
 
 
 def check_tensor_types(query: object, key: object, value: object, output: object = None) -> None:
@@ -20,47 +18,23 @@ def check_tensor_types(query: object, key: object, value: object, output: object
     tensors = (("query", query), ("key", key), ("value", value), ("output", output))
     for name, given in tensors:
         if not isinstance(given, torch.Tensor) and (given is not None or name == "query"):
-            raise _type_error(name, given)
-
-
-def _type_error(name: str, given: object) -> ContractError:
-    return ContractError(
-        f"{name} is a {type(given).__name__}; it must be a torch.Tensor: convert it with "
-        "torch.as_tensor"
-    )
-
-
-def refuse_in_place(output: torch.Tensor, **inputs: torch.Tensor | None) -> None:
-    """Refuse an output in the memory of an input of which later rows are read. Plans do not depend
-    on addresses.
-
-    Raises:
-        ContractError: they have memory in common, or the output is no tensor.
-    """
-    if not isinstance(output, torch.Tensor):
-        raise _type_error("output", output)
-    for name, tensor in inputs.items():
-        if tensor is not None and tensors_overlap(output, tensor):
-            same = tensor.data_ptr() == output.data_ptr()
             raise ContractError(
-                f"output is {'' if same else 'in the memory of '}{name}, which is read after rows "
-                "of the output are written: pass another tensor, or None"
+                f"{name} is a {type(given).__name__}; it must be a torch.Tensor: convert it with "
+                "torch.as_tensor"
             )
 
 
-def check_output_memory(
-    query: torch.Tensor, cache: PagedKVCache | None, output: torch.Tensor | None
-) -> None:
-    """Whether an output is apart from the query, or exactly in its place, and from the cache.
+def refuse_in_place(output: torch.Tensor, **inputs: torch.Tensor | None) -> None:
+    """Refuse an output that is an input of which later rows are read. Plans do not depend on
+    addresses.
 
     Raises:
-        ContractError: it is not.
+        ContractError: they begin at one address.
     """
-    if output is None:
-        return
-    refuse_in_place(output, query=None if same_memory(output, query) else query)
-    views = () if cache is None else (cache.key_cache, cache.value_cache)
-    if any(tensors_overlap(output, view) for view in views):
-        raise ContractError(
-            "output is in the memory of the cache: pass another tensor, or None", rule="P9"
-        )
+    address = output.data_ptr()
+    for name, tensor in inputs.items():
+        if tensor is not None and tensor.data_ptr() == address and tensor.numel():
+            raise ContractError(
+                f"output is {name}, which is read after rows of the output are written: pass "
+                "another tensor, or None"
+            )

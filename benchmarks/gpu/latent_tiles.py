@@ -29,6 +29,7 @@ from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
 from attnlib.ops.triton.hopper.latent_tiles import (
     CONVERTED,
     CONVERTED_COLUMNS,
+    HALVED,
     ONE_WORKER,
     SAME_LATENTS,
     TWO_WORKERS,
@@ -63,7 +64,11 @@ _TILES = {
         "e4m3, converted": CONVERTED_COLUMNS._replace(rows=32, stages=10),
         "packed, in registers": choose_latent_tile(32, 1, True, True),
     },
-    64: {"e4m3, converted": CONVERTED, "packed, converted": CONVERTED},
+    64: {
+        "e4m3, converted": CONVERTED,
+        "e4m3, halved": HALVED,
+        "packed, converted": CONVERTED,
+    },
 }
 """Tiles by query rows of a CTA, at least as many as the heads. Names begin with the form of the
 cache."""

@@ -172,8 +172,7 @@ def _cases(target: BackendUnderTest, body: Body) -> Iterator[CheckCase]:
     invariant, large = {"batch_invariant": True}, {"key_size": 64, "value_size": 64}
     # Decodes without drafts, invariant layers and large heads may have kernels of their own.
     given: list[tuple[str, int, dict[str, Any]]]
-    given = [("", 0, {}), ("-invariant", 0, invariant)]
-    given += [] if target.quick else [("-large", 0, large)]
+    given = [("", 0, {}), ("-invariant", 0, invariant), ("-large", 0, large)]
     given += [("-drafts", most, {}), ("-invariant-drafts", most, invariant)] if most else []
     for ending, rollback, changes in given:
         for each in over_kinds(target, body, names=names, rollback=rollback, **changes):

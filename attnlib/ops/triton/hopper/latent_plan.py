@@ -6,6 +6,7 @@ of KV heads: up to 64 query heads of one or more query tokens of a request.
 
 from __future__ import annotations
 
+import torch
 import triton
 from torch import Tensor
 
@@ -199,6 +200,7 @@ def _attend_launch(
         CONVERTS=tile.converts,
         STORED_KIND=stored if tile.converts else KV_PLAIN.value,
         STORED_GROUPS=groups and tile.converts,
+        HALVED=tile.halved and not groups and call.query.dtype == torch.bfloat16,
     )
     options = {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True, "CONFIG": config}
     if tile.registers is not None:

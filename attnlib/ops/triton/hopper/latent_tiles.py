@@ -12,6 +12,7 @@ __all__ = [
     "CONVERTED_COLUMNS",
     "FEW_KEYS",
     "FEW_PACKED_KEYS",
+    "HALVED",
     "ONE_WORKER",
     "ROWS_FIRST",
     "SAME_LATENTS",
@@ -39,6 +40,7 @@ class LatentTile(NamedTuple):
         in_flight: quarters of a ring in flight, at most.
         converts: four warps convert the latents of an 8-bit cache in shared memory; `in_flight`
             is 0 without prefetches.
+        halved: they convert to float16, also for bfloat16 queries, if there is one scale.
         registers: of a thread at the launch; None means Triton's choice.
         consumer_registers, loader_registers: of a thread of the second consumer, and of a loader.
     """
@@ -51,6 +53,7 @@ class LatentTile(NamedTuple):
     rotary_stages: int = 3
     in_flight: int = 4
     converts: bool = False
+    halved: bool = False
     registers: int | None = None
     consumer_registers: int = 224
     loader_registers: int = 40
@@ -73,10 +76,15 @@ CONVERTED = ROWS_FIRST._replace(
 )
 """Tile of more than 32 query rows over 8-bit caches, whose latents four warps convert. With 216 and
 72 registers, 64 heads and 64 x 8k take 251 us instead of 199."""
+HALVED = CONVERTED._replace(halved=True)
+"""The same with products in float16, in which two elements are converted by one instruction instead
+of four (`kernels/latent_halves.py`)."""
+_HALVES = False
+"""Whether `HALVED` takes the place of `CONVERTED`. It was not timed."""
 CONVERTED_COLUMNS = _SWAPPED._replace(
     converts=True, in_flight=1, registers=224, loader_registers=208
 )
-"""The same for up to 16 query rows, as the columns of the products."""
+"""`CONVERTED` for up to 16 query rows, as the columns of the products."""
 _TWO = LatentTile(
     16, True, workers=2, rotary_stages=2, registers=168, consumer_registers=232, loader_registers=40
 )
@@ -116,7 +124,9 @@ def choose_latent_tile(
         keys_per_sm: `tile_table.work_class` of the batch; None if the tile must not depend on it.
     """
     if blocks > 1 or rows > _WORKER_ROWS:
-        return CONVERTED if is_quantized else ROWS_FIRST
+        if not is_quantized:
+            return ROWS_FIRST
+        return HALVED if _HALVES and not group_scales else CONVERTED
     if not is_quantized:
         return _SWAPPED if rows <= _SWAPPED_ROWS else COLUMNS_32
     if rows > _SWAPPED_ROWS:

@@ -156,13 +156,9 @@ def normalize_head(request, out, z, weight, counters, index, head, CONFIG: tl.co
     PROGRAMS: tl.constexpr = STEP.SIZE // CONFIG.STATE.DV * CONFIG.STATE.BLOCKS
     group = head * CONFIG.STATE.DV // STEP.SIZE
     tl.debug_barrier()
-    is_last = True
-    if PROGRAMS > 1:
-        counter = counters + request.slot * STEP.HV + group
-        is_last = tl.atomic_add(counter, 1, sem="acq_rel") == PROGRAMS - 1
-        if is_last:
-            tl.store(counter, 0)  # as the next launch expects it
-    if is_last:
+    counter = counters + request.slot * STEP.HV + group
+    if tl.atomic_add(counter, 1, sem="acq_rel") == PROGRAMS - 1:
+        tl.store(counter, 0)  # as the next launch expects it
         for row in range(0, request.count):
             normalize_row(out, z, weight, request.first + row, group, index, STEP)
 

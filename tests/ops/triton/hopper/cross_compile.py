@@ -50,6 +50,7 @@ from attnlib.ops.triton.hopper.invariant_plan import (
 from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
 from attnlib.ops.triton.hopper.latent_tiles import (
     CONVERTED_COLUMNS,
+    HALVED,
     ONE_WORKER,
 )
 from attnlib.ops.triton.hopper.prefill_plan import prepare_hopper_prefill
@@ -700,6 +701,7 @@ LATENT_CASES: dict[str, dict[str, Any]] = {
         "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
     },
     "latent-128-packed": {"heads": 128, "packed": True},
+    "latent-128-e4m3-halved": {"heads": 128, "cache": E4M3, "tile": HALVED},
     "latent-32-verify-packed-all": {
         "heads": 32,
         "query": 4,

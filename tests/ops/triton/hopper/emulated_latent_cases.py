@@ -10,6 +10,7 @@ from attnlib.ops.triton.hopper.latent_tiles import (
     COLUMNS_32,
     CONVERTED,
     CONVERTED_COLUMNS,
+    HALVED,
     ONE_WORKER,
 )
 
@@ -102,6 +103,14 @@ CASES: dict[str, dict[str, Any]] = {
         "batch": "q1s200_q1s70", "heads": 128, "packed": True, "ctas": 4, "apart": 12.0,
         "tile": CONVERTED,
     },
+    "64 heads, e4m3, large queries, sinks, converted": {
+        "batch": "q1s200_q1s70", "heads": 64, "cache": E4M3, "query_scale": 1e9, "sinks": True,
+        "k_scale": torch.tensor([1e-9]), "tile": CONVERTED,
+    },
+    "48 heads, e5m2, small queries, long ranges, converted": {
+        "batch": "q1s700_q1s70", "heads": 48, "cache": E5M2, "query_scale": 1e-30, "ctas": 1,
+        "k_scale": torch.tensor([1e30]), "tile": CONVERTED,
+    },
     "128 heads, packed, infinite scale, converted": {
         "batch": "q1s200_q1s70", "heads": 128, "packed": True, "broken": 524, "ctas": 4,
         "tile": CONVERTED,
@@ -110,3 +119,8 @@ CASES: dict[str, dict[str, Any]] = {
 """`ctas` run, three by default. Rings are passed several times in long ranges. `apart`: scales of
 groups differ by up to this power of two each way. `broken`: a byte of the last latent of the first
 request. Latents after the end of a request are NaN."""
+CASES |= {
+    name.replace("converted", "halved"): {**options, "tile": HALVED}
+    for name, options in CASES.items()
+    if options.get("tile") is CONVERTED and not options.keys() & {"packed", "dtype"}
+}

@@ -7,6 +7,8 @@ process that does not interpret Triton.
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from attnlib.ops.triton.launch.run import run_attention
 from attnlib.spec import AttentionSpec
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from tests.ops.triton.cross_compile import stub_target
-from tests.ops.triton.hopper.emulate import print_cases, run_emulated
+from tests.ops.triton.hopper.emulate import run_emulated
 
 __all__ = ["CASES", "emulate_case"]
 
@@ -191,5 +193,11 @@ def emulate_case(name: str) -> dict[str, Any]:
     }
 
 
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    for name in names or list(CASES):
+        print(json.dumps({"case": name, **emulate_case(name)}), flush=True)
+
+
 if __name__ == "__main__":
-    print_cases(CASES, emulate_case)
+    main(sys.argv[1:])

@@ -30,7 +30,7 @@ from attnlib.ops.triton.hopper.kernels.latent_converter import convert_range
 from attnlib.ops.triton.hopper.kernels.latent_decode_attend import (
     PAIR,
     attend_to_split,
-    copy_split_queries,
+    receive_queries,
 )
 from attnlib.ops.triton.hopper.kernels.latent_loader import load_range
 from attnlib.ops.triton.hopper.kernels.latent_pages import LatentCache
@@ -143,9 +143,9 @@ def _consumer(
         request_end = before + units
         if position < request_end:
             split = split_at(keys, request, block, units, before, position, own.end)
-            copy_split_queries(queries, rows, split, tiles, CONSUMER)
+            row_logits = receive_queries(queries, rows, split, tiles, logits, CONSUMER)
             acc, row_max, row_sum, step = attend_to_split(
-                split, rows, columns, keys.mask, tiles, logits, step, splits, CONFIG, CONSUMER
+                split, rows, columns, keys.mask, tiles, row_logits, step, splits, CONFIG, CONSUMER
             )
             splits += 1
             if CONFIG.CONVERTS:
@@ -202,7 +202,8 @@ def hopper_latent_decode_kernel(
     TOKENS: gl.constexpr = CONFIG.TILE_TOKENS * (MOST_BLOCKS if CONFIG.MANY_TOKENS else 1)
     if CONFIG.MANY_TOKENS:
         blocks = CONFIG.HEAD_BLOCKS * token_blocks
-    tiles = allocate_tiles(CONFIG.DV, CONFIG.ROTARY, query.dtype.element_ty, GATHERED=False)
+    DTYPE: gl.constexpr = gl.float16 if CONFIG.HALVED else query.dtype.element_ty
+    tiles = allocate_tiles(CONFIG.DV, CONFIG.ROTARY, DTYPE, GATHERED=False, HALVED=CONFIG.HALVED)
     # Makes the initialized barriers visible to TMA.
     fence_async_shared()
     mask = Mask(

@@ -5,19 +5,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from attnlib.ops.triton.hopper.kernels.compat import consumers_sync
+from attnlib.ops.triton.hopper.kernels.latent_halves import HalvedLogits, halve_split_queries
 from attnlib.ops.triton.hopper.kernels.latent_rows import copy_queries, query_offsets
 from attnlib.ops.triton.hopper.kernels.latent_splits import TileKeys
 from attnlib.ops.triton.hopper.kernels.latent_steps import attend_both, attend_other, attend_own
 from attnlib.ops.triton.hopper.kernels.latent_tiles import TILE, clear_tile_from
 
-__all__ = ["PAIR", "attend_to_split", "copy_split_queries"]
+__all__ = ["PAIR", "attend_to_split", "receive_queries"]
 
 PAIR: gl.constexpr = gl.constexpr(128)
 """Latents of a pair of tiles, the unit of the work distribution."""
 
 
 @gluon.jit
-def copy_split_queries(queries, rows, split, tiles, CONSUMER: gl.constexpr):
+def _copy_split_queries(queries, rows, split, tiles, CONSUMER: gl.constexpr):
     """Copy the queries of a split to shared memory, each consumer a part of them.
 
     Both consumers are done with the queries of the split before (`LatentTiles.total_sum`).
@@ -32,6 +33,16 @@ def copy_split_queries(queries, rows, split, tiles, CONSUMER: gl.constexpr):
         copy_queries(tiles.queries.rotary.index(0), queries, offsets, valid, 2 * HALF)
     fence_async_shared()
     consumers_sync(2)
+
+
+@gluon.jit
+def receive_queries(queries, rows, split, tiles, logits, CONSUMER: gl.constexpr):
+    """Copy the queries of a split to shared memory; return the logits of their scores."""
+    if tiles.HALVED:
+        return HalvedLogits(logits, halve_split_queries(queries, rows, split, tiles, CONSUMER))
+    else:
+        _copy_split_queries(queries, rows, split, tiles, CONSUMER)
+        return logits
 
 
 @gluon.jit

@@ -57,9 +57,10 @@ class LatentConfig(NamedTuple):
             to ranges of their own.
         STAGES, ROTARY_STAGES: quarters of tiles in the ring of a worker, and their other elements.
         IN_FLIGHT: quarters of a ring in flight, at most; with CONVERTS, 0 without prefetches.
-        CONVERTS: four warps convert an 8-bit cache in shared memory to the dtype of the queries, as
-            which KV_KIND and GROUP_SCALES describe it.
+        CONVERTS: four warps convert an 8-bit cache in shared memory to 16 bits, as which KV_KIND
+            and GROUP_SCALES describe it: to the dtype of the queries, or with HALVED to float16.
         STORED_KIND, STORED_GROUPS: the same of the cache itself, with CONVERTS.
+        HALVED: see `LatentTiles`; with CONVERTS.
     """
 
     HEAD_BLOCKS: int
@@ -92,6 +93,7 @@ class LatentConfig(NamedTuple):
     CONVERTS: bool = False
     STORED_KIND: int = KV_PLAIN.value
     STORED_GROUPS: bool = False
+    HALVED: bool = False
 
 
 @gluon.constexpr_function

@@ -37,6 +37,8 @@ __all__ = ["attend_both", "attend_other", "attend_own"]
 _RESCALE_THRESHOLD = gl.constexpr(8)
 """How far a base-2 logit may exceed the running maximum before that follows it, so that
 accumulators are rarely rescaled (FlashAttention-4). Weights are at most 2 to this power."""
+_HALVED_EXPONENT = gl.constexpr(6)
+"""The base-2 logarithm of the largest weight of a row's first tile, in float16 (`HALVED`)."""
 
 
 @gluon.jit
@@ -72,13 +74,19 @@ def _issue_part(scores, tiles, parity, PART: gl.constexpr, CONSUMER: gl.constexp
 
 
 @gluon.jit
-def _weigh(scores, keys, row_max, logits):
+def _weigh(scores, keys, row_max, logits, HALVED: gl.constexpr):
     """Return (weights, factor of earlier results, new row maximum)."""
     scores = logits.transform(scores)
     scores = keys.hide(scores)
     weight_factor = logits.weight_factor()
     tile_max = gl.max(scores, 1) * weight_factor
-    new_max = gl.where(tile_max > row_max + _RESCALE_THRESHOLD, tile_max, row_max)
+    if HALVED:
+        # Weights are at most 2 to the threshold, and small ones are normal numbers of float16.
+        new_max = gl.where(
+            tile_max > row_max + _RESCALE_THRESHOLD, tile_max - _HALVED_EXPONENT, row_max
+        )
+    else:
+        new_max = gl.where(tile_max > row_max + _RESCALE_THRESHOLD, tile_max, row_max)
     # -inf - -inf is NaN: rows without a visible key are measured from 0.
     finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
     weights = exp2(scores * weight_factor - finite_max[:, None])
@@ -121,7 +129,7 @@ def _attend_to_tile(
     """
     VALUES: gl.constexpr = acc.type.layout
     half = tiles.latents.part(LOW + CONSUMER)
-    weights, scale, row_max = _weigh(scores, keys, row_max, logits)
+    weights, scale, row_max = _weigh(scores, keys, row_max, logits, tiles.HALVED)
     row_sum = row_sum * (scale_before * scale) + gl.sum(weights, 1)
     operand = weights.to(half.dtype)
     # All warps have read the weights of the other tile.

@@ -95,6 +95,7 @@ class LatentTiles:
         summed: mbarriers [2, 1] of consumers whose sums are in shared memory.
         GATHERED: latents are copied by 128 threads with `cp.async`, and not by TMA.
         ROTARY: elements of the rotary part, 0 without one.
+        HALVED: bfloat16 queries, latents and weights are float16 (`latent_halves`).
     """
 
     queries: Value
@@ -110,6 +111,7 @@ class LatentTiles:
     summed: Value
     GATHERED: gl.constexpr
     ROTARY: gl.constexpr
+    HALVED: gl.constexpr
 
     @gluon.jit
     def wait_loaded(self, LOAD: gl.constexpr, parity, INDEX: gl.constexpr):
@@ -157,7 +159,11 @@ def _allocate_parts(
 
 @gluon.jit
 def allocate_tiles(
-    DV: gl.constexpr, ROTARY: gl.constexpr, DTYPE: gl.constexpr, GATHERED: gl.constexpr
+    DV: gl.constexpr,
+    ROTARY: gl.constexpr,
+    DTYPE: gl.constexpr,
+    GATHERED: gl.constexpr,
+    HALVED: gl.constexpr = False,
 ):
     """Allocate the shared memory of a CTA and initialize the barriers; a fence must follow."""
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, TILE], DTYPE)
@@ -202,6 +208,7 @@ def allocate_tiles(
         summed,
         GATHERED,
         ROTARY,
+        HALVED,
     )
 
 
