@@ -36,7 +36,9 @@ def scale_signature(scale: float | torch.Tensor, elements: torch.Tensor) -> tupl
 
 
 def tensor_check(
-    *tensors: torch.Tensor, free: tuple[int | None, ...] | None = None
+    *tensors: torch.Tensor,
+    free: tuple[int | None, ...] | None = None,
+    same_strides: bool = False,
 ) -> Callable[..., bool] | None:
     """`check(*others)`: True if the others have the signatures of these tensors, False if they have
     not or if it cannot tell. A C function of torch.compile's guards, several times faster than
@@ -46,15 +48,19 @@ def tensor_check(
         tensors: what the others are compared with.
         free: a dimension of each tensor whose size may be another one, and with it the strides of
             the dimensions before it; None for a tensor without, and for all.
+        same_strides: these strides must be equal, too.
     """
-    if _TensorGuards is None or any(tensor.requires_grad for tensor in tensors):
+    if _TensorGuards is None:
         return None
+    for tensor in tensors:  # each step asks for several: a loop costs less than a generator
+        if tensor.requires_grad:
+            return None
     sizes: list[list[int | None]] | None = None
     strides: list[list[int | None]] | None = None
     if free is not None:
         sizes, strides = [], []
         for tensor, dim in zip(tensors, free, strict=True):
-            first = 0 if dim is None else dim
+            first = 0 if dim is None or same_strides else dim
             sizes.append([None if i == dim else n for i, n in enumerate(tensor.shape)])
             strides.append([None if i < first else n for i, n in enumerate(tensor.stride())])
     guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)

@@ -14,7 +14,10 @@ from attnlib.ops.signature import tensor_check
 if TYPE_CHECKING:
     from attnlib.ops.triton.append_rows import RowAppend
 
-__all__ = ["Buffers", "capacity_of"]
+__all__ = ["CAPACITY", "Buffers", "capacity_of"]
+
+CAPACITY = "_attnlib_capacity"
+"""Attribute of tensors that begin with the buffers of a growing layer: tokens of the buffers."""
 
 _LEAST_ROOM = 128
 """Tokens that a new buffer has room for beyond those it holds, at least."""
@@ -189,8 +192,8 @@ def _with_room(tokens: int) -> int:
 
 def capacity_of(key: torch.Tensor, value: torch.Tensor) -> int | None:
     """Tokens of the buffers that two tensors of a growing layer begin with; None for others."""
-    capacity: int | None = getattr(key, "_attnlib_capacity", None)
-    return capacity if capacity == getattr(value, "_attnlib_capacity", None) else None
+    capacity: int | None = getattr(key, CAPACITY, None)
+    return capacity if capacity == getattr(value, CAPACITY, None) else None
 
 
 def _row_append(*tensors: torch.Tensor) -> RowAppend:

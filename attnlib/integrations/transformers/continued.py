@@ -8,28 +8,38 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from attnlib.cache.storage import PagedKVCache
+from attnlib.integrations.transformers.cache_buffers import CAPACITY
 from attnlib.integrations.transformers.decode_batch import (
     BoundCall,
     DecodeBatch,
-    current_stream,
     lasting_tokens,
     sees_all_keys,
 )
-from attnlib.integrations.transformers.layers import Call, is_transient
+from attnlib.integrations.transformers.layers import Call, current_stream, is_transient
 from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.ops.signature import tensor_check
-from attnlib.selection import get_attn_backend
+from attnlib.selection.current import selection_state
 
-__all__ = ["Arguments", "Continued", "Repeat", "continuation", "continue_step"]
+__all__ = [
+    "Arguments",
+    "Continued",
+    "Repeat",
+    "continuation",
+    "continue_step",
+    "states_check",
+]
+
+_TOKENS = 2
+"""The dimension of keys and values that grows."""
 
 
 @dataclass(eq=False)
@@ -64,23 +74,18 @@ class Continued:
     end with their cache.
 
     Attributes:
-        batch: the batch.
-        key_view, value_view: shape and strides of the views of keys and values.
+        repeat: what the decode has found, without its cache.
         pattern: of the mask.
         tokens: those of `lasting_tokens`.
-        query_fits: whether a query has the layout of the first one.
-        layouts: dtypes, strides and sizes besides the tokens of keys and values.
         place: thread and stream, which the batch belongs to.
+        selection: what the backend was selected by.
     """
 
-    batch: DecodeBatch
-    key_view: tuple[tuple[int, ...], tuple[int, ...]]
-    value_view: tuple[tuple[int, ...], tuple[int, ...]]
+    repeat: Repeat
     pattern: Pattern
     tokens: int
-    query_fits: Callable[..., bool]
-    layouts: tuple[Any, ...]
     place: tuple[int, int]
+    selection: tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +95,9 @@ class Repeat:
     Attributes:
         layer: that layer.
         metadata: the batch.
-        fits: whether query, key and value have the shapes, strides and dtypes of that call.
-        cache: its cache; the views of other layers have the same signature. None where the step
+        fits: whether query, key and value are those of such a call, with as many tokens as the mask
+            tells (`states_check`).
+        cache: its cache; the views of other layers have the same signature. None where a step
             before found it.
         key_view, value_view: shape and strides of the views of keys and values.
         bound_call: the backend's launcher over the tensors of transformers.
@@ -116,18 +122,19 @@ class Repeat:
 def continuation(call: Call, step: StepMask, repeat: Repeat) -> Continued | None:
     """What the next step may continue."""
     tokens, pattern = lasting_tokens(step, call.key, call.value), step.pattern
-    fits = tensor_check(call.query)
-    if repeat.batch is None or tokens is None or pattern is None or fits is None:
+    if repeat.batch is None or tokens is None or pattern is None:
         return None
     if step.is_static or pattern.segments is not None or pattern.spans is not None:
         return None
     place = threading.get_ident(), current_stream(call.query.device)
-    layouts, views = _layouts(call.key, call.value), (repeat.key_view, repeat.value_view)
-    return Continued(repeat.batch, *views, pattern, tokens, fits, layouts, place)
+    return Continued(replace(repeat, cache=None), pattern, tokens, place, selection_state())
 
 
-def _layouts(key: torch.Tensor, value: torch.Tensor) -> tuple[Any, ...]:
-    return tuple((x.dtype, x.stride(), x.shape[:2], x.shape[3]) for x in (key, value))
+def states_check(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> Callable[..., bool] | None:
+    """`tensor_check` for queries, keys and values like these, whose keys may have other tokens."""
+    return tensor_check(query, key, value, free=(None, _TOKENS, _TOKENS), same_strides=True)
 
 
 def continue_step(
@@ -138,31 +145,30 @@ def continue_step(
     step: StepMask,
 ) -> Repeat | None:
     """The plan of the step before, over the keys that this one sees; None if it is another one."""
-    last, layer = known.continued, known.layer
+    last, pattern = known.continued, step.pattern
     if last is None or step.is_reused or step.is_static or is_transient():
         return None
-    pattern = step.pattern
     if pattern is None or pattern.segments is not None or pattern.spans is not None:
         return None
-    if step.q_length != 1 or pattern != last.pattern:
+    repeat, tokens = last.repeat, key.shape[_TOKENS]
+    batch = repeat.batch
+    if pattern != last.pattern or batch is None or not repeat.fits(query, key, value):
         return None
-    if step.attention_mask is None and pattern.depends_on_distance and not sees_all_keys(step):
+    if (query.shape[0], 1, tokens) != (step.batch_size, step.q_length, step.kv_length):
         return None
-    if lasting_tokens(step, key, value) != last.tokens or not last.query_fits(query):
+    # `lasting_tokens`, without its calls: keys and values have equal strides, so equal capacities.
+    capacity = getattr(key, CAPACITY, None)
+    if (tokens if capacity is None else capacity) != last.tokens:
         return None
-    if last.layouts != _layouts(key, value):
+    if (capacity is None or (step.attention_mask is None and pattern.depends_on_distance)) and (
+        not sees_all_keys(step)
+    ):
         return None
     if last.place != (threading.get_ident(), current_stream(query.device)):
         return None
-    if get_attn_backend(layer.spec, None, query.device) is not layer.backend:
+    if last.selection != selection_state():
         return None
-    fits, batch = tensor_check(query, key, value), last.batch
-    if fits is None:
-        return None
-    step.check(query, key)
     if batch.filled_for != step.number:
         batch.fill(step, pattern)
-    views = last.key_view, last.value_view
-    repeat = Repeat(layer, batch.metadata, fits, None, *views, batch.bound_call, batch)
-    step.plans["repeat", id(layer.spec)] = repeat
+    step.plans["repeat", id(known.layer.spec)] = repeat
     return repeat

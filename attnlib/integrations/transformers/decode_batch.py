@@ -11,12 +11,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attnlib.integrations.transformers.cache_buffers import capacity_of
-from attnlib.integrations.transformers.layers import builder_for, is_transient
+from attnlib.integrations.transformers.layers import (
+    builder_for,
+    current_stream,
+    is_transient,
+)
 from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.integrations.transformers.step_mask import StepMask, first_visible_key
 from attnlib.layer import Attention
@@ -24,11 +28,13 @@ from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.ops.dispatch import operation
 
+if TYPE_CHECKING:
+    from attnlib.ops.torch.visible_keys import KeyLister
+
 __all__ = [
     "BoundCall",
     "DecodeBatch",
     "batch_of_visible_keys",
-    "current_stream",
     "decode_batch",
     "lasting_tokens",
     "sees_all_keys",
@@ -65,6 +71,7 @@ class DecodeBatch:
         ratio: distance between two rows in block ids.
         bound_call: see `BoundCall`.
         filled_for: number of the step whose table and lengths these are; 0 for none.
+        lister: writes table and lengths; None before the first ones.
         shown: keys that every row sees, if the table lists all that there may be; 0 otherwise.
     """
 
@@ -75,6 +82,7 @@ class DecodeBatch:
     ratio: int
     bound_call: BoundCall = field(default_factory=BoundCall)
     filled_for: int = 0
+    lister: KeyLister | None = None
     shown: int = 0
 
     def fill(self, step: StepMask, pattern: Pattern) -> None:
@@ -103,8 +111,12 @@ class DecodeBatch:
     def show(self, visible: torch.Tensor) -> None:
         """Write table and lengths of the keys that the rows see, `[B, up to tokens]` bool. No host
         sync."""
-        list_keys = operation("visible_keys", "list_visible_keys", visible)
-        list_keys(visible, self.ratio, table=self.table, lengths=self.lengths, starts=self.starts)
+        lister = self.lister
+        if lister is None:
+            make = operation("visible_keys", "KeyLister", visible)
+            tensors = {"table": self.table, "lengths": self.lengths, "starts": self.starts}
+            lister = self.lister = make(self.ratio, **tensors)
+        lister.run(visible)
         self.filled_for = self.shown = 0
 
 
@@ -230,8 +242,3 @@ def _make(
         )
         metadata = builder_for(layer.backend, layer.spec, device).build(0, common)
     return DecodeBatch(metadata, table, lengths, starts, ratio)
-
-
-def current_stream(device: torch.device) -> int:
-    """The current stream, 0 on a CPU: two streams have batches of their own."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,6 +31,7 @@ from attnlib.spec import AttentionSpec
 __all__ = [
     "Call",
     "builder_for",
+    "current_stream",
     "is_transient",
     "layer_for",
     "layer_name",
@@ -196,6 +197,19 @@ def transient() -> Iterator[None]:
 def is_transient() -> bool:
     """Whether this thread is inside of `transient`."""
     return bool(getattr(_local, "transient", False))
+
+
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""Private to torch, and what Triton asks; an object for the stream takes several times as long."""
+
+
+def current_stream(device: torch.device) -> int:
+    """The current stream, 0 on a CPU: two streams have batches of their own."""
+    if device.type != "cuda":
+        return 0
+    if _raw_stream is None or device.index is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    return _raw_stream(device.index)
 
 
 def layer_name(module: nn.Module) -> str:

@@ -76,21 +76,27 @@ def attnlib_mask(
         "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
         **options,
     }
-    if (mask := _decode_mask(given)) is not None:
+    if isinstance(q_offset, torch.Tensor) and (mask := _decode_mask(given)) is not None:
         return mask
-    if is_compiled():
-        return evaluated_mask(given)
-    refuse_export()
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return _traced_mask(given)
     if attention_mask is not None:
         _check_padding(attention_mask, batch_size)
     return _described(given, dtype if dtype.is_floating_point else torch.float32)
+
+
+def _traced_mask(given: dict[str, Any]) -> torch.Tensor | None:
+    """The mask in a trace of torch.compile; others are refused."""
+    if not is_compiled():
+        refuse_export()
+    return evaluated_mask(given)
 
 
 def _decode_mask(given: dict[str, Any]) -> torch.Tensor | None:
     """The mask of single queries over a static cache, in few calls: a token of a small model takes
     so little time on a CPU that calls count. None for what needs another path."""
     counter, function = given["q_offset"], given["mask_function"]
-    if not isinstance(counter, torch.Tensor) or not counter.is_cpu or function is None:
+    if not counter.is_cpu or function is None:
         return None
     if torch.compiler.is_compiling() or torch._C._is_tracing() or given["q_length"] != 1:
         return None
@@ -121,7 +127,14 @@ def _described(given: dict[str, Any], dtype: torch.dtype) -> torch.Tensor | None
     pattern = Pattern(True, Window(None, 0)) if function is None else recognize(function)
     if given["allow_is_bidirectional_skip"] and padding is None and pattern == Pattern(False):
         return None
-    is_plain = _is_plain(given, pattern)
+    # A mask is a plain tensor, which compiled code may take, over a static cache. Such a cache
+    # counts its tokens in a tensor, and those of a window in an integer, but its decodes must have
+    # a mask. Models that ask for one with other caches compute with floats.
+    is_plain = isinstance(given["q_offset"], torch.Tensor) or (
+        given["q_length"] == 1
+        and given.get("allow_is_causal_skip") is False
+        and _is_window(pattern)
+    )
     if is_plain and given["q_length"] == 1 and _is_cuda(given["device"]):
         mask = _values(given)
         if mask is not None:  # reading the counter would wait
@@ -156,16 +169,11 @@ def _is_cuda(device: torch.device | str) -> bool:
     return name.startswith("cuda")
 
 
-def _is_plain(given: dict[str, Any], pattern: Pattern | None) -> bool:
-    """Whether the mask is a plain tensor, which compiled code may take: that of a static cache.
-    Such a cache counts its tokens in a tensor, and those of a window in an integer, but its decodes
-    must have a mask. Models that ask for one with other caches compute with floats."""
-    if isinstance(given["q_offset"], torch.Tensor):
-        return True
+def _is_window(pattern: Pattern | None) -> bool:
+    """Whether a mask hides keys by their distance, and describes no sequences or spans."""
     if pattern is None or not pattern.causal or not pattern.depends_on_distance:
         return False
-    is_described = pattern.spans is None and pattern.segments is None
-    return is_described and given["q_length"] == 1 and given.get("allow_is_causal_skip") is False
+    return pattern.spans is None and pattern.segments is None
 
 
 def _values(given: dict[str, Any], step: StepMask | None = None) -> torch.Tensor | None:

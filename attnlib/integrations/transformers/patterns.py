@@ -8,7 +8,7 @@ function with an unknown part is never guessed: `recognize` returns None and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ from attnlib.spec import Window
 __all__ = ["MaskFunction", "Pattern", "recognize"]
 
 MaskFunction = Callable[..., Any]
+
+_MODULE = "transformers.masking_utils"
 
 
 class Pattern(NamedTuple):
@@ -75,31 +77,48 @@ def _recognize_constant(mask_function: MaskFunction) -> Pattern | None:
 
 
 def _recognize(mask_function: MaskFunction) -> Pattern | None:
-    causal, window, chunk, segments = False, Window(), None, None
+    """Each mask of a window is another function: a step asks for one of them, so there are few
+    calls of Python here."""
+    causal, chunk, segments = False, None, None
     spans, outside = None, None
-    for name, values in _parts(mask_function):
+    before, after = [], []  # keys that windows leave visible
+    waiting = [mask_function]
+    while waiting:
+        function = waiting.pop()
+        if getattr(function, "__module__", "") != _MODULE:
+            return None
+        # The name of the function, or of the one that has made it.
+        name = getattr(function, "__qualname__", "").partition(".")[0]
         if name == "causal_mask_function":
             causal = True
+            after.append(0)
+        elif name == "and_masks":
+            waiting += _captured(function, "mask_functions")
         elif name == "sliding_window_overlay":  # key > query - W
-            window = _narrowed(window, values["sliding_window"] - 1, None)
+            before.append(_captured(function, "sliding_window") - 1)
         elif name == "sliding_window_bidirectional_overlay":
             # |query - key| <= W, in contrast to |query - key| < W of M2
-            window = _narrowed(window, values["sliding_window"], values["sliding_window"])
+            before.append(_captured(function, "sliding_window"))
+            after.append(before[-1])
         elif name == "chunked_overlay":
-            chunk = values["chunk_size"]
+            chunk = _captured(function, "chunk_size")
         elif name == "packed_sequence_mask_function":
-            segments = values["packed_sequence_mask"]
+            segments = _captured(function, "packed_sequence_mask")
+        elif name == "remap_positions_for_packed_sequence":
+            # Distances within one packed sequence are the same before and after the remapping.
+            waiting.append(_captured(function, "mask_function"))
         elif name == "or_masks" and spans is None:
-            base, spans = _causal_or_span(values["mask_functions"])
+            base, spans = _causal_or_span(_captured(function, "mask_functions"))
             if base is None:
                 return None
             causal, outside = True, base.window.left
+            after.append(0)
         elif name != "bidirectional_mask_function":
             return None
     if spans is not None and (chunk is not None or segments is not None):
         return None
     outside = None if outside is None else outside + 1
-    window = _narrowed(window, None, 0) if causal else window
+    window = Window(min(before, default=None), min(after, default=None))
     return Pattern(causal, window, chunk, segments, spans, outside)
 
 
@@ -109,40 +128,17 @@ def _causal_or_span(
     """The causal pattern and the spans of `causal or in the same span`; (None, None) for others."""
     if len(functions) != 2:
         return None, None
-    base, parts = recognize(functions[0]), list(_parts(functions[1]))
+    base = recognize(functions[0])
     if base is None or not base.causal or base.chunk is not None or not base.is_plain:
         return None, None
-    if len(parts) != 1 or parts[0][0] != "blockwise_overlay":
+    name, module = (getattr(functions[1], key, "") for key in ("__qualname__", "__module__"))
+    if module != _MODULE or not name.startswith("blockwise_overlay."):
         return None, None
-    spans: torch.Tensor = parts[0][1]["block_sequence_ids"]
+    spans: torch.Tensor = _captured(functions[1], "block_sequence_ids")
     return base, spans
 
 
-def _parts(function: MaskFunction) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name of the factory, captured values) of every part of a conjunction."""
-    module = getattr(function, "__module__", "")
-    name = getattr(function, "__qualname__", "").split(".")[0]
-    if module != "transformers.masking_utils":
-        yield "unknown", {}
-        return
-    cells = getattr(function, "__closure__", None) or ()
-    names = function.__code__.co_freevars if cells else ()
-    values = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
-    if name == "and_masks":
-        for part in values["mask_functions"]:
-            yield from _parts(part)
-    elif name == "remap_positions_for_packed_sequence":
-        # Distances within one packed sequence are the same before and after the remapping.
-        yield from _parts(values["mask_function"])
-    else:
-        yield name, values
-
-
-def _narrowed(window: Window, left: int | None, right: int | None) -> Window:
-    return Window(_least(window.left, left), _least(window.right, right))
-
-
-def _least(first: int | None, second: int | None) -> int | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return min(first, second)
+def _captured(function: MaskFunction, name: str) -> Any:
+    """The value of a variable that a function captures."""
+    function_: Any = function
+    return function_.__closure__[function_.__code__.co_freevars.index(name)].cell_contents

@@ -25,6 +25,7 @@ from attnlib.integrations.transformers.continued import (
     Repeat,
     continuation,
     continue_step,
+    states_check,
 )
 from attnlib.integrations.transformers.decode_batch import BoundCall, DecodeBatch
 from attnlib.integrations.transformers.growing_cache import LAST_UPDATE, note_served
@@ -34,7 +35,6 @@ from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.layer import Attention
 from attnlib.layer.per_head import own_tensors
 from attnlib.metadata.base import AttentionMetadata
-from attnlib.ops.signature import tensor_check
 
 __all__ = ["attend_again", "remember"]
 
@@ -79,7 +79,7 @@ def remember(
         return
     if key.data_ptr() != call.key.data_ptr() or value.data_ptr() != call.value.data_ptr():
         return
-    fits = tensor_check(call.query, call.key, call.value)
+    fits = states_check(call.query, call.key, call.value)
     found: Repeat | None = step.plans.get(("repeat", id(layer.spec)))
     if found is None and fits is not None:
         bound = BoundCall() if batch is None else batch.bound_call
@@ -134,7 +134,7 @@ def attend_again(
             repeat = continue_step(known, query, key, value, step)
     if repeat is None or repeat.layer.backend is not layer.backend:
         return None
-    if not repeat.fits(query, key, value):
+    if not (repeat.fits(query, key, value) and key.shape[2] == value.shape[2] == step.kv_length):
         return None
     if LAST_UPDATE.layer is not None:
         note_served(key, value)

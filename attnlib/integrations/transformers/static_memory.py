@@ -20,7 +20,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
-from attnlib.integrations.transformers.decode_batch import current_stream
+from attnlib.integrations.transformers.layers import current_stream
 
 __all__ = [
     "forget_static_memory",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnlib.ops.checks import check_visible_keys
 
-__all__ = ["list_visible_keys"]
+__all__ = ["KeyLister", "list_visible_keys"]
 
 
 @torch.no_grad()
@@ -43,3 +43,21 @@ def list_visible_keys(
     table[:, listed:].fill_(-1)
     torch.clamp(visible.sum(1, dtype=torch.int32), max=width, out=lengths)
     torch.arange(rows + 1, out=starts)
+
+
+class KeyLister:
+    """Lists the keys of one mask after another in the same tensors: `run(visible)`.
+
+    Args:
+        row_distance, table, lengths, starts: as in `list_visible_keys`.
+    """
+
+    def __init__(
+        self, row_distance: int, *, table: Tensor, lengths: Tensor, starts: Tensor
+    ) -> None:
+        self._distance, self._tensors = row_distance, (table, lengths, starts)
+
+    def run(self, visible: Tensor) -> None:
+        """Write the tensors for a mask, see `list_visible_keys`."""
+        table, lengths, starts = self._tensors
+        list_visible_keys(visible, self._distance, table=table, lengths=lengths, starts=starts)

@@ -20,7 +20,7 @@ from tests.integrations.tiny_models import (
 
 NEW_TOKENS = 6
 LAYERS = 4
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -33,10 +33,10 @@ _SIZES: dict[str, Any] = {
 }
 _WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
 MODELS = {
-    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_SIZES)),
-    "gemma2": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**_SIZES, **_WINDOWS)),
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
+    "gemma2": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SIZES, **_WINDOWS)),
     "gpt_oss": lambda: hf.GptOssForCausalLM(
-        hf.GptOssConfig(**_SIZES, **_WINDOWS, num_local_experts=2, num_experts_per_tok=1)
+        hf.GptOssConfig(**SIZES, **_WINDOWS, num_local_experts=2, num_experts_per_tok=1)
     ),
 }
 

@@ -27,7 +27,7 @@ from attnlib.integrations.transformers import (
     row_copy,
 )
 from tests.integrations.tiny_models import prompts, randomized
-from tests.integrations.transformers.test_repeated import MODELS
+from tests.integrations.transformers.test_repeated import MODELS, SIZES
 from tests.integrations.transformers.test_traced import CACHE
 
 PROMPT, STEPS, LAYERS = 9, 6, 4
@@ -36,6 +36,8 @@ FUNCTIONS = {
     "eager_attention_forward": "attention",
     "sdpa_attention_forward": "attention",
     "update": "cache",
+    "create_causal_mask": "masks",
+    "create_sliding_window_causal_mask": "masks",
 }
 
 
@@ -46,14 +48,14 @@ def part_of(code: CodeType) -> str | None:
 
 
 class Calls:
-    """A profile function that counts the Python calls of each part, once for each layer.
+    """A profile function that counts the Python calls of each part, once for each layer or mask.
 
     Attributes:
-        counts: of each part, the calls of every layer, with that of the part itself.
+        counts: of each part, the calls of every layer or mask, with that of the part itself.
     """
 
     def __init__(self) -> None:
-        self.counts: dict[str, list[int]] = {"attention": [], "cache": []}
+        self.counts: dict[str, list[int]] = {"attention": [], "cache": [], "masks": []}
         self._stack: list[str] = []
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
@@ -90,6 +92,12 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class NoLaunch:
+    """Stands for a `KeyLister`."""
+
+    def run(self, visible: torch.Tensor) -> None: ...
+
+
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of a GPU, whose launches are not made. The first step runs interpreted kernels."""
@@ -98,7 +106,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ATTNLIB_VALIDATE", raising=False)
     monkeypatch.setattr(decode_on_device, "_reads_synchronize", lambda device: True)
     monkeypatch.setattr(plain, "attend_decode", lambda *_: None)
-    monkeypatch.setattr(decode_batch, "operation", lambda *_: lambda *_, **__: None)
+    monkeypatch.setattr(decode_batch, "operation", lambda *_: lambda *_, **__: NoLaunch())
     monkeypatch.setattr(decode_batch, "_local", threading.local())  # its batches never run
     monkeypatch.setattr(row_copy.RowCopy, "run", lambda *_: None)
 
@@ -111,9 +119,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
-def last_step(name: str, implementation: str, around: Callable[[Any], Any]) -> None:
+def last_step(model: Any, implementation: str, around: Callable[[Any], Any]) -> None:
     """Run decode steps of a model, the last one within `around`."""
-    model = randomized(MODELS[name]())
     model.set_attn_implementation(implementation)
     ids = torch.tensor(prompts(PROMPT))
     cache, mask = hf.DynamicCache(config=model.config), torch.ones_like(ids)
@@ -128,7 +135,7 @@ def last_step(name: str, implementation: str, around: Callable[[Any], Any]) -> N
         run() if step < STEPS - 1 else around(run)
 
 
-def calls_of(name: str, implementation: str) -> dict[str, list[int]]:
+def calls_of(model: Any, implementation: str) -> dict[str, list[int]]:
     found = Calls()
 
     def profiled(run: Callable[[], None]) -> None:
@@ -139,11 +146,11 @@ def calls_of(name: str, implementation: str) -> dict[str, list[int]]:
         finally:
             sys.setprofile(before)
 
-    last_step(name, implementation, profiled)
+    last_step(model, implementation, profiled)
     return found.counts
 
 
-def operations_of(name: str, implementation: str) -> Counter[str]:
+def operations_of(model: Any, implementation: str) -> Counter[str]:
     found = Operations()
 
     def dispatched(run: Callable[[], None]) -> None:
@@ -152,7 +159,7 @@ def operations_of(name: str, implementation: str) -> Counter[str]:
 
     # Under the mode no call equals one without: its first steps are made in it, too.
     with Operations():
-        last_step(name, implementation, dispatched)
+        last_step(model, implementation, dispatched)
     return found.counts
 
 
@@ -162,7 +169,8 @@ def test_a_layer_takes_fewer_calls_and_operations(name: str) -> None:
     """Of layers behind the first one of their kind, which begins the step for all of them."""
     others = ["eager", "sdpa"] if name == "llama" else ["eager"]
     kinds = 1 if name == "llama" else 2
-    ours, operations = calls_of(name, "attnlib"), operations_of(name, "attnlib")
+    model = randomized(MODELS[name]())
+    ours, operations = calls_of(model, "attnlib"), operations_of(model, "attnlib")
     assert len(ours["attention"]) == LAYERS and max(ours["attention"][kinds:]) <= 4
     assert max(ours["cache"]) <= 5
     # The output of each layer, and once per step the padding of a window.
@@ -170,5 +178,23 @@ def test_a_layer_takes_fewer_calls_and_operations(name: str) -> None:
     # Views of keys and values, of a window two of each; the launch is none.
     assert operations["cache"] == (2 if name == "llama" else 3) * LAYERS
     for other in others:
-        assert max(ours["attention"][kinds:]) <= min(calls_of(name, other)["attention"])
-        assert operations["attention"] < operations_of(name, other)["attention"]
+        assert max(ours["attention"][kinds:]) <= min(calls_of(model, other)["attention"])
+        assert operations["attention"] < operations_of(model, other)["attention"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_a_whole_step_takes_fewer_calls(name: str) -> None:
+    """Masks, caches and attention of a step, with the layers of a published model."""
+    sizes: dict[str, Any] = {**SIZES, "num_hidden_layers": 16 if name == "llama" else 24}
+    if name == "llama":
+        model: Any = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes))
+    else:
+        experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 5}
+        model = hf.GptOssForCausalLM(hf.GptOssConfig(**sizes, **experts))
+    others = ["eager", "sdpa"] if name == "llama" else ["eager"]
+    totals = {
+        each: sum(sum(counts) for counts in calls_of(randomized(model), each).values())
+        for each in ("attnlib", *others)
+    }
+    assert totals.pop("attnlib") < min(totals.values()), totals

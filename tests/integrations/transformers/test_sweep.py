@@ -64,13 +64,13 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from attnlib.integrations.transformers import patterns
     from tests.integrations.transformers_sweep.trial import installed, run_architecture
 
-    narrowed = patterns._narrowed
+    captured = patterns._captured
 
-    def wider(window: Any, left: int | None, right: int | None) -> Any:
-        return narrowed(window, None if left is None else left + 1, right)
+    def wider(function: Any, name: str) -> Any:
+        return captured(function, name) + (name == "sliding_window")
 
     monkeypatch.setitem(os.environ, "ATTNLIB_BACKEND", "torch")
-    monkeypatch.setattr(patterns, "_narrowed", wider)
+    monkeypatch.setattr(patterns, "_captured", wider)
     with installed():
         record = run_architecture("mistral", "MistralForCausalLM", "encoder")
     assert record["outcome"] == "wrong"
