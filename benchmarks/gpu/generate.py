@@ -18,9 +18,14 @@ where nothing is compiled (`attnlib.bench.token_turns`), after each run of compi
 (`process_turns`). In `generate_batch` they run one after the other, because each cache takes the
 free memory. Tokens per second follow from medians over the rounds (of each token where these take
 turns); `ratio` is attnlib's speed to that of the other: of these medians, or the median over the
-runs. `compiled` counts the kernels of Triton that the timed runs compile, `graphs` and `breaks`
-what torch.compile made in the first run, `new_graphs` in the timed ones. sdpa runs as `paged|sdpa`
-in `generate_batch`; models with sinks are compared with eager instead of sdpa.
+runs. `token_ms` is the median of a decode, `first_ms` that of the first decode of a call, and
+`prefill_ms` what comes before it. `compiled` counts the kernels of Triton that the timed runs
+compile, `graphs` and `breaks` what torch.compile made in the first run, `new_graphs` in the timed
+ones. sdpa runs as `paged|sdpa` in `generate_batch`; models with sinks are compared with eager
+instead of sdpa.
+
+Each row is printed and written when it ends. After `--limit` seconds no row and no first run
+begins, and a compiled model that is not ready then is left out.
 """
 
 from __future__ import annotations
@@ -117,6 +122,7 @@ ROWS = {
     "1x1000+64 static": Row(1, 1000, 64, None, (*_STATIC, ("disable_compile", True))),
     "1x1000+64 compiled": Row(1, 1000, 64, None, _STATIC, "compiled"),
     "16x1000+64 padded compiled": Row(16, 1000, 64, 500, _STATIC, "compiled"),
+    "32x50..2000+32 batch": Row(32, 2000, 32, 50, (), "batch"),
     "64x50..2000+64 batch": Row(64, 2000, 64, 50, (), "batch"),
 }
 
@@ -205,6 +211,48 @@ def timed(run: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
     return time.perf_counter() - started, tokens.cpu()
 
 
+def parts_of(turns: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Milliseconds of the parts of a run.
+
+    Args:
+        turns: of each run, the seconds before its first decode, of the first decode, and of each
+            further one.
+    """
+    prefill, first, *others = (statistics.median(turn) * 1e3 for turn in zip(*turns, strict=True))
+    found = {"prefill_ms": prefill, "first_ms": first, "token_ms": statistics.median(others)}
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+class Stopwatch:
+    """A run of `generate` whose parts are timed: it asks its model for the inputs of each forward.
+
+    Attributes:
+        turns: of each run, the seconds up to the first decode, and of each decode.
+    """
+
+    def __init__(self, model: Any, run: Callable[[], torch.Tensor]) -> None:
+        self.turns: list[list[float]] = []
+        self._run, self._prepare = run, model.prepare_inputs_for_generation
+        model.prepare_inputs_for_generation = self._prepared
+
+    def __call__(self) -> torch.Tensor:
+        self._times = [time.perf_counter()]
+        found = self._run()
+        self._note()
+        # The first forward is the prefill: what comes before it is a part of it.
+        begin, _, *times = self._times
+        self.turns.append([end - start for start, end in zip([begin, *times], times, strict=False)])
+        return found
+
+    def _prepared(self, *args: Any, **kwargs: Any) -> Any:
+        self._note()
+        return self._prepare(*args, **kwargs)
+
+    def _note(self) -> None:
+        torch.cuda.synchronize()
+        self._times.append(time.perf_counter())
+
+
 def release(model: Any) -> None:
     """Free what an implementation has compiled, captured or allocated."""
     destroy = getattr(model, "destroy_cached_continuous_batching_manager", None)
@@ -228,6 +276,7 @@ class Measurement:
         self.run = run
         self.seconds: list[float] = []
         self.total: float | None = None
+        self.parts: dict[str, float] = {}
         self.compiled = self.new_graphs = 0
         counters.clear()
         self._first, self.tokens = timed(run)
@@ -242,6 +291,8 @@ class Measurement:
         self.seconds.append(seconds)
         self.compiled += len(compiled)
         self.new_graphs += counters["stats"]["unique_graphs"]
+        if isinstance(self.run, Stopwatch):
+            self.parts = parts_of(self.run.turns[-len(self.seconds) :])
 
     def result(self, reference: torch.Tensor, ours: Measurement | None) -> dict[str, Any]:
         """The figures.
@@ -256,6 +307,7 @@ class Measurement:
         found = {
             "tokens_per_s": self.tokens.numel() / total,
             "seconds": [round(value, 5) for value in self.seconds],
+            **self.parts,
             "first_run_s": self._first,
             "compiled": self.compiled,
             "graphs": self._graphs,
@@ -301,6 +353,8 @@ def repeat_by_token(
     for name, measurement in measured.items():
         measurement.total, measurement.compiled = turns.total(name), len(compiled)
         measurement.seconds = [sum(seconds) for seconds in turns.seconds[name]]
+        rounds_of = turns.seconds[name]  # the first three turns come before the first decode
+        measurement.parts = parts_of([[sum(each[:3]), *each[3:]] for each in rounds_of])
         measurement.tokens = turns.tokens[name].cpu()
 
 
@@ -310,21 +364,28 @@ def measurement_of(name: str, few_layers: bool, label: str, implementation: str)
     transformers.logging.set_verbosity_error()
     model, row = build_model(name, few_layers), ROWS[label]
     batch = build_batch(row)
-    return Measurement(lambda: run_generate(model, implementation, row, batch))
+    return Measurement(Stopwatch(model, lambda: run_generate(model, implementation, row, batch)))
 
 
 def compiled_runs(
-    make: Callable[[str], ProcessRun], names: list[str], rounds: int, limit: float
+    make: Callable[[str], ProcessRun], names: list[str], rounds: int, limit: float, left: float
 ) -> tuple[dict[str, Measurement], dict[str, Any]]:
-    """Timed runs of compiled models in turn, and errors by implementation."""
+    """Timed runs of compiled models in turn, and errors by implementation.
+
+    Args:
+        make: starts the process of an implementation.
+        names, rounds, limit: as in `measure`.
+        left: seconds until all must be ready.
+    """
+    end = time.perf_counter() + left
     runs, found, errors = {name: make(name) for name in names}, {}, {}
     try:
         for name in names:
             try:
-                runs[name].ready()
+                runs[name].ready(max(0.0, end - time.perf_counter()))
             except RuntimeError as error:
                 errors[name] = {"error": str(error)}
-                del runs[name]
+                runs.pop(name).end()
         repeat(list(runs.values()), rounds, limit)
         for name, run in runs.items():
             found[name] = Measurement.__new__(Measurement)
@@ -336,7 +397,7 @@ def compiled_runs(
 
 
 def measure(
-    model: Any, row: Row, names: list[str], rounds: int, limit: float = 1e9
+    model: Any, row: Row, names: list[str], rounds: int, limit: float = 1e9, left: float = 1e9
 ) -> tuple[dict[str, Measurement], dict[str, Any]]:
     """Timed runs of each implementation in a row, and errors by implementation.
 
@@ -345,13 +406,18 @@ def measure(
         names: the implementations.
         rounds: timed runs of each.
         limit: seconds after which no further round begins.
+        left: seconds after which no further first run begins.
     """
     batch, errors = build_batch(row), {}
+    end = time.perf_counter() + left
     run = run_batch if row.run == "batch" else run_generate
     measured: dict[str, Measurement] = {}
     for name in names:
         if row.run == "batch":
             release(model)
+        if time.perf_counter() > end:
+            errors[name] = {"error": "the time limit"}
+            continue
         try:
             measured[name] = Measurement(lambda name=name: run(model, name, row, batch))
             if row.run == "batch":
@@ -359,7 +425,7 @@ def measure(
         except Exception as error:  # an implementation that is not installed, memory, a refusal
             measured.pop(name, None)
             errors[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
-    if row.run == "turns":
+    if row.run == "turns" and measured:
         repeat_by_token(model, measured, rounds, limit)
     release(model)
     return measured, errors
@@ -387,6 +453,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--few-layers", action="store_true", help="fewer layers than the model has")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1e9, help="for the timed runs of a row")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds for all rows")
     parser.add_argument("--out", type=Path, help="write the results to this JSON file")
     parser.add_argument("--commit", help="of attnlib, for copies without history")
     given = parser.parse_args()
@@ -401,8 +468,14 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     results: dict[str, Any] = {}
     models: dict[str, Any] = {}
+    started = time.perf_counter()
     for cell in given.cells:
         name, _, label = cell.partition(" ")
+        left = given.limit - (time.perf_counter() - started)
+        if left <= 0:
+            print(f"{cell} and later rows: not run, {given.limit:.0f} s have passed", flush=True)
+            break
+        limits = given.rounds, given.seconds, left
         if name not in models:
             models[name] = build_model(name, given.few_layers)
         model, row, names = models[name], ROWS[label], list(given.implementations)
@@ -412,9 +485,9 @@ def main() -> None:
             names.remove("sdpa")
         if row.run == "compiled":
             make = functools.partial(ProcessRun, measurement_of, name, given.few_layers, label)
-            measured, found = compiled_runs(make, names, given.rounds, given.seconds)
+            measured, found = compiled_runs(make, names, *limits)
         else:
-            measured, found = measure(model, row, names, given.rounds, given.seconds)
+            measured, found = measure(model, row, names, *limits)
         ours = measured.get("attnlib")
         for each, measurement in measured.items():
             reference = next(iter(measured.values())).tokens

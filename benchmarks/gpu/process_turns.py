@@ -27,12 +27,17 @@ class ProcessRun:
         self._process = context.Process(target=_serve, args=(other, make, arguments))
         self._process.start()
 
-    def ready(self) -> None:
+    def ready(self, seconds: float | None = None) -> None:
         """Wait until the object is made.
 
+        Args:
+            seconds: how long; None for as long as it takes.
+
         Raises:
-            RuntimeError: the process has failed.
+            RuntimeError: the process has failed, or is not ready in time.
         """
+        if not self._connection.poll(seconds):
+            raise RuntimeError(f"not ready after {seconds:.0f} s")
         self._answer()
 
     def repeat(self) -> None:
