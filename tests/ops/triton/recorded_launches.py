@@ -51,7 +51,7 @@ from attnlib.ops.triton import (
 from attnlib.ops.triton.append_rows import RowAppend
 from attnlib.ops.triton.heuristics import device
 from attnlib.ops.triton.heuristics.device import DeviceLimits
-from attnlib.ops.triton.hopper import decode_plan, dispatch, prefill_plan, sizes
+from attnlib.ops.triton.hopper import decode_plan, dispatch, prefill_plan, select_decodes, sizes
 from attnlib.ops.triton.kernels.decode import decode_kernel
 from attnlib.ops.triton.launch import bound as launch
 from attnlib.ops.triton.launch import run
@@ -766,6 +766,7 @@ def check_rotated_calls() -> None:
     """Hopper decodes over pages of rotated heads, and prefills over copies of them, launch no
     rotation (P15); other calls do."""
     least, sizes.COPIED_TOKENS = sizes.COPIED_TOKENS, 64
+    most, select_decodes._MOST_ROTATED_FEW = select_decodes._MOST_ROTATED_FEW, 1
     try:
         for lengths, size, rotations in (
             (([1] * 4, [1000, 20, 3, 7]), 128, 0),
@@ -778,7 +779,7 @@ def check_rotated_calls() -> None:
         ):
             _check_rotations(lengths, size, rotations)
     finally:
-        sizes.COPIED_TOKENS = least
+        sizes.COPIED_TOKENS, select_decodes._MOST_ROTATED_FEW = least, most
         LAUNCHES.clear()
 
 

@@ -43,6 +43,13 @@ _MOST_PAIRS = 16
 """Pairs per multiprocessor from which all numbers have the same tile."""
 
 
+_MOST_ROTATED = 1
+"""Pairs for each worker up to which decodes rotate queries and outputs in their kernels (P15)."""
+
+_MOST_ROTATED_FEW = 1
+"""The same where a pair has at most 4 query rows, of which kernels rotate half as many."""
+
+
 def select_decode(call: AttentionCall, schedule: DecodeSchedule) -> HopperDecode | None:
     """The Hopper decode for calls of this signature; None where the plain kernel serves them.
 
@@ -62,7 +69,7 @@ def select_decode(call: AttentionCall, schedule: DecodeSchedule) -> HopperDecode
     if tile is None:
         return None
     if params.rotation is not None:
-        rotated = _rotated_inside(params.rotation, call, tile)
+        rotated = _rotated_inside(params.rotation, call, tile, shape.group * max_query_len)
         call = replace(call, params=replace(params, rotation=rotated))
     return prepare_hopper_decode(
         call,
@@ -74,10 +81,11 @@ def select_decode(call: AttentionCall, schedule: DecodeSchedule) -> HopperDecode
 
 
 def _rotated_inside(
-    rotation: KVRotation, call: AttentionCall, tile: DecodeTile
+    rotation: KVRotation, call: AttentionCall, tile: DecodeTile, rows: int
 ) -> KVRotation | None:
-    """What the kernels rotate (P15); other launches rotate the rest. Both where a worker has about
-    one request; queries only up to two, where consumers of a multiprocessor prepare them.
+    """What the kernels rotate (P15); other launches rotate the rest. Both for few pairs per worker;
+    queries only up to two, where consumers of a multiprocessor prepare them. `rows` are the query
+    rows of a pair, at most.
 
     On an H200, of the time between two launches that rotate: int8 8 x 8k 0.94, 256 x 1k 1.11; with
     int4 values 64 x 8k 0.99, 256 x 1k 1.08; queries only 32 x 4k 0.99, 256 x 1k, by a warp of their
@@ -85,7 +93,7 @@ def _rotated_inside(
     """
     workers = call.limits.num_sms * max(1, tile.warps, tile.consumers)
     pairs = call.batch.num_decodes * call.shape.num_kv_heads
-    if pairs <= workers:
+    if pairs <= workers * (_MOST_ROTATED_FEW if rows <= 4 else _MOST_ROTATED):
         return rotation
     if pairs > 2 * workers or tile.warps or tile.consumers > 1 or not rotation.keys:
         return None
