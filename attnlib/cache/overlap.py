@@ -1,10 +1,10 @@
-"""Whether keys and values of a block, or the elements of a tensor, overlap in memory."""
+"""Whether keys and values of a block, two tensors, or the elements of one overlap in memory."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["blocks_overlap", "elements_overlap"]
+__all__ = ["blocks_overlap", "elements_overlap", "same_memory", "tensors_overlap"]
 
 
 def blocks_overlap(key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
@@ -40,6 +40,41 @@ def elements_overlap(tensor: torch.Tensor) -> bool:
             if any(_meet(inner, inner, step) for step in steps):
                 return True
     return False
+
+
+def tensors_overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors have a byte of memory in common, at whatever addresses they begin.
+
+    Columns of one allocation, such as queries and keys of one projection, do not. Tensors with
+    different strides between rows are compared by the ranges that they span.
+    """
+    distance = second.data_ptr() - first.data_ptr()
+    if (first if distance > 0 else second).is_contiguous():  # most calls
+        if (first.nbytes if distance > 0 else second.nbytes) <= abs(distance):
+            return False
+    if not (first.numel() and second.numel()):
+        return False
+    return _meet(_dense_dimensions(first), _dense_dimensions(second), distance)
+
+
+def same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors of equal rows are in the same places; flat and per-head views agree."""
+    same = first.data_ptr() == second.data_ptr()
+    return same and _dense_dimensions(first) == _dense_dimensions(second)
+
+
+def _dense_dimensions(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """(stride in bytes, size) of each dimension of more than one element, largest stride first, and
+    of the bytes of an element. Dense dimensions are one, so that flat and per-head views agree."""
+    size = tensor.element_size()
+    strides = [stride * size for stride in tensor.stride()]
+    dimensions = sorted(zip(strides, tensor.shape, strict=True), reverse=True)
+    found = list[tuple[int, int]]()
+    for stride, count in (*(dim for dim in dimensions if dim[1] > 1), (1, size)):
+        if found and found[-1][0] == stride * count:
+            count *= found.pop()[1]
+        found.append((stride, count))
+    return found
 
 
 def _dimensions(view: torch.Tensor) -> list[tuple[int, int]]:

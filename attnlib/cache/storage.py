@@ -117,16 +117,16 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
     def signature(self) -> CacheSignature:
         """What launches over this cache follow from besides addresses: dtypes, shapes, strides,
         layout, and what `scale_signature` tells of the scales."""
-        found = self._signature
-        if found is None:
+        key, value, found = self.key_cache, self.value_cache, self._signature
+        sizes = CacheSignature.sizes(key, value)
+        if found is None or found.views != sizes:
+            if found is not None:  # `resize_`: as if the views had been assigned
+                self.__dict__["_assigned"] = True
             self._check_assigned()
-            scales = (
-                scale_signature(self.k_scale, self.key_cache),
-                scale_signature(self.v_scale, self.value_cache),
-            )
-            views = (tensor_signature(self.key_cache), tensor_signature(self.value_cache))
+            scales = scale_signature(self.k_scale, key), scale_signature(self.v_scale, value)
+            views = tensor_signature(key), tensor_signature(value)
             stored = (self.layout, self.rotation, self.page_formats, self.values_alias_keys)
-            found = CacheSignature.of((*stored, *views, *scales))
+            found = CacheSignature.of((*stored, *views, *scales), sizes)
             self.__dict__["_signature"] = found
         return found
 

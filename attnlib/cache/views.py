@@ -16,15 +16,31 @@ from attnlib.spec import AttentionSpec
 __all__ = ["CacheSignature", "allocated_views", "check_views", "recognized_layout"]
 
 
-class CacheSignature:
-    """Dtypes, shapes, strides, layout and scales of a cache; one object for equal ones."""
+ViewSizes = tuple[torch.Size, tuple[int, ...], torch.Size, tuple[int, ...]]
+"""Shape and strides of keys and of values."""
 
-    __slots__ = ("__weakref__",)
+
+class CacheSignature:
+    """Dtypes, shapes, strides, layout and scales of a cache; one object for equal ones.
+
+    Attributes:
+        views: what operations in place (`resize_`, `transpose_`) change of them: `sizes`.
+    """
+
+    __slots__ = ("__weakref__", "views")
+
+    def __init__(self, views: ViewSizes) -> None:
+        self.views = views
 
     @staticmethod
-    def of(facts: tuple[Any, ...]) -> CacheSignature:
-        """The signature of caches with these facts."""
-        return _signatures.setdefault(facts, CacheSignature())
+    def sizes(key: torch.Tensor, value: torch.Tensor) -> ViewSizes:
+        """Shape and strides of keys and of values."""
+        return key.shape, key.stride(), value.shape, value.stride()
+
+    @staticmethod
+    def of(facts: tuple[Any, ...], views: ViewSizes) -> CacheSignature:
+        """The signature of caches with these facts, which follow from `views` among others."""
+        return _signatures.setdefault(facts, CacheSignature(views))
 
 
 _signatures: WeakValueDictionary[tuple[Any, ...], CacheSignature] = WeakValueDictionary()

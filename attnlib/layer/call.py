@@ -118,7 +118,7 @@ def call_signature(layer: Attention, call: LayerCall) -> tuple[Any, ...]:
     query, key, value, cache, _, output, return_lse, extra = call
     signature = (
         impl._group or impl.group,
-        None if cache is None else cache._signature or cache.signature,
+        None if cache is None else cache.signature,
         query.dtype,
         query.shape,
         query.stride(),
@@ -207,7 +207,7 @@ def call_layer(
             done = call is not None and call(query, keys, values, out, lse, key, value, *own)
             if not done and check is not None:
                 same = per_head is None or per_head == per_head_signature(self)
-                done = same and check(query, key, value, *(() if allocates else (output,)))
+                done = same and check(query, key, value, keys, values, *(out,)[allocates:])
                 if done:
                     plan.run(impl, query, key, value, cache, out, lse)
             if done:

@@ -22,7 +22,7 @@ from attnlib.layer.metadata_checks import (
 from attnlib.layer.method_plan import MethodPlan
 from attnlib.layer.per_head import own_tensors, per_head_signature
 from attnlib.layer.scales import agree_on_scales, calculate_scales
-from attnlib.layer.tensor_checks import check_tensor_types
+from attnlib.layer.tensor_checks import check_output_memory, check_tensor_types
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.paged import PagedMetadata
 from attnlib.ops.signature import tensor_check
@@ -114,16 +114,17 @@ def remember(
             like the query.
         call: without selected keys and entries, over a cache.
     """
-    query, key, value, _, metadata, output, return_lse, _ = call
+    query, key, value, cache, metadata, output, return_lse, _ = call
+    assert cache is not None
+    views = cache.key_cache, cache.value_cache
     bind, out = getattr(plan, "bind_call", None), ... if output is None else output
     own = own_tensors(layer) if layer._has_per_head else ()
-    bound = bind and bind(query, ..., ..., out, ..., key, value, own=own)
+    bound = bind and bind(query, *views, out, ..., key, value, own=own)
     compared, check = layer._memory.tensor_check
     if compared != signature:
         check = None
         if key is not None and value is not None:
-            tensors = (query, key, value) if output is None else (query, key, value, output)
-            check = tensor_check(*tensors)
+            check = tensor_check(query, key, value, *views, *(() if output is None else (output,)))
         layer._memory.tensor_check = signature, check
     if check is None and bound is None:
         return
@@ -149,12 +150,10 @@ def run_plan(
     query, key, value, cache, metadata, _, _, extra = call
     finish = None
     if VALIDATE_KEY in ENVIRONMENT and (checker := checker_for_level()) is not None:
+        check_output_memory(query, cache, output)
         finish = checker(layer, query, key, value, cache, metadata, extra=extra)
-    if extra is None:
-        plan.run(layer.impl, query, key, value, cache, output, lse)
-    else:
-        run: Any = plan.run  # `MethodPlan` takes one more argument
-        run(layer.impl, query, key, value, cache, output, lse, extra)
+    run: Any = plan.run  # that of `MethodPlan` takes one more argument
+    run(layer.impl, query, key, value, cache, output, lse, *(() if extra is None else (extra,)))
     if finish is not None:
         finish()
     if OBSERVERS:
@@ -221,6 +220,7 @@ def _check(
         check_extra_keys(spec, call)
         if call.extra is not None:
             check_extra_values(spec, call)
+    check_output_memory(query, cache, call.output)
     if cache is not None and query.is_cpu:
         check_addresses(metadata, cache)
     return heads, shape

@@ -21,6 +21,7 @@ from attnlib.layer.state_call import call_convolution, call_step, refuse_inputs
 from attnlib.layer.state_checks import check_layer_tensors
 from attnlib.layer.state_fused import call_fused_step, separate_step
 from attnlib.layer.state_operator import convolve_opaquely, step_opaquely
+from attnlib.layer.tensor_checks import refuse_in_place
 from attnlib.metadata.states import StateMetadata
 from attnlib.ops.states.step_form import FusedInputs, StepForm
 from attnlib.selection import get_attn_backend
@@ -115,7 +116,8 @@ class StateLayer(nn.Module):
             beta: `[T, Hv]` float32, exactly if the spec has it.
             cache: the slots of this layer.
             metadata: the batch's metadata, from `backend.make_builder(spec, device)`.
-            output: where to write, `[T, Hv * Dv]` or `[T, Hv, Dv]`, no input; None allocates.
+            output: where to write, `[T, Hv * Dv]` or `[T, Hv, Dv]`, apart from the inputs; None
+                allocates.
 
         Returns:
             The output, flat or per head like `value`.
@@ -131,9 +133,11 @@ class StateLayer(nn.Module):
             refuse_inputs(query=query, key=key, value=value)
         decay: Any = self.log_decay if log_decay is None else log_decay
         inputs = StateInputs(query, key, value, decay, beta)
+        compiles = torch.compiler.is_compiling()
         if output is None:
             output = torch.empty(value.shape, dtype=self.spec.dtype, device=value.device)
-        compiles = torch.compiler.is_compiling()
+        elif not compiles:
+            refuse_in_place(output, query=query, key=key, value=value)
         (step_opaquely if compiles else call_step)(self, inputs, cache, metadata, output)
         return output
 
@@ -145,7 +149,7 @@ class StateLayer(nn.Module):
         Args:
             x: `[T, C]`, strided; T may exceed the batch's tokens.
             cache, metadata: as in `forward`.
-            output: where to write, `[T, C]`, not `x`; None allocates.
+            output: where to write, `[T, C]`, not in `x`; None allocates.
 
         Returns:
             `[T, C]`.
@@ -155,9 +159,11 @@ class StateLayer(nn.Module):
         """
         if not isinstance(x, Tensor):
             refuse_inputs(x=x)
+        compiles = torch.compiler.is_compiling()
         if output is None:
             output = torch.empty(x.shape, dtype=self.spec.dtype, device=x.device)
-        compiles = torch.compiler.is_compiling()
+        elif not compiles:
+            refuse_in_place(output, x=x)
         (convolve_opaquely if compiles else call_convolution)(self, x, cache, metadata, output)
         return output
 
@@ -182,7 +188,7 @@ class StateLayer(nn.Module):
             z: `[T, Hv * Dv]`, of the output gate, or None.
             form: the formulas and their tensors.
             cache, metadata: as in `forward`.
-            output: where to write, `[T, Hv * Dv]`, neither `x` nor `z`; None allocates.
+            output: where to write, `[T, Hv * Dv]`, not in `x` or `z`; None allocates.
 
         Returns:
             `[T, Hv * Dv]`.
@@ -194,10 +200,12 @@ class StateLayer(nn.Module):
             refuse_inputs(x=x, gates=gates)
         decay: Any = self.log_decay if gates[0] is None else gates[0]
         inputs = FusedInputs(x, decay, gates[1], z, form)
+        compiles = torch.compiler.is_compiling()
         if output is None:
             shape = (x.shape[0], self.spec.num_heads * self.spec.value_size)
             output = torch.empty(shape, dtype=self.spec.dtype, device=x.device)
-        compiles = torch.compiler.is_compiling()
+        elif not compiles:
+            refuse_in_place(output, x=x, z=z)
         (separate_step if compiles else call_fused_step)(self, inputs, cache, metadata, output)
         return output
 

@@ -21,7 +21,6 @@ from attnlib.layer.state_checks import (
     per_head_output,
 )
 from attnlib.layer.state_values import validate_convolution, validate_step
-from attnlib.layer.tensor_checks import refuse_in_place
 from attnlib.metadata.states import StateMetadata
 
 if TYPE_CHECKING:
@@ -40,9 +39,6 @@ def call_step(
     check_batch(layer, cache, metadata)
     if torch.is_grad_enabled():
         refuse_gradients(*inputs)
-    query, key, value = inputs.query, inputs.key, inputs.value
-    if out.data_ptr() in (query.data_ptr(), key.data_ptr(), value.data_ptr()):
-        refuse_in_place(out, query=query, key=key, value=value)
     spec, heads, rows = layer.spec, per_head_inputs(layer, inputs), out
     if out.dim() == 2:
         rows = per_head_output(layer, out)
@@ -67,7 +63,6 @@ def call_convolution(
     check_batch(layer, cache, metadata)
     if torch.is_grad_enabled():
         refuse_gradients(x)
-    refuse_in_place(out, x=x)
     signature = call_signature(layer, cache, (x, out))
     run: Any = metadata.plans.get(signature)
     if run is None:

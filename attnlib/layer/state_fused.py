@@ -15,7 +15,6 @@ from attnlib.layer.checks import refuse_gradients
 from attnlib.layer.state_call import call_signature, keep_plan
 from attnlib.layer.state_checks import check_batch, check_tensors, per_head_output, taps_of
 from attnlib.layer.state_values import validate_convolution, validate_step
-from attnlib.layer.tensor_checks import refuse_in_place
 from attnlib.metadata.states import StateMetadata
 from attnlib.ops.states.step_form import FusedInputs, StepForm
 from attnlib.spec import StateSpec
@@ -34,7 +33,6 @@ def call_fused_step(
     *tensors, form = inputs
     if torch.is_grad_enabled():
         refuse_gradients(*tensors)
-    refuse_in_place(out, x=inputs.x, z=inputs.z)
     described = (*tensors, form.rate, form.bias, form.norm_weight, out)
     signature = (form.scalars, *call_signature(layer, cache, described))
     run: Any = metadata.plans.get(signature)

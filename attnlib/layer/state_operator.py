@@ -13,6 +13,7 @@ from attnlib.cache.states import StateCache
 from attnlib.compile.objects import lookup
 from attnlib.layer.checks import refuse_gradients
 from attnlib.layer.state_call import call_convolution, call_step
+from attnlib.layer.tensor_checks import refuse_in_place
 from attnlib.metadata.states import StateMetadata
 
 if TYPE_CHECKING:
@@ -39,12 +40,14 @@ def state_step(
         ContractError: as the method, or the object of an id no longer exists.
     """
     inputs = StateInputs(query, key, value, cast(Tensor, log_decay), beta)
+    refuse_in_place(out, query=query, key=key, value=value)
     call_step(_layer(layer), inputs, *_objects(cache, metadata), out)
 
 
 @torch.library.custom_op("attnlib::short_convolution", mutates_args=("out", "cache"))
 def short_convolution(x: Tensor, out: Tensor, layer: int, cache: Tensor, metadata: Tensor) -> None:
     """`StateLayer.convolve` of one layer, likewise."""
+    refuse_in_place(out, x=x)
     call_convolution(_layer(layer), x, *_objects(cache, metadata), out)
 
 

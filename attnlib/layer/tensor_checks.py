@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from attnlib.cache.overlap import same_memory, tensors_overlap
+from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 
-__all__ = ["check_tensor_types", "refuse_in_place"]
+__all__ = ["check_output_memory", "check_tensor_types", "refuse_in_place"]
 
 
 def check_tensor_types(query: object, key: object, value: object, output: object = None) -> None:
@@ -18,23 +20,47 @@ def check_tensor_types(query: object, key: object, value: object, output: object
     tensors = (("query", query), ("key", key), ("value", value), ("output", output))
     for name, given in tensors:
         if not isinstance(given, torch.Tensor) and (given is not None or name == "query"):
-            raise ContractError(
-                f"{name} is a {type(given).__name__}; it must be a torch.Tensor: convert it with "
-                "torch.as_tensor"
-            )
+            raise _type_error(name, given)
+
+
+def _type_error(name: str, given: object) -> ContractError:
+    return ContractError(
+        f"{name} is a {type(given).__name__}; it must be a torch.Tensor: convert it with "
+        "torch.as_tensor"
+    )
 
 
 def refuse_in_place(output: torch.Tensor, **inputs: torch.Tensor | None) -> None:
-    """Refuse an output that is an input of which later rows are read. Plans do not depend on
-    addresses.
+    """Refuse an output in the memory of an input of which later rows are read. Plans do not depend
+    on addresses.
 
     Raises:
-        ContractError: they begin at one address.
+        ContractError: they have memory in common, or the output is no tensor.
     """
-    address = output.data_ptr()
+    if not isinstance(output, torch.Tensor):
+        raise _type_error("output", output)
     for name, tensor in inputs.items():
-        if tensor is not None and tensor.data_ptr() == address and tensor.numel():
+        if tensor is not None and tensors_overlap(output, tensor):
+            same = tensor.data_ptr() == output.data_ptr()
             raise ContractError(
-                f"output is {name}, which is read after rows of the output are written: pass "
-                "another tensor, or None"
+                f"output is {'' if same else 'in the memory of '}{name}, which is read after rows "
+                "of the output are written: pass another tensor, or None"
             )
+
+
+def check_output_memory(
+    query: torch.Tensor, cache: PagedKVCache | None, output: torch.Tensor | None
+) -> None:
+    """Whether an output is apart from the query, or exactly in its place, and from the cache.
+
+    Raises:
+        ContractError: it is not.
+    """
+    if output is None:
+        return
+    refuse_in_place(output, query=None if same_memory(output, query) else query)
+    views = () if cache is None else (cache.key_cache, cache.value_cache)
+    if any(tensors_overlap(output, view) for view in views):
+        raise ContractError(
+            "output is in the memory of the cache: pass another tensor, or None", rule="P9"
+        )

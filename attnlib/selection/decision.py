@@ -6,6 +6,7 @@ that tests can decide for any hardware.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -67,6 +68,7 @@ def decide(
     request: Request,
     probe: Probe,
     ranking: Ranking | None = None,
+    only_needed: bool = False,
 ) -> SelectionReport:
     """Choose a backend and report on every candidate.
 
@@ -77,11 +79,17 @@ def decide(
         request: what the user asks for.
         probe: loads a backend and checks its availability; not called for excluded backends.
         ranking: the measured order of backends for this kind of layer, if there is one.
+        only_needed: probe those that are requested, or for auto those up to the first that fits,
+            and such whose place only their class knows; the report leaves others out.
     """
-    probed = {e.name: probe(e) for e in entries if e.name not in request.excluded}
-    classes = {name: backend for name, (backend, _) in probed.items()}
+    probe = functools.cache(probe)
+    if only_needed and not request.is_auto:
+        entries = [entry for entry in entries if entry.name in request.names]
+    asked = [entry for entry in entries if entry.name not in request.excluded]
+    classes = {entry.name: probe(entry)[0] for entry in asked if entry.priority is None}
     order = auto_order(entries, device, ranking.order if ranking else (), classes)
-    rest = sorted((entry for entry in entries if entry not in order), key=lambda e: e.name)
+    in_order = {entry.name for entry in order}
+    rest = sorted((e for e in entries if e.name not in in_order), key=lambda e: e.name)
     candidates: list[CandidateReport] = []
     accepted: dict[str, Backend] = {}
     for entry in (*order, *rest):
@@ -89,21 +97,20 @@ def decide(
             reason = f"excluded by {request.source}"
             candidates.append(CandidateReport(entry.name, SelectionStatus.EXCLUDED, (reason,)))
             continue
-        backend, unavailable_reasons = probed[entry.name]
-        candidate = _evaluate(spec, device, entry.name, backend, unavailable_reasons)
-        candidates.append(candidate)
-        if backend is not None and candidate.status is SelectionStatus.ACCEPTED:
+        backend, unavailable = probe(entry)
+        candidates.append(_evaluate(spec, device, entry.name, backend, unavailable))
+        if backend is not None and candidates[-1].status is SelectionStatus.ACCEPTED:
             accepted[entry.name] = backend
+            if only_needed and request.is_auto and entry.name in in_order:
+                break
     chosen = None
     if request.is_auto:
         chosen = next((entry.name for entry in order if entry.name in accepted), None)
     elif {request.first, request.second} <= accepted.keys():
-        chosen = request.text
         if request.roles is not None:
-            pair = _evaluate_pair(spec, device, request, accepted)
-            candidates.insert(0, pair)
-            chosen = chosen if pair.status is SelectionStatus.ACCEPTED else None
-    in_order = {entry.name for entry in order}
+            candidates.insert(0, _evaluate_pair(spec, device, request, accepted))
+        if request.roles is None or candidates[0].status is SelectionStatus.ACCEPTED:
+            chosen = request.text
     return SelectionReport(
         chosen,
         "auto" if request.is_auto else request.source,

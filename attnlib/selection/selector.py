@@ -6,6 +6,7 @@ backends are available, and measured rankings. Results are cached under a key of
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -145,14 +146,11 @@ def _select(spec: LayerSpec, backend: Any, device: DeviceInfo, layer_name: str) 
     request, given = current_request(backend)
     entries = {entry.name: entry for entry in _entries(given)}
     environment = frozenset(os.environ.items())
-    report = _decide(
-        spec,
-        device,
-        request,
-        list(entries.values()),
-        lambda entry: _cached_availability(entry, device, environment),
-    )
+    probe = functools.partial(_cached_availability, device=device, environment=environment)
+    facts = spec, device, request, list(entries.values()), probe
+    report = _decide(*facts, only_needed=True)
     if report.chosen is None:
+        report = _decide(*facts)  # the error names the backends that would fit
         # What is missing may be installed before the next call.
         _cached_availability.cache_clear()
         if {request.first, request.second} <= set(report.accepted):
@@ -173,6 +171,7 @@ def _decide(
     request: Request,
     entries: list[Registration],
     probe: Probe | None = None,
+    only_needed: bool = False,
 ) -> SelectionReport:
     layout = get_kv_cache_layout()
     ranking = measured_ranking(spec, device)
@@ -187,6 +186,7 @@ def _decide(
         request,
         probe or (lambda entry: availability(entry, device)),
         ranking,
+        only_needed,
     )
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnlib.cache.layout import LAYOUTS
-from attnlib.cache.overlap import blocks_overlap, elements_overlap
+from attnlib.cache.overlap import blocks_overlap, elements_overlap, same_memory, tensors_overlap
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.spec import AttentionSpec
@@ -54,6 +54,36 @@ def test_elements_of_one_tensor(dimensions: list[tuple[int, int]], last: int) ->
     view = POOL.as_strided((*shape, last), (*strides, 1))
     offsets = torch.arange(POOL.numel()).as_strided(view.shape, view.stride()).flatten().tolist()
     assert elements_overlap(view) == (len(set(offsets)) < len(offsets))
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns of one allocation, flat or per head."""
+    width, count, both = draw(st.sampled_from([24, 30])), draw(st.integers(0, 4)), []
+    for _ in range(2):
+        heads, size, start = (draw(st.integers(least, 5)) for least in (1, 1, 0))
+        view = POOL.as_strided((count, heads, size), (width, size, 1), start * 7)
+        both.append(view.flatten(1) if count and draw(st.booleans()) else view)
+    return both[0], both[1]
+
+
+@given(rows())
+def test_rows_of_one_allocation(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    first, second = pair
+    elements = [_blocks(view[None])[0] for view in pair]
+    assert tensors_overlap(first, second) == bool(elements[0] & elements[1])
+    assert tensors_overlap(second, first) == tensors_overlap(first, second)
+    if first.shape[0]:
+        assert not same_memory(first, second) or elements[0] == elements[1]
+
+
+def test_overlap_is_of_bytes() -> None:
+    """Also of tensors with other dtypes, at odd addresses and in other storages."""
+    pool = torch.zeros(16, dtype=torch.uint8)
+    wide, one = pool[4:12].view(torch.float32), torch.from_dlpack(pool[11:12])
+    assert tensors_overlap(wide, one) and not tensors_overlap(wide, pool[12:])
+    assert not tensors_overlap(wide, pool[:4]) and tensors_overlap(wide, pool[3:5])
+    assert same_memory(pool.view(2, 2, 4), pool.view(2, 8)) and not same_memory(pool, pool[1:])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

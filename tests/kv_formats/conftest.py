@@ -7,11 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from attnlib.kv_formats import KVFormat, register_kv_format, unregister_kv_format
+from attnlib.kv_formats import KVFormat, register_kv_format, registry, unregister_kv_format
 from attnlib.object_path import load_object
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "attnlib-kv-format-example"
 MODULE = EXAMPLE / "src" / "attnlib_kv_format_example" / "rotated4.py"
+
+
+@pytest.fixture(autouse=True)
+def no_installed_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages of the environment, such as the installed example, take no part."""
+    monkeypatch.setattr(registry, "entry_points", lambda group: [])
 
 
 @pytest.fixture

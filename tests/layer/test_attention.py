@@ -133,7 +133,42 @@ def test_an_encoder_does_not_write_over_its_keys(name: str) -> None:
     wanted = layer(q, k, v, None, step)
     with pytest.raises(ContractError, match=f"output is {name}, which is read after rows"):
         layer(q, k, v, None, step, output=k if name == "key" else v)
+    memory = torch.randn(5, 3, 4, 8)
+    memory[:, 0], memory[:, 1], memory[:, 2] = q, k, v
+    q, k, v = memory.unbind(1)
+    shifted = memory.view(-1)[k.storage_offset() + 1 :].as_strided(k.shape, k.stride())
+    for output in (shifted, k if name == "key" else v):
+        with pytest.raises(ContractError, match="output is (in the memory of )?(key|value)"):
+            layer(q, k, v, None, step, output=output)
     assert torch.equal(layer(q, k, v, None, step, output=q), wanted)
+
+
+@pytest.mark.parametrize("validate", [False, True])
+def test_an_output_is_apart_from_later_queries_and_the_cache(
+    validate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before anything is written, on the first call of a kind or with ATTNLIB_VALIDATE."""
+    layer, cache, step, q, k, v = _inputs()
+    rows = q.shape[0]
+    memory = torch.zeros(rows + 1, 4, 8)
+    memory[1:] = q
+    if validate:
+        layer(q, k, v, cache, step, output=torch.empty(rows, 4, 6))
+        monkeypatch.setenv("ATTNLIB_VALIDATE", "1")
+    before = cache.key_cache.clone()
+    for output, message in (
+        (memory[:-1, :, :6], "output is in the memory of query, which is read after rows"),
+        (
+            cache.value_cache.flatten()[: rows * 24].view(rows, 4, 6),
+            "is in the memory of the cache",
+        ),
+    ):
+        with pytest.raises(ContractError, match=message):
+            layer(memory[1:], k, v, cache, step, output=output)
+        assert torch.equal(cache.key_cache, before)
+    out = layer(q, k, v, cache, step)
+    if out.shape[-1] == q.shape[-1]:
+        assert torch.equal(layer(q, k, v, cache, step, output=q), out)
 
 
 def test_vllms_argument_list() -> None:

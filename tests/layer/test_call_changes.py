@@ -146,6 +146,20 @@ def _score(setup: Setup) -> None:
     assert torch.equal(setup.call(), expected)
 
 
+def _resize(setup: Setup) -> None:
+    expected, views = setup.call(), (setup.cache.key_cache, setup.cache.value_cache)
+    for view in views:
+        view.resize_(5, *view.shape[1:])
+    with pytest.raises(ContractError, match=r"\[P3\]"):
+        setup.call()
+    for view, message in zip(views, ("must agree in blocks", ""), strict=True):
+        view.resize_(8, *view.shape[1:])
+        if message:
+            with pytest.raises(ContractError, match=message):
+                setup.call()
+    assert torch.equal(setup.call(), expected)
+
+
 CHANGES: dict[str, Callable[[Setup], None]] = {
     "`layer.forward = f`": _forward,
     "a forward hook": _hook,
@@ -155,6 +169,7 @@ CHANGES: dict[str, Callable[[Setup], None]] = {
     "`torch.autocast`": _autocast,
     "sequence lengths in place": _lengths,
     "block ids in place": _blocks,
+    "`resize_` of the views of a cache": _resize,
     "an entry of `score_tensors`": _score,
 }
 

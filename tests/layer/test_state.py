@@ -167,6 +167,12 @@ def _called(change: str) -> None:
             layer.convolve(x, cache, metadata, output=x)
         elif change == "over the value":
             layer(*given, cache, metadata, output=given[2])
+        elif change == "in the keys":
+            memory = torch.cat([torch.zeros(3), given[1].flatten(), torch.zeros(400)])
+            given[1] = memory[3 : 3 + given[1].numel()].view_as(given[1])
+            layer(*given, cache, metadata, output=memory[40 : 40 + given[2].numel()].view(5, -1))
+        elif change == "no tensor":
+            layer(*given, cache, metadata, output=[0.0])
         else:
             layer(*given, cache, metadata)
     finally:
@@ -194,6 +200,8 @@ def _called(change: str) -> None:
         ("x", r"x is float32 \[5, 23\]"),
         ("in place", "output is x"),
         ("over the value", "output is value, which is read after rows of the output are written"),
+        ("in the keys", "output is in the memory of key, which is read after rows"),
+        ("no tensor", "output is a list; it must be a torch.Tensor"),
     ],
 )
 def test_wrong_calls(change: str, message: str) -> None:

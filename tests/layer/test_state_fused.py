@@ -51,6 +51,8 @@ def test_a_step_is_its_parts() -> None:
     assert torch.equal(one.memory, two.memory)
     with pytest.raises(ContractError, match="output is z, which is read after"):
         layer.step(x, gates, z, FORM, one, metadata, output=z)
+    with pytest.raises(ContractError, match="output is in the memory of x, which is read after"):
+        layer.step(x, gates, z, FORM, one, metadata, output=x.view(-1)[9:393].view(6, 64))
     assert torch.equal(one.memory, two.memory)
 
 

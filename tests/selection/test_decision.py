@@ -41,6 +41,32 @@ def test_an_excluded_backend_is_not_probed() -> None:
     assert probed == ["b"] and report.chosen == "b"
 
 
+@pytest.mark.parametrize(
+    ("request_", "probed"),
+    [
+        (AUTO, ["undeclared", "first", "second"]),
+        (Request("argument", "third", "third"), ["third"]),
+        (Request("argument", "third", "second", ("prefill", "decode")), ["third", "second"]),
+        (Request("x", excluded=frozenset({"second", "undeclared"})), ["first", "third"]),
+    ],
+)
+def test_only_what_decides_is_probed(request_: Request, probed: list[str]) -> None:
+    """A backend without a registered priority too: auto asks its class for the place."""
+    seen = list[str]()
+
+    def probe(entry: Registration):
+        seen.append(entry.name)
+        return TorchBackend, ["no package"] if entry.name == "first" else []
+
+    names = {"first": 3, "second": 2, "third": 1, "undeclared": None}
+    entries = [Registration(name, TorchBackend, names[name]) for name in names]
+    few = decide(SPEC, CPU, entries, request_, probe, only_needed=True)
+    assert sorted(seen) == sorted(probed) and len(few.candidates) <= len(entries)
+    seen.clear()
+    every = decide(SPEC, CPU, entries, request_, probe)
+    assert sorted(seen) == sorted(names.keys() - request_.excluded) and every.chosen == few.chosen
+
+
 def test_deciding_for_hypothetical_hardware() -> None:
     """The decision depends on its arguments only: any machine can decide for an H200 and a T4."""
     entries = [Registration("triton", TritonBackend, 300), Registration("torch", TorchBackend, 100)]

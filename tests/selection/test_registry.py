@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -51,6 +52,27 @@ def _unregister(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _select(backend: str | None = None) -> type[attnlib.AttentionBackend]:
     return attnlib.get_attn_backend(SPEC, backend, "cpu")
+
+
+def test_selection_imports_what_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of auto, and no other backend than a requested one; `explain` asks all."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = [f"imported_backend_{place}" for place in range(3)]
+    for place, name in enumerate(names):
+        code = "from attnlib.backends.torch import TorchBackend\nclass Backend(TorchBackend):\n"
+        body = "pass" if place else "unavailable = classmethod(lambda cls, device: ['no library'])"
+        (tmp_path / f"{name}.py").write_text(f"{code}    {body}\n")
+        attnlib.register_backend(f"b{place}", f"{name}:Backend", priority=900 - place)
+    imported = lambda: [name in sys.modules for name in names]  # noqa: E731
+    try:
+        assert _select("torch") is TorchBackend and imported() == [False, False, False]
+        assert _select().get_name() == "b1" and imported() == [True, True, False]
+        with pytest.raises(BackendUnavailableError, match="that support this spec here: b1, b2"):
+            _select("b0")
+        assert attnlib.explain(SPEC, "cpu").chosen == "b1" and imported() == [True, True, True]
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
 
 
 def test_a_name_is_registered_once() -> None:
@@ -195,8 +217,9 @@ def test_a_plugin_disappears_when_plugins_are_switched_off(
     assert _select().get_name() == "ranked"
 
 
-def test_one_name_for_a_backend() -> None:
+def test_one_name_for_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """The registered name holds, whatever the class says; suggestions are close to the request."""
+    monkeypatch.setenv("ATTNLIB_PLUGINS", "0")  # an installed package may have a close name
     attnlib.register_backend("newcomer", Other)
     assert _select("newcomer").get_name() == "newcomer"
     assert pickle.loads(pickle.dumps(_select("newcomer"))) is _select("newcomer")

@@ -133,8 +133,11 @@ static int note_facts(Facts *facts, PyObject *value) {
     PyErr_Format(PyExc_TypeError, "expected a tensor, None or ..., not %s", Py_TYPE(value)->tp_name);
     return 0;
   }
-  if (read_tensor(value, &view))
-    return 0;
+  if (read_tensor(value, &view)) { /* nor will a call read it: it returns False */
+    PyErr_Clear();
+    facts->wanted = ANYTHING;
+    return 1;
+  }
   if (view.ndim > MAX_DIMS || !view.strides) {
     PyErr_Format(PyExc_ValueError, "%d dimensions; at most %d, with strides", view.ndim, MAX_DIMS);
     return 0;

@@ -10,8 +10,10 @@ order of memory accesses of one partition's threads, fences, and times.
 from __future__ import annotations
 
 import ctypes
+import json
+import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from tests.ops.triton.hopper.emulated_language import CTA, REPLACED, Language, e
 from tests.ops.triton.hopper.emulated_memory import QueryMap, TensorMap
 from tests.ops.triton.hopper.emulated_tensors import Pointer, Tensor
 
-__all__ = ["launch", "run_emulated"]
+__all__ = ["launch", "print_cases", "run_emulated"]
 
 _EMULATED: dict[int, Any] = {}
 
@@ -128,3 +130,10 @@ def _argument(value: Any) -> Any:
     if len(shape) == 3:
         return QueryMap(tensor, value.block_shape)
     return TensorMap(tensor, value.block_shape[-2:])
+
+
+def print_cases(cases: Iterable[str], emulate: Callable[[str], dict[str, Any]]) -> None:
+    """The command of a module of cases: a JSON line for each case that it names, or for all."""
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or cases:
+        print(json.dumps({"case": name, **emulate(name)}), flush=True)

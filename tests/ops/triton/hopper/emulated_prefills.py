@@ -8,8 +8,6 @@ needs a process that does not interpret Triton.
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from attnlib.ops.triton.hopper.prefill_plan import prepare_hopper_prefill
 from attnlib.ops.triton.launch.run import run_attention
 from attnlib.testing.batch_spec import parse_batch
 from tests.ops.triton.cross_compile import stub_target
-from tests.ops.triton.hopper.emulate import run_emulated
+from tests.ops.triton.hopper.emulate import print_cases, run_emulated
 
 __all__ = ["CASES", "emulate_case"]
 
@@ -100,11 +98,5 @@ def emulate_case(name: str) -> dict[str, Any]:
     }
 
 
-def main(names: list[str]) -> None:
-    torch.set_num_threads(1)
-    for name in names or list(CASES):
-        print(json.dumps({"case": name, **emulate_case(name)}), flush=True)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    print_cases(CASES, emulate_case)

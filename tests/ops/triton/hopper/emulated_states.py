@@ -7,8 +7,6 @@ a process that does not interpret Triton.
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +21,7 @@ from attnlib.testing.states.kinds import KINDS
 from attnlib.testing.states.serving import Part, Server
 from tests.ops.torch.states.layers import Operations, forgetting, largest_error, wanted
 from tests.ops.triton.cross_compile import stub_target
-from tests.ops.triton.hopper.emulate import run_emulated
+from tests.ops.triton.hopper.emulate import print_cases, run_emulated
 
 __all__ = ["CASES", "TILE", "counted", "emulate_case"]
 
@@ -110,11 +108,5 @@ def emulate_case(name: str) -> dict[str, Any]:
     }
 
 
-def main(names: list[str]) -> None:
-    torch.set_num_threads(1)
-    for name in names or list(CASES):
-        print(json.dumps({"case": name, **emulate_case(name)}), flush=True)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    print_cases(CASES, emulate_case)
