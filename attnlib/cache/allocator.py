@@ -1,8 +1,7 @@
 """Block allocation: reference counts, prefix caching and eviction.
 
-A full block is identified by its content (`prefix_tree`). Requests with a common prefix find the
-same blocks and share them by reference count, as in RadixAttention and vLLM's automatic prefix
-caching. A block without references keeps its content until its memory is needed.
+A full block is identified by its content (`prefix_tree`). Requests with a common prefix share its
+blocks. A block without references keeps its content until its memory is needed.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from attnlib.cache.prefix_tree import (
     TokenIds,
     as_tokens,
     chunks,
+    token_count,
 )
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import as_count, as_ids
@@ -126,7 +126,7 @@ class BlockAllocator:
         Raises:
             ContractError: `token_ids` are not integers.
         """
-        size = block_size or self.block_size
+        size = self.block_size if block_size is None else block_size
         found: list[int] = []
         for node in self.find_contents(token_ids, key, block_size=size):
             if node.block is None:
@@ -150,7 +150,7 @@ class BlockAllocator:
             ContractError: `token_ids` are not integers.
         """
         size = self.block_size if block_size is None else as_count("block_size", block_size, 1)
-        usable = max(len(token_ids) - 1, 0) // size if self.prefix_caching else 0
+        usable = max(token_count(token_ids) - 1, 0) // size if self.prefix_caching else 0
         return self._tree.find(chunks(token_ids, size, 0, usable), key)
 
     def acquire(self, block_ids: Iterable[int]) -> None:
@@ -175,16 +175,16 @@ class BlockAllocator:
             key: as in `acquire_prefix`. Blocks behind one with another key are not committed.
 
         Raises:
-            ContractError: a block without references, fewer blocks than the tokens fill, or
-                `token_ids` that are not integers; nothing is committed.
+            ContractError: a block without references or given twice, fewer blocks than the tokens
+                fill, or `token_ids` that are not integers; nothing is committed.
         """
-        full = len(token_ids) // self.block_size
+        full = (count := token_count(token_ids)) // self.block_size
         if full > len(block_ids):
             raise ContractError(
-                f"{len(token_ids)} tokens fill {full} blocks of {self.block_size}, but only "
+                f"{count} tokens fill {full} blocks of {self.block_size}, but only "
                 f"{len(block_ids)} blocks are given"
             )
-        hash(key)  # an unhashable key must fail here, before the first block is changed
+        self._tree.root(key)  # an unhashable key must fail here, before the first block is changed
         node, first = None, full
         while first and node is None:
             node = self._pool.held(block_ids[first - 1], "commit").content
@@ -196,7 +196,7 @@ class BlockAllocator:
         elif node.root.key != key or node.depth != first:
             return  # no lookup reaches the blocks that follow
         contents = list(chunks(token_ids, self.block_size, first, full))
-        for block_id, chunk in zip(block_ids[first:full], contents, strict=True):
+        for block_id, chunk in zip(self._pool.once(block_ids[first:full]), contents, strict=True):
             node = self._pool.commit(node, chunk, block_id)
             if node is None:
                 return

@@ -89,6 +89,21 @@ class BlockPool:
             )
         return block
 
+    def once(self, block_ids: Iterable[int]) -> list[int]:
+        """The ids of blocks that get contents, as integers.
+
+        Raises:
+            ContractError: a block is given twice, so that it would have two contents.
+        """
+        ids = [as_id("block", block_id) for block_id in block_ids]
+        if len(set(ids)) < len(ids):
+            block_id, count = Counter(ids).most_common(1)[0]
+            raise ContractError(
+                f"block {block_id} is given {count} times in block_ids, and a block holds the "
+                "tokens of one place: pass each block of the sequence once"
+            )
+        return ids
+
     def allocate(self, count: int) -> list[int]:
         """See `BlockAllocator.allocate`."""
         count = as_count("count", count)

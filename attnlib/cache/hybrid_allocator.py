@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from math import lcm
 
-from attnlib.cache.allocator import BlockAllocator, TokenIds, as_tokens
+from attnlib.cache.allocator import BlockAllocator
 from attnlib.cache.hybrid_forks import fork_sequence
 from attnlib.cache.hybrid_groups import Group, KVCacheGroup, StateGroup, check_groups
 from attnlib.cache.hybrid_prefixes import longest_prefix
 from attnlib.cache.hybrid_states import LayerSlots, StateBlocks
+from attnlib.cache.prefix_tree import TokenIds, as_tokens, token_count
 from attnlib.cache.sequence_blocks import NULL_BLOCK, SequenceBlocks
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import as_count
@@ -136,7 +137,7 @@ class HybridBlockAllocator:
             ContractError: fewer tokens than before, more than the blocks hold, or tokens that are
                 not integers.
         """
-        count = len(token_ids)
+        count = token_count(token_ids)
         states, runs = sequence.states, count > sequence.num_computed
         slots = self._states.missing(states) if runs else {}
         missing = {**sequence.missing(self.groups, count), **slots}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import shortened
 
 __all__ = [
     "Label",
@@ -24,6 +25,7 @@ __all__ = [
     "TokenIds",
     "as_tokens",
     "chunks",
+    "token_count",
 ]
 
 TokenIds = Sequence[int] | torch.Tensor
@@ -109,8 +111,18 @@ class PrefixTree:
         self._roots: dict[Hashable, PrefixNode] = {}
 
     def root(self, key: Hashable) -> PrefixNode:
-        """What precedes the first block of sequences with this key."""
-        found = self._roots.get(key)
+        """What precedes the first block of sequences with this key.
+
+        Raises:
+            ContractError: the key is not hashable.
+        """
+        try:
+            found = self._roots.get(key)
+        except TypeError as error:
+            raise ContractError(
+                f"key={shortened(key)} cannot be looked up ({error}): pass a tuple, a string or "
+                "another hashable value"
+            ) from None
         return PrefixNode(None, key=key) if found is None else found
 
     def find(self, contents: Iterable[Chunk], key: Hashable) -> list[PrefixNode]:
@@ -187,8 +199,23 @@ def as_tokens(token_ids: TokenIds) -> tuple[int, ...]:
     Raises:
         ContractError: they are not integers.
     """
-    count = len(token_ids)
+    count = token_count(token_ids)
     return next(chunks(token_ids, count, 0, 1), ()) if count else ()
+
+
+def token_count(token_ids: TokenIds) -> int:
+    """Number of token ids.
+
+    Raises:
+        ContractError: they are no sequence.
+    """
+    try:
+        return len(token_ids)
+    except TypeError:
+        raise ContractError(
+            f"token_ids={shortened(token_ids)} is no sequence: pass an integer tensor [T] or a "
+            "list of integers"
+        ) from None
 
 
 def chunks(token_ids: TokenIds, size: int, first: int, end: int) -> Iterator[Chunk]:

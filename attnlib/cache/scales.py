@@ -132,6 +132,10 @@ def check_same_kind(cache: PagedKVCache, other: PagedKVCache) -> None:
     Raises:
         ContractError: they differ in sizes, format, rotation or scales of stored elements.
     """
+    if not isinstance(other, type(cache)):
+        raise ContractError(
+            f"swap_blocks copies to a {type(other).__name__}; it must be a {type(cache).__name__}"
+        )
     kind = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "page_formats")
     for name in (*kind, "rotation"):
         mine, theirs = getattr(cache, name), getattr(other, name)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 
 from attnlib.device import explains_device
 from attnlib.errors import ContractError
-from attnlib.ops.addresses import as_count, as_id
+from attnlib.ops.addresses import as_count, as_id, as_ids
 
 __all__ = ["BlockTable"]
 
@@ -144,14 +144,14 @@ class BlockTable:
 
     def _checked_row(self, block_ids: Sequence[int], start: int, index: int) -> torch.Tensor:
         """`block_ids` as int32, checked to fit row `index` from column `start` on."""
-        end = start + len(block_ids)
+        row = _integers(block_ids, index)
+        end = start + row.shape[0]
         if end > self.max_blocks:
             raise ContractError(
                 f"row {index} would hold {end} blocks, but the table has {self.max_blocks} "
                 f"columns: create it with max_blocks={end} or more",
                 rule="P3",
             )
-        row = _integers(block_ids, index)
         invalid = (row < 0) | (row > _MAX_BLOCK_ID)
         if bool(invalid.any()):
             raise ContractError(
@@ -173,16 +173,25 @@ def _integers(block_ids: Sequence[int], index: int) -> torch.Tensor:
     try:
         row = torch.as_tensor(block_ids, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        for position, block in enumerate(block_ids):
-            if not -(1 << 63) <= as_id(f"row {index}: block id", block, position) < 1 << 63:
+        if isinstance(block_ids, Set | Mapping):
+            raise ContractError(
+                f"row {index}: block ids are a {type(block_ids).__name__}, which has no order: "
+                "pass a list",
+                rule="P3",
+            ) from None
+        ids = as_ids(f"row {index}: block ids", block_ids)  # torch takes no iterators
+        ids = [as_id(f"row {index}: block id", *x[::-1]) for x in enumerate(ids)]
+        for block in ids:
+            if not 0 <= block <= _MAX_BLOCK_ID:
                 raise ContractError(
                     f"row {index}: block id {block} is not in 0 to {_MAX_BLOCK_ID}", rule="P3"
                 ) from None
-        raise
-    if row.numel() and (row.dtype not in _INTEGERS or row.dim() != 1):
+        row = torch.tensor(ids, dtype=torch.int64, device="cpu")
+    if row.dim() != 1 or (row.numel() and row.dtype not in _INTEGERS):
+        example = f", for example {row.flatten()[0].item()}" if row.numel() else ""
         raise ContractError(
-            f"row {index}: block ids are {row.dtype} {tuple(row.shape)}, for example "
-            f"{row.flatten()[0].item()}; they must be integers [n]",
+            f"row {index}: block ids are {row.dtype} {tuple(row.shape)}{example}; they must be "
+            "integers [n]",
             rule="P3",
         )
-    return row.reshape(-1).to(torch.int64)
+    return row.to(torch.int64)

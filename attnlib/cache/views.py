@@ -25,12 +25,14 @@ class CacheSignature:
 
     Attributes:
         views: what operations in place (`resize_`, `transpose_`) change of them: `sizes`.
+        tokens_overlap: whether tokens share memory, as in expanded tensors; None if nobody asked.
     """
 
-    __slots__ = ("__weakref__", "views")
+    __slots__ = ("__weakref__", "tokens_overlap", "views")
 
     def __init__(self, views: ViewSizes) -> None:
         self.views = views
+        self.tokens_overlap: bool | None = None
 
     @staticmethod
     def sizes(key: torch.Tensor, value: torch.Tensor) -> ViewSizes:
@@ -54,6 +56,12 @@ def check_views(key: torch.Tensor, value: torch.Tensor, one_dtype: bool = True) 
             values in the memory of the keys that are no prefix of them.
     """
     for name, view in (("key_cache", key), ("value_cache", value)):
+        if not isinstance(view, torch.Tensor):
+            raise ContractError(
+                f"{name} is a {type(view).__name__}; it must be a tensor [blocks, block_size, "
+                "num_kv_heads, head_size]",
+                rule="P1",
+            )
         if view.dim() != 4:
             raise ContractError(
                 f"{name} has shape {tuple(view.shape)}; it must be "

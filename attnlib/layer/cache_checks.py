@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnlib.cache.overlap import elements_overlap
 from attnlib.cache.storage import UNIT_SCALE, PagedKVCache
 from attnlib.errors import ContractError, LayoutMismatchError
 from attnlib.layer.call import LayerCall
@@ -100,11 +101,27 @@ def _check_aliasing(spec: AttentionSpec, cache: PagedKVCache, key: torch.Tensor 
             "separate views, or set use_mla=True if values are a prefix of the keys",
             rule="P1",
         )
+    if key is not None:
+        _check_tokens(cache)
     if spec.use_mla and not cache.values_alias_keys:
         raise ContractError(
             "value_cache is not a prefix of key_cache, which use_mla requires: pass "
             "PagedKVCache.from_views(latents, latents[..., :head_size_v]), or set use_mla=False",
             rule="P10",
+        )
+
+
+def _check_tokens(cache: PagedKVCache) -> None:
+    """Whether each token has memory of its own, in a cache that is written."""
+    signature, views = cache.signature, (cache.key_cache, cache.value_cache)
+    if signature.tokens_overlap is None:
+        signature.tokens_overlap = any(map(elements_overlap, views))
+    if signature.tokens_overlap:
+        shown = " and ".join(f"{tuple(view.shape)} with strides {view.stride()}" for view in views)
+        raise ContractError(
+            f"the views of the cache are {shown}, so that tokens share memory, and one would "
+            "overwrite another: pass views of separate elements (expanded tensors are not)",
+            rule="P1",
         )
 
 

@@ -132,6 +132,12 @@ def _check_tensor(
             f"{name} has stride {tensor.stride(2)} along the head; the last stride must be 1",
             rule="P9",
         )
+    if tensor.is_neg():
+        raise ContractError(
+            f"{name} is a view that torch negates when it is read, such as the imaginary part of a "
+            "conjugate, which kernels cannot see: pass its resolve_neg()",
+            rule="P9",
+        )
 
 
 def _check_score_tensors(

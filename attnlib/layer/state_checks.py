@@ -206,6 +206,12 @@ def check_tensors(
             continue
         if tensor.dtype != dtype or tensor.shape != shape:
             raise _wrong(name, tensor, dtype, shape, rule)
+        if tensor.is_neg():
+            raise ContractError(
+                f"{name} is a view that torch negates when it is read, such as the imaginary part "
+                "of a conjugate, which kernels cannot see: pass its resolve_neg()",
+                rule=rule,
+            )
         if tensor.device != cache.device:
             raise ContractError(
                 f"{name} is on {tensor.device}, and the slots are on {cache.device}: move one of "

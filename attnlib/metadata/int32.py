@@ -18,7 +18,7 @@ def int32_values(name: str, values: Any, rule: str) -> torch.Tensor:
     """Integers as an int32 tensor on the CPU; refuses what the conversion would change."""
     try:
         given = torch.as_tensor(values, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ContractError(
             f"{name}={repr(values)} must hold integers: {error}", rule=rule
         ) from None
@@ -26,6 +26,8 @@ def int32_values(name: str, values: Any, rule: str) -> torch.Tensor:
         return given.to(torch.int32)
     if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
         raise ContractError(f"{name} is {given.dtype}; it must hold integers", rule=rule)
+    if given.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch compares none of them
+        given = torch.tensor(given.tolist(), dtype=torch.int64, device="cpu")
     wrong = (given < INT32.min) | (given > INT32.max)
     if bool(wrong.any()):
         place = "".join(f"[{index}]" for index in wrong.nonzero()[0].tolist())

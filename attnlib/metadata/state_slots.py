@@ -45,7 +45,7 @@ def state_slot_fields(
     if isinstance(slots, Sequence):
         read = sources if isinstance(sources, Sequence) else slots
         requests = step_requests(queries.tolist(), sequences.tolist(), slots, read)
-        check_slots([*requests], torch.iinfo(torch.int32).max)
+        check_slots([*requests], None)
     return fields
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from attnlib.errors import ContractError
-from attnlib.ops.addresses import as_id
+from attnlib.ops.addresses import as_id, as_ids
 
 __all__ = [
     "BlockPairs",
@@ -63,7 +63,7 @@ def checked_pairs(
             )
         rows = pairs.tolist()
     else:
-        rows = [_pair(position, pair) for position, pair in enumerate(pairs)]
+        rows = [_pair(*each) for each in enumerate(as_ids("block pairs", pairs))]
     source, destination = [row[0] for row in rows], [row[1] for row in rows]
     check_ids("source block", source, num_source)
     check_ids("destination block", destination, num_destination)

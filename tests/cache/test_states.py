@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 
+import attnlib
 from attnlib import Attention, AttentionSpec, PagedKVCache, StateLayer
 from attnlib.cache.states import CanonicalStates, StateCache, state_layout
 from attnlib.errors import ContractError
@@ -94,11 +95,27 @@ def test_refused_copies(pairs: list[tuple[int, int]], message: str) -> None:
         cache.copy_slots([(0, 1)], StateCache.allocate(KINDS["gla"], 5, device="cpu"))
 
 
+def test_slots_that_are_no_list() -> None:
+    cache = StateCache.allocate(GDN, 5, device="cpu")
+    with pytest.raises(ContractError, match="slots=1 is a int; it must be a list of ids"):
+        cache.positions(1)
+    with pytest.raises(ContractError, match=r"state_sources\[0\]=-1 is negative: pass a slot"):
+        attnlib.CommonAttentionMetadata.from_lengths(
+            [1], [2], device="cpu", state_slots=[0], state_sources=[-1]
+        )
+
+
 def test_refused_memory() -> None:
     """T15, and specs of another kind of layer."""
     size = state_layout(GDN).bytes_per_slot
     memory = torch.zeros(4 * size + 16, dtype=torch.uint8)
-    for wrong in (memory, memory[1 : 4 * size + 1].view(4, size)):
+    apart = memory[1 : 4 * size + 1].view(4, size)
+    for wrong in (
+        memory,
+        apart,
+        memory[:size].expand(4, size),
+        memory.as_strided((4, size), (16, 1)),
+    ):
         with pytest.raises(ContractError, match="begin at multiples of 16 bytes"):
             StateCache(GDN, wrong)
     attention = AttentionSpec(num_heads=1, head_size=8, dtype=torch.float32)

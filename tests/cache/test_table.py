@@ -68,6 +68,25 @@ def test_ids_that_are_not_integers_are_refused(method: str, blocks: Any) -> None
     assert table.row(0) == [1]
 
 
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        (None, "block ids=None is a NoneType; it must be a list of ids"),
+        (5, r"block ids are torch.int64 \(\), for example 5"),
+        ({1, 2}, "block ids are a set, which has no order"),
+        (np.array([1], dtype=np.uint64), "block ids are torch.uint64"),
+    ],
+)
+def test_block_ids_that_are_no_list(blocks: Any, message: str) -> None:
+    table = BlockTable(2, 4)
+    table.add_row([1], 0)
+    with pytest.raises(ContractError, match=message):
+        table.add_row(blocks, 0)
+    assert table.row(0) == [1]
+    table.add_row(iter([3, 2]), 0)
+    assert table.row(0) == [3, 2]
+
+
 def test_integers_of_other_types() -> None:
     table = BlockTable(2, 4)
     table.add_row(np.array([3, 1], dtype=np.int64), np.int64(1))

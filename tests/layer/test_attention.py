@@ -16,6 +16,7 @@ from torch import nn
 import attnlib
 from attnlib import instrumentation
 from attnlib.backends.torch import TorchBackend
+from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError, LayoutMismatchError
 from attnlib.layer import attention
 from attnlib.layer.plans import MAX_PLANS
@@ -811,6 +812,38 @@ def test_rows_of_an_output_have_memory_of_their_own() -> None:
             layer(q, k, v, cache, step, output=output)
     assert torch.equal(cache.key_cache, before)
     layer(q, k, v, cache, step, output=memory.as_strided((6, 4, 6), (6, 36, 1)))
+
+
+def test_tokens_of_a_written_cache_have_memory_of_their_own() -> None:
+    """P1; expanded views can be read, and a write is refused before it changes anything."""
+    layer, cache, step, q, k, v = _inputs()
+    keys, values = cache.key_cache.clone(), cache.value_cache.clone()
+    for shared in (keys[:1].expand_as(keys), keys[:, :, :1].expand_as(keys)):
+        views = PagedKVCache.from_views(shared, values)
+        before = keys.clone()
+        with pytest.raises(ContractError, match=r"tokens share memory.*\[P1\]"):
+            layer(q, k, v, views, step)
+        assert torch.equal(keys, before)
+        expected = layer(q, None, None, PagedKVCache.from_views(shared.clone(), values), step)
+        assert torch.equal(layer(q, None, None, views, step), expected)
+
+
+def test_views_that_torch_negates_are_refused() -> None:
+    """P9; the imaginary part of a conjugate has the memory of other numbers."""
+    layer, cache, step, q, k, v = _inputs()
+    before = cache.key_cache.clone()
+    for name in ("query", "key", "value"):
+        given = {"query": q, "key": k, "value": v}
+        negated = torch.complex(given[name], given[name]).conj().imag
+        assert negated.is_neg() and torch.equal(negated, -given[name])
+        given[name] = torch._neg_view(given[name].clone())
+        with pytest.raises(ContractError, match=rf"{name} is a view that torch negates.*\[P9\]"):
+            layer(*given.values(), cache, step)
+    assert torch.equal(cache.key_cache, before)
+    layer(q, k, v, cache, step)
+    other = cache.key_cache.clone()
+    layer(q, torch._neg_view(-k).resolve_neg(), v, cache, step)
+    assert torch.equal(cache.key_cache, other)
 
 
 def test_keys_without_slots_are_refused() -> None:

@@ -142,6 +142,7 @@ def _called(change: str) -> None:
         "no value": (2, lambda v: None),
         "no beta": (4, lambda b: None),
         "beta": (4, lambda b: b[:, :2]),
+        "negated": (4, lambda b: torch._neg_view(-b)),
     }  # fmt: skip
     if change in changed:
         place, function = changed[change]
@@ -193,6 +194,7 @@ def _called(change: str) -> None:
         ("output", r"output has shape \(5, 63\); it must be \[tokens, 64\]"),
         ("no beta", "beta is missing, and the spec has has_beta=True"),
         ("beta", r"beta is float32 \[5, 2\]; it must be float32 \[5, 4\]"),
+        ("negated", r"beta is a view that torch negates.*resolve_neg"),
         ("rows", "the call has 4 rows, and the batch has 5 tokens"),
         ("cache", "was allocated for StateSpec"),
         ("metadata", "metadata is a object; a state layer needs the StateMetadata"),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.ops.addresses import shortened
 
 __all__ = [
     "FlashAttentionArgumentError",
@@ -17,6 +18,7 @@ __all__ = [
     "check_tensor",
     "integer",
     "last_stride_1",
+    "number",
     "refuse",
     "refuse_gradients",
 ]
@@ -50,7 +52,7 @@ def refuse_gradients(*tensors: torch.Tensor | None) -> None:
     Raises:
         UnsupportedConfigError: attnlib has a forward pass only.
     """
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors):
         raise UnsupportedConfigError(
             "q, k or v requires a gradient, and attnlib has a forward pass only: call it under "
             "torch.no_grad() or torch.inference_mode(), or use FlashAttention for training",
@@ -75,6 +77,18 @@ def integer(name: str, value: Any, least: int | None = None) -> int:
     if least is not None and found < least:
         raise FlashAttentionArgumentError(f"{name}={found} must be at least {least}")
     return found
+
+
+def number(name: str, value: Any) -> float:
+    """An argument that is a number, or a tensor of one element, which is read.
+
+    Raises:
+        FlashAttentionArgumentError: it is none.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise FlashAttentionArgumentError(f"{name}={shortened(value)} must be a number") from None
 
 
 @contextmanager
@@ -105,8 +119,13 @@ def check_tensor(
         dtype: the dtype that it must have.
 
     Raises:
-        FlashAttentionArgumentError: it has another number of dimensions, dtype or device.
+        FlashAttentionArgumentError: it is no tensor, or has another number of dimensions, dtype or
+            device.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise FlashAttentionArgumentError(
+            f"{name} is a {type(tensor).__name__}; it must be a tensor {shape}"
+        )
     if tensor.dim() != dims:
         raise FlashAttentionArgumentError(
             f"{name} has shape {tuple(tensor.shape)}; it must be {shape}"
@@ -124,5 +143,16 @@ def check_tensor(
 
 
 def last_stride_1(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a contiguous copy if its last stride is not 1, as in FlashAttention."""
+    """The tensor, or a copy in memory as kernels read it: with a last stride of 1, as in
+    FlashAttention, and without a negation that torch applies when it reads.
+
+    Raises:
+        FlashAttentionArgumentError: it is no tensor, or one without dimensions.
+    """
+    if not isinstance(tensor, torch.Tensor) or not tensor.dim():
+        shown = "a tensor without dimensions" if isinstance(tensor, torch.Tensor) else tensor
+        raise FlashAttentionArgumentError(
+            f"{shortened(shown)} is given for q, k, v or block_table: pass a tensor"
+        )
+    tensor = tensor.resolve_neg()
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] < 2 else tensor.contiguous()

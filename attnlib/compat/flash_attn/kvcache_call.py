@@ -13,7 +13,7 @@ from attnlib.compat.flash_attn.execution import Execution
 from attnlib.compat.flash_attn.options import Options
 from attnlib.compat.flash_attn.prepared import Batch, PreparedBatch, layer_for
 from attnlib.compat.flash_attn.views import BlockView, block_views, token_views
-from attnlib.ops.addresses import check_block_table
+from attnlib.ops.addresses import are_readable, check_block_table
 
 __all__ = ["KVCacheCall"]
 
@@ -228,6 +228,12 @@ class KVCacheCall:
             self._table.copy_(rows)
         if leftpad is not None:
             torch.sub(self._lens, leftpad, out=self._cached)
+            if are_readable(leftpad) and bool(((leftpad < 0) | (self._cached < 0)).any()):
+                raise FlashAttentionArgumentError(
+                    f"cache_leftpad is {leftpad.tolist()} and cache_seqlens {self._lens.tolist()}; "
+                    "the padding must be from 0 to the length of its request",
+                    rule="P3",
+                )
 
 
 def _view(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from attnlib.cache.overlap import blocks_overlap, elements_overlap
 from attnlib.compat.flash_attn.arguments import FlashAttentionArgumentError, check_tensor
 
 __all__ = ["check_kvcache_call"]
+
+_INT32 = torch.iinfo(torch.int32).max
 
 
 def check_kvcache_call(
@@ -49,14 +52,17 @@ def check_kvcache_call(
     _check_rows(q, k_cache, index, leftpad, table, requests)
     if isinstance(lens, torch.Tensor):
         _check_per_request("cache_seqlens", lens, q, requests, (torch.int32,))
-    elif lens is not None and (not isinstance(lens, int) or lens < 0):
+    elif lens is not None and not (isinstance(lens, int) and 0 <= lens <= _INT32):
         raise FlashAttentionArgumentError(
-            f"cache_seqlens={lens!r} must be an int of at least 0, or [{requests}] int32"
+            f"cache_seqlens={lens!r} must be an int from 0 to {_INT32}, or [{requests}] int32"
         )
     if (k is None) != (v is None):
         raise FlashAttentionArgumentError("k and v: pass both or neither")
     if k is not None and v is not None:
         _check_new_keys(q, k_cache, v_cache, k, v, lens)
+        _check_written(k_cache, v_cache)
+        if rotary_cos is not None:
+            _check_positions(rotary_cos, k_cache, table)
     elif rotary_cos is not None:
         raise FlashAttentionArgumentError(
             "rotary_cos without k and v: the keys to rotate are new ones"
@@ -143,3 +149,25 @@ def _check_new_keys(
             )
     if k.shape[1] != v.shape[1]:
         raise FlashAttentionArgumentError(f"k has {k.shape[1]} new tokens, v {v.shape[1]}")
+
+
+def _check_written(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """Whether new keys and values have memory of their own in the caches."""
+    common = blocks_overlap(k_cache, v_cache)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if common or elements_overlap(cache):
+            other = "k_cache and v_cache" if common else f"tokens of {name}"
+            raise FlashAttentionArgumentError(
+                f"{other} share memory, so that new keys and values would overwrite others "
+                f"({name} has strides {cache.stride()}): pass caches with memory of their own"
+            )
+
+
+def _check_positions(cos: torch.Tensor, k_cache: torch.Tensor, table: torch.Tensor | None) -> None:
+    """Whether there is an angle for each position of the cache, as FlashAttention requires."""
+    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    if cos.dim() == 2 and cos.shape[0] < capacity:
+        raise FlashAttentionArgumentError(
+            f"rotary_cos has {cos.shape[0]} positions, and the cache holds {capacity} tokens per "
+            "request: pass an angle for each position"
+        )

@@ -13,6 +13,7 @@ from attnlib.compat.flash_attn.arguments import (
     check_tensor,
     integer,
     last_stride_1,
+    number,
     refuse,
     refuse_gradients,
 )
@@ -74,12 +75,12 @@ class Options(NamedTuple):
         Raises:
             FlashAttentionArgumentError: `window_size` is not a pair, or a number is out of range.
         """
-        if len(window_size) != 2:
+        if not isinstance(window_size, Sequence | torch.Tensor) or len(window_size) != 2:
             raise FlashAttentionArgumentError(
                 f"window_size={window_size!r} must be a pair (left, right), with -1 for unbounded"
             )
         left, right = (max(integer("window_size", side), -1) for side in window_size)
-        scale = head_size**-0.5 if softmax_scale is None else float(softmax_scale)
+        scale = head_size**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
         if left >= max_seq_len:
             left = -1
         if max_query_len == 1:
@@ -88,7 +89,7 @@ class Options(NamedTuple):
             right = 0
         elif right >= max_seq_len + max_query_len:  # the first queries may be before key 0
             right = -1
-        cap = max(float(softcap), 0.0)
+        cap = max(number("softcap", softcap), 0.0)
         has_alibi = alibi_slopes is not None
         chunk = integer("attention_chunk", chunk)
         return cls(scale, bool(causal), (left, right), cap, chunk, has_alibi, return_lse)

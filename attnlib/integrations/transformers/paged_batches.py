@@ -13,6 +13,7 @@ from attnlib.metadata.groups import GroupBatch, StateGroupBatch
 
 __all__ = ["StepBatch", "check_tokens", "one_batch"]
 
+_INDICES = (torch.int64, torch.int32)
 StepBatch = CommonAttentionMetadata | Mapping[str, GroupBatch]
 """The batch of a step; for a hybrid model one for each group, as `group_batches` makes them."""
 
@@ -77,14 +78,16 @@ def check_tokens(
         input_ids, position_ids, rows: as in `PagedModel.step`. Only rows on the CPU are read.
 
     Raises:
-        ContractError: there is no token, something is no tensor or one of another length, or a
-            row has no token.
+        ContractError: there is no token, something is no tensor or one of another length or dtype,
+            or a row has no token.
     """
     given = {"input_ids": input_ids, "position_ids": position_ids, "rows": rows}
     for name, tensor in given.items():
         if not isinstance(tensor, torch.Tensor) and not (name == "rows" and tensor is None):
             kind = type(tensor).__name__
             raise ContractError(f"{name} is of type {kind}; it must be a tensor of indices, int64")
+        if name != "position_ids" and tensor is not None and tensor.dtype not in _INDICES:
+            raise ContractError(f"{name} is {tensor.dtype}; it must hold indices: convert to int64")
     count = input_ids.numel()
     if input_ids.dim() != 1 or count < max(batch.num_actual_tokens, 1):
         raise ContractError(
@@ -96,6 +99,8 @@ def check_tokens(
             f"position_ids has shape {list(position_ids.shape)}; it must be [{count}], a position "
             "for each of input_ids"
         )
+    if rows is not None and rows.dim() != 1:
+        raise ContractError(f"rows has shape {list(rows.shape)}; it must be [n], a token each")
     if rows is None or not rows.is_cpu or not rows.numel():
         return
     first, last = int(rows.min()), int(rows.max())

@@ -17,6 +17,7 @@ from attnlib.integrations.transformers.layers import layer_name
 from attnlib.integrations.transformers.paged_step import LayerGroupKey
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadataBuilder
+from attnlib.ops.addresses import as_count
 from attnlib.spec import AttentionSpec, MaskKind, tree_spec
 from attnlib.workspace import BatchLimits
 
@@ -37,6 +38,9 @@ class PagedLayers:
         by_module: attention module -> its layer and the cache that it reads.
         groups: attention module -> the group of its cache; empty without a pool.
         pool: the pool of all caches, or None.
+
+    Raises:
+        ContractError: a number of blocks or a block size below 1.
     """
 
     def __init__(
@@ -47,8 +51,8 @@ class PagedLayers:
         stored: tuple[Any, Any, Any],
         limits: BatchLimits | None,
     ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_blocks = as_count("num_blocks", num_blocks, 1)
+        self.block_size = as_count("block_size", block_size, 1)
         self.backend = backend
         self.stored = dict(zip(_STORED, stored, strict=True))
         self.limits = limits

@@ -18,7 +18,6 @@ from torch import nn
 from attnlib.backends.base import AttentionBackend
 from attnlib.cache.hybrid import Group, HybridKVCache
 from attnlib.cache.storage import PagedKVCache
-from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.discovery import create_layers, discover
 from attnlib.integrations.transformers.latents import unexpanded
 from attnlib.integrations.transformers.mixer_layers import MixerLayers
@@ -26,7 +25,11 @@ from attnlib.integrations.transformers.paged_batches import StepBatch, check_tok
 from attnlib.integrations.transformers.paged_calls import paged_forward
 from attnlib.integrations.transformers.paged_latents import LatentLayers
 from attnlib.integrations.transformers.paged_layers import PagedLayers
-from attnlib.integrations.transformers.paged_refusals import refuse_model, shares_keys
+from attnlib.integrations.transformers.paged_refusals import (
+    refuse_model,
+    shares_keys,
+    unreached_layers,
+)
 from attnlib.integrations.transformers.paged_step import PagedStep, attend
 from attnlib.integrations.transformers.registration import NAME, register
 from attnlib.integrations.transformers.shared_layers import (
@@ -82,6 +85,7 @@ class PagedModel:
             supports, or the model uses the index of a token in the packed row as its position, or
             has layers with an indexer, compressed entries, or states of models that
             `state_mixers.SERVED` has not.
+        ContractError: a number of blocks or a block size below 1.
     """
 
     def __init__(
@@ -235,11 +239,7 @@ class PagedModel:
             )
         known = {*self.attention.by_module, *self.states.modules}
         if not step.reached or step.reached != known:
-            raise UnsupportedConfigError(
-                f"{type(self.model).__name__}: the step reached {len(step.reached)} of "
-                f"{len(known) or 'its'} attention and state layers, so the logits would be wrong: "
-                f"use generate with attn_implementation='attnlib'"
-            )
+            raise unreached_layers(self.model, len(step.reached), len(known))
         logits: torch.Tensor = out.logits[0]
         return logits if needed is None else logits[needed.kept]
 

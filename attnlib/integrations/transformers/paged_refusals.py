@@ -7,8 +7,9 @@ from typing import Any
 from torch import nn
 
 from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.transformers.registration import NAME
 
-__all__ = ["refuse_model", "shares_keys"]
+__all__ = ["refuse_model", "shares_keys", "unreached_layers"]
 
 
 def shares_keys(module: nn.Module) -> bool:
@@ -57,3 +58,14 @@ def refuse_model(model: nn.Module, *, serves_states: bool = False) -> None:
             f"(attn_temperature_tuning), which is not their position in a packed row: set it to "
             f"False if the model allows it, or use generate with attn_implementation='attnlib'"
         )
+
+
+def unreached_layers(model: Any, reached: int, known: int) -> UnsupportedConfigError:
+    """The error of a step that did not reach every layer that a model is known to have."""
+    action = f"use generate with attn_implementation={NAME!r}"
+    if model.config._attn_implementation != NAME:
+        action = "call step within `with paged.attached():`"
+    return UnsupportedConfigError(
+        f"{type(model).__name__}: the step reached {reached} of {known or 'its'} attention and "
+        f"state layers, so the logits would be wrong: {action}"
+    )

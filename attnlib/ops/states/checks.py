@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from attnlib.errors import ContractError
-from attnlib.ops.addresses import as_count, as_id
+from attnlib.ops.addresses import as_count, as_id, as_ids
 from attnlib.ops.states.batch import StateBatch, StateRequest
 
 __all__ = [
@@ -27,7 +27,7 @@ def slot_ids(name: str, slots: Sequence[int], num_slots: int) -> list[int]:
     Raises:
         ContractError: no integers, or a slot outside the cache.
     """
-    found = [as_id(name, slot, place) for place, slot in enumerate(slots)]
+    found = [as_id(name, slot, place) for place, slot in enumerate(as_ids(name, slots))]
     for place, slot in enumerate(found):
         if not 0 <= slot < num_slots:
             raise ContractError(
@@ -83,8 +83,12 @@ def checked_requests(
     return requests
 
 
-def check_slots(requests: Sequence[StateRequest], num_slots: int) -> None:
+def check_slots(requests: Sequence[StateRequest], num_slots: int | None) -> None:
     """Whether a batch reads and writes slots of the pool, each written by one request.
+
+    Args:
+        requests: of the batch.
+        num_slots: slots of the pool; None if it is not known.
 
     Raises:
         ContractError: a slot outside the pool, a slot of two requests, or a source that another
@@ -96,12 +100,14 @@ def check_slots(requests: Sequence[StateRequest], num_slots: int) -> None:
         if request.computed:
             named.append(("state_sources", request.source))
         for name, slot in named:
-            if not 0 <= slot < num_slots:
-                raise ContractError(
-                    f"{name}[{request.number}]={slot} is outside the pool of {num_slots} slots "
-                    f"(0 to {num_slots - 1}; -1 as a slot is padding)",
-                    rule="T7",
-                )
+            if slot < 0 or (num_slots is not None and slot >= num_slots):
+                limit = "is negative: pass a slot of the pool (-1 as a slot is padding)"
+                if num_slots is not None:
+                    limit = (
+                        f"is outside the pool of {num_slots} slots (0 to {num_slots - 1}; -1 as a "
+                        "slot is padding)"
+                    )
+                raise ContractError(f"{name}[{request.number}]={slot} {limit}", rule="T7")
         first = writer.setdefault(request.slot, request.number)
         if first != request.number:
             raise ContractError(

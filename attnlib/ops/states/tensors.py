@@ -66,12 +66,13 @@ class StateTensors:
         """
         fits = slots.dim() == 2 and slots.shape[1] >= layout.bytes_per_slot
         misplaced = slots.stride(0) % 16 or slots.storage_offset() % 16
+        misplaced = misplaced or (len(slots) > 1 and slots.stride(0) < layout.bytes_per_slot)
         if slots.dtype != torch.uint8 or not fits or slots.stride(1) != 1 or misplaced:
             raise ContractError(
                 f"slots have shape {tuple(slots.shape)}, strides {slots.stride()}, offset "
                 f"{slots.storage_offset()} and dtype {slots.dtype}; they must be "
                 f"[S, {layout.bytes_per_slot} or more] uint8 with a dense last dimension, and "
-                "begin at multiples of 16 bytes",
+                "begin at multiples of 16 bytes, each behind the one before",
                 rule="T15",
             )
         views = {

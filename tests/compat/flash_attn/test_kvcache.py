@@ -94,7 +94,9 @@ class Case:
             "return_softmax_lse": True,
         }
         caches = self.paged or self.caches
-        return flash_attn_with_kvcache(self.q, *caches, *self.new, **(arguments | changes))
+        names = ("q", "k_cache", "v_cache", "k", "v")
+        arguments.update(zip(names, (self.q, *caches, *self.new), strict=False))
+        return flash_attn_with_kvcache(**(arguments | changes))
 
     def check(self, result: Any) -> None:
         """Compare a result and the written caches with the definition."""
@@ -378,6 +380,16 @@ def test_arguments_that_do_not_fit(backend: str) -> None:
         ({"alibi_slopes": torch.rand(5, device=DEVICE)}, "alibi_slopes has shape"),
         ({"alibi_slopes": torch.rand(4, device=DEVICE).half()}, "alibi_slopes is torch.float16"),
         ({"rotary_cos": torch.rand(64, 2, device=DEVICE)}, "rotary_sin is None"),
+        ({"rotary_cos": torch.rand(47, 2, device=DEVICE)}, "has 47 positions.*holds 48 tokens"),
+        ({"q": None}, "None is given for q, k, v or block_table"),
+        ({"block_table": [[0]]}, "is given for q, k, v or block_table"),
+        ({"k_cache": [1]}, "k_cache is a list; it must be a tensor"),
+        ({"cache_seqlens": 10**12}, "cache_seqlens=1000000000000 must be"),
+        ({"softmax_scale": "x"}, "softmax_scale='x' must be a number"),
+        ({"softcap": None}, "softcap=None must be a number"),
+        ({"window_size": None}, "window_size=None must be a pair"),
+        ({"v_cache": case.paged[0], "v": case.new[0]}, "k_cache and v_cache share memory"),
+        ({"v_cache": case.paged[1][:1].expand(case.paged[1].shape)}, "tokens of v_cache share"),
     ):
         with pytest.raises(FlashAttentionArgumentError, match=message):
             case.call(**changes)

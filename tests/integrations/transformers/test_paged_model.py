@@ -273,3 +273,34 @@ def test_a_layer_that_stops_attending_is_noticed() -> None:
             UnsupportedConfigError, match="reached 1 of 2 attention and state layers"
         ):
             paged.step(tokens, positions, batch)
+
+
+def test_a_step_outside_of_attached_is_named() -> None:
+    paged = PagedModel(decoder("llama"), num_blocks=4, backend="torch")
+    batch = attnlib.CommonAttentionMetadata.from_lengths([3], [3], [[0]], 16, "cpu")
+    with pytest.raises(UnsupportedConfigError, match="call step within `with paged.attached"):
+        paged.step(torch.tensor([5, 6, 7]), torch.arange(3), batch)
+
+
+def test_numbers_and_indices_of_another_kind_are_refused() -> None:
+    model = decoder("llama")
+    for sizes, message in (
+        ({"num_blocks": 0}, "num_blocks=0 must be at least 1"),
+        ({"num_blocks": 1.5}, "num_blocks 1.5 is a float"),
+        ({"num_blocks": 4, "block_size": 0}, "block_size=0 must be at least 1"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            PagedModel(model, **sizes)
+    paged = PagedModel(model, num_blocks=4, backend="torch")
+    batch = attnlib.CommonAttentionMetadata.from_lengths([3], [3], [[0]], 16, "cpu")
+    tokens, positions = torch.tensor([5, 6, 7]), torch.arange(3)
+    with paged.attached():
+        with pytest.raises(ContractError, match="input_ids is torch.float32; it must hold indices"):
+            paged.step(tokens.float(), positions, batch)
+        for rows, message in (
+            (torch.tensor([1.0]), "rows is torch.float32; it must hold indices"),
+            (torch.ones(3, dtype=torch.bool), "rows is torch.bool; it must hold indices"),
+            (torch.tensor(1), r"rows has shape \[\]; it must be \[n\]"),
+        ):
+            with pytest.raises(ContractError, match=message):
+                paged.step(tokens, positions, batch, rows)
