@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnlib.cache.overlap import check_written
 from attnlib.device import explains_device
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import check_slot_values
@@ -26,7 +27,7 @@ class IndexKeyCache:
         scales: `[B, N]` float32, one scale per token, exactly for float8.
 
     Raises:
-        ContractError: shapes or dtypes of another form.
+        ContractError: shapes or dtypes of another form, or tokens that share memory.
     """
 
     keys: torch.Tensor
@@ -59,6 +60,7 @@ class IndexKeyCache:
                 f"{keys.device}",
                 rule="M14",
             )
+        check_written(keys=keys, **({} if scales is None else {"scales": scales}))
 
     @classmethod
     @explains_device

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["blocks_overlap", "elements_overlap", "same_memory", "tensors_overlap"]
+from attnlib.errors import ContractError
+
+__all__ = [
+    "blocks_overlap",
+    "check_pair",
+    "check_written",
+    "elements_overlap",
+    "same_memory",
+    "tensors_overlap",
+]
 
 
 def blocks_overlap(key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
@@ -40,6 +49,43 @@ def elements_overlap(tensor: torch.Tensor) -> bool:
             if any(_meet(inner, inner, step) for step in steps):
                 return True
     return False
+
+
+def check_written(**caches: torch.Tensor) -> None:
+    """Whether each token of caches that are written has memory of its own.
+
+    Args:
+        caches: by the names of arguments.
+
+    Raises:
+        ContractError: tokens share memory.
+    """
+    for name, cache in caches.items():
+        if elements_overlap(cache):
+            raise ContractError(
+                f"{name} has strides {cache.stride()} for shape {tuple(cache.shape)}, so that "
+                "tokens share memory, and one would overwrite another: pass memory of its own for "
+                "each token",
+                rule="P1",
+            )
+
+
+def check_pair(**caches: torch.Tensor) -> None:
+    """Whether keys and values that are both written have memory of their own.
+
+    Args:
+        caches: those of keys and of values, `[B, N, Hkv, D]`, by the names of arguments.
+
+    Raises:
+        ContractError: they share memory, or tokens of one do.
+    """
+    if blocks_overlap(*caches.values()):
+        raise ContractError(
+            f"{' and '.join(caches)} share memory, so that new values would overwrite new keys: "
+            "pass two caches",
+            rule="P1",
+        )
+    check_written(**caches)
 
 
 def tensors_overlap(first: torch.Tensor, second: torch.Tensor) -> bool:

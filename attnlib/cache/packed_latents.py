@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnlib.cache.overlap import check_written
 from attnlib.device import explains_device
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import are_readable
@@ -32,13 +33,14 @@ class PackedLatentCache:
             `k_cache[:, :, 0]` viewed as uint8.
 
     Raises:
-        ContractError: another dtype, shape or alignment.
+        ContractError: another dtype, shape or alignment, or tokens that share memory.
     """
 
     data: torch.Tensor
 
     def __post_init__(self) -> None:
         packed_views(self.data)
+        check_written(data=self.data)
 
     @classmethod
     @explains_device

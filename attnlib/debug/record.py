@@ -17,10 +17,11 @@ from typing import Any
 from attnlib.debug.capture import capture_call, capture_layer_call
 from attnlib.debug.counted_calls import CountedCalls, StateSampler, new_path
 from attnlib.debug.recording import load_recording, save_recording
+from attnlib.debug.recording_files import as_folder
 from attnlib.debug.state_calls import capture_state_call, save_state_recording
-from attnlib.errors import ContractError
 from attnlib.instrumentation import OBSERVERS, STATE_OBSERVERS
 from attnlib.metadata.base import AttentionMetadata
+from attnlib.ops.addresses import as_count
 
 __all__ = [
     "capture_call",
@@ -48,10 +49,10 @@ def record_calls(folder: str | Path, *, every: int = 1) -> Iterator[list[Path]]:
         The files written so far.
 
     Raises:
-        ContractError: `every` is less than 1, or a call cannot be recorded (`capture_call`).
+        ContractError: `every` is less than 1, the folder cannot be created, or a call cannot be
+            recorded (`capture_call`).
     """
-    if every < 1:
-        raise ContractError(f"every={every} must be at least 1 (1 records every call)")
+    every, folder = as_count("every", every, 1), as_folder(folder)
     files: list[Path] = []
     counted = CountedCalls()
 

@@ -12,10 +12,26 @@ import torch
 
 from attnlib.errors import ContractError
 
-__all__ = ["KEY_OF_STATES", "read_file", "refuse_damaged", "write_file"]
+__all__ = ["KEY_OF_STATES", "as_folder", "read_file", "refuse_damaged", "write_file"]
 
 KEY_OF_STATES = "attnlib_state_recording"
 """Of the version in files of calls of state layers."""
+
+
+def as_folder(folder: str | Path) -> Path:
+    """A folder, which is created if necessary.
+
+    Raises:
+        ContractError: it cannot be created.
+    """
+    try:
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, TypeError) as error:
+        raise ContractError(
+            f"folder {folder!r} cannot be created ({error}): pass a folder that can be written"
+        ) from None
+    return path
 
 
 def write_file(data: dict[str, Any], path: str | Path) -> Path:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlib.cache.overlap import elements_overlap
+from attnlib.cache.overlap import check_written, elements_overlap
 from attnlib.cache.storage import UNIT_SCALE, PagedKVCache
 from attnlib.errors import ContractError, LayoutMismatchError
 from attnlib.layer.call import LayerCall
@@ -117,12 +117,7 @@ def _check_tokens(cache: PagedKVCache) -> None:
     if signature.tokens_overlap is None:
         signature.tokens_overlap = any(map(elements_overlap, views))
     if signature.tokens_overlap:
-        shown = " and ".join(f"{tuple(view.shape)} with strides {view.stride()}" for view in views)
-        raise ContractError(
-            f"the views of the cache are {shown}, so that tokens share memory, and one would "
-            "overwrite another: pass views of separate elements (expanded tensors are not)",
-            rule="P1",
-        )
+        check_written(key_cache=cache.key_cache, value_cache=cache.value_cache)  # raises
 
 
 def _check_layout(layer: Attention, cache: PagedKVCache) -> None:

@@ -195,7 +195,7 @@ def as_id(what: str, block: Any, position: int | None = None) -> int:
         ) from None
 
 
-def as_ids(name: str, ids: Iterable[int]) -> list[int]:
+def as_ids(name: str, ids: Iterable[Any]) -> list[Any]:
     """Ids as a list; their values are not checked.
 
     Args:

@@ -63,7 +63,8 @@ def checked_pairs(
             )
         rows = pairs.tolist()
     else:
-        rows = [_pair(*each) for each in enumerate(as_ids("block pairs", pairs))]
+        given = as_ids("block pairs", pairs)
+        rows = [_pair(position, pair) for position, pair in enumerate(given)]
     source, destination = [row[0] for row in rows], [row[1] for row in rows]
     check_ids("source block", source, num_source)
     check_ids("destination block", destination, num_destination)

@@ -5,8 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnlib.cache.index_keys import IndexKeyCache
 from attnlib.cache.layout import LAYOUTS
-from attnlib.cache.overlap import blocks_overlap, elements_overlap, same_memory, tensors_overlap
+from attnlib.cache.overlap import (
+    blocks_overlap,
+    check_pair,
+    elements_overlap,
+    same_memory,
+    tensors_overlap,
+)
+from attnlib.cache.packed_latents import PackedLatentCache
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.spec import AttentionSpec
@@ -107,3 +115,20 @@ def test_views_of_common_elements_are_refused() -> None:
     with pytest.raises(ContractError, match="overlap"):
         PagedKVCache.from_views(pool[:, :3], pool[:, 1:])
     PagedKVCache.from_views(pool[:7], pool[1:])  # other blocks: the block table decides
+
+
+def test_memory_that_tokens_share_is_refused_where_tokens_are_written() -> None:
+    """P1"""
+    pool = torch.zeros(1, 4, 656, dtype=torch.uint8)
+    with pytest.raises(ContractError, match=r"data has strides .*tokens share memory.*\[P1\]"):
+        PackedLatentCache(pool.expand(3, 4, 656))
+    with pytest.raises(ContractError, match="keys has strides .*tokens share memory"):
+        IndexKeyCache(torch.zeros(1, 4, 8).expand(3, 4, 8))
+    with pytest.raises(ContractError, match="scales has strides .*tokens share memory"):
+        IndexKeyCache(torch.zeros(3, 4, 8).to(torch.float8_e4m3fn), torch.ones(1, 4).expand(3, 4))
+    keys = torch.zeros(3, 4, 2, 8)
+    with pytest.raises(ContractError, match="k and v share memory, so that new values would"):
+        check_pair(k=keys, v=keys)
+    with pytest.raises(ContractError, match="v has strides .*tokens share memory"):
+        check_pair(k=keys, v=torch.zeros(1, 4, 2, 8).expand(3, 4, 2, 8))
+    check_pair(k=keys, v=torch.zeros(3, 2, 4, 8).transpose(1, 2))

@@ -214,3 +214,13 @@ def test_a_damaged_recording_is_refused(damage: str, tmp_path: Path) -> None:
     with pytest.raises(ContractError, match=f"{path}.*(recording|is not a file)") as raised:
         load_recording(path)
     assert "weights_only" not in str(raised.value), "advice to run what is in the file"
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_block(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", 3):
+        with pytest.raises(ContractError, match="cannot be created"), record_calls(folder):
+            pytest.fail("the block ran")
+    with pytest.raises(ContractError, match="every=0 must be at least 1"):
+        with record_calls(tmp_path, every=0):
+            pytest.fail("the block ran")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from attnlib.cache.overlap import blocks_overlap, elements_overlap
-from attnlib.compat.flash_attn.arguments import FlashAttentionArgumentError, check_tensor
+from attnlib.cache.overlap import check_pair
+from attnlib.compat.flash_attn.arguments import (
+    FlashAttentionArgumentError,
+    argument_errors,
+    check_tensor,
+)
 
 __all__ = ["check_kvcache_call"]
 
@@ -60,7 +64,8 @@ def check_kvcache_call(
         raise FlashAttentionArgumentError("k and v: pass both or neither")
     if k is not None and v is not None:
         _check_new_keys(q, k_cache, v_cache, k, v, lens)
-        _check_written(k_cache, v_cache)
+        with argument_errors():
+            check_pair(k_cache=k_cache, v_cache=v_cache)
         if rotary_cos is not None:
             _check_positions(rotary_cos, k_cache, table)
     elif rotary_cos is not None:
@@ -149,18 +154,6 @@ def _check_new_keys(
             )
     if k.shape[1] != v.shape[1]:
         raise FlashAttentionArgumentError(f"k has {k.shape[1]} new tokens, v {v.shape[1]}")
-
-
-def _check_written(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    """Whether new keys and values have memory of their own in the caches."""
-    common = blocks_overlap(k_cache, v_cache)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if common or elements_overlap(cache):
-            other = "k_cache and v_cache" if common else f"tokens of {name}"
-            raise FlashAttentionArgumentError(
-                f"{other} share memory, so that new keys and values would overwrite others "
-                f"({name} has strides {cache.stride()}): pass caches with memory of their own"
-            )
 
 
 def _check_positions(cos: torch.Tensor, k_cache: torch.Tensor, table: torch.Tensor | None) -> None:

@@ -6,6 +6,7 @@ from importlib import import_module
 
 import torch
 
+from attnlib.cache.overlap import check_pair
 from attnlib.compat.flashinfer.page import PagedCache, cache_views, check_layout, check_list
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import are_readable, check_starts
@@ -93,6 +94,7 @@ def append_paged_kv_cache(
     check_layout(kv_layout)
     key_cache, value_cache = cache_views(paged_kv_cache, kv_layout)
     _check_rows(append_key, append_value, key_cache, value_cache)
+    check_pair(key_cache=key_cache, value_cache=value_cache)
     rows, device = append_key.shape[0], key_cache.device
     check_list("batch_indices", batch_indices, rows, device)
     check_list("positions", positions, rows, device)
@@ -106,7 +108,8 @@ def append_paged_kv_cache(
         return
     counterpart = "triton" if key_cache.is_cuda else "torch"
     write_kv = import_module(f"attnlib.ops.{counterpart}.cache_write").write_kv
-    write_kv(append_key, append_value, key_cache, value_cache, slots)
+    new = append_key.resolve_neg(), append_value.resolve_neg()  # kernels read memory as it is
+    write_kv(*new, key_cache, value_cache, slots)
 
 
 def _check_rows(

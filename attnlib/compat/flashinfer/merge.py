@@ -79,10 +79,10 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     Raises:
         ContractError: the shapes disagree.
     """
-    if v.dim() != 4 or s.shape != v.shape[:3]:
+    if v.dim() != 4 or s.shape != v.shape[:3] or not v.shape[1]:
         raise ContractError(
             f"v has shape {tuple(v.shape)} and s {tuple(s.shape)}; they must be "
-            "[tokens, states, heads, head_dim] and [tokens, states, heads]"
+            "[tokens, states, heads, head_dim] and [tokens, states, heads], with at least one state"
         )
     _check_dtypes(v=v, s=s)
     logs = s.masked_fill(s == torch.inf, -torch.inf)

@@ -73,7 +73,13 @@ def cache_views(paged_kv_cache: PagedCache, kv_layout: str) -> tuple[torch.Tenso
             )
         key, value = paged_kv_cache.unbind(1)
     else:
-        key, value = paged_kv_cache
+        pair = tuple(paged_kv_cache)
+        if len(pair) != 2:
+            raise ContractError(
+                f"paged_kv_cache has {len(pair)} tensors; pass one tensor, or those of keys and "
+                "values"
+            )
+        key, value = pair
         if key.dim() != 4 or value.dim() != 4:
             raise ContractError(
                 f"paged_kv_cache has shapes {tuple(key.shape)} and {tuple(value.shape)}; a pair "

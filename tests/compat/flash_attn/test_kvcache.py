@@ -389,7 +389,10 @@ def test_arguments_that_do_not_fit(backend: str) -> None:
         ({"softcap": None}, "softcap=None must be a number"),
         ({"window_size": None}, "window_size=None must be a pair"),
         ({"v_cache": case.paged[0], "v": case.new[0]}, "k_cache and v_cache share memory"),
-        ({"v_cache": case.paged[1][:1].expand(case.paged[1].shape)}, "tokens of v_cache share"),
+        (
+            {"v_cache": case.paged[1][:1].expand(case.paged[1].shape)},
+            "v_cache has strides.*tokens share memory",
+        ),
     ):
         with pytest.raises(FlashAttentionArgumentError, match=message):
             case.call(**changes)

@@ -167,8 +167,31 @@ def test_lists_around_an_append_are_checked() -> None:
             call()
 
 
+def test_an_append_to_memory_that_is_shared_is_refused() -> None:
+    """Pages of an expanded cache, and values in the memory of the keys."""
+    ints = lambda *x: torch.tensor(x, dtype=torch.int32, device=DEVICE)  # noqa: E731  # short
+    key, value = torch.randn(2, 2, 2, 8, device=DEVICE)
+    rest = (ints(0, 0), ints(0, 1))
+    pages = (ints(3), ints(0, 1), ints(2))
+    memory = torch.randn(8, 4, 2, 8, device=DEVICE)
+    before = memory.clone()
+    for cache, message in (
+        ((memory[:1].expand(8, 4, 2, 8), memory), "key_cache has strides .*tokens share memory"),
+        ((memory, memory), "key_cache and value_cache share memory"),
+        ((memory,), "paged_kv_cache has 1 tensors"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            flashinfer.append_paged_kv_cache(key, value, *rest, cache, *pages)
+    assert torch.equal(memory, before)
+    separate = torch.randn(8, 2, 4, 2, 8, device=DEVICE)
+    flashinfer.append_paged_kv_cache(torch._neg_view(key), value, *rest, separate, *pages)
+    assert torch.equal(separate[3, 0, :2], -key)
+
+
 def test_states_of_other_dtypes() -> None:
     v, s, _, _ = _states(2)
+    with pytest.raises(ContractError, match="with at least one state"):
+        flashinfer.merge_states(v[:, :0], s[:, :0])
     with pytest.raises(ContractError, match="s is torch.float16"):
         flashinfer.merge_states(v, s.half())
     with pytest.raises(ContractError, match="s_b is torch.int32"):
