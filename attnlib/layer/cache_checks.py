@@ -17,7 +17,7 @@ from attnlib.spec import AttentionSpec
 if TYPE_CHECKING:
     from attnlib.layer.attention import Attention
 
-__all__ = ["check_cache", "check_cache_type", "check_latent_scales"]
+__all__ = ["check_aliasing", "check_cache", "check_cache_type", "check_latent_scales"]
 
 _log = logging.getLogger("attnlib")
 
@@ -49,7 +49,7 @@ def check_cache(layer: Attention, cache: PagedKVCache, call: LayerCall) -> None:
         LayoutMismatchError: the backend does not read the cache's memory layout.
     """
     _check_form(layer.spec, cache, call.query.device)
-    _check_aliasing(layer.spec, cache, call.key)
+    check_aliasing(layer.spec, cache, call.key)
     _check_layout(layer, cache)
     _check_slots(layer, call)
     if layer.spec.is_kv_quantized and call.key is not None:
@@ -94,7 +94,17 @@ def _check_form(spec: AttentionSpec, cache: PagedKVCache, device: torch.device) 
         )
 
 
-def _check_aliasing(spec: AttentionSpec, cache: PagedKVCache, key: torch.Tensor | None) -> None:
+def check_aliasing(spec: AttentionSpec, cache: PagedKVCache, key: torch.Tensor | None) -> None:
+    """Whether keys, values and tokens of a cache share memory as its layer wants it.
+
+    Args:
+        spec: of the layer.
+        cache: of a call.
+        key: of the call; None where nothing is written.
+
+    Raises:
+        ContractError: they do not.
+    """
     if key is not None and cache.values_alias_keys and not spec.use_mla:
         raise ContractError(
             "key_cache and value_cache are the same memory, so values would overwrite keys: pass "

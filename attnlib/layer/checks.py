@@ -15,6 +15,7 @@ from attnlib.errors import ContractError
 from attnlib.layer.cache_checks import check_cache
 from attnlib.layer.call import LayerCall
 from attnlib.layer.metadata_checks import check_metadata
+from attnlib.layer.tensor_checks import refuse_negated
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.facts import BatchFacts
 from attnlib.spec import AttentionSpec
@@ -133,11 +134,7 @@ def _check_tensor(
             rule="P9",
         )
     if tensor.is_neg():
-        raise ContractError(
-            f"{name} is a view that torch negates when it is read, such as the imaginary part of a "
-            "conjugate, which kernels cannot see: pass its resolve_neg()",
-            rule="P9",
-        )
+        refuse_negated(name, tensor)
 
 
 def _check_score_tensors(

@@ -11,6 +11,7 @@ from torch import Tensor
 from attnlib.backends.state_impl import StateInputs
 from attnlib.cache.states import StateCache
 from attnlib.errors import ContractError
+from attnlib.layer.tensor_checks import refuse_negated
 from attnlib.metadata.states import StateMetadata
 from attnlib.ops.addresses import are_readable
 from attnlib.ops.states.checks import check_slots
@@ -207,11 +208,7 @@ def check_tensors(
         if tensor.dtype != dtype or tensor.shape != shape:
             raise _wrong(name, tensor, dtype, shape, rule)
         if tensor.is_neg():
-            raise ContractError(
-                f"{name} is a view that torch negates when it is read, such as the imaginary part "
-                "of a conjugate, which kernels cannot see: pass its resolve_neg()",
-                rule=rule,
-            )
+            refuse_negated(name, tensor)
         if tensor.device != cache.device:
             raise ContractError(
                 f"{name} is on {tensor.device}, and the slots are on {cache.device}: move one of "

@@ -8,7 +8,7 @@ from attnlib.cache.overlap import same_memory, tensors_overlap
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 
-__all__ = ["check_output_memory", "check_tensor_types", "refuse_in_place"]
+__all__ = ["check_output_memory", "check_tensor_types", "refuse_in_place", "refuse_negated"]
 
 
 def check_tensor_types(query: object, key: object, value: object, output: object = None) -> None:
@@ -63,4 +63,18 @@ def check_output_memory(
     if any(tensors_overlap(output, view) for view in views):
         raise ContractError(
             "output is in the memory of the cache: pass another tensor, or None", rule="P9"
+        )
+
+
+def refuse_negated(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a view of which kernels would read other numbers than torch.
+
+    Raises:
+        ContractError: torch negates it when it reads.
+    """
+    if tensor.is_neg():
+        raise ContractError(
+            f"{name} is a view that torch negates when it is read, such as the imaginary part of a "
+            "conjugate, which kernels cannot see: pass its resolve_neg()",
+            rule="P9",
         )

@@ -11,9 +11,10 @@ from torch import Tensor
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.layer.attention import Attention
-from attnlib.layer.cache_checks import check_cache
+from attnlib.layer.cache_checks import check_aliasing, check_cache
 from attnlib.layer.call import LayerCall, new_output, per_head
 from attnlib.layer.checks import check_output, refuse_gradients
+from attnlib.layer.tensor_checks import refuse_negated
 from attnlib.metadata.checks import check_block_size
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.ops.addresses import check_block_table, check_slot_values
@@ -150,7 +151,7 @@ def _checked(
         key = sized("key", key, *sizes[1], spec.dtype, query.device, tokens)
         size_v = spec.head_size_v
         value = sized("value", value, spec.num_kv_heads, size_v, spec.dtype, query.device, tokens)
-    check_own_cache(layer.cached, query, cache)
+    check_own_cache(layer.cached, query, cache, key)
     _check_addresses(metadata, cache)
     if output is None:
         output = new_output(query, (query.shape[0], spec.num_heads, spec.head_size_v))
@@ -187,8 +188,10 @@ def _check_addresses(metadata: ParallelMetadata, cache: PagedKVCache) -> None:
         check_block_table(facts.block_table, facts.seq_lens, cache.block_size, cache.num_blocks)
 
 
-def check_own_cache(layer: Attention, query: Tensor, cache: PagedKVCache) -> None:
-    """Whether a cache has the form that a layer needs.
+def check_own_cache(
+    layer: Attention, query: Tensor, cache: PagedKVCache, key: Tensor | None
+) -> None:
+    """Whether a cache has the form that a layer needs, to write the keys that are given.
 
     Raises:
         ContractError: it has not, or is no cache.
@@ -198,6 +201,7 @@ def check_own_cache(layer: Attention, query: Tensor, cache: PagedKVCache) -> Non
         raise ContractError(f"cache is a {type(cache).__name__}; it must be a PagedKVCache")
     without_slots: Any = SimpleNamespace(slot_mapping=None)
     check_cache(layer, cache, LayerCall(query, None, None, cache, without_slots))
+    check_aliasing(layer.spec, cache, key)
 
 
 def sized(
@@ -227,4 +231,6 @@ def sized(
             f"must be {dtype} on {device} with last stride 1",
             rule="P9",
         )
+    if tensor.is_neg():
+        refuse_negated(name, tensor)
     return tensor

@@ -160,7 +160,7 @@ def _checked(
             f"query has {query.shape[0]} rows, but this rank has {tokens} tokens of the batch",
             rule="X10",
         )
-    check_own_cache(layer.causal, query, cache)
+    check_own_cache(layer.causal, query, cache, None if spec.kv_sharing else key)
     _check_slots(metadata, cache)
     parts = [key] if spec.use_mla else [key, value]
     sent = []

@@ -245,6 +245,19 @@ def refusals(group: RankGroup) -> str:
         given: Any = None if last else run.own(query)
         run.layer(given, key, value, run.caches[1], built)
 
+    def call_with(key: torch.Tensor, cache: attnlib.PagedKVCache) -> None:
+        lengths = [[pair[n] for pair in STEPS["prefill"]] for n in (0, 1)]
+        built = run.builders[1].build(divided_batch(*lengths, run.tables[1], "cpu"))
+        run.layer(run.own(query), key, value, cache, built)
+
+    def negated_key() -> None:
+        call_with(torch._neg_view(key) if last else key, run.caches[1])
+
+    def shared_tokens() -> None:
+        keys, values = run.caches[1].key_cache, run.caches[1].value_cache
+        views = keys[:1].expand_as(keys) if last else keys
+        call_with(key, attnlib.PagedKVCache.from_views(views, values))
+
     def without_lse() -> None:
         backend = toy_with(lse=False) if last else None
         ParallelAttention(run.spec, group, run.division, device="cpu", backend=backend)
@@ -259,6 +272,7 @@ def refusals(group: RankGroup) -> str:
         no_lengths: f"rank {group.world_size - 1} refuses: AttributeError",
         other_batch: "ranks 0 and", short_table: "has 1 columns", other_dtype: "torch.float64",
         no_tensor: f"rank {group.world_size - 1} refuses: ",
+        negated_key: "key is a view that torch negates", shared_tokens: "tokens share memory",
     }  # fmt: skip
     if text := not_refused(expected):
         return text
