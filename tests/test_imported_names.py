@@ -1,15 +1,18 @@
-"""Names that a file imports from this repository exist, also where the file does not run."""
+"""Names that a file imports or that a message gives exist, also where the file does not run."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+_DOTTED = re.compile(r"\battnlib(?:\.[A-Za-z_]\w*)+")
 
 
 @cache
@@ -54,6 +57,48 @@ def missing_names(file: Path) -> Iterator[str]:
             assert names is not None
             if each.name not in {*names, "*"} and _file(f"{node.module}.{each.name}") is None:
                 yield f"{file.name}:{node.lineno}: {node.module} has no {each.name}"
+
+
+def _exists(name: str) -> bool:
+    """Whether a dotted name is a module of this repository, or a name of one."""
+    parts = name.split(".")
+    cut = next(n for n in range(len(parts), 0, -1) if _file(".".join(parts[:n])) is not None)
+    module = ".".join(parts[:cut])
+    if cut == len(parts):
+        return True
+    names = _names(module)
+    if names is not None:
+        return parts[cut] in names
+    try:
+        return hasattr(import_module(module), parts[cut])
+    except ImportError:  # a name that another package has to provide
+        return True
+
+
+def unknown_names(file: Path) -> Iterator[str]:
+    """Names of attnlib in texts, such as messages, that do not exist."""
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for name in _DOTTED.findall(node.value):
+                if not _exists(name):
+                    yield f"{file.name}:{node.lineno}: {name}"
+
+
+@pytest.mark.slow
+def test_names_in_messages_exist() -> None:
+    files = sorted((ROOT / "attnlib").rglob("*.py"))
+    assert files
+    assert [line for file in files for line in unknown_names(file)] == []
+
+
+def test_an_unknown_name_in_a_message_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    texts = ("attnlib.NoSuchFormat", "attnlib.errors.NoSuchError", "attnlib.errors.ContractError")
+    file.write_text("\n".join(f'raise ValueError(f"{{1}}: make an {text}")' for text in texts))
+    assert list(unknown_names(file)) == [
+        "program.py:1: attnlib.NoSuchFormat",
+        "program.py:2: attnlib.errors.NoSuchError",
+    ]
 
 
 @pytest.mark.slow

@@ -130,6 +130,11 @@ def register_backend(
             the priority or the settings have another type.
     """
 
+    if not isinstance(name, str):
+        raise RegistrationError(
+            f"the first argument is {name!r}; it must be the name of the backend: "
+            'register_backend("my_backend", MyBackend)'
+        )
     if config is not None and not isinstance(config, Mapping):
         raise RegistrationError(f"config={config!r} of {name!r} must be a dictionary, or None")
 

@@ -91,6 +91,9 @@ def test_a_name_is_registered_once() -> None:
     for name in ("", "auto", "-x", "a,b", "prefill:x"):
         with pytest.raises(RegistrationError, match="is not a valid backend name"):
             attnlib.register_backend(name, Other)
+    for nameless in (Other, None, 3):  # a class alone would be taken for a decorator's name
+        with pytest.raises(RegistrationError, match="it must be the name of the backend"):
+            attnlib.register_backend(nameless)
     for wrong in ({"priority": "high"}, {"priority": 1.5}, {"config": [64]}):
         with pytest.raises(RegistrationError, match="must be an? (integer|dictionary)"):
             attnlib.register_backend("wrong", Other, **wrong)
